@@ -1,7 +1,7 @@
 """Random tables, layouts and plans, for property tests and for loops over many plans.
 
-Everything is drawn from a ``random.Random``, so that hypothesis (:func:`randoms`) and a loop over seeds share one
-generator, and the ranks of a test can draw the same plan each for itself.
+Everything is drawn from a ``random.Random``, so that hypothesis (:func:`randoms`) and a loop over seeds share what
+draws, and the ranks of a test can draw the same plan each for itself.
 """
 
 from __future__ import annotations
@@ -62,8 +62,8 @@ def _row_wise_uneven(rng: Random, name: str, rows: int, dim: int, topology: Topo
 
 
 def randoms() -> st.SearchStrategy[Random]:
-    """Seeded generators. hypothesis cannot shrink inside one, but it tries twenty times as many in the same time."""
-    return st.integers(0, 2**32 - 1).map(Random)
+    """Generators whose draws are hypothesis's own, so that what fails shrinks: their least draws are the simplest."""
+    return st.randoms(use_true_random=False)
 
 
 def random_topology(rng: Random, most_ranks: int = 8) -> Topology:
@@ -89,9 +89,11 @@ def random_tables(rng: Random, most: int = 4) -> dict[str, tuple[int, int]]:
     }
 
 
-def random_layout(rng: Random, name: str, rows: int, dim: int, world_size: int) -> TableLayout:
-    """A layout that no cut makes: stripes of random widths, each with row blocks of its own, on any ranks."""
-    if rng.random() < 0.15:
+def random_layout(
+    rng: Random, name: str, rows: int, dim: int, world_size: int, *, replicas: bool = True
+) -> TableLayout:
+    """A layout that no cut makes: stripes of random widths, each with row blocks of its own; or replicated."""
+    if replicas and rng.random() > 0.85:
         return cuts.data_parallel(name, rows, dim)
     columns = _edges(rng, -(-dim // COLUMN_UNIT), most=3)
     shards = []
@@ -120,7 +122,7 @@ def random_plan(rng: Random, tables: Mapping[str, tuple[int, int]], topology: To
     """Each table by a cut drawn at random, or as :func:`random_layout` lays it out."""
     layouts = []
     for name, (rows, dim) in tables.items():
-        if rng.random() < 0.3:
+        if rng.random() > 0.7:
             layouts.append(CUTS[rng.choice(sorted(CUTS))](rng, name, rows, dim, topology))
         else:
             layouts.append(random_layout(rng, name, rows, dim, topology.world_size))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -19,6 +19,7 @@ import shardrec
 from shardrec._torchscript import quiet
 from shardrec.layout import ShardingPlan, Topology, cuts
 from tests.collective_counts import CollectiveOperators
+from tests.executors import executed
 from tests.models import apply_optimizer_in_backward
 from tests.ranks import ranks
 from tests.scripting.lookups import reload
@@ -92,24 +93,7 @@ def _batch(rng: Random, *, sizes: dict[str, int], weighted: bool, learned: bool 
     )
 
 
-Run = Callable[..., Tensor]
-
-
-def _eager(model: Any) -> Run:
-    return model  # type: ignore[no-any-return]
-
-
-def _scripted(model: Any) -> Run:
-    return shardrec.script(model)  # type: ignore[no-any-return]
-
-
-def _traced(model: Any) -> Run:
-    shardrec.annotate_for_dynamo(model, mode="traced")
-    # The operators' backward in a compiler's graph is for tests/compile, which takes its time.
-    return torch.compile(model, backend="eager", fullgraph=True, dynamic=True)
-
-
-EXECUTORS: dict[str, Callable[[Any], Run]] = {"live script": _scripted, "traced": _traced}
+EXECUTORS = ("live script", "traced")
 PORTABLE = "portable (inference)"
 FEATURES: dict[str, dict[str, Any]] = {
     "one exchange for several collections": {},
@@ -156,7 +140,7 @@ def _batches(options: dict[str, Any], step: int) -> tuple[KeyedJaggedTensor, Key
     return bags, rows
 
 
-def _trained(run: Run, model: Any, options: dict[str, Any]) -> tuple[list[Tensor], dict[str, int]]:
+def _trained(run: Any, model: Any, options: dict[str, Any]) -> tuple[list[Tensor], dict[str, int]]:
     """Outputs, weights' gradients and weights of three steps, and the all-to-alls of the last."""
     found: list[Tensor] = []
     for step in range(3):
@@ -181,10 +165,9 @@ def cell(executor: str, features: Sequence[str]) -> str:
     expected, expected_counts = _trained(eager, eager, options)
     if executor == PORTABLE:
         return _inferred(eager.eval(), options)
-    torch._dynamo.reset()
     try:
         with quiet():
-            found, counts = _trained(EXECUTORS[executor](model), model, options)
+            found, counts = _trained(executed(model, executor), model, options)
     except (shardrec.ShardrecError, torch.jit.Error) as error:
         return str(error)
     torch.testing.assert_close(found, expected, atol=1e-6, rtol=1e-5)

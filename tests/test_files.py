@@ -10,8 +10,8 @@ import pytest
 
 from shardrec.errors import ConfigError
 from shardrec.files import open_regular, parse_json, parse_yaml, read_json, read_text
+from tests.documents import LAUGHS
 
-LAUGHS = "a0: &a0 [x, x]\n" + "".join(f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 9)}]\n" for n in range(1, 10))
 MERGES = "m0: &m0 {x: 1, y: 2}\n" + "".join(
     f"m{n}: &m{n}\n  <<: [{', '.join([f'*m{n - 1}'] * 9)}]\n" for n in range(1, 10)
 )

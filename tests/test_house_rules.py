@@ -103,3 +103,12 @@ def test_every_package_has_an_init() -> None:
     """A folder without one is a namespace package, which the install leaves out."""
     folders = {path.parent for path in PACKAGE}
     assert [name(folder) for folder in sorted(folders) if not (folder / "__init__.py").is_file()] == []
+
+
+def test_test_modules_do_not_import_each_other() -> None:
+    importing = re.compile(
+        r"^(?:from tests\.\S*\btest_\w+ import|from tests\S* import .*\btest_|import tests\S*\btest_)", re.M
+    )
+    assert [name(path) for path in python_files("tests") if importing.search(path.read_text(encoding="utf-8"))] == [], (
+        "move what they share to a module without test_"
+    )

@@ -1,14 +1,17 @@
-"""Results, isolation and environment of ranks that run to their end."""
+"""The ranks of tests: what would let a wrong test pass or fail a right one, and what is left when ranks die or hang."""
 
 from __future__ import annotations
 
 import os
+import pickle
 import random
+import signal
+import sys
 import threading
 import time
 import warnings
-from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -16,10 +19,20 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from tests.ranks import RankErrors, raises_on_all, run_without_shardrec
-from tests.ranks import ranks as run_ranks
+from tests.parcel import pack
+from tests.rank_pool import MAX_RANKS, Pool
+from tests.ranks import RankDied, RankErrors, RankHung, UnpicklableError, raises_on_all, ranks, run_without_shardrec
 
-SCALE = 3.0
+
+class FaultError(ValueError):
+    """An exception class that only this module has."""
+
+
+class AwkwardError(Exception):
+    """Cannot be unpickled: `args` does not fit `__init__`."""
+
+    def __init__(self, first: int, second: int) -> None:
+        super().__init__(f"{first} and {second}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,85 +43,68 @@ class Answer:
     value: Tensor
 
 
-def _group_name() -> str:
-    return dist.distributed_c10d._get_default_group().group_name
-
-
-def _swap(x_W: Tensor) -> Tensor:
-    """Functional all-to-all of one element for each rank; the group is resolved by its name."""
-    ones = [1] * dist.get_world_size()
-    pending = torch.ops._c10d_functional.all_to_all_single(x_W, ones, ones, _group_name())
-    result: Tensor = torch.ops._c10d_functional.wait_tensor(pending)
-    return result
-
-
 def _pid() -> int:
     return os.getpid()
 
 
-# ---------------------------------------------------------------------------------------------------------- results
+# ------------------------------------------------------------------------------------------- arguments, state, results
 
 
-@pytest.mark.parametrize("n", [1, 2, 3, 4])
-def test_results_come_in_order_of_rank(n: int) -> None:
-    def where() -> tuple[int, int, str]:
-        return dist.get_rank(), dist.get_world_size(), dist.get_backend()
-
-    assert run_ranks(n, where) == [(rank, n, "gloo") for rank in range(n)]
-
-
-def test_arguments_closures_and_classes_of_test_modules_travel() -> None:
-    offset = torch.tensor([1.0, 2.0])
+def test_functions_arguments_and_results_travel() -> None:
+    offset, given, add = torch.tensor([1.0, 2.0]), torch.ones(2), torch.ops.aten.add
 
     def answer(x: Tensor, *, factor: float) -> Answer:
-        return Answer(rank=dist.get_rank(), value=x * factor * SCALE + offset)
+        x.add_(dist.get_rank())
+        return Answer(rank=dist.get_rank(), value=add(x * factor, offset))
 
-    results = run_ranks(2, answer, torch.ones(2), factor=2.0)
-    assert [type(result) for result in results] == [Answer, Answer]
-    assert [result.rank for result in results] == [0, 1]
-    assert all(torch.equal(result.value, torch.tensor([7.0, 8.0])) for result in results)
-
-
-def test_arguments_are_copies_for_each_rank() -> None:
-    x = torch.zeros(2)
-
-    def change(y: Tensor) -> Tensor:
-        return y.add_(1 + dist.get_rank())
-
-    assert [result.tolist() for result in run_ranks(2, change, x)] == [[1.0, 1.0], [2.0, 2.0]]
-    assert x.tolist() == [0.0, 0.0]
+    results = ranks(2, answer, given, factor=2.0)
+    assert [(type(result), result.rank, result.value.tolist()) for result in results] == [
+        (Answer, 0, [3.0, 4.0]),
+        (Answer, 1, [5.0, 6.0]),
+    ]
+    assert given.tolist() == [1.0, 1.0], "each rank has a copy"
+    for value in (torch.ops, torch.ops.aten.add, torch.ops.aten.add.Tensor, torch.ops.higher_order, torch.classes):
+        assert pickle.loads(pack(value)) is value
 
 
-def test_scripting_and_compiling_what_a_test_module_defines() -> None:
-    def run() -> tuple[float, float]:
-        @torch.compile(backend="eager", fullgraph=True)
-        def compiled(x: Tensor) -> Tensor:
-            return _scaled(x) + 1
+def test_the_state_of_a_process_is_reset_before_a_call() -> None:
+    def disturb() -> int:
+        os.environ["SHARDREC_LEFT_OVER"] = "1"
+        os.chdir("/")
+        torch.set_num_threads(2)
+        torch.set_grad_enabled(False)
+        torch.set_default_dtype(torch.float64)
+        return os.getpid()
 
-        scripted = torch.jit.script(_Affine())
-        return compiled(torch.ones(())).item(), scripted(torch.ones(())).item()
+    def look() -> tuple[object, ...]:
+        state = os.environ.get("SHARDREC_LEFT_OVER"), torch.get_num_threads(), torch.is_grad_enabled()
+        drawn = torch.rand(()).item(), float(np.random.random()), random.random()
+        return *state, os.getcwd(), torch.get_default_dtype(), *drawn
 
-    assert run_ranks(2, run) == [(4.0, 3.0)] * 2
-
-
-def _scaled(x: Tensor) -> Tensor:
-    return x * SCALE
-
-
-class _Affine(torch.nn.Module):
-    def forward(self, x: Tensor) -> Tensor:
-        return x * 2.0 + 1.0
+    pids = ranks(2, disturb)
+    seen = ranks(2, look)
+    assert seen[0] == seen[1]
+    assert seen[0][:5] == (None, 1, True, os.getcwd(), torch.float32)
+    assert seen[0][5:] == (torch.rand(()).item(), float(np.random.random()), random.random()), "a test's own seed"
+    assert ranks(4, _pid)[:2] == pids, "the processes are the same"
 
 
-# -------------------------------------------------------------------------------------------------------- isolation
+def test_the_environment_is_that_of_torchrun() -> None:
+    def launched() -> str:
+        names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE")
+        next(dist.rendezvous("env://"))
+        return " ".join(os.environ[name] for name in names)
+
+    for _ in range(2):
+        assert ranks(4, launched, hosts=2) == ["0 4 0 2 0 2", "1 4 1 2 0 2", "2 4 0 2 1 2", "3 4 1 2 1 2"]
 
 
 def test_fifty_groups_one_after_another_leave_nothing_behind() -> None:
-    def cycle(k: int) -> tuple[list[float], str]:
-        swapped = _swap(torch.arange(2.0) + 10 * dist.get_rank() + 100 * k)
-        sub = dist.new_group([0, 1])
-        dist.barrier(sub)
-        return swapped.tolist(), _group_name()
+    def cycle(k: int) -> list[float]:
+        value = torch.ones(1) * k + dist.get_rank()
+        dist.all_reduce(value)
+        dist.barrier(dist.new_group([0, 1]))
+        return value.tolist()
 
     def resources() -> tuple[int, int, int]:
         for thread in threading.enumerate():
@@ -120,137 +116,36 @@ def test_fifty_groups_one_after_another_leave_nothing_behind() -> None:
             time.sleep(0.002)
         return os.getpid(), *min(counts)
 
-    run_ranks(2, cycle, 0)
-    before = run_ranks(2, resources)
+    ranks(2, cycle, 0)
+    before = ranks(2, resources)
     for k in range(50):
-        (low, name), (high, _) = run_ranks(2, cycle, k)
-        assert low == [100.0 * k, 100.0 * k + 10]
-        assert high == [100.0 * k + 1, 100.0 * k + 11]
-        assert name == "0"
-    assert run_ranks(2, resources) == before
+        assert ranks(2, cycle, k) == [[2.0 * k + 1]] * 2
+    assert ranks(2, resources) == before
 
 
-def test_processes_persist() -> None:
-    assert run_ranks(2, _pid) == run_ranks(4, _pid)[:2]
-
-
-def test_process_state_is_reset_before_a_call() -> None:
-    def disturb() -> None:
-        os.environ["SHARDREC_LEFT_OVER"] = "1"
-        os.chdir("/")
-        torch.set_num_threads(2)
-        torch.set_grad_enabled(False)
-        torch.set_default_dtype(torch.float64)
-
-    def look() -> tuple[object, ...]:
-        state = os.environ.get("SHARDREC_LEFT_OVER"), torch.get_num_threads(), torch.is_grad_enabled()
-        return *state, os.getcwd(), torch.get_default_dtype()
-
-    run_ranks(2, disturb)
-    expected = (None, 1, True, os.getcwd(), torch.float32)
-    assert run_ranks(2, look) == [expected] * 2
-
-
-def test_ranks_start_with_the_seed_of_tests(seed: int) -> None:
-    def draw() -> tuple[float, float, float]:
-        return torch.rand(()).item(), float(np.random.random()), random.random()
-
-    torch.manual_seed(seed)
-    np.random.seed(seed)
-    random.seed(seed)
-    expected = torch.rand(()).item(), float(np.random.random()), random.random()
-    assert run_ranks(2, draw) == run_ranks(2, draw) == [expected] * 2
-
-
-def test_a_function_may_destroy_the_group_itself() -> None:
-    assert run_ranks(2, dist.destroy_process_group) == [None, None]
-    assert run_ranks(2, dist.get_rank) == [0, 1]
-
-
-def test_a_rank_stays_until_its_peers_have_finished() -> None:
-    def hand_over() -> float:
-        value = torch.ones(1)
-        if dist.get_rank() == 0:
-            _later(0.2, lambda: dist.send(value, 1))
-            return 0.0
-        dist.recv(value, 0)
-        return value.item()
-
-    assert run_ranks(2, hand_over) == [0.0, 1.0]
-
-
-def _later(seconds: float, action: Callable[[], object]) -> None:
-    """Act in the background after the function has returned."""
-    thread = threading.Timer(seconds, action)
-    thread.daemon = True
-    thread.start()
-
-
-def test_ranks_that_finish_first_do_not_break_the_last_collective() -> None:
-    def pass_the_barrier() -> int:
-        dist.barrier()
-        return dist.get_rank()
-
-    for _ in range(20):
-        assert run_ranks(4, pass_the_barrier) == [0, 1, 2, 3]
-
-
-# ------------------------------------------------------------------------------------------------------ environment
-
-
-@pytest.mark.parametrize(
-    ("n", "hosts", "expected"),
-    [
-        (1, 1, ["0/1 0/1 0/1"]),
-        (2, 1, ["0/2 0/2 0/1", "1/2 1/2 0/1"]),
-        (2, 2, ["0/2 0/1 0/2", "1/2 0/1 1/2"]),
-        (4, 2, ["0/4 0/2 0/2", "1/4 1/2 0/2", "2/4 0/2 1/2", "3/4 1/2 1/2"]),
-    ],
-)
-def test_environment_is_that_of_torchrun(n: int, hosts: int, expected: list[str]) -> None:
-    def launched() -> str:
-        def pair(rank: str, size: str) -> str:
-            return f"{os.environ[rank]}/{os.environ[size]}"
-
-        return " ".join(
-            [pair("RANK", "WORLD_SIZE"), pair("LOCAL_RANK", "LOCAL_WORLD_SIZE"), pair("GROUP_RANK", "GROUP_WORLD_SIZE")]
-        )
-
-    assert run_ranks(n, launched, hosts=hosts) == expected
-
-
-def test_rendezvous_by_environment_works_again_and_again() -> None:
-    def rendezvous() -> str:
-        store, rank, _ = next(dist.rendezvous("env://"))
-        store.set(f"from {rank}", f"greetings of {rank}")
-        return bytes(store.get(f"from {1 - rank}")).decode()
-
-    for _ in range(2):
-        assert run_ranks(2, rendezvous) == ["greetings of 1", "greetings of 0"]
-
-
-def test_output_is_repeated_with_its_rank(capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_ranks_write_and_warn_of(capsys: pytest.CaptureFixture[str]) -> None:
     def speak() -> None:
         print(f"one\ntwo of {dist.get_rank()}")
         os.write(2, b"three\n")
-
-    run_ranks(2, speak)
-    lines = capsys.readouterr().out.splitlines()
-    assert sorted(lines[:3]) == ["[rank 0] one", "[rank 0] three", "[rank 0] two of 0"]
-    assert sorted(lines[3:]) == ["[rank 1] one", "[rank 1] three", "[rank 1] two of 1"]
-    run_ranks(2, dist.barrier)
-    assert capsys.readouterr() == ("", "")
-
-
-def test_warning_filters_of_the_test_hold_in_the_ranks() -> None:
-    def warn() -> None:
         warnings.warn("ripe", UserWarning, stacklevel=1)
 
     with warnings.catch_warnings():
-        warnings.simplefilter("error", UserWarning)
-        raises_on_all(2, UserWarning, "ripe", warn)
         warnings.simplefilter("ignore", UserWarning)
-        assert run_ranks(2, warn) == [None, None]
+        ranks(2, speak)
+        lines = capsys.readouterr().out.splitlines()
+        assert sorted(lines[:3]) == ["[rank 0] one", "[rank 0] three", "[rank 0] two of 0"]
+        assert sorted(lines[3:]) == ["[rank 1] one", "[rank 1] three", "[rank 1] two of 1"]
+        warnings.simplefilter("error", UserWarning)
+        raises_on_all(2, UserWarning, "ripe", speak)
+
+
+@pytest.mark.parametrize(
+    ("module", "heard"), [("torch.jit._script", 0), ("torchrec", 0), ("shardrec.lookup", 1), ("torchy", 1)]
+)
+def test_only_warnings_of_third_parties_are_silenced(module: str, heard: int) -> None:
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.warn_explicit("old", FutureWarning, "file.py", 1, module=module, registry={})
+    assert len(seen) == heard
 
 
 def test_programs_without_shardrec_have_torch_and_a_group() -> None:
@@ -265,3 +160,151 @@ raise LookupError(word)
     with pytest.raises(RankErrors, match="rank 1: LookupError: told") as caught:
         run_without_shardrec(2, program, word="told")
     assert set(caught.value.errors) == {0, 1}
+
+
+# ------------------------------------------------------------------------------------------------ errors, death, hangs
+
+
+def test_a_rank_that_fails_is_told_in_full_and_frees_its_peers() -> None:
+    def fail() -> str:
+        if dist.get_rank() == 1:
+            print("about to fail")
+            dist.all_reduce(torch.ones(1), async_op=True)
+            raise FaultError("row 7 is broken")
+        if dist.get_rank() == 0:
+            dist.barrier()
+        return "fine"
+
+    with pytest.raises(RankErrors, match=r"2 of 3 ranks failed:\n(.*\n)*rank 1: FaultError: row 7 is broken") as caught:
+        ranks(3, fail, grace=60.0)
+    failed = caught.value
+    assert isinstance(failed.errors[0], RuntimeError)
+    assert not isinstance(failed.errors[0], RankHung)
+    assert type(failed.errors[1]) is FaultError
+    assert 'raise FaultError("row 7 is broken")' in failed.tracebacks[1]
+    assert (failed.results, failed.outputs[1]) == ({2: "fine"}, "about to fail\n")
+
+
+def test_ranks_that_fail_together_all_say_why() -> None:
+    def fail() -> None:
+        fault = torch.tensor([float(dist.get_rank())])
+        dist.all_reduce(fault)
+        raise FaultError(f"fault code {fault.item():.0f}")
+
+    for _ in range(3):
+        assert raises_on_all(4, FaultError, "fault code 6", fail) == ["fault code 6"] * 4
+
+
+def test_raises_on_all_refuses_other_outcomes() -> None:
+    def fail(on: tuple[int, ...], message: str) -> int:
+        if dist.get_rank() in on:
+            raise FaultError(message)
+        return dist.get_rank()
+
+    assert raises_on_all(2, ValueError, "^x$", fail, (0, 1), "x") == ["x", "x"]
+    for kind, words, on, seen in (
+        (FaultError, "x", (), r"they returned \[0, 1\]"),
+        (FaultError, "x", (1,), r"not so on \[0\]"),
+        (FaultError, "y", (0, 1), r"not so on \[0, 1\]"),
+        (KeyError, "x", (0, 1), r"not so on \[0, 1\]"),
+    ):
+        with pytest.raises(AssertionError, match=seen):
+            raises_on_all(2, kind, words, fail, on, "x")
+
+
+def test_what_cannot_be_pickled_and_what_exits_is_an_error_of_its_rank() -> None:
+    def raise_(error: type[Exception]) -> None:
+        raise AwkwardError(1, 2) if error is AwkwardError else error("has a lock", threading.Lock())
+
+    raises_on_all(2, UnpicklableError, "AwkwardError: 1 and 2", raise_, AwkwardError)
+    raises_on_all(2, UnpicklableError, "ValueError: .*has a lock", raise_, ValueError)
+    raises_on_all(2, TypeError, "pickle", threading.Lock)
+    raises_on_all(2, SystemExit, "4", sys.exit, 4)
+
+
+def _die(rank: int, number: int) -> int:
+    if dist.get_rank() == rank:
+        os.kill(os.getpid(), number)
+    return dist.get_rank()
+
+
+def test_a_death_is_reported_and_the_rank_replaced() -> None:
+    before = ranks(2, _pid)
+    with pytest.raises(RankErrors, match=r"signal 11") as caught:
+        ranks(2, _die, 1, signal.SIGSEGV)
+    error = caught.value.errors[1]
+    assert isinstance(error, RankDied)
+    assert error.code == -signal.SIGSEGV
+    assert "in _die" in caught.value.tracebacks[1]
+    assert caught.value.results == {0: 0}
+    after = ranks(2, _pid)
+    assert after[0] == before[0]
+    assert after[1] != before[1]
+
+
+def test_a_death_that_is_expected_has_to_come() -> None:
+    alive, dead = ranks(2, _die, 1, signal.SIGKILL, expect_death={1})
+    assert (alive, isinstance(dead, RankDied)) == (0, True)
+    with pytest.raises(RankErrors, match=r"rank 0: AssertionError: was expected to die, but returned 0"):
+        ranks(2, _die, 1, signal.SIGKILL, expect_death={0, 1})
+    with pytest.raises(RankErrors, match="rank 1: RankDied"):
+        ranks(2, _die, 1, signal.SIGKILL, expect_death={0})
+
+
+def test_a_hang_is_reported_with_every_stack_and_the_ranks_are_replaced() -> None:
+    def mismatched() -> None:
+        dist.barrier() if dist.get_rank() == 0 else dist.recv(torch.ones(1), 0)
+
+    before = ranks(2, _pid)
+    with pytest.raises(RankErrors) as caught:
+        ranks(2, mismatched, timeout=0.5)
+    stacks = [error.stack for error in caught.value.errors.values() if isinstance(error, RankHung)]
+    assert "in barrier" in stacks[0]
+    assert "in recv" in stacks[1]
+    assert not set(before) & set(ranks(2, _pid))
+
+
+def test_grace_ends_the_wait_after_a_failure() -> None:
+    def fail() -> None:
+        if dist.get_rank() == 0:
+            raise FaultError("first")
+        time.sleep(1000)
+
+    with pytest.raises(RankErrors) as caught:
+        ranks(2, fail, grace=0.2, timeout=1000.0)
+    assert isinstance(caught.value.errors[0], FaultError)
+    assert isinstance(caught.value.errors[1], RankHung)
+
+
+def test_a_pool_leaves_no_process() -> None:
+    pool = Pool([])
+    pids = [worker.pid for worker in pool._workers_for(3)]
+    server = int(Path(f"/proc/{pids[0]}/stat").read_text().rpartition(")")[2].split()[1])
+    child = os.fork()
+    if child == 0:  # a copy of the session, which leaves the ranks alone
+        pool.close()
+        os._exit(0)
+    os.waitpid(child, 0)
+    assert pids == pool.pids() == [worker.pid for worker in pool._workers_for(3)]
+    pool.close()
+    assert not any(Path(f"/proc/{pid}").exists() for pid in [server, *pids])
+    pids = [worker.pid for worker in pool._workers_for(2)]  # anew
+    # A shell without job control starts what runs in the background with interrupts ignored.
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGINT)).start()
+        with pytest.raises(KeyboardInterrupt):
+            pool.run(2, pack((time.sleep, (60,), {}, [])), hosts=1, timeout=60, grace=60, mortal=frozenset())
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert not any(Path(f"/proc/{pid}").exists() for pid in pids)
+
+
+def test_impossible_worlds_are_refused() -> None:
+    for n, hosts, dying, remedy in (
+        (MAX_RANKS + 1, 1, (), "take 1 to 4"),
+        (4, 3, (), "take a divisor of 4"),
+        (2, 1, {2}, "the ranks are 0 to 1"),
+    ):
+        with pytest.raises(ValueError, match=remedy):
+            ranks(n, _pid, hosts=hosts, expect_death=dying)

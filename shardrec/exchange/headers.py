@@ -4,8 +4,8 @@
 A rank with bad input must not leave the others waiting in the next collective. Each exchange begins with a header, an
 all-to-all of a few integers that is needed anyway; one of them says "my batch is faulty", one is a checksum of what the
 ranks must agree on (id dtype, gradients on or off, dtypes of the dense inputs). When any header says so, every rank
-knows it at the same step, and only then do they exchange their messages as text, so that each raises the same error. A step without a fault exchanges
-no messages.
+knows it at the same step, and only then do they exchange their messages as text, so that each raises the same error. A
+step without a fault exchanges no messages.
 """
 
 from __future__ import annotations

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import replace
 from random import Random
 
 import torch
@@ -16,7 +18,7 @@ from tests.batches import random_bags
 from tests.models import OPTIMIZERS, apply_optimizer_in_backward
 from tests.plans import cut_plan, topologies_of
 
-__all__ = ["CUTS", "ROWS", "Click", "adam", "held", "make", "train", "whole"]
+__all__ = ["CUTS", "ROWS", "Click", "adam", "held", "make", "train", "train_alike", "whole"]
 
 CUTS = ("table_wise", "row_wise", "row_wise_uneven", "column_wise", "grid", "data_parallel")
 ROWS = {"a": 13, "b": 9, "c": 21}
@@ -27,32 +29,39 @@ Held = list[tuple[str, Shard | None, Tensor]]
 
 
 class Click(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, tables: Mapping[str, int] = ROWS) -> None:
         super().__init__()
         self.bags = EmbeddingBagCollection(
             tables=[
                 EmbeddingBagConfig(name=f"t_{key}", num_embeddings=rows, embedding_dim=DIM, feature_names=[key])
-                for key, rows in ROWS.items()
+                for key, rows in tables.items()
             ]
         )
-        self.norm = nn.BatchNorm1d(len(ROWS) * DIM)
-        self.top = nn.Linear(len(ROWS) * DIM, 2)
+        self.norm = nn.BatchNorm1d(len(tables) * DIM)
+        self.top = nn.Linear(len(tables) * DIM, 2)
 
     def forward(self, features: KeyedJaggedTensor) -> Tensor:
         value: Tensor = self.top(self.norm(self.bags(features).values()))
         return value
 
 
-def make(cut: str, optimizer: str, **kwargs: object) -> ShardedModel:
-    """The model on all ranks, its tables cut by ``cut``; ``"none"``: the tables are the ordinary optimizer's."""
+def make(cut: str, optimizer: str, tables: Mapping[str, int] = ROWS, **kwargs: object) -> ShardedModel:
+    """The model on all ranks, its tables by a cut, or the first replicated and the others not, which is ``"mixed"``.
+
+    With the optimizer ``"none"`` the tables are the ordinary optimizer's.
+    """
     torch.manual_seed(3)
-    module = Click()
+    module = Click(tables)
     choice = OPTIMIZERS[optimizer]
     if choice.optimizer is not None:
         apply_optimizer_in_backward(choice.optimizer, module.bags.parameters(), dict(choice.settings))
-    sizes = {f"bags.t_{key}": (rows, DIM) for key, rows in ROWS.items()}
+    sizes = {f"bags.t_{key}": (rows, DIM) for key, rows in tables.items()}
     world_size = dist.get_world_size() if dist.is_initialized() else 1
-    plan = cut_plan(cut, Random(cut), sizes, topologies_of(world_size)[0])
+    topology = topologies_of(world_size)[0]
+    plan = cut_plan("table_wise" if cut == "mixed" else cut, Random(cut), sizes, topology)
+    if cut == "mixed":
+        first = cut_plan("data_parallel", Random(cut), sizes, topology)
+        plan = replace(plan, tables=(first.tables[0], *plan.tables[1:]))
     return shard(module, plan, **kwargs)  # type: ignore[arg-type]
 
 
@@ -68,6 +77,18 @@ def train(model: ShardedModel, optimizer: torch.optim.Optimizer, steps: int, see
         optimizer.zero_grad()
         (model(random_bags(rng, ROWS, 5).kjt()) - 1.0).square().mean().backward()
         optimizer.step()
+
+
+def train_alike(model: ShardedModel, optimizer: torch.optim.Optimizer, steps: range) -> list[float]:
+    """The same batch on every rank, so that the losses do not depend on the number of ranks."""
+    losses = []
+    for step in steps:
+        optimizer.zero_grad()
+        loss = (model(random_bags(Random(step), ROWS, 6).kjt()) - 1.0).square().mean()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
 
 
 def held(model: ShardedModel, optimizer: torch.optim.Optimizer | None) -> Held:

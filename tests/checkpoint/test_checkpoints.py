@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from shardrec import CheckpointError, Checkpoints, ConfigError
 from shardrec.checkpoint.manifest import MANIFEST
-from tests.checkpoint.test_save import dense_optimizer, make, train
+from tests.checkpoint.models import adam, make, train_alike
 from tests.ranks import ranks
 
 
@@ -22,13 +22,13 @@ def tensors(model: Any) -> list[torch.Tensor]:
 
 def test_saves_behind_the_training_are_of_their_own_step(tmp_path: Path) -> None:
     def rank_main() -> None:
-        model = make("rows", 2, "adam")
-        optimizer = dense_optimizer(model)
+        model = make("row_wise", "adam")
+        optimizer = adam(model)
         checkpoints = Checkpoints(tmp_path / "run", keep_last=2)
         assert checkpoints.load_last(model, optimizer) is None
         values = {}
         for step in range(4):
-            train(model, optimizer, range(step, step + 1))
+            train_alike(model, optimizer, range(step, step + 1))
             values[step] = tensors(model)
             state = {"seed": torch.tensor([step, dist.get_rank()])}
             pending = checkpoints.save(step, model, optimizer, {"step": step}, rank_state=state, wait=False)
@@ -36,7 +36,7 @@ def test_saves_behind_the_training_are_of_their_own_step(tmp_path: Path) -> None
         assert pending.done
         assert list(checkpoints.paths()) == [2, 3]
         for step in (3, 2):
-            train(model, optimizer, range(7, 8))
+            train_alike(model, optimizer, range(7, 8))
             loaded = checkpoints.load_last(model, optimizer)
             assert loaded is not None
             assert (loaded.step, loaded.extra) == (step, {"step": step})
@@ -52,10 +52,10 @@ def test_saves_behind_the_training_are_of_their_own_step(tmp_path: Path) -> None
 
 
 def test_a_damaged_one_is_named_and_skipped(tmp_path: Path) -> None:
-    model = make("rows", 1, "adagrad")
+    model = make("row_wise", "adagrad")
     checkpoints = Checkpoints(tmp_path)
     for step in (5, 10):
-        train(model, dense_optimizer(model), range(1))
+        train_alike(model, adam(model), range(1))
         checkpoints.save(step, model)
     for step in (10, 5):
         (file,) = checkpoints.paths()[step].glob("data-*/*.safetensors")
@@ -75,13 +75,13 @@ def test_a_damaged_one_is_named_and_skipped(tmp_path: Path) -> None:
 
 def test_a_checkpoint_of_another_model_is_not_skipped(tmp_path: Path) -> None:
     checkpoints = Checkpoints(tmp_path)
-    checkpoints.save(1, make("rows", 1, "adagrad"))
+    checkpoints.save(1, make("row_wise", "adagrad"))
     with pytest.raises(ConfigError, match="another model"):
-        checkpoints.load_last(make("rows", 1, "adam"))
+        checkpoints.load_last(make("row_wise", "adam"))
 
 
 def test_what_was_never_complete_is_removed(tmp_path: Path) -> None:
-    model = make("rows", 1, "adagrad")
+    model = make("row_wise", "adagrad")
     checkpoints = Checkpoints(tmp_path, keep_last=1)
     (tmp_path / "step-000000000007" / "data-0123456789abcdef").mkdir(parents=True)
     (tmp_path / "notes").mkdir()
@@ -97,4 +97,4 @@ def test_settings_are_checked(tmp_path: Path, keep_last: int) -> None:
     with pytest.raises(ConfigError, match=f"keep_last={keep_last}"):
         Checkpoints(tmp_path, keep_last=keep_last)
     with pytest.raises(ConfigError, match="step=-1"):
-        Checkpoints(tmp_path).save(-1, make("rows", 1, "adagrad"))
+        Checkpoints(tmp_path).save(-1, make("row_wise", "adagrad"))

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.cli.command import Run
-from tests.test_files import LAUGHS
+from tests.documents import LAUGHS
 
 
 def archive(path: Path, **members: str | bytes) -> None:

@@ -33,7 +33,7 @@ from shardrec.train.endpoint import open_server
 from shardrec.train.runs import RunFolder
 from tests.cli.command import Run
 from tests.ranks import ranks
-from tests.train.test_endpoint import stop
+from tests.train.servers import stop
 
 SPEC = """
 label: {column: stars, above: 2.5}

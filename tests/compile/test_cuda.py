@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from shardrec.errors import InputError
+from tests.compile.changed import too_large
 from tests.compile.compiled import assert_trains_alike, batch, breaks, fresh, graphs, make
-from tests.compile.test_faults import too_large
-from tests.modules.test_cuda import DEVICES, WORLDS, cuda_ranks
+from tests.cuda_ranks import DEVICES, WORLDS, cuda_ranks
 
 pytestmark = pytest.mark.skipif(DEVICES == 0, reason="needs a CUDA device, and this machine has none")
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from random import Random
-from typing import Any
 
 import pytest
 import torch
@@ -13,19 +12,9 @@ from torch import Tensor
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from shardrec.errors import InputError
+from tests.compile.changed import _changed, too_large
 from tests.compile.compiled import batch, fresh, graphs, make
 from tests.ranks import ranks
-
-
-def _changed(features: KeyedJaggedTensor, **parts: Any) -> KeyedJaggedTensor:
-    given = {"keys": features.keys(), "values": features.values(), "lengths": features.lengths()}
-    return KeyedJaggedTensor(**{**given, **parts})
-
-
-def too_large(features: KeyedJaggedTensor) -> KeyedJaggedTensor:
-    values = features.values().clone()
-    values[0] = 10**6
-    return _changed(features, values=values)
 
 
 def negative_length(features: KeyedJaggedTensor) -> KeyedJaggedTensor:

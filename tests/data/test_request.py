@@ -20,7 +20,7 @@ from shardrec.data import (
     request_example,
 )
 from shardrec.errors import DataError
-from tests.data.test_encode import SPECS, rows_of, save, score
+from tests.data.drawn import SPECS, rows_of, save, score
 
 
 def as_request(row: dict[str, Any]) -> dict[str, Any]:

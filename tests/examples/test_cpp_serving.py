@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import subprocess
 from collections.abc import Iterator
@@ -14,29 +13,12 @@ import pytest
 import torch
 
 from examples.cpp_serving import build as building
-from examples.cpp_serving.build import OPERATORS, BuildError, build, missing_tool, run
+from examples.cpp_serving.build import OPERATORS, build, missing_tool, run
 from examples.cpp_serving.export import Saved, export, requests
-from examples.cpp_serving.main import TOLERANCE, compare, load
-from examples.cpp_serving.model import DENSE, FEATURES
+from examples.cpp_serving.main import TOLERANCE, compare
+from examples.cpp_serving.model import DENSE
 
 ASKED = list(requests([1, 5, 33]))
-
-
-def test_a_missing_tool_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(building.shutil, "which", lambda name: None)
-    with pytest.raises(BuildError, match="cmake is not on PATH: install it"):
-        build(tmp_path)
-    monkeypatch.setattr(building.shutil, "which", lambda name: "/usr/bin/cmake" if name == "cmake" else None)
-    with pytest.raises(BuildError, match=r"no C\+\+ compiler is on PATH: install one"):
-        build(tmp_path)
-
-
-def test_a_request_is_json_that_holds_every_number() -> None:
-    for one in ASKED:
-        read = json.loads(one.line())
-        assert torch.equal(torch.tensor(read["dense"]), one.dense)
-        assert read["values"] == one.features.values().tolist()
-        assert len(read["lengths"]) == len(FEATURES) * len(one.dense)
 
 
 @pytest.fixture(scope="module")
@@ -142,36 +124,6 @@ def test_a_bad_request_gets_an_error_and_the_next_one_an_answer(
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("model", ["int8.pt", "float.pt2"])
-def test_clients_ask_side_by_side(program: Path, saved: dict[str, Saved], model: str) -> None:
-    found = load(program, saved[model], ASKED, clients=3, seconds=0.2)
-    assert found["clients"] == 3
-    assert found["requests"] >= 3
-    assert 0 < found["p50_ms"] <= found["p99_ms"]
-    bad = json.dumps(good(values=[1, 2, 3, -4]))
-    for lines, words in ((bad, "a request cannot be answered"), ("", "no requests are on stdin")):
-        with pytest.raises(BuildError, match=words):
-            run(program, saved[model].path, lines, "--clients", "2")
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(600)
-def test_the_operators_may_be_preloaded(program: Path, saved: dict[str, Saved]) -> None:
-    def answer(**environment: str) -> subprocess.CompletedProcess[str]:
-        command = [program, "--model", saved["int8.pt"].path]
-        asked = {"input": json.dumps(good()), "env": {**os.environ, **environment}}
-        return subprocess.run(command, capture_output=True, text=True, check=False, **asked)
-
-    libraries = [str(OPERATORS), str(Path(torch.__file__).parent / "lib")]
-    preloaded = answer(LD_PRELOAD=":".join(map(str, OPERATORS.glob("*.so"))), LD_LIBRARY_PATH=":".join(libraries))
-    assert json.loads(preloaded.stdout) == ask(program, saved["int8.pt"], good())[0], preloaded.stderr
-    without = answer()
-    assert (without.returncode, without.stderr.count("\n")) == (1, 1)
-    assert "fbgemm's operators are not loaded: give --operators" in without.stderr
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(600)
 def test_tritons_configuration_is_the_models(saved: dict[str, Saved]) -> None:
     text = (Path(building.HERE) / "triton" / "click" / "config.pbtxt").read_text()
     pattern = r'name: "(\w+)", data_type: TYPE_(\w+), dims: \[ ([-\d, ]+) \]'
@@ -185,14 +137,6 @@ def test_tritons_configuration_is_the_models(saved: dict[str, Saved]) -> None:
     assert given == {
         name: (kinds[one.dtype], ", ".join(["-1", *map(str, one.shape[1:])])) for name, one in batch.items()
     }
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(600)
-@pytest.mark.parametrize("model", ["fp16.pt", "float.pt2"])
-def test_empty_bags_and_blank_lines(program: Path, saved: dict[str, Saved], model: str) -> None:
-    answers = ask(program, saved[model], "", good(values=[], lengths=[0] * 4), "  ", good())
-    assert [list(answer) for answer in answers] == [["output"], ["output"]]
 
 
 @pytest.mark.slow

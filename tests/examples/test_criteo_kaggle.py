@@ -79,18 +79,6 @@ def test_every_row_is_in_one_part(
         assert max(map(len, found[0])) - min(map(len, found[0])) <= 1
 
 
-def test_rows_that_occur_again_are_written_once(tmp_path: Path) -> None:
-    files = [raw(tmp_path / "a.tsv", [1, 2, 3, 2]), raw(tmp_path / "b.tsv", [3, 4, 5])]
-    test = raw(tmp_path / "test.tsv", [5, 6, 6])
-    for shuffled in (False, True):
-        out = tmp_path / f"out_{shuffled}"
-        counts = prepare(files, out, parts=2, shuffled=shuffled, test=[test])
-        assert counts["test"] == len(numbers_in(out / "test.parquet")) == 2
-        assert numbers_in(out / "test.parquet") == [5, 6]
-        assert sorted(numbers_in(out / "part_0.parquet") + numbers_in(out / "part_1.parquet")) == [1, 2, 3, 4]
-    assert prepare(files, tmp_path / "all", parts=1) == {"part_0": 7}, "otherwise all of them are kept"
-
-
 def test_what_cannot_be_prepared_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     good = raw(tmp_path / "good.tsv", [1, 2, 3])
     short = tmp_path / "short.tsv"

@@ -1,4 +1,4 @@
-"""The SASRec example: its files against a naive reading, its model row by row, and a run from the command line."""
+"""The SASRec example: its files against a naive reading, and a run from the command line."""
 
 from __future__ import annotations
 
@@ -13,24 +13,21 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch import Tensor, nn
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from werkzeug.test import Client
 
 from examples.sasrec_games.model import SASRec
 from examples.sasrec_games.prepare import prepare
-from shardrec.data import ClickSchema, load_spec
+from shardrec.data import load_spec
 from shardrec.errors import DataError
 from shardrec.train import RunFolder, TrainConfig, load_config
 from tests.campaign.results import differences
 from tests.ranks import ranks
-from tests.train.test_resume import run as run_to
+from tests.train.broken_off import broken_off
 
 FOLDER = Path(__file__).parents[2] / "examples" / "sasrec_games"
 
 ITEMS = 40
-
-histories = st.lists(st.lists(st.integers(1, 3), max_size=9) | st.lists(st.integers(1, 9), max_size=50), max_size=8)
 
 
 def write(path: Path, sequences: dict[int, list[int]]) -> Path:
@@ -98,73 +95,6 @@ def features(found: list[list[int]], items: list[int]) -> KeyedJaggedTensor:
 
 
 @pytest.fixture(scope="module")
-def model() -> SASRec:
-    schema = ClickSchema(dense_names=("one",), sparse_names=("history", "item"), num_embeddings=(ITEMS, ITEMS))
-    made = SASRec(schema).eval()
-    with torch.no_grad():  # so that all that should not be seen would be
-        for parameter in made.parameters():
-            parameter.add_(torch.randn_like(parameter) / 4)
-    return made
-
-
-def scores(model: nn.Module, found: list[list[int]], items: list[int]) -> Tensor:
-    with torch.no_grad():
-        logits: Tensor = model(torch.ones(len(items), 1), features(found, items))
-    return logits
-
-
-@given(found=histories.filter(bool), repeats=st.data())
-def test_rows_with_the_same_history_score_as_alone(
-    model: SASRec, found: list[list[int]], repeats: st.DataObject
-) -> None:
-    repeated = [one for one in found for _ in range(repeats.draw(st.integers(1, 3)))]
-    items = [1 + index % (ITEMS - 1) for index in range(len(repeated))]
-    alone = [scores(model, [one], [item]) for one, item in zip(repeated, items, strict=True)]
-    torch.testing.assert_close(scores(model, repeated, items), torch.cat(alone), rtol=1e-4, atol=1e-4)
-    assert all(float(score) == 0 for one, score in zip(repeated, alone, strict=True) if not one)
-
-
-@given(found=st.lists(st.integers(1, 9), min_size=2, max_size=50), cut=st.integers(1, 49), seed=st.integers(0, 99))
-def test_a_later_item_changes_no_earlier_position(model: SASRec, found: list[int], cut: int, seed: int) -> None:
-    """Positions count back from the end, so that both sequences have one length."""
-    cut = min(cut, len(found) - 1)
-    other = [*found[:cut], *[item + 9 + seed % 9 for item in found[cut:]]]
-    with torch.no_grad():
-        table = model.items.embeddings["t_item"].weight
-        first, second = (model.encode(table[torch.tensor(one)], torch.tensor([len(one)])) for one in (found, other))
-    torch.testing.assert_close(first[:cut], second[:cut])
-    assert not torch.allclose(first[cut:], second[cut:])
-
-
-def naive_loss(model: SASRec, found: list[list[int]], items: list[int], labels: list[float], drawn: Tensor) -> Tensor:
-    """Position by position, each over its item and those that were drawn and are not it."""
-    table = model.items.embeddings["t_item"].weight
-    losses = []
-    for history, item, label in zip(found, items, labels, strict=True):
-        if not history:
-            continue
-        encoded = model.encode(table[torch.tensor(history)], torch.tensor([len(history)]))
-        wanted = [*history[1:], *([item] if label else [])]
-        for position, each in zip(encoded, wanted, strict=False):
-            candidates = torch.tensor([each, *[one for one in drawn.tolist() if one != each]])
-            losses.append(-torch.log_softmax(table[candidates] @ position, 0)[0])
-    return torch.stack(losses).mean() if losses else torch.zeros(())
-
-
-@given(found=histories, seed=st.integers(0, 99))
-def test_the_loss_is_that_of_each_position(model: SASRec, found: list[list[int]], seed: int) -> None:
-    found = found or [[]]  # TorchRec's unsharded collection takes no batch without rows
-    items = [1 + index % (ITEMS - 1) for index in range(len(found))]
-    labels = [float(index % 3 != 1) for index in range(len(found))]
-    torch.manual_seed(seed)
-    with torch.no_grad():
-        loss = model.loss(torch.ones(len(found), 1), features(found, items), torch.tensor(labels))
-        torch.manual_seed(seed)
-        drawn = torch.randint(1, ITEMS, (model.num_negatives,))
-        torch.testing.assert_close(loss, naive_loss(model, found, items, labels, drawn), rtol=1e-4, atol=1e-4)
-
-
-@pytest.fixture(scope="module")
 def walks(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Walks in three steps out of four to the next of 60 items that are equally popular, and else to any."""
     folder = tmp_path_factory.mktemp("walks")
@@ -197,8 +127,8 @@ def test_a_run_by_its_files_learns_and_serves(walks: Path, tmp_path: Path) -> No
     metrics, _ = run.evaluate(str(walks / "test.parquet"))
     assert metrics.to_mapping() == pytest.approx(final, abs=1e-6)
     found, items = [[5, 6, 7], [5, 6, 7], [9]], [8, 20, 10]
-    expected = scores(run.model(), found, items)
     batch = features(found, items)
+    expected = run.model()(torch.ones(3, 1), batch).detach()
     served = torch.jit.load(run.export("script", tmp_path / "games.pt"))
     torch.testing.assert_close(served(batch.values(), batch.lengths(), torch.ones(3, 1)), expected)
     asked = [{"history": history, "item": item} for history, item in zip(found, items, strict=True)]
@@ -212,13 +142,9 @@ def test_a_run_goes_on_with_the_same_random_items(walks: Path, tmp_path: Path) -
         of_walks(walks, epochs=2, checkpoint_every="4", out=str(tmp_path / name)) for name in ("whole", "parts")
     )
     ranks(2, broken_off, whole)
-    assert ranks(2, broken_off, parts, 18)[1][-1] == 18
-    assert ranks(2, broken_off, parts, None, True)[1] == list(range(17, 27))
+    assert ranks(2, broken_off, parts, cut_after=18)[1][-1] == 18
+    assert ranks(2, broken_off, parts, resume=True)[1] == list(range(17, 27))
     assert differences(tmp_path / "parts", tmp_path / "whole") == []
-
-
-def broken_off(config: TrainConfig, cut_after: int | None = None, resume: bool = False) -> Any:
-    return run_to(config, cut_after=cut_after, resume=resume)
 
 
 def test_the_spec_fits_the_model() -> None:

@@ -6,12 +6,15 @@ from dataclasses import dataclass
 from random import Random
 from typing import Any, NoReturn
 
+import torch
+from torch import Tensor
+
 from shardrec.exchange.route import Lookup, Route, build_route
 from shardrec.exchange.step import Call
 from shardrec.layout import ShardingPlan
 from tests.plans import random_plan, random_tables, random_topology
 
-__all__ = ["Asking", "Case", "random_case"]
+__all__ = ["Asking", "Case", "draw", "random_case"]
 
 HUGE = (2**31 - 1, 2**31, 2**31 + 5, 5 * 10**9)
 """Row counts on either side of what 32 bits can number."""
@@ -90,3 +93,10 @@ def random_case(rng: Random, *, huge: bool = False, most_ranks: int = 5, dynamic
     }
     route = build_route(lookups, plan.world_size, groups)
     return Case(plan=plan, lookups=tuple(lookups), route=route, rows=rows)
+
+
+def draw(rng: Random, rows: int, columns: int) -> Tensor:
+    """Small whole numbers, of which float32 gives exact sums in any order."""
+    return torch.tensor(
+        [[rng.randint(-50, 50) for _ in range(columns)] for _ in range(rows)], dtype=torch.float32
+    ).view(rows, columns)

@@ -18,8 +18,7 @@ from shardrec.exchange.pooled_output import OutputExchange
 from shardrec.exchange.route import Lookup, build_route, output_pieces
 from shardrec.exchange.wire import QuantizedComms
 from shardrec.layout import ShardingPlan, Topology, cuts
-from tests.exchange.lookups import Case, random_case
-from tests.exchange.test_pooled_output import draw
+from tests.exchange.lookups import Case, draw, random_case
 from tests.plans import randoms
 from tests.thread_ranks import ThreadCollectives, thread_ranks
 

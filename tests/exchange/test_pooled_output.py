@@ -13,16 +13,9 @@ from shardrec.exchange.payload import ShardInput
 from shardrec.exchange.pooled_output import OutputExchange
 from shardrec.exchange.route import output_pieces
 from shardrec.exchange.wire import QuantizedComms
-from tests.exchange.lookups import Case, random_case
+from tests.exchange.lookups import Case, draw, random_case
 from tests.plans import randoms
 from tests.thread_ranks import ThreadCollectives, thread_ranks
-
-
-def draw(rng: Random, rows: int, columns: int) -> Tensor:
-    """Small whole numbers, of which float32 gives exact sums in any order."""
-    return torch.tensor(
-        [[rng.randint(-50, 50) for _ in range(columns)] for _ in range(rows)], dtype=torch.float32
-    ).view(rows, columns)
 
 
 class Exchange:

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import dataclasses
-from io import StringIO
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from rich.console import Console
 
 from benchmarks.harness import BenchConfig, bench
 from benchmarks.harness.batches import BatchMaker
@@ -71,12 +68,6 @@ def test_options(options: dict[str, Any]) -> None:
     assert bool(report.measured.sent(exchange="gradient")) == (options.get("step") != "forward")
 
 
-def test_one_rank_sends_nothing() -> None:
-    report = report_of(1, **SMALL, cut="row_wise")
-    assert report.mismatches == ()
-    assert report.measured.sent() == report.formula.sent() == report.uniform.sent() == 0
-
-
 def test_a_plan_from_a_file(tmp_path: Path) -> None:
     path = tmp_path / "plan.json"
     tables = parse_tables(SMALL["tables"], max_rows=1)
@@ -128,43 +119,9 @@ class TestReport:
         assert payload["uniform"]["pairs"][0][1] == pytest.approx(4 * 12 * (7 + 5 + 2 * 3 / 7))
         assert payload["measured"]["sent"] == payload["formula"]["sent"]
 
-    def test_tables(self) -> None:
-        report = report_of(4, **SMALL, cut="table_row_wise", hosts=2)
-        console = Console(file=StringIO(), width=120)
-        console.print(report.by_exchange(), report.by_rank())
-        assert isinstance(console.file, StringIO)
-        text = console.file.getvalue()
-        assert "equal to the byte for each step, exchange and pair of ranks" in text
-        assert "partial sums" in text
-        assert f"{report.measured.sent(rank=3, abroad=True) / 2:,.0f}" in text
-
-    def test_a_mismatch_is_said(self) -> None:
-        report = report_of(2, **SMALL)
-        wrong = dataclasses.replace(report, mismatches=("step 0: header from rank 0 to 1: 8 bytes, by the formula 9",))
-        caption = wrong.by_exchange().caption
-        assert caption is not None
-        assert "NOT those of the formula:\nstep 0: header" in str(caption)
-        assert wrong.to_json()["exact"] is False
-
 
 class TestWorkload:
     """Tables, batches and options."""
-
-    def test_tables(self) -> None:
-        tables = parse_tables(["2x10x8", "1x5x4x3"], max_rows=3)
-        assert [(one.name, one.rows, one.dim, one.pooling) for one in tables] == [
-            ("t0", 10, 8, 1),
-            ("t1", 10, 8, 1),
-            ("t2", 5, 4, 3),
-        ]
-        assert {one.pooling for one in parse_tables(["multi_hot"], max_rows=10, pooling=4)} == {4}
-        assert max(one.rows for one in parse_tables(["criteo"], max_rows=1000)) == 1000
-        assert len(parse_tables(["small", "criteo"], max_rows=9)) == 226
-
-    @pytest.mark.parametrize("text", ["26x10", "axbxc", "0x5x4", "3x5x4x0", "crito"])
-    def test_other_words(self, text: str) -> None:
-        with pytest.raises(ConfigError, match=rf"tables \(--tables\) is '{text}': give NUMBERxROWSxDIM"):
-            BenchConfig(tables=(text,))
 
     @pytest.mark.parametrize("ids", ["uniform", "zipf"])
     def test_batches_are_those_of_their_seed_rank_and_step(self, ids: str) -> None:
@@ -183,14 +140,6 @@ class TestWorkload:
         assert torch.equal(first, draw(0, 1, 2))
         for other in ((1, 1, 2), (0, 0, 2), (0, 1, 1)):
             assert not torch.equal(first, draw(*other))
-
-    def test_zipf_ids_come_again_more_often(self) -> None:
-        tables = parse_tables(["1x10000x4"], max_rows=1)
-        counts = {
-            ids: BatchMaker(tables, batch_size=4000, ids=ids, seed=0).draw(0, 0).values().unique().numel()
-            for ids in ("uniform", "zipf")
-        }
-        assert counts["zipf"] < 0.6 * counts["uniform"]
 
     def test_ids_are_counted_by_row_block(self) -> None:
         (layout,) = cut_plan(parse_tables(["1x10x8"], max_rows=1), "row_wise", Topology(ranks_per_host=3)).tables

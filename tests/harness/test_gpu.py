@@ -10,8 +10,6 @@ import pytest
 
 from benchmarks.gpu import main as gpu
 from benchmarks.gpu import programs
-from benchmarks.harness.timing import TimingConfig
-from benchmarks.harness.timing.matrix import cases_of
 
 TINY = ["--device", "cpu", "--max-rows", "50", "--batch", "16", "--steps", "3"]
 
@@ -37,18 +35,6 @@ def test_compiled_steps(tmp_path: Path) -> None:
     assert found["traced"]["graphs"] == 1
     assert not found["traced"]["breaks"]
     assert found["boundary"]["graphs"] > 1
-
-
-def test_a_part_that_fails_leaves_the_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fails(options: object) -> dict[str, Any]:
-        raise RuntimeError("out of memory\nand more")
-
-    monkeypatch.setattr(programs, "PARTS", {"one": fails, "other": lambda options: {"ms": options.batch}})
-    programs.main(["--parts", "one", "other", "--out", str(tmp_path / "found.json")])
-    assert json.loads((tmp_path / "found.json").read_text()) == {
-        "one": {"error": "RuntimeError: out of memory"},
-        "other": {"ms": 16_384},
-    }
 
 
 def test_parts_are_kept_as_they_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -78,33 +64,6 @@ def test_parts_are_kept_as_they_end(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     found = json.loads((tmp_path / "gpu.json").read_text())
     assert "fine" in found["doctor"]["printed"]
     assert found["programs"]["left"] == {"eager": 7}
-
-
-def test_the_page_shows_a_report_of_timings() -> None:
-    case = {"mode": "train", "workload": "small", "batch_size": 64, "sides": ["shardrec", "torchrec", "kernels"]}
-    turn = {"ms": 1.0, "peak_bytes": 2**30}
-    done = {
-        "case": case,
-        "error": None,
-        "rounds": [dict.fromkeys(case["sides"], turn)],
-        "step_ms": {"shardrec": {"median": 0.5}},
-        "ratio_to_shardrec": {"torchrec": {"median": 1.25}, "kernels": {"median": 0.9}},
-        "step_over_floor": {"kernels": 1.6},
-    }
-    failed = {**done, "error": "CUDA out of memory", "rounds": []}
-    lines = list(gpu.page({"timings": {"ended": "", "printed": "", "left": {"cases": [done, failed]}}}))
-    assert "| train small | 64 | 0.500 | 1.25 | 0.90 | 62% | 1.00, 1.00, 1.00 |" in lines
-    assert "| train small | 64 | CUDA out of memory |  |  |  |  |" in lines
-
-
-def test_cases_of_one_gpu() -> None:
-    cases = cases_of(TimingConfig(preset="gpu", device="cuda"))
-    assert {case.ranks for case in cases} == {1}
-    assert {case.batch_size for case in cases if case.workload == "criteo_128"} == {4096, 16384, 65536}
-    assert {(case.workload, case.mode) for case in cases} >= {
-        (workload, mode) for workload in ("criteo_128", "multi_hot", "small") for mode in ("forward", "train")
-    }
-    assert all("kernels" in case.sides for case in cases if case.mode != "dlrm")
 
 
 @pytest.mark.slow

@@ -42,12 +42,6 @@ def test_code_of_other_architectures_is_cleared() -> None:
     assert without_other_architectures(made(b"A" * 50), 80) != made(b"A" * 50)
 
 
-def test_code_of_the_same_generation_stays() -> None:
-    """For 8.6 a library may have code for 8.0 alone."""
-    whole = library(container(entry(CODE, 80, b"A" * 50)))
-    assert without_other_architectures(whole, 86) == whole
-
-
 @pytest.mark.parametrize("cut", [3, 40, 90])
 def test_what_is_no_container_is_left_alone(cut: int) -> None:
     """The number may stand anywhere in a library, and be followed by anything."""
@@ -85,34 +79,3 @@ def test_parts_give_the_needed_files(tmp_path: Path) -> None:
         thin = archive.extractfile("one/lib.so")
         assert thin is not None
         assert thin.read() == library(container(entry(CODE, 80, bytes(len(noise))), entry(CODE, 90, b"H" * 40)))
-
-
-def test_no_part_is_larger_than_asked_for(tmp_path: Path) -> None:
-    import random
-
-    from benchmarks.gpu.pack import pack
-
-    data = random.Random(0).randbytes(25_000)
-    with zipfile.ZipFile(tmp_path / "one.whl", "w") as wheel:
-        wheel.writestr("one/data.bin", data)
-    parts = pack([tmp_path / "one.whl"], tmp_path / "parts", architecture=90, part_bytes=6_000)
-    sizes = [path.stat().st_size for path in parts]
-    assert max(sizes) == 6_000
-    assert 4 <= len(sizes) <= 6
-    with tarfile.open(fileobj=io.BytesIO(b"".join(path.read_bytes() for path in parts))) as archive:
-        member = archive.extractfile("one/data.bin")
-        assert member is not None
-        assert member.read() == data
-
-
-def test_an_empty_folder_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main([str(tmp_path)]) == 1
-    assert "holds no wheel: fill it with pip download --no-deps" in capsys.readouterr().err
-
-
-def test_what_is_no_wheel_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """pip download gives a source archive where there is no wheel."""
-    for name in ("one-1.0-py3-none-any.whl", "iopath-0.1.9.tar.gz"):
-        (tmp_path / name).write_bytes(b"")
-    assert main([str(tmp_path), "--out", str(tmp_path / "parts")]) == 1
-    assert "iopath-0.1.9.tar.gz: no wheel, and would be left out: make one" in capsys.readouterr().err

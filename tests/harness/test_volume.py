@@ -290,26 +290,6 @@ def test_by_hand() -> None:
     assert forward["gradient"] == forward["row norm"] == ((0,) * 4,) * 4
 
 
-class TestVolume:
-    """Sums over pairs of ranks."""
-
-    volume = Volume.of(2, 4, lambda name, p, q: 10 * p + q if name == "output" else 0)
-
-    def test_sums(self) -> None:
-        assert self.volume.sent(rank=0) == 1 + 2 + 3
-        assert self.volume.sent(rank=0, abroad=True) == 2 + 3
-        assert self.volume.sent(exchange="output", rank=3) == 30 + 31 + 32
-        assert self.volume.sent(exchange="output", rank=3, abroad=True) == 30 + 31
-        assert self.volume.sent(exchange="payload") == 0
-        assert self.volume.sent() == sum(10 * p + q for p in range(4) for q in range(4) if p != q)
-
-    def test_addition_and_differences(self) -> None:
-        twice = self.volume + self.volume
-        assert twice.sent() == 2 * self.volume.sent()
-        assert ("output", 1, 2, 24, 12) in list(twice.differences(self.volume))
-        assert list(self.volume.differences(self.volume)) == []
-
-
 class TestUniform:
     """Expected numbers for ids drawn uniformly."""
 

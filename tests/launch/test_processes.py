@@ -87,14 +87,6 @@ def end_the_launcher(options: dict[str, Any]) -> None:
     raise RunStopped(7, "here")
 
 
-def hold(options: dict[str, Any]) -> None:
-    """Say who one is, and stay; rank 1 stopped."""
-    Path(options["folder"], os.environ["RANK"]).write_text(str(os.getpid()), encoding="utf-8")
-    if os.environ["RANK"] == "1":
-        os.kill(os.getpid(), signal.SIGSTOP)
-    time.sleep(LONG_S)
-
-
 def large(options: dict[str, Any]) -> bytes:
     return bytes(options["size"])
 
@@ -164,7 +156,7 @@ LAUNCHER = """
 import sys
 from benchmarks.harness.template import RankTemplate
 from shardrec.launch.processes import RankProcesses, spawn
-from tests.launch.test_processes import hold
+from tests.launch.jobs import hold
 
 if __name__ == "__main__":
     start = RankTemplate([]).start if sys.argv[2:] else spawn

@@ -21,10 +21,7 @@ def random_layouts(rng: Random, world_size: int) -> list[TableLayout]:
     found = []
     for number in range(rng.randint(1, 3)):
         rows, dim = rng.randint(1, 9), COLUMN_UNIT * rng.randint(1, 4)
-        layout = random_layout(rng, f"t{number}", rows, dim, world_size)
-        while layout.replicated:
-            layout = random_layout(rng, f"t{number}", rows, dim, world_size)
-        found.append(layout)
+        found.append(random_layout(rng, f"t{number}", rows, dim, world_size, replicas=False))
     return found
 
 

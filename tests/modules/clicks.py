@@ -5,16 +5,16 @@ from __future__ import annotations
 from random import Random
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.nn.functional import binary_cross_entropy_with_logits
 from torchrec.modules.embedding_configs import EmbeddingBagConfig
 
+from shardrec.data import ClickBatch
 from shardrec.layout import ShardingPlan, Topology
 from shardrec.modules import ShardedEmbeddingBagCollection
-from tests.models import (
-    feature_rows,
-    table_sizes,
-)
-from tests.modules.parity import local_part
+from tests.batches import random_bags
+from tests.models import feature_rows, table_sizes
+from tests.modules.tables import local_part
 from tests.plans import CUTS
 
 __all__ = [
@@ -23,7 +23,9 @@ __all__ = [
     "SIZES",
     "assert_dense_equal",
     "assert_tables_equal",
+    "batch",
     "dense_parameters",
+    "loss_fn",
     "mixed_plan",
 ]
 
@@ -69,3 +71,21 @@ def assert_dense_equal(model: nn.Module, reference: nn.Module, where: str, atol:
 
 def dense_parameters(model: nn.Module) -> list[nn.Parameter]:
     return [one for name, one in model.named_parameters() if "embedding_bags" not in name]
+
+
+def batch(step: int, rank: int, *, bad: bool = False) -> ClickBatch:
+    rng = Random(100 * step + rank)
+    size = rng.randrange(1, 5)
+    sparse = random_bags(rng, ROWS, size).kjt()
+    if bad:
+        sparse.values()[:] = 10**6
+    generator = torch.Generator().manual_seed(step)
+    return ClickBatch(
+        dense=torch.randn(size, 3, generator=generator),
+        sparse=sparse,
+        labels=torch.rand(size, generator=generator).round(),
+    )
+
+
+def loss_fn(model: nn.Module, batch: ClickBatch) -> Tensor:
+    return binary_cross_entropy_with_logits(model(batch.dense, batch.sparse), batch.labels)

@@ -137,6 +137,16 @@ STRUCTURE_FAULTS = [
         words=r"feature '\w+' of table '\S*': the length of sample 0 is -\d; lengths must not be negative",
     ),
     Fault(
+        name="sum wraps",
+        change=lambda x: rebuilt(x, lengths=torch.tensor([2**62] * 4 + [x.values().numel()] + [0] * 5)),
+        words=r"lengths of features|add up to|length of sample",
+    ),
+    Fault(
+        name="offsets that descend",
+        change=lambda x: rebuilt(x, lengths=None, offsets=torch.tensor([0, 3, 1, *[x.values().numel()] * 8])),
+        words=r"the length of sample \d is -\d|lengths must not be negative|offsets",
+    ),
+    Fault(
         name="one length less",
         change=lambda x: rebuilt(x, lengths=x.lengths()[1:]),
         words=r"there are \d+ lengths for 5 features of batch size \d; give exactly one length",

@@ -25,7 +25,7 @@ from shardrec.layout import ShardingPlan, TableLayout, Topology, cuts
 from shardrec.modules import ShardedModel, shard
 from shardrec.modules.collection import ShardedCollection
 from tests.models import OPTIMIZERS, apply_optimizer_in_backward
-from tests.modules.parity import local_part
+from tests.modules.tables import local_part
 
 __all__ = ["Step", "Structure", "Table", "structures", "train"]
 

@@ -11,7 +11,8 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 import shardrec
 from shardrec.errors import AnomalyError, ConfigError
-from tests.modules.generated import Kind, make
+from tests.executors import executed
+from tests.modules.both import sharded_both
 from tests.ranks import ranks
 
 
@@ -21,12 +22,8 @@ def features() -> KeyedJaggedTensor:
 
 def made(traced: bool) -> tuple[Any, Any]:
     """A model, and what runs it."""
-    model, _ = make(Kind(), "eager")
-    if not traced:
-        return model, model
-    shardrec.annotate_for_dynamo(model, mode="traced")
-    torch._dynamo.reset()
-    return model, torch.compile(model, backend="eager")
+    model = sharded_both()
+    return model, executed(model, "traced" if traced else "eager")
 
 
 def bad_gradient(value: float, output: int, words: str, traced: bool = False) -> None:

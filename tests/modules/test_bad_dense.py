@@ -26,7 +26,7 @@ from tests.modules.faults import (
     id_faults,
     plan_of,
 )
-from tests.modules.parity import assert_weights_equal
+from tests.modules.tables import assert_weights_equal
 from tests.ranks import ranks
 
 

@@ -17,6 +17,7 @@ from shardrec.errors import InputError
 from shardrec.layout import ShardingPlan, Topology
 from shardrec.modules import ShardedModel, shard
 from tests.batches import Bags, joined, random_bags
+from tests.executors import executed
 from tests.models import OPTIMIZERS, collection, table_sizes
 from tests.modules.faults import (
     CONFIGS,
@@ -29,7 +30,7 @@ from tests.modules.faults import (
     plan_of,
     rebuilt,
 )
-from tests.modules.parity import assert_weights_equal
+from tests.modules.tables import assert_weights_equal
 from tests.plans import random_plan
 from tests.ranks import ranks
 
@@ -44,8 +45,11 @@ def tensors_of(features: object) -> list[Tensor]:
 class Trial:
     """A model in training whose steps are alternately good and bad, beside an unsharded one that sees the good ones."""
 
-    def __init__(self, model: ShardedModel, reference: nn.Module, seed: int, weighted: bool = False) -> None:
+    def __init__(
+        self, model: ShardedModel, reference: nn.Module, seed: int, weighted: bool = False, executor: str = "eager"
+    ) -> None:
         self.model = model
+        self.run = executed(model, executor)
         self.reference = reference
         self.rng = Random(seed)
         self.weighted = weighted
@@ -56,7 +60,7 @@ class Trial:
 
     def good_step(self, where: str) -> None:
         bags = self.bags()
-        values = self.model(bags[self.rank].kjt()).values()
+        values = self.run(bags[self.rank].kjt()).values()
         expected = self.reference(joined(bags).kjt()).values()
         assert torch.allclose(values, expected[2 * self.rank : 2 * self.rank + 2], atol=1e-5), f"output after {where}"
         (values * values).mean().backward()
@@ -71,9 +75,10 @@ class Trial:
         features = fault.change(good) if self.rank in guilty else good
         tensors = tensors_of(features)
         copies = [(tensor.clone(), tensor._version) for tensor in tensors]
-        with pytest.raises(InputError) as caught:
-            self.model(features)
-        message = str(caught.value)
+        with pytest.raises((InputError, RuntimeError)) as caught:  # TorchScript has no classes of its user's
+            self.run(features)
+        assert isinstance(caught.value, InputError) or "InputError: " in str(caught.value)
+        message = str(caught.value).rpartition("InputError: ")[2].partition("\n\nAt:")[0]
         assert re.search(fault.words, message), f"{where}: {message}"
         for rank in range(self.world_size):
             assert (f"rank {rank}: " in message) == (rank in guilty), f"{where}: {message}"
@@ -87,11 +92,15 @@ class Trial:
 
 
 def run_faults(
-    faults: Sequence[Fault], plan: ShardingPlan, weighted: bool = False, optimizers: Sequence[str] | str = "sgd"
+    faults: Sequence[Fault],
+    plan: ShardingPlan,
+    weighted: bool = False,
+    optimizers: Sequence[str] | str = "sgd",
+    executor: str = "eager",
 ) -> None:
     model = shard(collection(CONFIGS, weighted=weighted, optimizers=optimizers, seed=1), plan)
     reference = collection(CONFIGS, weighted=weighted, optimizers=optimizers, reference=True, seed=1)
-    trial = Trial(model, reference, seed=5, weighted=weighted)
+    trial = Trial(model, reference, seed=5, weighted=weighted, executor=executor)
     trial.good_step("the start")
     for number, fault in enumerate(faults):
         guilty = guilty_ranks(trial.world_size, number)
@@ -118,6 +127,20 @@ def test_broken_batches(world_size: int) -> None:
         run_faults(list(reversed(STRUCTURE_FAULTS)), plan_of(world_size, ""))
 
     ranks(world_size, rank_main)
+
+
+NOT_PASSED_ON = {"None", "tensor", "dict", "meta", "lengths on meta", "no lengths"}
+"""Faults that TorchScript or the compiler finds, or takes for tracing, before an operator does."""
+
+
+@pytest.mark.parametrize("executor", ["live script", "traced"])
+def test_other_executors(executor: str) -> None:
+    faults = [fault for fault in STRUCTURE_FAULTS if fault.name not in NOT_PASSED_ON]
+
+    def rank_main() -> None:
+        run_faults([*id_faults()[::5], *faults], plan_of(2, ""), executor=executor)
+
+    ranks(2, rank_main, timeout=300)
 
 
 @pytest.mark.parametrize("world_size", [2, pytest.param(4, marks=pytest.mark.slow)])

@@ -16,13 +16,16 @@ from torchrec.modules.embedding_modules import EmbeddingBagCollection
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
 
 from shardrec.errors import ConfigError, PlanError
+from shardrec.exchange.batch import KEY_ORDERS
 from shardrec.layout import ShardingPlan, Topology, cuts
 from shardrec.modules import ShardedEmbeddingBagCollection, shard
+from shardrec.modules.collection import ShardedCollection
 from shardrec.modules.initial import first_values
 from shardrec.pending import LazyAwaitable
 from tests.batches import random_bags
 from tests.models import OPTIMIZERS, collection, feature_rows, random_configs, table_sizes
-from tests.modules.parity import assert_weights_equal, local_part
+from tests.modules.both import POLICIES, sharded_both
+from tests.modules.tables import assert_weights_equal, local_part
 from tests.plans import CUTS, cut_plan, random_plan, topologies_of
 from tests.ranks import ranks
 
@@ -119,18 +122,6 @@ def test_module_describes_itself_as_the_unsharded_one() -> None:
     assert module.embedding_bag_configs() == CONFIGS
     assert not module.is_weighted()
     assert "10, 8, cut=row_wise" in repr(module)
-
-
-def test_keys_may_come_in_another_order_in_each_batch() -> None:
-    def rank_main() -> None:
-        rng = Random(dist.get_rank())
-        model = shard(collection(CONFIGS, seed=1), plan_of(2, *MIXED))
-        reference = collection(CONFIGS, seed=1)
-        for size in (3, 2, 5, 1):
-            features = random_bags(rng, ROWS, size, extra=("b", "zz")[: rng.randrange(3)]).kjt()
-            assert torch.allclose(model(features).values(), reference(features).values())
-
-    ranks(2, rank_main)
 
 
 def test_evaluation_with_and_without_gradients() -> None:
@@ -296,17 +287,6 @@ def test_a_rank_with_frozen_tables_only_takes_part_in_the_others_backward() -> N
     ranks(2, rank_main, timeout=20.0)
 
 
-def test_a_table_of_one_row_and_more_ranks_than_rows() -> None:
-    def rank_main() -> None:
-        configs = [config("one", 1, 4, "a"), config("three", 3, 4, "b")]
-        plan = cut_plan("row_wise", Random(0), table_sizes(configs), Topology(ranks_per_host=4))
-        model = shard(collection(configs, seed=1), plan)
-        features = random_bags(Random(dist.get_rank()), {"a": 1, "b": 3}, 3).kjt()
-        assert torch.allclose(model(features).values(), collection(configs, seed=1)(features).values())
-
-    ranks(4, rank_main)
-
-
 def test_ids_on_block_boundaries() -> None:
     def rank_main() -> None:
         configs = [config("t", 10, 4, "a")]
@@ -412,3 +392,21 @@ def test_random_plans_of_shared_features_without_gradient() -> None:
                 ), seed
 
     ranks(4, rank_main)
+
+
+def test_constants_are_kept_for_few_orders_of_keys() -> None:
+    model = sharded_both(POLICIES)
+    for number in range(3 * KEY_ORDERS):
+        keys = ["a", "b", "c", f"unused {number}"]
+        model(KeyedJaggedTensor(keys=keys, values=torch.tensor([1, 99, -1]), lengths=torch.tensor([1, 1, 1, 0])))
+    assert model.bad_ids() == {"b": 6 * KEY_ORDERS, "c": 6 * KEY_ORDERS}
+    sizes = [
+        kept.cache_info().currsize
+        for collection in model.modules()
+        if isinstance(collection, ShardedCollection)
+        for owner in (collection, collection.input, collection.input.cutter)
+        for kept in vars(owner).values()
+        if hasattr(kept, "cache_info")
+    ]
+    assert len(sizes) == 8
+    assert all(0 < size <= KEY_ORDERS for size in sizes)

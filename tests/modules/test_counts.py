@@ -19,8 +19,7 @@ from shardrec.layout import ShardingPlan
 from shardrec.modules import shard
 from tests.batches import random_bags
 from tests.collective_counts import CountCollectives
-from tests.models import click_model, collection, feature_rows, random_configs, table_sizes
-from tests.modules.parity import random_case
+from tests.models import OPTIMIZERS, click_model, collection, feature_rows, random_configs, table_sizes
 from tests.plans import CUTS, cut_plan, random_plan, sums_inside_hosts, topologies_of
 from tests.ranks import ranks
 
@@ -86,16 +85,18 @@ def test_mixed_optimizers_add_no_exchange() -> None:
 
     def rank_main() -> None:
         for seed in range(12):
-            case = random_case(seed, 2)
-            if len(set(case.optimizers)) < 2:
-                continue
             rng = Random(seed)
-            model = shard(collection(case.configs, weighted=case.weighted, optimizers=case.optimizers), case.plan)
-            bags = [random_bags(rng, feature_rows(case.configs), 3, weighted=case.weighted) for _ in range(2)]
+            configs = random_configs(rng)
+            optimizers = [rng.choice(sorted(OPTIMIZERS)) for _ in configs]
+            if len(set(optimizers)) < 2:
+                continue
+            plan = random_plan(rng, table_sizes(configs), topologies_of(2)[0])
+            model = shard(collection(configs, optimizers=optimizers), plan)
+            bags = [random_bags(rng, feature_rows(configs), 3) for _ in range(2)]
             with CountCollectives() as counts:
                 model(bags[dist.get_rank()].kjt()).values().sum().backward()
-            replicas = int(any(layout.replicated for layout in case.plan.tables))
-            assert counts["all_to_all"] == 4 + whole_row_groups(case.optimizers, case.plan)
+            replicas = int(any(layout.replicated for layout in plan.tables))
+            assert counts["all_to_all"] == 4 + whole_row_groups(optimizers, plan)
             assert counts.total() == counts["all_to_all"] + replicas, dict(counts)
             assert counts["all_reduce"] == replicas
 

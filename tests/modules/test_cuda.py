@@ -15,34 +15,18 @@ from torchrec.modules.embedding_configs import EmbeddingBagConfig
 
 import shardrec
 from shardrec.errors import InputError
-from shardrec.launch.ranks import RankInfo
-from shardrec.launch.run import on_new_ranks
 from shardrec.layout import ShardingPlan, Topology
 from shardrec.modules import ShardedModel, shard
 from tests.batches import Bags, joined, random_bags
+from tests.cuda_ranks import DEVICES, WORLDS, cuda_ranks
 from tests.models import OPTIMIZERS, click_model, collection, feature_rows, random_configs, table_sizes
-from tests.modules.parity import local_part
+from tests.modules.tables import local_part
 from tests.plans import CUTS, cut_plan, random_plan
-
-DEVICES = torch.cuda.device_count()
 
 pytestmark = pytest.mark.skipif(DEVICES == 0, reason="needs a CUDA device, and this machine has none")
 
-WORLDS = [
-    1,
-    pytest.param(2, marks=pytest.mark.skipif(DEVICES < 2, reason="needs two CUDA devices")),
-]
 ATOL = 1e-4
 """A little looser than on the CPU: the kernels add rows up in an order that is not fixed."""
-
-
-def on_a_rank(rank_info: RankInfo, fn: Callable[..., None], args: tuple[Any, ...]) -> None:
-    fn(*args)
-
-
-def cuda_ranks(world_size: int, fn: Callable[..., None], *args: Any) -> None:
-    """Call a module-level function on each rank, in processes of their own: CUDA does not survive a fork."""
-    on_new_ranks(on_a_rank, fn, args, nproc=world_size, device="cuda", debug=True)
 
 
 def check_parity(

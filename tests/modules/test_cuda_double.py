@@ -27,9 +27,9 @@ from shardrec.train.metrics import evaluate
 from tests.batches import random_bags, random_sizes_bags
 from tests.cuda_double import _ACTIVE, DeviceTensor, HiddenWait, Race, cuda_double, cuda_is_there
 from tests.models import click_model, collection, feature_rows, random_configs, table_sizes
-from tests.modules import test_sequences as sequences
+from tests.modules import clicks
+from tests.modules import sequence_models as sequences
 from tests.modules.clicks import CONFIGS, dense_parameters, mixed_plan
-from tests.pipeline import test_train as clicks
 from tests.plans import cut_plan, random_plan
 from tests.ranks import ranks
 

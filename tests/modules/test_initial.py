@@ -21,7 +21,7 @@ from shardrec.ids.options import DynamicIds
 from shardrec.layout import ShardingPlan, Topology, cuts
 from shardrec.modules import initial, shard
 from tests.models import collection, table_sizes
-from tests.modules.parity import local_part
+from tests.modules.tables import local_part
 from tests.plans import cut_plan, random_layout, randoms
 from tests.ranks import ranks
 

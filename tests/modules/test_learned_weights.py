@@ -19,7 +19,7 @@ from shardrec.modules import shard
 from tests.batches import random_bags
 from tests.collective_counts import CountCollectives
 from tests.models import collection, feature_rows, random_configs, table_sizes
-from tests.modules.parity import local_part
+from tests.modules.tables import local_part
 from tests.plans import random_plan
 from tests.ranks import ranks
 

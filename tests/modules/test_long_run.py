@@ -9,9 +9,9 @@ from random import Random
 
 import pytest
 import torch.distributed as dist
-from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from tests.modules.generated import Kind, good, make
+from tests.batches import random_bags
+from tests.modules.both import POLICIES, ROWS, sharded_both
 from tests.ranks import ranks
 
 PAGE = os.sysconf("SC_PAGE_SIZE")
@@ -26,18 +26,13 @@ def usage() -> tuple[int, int, int]:
 
 def steps(first: int, last: int) -> list[tuple[int, int, int]]:
     """Train on batches of changing sizes and orders of keys, through shared memory; usage at both steps."""
-    kind = Kind(policies=True)
-    model, _ = make(kind, "eager")
+    model = sharded_both(POLICIES)
     seen = []
     for step in range(last):
-        batch = good(Random(f"{step}/{dist.get_rank()}"), kind, Random(step))
-        keys = [*batch.keys, *(f"unused {number}" for number in range(step % 5))]
-        Random(step + dist.get_rank()).shuffle(keys)
-        parts = batch.parts()
-        empty = [[] for _ in range(parts["stride"])]
-        bags = {key: batch.bags.get(key, empty) for key in keys}
-        parts = type(batch)(**{**vars(batch), "keys": keys, "bags": bags}).parts()
-        sum(one.sum() for one in model(KeyedJaggedTensor(**parts))).backward()  # type: ignore[union-attr]
+        rng = Random(f"{step}/{dist.get_rank()}")
+        unused = [f"unused {number}" for number in range(step % 5)]
+        features = random_bags(rng, {**ROWS, "b": 9, "c": 9}, rng.choice([0, 1, 2, 3, 6]), extra=unused).kjt()
+        sum(output.sum() for output in model(features)).backward()  # type: ignore[union-attr]
         if step + 1 in (first, last):
             seen.append(usage())
     return seen

@@ -14,7 +14,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torchrec.models.dlrm import DLRM
 from torchrec.modules.embedding_configs import EmbeddingBagConfig
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
@@ -92,39 +91,6 @@ def test_trains_as_the_unsharded_model_does_on_the_global_batch(world_size: int,
             train_beside(model, click_model(configs, optimizer=optimizer), configs, f"{cut} {optimizer}")
 
     ranks(world_size, rank_main)
-
-
-def test_torchrec_dlrm() -> None:
-    def rank_main() -> None:
-        def build() -> DLRM:
-            configs = [
-                EmbeddingBagConfig(name=f"t{n}", num_embeddings=7 + n, embedding_dim=8, feature_names=[f"f{n}"])
-                for n in range(4)
-            ]
-            torch.manual_seed(3)
-            sparse = collection(configs, optimizers="adagrad", seed=3)
-            return DLRM(sparse, dense_in_features=3, dense_arch_layer_sizes=[8, 8], over_arch_layer_sizes=[8, 1])
-
-        class Squeezed(nn.Module):
-            def __init__(self) -> None:
-                super().__init__()
-                self.dlrm = build()
-
-            def forward(self, dense: Tensor, features: Any) -> Tensor:
-                logits: Tensor = self.dlrm(dense, features).squeeze(1)
-                return logits
-
-        torch.manual_seed(3)
-        reference = Squeezed()
-        torch.manual_seed(3)
-        other = Squeezed()
-        configs = reference.dlrm.sparse_arch.embedding_bag_collection.embedding_bag_configs()
-        rng = Random(0)
-        path = "dlrm.sparse_arch.embedding_bag_collection"
-        plan = random_plan(rng, table_sizes(configs, path), topologies_of(2)[0])
-        train_beside(shard(other, plan), reference, configs, "DLRM")
-
-    ranks(2, rank_main)
 
 
 def test_buffers_of_the_dense_part() -> None:

@@ -26,8 +26,8 @@ from tests.modules.clicks import (
     SIZES,
     assert_tables_equal,
 )
-from tests.modules.parity import local_part
 from tests.modules.replicated import click_loss, copies_are_equal
+from tests.modules.tables import local_part
 from tests.plans import random_plan
 from tests.ranks import ranks
 

@@ -36,8 +36,8 @@ from tests.modules.clicks import (
     dense_parameters,
     mixed_plan,
 )
-from tests.modules.parity import local_part
 from tests.modules.replicated import Steps, click_loss, copies_are_equal, replicated
+from tests.modules.tables import local_part
 from tests.plans import random_plan
 from tests.ranks import ranks
 

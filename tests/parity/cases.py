@@ -7,34 +7,37 @@ collection: a *case*. A table that goes wrong names its cell; the tables around 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
 from random import Random
 from typing import Any
 
 import pytest
+from hypothesis import strategies as st
 from torchrec.modules.embedding_configs import DataType, EmbeddingBagConfig, EmbeddingConfig, PoolingType
 
+from shardrec.exchange.bad_ids import OnBadId
+from shardrec.exchange.transport import Transport
 from shardrec.exchange.wire import WireType
 from shardrec.layout import ShardingPlan, TableLayout, Topology
 from tests.models import OPTIMIZERS
-from tests.plans import CUTS, random_layout
+from tests.parity.policies import POLICIES
+from tests.plans import CUTS, random_layout, topologies_of
 
 __all__ = [
     "DTYPES",
-    "FEW_FORMATS",
     "FORMATS",
+    "KINDS",
     "MIXTURE",
     "SIZES",
-    "WEIGHTS",
     "WORLDS",
     "Case",
     "Cell",
+    "Kind",
     "all_cells",
-    "bag_cases",
-    "one_by_one",
-    "sequence_cases",
+    "drawn_cases",
+    "every_cell",
     "some_of",
     "topology_of",
     "wire_cases",
@@ -49,10 +52,8 @@ WEIGHTS = ("none", "given", "learned")
 WORLDS = (1, 2, 4)
 SIZES = ("one", "each")
 FORMATS: tuple[WireType, ...] = ("fp16", "bf16", "int8")
-FEW_FORMATS: list[tuple[int, WireType]] = [(1, "fp16"), (2, "fp16"), (2, "bf16"), (2, "int8"), (4, "int8")]
-"""Numbers of ranks and formats that have each of both: for tests that are to be fast."""
-SEQUENCE_DIM = 16
-"""Columns of every table of an EmbeddingCollection: four stripes of four ranks."""
+WIDTHS = (4, 8, 8, 12, 16, 16, 1, 3, 6, 10, 17)
+"""Columns of a pooled table; fbgemm's kernels take multiples of 4 only. A sequence's are 16: four stripes."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,6 +101,11 @@ class Case:
         sizes: ``"one"`` batch size, or one ``"each"`` feature, with inverse indices (of sequences: mostly).
         dedup: of an EmbeddingCollection.
         comms: format in which output and gradient travel.
+        executor: a key of ``tests.executors.EXECUTORS``.
+        meta: the collection to be sharded is built on meta.
+        takes_bad_ids: ids outside their tables are looked up as zeros, wrapped, or errors, by their feature.
+        transport: as :func:`shardrec.shard` takes it.
+        in_torch: without the C++ operators.
         seed: of shapes, layouts, batches and first values.
     """
 
@@ -110,6 +116,11 @@ class Case:
     sizes: str = "one"
     dedup: bool = False
     comms: WireType = "fp32"
+    executor: str = "eager"
+    meta: bool = False
+    takes_bad_ids: bool = False
+    transport: Transport = "auto"
+    in_torch: bool = False
     seed: int = 0
 
     def __str__(self) -> str:
@@ -121,6 +132,7 @@ class Case:
             f"comms={self.comms}",
             f"seed={self.seed}",
         ]
+        # What runs it changes nothing that is drawn.
         return " ".join(words)
 
     def rng(self, *what: object) -> Random:
@@ -131,7 +143,7 @@ class Case:
         """(rows, columns) of each table."""
         rng = self.rng("shapes")
         return {
-            cell.name: (rng.choice([1, 2, 7, 13, 13, 29, 29]), rng.choice([4, 8, 12, 16]) if self.pooled else 16)
+            cell.name: (rng.choice([1, 2, 7, 13, 13, 29, 29]), rng.choice(WIDTHS) if self.pooled else 16)
             for cell in self.cells
         }
 
@@ -151,6 +163,11 @@ class Case:
             for feature in features:
                 rows[feature] = min(shapes[table][0], rows.get(feature, shapes[table][0]))
         return rows
+
+    def policies(self) -> dict[str, OnBadId]:
+        """Of the features, where ids outside their tables are taken."""
+        keys = sorted(self.feature_rows()) if self.takes_bad_ids else []
+        return {key: POLICIES[number % len(POLICIES)] for number, key in enumerate(keys)}
 
     def plan(self) -> ShardingPlan:
         """A layout for each table."""
@@ -189,12 +206,27 @@ class Case:
         ]
 
 
-def some_of(cells: Iterable[tuple[object, ...]], fast: Sequence[tuple[object, ...]]) -> list[Any]:
-    """Parameters of a test, of which all but a few that have each value in them are slow."""
-    found = list(cells)
-    assert set(fast) < set(found)
-    assert all({one[at] for one in fast} == {one[at] for one in found} for at in range(len(found[0])))
-    return [pytest.param(*one, marks=() if one in fast else pytest.mark.slow) for one in found]
+def some_of(axes: Sequence[Sequence[Any]], fast: set[tuple[Any, ...]]) -> list[Any]:
+    """The product of a test's axes; all but a few of it, which have each value in them, are slow."""
+    cells = [cell for cell in product(*axes) if "portable" not in cell or "each" not in cell]
+    assert fast <= set(cells)
+    assert all({cell[at] for cell in fast} == set(axis) for at, axis in enumerate(axes))
+    return [pytest.param(*cell, marks=() if cell in fast else pytest.mark.slow) for cell in cells]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Kind:
+    """What a collection is and is given: fields of :class:`Case`."""
+
+    pooled: bool = True
+    weights: str = "none"
+    dedup: bool = False
+
+    def __str__(self) -> str:
+        return f"bags-{self.weights}" if self.pooled else f"sequences-{self.dedup}"
+
+
+KINDS = [*(Kind(weights=weights) for weights in WEIGHTS), *(Kind(pooled=False, dedup=dedup) for dedup in (True, False))]
 
 
 def topology_of(world_size: int) -> Topology:
@@ -217,26 +249,46 @@ def all_cells(
     ]
 
 
-def bag_cases(world_size: int, weights: str, *, seed: int = 0) -> Iterator[Case]:
-    """Every cell of a pooled collection: with one batch size cut by cut, with one per feature dtype by dtype."""
-    topology = topology_of(world_size)
-    for cut in (*CUTS, MIXTURE):
-        cells = all_cells(pooled=True, cuts=[cut])
-        yield Case(cells=cells, topology=topology, pooled=True, weights=weights, seed=seed)
-    for dtype in DTYPES:
-        cells = all_cells(pooled=True, dtypes=[dtype])
-        yield Case(cells=cells, topology=topology, pooled=True, weights=weights, sizes="each", seed=seed)
+def every_cell(world_size: int, kind: Kind, sizes: str, *, by: str = "dtype", seed: int = 0) -> Iterator[Case]:
+    """Every cell of a collection, those of one ``"cut"`` or ``"dtype"`` together."""
+    choices = {"cut": (*CUTS, MIXTURE), "dtype": tuple(DTYPES)}[by]
+    for number, choice in enumerate(choices):
+        yield Case(
+            cells=[cell for cell in all_cells(pooled=kind.pooled) if getattr(cell, by) == choice],
+            topology=topology_of(world_size),
+            pooled=kind.pooled,
+            weights=kind.weights,
+            dedup=kind.dedup,
+            sizes=sizes,
+            meta=number % 2 == 1,
+            takes_bad_ids=number % 3 == 1,
+            transport="group" if number % 3 == 2 else "auto",
+            in_torch=number % 4 == 3,
+            seed=seed,
+        )
 
 
-def sequence_cases(world_size: int, dedup: bool, *, seed: int = 0) -> Iterator[Case]:
-    """Every cell of a sequence collection, packed as :func:`bag_cases` does."""
-    topology = topology_of(world_size)
-    for cut in (*CUTS, MIXTURE):
-        cells = all_cells(pooled=False, cuts=[cut])
-        yield Case(cells=cells, topology=topology, pooled=False, dedup=dedup, seed=seed)
-    for dtype in DTYPES:
-        cells = all_cells(pooled=False, dtypes=[dtype])
-        yield Case(cells=cells, topology=topology, pooled=False, dedup=dedup, sizes="each", seed=seed)
+@st.composite
+def drawn_cases(draw: st.DrawFn) -> Case:
+    """A collection of few tables."""
+    kind = draw(st.sampled_from(KINDS))
+    executor = draw(st.sampled_from(["eager"] * 8 + ["live script", "portable"]))
+    topologies = [topology for world_size in WORLDS for topology in topologies_of(world_size)]
+    cells = st.lists(st.sampled_from(all_cells(pooled=kind.pooled)), min_size=1, max_size=5, unique=True)
+    return Case(
+        cells=draw(cells),
+        topology=draw(st.sampled_from(topologies)),
+        pooled=kind.pooled,
+        weights=kind.weights,
+        dedup=kind.dedup,
+        sizes="one" if executor == "portable" else draw(st.sampled_from(SIZES)),
+        executor=executor,
+        meta=draw(st.booleans()),
+        takes_bad_ids=draw(st.booleans()),
+        transport=draw(st.sampled_from(["auto", "group"])),
+        in_torch=draw(st.booleans()),
+        seed=draw(st.integers(0, 99)),
+    )
 
 
 def wire_cases(world_size: int, comms: WireType, *, pooled: bool, seed: int = 0) -> Iterator[Case]:
@@ -258,18 +310,3 @@ def wire_cases(world_size: int, comms: WireType, *, pooled: bool, seed: int = 0)
             comms=comms,
             seed=seed,
         )
-
-
-def one_by_one(cut: str, topology: Topology, *, pooled: bool, seed: int) -> Iterator[Case]:
-    """The cells of one cut, each the only table of a collection, with whatever a collection can be asked for."""
-    for cell in all_cells(pooled=pooled, cuts=[cut]):
-        for option, sizes in product(WEIGHTS if pooled else (False, True), ("one", "each")):
-            yield Case(
-                cells=[cell],
-                topology=topology,
-                pooled=pooled,
-                weights=str(option) if pooled else "none",
-                dedup=option is True,
-                sizes=sizes,
-                seed=seed,
-            )

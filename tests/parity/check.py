@@ -8,21 +8,25 @@ travels in another format than float32 may differ by that format's bounds, see :
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
+from shardrec import native
 from shardrec.exchange.wire import QuantizedComms
 from shardrec.layout import Shard
 from shardrec.modules import ShardedModel, shard
 from shardrec.modules.collection import ShardedCollection
 from tests.batches import random_bags, random_sizes_bags
+from tests.executors import executed
 from tests.models import OPTIMIZERS
-from tests.modules.parity import local_part
+from tests.modules.tables import local_part
 from tests.parity.cases import Case, Cell
+from tests.parity.policies import like, spoiled
 from tests.parity.reference import Reference, dense_optimizers, dtype_of, lookups, outputs, tables_of, unsharded
 from tests.parity.wire import WireBounds
 
@@ -54,13 +58,25 @@ def check_all(cases: Sequence[Case], steps: int = 2, micro_batches: int = 0) -> 
     faults: list[str] = []
     for case in cases:
         try:
-            faults += Comparison(case, micro_batches).run(steps)
+            with with_native(not case.in_torch):
+                faults += Comparison(case, micro_batches).run(steps)
         except Exception as error:
             names = " ".join(cell.name for cell in case.cells)
             raise AssertionError(f"{case}: {type(error).__name__}: {error}, with cells {names}") from error
     more = f"\n  and {len(faults) - MOST_NAMED} more" if len(faults) > MOST_NAMED else ""
     assert not faults, f"{len(faults)} differ:\n  " + "\n  ".join(faults[:MOST_NAMED]) + more
     return sum(len(case.cells) for case in cases)
+
+
+@contextmanager
+def with_native(there: bool) -> Iterator[None]:
+    """With the C++ operators, or as where they were not compiled."""
+    is_loaded = native.is_loaded
+    native.is_loaded = is_loaded if there else lambda: False  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        native.is_loaded = is_loaded
 
 
 class Comparison:
@@ -80,9 +96,20 @@ class Comparison:
         first = [tables_of(source)[cell.name].weight.detach().clone() for cell in case.cells]  # type: ignore[operator,union-attr]
         self.reference = Reference(case, first)
         comms = QuantizedComms(output=case.comms, gradient=case.comms)
+        if case.meta:
+            source = unsharded(case, device="meta")
+        torch.manual_seed(case.seed)
         self.model: ShardedModel = shard(
-            source, case.plan(), dedup=case.dedup, comms=comms, update="step" if micro_batches else "backward"
+            source,
+            case.plan(),
+            dedup=case.dedup,
+            comms=comms,
+            transport=case.transport,
+            on_bad_id=case.policies() or "error",
+            update="step" if micro_batches else "backward",
         )
+        self.run_model = executed(self.model, "eager" if case.executor == "portable" else case.executor)
+        self.portable = executed(self.model, "portable") if case.executor == "portable" else None
         collection = self.model.module
         assert isinstance(collection, ShardedCollection)
         self.tables = [collection.tables()[cell.name] for cell in case.cells]
@@ -107,6 +134,8 @@ class Comparison:
             for what, moved in self._moved.items():
                 if moved < LEAST_MOVED:
                     self._fault("all cells", f"{what} are as exact as if they had not travelled as {self.case.comms}")
+        if self.portable is None:
+            assert self.model.bad_ids() == self.reference.bad, (self.model.bad_ids(), self.reference.bad)
         assert self.model.state_dict().keys() == self.reference.module.state_dict().keys()
         return self.faults
 
@@ -133,8 +162,19 @@ class Comparison:
         features, samples = self._batch(step)
         given, weights = self._with_weights(features)
         same, same_weights = self._with_weights(features)
-        output = outputs(case, self.model, given)
+        if self.portable is not None:
+            with torch.no_grad():
+                inferred = outputs(case, self.portable, given)
+        output = outputs(case, self.run_model, given)
         found = output.values
+        if any(value.dtype is not torch.float32 for value in found):
+            self._fault("all cells", f"step {step}: outputs are {[value.dtype for value in found]}")
+        if self.portable is not None:
+            for (cell, feature), one, other in zip(lookups(case), inferred.values, found, strict=True):
+                if not _close(one, other, torch.zeros(())):
+                    self._fault(cell.name, f"step {step}: {feature} of the portable program is off")
+            assert (inferred.keys, len(inferred.integers)) == (output.keys, len(output.integers))
+            assert all(torch.equal(*pair) for pair in zip(inferred.integers, output.integers, strict=True))
         generator = torch.Generator().manual_seed(1000 * case.seed + 10 * step + rank)
         flat = torch.cat([one.reshape(-1) for one in found])
         gradient = torch.randn(flat.shape, generator=generator)
@@ -172,28 +212,20 @@ class Comparison:
             # Sequences come also without inverse indices; the bounds on what the wire rounds do not know of them.
             inverse = case.pooled or (case.comms == "fp32" and rng.random() < 0.7)
             bags = random_sizes_bags(rng, rows, weighted=weighted, even=rng.random() < 0.3, inverse=inverse)
-            return bags.features, bags.samples
+            return spoiled(bags.features, rows, case.policies(), rng), bags.samples
         # The ranks have ids of one dtype, but lengths, keys and their order may differ between them.
         size = rng.choice([0, 1, 3, 4])
         ids = case.rng("dtype", step).choice([torch.int32, torch.int64])
         lengths = rng.choice([torch.int32, torch.int64])
-        return random_bags(rng, rows, size, weighted=weighted, extra=("extra",)).kjt(ids, lengths), size
+        features = random_bags(rng, rows, size, weighted=weighted, extra=("extra",)).kjt(ids, lengths)
+        return spoiled(features, rows, case.policies(), rng), size
 
     def _with_weights(self, features: KeyedJaggedTensor) -> tuple[KeyedJaggedTensor, Tensor | None]:
         """The batch; where its weights are learned, with a copy of them that takes a gradient."""
         if self.case.weights != "learned":
             return features, None
         leaf = features.weights().clone().requires_grad_()
-        variable = features.variable_stride_per_key()
-        return KeyedJaggedTensor(
-            keys=features.keys(),
-            values=features.values(),
-            weights=leaf,
-            lengths=features.lengths(),
-            stride=None if variable else features.stride(),
-            stride_per_key_per_rank=features.stride_per_key_per_rank() if variable else None,
-            inverse_indices=features.inverse_indices_or_none(),
-        ), leaf
+        return like(features, weights=leaf), leaf
 
     def _compare_weight_gradients(
         self, step: int, features: KeyedJaggedTensor, found: Tensor | None, expected: Tensor | None

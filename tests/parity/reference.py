@@ -23,6 +23,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from shardrec.modules.collection import TABLE_DTYPES
 from tests.models import OPTIMIZERS, apply_optimizer_in_backward
 from tests.parity.cases import DTYPES, Case, Cell
+from tests.parity.policies import repaired
 
 __all__ = ["Outputs", "Reference", "dense_optimizers", "dtype_of", "lookups", "outputs", "unsharded"]
 
@@ -32,15 +33,24 @@ def dtype_of(cell: Cell) -> torch.dtype:
     return TABLE_DTYPES[DTYPES[cell.dtype]]
 
 
-def unsharded(case: Case, *, reference: bool = False) -> EmbeddingBagCollection | EmbeddingCollection:
+def unsharded(
+    case: Case, *, reference: bool = False, device: str = "cpu"
+) -> EmbeddingBagCollection | EmbeddingCollection:
     """The collection to shard, with optimizers in backward; the reference has float32 tables and no optimizers."""
     torch.manual_seed(case.seed)
     made: EmbeddingBagCollection | EmbeddingCollection
     if case.pooled:
-        made = EmbeddingBagCollection(tables=case.bag_configs(reference=reference), is_weighted=case.weights != "none")
+        made = EmbeddingBagCollection(
+            tables=case.bag_configs(reference=reference),
+            is_weighted=case.weights != "none",
+            device=torch.device(device),
+        )
     else:
-        need_indices = case.sizes == "one" or case.dedup
-        made = EmbeddingCollection(tables=case.sequence_configs(reference=reference), need_indices=need_indices)
+        # What stands for an id outside its table is nobody's to know.
+        need_indices = (case.sizes == "one" or case.dedup) and not case.takes_bad_ids
+        made = EmbeddingCollection(
+            tables=case.sequence_configs(reference=reference), need_indices=need_indices, device=torch.device(device)
+        )
     if not reference:
         for cell in case.cells:
             choice = OPTIMIZERS[cell.optimizer]
@@ -117,6 +127,7 @@ class Reference:
         weights: float32 weight of each table.
         slack: per replicated 16-bit table, the largest gradient of a rank so far, whose rounding may differ; else 0.
         unsure: of such tables, where gradients cancel but for their rounding: Adam goes by the sign of what is left.
+        bad: per feature that takes them, ids outside their tables so far.
         optimizer: of each table with a fused optimizer, the ordinary one.
     """
 
@@ -128,6 +139,7 @@ class Reference:
         self.optimizer: dict[str, torch.optim.Optimizer] = {}
         self.slack = dict.fromkeys(self.weights, 0.0)
         self.unsure: dict[str, Tensor] = {}
+        self.bad = {key: 0 for key, policy in case.policies().items() if policy != "error"}
         for cell, values in zip(case.cells, first, strict=True):
             with torch.no_grad():
                 self.weights[cell.name].copy_(values.to(dtype_of(cell)))
@@ -146,8 +158,19 @@ class Reference:
 
     def forward(self, features: KeyedJaggedTensor) -> Outputs:
         """As :func:`outputs` gives them."""
+        given = features
+        features, kept, bad = repaired(given, self.case.feature_rows(), self.case.policies())
+        for key, count in bad.items():
+            self.bad[key] += count
         self._note_rows(features)
         found = outputs(self.case, self.module, features)
+        if not self.case.pooled and self.case.takes_bad_ids:
+            keys = [feature for _, feature in lookups(self.case)]
+            rows = [
+                value.new_zeros(len(kept[key]), value.size(1)).index_copy(0, kept[key].nonzero().squeeze(1), value)
+                for key, value in zip(keys, found.values, strict=True)
+            ]
+            found = replace(found, values=rows, integers=[given[key].lengths() for key in keys])
         if not self.case.pooled and features.inverse_indices_or_none() is not None:
             return self._full(features, found)
         if not self.case.pooled or self.case.weights == "none":

@@ -25,23 +25,9 @@ from shardrec.pipeline import TrainPipeline
 from tests.batches import random_bags
 from tests.collective_counts import CollectiveOperators
 from tests.models import click_model, collection, feature_rows, table_sizes
-from tests.modules.clicks import CONFIGS, ROWS, dense_parameters, mixed_plan
+from tests.modules.clicks import CONFIGS, ROWS, batch, dense_parameters, loss_fn, mixed_plan
 from tests.plans import random_plan
 from tests.ranks import ranks
-
-
-def batch(step: int, rank: int, *, bad: bool = False) -> ClickBatch:
-    rng = Random(100 * step + rank)
-    size = rng.randrange(1, 5)
-    sparse = random_bags(rng, ROWS, size).kjt()
-    if bad:
-        sparse.values()[:] = 10**6
-    generator = torch.Generator().manual_seed(step)
-    return ClickBatch(
-        dense=torch.randn(size, 3, generator=generator),
-        sparse=sparse,
-        labels=torch.rand(size, generator=generator).round(),
-    )
 
 
 def world() -> tuple[int, int]:
@@ -50,10 +36,6 @@ def world() -> tuple[int, int]:
 
 def clicks(**options: Any) -> ShardedModel:
     return shard(click_model(CONFIGS, **options), mixed_plan(dist.get_world_size()))
-
-
-def loss_fn(model: nn.Module, batch: ClickBatch) -> Tensor:
-    return binary_cross_entropy_with_logits(model(batch.dense, batch.sparse), batch.labels)
 
 
 def pipeline_of(model: ShardedModel, batches: Iterable[Any], depth: int, loss: Any = loss_fn) -> TrainPipeline:

@@ -5,12 +5,10 @@ from __future__ import annotations
 import warnings
 from pathlib import Path
 from random import Random
-from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch.nn.parallel import DistributedDataParallel
 from torchrec.modules.embedding_configs import EmbeddingBagConfig
 
 import shardrec
@@ -19,65 +17,10 @@ from shardrec.exchange.wire import QuantizedComms
 from shardrec.layout import Topology, cuts
 from shardrec.modules import ShardedModel, shard
 from tests.batches import Bags, random_bags
-from tests.models import OPTIMIZERS, collection, feature_rows, random_configs, table_sizes
-from tests.plans import random_plan, topologies_of
+from tests.models import collection, feature_rows, random_configs, table_sizes
+from tests.plans import random_plan
 from tests.ranks import ranks, run_without_shardrec
 from tests.scripting.scorers import FromTensors, Scorer
-
-STEPS = 3
-
-
-def wrapped(scripted: torch.jit.ScriptModule) -> Any:
-    """As a user wraps it to train on several ranks."""
-    return DistributedDataParallel(scripted) if dist.get_world_size() > 1 else scripted
-
-
-def compare(seed: int) -> None:
-    rank, world_size = dist.get_rank(), dist.get_world_size()
-    rng = Random(seed)
-    weighted = rng.random() < 0.3
-    configs = random_configs(rng, weighted=weighted)
-    plan = random_plan(rng, table_sizes(configs, "sparse"), rng.choice(topologies_of(world_size)))
-    optimizer = rng.choice(sorted(OPTIMIZERS))
-    pooled = sum(config.embedding_dim * len(config.feature_names) for config in configs)
-
-    def model() -> ShardedModel:
-        return shard(Scorer(collection(configs, weighted=weighted, optimizers=optimizer), pooled), plan)
-
-    eager, live = model(), model()
-    scripted = wrapped(shardrec.script(live))
-    dense = [torch.optim.SGD(module.dense_parameters(), lr=0.1) for module in (eager, live)]
-    for step in range(STEPS):
-        sizes = [rng.randrange(4) for _ in range(world_size)]
-        bags = [random_bags(rng, feature_rows(configs), size, weighted=weighted, extra=("x",)) for size in sizes]
-        features = bags[rank].kjt(rng.choice([torch.int32, torch.int64]))
-        expected, found = eager(features), scripted(features)
-        where = f"seed {seed}, step {step}, {optimizer}: {plan}"
-        assert torch.allclose(found, expected, atol=1e-6), where
-        expected.square().sum().backward()
-        found.square().sum().backward()
-        for (name, one), (_, two) in zip(eager.named_parameters(), live.named_parameters(), strict=True):
-            assert (one.grad is None) == (two.grad is None), f"{name}, {where}"
-            if one.grad is not None and two.grad is not None:
-                assert torch.allclose(one.grad, two.grad, atol=1e-5), f"gradient of {name}, {where}"
-            assert torch.allclose(one, two, atol=1e-5), f"{name}, {where}"
-        for one in dense:
-            one.step()
-            one.zero_grad()
-    with torch.no_grad():
-        portable = shardrec.script(live.eval(), parallel_lookups=rng.random() < 0.4)
-        assert torch.allclose(portable(features), live(features), atol=1e-6), "the weights are the live ones"
-
-
-@pytest.mark.parametrize(
-    ("world_size", "seeds"), [(2, 2), *(pytest.param(size, 8, marks=pytest.mark.slow) for size in (1, 2, 4))]
-)
-def test_training_steps_equal_the_eager_models(world_size: int, seeds: int) -> None:
-    def rank_main() -> None:
-        for seed in range(seeds):
-            compare(seed)
-
-    ranks(world_size, rank_main)
 
 
 def test_a_rank_without_tables_makes_every_exchange_of_a_frozen_program() -> None:

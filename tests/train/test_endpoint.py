@@ -15,6 +15,7 @@ from werkzeug.test import Client
 
 from shardrec.data import Feature, FeatureSpec
 from shardrec.train.endpoint import Endpoint, open_server
+from tests.train.servers import stop
 
 
 @pytest.mark.parametrize(
@@ -35,13 +36,6 @@ def test_a_body_that_is_no_request(body: bytes, words: str) -> None:
     answer = Client(Endpoint(nn.Identity(), spec, {})).post("/predict", data=body)
     assert (answer.status_code, list(answer.get_json())) == (400, ["error"])
     assert words in answer.get_json()["error"]
-
-
-def stop(server: Any, thread: threading.Thread) -> None:
-    """End a server that ``thread`` runs: its loop ends with its last socket."""
-    server.trigger.pull_trigger(lambda: server.asyncore.close_all(server._map))
-    thread.join()
-    server.task_dispatcher.shutdown()
 
 
 class Slow(nn.Module):

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
-import os
 import shutil
 import signal
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -19,6 +16,7 @@ from shardrec.layout import ShardingPlan
 from shardrec.train import RunStopped, TrainConfig, load_config
 from tests.campaign.results import differences
 from tests.ranks import ranks
+from tests.train.broken_off import broken_off
 
 SMALL = TrainConfig(
     samples=3_000,
@@ -38,53 +36,10 @@ SMALL = TrainConfig(
 """48 steps of 24 an epoch, the last of an epoch with fewer rows."""
 
 
-class PowerCut(BaseException):
-    """What no part of a run handles."""
-
-
-def run(
-    config: TrainConfig,
-    *,
-    resume: bool = False,
-    cut_after: int | None = None,
-    told_in: int | None = None,
-    rank: int = 0,
-) -> Any:
-    """Train on this process's rank, up to a step: broken off there, or ``rank`` told to end. Returns the steps made."""
-    from shardrec.data import synthetic
-    from shardrec.train import session
-    from shardrec.train.saving import Saver
-
-    def after_step(saver: Saver) -> None:
-        if saver._progress.steps == told_in:
-            saver._agree_at = 0  # the agreement is due, on every rank
-            if saver._place.rank == rank:
-                os.kill(os.getpid(), signal.SIGTERM)
-        original(saver)
-        steps.append(saver._progress.steps)
-        if saver._progress.steps == cut_after:
-            saver._acknowledge()  # what was to be saved is on disk or not; here it is
-            raise PowerCut
-
-    steps: list[int] = []
-    original, draw, rows = Saver.after_step, session.write_curve, synthetic._EXPECTATION_ROWS
-    Saver.after_step = after_step  # type: ignore[method-assign]
-    # Half a million rows more to say what is best possible, and a drawing, take longer than the training.
-    synthetic._EXPECTATION_ROWS = 1_000
-    session.write_curve = lambda report, path: path.write_bytes(b"")
-    try:
-        with contextlib.suppress(PowerCut):
-            session.run_rank(config, resume=resume)
-    finally:
-        Saver.after_step, session.write_curve = original, draw  # type: ignore[method-assign]
-        synthetic._EXPECTATION_ROWS = rows
-    return steps
-
-
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("undisturbed")
-    assert run(SMALL.changed(out=str(folder))) == list(range(1, 49))
+    assert broken_off(SMALL.changed(out=str(folder))) == list(range(1, 49))
     return folder
 
 
@@ -94,20 +49,20 @@ def test_a_run_that_is_broken_off_goes_on_as_if_nothing_had_happened(
 ) -> None:
     """Before the first checkpoint, at one, at the ends of both epochs, and in the second."""
     config = SMALL.changed(out=str(tmp_path))
-    assert run(config, cut_after=cut) == list(range(1, cut + 1))
-    assert run(config, resume=True) == list(range(cut // 6 * 6 + 1, 49))
+    assert broken_off(config, cut_after=cut) == list(range(1, cut + 1))
+    assert broken_off(config, resume=True) == list(range(cut // 6 * 6 + 1, 49))
     assert (f"there is no checkpoint in {tmp_path} to go on from" in capsys.readouterr().out) == (cut < 6)
     assert differences(tmp_path, undisturbed) == []
 
 
 def test_a_run_goes_on_from_an_incremental_checkpoint(tmp_path: Path) -> None:
     config = SMALL.changed(max_embeddings=3_000, checkpoint_incremental=3)
-    run(config.changed(checkpoint_incremental=0, out=str(tmp_path / "whole")))
+    broken_off(config.changed(checkpoint_incremental=0, out=str(tmp_path / "whole")))
     config = config.changed(out=str(tmp_path / "parts"))
-    assert run(config, cut_after=19) == list(range(1, 20))
+    assert broken_off(config, cut_after=19) == list(range(1, 20))
     for path in Checkpoints(tmp_path / "parts" / "checkpoints").paths().values():
         assert any(part.changes for one in read_manifest(path).tensors.values() for part in one.parts)
-    assert run(config, resume=True) == list(range(19, 49))
+    assert broken_off(config, resume=True) == list(range(19, 49))
     # Which tells the options, of which one is another.
     assert differences(tmp_path / "parts", tmp_path / "whole") == ["metrics.json differs"]
 
@@ -116,10 +71,10 @@ def test_sigterm_saves_first(undisturbed: Path, tmp_path: Path) -> None:
     config = SMALL.changed(out=str(tmp_path))
     handler = signal.getsignal(signal.SIGTERM)
     with pytest.raises(RunStopped) as stopped:
-        run(config, told_in=9)
+        broken_off(config, told_in=9)
     assert (stopped.value.step, stopped.value.folder) == (9, str(tmp_path))
     assert signal.getsignal(signal.SIGTERM) is handler
-    assert run(config, resume=True)[0] == 10
+    assert broken_off(config, resume=True)[0] == 10
     assert differences(tmp_path, undisturbed) == []
 
 
@@ -128,19 +83,19 @@ def test_checkpoints_by_the_clock(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
     monkeypatch.setattr(saving, "_AGREE_S", 0.0)  # the ranks look at it after each step
     config = SMALL.changed(samples=640, epochs=1, checkpoint_every="0.000001m", keep_checkpoints=9, out=str(tmp_path))
-    assert run(config) == [1, 2, 3, 4, 5]
+    assert broken_off(config) == [1, 2, 3, 4, 5]
     assert [path.name for path in sorted((tmp_path / "checkpoints").iterdir())] == [
         f"step-{n:012}" for n in range(1, 6)
     ]
     later = config.changed(checkpoint_every="1000m", out=str(tmp_path / "later"))
-    run(later)
+    broken_off(later)
     assert [path.name for path in (tmp_path / "later" / "checkpoints").iterdir()] == ["step-000000000005"]
 
 
 def test_a_finished_run_that_is_resumed_tells_its_results_again(undisturbed: Path, tmp_path: Path) -> None:
     copy = shutil.copytree(undisturbed, tmp_path / "copy")
     (copy / "metrics.json").unlink()
-    assert run(SMALL.changed(out=str(copy)), resume=True) == []
+    assert broken_off(SMALL.changed(out=str(copy)), resume=True) == []
     assert differences(copy, undisturbed) == []
 
 
@@ -155,11 +110,11 @@ def test_a_file_of_rows_goes_on_where_it_was(tmp_path: Path) -> None:
     file.write_text("\n".join(lines) + "\n", encoding="utf-8")
     config = SMALL.changed(data=str(file), samples=None, holdout_samples=None, on_bad_row="skip", batch_size=64)
     whole, broken = (config.changed(out=str(tmp_path / name)) for name in ("whole", "broken"))
-    steps = run(whole)
-    run(broken, cut_after=8)
-    assert run(broken, resume=True) == steps[6:]
-    run(broken.changed(out=str(tmp_path / "later")), cut_after=20)
-    assert run(broken.changed(out=str(tmp_path / "later")), resume=True) == steps[18:]
+    steps = broken_off(whole)
+    broken_off(broken, cut_after=8)
+    assert broken_off(broken, resume=True) == steps[6:]
+    broken_off(broken.changed(out=str(tmp_path / "later")), cut_after=20)
+    assert broken_off(broken.changed(out=str(tmp_path / "later")), resume=True) == steps[18:]
     assert differences(tmp_path / "broken", tmp_path / "whole") == []
     assert differences(tmp_path / "later", tmp_path / "whole") == []
     assert json.loads((tmp_path / "later" / "metrics.json").read_text())["skipped_rows"] != {}
@@ -179,8 +134,8 @@ def as_plain(folder: Path) -> Path:
 def test_a_run_that_works_ahead_is_the_plain_run_to_the_bit(depth: int, undisturbed: Path, tmp_path: Path) -> None:
     """Broken off with batches under way, and going on."""
     config = SMALL.changed(pipeline=depth, out=str(tmp_path))
-    run(config, cut_after=20)
-    assert run(config, resume=True) == list(range(19, 49))
+    broken_off(config, cut_after=20)
+    assert broken_off(config, resume=True) == list(range(19, 49))
     assert differences(as_plain(tmp_path), undisturbed) == []
 
 
@@ -197,7 +152,7 @@ def test_the_options_of_the_run_are_the_defaults_when_it_goes_on(undisturbed: Pa
 def test_an_option_that_makes_another_run_is_named_with_both_values(undisturbed: Path) -> None:
     changed = SMALL.changed(out=str(undisturbed), lr=0.1, embedding_dim=8, evaluations=2)
     with pytest.raises(ConfigError) as caught:
-        run(changed, resume=True)
+        broken_off(changed, resume=True)
     said = str(caught.value)
     assert "embedding_dim (--embedding-dim) is 8 and the run in" in said
     assert "lr (--lr) is 0.1" in said
@@ -213,8 +168,8 @@ def test_two_runs_do_not_write_to_one_folder(tmp_path: Path, monkeypatch: pytest
     with locked(tmp_path, 0.0) as mine, locked(tmp_path, 0.0) as other:
         assert (mine, other) == (True, False)
         with pytest.raises(ConfigError, match=r"out \(--out\).*another run writes to it"):
-            run(SMALL.changed(out=str(tmp_path)))
-    assert run(SMALL.changed(out=str(tmp_path), samples=200, epochs=1)) == [1, 2]
+            broken_off(SMALL.changed(out=str(tmp_path)))
+    assert broken_off(SMALL.changed(out=str(tmp_path), samples=200, epochs=1)) == [1, 2]
 
 
 # ------------------------------------------------------------------------------------------------------- several ranks
@@ -225,9 +180,9 @@ def test_three_ranks_go_on_to_the_bit(tmp_path: Path) -> None:
     """Of three numbers the order of a sum matters, and with it where a gradient lies in a bucket."""
     config = SMALL.changed(batch_size=40, epochs=1)
     whole, broken = (config.changed(out=str(tmp_path / name)) for name in ("whole", "broken"))
-    assert ranks(3, run, whole, resume=True)[0] == list(range(1, 26))  # from nothing
-    ranks(3, run, broken, cut_after=13)
-    assert ranks(3, run, broken, resume=True)[0] == list(range(13, 26))
+    assert ranks(3, broken_off, whole, resume=True)[0] == list(range(1, 26))  # from nothing
+    ranks(3, broken_off, broken, cut_after=13)
+    assert ranks(3, broken_off, broken, resume=True)[0] == list(range(13, 26))
     assert differences(tmp_path / "broken", tmp_path / "whole") == []
 
 
@@ -236,16 +191,16 @@ def test_ranks_that_work_ahead_make_the_plain_run_to_the_bit(tmp_path: Path) -> 
 
     def told_to_end(config: TrainConfig) -> int:
         try:
-            run(config, told_in=9, rank=1)
+            broken_off(config, told_in=9, rank=1)
         except RunStopped as stopped:
             return stopped.step
         raise AssertionError("the run was not stopped")
 
     config = SMALL.changed(batch_size=64, epochs=1, constraint=("t_*=row_wise",))
     whole, ahead = (config.changed(out=str(tmp_path / name)) for name in ("whole", "ahead"))
-    steps = ranks(2, run, whole)[0]
+    steps = ranks(2, broken_off, whole)[0]
     assert ranks(2, told_to_end, ahead.changed(pipeline=2)) == [9, 9]
-    assert ranks(2, run, ahead.changed(pipeline=1), resume=True)[0] == steps[9:]
+    assert ranks(2, broken_off, ahead.changed(pipeline=1), resume=True)[0] == steps[9:]
     assert differences(as_plain(tmp_path / "ahead"), tmp_path / "whole") == []
 
 
@@ -255,9 +210,9 @@ def test_another_number_of_ranks_makes_the_same_steps(
 ) -> None:
     """Each row once, in the same global batches; the plan is made anew."""
     config = SMALL.changed(global_batch_size=128, batch_size=7, out=str(tmp_path))
-    ranks(before, run, config, cut_after=20)
+    ranks(before, broken_off, config, cut_after=20)
     assert ShardingPlan.load(tmp_path / "plan.json").world_size == before
-    assert ranks(after, run, config, resume=True)[0] == list(range(19, 49))
+    assert ranks(after, broken_off, config, resume=True)[0] == list(range(19, 49))
     assert ShardingPlan.load(tmp_path / "plan.json").world_size == after
     metrics, wanted = (
         json.loads((folder / "metrics.json").read_text(encoding="utf-8")) for folder in (tmp_path, undisturbed)
@@ -272,7 +227,7 @@ def test_another_number_of_ranks_makes_the_same_steps(
 def test_a_signal_for_one_rank_stops_all_at_one_step(tmp_path: Path) -> None:
     def stop_one(config: TrainConfig) -> tuple[int, str]:
         try:
-            run(config, told_in=4, rank=1)
+            broken_off(config, told_in=4, rank=1)
         except RunStopped as stopped:
             return stopped.step, stopped.folder
         raise AssertionError("the run was not stopped")

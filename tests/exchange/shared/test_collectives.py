@@ -12,24 +12,11 @@ import torch.distributed as dist
 
 from shardrec.errors import ConfigError, PeerError
 from shardrec.exchange.blocks import BlockExchange, Stream
-from shardrec.exchange.collectives import FunctionalCollectives, collectives_of
 from shardrec.exchange.shared.collectives import SharedCollectives
-from shardrec.exchange.shared.handshake import connect, host_identity
 from shardrec.exchange.transport import transport_of
 from shardrec.exchange.wire import QuantizedComms
+from tests.exchange.shared.ranks_on_hosts import shared
 from tests.ranks import RankErrors, ranks
-
-
-def shared(ranks_per_host: int | None = None, timeout_s: float = 60.0) -> SharedCollectives:
-    """The collectives of the default group, as if each ``ranks_per_host`` ranks had a host of their own."""
-    host = 0 if ranks_per_host is None else dist.get_rank() // ranks_per_host
-    group = dist.group.WORLD
-    assert group is not None
-    channel = connect(group, lambda: timeout_s, identity=lambda: f"{host_identity()} {host}")
-    assert channel is not None
-    base = collectives_of()
-    assert isinstance(base, FunctionalCollectives)
-    return SharedCollectives(base, channel)
 
 
 def exchange_at_random(collectives: SharedCollectives, rng: Random, exchanges: int) -> None:

@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from shardrec.errors import PeerError
 from shardrec.exchange.shared import handshake
-from tests.exchange.shared.test_collectives import shared
+from tests.exchange.shared.ranks_on_hosts import shared
 from tests.ranks import ranks
 
 

@@ -10,7 +10,7 @@ from benchmarks.harness.timing import TimingConfig
 from benchmarks.harness.timing.case import Case, Job
 from benchmarks.harness.timing.config import CASE_PRESETS
 from benchmarks.harness.timing.matrix import cases_of
-from benchmarks.harness.timing.plans import TABLES_OF_DLRM, case_plan, renamed
+from benchmarks.harness.timing.plans import case_plan
 from shardrec.errors import ConfigError
 
 
@@ -30,34 +30,6 @@ class TestOptions:
             for malloc in ("default", "keep")
         }
         assert {case.sides for case in cases} == {("shardrec", "torchrec")}
-
-    def test_what_a_bare_command_times(self) -> None:
-        cases = cases_of(TimingConfig())
-        assert [(case.mode, case.layout) for case in cases] == [
-            ("forward", "table_wise"),
-            ("forward", "row_wise"),
-            ("train", "table_wise"),
-            ("train", "row_wise"),
-        ]
-        assert {(case.workload, case.batch_size, case.ranks) for case in cases} == {("criteo", 4096, 2)}
-
-    def test_options_choose_among_a_presets_cases(self) -> None:
-        whole = cases_of(TimingConfig(preset="full"))
-        some = cases_of(
-            TimingConfig(preset="full", layout=("row_wise",), mode=("train",), max_rows=500, side=("shardrec",))
-        )
-        assert len(some) == len(cells(whole, layout="row_wise", mode="train")) > 3
-        assert {(case.max_rows, case.sides) for case in some} == {(500, ("shardrec",))}
-        with pytest.raises(ConfigError, match=r"preset \(--preset\) 'quick' has no such case"):
-            cases_of(TimingConfig(preset="quick", batch=(17,)))
-
-    def test_presets_on_other_ranks(self) -> None:
-        whole = cases_of(TimingConfig(preset="full"))
-        assert {case.ranks for case in cases_of(TimingConfig(preset="full", nproc=8))} == {8}
-        assert {case.ranks for case in cases_of(TimingConfig(preset="growth", nproc=1))} == {1}
-        # What is about memory of the host and its links is left out where tables are on devices.
-        on_cuda = cases_of(TimingConfig(preset="full", device="cuda"))
-        assert len(on_cuda) == len(cells(whole, malloc="default", transport="auto", kernels="own"))
 
     def test_sides_only_where_they_make_sense(self) -> None:
         everyone = ("shardrec", "torchrec", "torch", "kernels")
@@ -141,11 +113,3 @@ def test_cases_and_jobs_come_back_from_json() -> None:
     assert Job.from_json(json.loads(json.dumps(job.to_json()))) == job
     assert case.key == Case(workload="3x40x8x2", layout="mixed", batch_size=7).key
     assert case.key != Case(workload="3x40x8x2", layout="mixed", batch_size=7, malloc="keep").key
-
-
-def test_a_plan_under_the_names_of_a_whole_model() -> None:
-    plan = case_plan(Case(workload="3x40x8", layout="mixed", batch_size=7))
-    longer = renamed(plan, TABLES_OF_DLRM)
-    assert [layout.name for layout in longer.tables] == [TABLES_OF_DLRM + layout.name for layout in plan.tables]
-    assert {shard.table for layout in longer.tables for shard in layout.shards} == set(longer.by_name)
-    assert [layout.cut for layout in longer.tables] == ["table_wise", "row_wise", "column_wise"]

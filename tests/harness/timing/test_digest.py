@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from benchmarks.harness.timing.case import Case
 from benchmarks.harness.timing.digest import differing, digest
-from benchmarks.harness.timing.inputs import draw_batches, draw_inputs, fill_gradient, fill_weight, read_batches
+from benchmarks.harness.timing.inputs import draw_batches, draw_inputs, fill_weight, read_batches
 
 KEYS, WIDTHS = ["a", "b"], [4, 8]
 
@@ -53,17 +53,6 @@ def test_a_part_of_a_table_is_filled_as_the_whole(rows: int, cols: int, data: st
     fill_weight(part, 3, row, col)
     assert torch.equal(part, whole[row:, col:])
     assert 0 < float(whole.abs().max()) <= 0.11
-
-
-def test_tables_and_ranks_differ() -> None:
-    first, second = torch.empty(50, 4), torch.empty(50, 4)
-    fill_weight(first, 0)
-    fill_weight(second, 1)
-    assert not torch.equal(first, second)
-    assert first.unique(dim=0).shape[0] == 50
-    fill_gradient(first, 0, rank=0)
-    fill_gradient(second, 0, rank=1)
-    assert not torch.equal(first, second)
 
 
 def test_batches_come_back_from_their_files(tmp_path: object) -> None:

@@ -36,33 +36,12 @@ def test_table_wise_by_hand() -> None:
         assert rank.memory == rank.ids + rank.rows + rank.output + rank.gradient + rank.update
 
 
-def test_forward_alone() -> None:
-    for rank in bytes_of(Case(layout="table_wise", mode="forward", **ONE_ROW)):
-        assert (rank.gradient, rank.update) == (0, 0)
-        assert rank.sent == 8 * 14 + 4 * (10 + 30) + 4 * 10 * 8
-
-
 def test_row_wise_adds_partial_sums() -> None:
     case = Case(workload="1x1000x8x3", layout="row_wise", batch_size=10, ranks=4)
     for rank in bytes_of(case):
         assert rank.sums == 4 * 10 * 8 * 3  # of three other blocks
         assert rank.rows == pytest.approx(1000 * (1 - (1 - 1 / 1000) ** 120) / 4 * 8 * 4)
         assert rank.sent == pytest.approx(3 * (8 * 14 + 4 * (10 + 30 / 4) + 2 * 4 * 10 * 8))
-
-
-def test_one_rank_sends_nothing() -> None:
-    (rank,) = bytes_of(Case(layout="table_wise", ranks=1, **ONE_ROW))
-    assert rank.sent == 0
-    floor = floor_of([rank], {"memory": 1e6, "link": 0.0})
-    assert floor.over_links == floor.through_memory == pytest.approx(1e3 * rank.memory / 1e6)
-
-
-@pytest.mark.parametrize(
-    ("optimizer", "state"), [("sgd", 0), ("adagrad", 8 * 4), ("rowwise_adagrad", 4), ("adam", 8 * 8)]
-)
-def test_optimizer_state(optimizer: str, state: int) -> None:
-    case = Case(layout="table_wise", optimizer=optimizer, **ONE_ROW)
-    assert bytes_of(case)[0].update == 2 * (8 * 4 + state)
 
 
 def test_the_slowest_rank_counts() -> None:

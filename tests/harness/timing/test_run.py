@@ -3,22 +3,18 @@
 from __future__ import annotations
 
 import json
-import runpy
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch.distributed as dist
-from rich.console import Console
 
 from benchmarks.harness.timing import TimingConfig, time_steps
 from benchmarks.harness.timing import run as run_module
 from benchmarks.harness.timing.case import Case
 from benchmarks.harness.timing.processes import MeasurementError
 from benchmarks.harness.timing.report import TimingReport
-from benchmarks.harness.timing.tables import report_tables
-from shardrec.errors import ConfigError
 from tests.harness.timing.blocks import small_blocks
 from tests.ranks import ranks
 
@@ -94,19 +90,6 @@ def test_what_is_written(tmp_path: Path) -> None:
     assert (tmp_path / "timings.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_tables_for_people(tmp_path: Path) -> None:
-    report = run(Canned(), tmp_path, workload=("3x30x8",), layout=("mixed", "row_wise"), mode=("train", "forward"))
-    console = Console(width=180, record=True, file=(tmp_path / "shown").open("w"))
-    for table in report_tables(report):
-        console.print(table)
-    shown = console.export_text()
-    assert "train 3x30x8 mixed *" in shown
-    assert "train 3x30x8 row_wise " in shown
-    assert "shardrec keeps the unsharded optimizer's rule" in shown
-    assert "train: torchrec / shardrec" in shown
-    assert "3.00" in shown
-
-
 def test_outputs_that_differ_have_no_figures(tmp_path: Path) -> None:
     canned = Canned()
     canned.output["torchrec"] = 0.5
@@ -119,13 +102,6 @@ def test_outputs_that_differ_have_no_figures(tmp_path: Path) -> None:
     assert mixed.error is None
     assert [result.case.key for result in report.failed] == [row_wise.case.key]
     assert json.loads((tmp_path / "timings.json").read_text(encoding="utf-8"))["cases"][0]["ratio_to_shardrec"] == {}
-
-
-def test_growth_is_drawn_as_lines(tmp_path: Path) -> None:
-    workloads = ("10x1000x16", "30x1000x16", "8x100000x64")
-    report = run(Canned(), tmp_path, preset="growth", workload=workloads, batch=(64, 256, 512), rounds=1)
-    assert [result.case.group for result in report.results] == ["tables"] * 2 + ["samples"] * 2
-    assert (tmp_path / "timings.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_a_side_that_fails_ends_its_case_only(tmp_path: Path) -> None:
@@ -159,13 +135,6 @@ class TestGoingOn:
         assert [len(result.rounds) for result in report.results] == [1, 0]
         assert report.to_json()["cases"][1]["step_ms"] == {}
 
-    def test_another_file(self, tmp_path: Path) -> None:
-        (tmp_path / "timings.json").write_text('{"format": 77}', encoding="utf-8")
-        with pytest.raises(
-            ConfigError, match=r"is not a report to go on from \(its format is 77\): leave --resume out"
-        ):
-            run(Canned(), tmp_path, resume=True)
-
 
 def test_on_a_launchers_ranks(tmp_path: Path) -> None:
     """In the processes that are there: what CUDA takes, and torchrun."""
@@ -187,18 +156,3 @@ def test_on_a_launchers_ranks(tmp_path: Path) -> None:
     assert timed["step_ms"]["torchrec"]["median"] > 0
     assert "malloc 'keep' needs processes of its own" in not_timed["error"]
     assert (tmp_path / "timings.json").exists()
-
-
-def test_figures_go_between_the_marks_of_the_readme(tmp_path: Path) -> None:
-    main = runpy.run_path(str(Path(__file__).parents[3] / "benchmarks" / "train" / "main.py"))
-    report = run(Canned(), tmp_path, workload=("3x30x8",), layout=("mixed", "row_wise"), mode=("train",))
-    figures = main["markdown"]({"full": report})
-    assert "| train 3x30x8 mixed \\* | 2 | 4 | 2.0 (2.0 to 2.0) | 6.0 (6.0 to 6.0) | 3.00 (3.00 to 3.00) |" in figures
-    assert "| train: torchrec / shardrec | 2 | 3.00 | 3.00 |" in figures
-    assert "malloc default, 2 ranks: copies 1.0 to 1.0 GB/s" in figures
-    page = main["README"].read_text(encoding="utf-8")
-    once = main["written"](page, figures)
-    assert once != page
-    assert main["written"](once, figures) == once
-    assert once.partition(main["BEGIN"])[0] == page.partition(main["BEGIN"])[0]
-    assert once.partition(main["END"])[2] == page.partition(main["END"])[2]

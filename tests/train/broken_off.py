@@ -1,0 +1,53 @@
+"""Runs on this process's rank that are broken off at a step."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+from typing import Any
+
+from shardrec.train import TrainConfig
+
+
+class PowerCut(BaseException):
+    """What no part of a run handles."""
+
+
+def broken_off(
+    config: TrainConfig,
+    *,
+    resume: bool = False,
+    cut_after: int | None = None,
+    told_in: int | None = None,
+    rank: int = 0,
+) -> Any:
+    """Train on this process's rank, up to a step: broken off there, or ``rank`` told to end. Returns the steps made."""
+    from shardrec.data import synthetic
+    from shardrec.train import session
+    from shardrec.train.saving import Saver
+
+    def after_step(saver: Saver) -> None:
+        if saver._progress.steps == told_in:
+            saver._agree_at = 0  # the agreement is due, on every rank
+            if saver._place.rank == rank:
+                os.kill(os.getpid(), signal.SIGTERM)
+        original(saver)
+        steps.append(saver._progress.steps)
+        if saver._progress.steps == cut_after:
+            saver._acknowledge()  # what was to be saved is on disk or not; here it is
+            raise PowerCut
+
+    steps: list[int] = []
+    original, draw, rows = Saver.after_step, session.write_curve, synthetic._EXPECTATION_ROWS
+    Saver.after_step = after_step  # type: ignore[method-assign]
+    # Half a million rows more to say what is best possible, and a drawing, take longer than the training.
+    synthetic._EXPECTATION_ROWS = 1_000
+    session.write_curve = lambda report, path: path.write_bytes(b"")
+    try:
+        with contextlib.suppress(PowerCut):
+            session.run_rank(config, resume=resume)
+    finally:
+        Saver.after_step, session.write_curve = original, draw  # type: ignore[method-assign]
+        synthetic._EXPECTATION_ROWS = rows
+    return steps
