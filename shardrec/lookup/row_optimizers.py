@@ -118,5 +118,8 @@ class RowOptimizer:
                 states["exp_avg_sq"].index_copy_(0, rows, second)
                 root = second.div_(1 - beta2**self.step_count).sqrt_().add_(options.eps)
                 change = first.div_(1 - beta1**self.step_count) / root
-        updated = weight.index_select(0, rows).to(torch.float32).add_(change, alpha=-self.lr)
-        weight.index_copy_(0, rows, updated.to(weight.dtype))
+        if weight.dtype is torch.float32:
+            weight.index_add_(0, rows, change, alpha=-self.lr)
+        else:
+            updated = weight.index_select(0, rows).to(torch.float32).add_(change, alpha=-self.lr)
+            weight.index_copy_(0, rows, updated.to(weight.dtype))

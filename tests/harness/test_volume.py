@@ -194,7 +194,7 @@ def run_step(
         if train:
             total.backward()
         assert threads.unwaited == []
-        return counting.take(), [len(module.shards._members) for module in modules]
+        return counting.take(), [len(module.shards._local_groups) for module in modules]
 
     found = thread_ranks(plan.world_size, rank_main)
     assert set().union(*(sent.bytes for sent, _ in found)) <= set(EXCHANGES)

@@ -142,7 +142,7 @@ def test_copies_drift_and_meet_every_third_step(optimizer: str, sync_optimizer: 
     def rank_main() -> None:
         model = replicated(
             collection(CONFIGS, optimizers=optimizer),
-            random_plan(Random(5), table_sizes(CONFIGS), Topology(ranks_per_host=2)),
+            random_plan(Random(3), table_sizes(CONFIGS), Topology(ranks_per_host=2)),
             replicas=Replicas(2, sync_every=3, sync_optimizer=sync_optimizer),
         )
         twins, steps = Twins(optimizer, 2), Steps(ROWS)
@@ -295,7 +295,7 @@ def test_collectives_of_a_step(optimizer: str, sync_optimizer: bool) -> None:
     def rank_main() -> None:
         model = replicated(
             collection([*CONFIGS], optimizers=optimizer),
-            random_plan(Random(5), table_sizes(CONFIGS), Topology(ranks_per_host=2)),
+            random_plan(Random(3), table_sizes(CONFIGS), Topology(ranks_per_host=2)),
             replicas=Replicas(2, sync_every=2, sync_optimizer=sync_optimizer),
         )
         assert any(True for _ in model._weights(frozen=False))

@@ -8,43 +8,42 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
-from itertools import product
 
 import pytest
 
-from tests.parity.cases import WEIGHTS, WORLDS, Case, bag_cases, sequence_cases, some_of, topology_of
+from tests.parity.cases import KINDS, WORLDS, Case, Kind, every_cell, some_of, topology_of
 from tests.parity.check import check_all
 from tests.ranks import ranks
-
-MICRO_BATCHES = (1, 2, 4)
 
 
 def exact(cases: Iterable[Case]) -> Iterator[Case]:
     """The cases, with the cells whose gradients are summed in float32."""
     for case in cases:
-        rounds = {layout.name for layout in case.plan().tables if layout.replicated}
+        replicated = {layout.name for layout in case.plan().tables if layout.replicated}
         kept = [
-            cell for cell in case.cells if cell.dtype == "fp32" or not (cell.optimizer == "none" or cell.name in rounds)
+            cell
+            for cell in case.cells
+            if cell.dtype == "fp32" or not (cell.optimizer == "none" or cell.name in replicated)
         ]
         if kept:
             yield replace(case, cells=kept)
 
 
 @pytest.mark.parametrize(
-    ("world_size", "weights", "micro_batches"),
+    ("executor", "world_size", "kind", "micro_batches"),
     some_of(
-        product(WORLDS, WEIGHTS, MICRO_BATCHES), [(1, "learned", 4), (2, "none", 2), (2, "given", 1), (4, "none", 4)]
+        [["eager", "live script"], WORLDS, KINDS, (1, 2, 4)],
+        {
+            ("eager", 1, Kind(weights="learned"), 4),
+            ("eager", 2, Kind(weights="none"), 2),
+            ("eager", 2, Kind(weights="given"), 1),
+            ("live script", 2, Kind(weights="none"), 2),
+            ("eager", 4, Kind(weights="none"), 4),
+            ("eager", 2, Kind(pooled=False, dedup=True), 2),
+            ("eager", 4, Kind(pooled=False, dedup=False), 4),
+        },
     ),
 )
-def test_bags(world_size: int, weights: str, micro_batches: int) -> None:
-    cases = list(exact(bag_cases(world_size, weights)))
-    ranks(world_size, check_all, cases, 2, micro_batches, hosts=topology_of(world_size).hosts, timeout=200)
-
-
-@pytest.mark.parametrize(
-    ("world_size", "dedup", "micro_batches"),
-    some_of(product(WORLDS, [True, False], MICRO_BATCHES), [(1, True, 1), (2, False, 2), (4, True, 4)]),
-)
-def test_sequences(world_size: int, dedup: bool, micro_batches: int) -> None:
-    cases = list(exact(sequence_cases(world_size, dedup)))
-    ranks(world_size, check_all, cases, 2, micro_batches, hosts=topology_of(world_size).hosts, timeout=200)
+def test_every_cell(executor: str, world_size: int, kind: Kind, micro_batches: int) -> None:
+    cases = [replace(case, executor=executor) for case in exact(every_cell(world_size, kind, "one"))]
+    ranks(world_size, check_all, cases, 2, micro_batches, hosts=topology_of(world_size).hosts, timeout=300)

@@ -188,7 +188,8 @@ def check(case: Case) -> None:
     )
     # Of tables with an optimizer in backward no gradient is there for this one.
     optimizer = torch.optim.SGD(sharded.parameters(), lr=0.1)
-    near = 3e-3 if case.comms else 1e-4 if case.half else 1e-5
+    # Adam divides a gradient that cancels but for its rounding by its own size.
+    near = 3e-3 if case.comms else 1e-4 if case.half or case.optimizer == "adam" else 1e-5
     for step in range(case.steps):
         batches = [case.batch(step, other) for other in range(case.ranks)]
         loss, prediction = sharded(batches[rank])
