@@ -6,8 +6,6 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch.distributed as dist
-from torch.nn.parallel import DistributedDataParallel
 
 import shardrec
 from shardrec._torchscript import quiet
@@ -20,14 +18,8 @@ def _eager(model: Any) -> Any:
 
 
 def _scripted(model: Any) -> Any:
-    """As a user wraps it to train on several ranks."""
     with quiet():
-        scripted = shardrec.script(model)
-    sharded = getattr(scripted, "_ddp_params_and_buffers_to_ignore", ())
-    averaged = [parameter for name, parameter in scripted.named_parameters() if name not in sharded]
-    if not dist.is_initialized() or dist.get_world_size() == 1 or not any(one.requires_grad for one in averaged):
-        return scripted
-    return DistributedDataParallel(scripted)
+        return shardrec.script(model)
 
 
 def _traced(model: Any) -> Any:

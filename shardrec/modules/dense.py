@@ -282,14 +282,18 @@ class DenseReducer:
 
     def begin(self) -> None:
         """A backward begins."""
+        reduces = self._context.gradients.reduce_this_backward
+        accumulates = self._fsdp is not None or any(map(_accumulates, (*self._places, *self._sparse)))
+        if reduces and not accumulates:
+            # Of torch.autograd.grad; or that of a lookup's operator, inside a backward that goes on after it.
+            return
         if self._flying:  # of one that raised
             self._flying = []
             for bucket in self._buckets:
                 bucket.forget()
-        reduces = self._context.gradients.reduce_this_backward
         if self._fsdp is not None:
             self._fsdp.begin(reduce=reduces)
-        self._is_active = reduces and (self._fsdp is not None or any(map(_accumulates, (*self._places, *self._sparse))))
+        self._is_active = reduces
         if not self._is_active:
             return
         self._begun += 1

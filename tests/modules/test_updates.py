@@ -20,6 +20,7 @@ from shardrec.errors import ConfigError
 from shardrec.layout import ShardingPlan, Topology, cuts
 from shardrec.modules import ShardedModel
 from shardrec.pipeline import TrainPipeline
+from tests.executors import TRAINING, executed
 from tests.models import apply_optimizer_in_backward
 from tests.ranks import ranks
 
@@ -53,8 +54,8 @@ class Model(nn.Module):
         return logits
 
 
-def sharded(unsharded: nn.Module, optimizer: str, **options: Any) -> ShardedModel:
-    """A copy of the model, sharded by each of four cuts."""
+def sharded(unsharded: nn.Module, optimizer: str, *, replicates: bool = True, **options: Any) -> ShardedModel:
+    """A copy of the model, sharded by each of four cuts; or by three that leave no table to the dense part."""
     model = copy.deepcopy(unsharded)
     if optimizer != "none":
         cls, settings = OPTIMIZERS[optimizer]
@@ -65,7 +66,7 @@ def sharded(unsharded: nn.Module, optimizer: str, **options: Any) -> ShardedMode
         cuts.row_wise("tables.t0", ROWS, DIM, ranks=everyone),
         cuts.table_wise("tables.t1", ROWS, DIM, rank=world - 1),
         cuts.column_wise("tables.t2", ROWS, DIM, ranks=everyone),
-        cuts.data_parallel("tables.t3", ROWS, DIM),
+        cuts.data_parallel("tables.t3", ROWS, DIM) if replicates else cuts.table_wise("tables.t3", ROWS, DIM, rank=0),
     )
     plan = ShardingPlan(topology=Topology(ranks_per_host=world), tables=layouts)
     return shardrec.shard(model, plan, **{"update": "step", **options})
@@ -430,19 +431,27 @@ def test_a_pipeline_does_not_accumulate_what_backward_applies() -> None:
         TrainPipeline(model, model.fused_optimizer, [], accumulate=0)
 
 
-@pytest.mark.parametrize("executor", ["script", "traced"])
-def test_other_executors_leave_their_gradients_for_the_step(executor: str) -> None:
+def train_by(executor: str, update: str, replicates: bool) -> float:
+    world = dist.get_world_size()
     reference = Model()
-    model = sharded(reference, "adagrad")
-    program: Any = torch.jit.script(model) if executor == "script" else torch.compile(model, backend="eager")
+    model = sharded(reference, "adagrad", update=update, replicates=replicates)
+    program = executed(model, executor)
     ours, theirs = optimizers_of(model, "adagrad"), reference_optimizers(reference, "adagrad")
     generator = torch.Generator().manual_seed(5)
     for _ in range(2):
-        for _ in range(2):
-            micro = ids(generator, 1)
+        for _ in range(2 if update == "step" else 1):
+            micro = ids(generator, world)
             (program(mine(micro)) ** 2).mean().backward()
             (reference(batch(micro)) ** 2).mean().backward()
         for one in (*ours, *theirs):
             one.step()
             one.zero_grad()
-    assert furthest(model, reference) < 1e-6
+    return furthest(model, reference)
+
+
+@pytest.mark.parametrize("update", ["backward", "step"])
+@pytest.mark.parametrize("replicates", [True, False])
+@pytest.mark.parametrize("executor", TRAINING)
+def test_every_executor_makes_the_unsharded_model_s_steps(executor: str, replicates: bool, update: str) -> None:
+    """Also where no dense gradient comes after those of the rows, which an operator's own backward sends."""
+    assert max(ranks(2, train_by, executor, update, replicates)) < 1e-6
