@@ -1,10 +1,10 @@
-"""Ranks: started as processes of this host, watched and ended together, or those of a launcher such as torchrun.
+"""Start, watch and end ranks: as processes of this host, or those that a launcher such as torchrun started.
 
 ::
 
-    run.py          a function on each rank, of a launcher or started by shardrec
-    processes.py    ranks as processes: started, watched, ended
+    run.py          run a function on each rank of a launcher, or on new ranks
+    processes.py    rank processes: start, watch, end
     ranks.py        this process as a rank: device, threads, process group
-    stop.py         signals as a request to end
-    quiet.py        libraries that would talk into a run
+    stop.py         SIGTERM and Ctrl-C as a request to end after the current step
+    quiet.py        silence other libraries' warnings during a run
 """

@@ -1,4 +1,4 @@
-"""Ranks as processes of this host: started together, watched, and ended together.
+"""Rank processes of this host: started together, watched, and ended together.
 
 ::
 
@@ -7,8 +7,8 @@
       └─ rank 1 ── run(options) ──► fails ────► ("failed", failure) ──┴─► a pipe each
                                                    └─ the others are ended; the first cause is raised, once
 
-The ranks end with their launcher, also if it is killed, and all that connects them are pipes and sockets without names:
-a kill at any time leaves no process, no file and no open port. The launcher imports no torch.
+The ranks end when their launcher ends, even if it is killed. They are connected only by pipes and sockets without
+names, so a kill at any time leaves no process, no file and no open port. The launcher imports no torch.
 """
 
 from __future__ import annotations
@@ -36,25 +36,25 @@ from shardrec.launch.stop import SAME_SIGNAL_S, RunStopped, handling
 __all__ = ["LISTENER", "RankFailure", "RankProcesses", "Run", "Start", "end_with_launcher", "first_cause", "spawn"]
 
 Run = Callable[[dict[str, Any]], Any]
-"""What a rank does, given the options; it can be pickled, as a function of a module can."""
+"""The function that each rank calls with the options; it must be picklable, as a module's function is."""
 
 Start = Callable[..., BaseProcess]
 """Starts a process as :func:`spawn` does."""
 
 LISTENER = "SHARDREC_STORE_FD"
-"""Environment variable of rank 0: the file descriptor of a listening socket, for the store's server."""
+"""Environment variable of rank 0: the file descriptor of the listening socket for the store's server."""
 
 _HOST = "127.0.0.1"
 _PR_SET_PDEATHSIG = 1
 _GRACE_S = 5.0
-"""How long the other ranks have, after the first failure, to say what they know of it."""
+"""Seconds after the first failure in which the other ranks may report theirs."""
 
 _POLL_S = 0.5
 
 _SIGNAL, _STOPPED, _EXIT = "ended by a signal", "stopped", "exit code"
 
 _IMPORTED_AGAIN = 77
-"""Exit code of a new rank whose import of the program would start ranks."""
+"""Exit code of a new rank whose import of the program tries to start ranks."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,9 +62,10 @@ class RankFailure:
     """The failure of a rank.
 
     Args:
-        rank: its number. kind: the exception's class; where there was none, what else ended the rank.
-        message: of the exception; the signal, or the exit code.
-        time: when, in seconds since the epoch.
+        rank: the rank that failed.
+        kind: name of the exception's class, or how the process ended if no exception was reported.
+        message: the exception's message, the signal's name or the exit code.
+        time: seconds since the epoch at which the failure was raised.
         trace: the traceback, if there is one.
     """
 
@@ -76,7 +77,7 @@ class RankFailure:
 
 
 def spawn(target: Callable[..., None], *args: Any, name: str) -> BaseProcess:
-    """Start a process that calls ``target(*args)``, a function of a module, and imports for itself."""
+    """Start a new Python process that calls ``target(*args)``; ``target`` is a module's function."""
     process = multiprocessing.get_context("spawn").Process(target=target, args=args, name=name)
     process.start()
     return process
@@ -86,12 +87,12 @@ class RankProcesses:
     """The ranks of one attempt at a run.
 
     Args:
-        run: what a rank does.
-        options: its argument, which can be pickled.
-        nproc: ranks to start.
-        timeout: seconds for which a rank may be stopped (SIGSTOP) before it is taken for dead and ended.
-        debug: keep the ranks' tracebacks, and torch's warnings.
-        limit: seconds that the ranks may run.
+        run: the function that each rank calls.
+        options: the argument of ``run``; must be picklable.
+        nproc: number of ranks to start.
+        timeout: seconds for which a rank may be stopped (SIGSTOP) before it counts as dead and is killed.
+        debug: keep the ranks' tracebacks and torch's warnings.
+        limit: seconds after which ranks that still run are killed.
         start: starts the process of a rank.
     """
 
@@ -119,15 +120,15 @@ class RankProcesses:
         self._said: dict[str, Any] = {}
 
     def result(self) -> Any:
-        """Start the ranks and wait for their end.
+        """Start the ranks and wait until all have ended.
 
         Returns:
             What ``run`` returned on rank 0.
 
         Raises:
-            ShardrecError: of several ranks' errors the first that is not about another rank.
-            RunStopped: the ranks were told to end (SIGTERM or Ctrl-C here), and had saved.
-            KeyboardInterrupt: they were told to end, and did.
+            ShardrecError: the first error of any rank that is not about another rank.
+            RunStopped: the ranks were asked to end (SIGTERM or Ctrl-C here) and saved a checkpoint first.
+            KeyboardInterrupt: the ranks were asked to end and ended without a checkpoint.
         """
         if getattr(multiprocessing.current_process(), "_inheriting", False):
             raise SystemExit(_IMPORTED_AGAIN)  # this process is a rank that still imports the program
@@ -150,7 +151,7 @@ class RankProcesses:
 
     def _start(self) -> None:
         nproc = len(self._stopped_s)
-        # A signal that is ignored stays so in new processes: Ctrl-C is for the launcher, which passes it on.
+        # New processes inherit that SIGINT is ignored: only the launcher handles Ctrl-C, and passes it on.
         with (
             socket.create_server((_HOST, 0), backlog=nproc) as listener,
             environment_for_torch(quiet=not self._debug),
@@ -163,11 +164,11 @@ class RankProcesses:
                     process = self._start_process(_rank_main, *birth, sender, *self._work, name=f"rank {rank}")
                     self._processes.append(process)
                 self._pipes.append(receiver)
-        if self._signalled_at is not None:  # meanwhile, when some had not been started
+        if self._signalled_at is not None:  # the signal came before all ranks had been started
             self._ask_to_end()
 
     def _pass_on(self, number: int, frame: object) -> None:
-        """The first signal asks the ranks to end; a second one, which is not an echo of it, ends them."""
+        """Ask the ranks to end at the first signal; kill them at a second one that is not an echo of the first."""
         now = time.monotonic()
         again = self._signalled_at is not None and now - self._signalled_at > SAME_SIGNAL_S
         self._signalled_at = self._signalled_at or now
@@ -179,7 +180,7 @@ class RankProcesses:
                 process.kill() if now else process.terminate()
 
     def _watch(self) -> None:
-        """Until every rank has ended, or one has failed and the others had the time to say what they know of it."""
+        """Wait until every rank has ended, or until the grace period after the first failure is over."""
         running = set(range(len(self._processes)))
         now = time.monotonic()
         deadline = now + self._limit
@@ -188,11 +189,11 @@ class RankProcesses:
             wait([*(self._processes[rank].sentinel for rank in running), *pipes], _POLL_S)
             before, now = now, time.monotonic()
             for rank in sorted(running):
-                # The launcher may have been stopped, too (Ctrl-Z): of such a time no more than a moment counts.
+                # Ctrl-Z stops the launcher, too: time in which the launcher itself was stopped does not count.
                 if self._is_over(rank, min(now - before, 2 * _POLL_S)):
                     running.discard(rank)
             if self._failures:
-                # Of a rank that was killed or stopped the others have nothing to add.
+                # When a rank was killed or stopped, the other ranks cannot add to the cause.
                 is_known = any(failure.kind in (_SIGNAL, _STOPPED) for failure in self._failures)
                 deadline = min(deadline, now if is_known else now + _GRACE_S)
         if running and not self._failures:
@@ -202,7 +203,7 @@ class RankProcesses:
             )
 
     def _is_over(self, rank: int, seconds: float) -> bool:
-        """Whether a rank has ended, or has been stopped for too long; takes what it has said."""
+        """Whether a rank has ended or has been stopped for too long; reads its messages first."""
         code = self._processes[rank].exitcode
         self._read(rank)
         if code is not None:
@@ -246,15 +247,15 @@ def _is_stopped(pid: int | None) -> bool:
         return False
 
 
-# ------------------------------------------------------------------------------------------------------ on the ranks
+# ------------------------------------------------------------------------------------------------- rank processes
 
 
 def end_with_launcher() -> None:
-    """In a new rank: have the system kill it when its launcher has ended, also if the rank is stopped then."""
+    """Have the system kill this rank when its launcher ends, even if the rank is stopped at that time."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     launcher = multiprocessing.parent_process()
-    if launcher is None or wait([launcher.sentinel], 0):  # it had ended already
+    if launcher is None or wait([launcher.sentinel], 0):  # the launcher had ended before prctl was called
         os.kill(os.getpid(), signal.SIGKILL)
 
 
@@ -267,14 +268,17 @@ def _rank_main(
     run: Run,
     options: dict[str, Any],
 ) -> None:
-    """What each new process runs: the run, and in the end a word about how it went. Rank 0 has the store's listener."""
+    """The main function of a rank process: call ``run``, then report its result or its failure to the launcher.
+
+    Rank 0 gets the listening socket of the store.
+    """
     end_with_launcher()
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "MASTER_ADDR": _HOST, "MASTER_PORT": str(port)}
     os.environ |= {"WORLD_SIZE": str(nproc), "LOCAL_WORLD_SIZE": str(nproc)}
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     if listener is not None:
         os.environ[LISTENER] = str(listener.detach())
-        # Rank 0 has a terminal to put in order; the others may go at once, even out of the middle of a collective.
+        # Rank 0 restores the terminal before it ends; the other ranks may end at once, even inside a collective.
         signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         result = run(options)
@@ -292,21 +296,21 @@ def _rank_main(
         raise SystemExit(1) from None
 
 
-# -------------------------------------------------------------------------------------------------- what went wrong
+# ------------------------------------------------------------------------------------------------ cause of failure
 
 
 def first_cause(failures: Sequence[RankFailure], debug: bool = False) -> ShardrecError:
-    """The error behind a failed run: the first on any rank that is not about another rank.
+    """The cause of a failed run: the first error of any rank that is not about another rank.
 
     Args:
-        failures: of the ranks that failed, at least one.
+        failures: one per rank that failed; not empty.
         debug: add the rank's traceback.
     """
-    # A rank that was ended from outside says nothing, and then all that the others say is about it.
+    # A rank that was killed from outside reports nothing; then the other ranks' errors are all about that rank.
     causes = [failure for failure in failures if failure.kind not in (_SIGNAL, _STOPPED, _EXIT, PeerError.__name__)]
     silent = [failure for kind in (_SIGNAL, _STOPPED) for failure in failures if failure.kind == kind]
     told = causes or silent[:1] or [failure for failure in failures if failure.kind == PeerError.__name__] or failures
-    # A rank whose own data was bad says more than the others, who know it from that rank.
+    # An InputError is raised on every rank; any other class of error says more.
     failure = min(told, key=lambda failure: (failure.kind == InputError.__name__, failure.time, failure.rank))
     trace = f"\n\n{failure.trace}" if debug else ""
     if failure.kind == _SIGNAL:

@@ -1,4 +1,4 @@
-"""Keeping the libraries below from talking into a run, and from spinning. What the user has set stays."""
+"""Environment variables and warning filters that silence other libraries; variables that the user has set are kept."""
 
 from __future__ import annotations
 
@@ -11,22 +11,22 @@ from contextlib import contextmanager
 __all__ = ["environment_for_torch", "quiet_libraries"]
 
 _VARIABLES = {
-    # The ranks' network warnings, such as that a host has no IPv6 name.
+    # Hides the ranks' network warnings, such as that a host has no IPv6 name.
     "TORCH_CPP_LOG_LEVEL": "ERROR",
-    # OpenMP's threads spin by default while they wait for each other. With a thread that prepares batches beside them,
-    # or with other work on the machine, they then wait for the very thread whose core they keep busy: ten times slower.
+    # OpenMP's threads spin by default while they wait for each other. If a thread that prepares batches, or another
+    # program, needs the same core, they wait for a thread whose core they keep busy: steps are ten times slower.
     "OMP_WAIT_POLICY": "PASSIVE",
 }
-_LOGGER = "torch.fx._symbolic_trace"  # tells TorchRec at each start that a function it uses has a new name
+_LOGGER = "torch.fx._symbolic_trace"  # logs that TorchRec uses a renamed function
 _THIRD_PARTY = ("fbgemm_gpu", "pyre_extensions", "tensordict", "torch", "torchmetrics", "torchrec")
 
 
 @contextmanager
 def environment_for_torch(*, quiet: bool = True) -> Iterator[None]:
-    """Variables for this process, if it has not loaded torch yet, and for those that it starts meanwhile.
+    """Set environment variables for torch in this process, if torch is not loaded yet, and in processes started inside.
 
     Args:
-        quiet: set them at all.
+        quiet: False to set none.
     """
     added = {name: value for name, value in _VARIABLES.items() if quiet and name not in os.environ}
     os.environ.update(added)
@@ -39,10 +39,10 @@ def environment_for_torch(*, quiet: bool = True) -> Iterator[None]:
 
 @contextmanager
 def quiet_libraries(*, quiet: bool = True) -> Iterator[None]:
-    """Without the warnings that torch, TorchRec and fbgemm-gpu have for each other.
+    """Suppress the warnings that torch, TorchRec and fbgemm-gpu cause in each other.
 
     Args:
-        quiet: keep them back at all.
+        quiet: False to suppress none.
     """
     if not quiet:
         yield
@@ -54,7 +54,7 @@ def quiet_libraries(*, quiet: bool = True) -> Iterator[None]:
         with warnings.catch_warnings():
             for package in _THIRD_PARTY:
                 warnings.filterwarnings("ignore", module=rf"{package}(\.|$)")
-            # torch.export's own use of a name of torch, said to be that of a module of Python's.
+            # Caused by torch.export itself, but attributed to a module of the standard library.
             warnings.filterwarnings("ignore", message=r"`isinstance\(treespec, LeafSpec\)` is deprecated")
             yield
     finally:

@@ -1,4 +1,4 @@
-"""This process as a rank: its number, device and threads, and the process group it is in for the length of a run."""
+"""This process as a rank: its number, device and threads, and its process group during a run."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ from shardrec.launch.stop import RunStopped
 __all__ = ["RankInfo", "joined_run", "meet", "over_ranks", "same_everywhere"]
 
 _TIMEOUT_S = 300.0
-"""How long a rank waits for the others, at the start and, unless told otherwise, in a collective. Ranks do the same
-work, so minutes mean that one is gone."""
+"""Default seconds that a rank waits for the others, at the start and in a collective. Ranks do equal work, so a wait of
+minutes means that a rank is gone."""
 
 _ASK_S = 0.05
 """The interval in seconds at which rank 0 checks whether the others have joined."""
@@ -37,9 +37,9 @@ class RankInfo:
     Args:
         rank: 0 <= rank < world_size.
         world_size: number of ranks.
-        device: where this rank computes.
-        threads: threads that it computes with.
-        timeout: seconds that it waits for the others.
+        device: device of this rank's tensors.
+        threads: number of torch's threads.
+        timeout: seconds that this rank waits for the others in a collective.
     """
 
     rank: int
@@ -58,20 +58,21 @@ class RankInfo:
 def joined_run(
     device: str, threads: int | None, *, seed: int = 0, timeout: float = _TIMEOUT_S, alone: bool = False
 ) -> Iterator[RankInfo]:
-    """Be a rank: set threads and seed, and join the group that the launcher's variables describe (else be alone).
+    """Set this process up as a rank, with threads, seed and process group, and tear the group down at the end.
 
-    An existing default group is used and not changed.
+    The launcher's environment variables describe the group; without them the process is the only rank. An existing
+    default group is used and not changed.
 
     Args:
         device: ``"cpu"`` or ``"cuda"``.
-        threads: of each rank; None for an even share of the cores.
-        seed: of torch's random numbers.
+        threads: torch's threads per rank; None for an even share of the cores.
+        seed: seed of torch's random number generators.
         timeout: seconds that a rank waits for the others, at the start and in each collective.
-        alone: whether a single rank that a launcher started also has a group.
+        alone: also make a group if a launcher started a single rank.
 
     Raises:
-        ConfigError: if the device is not there.
-        PeerError: if the other ranks do not come.
+        ConfigError: if the device does not exist.
+        PeerError: if the other ranks do not join in time.
     """
     world_size = int(os.environ.get("WORLD_SIZE", 1)) if "RANK" in os.environ else 1
     rank = int(os.environ["RANK"]) if "RANK" in os.environ else 0
@@ -97,7 +98,7 @@ def joined_run(
         if stopped is not None:
             raise stopped
     except Exception as error:
-        error.raised_at = time.time()  # type: ignore[attr-defined]  # when the group has ended, the others fail, too
+        error.raised_at = time.time()  # type: ignore[attr-defined]  # the other ranks fail later, when this group ends
         raise
     finally:
         if joins and dist.is_initialized():
@@ -106,7 +107,7 @@ def joined_run(
 
 
 def same_everywhere(value: str, rank_info: RankInfo) -> str:
-    """Rank 0's value, on every rank."""
+    """Return rank 0's value on every rank."""
     if rank_info.world_size == 1:
         return value
     with peers(None, "start"):
@@ -114,23 +115,23 @@ def same_everywhere(value: str, rank_info: RankInfo) -> str:
 
 
 def meet(rank_info: RankInfo, what: str) -> None:
-    """Wait until all the ranks are as far: for minutes, however short the limit of a collective is.
+    """A barrier that waits at least 300 s, however short the time-out of collectives is.
 
-    Before it ranks may have different work to do, which a limit for what takes milliseconds must not end.
+    Ranks may do different amounts of work before a barrier; a short time-out, meant for collectives, must not end that.
 
     Args:
         rank_info: this rank.
-        what: names the point as a noun, for messages; each has its own.
+        what: name of the barrier, a noun, for messages; unique in a run.
 
     Raises:
-        PeerError: if they do not come.
+        PeerError: if a rank does not reach the barrier in time.
     """
     if rank_info.world_size > 1:
         _come(what, rank_info, max(rank_info.timeout, _TIMEOUT_S))
 
 
 def over_ranks(count: int, rank_info: RankInfo) -> int:
-    """The sum of every rank's count."""
+    """Return the sum of all ranks' counts."""
     if rank_info.world_size == 1:
         return count
     total = torch.tensor([count])
@@ -157,7 +158,7 @@ def _device(kind: str, local_rank: int) -> torch.device:
 
 def _join(rank_info: RankInfo) -> None:
     backend = "gloo" if rank_info.device.type == "cpu" else "cpu:gloo,cuda:nccl"
-    # Ranks import for seconds, and need not be equally fast at it.
+    # Imports take seconds, and not equally long on every rank.
     patience = max(rank_info.timeout, _TIMEOUT_S)
     try:
         store = _store(rank_info, patience)
@@ -173,7 +174,7 @@ def _join(rank_info: RankInfo) -> None:
 
 
 def _store(rank_info: RankInfo, seconds: float) -> dist.Store:
-    """The ranks' store: the agent's, in which an elastic launcher's ranks meet, or one that rank 0 serves."""
+    """The store of the ranks: that of an elastic launcher's agent, or one that rank 0 serves."""
     timeout = timedelta(seconds=seconds)
     address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
@@ -192,11 +193,12 @@ def _store(rank_info: RankInfo, seconds: float) -> dist.Store:
 
 
 def _meeting(store: dist.Store, rank_info: RankInfo, seconds: float) -> str:
-    """A name that all of these ranks have, and none before them had: the agent's store outlives its ranks.
+    """A key prefix in the agent's store that is shared by these ranks and was not used before.
 
-    What earlier ranks left in it, such as addresses, would be found in the place of what these ones are about to write;
-    the agent's count of restarts does not change when hosts come or go. So rank 0 chooses a name, and tells each rank
-    that asks under a name of its own; what an earlier rank asked is answered in vain.
+    The agent's store outlives its ranks: without a new prefix, ranks would read addresses that earlier ranks left. The
+    agent's count of restarts cannot serve, since it does not change when hosts join or leave. So each rank posts a
+    random token, and rank 0 answers each token with the prefix that it chose; answers to tokens of earlier ranks are
+    not read.
     """
     token = uuid.uuid4().hex
     if not rank_info.is_lead:
@@ -229,7 +231,7 @@ def _leave_together(rank_info: RankInfo) -> None:
 
 
 def _come(what: str, rank_info: RankInfo, seconds: float) -> None:
-    """Say in the ranks' store that this one has come so far, and wait until all have; for 0 seconds, do not wait."""
+    """Record in the store that this rank has reached the barrier ``what``; wait for all ranks if ``seconds`` > 0."""
     store = _get_default_store()
     store.set(f"shardrec/{what}/{rank_info.rank}", "")
     if seconds:

@@ -1,4 +1,4 @@
-"""A function on ranks: this process alone, the ranks that torchrun started, or new ones."""
+"""Run a function on ranks: on this process alone, on the ranks that torchrun started, or on new ranks."""
 
 from __future__ import annotations
 
@@ -17,21 +17,20 @@ __all__ = ["launched_rank", "on_new_ranks", "run_on_ranks"]
 def run_on_ranks(
     run: Run, options: Mapping[str, Any], *, nproc: int, timeout: float = 300.0, debug: bool = False
 ) -> Any:
-    """Call ``run(options)`` on each rank: those of the launcher that started this process, else ``nproc`` new
-    processes.
+    """Call ``run(options)`` on each rank of the launcher that started this process, else on ``nproc`` new ranks.
 
     Args:
-        run: what a rank does.
-        options: that can be pickled.
-        nproc: ranks to start; 1 for this process by itself.
+        run: the function that each rank calls.
+        options: the argument of ``run``; must be picklable.
+        nproc: number of ranks to start; 1 runs in this process.
         timeout: seconds for which a new process may be stopped (SIGSTOP) before it counts as dead.
         debug: keep the ranks' tracebacks.
 
     Returns:
-        What ``run`` returned on this rank, or, if ranks were started for it, on rank 0; it must be possible to pickle.
+        What ``run`` returned on this rank, or on rank 0 if new ranks were started; it must then be picklable.
 
     Raises:
-        ShardrecError: what went wrong; of several ranks' errors the first that is not about another rank.
+        ShardrecError: the first error of any rank that is not about another rank.
         KeyboardInterrupt: the run was stopped by Ctrl-C or SIGTERM.
     """
     launched = launched_rank()
@@ -57,24 +56,24 @@ def on_new_ranks(
     limit: float = float("inf"),
     start: Start = spawn,
 ) -> Any:
-    """Call ``work(place, *arguments)`` on ``nproc`` new ranks of this host, in a process group, also if it is one.
+    """Call ``work(rank_info, *arguments)`` on ``nproc`` new ranks of this host, which always have a process group.
 
     Args:
-        work: a function of a module.
-        arguments: that can be pickled.
-        nproc: ranks to start.
-        device: ``"cpu"`` (gloo) or ``"cuda"`` (gloo and NCCL), a device for each rank.
-        threads: of each rank; None for an even share of the cores.
+        work: a module's function; its first argument is the :class:`~shardrec.launch.ranks.RankInfo`.
+        arguments: further arguments; must be picklable.
+        nproc: number of ranks to start.
+        device: ``"cpu"`` (gloo) or ``"cuda"`` (gloo and NCCL, one device per rank).
+        threads: torch's threads per rank; None for an even share of the cores.
         timeout: seconds that a rank waits for the others.
         debug: keep the ranks' tracebacks.
-        limit: seconds that the ranks may run.
-        start: starts the process of a rank; one that forks is for the CPU alone.
+        limit: seconds after which ranks that still run are killed.
+        start: starts the process of a rank; one that forks works on the CPU only.
 
     Returns:
-        What ``work`` returned on rank 0; it must be possible to pickle.
+        What ``work`` returned on rank 0; it must be picklable.
 
     Raises:
-        ShardrecError: what went wrong; of several ranks' errors the first that is not about another rank.
+        ShardrecError: the first error of any rank that is not about another rank.
     """
     options = {"work": work, "arguments": arguments, "device": device, "threads": threads, "timeout": timeout}
     quiet = functools.partial(_run_quietly, _joined_rank, debug)
@@ -90,7 +89,7 @@ def launched_rank() -> tuple[int, int] | None:
 
 
 def _run_quietly(run: Run, debug: bool, options: dict[str, Any]) -> Any:
-    """``run(options)`` with libraries that match and, without ``debug``, say nothing."""
+    """Check the libraries' versions, then call ``run(options)``; hide the libraries' warnings unless ``debug``."""
     from shardrec._versions import check_versions
 
     with environment_for_torch(quiet=not debug), quiet_libraries(quiet=not debug):

@@ -1,4 +1,4 @@
-"""SIGTERM and Ctrl-C as a request to end after the step that is under way."""
+"""SIGTERM and Ctrl-C as a request to end after the current step."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from typing import Any, Self
 __all__ = ["SAME_SIGNAL_S", "RunStopped", "StopRequest", "handling"]
 
 SAME_SIGNAL_S = 1.0
-"""A signal so soon after the first is the same request: a terminal and a launcher both pass Ctrl-C on."""
+"""Seconds within which a second signal counts as the first: a terminal and a launcher both deliver one Ctrl-C."""
 
 
 class RunStopped(KeyboardInterrupt):
-    """A run that was told to end has saved and ended; ``--resume`` continues it.
+    """Raised when a run that was asked to end has saved a checkpoint; ``--resume`` continues the run.
 
     Args:
-        step: optimizer steps in its last checkpoint.
-        folder: of the run.
+        step: optimizer steps in the last checkpoint.
+        folder: folder of the run.
     """
 
     def __init__(self, step: int, folder: str) -> None:
@@ -32,7 +32,7 @@ class RunStopped(KeyboardInterrupt):
 
 @contextmanager
 def handling(handler: Any, *numbers: signal.Signals) -> Iterator[None]:
-    """Handle signals so; outside of the main thread, which alone may say, as they are handled."""
+    """Install a signal handler for a while. Does nothing outside of the main thread, where Python allows none."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -45,12 +45,12 @@ def handling(handler: Any, *numbers: signal.Signals) -> Iterator[None]:
 
 
 class StopRequest:
-    """Notes SIGTERM and SIGINT while it is entered; a second signal raises KeyboardInterrupt.
+    """A context in which the first SIGTERM or SIGINT is recorded and a second one raises KeyboardInterrupt.
 
-    Outside of the main thread, which alone may handle signals, it does nothing.
+    Does nothing outside of the main thread, where Python allows no signal handlers.
 
     Attributes:
-        made: a signal has come.
+        made: whether a signal was received.
     """
 
     def __init__(self) -> None:
@@ -60,14 +60,14 @@ class StopRequest:
 
     def __enter__(self) -> Self:
         # A launcher that handles Ctrl-C itself has its ranks ignore it.
-        heard = [one for one in (signal.SIGTERM, signal.SIGINT) if signal.getsignal(one) is not signal.SIG_IGN]
-        self._handling.enter_context(handling(self._note, *heard))
+        handled = [one for one in (signal.SIGTERM, signal.SIGINT) if signal.getsignal(one) is not signal.SIG_IGN]
+        self._handling.enter_context(handling(self._record, *handled))
         return self
 
     def __exit__(self, *unused: object) -> None:
         self._handling.close()
 
-    def _note(self, number: int, frame: FrameType | None) -> None:
+    def _record(self, number: int, frame: FrameType | None) -> None:
         now = time.monotonic()
         if self.made and now - self._made_at > SAME_SIGNAL_S:
             raise KeyboardInterrupt

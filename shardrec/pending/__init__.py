@@ -1,19 +1,19 @@
-"""Values on their way: started now, waited for exactly once, at their first use.
+"""Pending values: their computation has started, and their first use waits for it, exactly once.
 
 ::
 
     Awaitable            wait()
-    └── LazyAwaitable    waits by itself when it is used as its value
-        └── LazyNoWait   is there already
+    └── LazyAwaitable    waits when it is first used as its value
+        └── LazyNoWait   holds a value that exists already
     LazyGetItemMixin     lazy["feature"] is also lazy
 
     Await[W]             TorchScript's pending value, by awaitable() and awaitable_nowait(), for awaitable_wait()
     Future[W]            computed on another thread, by fork(), for join()
-    LazyAwaitable.from_future(), then(), gather()   of futures; of a function of the value; of several
-    as_lazy(), as_await()   from each to the other; wait() takes all of them
+    LazyAwaitable.from_future(), then(), gather()   from a future; from a function of the value; from several
+    as_lazy(), as_await()   convert between them; wait() takes all of them
 
-A sharded module returns a ``LazyAwaitable[KeyedTensor]``, so that everything a model does before it touches an
-embedding overlaps with the collective that brings it.
+A sharded module returns a ``LazyAwaitable[KeyedTensor]``, so the model's computation up to the first
+use of an embedding overlaps with the collective that delivers it.
 """
 
 from shardrec.pending.awaitable import Awaitable, LazyAwaitable, LazyNoWait, NoWait

@@ -1,14 +1,13 @@
-"""A value on its way: ``Awaitable`` gives it by ``wait()``, ``LazyAwaitable`` when it is used as if it were its value.
+"""Pending values: ``Awaitable`` returns its value from ``wait()``, ``LazyAwaitable`` waits when it is first used.
 
 [Note: which attributes are whose]
-Reading takes what the awaitable has and asks the value for the rest. Names that begin *and* end with an underscore are
-protocols that libraries probe for (``__cuda_array_interface__``, ``_repr_html_``): asking whether they are there must
-not force a wait, so the value is not asked, with the few exceptions that only a real conversion asks for.
+An attribute that the awaitable has is read from it, any other from the value. Names that begin *and* end with an
+underscore are protocols that libraries probe for (``__cuda_array_interface__``, ``_repr_html_``): probing must not
+force a wait, so these are not read from the value, except for the few that only a real conversion reads.
 
-Writing cannot go the same way, since a name that is not there yet may be meant for either. The awaitable gets names
-that begin with an underscore, names that it or its class has, and all names while it is being made or runs its own
-``_wait_impl()``; the value gets the others. So ``lazy.requires_grad = True`` reaches the tensor, and a subclass sets
-what it likes in its methods as long as it is private.
+Assignment needs another rule, since a new name may be meant for either. The awaitable gets names that begin with an
+underscore, names that it or its class has, and all names during ``__init__()`` and ``_wait_impl()``; the value gets the
+others. So ``lazy.requires_grad = True`` sets the tensor's, and a subclass may set private attributes in any method.
 """
 
 from __future__ import annotations
@@ -38,13 +37,13 @@ _CONVERSIONS = frozenset({"__cuda_array_interface__", "__dlpack__", "__dlpack_de
 
 
 class Awaitable(abc.ABC, Generic[W]):
-    """A value of type ``W`` that is on its way, such as the output of a collective that has been started.
+    """A pending value of type ``W``, such as the output of a collective that has been started.
 
-    Subclasses implement ``_wait_impl()``, which blocks and returns the value. It runs exactly once, however often and
-    from however many threads the value is asked for; what it returned (``None`` too) or raised is kept.
+    Subclasses implement ``_wait_impl()``, which blocks and returns the value. It runs exactly once, whatever
+    the number of calls and threads; its value (``None``, too) or its error is kept.
 
-    Pickling, copying and deep-copying a finished awaitable give a finished one; a pending awaitable raises, since
-    what it waits for lives in this process.
+    Pickling, copying and deep-copying a finished awaitable give a finished one; for a pending awaitable they raise,
+    since the pending operation belongs to this process.
 
     The interface is TorchRec's ``torchrec.distributed.types.Awaitable``. There, every ``wait()`` runs ``_wait_impl()``.
     """
@@ -52,7 +51,7 @@ class Awaitable(abc.ABC, Generic[W]):
     _once: Once[W]
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Self:
-        # Made here and not in __init__, so that a subclass can set its attributes before or after super().__init__().
+        # Set here and not in __init__, so that a subclass can set its attributes before or after super().__init__().
         self = super().__new__(cls)
         self._once = Once()
         return self
@@ -62,10 +61,10 @@ class Awaitable(abc.ABC, Generic[W]):
 
     @abc.abstractmethod
     def _wait_impl(self) -> W:
-        """Blocks until the value is there and returns it; called once."""
+        """Blocks until the value exists and returns it; called once."""
 
     def _is_ready(self) -> bool:
-        """Override to tell, without blocking, that ``_wait_impl()`` would not block any more."""
+        """Override to return, without blocking, whether ``_wait_impl()`` would return without blocking."""
         return False
 
     def wait(self) -> W:
@@ -83,20 +82,20 @@ class Awaitable(abc.ABC, Generic[W]):
 
     @property
     def callbacks(self) -> Callbacks[W]:
-        """The callbacks that have not been called yet: a list to which TorchRec code appends. Empty after the wait."""
+        """The callbacks that have not been called yet: a list that TorchRec's code appends to. Empty after the wait."""
         return self._once.callbacks
 
     def add_callback(self, callback: Callable[[W], W]) -> Self:
-        """Has ``callback`` map the value to what everybody gets in its place.
+        """Replace the value by ``callback(value)``.
 
-        Callbacks run once, in order, at the end of the wait, each on what the one before returned. One that is added
-        when the value is there already is applied to it at once; who has asked before keeps what they got. One that is
-        added after a failure is never called: the kept error is raised as before. While another thread waits, this
-        blocks until that has ended.
+        Callbacks run once, in order, at the end of the wait, each on the result of the one before. A callback that is
+        added after the wait is applied at once; earlier callers of ``wait()`` keep the value they got. A callback that
+        is added after a failure is never called: the kept error is raised as before. If another thread is waiting, this
+        call blocks until that wait has ended.
 
         Args:
-            callback: from value to value; what it raises is kept as the error of the wait, unless it was applied at
-                once, in which case the caller gets it and the value stays as it was.
+            callback: maps the value to its replacement. An error that it raises is kept as the error of the wait; if
+                the callback was applied at once, the error is raised here and the value stays as it was.
 
         Returns:
             This awaitable.
@@ -105,15 +104,15 @@ class Awaitable(abc.ABC, Generic[W]):
         return self
 
     def then(self, function: Callable[[W], V]) -> LazyAwaitable[V]:
-        """An awaitable of ``function(value)``, which waits for this one, and calls ``function``, at its first use.
+        """An awaitable of ``function(value)``; at its first use it waits for this one and calls ``function``.
 
         Args:
-            function: called once, on this awaitable's value; what it raises is the new one's error.
+            function: called once, on this awaitable's value; an error that it raises is the new awaitable's error.
         """
         return Chained(function, self)
 
     def __repr__(self) -> str:
-        """Tells the state without waiting."""
+        """The state, and the value or error if there is one; does not wait."""
         name, once = type(self).__name__, self._once
         if once.state is State.PENDING:
             return f"<{name} {State.PENDING.value}>"
@@ -131,7 +130,7 @@ class Awaitable(abc.ABC, Generic[W]):
         return self._finished_type()(copy.deepcopy(self._finished_value("copied"), memo))
 
     def _wait_recorded(self) -> W:
-        # The label is TorchRec's, so that scripts that read its traces find these waits, too.
+        # The label is TorchRec's, so that scripts that read its traces also find these waits.
         with record_function(f"## {type(self).__name__} wait() ##"):
             return self._wait_impl()
 
@@ -146,7 +145,7 @@ class Awaitable(abc.ABC, Generic[W]):
 
 
 class NoWait(Awaitable[W]):
-    """A value that is there already, where an awaitable is asked for.
+    """An awaitable of a value that exists already.
 
     Args:
         obj: the value.
@@ -167,8 +166,8 @@ class _LazyAwaitableMeta(abc.ABCMeta, torch.fx.ProxyableClassMeta):
     """Lets ``torch.fx`` record the construction of a lazy awaitable from traced values, and keep one as a constant."""
 
     def __call__(cls, *args: Any, **kwargs: Any) -> Any:
-        # Not ProxyableClassMeta's own: that asks a global flag for every object made, which warns on stderr. A proxy
-        # among the arguments tells the same.
+        # Not ProxyableClassMeta's own __call__, which reads a global flag for every object and so warns on stderr. A
+        # proxy among the arguments shows the same.
         proxies: list[torch.fx.Proxy] = []
         map_aggregate(
             (args, kwargs), lambda value: proxies.append(value) if isinstance(value, torch.fx.Proxy) else None
@@ -182,16 +181,16 @@ class _LazyAwaitableMeta(abc.ABCMeta, torch.fx.ProxyableClassMeta):
 
 
 class LazyAwaitable(Awaitable[W], Operators, metaclass=_LazyAwaitableMeta):
-    """An awaitable that is waited for when it is first used, as late as that may be.
+    """An awaitable that waits when it is first used as its value.
 
     It acts as its value in torch functions (as an argument, at any depth of lists and dicts), attributes, items,
-    operators, iteration, conversions to numbers, text and numpy arrays, calls and ``with``. Each of these waits the
-    first time. These do not wait: ``repr()``, ``isinstance()``, ``done()``, ``then()``, and passing it on. Its own
-    names (``wait``, ``done``, ``then``, ``callbacks``, ``add_callback``) hide those of the value.
+    operators, iteration, conversions to numbers, text and numpy arrays, calls and ``with``. The first of these waits.
+    These do not wait: ``repr()``, ``isinstance()``, ``done()``, ``then()``, and passing it on. Its own names (``wait``,
+    ``done``, ``then``, ``callbacks``, ``add_callback``) hide those of the value.
 
-    It is not a tensor: ``isinstance(lazy, torch.Tensor)`` is false, and code that asks does not see through it; a
-    ``torch.autograd.Function`` would even compute, and pass no gradient on. Give such code ``shardrec.wait(lazy)``. So
-    do for an awaited number where torch takes one int or several (``x.sum(lazy)``), for which it fails inside torch.
+    It is not a tensor: ``isinstance(lazy, torch.Tensor)`` is false, and code that tests for it takes another path; a
+    ``torch.autograd.Function`` computes a value but passes no gradient on. Give such code ``shardrec.wait(lazy)``. Do
+    the same for a pending number where torch takes one int or several (``x.sum(lazy)``), which fails inside torch.
 
     The idea and the interface are TorchRec's ``torchrec.distributed.types.LazyAwaitable``; the semantics are those of a
     call-by-need thunk.
@@ -199,7 +198,7 @@ class LazyAwaitable(Awaitable[W], Operators, metaclass=_LazyAwaitableMeta):
 
     _is_made = False
     _result: Any = None
-    """What TorchRec's ``LazyAwaitable._wait_async`` keeps of one that comes with one of its own."""
+    """The attribute in which TorchRec's ``LazyAwaitable._wait_async`` keeps the value of an awaitable."""
 
     @classmethod
     def __torch_function__(
@@ -214,19 +213,19 @@ class LazyAwaitable(Awaitable[W], Operators, metaclass=_LazyAwaitableMeta):
 
     @staticmethod
     def from_future(future: Future[V]) -> LazyAwaitable[V]:
-        """A future's value, lazily awaited.
+        """A lazy awaitable of a future's value.
 
         Args:
-            future: of an RPC (``rpc_async``), of ``shardrec.pending.fork``, or made by hand.
+            future: the result of an RPC (``rpc_async``) or of ``shardrec.pending.fork``, or any other future.
 
         Returns:
-            Acts as the future's value. Its first use waits, and raises what the future was completed with.
+            An awaitable whose first use waits for the future, and raises the error that the future holds, if any.
         """
         return Chained(as_it_is, future)
 
     @staticmethod
     def _wait_async(obj: Any) -> Any:
-        """TorchRec's name for forcing what may be lazy."""
+        """TorchRec's name for :func:`~shardrec.pending.operators.force`."""
         return force(obj)
 
     def __getattr__(self, name: str) -> Any:
@@ -265,7 +264,7 @@ class LazyAwaitable(Awaitable[W], Operators, metaclass=_LazyAwaitableMeta):
 
 
 class LazyNoWait(NoWait[W], LazyAwaitable[W]):
-    """A value that is there already, where a lazy awaitable is asked for.
+    """A lazy awaitable of a value that exists already.
 
     Args:
         obj: the value.
@@ -273,10 +272,10 @@ class LazyNoWait(NoWait[W], LazyAwaitable[W]):
 
 
 class Chained(LazyAwaitable[V]):
-    """A function of other pending values, which it waits for, one after the other, at its first use.
+    """A function of other pending values; its first use waits for these, one after the other.
 
     Args:
-        function: called once, on their values.
+        function: called once, on the parents' values.
         parents: futures or awaitables.
     """
 
@@ -288,7 +287,7 @@ class Chained(LazyAwaitable[V]):
     def _wait_impl(self) -> V:
         function, parents = self._function, self._parents
         assert function is not None, "_wait_impl() runs once"
-        # Let go of both: either can hold buffers that the value does not need.
+        # Drop the references to both: either can hold buffers that the value does not need.
         self._function, self._parents = None, ()
         return function(*[parent.wait() for parent in parents])
 

@@ -1,17 +1,17 @@
-"""TorchScript's own pending value, ``Await[W]``, and the ways between it and ``LazyAwaitable``.
+"""TorchScript's pending value, ``Await[W]``, and conversions between it and ``LazyAwaitable``.
 
-The functions are torch's under public names, and mean the same in eager mode and in code that TorchScript compiles.
+The functions are torch's under public names; they do the same in eager mode and in TorchScript.
 
 [Note: whose function this is]
-TorchScript compiles ``awaitable(fn, ...)`` and ``fork(fn, ...)`` as syntax, not as calls, since no schema describes a
-function as an argument. It knows them by being torch's own function objects; so these two names *are* torch's objects,
-while the others are functions that TorchScript looks up as operators.
+TorchScript compiles ``awaitable(fn, ...)`` and ``fork(fn, ...)`` as syntax, not as calls, since no operator schema has
+a function as an argument. It recognizes torch's own function objects; so these two names *are* torch's objects, while
+the other functions are mapped to TorchScript operators.
 
 [Note: what torch's Await lacks in eager mode]
 torch's ``_awaitable`` drops keywords and computes with the defaults; a function that failed runs again at each wait;
 ``Await`` forwards attributes of its value, and neither operators nor ``[...]``; and no instance is one of
-``torch.jit._Await``. All four are added here to torch's own objects, as what an ``Await`` is made by cannot be told
-apart.
+``torch.jit._Await``. All four are added here, to torch's own objects, since an
+``Await`` does not show whether torch or shardrec created it.
 """
 
 from __future__ import annotations
@@ -30,7 +30,8 @@ __all__ = ["Await", "as_await", "as_lazy", "awaitable", "awaitable_nowait", "awa
 
 W = TypeVar("W")
 
-# Not copies: torch.jit must find its own class in annotations, and its own function in calls.
+# torch's own objects, not wrappers: torch.jit recognizes its class in annotations and its function in calls by
+# identity.
 Await = torch._awaits._Await
 awaitable: Callable[..., Await[Any]] = torch.jit._awaitable
 
@@ -50,7 +51,7 @@ def _forwarded(name: str) -> Callable[..., Any]:
 
 
 class _Kept:
-    """A function that runs once, and its value or error from then on."""
+    """A function that is called once; later calls return the same value or raise the same error."""
 
     def __init__(self, function: Callable[..., Any], kwargs: Mapping[str, Any]) -> None:
         self.function = partial(function, **kwargs) if kwargs else function
@@ -61,7 +62,7 @@ class _Kept:
 
 
 def _binding(func: Any, *args: Any, **kwargs: Any) -> Any:
-    # Runs as torch's function, with torch's globals.
+    # This code object replaces that of torch's function, so it sees torch's globals.
     from shardrec.pending.awaits import _Kept
 
     return torch._C._awaitable(_Kept(func, kwargs), *args)
@@ -77,20 +78,20 @@ for _name in _OPERATORS:
 
 
 def awaitable_wait(pending: Await[W]) -> W:
-    """The value of an ``Await[W]``: runs its function, on this thread, unless that has been done.
+    """The value of an ``Await[W]``: runs its function, on this thread, unless it has run. Also inside TorchScript.
 
     Args:
-        pending: what ``awaitable`` or ``awaitable_nowait`` returned, or a scripted function.
+        pending: an ``Await`` that ``awaitable``, ``awaitable_nowait`` or a scripted function returned.
 
     Returns:
-        The value, of type ``W``: the same one at every call. Also inside TorchScript.
+        The value, of type ``W``: the same object at every call.
     """
     value: W = torch.jit._awaitable_wait(pending)
     return value
 
 
 def awaitable_nowait(value: W) -> Await[W]:
-    """An ``Await[W]`` of a value that is there already. Also inside TorchScript.
+    """An ``Await[W]`` of a value that exists already. Also inside TorchScript.
 
     Args:
         value: of any type that TorchScript has; in eager mode of any type at all.
@@ -104,14 +105,14 @@ compiles_to(awaitable_nowait, "prim::awaitable_nowait")
 
 
 def as_await(pending: Any) -> Any:
-    """A pending value as an ``Await``. Eager mode only.
+    """Convert a pending value to an ``Await``. Eager mode only.
 
-    Compiled code takes an ``Await`` that was made in eager mode only if its value is there already, since it cannot
-    call back to Python: give it ``as_await(shardrec.wait(lazy))``.
+    TorchScript cannot call back to Python, so it takes an ``Await`` that was created in eager mode only if the value
+    exists already: give it ``as_await(shardrec.wait(lazy))``.
 
     Args:
         pending: a ``LazyAwaitable[W]`` or another ``Awaitable``, a ``torch.futures.Future[W]``, an ``Await[W]``, which
-            comes back as it is, or a value that is there.
+            is returned unchanged, or a plain value.
 
     Returns:
         ``Await[W]``: waits for ``pending`` at its own first use, and gives the same value.
@@ -127,11 +128,11 @@ def as_await(pending: Any) -> Any:
 
 
 def as_lazy(pending: Any) -> LazyAwaitable[Any]:
-    """A pending value as a ``LazyAwaitable``, which acts as its value. Eager mode only.
+    """Convert a pending value to a ``LazyAwaitable``, which acts as its value. Eager mode only.
 
     Args:
         pending: an ``Await[W]``, such as a scripted module returns; a ``torch.futures.Future[W]``, of ``fork`` or an
-            RPC; an ``Awaitable[W]``; a ``LazyAwaitable[W]``, which comes back as it is; or a value that is there.
+            RPC; an ``Awaitable[W]``; a ``LazyAwaitable[W]``, which is returned unchanged; or a plain value.
 
     Returns:
         ``LazyAwaitable[W]``: waits for ``pending`` at its own first use, and gives the same value.
@@ -146,23 +147,23 @@ def as_lazy(pending: Any) -> LazyAwaitable[Any]:
 
 
 def gather(*pending: Any) -> LazyAwaitable[list[Any]]:
-    """Several pending values as one. Eager mode only.
+    """Combine several pending values into one. Eager mode only.
 
-    All of them are under way already: collectives, forks and RPCs overlap while the first is waited for.
+    All of them have started already: collectives, forks and RPCs overlap during the wait for the first.
 
     Args:
         pending: each as :func:`as_lazy` takes it.
 
     Returns:
-        ``LazyAwaitable`` of the list of their values, in the order given. Its first use waits for them one after the
-        other, and raises the first error that it meets.
+        ``LazyAwaitable`` of the list of their values, in the order given. Its first use waits for them in that order
+        and raises the first error.
     """
     return Chained(lambda *values: list(values), *map(as_lazy, pending))
 
 
 class _LazyAwait(Chained[W]):
-    """TorchScript's pending value, lazily awaited."""
+    """A lazy awaitable of an ``Await``."""
 
     def _is_ready(self) -> bool:
-        # It cannot be told: is_nowait() is true of whatever was not made in Python.
+        # Unknown: is_nowait() is true of every Await that was not created in Python.
         return False

@@ -1,4 +1,4 @@
-"""The error of this package; a part of the hierarchy in ``shardrec.errors``."""
+"""The error of ``shardrec.pending``; part of the hierarchy in ``shardrec.errors``."""
 
 from __future__ import annotations
 
@@ -8,4 +8,4 @@ __all__ = ["AwaitableError"]
 
 
 class AwaitableError(ShardrecError, RuntimeError):
-    """An awaitable used in a way that can never give its value, or would give it wrongly."""
+    """An awaitable was used in a way that cannot return its value, or would return a wrong one."""

@@ -1,9 +1,9 @@
-"""Futures: values that are computed on another thread, in eager mode by the code that fulfils them.
+"""Futures: values that are computed on another thread by TorchScript's fork, or set by the code that created them.
 
 [Note: a lazy value in torch's fork]
-In eager mode ``torch.jit.fork`` calls the function at once, and keeps its value as one of TorchScript's, which has no
-type for what a sharded module returns: it is on its way already. Added here to torch's own function (see [Note: whose
-function this is] in awaits.py), a ``LazyAwaitable`` is kept as it is, and used as its value after the wait.
+In eager mode ``torch.jit.fork`` calls the function at once and converts the result to a TorchScript value, which fails
+for the ``LazyAwaitable`` that a sharded module returns. The change made here to torch's own function (see [Note: whose
+function this is] in awaits.py) keeps a ``LazyAwaitable`` as the future's value.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ fork: Callable[..., Future[Any]] = torch.jit.fork
 
 
 def _forking(func: Any, *args: Any, **kwargs: Any) -> Any:
-    # Runs as torch's function, with torch's globals.
+    # This code object replaces that of torch's function, so it sees torch's globals.
     from shardrec.pending.futures import _forked
 
     return torch._C.fork(func, *args, **kwargs) if torch._C._is_tracing() else _forked(func, args, kwargs)  # type: ignore[no-untyped-call,unused-ignore]
@@ -44,9 +44,9 @@ fork.__code__ = _forking.__code__
 
 
 def join(future: Future[W]) -> W:
-    """The value of a future: of ``fork``, of an RPC, or made by hand. Also inside TorchScript.
+    """The value of a future, from ``fork``, an RPC or elsewhere. Also inside TorchScript.
 
-    Blocks until it is there. ``shardrec.wait`` does the same for any pending value, and
+    Blocks until the future is complete. ``shardrec.wait`` does the same for any pending value, and
     ``shardrec.pending.as_lazy(future)`` is a ``LazyAwaitable`` that joins at its first use.
 
     Raises:

@@ -1,4 +1,4 @@
-"""Items of a value that is on its way, themselves on their way."""
+"""Items of a pending collection, as pending values."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ _MOST_KEYS = 8  # in a message
 class LazyGetItemMixin(Generic[KT, VT_co]):
     """Makes ``lazy[key]`` an awaitable of the item, without waiting for the collection.
 
-    For awaitables of keyed collections, such as ``KeyedTensor`` or ``dict``: a model can take its features apart before
-    the collective that brings them has ended. A key that is not there shows at the first use of the item.
+    For awaitables of keyed collections, such as ``KeyedTensor`` or ``dict``: a model can select its features before the
+    collective that delivers them has ended. A missing key raises at the first use of the item.
 
-    It comes before ``LazyAwaitable`` among the bases, so that its ``__getitem__`` is the one that is found::
+    List it before ``LazyAwaitable`` among the bases, so that its ``__getitem__`` takes precedence::
 
         class FeaturesAwaitable(LazyGetItemMixin[str, Tensor], LazyAwaitable[KeyedTensor]): ...
 
@@ -35,14 +35,14 @@ class LazyGetItemMixin(Generic[KT, VT_co]):
 
 
 class GetItemLazyAwaitable(Chained[W], Generic[W, ParentW, KT]):
-    """The item of an awaited collection.
+    """The item of a pending collection.
 
     Args:
         parent: the awaitable of the collection.
-        key: what the collection is asked for.
+        key: key or index of the item.
 
     Raises:
-        KeyError, IndexError: at the first use, if the collection has no such item; with the keys that it has.
+        KeyError, IndexError: at the first use, if the collection has no such item; the message lists its keys.
     """
 
     def __init__(self, parent: LazyAwaitable[ParentW], key: KT) -> None:

@@ -1,8 +1,8 @@
-"""The outcome of one wait: computed by one thread, kept for all of them.
+"""The outcome of a wait: computed by one thread, kept for all threads.
 
 ::
 
-              settle(compute)                    settle() again, from any thread
+              resolve(compute)                   resolve() again, from any thread
     PENDING ──────────────────► DONE   (value)   ► the same value
             └─────────────────► FAILED (error)   ► the same error, with the traceback it had
 """
@@ -23,13 +23,13 @@ W = TypeVar("W")
 
 
 class Callbacks(list[Callable[[W], W]]):
-    """A list of callbacks that takes no more of them once they have been called.
+    """A list of callbacks that refuses additions after the callbacks have been called.
 
     Attributes:
-        closed: true from then on.
+        closed: whether the callbacks have been called.
 
     Raises:
-        AwaitableError: when one is put in too late to be called, about which a plain list would keep silent.
+        AwaitableError: if a callback is added to a closed list; it would never be called.
     """
 
     closed = False
@@ -55,7 +55,7 @@ class Callbacks(list[Callable[[W], W]]):
 
 
 class State(Enum):
-    """What is known of a value that is computed once."""
+    """State of a value that is computed once."""
 
     PENDING = "pending"
     DONE = "done"
@@ -63,16 +63,15 @@ class State(Enum):
 
 
 class Once(Generic[W]):
-    """Runs a computation exactly once, whichever thread comes first, and keeps what came of it.
+    """Runs a computation exactly once, on the first thread that needs it, and keeps its value or its error.
 
-    Any value is kept, ``None`` too, and so is an error: a collective cannot be waited for a second time, whatever the
-    first wait gave. Threads that come while it runs are held until it has ended. The thread that runs it gets an error,
-    not a deadlock, when its computation asks for its own outcome.
+    Any value is kept, ``None``, too, and so is an error: a collective cannot be waited for a second time. Other threads
+    block while the computation runs. If the computation asks for its own outcome, it gets an error, not a deadlock.
 
     Attributes:
         state: pending until the outcome is kept.
         error: the kept error, if it failed.
-        callbacks: called on the value, in order, before it is kept; each gets what the one before returned.
+        callbacks: called on the value, in order, before it is kept; each gets the result of the one before.
     """
 
     __slots__ = ("_lock", "_owner", "_traceback", "_value", "callbacks", "error", "state")
@@ -92,14 +91,14 @@ class Once(Generic[W]):
         return self._owner == threading.get_ident()
 
     def resolve(self, name: str, compute: Callable[[], W]) -> W:
-        """The outcome; runs ``compute`` and then the callbacks, unless that was done.
+        """The outcome; runs ``compute`` and then the callbacks if they have not run.
 
         Args:
-            name: what is being waited for, for messages.
-            compute: gives the value; called at most once in the life of this object.
+            name: name of the pending value, for messages.
+            compute: returns the value; called at most once in the life of this object.
 
         Raises:
-            AwaitableError: if ``compute`` or a callback, in this thread, asks for the outcome it is to give.
+            AwaitableError: if ``compute`` or a callback, in this thread, asks for its own outcome.
             BaseException: the error that ``compute`` or a callback raised, the same object every time.
         """
         if self.state is State.PENDING:
@@ -109,7 +108,7 @@ class Once(Generic[W]):
                     " what these are given, or chain with .then()"
                 )
             with self._lock:
-                # Another thread may have settled it between the look and the lock.
+                # Another thread may have resolved it between the first check and the lock.
                 if self.state is State.PENDING:
                     self._run(name, compute)
         if self.state is State.FAILED:
@@ -123,7 +122,7 @@ class Once(Generic[W]):
             AwaitableError: from inside a callback that is itself being applied to the kept value.
         """
         if self.running_here:
-            # From a callback: _run goes on until the list is used up.
+            # Called from a callback: _run continues until the list is empty.
             self.callbacks.append(callback)
             return
         with self._lock:
@@ -162,5 +161,5 @@ class Once(Generic[W]):
         self.state = State.FAILED
 
     def _raise(self) -> NoReturn:
-        # Every raise adds its frames to the traceback that the error carries, so each starts from the first one.
+        # Each raise adds frames to the error's traceback, so each starts from the kept one.
         raise cast(BaseException, self.error).with_traceback(self._traceback)

@@ -1,7 +1,7 @@
-"""What Python looks up on the type and never on the object: operators, conversions and protocols.
+"""Methods that Python looks up on the type, not on the object: operators, conversions and protocols.
 
-Each forces the value and does the same to it. They are spelled out, one line each, rather than installed in a loop, so
-that type checkers see them.
+Each waits for the value and applies the same operation to it. Each has a line of its own, rather than being installed
+in a loop, so that type checkers see them.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ _Binary = Callable[[Any, Any], Any]
 
 
 def force(value: Any) -> Any:
-    """The value that a lazy awaitable stands for; anything else as it is."""
+    """The value of a lazy awaitable; anything else is returned unchanged."""
     return value.wait() if isinstance(value, Operators) else value
 
 
 def force_nested(value: Any) -> Any:
-    """``force`` through tuples, lists, dicts and slices.
+    """Apply :func:`force` inside tuples, lists, dicts and slices.
 
-    A container without an awaitable in it is returned itself, not a copy: the callee may write to it.
+    A container without an awaitable is returned itself, not a copy: the callee may write to it.
     """
     if isinstance(value, Operators):
         return value.wait()
@@ -79,7 +79,7 @@ def _can_index(value: Any) -> bool:
 
 
 class Operators(abc.ABC):
-    """Makes a class with a ``wait()`` act as the value that ``wait()`` returns, where Python asks the type."""
+    """Makes a class with a ``wait()`` act as that value in operators, conversions and protocols."""
 
     @abc.abstractmethod
     def wait(self) -> Any:
@@ -184,7 +184,7 @@ class Operators(abc.ABC):
 
         value = self.wait()
         if hasattr(value, "__array__"):
-            # First without copy: many such methods, torch's among them, do not know it.
+            # First without `copy`: many __array__ methods, torch's among them, have no such argument.
             value = numpy.asarray(value)
         return numpy.asarray(value, dtype=dtype) if copy is None else numpy.array(value, dtype=dtype, copy=copy)
 

@@ -1,4 +1,4 @@
-"""``wait``: the explicit spelling, for every kind of pending value."""
+"""``wait``: waits explicitly, for every kind of pending value."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ def wait(pending: Future[W]) -> W: ...
 @overload
 def wait(pending: W) -> W: ...
 def wait(pending: Any) -> Any:
-    """The value behind a pending one; anything else is returned as it is.
+    """Wait for a pending value and return it; anything else is returned unchanged.
 
-    In code that ``shardrec.script`` compiles it takes all of these, too, and says where to wait. In code that
+    In code that ``shardrec.script`` compiles it takes all of these, too, and marks where to wait. In code that
     ``torch.jit.script`` compiles it takes an ``Await``; use ``shardrec.pending.join`` for a ``Future`` there.
 
     Args:
@@ -32,10 +32,10 @@ def wait(pending: Any) -> Any:
             that a scripted module returns, or a plain value. Containers are not searched.
 
     Returns:
-        The value; not searched for further pending ones.
+        The value; pending values inside it are not waited for.
 
     Raises:
-        BaseException: what the wait raised.
+        BaseException: the error of the wait.
     """
     # torch.futures.Future is a subclass of it; what torch.jit.fork returns is not.
     if isinstance(pending, (Awaitable, torch._C.Future)):

@@ -1,4 +1,4 @@
-"""An entry to a model that takes plain tensors, for programs that know no KeyedJaggedTensor."""
+"""A model behind a ``forward`` of plain tensors, for callers that have no KeyedJaggedTensor."""
 
 from __future__ import annotations
 
@@ -24,22 +24,22 @@ _NUMBERS = count()
 _RESERVED = ("self", "torch", "Tensor", "KeyedJaggedTensor")
 
 Features: TypeAlias = Sequence[str] | Mapping[str, Sequence[str]]
-"""The keys of a request: of the model's KeyedJaggedTensor, or, of several, by the name of the parameter."""
+"""The keys of the model's KeyedJaggedTensor; if it takes several, by the parameter's name."""
 
 
 class Entry(nn.Module):
     """Base of the entries that :func:`from_tensors` makes.
 
     Args:
-        model: what is called.
-        keys: of each KeyedJaggedTensor that it takes, by the parameter's name.
-        inputs: names of the arguments.
+        model: the module that ``forward`` calls.
+        keys: the keys of each KeyedJaggedTensor that the model takes, by the parameter's name.
+        inputs: names of the arguments of ``forward``.
 
     Attributes:
-        features: the keys of a request, as :func:`from_tensors` took them.
+        features: the ``features`` that :func:`from_tensors` was given.
     """
 
-    # What is for Python only, by the name under which torch.jit looks for it.
+    # torch.jit reads this name: TorchScript leaves these attributes out.
     __jit_ignored_attributes__: typing.ClassVar = ["inputs", "features"]
 
     def __init__(self, model: nn.Module, keys: Mapping[str, list[str]], inputs: Sequence[str]) -> None:
@@ -51,26 +51,27 @@ class Entry(nn.Module):
 
 
 def from_tensors(model: nn.Module, features: Features) -> Entry:
-    """A module that makes the model's KeyedJaggedTensor from plain tensors and calls the model, without gradients.
+    """Wrap a model in a module that builds the KeyedJaggedTensor from plain tensors and runs without gradients.
 
-    Its ``forward`` takes, in this order, each a tensor:
+    Its ``forward`` takes these tensors, in this order:
 
-    - ``values`` (N,) int32 or int64, the ids: those of the first feature, sample after sample, then of the second, ...;
+    - ``values`` (N,) int32 or int64, the ids: of the first feature, sample after sample, then of the second, ...;
     - ``lengths`` (F·B,) int32 or int64, the number of ids of each feature and sample, in the same order;
-    - ``weights`` (N,) float32, one per id; only where a weighted collection looks up one of the features;
-    - what the model's ``forward`` takes besides, under its own names.
+    - ``weights`` (N,) float32, one per id; only if a weighted collection looks up one of the features;
+    - the other arguments of the model's ``forward``, under their own names.
 
-    and returns what the model returns. ``shardrec.script`` takes it. Of a model that takes several KeyedJaggedTensors,
-    the first three come for each, with the parameter's name before: ``user_values``, ``user_lengths``, ...
+    It returns the model's output, and ``shardrec.script`` can compile it. If the model takes several
+    KeyedJaggedTensors, the first three are repeated for each, prefixed by the parameter's name: ``user_values``,
+    ``user_lengths``, ...
 
     Args:
-        model: at least one of whose ``forward``'s parameters is annotated ``KeyedJaggedTensor``, and the others, as far
-            as they have no default, ``Tensor``. It is sharded, or holds a sharded model.
-        features: the F keys of the KeyedJaggedTensor, by the parameter's name if there are several; all that the model
-            looks up are among them.
+        model: a sharded model, or a module that holds one. At least one parameter of its ``forward`` is annotated
+            ``KeyedJaggedTensor``; the others are annotated ``Tensor`` or have a default.
+        features: the F keys of the KeyedJaggedTensor, by the parameter's name if there are several; they include every
+            key that the model looks up.
 
     Raises:
-        ConfigError: for a model with another signature, or features that lack one, or come twice.
+        ConfigError: if the model has another signature, or if ``features`` lacks a key or repeats one.
     """
     inner = model.module if isinstance(model, ShardedModel) else model
     collections = [child for child in inner.modules() if isinstance(child, ShardedCollection)]
@@ -104,7 +105,7 @@ def from_tensors(model: nn.Module, features: Features) -> Entry:
         "    with torch.no_grad():\n",
         f"        return self.model({', '.join(f'{name}={made.get(name, name)}' for name in arguments)})\n",
     ]
-    # TorchScript reads the source, and each model needs arguments of its own.
+    # TorchScript reads a function's source; each entry has its own arguments, so its source is generated.
     source = f"<shardrec.serve entry {next(_NUMBERS)}>"
     linecache.cache[source] = (sum(map(len, lines)), None, lines, source)
     names: dict[str, Any] = {"torch": torch, "Tensor": Tensor, "KeyedJaggedTensor": KeyedJaggedTensor}
@@ -147,7 +148,7 @@ def _check_features(features: Mapping[str, Sequence[str]], collections: Sequence
 
 
 def _arguments(module: nn.Module) -> dict[str, bool]:
-    """The call's arguments by name, and whether each is a KeyedJaggedTensor; the others are tensors."""
+    """The arguments of ``forward`` by name, and whether each is a KeyedJaggedTensor; the others are tensors."""
     forward = type(module).forward
     try:
         hints = typing.get_type_hints(forward)

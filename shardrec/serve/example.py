@@ -1,10 +1,10 @@
-"""An example of a call, as plain tensors: what the entry takes, and which of its sizes change from call to call.
+"""An example call, as plain tensors: the arguments of an entry, and which of their sizes change from call to call.
 
 Shapes: F features, B samples, N ids.
 
 [Note: sizes that stand for all sizes]
-A compiler is told by the sizes of an example which sizes are the same, and takes 0 and 1 for something special. So the
-tensors that it is shown are none of the caller's: they have sizes that occur nowhere else in a call, and no values.
+A tracer concludes from an example that equal sizes are always equal, and it specializes on 0 and 1. So it is not given
+the caller's tensors but zeros whose sizes occur nowhere else in a call.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ _SAMPLES, _IDS = 7, 23
 
 @dataclass(frozen=True, kw_only=True)
 class TensorSpec:
-    """What one tensor of a call looks like.
+    """Name, dtype and shape of one argument of a call.
 
     Args:
-        name: of the argument.
-        dtype: of its elements.
-        shape: per dimension, a number; or a multiple of the samples (``"B"``, ``"4*B"``) or of the ids (``"N"``).
+        name: name of the argument.
+        dtype: dtype of the tensor.
+        shape: per dimension a number, or a multiple of the samples (``"B"``, ``"4*B"``) or of the ids (``"N"``).
     """
 
     name: str
@@ -42,20 +42,20 @@ class TensorSpec:
     shape: tuple[int | str, ...]
 
     def note(self) -> dict[str, Any]:
-        """As JSON has it."""
+        """This spec as JSON values."""
         return {"name": self.name, "dtype": str(self.dtype).removeprefix("torch."), "shape": list(self.shape)}
 
     @classmethod
     def of_note(cls, note: Mapping[str, Any]) -> TensorSpec:
-        """From what :meth:`note` gave."""
+        """The spec that :meth:`note` converted."""
         return cls(name=note["name"], dtype=getattr(torch, note["dtype"]), shape=tuple(note["shape"]))
 
     def fault(self, shape: tuple[int, ...], sizes: dict[str, int]) -> str:
-        """What is wrong with the shape of a tensor, in words; empty if nothing is.
+        """A message about a tensor's shape that does not fit; empty if it fits.
 
         Args:
-            shape: of the tensor.
-            sizes: what "B" and "N" are found to be; the first tensor that has one says it to the others.
+            shape: the tensor's shape.
+            sizes: values of "B" and "N" so far; the first tensor that has one sets it for the others.
         """
         if len(shape) != len(self.shape):
             return self._refusal(shape)
@@ -78,12 +78,12 @@ class TensorSpec:
 
 @dataclass(frozen=True, kw_only=True)
 class Example:
-    """An entry, and tensors to show it to a compiler with.
+    """An entry and the specs of its arguments, from which tensors for a tracer are made.
 
     Args:
-        entry: takes plain tensors.
-        specs: of its arguments, in order.
-        device: where they are.
+        entry: module that takes plain tensors.
+        specs: one per argument, in order.
+        device: device of the tensors.
     """
 
     entry: Entry
@@ -91,17 +91,17 @@ class Example:
     device: torch.device
 
     def tensors(self, samples: int = _SAMPLES, ids: int = _IDS) -> tuple[Tensor, ...]:
-        """Zeros, and random floats, of the right dtypes; by default with sizes that occur nowhere else."""
+        """Zeros for integer arguments and random values for floating ones; the default sizes occur nowhere else."""
         sizes = {"B": samples, "N": ids}
         tensors = []
         for spec in self.specs:
-            shape = [one if isinstance(one, int) else _factor(one) * sizes[one[-1]] for one in spec.shape]
+            shape = [size if isinstance(size, int) else _factor(size) * sizes[size[-1]] for size in spec.shape]
             tensor = torch.zeros(shape, dtype=spec.dtype, device=self.device)
             tensors.append(tensor.uniform_() if tensor.is_floating_point() else tensor)
         return tuple(tensors)
 
     def dynamic_shapes(self) -> tuple[dict[int, Any], ...]:
-        """Which sizes change, as ``torch.export`` is told."""
+        """The ``dynamic_shapes`` argument of ``torch.export.export``."""
         dims: dict[str, Any] = {name: torch.export.Dim(name, min=0) for name in ("B", "N")}
 
         def changing(size: str) -> Any:
@@ -124,13 +124,13 @@ def example_of(
     *,
     static: Sequence[str] = (),
 ) -> Example:
-    """The entry of a model, and what it takes, from a call of the model itself.
+    """Make a model's entry and the specs of its arguments from an example call of the model.
 
-    Arguments are those of :func:`shardrec.export`, of a model that :func:`shardrec.serve.from_tensors` takes.
+    The arguments are those of :func:`shardrec.export`.
 
     Raises:
-        ConfigError: if the call does not fit the model's ``forward``, if the features have a batch size each, or if a
-            tensor's first dimension is not the samples.
+        ConfigError: if the call does not fit the model's ``forward``, if each feature has a batch size of its own, or
+            if a tensor's first dimension is not the samples.
     """
     inner = getattr(model, "module", model)
     try:

@@ -23,24 +23,24 @@ def export(
 ) -> ExportedProgram:
     """Export a model for inference with ``torch.export`` (non-strict), on one rank or several.
 
-    The program takes what the entry of :func:`shardrec.serve.from_tensors` takes, in that order: ``values`` (N,),
-    ``lengths`` (F·B,), ``weights`` (N,) of weighted collections, and the other tensors of the model's ``forward``. B
-    and N are any numbers, on each rank its own. ``torch.export.save`` and ``load`` work on it; a process that runs it
-    imports torch and fbgemm_gpu. On several ranks each exports its own program, and all run theirs together, in a
-    process group of the name that the model's had (the first group of a process has the same name everywhere).
+    The program takes the arguments of :func:`shardrec.serve.from_tensors`'s entry, in that order: ``values`` (N,),
+    ``lengths`` (F·B,), ``weights`` (N,) for weighted collections, and the other tensors of the model's ``forward``. B
+    and N may be any numbers and may differ by rank. ``torch.export.save`` and ``load`` work on it; a process that runs
+    it imports torch and fbgemm_gpu. On several ranks each rank exports its own program, and all ranks run theirs
+    together, in a process group of the same name as the model's (a process's first group always has the same name).
 
-    An id outside its table, or lengths that do not fit the ids, is a RuntimeError on all ranks, "bad input: rank 1:
-    ...". Tensors of other dtypes than the example's are refused as well, and sizes that do not fit each other.
+    An id outside its table, or lengths that do not fit the ids, raises RuntimeError on all ranks, "bad input: rank 1:
+    ...". So do tensors of other dtypes than the example's, and sizes that do not fit each other.
 
     Args:
-        model: sharded, or made by :func:`shardrec.serve.quantize`; in eval mode. Tables that are not quantized become
-            float32 tables of fbgemm's inference kernel, a copy; collective where that is so.
-        args: an example call's arguments: only dtypes, sizes and keys are looked at, so any batch will do.
-        kwargs: those by name.
-        static: names of tensors that have the same size in each call; of others, the first dimension is the samples.
+        model: sharded, or made by :func:`shardrec.serve.quantize`; in eval mode. Tables that are not quantized are
+            copied into float32 tables of fbgemm's inference kernel; this is collective.
+        args: positional arguments of an example call; only dtypes, sizes and keys are read, so any batch will do.
+        kwargs: keyword arguments of the example call.
+        static: names of tensors whose size never changes; of other tensors the first dimension is the samples.
 
     Returns:
-        The program. ``program.module()`` is what to call.
+        The program; call ``program.module()``.
 
     Raises:
         ConfigError: if the model is in training mode, or if the example does not fit it.

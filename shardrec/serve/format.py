@@ -1,4 +1,4 @@
-"""How the rows of a served table are kept."""
+"""Storage formats of the rows of a served table."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ import enum
 __all__ = ["HEAD_BYTES", "WeightFormat"]
 
 HEAD_BYTES = 4
-"""What goes before the codes of a quantized row: scale and bias, float16 each."""
+"""Bytes before the codes of a quantized row: scale and bias, float16 each."""
 
 
 class WeightFormat(enum.Enum):
-    """How the rows of a table are kept for inference.
+    """Storage format of a table's rows for inference.
 
-    A quantized row is ``scale | bias | codes``: scale and bias in float16, a code of 8 or 4 bits for each column. It
-    stands for ``scale * code + bias``. Whatever the format, rows are summed in float32.
+    A quantized row is ``scale | bias | codes``: scale and bias in float16, a code of 8 or 4 bits per column. A
+    column's value is ``scale * code + bias``. In every format rows are summed in float32.
     """
 
     FP32 = "fp32"
@@ -24,7 +24,7 @@ class WeightFormat(enum.Enum):
 
     @property
     def bits(self) -> int:
-        """Bits of a column."""
+        """Bits per column."""
         return {"fp32": 32, "fp16": 16, "int8": 8, "int4": 4}[self.value]
 
     @property
@@ -38,5 +38,5 @@ class WeightFormat(enum.Enum):
         return (1 << self.bits) - 1
 
     def row_bytes(self, columns: int) -> int:
-        """Bytes of a row with this number of columns, which fill whole bytes."""
+        """Bytes of a row of ``columns`` columns, whose bits fill whole bytes."""
         return columns * self.bits // 8 + (HEAD_BYTES if self.is_quantized else 0)

@@ -1,4 +1,4 @@
-"""The lookups of a served collection, in the places of those that it trained with.
+"""The lookups of a served collection, which replace those of training.
 
 Shapes: B_all the samples of all ranks, N ids, S slots, D pooled columns.
 """
@@ -33,18 +33,18 @@ __all__ = ["ServedReplicas", "ServedShards", "served_memory", "served_storage"]
 
 
 def served_storage(formats: Mapping[str, WeightFormat], *, pooled: bool) -> Storage:
-    """Inference kernels for the tables of a collection.
+    """A storage whose lookups are inference kernels.
 
     Args:
-        formats: of each table, by its name in the plan.
-        pooled: the collection sums bags.
+        formats: format of each table, by the table's name in the plan.
+        pooled: whether the collection sums bags.
     """
     shards, replicas = partial(ServedShards, formats), partial(ServedReplicas, formats, pooled=pooled)
     return Storage(shards=shards, replicas=replicas, table=ServedTable, trains=False)
 
 
 def served_memory(collection: ShardedCollection) -> dict[Shard | str, Tensor]:
-    """(rows, b) uint8 of each part of a table that this rank holds, by its shard; of a replicated table, by its name in
+    """The (rows, b) uint8 memory of each shard on this rank, by the shard, and of each replicated table, by its name in
     the plan."""
     shards, replicas = collection.shards, collection.replicas
     assert isinstance(shards, ServedShards), "the collection has a served storage"
@@ -64,13 +64,13 @@ class ServedTable(ShardedTable):
 
 
 class ServedShards(ShardLookup):
-    """This rank's shards in inference kernels, one per lookup group, which hold nothing before they are filled.
+    """This rank's shards in inference kernels, one per lookup group; their rows are uninitialized.
 
-    Args, beside those of :class:`ShardLookup`:
-        formats: of each table, by its name in the plan.
+    Args, besides those of :class:`ShardLookup`:
+        formats: format of each table, by the table's name in the plan.
 
     Attributes:
-        memory: of each shard (rows, b) uint8, see :class:`ServedTables`.
+        memory: (rows, b) uint8 of each shard, see :class:`ServedTables`.
     """
 
     def __init__(
@@ -123,14 +123,14 @@ class ServedShards(ShardLookup):
 
 
 class ServedReplicas(ReplicatedLookup):
-    """The replicated tables of a module in an inference kernel.
+    """The replicated tables of a collection in an inference kernel.
 
-    Args, beside those of :class:`ReplicatedLookup`:
-        formats: of each table, by its name in the plan.
-        pooled: sum each bag; else each table is looked up separately, a row per id.
+    Args, besides those of :class:`ReplicatedLookup`:
+        formats: format of each table, by the table's name in the plan.
+        pooled: sum each bag; if False, each table is looked up separately and gives a row per id.
 
     Attributes:
-        memory: of each table, by its name in the plan, (rows, b) uint8, see :class:`ServedTables`.
+        memory: (rows, b) uint8 of each table, by its name in the plan, see :class:`ServedTables`.
     """
 
     def __init__(
@@ -159,7 +159,7 @@ class ServedReplicas(ReplicatedLookup):
         self.memory = dict(zip((layout.name for layout in layouts), rows, strict=True))
 
     def __call__(self, ids: Tensor, lengths: Tensor, weights: Tensor | None, counts: Sequence[int]) -> Tensor:
-        """(B, D) float32 pooled columns of the local batch, from (N,), (S, B) and (N,); the kernel needs no counts."""
+        """(B, D) float32 pooled columns of the local batch, from (N,), (S, B) and (N,); ``counts`` is not used."""
         weights = None if weights is None else weights.to(torch.float32)
         pooled: Tensor = self.modules[0](ids, lengths, weights)
         return pooled
@@ -171,5 +171,5 @@ class ServedReplicas(ReplicatedLookup):
         return rows
 
     def scripted(self, slot_tables: Sequence[int], *, pooled: bool) -> nn.Module:
-        """The lookup for TorchScript: of all the tables, or without pooling of the one in ``slot_tables``."""
+        """The module for TorchScript: of all tables, or without pooling of the one table in ``slot_tables``."""
         return self.modules[0] if pooled else self.modules[slot_tables[0]]

@@ -1,4 +1,4 @@
-"""A model that serves."""
+"""A sharded model for inference."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ __all__ = ["ServedModel"]
 
 
 class ServedModel(ShardedModel):
-    """What :func:`shardrec.serve.quantize` returns. Behaves as the model it holds; runs without gradients.
+    """The model that :func:`shardrec.serve.quantize` returns: called like the trained one, without gradients.
 
     Args:
-        module: the model, its collections served ones.
-        plan: where the tables are.
-        context: shared by the served collections.
-        formats: how each table is kept, by its name in the plan.
+        module: the model, with served collections.
+        plan: the sharding plan of the tables.
+        context: context shared by the served collections.
+        formats: format of each table, by the table's name in the plan.
     """
 
     def __init__(
         self, module: nn.Module, plan: ShardingPlan, context: ModelContext, formats: Mapping[str, WeightFormat]
     ) -> None:
-        # Nothing is trained, so that there is nothing to average over the ranks.
+        # Nothing is trained, so no gradients are averaged over the ranks.
         super().__init__(module.requires_grad_(False), plan, context, None)
         self.formats = dict(formats)
         self.eval()
@@ -39,7 +39,7 @@ class ServedModel(ShardedModel):
         """The model's forward, without gradients.
 
         Raises:
-            InputError: on every rank at the same step, if the input of any is faulty.
+            InputError: on every rank at the same step, if any rank's input is invalid.
         """
         with torch.no_grad():
             return super().forward(*args, **kwargs)

@@ -1,16 +1,16 @@
-"""``shardrec.serve.package``: a model compiled by AOTInductor into a ``.pt2`` file; and such a file as a function.
+"""``shardrec.serve.package``: compile a model by AOTInductor into a ``.pt2`` file; ``load_package``: call such a file.
 
 The file holds machine code for the processor (or the GPU) that it was compiled on, the weights, and calls of fbgemm's
-operators by name. To run it takes torch and fbgemm's operators, no shardrec, and no Python.
+operators by name. It runs with torch and fbgemm's operators, without shardrec and without Python.
 
 [Note: what compiled code does not check]
-AOTInductor's code reads its inputs as tensors of the dtypes and strides that it was compiled for, whatever it is given.
-So the file says in words what each of them is, and callers compare: :class:`Package` does, the C++ example does.
+AOTInductor's code assumes the dtypes and strides that it was compiled for and does not check its inputs. So the file
+records the spec of each argument, and callers check it: :class:`Package` and the C++ example do.
 
 [Note: no waiting inside the loader]
-torch's loader waits for a free runner with the interpreter's lock in its hands, and fbgemm gives some operators Python
-code for autograd, which needs that lock: two threads and one runner stand still for ever. So threads wait here, before
-they call it; and the call is made in inference mode, which leaves autograd's code out (a third of a small call).
+torch's loader holds the GIL while it waits for a free runner, and some of fbgemm's operators have autograd code in
+Python, which needs the GIL: two threads and one runner deadlock. So threads wait here, before they call the loader; and
+the call runs in inference mode, which skips the autograd code (a third of the time of a small call).
 """
 
 from __future__ import annotations
@@ -50,29 +50,29 @@ def package(
 ) -> Path:
     """Compile a one-rank model for inference, with AOTInductor.
 
-    Any batch size is served, and any number of ids; bad input is an error, as in eager mode. The machine code is for
-    the kind of processor that it was compiled on, and its own loops run on one thread (fbgemm's and matrix products on
-    as many as torch has). ``torch._inductor.aoti_load_package`` and ``torch::inductor::AOTIModelPackageLoader`` load
-    the file; :func:`load_package` checks the inputs as well.
+    The package takes any batch size and any number of ids; bad input raises, as in eager mode. The machine code is for
+    the kind of processor that it was compiled on, and the loops that AOTInductor generates run on one thread (fbgemm's
+    operators and matrix products on torch's threads). ``torch._inductor.aoti_load_package`` and
+    ``torch::inductor::AOTIModelPackageLoader`` load the file; :func:`load_package` checks the inputs as well.
 
     Args:
-        model: sharded over one rank, or made of such a one by :func:`shardrec.serve.quantize`; in eval mode. Tables
+        model: a model sharded over one rank, or made from one by :func:`shardrec.serve.quantize`; in eval mode. Tables
             that are not quantized are packaged in float32.
-        path: of the file, which ends in ``.pt2``.
-        args: an example call's arguments: only dtypes, sizes and keys are looked at.
-        kwargs: those by name.
-        static: names of tensors that have the same size in each call; of others, the first dimension is the samples.
-        options: settings of AOTInductor besides, as in ``torch._inductor.config``.
+        path: path of the file; it ends in ``.pt2``.
+        args: positional arguments of an example call; only dtypes, sizes and keys are read.
+        kwargs: keyword arguments of the example call.
+        static: names of tensors whose size never changes; of other tensors the first dimension is the samples.
+        options: further settings of AOTInductor, as in ``torch._inductor.config``.
 
     Returns:
-        The path. The file is complete, or what was there before.
+        The path. If this raises, a file that existed before is unchanged.
 
     Raises:
         ConfigError: if the model is in training mode or on several ranks, if the example does not fit it, if its output
-            is not made of tensors, dicts, lists and tuples, or if there is no C++ compiler.
+            holds anything but tensors, dicts, lists and tuples, or if there is no C++ compiler.
         ExportError: if the model cannot be traced or compiled.
     """
-    # A second of imports, which programs that only load or quantize go without.
+    # These imports take a second, which programs that only load or quantize do not need.
     from torch._inductor import aoti_compile_and_package
     from torch._inductor.exc import InvalidCxxCompiler
 
@@ -90,15 +90,15 @@ def package(
     program = program_of(example)
     notes = json.dumps(_notes(model, example, program))
     settings = {
-        # One thread for the loops that AOTInductor writes, wherever it is run: their share of the time is small.
+        # One thread for the loops that AOTInductor generates: they take a small part of the time.
         "cpp.threads": 1,
-        # Tables are mapped from the file, and not put through the assembler.
+        # Tables are memory-mapped from the file instead of passing through the assembler.
         "aot_inductor.force_mmap_weights": True,
         "aot_inductor.metadata": {NOTES: notes},
         **(options or {}),
     }
-    # Under its final name, which the file repeats inside, in a temporary folder; moved at the end, so that no process
-    # loads half a file.
+    # Written in a temporary folder under the final name, which the file also contains, and moved at the end, so that no
+    # process loads an incomplete file.
     folder = Path(tempfile.mkdtemp(prefix=f".{target.stem}.", dir=target.parent))
     try:
         with torch.no_grad():
@@ -111,7 +111,7 @@ def package(
         ) from error
     except OSError:
         raise
-    except Exception as error:  # of any class, by the pass that fails
+    except Exception as error:  # its class depends on the compiler pass that fails
         raise ExportError(f"AOTInductor cannot compile {type(model.module).__name__}: {error}") from error
     finally:
         shutil.rmtree(folder, ignore_errors=True)
@@ -119,7 +119,7 @@ def package(
 
 
 def _notes(model: ServedModel, example: Example, program: ExportedProgram) -> dict[str, Any]:
-    """What a caller has to know, as JSON."""
+    """The description of inputs and outputs that the file contains, as JSON values."""
     spec = program.call_spec.out_spec
     assert spec is not None, "an exported program has outputs"
     output = pytree.tree_unflatten(list(range(spec.num_leaves)), spec)
@@ -129,31 +129,31 @@ def _notes(model: ServedModel, example: Example, program: ExportedProgram) -> di
             "a package returns tensors, and dicts (by strings), lists and tuples of them: return such, for example "
             "KeyedTensor.values()"
         )
-    tensors = [one.note() for one in example.specs]
+    tensors = [spec.note() for spec in example.specs]
     return notes_of(example.entry, model) | {"tensors": tensors, "output": output}
 
 
 def _is_plain(value: Any) -> bool:
     if isinstance(value, dict):
         return all(isinstance(key, str) and _is_plain(item) for key, item in value.items())
-    # Not named tuples, of which JSON would keep no names.
+    # Named tuples are refused, since JSON would lose their names.
     return type(value) is int or (type(value) in (list, tuple) and all(map(_is_plain, value)))
 
 
 class Package:
-    """A file of :func:`package`, to be called like the entry: with plain tensors, in order or by their names.
+    """A loaded file of :func:`package`, called like the entry: with plain tensors, in order or by name.
 
     Args:
-        path: the file.
-        runners: how many calls can run at the same time.
+        path: path of the file.
+        runners: number of calls that can run at the same time.
 
     Attributes:
         features: the keys whose bags ``lengths`` counts, in order.
-        tensors: what each argument is.
+        tensors: the spec of each argument.
     """
 
     def __init__(self, path: str | os.PathLike[str], runners: int = 1) -> None:
-        # Its operators are called by name.
+        # Registers the operators that the file calls by name.
         import fbgemm_gpu  # noqa: F401
         from torch._inductor.package import load_package as load
 
@@ -181,11 +181,11 @@ class Package:
         self._output = pytree.treespec_loads(self._loader.get_call_spec()[1])
 
     def __call__(self, *tensors: Tensor, **named: Tensor) -> Any:
-        """What the model returns, made of inference tensors.
+        """Run the model; the tensors in its output are inference tensors.
 
         Raises:
-            InputError: for tensors of other dtypes, sizes or devices than the model takes, for an id outside its table,
-                and for lengths that do not fit the ids.
+            InputError: if a tensor has another dtype, size or device than the model takes, if an id is outside its
+                table, or if the lengths do not fit the ids.
         """
         if named or len(tensors) != len(self._names):
             tensors = self._ordered(tensors, named)
@@ -194,7 +194,7 @@ class Package:
             raise InputError(f"bad input: {fault}")
         try:
             with self._free, torch.inference_mode():
-                # Compiled code reads them with the strides of a contiguous one.
+                # Compiled code assumes the strides of contiguous tensors.
                 leaves = self._loader.boxed_run([tensor.contiguous() for tensor in tensors])
         except RuntimeError as error:
             if "bad input" in str(error):
@@ -212,7 +212,7 @@ class Package:
         return tuple(given[name] for name in self._names)
 
     def _fault(self, tensors: Sequence[Tensor]) -> str:
-        """What is wrong with a call, in words; empty if nothing is."""
+        """A message about arguments that do not fit; empty if they fit."""
         sizes: dict[str, int] = {}
         for spec, tensor in zip(self.tensors, tensors, strict=True):
             if tensor.dtype != spec.dtype or tensor.device.type != self._device:
@@ -227,14 +227,14 @@ class Package:
 
 
 def load_package(path: str | os.PathLike[str], *, runners: int = 1) -> Package:
-    """A file of :func:`package` as a function of plain tensors.
+    """Load a file of :func:`package` as a function of plain tensors.
 
     Args:
-        path: the file; to be trusted, as its machine code will run.
-        runners: how many calls can run at the same time, from several threads; each has its own buffers, and they
-            share the weights.
+        path: path of the file. Load only files that you trust: their machine code is run.
+        runners: number of calls that can run at the same time, from several threads; each has its own buffers, and
+            they share the weights.
 
     Raises:
-        ConfigError: if there is no such file, or it was written by something else.
+        ConfigError: if there is no such file, or if another program wrote it.
     """
     return Package(path, runners)

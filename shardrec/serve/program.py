@@ -8,15 +8,15 @@
                   ── torch.export ────────► the graph
 
 [Note: inference kernels]
-fbgemm's training lookups are registered for autograd only, and take optimizer states and weights that they may
-change; a graph would carry all of it. The inference kernel is one operator over one tensor of bytes, which every
-executor knows. With float32 rows it gives the same rows, and adds them up in float32 as the other does.
+fbgemm's training lookups are registered for autograd only, and take weights and optimizer states that they may modify;
+a graph would have to carry all of these. The inference kernel is one operator over one tensor of bytes, which every
+executor supports. With float32 rows it returns the same rows, and it also sums in float32.
 
 [Note: no size is special]
-A tracer takes sizes 0 and 1 for something special (they broadcast), and promises nothing about them. Batches of no
-sample and of one, and batches without ids, are batches here; so tracing runs with ``backed_size_oblivious``, which
-makes a branch on such a size an error: all but ``size == 0``, which it takes to be false and forgets. So on one rank
-the program and the model are compared on batches of nothing, before anybody relies on it.
+A tracer specializes on sizes 0 and 1 (they broadcast), so its program may be wrong for them. Here a batch may have one
+sample, no sample or no ids; so tracing runs with ``backed_size_oblivious``, which makes a branch on such a size an
+error. The exception is ``size == 0``, which it assumes to be false without a guard. So on one rank the program is
+compared with the model on empty batches before it is returned.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from shardrec.serve.quantize import quantize
 
 __all__ = ["ExportError", "program_of", "served"]
 
-# The module's functions are put there by torch at run time, where no type checker sees them.
+# torch adds this module's functions at run time, where no type checker sees them.
 _SIZES: Any = import_module("torch.fx.experimental._config")
 
 
@@ -49,10 +49,10 @@ class ExportError(ShardrecError, RuntimeError):
 
 
 def served(model: ShardedModel) -> ServedModel:
-    """The model with its tables in inference kernels: itself, or one with float32 tables.
+    """Return the model itself if its tables are in inference kernels, else a copy with float32 tables.
 
     Raises:
-        ConfigError: for a model that is not sharded, or trains.
+        ConfigError: if the model is not sharded, or is in training mode.
     """
     require_sharded(model, "exporting")
     if model.training:
@@ -63,21 +63,21 @@ def served(model: ShardedModel) -> ServedModel:
 
 
 def program_of(example: Example) -> ExportedProgram:
-    """Trace an entry with tensors of the sizes that stand for all.
+    """Trace an entry with the example's tensors.
 
     Raises:
-        ExportError: if its code cannot be traced.
+        ExportError: if the model's code cannot be traced.
     """
-    # Twins hold some values for TorchScript, together with their types.
+    # Scriptable twins wrap some values with their TorchScript types; tracing needs the plain values.
     copy = plain(scriptable_copy(example.entry, portable=True))
     with torch.no_grad(), _SIZES.patch(backed_size_oblivious=True):
         try:
             program = torch.export.export(
                 copy, example.tensors(), dynamic_shapes=example.dynamic_shapes(), strict=False
             )
-        except Exception as error:  # of many classes, by what the tracer does not like
+        except Exception as error:  # its class depends on what the tracer refuses
             raise _explain(example.entry.model, error) from error
-    # Unused nodes include splits into no parts, which torch.export.load cannot read.
+    # Unused nodes include splits into zero parts, which torch.export.load cannot read.
     program.graph.eliminate_dead_code()
     program.graph_module.recompile()
     model = example.entry.model
@@ -87,19 +87,19 @@ def program_of(example: Example) -> ExportedProgram:
 
 
 def _compare_empty(example: Example, program: ExportedProgram) -> None:
-    """Raise if the program does something else than the model where there is no id, or no sample."""
+    """Raise ExportError if the program and the model differ on a batch without ids, or without samples."""
     for samples in (0, 1):
         tensors = example.tensors(samples, ids=0)
         try:
             expected = pytree.tree_leaves(example.entry(*tensors))
-        except Exception:  # of any kind: the model takes no such batch, and need not
+        except Exception:  # the model itself does not take such a batch
             continue
-        if not all(isinstance(one, torch.Tensor) for one in expected):
-            return  # a KeyedTensor, say, which may be pending
+        if not all(isinstance(tensor, torch.Tensor) for tensor in expected):
+            return  # such as a KeyedTensor, which may be pending
         try:
             answers = pytree.tree_leaves(program.module()(*tensors))
             torch.testing.assert_close(answers, expected, equal_nan=True, rtol=1e-3, atol=1e-5)
-        except Exception as error:  # another answer, or none
+        except Exception as error:  # the program differs or raises
             name = type(getattr(example.entry.model, "module", example.entry.model)).__name__
             raise ExportError(
                 f"{name} cannot be exported: for a batch of {samples} samples and no ids, its code does something else "

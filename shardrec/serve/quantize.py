@@ -1,4 +1,4 @@
-"""``shardrec.serve.quantize``: an inference model of a trained one."""
+"""``shardrec.serve.quantize``: makes an inference model from a trained one."""
 
 from __future__ import annotations
 
@@ -24,34 +24,34 @@ from shardrec.serve.row_bytes import GREATEST, encode, row_ranges
 __all__ = ["quantize"]
 
 CHUNK = 2**20
-"""Rows converted at a time, which bounds the memory that conversion takes."""
+"""Rows converted at a time; bounds the memory of the conversion."""
 
 _UNITS = {False: 16, True: 32}
-"""Bits that a row's columns come in multiples of, on the CPU and on CUDA."""
+"""The bits of a row's columns must be a multiple of this number; keyed by whether the device is CUDA."""
 
 
 def quantize(model: ShardedModel, weights: str = "int8", *, tables: Mapping[str, str] | None = None) -> ServedModel:
-    """Make an inference model of a trained, sharded one: its tables in fbgemm's inference kernels.
+    """Make an inference model from a trained, sharded one, with its tables in fbgemm's inference kernels.
 
-    The plan, the routes and the exchanges stay. Each rank converts the shards that it holds; a row's scale and bias are
-    those of the whole row, so that a table gives the same rows however it is cut. The dense part is copied. Collective,
-    like ``shard``: all ranks call it, with the same arguments.
+    Plan, routes and exchanges stay the same. Each rank converts its own shards; a row's scale and bias are those of the
+    whole row, so the sharding does not change the rows that a table returns. The dense part is copied. Collective, like
+    ``shard``: all ranks call it with the same arguments.
 
     Args:
-        model: what ``shardrec.shard`` returned, on one rank or several, on the CPU or on CUDA. It is not changed and
-            shares no memory with the result. Where it has replicas, ``sync_replicas()`` comes first.
-        weights: how rows are kept: ``"int8"`` or ``"int4"``, a code for each column and a float16 scale and bias for
-            each row; ``"fp16"``; or ``"fp32"``, which changes no value.
-        tables: another format for some tables, by their names in the plan.
+        model: a model that ``shardrec.shard`` returned, on one rank or several, on the CPU or on CUDA. It is not
+            changed and shares no memory with the result. If it has replicas, call ``sync_replicas()`` first.
+        weights: format of the rows: ``"int8"`` or ``"int4"``, a code per column and a float16 scale and bias per row;
+            ``"fp16"``; or ``"fp32"``, which changes no value.
+        tables: formats of single tables, by their names in the plan.
 
     Returns:
-        The model in eval mode: called like ``model``, without gradients. ``shardrec.script`` and
-        :func:`shardrec.serve.save` take it.
+        The inference model, in eval mode: called like ``model``, without gradients. ``shardrec.script`` and
+        :func:`shardrec.serve.save` accept it.
 
     Raises:
-        ConfigError: on every rank, for a format or table that there is not, for a value that the format cannot keep
-            (not finite, or beyond ±65504 unless FP32), for INT4 shards on CUDA of other widths than multiples of 8, or
-            for a model whose tables are on servers.
+        ConfigError: on every rank, if a format or table does not exist, if a format cannot represent a value (not
+            finite, or beyond ±65504 unless FP32), if an INT4 shard on CUDA has a width that is no multiple of 8, or if
+            the model's tables are on servers.
     """
     require_sharded(model, "shardrec.serve.quantize")
     if isinstance(model, ServedModel):
@@ -64,7 +64,7 @@ def quantize(model: ShardedModel, weights: str = "int8", *, tables: Mapping[str,
     sources = [child for child in model.module.modules() if isinstance(child, ShardedCollection)]
     formats = _formats(sources, weights, tables or {})
     context = ModelContext(model.context.collectives, model.context.device, model.context.options)
-    # Where deepcopy meets a collection it takes the served one, so that nothing of the trained tables is copied.
+    # deepcopy finds the served collections in its memo, so it copies no trained table.
     memo: dict[int, Any] = {}
     for source in sources:
         storage = served_storage(formats, pooled=isinstance(source, ShardedEmbeddingBagCollection))
@@ -108,13 +108,13 @@ def _format(word: str) -> WeightFormat:
 def _convert(
     source: ShardedCollection, target: ShardedCollection, formats: Mapping[str, WeightFormat]
 ) -> Iterator[str]:
-    """Convert this rank's parts of all the tables; gives the faults, for a rank that raised would be missed."""
+    """Convert this rank's parts of all tables; yield messages about faults, which the ranks then raise together."""
     memory = served_memory(target)
     for name, table in source.tables().items():
         layout, form = table.layout, formats[table.layout.name]
         parts = {shard: parameter.detach() for shard, parameter in table.locals.items()}
         limit = torch.finfo(torch.float32).max if form is WeightFormat.FP32 else GREATEST
-        # Not of no weights at all; NaN is within no limit.
+        # amax() of no elements raises; a comparison with NaN is false, so NaN is bad.
         bad = [weight for weight in parts.values() if weight.numel() and not bool(weight.abs().amax() <= limit)]
         if bad:
             yield (
@@ -135,7 +135,7 @@ def _convert(
 
 
 def _whole_row_ranges(parts: Mapping[Shard | None, Tensor], first: int, last: int, source: ShardedCollection) -> Tensor:
-    """(last - first, 2) ranges of a table's rows, of which this rank and others hold some of the columns."""
+    """(last - first, 2) ranges of the rows of a table whose columns are spread over several ranks."""
     ranges = torch.full((last - first, 2), -torch.inf, device=source.device)
     for shard, weight in parts.items():
         assert shard is not None, "a table cut by columns is not replicated"

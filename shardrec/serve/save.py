@@ -1,4 +1,4 @@
-"""``shardrec.serve.save``: a model in a file that torch and fbgemm can run without shardrec, and without Python."""
+"""``shardrec.serve.save``: saves a model in a file that torch and fbgemm run without shardrec and without Python."""
 
 from __future__ import annotations
 
@@ -21,30 +21,30 @@ from shardrec.serve.model import ServedModel
 __all__ = ["NOTES", "notes_of", "save"]
 
 NOTES = "shardrec.json"
-"""Name of the file inside the saved one that says what the model takes."""
+"""Name of the file inside the saved one that describes the model's inputs."""
 
 
 def save(model: nn.Module, path: str | os.PathLike[str], *, features: Features) -> Path:
     """Save a model for inference, as TorchScript with an entry that takes plain tensors.
 
-    The file's ``forward`` takes what :func:`shardrec.serve.from_tensors` says. Beside the model the file holds
-    ``shardrec.json``: ``features``, ``inputs`` (the names of the arguments, in order), ``formats`` (of the quantized
-    tables), ``rank``, ``world_size`` and ``group`` (the name of the process group that a program with several ranks
-    has to register). To load it takes torch and fbgemm's operators: ``import fbgemm_gpu``, or in C++ its libraries.
+    The file's ``forward`` takes the arguments of :func:`shardrec.serve.from_tensors`'s entry. Besides the model the
+    file holds ``shardrec.json``: ``features``, ``inputs`` (the names of the arguments, in order), ``formats`` (of the
+    quantized tables), ``rank``, ``world_size`` and ``group`` (the name of the process group that a program with several
+    ranks must register). Loading needs torch and fbgemm's operators: ``import fbgemm_gpu``, or in C++ its libraries.
 
     Args:
-        model: sharded, or made by :func:`shardrec.serve.quantize`, or a module that holds one of these; in eval mode.
-        path: the file to write. On several ranks each rank saves its own file, and ``{rank}`` in the path stands for
-            the rank.
-        features: the keys of a request, in the order of its lengths; by parameter if there are several
-            KeyedJaggedTensors.
+        model: a sharded model, one made by :func:`shardrec.serve.quantize`, or a module that holds one of these; in
+            eval mode.
+        path: path of the file. On several ranks each rank saves its own file, and ``{rank}`` in the path is replaced
+            by the rank.
+        features: the keys of the KeyedJaggedTensor, in the order of the lengths; by parameter if there are several.
 
     Returns:
-        The path of this rank's file. It is complete, or what was there before.
+        The path of this rank's file. If this raises, a file that existed before is unchanged.
 
     Raises:
-        ConfigError: if no model in it is sharded, if it is in training mode, if the ranks would write one file, or if
-            its ``forward`` cannot be given plain tensors.
+        ConfigError: if the model holds no sharded model, if it is in training mode, if several ranks would write one
+            file, or if its ``forward`` cannot be called with plain tensors.
         ScriptError: if TorchScript refuses the model's code.
     """
     if model.training:
@@ -60,12 +60,12 @@ def save(model: nn.Module, path: str | os.PathLike[str], *, features: Features) 
     collectives = held[0].context.collectives
     if collectives.world_size > 1 and "{rank}" not in str(path):
         raise ConfigError(f"{collectives.world_size} ranks would all write {path}: put {{rank}} into its name")
-    # Not str.format, which would take any other braces in the path for its own.
+    # Not str.format, which would also replace other braces in the path.
     target = Path(str(path).replace("{rank}", str(collectives.rank)))
     entry = from_tensors(model, features)
     scripted = script(entry, portable=True)
     notes = json.dumps(notes_of(entry, held[0]))
-    # Written beside the target and then renamed: a program that loads the path never sees half a file.
+    # Written beside the target and then renamed: a program that loads the path never sees an incomplete file.
     beside = target.with_name(f".{target.name}.{os.getpid()}")
     try:
         with quiet():
@@ -77,7 +77,7 @@ def save(model: nn.Module, path: str | os.PathLike[str], *, features: Features) 
 
 
 def notes_of(entry: Entry, model: ShardedModel) -> dict[str, Any]:
-    """What a caller of a model's entry has to know, for JSON."""
+    """The description of a model's entry for its callers, as JSON values."""
     collectives = model.context.collectives
     groups = [child.group for child in model.module.modules() if isinstance(child, ShardedCollection)]
     formats = model.formats if isinstance(model, ServedModel) else {}

@@ -1,10 +1,9 @@
-"""Tables in fbgemm's inference kernel, as a module that runs both in eager mode and in TorchScript.
+"""Tables in fbgemm's inference kernel, as a module that runs in eager mode and in TorchScript.
 
 Shapes: T tables, S slots (a feature in a table), B samples, N ids, D columns of all the slots.
 
-TorchScript cannot save fbgemm's module without its Python functions. What it computes is one
-operator; so it is used for the layout of the memory only, which it knows for each device, and the operator is called
-here.
+TorchScript cannot compile fbgemm's module. Its computation is one operator; so the module is used only to allocate the
+memory, whose layout depends on the device, and the operator is called here.
 """
 
 from __future__ import annotations
@@ -24,20 +23,20 @@ __all__ = ["ServedTables"]
 
 
 class ServedTables(nn.Module):
-    """Tables that are looked up by one call of fbgemm's inference kernel, and not trained.
+    """Tables for inference that one call of fbgemm's inference kernel looks up.
 
     Args:
-        shapes: (rows, columns) of each table; at least one. On CUDA, columns in multiples of 4 bytes.
-        formats: of each table.
-        slot_tables: per slot, the number of its table; each table has a slot.
+        shapes: (rows, columns) of each table; at least one. On CUDA a row's columns fill multiples of 4 bytes.
+        formats: format of each table.
+        slot_tables: the number of each slot's table; every table has a slot.
         device: CPU or CUDA.
-        pooled: sum each bag; else give a row per id, for tables of one width.
+        pooled: sum each bag; if False, return a row per id, for tables of equal width.
 
     Attributes:
-        rows: of each table (rows, b) uint8, the kernel's memory of its rows, to be filled with what ``encode`` gives.
+        rows: (rows, b) uint8 of each table, a view of the kernel's memory; fill it with the result of ``encode``.
     """
 
-    # What is for Python only, by the name under which torch.jit looks for it.
+    # torch.jit reads this name: TorchScript leaves these attributes out.
     __jit_ignored_attributes__: ClassVar = ["rows"]
 
     def __init__(
@@ -60,7 +59,7 @@ class ServedTables(nn.Module):
             feature_table_map=list(slot_tables),
             pooling_mode=mode,
             device=device,
-            # The input exchange has checked the ids; a second check would hide a fault by mending it.
+            # The input exchange has checked the ids; fbgemm's check would silently replace invalid ones.
             bounds_check_mode=BoundsCheckMode.NONE,
             output_dtype=SparseType.FP32,
         )
@@ -89,9 +88,9 @@ class ServedTables(nn.Module):
         """Sums of rows, or the rows.
 
         Args:
-            ids: (N,) int32 or int64 rows of each slot's table, slot after slot.
-            lengths: (S, B) int32, ids of each bag.
-            weights: (N,) float32 or None.
+            ids: (N,) int32 or int64 row numbers in each slot's table, slot after slot.
+            lengths: (S, B) int32 number of ids of each bag.
+            weights: (N,) float32 weights of the ids, or None.
 
         Returns:
             (B, D) float32, or (N, w) without pooling.
