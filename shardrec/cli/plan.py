@@ -49,7 +49,10 @@ def plan_command(
     gap: Annotated[
         float, typer.Option(help="Stop when the plan is proven to be this close to the best.", min=0)
     ] = 0.005,
-    seconds: Annotated[float | None, typer.Option(help="Stop then with the best plan so far.", min=0.001)] = None,
+    effort: Annotated[int, typer.Option(help="Stop after this much search; 40 takes seconds.", min=1)] = 40,
+    seconds: Annotated[
+        float | None, typer.Option(help="Stop after this CPU time with the best plan so far.", min=0.001)
+    ] = None,
     save: Annotated[Path | None, typer.Option(help="Write the plan to this JSON file.")] = None,
     html: Annotated[Path | None, typer.Option(help="Write a page about the plan.")] = None,
     png: Annotated[Path | None, typer.Option(help="Draw the load of each rank.")] = None,
@@ -75,7 +78,7 @@ def plan_command(
             batch_size=batch_size,
             constraints=dict(map(parse_constraint, constraint or [])),
             profile=None if profile is None else Profile.load(profile),
-            limits=SolveLimits(gap=gap, seconds=inf if seconds is None else seconds),
+            limits=SolveLimits(gap=gap, effort=effort, seconds=inf if seconds is None else seconds),
         )
     if save is not None:
         plan.save(save)

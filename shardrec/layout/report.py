@@ -43,6 +43,7 @@ class PlanReport:
         bound_ms: lower bound on ``cost_ms`` of every plan, by the same cost model and cuts.
         overhead_ms: time of a step that does not depend on the plan.
         timed_out: whether the time limit ended the search.
+        exhausted: whether the limit on the search's effort ended it before the gap was closed.
         capacity: bytes that a rank may use (the largest, if ranks differ); inf without a limit.
         components: names of the parts of a rank's time.
         times: per rank, ms of each component.
@@ -64,6 +65,7 @@ class PlanReport:
     uses: tuple[str, ...]
     memory: tuple[tuple[float, ...], ...]
     tables: tuple[TableReport, ...]
+    exhausted: bool = False
 
     @property
     def gap(self) -> float:

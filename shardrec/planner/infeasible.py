@@ -9,12 +9,12 @@ from shardrec.errors import ConfigError, PlanError
 from shardrec.layout import Topology
 from shardrec.planner.constraint import constraints_by_table
 from shardrec.planner.planner import Planner
-from shardrec.planner.solve import SolveLimits, solve
+from shardrec.planner.solve import solve
+from shardrec.planner.solve.problem import FIRST_PLAN
 
 __all__ = ["least_capacity", "refuse"]
 
 _GIB = 2**30
-_QUICK = SolveLimits(gap=inf, effort=4)
 _MOST_RANKS = 4096
 
 
@@ -72,13 +72,13 @@ def least_capacity(planner: Planner, accuracy: float = 0.005) -> float | None:
         planner: tables and ranks.
         accuracy: of the search.
     """
-    unlimited = solve(planner.problem(inf), _QUICK)
+    unlimited = solve(planner.problem(inf), FIRST_PLAN)
     if unlimited is None:
         return None
     low, high = 0.0, max(memory[0] for memory in unlimited.memory)
     while high - low > accuracy * high:
         middle = (low + high) / 2
-        solution = solve(planner.problem(middle), _QUICK)
+        solution = solve(planner.problem(middle), FIRST_PLAN)
         if solution is None:
             low = middle
         else:
@@ -117,7 +117,7 @@ def _binding(planner: Planner) -> list[str]:
 
 
 def _fits(planner: Planner, capacity: float | None = None) -> bool:
-    return solve(planner.problem(capacity), _QUICK) is not None
+    return solve(planner.problem(capacity), FIRST_PLAN) is not None
 
 
 def _relax(planner: Planner, name: str) -> str:

@@ -117,18 +117,18 @@ class Planner:
         labels = {name: candidate.option.label for name, candidate in chosen.items()}
         bare = ShardingPlan(topology=self.topology, tables=layouts)
         others = next_best(self.candidates, solution, self.capacity)
-        return self.reported(bare, bound=solution.bound, timed_out=solution.timed_out, labels=labels, others=others)
+        return self.reported(bare, solution, bound=solution.bound, labels=labels, others=others)
 
     def reported(
         self,
         bare: ShardingPlan,
+        solution: Solution | None = None,
         *,
         bound: float,
-        timed_out: bool = False,
         labels: Mapping[str, str] | None = None,
         others: Mapping[str, tuple[str, str]] | None = None,
     ) -> ShardingPlan:
-        """A plan with its report: priced as it is laid out."""
+        """A plan with its report: priced as it is laid out; the solution says what ended the search."""
         ranks, per_table = priced_plan(self.model, self.tables, bare)
         cost, labels, others = max(each.ms for each in ranks), labels or {}, others or {}
         report = PlanReport(
@@ -138,7 +138,8 @@ class Planner:
             cost_ms=cost,
             bound_ms=min(bound, cost),
             overhead_ms=overhead_ms(self.model, self.tables, bare),
-            timed_out=timed_out,
+            timed_out=solution is not None and solution.timed_out,
+            exhausted=solution is not None and solution.exhausted,
             capacity=self.capacity,
             components=COMPONENTS,
             times=tuple(each.times for each in ranks),

@@ -48,7 +48,7 @@ def replan_tables(
             break
     layouts = tuple(moves.layouts[table.name] for table in old.tables)
     bare = ShardingPlan(topology=old.topology, tables=layouts)
-    return planner.reported(bare, bound=bound, labels=moves.labels, timed_out=free is not None and free.timed_out)
+    return planner.reported(bare, free, bound=bound, labels=moves.labels)
 
 
 def moved_bytes(table: TableLoad, old: TableLayout, new: TableLayout, world: int) -> float:

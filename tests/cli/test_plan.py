@@ -84,6 +84,24 @@ def test_the_table_for_people(tmp_path: Path) -> None:
     assert "day_1" in shown.output
 
 
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        (["--seconds", "0.001"], "the time limit ended the search"),
+        (["--effort", "1"], "the search used up its effort (--effort)"),
+        (["--gap", "10"], ""),
+    ],
+)
+def test_the_report_says_why_a_search_ended_before_its_gap(tmp_path: Path, options: list[str], reason: str) -> None:
+    tables = "".join(f"{rows},{dim},{rows % 7 + 1}\n" for rows in range(900, 20_000, 700) for dim in (16, 64))
+    path = write(tmp_path, "t.csv", f"num_embeddings,embedding_dim,pooling\n{tables}")
+    arguments = ["plan", str(path), "--ranks", "7", "--memory", "1", "--gap", "0", *options]
+    shown = CliRunner().invoke(app, arguments, env={"COLUMNS": "200"})
+    assert shown.exit_code == 0, shown.output
+    assert reason in shown.output
+    assert ("may find a better plan" in shown.output) == (reason != "")
+
+
 @pytest.mark.parametrize("width", [60, 80, 140])
 def test_what_is_shown_fits_the_terminal(tmp_path: Path, width: int) -> None:
     name = "user.embeddings.history_of_everything_that_was_ever_bought"

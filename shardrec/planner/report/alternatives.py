@@ -75,12 +75,16 @@ def _compare(
         if missing > 0:
             reason = f"{missing / _GIB:,.2f} GiB over a rank's limit"
         elif cost > now * (1 + 1e-6):
-            reason = f"slowest rank {cost - now:+,.3f} ms ({(cost / now - 1) * 100:+.1f}%)"
+            reason = f"slowest rank {_more(cost - now)} ({(cost / now - 1) * 100:+.1f}%)"
         else:
-            reason = f"no faster, all ranks together {work - total:+,.3f} ms"
+            reason = f"no faster, all ranks together {_more(work - total)}"
         if best is None or rank < best[:2]:
             best = *rank, option.label, reason
     return ("", "no other cut is allowed") if best is None else best[2:]
+
+
+def _more(ms: float) -> str:
+    return f"{ms:+,.3f} ms" if abs(ms) >= 0.0005 else f"{'+' if ms > 0 else '-'}<0.001 ms"
 
 
 def _take_off(option: Option, places: Sequence[Place], loads: Floats, memory: Floats) -> None:

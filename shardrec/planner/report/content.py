@@ -110,7 +110,7 @@ def content(plan: ShardingPlan) -> Content:
         facts, charts = _facts(report, uneven=plan.topology.rank_memory is not None), _charts(report)
         about = [reports[layout.name] for layout in plan.tables]
         columns += [
-            Column(name="ms", cells=tuple(f"{table.ms:,.3f}" for table in about), is_number=True),
+            Column(name="ms, all ranks", cells=tuple(f"{table.ms:,.3f}" for table in about), is_number=True),
             Column(
                 name="next-best cut",
                 cells=tuple(table.next_cut.replace("_", "-") for table in about),
@@ -128,7 +128,7 @@ def headline(report: PlanReport) -> str:
     elif report.gap == inf:
         proven = "Nothing is proven about better plans"
     else:
-        proven = f"Proven within {report.gap:.2%} of the best plan"
+        proven = f"Proven within {max(report.gap, 1e-4):.2%} of the best plan"
     return (
         f"Step estimate: {report.cost_ms:,.3f} ms on the slowest rank + {report.overhead_ms:,.3f} ms fixed. "
         f"{proven} by this cost model."
@@ -148,6 +148,8 @@ def _facts(report: PlanReport, *, uneven: bool) -> list[str]:
     ]
     if report.timed_out:
         facts.append("the time limit ended the search; more time may find a better plan or a higher bound")
+    if report.exhausted:
+        facts.append("the search used up its effort (--effort); more may find a better plan or a higher bound")
     return facts
 
 

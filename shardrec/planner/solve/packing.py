@@ -58,7 +58,7 @@ class Packing:
                 other.put(block, place, int(at[place]))
         return other
 
-    def solution(self, bound: float, timed_out: bool) -> Solution:
+    def solution(self, bound: float) -> Solution:
         """Table by table: the first tables of a group take the first options in use, and gangs as they come."""
         encoded = self.encoded
         left = {block: [p for p, n in enumerate(at) for _ in range(int(n))] for block, at in self.at.items()}
@@ -79,7 +79,6 @@ class Packing:
             loads=tuple(self.loads.tolist()),
             memory=tuple(map(tuple, self.memory.tolist())),
             bound=min(bound, self.cost),
-            timed_out=timed_out,
         )
 
     def fits(self) -> bool:

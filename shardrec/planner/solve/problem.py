@@ -109,6 +109,10 @@ class SolveLimits:
             )
 
 
+FIRST_PLAN = SolveLimits(gap=inf, effort=4)
+"""Any plan that fits will do."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Solution:
     """An assignment and what is known about it.
@@ -120,6 +124,7 @@ class Solution:
         memory: per rank, bytes in each tier.
         bound: no assignment of these options has a lower cost.
         timed_out: the clock ended the search.
+        exhausted: the effort ended the search, before the gap was closed.
     """
 
     choice: Mapping[str, int]
@@ -128,6 +133,7 @@ class Solution:
     memory: tuple[tuple[float, ...], ...]
     bound: float
     timed_out: bool = False
+    exhausted: bool = False
 
     @property
     def cost(self) -> float:

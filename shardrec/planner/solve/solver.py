@@ -15,6 +15,7 @@ when its CPU-time budget is used up; the solution says so. A busy machine makes 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from time import thread_time
 
@@ -23,7 +24,7 @@ import numpy as np
 from shardrec.planner.solve.encode import Encoded, Ints, encode
 from shardrec.planner.solve.exact import solve_exactly
 from shardrec.planner.solve.packing import Packing, compact, demand, rounded
-from shardrec.planner.solve.problem import Problem, Solution, SolveLimits
+from shardrec.planner.solve.problem import FIRST_PLAN, Problem, Solution, SolveLimits
 from shardrec.planner.solve.rebuild import Rebuilder, by_memory
 from shardrec.planner.solve.relax import Relaxation
 
@@ -61,12 +62,18 @@ def solve(problem: Problem, limits: SolveLimits | None = None) -> Solution | Non
         limits: when to stop.
 
     Returns:
-        The best assignment found; None if none was found that fits memory.
+        The best assignment found; None if none was found that fits memory. A time limit is exceeded until there is one.
     """
     if not problem.tables:
         idle = tuple(0.0 for _ in problem.capacity)
         return Solution(choice={}, places={}, loads=(0.0,) * problem.ranks, memory=(idle,) * problem.ranks, bound=0.0)
-    return _Search(encode(problem), limits or SolveLimits()).run()
+    encoded = encode(problem)
+    search = _Search(encoded, limits or SolveLimits())
+    solution = search.run()
+    if solution is None and search.timed_out:  # before there was a first plan
+        solution = _Search(encoded, FIRST_PLAN).run()
+        return solution and replace(solution, timed_out=True, exhausted=False)
+    return solution
 
 
 class _Search:
@@ -93,8 +100,12 @@ class _Search:
             self._repair()
         if not self._exact():
             self._rebuild()
-        timed_out = not self._closed() and self._out_of_time()
-        return None if self.best is None else self.best.solution(self.bound, self.timed_out or timed_out)
+        closed = self._closed()
+        timed_out = self.timed_out or (not closed and self._out_of_time())
+        if self.best is None:
+            return None
+        solution = self.best.solution(self.bound)
+        return replace(solution, timed_out=timed_out, exhausted=not closed and not timed_out)
 
     def _start(self) -> None:
         """The bound, and first plans at budgets near to the deciding one."""

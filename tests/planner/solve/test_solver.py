@@ -140,9 +140,26 @@ def test_a_time_limit_gives_the_best_so_far() -> None:
     rng = Random(0)
     problem = items(7, *(rng.random() for _ in range(60)))
     solution = solve(problem, SolveLimits(gap=0.0, seconds=1e-3))
-    if solution is not None:
-        check(problem, solution)
-        assert solution.timed_out
+    assert solution is not None
+    check(problem, solution)
+    assert solution.timed_out
+    assert not solution.exhausted
+
+
+def test_what_ended_the_search() -> None:
+    rng = Random(0)
+    problem = items(7, *(rng.random() for _ in range(60)))
+    hasty = solve(problem, SolveLimits(gap=0.0, effort=1))
+    assert hasty is not None
+    assert hasty.exhausted
+    assert not hasty.timed_out
+    closed = solve(problem, SolveLimits(gap=0.5))
+    assert closed is not None
+    assert not closed.exhausted
+    assert not closed.timed_out
+    option = Option(label="t", everywhere=Item(memory=(2e9,)), gangs=())
+    too_large = replace(problem, capacity=(1e9,), tables={"t": (option,)})
+    assert solve(too_large, SolveLimits(seconds=1e-3)) is None, "a time limit finds no plan where there is none"
 
 
 @pytest.mark.parametrize("wrong", [{"gap": -1.0}, {"effort": 0}, {"seconds": 0.0}])
