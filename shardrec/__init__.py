@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import logging
 import warnings
 from importlib import import_module, util
 from typing import TYPE_CHECKING, Any
@@ -107,6 +108,10 @@ _MOVED = {name: home for home, names in _MOVED_NAMES.items() for name in names.s
 
 # The others import fbgemm-gpu or torchrec: a mismatch is to be told before the linker tells it worse.
 _WITHOUT_FBGEMM = {"errors", "ids", "layout", "pending", "scripting"}
+
+
+# torch warns in each process of a renamed function, when TorchRec creates the first KeyedJaggedTensor.
+logging.getLogger("torch.fx._symbolic_trace").addFilter(lambda record: "is_fx_tracing" not in str(record.msg))
 
 
 def __getattr__(name: str) -> Any:

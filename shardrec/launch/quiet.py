@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import warnings
 from collections.abc import Iterator
@@ -17,7 +16,6 @@ _VARIABLES = {
     # program, needs the same core, they wait for a thread whose core they keep busy: steps are ten times slower.
     "OMP_WAIT_POLICY": "PASSIVE",
 }
-_LOGGER = "torch.fx._symbolic_trace"  # logs that TorchRec uses a renamed function
 _THIRD_PARTY = ("fbgemm_gpu", "pyre_extensions", "tensordict", "torch", "torchmetrics", "torchrec")
 
 
@@ -47,15 +45,9 @@ def quiet_libraries(*, quiet: bool = True) -> Iterator[None]:
     if not quiet:
         yield
         return
-    logger = logging.getLogger(_LOGGER)
-    level = logger.level
-    logger.setLevel(logging.ERROR)
-    try:
-        with warnings.catch_warnings():
-            for package in _THIRD_PARTY:
-                warnings.filterwarnings("ignore", module=rf"{package}(\.|$)")
-            # Caused by torch.export itself, but attributed to a module of the standard library.
-            warnings.filterwarnings("ignore", message=r"`isinstance\(treespec, LeafSpec\)` is deprecated")
-            yield
-    finally:
-        logger.setLevel(level)
+    with warnings.catch_warnings():
+        for package in _THIRD_PARTY:
+            warnings.filterwarnings("ignore", module=rf"{package}(\.|$)")
+        # Caused by torch.export itself, but attributed to a module of the standard library.
+        warnings.filterwarnings("ignore", message=r"`isinstance\(treespec, LeafSpec\)` is deprecated")
+        yield
