@@ -92,8 +92,9 @@ def table_tensors(model: ShardedModel) -> dict[str, HeldTensor]:
         for name, optimizer in collection.fused_optimizers().items():
             table = collection.tables()[name]
             for state in optimizer.states:
+                values, rowwise = collection.fused_state(name, state), state in optimizer.row_states
                 tensors[f"fused.{paths[id(table)]}.{state}"] = _of_table(
-                    model, table, collection.fused_state(name, state), torch.float32, rowwise=optimizer.rowwise
+                    model, table, values, torch.float32, rowwise=rowwise
                 )
     return tensors
 

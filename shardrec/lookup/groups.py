@@ -119,9 +119,14 @@ def group_tables(
 def _mode(table: LookupTable, device: torch.device) -> GroupMode:
     if table.optimizer is None:
         return GroupMode.DENSE
-    if table.optimizer.kind is OptimizerKind.ROWWISE_ADAGRAD and len(table.layout.stripes()) > 1:
-        return GroupMode.WHOLE_ROWS
     widths = [stripe.col_end - stripe.col_start for stripe in table.layout.stripes()]
+    if len(widths) > 1 and table.optimizer.kind is OptimizerKind.LAMB:
+        raise PlanError(
+            f"table {table.layout.name!r} is cut into column stripes of {', '.join(map(str, widths))} columns; LAMB "
+            "takes the norms of whole rows: cut the table by rows"
+        )
+    if len(widths) > 1 and table.optimizer.row_states:
+        return GroupMode.WHOLE_ROWS
     if table.at_step or not has_fused_kernel(table.optimizer, device, table.dtype, widths):
         return GroupMode.ROWS
     return GroupMode.FUSED

@@ -39,7 +39,10 @@ _FBGEMM_OPTIMIZERS = {
     OptimizerKind.SGD: EmbOptimType.EXACT_SGD,
     OptimizerKind.ADAGRAD: EmbOptimType.EXACT_ADAGRAD,
     OptimizerKind.ROWWISE_ADAGRAD: EmbOptimType.EXACT_ROWWISE_ADAGRAD,
+    # The last three on CUDA only. fbgemm's weight decay is decoupled, as AdamW's.
     OptimizerKind.ADAM: EmbOptimType.ADAM,
+    OptimizerKind.ADAMW: EmbOptimType.ADAM,
+    OptimizerKind.PARTIAL_ROWWISE_ADAM: EmbOptimType.PARTIAL_ROWWISE_ADAM,
 }
 
 
@@ -52,14 +55,16 @@ def has_fused_kernel(
     optimizer: FusedOptimizer, device: torch.device, dtype: torch.dtype, widths: Iterable[int]
 ) -> bool:
     """Whether fbgemm has the optimizer's backward on ``device``, exact for weights of ``dtype`` (see the note)."""
-    # fbgemm's kernels decay weights by rules that differ from torch's classes, or not at all.
-    if not has_kernel(dtype, widths) or optimizer.weight_decay:
+    if not has_kernel(dtype, widths) or optimizer.kind not in _FBGEMM_OPTIMIZERS:
+        return False
+    # fbgemm's kernels have no L2 decay by the rules of torch's classes.
+    if optimizer.weight_decay and not optimizer.is_decay_decoupled:
         return False
     if device.type == "cuda":
         return True
     if dtype is not torch.float32:
         return optimizer.kind is OptimizerKind.ROWWISE_ADAGRAD
-    return optimizer.kind is not OptimizerKind.ADAM
+    return not optimizer.counts_steps
 
 
 def make_kernel(
@@ -90,7 +95,7 @@ def make_kernel(
         sizes = [rows * cols for rows, cols in shapes]
         memory = {"weights": zeros_in_huge_pages(sum(sizes), dtype=dtype)}
         if rule.states:
-            count = sum(rows for rows, _ in shapes) if rule.rowwise else sum(sizes)
+            count = sum(rows for rows, _ in shapes) if rule.row_states else sum(sizes)
             memory["momentum1"] = zeros_in_huge_pages(count, dtype=torch.float32)
     kernel = SplitTableBatchedEmbeddingBagsCodegen(
         embedding_specs=[(rows, cols, location, compute) for rows, cols in shapes],
@@ -107,6 +112,7 @@ def make_kernel(
         eps=rule.eps,
         beta1=rule.betas[0],
         beta2=rule.betas[1],
+        weight_decay=rule.weight_decay,
         preallocated_host_buffers=memory,
     )
     if rule.initial_accumulator_value:

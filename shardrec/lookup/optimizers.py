@@ -1,9 +1,11 @@
 """The optimizer that ``apply_optimizer_in_backward`` gave to a table's parameter, as data.
 
 The fused optimizers change only the rows that a batch looks up. For SGD, Adagrad and rowwise Adagrad the dense
-optimizer does the same, because a row without gradient keeps its value and its state. Adam is lazy, as in fbgemm,
-TorchRec and :class:`torch.optim.SparseAdam`: the moments of a row that is not looked up do not decay, and the row does
-not move. Weight decay is lazy in the same way: it is the L2 term of torch's classes, on the rows that a batch looks up.
+optimizer does the same, because a row without gradient keeps its value and its state. Adam and its relatives are lazy,
+as in fbgemm, TorchRec and :class:`torch.optim.SparseAdam`: the moments of a row that is not looked up do not decay, and
+the row does not move. Weight decay is lazy in the same way: it applies to the rows that a batch looks up, as an L2 term
+of the gradient (SGD, Adagrad, rowwise Adagrad, Adam, as in torch's classes) or decoupled (the others, Loshchilov and
+Hutter, 2019).
 """
 
 from __future__ import annotations
@@ -28,6 +30,10 @@ class OptimizerKind(Enum):
     ADAGRAD = "Adagrad"
     ROWWISE_ADAGRAD = "RowWiseAdagrad"
     ADAM = "Adam"
+    ADAMW = "AdamW"
+    PARTIAL_ROWWISE_ADAM = "PartialRowWiseAdam"
+    LAMB = "LAMB"
+    LION = "Lion"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,9 +44,9 @@ class FusedOptimizer:
         kind: the update rule.
         lr: learning rate.
         eps: added to the root of the second moment.
-        betas: decay of Adam's two moments.
+        betas: decay of Adam's two moments; Lion's two weights of its moment.
         initial_accumulator_value: first value of Adagrad's sums of squares.
-        weight_decay: factor with which a row that is looked up is added to its gradient.
+        weight_decay: factor with which a row that is looked up is added to its gradient or, decoupled, to its change.
     """
 
     kind: OptimizerKind
@@ -56,27 +62,48 @@ class FusedOptimizer:
         match self.kind:
             case OptimizerKind.SGD:
                 return ()
-            case OptimizerKind.ADAM:
-                return ("exp_avg", "exp_avg_sq")
-            case _:
+            case OptimizerKind.ADAGRAD | OptimizerKind.ROWWISE_ADAGRAD:
                 return ("sum",)
+            case OptimizerKind.LION:
+                return ("exp_avg",)
+            case _:
+                return ("exp_avg", "exp_avg_sq")
 
     @property
     def counts_steps(self) -> bool:
         """Whether the rule depends on the number of steps so far."""
-        return self.kind is OptimizerKind.ADAM
+        return "exp_avg_sq" in self.states
 
     @property
-    def rowwise(self) -> bool:
-        """Whether a state is one value per row."""
-        return self.kind is OptimizerKind.ROWWISE_ADAGRAD
+    def row_states(self) -> tuple[str, ...]:
+        """Those of ``states`` that are one value per row, from the mean square of the row's gradient."""
+        match self.kind:
+            case OptimizerKind.ROWWISE_ADAGRAD:
+                return ("sum",)
+            case OptimizerKind.PARTIAL_ROWWISE_ADAM:
+                return ("exp_avg_sq",)
+            case _:
+                return ()
 
+    @property
+    def is_decay_decoupled(self) -> bool:
+        """Whether weight decay is added to the change of a row instead of its gradient."""
+        return self.kind not in _L2_DECAY
+
+
+_L2_DECAY = (OptimizerKind.SGD, OptimizerKind.ADAGRAD, OptimizerKind.ROWWISE_ADAGRAD, OptimizerKind.ADAM)
 
 _DEFAULTS: dict[OptimizerKind, dict[str, Any]] = {
     OptimizerKind.SGD: {"lr": 1e-3, "weight_decay": 0.0},
     OptimizerKind.ADAGRAD: {"lr": 1e-2, "eps": 1e-10, "initial_accumulator_value": 0.0, "weight_decay": 0.0},
     OptimizerKind.ROWWISE_ADAGRAD: {"lr": 1e-2, "eps": 1e-10, "initial_accumulator_value": 0.0, "weight_decay": 0.0},
     OptimizerKind.ADAM: {"lr": 1e-3, "eps": 1e-8, "betas": (0.9, 0.999), "weight_decay": 0.0},
+    OptimizerKind.ADAMW: {"lr": 1e-3, "eps": 1e-8, "betas": (0.9, 0.999), "weight_decay": 1e-2},
+    # TorchRec's placeholders have no defaults: those of fbgemm.
+    OptimizerKind.PARTIAL_ROWWISE_ADAM: {"lr": 1e-2, "eps": 1e-8, "betas": (0.9, 0.999), "weight_decay": 0.0},
+    OptimizerKind.LAMB: {"lr": 1e-2, "eps": 1e-8, "betas": (0.9, 0.999), "weight_decay": 0.0},
+    # Chen et al., 2023; torch has no such class: any class of this name with these settings selects it.
+    OptimizerKind.LION: {"lr": 1e-4, "betas": (0.9, 0.99), "weight_decay": 0.0},
 }
 
 # Settings that change the update rule; each is accepted only at the value that does not.

@@ -230,6 +230,6 @@ def _settings(spec: FusedOptimizer) -> dict[str, Any]:
         settings["eps"] = spec.eps
     if spec.weight_decay:
         settings["weight_decay"] = spec.weight_decay
-    if spec.counts_steps:
+    if spec.betas != (0.0, 0.0):
         settings["betas"] = spec.betas
     return settings

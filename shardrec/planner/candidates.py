@@ -367,14 +367,14 @@ def _stripes(table: TableLoad, least: int) -> Iterator[Ints]:
     least_units = max(1, -(-least // COLUMN_UNIT))
     # Stripes of one width only: the rows of a sequence table are looked up width by width.
     even_only = table.whole_row_state and not table.pooled
-    most = max(1, units // least_units)
+    most = max(1, units // least_units) if table.cuts_columns else 1
     splits: dict[Ints, None] = {}
     for count in range(1, most + 1):
         base, more = divmod(units, count)
         if not more or (count <= _UNEVEN and not even_only):
             splits[(base + 1,) * more + (base,) * (count - more)] = None
     step = max(1, units // _SPLITS)
-    if not even_only:
+    if not even_only and table.cuts_columns:
         for wide in range(step, units, step):
             for count in range(1, units // wide + 1):
                 left = units - wide * count

@@ -78,8 +78,7 @@ def table_loads(
                 if seen is not None:
                     growth = growth or seen.growth
                     ids.append(seen.ids)
-            rowwise = optimizer is not None and optimizer.rowwise
-            states = 0 if optimizer is None else len(optimizer.states)
+            states, row_states = ((), ()) if optimizer is None else (optimizer.states, optimizer.row_states)
             loads[name] = TableLoad(
                 num_embeddings=config.num_embeddings,
                 embedding_dim=config.embedding_dim,
@@ -89,9 +88,10 @@ def table_loads(
                 pooled=pooled,
                 dedup=dedup,
                 weight_bytes=2 if "16" in str(config.data_type) else 4,
-                state_bytes=0 if rowwise else 4 * states,
-                row_state_bytes=4 if rowwise else 0,
-                whole_row_state=optimizer is not None and optimizer.kind is OptimizerKind.ROWWISE_ADAGRAD,
+                state_bytes=4 * (len(states) - len(row_states)),
+                row_state_bytes=4 * len(row_states),
+                whole_row_state=bool(row_states),
+                cuts_columns=optimizer is None or optimizer.kind is not OptimizerKind.LAMB,
                 fused=optimizer is not None,
             )
     unknown = sorted(given.keys() - used)

@@ -45,6 +45,7 @@ class TableLoad:
         row_state_bytes: bytes of optimizer state per row.
         whole_row_state: the optimizer's state is of whole rows, so that column stripes have to communicate (rowwise
             Adagrad).
+        cuts_columns: whether the optimizer takes column stripes.
         fused: the update happens in backward.
     """
 
@@ -59,6 +60,7 @@ class TableLoad:
     state_bytes: int = 0
     row_state_bytes: int = 0
     whole_row_state: bool = False
+    cuts_columns: bool = True
     fused: bool = True
 
     def __post_init__(self) -> None:
