@@ -123,8 +123,7 @@ class TrainPipeline:
         try:
             result = self._steps.step(self._loss)
         except StopIteration:
-            if self._accumulated:
-                self._update()
+            self.update()
             raise
         loss: Tensor = result[0] if isinstance(result, (tuple, list)) else result
         if self._accumulate > 1:
@@ -132,10 +131,13 @@ class TrainPipeline:
         loss.backward()  # type: ignore[no-untyped-call,unused-ignore]  # untyped in some releases of torch
         self._accumulated += 1
         if self._accumulated == self._accumulate:
-            self._update()
+            self.update()
         return result
 
-    def _update(self) -> None:
+    def update(self) -> None:
+        """Make the update with the batches since the last one, if there are any; every rank calls it."""
+        if not self._accumulated:
+            return
         self._accumulated = 0
         if self._clip_norm is not None:
             clip_grad_norm_(self._model, self._clip_norm)

@@ -114,12 +114,15 @@ class TrainConfig(Options):
         (128, 64), _MODEL, "Widths of the layers over the interaction, without the last one.", metavar="N,N,..."
     )
 
-    batch_size: int = option(2048, _LEARNING, "Rows of a step on each rank.", ge=1)
+    batch_size: int = option(2048, _LEARNING, "Rows of a batch on each rank.", ge=1)
     global_batch_size: int | None = option(
         None,
         _LEARNING,
-        "Rows of a step over all ranks, spread evenly, in place of --batch-size; a run that goes on keeps its own.",
+        "Rows of a batch over all ranks, spread evenly, in place of --batch-size; a run that goes on keeps its own.",
         ge=1,
+    )
+    accumulate: int = option(
+        1, _LEARNING, "Batches of a step, which takes the gradient of one batch with the rows of all of them.", ge=1
     )
     loss: str = option(
         "bce",
@@ -269,6 +272,11 @@ class TrainConfig(Options):
                 "checkpoint_every (--checkpoint-every) saves and checkpoint (--checkpoint) is 'none': leave one out"
             )
         return faults
+
+    @property
+    def updates_at_step(self) -> bool:
+        """Whether the gradients of the tables have to wait for the optimizer's step."""
+        return self.clip is not None or self.accumulate > 1
 
     @property
     def checkpoint_steps(self) -> int | None:

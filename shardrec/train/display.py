@@ -135,7 +135,8 @@ class Announcer:
         size, threads = rank_info.world_size, rank_info.threads
         ranks = f"{size} rank{'s' * (size > 1)} with {threads} thread{'s' * (threads > 1)}"
         each = " each" * (size > 1)
-        self.say(f"training {config.model} on {ranks}{each}, {batch_size:,} rows a step on each rank")
+        batches = f"{config.accumulate} batches of " * (config.accumulate > 1)
+        self.say(f"training {config.model} on {ranks}{each}, {batches}{batch_size:,} rows a step on each rank")
 
     def display(self, total: int | None, around: Callable[[Display], Display]) -> AbstractContextManager[Display]:
         """A display for the training loop of ``total`` rows, inside of another, closed in the end."""

@@ -1,7 +1,7 @@
 """The training loop: batches in, steps made, curve out.
 
-A step's gradients are means over the ranks of the means over their rows. Ranks have equally many rows in every step but
-perhaps the last one of an epoch, whose few rows weigh a little more.
+A step's gradients are means over the ranks of the means over their rows, of all the batches of the step together. Ranks
+have equally many rows in every step but perhaps the last one of an epoch, whose few rows weigh a little more.
 """
 
 from __future__ import annotations
@@ -9,7 +9,10 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from typing import TypeVar
+from itertools import islice
+from typing import NamedTuple, TypeVar
+
+from torch import Tensor, nn
 
 from shardrec.data import ClickBatch, ClickMetrics
 from shardrec.launch.stop import RunStopped
@@ -21,7 +24,7 @@ from shardrec.train.losses import batch_loss
 from shardrec.train.report import CurvePoint
 from shardrec.train.run import Run
 
-__all__ = ["Schedule", "failing_together", "train_epoch"]
+__all__ = ["Schedule", "StepPart", "failing_together", "step_parts", "train_epoch"]
 
 T = TypeVar("T")
 
@@ -58,20 +61,42 @@ class Schedule:
         return step * count // self.total_steps > (step - 1) * count // self.total_steps
 
 
+class StepPart(NamedTuple):
+    """A batch of a step.
+
+    Attributes:
+        batch: the batch.
+        weight: factor of its mean loss, so that the mean over the step's batches is that over their rows.
+        ends: whether it is the last one of the step.
+    """
+
+    batch: ClickBatch
+    weight: float
+    ends: bool
+
+
+def step_parts(batches: Iterator[ClickBatch], accumulate: int) -> Iterator[StepPart]:
+    """The batches, ``accumulate`` of them a step; the last step may have fewer."""
+    while step := list(islice(batches, accumulate)):
+        rows = max(1, sum(batch.size for batch in step))
+        for number, batch in enumerate(step, 1):
+            yield StepPart(batch, accumulate * batch.size / rows, number == len(step))
+
+
 def train_epoch(
     run: Run,
-    batches: Iterable[ClickBatch],
+    batches: Iterable[StepPart],
     *,
     schedule: Schedule,
     evaluate: Callable[[], ClickMetrics],
     display: Display,
     after_step: Callable[[], None],
 ) -> None:
-    """Make a step with each batch; every rank calls it with equally many batches.
+    """Make the steps of some batches; every rank calls it with equally many batches.
 
     Args:
         run: its progress is moved on, at the end to the next epoch.
-        batches: this rank's, those of the epoch that are left.
+        batches: this rank's, those of the epoch that are left, from :func:`step_parts`.
         schedule: of evaluations and learning rates.
         evaluate: held-out metrics, on every rank.
         display: is told of every step.
@@ -105,22 +130,30 @@ def train_epoch(
         for group in (group for optimizer in optimizers for group in optimizer.param_groups):
             group["lr"] = group.setdefault("initial_lr", group["lr"]) * factor
 
+    def weighted_loss(model: nn.Module, part: StepPart) -> tuple[Tensor, Tensor, int, bool]:
+        loss = batch_loss(run.config.loss, model, part.batch)
+        return loss if part.weight == 1 else loss * part.weight, loss.detach(), part.batch.size, part.ends
+
     set_rates()
     steps = TrainPipeline(
         run.model,
         optimizers,
         batches,
-        loss_fn=lambda model, batch: (batch_loss(run.config.loss, model, batch), batch.size),
+        loss_fn=weighted_loss,
         depth=run.config.pipeline,
+        accumulate=run.config.accumulate,
         clip_norm=run.config.clip,
         device=run.rank_info.device,
     )
     with progress.on_the_clock():
-        for loss, rows in steps:
+        for _, loss, rows, ends in steps:
             progress.loss.add(loss)
+            progress.rows += rows
+            if not ends:
+                continue
+            steps.update()  # the last step of an epoch may have fewer batches
             progress.steps += 1
             progress.epoch_steps += 1
-            progress.rows += rows
             set_rates()
             due = schedule.is_due(progress.steps)
             if due or progress.steps % _SMOOTHING_STEPS == 0:

@@ -77,7 +77,7 @@ class Progress:
         loss: of this rank.
         steps: optimizer steps.
         epoch: epochs that are over.
-        epoch_steps: steps in the present one, which are the batches read of it.
+        epoch_steps: steps in the present one, which say how many of its batches were read.
         rows: rows of this rank.
         seconds: time of the steps, without evaluations and checkpoints.
         curve: the points evaluated.

@@ -28,7 +28,7 @@ from shardrec.train.board import Board
 from shardrec.train.config import FILE, METRICS, PLAN, SPEC, TrainConfig, load_config_text
 from shardrec.train.display import Announcer
 from shardrec.train.locking import locked
-from shardrec.train.loop import Schedule, failing_together, train_epoch
+from shardrec.train.loop import Schedule, failing_together, step_parts, train_epoch
 from shardrec.train.losses import with_own_loss
 from shardrec.train.metrics import evaluate
 from shardrec.train.model import build_model, dense_optimizer, dynamic_tables, fuse_optimizer, planner_constraints
@@ -194,7 +194,7 @@ def _sharded_model(config: TrainConfig, source: Source, rank_info: RankInfo, pla
         plan,
         device=rank_info.device,
         dynamic_ids=dynamic,
-        update="backward" if config.clip is None else "step",
+        update="step" if config.updates_at_step else "backward",
     )
     if config.compile != "off":  # in rank_info, so that the model stays what the loop and the checkpoint know
         full = config.compile == "full"
@@ -235,7 +235,8 @@ def _train(run: Run, saver: Saver) -> None:
                 break
             # The first epoch counts the steps of a file.
             steps = source.steps or ((progress.steps - progress.epoch_steps) // epoch if epoch else None)
-            with Prefetcher(source.train_batches(progress.epoch_steps, epoch)) as batches:
+            parts = step_parts(source.train_batches(progress.epoch_steps, epoch), config.accumulate)
+            with Prefetcher(parts) as batches:
                 train_epoch(
                     run,
                     batches,

@@ -82,6 +82,26 @@ def test_samples_cut_a_file_short(run: Run, rows: Path, tmp_path: Path) -> None:
     assert (metrics["training"]["samples"], metrics["training"]["steps"]) == (3 * 128, 6)
 
 
+def test_batches_of_a_step_and_clipped_gradients(run: Run, rows: Path, tmp_path: Path) -> None:
+    sgd = ("--optimizer", "sgd", "--embedding-optimizer", "sgd", "--accumulate", "3", "--epochs", "2")
+    train = ("train", "--data", str(rows), *SMALL, *sgd)
+    losses = {}
+    for clip in ("1e-7", "10"):
+        code, shown, errors = run(*train, "--clip", clip, "--out", str(tmp_path / clip))
+        assert (code, errors) == (0, "")
+        assert "training dlrm on 1 rank with" in shown
+        assert "3 batches of 64 rows a step on each rank" in shown
+        metrics = json.loads((tmp_path / clip / "metrics.json").read_text(encoding="utf-8"))
+        assert metrics["training"]["steps"] == 6  # of 9 batches an epoch, the last one smaller
+        losses[clip] = [point["logloss"] for point in metrics["curve"]]
+    assert losses["1e-7"][0] == pytest.approx(losses["1e-7"][-1], abs=1e-6)
+    assert losses["10"][0] != pytest.approx(losses["10"][-1], abs=1e-6)
+    for flag, value in (("--accumulate", "0"), ("--clip", "0"), ("--clip", "-1")):
+        code, _, errors = run(*train, flag, value, "--out", str(tmp_path / "bad"))
+        assert code == 1
+        assert f"({flag}) is {float(value) if flag == '--clip' else value}: it should be greater than" in errors
+
+
 def test_a_bad_row_is_one_line_that_says_where(run: Run, rows: Path, tmp_path: Path) -> None:
     break_rows(rows, 3, "abc", (17, 400))
     code, _, errors = run("train", "--data", str(rows), *SMALL, "--out", str(tmp_path / "out"))

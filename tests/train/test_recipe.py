@@ -1,0 +1,105 @@
+"""Options of learning: what they do to a run, that ranks share it, and that a broken-off run resumes to the bit."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from shardrec.checkpoint.manifest import read_manifest
+from shardrec.train import TrainConfig
+from shardrec.train.loop import step_parts
+from tests.campaign.results import differences
+from tests.checkpoint.whole import contents
+from tests.ranks import ranks
+from tests.train.broken_off import broken_off
+
+SMALL = TrainConfig(
+    samples=1_500,
+    holdout_samples=500,
+    max_embeddings=60,
+    embedding_dim=4,
+    dense_layers=(8,),
+    over_layers=(8,),
+    embedding_optimizer="adam",
+    embedding_lr=0.01,
+    batch_size=64,
+    evaluations=3,
+    threads=1,
+)
+"""24 batches, the last one of 28 rows."""
+
+
+def trained(config: TrainConfig, out: Path) -> dict[str, Tensor]:
+    """What a run learns on this process's rank: the float32 tensors of its last checkpoint."""
+    broken_off(config.changed(out=str(out)))
+    return learned(out)
+
+
+def learned(out: Path) -> dict[str, Tensor]:
+    last = max((out / "checkpoints").iterdir())
+    floats = [name for name, saved in read_manifest(last).tensors.items() if saved.dtype == "F32"]
+    values = contents(last)
+    return {name: values[name].view(torch.float32) for name in floats if not name.startswith("rank")}
+
+
+def assert_close(mine: dict[str, Tensor], theirs: dict[str, Tensor], atol: float = 1e-5) -> None:
+    assert mine.keys() == theirs.keys()
+    for name, value in mine.items():
+        assert torch.allclose(value, theirs[name], rtol=1e-4, atol=atol), name
+
+
+# ---------------------------------------------------------------------------------------------------------- accumulate
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_the_batches_of_a_step_are_one_batch(size: int, tmp_path: Path) -> None:
+    """Also the last step, of two batches with 64 and 28 rows, and with clipping, which sees the sum alone."""
+
+    def train(config: TrainConfig) -> list[int]:
+        steps: list[int] = broken_off(config)
+        return steps
+
+    config = SMALL.changed(samples=1_500 - 4 * 64, embedding_optimizer="sgd", optimizer="sgd", clip=0.05, lr=0.5)
+    one = config.changed(global_batch_size=256, out=str(tmp_path / "one"))
+    parts = config.changed(global_batch_size=64, accumulate=4, out=str(tmp_path / "parts"))
+    assert ranks(size, train, one) == ranks(size, train, parts) == [[1, 2, 3, 4, 5]] * size
+    assert_close(learned(tmp_path / "parts"), learned(tmp_path / "one"))
+    mine, theirs = (json.loads((tmp_path / name / "metrics.json").read_text()) for name in ("parts", "one"))
+    for point, other in zip(mine["curve"], theirs["curve"], strict=True):
+        assert point["samples"] == other["samples"]
+        assert point["logloss"] == pytest.approx(other["logloss"], abs=1e-5)
+
+
+def test_weights_of_a_step_are_its_rows() -> None:
+    class Rows:
+        def __init__(self, size: int) -> None:
+            self.size = size
+
+    parts = list(step_parts(iter([Rows(4), Rows(4), Rows(2), Rows(3), Rows(1)]), 3))  # type: ignore[list-item]
+    assert [part.ends for part in parts] == [False, False, True, False, True]
+    assert [part.weight / 3 for part in parts] == pytest.approx([0.4, 0.4, 0.2, 0.75, 0.25])
+    assert [part.weight for part in step_parts(iter([Rows(0), Rows(0)]), 2)] == [0, 0]  # type: ignore[list-item]
+
+
+# ----------------------------------------------------------------------------------------------------------- to the bit
+
+RECIPE: dict[str, Any] = {"accumulate": 3, "clip": 0.05}
+
+
+@pytest.mark.parametrize("size", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_a_recipe_that_is_broken_off_goes_on_as_if_nothing_had_happened(size: int, tmp_path: Path) -> None:
+    def train(config: TrainConfig, resume: bool = False, cut_after: int | None = None) -> list[int]:
+        steps: list[int] = broken_off(config, resume=resume, cut_after=cut_after)
+        return steps
+
+    config = SMALL.changed(samples=1_300, epochs=2, checkpoint_every="2", pipeline=2, **RECIPE)
+    whole, broken = (config.changed(out=str(tmp_path / name)) for name in ("whole", "broken"))
+    assert ranks(size, train, whole)[0] == list(range(1, 15))
+    ranks(size, train, broken, cut_after=9)
+    assert ranks(size, train, broken, resume=True)[0] == list(range(9, 15))
+    assert differences(tmp_path / "broken", tmp_path / "whole") == []
