@@ -16,10 +16,12 @@ from shardrec.data.schema import ClickSchema
 from shardrec.data.source import ClickData
 from shardrec.data.spec import FeatureSpec
 from shardrec.data.split import BatchRequest, held_out
-from shardrec.data.tables import check_file, first_line, read_blocks
+from shardrec.data.tables import check_file, count_rows, first_line, read_blocks
 from shardrec.errors import ConfigError, DataError
 
 __all__ = ["FileClickData"]
+
+_COUNTED_AT_ONCE = 1 << 20
 
 
 class FileClickData(ClickData):
@@ -69,6 +71,7 @@ class FileClickData(ClickData):
         self._holdout, self._on_bad_row = holdout, on_bad_row
         self._shuffle, self._keep_groups, self._seed = shuffle, keep_groups, seed
         self._skipped: Counter[str] = Counter()
+        self._train_rows: int | None = None
         for path in self.paths:
             check_file(path, spec)
 
@@ -78,8 +81,26 @@ class FileClickData(ClickData):
 
     @property
     def train_rows(self) -> int | None:
-        """None: the number of rows is not known before they are read."""
-        return None
+        """What :meth:`count` returned; None before it was called."""
+        return self._train_rows
+
+    def count(self) -> int:
+        """Count the training rows of a pass in the files' lines (Parquet: footers), which are not parsed.
+
+        Rows that are broken count; of rows in groups, the expected share is held out. So there may be fewer.
+
+        Raises:
+            DataError: for a file that is damaged.
+        """
+        rows = sum(count_rows(path, self.spec) for path in self.paths)
+        if self.spec.group is not None or not self._holdout:
+            self._train_rows = round(rows * (1 - self._holdout))
+        else:
+            parts = (
+                np.arange(start, min(rows, start + _COUNTED_AT_ONCE)) for start in range(0, rows, _COUNTED_AT_ONCE)
+            )
+            self._train_rows = rows - sum(int(held_out(part, self._holdout).sum()) for part in parts)
+        return self._train_rows
 
     @property
     def skipped(self) -> dict[str, int]:

@@ -146,12 +146,15 @@ class TrainConfig(Options):
         "Largest norm of a step's gradients, of the dense layers and the tables together; a larger one is scaled down.",
         gt=0,
     )
-    decay: float = option(
-        0.5,
+    warmup: int = option(0, _LEARNING, "Steps over which both learning rates rise linearly to their values.", ge=0)
+    schedule: str = option(
+        "linear",
         _LEARNING,
-        "Last fraction of the steps, over which both learning rates decay to 0; not in a file's first epoch.",
-        ge=0,
-        lt=1,
+        "How both learning rates decay to 0 over the last --decay of the steps; or not at all (constant).",
+        choices=("constant", "linear", "cosine"),
+    )
+    decay: float = option(
+        0.5, _LEARNING, "Last fraction of the steps, over which both learning rates decay to 0.", ge=0, le=1
     )
     patience: int | None = option(
         None,
@@ -277,6 +280,11 @@ class TrainConfig(Options):
     def updates_at_step(self) -> bool:
         """Whether the gradients of the tables have to wait for the optimizer's step."""
         return self.clip is not None or self.accumulate > 1
+
+    @property
+    def decays_in_first_epoch(self) -> bool:
+        """Whether the learning rates depend on the number of steps in the first epoch, which files do not tell."""
+        return self.schedule != "constant" and self.decay > 0 and (1 - self.decay) * self.epochs < 1
 
     @property
     def checkpoint_steps(self) -> int | None:

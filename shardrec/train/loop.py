@@ -13,6 +13,7 @@ from itertools import islice
 from typing import NamedTuple, TypeVar
 
 from torch import Tensor, nn
+from torch.optim.lr_scheduler import LambdaLR
 
 from shardrec.data import ClickBatch, ClickMetrics
 from shardrec.launch.stop import RunStopped
@@ -39,18 +40,24 @@ class Schedule:
         total_steps: of the run, if known: then ``evaluations`` points are spread evenly, the last at the last step.
             Otherwise they are at 25, 50, 100, 200, … steps and at the end of every epoch.
         evaluations: number of points.
-        decay: share of the steps, at the end, in which the learning rates fall linearly to 0.
+        warmup: steps in which the learning rates rise linearly, the last of them with the whole rates.
+        shape: ``linear`` or ``cosine``, how they decay to 0; or ``constant``.
+        decay: share of the steps, at the end, in which they decay.
     """
 
     total_steps: int | None
     evaluations: int
+    warmup: int = 0
+    shape: str = "linear"
     decay: float = 0.0
 
     def rate(self, step: int) -> float:
         """Factor of the learning rates in the step after ``step`` steps."""
-        if self.total_steps is None or not self.decay:
-            return 1.0
-        return min(1.0, (self.total_steps - step) / (self.decay * self.total_steps))
+        rate = min(1.0, (step + 1) / self.warmup) if self.warmup else 1.0
+        if self.total_steps is None or not self.decay or self.shape == "constant":
+            return rate
+        left = min(1.0, max(0, self.total_steps - step) / (self.decay * self.total_steps))
+        return rate * (left if self.shape == "linear" else (1 - math.cos(math.pi * left)) / 2)
 
     def is_due(self, step: int) -> bool:
         """Whether to evaluate after ``step`` steps, counted from 1."""
@@ -104,6 +111,7 @@ def train_epoch(
     """
     progress = run.progress
     optimizers = (run.optimizer, run.model.fused_optimizer)
+    schedulers = [LambdaLR(optimizer, schedule.rate, last_epoch=progress.steps - 1) for optimizer in optimizers]
 
     def add_point() -> None:
         with progress.off_the_clock():
@@ -124,17 +132,10 @@ def train_epoch(
             progress.curve.append(point)
             display.evaluated(point)
 
-    def set_rates() -> None:
-        """Scale the learning rates that the optimizers were made with."""
-        factor = schedule.rate(progress.steps)
-        for group in (group for optimizer in optimizers for group in optimizer.param_groups):
-            group["lr"] = group.setdefault("initial_lr", group["lr"]) * factor
-
     def weighted_loss(model: nn.Module, part: StepPart) -> tuple[Tensor, Tensor, int, bool]:
         loss = batch_loss(run.config.loss, model, part.batch)
         return loss if part.weight == 1 else loss * part.weight, loss.detach(), part.batch.size, part.ends
 
-    set_rates()
     steps = TrainPipeline(
         run.model,
         optimizers,
@@ -154,7 +155,8 @@ def train_epoch(
             steps.update()  # the last step of an epoch may have fewer batches
             progress.steps += 1
             progress.epoch_steps += 1
-            set_rates()
+            for scheduler in schedulers:
+                scheduler.step()
             due = schedule.is_due(progress.steps)
             if due or progress.steps % _SMOOTHING_STEPS == 0:
                 mean = progress.loss.mean()
@@ -169,7 +171,8 @@ def train_epoch(
             if due and progress.stalled(run.config.patience):
                 steps.close()  # here, too: their metrics are the same
                 return
-        if schedule.total_steps is None and progress.evaluated_at != progress.steps:
+        ends = schedule.total_steps is None or progress.epoch + 1 == run.config.epochs
+        if ends and progress.evaluated_at != progress.steps:  # of a file there may be fewer steps than its lines tell
             add_point()
     progress.epoch, progress.epoch_steps = progress.epoch + 1, 0
 

@@ -227,14 +227,18 @@ def _train(run: Run, saver: Saver) -> None:
     config, source, model, progress = run.config, run.source, run.model, run.progress
     # In memory: a file would have to be read to its end again for each point of the curve.
     curve_batches = list(failing_together(source.holdout_batches(_CURVE_ROWS), model))
-    total = None if source.data.train_rows is None else source.data.train_rows * config.epochs
+    if source.steps is None and config.decays_in_first_epoch and not progress.epoch:
+        with working("counting rows") if run.rank_info.is_lead else nullcontext():
+            source.count()
+        run.announcer.say(f"about {source.train_rows or 0:,} rows to train on in an epoch")
+    total = None if source.train_rows is None else source.train_rows * config.epochs
 
     with run.announcer.display(total, lambda shown: Board(shown, run)) as display:
         for epoch in range(progress.epoch, config.epochs):
             if progress.stalled(config.patience):
                 break
-            # The first epoch counts the steps of a file.
-            steps = source.steps or ((progress.steps - progress.epoch_steps) // epoch if epoch else None)
+            # The first epoch of files tells the steps, or before it their lines.
+            steps = (progress.steps - progress.epoch_steps) // epoch if epoch else source.steps
             parts = step_parts(source.train_batches(progress.epoch_steps, epoch), config.accumulate)
             with Prefetcher(parts) as batches:
                 train_epoch(
@@ -243,6 +247,8 @@ def _train(run: Run, saver: Saver) -> None:
                     schedule=Schedule(
                         total_steps=steps and steps * config.epochs,
                         evaluations=config.evaluations,
+                        warmup=config.warmup,
+                        shape=config.schedule,
                         decay=config.decay,
                     ),
                     evaluate=lambda: evaluate(model, curve_batches, run.rank_info.device, k=config.top_k),

@@ -72,9 +72,22 @@ class Source:
 
     @property
     def steps(self) -> int | None:
-        """Steps of an epoch, or None."""
-        rows = self.data.train_rows
+        """Steps of an epoch; None of files whose rows have not been counted."""
+        rows = self.train_rows
         return None if rows is None else -(-rows // (self._batch_rows * self._accumulate))
+
+    @property
+    def train_rows(self) -> int | None:
+        """Rows of an epoch, over all ranks; None of files whose rows have not been counted."""
+        rows = self.data.train_rows
+        if rows is None or self._samples is None:
+            return rows
+        return min(rows, -(-self._samples // self._batch_rows) * self._batch_rows)
+
+    def count(self) -> None:
+        """Count the rows of the training files, so that :attr:`steps` is known; those of generated rows are."""
+        if isinstance(self.data, FileClickData):
+            self.data.count()
 
     @property
     def batch_size(self) -> int:

@@ -94,6 +94,10 @@ def test_missing_and_unreadable_files(tmp_path: Path) -> None:
         ({"constraint": "t_a=data_parallel@1"}, r"\(--constraint\) is .*@1': a data_parallel table .* name no ranks"),
         ({"constraint": "t_a=row_wise", "plan": "p.json"}, "leave one out"),
         ({"model": "dcn", "over_layers": ()}, "needs one layer at least"),
+        ({"accumulate": 0}, r"accumulate \(--accumulate\) is 0: it should be greater than or equal to 1"),
+        ({"warmup": -1}, r"warmup \(--warmup\) is -1: it should be greater than or equal to 0"),
+        ({"schedule": "step"}, r"schedule \(--schedule\) is 'step': give one of constant, linear, cosine"),
+        ({"decay": 1.5}, r"decay \(--decay\) is 1\.5: it should be less than or equal to 1"),
     ],
 )
 def test_faulty_values(options: dict[str, Any], message: str) -> None:

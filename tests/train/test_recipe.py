@@ -11,8 +11,10 @@ import torch
 from torch import Tensor
 
 from shardrec.checkpoint.manifest import read_manifest
+from shardrec.data import write_criteo_tsv
+from shardrec.lookup.row_optimizers import RowOptimizer
 from shardrec.train import TrainConfig
-from shardrec.train.loop import step_parts
+from shardrec.train.loop import Schedule, step_parts
 from tests.campaign.results import differences
 from tests.checkpoint.whole import contents
 from tests.ranks import ranks
@@ -86,9 +88,60 @@ def test_weights_of_a_step_are_its_rows() -> None:
     assert [part.weight for part in step_parts(iter([Rows(0), Rows(0)]), 2)] == [0, 0]  # type: ignore[list-item]
 
 
+# ------------------------------------------------------------------------------------------------------ learning rates
+
+
+@pytest.mark.parametrize("update", ["backward", "step"])
+@pytest.mark.parametrize("rows", ["generated", "of a file"])
+def test_both_optimizers_learn_at_the_schedules_rates(
+    update: str, rows: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In a run of one epoch, as its optimizers get them, from the first step to the last."""
+    rates: dict[str, list[float]] = {"dense": [], "tables": []}
+    dense_step, table_step = torch.optim.Adam.step, RowOptimizer.step
+
+    def of_dense(self: torch.optim.Adam, *arguments: Any) -> Any:
+        rates["dense"].append(self.param_groups[0]["lr"])
+        return dense_step(self, *arguments)
+
+    def of_tables(self: RowOptimizer, *arguments: Any) -> None:
+        rates["tables"].append(self.lr)
+        table_step(self, *arguments)
+
+    monkeypatch.setattr(torch.optim.Adam, "step", of_dense)
+    monkeypatch.setattr(RowOptimizer, "step", of_tables)
+    config = SMALL.changed(samples=640, warmup=3, schedule="cosine", decay=0.5, lr=0.02, checkpoint="none")
+    if update == "step":
+        config = config.changed(clip=10.0)
+    if rows == "of a file":
+        write_criteo_tsv(tmp_path / "rows.tsv", 640, seed=1)
+        config = config.changed(data=str(tmp_path / "rows.tsv"), samples=None, holdout_samples=None, batch_size=59)
+    steps = len(broken_off(config.changed(out=str(tmp_path / "out"))))
+    assert steps == 10
+    schedule = Schedule(total_steps=steps, evaluations=1, warmup=3, shape="cosine", decay=0.5)
+    expected = [schedule.rate(step) for step in range(steps)]
+    assert expected[0] == pytest.approx(1 / 3)
+    assert 0 < expected[-1] < 0.1
+    assert rates["dense"] == pytest.approx([0.02 * rate for rate in expected])
+    assert rates["tables"] == pytest.approx([0.01 * rate for rate in expected])
+    curve = json.loads((tmp_path / "out" / "metrics.json").read_text())["curve"]
+    assert len(curve) == 3  # spread over the steps, which are counted before the first
+
+
+def test_a_file_is_counted_only_if_its_first_epoch_decays(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write_criteo_tsv(tmp_path / "rows.tsv", 300, seed=1)
+    config = SMALL.changed(data=str(tmp_path / "rows.tsv"), samples=None, holdout_samples=None, checkpoint="none")
+    for number, (changes, counted) in enumerate(
+        [({"samples": 128}, 128), ({"schedule": "constant"}, 0), ({"epochs": 2}, 0), ({"epochs": 2, "decay": 0.6}, 274)]
+    ):
+        broken_off(config.changed(**changes, out=str(tmp_path / str(number))))
+        shown = capsys.readouterr().out
+        assert (f"about {counted:,} rows to train on in an epoch" in shown) == bool(counted), shown
+
+
 # ----------------------------------------------------------------------------------------------------------- to the bit
 
-RECIPE: dict[str, Any] = {"accumulate": 3, "clip": 0.05}
+RECIPE: dict[str, Any] = {"accumulate": 3, "clip": 0.05, "warmup": 4, "schedule": "cosine", "decay": 0.8}
 
 
 @pytest.mark.parametrize("size", [1, pytest.param(2, marks=pytest.mark.slow)])
