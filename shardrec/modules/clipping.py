@@ -12,7 +12,7 @@ from shardrec.exchange.peers import peers
 from shardrec.lookup.bank import RowGradient
 from shardrec.modules.model import ShardedModel, require_sharded
 
-__all__ = ["clip_grad_norm_", "clip_grad_value_"]
+__all__ = ["clip_by_norm", "clip_grad_norm_", "clip_grad_value_"]
 
 
 @torch.no_grad()
@@ -39,20 +39,29 @@ def clip_grad_norm_(
         RuntimeError: if the norm is not finite and ``error_if_nonfinite``; nothing is scaled.
         PeerError: if another rank is gone.
     """
+    return clip_by_norm(model, max_norm, norm_type, error_if_nonfinite)[0]
+
+
+@torch.no_grad()
+def clip_by_norm(
+    model: nn.Module, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
+) -> tuple[Tensor, Tensor]:
+    """:func:`clip_grad_norm_`, which also returns (2,) float32: the norms of the dense part and of all tables."""
     sharded = _checked(model, "clip_grad_norm_")
     whole, parts = _gradients(sharded)
     rows = _row_gradients(sharded, to_change=False)
     is_max, device = norm_type == torch.inf, sharded.context.device
-    ours = _total(whole, norm_type, device)
     squares = [gradient.squares for gradient in rows if norm_type == 2.0 and gradient.squares is not None]
     numbers = [gradient.values for gradient in rows if norm_type != 2.0 or gradient.squares is None]
-    theirs = _total([*parts, *numbers], norm_type, device)
+    ours = torch.stack([_total(gradients, norm_type, device) for gradients in whole])
+    theirs = torch.stack([_total(gradients, norm_type, device) for gradients in (parts[0], [*parts[1], *numbers])])
     for square in squares:
-        theirs = theirs + square.sum()
+        theirs[1] += square.sum()
     if sharded.group is not None:
         with peers(sharded.group, "gradient norm"):
             dist.all_reduce(theirs, dist.ReduceOp.MAX if is_max else dist.ReduceOp.SUM, group=sharded.group)
-    norm = torch.maximum(ours, theirs) if is_max else (ours + theirs) ** (1 / norm_type)
+    norms = torch.maximum(ours, theirs) if is_max else (ours + theirs) ** (1 / norm_type)
+    norm = torch.linalg.vector_norm(norms, norm_type)
     if error_if_nonfinite and not torch.isfinite(norm):
         raise RuntimeError(
             f"the norm of order {norm_type} of the gradients is {norm.item()}, so they cannot be clipped; look for "
@@ -60,9 +69,9 @@ def clip_grad_norm_(
         )
     factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
     if device.type == "cuda" or bool(factor < 1):  # a GPU would be waited for
-        for gradient in (*whole, *parts, *(one.values for one in _row_gradients(sharded, to_change=True))):
+        for gradient in _all(sharded, whole, parts):
             gradient.mul_(factor.to(gradient.device))
-    return norm
+    return norm, norms
 
 
 @torch.no_grad()
@@ -79,8 +88,7 @@ def clip_grad_value_(model: nn.Module, clip_value: float) -> None:
         ConfigError: if the model is not sharded, is updated in backward, or has replicas.
     """
     sharded = _checked(model, "clip_grad_value_")
-    whole, parts = _gradients(sharded)
-    for gradient in (*whole, *parts, *(one.values for one in _row_gradients(sharded, to_change=True))):
+    for gradient in _all(sharded, *_gradients(sharded)):
         gradient.clamp_(-clip_value, clip_value)
 
 
@@ -100,23 +108,40 @@ def _checked(model: nn.Module, taker: str) -> ShardedModel:
     return model
 
 
-def _gradients(model: ShardedModel) -> tuple[list[Tensor], list[Tensor]]:
+_Gradients = tuple[list[Tensor], list[Tensor]]
+"""Those of the dense part, and of tables."""
+
+
+def _gradients(model: ShardedModel) -> tuple[_Gradients, _Gradients]:
     """The gradients of parameters that every rank has whole, and this rank's parts of the others."""
-    cut = {id(parameter) for collection in model.sharded_collections for parameter in collection.unreduced_parameters()}
-    whole: list[Tensor] = []
-    parts: list[Tensor] = []
+    collections = model.sharded_collections
+    cut = {id(parameter) for collection in collections for parameter in collection.unreduced_parameters()}
+    tables = {
+        id(parameter)
+        for collection in collections
+        for table in collection.tables().values()
+        for parameter in table.parameters()
+    }
+    whole: _Gradients = ([], [])
+    parts: _Gradients = ([], [])
     for parameter in model.parameters():
         gradient = parameter.grad
         if gradient is None:
             continue
         if isinstance(gradient, DTensor):
-            parts.append(gradient.to_local())  # type: ignore[no-untyped-call,unused-ignore]
+            parts[0].append(gradient.to_local())  # type: ignore[no-untyped-call,unused-ignore]
             continue
         if gradient.is_sparse:
             parameter.grad = gradient = gradient.coalesce()
             gradient = gradient._values()
-        (parts if id(parameter) in cut else whole).append(gradient)
+        (parts if id(parameter) in cut else whole)[id(parameter) in tables].append(gradient)
     return whole, parts
+
+
+def _all(model: ShardedModel, whole: _Gradients, parts: _Gradients) -> list[Tensor]:
+    """All gradients of this rank, to be changed in place."""
+    rows = (gradient.values for gradient in _row_gradients(model, to_change=True))
+    return [*whole[0], *whole[1], *parts[0], *parts[1], *rows]
 
 
 def _row_gradients(model: ShardedModel, *, to_change: bool) -> list[RowGradient]:

@@ -146,6 +146,15 @@ class TrainConfig(Options):
         "Largest norm of a step's gradients, of the dense layers and the tables together; a larger one is scaled down.",
         gt=0,
     )
+    weight_decay: float = option(
+        0.0, _LEARNING, "L2 penalty of the dense layers: times a weight it is added to its gradient.", ge=0
+    )
+    embedding_weight_decay: float = option(
+        0.0, _LEARNING, "The same of the tables, for the rows that a step looks up.", ge=0
+    )
+    precision: str = option(
+        "fp32", _LEARNING, "What the dense layers compute in, in training; weights stay fp32.", choices=("fp32", "bf16")
+    )
     warmup: int = option(0, _LEARNING, "Steps over which both learning rates rise linearly to their values.", ge=0)
     schedule: str = option(
         "linear",

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import NamedTuple, TypeVar
 
+import torch
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR
 
@@ -117,6 +118,7 @@ def train_epoch(
         with progress.off_the_clock():
             progress.evaluated_at = progress.steps
             train_loss, metrics = progress.loss.since_point(), evaluate()
+            norms = {name: recent.since_point() for name, recent in progress.grad_norms.items()}
             point = CurvePoint(
                 samples=progress.samples,
                 seconds=progress.seconds,
@@ -127,13 +129,15 @@ def train_epoch(
                 rows=metrics.rows,
                 gauc=None if metrics.ranking is None else metrics.ranking.gauc,
                 ndcg=None if metrics.ranking is None else metrics.ranking.ndcg,
+                grad_norms={name: norm for name, norm in norms.items() if norm is not None and math.isfinite(norm)},
                 ids=run.id_counts(),
             )
             progress.curve.append(point)
             display.evaluated(point)
 
     def weighted_loss(model: nn.Module, part: StepPart) -> tuple[Tensor, Tensor, int, bool]:
-        loss = batch_loss(run.config.loss, model, part.batch)
+        with torch.autocast(run.rank_info.device.type, torch.bfloat16, enabled=run.config.precision == "bf16"):
+            loss = batch_loss(run.config.loss, model, part.batch)
         return loss if part.weight == 1 else loss * part.weight, loss.detach(), part.batch.size, part.ends
 
     steps = TrainPipeline(
@@ -153,6 +157,9 @@ def train_epoch(
             if not ends:
                 continue
             steps.update()  # the last step of an epoch may have fewer batches
+            if steps.grad_norms is not None:
+                for recent, norm in zip(progress.grad_norms.values(), steps.grad_norms, strict=True):
+                    recent.add(norm)
             progress.steps += 1
             progress.epoch_steps += 1
             for scheduler in schedulers:

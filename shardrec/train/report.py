@@ -39,6 +39,8 @@ class CurvePoint:
         rows: held-out rows behind them.
         gauc: held-out area under the ROC curve inside the groups; None without groups.
         ndcg: held-out normalized discounted cumulative gain of the groups' first ``top_k`` rows; None without groups.
+        grad_norms: mean norm of the steps' gradients since the point before, of the ``dense`` part and of the
+            ``tables``, before they were clipped; empty without ``clip``.
         ids: of each table with dynamic ids, by its plan name: the counts of :meth:`shardrec.ShardedModel.id_stats`,
             since the run began.
     """
@@ -52,6 +54,7 @@ class CurvePoint:
     rows: int
     gauc: float | None = None
     ndcg: float | None = None
+    grad_norms: Mapping[str, float] = field(default_factory=dict)
     ids: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
 
 

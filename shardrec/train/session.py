@@ -33,7 +33,7 @@ from shardrec.train.losses import with_own_loss
 from shardrec.train.metrics import evaluate
 from shardrec.train.model import build_model, dense_optimizer, dynamic_tables, fuse_optimizer, planner_constraints
 from shardrec.train.prefetch import Prefetcher
-from shardrec.train.progress import Progress, RecentLoss
+from shardrec.train.progress import Progress, RecentMean
 from shardrec.train.report import RunReport, environment, write_curve, write_metrics
 from shardrec.train.run import Run
 from shardrec.train.saving import Saver
@@ -93,7 +93,14 @@ def _run(config: TrainConfig, rank_info: RankInfo, folder: Path, resume: bool) -
         source=source,
         model=model,
         optimizer=dense_optimizer(model, config),
-        progress=Progress(world_size=rank_info.world_size, loss=RecentLoss(rank_info.device), watched=watched),
+        progress=Progress(
+            world_size=rank_info.world_size,
+            loss=RecentMean(rank_info.device),
+            grad_norms={}
+            if config.clip is None
+            else {part: RecentMean(rank_info.device) for part in ("dense", "tables")},
+            watched=watched,
+        ),
         announcer=announcer,
     )
     saver = Saver(run)

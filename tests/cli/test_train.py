@@ -7,6 +7,7 @@ import re
 from pathlib import Path
 
 import pytest
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from shardrec.layout import ShardingPlan, Topology, cuts
 from tests.cli.command import Run, shell
@@ -93,6 +94,9 @@ def test_batches_of_a_step_and_clipped_gradients(run: Run, rows: Path, tmp_path:
         assert "3 batches of 64 rows a step on each rank" in shown
         metrics = json.loads((tmp_path / clip / "metrics.json").read_text(encoding="utf-8"))
         assert metrics["training"]["steps"] == 6  # of 9 batches an epoch, the last one smaller
+        assert all(0 < point["grad_norms"][part] < 10 for point in metrics["curve"] for part in ("dense", "tables"))
+        tags = EventAccumulator(str(tmp_path / clip / "tensorboard")).Reload().Tags()["scalars"]
+        assert {"gradient_norm/dense", "gradient_norm/tables"} <= set(tags)
         losses[clip] = [point["logloss"] for point in metrics["curve"]]
     assert losses["1e-7"][0] == pytest.approx(losses["1e-7"][-1], abs=1e-6)
     assert losses["10"][0] != pytest.approx(losses["10"][-1], abs=1e-6)

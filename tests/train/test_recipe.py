@@ -139,9 +139,66 @@ def test_a_file_is_counted_only_if_its_first_epoch_decays(tmp_path: Path, capsys
         assert (f"about {counted:,} rows to train on in an epoch" in shown) == bool(counted), shown
 
 
+# --------------------------------------------------------------------------------------------- weight decay, precision
+
+
+@pytest.mark.parametrize("update", ["backward", "step"])
+def test_weight_decay_moves_weights_by_rate_and_penalty_beside_their_gradient(update: str, tmp_path: Path) -> None:
+    """In one step of plain gradient descent; of a table, the rows that were looked up."""
+    config = SMALL.changed(
+        samples=64, optimizer="sgd", embedding_optimizer="sgd", schedule="constant", lr=0.5, embedding_lr=0.25
+    )
+    if update == "step":
+        config = config.changed(clip=1e6)
+    first = trained(config.changed(lr=1e-30, embedding_lr=1e-30), tmp_path / "first")
+    plain = trained(config, tmp_path / "plain")
+    decayed = trained(config.changed(weight_decay=0.1, embedding_weight_decay=0.2), tmp_path / "decayed")
+    moved = 0
+    for name, value in decayed.items():
+        difference, expected = value - plain[name], -0.5 * 0.1 * first[name]
+        if ".t_cat_" in name:
+            looked_up = plain[name] != first[name]
+            expected = torch.where(looked_up, -0.25 * 0.2 * first[name], 0.0)
+            moved += int(looked_up.sum())
+        torch.testing.assert_close(difference, expected, rtol=1e-4, atol=1e-6)
+    assert moved > 100
+
+
+def test_bf16_trains_the_dense_layers_close_to_fp32(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from shardrec.train import losses
+
+    dtypes: list[torch.dtype] = []
+    loss = losses.click_loss
+
+    def seen(logits: Tensor, labels: Tensor) -> Tensor:
+        dtypes.append(logits.dtype)
+        return loss(logits, labels)
+
+    monkeypatch.setattr(losses, "click_loss", seen)
+    half = trained(SMALL.changed(precision="bf16"), tmp_path / "bf16")
+    assert set(dtypes) == {torch.bfloat16}
+    whole = trained(SMALL, tmp_path / "fp32")
+    assert dtypes[-1] is torch.float32
+    assert any(not torch.equal(value, whole[name]) for name, value in half.items())
+    assert_close(half, whole, atol=0.05)
+    mine, theirs = (json.loads((tmp_path / name / "metrics.json").read_text()) for name in ("bf16", "fp32"))
+    for point, other in zip(mine["curve"], theirs["curve"], strict=True):
+        assert point["logloss"] == pytest.approx(other["logloss"], rel=0.01)
+        assert point["train_loss"] == pytest.approx(other["train_loss"], rel=0.01)
+
+
 # ----------------------------------------------------------------------------------------------------------- to the bit
 
-RECIPE: dict[str, Any] = {"accumulate": 3, "clip": 0.05, "warmup": 4, "schedule": "cosine", "decay": 0.8}
+RECIPE: dict[str, Any] = {
+    "accumulate": 3,
+    "clip": 0.05,
+    "warmup": 4,
+    "schedule": "cosine",
+    "decay": 0.8,
+    "weight_decay": 1e-3,
+    "embedding_weight_decay": 1e-3,
+    "precision": "bf16",
+}
 
 
 @pytest.mark.parametrize("size", [1, pytest.param(2, marks=pytest.mark.slow)])
