@@ -165,6 +165,14 @@ class TrainConfig(Options):
     decay: float = option(
         0.5, _LEARNING, "Last fraction of the steps, over which both learning rates decay to 0.", ge=0, le=1
     )
+    ema: float | None = option(
+        None,
+        _LEARNING,
+        "Average the weights over the steps, those of a step weighted by this factor beside the next one's; metrics, "
+        "exports and requests then take the averages.",
+        gt=0,
+        lt=1,
+    )
     patience: int | None = option(
         None,
         _LEARNING,
@@ -288,7 +296,7 @@ class TrainConfig(Options):
     @property
     def updates_at_step(self) -> bool:
         """Whether the gradients of the tables have to wait for the optimizer's step."""
-        return self.clip is not None or self.accumulate > 1
+        return self.clip is not None or self.accumulate > 1 or self.ema is not None
 
     @property
     def decays_in_first_epoch(self) -> bool:

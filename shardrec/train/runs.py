@@ -63,7 +63,7 @@ class RunFolder:
         return self.spec.schema_
 
     def model(self) -> ShardedModel:
-        """The model of the last good checkpoint, on one rank, in eval mode.
+        """The model of the last good checkpoint, with averaged weights (``ema``), on one rank, in eval mode.
 
         Raises:
             CheckpointError: if all of them are damaged.
@@ -71,15 +71,21 @@ class RunFolder:
         """
         from shardrec.checkpoint import Checkpoints
         from shardrec.modules import shard
-        from shardrec.train.model import build_model, dynamic_tables, fuse_optimizer
+        from shardrec.train.average import Average
+        from shardrec.train.model import build_model, dense_optimizer, dynamic_tables, fuse_optimizer
 
         model = build_model(self.config, self.schema)
         fuse_optimizer(model, self.config)
         dynamic = dynamic_tables(self.spec, model)
         # A program that runs without shardrec looks distinct ids up for plain ids alone.
-        sharded = shard(model, dynamic_ids=dynamic, dedup=not dynamic)
-        if Checkpoints(self.path / CHECKPOINTS).load_last(sharded) is None:
+        ema = self.config.ema
+        sharded = shard(model, dynamic_ids=dynamic, dedup=not dynamic, update="step" if ema else "backward")
+        optimizer = dense_optimizer(sharded, self.config) if ema else None
+        average = Average(sharded, optimizer, ema) if optimizer is not None and ema else None
+        if Checkpoints(self.path / CHECKPOINTS).load_last(sharded, optimizer) is None:
             raise ConfigError(f"{self.path} has no checkpoint: train it with --checkpoint last, or --checkpoint-every")
+        if average is not None:
+            average.apply()
         sharded.eval()
         return sharded
 

@@ -24,6 +24,7 @@ from shardrec.layout import ShardingPlan
 from shardrec.modules import ShardedModel, shard
 from shardrec.modules.annotate import annotate_for_dynamo
 from shardrec.modules.anomaly import detect_anomaly
+from shardrec.train.average import Average
 from shardrec.train.board import Board
 from shardrec.train.config import FILE, METRICS, PLAN, SPEC, TrainConfig, load_config_text
 from shardrec.train.display import Announcer
@@ -85,6 +86,7 @@ def _run(config: TrainConfig, rank_info: RankInfo, folder: Path, resume: bool) -
     if rank_info.is_lead and plan is None:
         announcer.plan(model.plan)
     announcer.run(config, rank_info, source.batch_size)
+    optimizer = dense_optimizer(model, config)
     watched = "logloss" if config.loss == "bce" or spec_of(config).group is None else "gauc"
     run = Run(
         config=config,
@@ -92,7 +94,8 @@ def _run(config: TrainConfig, rank_info: RankInfo, folder: Path, resume: bool) -
         folder=folder,
         source=source,
         model=model,
-        optimizer=dense_optimizer(model, config),
+        optimizer=optimizer,
+        average=None if config.ema is None else Average(model, optimizer, config.ema),
         progress=Progress(
             world_size=rank_info.world_size,
             loss=RecentMean(rank_info.device),
@@ -121,7 +124,7 @@ def _run(config: TrainConfig, rank_info: RankInfo, folder: Path, resume: bool) -
         _train(run, saver)
     saver.finish()
     shown = working("final metrics") if rank_info.is_lead else nullcontext()
-    with shown, Prefetcher(source.test_batches()) as batches:
+    with shown, run.evaluated(), Prefetcher(source.test_batches()) as batches:
         final = evaluate(model, failing_together(batches, model), rank_info.device, k=config.top_k)
     samples = over_ranks(run.progress.rows, rank_info)
 
@@ -240,6 +243,10 @@ def _train(run: Run, saver: Saver) -> None:
         run.announcer.say(f"about {source.train_rows or 0:,} rows to train on in an epoch")
     total = None if source.train_rows is None else source.train_rows * config.epochs
 
+    def evaluated() -> ClickMetrics:
+        with run.evaluated():
+            return evaluate(model, curve_batches, run.rank_info.device, k=config.top_k)
+
     with run.announcer.display(total, lambda shown: Board(shown, run)) as display:
         for epoch in range(progress.epoch, config.epochs):
             if progress.stalled(config.patience):
@@ -258,7 +265,7 @@ def _train(run: Run, saver: Saver) -> None:
                         shape=config.schedule,
                         decay=config.decay,
                     ),
-                    evaluate=lambda: evaluate(model, curve_batches, run.rank_info.device, k=config.top_k),
+                    evaluate=evaluated,
                     display=display,
                     after_step=saver.after_step,
                 )

@@ -98,6 +98,8 @@ def test_missing_and_unreadable_files(tmp_path: Path) -> None:
         ({"weight_decay": -0.1}, r"weight_decay \(--weight-decay\) is -0\.1: it should be greater than or equal to 0"),
         ({"embedding_weight_decay": "much"}, r"embedding_weight_decay .* is 'much': it should be a valid number"),
         ({"precision": "fp16"}, r"precision \(--precision\) is 'fp16': give one of fp32, bf16"),
+        ({"ema": 1.0}, r"ema \(--ema\) is 1\.0: it should be less than 1"),
+        ({"ema": 0}, r"ema \(--ema\) is 0: it should be greater than 0"),
         ({"warmup": -1}, r"warmup \(--warmup\) is -1: it should be greater than or equal to 0"),
         ({"schedule": "step"}, r"schedule \(--schedule\) is 'step': give one of constant, linear, cosine"),
         ({"decay": 1.5}, r"decay \(--decay\) is 1\.5: it should be less than or equal to 1"),

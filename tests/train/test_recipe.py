@@ -18,22 +18,7 @@ from shardrec.train.loop import Schedule, step_parts
 from tests.campaign.results import differences
 from tests.checkpoint.whole import contents
 from tests.ranks import ranks
-from tests.train.broken_off import broken_off
-
-SMALL = TrainConfig(
-    samples=1_500,
-    holdout_samples=500,
-    max_embeddings=60,
-    embedding_dim=4,
-    dense_layers=(8,),
-    over_layers=(8,),
-    embedding_optimizer="adam",
-    embedding_lr=0.01,
-    batch_size=64,
-    evaluations=3,
-    threads=1,
-)
-"""24 batches, the last one of 28 rows."""
+from tests.train.broken_off import SMALL, broken_off
 
 
 def trained(config: TrainConfig, out: Path) -> dict[str, Tensor]:
@@ -198,6 +183,7 @@ RECIPE: dict[str, Any] = {
     "weight_decay": 1e-3,
     "embedding_weight_decay": 1e-3,
     "precision": "bf16",
+    "ema": 0.8,
 }
 
 
