@@ -116,15 +116,14 @@ def count_rows(path: str, spec: FeatureSpec) -> int:
         DataError: for a file that is damaged.
     """
     kind, lines, end = _kind(path), 0, b"\n"
-    with _undamaged(path, 1):
-        if kind == "parquet":
-            with _parquet(path) as file:
-                return int(file.metadata.num_rows)
-        if kind == "archive":
-            return len(next(iter(_arrays(path, spec).values())))
-        with _opened(path) as stream:
-            while data := stream.read(_BLOCK_BYTES):
-                lines, end = lines + data.count(b"\n"), data[-1:]
+    if kind == "parquet":
+        with _parquet(path) as file:
+            return int(file.metadata.num_rows)
+    if kind == "archive":
+        return len(next(iter(_arrays(path, spec).values())))
+    with _undamaged(path, 1), _opened(path) as stream:
+        while data := stream.read(_BLOCK_BYTES):
+            lines, end = lines + data.count(b"\n"), data[-1:]
     return lines + (end != b"\n") - (kind == "text" and spec.columns is None)
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import chain
+
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -48,13 +50,13 @@ def clip_by_norm(
 ) -> tuple[Tensor, Tensor]:
     """:func:`clip_grad_norm_`, which also returns (2,) float32: the norms of the dense part and of all tables."""
     sharded = _checked(model, "clip_grad_norm_")
-    whole, parts = _gradients(sharded)
+    gradients = _gradients(sharded)
     rows = _row_gradients(sharded, to_change=False)
     is_max, device = norm_type == torch.inf, sharded.context.device
     squares = [gradient.squares for gradient in rows if norm_type == 2.0 and gradient.squares is not None]
     numbers = [gradient.values for gradient in rows if norm_type != 2.0 or gradient.squares is None]
-    ours = torch.stack([_total(gradients, norm_type, device) for gradients in whole])
-    theirs = torch.stack([_total(gradients, norm_type, device) for gradients in (parts[0], [*parts[1], *numbers])])
+    totals = [_total(part, norm_type, device) for part in (*gradients[:3], [*gradients[3], *numbers])]
+    ours, theirs = torch.stack(totals[:2]), torch.stack(totals[2:])
     for square in squares:
         theirs[1] += square.sum()
     if sharded.group is not None:
@@ -69,7 +71,7 @@ def clip_by_norm(
         )
     factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
     if device.type == "cuda" or bool(factor < 1):  # a GPU would be waited for
-        for gradient in _all(sharded, whole, parts):
+        for gradient in chain(*gradients, (one.values for one in _row_gradients(sharded, to_change=True))):
             gradient.mul_(factor.to(gradient.device))
     return norm, norms
 
@@ -88,7 +90,8 @@ def clip_grad_value_(model: nn.Module, clip_value: float) -> None:
         ConfigError: if the model is not sharded, is updated in backward, or has replicas.
     """
     sharded = _checked(model, "clip_grad_value_")
-    for gradient in _all(sharded, *_gradients(sharded)):
+    gradients = _gradients(sharded)
+    for gradient in chain(*gradients, (one.values for one in _row_gradients(sharded, to_change=True))):
         gradient.clamp_(-clip_value, clip_value)
 
 
@@ -108,40 +111,25 @@ def _checked(model: nn.Module, taker: str) -> ShardedModel:
     return model
 
 
-_Gradients = tuple[list[Tensor], list[Tensor]]
-"""Those of the dense part, and of tables."""
-
-
-def _gradients(model: ShardedModel) -> tuple[_Gradients, _Gradients]:
-    """The gradients of parameters that every rank has whole, and this rank's parts of the others."""
+def _gradients(model: ShardedModel) -> list[list[Tensor]]:
+    """Whole ones of the dense part, whole ones of tables, then this rank's parts of the dense part's and of tables'."""
     collections = model.sharded_collections
     cut = {id(parameter) for collection in collections for parameter in collection.unreduced_parameters()}
-    tables = {
-        id(parameter)
-        for collection in collections
-        for table in collection.tables().values()
-        for parameter in table.parameters()
-    }
-    whole: _Gradients = ([], [])
-    parts: _Gradients = ([], [])
+    modules = [table for collection in collections for table in collection.tables().values()]
+    tables = {id(parameter) for table in modules for parameter in table.parameters()}
+    gradients: list[list[Tensor]] = [[], [], [], []]
     for parameter in model.parameters():
         gradient = parameter.grad
         if gradient is None:
             continue
+        is_part = id(parameter) in cut or isinstance(gradient, DTensor)
         if isinstance(gradient, DTensor):
-            parts[0].append(gradient.to_local())  # type: ignore[no-untyped-call,unused-ignore]
-            continue
-        if gradient.is_sparse:
+            gradient = gradient.to_local()  # type: ignore[no-untyped-call,unused-ignore]
+        elif gradient.is_sparse:
             parameter.grad = gradient = gradient.coalesce()
             gradient = gradient._values()
-        (parts if id(parameter) in cut else whole)[id(parameter) in tables].append(gradient)
-    return whole, parts
-
-
-def _all(model: ShardedModel, whole: _Gradients, parts: _Gradients) -> list[Tensor]:
-    """All gradients of this rank, to be changed in place."""
-    rows = (gradient.values for gradient in _row_gradients(model, to_change=True))
-    return [*whole[0], *whole[1], *parts[0], *parts[1], *rows]
+        gradients[2 * is_part + (id(parameter) in tables)].append(gradient)
+    return gradients
 
 
 def _row_gradients(model: ShardedModel, *, to_change: bool) -> list[RowGradient]:

@@ -1,15 +1,14 @@
 """``Average``: the exponentially averaged weights of a run's model, of its dense layers and its tables (``--ema``).
 
-The average of n steps is that of the weights after each of them, those after step i weighted by ``decay ** (n - i)``
-and the weights divided by their sum, so that first values count no more than others. It is kept beside the weights:
-that of a dense parameter as its optimizer's state ``average``, those of rows by
-:meth:`shardrec.lookup.row_optimizers.RowOptimizer.keep_averages`.
+The average of n steps is that of the weights after each of them, those after step i weighted by ``decay ** (n - i)``.
+That of a dense parameter is its optimizer's state ``average``; those of rows: [Note: averages of rows].
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import chain
 from typing import Any
 
 import torch
@@ -54,8 +53,9 @@ class Average:
         Returns:
             Each weight, and a copy of what it was.
         """
+        dense = ((weight, state["average"]) for weight, state in self._optimizer.state.items() if "average" in state)
         before = []
-        for weight, average in self._averages():
+        for weight, average in chain(*(rows.averages() for rows in self._rows), dense):
             before.append((weight, weight.clone()))
             weight.copy_(average)
         return before
@@ -70,10 +70,3 @@ class Average:
             with torch.no_grad():
                 for weight, value in before:
                     weight.copy_(value)
-
-    def _averages(self) -> Iterator[tuple[Tensor, Tensor]]:
-        for rows in self._rows:
-            yield from rows.averages()
-        for parameter, state in self._optimizer.state.items():
-            if "average" in state:
-                yield parameter, state["average"]

@@ -166,18 +166,19 @@ class TrainConfig(Options):
         0.5, _LEARNING, "Last fraction of the steps, over which both learning rates decay to 0.", ge=0, le=1
     )
     ema: float | None = option(
-        None,
-        _LEARNING,
-        "Average the weights over the steps, those of a step weighted by this factor beside the next one's; metrics, "
-        "exports and requests then take the averages.",
-        gt=0,
-        lt=1,
+        None, _LEARNING, "Evaluate, export and serve averaged weights; this is the decay of a step.", gt=0, lt=1
     )
     patience: int | None = option(
         None,
         _LEARNING,
-        "End after this number of points of the held-out curve without a better logloss (for groups: GAUC).",
+        "End after this number of points of the held-out curve that are no better than one before (--monitor).",
         ge=1,
+    )
+    monitor: str | None = option(
+        None,
+        _LEARNING,
+        "Metric of the held-out rows by which points are compared (default: logloss; a loss over groups: gauc)",
+        choices=("auc", "logloss", "ne", "gauc", "ndcg"),
     )
     seed: int = option(0, _LEARNING, "Seed of the first weights and of generated rows.", ge=0)
 
@@ -230,7 +231,12 @@ class TrainConfig(Options):
         "Places at the top of each group that NDCG, recall and hit rate count, of data with groups.",
         ge=1,
     )
-    checkpoint: str = option("last", _OUTPUT, "Save the model at the end, or not.", choices=("last", "none"))
+    checkpoint: str = option(
+        "last",
+        _OUTPUT,
+        "Save the model at the end (last), also at the best point, whose weights are then tested (best), or not.",
+        choices=("last", "best", "none"),
+    )
     checkpoint_every: str | None = option(
         None, _OUTPUT, "Save every N steps, or minutes ('10m'), and when told to end.", metavar="STEPS|MINUTESm"
     )
@@ -294,16 +300,6 @@ class TrainConfig(Options):
         return faults
 
     @property
-    def updates_at_step(self) -> bool:
-        """Whether the gradients of the tables have to wait for the optimizer's step."""
-        return self.clip is not None or self.accumulate > 1 or self.ema is not None
-
-    @property
-    def decays_in_first_epoch(self) -> bool:
-        """Whether the learning rates depend on the number of steps in the first epoch, which files do not tell."""
-        return self.schedule != "constant" and self.decay > 0 and (1 - self.decay) * self.epochs < 1
-
-    @property
     def checkpoint_steps(self) -> int | None:
         """Steps from one checkpoint to the next, if they are counted so."""
         interval = self.checkpoint_every
@@ -330,11 +326,12 @@ class TrainConfig(Options):
             ConfigError: if some differ; names each one and both values.
         """
         given = self.to_mapping()
+        started = {**TrainConfig().to_mapping(), **started}  # by a version that may have had fewer options
         faults = [
             f"{name} ({flag(name)}) is {given[name]!r} and the run in {self.out} was started with "
-            f"{started.get(name)!r}: leave it out, or start a new run in another folder (--out)"
+            f"{started[name]!r}: leave it out, or start a new run in another folder (--out)"
             for name, field in TrainConfig.model_fields.items()
-            if shown_as(field)["panel"] in _OF_THE_RUN and given[name] != started.get(name)
+            if shown_as(field)["panel"] in _OF_THE_RUN and given[name] != started[name]
         ]
         if faults:
             raise ConfigError(together(faults))

@@ -164,10 +164,20 @@ class Announcer:
         if best is not None and report.config["loss"] == "bce" and best.logloss < report.curve[-1].logloss * _OVERFITS:
             self.say(
                 f"the held-out normalized entropy was {best.normalized_entropy:.4f} after {best.samples:,} samples and "
-                f"{report.curve[-1].normalized_entropy:.4f} at the end: the model overfits; give --patience, or fewer "
-                "--epochs"
+                f"{report.curve[-1].normalized_entropy:.4f} at the end: the model overfits{_advice(report)}"
             )
         self.say(summary_line(report))
+
+
+def _advice(report: RunReport) -> str:
+    """What to give to a run that overfits, of what it was not given."""
+    given = report.config
+    advice = ["--patience, to end sooner"] if given["patience"] is None else []
+    advice += ["fewer --epochs"] if given["epochs"] > 1 and given["patience"] is None else []
+    kept = f"; the final metrics are those of step {report.final_step:,}"
+    if given["checkpoint"] != "best":
+        kept, advice = "", ["--checkpoint best, for the weights of the best point", *advice]
+    return kept + (f"; give {'; or '.join(advice)}" if advice else "")
 
 
 def _pace(samples: int, seconds: float, total: int | None) -> str:

@@ -98,6 +98,7 @@ def train_epoch(
     schedule: Schedule,
     evaluate: Callable[[], ClickMetrics],
     display: Display,
+    after_point: Callable[[], None],
     after_step: Callable[[], None],
 ) -> None:
     """Make the steps of some batches; every rank calls it with equally many batches.
@@ -108,6 +109,7 @@ def train_epoch(
         schedule: of evaluations and learning rates.
         evaluate: held-out metrics, on every rank.
         display: is told of every step.
+        after_point: is called when a point of the curve has been added.
         after_step: is called when a step and its evaluation are over; may end the run by raising.
     """
     progress = run.progress
@@ -134,6 +136,7 @@ def train_epoch(
             )
             progress.curve.append(point)
             display.evaluated(point)
+        after_point()
 
     def weighted_loss(model: nn.Module, part: StepPart) -> tuple[Tensor, Tensor, int, bool]:
         with torch.autocast(run.rank_info.device.type, torch.bfloat16, enabled=run.config.precision == "bf16"):

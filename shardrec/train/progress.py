@@ -17,7 +17,7 @@ from shardrec.train.report import CurvePoint
 
 __all__ = ["Progress", "RecentMean"]
 
-_KEPT = ("steps", "epoch", "epoch_steps", "seconds", "evaluated_at")
+_KEPT = ("steps", "epoch", "epoch_steps", "seconds", "evaluated_at", "best_step")
 
 
 class RecentMean:
@@ -83,7 +83,8 @@ class Progress:
         seconds: time of the steps, without evaluations and checkpoints.
         curve: the points evaluated.
         evaluated_at: the step of the last of them.
-        watched: metric that decides which of two points is better: ``logloss`` or ``gauc``.
+        best_step: the step of the best point that is saved; None if none is.
+        watched: metric of a :class:`CurvePoint` that decides which of two points is better.
     """
 
     world_size: int
@@ -96,12 +97,18 @@ class Progress:
     seconds: float = 0.0
     curve: list[CurvePoint] = field(default_factory=list)
     evaluated_at: int = 0
+    best_step: int | None = None
     watched: str = "logloss"
 
     def stalled(self, patience: int | None) -> bool:
         """Whether the last ``patience`` points of the curve were no better than one before."""
-        losses = [point.logloss if self.watched == "logloss" else -(point.gauc or 0.0) for point in self.curve]
-        return patience is not None and len(losses) > patience and min(losses[-patience:]) >= min(losses[:-patience])
+        return patience is not None and len(self.curve) > patience and not self.improved(patience)
+
+    def improved(self, points: int = 1) -> bool:
+        """Whether any of the last points of the curve is better than all before."""
+        sign = -1 if self.watched in ("logloss", "normalized_entropy") else 1
+        worths = [sign * (getattr(point, self.watched) or 0.0) for point in self.curve]
+        return len(worths) <= points or max(worths[-points:]) > max(worths[:-points])
 
     @property
     def samples(self) -> int:
@@ -140,7 +147,7 @@ class Progress:
     def load(self, state: Mapping[str, Any], rows: int) -> None:
         """Go on from what :meth:`state` gave."""
         for name in _KEPT:
-            setattr(self, name, state[name])
+            setattr(self, name, state.get(name))
         self.loss.load(state["loss"])
         for name, mean in self.grad_norms.items():
             mean.load(state["grad_norms"][name])

@@ -71,6 +71,7 @@ class RunReport:
         optimum: the best metrics that any model can have on the same rows; None if unknown.
         samples: rows trained on, over all ranks.
         steps: optimizer steps.
+        final_step: the one whose weights ``final`` is of; with ``checkpoint="best"``, that of the best point.
         seconds: time of the steps, without evaluations.
         skipped: rows that were left out, by reason.
     """
@@ -83,6 +84,7 @@ class RunReport:
     optimum: ClickMetrics | None
     samples: int
     steps: int
+    final_step: int
     seconds: float
     skipped: Mapping[str, int]
 
@@ -167,6 +169,7 @@ def write_metrics(report: RunReport, path: Path) -> None:
         "training": {
             "samples": report.samples,
             "steps": report.steps,
+            "final_step": report.final_step,
             "seconds": report.seconds,
             "samples_per_second": report.samples_per_second,
         },

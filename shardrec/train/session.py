@@ -87,7 +87,6 @@ def _run(config: TrainConfig, rank_info: RankInfo, folder: Path, resume: bool) -
         announcer.plan(model.plan)
     announcer.run(config, rank_info, source.batch_size)
     optimizer = dense_optimizer(model, config)
-    watched = "logloss" if config.loss == "bce" or spec_of(config).group is None else "gauc"
     run = Run(
         config=config,
         rank_info=rank_info,
@@ -99,10 +98,8 @@ def _run(config: TrainConfig, rank_info: RankInfo, folder: Path, resume: bool) -
         progress=Progress(
             world_size=rank_info.world_size,
             loss=RecentMean(rank_info.device),
-            grad_norms={}
-            if config.clip is None
-            else {part: RecentMean(rank_info.device) for part in ("dense", "tables")},
-            watched=watched,
+            grad_norms={part: RecentMean(rank_info.device) for part in ("dense", "tables") if config.clip is not None},
+            watched=_watched(config),
         ),
         announcer=announcer,
     )
@@ -122,7 +119,7 @@ def _run(config: TrainConfig, rank_info: RankInfo, folder: Path, resume: bool) -
     anomalies = detect_anomaly(model) if config.detect_anomaly == "on" else nullcontext()
     with saver.watching(), anomalies:
         _train(run, saver)
-    saver.finish()
+    final_step = saver.finish()
     shown = working("final metrics") if rank_info.is_lead else nullcontext()
     with shown, run.evaluated(), Prefetcher(source.test_batches()) as batches:
         final = evaluate(model, failing_together(batches, model), rank_info.device, k=config.top_k)
@@ -131,7 +128,7 @@ def _run(config: TrainConfig, rank_info: RankInfo, folder: Path, resume: bool) -
     def finish() -> RunReport | None:
         if not rank_info.is_lead:
             return None
-        report = _report(run, samples, final)
+        report = _report(run, samples, final, final_step)
         with _replacing(folder / METRICS) as file:
             write_metrics(report, file)
         with _replacing(folder / "curve.png") as file:
@@ -204,7 +201,7 @@ def _sharded_model(config: TrainConfig, source: Source, rank_info: RankInfo, pla
         plan,
         device=rank_info.device,
         dynamic_ids=dynamic,
-        update="step" if config.updates_at_step else "backward",
+        update="step" if config.clip or config.accumulate > 1 or config.ema else "backward",
     )
     if config.compile != "off":  # in rank_info, so that the model stays what the loop and the checkpoint know
         full = config.compile == "full"
@@ -233,11 +230,28 @@ def _own_folder(config: TrainConfig, rank_info: RankInfo, lock: ExitStack) -> Pa
     return folder
 
 
+def _watched(config: TrainConfig) -> str:
+    """The metric of the curve that compares points.
+
+    Raises:
+        ConfigError: if the rows have no groups, of which it would be.
+    """
+    grouped = spec_of(config).group is not None
+    watched = config.monitor or ("gauc" if grouped and config.loss != "bce" else "logloss")
+    if watched in ("gauc", "ndcg") and not grouped:
+        raise ConfigError(
+            f"monitor (--monitor) is {watched!r}, a metric of rows in groups, and the features (--features) "
+            "name no group: give auc, logloss or ne, or add group: COLUMN"
+        )
+    return "normalized_entropy" if watched == "ne" else watched
+
+
 def _train(run: Run, saver: Saver) -> None:
     config, source, model, progress = run.config, run.source, run.model, run.progress
     # In memory: a file would have to be read to its end again for each point of the curve.
     curve_batches = list(failing_together(source.holdout_batches(_CURVE_ROWS), model))
-    if source.steps is None and config.decays_in_first_epoch and not progress.epoch:
+    decays_at_once = config.schedule != "constant" and (1 - config.decay) * config.epochs < 1  # in the first epoch
+    if source.steps is None and decays_at_once and not progress.epoch:
         with working("counting rows") if run.rank_info.is_lead else nullcontext():
             source.count()
         run.announcer.say(f"about {source.train_rows or 0:,} rows to train on in an epoch")
@@ -253,8 +267,9 @@ def _train(run: Run, saver: Saver) -> None:
                 break
             # The first epoch of files tells the steps, or before it their lines.
             steps = (progress.steps - progress.epoch_steps) // epoch if epoch else source.steps
-            parts = step_parts(source.train_batches(progress.epoch_steps, epoch), config.accumulate)
-            with Prefetcher(parts) as batches:
+            with Prefetcher(
+                step_parts(source.train_batches(progress.epoch_steps, epoch), config.accumulate)
+            ) as batches:
                 train_epoch(
                     run,
                     batches,
@@ -267,11 +282,12 @@ def _train(run: Run, saver: Saver) -> None:
                     ),
                     evaluate=evaluated,
                     display=display,
+                    after_point=saver.after_point,
                     after_step=saver.after_step,
                 )
 
 
-def _report(run: Run, samples: int, final: ClickMetrics) -> RunReport:
+def _report(run: Run, samples: int, final: ClickMetrics, final_step: int) -> RunReport:
     return RunReport(
         config=run.config.to_mapping(),
         environment=environment(world_size=run.rank_info.world_size, threads=run.rank_info.threads),
@@ -281,6 +297,7 @@ def _report(run: Run, samples: int, final: ClickMetrics) -> RunReport:
         optimum=run.source.best_metrics(),
         samples=samples,
         steps=run.progress.steps,
+        final_step=final_step,
         seconds=run.progress.seconds,
         skipped=run.source.skipped,
     )

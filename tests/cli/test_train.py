@@ -106,6 +106,15 @@ def test_batches_of_a_step_and_clipped_gradients(run: Run, rows: Path, tmp_path:
         assert f"({flag}) is {float(value) if flag == '--clip' else value}: it should be greater than" in errors
 
 
+@pytest.mark.parametrize(("given", "meant"), [("--acumulate", "--accumulate"), ("--embeding-lr", "--embedding-lr")])
+def test_an_unknown_flag_is_answered_with_the_nearest(run: Run, given: str, meant: str) -> None:
+    code, _, errors = run("train", given, "3")
+    assert code == 2
+    said = " ".join(errors.replace("│", " ").split())
+    assert f"No such option: {given}" in said
+    assert set(re.findall(r"--[a-z-]+", said)) - {"--help"} == {given, meant}
+
+
 def test_a_bad_row_is_one_line_that_says_where(run: Run, rows: Path, tmp_path: Path) -> None:
     break_rows(rows, 3, "abc", (17, 400))
     code, _, errors = run("train", "--data", str(rows), *SMALL, "--out", str(tmp_path / "out"))

@@ -12,8 +12,9 @@ from torch import Tensor
 
 from shardrec.checkpoint.manifest import read_manifest
 from shardrec.data import write_criteo_tsv
+from shardrec.errors import ConfigError
 from shardrec.lookup.row_optimizers import RowOptimizer
-from shardrec.train import TrainConfig
+from shardrec.train import RunFolder, TrainConfig
 from shardrec.train.loop import Schedule, step_parts
 from tests.campaign.results import differences
 from tests.checkpoint.whole import contents
@@ -117,7 +118,7 @@ def test_a_file_is_counted_only_if_its_first_epoch_decays(tmp_path: Path, capsys
     write_criteo_tsv(tmp_path / "rows.tsv", 300, seed=1)
     config = SMALL.changed(data=str(tmp_path / "rows.tsv"), samples=None, holdout_samples=None, checkpoint="none")
     for number, (changes, counted) in enumerate(
-        [({"samples": 128}, 128), ({"schedule": "constant"}, 0), ({"epochs": 2}, 0), ({"epochs": 2, "decay": 0.6}, 274)]
+        [({"samples": 128}, 128), ({"schedule": "constant"}, 0), ({"epochs": 2}, 0), ({"epochs": 2, "decay": 0.6}, 270)]
     ):
         broken_off(config.changed(**changes, out=str(tmp_path / str(number))))
         shown = capsys.readouterr().out
@@ -170,6 +171,78 @@ def test_bf16_trains_the_dense_layers_close_to_fp32(tmp_path: Path, monkeypatch:
     for point, other in zip(mine["curve"], theirs["curve"], strict=True):
         assert point["logloss"] == pytest.approx(other["logloss"], rel=0.01)
         assert point["train_loss"] == pytest.approx(other["train_loss"], rel=0.01)
+
+
+# --------------------------------------------------------------------------------------------------------- best weights
+
+OVERFITTING = SMALL.changed(
+    samples=640,
+    epochs=4,
+    decay=0.0,
+    embedding_optimizer="adam",
+    embedding_lr=0.05,
+    evaluations=8,
+    keep_checkpoints=1,
+    checkpoint="best",
+)
+
+
+@pytest.mark.parametrize("monitor", ["logloss", "auc"])
+def test_the_best_weights_are_kept_and_tested(monitor: str, tmp_path: Path) -> None:
+    config = OVERFITTING.changed(monitor=monitor, out=str(tmp_path), ema=0.5 if monitor == "auc" else None)
+    broken_off(config)
+    metrics = json.loads((tmp_path / "metrics.json").read_text(encoding="utf-8"))
+    curve, final_step = metrics["curve"], metrics["training"]["final_step"]
+    best = (max if monitor == "auc" else min)(curve, key=lambda point: point[monitor])
+    assert curve.index(best) < len(curve) - 1, "the run overfits"
+    assert final_step == 5 * (curve.index(best) + 1)
+    assert metrics["final"][monitor] == best[monitor]
+    names = sorted(path.name for path in (tmp_path / "checkpoints").iterdir())
+    assert names == [f"step-{step:012}" for step in (final_step, 40)]
+    assert RunFolder(tmp_path).evaluate()[0].to_mapping()[monitor] == pytest.approx(best[monitor], abs=1e-7)
+
+
+@pytest.mark.parametrize(("monitor", "name"), [(None, "logloss"), ("ne", "normalized_entropy"), ("auc", "auc")])
+def test_patience_goes_by_the_metric_that_is_monitored(monitor: str | None, name: str, tmp_path: Path) -> None:
+    steps = broken_off(OVERFITTING.changed(patience=1, monitor=monitor, out=str(tmp_path), checkpoint="none"))
+    curve = json.loads((tmp_path / "metrics.json").read_text(encoding="utf-8"))["curve"]
+    worths = [point[name] if monitor == "auc" else -point[name] for point in curve]
+    assert len(steps) == (30 if monitor == "auc" else 10)
+    assert worths[:-1] == sorted(worths[:-1])
+    assert worths[-1] <= worths[-2]
+
+
+def test_a_run_that_is_broken_off_after_its_best_point_goes_on_from_there(tmp_path: Path) -> None:
+    """The best checkpoint is one to resume from, so that the run cannot go on from before it."""
+    config = OVERFITTING.changed(checkpoint_every="8")
+    whole, broken = (config.changed(out=str(tmp_path / name)) for name in ("whole", "broken"))
+    broken_off(whole)
+    best = json.loads((tmp_path / "whole" / "metrics.json").read_text())["training"]["final_step"]
+    assert best % 8
+    for cut, first in ((best + 1, best + 1), (best + 10, (best + 10) // 8 * 8 + 1)):
+        broken_off(broken, resume=True, cut_after=cut)
+        assert broken_off(broken, resume=True, cut_after=cut)[0] == first
+    broken_off(broken, resume=True)
+    assert differences(tmp_path / "broken", tmp_path / "whole") == []
+    again = config.changed(out=str(tmp_path / "broken"), checkpoint="last")
+    assert broken_off(again, resume=True) == []
+    assert json.loads((tmp_path / "broken" / "metrics.json").read_text())["training"]["final_step"] == 40
+
+
+def test_a_run_whose_best_point_was_before_it_kept_any_says_so(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = OVERFITTING.changed(out=str(tmp_path), checkpoint="last", checkpoint_every="7")
+    broken_off(config, cut_after=36)
+    broken_off(config.changed(checkpoint="best"), resume=True)
+    assert "the best point has no checkpoint: the final metrics are of the last" in capsys.readouterr().out
+    assert json.loads((tmp_path / "metrics.json").read_text())["training"]["final_step"] == 40
+
+
+def test_a_metric_of_groups_needs_groups(tmp_path: Path) -> None:
+    for monitor in ("gauc", "ndcg"):
+        with pytest.raises(ConfigError, match=rf"monitor \(--monitor\) is '{monitor}', a metric of rows in groups"):
+            broken_off(SMALL.changed(monitor=monitor, out=str(tmp_path)))
 
 
 # ----------------------------------------------------------------------------------------------------------- to the bit
