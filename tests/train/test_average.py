@@ -28,7 +28,7 @@ from tests.train.broken_off import SMALL, broken_off
 ROWS, DIM = 20, 8
 OPTIMIZERS: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
     "sgd": (torch.optim.SGD, {"lr": 0.3}),
-    "adagrad": (torch.optim.Adagrad, {"lr": 0.1, "initial_accumulator_value": 0.1}),
+    "adagrad": (torch.optim.Adagrad, {"lr": 0.1, "initial_accumulator_value": 2.0}),
     "rowwise_adagrad": (torchrec.optim.RowWiseAdagrad, {"lr": 0.1}),
 }
 

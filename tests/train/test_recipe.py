@@ -260,15 +260,40 @@ RECIPE: dict[str, Any] = {
 }
 
 
-@pytest.mark.parametrize("size", [1, pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("size", [1, 2])
 def test_a_recipe_that_is_broken_off_goes_on_as_if_nothing_had_happened(size: int, tmp_path: Path) -> None:
     def train(config: TrainConfig, resume: bool = False, cut_after: int | None = None) -> list[int]:
         steps: list[int] = broken_off(config, resume=resume, cut_after=cut_after)
         return steps
 
-    config = SMALL.changed(samples=1_300, epochs=2, checkpoint_every="2", pipeline=2, **RECIPE)
+    config = SMALL.changed(samples=1_300, epochs=2, checkpoint_every="2", pipeline=2, global_batch_size=64, **RECIPE)
     whole, broken = (config.changed(out=str(tmp_path / name)) for name in ("whole", "broken"))
     assert ranks(size, train, whole)[0] == list(range(1, 15))
     ranks(size, train, broken, cut_after=9)
     assert ranks(size, train, broken, resume=True)[0] == list(range(9, 15))
     assert differences(tmp_path / "broken", tmp_path / "whole") == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("before", "after"), [(2, 1), (1, 2)])
+def test_another_number_of_ranks_goes_on_with_the_recipe(before: int, after: int, tmp_path: Path) -> None:
+    """The averages of tables cut by rows and by columns, and of the dense part, among what is loaded."""
+
+    def train(config: TrainConfig, cut_after: int | None = None) -> None:
+        broken_off(config, resume=True, cut_after=cut_after)
+
+    config = SMALL.changed(
+        global_batch_size=64,
+        checkpoint_every="2",
+        constraint=("t_cat_1*=row_wise", "t_cat_2=column_wise", "t_cat_3=data_parallel"),
+        **{**RECIPE, "precision": "fp32"},
+    )
+    whole, broken = (config.changed(out=str(tmp_path / name)) for name in ("whole", "broken"))
+    ranks(1, train, whole)
+    ranks(before, train, broken, cut_after=5)
+    ranks(after, train, broken)
+    mine, theirs = (json.loads((tmp_path / name / "metrics.json").read_text()) for name in ("broken", "whole"))
+    assert mine["final"]["logloss"] == pytest.approx(theirs["final"]["logloss"], abs=1e-4)
+    assert [point["samples"] for point in mine["curve"]] == [point["samples"] for point in theirs["curve"]]
+    for point, other in zip(mine["curve"], theirs["curve"], strict=True):
+        assert point["grad_norms"] == pytest.approx(other["grad_norms"], rel=1e-3)
