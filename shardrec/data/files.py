@@ -83,11 +83,7 @@ class FileClickData(ClickData):
         return self._train_rows
 
     def count(self) -> int:
-        """About how many rows a pass trains on: broken ones count, and the expected share is held out.
-
-        Raises:
-            DataError: for a file that is damaged.
-        """
+        """About how many rows a pass trains on: broken ones count, and the expected share is held out."""
         rows = sum(count_rows(path, self.spec) for path in self.paths)
         self._train_rows = round(rows * (1 - self._holdout))
         return self._train_rows

@@ -96,11 +96,7 @@ class RowOptimizer:
                 self._update(cls.weight, states, gradient, square)
 
     def keep_averages(self, decay: float) -> None:
-        """Average each row's values over the steps from now on, as states; see [Note: averages of rows].
-
-        Args:
-            decay: weight of a step beside that of the next one, from 0 to 1 (neither included).
-        """
+        """Average each row's values from now on, as states; decay is in (0, 1), see [Note: averages of rows]."""
         self._log_decay = math.log(decay)
         for cls, states in self._classes:
             states["average"] = torch.zeros_like(cls.weight, dtype=torch.float32)

@@ -358,11 +358,7 @@ class ShardedCollection(nn.Module, abc.ABC):
         return dict(self._optimizers)
 
     def keep_averages(self, decay: float) -> list[RowOptimizer]:
-        """Average the rows of tables with an optimizer, which are updated at the step, over the steps from now on.
-
-        Returns:
-            What has the averages of this rank's rows.
-        """
+        """Average the rows of tables with an optimizer from now on; returns what has those of this rank's rows."""
         assert self.context.options.updates_at_step, "kernels that update in backward average nothing"
         self.averages = True
         kept = self.shards.row_optimizers() + ([] if self.replicas is None else self.replicas.row_optimizers())
