@@ -52,6 +52,9 @@ class Checkpoints:
             :func:`shardrec.save_checkpoint`; default: none. Every checkpoint is complete, but damage to a shared file
             damages all checkpoints that share it: with ``keep_last`` above ``incremental``, no file is in all of them.
 
+    Attributes:
+        pinned: step of a checkpoint that is kept in addition; None for none.
+
     Raises:
         ConfigError: if ``keep_last`` is below 1 or ``incremental`` below 0.
     """
@@ -63,6 +66,7 @@ class Checkpoints:
         check_incremental(incremental)
         self.keep_last = keep_last
         self.incremental = incremental
+        self.pinned: int | None = None
 
     def save(
         self,
@@ -144,7 +148,7 @@ class Checkpoints:
     def _prune(self, step: int) -> None:
         """Remove incomplete checkpoints, and those older than the last ``keep_last`` up to ``step``."""
         complete = self.paths()
-        older = [path for one, path in complete.items() if one < step]
+        older = [path for one, path in complete.items() if one < step and one != self.pinned]
         kept = len(older) if self.keep_last is None else self.keep_last - 1
         for path in older[: max(len(older) - kept, 0)] + [path for one, path in self._folders() if one not in complete]:
             remove(path)

@@ -206,7 +206,7 @@ class Moves:
 
     def _path(self, name: str) -> str | None:
         for table in self._tables:
-            if name.startswith((f"model.{table.path}.", f"fused.{table.path}.", f"ids.{table.path}.")):
+            if name.startswith(tuple(f"{kind}.{table.path}." for kind in ("model", "fused", "ids", "average"))):
                 return table.path
             if name.startswith(f"optimizer.{table.path}.weight."):
                 rows = self._manifest.tensors[name].shape[:1]

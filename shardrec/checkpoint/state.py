@@ -96,6 +96,11 @@ def table_tensors(model: ShardedModel) -> dict[str, HeldTensor]:
                 tensors[f"fused.{paths[id(table)]}.{state}"] = _of_table(
                     model, table, values, torch.float32, rowwise=rowwise
                 )
+            if collection.averages:
+                average, step = (collection.fused_state(name, state) for state in ("average", "average_step"))
+                path = f"average.{paths[id(table)]}"
+                tensors[f"{path}.weight"] = _of_table(model, table, average, torch.float32)
+                tensors[f"{path}.step"] = _of_table(model, table, step, torch.int32, rowwise=True)
     return tensors
 
 

@@ -14,6 +14,7 @@ from shardrec.cli.bench import bench_command
 from shardrec.cli.calibrate import calibrate_command
 from shardrec.cli.doctor import doctor
 from shardrec.cli.ending import ended_by_error, writable_output
+from shardrec.cli.flags import Command
 from shardrec.cli.plan import plan_command
 from shardrec.cli.runs import compare_command, eval_command, export_command, inspect_command, serve_command
 from shardrec.cli.serve_embeddings import serve_embeddings_command
@@ -48,7 +49,8 @@ def _shardrec(
 def _add(name: str, command: Callable[..., None], **settings: Any) -> None:
     """A command, whose help is its docstring: each paragraph as one line, for Typer keeps line breaks."""
     paragraphs = inspect.cleandoc(command.__doc__ or "").split("\n\n")
-    app.command(name, help="\n\n".join(text.replace("\n", " ") for text in paragraphs), **settings)(command)
+    text = "\n\n".join(paragraph.replace("\n", " ") for paragraph in paragraphs)
+    app.command(name, cls=Command, help=text, **settings)(command)
 
 
 _add("train", train_command())

@@ -7,16 +7,29 @@ from typing import Annotated, Any, Literal, get_args
 
 import typer
 from pydantic.fields import FieldInfo
+from typer.core import TyperCommand
 
 from shardrec.train.options import Options, flag, shown_as
 
-__all__ = ["Debug", "Device", "flag_parameters", "parameter"]
+__all__ = ["Command", "Debug", "Device", "flag_parameters", "parameter"]
 
 Debug = Annotated[bool, typer.Option("--debug", help="Show tracebacks.")]
 """Read by the entry point, and not by the commands that declare it for their help."""
 
 
 Device = Literal["cpu", "cuda"]
+
+
+class Command(TyperCommand):
+    """A command that answers an unknown flag with the nearest one."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        try:
+            return super().parse_args(ctx, args)
+        except Exception as error:
+            if getattr(error, "possibilities", None):  # the nearest first
+                error.possibilities = error.possibilities[:1]  # type: ignore[attr-defined]  # just read
+            raise
 
 
 def parameter(name: str, annotation: Any, default: Any) -> inspect.Parameter:

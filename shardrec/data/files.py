@@ -16,7 +16,7 @@ from shardrec.data.schema import ClickSchema
 from shardrec.data.source import ClickData
 from shardrec.data.spec import FeatureSpec
 from shardrec.data.split import BatchRequest, held_out
-from shardrec.data.tables import check_file, first_line, read_blocks
+from shardrec.data.tables import check_file, count_rows, first_line, read_blocks
 from shardrec.errors import ConfigError, DataError
 
 __all__ = ["FileClickData"]
@@ -69,6 +69,7 @@ class FileClickData(ClickData):
         self._holdout, self._on_bad_row = holdout, on_bad_row
         self._shuffle, self._keep_groups, self._seed = shuffle, keep_groups, seed
         self._skipped: Counter[str] = Counter()
+        self._train_rows: int | None = None
         for path in self.paths:
             check_file(path, spec)
 
@@ -78,8 +79,14 @@ class FileClickData(ClickData):
 
     @property
     def train_rows(self) -> int | None:
-        """None: the number of rows is not known before they are read."""
-        return None
+        """What :meth:`count` returned; None before it was called."""
+        return self._train_rows
+
+    def count(self) -> int:
+        """About how many rows a pass trains on: broken ones count, and the expected share is held out."""
+        rows = sum(count_rows(path, self.spec) for path in self.paths)
+        self._train_rows = round(rows * (1 - self._holdout))
+        return self._train_rows
 
     @property
     def skipped(self) -> dict[str, int]:

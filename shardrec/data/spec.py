@@ -19,6 +19,7 @@ Row 0 of each table is for a missing or unknown value; with dynamic ids, a missi
 
 from __future__ import annotations
 
+from difflib import get_close_matches
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
@@ -37,6 +38,9 @@ Ids = Literal["hash", "number", "vocabulary", "buckets", "hexadecimal"]
 
 CONSTANT = "constant"
 """Name of the dense column of ones that data without dense columns have, for models that need one."""
+
+
+_UNKNOWN = ("extra_forbidden", "unexpected_keyword_argument")
 
 
 class _Strict(BaseModel):
@@ -240,7 +244,9 @@ def parse_spec(text: str, where: str) -> FeatureSpec:
         return FeatureSpec.model_validate(given)
     except ValidationError as error:
         faults = [
-            f"{_place(fault['loc'], given)}{fault['msg'].removeprefix('Value error, ')}" for fault in error.errors()
+            _place(fault["loc"], given)
+            + (_unknown_key(fault["loc"]) if fault["type"] in _UNKNOWN else fault["msg"].removeprefix("Value error, "))
+            for fault in error.errors()
         ]
         raise ConfigError(f"{where}: " + "; ".join(faults)) from error
 
@@ -253,6 +259,14 @@ def _place(loc: tuple[int | str, ...], given: Any) -> str:
         name = feature.get("name", loc[1]) if isinstance(feature, dict) else loc[1]
         words = [f"feature {name!r}", *words[2:]]
     return f"{', '.join(words)}: " if words else ""
+
+
+def _unknown_key(loc: tuple[int | str, ...]) -> str:
+    """What is said of a key that there is none of: the nearest one, and all."""
+    holder: Any = FeatureSpec if len(loc) == 1 else Label if loc[0] == "label" else Feature
+    known = [*(DynamicIds.__dataclass_fields__ if "dynamic_ids" in loc else holder.model_fields)]
+    close = "".join(f", did you mean {key!r}?" for key in get_close_matches(str(loc[-1]), known, n=1))
+    return f"there is no such key{close} (the keys are {', '.join(known)})"
 
 
 def click_spec(schema: ClickSchema) -> FeatureSpec:

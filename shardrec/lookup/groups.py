@@ -6,7 +6,7 @@ mode             how the weights are updated
 ``FUSED``        the lookup's kernel, in backward
 ``ROWS``         :class:`~shardrec.lookup.row_optimizers.RowOptimizer`, in backward or at the step: optimizers
                  without an exact kernel, and all where updates wait for the step
-``WHOLE_ROWS``   the same, with the mean square of whole rows: rowwise Adagrad on tables cut by columns
+``WHOLE_ROWS``   the same, with the mean square of whole rows: row-wise states of tables cut by columns
 ``DENSE``        by whoever owns the parameters' gradients: tables without an optimizer in backward
 ===============  =======================================================================================
 
@@ -93,7 +93,7 @@ def group_tables(
         by_width: shards of different widths go into different groups.
 
     Raises:
-        PlanError: for rowwise Adagrad on a table whose stripes would be in different groups.
+        PlanError: for row-wise states of a table whose stripes would be in different groups; for LAMB and stripes.
     """
     members: dict[tuple[GroupMode, FusedOptimizer | None, int | None, torch.dtype, bool], list[TableLayout]] = {}
     for table in tables:
@@ -106,7 +106,7 @@ def group_tables(
         if mode is GroupMode.WHOLE_ROWS and len(widths) > 1:
             raise PlanError(
                 f"table {table.layout.name!r} is cut into column stripes of {', '.join(map(str, widths))} columns; "
-                "rowwise Adagrad on sequence embeddings takes stripes of one width: cut it evenly"
+                "row-wise states on sequence embeddings take stripes of one width: cut it evenly"
             )
         for width in widths:
             members.setdefault((mode, table.optimizer, width, table.dtype, table.at_step), []).append(table.layout)

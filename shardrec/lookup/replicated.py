@@ -87,6 +87,10 @@ class ReplicatedLookup:
         for parameter in self.parameters:
             parameter.register_post_accumulate_grad_hook(weak_hook(self._on_gradient))
 
+    def row_optimizers(self) -> list[RowOptimizer]:
+        """Those of the tables with an optimizer in backward."""
+        return [update.optimizer for update in self._updates if update is not None]
+
     def states(self, table: int) -> dict[str, Tensor]:
         """The fused optimizer's states of one table, by name, as views; empty without one."""
         update = self._updates[table]

@@ -6,11 +6,20 @@ gradient is complete only after the all-reduce). States are float32, and so is t
 are rounded to nearest when they are written back. The rules are those of :mod:`torch.optim` and
 ``torchrec.optim.RowWiseAdagrad``, on the rows given; partial rowwise Adam and LAMB (You et al., 2020) are fbgemm's,
 whose trust ratio is a row's.
+
+[Note: averages of rows]
+With decay d, the average of n steps is a_n = sum of d^(n - i) w_i / sum of d^(n - i), over the values w_i after step i.
+A row that no step looks up between steps m and n keeps its value w, so that a_n = w + f (a_m - w) with
+
+    f = d^(n - m) (1 - d^m) / (1 - d^n)
+
+Rows are brought up to date so before they change; m is kept for each, 0 for a row that has not changed yet (f = 0).
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import pairwise
 
 import torch
@@ -41,6 +50,7 @@ class RowOptimizer:
         self.optimizer = optimizer
         self.step_count = 0
         self.lr = optimizer.lr
+        self._log_decay: float | None = None
         self._tables = tables
         self._classes = [(cls, self._new_states(cls)) for cls in classes]
 
@@ -79,7 +89,36 @@ class RowOptimizer:
         squares: Sequence[Tensor | None] = mean_squares or [None] * len(gradients)
         for (cls, states), gradient, square in zip(self._classes, gradients, squares, strict=True):
             if gradient.rows.numel():
+                if self._log_decay is not None:
+                    before = self.step_count - 1
+                    average = self._average(cls, states, gradient.rows, before)
+                    states["average"].index_copy_(0, gradient.rows, average)
+                    states["average_step"].index_fill_(0, gradient.rows, before)
                 self._update(cls.weight, states, gradient, square)
+
+    def keep_averages(self, decay: float) -> None:
+        """Average each row's values from now on, as states; decay is in (0, 1), see [Note: averages of rows]."""
+        self._log_decay = math.log(decay)
+        for cls, states in self._classes:
+            states["average"] = torch.zeros_like(cls.weight, dtype=torch.float32)
+            states["average_step"] = torch.zeros(len(cls.weight), dtype=torch.int32, device=cls.weight.device)
+
+    @torch.no_grad()
+    def averages(self) -> Iterator[tuple[Tensor, Tensor]]:
+        """Per width class its weight, and the averages of its rows after the last step, (rows, w) float32."""
+        for cls, states in self._classes:
+            rows = torch.arange(len(cls.weight), device=cls.weight.device)
+            yield cls.weight, self._average(cls, states, rows, self.step_count)
+
+    def _average(self, cls: WidthClass, states: Mapping[str, Tensor], rows: Tensor, now: int) -> Tensor:
+        """(U, w) float32: the averages of some rows after ``now`` steps, up to which they have had their values."""
+        weight, log = cls.weight.index_select(0, rows).to(torch.float32), self._log_decay
+        assert log is not None, "averages are kept"
+        if not now:
+            return weight
+        last = states["average_step"].index_select(0, rows).to(torch.float64)
+        factor = torch.exp((now - last) * log) * torch.expm1(last * log) / math.expm1(now * log)
+        return weight.lerp_(states["average"].index_select(0, rows), factor.to(torch.float32).unsqueeze(1))
 
     def _new_states(self, cls: WidthClass) -> dict[str, Tensor]:
         options = self.optimizer

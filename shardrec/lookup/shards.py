@@ -199,6 +199,10 @@ class ShardLookup:
         for member in self._local_groups:
             member.step()
 
+    def row_optimizers(self) -> list[RowOptimizer]:
+        """Those of the groups whose rows no kernel updates."""
+        return [member.rows for member in self._local_groups if member.rows is not None]
+
     def deferred(self) -> list[DeferredGradients]:
         """What :meth:`step` will apply, by group."""
         return [member.deferred for member in self._local_groups if member.deferred is not None]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import chain
+
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -12,7 +14,7 @@ from shardrec.exchange.peers import peers
 from shardrec.lookup.bank import RowGradient
 from shardrec.modules.model import ShardedModel, require_sharded
 
-__all__ = ["clip_grad_norm_", "clip_grad_value_"]
+__all__ = ["clip_by_norm", "clip_grad_norm_", "clip_grad_value_"]
 
 
 @torch.no_grad()
@@ -39,20 +41,29 @@ def clip_grad_norm_(
         RuntimeError: if the norm is not finite and ``error_if_nonfinite``; nothing is scaled.
         PeerError: if another rank is gone.
     """
+    return clip_by_norm(model, max_norm, norm_type, error_if_nonfinite)[0]
+
+
+@torch.no_grad()
+def clip_by_norm(
+    model: nn.Module, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
+) -> tuple[Tensor, Tensor]:
+    """:func:`clip_grad_norm_`, which also returns (2,) float32: the norms of the dense part and of all tables."""
     sharded = _checked(model, "clip_grad_norm_")
-    whole, parts = _gradients(sharded)
+    gradients = _gradients(sharded)
     rows = _row_gradients(sharded, to_change=False)
     is_max, device = norm_type == torch.inf, sharded.context.device
-    ours = _total(whole, norm_type, device)
     squares = [gradient.squares for gradient in rows if norm_type == 2.0 and gradient.squares is not None]
     numbers = [gradient.values for gradient in rows if norm_type != 2.0 or gradient.squares is None]
-    theirs = _total([*parts, *numbers], norm_type, device)
+    totals = [_total(part, norm_type, device) for part in (*gradients[:3], [*gradients[3], *numbers])]
+    ours, theirs = torch.stack(totals[:2]), torch.stack(totals[2:])
     for square in squares:
-        theirs = theirs + square.sum()
+        theirs[1] += square.sum()
     if sharded.group is not None:
         with peers(sharded.group, "gradient norm"):
             dist.all_reduce(theirs, dist.ReduceOp.MAX if is_max else dist.ReduceOp.SUM, group=sharded.group)
-    norm = torch.maximum(ours, theirs) if is_max else (ours + theirs) ** (1 / norm_type)
+    norms = torch.maximum(ours, theirs) if is_max else (ours + theirs) ** (1 / norm_type)
+    norm = torch.linalg.vector_norm(norms, norm_type)
     if error_if_nonfinite and not torch.isfinite(norm):
         raise RuntimeError(
             f"the norm of order {norm_type} of the gradients is {norm.item()}, so they cannot be clipped; look for "
@@ -60,9 +71,9 @@ def clip_grad_norm_(
         )
     factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
     if device.type == "cuda" or bool(factor < 1):  # a GPU would be waited for
-        for gradient in (*whole, *parts, *(one.values for one in _row_gradients(sharded, to_change=True))):
+        for gradient in chain(*gradients, (one.values for one in _row_gradients(sharded, to_change=True))):
             gradient.mul_(factor.to(gradient.device))
-    return norm
+    return norm, norms
 
 
 @torch.no_grad()
@@ -79,8 +90,8 @@ def clip_grad_value_(model: nn.Module, clip_value: float) -> None:
         ConfigError: if the model is not sharded, is updated in backward, or has replicas.
     """
     sharded = _checked(model, "clip_grad_value_")
-    whole, parts = _gradients(sharded)
-    for gradient in (*whole, *parts, *(one.values for one in _row_gradients(sharded, to_change=True))):
+    gradients = _gradients(sharded)
+    for gradient in chain(*gradients, (one.values for one in _row_gradients(sharded, to_change=True))):
         gradient.clamp_(-clip_value, clip_value)
 
 
@@ -100,23 +111,25 @@ def _checked(model: nn.Module, taker: str) -> ShardedModel:
     return model
 
 
-def _gradients(model: ShardedModel) -> tuple[list[Tensor], list[Tensor]]:
-    """The gradients of parameters that every rank has whole, and this rank's parts of the others."""
-    cut = {id(parameter) for collection in model.sharded_collections for parameter in collection.unreduced_parameters()}
-    whole: list[Tensor] = []
-    parts: list[Tensor] = []
+def _gradients(model: ShardedModel) -> list[list[Tensor]]:
+    """Whole ones of the dense part, whole ones of tables, then this rank's parts of the dense part's and of tables'."""
+    collections = model.sharded_collections
+    cut = {id(parameter) for collection in collections for parameter in collection.unreduced_parameters()}
+    modules = [table for collection in collections for table in collection.tables().values()]
+    tables = {id(parameter) for table in modules for parameter in table.parameters()}
+    gradients: list[list[Tensor]] = [[], [], [], []]
     for parameter in model.parameters():
         gradient = parameter.grad
         if gradient is None:
             continue
+        is_part = id(parameter) in cut or isinstance(gradient, DTensor)
         if isinstance(gradient, DTensor):
-            parts.append(gradient.to_local())  # type: ignore[no-untyped-call,unused-ignore]
-            continue
-        if gradient.is_sparse:
+            gradient = gradient.to_local()  # type: ignore[no-untyped-call,unused-ignore]
+        elif gradient.is_sparse:
             parameter.grad = gradient = gradient.coalesce()
             gradient = gradient._values()
-        (parts if id(parameter) in cut else whole).append(gradient)
-    return whole, parts
+        gradients[2 * is_part + (id(parameter) in tables)].append(gradient)
+    return gradients
 
 
 def _row_gradients(model: ShardedModel, *, to_change: bool) -> list[RowGradient]:

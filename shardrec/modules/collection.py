@@ -31,6 +31,7 @@ from shardrec.layout.discover import Collection, configs_of, qualified_name
 from shardrec.lookup.groups import LookupGroup, LookupTable
 from shardrec.lookup.optimizers import FusedOptimizer, fused_optimizer_of
 from shardrec.lookup.replicated import ReplicatedLookup
+from shardrec.lookup.row_optimizers import RowOptimizer
 from shardrec.lookup.shards import ShardLookup
 from shardrec.modules.deferred import Deferred, DeferredKeyedTensor
 from shardrec.modules.fx_calls import recorded_call
@@ -108,6 +109,7 @@ class ShardedCollection(nn.Module, abc.ABC):
             for name, table in self._lookup_tables.items()
             if table.optimizer is not None and self.storage.trains
         }
+        self.averages = False  # of rows are kept
         self.table_layouts = {name: table.layout for name, table in self._lookup_tables.items()}
         self.replica_number = {table.layout.name: index for index, table in enumerate(self._replicated_tables())}
         self._read(module)
@@ -257,8 +259,9 @@ class ShardedCollection(nn.Module, abc.ABC):
         weight.index_copy_(0, rows.to(weight.device), drawn.to(weight))
         if optimizer is not None:
             self.shards.drop_rows(shard, rows)
-            for state in self.shards.states(shard).values():
-                state.index_fill_(0, rows.to(state.device), optimizer.initial_accumulator_value)
+            for state_name, state in self.shards.states(shard).items():
+                first = optimizer.initial_accumulator_value if state_name in optimizer.states else 0
+                state.index_fill_(0, rows.to(state.device), first)
 
     @abc.abstractmethod
     def _build_lookups(self) -> None:
@@ -353,6 +356,15 @@ class ShardedCollection(nn.Module, abc.ABC):
     def fused_optimizers(self) -> dict[str, FusedOptimizer]:
         """The fused optimizer of each table that has one, by the table's own name; the same on every rank."""
         return dict(self._optimizers)
+
+    def keep_averages(self, decay: float) -> list[RowOptimizer]:
+        """Average the rows of tables with an optimizer from now on; returns what has those of this rank's rows."""
+        assert self.context.options.updates_at_step, "kernels that update in backward average nothing"
+        self.averages = True
+        kept = self.shards.row_optimizers() + ([] if self.replicas is None else self.replicas.row_optimizers())
+        for rows in kept:
+            rows.keep_averages(decay)
+        return kept
 
     def fused_state(self, table: str, state: str) -> dict[Shard | None, Tensor]:
         """This rank's parts of a fused optimizer's state, as views: (rows, cols), or (rows,) if kept per row."""

@@ -30,7 +30,7 @@ import torch
 from torch import Tensor, nn
 
 from shardrec.errors import ConfigError
-from shardrec.modules.clipping import clip_grad_norm_
+from shardrec.modules.clipping import clip_by_norm
 from shardrec.modules.model import ShardedModel
 from shardrec.pipeline.lookahead import Lookahead
 
@@ -67,6 +67,10 @@ class TrainPipeline:
     Raises:
         ConfigError: for another depth; for several batches an update, if the model's tables are updated in backward.
 
+    Attributes:
+        grad_norms: (2,) float32, the norms of the last update's gradients before they were clipped, of the dense part
+            and of the tables; None without ``clip_norm``.
+
     The idea is that of TorchRec's ``TrainPipelineSparseDist``.
     """
 
@@ -99,6 +103,7 @@ class TrainPipeline:
         self._model = model
         self._accumulate, self._accumulated = accumulate, 0
         self._clip_norm = clip_norm
+        self.grad_norms: Tensor | None = None
         self._optimizers = [optimizer] if isinstance(optimizer, torch.optim.Optimizer) else list(optimizer)
         self._loss_fn = loss_fn or operator.call
         context = model.context if isinstance(model, ShardedModel) else None
@@ -123,8 +128,7 @@ class TrainPipeline:
         try:
             result = self._steps.step(self._loss)
         except StopIteration:
-            if self._accumulated:
-                self._update()
+            self.update()
             raise
         loss: Tensor = result[0] if isinstance(result, (tuple, list)) else result
         if self._accumulate > 1:
@@ -132,13 +136,16 @@ class TrainPipeline:
         loss.backward()  # type: ignore[no-untyped-call,unused-ignore]  # untyped in some releases of torch
         self._accumulated += 1
         if self._accumulated == self._accumulate:
-            self._update()
+            self.update()
         return result
 
-    def _update(self) -> None:
+    def update(self) -> None:
+        """Make the update with the batches since the last one, if there are any; every rank calls it."""
+        if not self._accumulated:
+            return
         self._accumulated = 0
         if self._clip_norm is not None:
-            clip_grad_norm_(self._model, self._clip_norm)
+            _, self.grad_norms = clip_by_norm(self._model, self._clip_norm)
         for optimizer in self._optimizers:
             optimizer.step()
 

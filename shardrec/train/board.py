@@ -15,7 +15,7 @@ _HELD_OUT = ("auc", "logloss", "normalized_entropy", "gauc", "ndcg")
 
 
 class Board(Display):
-    """A display that also writes event files: the loss, samples a second, learning rates, held-out metrics, id counts.
+    """A display that also writes event files: losses, samples a second, rates, norms, held-out metrics, id counts.
 
     Args:
         shown: a display that also gets everything.
@@ -28,6 +28,7 @@ class Board(Display):
 
         self._shown = shown
         self._optimizers: dict[str, Optimizer] = {"dense": run.optimizer, "tables": run.model.fused_optimizer}
+        self._norms = run.progress.grad_norms
         self._last = (run.progress.samples, run.progress.seconds)
         self._writer = SummaryWriter(str(run.folder / BOARD), purge_step=run.progress.samples or None)
         self._write = self._writer.add_scalar
@@ -41,6 +42,8 @@ class Board(Display):
             self._write("train/samples_per_second", rows / spent, samples)
         for name, optimizer in self._optimizers.items():
             self._write(f"learning_rate/{name}", float(optimizer.param_groups[0]["lr"]), samples)
+        for name, norm in self._norms.items():
+            self._write(f"gradient_norm/{name}", norm.mean(), samples)
 
     def evaluated(self, point: CurvePoint) -> None:
         self._shown.evaluated(point)

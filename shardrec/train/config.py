@@ -114,12 +114,15 @@ class TrainConfig(Options):
         (128, 64), _MODEL, "Widths of the layers over the interaction, without the last one.", metavar="N,N,..."
     )
 
-    batch_size: int = option(2048, _LEARNING, "Rows of a step on each rank.", ge=1)
+    batch_size: int = option(2048, _LEARNING, "Rows of a batch on each rank.", ge=1)
     global_batch_size: int | None = option(
         None,
         _LEARNING,
-        "Rows of a step over all ranks, spread evenly, in place of --batch-size; a run that goes on keeps its own.",
+        "Rows of a batch over all ranks, spread evenly, in place of --batch-size; a run that goes on keeps its own.",
         ge=1,
+    )
+    accumulate: int = option(
+        1, _LEARNING, "Batches of a step, which takes the gradient of one batch with the rows of all of them.", ge=1
     )
     loss: str = option(
         "bce",
@@ -143,18 +146,39 @@ class TrainConfig(Options):
         "Largest norm of a step's gradients, of the dense layers and the tables together; a larger one is scaled down.",
         gt=0,
     )
-    decay: float = option(
-        0.5,
+    weight_decay: float = option(
+        0.0, _LEARNING, "L2 penalty of the dense layers: times a weight it is added to its gradient.", ge=0
+    )
+    embedding_weight_decay: float = option(
+        0.0, _LEARNING, "The same of the tables, for the rows that a step looks up.", ge=0
+    )
+    precision: str = option(
+        "fp32", _LEARNING, "What the dense layers compute in, in training; weights stay fp32.", choices=("fp32", "bf16")
+    )
+    warmup: int = option(0, _LEARNING, "Steps over which both learning rates rise linearly to their values.", ge=0)
+    schedule: str = option(
+        "linear",
         _LEARNING,
-        "Last fraction of the steps, over which both learning rates decay to 0; not in a file's first epoch.",
-        ge=0,
-        lt=1,
+        "How both learning rates decay to 0 over the last --decay of the steps; or not at all (constant).",
+        choices=("constant", "linear", "cosine"),
+    )
+    decay: float = option(
+        0.5, _LEARNING, "Last fraction of the steps, over which both learning rates decay to 0.", ge=0, le=1
+    )
+    ema: float | None = option(
+        None, _LEARNING, "Evaluate, export and serve averaged weights; this is the decay of a step.", gt=0, lt=1
     )
     patience: int | None = option(
         None,
         _LEARNING,
-        "End after this number of points of the held-out curve without a better logloss (for groups: GAUC).",
+        "End after this number of points of the held-out curve that are no better than one before (--monitor).",
         ge=1,
+    )
+    monitor: str | None = option(
+        None,
+        _LEARNING,
+        "Metric of the held-out rows by which points are compared (default: logloss; a loss over groups: gauc)",
+        choices=("auc", "logloss", "ne", "gauc", "ndcg"),
     )
     seed: int = option(0, _LEARNING, "Seed of the first weights and of generated rows.", ge=0)
 
@@ -207,7 +231,12 @@ class TrainConfig(Options):
         "Places at the top of each group that NDCG, recall and hit rate count, of data with groups.",
         ge=1,
     )
-    checkpoint: str = option("last", _OUTPUT, "Save the model at the end, or not.", choices=("last", "none"))
+    checkpoint: str = option(
+        "last",
+        _OUTPUT,
+        "Save the model at the end (last), also at the best point, whose weights are then tested (best), or not.",
+        choices=("last", "best", "none"),
+    )
     checkpoint_every: str | None = option(
         None, _OUTPUT, "Save every N steps, or minutes ('10m'), and when told to end.", metavar="STEPS|MINUTESm"
     )
@@ -297,11 +326,12 @@ class TrainConfig(Options):
             ConfigError: if some differ; names each one and both values.
         """
         given = self.to_mapping()
+        started = {**TrainConfig().to_mapping(), **started}  # by a version that may have had fewer options
         faults = [
             f"{name} ({flag(name)}) is {given[name]!r} and the run in {self.out} was started with "
-            f"{started.get(name)!r}: leave it out, or start a new run in another folder (--out)"
+            f"{started[name]!r}: leave it out, or start a new run in another folder (--out)"
             for name, field in TrainConfig.model_fields.items()
-            if shown_as(field)["panel"] in _OF_THE_RUN and given[name] != started.get(name)
+            if shown_as(field)["panel"] in _OF_THE_RUN and given[name] != started[name]
         ]
         if faults:
             raise ConfigError(together(faults))

@@ -135,7 +135,8 @@ class Announcer:
         size, threads = rank_info.world_size, rank_info.threads
         ranks = f"{size} rank{'s' * (size > 1)} with {threads} thread{'s' * (threads > 1)}"
         each = " each" * (size > 1)
-        self.say(f"training {config.model} on {ranks}{each}, {batch_size:,} rows a step on each rank")
+        batches = f"{config.accumulate} batches of " * (config.accumulate > 1)
+        self.say(f"training {config.model} on {ranks}{each}, {batches}{batch_size:,} rows a step on each rank")
 
     def display(self, total: int | None, around: Callable[[Display], Display]) -> AbstractContextManager[Display]:
         """A display for the training loop of ``total`` rows, inside of another, closed in the end."""
@@ -163,10 +164,20 @@ class Announcer:
         if best is not None and report.config["loss"] == "bce" and best.logloss < report.curve[-1].logloss * _OVERFITS:
             self.say(
                 f"the held-out normalized entropy was {best.normalized_entropy:.4f} after {best.samples:,} samples and "
-                f"{report.curve[-1].normalized_entropy:.4f} at the end: the model overfits; give --patience, or fewer "
-                "--epochs"
+                f"{report.curve[-1].normalized_entropy:.4f} at the end: the model overfits{_advice(report)}"
             )
         self.say(summary_line(report))
+
+
+def _advice(report: RunReport) -> str:
+    """What to give to a run that overfits, of what it was not given."""
+    given = report.config
+    advice = ["--patience, to end sooner"] if given["patience"] is None else []
+    advice += ["fewer --epochs"] if given["epochs"] > 1 and given["patience"] is None else []
+    kept = f"; the final metrics are those of step {report.final_step:,}"
+    if given["checkpoint"] != "best":
+        kept, advice = "", ["--checkpoint best, for the weights of the best point", *advice]
+    return kept + (f"; give {'; or '.join(advice)}" if advice else "")
 
 
 def _pace(samples: int, seconds: float, total: int | None) -> str:

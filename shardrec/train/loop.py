@@ -1,7 +1,7 @@
 """The training loop: batches in, steps made, curve out.
 
-A step's gradients are means over the ranks of the means over their rows. Ranks have equally many rows in every step but
-perhaps the last one of an epoch, whose few rows weigh a little more.
+A step's gradients are means over the ranks of the means over their rows, of all the batches of the step together. Ranks
+have equally many rows in every step but perhaps the last one of an epoch, whose few rows weigh a little more.
 """
 
 from __future__ import annotations
@@ -9,7 +9,12 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from typing import TypeVar
+from itertools import islice
+from typing import NamedTuple, TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch.optim.lr_scheduler import LambdaLR
 
 from shardrec.data import ClickBatch, ClickMetrics
 from shardrec.launch.stop import RunStopped
@@ -21,7 +26,7 @@ from shardrec.train.losses import batch_loss
 from shardrec.train.report import CurvePoint
 from shardrec.train.run import Run
 
-__all__ = ["Schedule", "failing_together", "train_epoch"]
+__all__ = ["Schedule", "StepPart", "failing_together", "step_parts", "train_epoch"]
 
 T = TypeVar("T")
 
@@ -36,18 +41,24 @@ class Schedule:
         total_steps: of the run, if known: then ``evaluations`` points are spread evenly, the last at the last step.
             Otherwise they are at 25, 50, 100, 200, … steps and at the end of every epoch.
         evaluations: number of points.
-        decay: share of the steps, at the end, in which the learning rates fall linearly to 0.
+        warmup: steps in which the learning rates rise linearly, the last of them with the whole rates.
+        shape: ``linear`` or ``cosine``, how they decay to 0; or ``constant``.
+        decay: share of the steps, at the end, in which they decay.
     """
 
     total_steps: int | None
     evaluations: int
+    warmup: int = 0
+    shape: str = "linear"
     decay: float = 0.0
 
     def rate(self, step: int) -> float:
         """Factor of the learning rates in the step after ``step`` steps."""
-        if self.total_steps is None or not self.decay:
-            return 1.0
-        return min(1.0, (self.total_steps - step) / (self.decay * self.total_steps))
+        rate = min(1.0, (step + 1) / self.warmup) if self.warmup else 1.0
+        if self.total_steps is None or not self.decay or self.shape == "constant":
+            return rate
+        left = min(1.0, max(0, self.total_steps - step) / (self.decay * self.total_steps))
+        return rate * (left if self.shape == "linear" else (1 - math.cos(math.pi * left)) / 2)
 
     def is_due(self, step: int) -> bool:
         """Whether to evaluate after ``step`` steps, counted from 1."""
@@ -58,32 +69,58 @@ class Schedule:
         return step * count // self.total_steps > (step - 1) * count // self.total_steps
 
 
+class StepPart(NamedTuple):
+    """A batch of a step.
+
+    Attributes:
+        batch: the batch.
+        weight: factor of its mean loss, so that the mean over the step's batches is that over their rows.
+        ends: whether it is the last one of the step.
+    """
+
+    batch: ClickBatch
+    weight: float
+    ends: bool
+
+
+def step_parts(batches: Iterator[ClickBatch], accumulate: int) -> Iterator[StepPart]:
+    """The batches, ``accumulate`` of them a step; the last step may have fewer."""
+    while step := list(islice(batches, accumulate)):
+        rows = max(1, sum(batch.size for batch in step))
+        for number, batch in enumerate(step, 1):
+            yield StepPart(batch, accumulate * batch.size / rows, number == len(step))
+
+
 def train_epoch(
     run: Run,
-    batches: Iterable[ClickBatch],
+    batches: Iterable[StepPart],
     *,
     schedule: Schedule,
     evaluate: Callable[[], ClickMetrics],
     display: Display,
+    after_point: Callable[[], None],
     after_step: Callable[[], None],
 ) -> None:
-    """Make a step with each batch; every rank calls it with equally many batches.
+    """Make the steps of some batches; every rank calls it with equally many batches.
 
     Args:
         run: its progress is moved on, at the end to the next epoch.
-        batches: this rank's, those of the epoch that are left.
+        batches: this rank's, those of the epoch that are left, from :func:`step_parts`.
         schedule: of evaluations and learning rates.
         evaluate: held-out metrics, on every rank.
         display: is told of every step.
+        after_point: is called when a point of the curve has been added.
         after_step: is called when a step and its evaluation are over; may end the run by raising.
     """
     progress = run.progress
     optimizers = (run.optimizer, run.model.fused_optimizer)
+    schedulers = [LambdaLR(optimizer, schedule.rate, last_epoch=progress.steps - 1) for optimizer in optimizers]
 
     def add_point() -> None:
         with progress.off_the_clock():
             progress.evaluated_at = progress.steps
             train_loss, metrics = progress.loss.since_point(), evaluate()
+            norms = {name: recent.since_point() for name, recent in progress.grad_norms.items()}
             point = CurvePoint(
                 samples=progress.samples,
                 seconds=progress.seconds,
@@ -94,34 +131,42 @@ def train_epoch(
                 rows=metrics.rows,
                 gauc=None if metrics.ranking is None else metrics.ranking.gauc,
                 ndcg=None if metrics.ranking is None else metrics.ranking.ndcg,
+                grad_norms={name: norm for name, norm in norms.items() if norm is not None and math.isfinite(norm)},
                 ids=run.id_counts(),
             )
             progress.curve.append(point)
             display.evaluated(point)
+        after_point()
 
-    def set_rates() -> None:
-        """Scale the learning rates that the optimizers were made with."""
-        factor = schedule.rate(progress.steps)
-        for group in (group for optimizer in optimizers for group in optimizer.param_groups):
-            group["lr"] = group.setdefault("initial_lr", group["lr"]) * factor
+    def weighted_loss(model: nn.Module, part: StepPart) -> tuple[Tensor, Tensor, int, bool]:
+        with torch.autocast(run.rank_info.device.type, torch.bfloat16, enabled=run.config.precision == "bf16"):
+            loss = batch_loss(run.config.loss, model, part.batch)
+        return loss if part.weight == 1 else loss * part.weight, loss.detach(), part.batch.size, part.ends
 
-    set_rates()
     steps = TrainPipeline(
         run.model,
         optimizers,
         batches,
-        loss_fn=lambda model, batch: (batch_loss(run.config.loss, model, batch), batch.size),
+        loss_fn=weighted_loss,
         depth=run.config.pipeline,
+        accumulate=run.config.accumulate,
         clip_norm=run.config.clip,
         device=run.rank_info.device,
     )
     with progress.on_the_clock():
-        for loss, rows in steps:
+        for _, loss, rows, ends in steps:
             progress.loss.add(loss)
+            progress.rows += rows
+            if not ends:
+                continue
+            steps.update()  # the last step of an epoch may have fewer batches
+            if steps.grad_norms is not None:
+                for recent, norm in zip(progress.grad_norms.values(), steps.grad_norms, strict=True):
+                    recent.add(norm)
             progress.steps += 1
             progress.epoch_steps += 1
-            progress.rows += rows
-            set_rates()
+            for scheduler in schedulers:
+                scheduler.step()
             due = schedule.is_due(progress.steps)
             if due or progress.steps % _SMOOTHING_STEPS == 0:
                 mean = progress.loss.mean()
@@ -136,7 +181,8 @@ def train_epoch(
             if due and progress.stalled(run.config.patience):
                 steps.close()  # here, too: their metrics are the same
                 return
-        if schedule.total_steps is None and progress.evaluated_at != progress.steps:
+        ends = schedule.total_steps is None or progress.epoch + 1 == run.config.epochs
+        if ends and progress.evaluated_at != progress.steps:  # of a file there may be fewer steps than its lines tell
             add_point()
     progress.epoch, progress.epoch_steps = progress.epoch + 1, 0
 

@@ -94,7 +94,7 @@ def _scalar(loss: object) -> Tensor:
 
 def click_loss(logits: Tensor, labels: Tensor) -> Tensor:
     """Mean cross entropy of (B, 1) logits, in nats per row; 0, with gradients of 0, for a batch without rows."""
-    total = binary_cross_entropy_with_logits(logits.view(-1), labels, reduction="sum")
+    total = binary_cross_entropy_with_logits(logits.view(-1).float(), labels, reduction="sum")
     return total / max(1, labels.numel())
 
 

@@ -121,13 +121,15 @@ def fuse_optimizer(model: nn.Module, config: TrainConfig) -> None:
         if isinstance(module, (EmbeddingBagCollection, EmbeddingCollection)):
             # A model of one's own may have given some tables an optimizer already.
             parameters = [one for one in module.parameters() if not getattr(one, "_optimizer_classes", [])]
-            apply_optimizer_in_backward(cls, parameters, {"lr": config.embedding_lr, **settings})
+            rates = {"lr": config.embedding_lr, "weight_decay": config.embedding_weight_decay}
+            apply_optimizer_in_backward(cls, parameters, {**rates, **settings})
 
 
 def dense_optimizer(model: ShardedModel, config: TrainConfig) -> torch.optim.Optimizer:
     """The optimizer of everything that is not a table."""
     cls: Any = _DENSE_OPTIMIZERS[config.optimizer]
-    optimizer: torch.optim.Optimizer = cls(model.dense_parameters(), lr=config.lr)
+    parameters = model.dense_parameters()
+    optimizer: torch.optim.Optimizer = cls(parameters, lr=config.lr, weight_decay=config.weight_decay)
     return optimizer
 
 

@@ -15,16 +15,16 @@ from torch import Tensor
 
 from shardrec.train.report import CurvePoint
 
-__all__ = ["Progress", "RecentLoss"]
+__all__ = ["Progress", "RecentMean"]
 
-_KEPT = ("steps", "epoch", "epoch_steps", "seconds", "evaluated_at")
+_KEPT = ("steps", "epoch", "epoch_steps", "seconds", "evaluated_at", "best_step")
 
 
-class RecentLoss:
-    """Mean losses over the last steps, kept on the device: reading one makes the host wait.
+class RecentMean:
+    """Means over the last steps of a number such as the loss, kept on the device: reading one makes the host wait.
 
     Args:
-        device: where the losses are.
+        device: where the numbers are.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -34,9 +34,9 @@ class RecentLoss:
         self._point_sum = 0.0
         self._point_steps = 0
 
-    def add(self, loss: Tensor) -> None:
-        """Take in a step's loss."""
-        self._sum += loss.detach()
+    def add(self, value: Tensor) -> None:
+        """Take in a step's number."""
+        self._sum += value.detach()
         self._steps += 1
 
     def mean(self) -> float:
@@ -75,18 +75,21 @@ class Progress:
     Attributes:
         world_size: number of ranks.
         loss: of this rank.
+        grad_norms: of all ranks' gradients before they are clipped, by part of the model; empty without clipping.
         steps: optimizer steps.
         epoch: epochs that are over.
-        epoch_steps: steps in the present one, which are the batches read of it.
+        epoch_steps: steps in the present one, which say how many of its batches were read.
         rows: rows of this rank.
         seconds: time of the steps, without evaluations and checkpoints.
         curve: the points evaluated.
         evaluated_at: the step of the last of them.
-        watched: metric that decides which of two points is better: ``logloss`` or ``gauc``.
+        best_step: the step of the best point that is saved; None if none is.
+        watched: metric of a :class:`CurvePoint` that decides which of two points is better.
     """
 
     world_size: int
-    loss: RecentLoss
+    loss: RecentMean
+    grad_norms: Mapping[str, RecentMean] = field(default_factory=dict)
     steps: int = 0
     epoch: int = 0
     epoch_steps: int = 0
@@ -94,12 +97,18 @@ class Progress:
     seconds: float = 0.0
     curve: list[CurvePoint] = field(default_factory=list)
     evaluated_at: int = 0
+    best_step: int | None = None
     watched: str = "logloss"
 
     def stalled(self, patience: int | None) -> bool:
         """Whether the last ``patience`` points of the curve were no better than one before."""
-        losses = [point.logloss if self.watched == "logloss" else -(point.gauc or 0.0) for point in self.curve]
-        return patience is not None and len(losses) > patience and min(losses[-patience:]) >= min(losses[:-patience])
+        return patience is not None and len(self.curve) > patience and not self.improved(patience)
+
+    def improved(self, points: int = 1) -> bool:
+        """Whether any of the last points of the curve is better than all before."""
+        sign = -1 if self.watched in ("logloss", "normalized_entropy") else 1
+        worths = [sign * (getattr(point, self.watched) or 0.0) for point in self.curve]
+        return len(worths) <= points or max(worths[-points:]) > max(worths[:-points])
 
     @property
     def samples(self) -> int:
@@ -131,12 +140,16 @@ class Progress:
     def state(self) -> dict[str, Any]:
         """All but the rows, JSON-compatible."""
         kept = {name: getattr(self, name) for name in _KEPT}
-        return kept | {"loss": self.loss.state(), "curve": [dataclasses.asdict(point) for point in self.curve]}
+        norms = {name: mean.state() for name, mean in self.grad_norms.items()}
+        curve = [dataclasses.asdict(point) for point in self.curve]
+        return kept | {"loss": self.loss.state(), "grad_norms": norms, "curve": curve}
 
     def load(self, state: Mapping[str, Any], rows: int) -> None:
         """Go on from what :meth:`state` gave."""
         for name in _KEPT:
-            setattr(self, name, state[name])
+            setattr(self, name, state.get(name))
         self.loss.load(state["loss"])
+        for name, mean in self.grad_norms.items():
+            mean.load(state["grad_norms"][name])
         self.curve = [CurvePoint(**point) for point in state["curve"]]
         self.rows = rows

@@ -39,6 +39,8 @@ class CurvePoint:
         rows: held-out rows behind them.
         gauc: held-out area under the ROC curve inside the groups; None without groups.
         ndcg: held-out normalized discounted cumulative gain of the groups' first ``top_k`` rows; None without groups.
+        grad_norms: mean norm of the steps' gradients since the point before, of the ``dense`` part and of the
+            ``tables``, before they were clipped; empty without ``clip``.
         ids: of each table with dynamic ids, by its plan name: the counts of :meth:`shardrec.ShardedModel.id_stats`,
             since the run began.
     """
@@ -52,6 +54,7 @@ class CurvePoint:
     rows: int
     gauc: float | None = None
     ndcg: float | None = None
+    grad_norms: Mapping[str, float] = field(default_factory=dict)
     ids: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
 
 
@@ -68,6 +71,7 @@ class RunReport:
         optimum: the best metrics that any model can have on the same rows; None if unknown.
         samples: rows trained on, over all ranks.
         steps: optimizer steps.
+        final_step: the one whose weights ``final`` is of; with ``checkpoint="best"``, that of the best point.
         seconds: time of the steps, without evaluations.
         skipped: rows that were left out, by reason.
     """
@@ -80,6 +84,7 @@ class RunReport:
     optimum: ClickMetrics | None
     samples: int
     steps: int
+    final_step: int
     seconds: float
     skipped: Mapping[str, int]
 
@@ -164,6 +169,7 @@ def write_metrics(report: RunReport, path: Path) -> None:
         "training": {
             "samples": report.samples,
             "steps": report.steps,
+            "final_step": report.final_step,
             "seconds": report.seconds,
             "samples_per_second": report.samples_per_second,
         },

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -11,6 +12,7 @@ import torch
 from shardrec.ids.id_map import COUNTED
 from shardrec.launch.ranks import RankInfo
 from shardrec.modules import ShardedModel
+from shardrec.train.average import Average
 from shardrec.train.config import TrainConfig
 from shardrec.train.display import Announcer
 from shardrec.train.progress import Progress
@@ -30,6 +32,7 @@ class Run:
         source: of the rows.
         model: with its fused optimizers.
         optimizer: of the dense part.
+        average: of the weights, if they are averaged.
         progress: what was done so far.
         announcer: is told what people should know.
     """
@@ -40,9 +43,14 @@ class Run:
     source: Source
     model: ShardedModel
     optimizer: torch.optim.Optimizer
+    average: Average | None
     progress: Progress
     announcer: Announcer
     _ids_before: dict[str, dict[str, int]] = field(default_factory=dict, init=False)
+
+    def evaluated(self) -> AbstractContextManager[None]:
+        """Inside, the model has the weights that are evaluated."""
+        return nullcontext() if self.average is None else self.average.applied()
 
     def id_counts(self) -> dict[str, dict[str, int]]:
         """As :meth:`shardrec.ShardedModel.id_stats`, since the run began. Every rank calls it; one collective."""

@@ -63,23 +63,36 @@ class RunFolder:
         return self.spec.schema_
 
     def model(self) -> ShardedModel:
-        """The model of the last good checkpoint, on one rank, in eval mode.
+        """The model of the last good checkpoint or, if the run keeps it, of the best, on one rank, in eval mode.
+
+        If the run averages its weights (``ema``), it has the averages.
 
         Raises:
             CheckpointError: if all of them are damaged.
             ConfigError: if there is none.
         """
-        from shardrec.checkpoint import Checkpoints
+        from shardrec.checkpoint import Checkpoints, load_checkpoint
         from shardrec.modules import shard
-        from shardrec.train.model import build_model, dynamic_tables, fuse_optimizer
+        from shardrec.train.average import Average
+        from shardrec.train.model import build_model, dense_optimizer, dynamic_tables, fuse_optimizer
 
         model = build_model(self.config, self.schema)
         fuse_optimizer(model, self.config)
         dynamic = dynamic_tables(self.spec, model)
         # A program that runs without shardrec looks distinct ids up for plain ids alone.
-        sharded = shard(model, dynamic_ids=dynamic, dedup=not dynamic)
-        if Checkpoints(self.path / CHECKPOINTS).load_last(sharded) is None:
+        ema = self.config.ema
+        sharded = shard(model, dynamic_ids=dynamic, dedup=not dynamic, update="step" if ema else "backward")
+        optimizer = dense_optimizer(sharded, self.config) if ema else None
+        average = Average(sharded, optimizer, ema) if optimizer is not None and ema else None
+        checkpoints = Checkpoints(self.path / CHECKPOINTS)
+        loaded = checkpoints.load_last(sharded, optimizer)
+        if loaded is None:
             raise ConfigError(f"{self.path} has no checkpoint: train it with --checkpoint last, or --checkpoint-every")
+        best = loaded.extra["progress"].get("best_step") if self.config.checkpoint == "best" else None
+        if best is not None:
+            load_checkpoint(checkpoints.folder / f"step-{best:012}", sharded, optimizer)
+        if average is not None:
+            average.apply()
         sharded.eval()
         return sharded
 

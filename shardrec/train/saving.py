@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from shardrec.checkpoint import Checkpoints, PendingSave
+from shardrec.checkpoint import Checkpoints, PendingSave, load_checkpoint
 from shardrec.exchange.peers import peers
 from shardrec.launch.ranks import over_ranks, same_everywhere
 from shardrec.launch.stop import RunStopped, StopRequest
@@ -106,11 +106,30 @@ class Saver:
             self._acknowledge()
             raise RunStopped(steps, str(self._run.folder))
 
-    def finish(self) -> None:
-        """Save the trained model, if the options ask for it, and wait until it is on disk."""
-        if self._config.checkpoint == "last":
+    def after_point(self) -> None:
+        """Save if the last point of the curve is the best one, and that is what is kept."""
+        if self._config.checkpoint == "best" and self._progress.improved():
+            self._progress.best_step = self._progress.steps
+            self._save()
+
+    def finish(self) -> int:
+        """Save the trained model, if the options ask for it, and wait until it is on disk.
+
+        Returns:
+            The step whose weights the model then has: the best one's, if these are kept.
+        """
+        if self._config.checkpoint != "none":
             self._save()
         self._acknowledge()
+        steps, best = self._progress.steps, self._progress.best_step
+        if self._config.checkpoint != "best" or best == steps:
+            return steps
+        path = None if best is None else self._checkpoints.paths().get(best)
+        if not same_everywhere(str(path or ""), self._place):
+            self._run.announcer.say("the best point has no checkpoint: the final metrics are of the last weights")
+            return steps
+        load_checkpoint(str(path), self._run.model, self._run.optimizer)
+        return best or steps
 
     def _agree(self) -> tuple[bool, bool]:
         """(whether to end, whether a save is due by the clock), the same on all ranks; acknowledges what is written."""
@@ -150,6 +169,7 @@ class Saver:
                 "left_out": self._run.source.left_out,
                 "ids": self._run.id_counts(),
             }
+            self._checkpoints.pinned = self._progress.best_step
             self._pending = self._checkpoints.save(
                 steps, self._run.model, self._run.optimizer, extra, rank_state=self._own_state(), wait=False
             )

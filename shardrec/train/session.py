@@ -24,16 +24,17 @@ from shardrec.layout import ShardingPlan
 from shardrec.modules import ShardedModel, shard
 from shardrec.modules.annotate import annotate_for_dynamo
 from shardrec.modules.anomaly import detect_anomaly
+from shardrec.train.average import Average
 from shardrec.train.board import Board
 from shardrec.train.config import FILE, METRICS, PLAN, SPEC, TrainConfig, load_config_text
 from shardrec.train.display import Announcer
 from shardrec.train.locking import locked
-from shardrec.train.loop import Schedule, failing_together, train_epoch
+from shardrec.train.loop import Schedule, failing_together, step_parts, train_epoch
 from shardrec.train.losses import with_own_loss
 from shardrec.train.metrics import evaluate
 from shardrec.train.model import build_model, dense_optimizer, dynamic_tables, fuse_optimizer, planner_constraints
 from shardrec.train.prefetch import Prefetcher
-from shardrec.train.progress import Progress, RecentLoss
+from shardrec.train.progress import Progress, RecentMean
 from shardrec.train.report import RunReport, environment, write_curve, write_metrics
 from shardrec.train.run import Run
 from shardrec.train.saving import Saver
@@ -85,15 +86,21 @@ def _run(config: TrainConfig, rank_info: RankInfo, folder: Path, resume: bool) -
     if rank_info.is_lead and plan is None:
         announcer.plan(model.plan)
     announcer.run(config, rank_info, source.batch_size)
-    watched = "logloss" if config.loss == "bce" or spec_of(config).group is None else "gauc"
+    optimizer = dense_optimizer(model, config)
     run = Run(
         config=config,
         rank_info=rank_info,
         folder=folder,
         source=source,
         model=model,
-        optimizer=dense_optimizer(model, config),
-        progress=Progress(world_size=rank_info.world_size, loss=RecentLoss(rank_info.device), watched=watched),
+        optimizer=optimizer,
+        average=None if config.ema is None else Average(model, optimizer, config.ema),
+        progress=Progress(
+            world_size=rank_info.world_size,
+            loss=RecentMean(rank_info.device),
+            grad_norms={part: RecentMean(rank_info.device) for part in ("dense", "tables") if config.clip is not None},
+            watched=_watched(config),
+        ),
         announcer=announcer,
     )
     saver = Saver(run)
@@ -112,16 +119,16 @@ def _run(config: TrainConfig, rank_info: RankInfo, folder: Path, resume: bool) -
     anomalies = detect_anomaly(model) if config.detect_anomaly == "on" else nullcontext()
     with saver.watching(), anomalies:
         _train(run, saver)
-    saver.finish()
+    final_step = saver.finish()
     shown = working("final metrics") if rank_info.is_lead else nullcontext()
-    with shown, Prefetcher(source.test_batches()) as batches:
+    with shown, run.evaluated(), Prefetcher(source.test_batches()) as batches:
         final = evaluate(model, failing_together(batches, model), rank_info.device, k=config.top_k)
     samples = over_ranks(run.progress.rows, rank_info)
 
     def finish() -> RunReport | None:
         if not rank_info.is_lead:
             return None
-        report = _report(run, samples, final)
+        report = _report(run, samples, final, final_step)
         with _replacing(folder / METRICS) as file:
             write_metrics(report, file)
         with _replacing(folder / "curve.png") as file:
@@ -194,7 +201,7 @@ def _sharded_model(config: TrainConfig, source: Source, rank_info: RankInfo, pla
         plan,
         device=rank_info.device,
         dynamic_ids=dynamic,
-        update="backward" if config.clip is None else "step",
+        update="step" if config.clip or config.accumulate > 1 or config.ema else "backward",
     )
     if config.compile != "off":  # in rank_info, so that the model stays what the loop and the checkpoint know
         full = config.compile == "full"
@@ -223,34 +230,64 @@ def _own_folder(config: TrainConfig, rank_info: RankInfo, lock: ExitStack) -> Pa
     return folder
 
 
+def _watched(config: TrainConfig) -> str:
+    """The metric of the curve that compares points.
+
+    Raises:
+        ConfigError: if the rows have no groups, of which it would be.
+    """
+    grouped = spec_of(config).group is not None
+    watched = config.monitor or ("gauc" if grouped and config.loss != "bce" else "logloss")
+    if watched in ("gauc", "ndcg") and not grouped:
+        raise ConfigError(
+            f"monitor (--monitor) is {watched!r}, a metric of rows in groups, and the features (--features) "
+            "name no group: give auc, logloss or ne, or add group: COLUMN"
+        )
+    return "normalized_entropy" if watched == "ne" else watched
+
+
 def _train(run: Run, saver: Saver) -> None:
     config, source, model, progress = run.config, run.source, run.model, run.progress
     # In memory: a file would have to be read to its end again for each point of the curve.
     curve_batches = list(failing_together(source.holdout_batches(_CURVE_ROWS), model))
-    total = None if source.data.train_rows is None else source.data.train_rows * config.epochs
+    decays_at_once = config.schedule != "constant" and (1 - config.decay) * config.epochs < 1  # in the first epoch
+    if source.steps is None and decays_at_once and not progress.epoch:
+        with working("counting rows") if run.rank_info.is_lead else nullcontext():
+            source.count()
+        run.announcer.say(f"about {source.train_rows or 0:,} rows to train on in an epoch")
+    total = None if source.train_rows is None else source.train_rows * config.epochs
+
+    def evaluated() -> ClickMetrics:
+        with run.evaluated():
+            return evaluate(model, curve_batches, run.rank_info.device, k=config.top_k)
 
     with run.announcer.display(total, lambda shown: Board(shown, run)) as display:
         for epoch in range(progress.epoch, config.epochs):
             if progress.stalled(config.patience):
                 break
-            # The first epoch counts the steps of a file.
-            steps = source.steps or ((progress.steps - progress.epoch_steps) // epoch if epoch else None)
-            with Prefetcher(source.train_batches(progress.epoch_steps, epoch)) as batches:
+            # The first epoch of files tells the steps, or before it their lines.
+            steps = (progress.steps - progress.epoch_steps) // epoch if epoch else source.steps
+            with Prefetcher(
+                step_parts(source.train_batches(progress.epoch_steps, epoch), config.accumulate)
+            ) as batches:
                 train_epoch(
                     run,
                     batches,
                     schedule=Schedule(
                         total_steps=steps and steps * config.epochs,
                         evaluations=config.evaluations,
+                        warmup=config.warmup,
+                        shape=config.schedule,
                         decay=config.decay,
                     ),
-                    evaluate=lambda: evaluate(model, curve_batches, run.rank_info.device, k=config.top_k),
+                    evaluate=evaluated,
                     display=display,
+                    after_point=saver.after_point,
                     after_step=saver.after_step,
                 )
 
 
-def _report(run: Run, samples: int, final: ClickMetrics) -> RunReport:
+def _report(run: Run, samples: int, final: ClickMetrics, final_step: int) -> RunReport:
     return RunReport(
         config=run.config.to_mapping(),
         environment=environment(world_size=run.rank_info.world_size, threads=run.rank_info.threads),
@@ -260,6 +297,7 @@ def _report(run: Run, samples: int, final: ClickMetrics) -> RunReport:
         optimum=run.source.best_metrics(),
         samples=samples,
         steps=run.progress.steps,
+        final_step=final_step,
         seconds=run.progress.seconds,
         skipped=run.source.skipped,
     )

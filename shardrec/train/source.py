@@ -51,7 +51,8 @@ class Source:
 
     def __init__(self, config: TrainConfig, rank_info: RankInfo) -> None:
         self._rank_info = rank_info
-        self._rows_of_a_step = config.global_batch_size or config.batch_size * rank_info.world_size
+        self._batch_rows = config.global_batch_size or config.batch_size * rank_info.world_size
+        self._accumulate = config.accumulate
         self._samples = config.samples
         self._holdout_samples = config.holdout_samples
         self.data = _open(config)
@@ -71,33 +72,45 @@ class Source:
 
     @property
     def steps(self) -> int | None:
-        """Steps of an epoch, or None."""
-        return None if self.data.train_rows is None else -(-self.data.train_rows // self._rows_of_a_step)
+        """Steps of an epoch; None of files whose rows have not been counted."""
+        rows = self.train_rows
+        return None if rows is None else -(-rows // (self._batch_rows * self._accumulate))
+
+    @property
+    def train_rows(self) -> int | None:
+        """Rows of an epoch, over all ranks; None of files whose rows have not been counted."""
+        rows = self.data.train_rows
+        if rows is None or self._samples is None:
+            return rows
+        return min(rows, -(-self._samples // self._batch_rows) * self._batch_rows)
+
+    def count(self) -> None:
+        """Count the rows of the training files, so that :attr:`steps` is known; those of generated rows are."""
+        if isinstance(self.data, FileClickData):
+            self.data.count()
 
     @property
     def batch_size(self) -> int:
-        """Most rows of a step on a rank."""
-        return -(-self._rows_of_a_step // self._rank_info.world_size)
+        """Most rows of a batch on a rank."""
+        return -(-self._batch_rows // self._rank_info.world_size)
 
-    def train_batches(self, first: int = 0, epoch: int = 0) -> Iterator[ClickBatch]:
-        """This rank's batches of an epoch, as many as every other rank has, without the ``first`` ones."""
-        rank_info = self._rank_info
+    def train_batches(self, first_step: int = 0, epoch: int = 0) -> Iterator[ClickBatch]:
+        """This rank's batches of an epoch, as many as every other rank has, without those of the first steps."""
+        rank_info, first = self._rank_info, first_step * self._accumulate
         batches = self.data.train_batches(
             rank_info.rank,
             rank_info.world_size,
             self.batch_size,
             first_batch=first,
-            global_rows=self._rows_of_a_step,
+            global_rows=self._batch_rows,
             epoch=epoch,
         )
-        steps = None if self._samples is None else max(0, -(-self._samples // self._rows_of_a_step) - first)
-        return self._counted("train", self.data, islice(batches, steps))
+        count = None if self._samples is None else max(0, -(-self._samples // self._batch_rows) - first)
+        return self._counted("train", self.data, islice(batches, count))
 
     def sampled(self, count: int) -> list[KeyedJaggedTensor]:
         """The ids of rank 0's first training batches, which are the same for every rank that asks."""
-        batches = self.data.train_batches(
-            0, self._rank_info.world_size, self.batch_size, global_rows=self._rows_of_a_step
-        )
+        batches = self.data.train_batches(0, self._rank_info.world_size, self.batch_size, global_rows=self._batch_rows)
         return [batch.sparse for batch in islice(batches, count)]
 
     def holdout_batches(self, limit: int | None = None) -> Iterator[ClickBatch]:
@@ -117,7 +130,7 @@ class Source:
         """The rows of some files, or the held-out ones among them, or the first ``limit``, to whole batches."""
         rank, ranks = self._rank_info.rank, self._rank_info.world_size
         many = ranks * _SCORED_ROWS
-        rows = max(self._rows_of_a_step, many if limit is None else min(limit, many))
+        rows = max(self._batch_rows, many if limit is None else min(limit, many))
         read = data.holdout_batches if held else data.train_batches
         batches = read(rank, ranks, -(-rows // ranks), global_rows=rows)
         return self._counted(files, data, islice(batches, None if limit is None else -(-limit // rows)))

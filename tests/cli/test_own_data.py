@@ -218,10 +218,13 @@ def test_dynamic_ids_go_on_on_more_ranks(run: Run) -> None:
 
 @pytest.mark.skipif(not native.is_loaded(), reason="the C++ operators were not compiled")
 def test_dynamic_ids_train_resume_and_serve(run: Run) -> None:
-    """Texts and 64-bit numbers are given rows as they come; nothing of it is lost between the commands."""
+    """Texts and 64-bit numbers are given rows as they come; nothing of it is lost between the commands.
+
+    The weights are averaged, so that what they are evaluated and served from has the rows' ids, too.
+    """
     write_shops()
     flags = ("--data", "day_[01].parquet", "--test", "day_2.parquet", "--features", "dynamic.yaml", "--epochs", "2")
-    flags += (*FLAGS[2:], "--threads", "1", "--checkpoint-every", "20")
+    flags += (*FLAGS[2:], "--threads", "1", "--checkpoint-every", "20", "--ema", "0.9")
     code, shown, errors = run("train", *flags, "--out", "runs/whole")
     assert (code, errors) == (0, ""), errors
     assert "ids of sparse_arch.embedding_bag_collection.t_shop: " in shown

@@ -7,6 +7,7 @@ import re
 from pathlib import Path
 
 import pytest
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from shardrec.layout import ShardingPlan, Topology, cuts
 from tests.cli.command import Run, shell
@@ -80,6 +81,38 @@ def test_samples_cut_a_file_short(run: Run, rows: Path, tmp_path: Path) -> None:
     assert code == 0
     metrics = json.loads((tmp_path / "metrics.json").read_text(encoding="utf-8"))
     assert (metrics["training"]["samples"], metrics["training"]["steps"]) == (3 * 128, 6)
+
+
+def test_batches_of_a_step_and_clipped_gradients(run: Run, rows: Path, tmp_path: Path) -> None:
+    sgd = ("--optimizer", "sgd", "--embedding-optimizer", "sgd", "--accumulate", "3", "--epochs", "2")
+    train = ("train", "--data", str(rows), *SMALL, *sgd)
+    losses = {}
+    for clip in ("1e-7", "10"):
+        code, shown, errors = run(*train, "--clip", clip, "--out", str(tmp_path / clip))
+        assert (code, errors) == (0, "")
+        assert "training dlrm on 1 rank with" in shown
+        assert "3 batches of 64 rows a step on each rank" in shown
+        metrics = json.loads((tmp_path / clip / "metrics.json").read_text(encoding="utf-8"))
+        assert metrics["training"]["steps"] == 6  # of 9 batches an epoch, the last one smaller
+        assert all(0 < point["grad_norms"][part] < 10 for point in metrics["curve"] for part in ("dense", "tables"))
+        tags = EventAccumulator(str(tmp_path / clip / "tensorboard")).Reload().Tags()["scalars"]
+        assert {"gradient_norm/dense", "gradient_norm/tables"} <= set(tags)
+        losses[clip] = [point["logloss"] for point in metrics["curve"]]
+    assert losses["1e-7"][0] == pytest.approx(losses["1e-7"][-1], abs=1e-6)
+    assert losses["10"][0] != pytest.approx(losses["10"][-1], abs=1e-6)
+    for flag, value in (("--accumulate", "0"), ("--clip", "0"), ("--clip", "-1")):
+        code, _, errors = run(*train, flag, value, "--out", str(tmp_path / "bad"))
+        assert code == 1
+        assert f"({flag}) is {float(value) if flag == '--clip' else value}: it should be greater than" in errors
+
+
+@pytest.mark.parametrize(("given", "meant"), [("--acumulate", "--accumulate"), ("--embeding-lr", "--embedding-lr")])
+def test_an_unknown_flag_is_answered_with_the_nearest(run: Run, given: str, meant: str) -> None:
+    code, _, errors = run("train", given, "3")
+    assert code == 2
+    said = " ".join(errors.replace("│", " ").split())
+    assert f"No such option: {given}" in said
+    assert set(re.findall(r"--[a-z-]+", said)) - {"--help"} == {given, meant}
 
 
 def test_a_bad_row_is_one_line_that_says_where(run: Run, rows: Path, tmp_path: Path) -> None:

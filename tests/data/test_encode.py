@@ -335,7 +335,16 @@ def test_hashes_are_the_same_everywhere_and_spread() -> None:
         ("features: [{name: a, kind: id}]", r"feature 'a': give one of rows, vocabulary and boundaries"),
         ("features: [{name: a, kind: ids, rows: 3}]", r"feature 'a', kind: Input should be 'id'"),
         ("features: [{name: a, kind: id, rows: 1}]", r"feature 'a', rows: Input should be greater than or equal to 2"),
-        ("features: [{name: a, kind: dense, row: 3}]", r"feature 'a', row: Extra inputs are not permitted"),
+        (
+            "features: [{name: a, kind: dense, row: 3}]",
+            r"feature 'a', row: there is no such key, did you mean 'rows'\? \(the keys are name, kind, column, rows",
+        ),
+        (
+            "features: [{name: a, kind: id, rows: 9, dynamic_ids: {evit: lru}}]",
+            r"feature 'a', dynamic_ids, evit: there is no such key, did you mean 'evict'\? \(the keys are capacity, ",
+        ),
+        ("label: {zzz: x}", r"label, zzz: there is no such key \(the keys are column, above\)"),
+        ("labels: x", r"labels: there is no such key, did you mean 'label'\? \(the keys are label, group, "),
         ("features: [{name: a, kind: dense, rows: 3}]", r"feature 'a': a dense feature has no rows"),
         ("features: [{name: a, kind: dense}]", r"no feature has a table"),
         ("features: [{name: a, kind: id, rows: 3}, {name: a, kind: dense}]", r"names used more than once: 'a'"),

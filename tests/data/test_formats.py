@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardrec.data import Feature, FeatureSpec, Label, open_click_data, tables
+from shardrec.data import Feature, FeatureSpec, FileClickData, Label, open_click_data, tables
 from shardrec.errors import DataError
 from tests.data.raw import equal, write
 
@@ -146,3 +146,39 @@ def test_an_archive_whose_header_lies(tmp_path: Path) -> None:
             file.writestr(f"{name}.npy", data)
     with pytest.raises(DataError, match=r"rows\.npz is not an \.npz archive of plain arrays"):
         batches(tmp_path / "rows.npz", FeatureSpec(features=(Feature(name="user", kind="id", rows=9),)))
+
+
+@pytest.mark.parametrize("holdout", [0.0, 0.3])
+@pytest.mark.parametrize("name", ["a.csv", "b.csv", "c.csv.gz", "d.parquet", "e.npz", "f.tsv"])
+def test_rows_are_counted_as_they_are_read(
+    tmp_path: Path, name: str, holdout: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In blocks of a few lines; b.csv ends without a line feed, f.tsv has no header."""
+    monkeypatch.setattr(tables, "_BLOCK_BYTES", 50)
+    users = [f"user {number}" for number in range(50)]
+    spec = FeatureSpec(features=(Feature(name="user", kind="id", rows=1000),))
+    path = tmp_path / name
+    text = "label,user\n" + "".join(f"{number % 2},{user}\n" for number, user in enumerate(users))
+    match path.suffix:
+        case ".parquet":
+            pq.write_table(pa.table({"label": [number % 2 for number in range(50)], "user": users}), path)
+        case ".npz":
+            np.savez(path, label=np.arange(50) % 2, user=np.array(users))
+        case ".tsv":
+            spec = spec.model_copy(update={"columns": ("label", "user"), "delimiter": ","})
+            write(path, text.partition("\n")[2].encode())
+        case _:
+            write(path, (text.removesuffix("\n") if name == "b.csv" else text).encode())
+    data = FileClickData([path, path], spec, holdout=holdout)
+    assert data.train_rows is None
+    assert data.count() == data.train_rows == round(100 * (1 - holdout))
+    read = sum(batch.size for batch in data.train_batches(0, 1, 16))
+    assert read == (100 if not holdout else pytest.approx(70, abs=10))
+
+
+def test_damaged_files_are_not_counted(tmp_path: Path) -> None:
+    path = write(tmp_path / "rows.svm.gz", b"1 qid:1 7:1\n" * 30)
+    data = FileClickData([path], LINES)
+    path.write_bytes(path.read_bytes()[:-9])
+    with pytest.raises(DataError, match="the file is damaged"):
+        data.count()

@@ -24,9 +24,13 @@ CLASSES = [
     torch.optim.SGD,
     torch.optim.Adagrad,
     torch.optim.Adam,
+    torch.optim.AdamW,
     torchrec.optim.RowWiseAdagrad,
 ]
-OF_TORCHREC = [torchrec.optim.SGD, torchrec.optim.Adagrad, torchrec.optim.Adam]
+OF_TORCHREC = [
+    *(torchrec.optim.SGD, torchrec.optim.Adagrad, torchrec.optim.Adam),
+    *(torchrec.optim.LAMB, torchrec.optim.PartialRowWiseAdam),
+]
 
 
 @pytest.mark.parametrize("cls", CLASSES, ids=lambda cls: cls.__name__)
@@ -43,6 +47,8 @@ def test_settings_and_defaults_are_those_of_the_class(
         assert fused.eps == group["eps"]
     if "betas" in group:
         assert fused.betas == tuple(group["betas"])
+    if "weight_decay" in group:
+        assert fused.weight_decay == group["weight_decay"]
     if "initial_accumulator_value" in group:
         assert fused.initial_accumulator_value == group["initial_accumulator_value"]
 
@@ -88,17 +94,13 @@ def test_none_was_given() -> None:
         (torch.optim.Adagrad, {"lr_decay": 0.1}, r"Adagrad\(lr_decay=0\.1\) has no fused form; leave lr_decay at 0\.0"),
         (torch.optim.Adam, {"amsgrad": True}, r"Adam\(amsgrad=True\) has no fused form; leave amsgrad at False"),
         (
-            torch.optim.AdamW,
-            {},
-            r"no fused form of torch\.optim\.\w+\.AdamW; use one of SGD, Adagrad, RowWiseAdagrad, Adam",
-        ),
-        (
             torch.optim.RMSprop,
             {},
-            r"no fused form of torch\.optim\.\w+\.RMSprop.* leave the table to an ordinary optimizer",
+            r"no fused form of .*RMSprop; use one of SGD, Adagrad, RowWiseAdagrad, Adam, AdamW, PartialRowWiseAdam, "
+            "LAMB, Lion, or leave the table to an ordinary optimizer",
         ),
         (torch.optim.SparseAdam, {}, r"no fused form of torch\.optim\.\w+\.SparseAdam"),
-        (torchrec.optim.LAMB, {}, r"no fused form of .*LAMB"),
+        (torchrec.optim.LarsSGD, {}, r"no fused form of .*LarsSGD"),
     ],
 )
 def test_what_has_no_fused_form(cls: type[torch.optim.Optimizer], settings: dict[str, Any], words: str) -> None:
@@ -121,15 +123,19 @@ def test_two_optimizers() -> None:
 
 
 @pytest.mark.parametrize(
-    ("kind", "states", "rowwise"),
+    ("kind", "states", "row_states"),
     [
-        (OptimizerKind.SGD, (), False),
-        (OptimizerKind.ADAGRAD, ("sum",), False),
-        (OptimizerKind.ROWWISE_ADAGRAD, ("sum",), True),
-        (OptimizerKind.ADAM, ("exp_avg", "exp_avg_sq"), False),
+        (OptimizerKind.SGD, (), ()),
+        (OptimizerKind.ADAGRAD, ("sum",), ()),
+        (OptimizerKind.ROWWISE_ADAGRAD, ("sum",), ("sum",)),
+        (OptimizerKind.ADAM, ("exp_avg", "exp_avg_sq"), ()),
+        (OptimizerKind.ADAMW, ("exp_avg", "exp_avg_sq"), ()),
+        (OptimizerKind.PARTIAL_ROWWISE_ADAM, ("exp_avg", "exp_avg_sq"), ("exp_avg_sq",)),
+        (OptimizerKind.LAMB, ("exp_avg", "exp_avg_sq"), ()),
+        (OptimizerKind.LION, ("exp_avg",), ()),
     ],
 )
-def test_states(kind: OptimizerKind, states: tuple[str, ...], rowwise: bool) -> None:
+def test_states(kind: OptimizerKind, states: tuple[str, ...], row_states: tuple[str, ...]) -> None:
     optimizer = FusedOptimizer(kind=kind, lr=1.0)
-    assert (optimizer.states, optimizer.rowwise) == (states, rowwise)
-    assert optimizer.counts_steps == (kind is OptimizerKind.ADAM)
+    assert (optimizer.states, optimizer.row_states) == (states, row_states)
+    assert optimizer.counts_steps == ("exp_avg_sq" in states)

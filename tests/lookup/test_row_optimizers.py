@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from shardrec.lookup.bank import RowGradient, WidthClass
 from shardrec.lookup.optimizers import FusedOptimizer, OptimizerKind
 from shardrec.lookup.row_optimizers import RowOptimizer
+from tests import row_references
 from tests.plans import randoms
 
 OPTIMIZERS = [
@@ -27,20 +28,28 @@ OPTIMIZERS = [
     FusedOptimizer(kind=OptimizerKind.ADAGRAD, lr=0.25, eps=1e-3, weight_decay=0.5),
     FusedOptimizer(kind=OptimizerKind.ROWWISE_ADAGRAD, lr=0.25, eps=1e-3, weight_decay=0.5),
     FusedOptimizer(kind=OptimizerKind.ADAM, lr=0.2, eps=1e-8, betas=(0.9, 0.999), weight_decay=0.5),
+    FusedOptimizer(kind=OptimizerKind.ADAMW, lr=0.2, eps=1e-8, betas=(0.9, 0.999), weight_decay=0.5),
 ]
+
+ON_ROWS = {
+    OptimizerKind.ADAMW: row_references.AdamW,
+    OptimizerKind.PARTIAL_ROWWISE_ADAM: row_references.PartialRowWiseAdam,
+    OptimizerKind.LAMB: row_references.LAMB,
+    OptimizerKind.LION: row_references.Lion,
+}
+"""Where torch has no class, or none that leaves rows alone."""
 
 
 def torch_optimizer(spec: FusedOptimizer, parameter: nn.Parameter) -> torch.optim.Optimizer:
     match spec.kind:
         case OptimizerKind.SGD:
             return torch.optim.SGD([parameter], lr=spec.lr, weight_decay=spec.weight_decay)
-        case OptimizerKind.ADAM:
-            return torch.optim.Adam(
-                [parameter], lr=spec.lr, betas=spec.betas, eps=spec.eps, weight_decay=spec.weight_decay
-            )
+        case OptimizerKind.ADAM | OptimizerKind.ADAMW:
+            adam = torch.optim.Adam if spec.kind is OptimizerKind.ADAM else torch.optim.AdamW
+            return adam([parameter], lr=spec.lr, betas=spec.betas, eps=spec.eps, weight_decay=spec.weight_decay)
         case OptimizerKind.ADAGRAD:
             cls: Callable[..., torch.optim.Optimizer] = torch.optim.Adagrad
-        case OptimizerKind.ROWWISE_ADAGRAD:
+        case _:
             cls = torchrec.optim.RowWiseAdagrad
     first = spec.initial_accumulator_value
     return cls([parameter], lr=spec.lr, eps=spec.eps, initial_accumulator_value=first, weight_decay=spec.weight_decay)
@@ -71,7 +80,7 @@ def test_steps_as_torch_does(spec: FusedOptimizer, rng: Random) -> None:
     optimizer = torch_optimizer(spec, parameter)
     for _ in range(4):
         # Only Adam and weight decay would do something to a row without gradient, which the fused ones leave alone.
-        few = rows if spec.kind is OptimizerKind.ADAM or spec.weight_decay else rng.randint(0, rows)
+        few = rows if spec.counts_steps or spec.weight_decay else rng.randint(0, rows)
         chosen = torch.tensor(sorted(rng.sample(range(rows), few)), dtype=torch.int64)
         values = torch.randn(len(chosen), width, generator=generator)
         parameter.grad = torch.zeros(rows, width).index_copy_(0, chosen, values)
@@ -79,6 +88,37 @@ def test_steps_as_torch_does(spec: FusedOptimizer, rng: Random) -> None:
         fused.step(fused.decayed([RowGradient(rows=chosen, values=values)]))
         assert torch.allclose(weight, parameter, atol=1e-6)
     assert fused.step_count == 4
+
+
+@pytest.mark.parametrize("kind", ON_ROWS, ids=lambda kind: kind.value)
+@pytest.mark.parametrize("weight_decay", [0.0, 0.5])
+@settings(max_examples=15)
+@given(rng=randoms())
+def test_steps_on_some_rows_as_the_reference_does(kind: OptimizerKind, weight_decay: float, rng: Random) -> None:
+    rows, width = rng.randint(1, 8), 4 * rng.randint(1, 2)
+    generator = torch.Generator().manual_seed(rng.randrange(2**31))
+    parameter = nn.Parameter(torch.randn(rows, width, generator=generator))
+    with torch.no_grad():
+        parameter[0] = 0.0  # LAMB has no ratio for it
+    weight = parameter.detach().clone()
+    settings = {"lr": 0.1, "betas": (0.6, 0.8), "weight_decay": weight_decay}
+    fused = RowOptimizer([one_class(weight, [rows])], 1, FusedOptimizer(kind=kind, **settings, eps=1e-6))  # type: ignore[arg-type]
+    reference = ON_ROWS[kind]([parameter], **settings, **({} if kind is OptimizerKind.LION else {"eps": 1e-6}))
+    for _ in range(4):
+        chosen = torch.tensor(sorted(rng.sample(range(rows), rng.randint(0, rows))), dtype=torch.int64)
+        values = torch.randn(len(chosen), width, generator=generator)
+        parameter.grad = torch.zeros(rows, width).index_copy_(0, chosen, values)
+        reference.step()
+        fused.step(fused.decayed([RowGradient(rows=chosen, values=values)]))
+        assert torch.allclose(weight, parameter, atol=1e-5)
+
+
+def test_lamb_of_rows_and_gradients_of_zeros_is_finite() -> None:
+    weight = torch.zeros(2, 4)
+    fused = RowOptimizer([one_class(weight, [2])], 1, FusedOptimizer(kind=OptimizerKind.LAMB, lr=0.5, eps=1e-8))
+    fused.step([RowGradient(rows=torch.tensor([0, 1]), values=torch.tensor([[0.0] * 4, [1.0] * 4]))])
+    assert weight[0].tolist() == [0.0] * 4
+    assert torch.allclose(weight[1], torch.tensor(-0.5)), "a row of zeros moves"
 
 
 def test_adam_leaves_rows_alone_that_are_not_looked_up() -> None:

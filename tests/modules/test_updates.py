@@ -19,6 +19,7 @@ import shardrec
 from shardrec.errors import ConfigError
 from shardrec.layout import ShardingPlan, Topology, cuts
 from shardrec.modules import ShardedModel
+from shardrec.modules.clipping import clip_by_norm
 from shardrec.pipeline import TrainPipeline
 from tests.executors import TRAINING, executed
 from tests.models import apply_optimizer_in_backward
@@ -133,6 +134,11 @@ def train_clipped(optimizer: str, norm_type: float) -> list[float]:
             micro = ids(generator, world)
             (model(mine(micro)) ** 2).mean().backward()
             (reference(batch(micro)) ** 2).mean().backward()
+        parts = clip_by_norm(model, 1e9, norm_type)[1]  # which scales nothing
+        named = [(name.startswith("tables."), one.grad) for name, one in reference.named_parameters()]
+        for part, of_tables in zip(parts, (False, True), strict=True):
+            gradients = [gradient for is_table, gradient in named if is_table == of_tables and gradient is not None]
+            differences.append(abs(float(part / torch.nn.utils.get_total_norm(gradients, norm_type)) - 1))
         norm = shardrec.clip_grad_norm_(model, 0.02, norm_type)
         expected = torch.nn.utils.clip_grad_norm_(reference.parameters(), 0.02, norm_type)
         differences.append(abs(float(norm / expected) - 1))
@@ -400,10 +406,12 @@ def train_clipped_pipeline() -> float:
     theirs = reference_optimizers(reference, "adagrad")
     for micro in micros:
         (reference(batch(micro)) ** 2).mean().backward()
-        torch.nn.utils.clip_grad_norm_(reference.parameters(), 0.01)
+        norm = torch.nn.utils.clip_grad_norm_(reference.parameters(), 0.01)
         for one in theirs:
             one.step()
             one.zero_grad()
+    assert pipeline.grad_norms is not None
+    assert float(pipeline.grad_norms.norm()) == pytest.approx(float(norm), rel=1e-5)
     return furthest(model, reference)
 
 

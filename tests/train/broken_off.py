@@ -1,4 +1,4 @@
-"""Runs on this process's rank that are broken off at a step."""
+"""Runs on this process's rank, small ones, that may be broken off at a step."""
 
 from __future__ import annotations
 
@@ -8,6 +8,21 @@ import signal
 from typing import Any
 
 from shardrec.train import TrainConfig
+
+SMALL = TrainConfig(
+    samples=1_500,
+    holdout_samples=500,
+    max_embeddings=60,
+    embedding_dim=4,
+    dense_layers=(8,),
+    over_layers=(8,),
+    embedding_optimizer="adam",
+    embedding_lr=0.01,
+    batch_size=64,
+    evaluations=3,
+    threads=1,
+)
+"""24 batches, the last one of 28 rows."""
 
 
 class PowerCut(BaseException):

@@ -94,6 +94,17 @@ def test_missing_and_unreadable_files(tmp_path: Path) -> None:
         ({"constraint": "t_a=data_parallel@1"}, r"\(--constraint\) is .*@1': a data_parallel table .* name no ranks"),
         ({"constraint": "t_a=row_wise", "plan": "p.json"}, "leave one out"),
         ({"model": "dcn", "over_layers": ()}, "needs one layer at least"),
+        ({"accumulate": 0}, r"accumulate \(--accumulate\) is 0: it should be greater than or equal to 1"),
+        ({"weight_decay": -0.1}, r"weight_decay \(--weight-decay\) is -0\.1: it should be greater than or equal to 0"),
+        ({"embedding_weight_decay": "much"}, r"embedding_weight_decay .* is 'much': it should be a valid number"),
+        ({"precision": "fp16"}, r"precision \(--precision\) is 'fp16': give one of fp32, bf16"),
+        ({"monitor": "f1"}, r"monitor \(--monitor\) is 'f1': give one of auc, logloss, ne, gauc, ndcg"),
+        ({"checkpoint": "all"}, r"checkpoint \(--checkpoint\) is 'all': give one of last, best, none"),
+        ({"ema": 1.0}, r"ema \(--ema\) is 1\.0: it should be less than 1"),
+        ({"ema": 0}, r"ema \(--ema\) is 0: it should be greater than 0"),
+        ({"warmup": -1}, r"warmup \(--warmup\) is -1: it should be greater than or equal to 0"),
+        ({"schedule": "step"}, r"schedule \(--schedule\) is 'step': give one of constant, linear, cosine"),
+        ({"decay": 1.5}, r"decay \(--decay\) is 1\.5: it should be less than or equal to 1"),
     ],
 )
 def test_faulty_values(options: dict[str, Any], message: str) -> None:
@@ -175,5 +186,6 @@ def test_checkpoints_meanwhile_but_not_at_the_end() -> None:
 def test_what_may_change_when_a_run_goes_on() -> None:
     started = TrainConfig(out="run").to_mapping()
     TrainConfig(out="run", nproc=4, threads=2, evaluations=3, checkpoint_every="7", timeout=9.0).check_resumes(started)
+    TrainConfig(out="run").check_resumes({name: value for name, value in started.items() if name != "accumulate"})
     with pytest.raises(ConfigError, match=r"seed \(--seed\) is 1 and the run in run was started with 0"):
         TrainConfig(out="run", seed=1).check_resumes(started)

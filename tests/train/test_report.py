@@ -48,6 +48,7 @@ def report(optimum: ClickMetrics | None = BEST, points: int = 3) -> RunReport:
         optimum=optimum,
         samples=3000,
         steps=3,
+        final_step=3,
         seconds=1.5,
         skipped={},
     )
@@ -123,7 +124,26 @@ def test_a_curve_that_turns_up_is_said(last: float, said: bool, capsys: pytest.C
     worse = dataclasses.replace(made.curve[-1], samples=3000, logloss=last, normalized_entropy=0.95)
     Announcer().results(dataclasses.replace(made, curve=[*made.curve[:-1], worse]), Path("run"))
     shown = capsys.readouterr().out
-    expected = (
-        "normalized entropy was 0.9000 after 1,000 samples and 0.9500 at the end: the model overfits; give --pati"
-    )
+    expected = "normalized entropy was 0.9000 after 1,000 samples and 0.9500 at the end: the model overfits; give "
     assert (expected in shown) == said
+
+
+@pytest.mark.parametrize(
+    ("given", "advice"),
+    [
+        ({}, "; give --checkpoint best, for the weights of the best point; or --patience, to end sooner"),
+        ({"patience": 2, "epochs": 9}, "; give --checkpoint best, for the weights of the best point"),
+        ({"checkpoint": "best"}, "; the final metrics are those of step 2; give --patience, to end sooner"),
+        ({"checkpoint": "best", "patience": 1}, "; the final metrics are those of step 2"),
+        ({"checkpoint": "best", "epochs": 2}, "step 2; give --patience, to end sooner; or fewer --epochs"),
+    ],
+)
+def test_advice_is_what_was_not_given(
+    given: dict[str, object], advice: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    made = report()
+    worse = dataclasses.replace(made.curve[-1], logloss=0.6)
+    config = TrainConfig().changed(**given).to_mapping()
+    overfitted = dataclasses.replace(made, curve=[*made.curve[:-1], worse], config=config, final_step=2)
+    Announcer().results(overfitted, Path("run"))
+    assert f"{advice}\n" in capsys.readouterr().out

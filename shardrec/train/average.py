@@ -1,0 +1,72 @@
+"""``Average``: the exponentially averaged weights of a run's model, of its dense layers and its tables (``--ema``).
+
+The average of n steps is that of the weights after each of them, those after step i weighted by ``decay ** (n - i)``.
+That of a dense parameter is its optimizer's state ``average``; those of rows: [Note: averages of rows].
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from itertools import chain
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shardrec.modules import ShardedModel
+
+__all__ = ["Average"]
+
+
+class Average:
+    """Averages the weights of a model from now on.
+
+    Args:
+        model: whose tables are updated at the step.
+        optimizer: of its dense part; its states and settings hold what a checkpoint needs.
+        decay: from 0 to 1 (neither included).
+    """
+
+    def __init__(self, model: ShardedModel, optimizer: torch.optim.Optimizer, decay: float) -> None:
+        self._decay, self._optimizer = decay, optimizer
+        self._rows = [rows for collection in model.sharded_collections for rows in collection.keep_averages(decay)]
+        for group in optimizer.param_groups:
+            group["averaged"] = 0
+        optimizer.register_step_post_hook(self._after_step)
+
+    def _after_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        for group in optimizer.param_groups:
+            group["averaged"] += 1
+            share = (1 - self._decay) / (1 - self._decay ** group["averaged"])
+            for parameter in group["params"]:
+                state = optimizer.state[parameter]
+                if "average" in state:
+                    state["average"].lerp_(parameter.detach().to(torch.float32), share)
+                elif parameter.grad is not None:  # before its first gradient, its optimizer makes its states
+                    state["average"] = parameter.detach().to(torch.float32, copy=True)
+
+    @torch.no_grad()
+    def apply(self) -> list[tuple[Tensor, Tensor]]:
+        """Give the model its averaged weights.
+
+        Returns:
+            Each weight, and a copy of what it was.
+        """
+        dense = ((weight, state["average"]) for weight, state in self._optimizer.state.items() if "average" in state)
+        before = []
+        for weight, average in chain(*(rows.averages() for rows in self._rows), dense):
+            before.append((weight, weight.clone()))
+            weight.copy_(average)
+        return before
+
+    @contextmanager
+    def applied(self) -> Iterator[None]:
+        """Inside, the model has its averaged weights."""
+        before = self.apply()
+        try:
+            yield
+        finally:
+            with torch.no_grad():
+                for weight, value in before:
+                    weight.copy_(value)
