@@ -131,13 +131,15 @@ class TrainConfig(Options):
         "against others in pairs (pairwise). The features say what a group is. Or the loss method of your own model.",
         choices=("bce", *_OVER_GROUPS, "model"),
     )
-    optimizer: str = option("adam", _LEARNING, "Optimizer of the dense layers.", choices=("sgd", "adagrad", "adam"))
+    optimizer: str = option(
+        "adam", _LEARNING, "Optimizer of the dense layers.", choices=("sgd", "adagrad", "adam", "adamw")
+    )
     lr: float = option(5e-3, _LEARNING, "Learning rate of the dense layers.", gt=0)
     embedding_optimizer: str = option(
         "rowwise_adagrad",
         _LEARNING,
         "Optimizer of the tables, fused into their backward.",
-        choices=("sgd", "adagrad", "rowwise_adagrad", "adam"),
+        choices=("sgd", "adagrad", "rowwise_adagrad", "adam", "adamw", "partial_rowwise_adam", "lamb"),
     )
     embedding_lr: float = option(0.1, _LEARNING, "Learning rate of the tables.", gt=0)
     clip: float | None = option(

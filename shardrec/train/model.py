@@ -13,7 +13,7 @@ from torch import nn
 from torchrec.models.dlrm import DLRM, DLRM_DCN
 from torchrec.modules.embedding_configs import EmbeddingBagConfig
 from torchrec.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
-from torchrec.optim import RowWiseAdagrad
+from torchrec.optim import LAMB, PartialRowWiseAdam, RowWiseAdagrad
 from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
 
 from shardrec.data import ClickSchema, FeatureSpec
@@ -37,11 +37,15 @@ _TABLE_OPTIMIZERS: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]]
     "adagrad": (torch.optim.Adagrad, {"eps": 1e-8}),
     "rowwise_adagrad": (RowWiseAdagrad, {"eps": 1e-8}),
     "adam": (torch.optim.Adam, {}),
+    "adamw": (torch.optim.AdamW, {}),
+    "partial_rowwise_adam": (PartialRowWiseAdam, {}),
+    "lamb": (LAMB, {}),
 }
 _DENSE_OPTIMIZERS: dict[str, type[torch.optim.Optimizer]] = {
     "sgd": torch.optim.SGD,
     "adagrad": torch.optim.Adagrad,
     "adam": torch.optim.Adam,
+    "adamw": torch.optim.AdamW,
 }
 
 

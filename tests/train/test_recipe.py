@@ -16,6 +16,7 @@ from shardrec.errors import ConfigError
 from shardrec.lookup.row_optimizers import RowOptimizer
 from shardrec.train import RunFolder, TrainConfig
 from shardrec.train.loop import Schedule, step_parts
+from shardrec.train.options import shown_as
 from tests.campaign.results import differences
 from tests.checkpoint.whole import contents
 from tests.ranks import ranks
@@ -297,3 +298,20 @@ def test_another_number_of_ranks_goes_on_with_the_recipe(before: int, after: int
     assert [point["samples"] for point in mine["curve"]] == [point["samples"] for point in theirs["curve"]]
     for point, other in zip(mine["curve"], theirs["curve"], strict=True):
         assert point["grad_norms"] == pytest.approx(other["grad_norms"], rel=1e-3)
+
+
+# ---------------------------------------------------------------------------------------------------------- optimizers
+
+
+@pytest.mark.parametrize("field", ["optimizer", "embedding_optimizer"])
+def test_every_optimizer_that_can_be_named_trains(field: str, tmp_path: Path) -> None:
+    choices = shown_as(TrainConfig.model_fields[field])["choices"]
+    assert "adamw" in choices
+    seen: list[dict[str, Tensor]] = []
+    for choice in choices:
+        config = SMALL.changed(samples=128, weight_decay=0.1, embedding_weight_decay=0.1, **{field: choice})
+        made = trained(config, tmp_path / choice)
+        assert all(bool(value.isfinite().all()) for value in made.values())
+        weights = {name: value for name, value in made.items() if name.startswith("model.")}
+        assert not any(all(torch.equal(value, other[name]) for name, value in weights.items()) for other in seen)
+        seen.append(weights)
