@@ -159,10 +159,13 @@ class CudaDouble(TorchFunctionMode):
     Attributes:
         waits: where the host waited, with leave.
         stream: the current one.
+        longest_loop: most ids of a bag that one thread has gone through.
+        pageable_copies: calls of operators that copy from pageable memory.
     """
 
     def __init__(self) -> None:
         super().__init__()
+        self.longest_loop = self.pageable_copies = 0
         self.stream = StreamDouble()
         self._in_backward = False
         self.waits: list[str] = []
@@ -414,6 +417,14 @@ def _permute_2d(
         _ACTIVE[-1].wait("permute_2D_sparse_data without the number of permuted ids")
     places, of_bags, ids = _inner(permute), _inner(lengths), _inner(values)
     count = int(of_bags.sum())
+    if not places.numel() or not of_bags.size(1):
+        return lengths.clone(), values.clone(), None if weights is None else weights.clone()
+    if permuted_lengths_sum is not None:
+        # The last segment runs to the size that is told.
+        begins = (of_bags.flatten().cumsum(0) - of_bags.flatten()).view(of_bags.shape)
+        last = permuted_lengths_sum - (int(of_bags[places].sum()) - int(of_bags[places[-1], -1]))
+        end = int(begins[places[-1], -1]) + last
+        assert end <= ids.numel(), f"the last segment is read up to {end} of {ids.numel()} ids"
     given = None if weights is None else _inner(weights)[:count]
     found = func(places, of_bags, ids[:count], given, None)
     if permuted_lengths_sum is not None:
@@ -425,11 +436,18 @@ def _permute_2d(
 
 
 def _bucketize(func: Any, args: Any, kwargs: Any) -> Any:
-    (lengths, values, *more), named = tree_map(_inner, (args, kwargs))
+    (lengths, values, *others), named = tree_map(_inner, (args, kwargs))
+    given = dict(zip((one.name for one in func._schema.arguments[2:]), others, strict=False)) | named
+    if not lengths.numel():
+        raise RuntimeError("block_bucketize_sparse_features: grid.x value 0 is not within the range (0, 2147483647]")
+    if given["sequence"]:
+        _ACTIVE[-1].longest_loop = max(_ACTIVE[-1].longest_loop, int(lengths.max()))
+    if given.get("block_bucketize_pos") is not None:
+        _ACTIVE[-1].pageable_copies += 1
     count, size = int(lengths.sum()), values.numel()
-    if named.get("weights") is not None:
-        named["weights"] = named["weights"][:count]
-    found = func(lengths, values[:count], *more, **named)
+    if given.get("weights") is not None:
+        given["weights"] = given["weights"][:count]
+    found = func(lengths, values[:count], **given)
     return tuple(
         None if one is None else _to_device(one if number == 0 else _padded(one, size))
         for number, one in enumerate(found)

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from shardrec.exchange.batch import KEY_ORDERS, Batch
+from shardrec.exchange.cut import row_places
 
 __all__ = ["DistinctIds", "distinct", "distinct_padded"]
 
@@ -120,14 +121,15 @@ def distinct_by_table(
 
 
 def distinct_padded(
-    order: Tensor, lengths: Tensor, values: Tensor, firsts: Tensor, edges: Tensor, total: int | None
+    order: Tensor, lengths: Tensor, values: Tensor, firsts: Tensor, edges: Tensor, total: int
 ) -> tuple[Tensor, Tensor, Tensor]:
     """:func:`distinct`, padded instead of waiting for the number; ``total`` is the most ids that the lookups can have.
 
     Returns:
         As :func:`distinct`; elements that are not ids or indices may follow.
     """
-    lengths, ids, _ = torch.ops.fbgemm.permute_2D_sparse_data(order, lengths, values, None, total)
+    ids = values.index_select(0, row_places(order, lengths, values.size(0), total))
+    lengths = lengths.index_select(0, order)
     numbers = torch.arange(ids.numel(), device=ids.device)
     lookup_N = torch.searchsorted(lengths.sum(dim=1, dtype=torch.int64).cumsum(0), numbers, right=True)
     first_N = firsts[lookup_N.clamp(max=firsts.numel() - 1)]

@@ -15,7 +15,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torchrec.modules.embedding_configs import DataType, EmbeddingBagConfig
+from torchrec.modules.embedding_configs import DataType, EmbeddingBagConfig, EmbeddingConfig
+from torchrec.modules.embedding_modules import EmbeddingCollection
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from shardrec.data import ClickBatch, ClickMetrics
@@ -24,7 +25,7 @@ from shardrec.layout import ShardingPlan, Topology, cuts
 from shardrec.modules import ShardedModel, initial, shard
 from shardrec.pipeline import TrainPipeline
 from shardrec.train.metrics import evaluate
-from tests.batches import random_bags, random_sizes_bags
+from tests.batches import Bags, random_bags, random_sizes_bags
 from tests.cuda_double import _ACTIVE, DeviceTensor, HiddenWait, Race, cuda_double, cuda_is_there
 from tests.models import click_model, collection, feature_rows, random_configs, table_sizes
 from tests.modules import clicks
@@ -183,6 +184,66 @@ def test_a_gradient_for_an_ordinary_optimizer() -> None:
         with cuda_is_there():
             # Which ids are of which width is looked up for each of the two.
             compare(lambda: collection(configs), plan, bags_of(rng, configs), waits=3)
+
+
+ROW_BLOCKS = [
+    EmbeddingBagConfig(name="t0", num_embeddings=9, embedding_dim=8, feature_names=["a", "b"]),
+    EmbeddingBagConfig(name="t1", num_embeddings=7, embedding_dim=8, feature_names=["b"]),
+]
+
+
+def row_blocks(boundaries: list[int] | None) -> ShardingPlan:
+    """Both tables in two blocks of rows; those of t0 are even by default."""
+    layouts = (
+        cuts.row_wise("t0", 9, 8, ranks=[0, 0], boundaries=boundaries),
+        cuts.row_wise("t1", 7, 8, ranks=[0, 0]),
+    )
+    return ShardingPlan(topology=Topology(), tables=layouts)
+
+
+def test_batches_without_samples_or_ids() -> None:
+    """fbgemm's bucketize cannot be launched for no bags."""
+    rng = Random(0)
+    given = [random_bags(rng, {"a": 9, "b": 7}, 3, shuffled=False).kjt() for _ in range(4)]
+    for step, size in ((0, 0), (2, 2)):  # the first one has no samples, the third one no ids
+        no_ids = torch.zeros(0, dtype=torch.int64)
+        given[step] = KeyedJaggedTensor(["a", "b"], no_ids, lengths=torch.zeros(2 * size, dtype=torch.int32))
+    with cuda_is_there():
+        compare(lambda: collection(ROW_BLOCKS, optimizers="adagrad"), row_blocks(None), given)
+        sizes = {f"sequences.{name}": (rows, sequences.DIM) for name, rows in sequences.ROWS.items()}
+        plan = cut_plan("row_wise", rng, sizes, Topology())
+        given = [sequences.batch(rng, ["c", "a", "b"], size) for size in (0, 3, 0, 2)]
+        compare(lambda: sequences.Holder(sequences.collection(torch.optim.SGD, 0.1)), plan, given)
+
+
+def test_a_structure_fault_with_row_blocks() -> None:
+    with cuda_is_there(), cuda_double() as double, double.may_wait():
+        model = shard(collection(ROW_BLOCKS, optimizers="sgd"), row_blocks(None), device="cuda:0")
+        bad = KeyedJaggedTensor(["a"], values=torch.tensor([3]), lengths=torch.tensor([1], dtype=torch.int32))
+        with pytest.raises(InputError, match="lacks feature"):
+            model(to_double(bad))
+
+
+def test_no_thread_goes_through_all_the_distinct_ids() -> None:
+    rng = Random(0)
+    ids = {key: [[rng.randrange(4000) for _ in range(500)] for _ in range(4)] for key in ("a", "b")}
+    config = EmbeddingConfig(name="t", num_embeddings=4000, embedding_dim=8, feature_names=["a", "b"])
+    module = sequences.Holder(EmbeddingCollection(tables=[config]))
+    plan = ShardingPlan(topology=Topology(), tables=(cuts.row_wise("sequences.t", 4000, 8, ranks=[0] * 3),))
+    with cuda_is_there(), cuda_double() as double, double.may_wait():
+        model = shard(module, plan, device="cuda:0")
+        model(to_double(Bags(keys=("a", "b"), size=4, ids=ids).kjt()))
+        assert 0 < double.longest_loop <= 64
+
+
+@pytest.mark.parametrize(("boundaries", "copies"), [(None, 0), ([0, 3, 9], 3)])
+def test_even_blocks_need_no_boundaries(boundaries: list[int] | None, copies: int) -> None:
+    rng = Random(0)
+    with cuda_is_there(), cuda_double() as double, double.may_wait():
+        model = shard(collection(ROW_BLOCKS, optimizers="sgd"), row_blocks(boundaries), device="cuda:0")
+        for _ in range(3):
+            model(to_double(random_bags(rng, {"a": 9, "b": 7}, 3).kjt()))
+        assert double.pageable_copies == copies
 
 
 def test_two_ranks() -> None:
