@@ -19,11 +19,13 @@ from torchrec.modules.embedding_configs import DataType, EmbeddingBagConfig, Emb
 from torchrec.modules.embedding_modules import EmbeddingCollection
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
+from shardrec._torchscript import plain
 from shardrec.data import ClickBatch, ClickMetrics
 from shardrec.errors import InputError
 from shardrec.layout import ShardingPlan, Topology, cuts
 from shardrec.modules import ShardedModel, initial, shard
 from shardrec.pipeline import TrainPipeline
+from shardrec.portable.bags import PortableBags
 from shardrec.train.metrics import evaluate
 from tests.batches import Bags, random_bags, random_sizes_bags
 from tests.cuda_double import _ACTIVE, DeviceTensor, HiddenWait, Race, cuda_double, cuda_is_there
@@ -337,6 +339,28 @@ def test_blocks_are_drawn_on_the_device_whatever_the_shards(
     initial.TableDraw(config=config, seed=int(torch.randint(2**32, ()))).fill(whole, None)
     assert torch.equal(drawn, whole)  # the double draws on the CPU
     assert torch.equal(after, torch.rand(()))
+
+
+@pytest.mark.parametrize("policy", ["error", "zero"])
+@pytest.mark.parametrize("cut", ["row_blocks", "table_wise"])
+def test_a_portable_program_waits_for_its_header_and_counts(
+    cut: str, policy: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What TorchScript compiles, run by Python. A lookup group's ids are split by table."""
+    rng = Random(cut)
+    tables = {"t0": (9, 8), "t1": (7, 8)}
+    plan = row_blocks(None) if cut == "row_blocks" else cut_plan(cut, rng, tables, Topology())
+    given = random_bags(rng, {"a": 9, "b": 7}, 3, extra=["unused"]).kjt()
+    expected = shard(collection(ROW_BLOCKS), plan, on_bad_id=policy)(given).values()
+    with cuda_is_there(), cuda_double() as double, double.may_wait():
+        model = shard(collection(ROW_BLOCKS), plan, device="cuda:0", on_bad_id=policy)
+        twin = plain(PortableBags(model.module, parallel_lookups=False)).eval()  # type: ignore[arg-type]
+        moved = to_double(given)
+        monkeypatch.setattr(torch.jit, "is_scripting", lambda: True)
+        double.waits.clear()
+        found = twin(moved).wait().values()
+        assert [one.partition(":")[0] for one in double.waits] == ["portable/input.py", "_torchscript.py"], double.waits
+        assert torch.allclose(found.cpu(), expected)
 
 
 @pytest.mark.parametrize("depth", [0, 1, 2])
