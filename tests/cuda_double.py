@@ -161,11 +161,12 @@ class CudaDouble(TorchFunctionMode):
         stream: the current one.
         longest_loop: most ids of a bag that one thread has gone through.
         pageable_copies: calls of operators that copy from pageable memory.
+        pinned_bytes: all that were pinned, in blocks of powers of two, as torch takes them.
     """
 
     def __init__(self) -> None:
         super().__init__()
-        self.longest_loop = self.pageable_copies = 0
+        self.longest_loop = self.pageable_copies = self.pinned_bytes = 0
         self.stream = StreamDouble()
         self._in_backward = False
         self.waits: list[str] = []
@@ -198,13 +199,9 @@ class CudaDouble(TorchFunctionMode):
             return made
         if kwargs.get("pin_memory") and not _is_cuda(kwargs.get("device")):
             del kwargs["pin_memory"]
-            made = func(*args, **kwargs)
-            made.was_pinned = True
-            return made
+            return self._pinned(func(*args, **kwargs))
         if name == "pin_memory":
-            made = args[0].clone()
-            made.was_pinned = True
-            return made
+            return self._pinned(args[0].clone())
         if name in ("to", "cuda") and not isinstance(args[0], DeviceTensor):
             targets = [one for one in (*args[1:], kwargs.get("device")) if _is_cuda(one)]
             if targets or name == "cuda":
@@ -227,6 +224,11 @@ class CudaDouble(TorchFunctionMode):
             dtypes = [one for one in like if isinstance(one, torch.dtype)]
             return func(args[0], *dtypes) if dtypes else args[0]
         return func(*args, **kwargs)
+
+    def _pinned(self, made: Any) -> Any:
+        made.was_pinned = True
+        self.pinned_bytes += 1 << max(0, made.nbytes - 1).bit_length()
+        return made
 
     def _backward(self, output: Tensor, gradient: Tensor | None = None, **options: Any) -> None:
         """``output.backward(gradient)``, with this mode on for what is called meanwhile."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from random import Random
 from typing import Any
 
@@ -20,6 +21,7 @@ from torchrec.modules.embedding_modules import EmbeddingCollection
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from shardrec._torchscript import plain
+from shardrec.checkpoint import load_checkpoint, save
 from shardrec.data import ClickBatch, ClickMetrics
 from shardrec.errors import InputError
 from shardrec.layout import ShardingPlan, Topology, cuts
@@ -339,6 +341,23 @@ def test_blocks_are_drawn_on_the_device_whatever_the_shards(
     initial.TableDraw(config=config, seed=int(torch.randint(2**32, ()))).fill(whole, None)
     assert torch.equal(drawn, whole)  # the double draws on the CPU
     assert torch.equal(after, torch.rand(()))
+
+
+def test_a_background_save_pins_two_blocks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(save, "_PINNED_BYTES", 64, raising=False)
+    with cuda_is_there(), cuda_double() as double, double.may_wait():
+        model = shard(collection(ROW_BLOCKS, optimizers="adagrad"), row_blocks(None), device="cuda:0")
+        for folder in ("first", "second"):
+            model(to_double(random_bags(Random(0), {"a": 9, "b": 7}, 3).kjt())).values().sum().backward()
+            double.pinned_bytes = 0
+            pending = save.save_checkpoint(tmp_path / folder, model, wait=False)
+            assert 0 < double.pinned_bytes <= 128
+            pending.wait()
+        expected = {name: weight.clone() for name, weight in weights(model).items()}
+    loaded = shard(collection(ROW_BLOCKS, optimizers="adagrad"), row_blocks(None))
+    load_checkpoint(tmp_path / "second", loaded)
+    for name, weight in weights(loaded).items():
+        assert torch.equal(weight, expected[name]), name
 
 
 @pytest.mark.parametrize("policy", ["error", "zero"])
