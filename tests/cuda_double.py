@@ -91,6 +91,9 @@ class EventDouble:
     def wait(self, stream: StreamDouble | None = None) -> None:
         (stream or _ACTIVE[-1].stream).wait_event(self)
 
+    def query(self) -> bool:
+        return True
+
     def synchronize(self) -> None:
         _ACTIVE[-1].wait("an event is waited for")
 

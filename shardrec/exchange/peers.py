@@ -10,6 +10,13 @@ default group's store when it makes its first collectives, and when a collective
                            collectives, and which ranks of its host have ended or are stopped
 
 A step without a failure has no overhead besides the entries in the flight record.
+
+[Note: the device waits]
+NCCL's collectives are waited for by the device, whose host waits for it in turn, where it reads a value: no error can
+be raised there, and at the group's time limit NCCL's own watchdog ends the process. So a thread looks once a second
+whether all ranks of the group run (those of other hosts: whether a rank has reported a failure). If one is gone while
+the last collective is still not done, or shortly before the time limit, it aborts the communicators. The host then
+returns from its wait, with values that mean nothing: :func:`raise_aborted` follows it.
 """
 
 from __future__ import annotations
@@ -28,18 +35,30 @@ from pathlib import Path
 from time import monotonic, sleep
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
 from shardrec.errors import PeerError
 from shardrec.exchange.flight_record import FlightRecord, flight_record
 
-__all__ = ["failed_in_a_collective", "introduce", "meet", "peer_error", "peers"]
+__all__ = [
+    "failed_in_a_collective",
+    "introduce",
+    "meet",
+    "peer_error",
+    "peers",
+    "raise_aborted",
+    "watch_device",
+]
 
 _LOOK_S = 2.0
 """How long to look for a rank that has ended or is stopped, after a failure."""
 _STORE_S = 0.3
 """How long the store may take to answer where this host alone tells who is gone."""
 _POLL_S = 0.02
+_WATCH_S = 1.0
+_SHARE_OF_LIMIT = 0.9
+"""Of a group's time limit, after which the communicators are aborted, before NCCL's watchdog ends the process."""
 _MOST_SHOWN = 8
 _SHOWN_ENTRIES = 4
 _ENDED, _STOPPED, _RUNS = "has ended", "is stopped by a signal", "runs"
@@ -158,6 +177,7 @@ def introduce() -> None:
     with suppress(RuntimeError):
         store.set(_key(dist.get_rank()), json.dumps(asdict(place)))
     _PLACES.clear()
+    _WATCHES.clear()
     _STORE[:] = [weakref.ref(store)]
 
 
@@ -192,6 +212,10 @@ def _default_store() -> dist.Store | None:
 
 def _key(rank: int) -> str:
     return f"shardrec/{rank}"
+
+
+def _report_key(group_name: str, rank: int) -> str:
+    return f"shardrec/{group_name}/{rank}"
 
 
 def _global_ranks(group: dist.ProcessGroup) -> list[int]:
@@ -290,12 +314,12 @@ class _Look:
                 sees = {str(rank): state for rank, state in dict(self.states).items() if state != _RUNS}
                 if sees != told:
                     report = _FailureReport(what=self.what, flight=_own_flight(), sees=sees)
-                    store.set(self._key(self.me), json.dumps(asdict(report)))
+                    store.set(_report_key(self.group_name, self.me), json.dumps(asdict(report)))
                     told = sees
                 for rank in self.others:
                     # Repeatedly, because a rank may see others end after its own report.
-                    if rank in self.reports or store.check([self._key(rank)]):
-                        report = _FailureReport(**json.loads(store.get(self._key(rank))))
+                    if rank in self.reports or store.check([_report_key(self.group_name, rank)]):
+                        report = _FailureReport(**json.loads(store.get(_report_key(self.group_name, rank))))
                         self.reports[rank] = report
                         self.states.update({int(other): state for other, state in report.sees.items()})
                 self.asked = True
@@ -303,8 +327,112 @@ class _Look:
                     return
                 over.wait(_POLL_S)
 
-    def _key(self, rank: int) -> str:
-        return f"shardrec/{self.group_name}/{rank}"
+
+# ------------------------------------------------------------------------------------------------ the device's waits
+
+
+def watch_device(group: dist.ProcessGroup) -> None:
+    """Call this once the current CUDA stream waits for a collective of ``group``. See [Note: the device waits]."""
+    if group.group_name not in _WATCHES:
+        _WATCHES[group.group_name] = _DeviceWatch(group)
+    _WATCHES[group.group_name].wait()
+
+
+def raise_aborted(group: dist.ProcessGroup, what: str) -> None:
+    """Raise if the communicators were aborted, before values read from the device are used.
+
+    Args:
+        group: of the collective. what: this rank has waited for, a noun.
+
+    Raises:
+        PeerError: naming the ranks that are gone.
+    """
+    for watch in _WATCHES.values():
+        if watch.aborted:
+            raise peer_error(group, what, "NCCL's communicators were aborted")
+
+
+class _DeviceWatch:
+    """Watches the ranks of a group, from a thread, while the device waits for its collectives.
+
+    Attributes:
+        aborted: whether it has aborted the communicators.
+        waits: number of waits so far.
+        since: when the last one began.
+        event: recorded after it.
+    """
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self.aborted = False
+        self.waits, self.since = 0, monotonic()
+        self.event = torch.cuda.Event()
+        over = threading.Event()
+        weakref.finalize(self, over.set)
+        limit = group._get_backend(torch.device("cuda")).options._timeout.total_seconds() * _SHARE_OF_LIMIT
+        given = weakref.ref(self), over, group.group_name, _global_ranks(group), limit
+        threading.Thread(target=_watch, args=given, name="shardrec-watch", daemon=True).start()
+
+    def wait(self) -> None:
+        """The current stream waits for a collective from here on."""
+        self.event.record()
+        self.waits, self.since = self.waits + 1, monotonic()
+
+
+_WATCHES: dict[str, _DeviceWatch] = {}  # by the names of groups of the default group in _STORE
+
+
+def _watch(
+    weak: weakref.ref[_DeviceWatch], over: threading.Event, group_name: str, ranks: list[int], limit: float
+) -> None:
+    """Until the watch is dropped. CUDA is asked only for a reason: a graph may be captured meanwhile."""
+    store, waits, stuck = _default_store(), -1, False
+    with suppress(Exception):
+        store = None if store is None else store.clone()  # type: ignore[attr-defined]  # unknown to the stubs
+        while not over.wait(_WATCH_S):
+            watch = weak()
+            if watch is None:
+                return
+            late = monotonic() - watch.since > limit
+            if watch.waits != waits:
+                waits, stuck = watch.waits, False
+            elif (late or _is_one_gone(store, group_name, ranks)) and not watch.event.query():
+                # What a rank has sent before it ended may still be on its way.
+                if stuck or late:
+                    watch.aborted = True
+                    _abort()
+                    return
+                stuck = True
+            del watch
+
+
+def _abort() -> None:
+    """Abort the communicators of all groups; unlike torch's function, which also forgets the groups."""
+    backends: list[Any] = []
+    for group in dist.distributed_c10d._world.pg_map:
+        with suppress(RuntimeError):
+            backends.append(group._get_backend(torch.device("cuda")))
+    # Of several communicators, so that none waits for another.
+    nccl = [backend for backend in backends if hasattr(backend, "_group_start")][:1]
+    for backend in nccl:
+        backend._group_start()
+    for backend in backends:
+        backend.abort()
+    for backend in nccl:
+        backend._group_end()
+
+
+def _is_one_gone(store: dist.Store | None, group_name: str, ranks: list[int]) -> bool:
+    """Whether a rank of this host has ended, or one of another host or the store has failed."""
+    places = [_PLACES[rank] for rank in ranks if rank in _PLACES]
+    if any(place.is_here and place.state() == _ENDED for place in places):
+        return True
+    if store is None or (len(places) == len(ranks) and all(place.is_here for place in places)):
+        return False
+    try:
+        _ask(store, ranks)
+        return any(store.check([_report_key(group_name, rank)]) for rank in ranks)
+    except RuntimeError:
+        return True
 
 
 def _own_flight() -> list[str]:

@@ -6,6 +6,8 @@ streams) is in tests/modules/test_cuda.py.
 
 from __future__ import annotations
 
+import os
+import threading
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -23,14 +25,15 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from shardrec._torchscript import plain
 from shardrec.checkpoint import load_checkpoint, save
 from shardrec.data import ClickBatch, ClickMetrics
-from shardrec.errors import InputError
+from shardrec.errors import InputError, PeerError
+from shardrec.exchange import peers
 from shardrec.layout import ShardingPlan, Topology, cuts
 from shardrec.modules import ShardedModel, initial, shard
 from shardrec.pipeline import TrainPipeline
 from shardrec.portable.bags import PortableBags
 from shardrec.train.metrics import evaluate
 from tests.batches import Bags, random_bags, random_sizes_bags
-from tests.cuda_double import _ACTIVE, DeviceTensor, HiddenWait, Race, cuda_double, cuda_is_there
+from tests.cuda_double import _ACTIVE, DeviceTensor, EventDouble, HiddenWait, Race, cuda_double, cuda_is_there
 from tests.models import click_model, collection, feature_rows, random_configs, table_sizes
 from tests.modules import clicks
 from tests.modules import sequence_models as sequences
@@ -270,6 +273,33 @@ def test_two_ranks() -> None:
             compare(lambda: collection(configs, optimizers="adagrad"), plan, bags_of(rng, configs))
 
     ranks(2, rank_main)
+
+
+def test_a_rank_that_is_gone_while_the_device_waits() -> None:
+    """As with NCCL: collectives are issued at once, and the device waits until the communicators are aborted."""
+
+    def rank_main() -> str:
+        aborted = threading.Event()
+        functional = torch.ops._c10d_functional
+        plan = cut_plan("row_wise", Random(0), table_sizes(ROW_BLOCKS), Topology(ranks_per_host=2))
+        with cuda_is_there(), cuda_double() as double, double.may_wait(), pytest.MonkeyPatch.context() as patch:
+            patch.setattr(peers, "_WATCH_S", 0.05)
+            model = shard(collection(ROW_BLOCKS, optimizers="sgd"), plan, device="cuda:0")
+            features = to_double(random_bags(Random(0), {"a": 9, "b": 7}, 3).kjt())
+            model(features).values().sum().backward()
+            if dist.get_rank() == 1:
+                os._exit(3)
+            patch.setattr(functional, "all_to_all_single", lambda values, *_: values.clone())
+            patch.setattr(functional, "wait_tensor", lambda values: values)
+            patch.setattr(peers, "_abort", aborted.set)
+            patch.setattr(EventDouble, "query", lambda _: aborted.is_set())
+            patch.setattr(double, "wait", lambda why: aborted.wait(20))
+            with pytest.raises(PeerError, match=r"rank 1's process \d+ has ended") as caught:
+                model(features)
+        assert caught.value.ranks == (1,)
+        return caught.value.waited_for
+
+    assert ranks(2, rank_main, expect_death={1})[0] == "header exchange"
 
 
 def test_a_batch_that_is_refused() -> None:
