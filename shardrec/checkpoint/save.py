@@ -12,7 +12,6 @@ import json
 import secrets
 import shutil
 import warnings
-from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent import futures
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -314,27 +313,21 @@ def _copied(tensors: Mapping[str, HeldTensor], background: _Background) -> dict[
 def _copy_through_pinned(pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
     """Copy tensors on CUDA, the second of each pair, to the CPU: one block is filled while the other is emptied."""
     blocks = torch.empty((2, _PINNED_BYTES), dtype=torch.uint8, pin_memory=True)
-    filled: deque[tuple[Tensor, Tensor, torch.cuda.Event]] = deque()
+    filled: list[tuple[Tensor, Tensor, torch.cuda.Event]] = []
 
-    def empty_one() -> None:
-        target, block, done = filled.popleft()
+    def empty(target: Tensor, block: Tensor, done: torch.cuda.Event) -> None:
         done.synchronize()
         target.copy_(block)
 
-    number = 0
-    for room, values in pairs:
-        parts = [one.view(-1).view(torch.uint8).split(_PINNED_BYTES) for one in (room, values.detach().contiguous())]
+    for pair in pairs:
+        parts = [one.detach().contiguous().view(-1).view(torch.uint8).split(_PINNED_BYTES) for one in pair]
         for target, source in zip(*parts, strict=True):
-            if len(filled) == len(blocks):
-                empty_one()
-            block = blocks[number % len(blocks), : source.numel()]
-            number += 1
-            block.copy_(source, non_blocking=True)
-            done = torch.cuda.Event()
-            done.record()
-            filled.append((target, block, done))
-    while filled:
-        empty_one()
+            if len(filled) > 1:
+                empty(*filled[-2])
+            block = blocks[len(filled) % 2, : source.numel()].copy_(source, non_blocking=True)
+            filled.append((target, block, torch.cuda.current_stream().record_event()))
+    for part in filled[-2:]:
+        empty(*part)
 
 
 def _write(

@@ -41,15 +41,7 @@ import torch.distributed as dist
 from shardrec.errors import PeerError
 from shardrec.exchange.flight_record import FlightRecord, flight_record
 
-__all__ = [
-    "failed_in_a_collective",
-    "introduce",
-    "meet",
-    "peer_error",
-    "peers",
-    "raise_aborted",
-    "watch_device",
-]
+__all__ = ["failed_in_a_collective", "introduce", "meet", "peer_error", "peers", "raise_aborted", "watch_device"]
 
 _LOOK_S = 2.0
 """How long to look for a rank that has ended or is stopped, after a failure."""
@@ -331,94 +323,61 @@ class _Look:
 # ------------------------------------------------------------------------------------------------ the device's waits
 
 
-def watch_device(group: dist.ProcessGroup) -> None:
-    """Call this once the current CUDA stream waits for a collective of ``group``. See [Note: the device waits]."""
-    if group.group_name not in _WATCHES:
-        _WATCHES[group.group_name] = _DeviceWatch(group)
-    _WATCHES[group.group_name].wait()
-
-
-def raise_aborted(group: dist.ProcessGroup, what: str) -> None:
-    """Raise if the communicators were aborted, before values read from the device are used.
-
-    Args:
-        group: of the collective. what: this rank has waited for, a noun.
-
-    Raises:
-        PeerError: naming the ranks that are gone.
-    """
-    for watch in _WATCHES.values():
-        if watch.aborted:
-            raise peer_error(group, what, "NCCL's communicators were aborted")
-
-
 class _DeviceWatch:
-    """Watches the ranks of a group, from a thread, while the device waits for its collectives.
+    """Of a group: how often the device has waited for it, since when for the last time, and an event after that."""
 
-    Attributes:
-        aborted: whether it has aborted the communicators.
-        waits: number of waits so far.
-        since: when the last one began.
-        event: recorded after it.
-    """
+    def __init__(self) -> None:
+        self.waits, self.since, self.event, self.aborted = 0, monotonic(), torch.cuda.Event(), False
 
-    def __init__(self, group: dist.ProcessGroup) -> None:
-        self.aborted = False
-        self.waits, self.since = 0, monotonic()
-        self.event = torch.cuda.Event()
-        over = threading.Event()
-        weakref.finalize(self, over.set)
-        limit = group._get_backend(torch.device("cuda")).options._timeout.total_seconds() * _SHARE_OF_LIMIT
-        given = weakref.ref(self), over, group.group_name, _global_ranks(group), limit
-        threading.Thread(target=_watch, args=given, name="shardrec-watch", daemon=True).start()
-
-    def wait(self) -> None:
-        """The current stream waits for a collective from here on."""
-        self.event.record()
-        self.waits, self.since = self.waits + 1, monotonic()
+    def run(self, name: str, ranks: list[int], limit: float) -> None:
+        """Look at the ranks. CUDA is asked only for a reason, for a graph may be captured meanwhile."""
+        store, waits, stuck = _default_store(), -1, False
+        with suppress(Exception):
+            store = store and store.clone()  # type: ignore[attr-defined]  # unknown to the stubs
+            while _WATCHES.get(name) is self and not self.aborted:
+                sleep(_WATCH_S)
+                late = monotonic() - self.since > limit
+                if self.waits != waits:
+                    waits, stuck = self.waits, False
+                elif (late or _is_one_gone(store, name, ranks)) and not self.event.query():
+                    # What a rank has sent before it ended may still be on its way.
+                    self.aborted, stuck = late or stuck, True
+            if self.aborted:
+                _abort()
 
 
 _WATCHES: dict[str, _DeviceWatch] = {}  # by the names of groups of the default group in _STORE
 
 
-def _watch(
-    weak: weakref.ref[_DeviceWatch], over: threading.Event, group_name: str, ranks: list[int], limit: float
-) -> None:
-    """Until the watch is dropped. CUDA is asked only for a reason: a graph may be captured meanwhile."""
-    store, waits, stuck = _default_store(), -1, False
-    with suppress(Exception):
-        store = None if store is None else store.clone()  # type: ignore[attr-defined]  # unknown to the stubs
-        while not over.wait(_WATCH_S):
-            watch = weak()
-            if watch is None:
-                return
-            late = monotonic() - watch.since > limit
-            if watch.waits != waits:
-                waits, stuck = watch.waits, False
-            elif (late or _is_one_gone(store, group_name, ranks)) and not watch.event.query():
-                # What a rank has sent before it ended may still be on its way.
-                if stuck or late:
-                    watch.aborted = True
-                    _abort()
-                    return
-                stuck = True
-            del watch
+def watch_device(group: dist.ProcessGroup) -> None:
+    """Call this once the current CUDA stream waits for a collective of ``group``. See [Note: the device waits]."""
+    name = group.group_name
+    if name not in _WATCHES:
+        watch = _WATCHES[name] = _DeviceWatch()
+        limit = group._get_backend(torch.device("cuda")).options._timeout.total_seconds() * _SHARE_OF_LIMIT
+        threading.Thread(target=watch.run, args=(name, _global_ranks(group), limit), daemon=True).start()
+    watch = _WATCHES[name]
+    watch.event.record()
+    watch.waits, watch.since = watch.waits + 1, monotonic()
+
+
+def raise_aborted(group: dist.ProcessGroup, what: str) -> None:
+    """Raise PeerError for ``what``, a noun, if the communicators were aborted, before values of the device are used."""
+    if any(watch.aborted for watch in _WATCHES.values()):
+        raise peer_error(group, what, "NCCL's communicators were aborted")
 
 
 def _abort() -> None:
-    """Abort the communicators of all groups; unlike torch's function, which also forgets the groups."""
-    backends: list[Any] = []
-    for group in dist.distributed_c10d._world.pg_map:
-        with suppress(RuntimeError):
-            backends.append(group._get_backend(torch.device("cuda")))
-    # Of several communicators, so that none waits for another.
-    nccl = [backend for backend in backends if hasattr(backend, "_group_start")][:1]
-    for backend in nccl:
-        backend._group_start()
+    """Abort the communicators of all groups. torch's own function would also forget the groups."""
+    groups = [group for group in dist.distributed_c10d._world.pg_map if torch.device("cuda") in group._device_types]
+    backends: list[Any] = [group._get_backend(torch.device("cuda")) for group in groups]
+    nccl = [backend for backend in backends if hasattr(backend, "_group_start")]
+    if nccl:
+        nccl[0]._group_start()  # so that no abort waits for another communicator's
     for backend in backends:
         backend.abort()
-    for backend in nccl:
-        backend._group_end()
+    if nccl:
+        nccl[0]._group_end()
 
 
 def _is_one_gone(store: dist.Store | None, group_name: str, ranks: list[int]) -> bool:
