@@ -23,6 +23,7 @@ that CUDA's would have; what is left over is poison, so that code which reads it
 from __future__ import annotations
 
 import traceback
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -61,6 +62,9 @@ class StreamDouble:
 
     def __init__(self, device: Any = None, priority: int = 0) -> None:
         self.issued = self.completed = 0
+        self.priority = priority
+        if _ACTIVE:
+            _ACTIVE[-1].streams.append(self)
         self.waits_for: dict[StreamDouble, int] = {}
 
     def record_event(self, event: EventDouble | None = None) -> EventDouble:
@@ -164,11 +168,17 @@ class CudaDouble(TorchFunctionMode):
         stream: the current one.
         longest_loop: most ids of a bag that one thread has gone through.
         pageable_copies: calls of operators that copy from pageable memory.
+        operators: how often each has run on the device.
+        index_dtypes: of the ids given to lookups.
+        streams: those that were made.
         pinned_bytes: all that were pinned, in blocks of powers of two, as torch takes them.
     """
 
     def __init__(self) -> None:
         super().__init__()
+        self.operators: Counter[str] = Counter()
+        self.index_dtypes: set[torch.dtype] = set()
+        self.streams: list[StreamDouble] = []
         self.longest_loop = self.pageable_copies = self.pinned_bytes = 0
         self.stream = StreamDouble()
         self._in_backward = False
@@ -251,6 +261,7 @@ class CudaDouble(TorchFunctionMode):
         if name.startswith("shardrec."):
             raise AssertionError(f"{name} is compiled for the CPU and was given a tensor of the device")
         self.stream.issued += 1
+        self.operators[name] += 1
         given = _tensors((args, kwargs))
         for one in given:
             stream, issued = one.written
@@ -387,6 +398,8 @@ class KernelDouble:
 
     def __call__(self, ids: Tensor, offsets: Tensor, weights: Tensor | None) -> Any:
         """Reads as many ids as the offsets say, as CUDA's kernel does."""
+        assert ids.dtype is offsets.dtype, "the kernel would cast the offsets"
+        _ACTIVE[-1].index_dtypes.add(ids.dtype)
         return _Lookup.apply(self.kernel, ids, offsets, weights, torch.zeros((), requires_grad=True))  # type: ignore[no-untyped-call]
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cache
+from itertools import accumulate
 
 import torch
 from torch import Tensor
@@ -33,6 +34,9 @@ class Columns:
         self.width = sum(piece.width for piece in pieces)
         self._scales = list(scales)
         self._places = cache(self._new_places)
+        self._sources = cache(self._new_sources)
+        # Many pieces of as many sources each: added up side by side, which takes fewer kernels.
+        self._alike = len(pieces) > 2 and len({len(piece.sources) for piece in pieces}) == 1
         self._flat: list[int] = []
         for piece in pieces:
             self._flat += (piece.width, len(piece.sources))
@@ -48,6 +52,13 @@ class Columns:
         """(B, D) float32: each piece a sum of columns of the (B, ...) blocks. Never a view of a block."""
         if _is_native(blocks[0]):
             output: Tensor = torch.ops.shardrec.assemble(list(blocks), self._flat, blocks[0].size(0), self.width)
+            return output
+        if self._alike and blocks[0].is_cuda:
+            wide = blocks[0] if len(blocks) == 1 else torch.cat(list(blocks), dim=1)
+            selected = self._sources(wide.device, tuple(block.size(1) for block in blocks))
+            output = wide.index_select(1, selected[0])
+            for columns_D in selected[1:]:
+                output.add_(wide.index_select(1, columns_D))
             return output
         columns = []
         for piece in self.pieces:
@@ -93,6 +104,16 @@ class Columns:
         pairs = [sorted(by_block.get(block, {}).items()) for block in range(max(by_block, default=-1) + 1)]
         made = [torch.tensor(one, dtype=torch.int64, device=device).view(-1, 2).unbind(1) for one in pairs]
         return [(places.contiguous(), columns.contiguous()) for places, columns in made]
+
+    def _new_sources(self, device: torch.device, widths: tuple[int, ...]) -> tuple[Tensor, ...]:
+        """(D,) for the first source of each output column, its column in the blocks side by side; then the second..."""
+        starts = [0, *accumulate(widths)]
+        columns = [
+            torch.tensor([starts[source.block] + source.start for source in piece.sources])[:, None]
+            + torch.arange(piece.width)
+            for piece in self.pieces
+        ]
+        return torch.cat(columns, dim=1).to(device).unbind(0)
 
 
 def _is_native(values: Tensor) -> bool:

@@ -31,6 +31,8 @@ from shardrec.lookup.optimizers import FusedOptimizer
 
 __all__ = ["RowGradient", "TableBank", "WidthClass", "summed"]
 
+_MOST_INT32 = 2**31 - 1
+
 
 @dataclass(frozen=True, kw_only=True)
 class WidthClass:
@@ -150,6 +152,8 @@ class TableBank:
         self.classes = self._classes(order, flat.detach()) if optimizer is None else ()
         widths = [self.shapes[table][1] for table in self.slot_tables]
         self._columns = torch.tensor([0, *accumulate(widths)][:-1], dtype=torch.int64, device=device)
+        # fbgemm's backward numbers the rows of all tables in the ids' dtype.
+        self._takes_int32 = device.type == "cuda" and sum(rows for rows, _ in shapes) <= _MOST_INT32
         self._native: NativeKernel | None = None
         if native.has_kernels():
             self._native = native_kernel(
@@ -187,7 +191,8 @@ class TableBank:
         if self.kernel is None:
             return self._look_up_in_torch(ids, lengths, weights)
         offsets = torch.ops.fbgemm.asynchronous_complete_cumsum(lengths.reshape(-1))
-        ids = ids.to(torch.int64)
+        if not self._takes_int32 or ids.dtype is not torch.int32:
+            ids, offsets = ids.to(torch.int64), offsets.to(torch.int64)
         counts_steps = self.optimizer is not None and self.optimizer.counts_steps
         if counts_steps:
             # The kernel would count each forward as a step of Adam; a forward without a backward must not count.
@@ -196,9 +201,9 @@ class TableBank:
         if torch.is_inference_mode_enabled():
             # fbgemm registers its training kernels for autograd only, which inference mode leaves out.
             with torch.inference_mode(False), torch.no_grad():
-                values: Tensor = self.kernel(ids, offsets.to(torch.int64), weights)
+                values: Tensor = self.kernel(ids, offsets, weights)
             return values
-        pooled: Tensor = self.kernel(ids, offsets.to(torch.int64), weights)
+        pooled: Tensor = self.kernel(ids, offsets, weights)
         if counts_steps and pooled.requires_grad:
             pooled.register_hook(self._count_step)
         return pooled

@@ -28,6 +28,7 @@ from shardrec.data import ClickBatch, ClickMetrics
 from shardrec.errors import InputError, PeerError
 from shardrec.exchange import peers
 from shardrec.layout import ShardingPlan, Topology, cuts
+from shardrec.lookup import bank
 from shardrec.modules import ShardedModel, initial, shard
 from shardrec.pipeline import TrainPipeline
 from shardrec.portable.bags import PortableBags
@@ -275,6 +276,50 @@ def test_two_ranks() -> None:
     ranks(2, rank_main)
 
 
+@pytest.mark.parametrize(("rows", "dtype"), [(2**31 - 1, torch.int32), (15, torch.int64)])
+def test_lookups_take_ids_as_they_are(rows: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Unless fbgemm could not number the rows of all tables in the ids' dtype."""
+    monkeypatch.setattr(bank, "_MOST_INT32", rows)
+    with cuda_is_there(), cuda_double() as double, double.may_wait():
+        model = shard(collection(ROW_BLOCKS, optimizers="sgd"), row_blocks(None), device="cuda:0")
+        model(to_double(random_bags(Random(0), {"a": 9, "b": 7}, 3).kjt())).values()
+        assert double.index_dtypes == {dtype}
+
+
+def test_many_pieces_are_added_up_by_few_kernels() -> None:
+    """26 tables in 8 blocks of rows, all on one rank."""
+    names = [f"t{number}" for number in range(26)]
+    configs = [
+        EmbeddingBagConfig(name=name, num_embeddings=40, embedding_dim=4, feature_names=[name]) for name in names
+    ]
+    plan = ShardingPlan(topology=Topology(), tables=tuple(cuts.row_wise(one, 40, 4, ranks=[0] * 8) for one in names))
+    batches = [random_bags(Random(step), dict.fromkeys(names, 40), 3, shuffled=False).kjt() for step in range(3)]
+    with cuda_is_there():
+        compare(lambda: collection(configs, optimizers="sgd"), plan, batches)
+        with cuda_double() as double, double.may_wait():
+            model = shard(collection(configs, optimizers="sgd"), plan, device="cuda:0")
+            features = to_double(batches[0])
+            double.operators.clear()
+            model(features).values()
+            assert sum(count for name, count in double.operators.items() if name.startswith("aten.add")) < 20
+
+
+@pytest.mark.parametrize(("optimizer", "restored"), [("sgd", 0), ("adagrad", 0), ("adam", 3)])
+def test_rows_without_gradient_are_restored_for_adam_alone(optimizer: str, restored: int) -> None:
+    configs = [EmbeddingBagConfig(name="t2", num_embeddings=5, embedding_dim=8, feature_names=["c"])]
+    plan = ShardingPlan(topology=Topology(), tables=(cuts.data_parallel("t2", 5, 8),))
+    batches = [random_bags(Random(step), {"c": 5}, 2, shuffled=False).kjt() for step in range(3)]
+    with cuda_is_there():
+        compare(lambda: collection(configs, optimizers=optimizer), plan, batches)
+        with cuda_double() as double, double.may_wait():
+            model = shard(collection(configs, optimizers=optimizer), plan, device="cuda:0")
+            features = to_double(batches[0])
+            loss = model(features).values().sum()
+            double.operators.clear()
+            loss.backward()
+            assert double.operators["aten.where.self"] == restored
+
+
 def test_a_rank_that_is_gone_while_the_device_waits() -> None:
     """As with NCCL: collectives are issued at once, and the device waits until the communicators are aborted."""
 
@@ -432,6 +477,7 @@ def test_a_pipeline_waits_between_its_streams(depth: int) -> None:
         double.waits.clear()
         later = [loss.detach() for loss in pipeline]
         assert [one.partition(":")[0] for one in double.waits] == [HEADER] * (4 - (depth > 0)), double.waits
+        assert {stream.priority for stream in double.streams} == {-1}
         losses += map(float, later)
         assert losses == pytest.approx(expected, abs=1e-4)
 
@@ -450,7 +496,7 @@ def test_held_out_metrics_are_read_once() -> None:
     expected = metrics("cpu")
     with cuda_is_there(), cuda_double() as double, double.may_wait():
         found = metrics("cuda:0")
-        assert [one.partition(":")[0] for one in double.waits[-5:]] == [HEADER] * 4 + ["train/metrics.py"]
+        assert [one.partition(":")[0] for one in double.waits[-4:]] == [HEADER] * 3 + ["train/metrics.py"]
     assert found.rows == 12
     assert (found.auc, found.logloss) == pytest.approx((expected.auc, expected.logloss), abs=1e-5)
 
