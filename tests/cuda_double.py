@@ -166,6 +166,7 @@ class CudaDouble(TorchFunctionMode):
     Attributes:
         waits: where the host waited, with leave.
         stream: the current one.
+        orders_kept: calls that cut bags in an order that threads do not choose.
         longest_loop: most ids of a bag that one thread has gone through.
         pageable_copies: calls of operators that copy from pageable memory.
         operators: how often each has run on the device.
@@ -179,7 +180,7 @@ class CudaDouble(TorchFunctionMode):
         self.operators: Counter[str] = Counter()
         self.index_dtypes: set[torch.dtype] = set()
         self.streams: list[StreamDouble] = []
-        self.longest_loop = self.pageable_copies = self.pinned_bytes = 0
+        self.orders_kept = self.longest_loop = self.pageable_copies = self.pinned_bytes = 0
         self.stream = StreamDouble()
         self._in_backward = False
         self.waits: list[str] = []
@@ -380,6 +381,7 @@ class KernelDouble:
     @staticmethod
     def make(shapes: Any, tables: Any, optimizer: Any, device: torch.device, **options: Any) -> Any:
         """As :func:`shardrec.lookup.kernels.make_kernel` does."""
+        assert device.type != "cuda" or max(columns for _, columns in shapes) <= 2048, "max_D is 2048 at most"
         kernel = _make_kernel(shapes, tables, optimizer, _CPU, **options)
         return KernelDouble(kernel) if device.type == "cuda" else kernel
 
@@ -459,6 +461,7 @@ def _bucketize(func: Any, args: Any, kwargs: Any) -> Any:
     if not lengths.numel():
         raise RuntimeError("block_bucketize_sparse_features: grid.x value 0 is not within the range (0, 2147483647]")
     if given["sequence"]:
+        _ACTIVE[-1].orders_kept += 1
         _ACTIVE[-1].longest_loop = max(_ACTIVE[-1].longest_loop, int(lengths.max()))
     if given.get("block_bucketize_pos") is not None:
         _ACTIVE[-1].pageable_copies += 1

@@ -123,7 +123,9 @@ class Cutter:
         if (blocks > 1 or slots is not None) and self._device.type == "cpu" and native.is_loaded():
             return self._cut_at_once(batch, order, keep_positions)
         lengths, values, weights = batch.lengths, batch.values, batch.weights
-        positions = torch.arange(values.numel(), dtype=torch.int32, device=self._device) if keep_positions else None
+        # fbgemm keeps the order of a bag's ids on CUDA, and so of its sum, if positions are asked for.
+        in_order = keep_positions or (self._device.type == "cuda" and torch.are_deterministic_algorithms_enabled())
+        positions = torch.arange(values.numel(), dtype=torch.int32, device=self._device) if in_order else None
         if blocks > 1:
             slots = self._slots
             if order.units is not None:
@@ -136,7 +138,7 @@ class Cutter:
             row_lengths=lengths,
             values=values,
             weights=weights,
-            positions=positions,
+            positions=positions if keep_positions else None,
             slots=slots,
             lengths=lengths if slots is None else lengths.index_select(0, slots),
             borrowed=_share(values, given.values) or _share(weights, given.weights),

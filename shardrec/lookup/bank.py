@@ -138,7 +138,7 @@ class TableBank:
         self._place = place
         in_order = [self.shapes[table] for table in order]
         self.kernel: Any = None
-        if has_kernel(dtype, (columns for _, columns in shapes)):
+        if has_kernel(device, dtype, (columns for _, columns in shapes)):
             features = [place[table] for table in slot_tables]
             self.kernel = make_kernel(in_order, features, optimizer, device, pooled=pooled, dtype=dtype)
             flat = self.kernel.weights_dev if device.type == "cuda" else self.kernel.weights_host

@@ -276,6 +276,19 @@ def test_two_ranks() -> None:
     ranks(2, rank_main)
 
 
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_deterministic_algorithms_keep_the_order_of_ids(deterministic: bool) -> None:
+    before = torch.are_deterministic_algorithms_enabled()
+    with cuda_is_there(), cuda_double() as double, double.may_wait():
+        model = shard(collection(ROW_BLOCKS, optimizers="sgd"), row_blocks(None), device="cuda:0")
+        try:
+            torch.use_deterministic_algorithms(deterministic)
+            model(to_double(random_bags(Random(0), {"a": 9, "b": 7}, 3).kjt())).values()
+        finally:
+            torch.use_deterministic_algorithms(before)
+        assert double.orders_kept == deterministic
+
+
 @pytest.mark.parametrize(("rows", "dtype"), [(2**31 - 1, torch.int32), (15, torch.int64)])
 def test_lookups_take_ids_as_they_are(rows: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     """Unless fbgemm could not number the rows of all tables in the ids' dtype."""
@@ -284,6 +297,21 @@ def test_lookups_take_ids_as_they_are(rows: int, dtype: torch.dtype, monkeypatch
         model = shard(collection(ROW_BLOCKS, optimizers="sgd"), row_blocks(None), device="cuda:0")
         model(to_double(random_bags(Random(0), {"a": 9, "b": 7}, 3).kjt())).values()
         assert double.index_dtypes == {dtype}
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", "none"])
+def test_a_table_wider_than_the_kernels_take(optimizer: str) -> None:
+    configs = [
+        EmbeddingBagConfig(name="t0", num_embeddings=5, embedding_dim=2052, feature_names=["a"]),
+        EmbeddingBagConfig(name="t1", num_embeddings=7, embedding_dim=2048, feature_names=["b"]),
+    ]
+    plan = ShardingPlan(
+        topology=Topology(),
+        tables=tuple(cuts.table_wise(one.name, one.num_embeddings, one.embedding_dim, rank=0) for one in configs),
+    )
+    batches = [random_bags(Random(step), {"a": 5, "b": 7}, 3, shuffled=False).kjt() for step in range(3)]
+    with cuda_is_there():
+        compare(lambda: collection(configs, optimizers=optimizer), plan, batches, waits=9)
 
 
 def test_many_pieces_are_added_up_by_few_kernels() -> None:
