@@ -8,14 +8,19 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from benchmarks.harness.module import unsharded_module
 from benchmarks.harness.timing.case import Case, Job
+from benchmarks.harness.timing.dense import click_model
 from benchmarks.harness.timing.digest import differing
 from benchmarks.harness.timing.plans import case_plan
 from benchmarks.harness.timing.probe import probe
 from benchmarks.harness.timing.rank import measure
 from benchmarks.harness.timing.sides import make_side
+from benchmarks.harness.timing.sides.dense import DensePart
+from benchmarks.harness.workload import parse_tables
 from shardrec.errors import ConfigError
 from shardrec.launch.ranks import RankInfo
+from tests.cuda_double import cuda_double, cuda_is_there
 from tests.harness.timing.blocks import small_blocks
 from tests.ranks import raises_on_all, ranks
 
@@ -44,6 +49,19 @@ def differences(case: Case, one: dict[str, Any], other: dict[str, Any]) -> dict[
         )
         for when in one["digests"][0]
     }
+
+
+def test_the_dense_part_waits_for_nothing_on_cuda() -> None:
+    """So that it can be captured as a CUDA graph, and is the least that a step takes."""
+    with cuda_is_there(), cuda_double() as double:
+        with double.may_wait():
+            tables = parse_tables(["4x30x16x2"], max_rows=30)
+            collection: Any = unsharded_module(tables, pooled=True, weighted=False, optimizer="sgd")
+            part = DensePart(click_model(collection, torch.device("cuda:0")))
+            values, pooled = torch.rand(6, 13).to("cuda"), torch.rand(6, 4, 16).to("cuda")
+            double.waits.clear()
+        part(values, pooled).sum().backward()
+        assert not double.waits
 
 
 @pytest.mark.parametrize(
