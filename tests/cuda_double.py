@@ -31,6 +31,7 @@ from typing import Any
 
 import pytest
 import torch
+from fbgemm_gpu.split_table_batched_embeddings_ops_common import PoolingMode
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_any, tree_leaves, tree_map
@@ -167,7 +168,7 @@ class CudaDouble(TorchFunctionMode):
         waits: where the host waited, with leave.
         stream: the current one.
         orders_kept: calls that cut bags in an order that threads do not choose.
-        longest_loop: most ids of a bag that one thread has gone through.
+        longest_loop: most ids of a bag that one thread, or one warp, has gone through.
         pageable_copies: calls of operators that copy from pageable memory.
         operators: how often each has run on the device.
         index_dtypes: of the ids given to lookups.
@@ -402,6 +403,8 @@ class KernelDouble:
         """Reads as many ids as the offsets say, as CUDA's kernel does."""
         assert ids.dtype is offsets.dtype, "the kernel would cast the offsets"
         _ACTIVE[-1].index_dtypes.add(ids.dtype)
+        if self.kernel.pooling_mode is PoolingMode.NONE and offsets.numel() > 1:
+            _ACTIVE[-1].longest_loop = max(_ACTIVE[-1].longest_loop, int(offsets.inner.diff().max()))
         return _Lookup.apply(self.kernel, ids, offsets, weights, torch.zeros((), requires_grad=True))  # type: ignore[no-untyped-call]
 
 

@@ -233,8 +233,13 @@ def row_places(order: Tensor, lengths: Tensor, count: int, total: int) -> Tensor
     return (places + (begins - ends + sizes).index_select(0, rows)).clamp(max=count - 1)
 
 
-def chunked(lengths: Tensor, chunks: int) -> Tensor:
-    """(..., chunks) lengths of the chunks of each bag, equal but for the last ones. TorchScript also compiles it."""
+def chunked(lengths: Tensor, count: int) -> Tensor:
+    """(..., C) lengths of chunks of bags, which have ``count`` ids in all: 8 on average, those of a bag almost equal.
+
+    For fbgemm's kernels on CUDA that have a thread or a warp for each bag, where ids do not belong to bags: all ids of
+    a table may be in one. TorchScript also compiles it.
+    """
+    chunks = count // (8 * lengths.numel() + 1) + 1
     lengths = lengths.unsqueeze(-1)
     size = (lengths + (chunks - 1)) // chunks
     before = size * torch.arange(chunks, dtype=lengths.dtype, device=lengths.device)
@@ -304,8 +309,7 @@ def bucketized(
         return lengths.new_zeros((blocks * units, batch)), values, weights, positions
     in_chunks = values.is_cuda and positions is not None
     if in_chunks:
-        # About 32 ids each, which one thread goes through. A table's distinct ids are all in one bag.
-        lengths = chunked(lengths, values.size(0) // (32 * lengths.numel()) + 1)
+        lengths = chunked(lengths, values.size(0))
     cut, values, weights, _, place = torch.ops.fbgemm.block_bucketize_sparse_features(
         lengths.reshape(-1),
         values,

@@ -25,6 +25,7 @@ import torch
 from torch import Tensor
 
 from shardrec import native
+from shardrec.exchange.cut import chunked
 from shardrec.lookup.kernels import has_kernel, kernel_states, make_kernel
 from shardrec.lookup.native_kernel import NativeKernel, native_kernel, with_neighbouring_columns
 from shardrec.lookup.optimizers import FusedOptimizer
@@ -190,6 +191,8 @@ class TableBank:
         assert out is None, "only kernels of our own write in place"
         if self.kernel is None:
             return self._look_up_in_torch(ids, lengths, weights)
+        if self.device.type == "cuda" and not self.pooled:
+            lengths = chunked(lengths, ids.numel())
         offsets = torch.ops.fbgemm.asynchronous_complete_cumsum(lengths.reshape(-1))
         if not self._takes_int32 or ids.dtype is not torch.int32:
             ids, offsets = ids.to(torch.int64), offsets.to(torch.int64)

@@ -232,7 +232,7 @@ def test_a_structure_fault_with_row_blocks() -> None:
             model(to_double(bad))
 
 
-def test_no_thread_goes_through_all_the_distinct_ids() -> None:
+def test_no_thread_or_warp_goes_through_all_the_distinct_ids() -> None:
     rng = Random(0)
     ids = {key: [[rng.randrange(4000) for _ in range(500)] for _ in range(4)] for key in ("a", "b")}
     config = EmbeddingConfig(name="t", num_embeddings=4000, embedding_dim=8, feature_names=["a", "b"])
