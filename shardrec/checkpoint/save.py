@@ -1,9 +1,9 @@
 """Save a sharded model, durably and atomically, in the foreground or in the background.
 
 [Note: saving in the background] The step waits for a copy of the values that this rank writes, into memory that is kept
-from save to save. On CUDA the copy passes through two pinned blocks: torch takes pinned memory in powers of two, so
-that pinned copies of whole shards could take twice their size. A thread does the rest. The threads of the ranks agree
-over a separate gloo group, so that their collectives do not match those of the training.
+from save to save. On CUDA the copy passes through a pinned block: torch takes pinned memory in powers of two, so that
+pinned copies of whole shards could take twice their size. A thread does the rest. The threads of the ranks agree over a
+separate gloo group, so that their collectives do not match those of the training.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import json
 import secrets
 import shutil
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from concurrent import futures
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
@@ -50,7 +50,6 @@ Written = tuple[SavedFile, dict[str, SavedTensor]]
 """A file of a checkpoint, and what is in it, by name."""
 
 _PINNED_BYTES = 32 * 2**20
-"""Of each of the two blocks that values pass through."""
 _REMEDY = "see that every rank can write there, that all ranks see the same files, and that there is space left"
 
 
@@ -287,7 +286,8 @@ def _merged_groups(prepared: list[Manifest]) -> list[dict[str, Any]] | None:
 def _copied(tensors: Mapping[str, HeldTensor], background: _Background) -> dict[str, HeldTensor]:
     """The values that this rank writes, copied to the CPU. See [Note: saving in the background]."""
     old, background.copies = background.copies, {}
-    from_device: list[tuple[Tensor, Tensor]] = []
+    on_cuda = any(part.values.is_cuda for tensor in tensors.values() for part in tensor.parts)
+    block = torch.empty(_PINNED_BYTES if on_cuda else 0, dtype=torch.uint8, pin_memory=on_cuda)
 
     def copy(name: str, part: Part) -> Part:
         key, values = (name, part.rect), part.values
@@ -295,39 +295,18 @@ def _copied(tensors: Mapping[str, HeldTensor], background: _Background) -> dict[
         if room is None or room.shape != values.shape or room.dtype != values.dtype:
             room = torch.empty(values.shape, dtype=values.dtype)
         background.copies[key] = room
-        if values.is_cuda:
-            from_device.append((room, values))
-        else:
+        if not values.is_cuda:
             room.copy_(values)
+            return replace(part, values=room)
+        bytes_of = [one.detach().contiguous().view(-1).view(torch.uint8) for one in (room, values)]
+        for target, source in zip(*(one.split(_PINNED_BYTES) for one in bytes_of), strict=True):
+            target.copy_(block[: source.numel()].copy_(source))
         return replace(part, values=room)
 
-    copied = {
+    return {
         name: replace(tensor, parts=tuple(copy(name, part) for part in tensor.parts if part.saved))
         for name, tensor in tensors.items()
     }
-    if from_device:
-        _copy_through_pinned(from_device)
-    return copied
-
-
-def _copy_through_pinned(pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
-    """Copy tensors on CUDA, the second of each pair, to the CPU: one block is filled while the other is emptied."""
-    blocks = torch.empty((2, _PINNED_BYTES), dtype=torch.uint8, pin_memory=True)
-    filled: list[tuple[Tensor, Tensor, torch.cuda.Event]] = []
-
-    def empty(target: Tensor, block: Tensor, done: torch.cuda.Event) -> None:
-        done.synchronize()
-        target.copy_(block)
-
-    for pair in pairs:
-        parts = [one.detach().contiguous().view(-1).view(torch.uint8).split(_PINNED_BYTES) for one in pair]
-        for target, source in zip(*parts, strict=True):
-            if len(filled) > 1:
-                empty(*filled[-2])
-            block = blocks[len(filled) % 2, : source.numel()].copy_(source, non_blocking=True)
-            filled.append((target, block, torch.cuda.current_stream().record_event()))
-    for part in filled[-2:]:
-        empty(*part)
 
 
 def _write(

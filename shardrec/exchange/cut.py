@@ -12,10 +12,9 @@ upper bound: the remaining elements at the end of values and positions are not i
 once the header has told the number.
 
 [Note: fbgemm's kernels on CUDA]
-``permute_2D_sparse_data`` takes its last segment up to the number that it is told, beyond the end of the ids, and has a
-warp for each bag: rows are moved by an index instead (:func:`row_places`). ``block_bucketize_sparse_features`` refuses
-to be launched for no bags, has one thread for each bag if the order is kept, and copies boundaries of blocks from
-pageable memory in each call: none are given where all blocks of a unit have one size.
+``permute_2D_sparse_data`` reads its last segment to the number that it is told, beyond the ids: rows are moved by an
+index instead (:func:`row_places`). ``block_bucketize_sparse_features`` refuses to run for no bags, has a thread for
+each bag if the order is kept, and copies boundaries in each call: none are given if the blocks of each unit are even.
 
 Dynamic ids are cut by their home rows (:mod:`shardrec.exchange.hashing`), and are sent to the blocks unchanged.
 
@@ -234,10 +233,9 @@ def row_places(order: Tensor, lengths: Tensor, count: int, total: int) -> Tensor
 
 
 def chunked(lengths: Tensor, count: int) -> Tensor:
-    """(..., C) lengths of chunks of bags, which have ``count`` ids in all: 8 on average, those of a bag almost equal.
+    """(..., C) lengths of chunks of bags with ``count`` ids in all, about 8 in each. TorchScript also compiles it.
 
-    For fbgemm's kernels on CUDA that have a thread or a warp for each bag, where ids do not belong to bags: all ids of
-    a table may be in one. TorchScript also compiles it.
+    For kernels with a thread or a warp for each bag, where ids do not belong to bags: one may have all of a table's.
     """
     chunks = count // (8 * lengths.numel() + 1) + 1
     lengths = lengths.unsqueeze(-1)

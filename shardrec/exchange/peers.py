@@ -329,10 +329,11 @@ class _DeviceWatch:
     def __init__(self) -> None:
         self.waits, self.since, self.event, self.aborted = 0, monotonic(), torch.cuda.Event(), False
 
-    def run(self, name: str, ranks: list[int], limit: float) -> None:
+    def run(self, name: str, ranks: list[int], backend: Any) -> None:
         """Look at the ranks. CUDA is asked only for a reason, for a graph may be captured meanwhile."""
         store, waits, stuck = _default_store(), -1, False
         with suppress(Exception):
+            limit = _SHARE_OF_LIMIT * backend.options._timeout.total_seconds()
             store = store and store.clone()  # type: ignore[attr-defined]  # unknown to the stubs
             while _WATCHES.get(name) is self and not self.aborted:
                 sleep(_WATCH_S)
@@ -354,8 +355,8 @@ def watch_device(group: dist.ProcessGroup) -> None:
     name = group.group_name
     if name not in _WATCHES:
         watch = _WATCHES[name] = _DeviceWatch()
-        limit = group._get_backend(torch.device("cuda")).options._timeout.total_seconds() * _SHARE_OF_LIMIT
-        threading.Thread(target=watch.run, args=(name, _global_ranks(group), limit), daemon=True).start()
+        given = name, _global_ranks(group), group._get_backend(torch.device("cuda"))
+        threading.Thread(target=watch.run, args=given, daemon=True).start()
     watch = _WATCHES[name]
     watch.event.record()
     watch.waits, watch.since = watch.waits + 1, monotonic()
