@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cache
-from itertools import accumulate
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -34,9 +34,7 @@ class Columns:
         self.width = sum(piece.width for piece in pieces)
         self._scales = list(scales)
         self._places = cache(self._new_places)
-        self._sources = cache(self._new_sources)
-        # Many pieces of as many sources each: added up side by side, which takes fewer kernels.
-        self._alike = len(pieces) > 2 and len({len(piece.sources) for piece in pieces}) == 1
+        self._steps = [_step(piece.sources) for piece in pieces]
         self._flat: list[int] = []
         for piece in pieces:
             self._flat += (piece.width, len(piece.sources))
@@ -53,16 +51,13 @@ class Columns:
         if _is_native(blocks[0]):
             output: Tensor = torch.ops.shardrec.assemble(list(blocks), self._flat, blocks[0].size(0), self.width)
             return output
-        if self._alike and blocks[0].is_cuda:
-            wide = blocks[0] if len(blocks) == 1 else torch.cat(list(blocks), dim=1)
-            selected = self._sources(wide.device, tuple(block.size(1) for block in blocks))
-            output = wide.index_select(1, selected[0])
-            for columns_D in selected[1:]:
-                output.add_(wide.index_select(1, columns_D))
-            return output
         columns = []
-        for piece in self.pieces:
+        for piece, step in zip(self.pieces, self._steps, strict=True):
             first, *others = piece.sources
+            if step and blocks[first.block].is_cuda:
+                around = blocks[first.block][:, first.start : others[-1].start + piece.width]
+                columns.append(around.unfold(1, piece.width, step).sum(dim=1))
+                continue
             column = _columns(blocks, first, piece.width)
             for number, source in enumerate(others):
                 other = _columns(blocks, source, piece.width)
@@ -105,19 +100,15 @@ class Columns:
         made = [torch.tensor(one, dtype=torch.int64, device=device).view(-1, 2).unbind(1) for one in pairs]
         return [(places.contiguous(), columns.contiguous()) for places, columns in made]
 
-    def _new_sources(self, device: torch.device, widths: tuple[int, ...]) -> tuple[Tensor, ...]:
-        """(D,) for the first source of each output column, its column in the blocks side by side; then the second..."""
-        starts = [0, *accumulate(widths)]
-        columns = [
-            torch.tensor([starts[source.block] + source.start for source in piece.sources])[:, None]
-            + torch.arange(piece.width)
-            for piece in self.pieces
-        ]
-        return torch.cat(columns, dim=1).to(device).unbind(0)
-
 
 def _is_native(values: Tensor) -> bool:
     return values.device.type == "cpu" and values.dtype is torch.float32 and native.is_loaded()
+
+
+def _step(sources: Sequence[Source]) -> int:
+    """Columns from each source to the next, if they are in one block and as far from each other; else 0."""
+    steps = {after.start - before.start for before, after in pairwise(sources)}
+    return max(0, *steps) if len(steps) == 1 and len({source.block for source in sources}) == 1 else 0
 
 
 def _columns(blocks: Sequence[Tensor], source: Source, width: int) -> Tensor:

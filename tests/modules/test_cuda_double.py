@@ -314,7 +314,7 @@ def test_a_table_wider_than_the_kernels_take(optimizer: str) -> None:
         compare(lambda: collection(configs, optimizers=optimizer), plan, batches, waits=9)
 
 
-def test_many_pieces_are_added_up_by_few_kernels() -> None:
+def test_blocks_of_a_table_are_added_up_by_one_kernel() -> None:
     """26 tables in 8 blocks of rows, all on one rank."""
     names = [f"t{number}" for number in range(26)]
     configs = [
@@ -329,7 +329,8 @@ def test_many_pieces_are_added_up_by_few_kernels() -> None:
             features = to_double(batches[0])
             double.operators.clear()
             model(features).values()
-            assert sum(count for name, count in double.operators.items() if name.startswith("aten.add")) < 20
+            assert sum(count for name, count in double.operators.items() if name.startswith("aten.add")) < 10
+            assert double.operators["aten.sum.dim_IntList"] < 26 + 10
 
 
 @pytest.mark.parametrize(("optimizer", "restored"), [("sgd", 0), ("adagrad", 0), ("adam", 3)])
@@ -524,7 +525,7 @@ def test_held_out_metrics_are_read_once() -> None:
     expected = metrics("cpu")
     with cuda_is_there(), cuda_double() as double, double.may_wait():
         found = metrics("cuda:0")
-        assert [one.partition(":")[0] for one in double.waits[-4:]] == [HEADER] * 3 + ["train/metrics.py"]
+        assert [one.partition(":")[0] for one in double.waits[-5:]] == [HEADER] * 4 + ["train/metrics.py"]
     assert found.rows == 12
     assert (found.auc, found.logloss) == pytest.approx((expected.auc, expected.logloss), abs=1e-5)
 
