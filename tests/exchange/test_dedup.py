@@ -49,8 +49,7 @@ def test_the_number_need_not_be_known(rng: Random) -> None:
     assert most == 2, "feature a is looked up in two tables"
     constants = (order, batch.lengths, batch.values, finder._firsts, finder._edges)
     counts, values, inverse = distinct(*constants, None)
-    further = rng.randint(0, 5) if batch.values.numel() else 0
-    found_counts, found, places = distinct_padded(*constants, inverse.numel() + further)
+    found_counts, found, places = distinct_padded(*constants, inverse.numel() + rng.randint(0, 5))
     assert torch.equal(found_counts, counts)
     assert torch.equal(found[: values.numel()], values)
     assert torch.equal(places[: inverse.numel()], inverse)

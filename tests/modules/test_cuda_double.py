@@ -27,11 +27,13 @@ from shardrec.checkpoint import load_checkpoint, save
 from shardrec.data import ClickBatch, ClickMetrics
 from shardrec.errors import InputError, PeerError
 from shardrec.exchange import peers
+from shardrec.ids import DynamicIds
 from shardrec.layout import ShardingPlan, Topology, cuts
 from shardrec.lookup import bank
 from shardrec.modules import ShardedModel, initial, shard
 from shardrec.pipeline import TrainPipeline
 from shardrec.portable.bags import PortableBags
+from shardrec.portable.sequences import PortableSequences
 from shardrec.train.metrics import evaluate
 from tests.batches import Bags, random_bags, random_sizes_bags
 from tests.cuda_double import _ACTIVE, DeviceTensor, EventDouble, HiddenWait, Race, cuda_double, cuda_is_there
@@ -75,7 +77,7 @@ def compare(
     plan: ShardingPlan,
     batches: list[KeyedJaggedTensor],
     *,
-    waits: int = 1,
+    waits: int | None = 1,
     **options: Any,
 ) -> None:
     """Train on both; from the second step on, the host waits so often (by default for the header alone)."""
@@ -93,7 +95,7 @@ def compare(
                 found = value_of(on_cuda(features))
                 assert found.is_cuda
                 (found * there).sum().backward()
-                if step:
+                if step and waits is not None:
                     assert [one.partition(":")[0] for one in double.waits][:1] == [HEADER], double.waits
                     assert len(double.waits) <= waits, double.waits
             (expected * gradient).sum().backward()
@@ -222,6 +224,18 @@ def test_batches_without_samples_or_ids() -> None:
         plan = cut_plan("row_wise", rng, sizes, Topology())
         given = [sequences.batch(rng, ["c", "a", "b"], size) for size in (0, 3, 0, 2)]
         compare(lambda: sequences.Holder(sequences.collection(torch.optim.SGD, 0.1)), plan, given)
+
+
+@pytest.mark.parametrize("dedup", [True, False])
+def test_dynamic_ids_with_batches_without_samples(dedup: bool) -> None:
+    rng = Random(0)
+    sizes = {f"sequences.{name}": (rows, sequences.DIM) for name, rows in sequences.ROWS.items()}
+    layouts = [cuts.row_wise(name, rows, width, ranks=[0, 0]) for name, (rows, width) in sizes.items()]
+    plan = ShardingPlan(topology=Topology(), tables=tuple(layouts))
+    given = [sequences.batch(rng, ["c", "a", "b"], size) for size in (0, 3, 0, 2)]
+    with cuda_is_there():
+        make = lambda: sequences.Holder(sequences.collection(torch.optim.SGD, 0.1))  # noqa: E731
+        compare(make, plan, given, dedup=dedup, waits=None, dynamic_ids={"sequences.t1": DynamicIds()})
 
 
 def test_a_structure_fault_with_row_blocks() -> None:
@@ -484,6 +498,22 @@ def test_a_portable_program_waits_for_its_header_and_counts(
         found = twin(moved).wait().values()
         assert [one.partition(":")[0] for one in double.waits] == ["portable/input.py", "_torchscript.py"], double.waits
         assert torch.allclose(found.cpu(), expected)
+
+
+@pytest.mark.parametrize("size", [0, 3])
+def test_portable_sequences(size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two features of one table, in a batch with and without samples."""
+    given = sequences.batch(Random(0), ["c", "a", "b"], size)
+    sizes = {f"sequences.{name}": (rows, sequences.DIM) for name, rows in sequences.ROWS.items()}
+    layouts = [cuts.row_wise(name, rows, width, ranks=[0, 0]) for name, (rows, width) in sizes.items()]
+    plan = ShardingPlan(topology=Topology(), tables=tuple(layouts))
+    expected = shard(sequences.Holder(sequences.collection(None, 0.1)), plan)(given)
+    with cuda_is_there(), cuda_double() as double, double.may_wait():
+        model = shard(sequences.Holder(sequences.collection(None, 0.1)), plan, device="cuda:0")
+        twin = plain(PortableSequences(model.module.sequences, parallel_lookups=False)).eval()  # type: ignore[arg-type, union-attr]
+        moved = to_double(given)
+        monkeypatch.setattr(torch.jit, "is_scripting", lambda: True)
+        assert torch.equal(value_of(twin(moved).wait()).cpu(), value_of(expected))
 
 
 @pytest.mark.parametrize("depth", [0, 1, 2])
