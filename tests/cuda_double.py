@@ -274,6 +274,8 @@ class CudaDouble(TorchFunctionMode):
         self._judge(func, args, kwargs)
         if name.startswith("fbgemm.permute_2D_sparse_data"):
             return _permute_2d(func, *args, **kwargs)
+        if name.startswith("fbgemm.permute_1D_sparse_data") and not (args[0].numel() and args[1].numel()):
+            return tuple(None if one is None else one.clone() for one in args[1:4])
         if name.startswith("fbgemm.block_bucketize_sparse_features"):
             return _bucketize(func, args, kwargs)
         taken = tree_map(_inner, (args, kwargs))
