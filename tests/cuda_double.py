@@ -23,6 +23,7 @@ that CUDA's would have; what is left over is poison, so that code which reads it
 from __future__ import annotations
 
 import traceback
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -30,6 +31,7 @@ from typing import Any
 
 import pytest
 import torch
+from fbgemm_gpu.split_table_batched_embeddings_ops_common import PoolingMode
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_any, tree_leaves, tree_map
@@ -61,6 +63,9 @@ class StreamDouble:
 
     def __init__(self, device: Any = None, priority: int = 0) -> None:
         self.issued = self.completed = 0
+        self.priority = priority
+        if _ACTIVE:
+            _ACTIVE[-1].streams.append(self)
         self.waits_for: dict[StreamDouble, int] = {}
 
     def record_event(self, event: EventDouble | None = None) -> EventDouble:
@@ -90,6 +95,9 @@ class EventDouble:
 
     def wait(self, stream: StreamDouble | None = None) -> None:
         (stream or _ACTIVE[-1].stream).wait_event(self)
+
+    def query(self) -> bool:
+        return True
 
     def synchronize(self) -> None:
         _ACTIVE[-1].wait("an event is waited for")
@@ -159,10 +167,21 @@ class CudaDouble(TorchFunctionMode):
     Attributes:
         waits: where the host waited, with leave.
         stream: the current one.
+        orders_kept: calls that cut bags in an order that threads do not choose.
+        longest_loop: most ids of a bag that one thread, or one warp, has gone through.
+        pageable_copies: calls of operators that copy from pageable memory.
+        operators: how often each has run on the device.
+        index_dtypes: of the ids given to lookups.
+        streams: those that were made.
+        pinned_bytes: all that were pinned, in blocks of powers of two, as torch takes them.
     """
 
     def __init__(self) -> None:
         super().__init__()
+        self.operators: Counter[str] = Counter()
+        self.index_dtypes: set[torch.dtype] = set()
+        self.streams: list[StreamDouble] = []
+        self.orders_kept = self.longest_loop = self.pageable_copies = self.pinned_bytes = 0
         self.stream = StreamDouble()
         self._in_backward = False
         self.waits: list[str] = []
@@ -195,13 +214,9 @@ class CudaDouble(TorchFunctionMode):
             return made
         if kwargs.get("pin_memory") and not _is_cuda(kwargs.get("device")):
             del kwargs["pin_memory"]
-            made = func(*args, **kwargs)
-            made.was_pinned = True
-            return made
+            return self._pinned(func(*args, **kwargs))
         if name == "pin_memory":
-            made = args[0].clone()
-            made.was_pinned = True
-            return made
+            return self._pinned(args[0].clone())
         if name in ("to", "cuda") and not isinstance(args[0], DeviceTensor):
             targets = [one for one in (*args[1:], kwargs.get("device")) if _is_cuda(one)]
             if targets or name == "cuda":
@@ -225,6 +240,11 @@ class CudaDouble(TorchFunctionMode):
             return func(args[0], *dtypes) if dtypes else args[0]
         return func(*args, **kwargs)
 
+    def _pinned(self, made: Any) -> Any:
+        made.was_pinned = True
+        self.pinned_bytes += 1 << max(0, made.nbytes - 1).bit_length()
+        return made
+
     def _backward(self, output: Tensor, gradient: Tensor | None = None, **options: Any) -> None:
         """``output.backward(gradient)``, with this mode on for what is called meanwhile."""
         assert not any(options.values()), "plain backwards are all that is needed"
@@ -243,6 +263,7 @@ class CudaDouble(TorchFunctionMode):
         if name.startswith("shardrec."):
             raise AssertionError(f"{name} is compiled for the CPU and was given a tensor of the device")
         self.stream.issued += 1
+        self.operators[name] += 1
         given = _tensors((args, kwargs))
         for one in given:
             stream, issued = one.written
@@ -253,6 +274,8 @@ class CudaDouble(TorchFunctionMode):
         self._judge(func, args, kwargs)
         if name.startswith("fbgemm.permute_2D_sparse_data"):
             return _permute_2d(func, *args, **kwargs)
+        if name.startswith("fbgemm.permute_1D_sparse_data") and not (args[0].numel() and args[1].numel()):
+            return tuple(None if one is None else one.clone() for one in args[1:4])
         if name.startswith("fbgemm.block_bucketize_sparse_features"):
             return _bucketize(func, args, kwargs)
         taken = tree_map(_inner, (args, kwargs))
@@ -361,6 +384,7 @@ class KernelDouble:
     @staticmethod
     def make(shapes: Any, tables: Any, optimizer: Any, device: torch.device, **options: Any) -> Any:
         """As :func:`shardrec.lookup.kernels.make_kernel` does."""
+        assert device.type != "cuda" or max(columns for _, columns in shapes) <= 2048, "max_D is 2048 at most"
         kernel = _make_kernel(shapes, tables, optimizer, _CPU, **options)
         return KernelDouble(kernel) if device.type == "cuda" else kernel
 
@@ -379,6 +403,10 @@ class KernelDouble:
 
     def __call__(self, ids: Tensor, offsets: Tensor, weights: Tensor | None) -> Any:
         """Reads as many ids as the offsets say, as CUDA's kernel does."""
+        assert ids.dtype is offsets.dtype, "the kernel would cast the offsets"
+        _ACTIVE[-1].index_dtypes.add(ids.dtype)
+        if self.kernel.pooling_mode is PoolingMode.NONE and offsets.numel() > 1:
+            _ACTIVE[-1].longest_loop = max(_ACTIVE[-1].longest_loop, int(offsets.inner.diff().max()))
         return _Lookup.apply(self.kernel, ids, offsets, weights, torch.zeros((), requires_grad=True))  # type: ignore[no-untyped-call]
 
 
@@ -414,6 +442,14 @@ def _permute_2d(
         _ACTIVE[-1].wait("permute_2D_sparse_data without the number of permuted ids")
     places, of_bags, ids = _inner(permute), _inner(lengths), _inner(values)
     count = int(of_bags.sum())
+    if not places.numel() or not of_bags.size(1):
+        return lengths.clone(), values.clone(), None if weights is None else weights.clone()
+    if permuted_lengths_sum is not None:
+        # The last segment runs to the size that is told.
+        begins = (of_bags.flatten().cumsum(0) - of_bags.flatten()).view(of_bags.shape)
+        last = permuted_lengths_sum - (int(of_bags[places].sum()) - int(of_bags[places[-1], -1]))
+        end = int(begins[places[-1], -1]) + last
+        assert end <= ids.numel(), f"the last segment is read up to {end} of {ids.numel()} ids"
     given = None if weights is None else _inner(weights)[:count]
     found = func(places, of_bags, ids[:count], given, None)
     if permuted_lengths_sum is not None:
@@ -425,11 +461,19 @@ def _permute_2d(
 
 
 def _bucketize(func: Any, args: Any, kwargs: Any) -> Any:
-    (lengths, values, *more), named = tree_map(_inner, (args, kwargs))
+    (lengths, values, *others), named = tree_map(_inner, (args, kwargs))
+    given = dict(zip((one.name for one in func._schema.arguments[2:]), others, strict=False)) | named
+    if not lengths.numel():
+        raise RuntimeError("block_bucketize_sparse_features: grid.x value 0 is not within the range (0, 2147483647]")
+    if given["sequence"]:
+        _ACTIVE[-1].orders_kept += 1
+        _ACTIVE[-1].longest_loop = max(_ACTIVE[-1].longest_loop, int(lengths.max()))
+    if given.get("block_bucketize_pos") is not None:
+        _ACTIVE[-1].pageable_copies += 1
     count, size = int(lengths.sum()), values.numel()
-    if named.get("weights") is not None:
-        named["weights"] = named["weights"][:count]
-    found = func(lengths, values[:count], *more, **named)
+    if given.get("weights") is not None:
+        given["weights"] = given["weights"][:count]
+    found = func(lengths, values[:count], **given)
     return tuple(
         None if one is None else _to_device(one if number == 0 else _padded(one, size))
         for number, one in enumerate(found)

@@ -7,19 +7,23 @@
     timings    shardrec bench --preset gpu: shardrec, TorchRec and bare kernels in turn
     programs   eager, compiled, as a CUDA graph, profiled (benchmarks/gpu/programs.py)
 
-Each part is a process of its own with a time limit. ``gpu.json`` and ``gpu.md`` are written anew after each of them,
-from what the parts have left so far: what a limit cuts off costs the rest of one part. ``--resume`` leaves out the
-parts that are done.
+Each part is a process of its own with a time limit. What it prints goes at once to a file of its name, and what it
+measures to its own JSON; ``gpu.json`` and ``gpu.md`` are written anew after each part. ``--minutes`` ends the whole
+call in time; ``--resume`` goes on: it leaves out the parts that are done, and of the others the tests that passed, the
+rounds that are timed and the programs that have run.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
+import re
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -38,24 +42,36 @@ def _commands(options: argparse.Namespace) -> dict[str, tuple[list[str], float]]
     sizes = ["--max-rows", str(options.max_rows)]
     batch = ["--batch", str(options.batch)] if options.batch else []
     timings = [*device, *sizes, *batch, "--nproc", "1", "--resume", "--out", str(out / "timings")]
-    timings += ["--minutes", str(options.minutes), "--rounds", str(options.rounds)]
+    timings += ["--rounds", str(options.rounds), "--steps", str(options.steps), "--seconds", "5"]
+    timings += ["--minutes", str(_TIMINGS_MINUTES)]
+    programs = [*device, *sizes, *batch, "--steps", str(options.steps), "--out", str(out / "programs.json"), "--resume"]
+    tests = ["-v", "-n", "4", "-p", "no:cacheprovider", "-p", "benchmarks.gpu.unpassed", "-m", ""]
     return {
         "doctor": (["-m", "shardrec.cli", "doctor", *device], 5),
-        "tests": (["-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", "", *_CUDA_TESTS], 10),
-        "timings": (["-m", "shardrec.cli", "bench", "--preset", "gpu", *timings], options.minutes + 4),
-        "programs": (
-            ["-m", "benchmarks.gpu.programs", *device, *sizes, *batch, "--out", str(out / "programs.json")],
-            options.minutes + 2,
-        ),
+        "tests": (["-m", "pytest", *tests, *_CUDA_TESTS], 10),
+        "timings": (["-m", "shardrec.cli", "bench", "--preset", "gpu", *timings], _TIMINGS_MINUTES + 4),
+        "programs": (["-m", "benchmarks.gpu.programs", *programs], 10),
     }
 
+
+def _passed(out: Path) -> Path:
+    """Write a file with the tests that an earlier call has run or skipped without a failure."""
+    printed, passed = out / "tests.txt", out / "passed.txt"
+    lines = printed.read_text(encoding="utf-8").splitlines() if printed.exists() else []
+    found = [test for line in lines for status, test in re.findall(r"(PASSED|SKIPPED) (\S+::.*\S)", line)]
+    passed.write_text("\n".join(found), encoding="utf-8")
+    return passed
+
+
+_TIMINGS_MINUTES = 8
+_FEWEST_MINUTES = 0.2  # of a part that is still begun
 
 _LEFT = {"timings": "timings/timings.json", "programs": "programs.json"}
 """Files that parts leave."""
 
 
-def _run(arguments: Sequence[str], minutes: float) -> dict[str, Any]:
-    """Run a part; what it prints is shown and kept."""
+def _run(arguments: Sequence[str], minutes: float, printed: Path) -> dict[str, Any]:
+    """Run a part; what it prints is shown, and added to a file, line by line."""
     begin = time.monotonic()
     process = subprocess.Popen(
         [sys.executable, "-u", *arguments],
@@ -64,16 +80,29 @@ def _run(arguments: Sequence[str], minutes: float) -> dict[str, Any]:
         stderr=subprocess.STDOUT,
         text=True,
         start_new_session=True,
+        env={**os.environ, "SHARDREC_PASSED": str(_passed(printed.parent))},
     )
+    output = process.stdout
+    assert output is not None, "it is a pipe"
+
+    def copy() -> None:
+        with printed.open("a", encoding="utf-8", buffering=1) as file:
+            for line in output:
+                print(line, end="", flush=True)
+                file.write(line)
+
+    copying = threading.Thread(target=copy)
+    copying.start()
     try:
-        printed, _ = process.communicate(timeout=60 * minutes)
+        process.wait(60 * minutes)
         ended = f"ended with {process.returncode}" if process.returncode else ""
     except subprocess.TimeoutExpired:
         _kill(process)
-        printed, _ = process.communicate()
-        ended = f"was stopped after {minutes:g} minutes"
-    print(printed, flush=True)
-    return {"ended": ended, "seconds": round(time.monotonic() - begin, 1), "printed": printed[-_TAIL:]}
+        process.wait()
+        ended = f"was stopped after {minutes:.3g} minutes"
+    copying.join()
+    text = printed.read_text(encoding="utf-8")
+    return {"ended": ended, "seconds": round(time.monotonic() - begin, 1), "printed": text[-_TAIL:]}
 
 
 def _kill(process: subprocess.Popen[str]) -> None:
@@ -139,7 +168,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--max-rows", type=int, default=1_000_000, help="most rows of a table: what the memory holds")
     parser.add_argument("--batch", type=int, help="only this batch size")
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--minutes", type=float, default=8, help="of the timings")
+    parser.add_argument("--steps", type=int, default=200, help="of a turn, after half a second to warm up")
+    parser.add_argument("--minutes", type=float, help="of all the parts; default: each has its own limit")
     parser.add_argument("--out", type=Path, default=Path("runs/gpu"))
     parser.add_argument("--resume", action="store_true")
     options = parser.parse_args(arguments)
@@ -147,14 +177,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options.out.mkdir(parents=True, exist_ok=True)
     path = options.out / "gpu.json"
     found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8")) if options.resume and path.exists() else {}
+    end = time.monotonic() + 60 * (options.minutes or math.inf)
+    for name in () if options.resume else options.parts:
+        for file in (f"{name}.txt", _LEFT.get(name, f"{name}.txt")):
+            (options.out / file).unlink(missing_ok=True)
     for name, (command, minutes) in _commands(options).items():
         if name not in options.parts or (name in found and not found[name]["ended"]):
             continue
+        left_over = (end - time.monotonic()) / 60
+        if left_over < _FEWEST_MINUTES:
+            found[name] = {"ended": "was not begun", "seconds": 0.0, "printed": ""} | found.get(name, {})
+            _write(found, options.out)
+            continue
         print(f"==> {name}", flush=True)
         left = options.out / _LEFT[name] if name in _LEFT else None
-        if left is not None and not options.resume:
-            left.unlink(missing_ok=True)
-        found[name] = _run(command, minutes)
+        found[name] = _run(command, min(minutes, left_over), options.out / f"{name}.txt")
         if left is not None:
             found[name]["left"] = json.loads(left.read_text(encoding="utf-8")) if left.exists() else None
         _write(found, options.out)

@@ -7,6 +7,7 @@ a process that is stopped loses one part.
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import warnings
 from collections.abc import Callable
@@ -21,14 +22,17 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 import shardrec
 from benchmarks.harness.batches import BatchMaker
+from benchmarks.harness.layouts import cut_plan
 from benchmarks.harness.module import unsharded_module
-from benchmarks.harness.timing.clock import time_steps
+from benchmarks.harness.timing.clock import time_steps, warm_up
 from benchmarks.harness.timing.dense import DENSE_LR, DenseInputs, click_model, dense_parameters
+from benchmarks.harness.timing.plans import TABLES_OF_DLRM, renamed
 from benchmarks.harness.timing.sides.dense import DensePart
 from benchmarks.harness.workload import parse_tables
 from shardrec.launch.ranks import RankInfo
+from shardrec.layout import Topology
 
-__all__ = ["PARTS", "Step", "main"]
+__all__ = ["PARTS", "Step", "is_wait", "main"]
 
 _WARM_UP, _OTHER_SIZES = 4, 4
 
@@ -47,7 +51,9 @@ class Step:
         tables = parse_tables([options.workload], max_rows=options.max_rows)
         collection: Any = unsharded_module(tables, pooled=True, weighted=False, optimizer="rowwise_adagrad")
         torch.manual_seed(0)
-        self.model: nn.Module = shardrec.shard(click_model(collection, device), device=device)
+        # Without a planner, which needs a solver's libraries.
+        plan = renamed(cut_plan(tables, "table_wise", Topology(ranks_per_host=1)), TABLES_OF_DLRM)
+        self.model: nn.Module = shardrec.shard(click_model(collection, device), plan, device=device)
         self._inputs = DenseInputs(options.batch, self.rank_info)
         self._optimizer = torch.optim.SGD(dense_parameters(self.model), lr=DENSE_LR)
         maker = BatchMaker(tables, batch_size=options.batch, ids="zipf", seed=0)
@@ -71,8 +77,7 @@ class Step:
 
     def time(self, steps: int) -> float:
         """Milliseconds: the median after a warm-up."""
-        for features in self.batches:
-            self(features)
+        warm_up(self, self.batches, self.rank_info.device)
         inputs = [self.batches[number % len(self.batches)] for number in range(steps)]
         return median(time_steps(self, inputs, self.rank_info.device))
 
@@ -91,10 +96,15 @@ def eager(options: argparse.Namespace) -> dict[str, Any]:
             step(step.batches[0])
         finally:
             torch.cuda.set_sync_debug_mode("default")
-    waits = [one for one in caught if "synchronizing" in str(one.message)]
+    waits = [one for one in caught if is_wait(str(one.message))]
     found["waits"] = [f"{Path(one.filename).name}:{one.lineno}" for one in waits]
     found["peak_bytes"] = torch.cuda.max_memory_allocated()
     return found
+
+
+def is_wait(warning: str) -> bool:
+    """Whether torch warns that the host waits, and not that its sync debug mode is a prototype."""
+    return "synchronizing" in warning and "prototype" not in warning
 
 
 def _compiled(options: argparse.Namespace, mode: str) -> dict[str, Any]:
@@ -136,8 +146,7 @@ def cuda_graph(options: argparse.Namespace) -> dict[str, Any]:
         binary_cross_entropy_with_logits(logits.squeeze(1), inputs.labels).backward()
 
     def time_of(run: Callable[[Tensor, Tensor], Tensor]) -> float:
-        for _ in range(_WARM_UP):
-            step(run)
+        warm_up(step, [run] * _WARM_UP, device)
         return median(time_steps(step, [run] * options.steps, device))
 
     found = {"kernels_ms": time_of(part)}
@@ -182,13 +191,19 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--workload", default="criteo_128")
     parser.add_argument("--max-rows", type=int, default=1_000_000)
     parser.add_argument("--batch", type=int, default=16_384)
-    parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--parts", nargs="+", default=list(PARTS), choices=list(PARTS))
     parser.add_argument("--out", type=Path, default=Path("runs/gpu/programs.json"))
+    parser.add_argument("--resume", action="store_true", help="leave out the parts that --out has")
     options = parser.parse_args(arguments)
     options.out.parent.mkdir(parents=True, exist_ok=True)
     found: dict[str, Any] = {}
+    if options.resume and options.out.exists():
+        found = json.loads(options.out.read_text(encoding="utf-8"))
     for name in options.parts:
+        if name in found and "error" not in found[name]:
+            continue
+        gc.collect()
         try:
             found[name] = PARTS[name](options)
         except Exception as error:

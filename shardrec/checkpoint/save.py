@@ -1,9 +1,9 @@
 """Save a sharded model, durably and atomically, in the foreground or in the background.
 
 [Note: saving in the background] The step waits for a copy of the values that this rank writes, into memory that is kept
-from save to save; on CUDA the copy goes to pinned memory and is enqueued on the current stream, so that the host need
-not wait. A thread does the rest. The threads of the ranks agree over a separate gloo group, so that their collectives
-do not match those of the training.
+from save to save. On CUDA the copy passes through a pinned block: torch takes pinned memory in powers of two, so that
+pinned copies of whole shards could take twice their size. A thread does the rest. The threads of the ranks agree over a
+separate gloo group, so that their collectives do not match those of the training.
 """
 
 from __future__ import annotations
@@ -49,6 +49,7 @@ __all__ = ["PendingSave", "Written", "rank_name", "remove", "save", "save_checkp
 Written = tuple[SavedFile, dict[str, SavedTensor]]
 """A file of a checkpoint, and what is in it, by name."""
 
+_PINNED_BYTES = 32 * 2**20
 _REMEDY = "see that every rank can write there, that all ranks see the same files, and that there is space left"
 
 
@@ -204,13 +205,8 @@ def save(
         group = model.group and subgroup(model.group, range(ranks.size), model.context.device, "gloo", "save")
         background.ranks = Ranks(group, torch.device("cpu"))
     of_threads = background.ranks
-    copies, ready = _copied(tensors, background)
-
-    def run() -> None:
-        ready()
-        write(of_threads, copies)
-
-    background.pending = PendingSave(run)
+    copies = _copied(tensors, background)
+    background.pending = PendingSave(lambda: write(of_threads, copies))
     return background.pending
 
 
@@ -287,32 +283,30 @@ def _merged_groups(prepared: list[Manifest]) -> list[dict[str, Any]] | None:
     ]
 
 
-def _copied(
-    tensors: Mapping[str, HeldTensor], background: _Background
-) -> tuple[dict[str, HeldTensor], Callable[[], None]]:
-    """The values that this rank writes, copied to the CPU, and a function that returns when the copies are complete.
-
-    See [Note: saving in the background].
-    """
+def _copied(tensors: Mapping[str, HeldTensor], background: _Background) -> dict[str, HeldTensor]:
+    """The values that this rank writes, copied to the CPU. See [Note: saving in the background]."""
     old, background.copies = background.copies, {}
+    on_cuda = any(part.values.is_cuda for tensor in tensors.values() for part in tensor.parts)
+    block = torch.empty(_PINNED_BYTES if on_cuda else 0, dtype=torch.uint8, pin_memory=on_cuda)
 
     def copy(name: str, part: Part) -> Part:
         key, values = (name, part.rect), part.values
         room = old.get(key)
         if room is None or room.shape != values.shape or room.dtype != values.dtype:
-            room = torch.empty(values.shape, dtype=values.dtype, pin_memory=values.is_cuda)
-        background.copies[key] = room.copy_(values, non_blocking=True)
+            room = torch.empty(values.shape, dtype=values.dtype)
+        background.copies[key] = room
+        if not values.is_cuda:
+            room.copy_(values)
+            return replace(part, values=room)
+        bytes_of = [one.detach().contiguous().view(-1).view(torch.uint8) for one in (room, values)]
+        for target, source in zip(*(one.split(_PINNED_BYTES) for one in bytes_of), strict=True):
+            target.copy_(block[: source.numel()].copy_(source))
         return replace(part, values=room)
 
-    copied = {
+    return {
         name: replace(tensor, parts=tuple(copy(name, part) for part in tensor.parts if part.saved))
         for name, tensor in tensors.items()
     }
-    if not any(part.values.is_cuda for one in tensors.values() for part in one.parts):
-        return copied, lambda: None
-    event = torch.cuda.Event()
-    event.record()
-    return copied, event.synchronize
 
 
 def _write(

@@ -41,7 +41,7 @@ def ids_are_valid(batch: Batch, limits: Tensor, *, unlimited: bool) -> Tensor:
     if batch.offsets_fit is not None:
         sound = sound & batch.offsets_fit
     if batch.inverse is not None:
-        bags_U = staged(batch.bags, torch.int64, batch.inverse.device)
+        bags_U = staged(list(batch.bags), torch.int64, batch.inverse.device)
         sound = sound & ((batch.inverse >= 0) & (batch.inverse < bags_U.unsqueeze(1))).all()
     return sound
 

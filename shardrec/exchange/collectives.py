@@ -20,7 +20,7 @@ import torch.distributed._functional_collectives  # registers the autograd formu
 from torch import Tensor
 
 from shardrec.exchange.flight_record import flight_record
-from shardrec.exchange.peers import introduce, peer_error
+from shardrec.exchange.peers import introduce, peer_error, raise_aborted, watch_device
 
 __all__ = [
     "Collectives",
@@ -136,7 +136,7 @@ class Collectives(abc.ABC):
         """
 
     def raise_told(self, what: str) -> None:  # noqa: B027 - has none to raise
-        """Raise the fault that another rank has told in this step, if any.
+        """Raise the fault that another rank has told in this step, if any, or that ended a wait of the device.
 
         Args:
             what: this rank waits for, as a noun.
@@ -216,8 +216,13 @@ class FunctionalCollectives(Collectives):
             done: Tensor = torch.ops._c10d_functional.wait_tensor(pending)
         except RuntimeError as error:
             raise peer_error(self.group, f"{what} exchange", error) from error
+        if done.is_cuda:
+            watch_device(self.group)
         flight_record().end(number)
         return list(done.split(receive))
+
+    def raise_told(self, what: str) -> None:
+        raise_aborted(self.group, what)
 
 
 def collectives_of(group: dist.ProcessGroup | None = None) -> Collectives:

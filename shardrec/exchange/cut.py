@@ -7,9 +7,14 @@ N ids.
 
     (F, B) ── permute ──► (U, B) ── bucketize ──► (K·U, B) ── permute ──► (S, B)
 
-On CUDA the host does not know the number of ids in the units if some keys are unused or in several units. fbgemm's
-permute is then given an upper bound; its kernels follow the lengths, and the remaining elements at the end of values
-and positions are not ids. :meth:`Cutter.in_slots` drops them once the header has told the number.
+On CUDA the host does not know the number of ids in the units if some keys are unused or in several units, and takes an
+upper bound: the remaining elements at the end of values and positions are not ids. :meth:`Cutter.in_slots` drops them
+once the header has told the number.
+
+[Note: fbgemm's kernels on CUDA]
+``permute_2D_sparse_data`` reads its last segment to the number that it is told, beyond the ids: rows are moved by an
+index instead (:func:`row_places`). ``block_bucketize_sparse_features`` refuses to run for no bags, has a thread for
+each bag if the order is kept, and copies boundaries in each call: none are given if the blocks of each unit are even.
 
 Dynamic ids are cut by their home rows (:mod:`shardrec.exchange.hashing`), and are sent to the blocks unchanged.
 
@@ -77,8 +82,9 @@ class Cutter:
         device: of the batches.
 
     Attributes:
-        block_sizes: (U,) rows of each unit's table (of all its blocks: the name is fbgemm's).
-        boundaries: per unit, (K + 1,) the rows at which its blocks begin and end.
+        block_sizes: (U,) rows of a block of each unit if all its blocks but the last have as many, else of its table
+            (the name is fbgemm's).
+        boundaries: per unit, (K + 1,) the rows at which its blocks begin and end; empty if ``block_sizes`` says it.
         slot_rows: (S,) int64, row of each slot in the cut lengths.
         dynamic: (U,) bool, which units' ids are dynamic; None if none are.
         id_dtype: of the batches' ids: int32 where the tables' rows allow.
@@ -95,10 +101,12 @@ class Cutter:
         # The rows of the whole table count, because ids are narrowed before they are cut.
         rows = max((edges[-1] for edges in route.unit_boundaries), default=0)
         self.id_dtype = torch.int64 if rows > 2**31 - 1 or self.dynamic is not None else torch.int32
-        self.block_sizes = self._tensor([boundaries[-1] for boundaries in route.unit_boundaries], self.id_dtype)
+        units = route.unit_boundaries
+        even = self.dynamic is None and all(_is_even(edges, route.blocks, self.id_dtype) for edges in units)
+        self.block_sizes = self._tensor([edges[1 if even else -1] for edges in units], self.id_dtype)
         self.boundaries = [
             self._tensor([*edges, *[edges[-1]] * (route.blocks + 1 - len(edges))], self.id_dtype)
-            for edges in route.unit_boundaries
+            for edges in ([] if even else units)
         ]
 
     def cut(self, batch: Batch, *, keep_positions: bool, given: Batch) -> Cut:
@@ -114,7 +122,9 @@ class Cutter:
         if (blocks > 1 or slots is not None) and self._device.type == "cpu" and native.is_loaded():
             return self._cut_at_once(batch, order, keep_positions)
         lengths, values, weights = batch.lengths, batch.values, batch.weights
-        positions = torch.arange(values.numel(), dtype=torch.int32, device=self._device) if keep_positions else None
+        # fbgemm keeps the order of a bag's ids on CUDA, and so of its sum, if positions are asked for.
+        in_order = keep_positions or (self._device.type == "cuda" and torch.are_deterministic_algorithms_enabled())
+        positions = torch.arange(values.numel(), dtype=torch.int32, device=self._device) if in_order else None
         if blocks > 1:
             slots = self._slots
             if order.units is not None:
@@ -127,7 +137,7 @@ class Cutter:
             row_lengths=lengths,
             values=values,
             weights=weights,
-            positions=positions,
+            positions=positions if keep_positions else None,
             slots=slots,
             lengths=lengths if slots is None else lengths.index_select(0, slots),
             borrowed=_share(values, given.values) or _share(weights, given.weights),
@@ -192,12 +202,46 @@ def permuted(
         values: (N,).
         weights: (N,) or None.
         positions: (N,) or None.
-        total: the new N if the host knows it, or an upper bound (see the module's docstring).
+        total: the new N if the host knows it; on CUDA, where it must not be None, or an upper bound.
     """
+    if values.is_cuda:
+        assert total is not None, "the host would wait for the number"
+        places = row_places(order, lengths, values.size(0), total)
+        return (
+            lengths.index_select(0, order),
+            values.index_select(0, places),
+            None if weights is None else weights.index_select(0, places),
+            None if positions is None else positions.index_select(0, places),
+        )
     if positions is not None:
         positions = torch.ops.fbgemm.permute_2D_sparse_data(order, lengths, positions, None, total)[1]
     lengths, values, weights = torch.ops.fbgemm.permute_2D_sparse_data(order, lengths, values, weights, total)
     return lengths, values, weights, positions
+
+
+def row_places(order: Tensor, lengths: Tensor, count: int, total: int) -> Tensor:
+    """(total,) int64 places, among ``count`` values, of those of the rows ``order`` of lengths (F, B), row after row.
+
+    Those that are more than the rows have are of any values. TorchScript also compiles it.
+    """
+    sizes_F = lengths.sum(dim=1, dtype=torch.int64)
+    begins, sizes = (sizes_F.cumsum(0) - sizes_F).index_select(0, order), sizes_F.index_select(0, order)
+    ends = sizes.cumsum(0)
+    places = torch.arange(total, device=lengths.device)
+    rows = torch.searchsorted(ends, places, right=True).clamp(max=ends.size(0) - 1)
+    return (places + (begins - ends + sizes).index_select(0, rows)).clamp(max=count - 1)
+
+
+def chunked(lengths: Tensor, count: int) -> Tensor:
+    """(..., C) lengths of chunks of bags with ``count`` ids in all, about 8 in each. TorchScript also compiles it.
+
+    For kernels with a thread or a warp for each bag, where ids do not belong to bags: one may have all of a table's.
+    """
+    chunks = count // (8 * lengths.numel() + 1) + 1
+    lengths = lengths.unsqueeze(-1)
+    size = (lengths + (chunks - 1)) // chunks
+    before = size * torch.arange(chunks, dtype=lengths.dtype, device=lengths.device)
+    return torch.minimum((lengths - before).clamp(min=0), size)
 
 
 def by_home_row(lengths: Tensor, ids: Tensor, dynamic: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
@@ -251,13 +295,19 @@ def bucketized(
         values: (N,).
         weights: (N,) or None.
         positions: (N,) or None.
-        sizes: (U,) rows of each unit.
+        sizes: (U,) rows of each unit, or without boundaries of its blocks.
         blocks: K, the most blocks of any unit.
-        boundaries: per unit, (K + 1,).
+        boundaries: per unit, (K + 1,); empty if the blocks of each are even.
 
     Returns:
         (K·U, B) lengths, ids, weights, and positions.
     """
+    units, batch = lengths.size(0), lengths.size(1)
+    if values.is_cuda and lengths.numel() == 0:
+        return lengths.new_zeros((blocks * units, batch)), values, weights, positions
+    in_chunks = values.is_cuda and positions is not None
+    if in_chunks:
+        lengths = chunked(lengths, values.size(0))
     cut, values, weights, _, place = torch.ops.fbgemm.block_bucketize_sparse_features(
         lengths.reshape(-1),
         values,
@@ -266,7 +316,7 @@ def bucketized(
         sizes,
         blocks,
         weights,
-        block_bucketize_pos=boundaries,
+        block_bucketize_pos=boundaries if len(boundaries) > 0 else None,
     )
     if positions is not None:
         assert place is not None, "a bucketize that keeps the order tells where each id went"
@@ -276,7 +326,17 @@ def bucketized(
             same = torch.arange(places.size(0), device=places.device)
             places = torch.where(same < cut.sum(), places, same)
         positions = torch.empty_like(positions).index_copy_(0, places, positions)
-    return cut.view(blocks * lengths.size(0), lengths.size(1)), values, weights, positions
+    if in_chunks:
+        cut = cut.view(blocks * units * batch, -1).sum(dim=1, dtype=cut.dtype)
+    return cut.view(blocks * units, batch), values, weights, positions
+
+
+def _is_even(edges: Sequence[int], blocks: int, dtype: torch.dtype) -> bool:
+    """Whether the first boundary of a unit says the others, to fbgemm, which multiplies it by ``blocks``."""
+    step, rows = edges[1], edges[-1]
+    return step * blocks <= torch.iinfo(dtype).max and all(
+        edge == min(number * step, rows) for number, edge in enumerate(edges)
+    )
 
 
 def _described(route: Route, keys: Sequence[int]) -> list[int]:

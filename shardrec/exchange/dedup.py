@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from shardrec.exchange.batch import KEY_ORDERS, Batch
+from shardrec.exchange.cut import permuted
 
 __all__ = ["DistinctIds", "distinct", "distinct_padded"]
 
@@ -91,7 +92,7 @@ def distinct(
     Returns:
         (T, 1) int32 numbers of distinct ids, the ids, and for each id of the lookups its index among them, int64.
     """
-    lengths, ids, _ = torch.ops.fbgemm.permute_2D_sparse_data(order, lengths, values, None, total)
+    lengths, ids, _, _ = permuted(order, lengths, values, None, None, total)
     linear = ids + firsts.repeat_interleave(lengths.sum(dim=1, dtype=torch.int64), output_size=ids.numel())
     distinct_ids, inverse, _ = torch._unique2(linear, sorted=True, return_inverse=True)
     counts = torch.searchsorted(distinct_ids, edges).diff()
@@ -110,7 +111,8 @@ def distinct_by_table(
         values: (N,).
         lookups: number of lookups of each table.
     """
-    lengths, ids, _ = torch.ops.fbgemm.permute_2D_sparse_data(order, lengths, values, None, None)
+    most = values.numel() * order.numel() if values.is_cuda else None
+    lengths, ids, _, _ = permuted(order, lengths, values, None, None, most)
     counts = [int(part.sum()) for part in lengths.sum(dim=1, dtype=torch.int64).split(list(lookups))]
     per_table = [torch.unique(part, return_inverse=True) for part in ids[: sum(counts)].split(counts)]
     firsts = [0, *accumulate(part.numel() for part, _ in per_table)]
@@ -120,14 +122,14 @@ def distinct_by_table(
 
 
 def distinct_padded(
-    order: Tensor, lengths: Tensor, values: Tensor, firsts: Tensor, edges: Tensor, total: int | None
+    order: Tensor, lengths: Tensor, values: Tensor, firsts: Tensor, edges: Tensor, total: int
 ) -> tuple[Tensor, Tensor, Tensor]:
     """:func:`distinct`, padded instead of waiting for the number; ``total`` is the most ids that the lookups can have.
 
     Returns:
         As :func:`distinct`; elements that are not ids or indices may follow.
     """
-    lengths, ids, _ = torch.ops.fbgemm.permute_2D_sparse_data(order, lengths, values, None, total)
+    lengths, ids, _, _ = permuted(order, lengths, values, None, None, total)
     numbers = torch.arange(ids.numel(), device=ids.device)
     lookup_N = torch.searchsorted(lengths.sum(dim=1, dtype=torch.int64).cumsum(0), numbers, right=True)
     first_N = firsts[lookup_N.clamp(max=firsts.numel() - 1)]

@@ -10,6 +10,13 @@ default group's store when it makes its first collectives, and when a collective
                            collectives, and which ranks of its host have ended or are stopped
 
 A step without a failure has no overhead besides the entries in the flight record.
+
+[Note: the device waits]
+NCCL's collectives are waited for by the device, whose host waits for it in turn, where it reads a value: no error can
+be raised there, and at the group's time limit NCCL's own watchdog ends the process. So a thread looks once a second
+whether all ranks of the group run (those of other hosts: whether a rank has reported a failure). If one is gone while
+the last collective is still not done, or shortly before the time limit, it aborts the communicators. The host then
+returns from its wait, with values that mean nothing: :func:`raise_aborted` follows it.
 """
 
 from __future__ import annotations
@@ -28,18 +35,22 @@ from pathlib import Path
 from time import monotonic, sleep
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
 from shardrec.errors import PeerError
 from shardrec.exchange.flight_record import FlightRecord, flight_record
 
-__all__ = ["failed_in_a_collective", "introduce", "meet", "peer_error", "peers"]
+__all__ = ["failed_in_a_collective", "introduce", "meet", "peer_error", "peers", "raise_aborted", "watch_device"]
 
 _LOOK_S = 2.0
 """How long to look for a rank that has ended or is stopped, after a failure."""
 _STORE_S = 0.3
 """How long the store may take to answer where this host alone tells who is gone."""
 _POLL_S = 0.02
+_WATCH_S = 1.0
+_SHARE_OF_LIMIT = 0.9
+"""Of a group's time limit, after which the communicators are aborted, before NCCL's watchdog ends the process."""
 _MOST_SHOWN = 8
 _SHOWN_ENTRIES = 4
 _ENDED, _STOPPED, _RUNS = "has ended", "is stopped by a signal", "runs"
@@ -158,6 +169,7 @@ def introduce() -> None:
     with suppress(RuntimeError):
         store.set(_key(dist.get_rank()), json.dumps(asdict(place)))
     _PLACES.clear()
+    _WATCHES.clear()
     _STORE[:] = [weakref.ref(store)]
 
 
@@ -192,6 +204,10 @@ def _default_store() -> dist.Store | None:
 
 def _key(rank: int) -> str:
     return f"shardrec/{rank}"
+
+
+def _report_key(group_name: str, rank: int) -> str:
+    return f"shardrec/{group_name}/{rank}"
 
 
 def _global_ranks(group: dist.ProcessGroup) -> list[int]:
@@ -290,12 +306,12 @@ class _Look:
                 sees = {str(rank): state for rank, state in dict(self.states).items() if state != _RUNS}
                 if sees != told:
                     report = _FailureReport(what=self.what, flight=_own_flight(), sees=sees)
-                    store.set(self._key(self.me), json.dumps(asdict(report)))
+                    store.set(_report_key(self.group_name, self.me), json.dumps(asdict(report)))
                     told = sees
                 for rank in self.others:
                     # Repeatedly, because a rank may see others end after its own report.
-                    if rank in self.reports or store.check([self._key(rank)]):
-                        report = _FailureReport(**json.loads(store.get(self._key(rank))))
+                    if rank in self.reports or store.check([_report_key(self.group_name, rank)]):
+                        report = _FailureReport(**json.loads(store.get(_report_key(self.group_name, rank))))
                         self.reports[rank] = report
                         self.states.update({int(other): state for other, state in report.sees.items()})
                 self.asked = True
@@ -303,8 +319,80 @@ class _Look:
                     return
                 over.wait(_POLL_S)
 
-    def _key(self, rank: int) -> str:
-        return f"shardrec/{self.group_name}/{rank}"
+
+# ------------------------------------------------------------------------------------------------ the device's waits
+
+
+class _DeviceWatch:
+    """Of a group: how often the device has waited for it, since when for the last time, and an event after that."""
+
+    def __init__(self) -> None:
+        self.waits, self.since, self.event, self.aborted = 0, monotonic(), torch.cuda.Event(), False
+
+    def run(self, name: str, ranks: list[int], backend: Any) -> None:
+        """Look at the ranks. CUDA is asked only for a reason, for a graph may be captured meanwhile."""
+        store, waits, stuck = _default_store(), -1, False
+        with suppress(Exception):
+            limit = _SHARE_OF_LIMIT * backend.options._timeout.total_seconds()
+            store = store and store.clone()  # type: ignore[attr-defined]  # unknown to the stubs
+            while _WATCHES.get(name) is self and not self.aborted:
+                sleep(_WATCH_S)
+                late = monotonic() - self.since > limit
+                if self.waits != waits:
+                    waits, stuck = self.waits, False
+                elif (late or _is_one_gone(store, name, ranks)) and not self.event.query():
+                    # What a rank has sent before it ended may still be on its way.
+                    self.aborted, stuck = late or stuck, True
+            if self.aborted:
+                _abort()
+
+
+_WATCHES: dict[str, _DeviceWatch] = {}  # by the names of groups of the default group in _STORE
+
+
+def watch_device(group: dist.ProcessGroup) -> None:
+    """Call this once the current CUDA stream waits for a collective of ``group``. See [Note: the device waits]."""
+    name = group.group_name
+    if name not in _WATCHES:
+        watch = _WATCHES[name] = _DeviceWatch()
+        given = name, _global_ranks(group), group._get_backend(torch.device("cuda"))
+        threading.Thread(target=watch.run, args=given, daemon=True).start()
+    watch = _WATCHES[name]
+    watch.event.record()
+    watch.waits, watch.since = watch.waits + 1, monotonic()
+
+
+def raise_aborted(group: dist.ProcessGroup, what: str) -> None:
+    """Raise PeerError for ``what``, a noun, if the communicators were aborted, before values of the device are used."""
+    if any(watch.aborted for watch in _WATCHES.values()):
+        raise peer_error(group, what, "NCCL's communicators were aborted")
+
+
+def _abort() -> None:
+    """Abort the communicators of all groups. torch's own function would also forget the groups."""
+    groups = [group for group in dist.distributed_c10d._world.pg_map if torch.device("cuda") in group._device_types]
+    backends: list[Any] = [group._get_backend(torch.device("cuda")) for group in groups]
+    nccl = [backend for backend in backends if hasattr(backend, "_group_start")]
+    if nccl:
+        nccl[0]._group_start()  # so that no abort waits for another communicator's
+    for backend in backends:
+        backend.abort()
+    if nccl:
+        nccl[0]._group_end()
+
+
+def _is_one_gone(store: dist.Store | None, group_name: str, ranks: list[int]) -> bool:
+    """Whether a rank of this host has ended, or one of another host or the store has failed."""
+    places = [_PLACES[rank] for rank in ranks if rank in _PLACES]
+    if any(place.is_here and place.state() == _ENDED for place in places):
+        return True
+    if store is None or (len(places) == len(ranks) and all(place.is_here for place in places)):
+        return False
+    try:
+        _ask(store, ranks)
+        return any(store.check([_report_key(group_name, rank)]) for rank in ranks)
+    except RuntimeError:
+        return True
 
 
 def _own_flight() -> list[str]:

@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor
 
 __all__ = ["staged"]
 
 
-def staged(values: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
+def staged(values: list[int], dtype: torch.dtype, device: torch.device) -> Tensor:
     """``values`` (n,) as a tensor on ``device``, for which the host does not wait.
 
     ``torch.tensor(values, device="cuda")`` copies from pageable memory, and so waits until the device has finished all
     earlier work. It is right for constants that are kept, which are then ready for every stream. This function is for
-    the numbers of one step, on the current stream.
+    the numbers of one step, on the current stream. TorchScript also compiles it.
     """
     if device.type != "cuda":
         return torch.tensor(values, dtype=dtype, device=device)
-    return torch.tensor(values, dtype=dtype, pin_memory=True).to(device, non_blocking=True)
+    return torch.tensor(values, dtype=dtype).pin_memory().to(device, non_blocking=True)

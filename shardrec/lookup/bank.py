@@ -25,11 +25,14 @@ import torch
 from torch import Tensor
 
 from shardrec import native
+from shardrec.exchange.cut import chunked
 from shardrec.lookup.kernels import has_kernel, kernel_states, make_kernel
 from shardrec.lookup.native_kernel import NativeKernel, native_kernel, with_neighbouring_columns
 from shardrec.lookup.optimizers import FusedOptimizer
 
 __all__ = ["RowGradient", "TableBank", "WidthClass", "summed"]
+
+_MOST_INT32 = 2**31 - 1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -136,7 +139,7 @@ class TableBank:
         self._place = place
         in_order = [self.shapes[table] for table in order]
         self.kernel: Any = None
-        if has_kernel(dtype, (columns for _, columns in shapes)):
+        if has_kernel(device, dtype, (columns for _, columns in shapes)):
             features = [place[table] for table in slot_tables]
             self.kernel = make_kernel(in_order, features, optimizer, device, pooled=pooled, dtype=dtype)
             flat = self.kernel.weights_dev if device.type == "cuda" else self.kernel.weights_host
@@ -150,6 +153,8 @@ class TableBank:
         self.classes = self._classes(order, flat.detach()) if optimizer is None else ()
         widths = [self.shapes[table][1] for table in self.slot_tables]
         self._columns = torch.tensor([0, *accumulate(widths)][:-1], dtype=torch.int64, device=device)
+        # fbgemm's backward numbers the rows of all tables in the ids' dtype.
+        self._takes_int32 = device.type == "cuda" and sum(rows for rows, _ in shapes) <= _MOST_INT32
         self._native: NativeKernel | None = None
         if native.has_kernels():
             self._native = native_kernel(
@@ -186,8 +191,11 @@ class TableBank:
         assert out is None, "only kernels of our own write in place"
         if self.kernel is None:
             return self._look_up_in_torch(ids, lengths, weights)
+        if self.device.type == "cuda" and not self.pooled:
+            lengths = chunked(lengths, ids.numel())
         offsets = torch.ops.fbgemm.asynchronous_complete_cumsum(lengths.reshape(-1))
-        ids = ids.to(torch.int64)
+        if not self._takes_int32 or ids.dtype is not torch.int32:
+            ids, offsets = ids.to(torch.int64), offsets.to(torch.int64)
         counts_steps = self.optimizer is not None and self.optimizer.counts_steps
         if counts_steps:
             # The kernel would count each forward as a step of Adam; a forward without a backward must not count.
@@ -196,9 +204,9 @@ class TableBank:
         if torch.is_inference_mode_enabled():
             # fbgemm registers its training kernels for autograd only, which inference mode leaves out.
             with torch.inference_mode(False), torch.no_grad():
-                values: Tensor = self.kernel(ids, offsets.to(torch.int64), weights)
+                values: Tensor = self.kernel(ids, offsets, weights)
             return values
-        pooled: Tensor = self.kernel(ids, offsets.to(torch.int64), weights)
+        pooled: Tensor = self.kernel(ids, offsets, weights)
         if counts_steps and pooled.requires_grad:
             pooled.register_hook(self._count_step)
         return pooled

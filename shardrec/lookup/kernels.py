@@ -7,11 +7,17 @@ which that matters are updated by :mod:`shardrec.lookup.row_optimizers` and use 
 A 16-bit table must be updated as if its rows were float32 during the update and rounded to nearest after it. Measured
 with fbgemm 1.8 on the CPU: rowwise Adagrad does so; SGD and Adagrad round the gradient first, so that a quarter of the
 weights are off by a unit in the last place or more after one step. bfloat16 weights have no kernel on either device.
-Stochastic rounding, which is fbgemm's default for FP16 on CUDA, is off: two runs, or two plans, give equal weights.
+Stochastic rounding, which is fbgemm's default for FP16 on CUDA, is off.
+
+[Note: order of sums on CUDA]
+``block_bucketize_sparse_features`` puts the ids of a bag that is cut by rows in the order in which its threads come to
+an atomic counter. So two runs on CUDA are equal up to the rounding of float32 sums, unless
+``torch.use_deterministic_algorithms(True)`` asks for one order; on the CPU they are equal.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 
 import torch
@@ -35,6 +41,9 @@ __all__ = ["has_fused_kernel", "has_kernel", "kernel_states", "make_kernel"]
 
 _PRECISIONS = {torch.float32: SparseType.FP32, torch.float16: SparseType.FP16}
 
+_MOST_COLUMNS = 2048
+"""Of a table, for fbgemm's kernels on CUDA."""
+
 _FBGEMM_OPTIMIZERS = {
     OptimizerKind.SGD: EmbOptimType.EXACT_SGD,
     OptimizerKind.ADAGRAD: EmbOptimType.EXACT_ADAGRAD,
@@ -46,16 +55,17 @@ _FBGEMM_OPTIMIZERS = {
 }
 
 
-def has_kernel(dtype: torch.dtype, widths: Iterable[int]) -> bool:
-    """Whether fbgemm looks up weights of ``dtype`` (see the note above) and these widths."""
-    return dtype in _PRECISIONS and not any(width % COLUMN_UNIT for width in widths)
+def has_kernel(device: torch.device, dtype: torch.dtype, widths: Iterable[int]) -> bool:
+    """Whether fbgemm looks up weights of ``dtype`` (see the note above) and these widths on ``device``."""
+    most = _MOST_COLUMNS if device.type == "cuda" else math.inf
+    return dtype in _PRECISIONS and not any(width % COLUMN_UNIT or width > most for width in widths)
 
 
 def has_fused_kernel(
     optimizer: FusedOptimizer, device: torch.device, dtype: torch.dtype, widths: Iterable[int]
 ) -> bool:
     """Whether fbgemm has the optimizer's backward on ``device``, exact for weights of ``dtype`` (see the note)."""
-    if not has_kernel(dtype, widths) or optimizer.kind not in _FBGEMM_OPTIMIZERS:
+    if not has_kernel(device, dtype, widths) or optimizer.kind not in _FBGEMM_OPTIMIZERS:
         return False
     # fbgemm's kernels have no L2 decay by the rules of torch's classes.
     if optimizer.weight_decay and not optimizer.is_decay_decoupled:

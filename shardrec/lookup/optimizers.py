@@ -70,6 +70,12 @@ class FusedOptimizer:
                 return ("exp_avg", "exp_avg_sq")
 
     @property
+    def keeps_rows_without_gradient(self) -> bool:
+        """Whether a gradient of zeros changes neither a row nor its state."""
+        no_division_by_0 = self.kind is not OptimizerKind.ADAM and self.eps > 1e-30  # above float32's smallest
+        return (self.kind is OptimizerKind.SGD or no_division_by_0) and not self.weight_decay
+
+    @property
     def counts_steps(self) -> bool:
         """Whether the rule depends on the number of steps so far."""
         return "exp_avg_sq" in self.states

@@ -209,16 +209,16 @@ class _RowUpdate:
 
     def step(self, gradient: Tensor) -> None:
         """Update from the dense (rows, dim) gradient."""
-        used = gradient.any(dim=1)
         if gradient.device.type == "cpu":
-            rows = used.nonzero().squeeze(1)
+            rows = gradient.any(dim=1).nonzero().squeeze(1)
             values = gradient.index_select(0, rows).to(torch.float32)
             self.optimizer.step(self.optimizer.decayed([RowGradient(rows=rows, values=values)]))
             return
         # The host would have to read the number of rows: all rows are updated, and those without a gradient restored
-        # (Adam's moments decay, and Adagrad's step is 0 / 0 without eps).
-        memory = [self._weight, *self.optimizer.states()[0].values()]
-        before = [tensor.clone() for tensor in memory]
+        # where that matters (Adam's moments decay, and Adagrad's step is 0 / 0 without eps).
+        restores = not self.optimizer.optimizer.keeps_rows_without_gradient
+        memory = [self._weight, *self.optimizer.states()[0].values()] if restores else []
+        before, used = [tensor.clone() for tensor in memory], gradient.any(dim=1)
         rows = torch.arange(gradient.size(0), device=gradient.device)
         gradients = [RowGradient(rows=rows, values=gradient.to(torch.float32))]
         self.optimizer.step(self.optimizer.decayed(gradients))

@@ -17,6 +17,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
 
 from shardrec.exchange.batch import KEY_ORDERS, Batch
 from shardrec.exchange.blocks import BlocksInFlight, Stream
+from shardrec.exchange.cut import permuted
 from shardrec.exchange.payload import ShardInput
 from shardrec.exchange.pooled_output import OutputExchange
 from shardrec.exchange.route import Lookup
@@ -163,13 +164,11 @@ class ShardedEmbeddingBagCollection(ShardedCollection):
         """
         if self.replicas is None:
             return None
-        order, total = self._replicated_positions(batch.keys).to(torch.int32), sum(counts)
-        lengths, ids, weights = torch.ops.fbgemm.permute_2D_sparse_data(
-            order, batch.lengths, batch.values, batch.weights, total
-        )
+        order, places = self._replicated_positions(batch.keys).to(torch.int32), None
         if learned_weights is not None:
             places = torch.arange(batch.values.numel(), dtype=torch.int32, device=self.device)
-            _, places, _ = torch.ops.fbgemm.permute_2D_sparse_data(order, batch.lengths, places, None, total)
+        lengths, ids, weights, places = permuted(order, batch.lengths, batch.values, batch.weights, places, sum(counts))
+        if learned_weights is not None and places is not None:
             weights = learned_weights.index_select(0, batch.places_as_given(places)).to(torch.float32)
         return self.replicas(ids, lengths, weights, counts)
 

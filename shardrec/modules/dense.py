@@ -48,7 +48,7 @@ from shardrec.exchange.backward_watch import weak_hook
 from shardrec.exchange.collectives import Collectives, FunctionalCollectives
 from shardrec.exchange.context import ModelContext
 from shardrec.exchange.flight_record import flight_record
-from shardrec.exchange.peers import meet, peer_error, peers
+from shardrec.exchange.peers import meet, peer_error, peers, watch_device
 from shardrec.exchange.shared.collectives import SharedCollectives
 from shardrec.exchange.transport import timeout_s
 from shardrec.modules.fsdp import ShardedByFsdp
@@ -466,7 +466,9 @@ class DenseReducer:
         work = flying.work
         try:
             if not flying.on_cpu:
-                return bool(work.wait())
+                work.wait()
+                watch_device(self._group)
+                return True
             try:
                 return bool(work.wait(_LOOK_EVERY))
             except RuntimeError:

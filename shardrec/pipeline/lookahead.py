@@ -84,8 +84,8 @@ class Lookahead:
         self._learnt: list[tuple[Caller, Path]] | None = None
         self._has_warned = False
         on_gpu = device.type == "cuda"
-        self._copies = torch.cuda.Stream(device) if on_gpu else None
-        self._ids = torch.cuda.Stream(device) if on_gpu else None
+        # Their short kernels go before those of the step under way.
+        self._copies, self._ids = [torch.cuda.Stream(device, priority=-1) if on_gpu else None for _ in range(2)]
 
     def step(self, forward: Callable[[Any], Any]) -> Any:
         """One step, up to its backward.

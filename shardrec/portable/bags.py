@@ -18,7 +18,7 @@ from shardrec._torchscript import counts_of, list_of
 from shardrec.exchange.route import Piece, output_pieces
 from shardrec.modules.live_twins import parameters_of
 from shardrec.pending import Await, awaitable
-from shardrec.portable.input import Checked
+from shardrec.portable.input import Checked, constant
 from shardrec.portable.twin import PortableTwin, arrived_rows
 
 if TYPE_CHECKING:
@@ -117,7 +117,7 @@ class PortableBags(PortableTwin):
     def positions(self, keys: list[str], features: list[str]) -> Tensor:
         """Where features are among the keys."""
         positions = [keys.index(feature) for feature in features]
-        return torch.tensor(positions, dtype=torch.int64, device=self.nothing.device)
+        return constant(positions, torch.int64, self.nothing.device)
 
 
 def _starts(pieces: Sequence[Piece], block: int) -> list[int]:

@@ -32,8 +32,9 @@ from shardrec.exchange.check import add_up, are_sound
 from shardrec.exchange.collectives import Collectives
 from shardrec.exchange.cut import in_blocks, permuted
 from shardrec.exchange.input import InputExchange
+from shardrec.exchange.staging import staged
 
-__all__ = ["FAULTS", "Checked", "PortableInput", "Received"]
+__all__ = ["FAULTS", "Checked", "PortableInput", "Received", "constant"]
 
 FAULTS = [
     "",
@@ -197,7 +198,7 @@ class PortableInput(nn.Module):
         lengths = features.lengths().view(len(keys), -1 if len(keys) > 0 else 0)
         values = features.values()
         weights = self.weights_of(features)
-        limits_F = torch.tensor(limits, dtype=torch.int64, device=values.device)
+        limits_F = constant(limits, torch.int64, values.device)
         looked_up, whole, kept, bad_ids, dropped = values, lengths, self.nothing.to(torch.bool), self.nothing, False
         valid = are_sound(lengths, values, limits_F, unused, torch.jit.is_scripting())
         # Of nothing but good ids the lookups can be told at once, where the host may ask.
@@ -206,7 +207,7 @@ class PortableInput(nn.Module):
             good = values.numel() == 0 or bool(valid)
         if self.mends and not good:
             policies = [self.policies.get(key, 0) for key in keys]
-            policies_F = torch.tensor(policies, dtype=torch.int64, device=values.device)
+            policies_F = constant(policies, torch.int64, values.device)
             sums_F = lengths.sum(dim=1, dtype=torch.int64)
             whole, looked_up, order, kept, bad_F = mend(lengths, values, limits_F, policies_F, self.drops)
             values = looked_up
@@ -220,7 +221,7 @@ class PortableInput(nn.Module):
             valid = add_up(lengths, sums_F, values.size(0))
             valid = valid & are_sound(whole, values, limits_W, unused or self.drops, torch.jit.is_scripting())
             places = [keys.index(feature) for feature in self.features]
-            bad_ids = bad_F.index_select(0, torch.tensor(places, dtype=torch.int64, device=values.device))
+            bad_ids = bad_F.index_select(0, constant(places, torch.int64, values.device))
         told = valid.logical_not().to(torch.int64)
         if offsets is not None:
             fits = fit(offsets, given)
@@ -258,7 +259,10 @@ class PortableInput(nn.Module):
         units = [keys.index(unit) for unit in self.unit_keys]
         device = values.device
         cut_ids: int | None = None
-        if not torch.jit.is_scripting() and sorted(units) == list(range(len(keys))):
+        if values.is_cuda:
+            # An upper bound, for which the host does not wait.
+            cut_ids = values.size(0) * max([units.count(unit) for unit in units] + [0])
+        elif not torch.jit.is_scripting() and sorted(units) == list(range(len(keys))):
             cut_ids = values.size(0)
         positions: Tensor | None = None
         if self.per_id:
@@ -266,14 +270,14 @@ class PortableInput(nn.Module):
         rows = self.slot_rows
         in_place = False
         if self.blocks > 1:
-            order = torch.tensor(units, dtype=torch.int32, device=device)
+            order = constant(units, torch.int32, device)
             lengths, values, weights, positions = permuted(order, lengths, values, weights, positions, cut_ids)
             lengths, values, weights, positions = in_blocks(
                 lengths, values, weights, positions, self.dynamic, self.block_sizes, self.blocks, self.boundaries
             )
         else:
             of_slots = [units[unit] for unit in self.slot_units]
-            rows = torch.tensor(of_slots, dtype=torch.int64, device=device)
+            rows = constant(of_slots, torch.int64, device)
             if torch.jit.is_scripting():
                 in_place = of_slots == list(range(len(keys)))
         lengths_SB = lengths if in_place else lengths.index_select(0, rows)
@@ -431,6 +435,13 @@ def in_first_bag(lengths: Tensor, values: Tensor, valid: Tensor) -> Tensor:
     ids = values.size(0) * valid.logical_not().to(torch.int32)
     first = torch.arange(lengths.numel(), device=lengths.device).view(lengths.size()) == 0
     return lengths.to(torch.int32) * valid + ids * first
+
+
+def constant(values: list[int], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """(n,) numbers that depend on the input's keys alone, on ``device``; a tracer keeps them in its graph."""
+    if is_exported():
+        return torch.tensor(values, dtype=dtype, device=device)
+    return staged(values, dtype, device)
 
 
 def is_exported() -> bool:

@@ -19,7 +19,7 @@ from shardrec.exchange.dedup import distinct
 from shardrec.exchange.row_output import unit_targets
 from shardrec.modules.live_twins import parameters_of
 from shardrec.pending import Await, awaitable
-from shardrec.portable.input import Received
+from shardrec.portable.input import Received, constant
 from shardrec.portable.twin import PortableTwin, arrived_rows
 
 if TYPE_CHECKING:
@@ -68,7 +68,7 @@ class PortableSequences(PortableTwin):
         self.slot_lookups = list_of(int, [slot.lookup for slots in route.slots for slot in slots])
         self.widths = list_of(int, list(rows.widths))
         self.slot_firsts = list_of(int, rows.slot_firsts)
-        self.slot_units = list_of(int, rows.slot_units)
+        self.slot_units = torch.tensor(list(rows.slot_units), dtype=torch.int64, device=device)
         self.sent_features = list_of(str, [one.feature for one in sent])
         self.dedup = collection.dedup and len(sent) > 0
         starts = [0, *accumulate(one.layout.num_embeddings for one in sent)]
@@ -191,7 +191,7 @@ class PortableSequences(PortableTwin):
         """(tables, 1) numbers of distinct ids, the ids, and the place of each id among them."""
         order = [keys.index(feature) for feature in self.dedup_features]
         total = sum([key_ids[key] for key in order])
-        index = torch.tensor(order, dtype=torch.int32, device=values.device)
+        index = constant(order, torch.int32, values.device)
         return distinct(index, lengths, values, self.dedup_firsts, self.dedup_edges, total)
 
     def targets(self, keys: list[str], key_ids: list[int], sent: Received, total: int) -> tuple[Tensor, int]:
@@ -209,9 +209,8 @@ class PortableSequences(PortableTwin):
         firsts = [offsets[one] * units + self.slot_firsts[slot] for slot, one in enumerate(self.slot_lookups)]
         positions = sent.positions
         assert positions is not None
-        first_S = torch.tensor(firsts, dtype=torch.int64, device=positions.device)
-        width_S = torch.tensor(self.slot_units, dtype=torch.int64, device=positions.device)
-        return unit_targets(positions, sent.slot_ids, first_S, width_S, units, total), row
+        first_S = constant(firsts, torch.int64, positions.device)
+        return unit_targets(positions, sent.slot_ids, first_S, self.slot_units, units, total), row
 
 
 def finish_sequences(

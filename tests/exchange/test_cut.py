@@ -14,6 +14,7 @@ from shardrec import native
 from shardrec.exchange.batch import Batch
 from shardrec.exchange.cut import Cutter
 from tests.batches import random_bags
+from tests.cuda_double import cuda_double, cuda_is_there
 from tests.exchange.lookups import random_case
 from tests.plans import randoms
 
@@ -50,6 +51,37 @@ def test_at_once_as_in_steps(rng: Random) -> None:
         if one is not None and other is not None:
             assert one.dtype == other.dtype, name
             assert torch.equal(one, other), name
+
+
+@needs_native
+@given(rng=randoms())
+def test_on_cuda_as_at_once(rng: Random) -> None:
+    """Where the host does not know the number of ids: keys that are unused or in several units, and no samples."""
+    dynamic = rng.random() < 0.3
+    case = random_case(rng, most_ranks=rng.choice([2, 5]), dynamic=dynamic)
+    weighted, keep = rng.random() < 0.4, rng.random() < 0.5
+    cutter = Cutter(case.route, torch.device("cpu"))
+    bags = random_bags(rng, case.rows, rng.choice([0, 1, 3, 40]), weighted=weighted, extra=["unused"])
+    given = bags.kjt(cutter.id_dtype, torch.int32)
+
+    def cut(device: str, cutter: Cutter) -> list[Tensor | None]:
+        batch = Batch(
+            keys=tuple(given.keys()),
+            lengths=given.lengths().view(len(given.keys()), -1).to(device),
+            values=given.values().to(device),
+            weights=given.weights().to(device) if weighted else None,
+        )
+        found = cutter.cut(batch, keep_positions=keep, given=batch)
+        return [found.lengths, *cutter.in_slots(found, int(found.lengths.sum()))]
+
+    at_once = cut("cpu", cutter)
+    with cuda_is_there(), cuda_double() as double, double.may_wait():
+        there = cut("cuda", Cutter(case.route, torch.device("cuda")))
+        assert double.longest_loop <= 64
+        for name, one, other in zip(("lengths", "values", "weights", "positions"), at_once, there, strict=True):
+            assert (one is None) == (other is None), name
+            if one is not None and other is not None:
+                assert torch.equal(one, other.cpu()), name
 
 
 @needs_native

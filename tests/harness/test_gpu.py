@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -66,9 +69,61 @@ def test_parts_are_kept_as_they_end(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert found["programs"]["left"] == {"eager": 7}
 
 
+def test_what_a_part_prints_is_in_its_file_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that a call that is ended from outside has left it."""
+    waits_for_its_line = (
+        "import pathlib, time; print('first')\n"
+        f"while 'first' not in pathlib.Path({str(tmp_path / 'doctor.txt')!r}).read_text(): time.sleep(0.01)\n"
+        "print('seen')"
+    )
+    monkeypatch.setattr(gpu, "_commands", lambda options: {"doctor": (["-c", waits_for_its_line], 1.0)})
+    assert gpu.main(["--parts", "doctor", "--out", str(tmp_path)]) == 0
+    assert (tmp_path / "doctor.txt").read_text() == "first\nseen\n"
+
+
+def test_no_part_is_begun_when_the_minutes_are_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    commands = {"doctor": (["-c", "print('begun')"], 1.0), "tests": (["-c", "print('begun')"], 1.0)}
+    monkeypatch.setattr(gpu, "_commands", lambda options: commands)
+    options = ["--parts", "doctor", "tests", "--out", str(tmp_path)]
+    assert gpu.main([*options, "--minutes", "0.01"]) == 1
+    found = json.loads((tmp_path / "gpu.json").read_text())
+    assert {name: one["ended"] for name, one in found.items()} == {"doctor": "was not begun", "tests": "was not begun"}
+    assert gpu.main([*options, "--minutes", "5", "--resume"]) == 0
+
+
+def test_tests_that_have_passed_are_left_out(tmp_path: Path) -> None:
+    """Also if one's name begins as another's."""
+    (tmp_path / "test_it.py").write_text(
+        "import pytest\n@pytest.mark.parametrize('one', ['a b'])\ndef test_x(one): pass\n"
+        "def test_xy(): pass\ndef test_xyz(): pass\n"
+    )
+    (tmp_path / "tests.txt").write_text(
+        "[gw0] [ 33%] PASSED test_it.py::test_x[a b] \n[gw1] [ 66%] FAILED test_it.py::test_xyz\n"
+        "[gw1] [ 99%] PASSED test_it.py::test_xy\n"
+    )
+    environment = {**os.environ, "SHARDREC_PASSED": str(gpu._passed(tmp_path)), "PYTHONPATH": str(gpu._ROOT)}
+    command = [sys.executable, "-m", "pytest", "-v", "-p", "benchmarks.gpu.unpassed", "-p", "no:cacheprovider"]
+    given = {"cwd": tmp_path, "env": environment, "text": True, "stdout": subprocess.PIPE}
+    printed = subprocess.run([*command, "--rootdir", str(tmp_path), "test_it.py"], check=True, **given).stdout  # type: ignore[call-overload]
+    assert "1 passed" in printed
+    assert "test_xyz PASSED" in printed
+
+
+def test_torch_s_notice_is_no_wait() -> None:
+    assert programs.is_wait("called a synchronizing CUDA operation (Triggered internally at CUDAFunctions.cpp:182.)")
+    notice = "Synchronization debug mode is a prototype feature and does not yet detect all synchronizing operations"
+    assert not programs.is_wait(notice)
+
+
+def test_no_part_needs_a_solver(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("highspy", "numba", "scipy"):
+        monkeypatch.setitem(sys.modules, name, None)
+    run_programs(tmp_path, "eager")
+
+
 @pytest.mark.slow
 def test_the_whole_command(tmp_path: Path) -> None:
-    options = ["--device", "cpu", "--max-rows", "50", "--batch", "4096", "--rounds", "1", "--minutes", "3"]
+    options = ["--device", "cpu", "--max-rows", "50", "--batch", "4096", "--rounds", "1", "--steps", "8"]
     assert gpu.main([*options, "--parts", "doctor", "timings", "programs", "--out", str(tmp_path)]) == 0
     found = json.loads((tmp_path / "gpu.json").read_text())
     assert found["timings"]["left"]["cases"]

@@ -14,6 +14,7 @@ from torch import Tensor
 from torchrec.modules.embedding_configs import EmbeddingBagConfig
 
 import shardrec
+from benchmarks.gpu.programs import is_wait
 from shardrec.errors import InputError
 from shardrec.layout import ShardingPlan, Topology
 from shardrec.modules import ShardedModel, shard
@@ -130,7 +131,7 @@ def count_waits(world_size: int) -> None:
                     values.backward(torch.ones_like(values))
                 finally:
                     torch.cuda.set_sync_debug_mode("default")
-            waits = [f"{one.filename}:{one.lineno}" for one in caught if "synchronizing" in str(one.message)]
+            waits = [f"{one.filename}:{one.lineno}" for one in caught if is_wait(str(one.message))]
             if step:
                 assert len(waits) == 1, f"{cut}: the host waits at {waits}"
                 assert "exchange/step.py" in waits[0]

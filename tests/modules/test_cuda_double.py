@@ -6,8 +6,11 @@ streams) is in tests/modules/test_cuda.py.
 
 from __future__ import annotations
 
+import os
+import threading
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from random import Random
 from typing import Any
 
@@ -15,20 +18,28 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torchrec.modules.embedding_configs import DataType, EmbeddingBagConfig
+from torchrec.modules.embedding_configs import DataType, EmbeddingBagConfig, EmbeddingConfig
+from torchrec.modules.embedding_modules import EmbeddingCollection
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
+from shardrec._torchscript import plain
+from shardrec.checkpoint import load_checkpoint, save
 from shardrec.data import ClickBatch, ClickMetrics
-from shardrec.errors import InputError
+from shardrec.errors import InputError, PeerError
+from shardrec.exchange import peers
+from shardrec.ids import DynamicIds
 from shardrec.layout import ShardingPlan, Topology, cuts
+from shardrec.lookup import bank
 from shardrec.lookup.bank import RowGradient, WidthClass
 from shardrec.lookup.optimizers import FusedOptimizer, OptimizerKind
 from shardrec.lookup.row_optimizers import RowOptimizer
 from shardrec.modules import ShardedModel, initial, shard
 from shardrec.pipeline import TrainPipeline
+from shardrec.portable.bags import PortableBags
+from shardrec.portable.sequences import PortableSequences
 from shardrec.train.metrics import evaluate
-from tests.batches import random_bags, random_sizes_bags
-from tests.cuda_double import _ACTIVE, DeviceTensor, HiddenWait, Race, cuda_double, cuda_is_there
+from tests.batches import Bags, random_bags, random_sizes_bags
+from tests.cuda_double import _ACTIVE, DeviceTensor, EventDouble, HiddenWait, Race, cuda_double, cuda_is_there
 from tests.models import click_model, collection, feature_rows, random_configs, table_sizes
 from tests.modules import clicks
 from tests.modules import sequence_models as sequences
@@ -69,7 +80,7 @@ def compare(
     plan: ShardingPlan,
     batches: list[KeyedJaggedTensor],
     *,
-    waits: int = 1,
+    waits: int | None = 1,
     **options: Any,
 ) -> None:
     """Train on both; from the second step on, the host waits so often (by default for the header alone)."""
@@ -87,7 +98,7 @@ def compare(
                 found = value_of(on_cuda(features))
                 assert found.is_cuda
                 (found * there).sum().backward()
-                if step:
+                if step and waits is not None:
                     assert [one.partition(":")[0] for one in double.waits][:1] == [HEADER], double.waits
                     assert len(double.waits) <= waits, double.waits
             (expected * gradient).sum().backward()
@@ -188,6 +199,78 @@ def test_a_gradient_for_an_ordinary_optimizer() -> None:
             compare(lambda: collection(configs), plan, bags_of(rng, configs), waits=3)
 
 
+ROW_BLOCKS = [
+    EmbeddingBagConfig(name="t0", num_embeddings=9, embedding_dim=8, feature_names=["a", "b"]),
+    EmbeddingBagConfig(name="t1", num_embeddings=7, embedding_dim=8, feature_names=["b"]),
+]
+
+
+def row_blocks(boundaries: list[int] | None) -> ShardingPlan:
+    """Both tables in two blocks of rows; those of t0 are even by default."""
+    layouts = (
+        cuts.row_wise("t0", 9, 8, ranks=[0, 0], boundaries=boundaries),
+        cuts.row_wise("t1", 7, 8, ranks=[0, 0]),
+    )
+    return ShardingPlan(topology=Topology(), tables=layouts)
+
+
+def test_batches_without_samples_or_ids() -> None:
+    """fbgemm's bucketize cannot be launched for no bags."""
+    rng = Random(0)
+    given = [random_bags(rng, {"a": 9, "b": 7}, 3, shuffled=False).kjt() for _ in range(4)]
+    for step, size in ((0, 0), (2, 2)):  # the first one has no samples, the third one no ids
+        no_ids = torch.zeros(0, dtype=torch.int64)
+        given[step] = KeyedJaggedTensor(["a", "b"], no_ids, lengths=torch.zeros(2 * size, dtype=torch.int32))
+    with cuda_is_there():
+        compare(lambda: collection(ROW_BLOCKS, optimizers="adagrad"), row_blocks(None), given)
+        sizes = {f"sequences.{name}": (rows, sequences.DIM) for name, rows in sequences.ROWS.items()}
+        plan = cut_plan("row_wise", rng, sizes, Topology())
+        given = [sequences.batch(rng, ["c", "a", "b"], size) for size in (0, 3, 0, 2)]
+        compare(lambda: sequences.Holder(sequences.collection(torch.optim.SGD, 0.1)), plan, given)
+
+
+@pytest.mark.parametrize("dedup", [True, False])
+def test_dynamic_ids_with_batches_without_samples(dedup: bool) -> None:
+    rng = Random(0)
+    sizes = {f"sequences.{name}": (rows, sequences.DIM) for name, rows in sequences.ROWS.items()}
+    layouts = [cuts.row_wise(name, rows, width, ranks=[0, 0]) for name, (rows, width) in sizes.items()]
+    plan = ShardingPlan(topology=Topology(), tables=tuple(layouts))
+    given = [sequences.batch(rng, ["c", "a", "b"], size) for size in (0, 3, 0, 2)]
+    with cuda_is_there():
+        make = lambda: sequences.Holder(sequences.collection(torch.optim.SGD, 0.1))  # noqa: E731
+        compare(make, plan, given, dedup=dedup, waits=None, dynamic_ids={"sequences.t1": DynamicIds()})
+
+
+def test_a_structure_fault_with_row_blocks() -> None:
+    with cuda_is_there(), cuda_double() as double, double.may_wait():
+        model = shard(collection(ROW_BLOCKS, optimizers="sgd"), row_blocks(None), device="cuda:0")
+        bad = KeyedJaggedTensor(["a"], values=torch.tensor([3]), lengths=torch.tensor([1], dtype=torch.int32))
+        with pytest.raises(InputError, match="lacks feature"):
+            model(to_double(bad))
+
+
+def test_no_thread_or_warp_goes_through_all_the_distinct_ids() -> None:
+    rng = Random(0)
+    ids = {key: [[rng.randrange(4000) for _ in range(500)] for _ in range(4)] for key in ("a", "b")}
+    config = EmbeddingConfig(name="t", num_embeddings=4000, embedding_dim=8, feature_names=["a", "b"])
+    module = sequences.Holder(EmbeddingCollection(tables=[config]))
+    plan = ShardingPlan(topology=Topology(), tables=(cuts.row_wise("sequences.t", 4000, 8, ranks=[0] * 3),))
+    with cuda_is_there(), cuda_double() as double, double.may_wait():
+        model = shard(module, plan, device="cuda:0")
+        model(to_double(Bags(keys=("a", "b"), size=4, ids=ids).kjt()))
+        assert 0 < double.longest_loop <= 64
+
+
+@pytest.mark.parametrize(("boundaries", "copies"), [(None, 0), ([0, 3, 9], 3)])
+def test_even_blocks_need_no_boundaries(boundaries: list[int] | None, copies: int) -> None:
+    rng = Random(0)
+    with cuda_is_there(), cuda_double() as double, double.may_wait():
+        model = shard(collection(ROW_BLOCKS, optimizers="sgd"), row_blocks(boundaries), device="cuda:0")
+        for _ in range(3):
+            model(to_double(random_bags(rng, {"a": 9, "b": 7}, 3).kjt()))
+        assert double.pageable_copies == copies
+
+
 def test_two_ranks() -> None:
     """Over gloo, which sends what is inside of the doubles."""
     configs = [
@@ -208,6 +291,106 @@ def test_two_ranks() -> None:
             compare(lambda: collection(configs, optimizers="adagrad"), plan, bags_of(rng, configs))
 
     ranks(2, rank_main)
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_deterministic_algorithms_keep_the_order_of_ids(deterministic: bool) -> None:
+    before = torch.are_deterministic_algorithms_enabled()
+    with cuda_is_there(), cuda_double() as double, double.may_wait():
+        model = shard(collection(ROW_BLOCKS, optimizers="sgd"), row_blocks(None), device="cuda:0")
+        try:
+            torch.use_deterministic_algorithms(deterministic)
+            model(to_double(random_bags(Random(0), {"a": 9, "b": 7}, 3).kjt())).values()
+        finally:
+            torch.use_deterministic_algorithms(before)
+        assert double.orders_kept == deterministic
+
+
+@pytest.mark.parametrize(("rows", "dtype"), [(2**31 - 1, torch.int32), (15, torch.int64)])
+def test_lookups_take_ids_as_they_are(rows: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Unless fbgemm could not number the rows of all tables in the ids' dtype."""
+    monkeypatch.setattr(bank, "_MOST_INT32", rows)
+    with cuda_is_there(), cuda_double() as double, double.may_wait():
+        model = shard(collection(ROW_BLOCKS, optimizers="sgd"), row_blocks(None), device="cuda:0")
+        model(to_double(random_bags(Random(0), {"a": 9, "b": 7}, 3).kjt())).values()
+        assert double.index_dtypes == {dtype}
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", "none"])
+def test_a_table_wider_than_the_kernels_take(optimizer: str) -> None:
+    configs = [
+        EmbeddingBagConfig(name="t0", num_embeddings=5, embedding_dim=2052, feature_names=["a"]),
+        EmbeddingBagConfig(name="t1", num_embeddings=7, embedding_dim=2048, feature_names=["b"]),
+    ]
+    plan = ShardingPlan(
+        topology=Topology(),
+        tables=tuple(cuts.table_wise(one.name, one.num_embeddings, one.embedding_dim, rank=0) for one in configs),
+    )
+    batches = [random_bags(Random(step), {"a": 5, "b": 7}, 3, shuffled=False).kjt() for step in range(3)]
+    with cuda_is_there():
+        compare(lambda: collection(configs, optimizers=optimizer), plan, batches, waits=9)
+
+
+def test_blocks_of_a_table_are_added_up_by_one_kernel() -> None:
+    """26 tables in 8 blocks of rows, all on one rank."""
+    names = [f"t{number}" for number in range(26)]
+    configs = [
+        EmbeddingBagConfig(name=name, num_embeddings=40, embedding_dim=4, feature_names=[name]) for name in names
+    ]
+    plan = ShardingPlan(topology=Topology(), tables=tuple(cuts.row_wise(one, 40, 4, ranks=[0] * 8) for one in names))
+    batches = [random_bags(Random(step), dict.fromkeys(names, 40), 3, shuffled=False).kjt() for step in range(3)]
+    with cuda_is_there():
+        compare(lambda: collection(configs, optimizers="sgd"), plan, batches)
+        with cuda_double() as double, double.may_wait():
+            model = shard(collection(configs, optimizers="sgd"), plan, device="cuda:0")
+            features = to_double(batches[0])
+            double.operators.clear()
+            model(features).values()
+            assert sum(count for name, count in double.operators.items() if name.startswith("aten.add")) < 10
+            assert double.operators["aten.sum.dim_IntList"] < 26 + 10
+
+
+@pytest.mark.parametrize(("optimizer", "restored"), [("sgd", 0), ("adagrad", 0), ("adam", 3)])
+def test_rows_without_gradient_are_restored_for_adam_alone(optimizer: str, restored: int) -> None:
+    configs = [EmbeddingBagConfig(name="t2", num_embeddings=5, embedding_dim=8, feature_names=["c"])]
+    plan = ShardingPlan(topology=Topology(), tables=(cuts.data_parallel("t2", 5, 8),))
+    batches = [random_bags(Random(step), {"c": 5}, 2, shuffled=False).kjt() for step in range(3)]
+    with cuda_is_there():
+        compare(lambda: collection(configs, optimizers=optimizer), plan, batches)
+        with cuda_double() as double, double.may_wait():
+            model = shard(collection(configs, optimizers=optimizer), plan, device="cuda:0")
+            features = to_double(batches[0])
+            loss = model(features).values().sum()
+            double.operators.clear()
+            loss.backward()
+            assert double.operators["aten.where.self"] == restored
+
+
+def test_a_rank_that_is_gone_while_the_device_waits() -> None:
+    """As with NCCL: collectives are issued at once, and the device waits until the communicators are aborted."""
+
+    def rank_main() -> str:
+        aborted = threading.Event()
+        functional = torch.ops._c10d_functional
+        plan = cut_plan("row_wise", Random(0), table_sizes(ROW_BLOCKS), Topology(ranks_per_host=2))
+        with cuda_is_there(), cuda_double() as double, double.may_wait(), pytest.MonkeyPatch.context() as patch:
+            patch.setattr(peers, "_WATCH_S", 0.05)
+            model = shard(collection(ROW_BLOCKS, optimizers="sgd"), plan, device="cuda:0")
+            features = to_double(random_bags(Random(0), {"a": 9, "b": 7}, 3).kjt())
+            model(features).values().sum().backward()
+            if dist.get_rank() == 1:
+                os._exit(3)
+            patch.setattr(functional, "all_to_all_single", lambda values, *_: values.clone())
+            patch.setattr(functional, "wait_tensor", lambda values: values)
+            patch.setattr(peers, "_abort", aborted.set)
+            patch.setattr(EventDouble, "query", lambda _: aborted.is_set())
+            patch.setattr(double, "wait", lambda why: aborted.wait(20))
+            with pytest.raises(PeerError, match=r"rank 1's process \d+ has ended") as caught:
+                model(features)
+        assert caught.value.ranks == (1,)
+        return caught.value.waited_for
+
+    assert ranks(2, rank_main, expect_death={1})[0] == "header exchange"
 
 
 def test_a_batch_that_is_refused() -> None:
@@ -281,6 +464,61 @@ def test_blocks_are_drawn_on_the_device_whatever_the_shards(
     assert torch.equal(after, torch.rand(()))
 
 
+def test_a_background_save_pins_one_block(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(save, "_PINNED_BYTES", 64, raising=False)
+    with cuda_is_there(), cuda_double() as double, double.may_wait():
+        model = shard(collection(ROW_BLOCKS, optimizers="adagrad"), row_blocks(None), device="cuda:0")
+        for folder in ("first", "second"):
+            model(to_double(random_bags(Random(0), {"a": 9, "b": 7}, 3).kjt())).values().sum().backward()
+            double.pinned_bytes = 0
+            pending = save.save_checkpoint(tmp_path / folder, model, wait=False)
+            assert double.pinned_bytes == 64
+            pending.wait()
+        expected = {name: weight.clone() for name, weight in weights(model).items()}
+    loaded = shard(collection(ROW_BLOCKS, optimizers="adagrad"), row_blocks(None))
+    load_checkpoint(tmp_path / "second", loaded)
+    for name, weight in weights(loaded).items():
+        assert torch.equal(weight, expected[name]), name
+
+
+@pytest.mark.parametrize("policy", ["error", "zero"])
+@pytest.mark.parametrize("cut", ["row_blocks", "table_wise"])
+def test_a_portable_program_waits_for_its_header_and_counts(
+    cut: str, policy: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What TorchScript compiles, run by Python. A lookup group's ids are split by table."""
+    rng = Random(cut)
+    tables = {"t0": (9, 8), "t1": (7, 8)}
+    plan = row_blocks(None) if cut == "row_blocks" else cut_plan(cut, rng, tables, Topology())
+    given = random_bags(rng, {"a": 9, "b": 7}, 3, extra=["unused"]).kjt()
+    expected = shard(collection(ROW_BLOCKS), plan, on_bad_id=policy)(given).values()
+    with cuda_is_there(), cuda_double() as double, double.may_wait():
+        model = shard(collection(ROW_BLOCKS), plan, device="cuda:0", on_bad_id=policy)
+        twin = plain(PortableBags(model.module, parallel_lookups=False)).eval()  # type: ignore[arg-type]
+        moved = to_double(given)
+        monkeypatch.setattr(torch.jit, "is_scripting", lambda: True)
+        double.waits.clear()
+        found = twin(moved).wait().values()
+        assert [one.partition(":")[0] for one in double.waits] == ["portable/input.py", "_torchscript.py"], double.waits
+        assert torch.allclose(found.cpu(), expected)
+
+
+@pytest.mark.parametrize("size", [0, 3])
+def test_portable_sequences(size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two features of one table, in a batch with and without samples."""
+    given = sequences.batch(Random(0), ["c", "a", "b"], size)
+    sizes = {f"sequences.{name}": (rows, sequences.DIM) for name, rows in sequences.ROWS.items()}
+    layouts = [cuts.row_wise(name, rows, width, ranks=[0, 0]) for name, (rows, width) in sizes.items()]
+    plan = ShardingPlan(topology=Topology(), tables=tuple(layouts))
+    expected = shard(sequences.Holder(sequences.collection(None, 0.1)), plan)(given)
+    with cuda_is_there(), cuda_double() as double, double.may_wait():
+        model = shard(sequences.Holder(sequences.collection(None, 0.1)), plan, device="cuda:0")
+        twin = plain(PortableSequences(model.module.sequences, parallel_lookups=False)).eval()  # type: ignore[arg-type, union-attr]
+        moved = to_double(given)
+        monkeypatch.setattr(torch.jit, "is_scripting", lambda: True)
+        assert torch.equal(value_of(twin(moved).wait()).cpu(), value_of(expected))
+
+
 @pytest.mark.parametrize("depth", [0, 1, 2])
 def test_a_pipeline_waits_between_its_streams(depth: int) -> None:
     """The next batch is copied, and its ids are exchanged, on streams of their own."""
@@ -301,6 +539,7 @@ def test_a_pipeline_waits_between_its_streams(depth: int) -> None:
         double.waits.clear()
         later = [loss.detach() for loss in pipeline]
         assert [one.partition(":")[0] for one in double.waits] == [HEADER] * (4 - (depth > 0)), double.waits
+        assert {stream.priority for stream in double.streams} == {-1}
         losses += map(float, later)
         assert losses == pytest.approx(expected, abs=1e-4)
 

@@ -9,7 +9,22 @@ from typing import Any
 
 import torch
 
-__all__ = ["time_steps"]
+__all__ = ["WARM_UP_S", "time_steps", "warm_up"]
+
+WARM_UP_S = 0.5
+"""On CUDA, before the clock runs: a device that was idle raises its clock rate meanwhile."""
+
+
+def warm_up(step: Callable[[Any], object], inputs: Sequence[Any], device: torch.device) -> None:
+    """Steps on each of the inputs; on CUDA, where no other rank takes part, again until the device is warm."""
+    end = perf_counter() + WARM_UP_S
+    while True:
+        for one in inputs:
+            step(one)
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+        if device.type != "cuda" or perf_counter() > end:
+            return
 
 
 def time_steps(step: Callable[[Any], object], inputs: Sequence[Any], device: torch.device) -> list[float]:

@@ -48,13 +48,16 @@ def click_model(collection: EmbeddingBagCollection, device: torch.device) -> DLR
     dims = sorted({config.embedding_dim for config in collection.embedding_bag_configs()})
     if len(dims) > 1:
         raise ConfigError(f"a DLRM's tables have one width and these have {', '.join(map(str, dims))} columns")
-    return DLRM(
+    model = DLRM(
         embedding_bag_collection=collection,
         dense_in_features=_DENSE_FEATURES,
         dense_arch_layer_sizes=[*_DENSE_LAYERS, dims[0]],
         over_arch_layer_sizes=list(_OVER_LAYERS),
         dense_device=device,
     )
+    # TorchRec leaves them on the CPU, from where each step would copy them, and a CUDA graph could not.
+    model.inter_arch.triu_indices = model.inter_arch.triu_indices.to(device)
+    return model
 
 
 def dense_parameters(model: nn.Module) -> list[nn.Parameter]:

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.harness.timing.case import Job
-from benchmarks.harness.timing.clock import time_steps
+from benchmarks.harness.timing.clock import WARM_UP_S, time_steps
 from benchmarks.harness.timing.digest import digest
 from benchmarks.harness.timing.inputs import draw_batches, read_batches
 from benchmarks.harness.timing.sides import Side, make_side
@@ -39,7 +39,9 @@ def measure(options: Mapping[str, Any], rank_info: RankInfo) -> dict[str, Any]:
         any device); ``digests`` by rank, of the outputs.
     """
     job = Job.from_json(options)
+    gc.collect()  # what the side before has left
     if rank_info.device.type == "cuda":
+        torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
     batches = (
         read_batches(job.case, Path(job.inputs), rank_info.rank, rank_info.device)
@@ -48,7 +50,8 @@ def measure(options: Mapping[str, Any], rank_info: RankInfo) -> dict[str, Any]:
     )
     side = make_side(job, rank_info)
     digests = _warm_up(side, [side.prepare(batches[number]) for number in (0, 1, 0)], trains=job.case.trains)
-    steps = _number_of_steps(job, side, side.prepare(batches[1]), rank_info)
+    warming = 1e3 * WARM_UP_S if rank_info.device.type == "cuda" else 0.0
+    steps = _number_of_steps(job, side, side.prepare(batches[1]), rank_info, warming)
     inputs = [side.prepare(batches[number % len(batches)]) for number in range(steps)]
     # Collections of garbage walk over what the imports left behind, and fall into any one side's steps.
     gc.collect()
@@ -78,13 +81,24 @@ def _warm_up(side: Side, inputs: list[Any], *, trains: bool) -> dict[str, Any]:
     return found
 
 
-def _number_of_steps(job: Job, side: Side, inputs: Any, rank_info: RankInfo) -> int:
-    """As many as were asked for, or as fit into the time, and the same on every rank."""
+def _number_of_steps(job: Job, side: Side, inputs: Any, rank_info: RankInfo, warming: float) -> int:
+    """As many as were asked for, or as fit into the time, and the same on every rank; after steps of ``warming`` ms."""
+    slowest = _slowest_ms(side, inputs, rank_info)
+    steps_to_warm = int(warming / slowest)
+    if steps_to_warm:
+        for _ in range(steps_to_warm):
+            side.step(inputs)
+        slowest = _slowest_ms(side, inputs, rank_info)
+    return max(_FEWEST, min(job.steps, int(job.seconds * 1e3 / slowest)))
+
+
+def _slowest_ms(side: Side, inputs: Any, rank_info: RankInfo) -> float:
+    """Of one step, on the slowest rank."""
     dist.barrier()
     (took,) = time_steps(side.step, [inputs], rank_info.device)
     slowest = torch.tensor(took, device=rank_info.device)
     dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
-    return max(_FEWEST, min(job.steps, int(job.seconds * 1e3 / max(float(slowest), 1e-3))))
+    return max(float(slowest), 1e-3)
 
 
 def _page_faults() -> int:

@@ -2,20 +2,28 @@
 
 from __future__ import annotations
 
+import weakref
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 
+from benchmarks.harness.module import unsharded_module
+from benchmarks.harness.timing import rank
 from benchmarks.harness.timing.case import Case, Job
+from benchmarks.harness.timing.dense import click_model
 from benchmarks.harness.timing.digest import differing
 from benchmarks.harness.timing.plans import case_plan
 from benchmarks.harness.timing.probe import probe
 from benchmarks.harness.timing.rank import measure
 from benchmarks.harness.timing.sides import make_side
+from benchmarks.harness.timing.sides.dense import DensePart
+from benchmarks.harness.timing.sides.sharded import ShardrecSide
+from benchmarks.harness.workload import parse_tables
 from shardrec.errors import ConfigError
 from shardrec.launch.ranks import RankInfo
+from tests.cuda_double import cuda_double, cuda_is_there
 from tests.harness.timing.blocks import small_blocks
 from tests.ranks import raises_on_all, ranks
 
@@ -44,6 +52,63 @@ def differences(case: Case, one: dict[str, Any], other: dict[str, Any]) -> dict[
         )
         for when in one["digests"][0]
     }
+
+
+def measure_on_cuda() -> tuple[dict[str, Any], list[str], int]:
+    """A measurement on the double, whose steps take 100 ms; what was done with its memory, and steps in all."""
+    case = Case(layout="table_wise", ranks=1, optimizer="sgd", sides=("shardrec",), **TINY)
+    job = Job(case=case, side="shardrec", plan=case_plan(case).to_json(), inputs="", steps=200, seconds=1.0)
+    done: list[str] = []
+    steps = 0
+
+    def clock(step: Any, inputs: Any, device: Any) -> list[float]:
+        for one in inputs:
+            step(one)
+        return [100.0] * len(inputs)
+
+    def counted(self: Any, inputs: Any, step: Any = ShardrecSide.step) -> Any:
+        nonlocal steps
+        steps += 1
+        return step(self, inputs)
+
+    garbage = Garbage()
+    weakref.finalize(garbage, done.append, "collected")
+    del garbage
+    with cuda_is_there(), cuda_double() as double, double.may_wait(), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(rank, "time_steps", clock)
+        patch.setattr(ShardrecSide, "step", counted)
+        patch.setattr(torch.cuda, "empty_cache", lambda: done.append("freed"))
+        patch.setattr(torch.cuda, "reset_peak_memory_stats", lambda: done.append("reset"))
+        patch.setattr(torch.cuda, "max_memory_allocated", lambda: 7)
+        return measure(job.to_json(), own_place("cuda:0")), done, steps
+
+
+class Garbage:
+    """In a circle, as models are."""
+
+    def __init__(self) -> None:
+        self.itself = self
+
+
+def test_a_device_is_warm_and_its_memory_counted_from_the_side_s_begin() -> None:
+    ((found, done, steps),) = ranks(1, measure_on_cuda)
+    assert done[:3] == ["collected", "freed", "reset"]
+    assert found["peak_bytes"] == 7
+    assert len(found["step_ms"]) == 10, "as many as fit into a second"
+    assert steps == 3 + 1 + 5 + 1 + 10, "first ones, one timed, half a second to warm up, one timed, and the turn"
+
+
+def test_the_dense_part_waits_for_nothing_on_cuda() -> None:
+    """So that it can be captured as a CUDA graph, and is the least that a step takes."""
+    with cuda_is_there(), cuda_double() as double:
+        with double.may_wait():
+            tables = parse_tables(["4x30x16x2"], max_rows=30)
+            collection: Any = unsharded_module(tables, pooled=True, weighted=False, optimizer="sgd")
+            part = DensePart(click_model(collection, torch.device("cuda:0")))
+            values, pooled = torch.rand(6, 13).to("cuda"), torch.rand(6, 4, 16).to("cuda")
+            double.waits.clear()
+        part(values, pooled).sum().backward()
+        assert not double.waits
 
 
 @pytest.mark.parametrize(
