@@ -156,6 +156,22 @@ def test_clipped_steps_are_the_unsharded_model_s(optimizer: str, norm_type: floa
         assert max(differences) < 1e-6
 
 
+def norms_under_fsdp() -> list[float]:
+    reference = Model()
+    model = sharded(reference, "adagrad", dense="fsdp")
+    micro = ids(torch.Generator().manual_seed(4), dist.get_world_size())
+    (model(mine(micro)) ** 2).mean().backward()
+    (reference(batch(micro)) ** 2).mean().backward()
+    expected = torch.nn.utils.clip_grad_norm_(reference.parameters(), 0.02)
+    first = shardrec.clip_grad_norm_(model, 0.02)
+    return [float(first / expected), float(shardrec.clip_grad_norm_(model, 1.0) / 0.02)]
+
+
+def test_parts_of_parameters_under_fsdp_are_clipped() -> None:
+    for ratios in ranks(2, norms_under_fsdp):
+        assert ratios == pytest.approx([1.0, 1.0], rel=1e-4)
+
+
 def clip_values(optimizer: str) -> float:
     reference = Model()
     model = sharded(reference, optimizer)
@@ -295,6 +311,21 @@ def test_a_step_without_a_backward_or_after_a_step_does_nothing() -> None:
     model.fused_optimizer.step()
     after = model.state_dict()
     assert all(torch.equal(after[name], value) for name, value in before.items())
+
+
+def test_values_written_between_backward_and_step_are_what_the_step_changes() -> None:
+    reference = Model()
+    model = sharded(reference, "sgd")
+    theirs = reference_optimizers(reference, "sgd")
+    micro = ids(torch.Generator(), 1)
+    model(mine(micro)).sum().backward()
+    reference(batch(micro)).sum().backward()
+    with torch.no_grad():
+        for one in (*model.parameters(), *reference.parameters()):
+            one.fill_(0.25)
+    for one in (*optimizers_of(model, "sgd"), *theirs):
+        one.step()
+    assert furthest(model, reference) < 1e-5
 
 
 def test_two_losses_of_one_forward_are_added_up() -> None:
