@@ -25,6 +25,7 @@ LAYERS = [
     {"scripting"},
     {"checkpoint", "pipeline", "serve"},
     {"data", "rpc"},
+    {"models"},
     {"train"},
     {"cli"},
 ]

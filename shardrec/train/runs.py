@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -71,15 +72,19 @@ class RunFolder:
         """
         from shardrec.checkpoint import Checkpoints
         from shardrec.modules import shard
-        from shardrec.train.model import build_model, dynamic_tables, fuse_optimizer
+        from shardrec.train.model import build_model, changed_source, dynamic_tables, fuse_optimizer
 
         model = build_model(self.config, self.schema)
         fuse_optimizer(model, self.config)
         dynamic = dynamic_tables(self.spec, model)
         # A program that runs without shardrec looks distinct ids up for plain ids alone.
         sharded = shard(model, dynamic_ids=dynamic, dedup=not dynamic)
-        if Checkpoints(self.path / CHECKPOINTS).load_last(sharded) is None:
+        loaded = Checkpoints(self.path / CHECKPOINTS).load_last(sharded)
+        if loaded is None:
             raise ConfigError(f"{self.path} has no checkpoint: train it with --checkpoint last, or --checkpoint-every")
+        changed = changed_source(self.config.model, loaded.extra)
+        if changed:
+            print(f"shardrec: warning: {changed}", file=sys.stderr, flush=True)
         sharded.eval()
         return sharded
 
@@ -167,7 +172,9 @@ class RunFolder:
         checkpoints = sorted(path.name for path in (self.path / CHECKPOINTS).glob("step-*"))
         summary: dict[str, Any] = {
             "data": self.config.data,
-            "model": self.config.model,
+            "model": " ".join(
+                [self.config.model, *(f"{name}={value}" for name, value in self.config.model_args.items())]
+            ),
             "checkpoints": ", ".join(checkpoints) or "none",
         }
         if (self.path / PLAN).is_file():
