@@ -12,8 +12,8 @@ from pathlib import Path
 PACKAGE = Path(__file__).parent.parent / "shardrec"
 
 LAYERS = [
-    {"errors", "memory", "_dynamo"},
-    {"_torchscript", "_versions", "console", "files"},
+    {"errors", "memory"},
+    {"_dynamo", "_torchscript", "_versions", "console", "files"},
     {"native", "pending"},
     {"layout"},
     {"exchange"},

@@ -255,3 +255,11 @@ def test_a_history_that_is_too_long(name: str) -> None:
 def test_arguments_that_do_not_fit(case: str, arguments: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         made(case, **arguments)
+
+
+@pytest.mark.parametrize("inside", [False, True])
+def test_exporting_a_sharded_model_names_the_function_that_can(inside: bool) -> None:
+    model = shardrec.shard(made("dnn")).eval()
+    exported = nn.Sequential(model) if inside else model
+    with pytest.raises(ConfigError, match=r"cannot trace a ShardedModel: use shardrec\.export\(model"):
+        torch.export.export(exported, (torch.ones(2, 2),))
