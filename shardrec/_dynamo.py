@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 import torch._dynamo
@@ -34,10 +34,9 @@ def passed_over(function: F) -> F:
     def unless_exported(*args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_exporting():
             raise ConfigError(
-                f"torch.export.export cannot trace a {type(args[0]).__name__}: use shardrec.export(model.eval(), args), "
-                "which makes an ExportedProgram, also on several ranks"
+                f"torch.export.export cannot trace a {type(args[0]).__name__}: use shardrec.export(model.eval(), "
+                "args), which makes an ExportedProgram, also on several ranks"
             )
         return marked(*args, **kwargs)
 
-    skipped: F = torch._dynamo.decorators.skip(unless_exported)
-    return skipped
+    return cast(F, torch._dynamo.decorators.skip(unless_exported))
