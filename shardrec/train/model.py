@@ -20,12 +20,14 @@ from torchrec.optim import RowWiseAdagrad
 from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
 
 from shardrec.data import ClickSchema, FeatureSpec
-from shardrec.errors import ConfigError
+from shardrec.errors import ConfigError, ShardrecError
 from shardrec.ids import DynamicIds
 from shardrec.layout.discover import table_configs
 from shardrec.models import MODELS
 from shardrec.modules import ShardedModel
 from shardrec.modules.dynamic import constraints_of
+from shardrec.scripting import script
+from shardrec.serve import from_tensors
 from shardrec.train.config import TrainConfig, parse_constraint
 from shardrec.train.options import flag
 
@@ -37,6 +39,7 @@ __all__ = [
     "changed_source",
     "dense_optimizer",
     "dynamic_tables",
+    "export_fault",
     "fuse_optimizer",
     "planner_constraints",
     "source_digest",
@@ -169,6 +172,24 @@ def changed_source(name: str, saved: Mapping[str, Any]) -> str:
         f"the source of model {name!r} has changed since the checkpoint was saved: the weights fit, but what it "
         "computes from them may differ"
     )
+
+
+def export_fault(config: TrainConfig, model: nn.Module, schema: ClickSchema) -> str:
+    """A warning, if ``shardrec export --to script`` would refuse a model of the user's own; else empty.
+
+    Args:
+        config: of the run.
+        model: not sharded; it is compiled, and not run.
+        schema: the features of a request.
+    """
+    if config.model in MODELS:
+        return ""
+    try:
+        script(from_tensors(model, list(schema.sparse_names)), portable=True)
+    except ShardrecError as error:
+        fault = str(error).splitlines()[0].removesuffix(" TorchScript says:")
+        return f"model {config.model!r} trains, but shardrec export --to script will refuse it: {fault}"
+    return ""
 
 
 def fuse_optimizer(model: nn.Module, config: TrainConfig) -> None:
