@@ -54,8 +54,8 @@ def read_sequences(path: Path) -> tuple[list[str], Ints, list[str], Ints]:
         path: of lines ``user item item ...``, with spaces, tabs or commas between them.
 
     Returns:
-        The users' ids, and the user of each interaction by its number in these, int64 (N,); the items' ids and numbers
-        likewise, but from 1 on. A user's items are in the file's order; ids that are whole numbers are in theirs.
+        The users' ids, and the user of each interaction by its number in these, int64 (N,); the items' ids and numbers,
+        the same but from 1 on. A user's items are in the file's order; ids that are whole numbers are in theirs.
 
     Raises:
         DataError: if there is no such file, or one of other lines.

@@ -17,15 +17,6 @@ Arguments that several models have are said here once:
 
 __all__ = ["MODELS"]
 
-MODELS = {
-    "dlrm": "DLRM",
-    "dcn": "DCN",
-    "dnn": "DNN",
-    "deepfm": "DeepFM",
-    "finalmlp": "FinalMLP",
-    "din": "DIN",
-    "sasrec": "SASRec",
-    "hstu": "HSTU",
-    "two_tower": "TwoTower",
-}
+_NAMES = "dlrm=DLRM dcn=DCN dnn=DNN deepfm=DeepFM finalmlp=FinalMLP din=DIN sasrec=SASRec hstu=HSTU two_tower=TwoTower"
+MODELS: dict[str, str] = dict(pair.split("=") for pair in _NAMES.split())
 """The class of each model, by the model's name on the command line, which is also its file's."""

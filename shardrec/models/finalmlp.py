@@ -21,8 +21,6 @@ class FinalMLP(nn.Module):
     """See the file's text.
 
     Args:
-        hidden: widths of the first stream's layers.
-        hidden2: widths of the second's; default: as ``hidden``.
         context1: features that the first stream's gate sees, such as the user's.
         context2: features that the second's sees, such as the item's.
         gate: width of the gates' hidden layer.
@@ -35,7 +33,6 @@ class FinalMLP(nn.Module):
         *,
         dim: Size = 16,
         hidden: Sizes = (128, 64),
-        hidden2: Sizes | None = None,
         context1: tuple[str, ...] = (),
         context2: tuple[str, ...] = (),
         gate: Size = 64,
@@ -46,9 +43,8 @@ class FinalMLP(nn.Module):
         super().__init__()
         self.bags = pooled_features(schema, dim)
         columns = dim * len(schema.sparse_names) + len(schema.dense_names)
-        streams = [hidden, hidden if hidden2 is None else hidden2]
-        if any(not widths or widths[-1] % heads for widths in streams):
-            raise ConfigError(f"hidden and hidden2 are {streams}: their last widths are multiples of {heads} heads")
+        if not hidden or hidden[-1] % heads:
+            raise ConfigError(f"hidden is {hidden}: give a last width that is a multiple of {heads} heads")
         columns_of = {name: range(number * dim, (number + 1) * dim) for number, name in enumerate(schema.sparse_names)}
         if unknown := {*context1, *context2} - columns_of.keys():
             raise ConfigError(f"context1 and context2 name {sorted(unknown)}, which are no features with a table")
@@ -56,10 +52,8 @@ class FinalMLP(nn.Module):
             _Gate(columns, [column for name in names for column in columns_of[name]], gate)
             for names in (context1, context2)
         )
-        self.stream1, self.stream2 = (
-            MLP(columns, widths, dropout=dropout, batch_norm=batch_norm) for widths in streams
-        )
-        self.fusion = _Fusion(streams[0][-1], streams[1][-1], heads)
+        self.stream1, self.stream2 = (MLP(columns, hidden, dropout=dropout, batch_norm=batch_norm) for _ in range(2))
+        self.fusion = _Fusion(hidden[-1], heads)
 
     def forward(self, dense: Tensor, sparse: KeyedJaggedTensor) -> Tensor:
         """Logits (B,)."""
@@ -84,13 +78,13 @@ class _Gate(nn.Module):
 
 
 class _Fusion(nn.Module):
-    """A linear function of both streams (B, D1), (B, D2), and a bilinear one in each of the heads, added up: (B,)."""
+    """A linear function of both streams (B, D), and a bilinear one in each of the heads, added up: (B,)."""
 
-    def __init__(self, columns1: int, columns2: int, heads: int) -> None:
+    def __init__(self, columns: int, heads: int) -> None:
         super().__init__()
         self.heads = heads
-        self.linear1, self.linear2 = nn.Linear(columns1, 1), nn.Linear(columns2, 1, bias=False)
-        self.products = nn.Parameter(torch.empty(heads, columns1 // heads, columns2 // heads))
+        self.linear1, self.linear2 = nn.Linear(columns, 1), nn.Linear(columns, 1, bias=False)
+        self.products = nn.Parameter(torch.empty(heads, columns // heads, columns // heads))
         nn.init.xavier_normal_(self.products)
 
     def forward(self, first: Tensor, second: Tensor) -> Tensor:

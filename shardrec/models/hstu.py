@@ -19,15 +19,6 @@ from shardrec.models.sequence import Groups, SequenceModel
 __all__ = ["HSTU"]
 
 
-class HSTU(SequenceModel):
-    """See the file's text, and for the arguments :class:`~shardrec.models.sequence.SequenceModel`."""
-
-    @staticmethod
-    def block(dim: int, heads: int, max_length: int, dropout: float) -> nn.Module:
-        """Its layers."""
-        return _Block(dim, heads, max_length, dropout)
-
-
 class _Block(nn.Module):
     """Queries, keys, values and a gate of each token; causal pointwise attention; the gate."""
 
@@ -55,3 +46,9 @@ class _Block(nn.Module):
             attended_TD = attended_TD.index_copy(0, tokens, jagged)
         mixed_TD: Tensor = x_TD + self.dropout(self.project_out(self.attended_norm(attended_TD) * gate_TD))
         return mixed_TD
+
+
+class HSTU(SequenceModel):
+    """See the file's text, and for the arguments :class:`~shardrec.models.sequence.SequenceModel`."""
+
+    block = _Block

@@ -18,17 +18,7 @@ from torchrec.modules.embedding_modules import EmbeddingBagCollection, Embedding
 from shardrec.data import ClickSchema
 from shardrec.errors import ConfigError
 
-__all__ = [
-    "MLP",
-    "BatchNorm",
-    "FactorizationMachine",
-    "Share",
-    "Size",
-    "Sizes",
-    "activation",
-    "item_rows",
-    "pooled_features",
-]
+__all__ = ["MLP", "FactorizationMachine", "Share", "Size", "Sizes", "activation", "item_rows", "pooled_features"]
 
 Size: TypeAlias = Annotated[int, Field(gt=0)]
 Sizes: TypeAlias = tuple[Size, ...]
@@ -39,11 +29,7 @@ Share: TypeAlias = Annotated[float, Field(ge=0, lt=1)]
 def pooled_features(
     schema: ClickSchema, dim: int, *, dims: Mapping[str, int] | None = None, features: Sequence[str] | None = None
 ) -> EmbeddingBagCollection:
-    """A table on meta for each feature, or each of ``features``; ``dims`` has other numbers of columns, by feature.
-
-    Raises:
-        ConfigError: for features that the schema lacks.
-    """
+    """A table on meta for each feature, or each of ``features``; ``dims`` has other numbers of columns, by feature."""
     sizes, dims = dict(zip(schema.sparse_names, schema.num_embeddings, strict=True)), dims or {}
     features = schema.sparse_names if features is None else features
     _check_features(schema, [*features, *dims])
@@ -63,11 +49,7 @@ def pooled_features(
 
 
 def item_rows(schema: ClickSchema, dim: int, *, history: str, item: str) -> EmbeddingCollection:
-    """One table on meta for the ids of a history and of the items to score, with a row for each id.
-
-    Raises:
-        ConfigError: if the schema lacks a feature, or their numbers of ids differ.
-    """
+    """One table on meta for the ids of a history and of the items to score, with a row for each id."""
     _check_features(schema, [history, item])
     items, others = (schema.num_embeddings[schema.sparse_names.index(feature)] for feature in (item, history))
     if items != others:

@@ -15,19 +15,10 @@ from shardrec.models.sequence import Groups, SequenceModel
 __all__ = ["SASRec"]
 
 
-class SASRec(SequenceModel):
-    """See the file's text, and for the arguments :class:`~shardrec.models.sequence.SequenceModel`."""
-
-    @staticmethod
-    def block(dim: int, heads: int, max_length: int, dropout: float) -> nn.Module:
-        """Its layers."""
-        return _Block(dim, heads, dropout)
-
-
 class _Block(nn.Module):
     """Causal self-attention, then a network for each token."""
 
-    def __init__(self, dim: int, heads: int, dropout: float) -> None:
+    def __init__(self, dim: int, heads: int, max_length: int, dropout: float) -> None:
         super().__init__()
         self.heads, self.columns = heads, dim // heads
         self.attention_norm, self.token_norm = nn.LayerNorm(dim), nn.LayerNorm(dim)
@@ -48,3 +39,9 @@ class _Block(nn.Module):
         x_TD = x_TD + self.dropout(self.project_out(attended_TD))
         x_TD = x_TD + self.dropout(self.network(self.token_norm(x_TD)))
         return x_TD
+
+
+class SASRec(SequenceModel):
+    """See the file's text, and for the arguments :class:`~shardrec.models.sequence.SequenceModel`."""
+
+    block = _Block

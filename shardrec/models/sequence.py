@@ -8,7 +8,7 @@ Legend: B rows, T tokens (the items of all histories, row after row), D columns,
 
 from __future__ import annotations
 
-from typing import TypeAlias
+from typing import ClassVar, TypeAlias
 
 import torch
 import torch.nn.functional as F
@@ -37,6 +37,9 @@ class SequenceModel(nn.Module):
         negatives: random items of a step, which a rank's batch shares.
     """
 
+    block: ClassVar[type[nn.Module]]
+    """Makes a layer from (tokens (T, D), groups) to tokens of ``dim``, ``heads``, ``max_length`` and ``dropout``."""
+
     def __init__(
         self,
         schema: ClickSchema,
@@ -61,21 +64,13 @@ class SequenceModel(nn.Module):
         self.positions = nn.Embedding(max_length, dim)
         nn.init.normal_(self.positions.weight, std=0.02)
         self.dropout = nn.Dropout(dropout)
-        self.blocks = nn.ModuleList(self.block(dim, heads, max_length, dropout) for _ in range(blocks))
+        self.blocks = nn.ModuleList(type(self).block(dim, heads, max_length, dropout) for _ in range(blocks))
         self.norm = nn.LayerNorm(dim)
 
-    @staticmethod
-    def block(dim: int, heads: int, max_length: int, dropout: float) -> nn.Module:
-        """A layer from (tokens (T, D), groups of rows) to tokens; what tells the models from each other."""
-        raise NotImplementedError
-
     def forward(self, dense: Tensor, sparse: KeyedJaggedTensor) -> Tensor:
-        """The logit of each row's item after its history.
+        """The logit of each row's item after its history, 0 for an empty one: float32 (B,).
 
         A history is encoded once for neighbouring rows that have the same, such as the candidates for a user.
-
-        Returns:
-            float32 (B,); 0 for an empty history.
         """
         history = sparse[self.history]
         rows = self.items(sparse)
@@ -92,13 +87,7 @@ class SequenceModel(nn.Module):
     def loss(self, dense: Tensor, sparse: KeyedJaggedTensor, labels: Tensor) -> Tensor:
         """Softmax cross entropy of the next item at each position of the histories against random items.
 
-        Args:
-            dense: not read.
-            sparse: features ``history`` and ``item``, stride B; the item is the last one's next.
-            labels: float32 (B,), 0 leaves the item out.
-
-        Returns:
-            The mean over the T positions, in nats.
+        The item is the last position's next, left out where the label is 0. The mean over the positions, in nats.
         """
         history, item = sparse[self.history], sparse[self.item]
         drawn_N = torch.randint(1, self.num_items, (self.num_negatives,), device=labels.device)

@@ -67,16 +67,7 @@ class TwoTower(nn.Module):
         return logits
 
     def loss(self, dense: Tensor, sparse: KeyedJaggedTensor, labels: Tensor) -> Tensor:
-        """Softmax cross entropy of each clicked row's item among those of the rank's batch.
-
-        Args:
-            dense: float32 (B, M).
-            sparse: stride B.
-            labels: float32 (B,), 0 leaves the query out, but not the item.
-
-        Returns:
-            The mean over the clicked rows, in nats; 0 for a batch without any.
-        """
+        """Softmax cross entropy of each clicked row's item among those of the rank's batch: the mean, in nats."""
         feature = sparse[self.item]
         torch._assert_async((feature.lengths() == 1).all(), "a row has no item, or several: the loss takes one")
         ids_B = feature.values()
