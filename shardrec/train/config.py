@@ -342,7 +342,10 @@ def load_config(
     values = {name: value for name, (value, _) in read.items()}
     given = {name: value for name, value in (flags or {}).items() if value is not None}
     if "model_args" in given:  # of the file's arguments each that no flag gives
-        given["model_args"] = {**named_values(values.get("model_args", {})), **named_values(given["model_args"])}
+        try:
+            given["model_args"] = named_values(values.get("model_args", {})) | named_values(given["model_args"])
+        except ValueError as error:
+            raise ConfigError(f"model_args (--model-arg) is {given['model_args']!r}: {error}") from None
     values |= given
     started = Path(str(values.get("out")), FILE)
     if resume and "out" in values and started.is_file():

@@ -80,7 +80,8 @@ def build_model(config: TrainConfig, schema: ClickSchema) -> nn.Module:
     try:
         model = make(schema, **arguments)
     except (TypeError, ValueError) as error:
-        call = f"{make.__name__}({', '.join(['schema', *(f'{name}={value!r}' for name, value in arguments.items())])})"
+        given = "".join(f", {name}={value!r}" for name, value in arguments.items())
+        call = f"{config.model.rpartition(':')[2]}(schema{given})"
         raise ConfigError(
             f"model (--model) is {config.model!r}: {call} fails ({error}); a model takes a shardrec.data.ClickSchema "
             "and, by name, what model_args (--model-arg) gives"
@@ -112,7 +113,11 @@ def _arguments(config: TrainConfig, make: Callable[..., Any]) -> dict[str, Any]:
     Raises:
         ConfigError: for arguments that it does not take, or of other types.
     """
-    _, *parameters = inspect.signature(make).parameters.values()
+    try:
+        parameters = [*inspect.signature(make).parameters.values()][1:]
+        hints = typing.get_type_hints(make.__init__ if inspect.isclass(make) else make, include_extras=True)
+    except Exception:  # no function, or annotations that only type checkers can read: the call itself will tell
+        parameters, hints = [inspect.Parameter("arguments", inspect.Parameter.VAR_KEYWORD)], {}
     takes_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
     names = [parameter.name for parameter in parameters if parameter.kind is not parameter.VAR_KEYWORD]
     given = dict(config.model_args)
@@ -132,7 +137,6 @@ def _arguments(config: TrainConfig, make: Callable[..., Any]) -> dict[str, Any]:
                 f"model_args (--model-arg) has {name!r}, which model {config.model!r} does not take: {meant}"
                 f"It takes {', '.join(names) or 'none'}"
             )
-    hints = typing.get_type_hints(make.__init__ if inspect.isclass(make) else make, include_extras=True)
     return {name: _as_hinted(config.model, name, value, hints.get(name, Any)) for name, value in given.items()}
 
 
@@ -151,9 +155,11 @@ def _as_hinted(model: str, name: str, value: Any, hint: Any) -> Any:
 
 def source_digest(name: str) -> str:
     """SHA-256 of the file that defines a run's model, for its checkpoints; empty if there is no source."""
+    make = _model_class(name)
+    home = make.__module__ if inspect.isclass(make) or inspect.isfunction(make) else name.partition(":")[0]
     try:
-        source = inspect.getsource(sys.modules[_model_class(name).__module__])
-    except (OSError, TypeError):
+        source = inspect.getsource(sys.modules[home])
+    except (KeyError, OSError, TypeError):
         return ""
     return hashlib.sha256(source.encode()).hexdigest()
 

@@ -12,7 +12,7 @@ from shardrec.data import criteo_schema
 from shardrec.errors import ConfigError
 from shardrec.train import RunFolder, TrainConfig, load_config
 from shardrec.train.config import FILE
-from shardrec.train.model import build_model, export_fault
+from shardrec.train.model import build_model, export_fault, source_digest
 from shardrec.train.runs import differing
 from tests.cli.command import Run
 
@@ -21,6 +21,11 @@ SIZES = TrainConfig(
 )
 
 OWN = """
+from __future__ import annotations
+
+from functools import partial
+from typing import TYPE_CHECKING
+
 import torch
 from torch import Tensor, nn
 from torchrec.modules.embedding_configs import EmbeddingBagConfig
@@ -52,6 +57,22 @@ class Unannotated(Sums):
 class Unscriptable(Sums):
     def forward(self, dense: Tensor, sparse: KeyedJaggedTensor) -> Tensor:
         return self.top(self.bags(sparse).values()) * (lambda: 1)()
+
+
+if TYPE_CHECKING:
+    from nowhere import Width
+
+
+class Hidden(Sums):
+    def __init__(self, schema, width: Width = 4):
+        super().__init__(schema, width)
+
+
+def nothing():
+    return None
+
+
+half = partial(Sums, width=2)
 
 
 class Open(Sums):
@@ -112,6 +133,12 @@ def test_arguments_of_an_own_model(own: Path) -> None:
     with pytest.raises(ConfigError, match="width is 'wide': Input should be a valid integer"):
         build_model(config.changed(model_args={"width": "wide"}), schema)
     assert build_model(config.changed(model=f"{own.stem}:Open", model_args={"any": 1}), schema).settings == {"any": 1}
+    for name in ("Hidden", "half"):
+        other = config.changed(model=f"{own.stem}:{name}", model_args={"width": 6})
+        assert build_model(other, schema).get_parameter("top.weight").shape == (1, 12)
+    assert source_digest(f"{own.stem}:Hidden") == source_digest(f"{own.stem}:half") != ""
+    with pytest.raises(ConfigError, match=r"nothing\(schema\) fails"):
+        build_model(config.changed(model=f"{own.stem}:nothing", model_args={}), schema)
 
 
 def test_a_run_keeps_its_arguments(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, run: Run) -> None:
@@ -131,6 +158,8 @@ def test_a_run_keeps_its_arguments(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     load_config(tmp_path / "run" / FILE).changed(model_args={}).check_resumes(old)
     code, _, errors = run("train", "--model", "dnn", "--model-arg", "dropot=0.1", "--samples", "100", "--out", "runs/x")
     assert code == 1
+    for given in ("dim", "hidden=[1"):
+        assert "error: model_args (--model-arg) is " in run("train", "--model-arg", given, "--out", "runs/x")[2]
     assert "did you mean 'dropout'? It takes dim, dims, hidden, dropout, batch_norm" in errors
 
 

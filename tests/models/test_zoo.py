@@ -249,7 +249,7 @@ def test_a_history_that_is_too_long(name: str) -> None:
         ("finalmlp", {"heads": 5}, "multiple of 5 heads"),
         ("finalmlp", {"context1": ["age"]}, r"name \['age'\], which are no features"),
         ("two_tower", {"item": ["price", "item"]}, "the item's id first"),
-        ("dlrm", {"hidden": []}, r"DLRM\(schema, dim=8, hidden=\(\)\) fails"),
+        ("dlrm", {"hidden": []}, r"dlrm\(schema, dim=8, hidden=\(\)\) fails"),
     ],
 )
 def test_arguments_that_do_not_fit(case: str, arguments: dict[str, Any], message: str) -> None:
