@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
+import torch._dynamo
+
+from shardrec.errors import ConfigError
 
 __all__ = ["left_alone", "passed_over"]
 
@@ -19,6 +23,20 @@ def left_alone(function: F) -> F:
 
 
 def passed_over(function: F) -> F:
-    """Run ``function`` eagerly; what it calls may be compiled."""
-    marked: F = torch.compiler.disable(function, recursive=False)
-    return marked
+    """Run ``function``, a sharded model's forward, eagerly; what it calls may be compiled.
+
+    Raises:
+        ConfigError: in ``torch.export.export``, whose own error would not say what to do.
+    """
+    marked = torch.compiler.disable(function, recursive=False)
+
+    @functools.wraps(function)
+    def unless_exported(*args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_exporting():
+            raise ConfigError(
+                f"torch.export.export cannot trace a {type(args[0]).__name__}: use shardrec.export(model.eval(), "
+                "args), which makes an ExportedProgram, also on several ranks"
+            )
+        return marked(*args, **kwargs)
+
+    return cast(F, torch._dynamo.decorators.skip(unless_exported))

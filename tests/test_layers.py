@@ -12,8 +12,8 @@ from pathlib import Path
 PACKAGE = Path(__file__).parent.parent / "shardrec"
 
 LAYERS = [
-    {"errors", "memory", "_dynamo"},
-    {"_torchscript", "_versions", "console", "files"},
+    {"errors", "memory"},
+    {"_dynamo", "_torchscript", "_versions", "console", "files"},
     {"native", "pending"},
     {"layout"},
     {"exchange"},
@@ -25,6 +25,7 @@ LAYERS = [
     {"scripting"},
     {"checkpoint", "pipeline", "serve"},
     {"data", "rpc"},
+    {"models"},
     {"train"},
     {"cli"},
 ]

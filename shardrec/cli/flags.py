@@ -44,12 +44,12 @@ def flag_parameters(config: type[Options]) -> list[inspect.Parameter]:
 
 def _flag_parameter(name: str, field: FieldInfo) -> inspect.Parameter:
     shown, default = shown_as(field), field.default
-    text = ",".join(map(str, default)) if isinstance(default, tuple) else default
+    text = ",".join(map(str, default)) if isinstance(default, (dict, tuple)) else default
     known = f" (default: {text})" if text not in (None, "") else ""
     option = typer.Option(
         flag(name), help=f"{field.description}{known}", metavar=shown["metavar"], rich_help_panel=shown["panel"]
     )
-    if field.annotation == tuple[str, ...]:
+    if field.annotation in (tuple[str, ...], dict[str, Any]):
         return parameter(name, Annotated[list[str] | None, option], None)
     kinds = {field.annotation, *get_args(field.annotation)}
     value: Any = next((kind for kind in (int, float) if kind in kinds), str)

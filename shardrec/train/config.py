@@ -11,7 +11,8 @@ from pydantic import PositiveInt
 
 from shardrec.errors import ConfigError
 from shardrec.files import parse_yaml, read_text, yaml_lines
-from shardrec.train.options import Options, flag, option, shown_as, together
+from shardrec.models import MODELS
+from shardrec.train.options import Options, flag, named_values, option, shown_as, together
 
 if TYPE_CHECKING:
     from shardrec.planner import Constraint
@@ -56,7 +57,6 @@ _RESTARTS = 3
 _DATA, _MODEL, _LEARNING, _RANKS, _OUTPUT = "Data", "Model", "Learning", "Ranks", "Output"
 _OF_THE_RUN = (_DATA, _MODEL, _LEARNING)
 
-_MODELS = ("dlrm", "dcn")
 _OVER_GROUPS = ("softmax", "pairwise")
 _OWN_MODEL = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
 _EVERY = re.compile(r"0*[1-9][0-9]*|(?=.*[1-9])[0-9]+(\.[0-9]+)?m")
@@ -103,8 +103,14 @@ class TrainConfig(Options):
     model: str = option(
         "dlrm",
         _MODEL,
-        "Dot products between features (dlrm), a low-rank cross network (dcn), or package.module:Model of your own.",
-        metavar="dlrm|dcn|MODULE:NAME",
+        f"One of {', '.join(MODELS)} (docs/models.md), or package.module:Model of your own.",
+        metavar="NAME|MODULE:NAME",
+    )
+    model_args: dict[str, Any] = option(
+        {},
+        _MODEL,
+        "Argument of the model, its value in YAML, such as dropout=0.1; can be repeated.",
+        metavar="NAME=VALUE",
     )
     embedding_dim: int = option(16, _MODEL, "Columns of every embedding table.", ge=1)
     dense_layers: tuple[PositiveInt, ...] = option(
@@ -262,9 +268,9 @@ class TrainConfig(Options):
                 "detect_anomaly (--detect-anomaly) is 'on', which cannot look into one graph of compile (--compile) "
                 "'full': give compile 'dense' or 'off'"
             )
-        if self.model not in _MODELS and _OWN_MODEL.fullmatch(self.model) is None:
+        if self.model not in MODELS and _OWN_MODEL.fullmatch(self.model) is None:
             faults.append(
-                f"model (--model) is {self.model!r}: give one of {', '.join(_MODELS)}, or your own as "
+                f"model (--model) is {self.model!r}: give one of {', '.join(MODELS)}, or your own as "
                 "package.module:Model"
             )
         if self.is_synthetic:
@@ -282,11 +288,6 @@ class TrainConfig(Options):
             faults.append(
                 f"loss (--loss) is {self.loss!r}, which ranks the rows of a group, and no features (--features) name "
                 "one: give a file with group: COLUMN, or loss 'bce'"
-            )
-        if self.loss == "model" and self.model in _MODELS:
-            faults.append(
-                f"loss (--loss) is 'model', which is the method loss of a model of your own, and model (--model) is "
-                f"{self.model!r}: give package.module:Model, or loss bce, softmax or pairwise"
             )
         if self.model == "dcn" and not self.over_layers:
             faults.append("over_layers (--over-layers) is empty: model dcn needs one layer at least")
@@ -372,6 +373,11 @@ def load_config(
     read = _read(Path(path)) if path is not None else {}
     values = {name: value for name, (value, _) in read.items()}
     given = {name: value for name, value in (flags or {}).items() if value is not None}
+    if "model_args" in given:  # of the file's arguments each that no flag gives
+        try:
+            given["model_args"] = named_values(values.get("model_args", {})) | named_values(given["model_args"])
+        except ValueError as error:
+            raise ConfigError(f"model_args (--model-arg) is {given['model_args']!r}: {error}") from None
     values |= given
     started = Path(str(values.get("out")), FILE)
     if resume and "out" in values and started.is_file():

@@ -1,36 +1,52 @@
-"""The click model of a run, built from the data's schema with TorchRec's modules, and its optimizers."""
+"""The model of a run, made from the data's schema and the run's model_args, and its optimizers."""
 
 from __future__ import annotations
 
+import difflib
+import hashlib
 import importlib
+import inspect
 import os
 import sys
-from collections.abc import Mapping
+import typing
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
+from pydantic import ConfigDict, TypeAdapter, ValidationError
 from torch import nn
-from torchrec.models.dlrm import DLRM, DLRM_DCN
-from torchrec.modules.embedding_configs import EmbeddingBagConfig
 from torchrec.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
 from torchrec.optim import LAMB, PartialRowWiseAdam, RowWiseAdagrad
 from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
 
 from shardrec.data import ClickSchema, FeatureSpec
-from shardrec.errors import ConfigError
+from shardrec.errors import ConfigError, ShardrecError
 from shardrec.ids import DynamicIds
 from shardrec.layout.discover import table_configs
+from shardrec.models import MODELS
 from shardrec.modules import ShardedModel
 from shardrec.modules.dynamic import constraints_of
+from shardrec.scripting import script
+from shardrec.serve import from_tensors
 from shardrec.train.config import TrainConfig, parse_constraint
+from shardrec.train.options import flag
 
 if TYPE_CHECKING:
     from shardrec.planner import Constraint
 
-__all__ = ["build_model", "dense_optimizer", "dynamic_tables", "fuse_optimizer", "planner_constraints", "table_name"]
+__all__ = [
+    "build_model",
+    "changed_source",
+    "dense_optimizer",
+    "dynamic_tables",
+    "export_fault",
+    "fuse_optimizer",
+    "planner_constraints",
+    "source_digest",
+]
 
-_CROSS_LAYERS = 2
-_CROSS_RANK = 32
+_FLAGS = {"embedding_dim": "dim", "dense_layers": "dense_layers", "over_layers": "hidden"}
+"""Options that give a built-in model an argument."""
 
 _TABLE_OPTIMIZERS: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
     "sgd": (torch.optim.SGD, {}),
@@ -49,73 +65,141 @@ _DENSE_OPTIMIZERS: dict[str, type[torch.optim.Optimizer]] = {
 }
 
 
-def table_name(feature: str) -> str:
-    """The name of a feature's own table."""
-    return f"t_{feature}"
-
-
 def build_model(config: TrainConfig, schema: ClickSchema) -> nn.Module:
-    """A DLRM (Naumov et al., 2019) or, for ``model="dcn"``, one with DCN v2's cross network (Wang et al., 2021).
-
-    Of ``package.module:Model`` it is what ``Model(schema)`` gives.
+    """What the class that ``config.model`` names makes of the schema and ``config.model_args``.
 
     Args:
-        config: kind and sizes.
-        schema: one table per sparse feature.
+        config: the model, one of :mod:`shardrec.models` or ``package.module:Model``, and its arguments.
+        schema: names and table sizes of the features.
 
     Returns:
-        A module from (dense (B, D) float32, sparse KeyedJaggedTensor) to (B,) or (B, 1) logits; TorchRec's has its
+        A module from (dense (B, D) float32, sparse KeyedJaggedTensor) to (B,) or (B, 1) logits; a built-in one has its
         tables on meta, the rest on the CPU.
 
     Raises:
-        ConfigError: if there is no such model, or it makes something else.
+        ConfigError: if there is no such model, it does not take such arguments, or it makes something else.
     """
-    if ":" in config.model:
-        return _own_model(config.model, schema)
-    dim = config.embedding_dim
-    tables = [
-        EmbeddingBagConfig(name=table_name(feature), embedding_dim=dim, num_embeddings=rows, feature_names=[feature])
-        for feature, rows in zip(schema.sparse_names, schema.num_embeddings, strict=True)
-    ]
-    parts: dict[str, Any] = {
-        "embedding_bag_collection": EmbeddingBagCollection(
-            tables=tables, is_weighted=schema.weighted, device=torch.device("meta")
-        ),
-        "dense_in_features": len(schema.dense_names),
-        "dense_arch_layer_sizes": [*config.dense_layers, dim],
-        "dense_device": torch.device("cpu"),
-    }
-    if config.model == "dcn":
-        # The cross network's output is as wide as its input, and the last of TorchRec's layers is the logit.
-        model: nn.Module = DLRM_DCN(
-            **parts,
-            over_arch_layer_sizes=[*config.over_layers, 1],
-            dcn_num_layers=_CROSS_LAYERS,
-            dcn_low_rank_dim=_CROSS_RANK,
-        )
-    else:
-        model = DLRM(**parts, over_arch_layer_sizes=[*config.over_layers, 1])
+    make = _model_class(config.model)
+    arguments = _arguments(config, make)
+    try:
+        model = make(schema, **arguments)
+    except (TypeError, ValueError) as error:
+        given = "".join(f", {name}={value!r}" for name, value in arguments.items())
+        call = f"{config.model.rpartition(':')[2]}(schema{given})"
+        raise ConfigError(
+            f"model (--model) is {config.model!r}: {call} fails ({error}); a model takes a shardrec.data.ClickSchema "
+            "and, by name, what model_args (--model-arg) gives"
+        ) from error
+    if not isinstance(model, nn.Module):
+        raise ConfigError(f"model (--model) is {config.model!r}: it makes a {type(model).__name__}, not an nn.Module")
     return model
 
 
-def _own_model(name: str, schema: ClickSchema) -> nn.Module:
-    """``package.module:Model``, looked for in the working directory, too."""
+def _model_class(name: str) -> Callable[..., Any]:
+    """The class of a built-in model, or ``package.module:Model``, looked for in the working directory, too."""
+    if name in MODELS:
+        return typing.cast(
+            Callable[..., Any], getattr(importlib.import_module(f"shardrec.models.{name}"), MODELS[name])
+        )
     module_name, _, attribute = name.partition(":")
     if "" not in sys.path and os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())
     try:
-        make = getattr(importlib.import_module(module_name), attribute)
+        make: Callable[..., Any] = getattr(importlib.import_module(module_name), attribute)
     except (ImportError, AttributeError) as error:
         raise ConfigError(f"model (--model) is {name!r}: {error}; give package.module:Model") from error
+    return make
+
+
+def _arguments(config: TrainConfig, make: Callable[..., Any]) -> dict[str, Any]:
+    """The model's arguments after the schema, of the types that its signature names.
+
+    Raises:
+        ConfigError: for arguments that it does not take, or of other types.
+    """
     try:
-        model = make(schema)
-    except TypeError as error:
-        raise ConfigError(
-            f"model (--model) is {name!r}: {attribute}(schema) fails ({error}); it takes a shardrec.data.ClickSchema"
-        ) from error
-    if not isinstance(model, nn.Module):
-        raise ConfigError(f"model (--model) is {name!r}: it makes a {type(model).__name__}, not an nn.Module")
-    return model
+        parameters = [*inspect.signature(make).parameters.values()][1:]
+        hints = typing.get_type_hints(make.__init__ if inspect.isclass(make) else make, include_extras=True)
+    except Exception:  # no function, or annotations that only type checkers can read: the call itself will tell
+        parameters, hints = [inspect.Parameter("arguments", inspect.Parameter.VAR_KEYWORD)], {}
+    takes_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
+    names = [parameter.name for parameter in parameters if parameter.kind is not parameter.VAR_KEYWORD]
+    given = dict(config.model_args)
+    for option, name in _FLAGS.items() if config.model in MODELS else ():
+        value = getattr(config, option)
+        if value == type(config).model_fields[option].default:
+            continue  # as all the built-in models have it
+        if name not in names or name in given:
+            reason = f"model_args gives {name}, too" if name in given else f"model {config.model!r} has no {name}"
+            raise ConfigError(f"{option} ({flag(option)}) is {value!r} and {reason}: leave it out")
+        given[name] = value
+    for name in given:
+        if name not in names and not takes_all:
+            close = difflib.get_close_matches(name, names, n=1)
+            meant = f"did you mean {close[0]!r}? " if close else ""
+            raise ConfigError(
+                f"model_args (--model-arg) has {name!r}, which model {config.model!r} does not take: {meant}"
+                f"It takes {', '.join(names) or 'none'}"
+            )
+    return {name: _as_hinted(config.model, name, value, hints.get(name, Any)) for name, value in given.items()}
+
+
+def _as_hinted(model: str, name: str, value: Any, hint: Any) -> Any:
+    """A value as its annotation has it, such as a tuple where YAML has lists; one that pydantic does not know as is."""
+    try:
+        adapter: TypeAdapter[Any] = TypeAdapter(hint, config=ConfigDict(arbitrary_types_allowed=True))
+    except Exception:  # a class with a config of its own, or no type at all
+        return value
+    try:
+        return adapter.validate_python(value)
+    except ValidationError as error:
+        fault = error.errors()[0]["msg"]
+        raise ConfigError(f"model_args (--model-arg) of model {model!r}: {name} is {value!r}: {fault}") from None
+
+
+def source_digest(name: str) -> str:
+    """SHA-256 of the file that defines a run's model, for its checkpoints; empty if there is no source."""
+    make = _model_class(name)
+    home = make.__module__ if inspect.isclass(make) or inspect.isfunction(make) else name.partition(":")[0]
+    try:
+        source = inspect.getsource(sys.modules[home])
+    except (KeyError, OSError, TypeError):
+        return ""
+    return hashlib.sha256(source.encode()).hexdigest()
+
+
+def changed_source(name: str, saved: Mapping[str, Any]) -> str:
+    """A warning, if the model's file is not as it was when a checkpoint was saved; else empty.
+
+    Args:
+        name: the run's model.
+        saved: what the run has stored in the checkpoint beside its tensors.
+    """
+    digest = saved.get("model_source")
+    if not digest or digest == source_digest(name):
+        return ""
+    return (
+        f"the source of model {name!r} has changed since the checkpoint was saved: the weights fit, but what it "
+        "computes from them may differ"
+    )
+
+
+def export_fault(config: TrainConfig, model: nn.Module, schema: ClickSchema) -> str:
+    """A warning, if ``shardrec export --to script`` would refuse a model of the user's own; else empty.
+
+    Args:
+        config: of the run.
+        model: not sharded; it is compiled, and not run.
+        schema: the features of a request.
+    """
+    if config.model in MODELS:
+        return ""
+    try:
+        script(from_tensors(model, list(schema.sparse_names)), portable=True)
+    except ShardrecError as error:
+        fault = str(error).splitlines()[0].removesuffix(" TorchScript says:")
+        return f"model {config.model!r} trains, but shardrec export --to script will refuse it: {fault}"
+    return ""
 
 
 def fuse_optimizer(model: nn.Module, config: TrainConfig) -> None:

@@ -10,8 +10,9 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationIn
 from pydantic.fields import FieldInfo
 
 from shardrec.errors import ConfigError
+from shardrec.files import parse_yaml
 
-__all__ = ["Options", "flag", "option", "shown_as", "together"]
+__all__ = ["Options", "flag", "named_values", "option", "shown_as", "together"]
 
 
 def option(
@@ -65,6 +66,8 @@ class Options(BaseModel):
         kind = cls.model_fields[str(info.field_name)].annotation
         if isinstance(value, bool):
             raise ValueError("give a number, or a text in quotes, for YAML reads on, off, yes and no as truth values")
+        if get_origin(kind) is dict:
+            return named_values(value)
         if get_origin(kind) is not tuple:
             return value
         if isinstance(value, Mapping):
@@ -89,6 +92,20 @@ class Options(BaseModel):
     def to_mapping(self) -> dict[str, Any]:
         """The options as YAML- and JSON-compatible data, which make equal options as keywords."""
         return self.model_dump(mode="json")
+
+
+def named_values(given: Any) -> Any:
+    """A mapping as it is; of texts ``NAME=VALUE`` a mapping, with the values as YAML reads them.
+
+    Raises:
+        ValueError: for a text of another form.
+    """
+    if isinstance(given, Mapping):
+        return dict(given)
+    pairs = [str(text).partition("=") for text in ([given] if isinstance(given, str) else given)]
+    if any(not name or not equals for name, equals, _ in pairs):
+        raise ValueError("give NAME=VALUE, such as dropout=0.1")
+    return {name.strip(): parse_yaml(text, f"the value of {name}")[0] for name, _, text in pairs}
 
 
 def _joined(item: Any) -> str:
@@ -123,5 +140,5 @@ def together(faults: list[str]) -> str:
 
 
 def flag(name: str) -> str:
-    """The command line's spelling of an option."""
-    return "--" + name.replace("_", "-")
+    """The command line's spelling of an option; one of several arguments is given at a time."""
+    return "--" + name.replace("_", "-").replace("args", "arg")

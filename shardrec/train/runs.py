@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -74,7 +75,7 @@ class RunFolder:
         from shardrec.checkpoint import Checkpoints, load_checkpoint
         from shardrec.modules import shard
         from shardrec.train.average import Average
-        from shardrec.train.model import build_model, dense_optimizer, dynamic_tables, fuse_optimizer
+        from shardrec.train.model import build_model, changed_source, dense_optimizer, dynamic_tables, fuse_optimizer
 
         model = build_model(self.config, self.schema)
         fuse_optimizer(model, self.config)
@@ -88,6 +89,9 @@ class RunFolder:
         loaded = checkpoints.load_last(sharded, optimizer)
         if loaded is None:
             raise ConfigError(f"{self.path} has no checkpoint: train it with --checkpoint last, or --checkpoint-every")
+        changed = changed_source(self.config.model, loaded.extra)
+        if changed:
+            print(f"shardrec: warning: {changed}", file=sys.stderr, flush=True)
         best = loaded.extra["progress"].get("best_step") if self.config.checkpoint == "best" else None
         if best is not None:
             load_checkpoint(checkpoints.folder / f"step-{best:012}", sharded, optimizer)
@@ -180,7 +184,9 @@ class RunFolder:
         checkpoints = sorted(path.name for path in (self.path / CHECKPOINTS).glob("step-*"))
         summary: dict[str, Any] = {
             "data": self.config.data,
-            "model": self.config.model,
+            "model": " ".join(
+                [self.config.model, *(f"{name}={value}" for name, value in self.config.model_args.items())]
+            ),
             "checkpoints": ", ".join(checkpoints) or "none",
         }
         if (self.path / PLAN).is_file():

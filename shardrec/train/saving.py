@@ -23,6 +23,7 @@ from shardrec.exchange.peers import peers
 from shardrec.launch.ranks import over_ranks, same_everywhere
 from shardrec.launch.stop import RunStopped, StopRequest
 from shardrec.train.config import CHECKPOINTS
+from shardrec.train.model import changed_source, source_digest
 from shardrec.train.run import Run
 
 __all__ = ["Saver"]
@@ -80,6 +81,9 @@ class Saver:
         if "cuda_random" in rank_state:
             torch.cuda.set_rng_state(rank_state["cuda_random"], rank_info.device)
         self._saved_step = self._agreed_step = self._agree_at = loaded.step
+        changed = changed_source(self._config.model, loaded.extra)
+        if changed:
+            self._run.announcer.say(f"warning: {changed}")
         self._run.announcer.say(f"going on from the checkpoint of step {loaded.step:,}")
 
     def watching(self) -> AbstractContextManager[object]:
@@ -164,6 +168,7 @@ class Saver:
             samples = over_ranks(self._progress.rows, self._place)
             extra = {
                 "config": self._config.to_mapping(),
+                "model_source": source_digest(self._config.model),
                 "samples": samples,
                 "progress": self._progress.state(),
                 "left_out": self._run.source.left_out,

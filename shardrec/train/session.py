@@ -10,6 +10,7 @@ Every rank goes through all of it; the first one alone shows and writes.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from pathlib import Path
@@ -32,7 +33,14 @@ from shardrec.train.locking import locked
 from shardrec.train.loop import Schedule, failing_together, step_parts, train_epoch
 from shardrec.train.losses import with_own_loss
 from shardrec.train.metrics import evaluate
-from shardrec.train.model import build_model, dense_optimizer, dynamic_tables, fuse_optimizer, planner_constraints
+from shardrec.train.model import (
+    build_model,
+    dense_optimizer,
+    dynamic_tables,
+    export_fault,
+    fuse_optimizer,
+    planner_constraints,
+)
 from shardrec.train.prefetch import Prefetcher
 from shardrec.train.progress import Progress, RecentMean
 from shardrec.train.report import RunReport, environment, write_curve, write_metrics
@@ -170,6 +178,9 @@ def _as_started(config: TrainConfig, rank_info: RankInfo, folder: Path) -> Shard
 
 def _sharded_model(config: TrainConfig, source: Source, rank_info: RankInfo, plan: ShardingPlan | None) -> ShardedModel:
     model = build_model(config, source.data.schema)
+    fault = export_fault(config, model, source.data.schema) if rank_info.is_lead else ""
+    if fault:
+        print(f"shardrec: warning: {fault}", file=sys.stderr, flush=True)
     if config.loss == "model":
         model = with_own_loss(model, config.model)
     fuse_optimizer(model, config)

@@ -384,7 +384,7 @@ def test_a_model_of_ones_own_and_early_stopping(run: Run) -> None:
             "model (--model) is 'own_models:Nothing': module 'own_models' has no attribute",
         ),
         (("--model", "nowhere:Model"), "model (--model) is 'nowhere:Model': No module named 'nowhere'"),
-        (("--model", "mlp"), "model (--model) is 'mlp': give one of dlrm, dcn, or your own as package.module:Model"),
+        (("--model", "mlp"), "model (--model) is 'mlp': give one of dlrm, dcn, dnn,"),
         (("--data", "night_*.parquet"), "no data file is named night_*.parquet"),
         (("--features", "nowhere.yaml"), "features (--features) is nowhere.yaml, which cannot be read"),
         (("--data", "synthetic"), "features (--features) is for files, and data (--data) is 'synthetic'"),

@@ -287,6 +287,6 @@ def test_own_losses_that_are_none(own_models: Path, tmp_path: Path, model: str, 
         own_run(config, str(own_models))
 
 
-def test_an_own_loss_wants_an_own_model() -> None:
-    with pytest.raises(ConfigError, match=r"loss \(--loss\) is 'model', .* and model \(--model\) is 'dlrm': give"):
-        TrainConfig(loss="model")
+def test_a_built_in_model_without_a_loss(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"loss .* is 'model' and model \(--model\) 'dlrm' has no method loss"):
+        own_run(OWN_RUN.changed(loss="model", out=str(tmp_path)), "")

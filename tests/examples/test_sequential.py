@@ -1,4 +1,4 @@
-"""The SASRec example: its files against a naive reading, and a run from the command line."""
+"""The example of sequences: its files against a naive reading, and runs from the command line."""
 
 from __future__ import annotations
 
@@ -16,8 +16,7 @@ from hypothesis import strategies as st
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from werkzeug.test import Client
 
-from examples.sasrec_games.model import SASRec
-from examples.sasrec_games.prepare import prepare
+from examples.sequential.prepare import main, prepare
 from shardrec.data import load_spec
 from shardrec.errors import DataError
 from shardrec.train import RunFolder, TrainConfig, load_config
@@ -25,13 +24,19 @@ from tests.campaign.results import differences
 from tests.ranks import ranks
 from tests.train.broken_off import broken_off
 
-FOLDER = Path(__file__).parents[2] / "examples" / "sasrec_games"
+FOLDER = Path(__file__).parents[2] / "examples" / "sequential"
 
 ITEMS = 40
 
 
-def write(path: Path, sequences: dict[int, list[int]]) -> Path:
-    path.write_bytes(lzma.compress("".join(f"{u} {i}\n" for u, items in sequences.items() for i in items).encode()))
+def write(path: Path, sequences: dict[int, list[int]], *, together: bool = False) -> Path:
+    """A line for each item, or for each user."""
+    lines = (
+        f"{user} {' '.join(map(str, of_line))}\n"
+        for user, items in sequences.items()
+        for of_line in ([items] if together else [[item] for item in items])
+    )
+    path.write_bytes(lzma.compress("".join(lines).encode()))
     return path
 
 
@@ -39,13 +44,26 @@ def rows(path: Path) -> list[dict[str, Any]]:
     return list(pq.read_table(path).to_pylist())
 
 
-@given(lengths=st.lists(st.integers(1, 60), min_size=1, max_size=6), seed=st.integers(0, 99))
-def test_the_split(tmp_path_factory: pytest.TempPathFactory, lengths: list[int], seed: int) -> None:
+@given(
+    lengths=st.lists(st.integers(1, 60), min_size=1, max_size=6),
+    seed=st.integers(0, 99),
+    together=st.booleans(),
+    unseen=st.booleans(),
+)
+def test_the_split(
+    tmp_path_factory: pytest.TempPathFactory, lengths: list[int], seed: int, together: bool, unseen: bool
+) -> None:
     draws = np.random.default_rng(seed)
-    sequences = {user: draws.integers(1, 90, size).tolist() for user, size in enumerate([3, *lengths], 7)}
+    drawn = {user: draws.integers(0, 90, size).tolist() for user, size in enumerate([3, *lengths], 7)}
+    drawn[3] = [*range(100, 190)]  # so that there is something that nobody else has
     folder = tmp_path_factory.mktemp("games")
-    counts = prepare(write(folder / "all.txt.xz", sequences), folder, users=4, candidates=5, seed=seed)
-    most = max(map(max, sequences.values()))
+    path = write(folder / "all.txt.xz", drawn, together=together)
+    counts = prepare(path, folder, users=4, candidates=5, unseen=unseen, seed=seed)
+    ids = sorted({item for items in drawn.values() for item in items})
+    assert (folder / "items.txt").read_text(encoding="utf-8").split() == [*map(str, ids)]
+    sequences = {str(user): [1 + ids.index(item) for item in items] for user, items in drawn.items()}
+    most = len(ids)
+    assert {*load_spec(folder / "features.yaml").schema_.num_embeddings} == {most + 1}
     train = {user: items if len(items) < 3 else items[:-2] for user, items in sequences.items()}
     found = {row["user"]: (row["history"], row["item"], row["label"]) for row in rows(folder / "train.parquet")}
     assert found == {user: (items[:-1][-50:], items[-1], 1) for user, items in train.items() if len(items) > 1}
@@ -61,7 +79,7 @@ def test_the_split(tmp_path_factory: pytest.TempPathFactory, lengths: list[int],
             assert {row["user"] for row in group} == {user}
             assert all(row["history"] == sequences[user][:-ahead][-50:] for row in group)
             assert group[0]["item"] == sequences[user][-ahead]
-            assert not {row["item"] for row in group[1:]} & set(train[user])
+            assert not {row["item"] for row in group[1:]} & set((sequences if unseen else train)[user])
             assert all(1 <= row["item"] <= most for row in group)
     eligible = {user for user, items in sequences.items() if len(items) >= 3}
     assert users["valid"] == users["test"]
@@ -72,10 +90,12 @@ def test_the_split(tmp_path_factory: pytest.TempPathFactory, lengths: list[int],
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        (b"1 2\n1 x\n", "give lines 'user item'"),
-        (b"1 2\n1 0\n", "the lowest item 0: ids count from 1"),
+        (b"1 2\n1\n", "all.txt:2: a user without an item: give a file of lines 'user item item ...'"),
+        (b"\n", "no interactions"),
+        (b"\xff\xfe", "cannot be read"),
+        (b"a x y\na z\nb x\n", "no user with two training items"),
         (b"1 2\n1 3\n", "no user with three items"),
-        (b"1 1\n1 2\n1 3\n1 2\n1 3\n", "a user has 3 training items of 3"),
+        (b"1 1\n1 2\n1 3\n1 2\n1 3\n", "a user has 3 items of 3"),
     ],
 )
 def test_files_that_are_none(tmp_path: Path, text: bytes, message: str) -> None:
@@ -84,6 +104,17 @@ def test_files_that_are_none(tmp_path: Path, text: bytes, message: str) -> None:
         prepare(tmp_path / "all.txt", tmp_path)
     with pytest.raises(DataError, match="cannot be read"):
         prepare(tmp_path / "none.txt", tmp_path)
+
+
+def test_the_command_ends_with_a_message(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "out"
+    (tmp_path / "all.csv").write_text("ann,x,y,z,w\nbob,z,x\nbob,w,y,v\n", encoding="utf-8")
+    main(["--data", str(tmp_path / "all.csv"), "--out", str(out), "--candidates", "1"])
+    assert [row["user"] for row in rows(out / "train.parquet")] == ["ann", "bob"]
+    for flags, message in ((["--data", str(tmp_path)], "Is a directory"), (["--users", "0"], "--users is 0")):
+        with pytest.raises(SystemExit):
+            main(flags)
+        assert message in capfd.readouterr().err
 
 
 def features(found: list[list[int]], items: list[int]) -> KeyedJaggedTensor:
@@ -106,8 +137,6 @@ def walks(tmp_path_factory: pytest.TempPathFactory) -> Path:
             items.append((items[-1] + 1) % 60 if draws.random() < 0.75 else int(draws.integers(60)))
         sequences[user] = [item + 1 for item in items]
     prepare(write(folder / "all.txt.xz", sequences), folder, users=100, candidates=30)
-    spec = (FOLDER / "features.yaml").read_text(encoding="utf-8").replace("23_716", "61")
-    (folder / "features.yaml").write_text(spec, encoding="utf-8")
     return folder
 
 
@@ -119,8 +148,9 @@ def of_walks(walks: Path, **options: Any) -> TrainConfig:
     return load_config(FOLDER / "run.yaml", {**flags, **sizes, **options})
 
 
-def test_a_run_by_its_files_learns_and_serves(walks: Path, tmp_path: Path) -> None:
-    assert ranks(2, broken_off, of_walks(walks, epochs=6, out=str(tmp_path)))[0][-1] == 6 * 13
+@pytest.mark.parametrize("model", ["sasrec", pytest.param("hstu", marks=pytest.mark.slow)])
+def test_a_run_by_its_files_learns_and_serves(walks: Path, tmp_path: Path, model: str) -> None:
+    assert ranks(2, broken_off, of_walks(walks, model=model, epochs=6, out=str(tmp_path)))[0][-1] == 6 * 13
     run = RunFolder(tmp_path)
     final = run.metrics["final"]
     assert final["hit_rate@10"] > 0.7  # of a constant: 10 of 31
@@ -145,8 +175,3 @@ def test_a_run_goes_on_with_the_same_random_items(walks: Path, tmp_path: Path) -
     assert ranks(2, broken_off, parts, cut_after=18)[1][-1] == 18
     assert ranks(2, broken_off, parts, resume=True)[1] == list(range(17, 27))
     assert differences(tmp_path / "parts", tmp_path / "whole") == []
-
-
-def test_the_spec_fits_the_model() -> None:
-    schema = load_spec(FOLDER / "features.yaml").schema_
-    assert SASRec(schema).num_items == 23_716

@@ -1,1 +1,0 @@
-"""SASRec on Amazon Video Games, trained by ``shardrec train`` alone; see README.md."""

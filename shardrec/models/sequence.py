@@ -1,0 +1,144 @@
+"""What models of the next item in a user's history share: tokens in, a state for each position out, and the loss.
+
+Linear layers and norms see a batch's tokens end to end; attention sees them padded, rows of like length together,
+because most histories are short and a few fill all positions.
+
+Legend: B rows, T tokens (the items of all histories, row after row), D columns, N negatives.
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar, TypeAlias
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+
+from shardrec.data import ClickSchema
+from shardrec.errors import ConfigError
+from shardrec.models.parts import Share, Size, item_rows
+
+__all__ = ["Groups", "SequenceModel"]
+
+Groups: TypeAlias = list[tuple[Tensor, Tensor, int]]
+"""Rows of like length: where their tokens are, int64; the rows' offsets, int64 (R + 1,); the width to pad to."""
+
+_NARROWEST = 4
+
+
+class SequenceModel(nn.Module):
+    """Scores an item after a history; trained to tell the next item at each position from random ones.
+
+    Args:
+        max_length: most items of a history.
+        blocks: number of attention layers.
+        heads: of a block's attention; divides ``dim``.
+        negatives: random items of a step, which a rank's batch shares.
+    """
+
+    block: ClassVar[type[nn.Module]]
+    """Makes a layer from (tokens (T, D), groups) to tokens of ``dim``, ``heads``, ``max_length`` and ``dropout``."""
+
+    def __init__(
+        self,
+        schema: ClickSchema,
+        *,
+        history: str = "history",
+        item: str = "item",
+        dim: Size = 16,
+        max_length: Size = 50,
+        blocks: Size = 2,
+        heads: Size = 1,
+        negatives: Size = 1024,
+        dropout: Share = 0.5,
+    ) -> None:
+        super().__init__()
+        if dim % heads:
+            raise ConfigError(f"dim is {dim} and heads is {heads}: give a dim that is a multiple of heads")
+        self.history, self.item, self.num_negatives = history, item, negatives
+        self.items = item_rows(schema, dim, history=history, item=item)
+        self.num_items = schema.num_embeddings[schema.sparse_names.index(item)]
+        doublings = (_NARROWEST << power for power in range(max_length.bit_length()))
+        self.widths = [*(width for width in doublings if width < max_length), max_length]
+        self.positions = nn.Embedding(max_length, dim)
+        nn.init.normal_(self.positions.weight, std=0.02)
+        self.dropout = nn.Dropout(dropout)
+        self.blocks = nn.ModuleList(type(self).block(dim, heads, max_length, dropout) for _ in range(blocks))
+        self.norm = nn.LayerNorm(dim)
+
+    def forward(self, dense: Tensor, sparse: KeyedJaggedTensor) -> Tensor:
+        """The logit of each row's item after its history, 0 for an empty one: float32 (B,).
+
+        A history is encoded once for neighbouring rows that have the same, such as the candidates for a user.
+        """
+        history = sparse[self.history]
+        rows = self.items(sparse)
+        lengths_B = history.lengths()
+        differs_B = _differs_from_row_before(history.values(), lengths_B)
+        encoded_B = torch.where(differs_B, lengths_B, 0)
+        tokens_TD = rows[self.history].values()[torch.repeat_interleave(differs_B, lengths_B)]
+        # The last token so far is that of the row, or of the row before that has the same history.
+        encoded = F.pad(self.encode(tokens_TD, encoded_B), [0, 0, 1, 0])
+        users_BD = encoded[encoded_B.cumsum(0)] * (lengths_B > 0).unsqueeze(1)
+        logits: Tensor = (users_BD * rows[self.item].values()).sum(1)
+        return logits
+
+    def loss(self, dense: Tensor, sparse: KeyedJaggedTensor, labels: Tensor) -> Tensor:
+        """Softmax cross entropy of the next item at each position of the histories against random items.
+
+        The item is the last position's next, left out where the label is 0. The mean over the positions, in nats.
+        """
+        history, item = sparse[self.history], sparse[self.item]
+        drawn_N = torch.randint(1, self.num_items, (self.num_negatives,), device=labels.device)
+        lengths = torch.arange(2, device=labels.device) * self.num_negatives  # none as history, all as item
+        rows = self.items(sparse)
+        negatives = KeyedJaggedTensor([self.history, self.item], drawn_N, lengths=lengths)
+        others_ND = self.items(negatives)[self.item].values()
+        tokens_TD, lengths_B = rows[self.history].values(), history.lengths()
+        encoded_TD = self.encode(tokens_TD, lengths_B)
+        there_B = lengths_B > 0
+        last = lengths_B.cumsum(0)[there_B] - 1
+        next_T = history.values().roll(-1).index_copy(0, last, item.values()[there_B])
+        next_TD = tokens_TD.roll(-1, 0).index_copy(0, last, rows[self.item].values()[there_B])
+        weights_T = torch.ones_like(encoded_TD[:, 0]).index_copy(0, last, labels[there_B])
+        logits_TN = (encoded_TD @ others_ND.t()).masked_fill(next_T.unsqueeze(1) == drawn_N, -torch.inf)
+        losses_T = F.softplus(logits_TN.logsumexp(1) - (encoded_TD * next_TD).sum(1))
+        loss: Tensor = (losses_T * weights_T).sum() / weights_T.sum().clamp(min=1)
+        return loss
+
+    def encode(self, tokens_TD: Tensor, lengths_B: Tensor) -> Tensor:
+        """What each position knows of its item and those before it: float32 (T, D)."""
+        fits = (lengths_B <= self.widths[-1]).all()
+        torch._assert_async(fits, "a history has more items than the model's max_length (--model-arg max_length=...)")
+        ends_T = torch.repeat_interleave(lengths_B.cumsum(0), lengths_B)
+        age_T = ends_T - 1 - torch.arange(tokens_TD.size(0), device=ends_T.device)
+        x_TD = self.dropout(tokens_TD * tokens_TD.size(1) ** 0.5 + self.positions(age_T))
+        groups = _by_length(lengths_B, self.widths)
+        for block in self.blocks:
+            x_TD = block(x_TD, groups)
+        encoded: Tensor = self.norm(x_TD)
+        return encoded
+
+
+def _by_length(lengths_B: Tensor, widths: list[int]) -> Groups:
+    groups: list[tuple[Tensor, Tensor, int]] = []
+    above = 0
+    for width in widths:
+        rows_B = (lengths_B > above) & (lengths_B <= width)
+        above = width
+        tokens = torch.repeat_interleave(rows_B, lengths_B).nonzero().squeeze(1)
+        groups.append((tokens, F.pad(lengths_B[rows_B].cumsum(0), [1, 0]), width))
+    return groups
+
+
+def _differs_from_row_before(ids_T: Tensor, lengths_B: Tensor) -> Tensor:
+    """Whether each row has other ids than the one before it: bool (B,); the first row has."""
+    starts_B = lengths_B.cumsum(0) - lengths_B
+    row_T = torch.repeat_interleave(lengths_B)
+    shift_T = (starts_B - starts_B.roll(1))[row_T]
+    before_T = torch.arange(ids_T.numel(), device=ids_T.device) - shift_T
+    changed_T = ids_T != ids_T[before_T.clamp(0, max(0, ids_T.numel() - 1))]
+    changes_B = torch.zeros_like(lengths_B).index_add(0, row_T, changed_T.long())
+    differs_B = (changes_B > 0) | (lengths_B != lengths_B.roll(1))
+    return differs_B.index_fill(0, torch.zeros_like(lengths_B[:1]), True)

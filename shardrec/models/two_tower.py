@@ -1,0 +1,97 @@
+"""Two towers: a multi-layer perceptron for the query and one for the item, whose outputs' cosine scores the pair.
+
+"Sampling-Bias-Corrected Neural Modeling for Large Corpus Item Recommendations", Yi et al., 2019, with a softmax
+over the distinct items of a rank's batch as loss, and without the paper's estimate of how frequent each item is.
+
+Legend: B rows, D columns of the towers' outputs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Annotated, Any
+
+import torch
+import torch.nn.functional as F
+from pydantic import Field
+from torch import Tensor, nn
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+
+from shardrec.data import ClickSchema
+from shardrec.errors import ConfigError
+from shardrec.models.parts import MLP, Share, Size, Sizes, pooled_features
+
+__all__ = ["TwoTower"]
+
+
+class TwoTower(nn.Module):
+    """See the file's text.
+
+    Args:
+        item: features of the item, dense ones among them; the first has one id a row, which says which item it is. All
+            other features are the query's.
+        columns: of the towers' outputs.
+        temperature: divides the cosine.
+    """
+
+    def __init__(
+        self,
+        schema: ClickSchema,
+        *,
+        item: tuple[str, ...] = ("item",),
+        dim: Size = 16,
+        hidden: Sizes = (128, 64),
+        columns: Size = 32,
+        temperature: Annotated[float, Field(gt=0)] = 0.1,
+        dropout: Share = 0.0,
+        batch_norm: bool = False,
+    ) -> None:
+        super().__init__()
+        names = (*schema.sparse_names, *schema.dense_names)
+        query = [name for name in names if name not in item]
+        if not item or item[0] not in schema.sparse_names or {*item} - {*names} or {*query} <= {*schema.dense_names}:
+            raise ConfigError(
+                f"the item's features are {list(item)} (--model-arg item=[...]) and the data's {', '.join(names)}: "
+                "name some of these, the item's id first, and leave one with a table for the query"
+            )
+        self.item, self.temperature = item[0], temperature
+        widths = (*hidden, columns)
+        self.query_tower, self.item_tower = (
+            _Tower(schema, features, dim, widths, dropout=dropout, batch_norm=batch_norm) for features in (query, item)
+        )
+
+    def forward(self, dense: Tensor, sparse: KeyedJaggedTensor) -> Tensor:
+        """The cosine of each row's query and item, divided by the temperature: (B,)."""
+        query_BD, item_BD = self.query_tower(dense, sparse), self.item_tower(dense, sparse)
+        logits: Tensor = (query_BD * item_BD).sum(1) / self.temperature
+        return logits
+
+    def loss(self, dense: Tensor, sparse: KeyedJaggedTensor, labels: Tensor) -> Tensor:
+        """Softmax cross entropy of each clicked row's item among those of the rank's batch: the mean, in nats."""
+        feature = sparse[self.item]
+        torch._assert_async((feature.lengths() == 1).all(), "a row has no item, or several: the loss takes one")
+        ids_B = feature.values()
+        query_BD, item_BD = self.query_tower(dense, sparse), self.item_tower(dense, sparse)
+        scores_BB = query_BD @ item_BD.t() / self.temperature
+        count_B = (ids_B.unsqueeze(1) == ids_B).sum(1)  # rows with the same item, each of which counts by its share
+        losses_B = (scores_BB - count_B.log()).logsumexp(1) - scores_BB.diagonal()
+        loss: Tensor = (losses_B * labels).sum() / labels.sum().clamp(min=1)
+        return loss
+
+
+class _Tower(nn.Module):
+    """Some features, dense and with tables, as a unit vector (B, D)."""
+
+    def __init__(self, schema: ClickSchema, features: Sequence[str], dim: int, widths: Sizes, **settings: Any) -> None:
+        super().__init__()
+        pooled = [feature for feature in schema.sparse_names if feature in features]
+        columns = [number for number, name in enumerate(schema.dense_names) if name in features]
+        self.bags = pooled_features(schema, dim, features=pooled)
+        self.dense_columns: Tensor
+        self.register_buffer("dense_columns", torch.tensor(columns, dtype=torch.int64), persistent=False)
+        inputs = dim * len(pooled) + len(columns)
+        self.network = MLP(inputs, widths[:-1], widths[-1], **settings)
+
+    def forward(self, dense: Tensor, sparse: KeyedJaggedTensor) -> Tensor:
+        inputs = torch.cat([self.bags(sparse).values(), dense.index_select(1, self.dense_columns)], dim=1)
+        return F.normalize(self.network(inputs), dim=1)
