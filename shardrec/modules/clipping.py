@@ -71,8 +71,11 @@ def clip_by_norm(
         )
     factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
     if device.type == "cuda" or bool(factor < 1):  # a GPU would be waited for
-        for gradient in chain(*gradients, (one.values for one in _row_gradients(sharded, to_change=True))):
+        for gradient in chain(*gradients, (row_gradient.values for row_gradient in rows)):
             gradient.mul_(factor.to(gradient.device))
+        for row_gradient in rows:
+            if row_gradient.squares is not None:  # the step need not compute it again
+                row_gradient.squares.mul_(factor * factor)
     return norm, norms
 
 

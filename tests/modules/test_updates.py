@@ -341,6 +341,32 @@ def test_two_losses_of_one_forward_are_added_up() -> None:
     assert furthest(model, reference) < 1e-5
 
 
+def test_a_second_backward_over_a_retained_graph_counts_twice() -> None:
+    reference = Model()
+    model = sharded(reference, "rowwise_adagrad", replicates=False)
+    micro = ids(torch.Generator(), 1)
+    ours, theirs = optimizers_of(model, "rowwise_adagrad"), reference_optimizers(reference, "rowwise_adagrad")
+    for loss in ((model(mine(micro)) ** 2).mean(), (reference(batch(micro)) ** 2).mean()):
+        loss.backward(retain_graph=True)
+        loss.backward()
+    for one in (*ours, *theirs):
+        one.step()
+    assert furthest(model, reference) < 1e-6
+
+
+def clip_replicas() -> str:
+    model = Model()
+    apply_optimizer_in_backward(torch.optim.SGD, model.tables.parameters(), {"lr": 0.1})
+    replicated = shardrec.shard(model, replicas=2, update="step")
+    with pytest.raises(ConfigError, match="shard it without replicas"):
+        shardrec.clip_grad_norm_(replicated, 1.0)
+    return "refused"
+
+
+def test_clipping_is_refused_with_replicas() -> None:
+    assert ranks(2, clip_replicas) == ["refused"] * 2
+
+
 def test_the_learning_rate_is_that_of_the_step() -> None:
     reference = Model()
     model = sharded(reference, "sgd")
