@@ -149,3 +149,10 @@ def test_16_bit_rows_pay_for_decoding() -> None:
     half = replace(whole, weight_bytes=2)
     charges = [model.shard(load, rows=1000, cols=8, share=1.0).ms * 1e6 for load in (whole, half)]
     assert charges == [0.0, pytest.approx(2.0 * 8 * half.distinct(BATCH))]
+
+
+def test_a_table_without_an_optimizer_in_backward_holds_a_gradient_of_its_size() -> None:
+    model = CostModel(profile=links_only(0.0, 0.0), topology=Topology(), batch_size=BATCH)
+    fused = TableLoad(num_embeddings=1000, embedding_dim=8, state_bytes=4)
+    held = [model.shard(load, rows=1000, cols=8, share=1.0).bytes for load in (fused, replace(fused, fused=False))]
+    assert held[1] - held[0] == 1000 * 8 * 4
