@@ -45,7 +45,7 @@ def describe(path: Path) -> dict[str, Any]:
     if path.is_file() and zipfile.is_zipfile(path):
         return _served(path)
     kinds = f"a run has a {FILE}, a checkpoint a {MANIFEST}, a plan is a .json file, a model to serve a .pt or .pt2"
-    problem = "is none that shardrec wrote to its end" if path.exists() else "does not exist"
+    problem = "is not a complete result of shardrec" if path.exists() else "does not exist"
     raise ConfigError(f"{path} {problem}: {kinds}")
 
 

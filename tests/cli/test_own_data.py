@@ -406,4 +406,4 @@ def test_a_folder_without_a_run(run: Run) -> None:
     Path("other.pt").write_bytes(b"text")
     code, _, errors = run("inspect", "other.pt")
     assert code == 1
-    assert "other.pt is none that shardrec wrote" in errors
+    assert "other.pt is not a complete result of shardrec" in errors
