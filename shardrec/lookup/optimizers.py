@@ -72,8 +72,9 @@ class FusedOptimizer:
     @property
     def keeps_rows_without_gradient(self) -> bool:
         """Whether a gradient of zeros changes neither a row nor its state."""
-        no_division_by_0 = self.kind is not OptimizerKind.ADAM and self.eps > 1e-30  # above float32's smallest
-        return (self.kind is OptimizerKind.SGD or no_division_by_0) and not self.weight_decay
+        if "exp_avg" in self.states or self.weight_decay:
+            return False
+        return not self.states or self.eps > 1e-30  # 0 / 0 without; above float32's smallest
 
     @property
     def counts_steps(self) -> bool:

@@ -15,6 +15,7 @@ from shardrec.lookup.bank import RowGradient, WidthClass
 from shardrec.lookup.optimizers import FusedOptimizer, OptimizerKind
 from shardrec.lookup.row_optimizers import RowOptimizer
 from tests import row_references
+from tests.cuda_double import cuda_double, cuda_is_there
 from tests.plans import randoms
 
 OPTIMIZERS = [
@@ -113,6 +114,19 @@ def test_steps_on_some_rows_as_the_reference_does(kind: OptimizerKind, weight_de
         assert torch.allclose(weight, parameter, atol=1e-5)
 
 
+@pytest.mark.parametrize("weight_decay", [0.0, 0.5])
+@pytest.mark.parametrize("kind", OptimizerKind, ids=lambda kind: kind.value)
+def test_which_optimizers_keep_a_row_whose_gradient_is_zero(kind: OptimizerKind, weight_decay: float) -> None:
+    spec = FusedOptimizer(kind=kind, lr=0.5, eps=1e-8, betas=(0.9, 0.99), weight_decay=weight_decay)
+    weight = torch.ones(1, 4)
+    fused = RowOptimizer([one_class(weight, [1])], 1, spec)
+    for value in (1.0, 0.0):
+        before = [tensor.clone() for tensor in (weight, *fused.states()[0].values())]
+        fused.step(fused.decayed([RowGradient(rows=torch.tensor([0]), values=torch.full((1, 4), value))]))
+    after = [weight, *fused.states()[0].values()]
+    assert spec.keeps_rows_without_gradient == all(map(torch.equal, before, after))
+
+
 def test_lamb_of_rows_and_gradients_of_zeros_is_finite() -> None:
     weight = torch.zeros(2, 4)
     fused = RowOptimizer([one_class(weight, [2])], 1, FusedOptimizer(kind=OptimizerKind.LAMB, lr=0.5, eps=1e-8))
@@ -185,3 +199,29 @@ def test_rows_of_16_bits_are_float32_during_the_update(spec: FusedOptimizer, dty
     for name, state in halves.states()[0].items():
         assert state.dtype is torch.float32
         assert torch.equal(state, singles.states()[0][name])
+
+
+def test_averages_of_rows_wait_for_nothing() -> None:
+    def optimizer(device: str) -> tuple[RowOptimizer, list[RowGradient]]:
+        cls = one_class((torch.arange(24.0).view(6, 4) / 10).to(device), [6])
+        rows = RowOptimizer([cls], 1, FusedOptimizer(kind=OptimizerKind.ADAGRAD, lr=0.1, eps=1e-8))
+        rows.keep_averages(0.9)
+        return rows, [
+            RowGradient(rows=torch.tensor(touched).to(device), values=torch.ones(2, 4).to(device))
+            for touched in ([0, 2], [2, 5], [0, 5])
+        ]
+
+    def average(rows: RowOptimizer, gradients: list[RowGradient]) -> Tensor:
+        for gradient in gradients:
+            rows.step([gradient])
+        ((_, averages),) = rows.averages()
+        return averages
+
+    expected = average(*optimizer("cpu"))
+    with cuda_is_there(), cuda_double() as double:
+        with double.may_wait():
+            made = optimizer("cuda:0")
+            double.waits.clear()
+        found = average(*made)
+        assert not double.waits
+    torch.testing.assert_close(found.inner, expected)  # type: ignore[attr-defined]  # the double's own tensor

@@ -30,9 +30,6 @@ from shardrec.exchange import peers
 from shardrec.ids import DynamicIds
 from shardrec.layout import ShardingPlan, Topology, cuts
 from shardrec.lookup import bank
-from shardrec.lookup.bank import RowGradient, WidthClass
-from shardrec.lookup.optimizers import FusedOptimizer, OptimizerKind
-from shardrec.lookup.row_optimizers import RowOptimizer
 from shardrec.modules import ShardedModel, initial, shard
 from shardrec.pipeline import TrainPipeline
 from shardrec.portable.bags import PortableBags
@@ -561,34 +558,6 @@ def test_held_out_metrics_are_read_once() -> None:
         assert [one.partition(":")[0] for one in double.waits[-5:]] == [HEADER] * 4 + ["train/metrics.py"]
     assert found.rows == 12
     assert (found.auc, found.logloss) == pytest.approx((expected.auc, expected.logloss), abs=1e-5)
-
-
-def test_averages_of_rows_wait_for_nothing() -> None:
-    def optimizer(device: str) -> tuple[RowOptimizer, list[RowGradient]]:
-        weight = (torch.arange(24.0).view(6, 4) / 10).to(device)
-        none = torch.zeros(0, dtype=torch.int64)
-        cls = WidthClass(width=4, tables=(0,), bases=(0, 6), weight=weight, slot_bases=none)
-        rows = RowOptimizer([cls], 1, FusedOptimizer(kind=OptimizerKind.ADAGRAD, lr=0.1, eps=1e-8))
-        rows.keep_averages(0.9)
-        return rows, [
-            RowGradient(rows=torch.tensor(touched).to(device), values=torch.ones(2, 4).to(device))
-            for touched in ([0, 2], [2, 5], [0, 5])
-        ]
-
-    def average(rows: RowOptimizer, gradients: list[RowGradient]) -> Any:
-        for gradient in gradients:
-            rows.step([gradient])
-        ((_, averages),) = rows.averages()
-        return averages
-
-    expected = average(*optimizer("cpu"))
-    with cuda_is_there(), cuda_double() as double:
-        with double.may_wait():
-            made = optimizer("cuda:0")
-            double.waits.clear()
-        found = average(*made)
-        assert not double.waits
-    torch.testing.assert_close(found.inner, expected)
 
 
 def test_the_double_finds_races() -> None:
