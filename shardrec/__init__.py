@@ -11,6 +11,7 @@ import warnings
 from importlib import import_module, util
 from typing import TYPE_CHECKING, Any
 
+from shardrec._above import provide
 from shardrec.errors import (
     AnomalyError,
     CheckpointError,
@@ -110,6 +111,9 @@ _MOVED = {name: home for home, names in _MOVED_NAMES.items() for name in names.s
 _WITHOUT_FBGEMM = {"errors", "ids", "layout", "pending", "scripting"}
 
 
+provide("shard_over_servers", "shardrec.rpc.model")
+provide("portable_twin", "shardrec.portable.twins")
+
 # torch warns in each process of a renamed function, when TorchRec creates the first KeyedJaggedTensor.
 logging.getLogger("torch.fx._symbolic_trace").addFilter(lambda record: "is_fx_tracing" not in str(record.msg))
 
@@ -119,7 +123,7 @@ def __getattr__(name: str) -> Any:
     home = _HOMES.get(name) or _MOVED.get(name)
     if home is not None:
         if home not in _WITHOUT_FBGEMM:
-            from shardrec._versions import check_versions
+            from shardrec._versions import check_versions  # 5 ms, for what needs the libraries
 
             check_versions()
         value = getattr(import_module(f"{__name__}.{home}"), name)

@@ -12,27 +12,23 @@ from pathlib import Path
 PACKAGE = Path(__file__).parent.parent / "shardrec"
 
 LAYERS = [
-    {"errors", "memory"},
+    {"_above", "errors", "memory"},
     {"_dynamo", "_torchscript", "_versions", "console", "files"},
     {"native", "pending"},
-    {"layout"},
+    {"layout", "scripting"},
     {"exchange"},
     {"launch", "lookup"},
     {"ids"},
     {"planner"},
     {"modules"},
     {"portable"},
-    {"scripting"},
-    {"checkpoint", "pipeline", "serve"},
+    {"calibrate", "checkpoint", "pipeline", "serve"},
     {"data", "rpc"},
     {"models"},
     {"train"},
     {"cli"},
 ]
 """A folder, or a file of the package itself, imports from its own layer's folders only itself, and from those above."""
-
-HOOKS = {"__prepare_scriptable__"}
-"""What TorchScript calls on a module, which answers with the help of a layer above."""
 
 
 @cache
@@ -42,6 +38,11 @@ def files() -> dict[str, Path]:
         name = ".".join(path.relative_to(PACKAGE.parent).with_suffix("").parts)
         found[name.removesuffix(".__init__")] = path
     return found
+
+
+@cache
+def trees() -> dict[str, ast.Module]:
+    return {name: ast.parse(path.read_text()) for name, path in files().items()}
 
 
 def imported(nodes: list[ast.stmt], *, for_types: bool) -> Iterator[str]:
@@ -55,14 +56,19 @@ def imported(nodes: list[ast.stmt], *, for_types: bool) -> Iterator[str]:
             yield from (alias.name for alias in node.names if alias.name in files())
         elif isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test) and not for_types:
             yield from imported(node.orelse, for_types=False)
-        elif not (isinstance(node, ast.FunctionDef) and node.name in HOOKS):
+        else:
             for field in ("body", "orelse", "finalbody", "handlers", "cases"):
                 yield from imported(getattr(node, field, []), for_types=for_types)
 
 
 def graph(*, for_types: bool) -> dict[str, set[str]]:
-    trees = {name: ast.parse(path.read_text()) for name, path in files().items()}
-    return {name: set(imported(tree.body, for_types=for_types)) - {name} for name, tree in trees.items()}
+    """The files that each file imports, or loads by their names, as in ``import_module("shardrec.rpc.model")``."""
+    return {name: {*imported(tree.body, for_types=for_types), *named(tree)} - {name} for name, tree in trees().items()}
+
+
+def named(tree: ast.Module) -> set[str]:
+    strings = {node.value for node in ast.walk(tree) if isinstance(node, ast.Constant) and isinstance(node.value, str)}
+    return (strings & files().keys()) - {"shardrec"}  # which is also the name of the program
 
 
 def test_no_file_imports_itself_by_way_of_others() -> None:
@@ -81,6 +87,45 @@ def test_layers_point_one_way() -> None:
             one, other = (part.split(".")[1] if "." in part else "" for part in (name, target))
             if one and other and one != other and level[other] >= level[one]:
                 wrong.append(f"{name} imports {target}")
+    assert not wrong, "\n".join(sorted(wrong))
+
+
+LATE = {
+    "benchmarks": "is there in a checkout only",
+    "fbgemm_gpu": "a second, with torch",
+    "fsspec": "of an extra",
+    "matplotlib": "of an extra",
+    "pyarrow": "of an extra",
+    "rich": "0.1 s, for those who see what it draws",
+    "torch": "a second, which launchers and plans of tables do without",
+    "torchrec": "a second, which launchers and plans of tables do without",
+    "yaml": "0.02 s, for those who read or write a file",
+}
+"""Libraries that functions may import, and why."""
+
+
+def late_imports(name: str) -> Iterator[tuple[int, str]]:
+    """Line and module of each import inside a function without a comment on its line, or above it."""
+    lines = files()[name].read_text().splitlines()
+    for function in ast.walk(trees()[name]):
+        inside = ast.walk(function) if isinstance(function, ast.FunctionDef | ast.AsyncFunctionDef) else ()
+        for node in inside:
+            if isinstance(node, ast.Import | ast.ImportFrom):
+                first = node.lineno - 1
+                while lines[first - 1].lstrip().startswith(("import ", "from ")):
+                    first -= 1
+                if not any("#" in line for line in lines[first - 1 : node.end_lineno]):
+                    yield node.lineno, (node.module or "") if isinstance(node, ast.ImportFrom) else node.names[0].name
+
+
+def test_an_import_inside_a_function_has_a_reason() -> None:
+    """Commands need none: each imports what it uses, so that ``--help`` answers at once."""
+    wrong = {
+        f"{name}:{line} imports {module}; say in a comment why not at the top"
+        for name in files()
+        for line, module in late_imports(name)
+        if module.split(".")[0] not in LATE and not name.startswith("shardrec.cli.")
+    }
     assert not wrong, "\n".join(sorted(wrong))
 
 
@@ -113,13 +158,12 @@ def is_own(value: ast.expr) -> bool:
 
 
 def test_private_attributes_stay_in_their_folder() -> None:
-    trees = {name: ast.parse(path.read_text()) for name, path in files().items()}
     owners: dict[str, set[str]] = {}
-    for name, tree in trees.items():
+    for name, tree in trees().items():
         for attribute in defined(tree):
             owners.setdefault(attribute, set()).add(folder_of(name))
     wrong = []
-    for name, tree in trees.items():
+    for name, tree in trees().items():
         for node in ast.walk(tree):
             if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("shardrec."):
                 private = [one.name for one in node.names if one.name.startswith("_")]

@@ -20,10 +20,11 @@ from rich.console import Console
 from rich.table import Table
 from scipy.stats import kendalltau
 
+from shardrec import calibrate
+from shardrec.calibrate import Measured, Workload
 from shardrec.layout import ShardingPlan, TableLayout, Topology, cuts
 from shardrec.layout.presets import detect_machine
-from shardrec.planner import Profile, TableLoad, calibrate, plan_tables
-from shardrec.planner.calibrate import Measured, Workload
+from shardrec.planner import Profile, TableLoad, plan_tables
 from shardrec.planner.cost import COMPONENTS, CostModel
 from shardrec.planner.price import overhead_ms, predicted_ms, priced_plan
 

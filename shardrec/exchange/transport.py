@@ -10,6 +10,8 @@ import torch.distributed as dist
 
 from shardrec.errors import ConfigError
 from shardrec.exchange.collectives import Collectives, FunctionalCollectives, collectives_of
+from shardrec.exchange.shared import handshake
+from shardrec.exchange.shared.collectives import SharedCollectives
 from shardrec.memory import keep_large_blocks
 
 __all__ = ["Transport", "timeout_s", "transport_of"]
@@ -41,12 +43,9 @@ def transport_of(
     base = collectives_of(group)
     if device.type != "cpu" or not isinstance(base, FunctionalCollectives):
         return base
-    from shardrec.exchange.shared.collectives import SharedCollectives
-    from shardrec.exchange.shared.handshake import connect, host_identity
-
     # A rank that does not want shared memory still answers, so that the others do not wait for it.
-    identity = host_identity if chosen == "auto" else str
-    channel = connect(base.group, lambda: timeout_s(base.group, device), identity=identity)
+    identity = handshake.host_identity if chosen == "auto" else str
+    channel = handshake.connect(base.group, lambda: timeout_s(base.group, device), identity=identity)
     return base if channel is None else SharedCollectives(base, channel)
 
 

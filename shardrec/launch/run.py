@@ -7,6 +7,7 @@ import os
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from shardrec._versions import check_versions
 from shardrec.errors import ConfigError
 from shardrec.launch.processes import RankProcesses, Run, Start, spawn
 from shardrec.launch.quiet import environment_for_torch, quiet_libraries
@@ -90,8 +91,6 @@ def launched_rank() -> tuple[int, int] | None:
 
 def _run_quietly(run: Run, debug: bool, options: dict[str, Any]) -> Any:
     """Check the libraries' versions, then call ``run(options)``; hide the libraries' warnings unless ``debug``."""
-    from shardrec._versions import check_versions
-
     with environment_for_torch(quiet=not debug), quiet_libraries(quiet=not debug):
         check_versions()
         return run(options)

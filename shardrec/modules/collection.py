@@ -200,7 +200,7 @@ class ShardedCollection(nn.Module, abc.ABC):
         return pending.wait() if columns is None else DeferredKeyedTensor(Deferred(_waited, pending), *columns)
 
     def __prepare_scriptable__(self) -> nn.Module:
-        from shardrec.scripting.prepare import refuse  # which knows the sharded modules
+        from shardrec.scripting.prepare import refuse  # 0.03 s of imports, which training does not need
 
         refuse(self)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from importlib import import_module
 from typing import Any, Literal, get_args
 
 import torch
@@ -14,6 +13,7 @@ from torchrec.distributed.types import LazyAwaitable as TorchRecLazyAwaitable
 from torchrec.distributed.types import ShardingPlan as TorchRecPlan
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
 
+from shardrec._above import from_above
 from shardrec.errors import ConfigError, PlanError
 from shardrec.exchange.bad_ids import policies_of
 from shardrec.exchange.batch import OnBadId
@@ -154,7 +154,7 @@ def shard(
         raise ConfigError(f"output_dtype is {output_dtype}; embeddings come as one of {known}")
     dense_options(dense)
     if isinstance(plan, TorchRecPlan):
-        from shardrec.planner import from_torchrec
+        from shardrec.planner import from_torchrec  # with TorchRec's planner
 
         copies = 1 if replicas is None else max(1, replicas.count)
         holders = collectives.world_size // copies if servers is None else len(servers.names)
@@ -172,8 +172,7 @@ def shard(
                 f"servers={servers} go with none of comms, replicas, transport, dynamic_ids and output_dtype; leave "
                 "these out"
             )
-        # The package is built on this one; it is loaded for those alone who have servers.
-        remote: ShardedModel = import_module("shardrec.rpc.model").shard_over_servers(
+        remote: ShardedModel = from_above("shard_over_servers")(
             model,
             plan,
             servers,
@@ -192,7 +191,7 @@ def shard(
     copies = 1 if replicas is None else replicas.count
     size = collectives.world_size // copies
     if plan is None:
-        from shardrec.planner import plan as make_plan
+        from shardrec.planner import plan as make_plan  # scipy and HiGHS: not for those who give a plan
 
         limits = constraints_of(dynamic_ids or {})
         plan = make_plan(model, Topology.of_world(size), device=target, constraints=limits, dedup=dedup)

@@ -7,7 +7,7 @@ If ``dynamic_ids`` names their tables, they are replaced by their embedding coll
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
@@ -20,9 +20,7 @@ from shardrec.ids.options import DynamicIds
 from shardrec.layout import ShardingPlan
 from shardrec.layout.discover import collections_of, is_a, qualified_name, remappers_of, table_configs
 from shardrec.lookup.optimizers import fused_optimizer_of
-
-if TYPE_CHECKING:
-    from shardrec.planner import Constraint
+from shardrec.planner.constraint import Constraint
 
 __all__ = ["constraints_of", "dynamic_tables", "refuse_remappers", "without_managed_collision"]
 
@@ -101,8 +99,6 @@ def constraints_of(given: Mapping[str, DynamicIds]) -> dict[str, Constraint]:
     """Planner constraints for tables with dynamic ids: cuts that give all column stripes the same row blocks."""
     if not given:
         return {}
-    from shardrec.planner import Constraint
-
     cuts = ("table_wise", "row_wise", "column_wise", "table_row_wise", "table_column_wise")
     return {table: Constraint(cuts=cuts) for table in given}
 

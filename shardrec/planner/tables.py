@@ -55,6 +55,7 @@ def table_loads(
     """
     from torchrec.modules.embedding_modules import EmbeddingBagCollection
 
+    # With torch and torchrec, which the planner of tables does without.
     from shardrec.layout.discover import collections_of, qualified_name
     from shardrec.lookup.optimizers import OptimizerKind, fused_optimizer_of
 

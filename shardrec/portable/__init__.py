@@ -11,22 +11,5 @@ gradient. It has what docs/executors.md says, and refuses the rest with the reas
     bags.py         a sharded embedding bag collection
     sequences.py    a sharded embedding collection
     frozen_ids.py   maps of dynamic ids, which learn no more
+    twins.py        which module has which twin
 """
-
-from __future__ import annotations
-
-from collections.abc import Callable
-from typing import Any
-
-from torch import nn
-
-__all__ = ["twins"]
-
-
-def twins() -> dict[type[nn.Module], Callable[[Any, bool], nn.Module]]:
-    """What TorchScript sees in place of a module, by the module's class, if the program is to run anywhere."""
-    from shardrec.modules import ShardedEmbeddingBagCollection, ShardedEmbeddingCollection
-    from shardrec.portable.bags import PortableBags
-    from shardrec.portable.sequences import PortableSequences
-
-    return {ShardedEmbeddingBagCollection: PortableBags, ShardedEmbeddingCollection: PortableSequences}

@@ -95,11 +95,11 @@ def shard_over_servers(
     dense: DenseWrap | DenseOptions,
     on_bad_id: OnBadId | Mapping[str, OnBadId],
 ) -> RemoteModel:
-    """:func:`shardrec.shard` with servers, on a trainer whose RPC agent is up."""
+    """:func:`shardrec.shard` with servers, on a trainer whose RPC agent is up; :mod:`shardrec._above` provides it."""
     trainers = collectives_of(group)
     connections = Connections(servers)
     if plan is None:
-        from shardrec.planner import plan as make_plan
+        from shardrec.planner import plan as make_plan  # numpy, scipy and HiGHS: not for those who give a plan
 
         # Servers have their tables on the CPU.
         plan = make_plan(model, Topology.of_world(len(connections)), device="cpu", dedup=dedup)

@@ -25,6 +25,9 @@ from torch import Tensor, nn
 from torch.distributed.rpc.functions import async_execution
 from torch.futures import Future
 
+from shardrec.checkpoint import load_checkpoint
+from shardrec.checkpoint.save import write_part
+from shardrec.checkpoint.state import table_tensors
 from shardrec.errors import BusyError, ConfigError, InputError, PeerError, PlanError
 from shardrec.exchange.blocks import Stream
 from shardrec.exchange.context import ModelContext
@@ -291,9 +294,6 @@ class EmbeddingServer:
         Returns:
             The file, and what is in it, as JSON-compatible data.
         """
-        from shardrec.checkpoint.save import write_part
-        from shardrec.checkpoint.state import table_tensors
-
         file, tensors = write_part(Path(data), number, table_tensors(self.model))
         return [asdict(file), {name: one.to_json() for name, one in tensors.items()}]
 
@@ -304,8 +304,6 @@ class EmbeddingServer:
             CheckpointError: if it is damaged or incomplete.
             ConfigError: if it is one of another model.
         """
-        from shardrec.checkpoint import load_checkpoint
-
         load_checkpoint(folder, self.model)
         return 0
 

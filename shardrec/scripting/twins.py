@@ -25,6 +25,7 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from shardrec._above import from_above
 from shardrec._torchscript import defer
 from shardrec.pending import Await
 from shardrec.scripting.error import ScriptError
@@ -142,12 +143,10 @@ class _Copier:
 
     def _ask(self, module: Any) -> Any:
         if self._portable and getattr(module, "portable", False):
-            from shardrec.portable import twins  # not for models that have nothing sharded
-
-            for kind, portable in twins().items():
-                if isinstance(module, kind):
-                    self.infers = True
-                    return portable(module, self._parallel_lookups)
+            twin = from_above("portable_twin")(module, self._parallel_lookups)
+            if twin is not None:
+                self.infers = True
+                return twin
         return module.scripted_twin()
 
     def _copy_as(self, cls: type[nn.Module], module: nn.Module, path: str) -> nn.Module:
@@ -214,10 +213,9 @@ class _Copier:
 
 
 def _scriptable_class(cls: type[nn.Module]) -> type[nn.Module]:
-    # Not imported for models that have none of them.
     if cls.__module__ != "torchrec.modules.crossnet":
         return cls
-    from shardrec.scripting.crossnets import SCRIPTABLE
+    from shardrec.scripting.crossnets import SCRIPTABLE  # with torchrec, not for models that have none of them
 
     return SCRIPTABLE.get(cls, cls)
 

@@ -126,7 +126,7 @@ class Announcer:
 
     def plan(self, plan: ShardingPlan) -> None:
         """The plan as a table."""
-        from shardrec.planner import explain
+        from shardrec.planner import explain  # for the rank that prints
 
         self._console.print(explain(plan, reasons=False))
 

@@ -78,7 +78,7 @@ def _new_folder() -> str:
 
 
 def _train_rank(options: dict[str, Any]) -> None:
-    from shardrec.train.session import run_rank
+    from shardrec.train.session import run_rank  # with torch, which the launcher does without
 
     resume = options.pop("resume")
     run_rank(TrainConfig(**options), resume=resume)

@@ -54,7 +54,7 @@ class RunFolder:
     @property
     def spec(self) -> FeatureSpec:
         """What the columns of its data are; of generated rows, those of Criteo's files."""
-        from shardrec.train.source import spec_of
+        from shardrec.train.source import spec_of  # with torch
 
         return spec_of(self.config)
 
@@ -72,6 +72,7 @@ class RunFolder:
             CheckpointError: if all of them are damaged.
             ConfigError: if there is none.
         """
+        # With torch.
         from shardrec.checkpoint import Checkpoints, load_checkpoint
         from shardrec.modules import shard
         from shardrec.train.average import Average
@@ -115,6 +116,7 @@ class RunFolder:
         """
         import torch
 
+        # With torch, too.
         from shardrec.launch.ranks import RankInfo
         from shardrec.train.metrics import evaluate
         from shardrec.train.source import Source
@@ -140,7 +142,7 @@ class RunFolder:
 
     def endpoint(self) -> Endpoint:
         """The model of the last good checkpoint behind HTTP."""
-        from shardrec.train.endpoint import Endpoint
+        from shardrec.train.endpoint import Endpoint  # with torch
 
         output = "probabilities" if self.config.loss == "bce" else "scores"
         return Endpoint(self.model(), self.spec, {"run": str(self.path), **self.summary()}, output=output)
@@ -156,7 +158,7 @@ class RunFolder:
         import torch
         from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-        from shardrec import serve
+        from shardrec import serve  # with torch, too
 
         schema = self.schema
         served = serve.quantize(self.model(), weights)
@@ -190,7 +192,7 @@ class RunFolder:
             "checkpoints": ", ".join(checkpoints) or "none",
         }
         if (self.path / PLAN).is_file():
-            from shardrec.layout import ShardingPlan
+            from shardrec.layout import ShardingPlan  # for runs that have a plan
 
             summary["plan"] = cuts_of(ShardingPlan.load(self.path / PLAN))
         pending = {"results": f"none yet; go on with shardrec train --resume --out {self.path}"}

@@ -23,10 +23,10 @@ from typing import Any
 import numpy as np
 from scipy.optimize import least_squares, nnls
 
+from shardrec.calibrate.measure import Measured
+from shardrec.calibrate.workload import Workload, step_plan, table_loads
 from shardrec.errors import ConfigError
 from shardrec.layout import Topology
-from shardrec.planner.calibrate.measure import Measured
-from shardrec.planner.calibrate.workload import Workload, step_plan, table_loads
 from shardrec.planner.cost import CostModel, Profile
 from shardrec.planner.price import predicted_phases
 from shardrec.planner.solve.encode import Floats

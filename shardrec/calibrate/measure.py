@@ -8,10 +8,10 @@ from math import ceil
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
+from shardrec.calibrate.workload import Workload, step_plan, table_loads
 from shardrec.errors import ConfigError
 from shardrec.launch.run import on_new_ranks
 from shardrec.layout import ShardingPlan
-from shardrec.planner.calibrate.workload import Workload, step_plan, table_loads
 from shardrec.planner.cost import TableLoad
 
 if TYPE_CHECKING:
@@ -188,7 +188,7 @@ def _forward(
     from torchrec.optim import RowWiseAdagrad
     from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
 
-    import shardrec
+    from shardrec.modules import shard  # with torch and fbgemm-gpu
 
     torch.manual_seed(torch.distributed.get_rank())
     features = _features(tables)
@@ -206,7 +206,7 @@ def _forward(
         device=torch.device("meta"),
     )
     apply_optimizer_in_backward(RowWiseAdagrad, collection.parameters(), {"lr": 0.01})
-    model = shardrec.shard(collection, plan, device=device)
+    model = shard(collection, plan, device=device)
     used = batches or _drawn(tables, batch_size, device)
     columns = sum(load.embedding_dim * load.features for load in tables.values())
     gradient = torch.randn(batch_size, columns, device=device)

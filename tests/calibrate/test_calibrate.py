@@ -13,14 +13,15 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
+from shardrec import calibrate
+from shardrec.calibrate import Measured
+from shardrec.calibrate.measure import _time_step
+from shardrec.calibrate.workload import step_plan, table_loads
 from shardrec.cli import app
 from shardrec.errors import ConfigError
 from shardrec.layout import ShardingPlan, Topology, cuts
 from shardrec.layout.presets import preset
-from shardrec.planner import SolveLimits, calibrate, plan_tables
-from shardrec.planner.calibrate import Measured
-from shardrec.planner.calibrate.measure import _time_step
-from shardrec.planner.calibrate.workload import step_plan, table_loads
+from shardrec.planner import SolveLimits, plan_tables
 from shardrec.planner.cost import CostModel, Profile, TableLoad
 from shardrec.planner.price import predicted_phases
 

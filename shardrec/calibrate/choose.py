@@ -13,9 +13,9 @@ from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import median
 
+from shardrec.calibrate.measure import measure_plans
 from shardrec.errors import ConfigError
 from shardrec.layout import ShardingPlan, Topology
-from shardrec.planner.calibrate.measure import measure_plans
 from shardrec.planner.cost import CostModel, Profile, TableLoad
 from shardrec.planner.make import best_plan
 from shardrec.planner.planner import Planner
