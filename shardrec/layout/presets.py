@@ -24,8 +24,10 @@ latencies, which are typical of NCCL. A data sheet's "80 GB" is nearly 80 GiB; a
 from __future__ import annotations
 
 import os
+import sys
 from contextlib import suppress
 from dataclasses import replace
+from importlib import metadata
 from pathlib import Path
 
 from shardrec.errors import ConfigError
@@ -118,14 +120,14 @@ def detect_machine(ranks_per_host: int = 1, *, device: str | None = None) -> Mac
     Raises:
         ConfigError: if CUDA is asked for and torch sees no device.
     """
-    import torch
-
-    cuda = torch.cuda.is_available()
+    cuda = _sees_cuda()
     if device == "cuda" and not cuda:
         raise ConfigError("torch sees no CUDA device to detect; give device='cpu', or a preset")
     host = host_memory() / max(ranks_per_host, 1)
     if not cuda or device == "cpu":
         return replace(PRESETS["cpu"], host_memory=host)
+    import torch
+
     properties = torch.cuda.get_device_properties(0)
     name = next((machine for mark, machine in _DEVICE_NAMES if mark in properties.name), "v100")
     known = PRESETS[name]
@@ -139,6 +141,15 @@ def detect_machine(ranks_per_host: int = 1, *, device: str | None = None) -> Mac
         host_memory=host,
         source=f"memory as torch reports it; {source}",
     )
+
+
+def _sees_cuda() -> bool:
+    """Whether torch sees a CUDA device. To learn it of the build for the CPU, torch is not imported."""
+    if "torch" not in sys.modules and metadata.version("torch").endswith("+cpu"):
+        return False
+    import torch
+
+    return torch.cuda.is_available()
 
 
 def host_memory() -> float:
@@ -161,8 +172,6 @@ def default_machine(device: str | None = None) -> Machine:
     Raises:
         ConfigError: if CUDA is asked for and torch sees no device.
     """
-    import torch
-
-    if device == "cpu" or (device is None and not torch.cuda.is_available()):
+    if device == "cpu" or (device is None and not _sees_cuda()):
         return PRESETS["cpu"]
     return detect_machine(device=device)
