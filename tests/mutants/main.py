@@ -4,7 +4,8 @@
 
     python -m tests.mutants.main --count 40 --seed 0 shardrec/lookup shardrec/pipeline/lookahead.py
 
-A mutant is run in a copy of the tree: first by the tests of its module's name, then by those of its folder, then by
+A mutant is run in a copy of the tree, by the tests that run the changed function (``--record`` finds them out, once),
+the nearest first; without a recording first by the tests of its module's name, then by those of its folder, then by
 all. The first failure kills it; so does a run that takes too long, which is listed. Each survivor is printed: it shows
 a hole in the tests, or behaves as the original does.
 
@@ -15,24 +16,26 @@ the processes of the ranks survive.
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import shutil
-import signal
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import ExitStack
 from pathlib import Path
 from queue import SimpleQueue
 from random import Random
 from typing import NamedTuple
 
 from tests.mutants.mutations import Mutation, mutations
+from tests.mutants.recording import Recording, record
 
 ROOT = Path(__file__).parents[2]
+_RECORDING = ROOT / "build" / "mutants"
 
 
 class Mutant(NamedTuple):
@@ -54,29 +57,55 @@ class Tree:
         folder: where to.
         timeout: seconds that one run of tests may take.
         near: leave it at the tests of the module's folder.
+        recording: of the tests that run each function, if there is one.
+        seconds: how long the tests of a mutant may take by the recording.
     """
 
-    def __init__(self, root: Path, folder: Path, timeout: float, near: bool = False) -> None:
+    def __init__(
+        self,
+        root: Path,
+        folder: Path,
+        timeout: float,
+        near: bool = False,
+        recording: Recording | None = None,
+        seconds: float = 120.0,
+    ) -> None:
         ignored = shutil.ignore_patterns(".*", "build", "dist", "runs", "__pycache__")
         self.folder = Path(shutil.copytree(root, folder, ignore=ignored))
         self.timeout = timeout
         self.near = near
+        self.recording, self.seconds = recording, seconds
         self._writes = 0
+        # Its processes are forked from one that has imported torch.
+        command = [sys.executable, str(Path(__file__).with_name("runner.py")), str(self.folder)]
+        self._runner = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+
+    def close(self) -> None:
+        """End its process."""
+        self._runner.communicate()
 
     def run(self, mutant: Mutant) -> str:
         """What became of it: ``killed by`` tests, ``hangs in`` tests, or ``survives``."""
         path = self.folder / mutant.path
         source = path.read_text(encoding="utf-8")
+        runs, survives = self._chosen(mutant)
         self._write(path, mutant.mutation.apply(source))
         try:
-            chosen = nearest_tests(self.folder, mutant.path)
-            for tests in chosen[:-1] if self.near else chosen:
-                code = self._run_tests(tests)
+            for tests in runs:
+                code, failed = self._run_tests(tests)
                 if code != 0:
-                    return f"{'hangs in' if code is None else 'killed by'} {tests}"
+                    return f"{'hangs in' if code is None else 'killed by'} {failed or tests[0]}"
         finally:
             self._write(path, source)
-        return "survives"
+        return survives
+
+    def _chosen(self, mutant: Mutant) -> tuple[list[list[str]], str]:
+        """Tests to run, one after the other, and what it is if all pass."""
+        if self.recording is None:
+            nearest = nearest_tests(self.folder, mutant.path)
+            return [[tests] for tests in (nearest[:-1] if self.near else nearest)], "survives"
+        tests, count = self.recording.tests(self.folder, mutant.path, mutant.mutation.line, self.seconds)
+        return [tests] if tests else [], f"survives {len(tests)} of the {count} tests that run it:"
 
     def _write(self, path: Path, source: str) -> None:
         path.write_text(source, encoding="utf-8")
@@ -84,23 +113,13 @@ class Tree:
         self._writes += 1
         os.utime(path, (self._writes, self._writes))
 
-    def _run_tests(self, tests: str) -> int | None:
-        """0 if they pass, None if they take too long."""
-        command = [sys.executable, "-m", "pytest", "-q", "-x", "-n", "0", "-p", "no:cacheprovider", tests]
-        environment = {**os.environ, "PYTHONPATH": str(self.folder), "CI": "1"}
-        with tempfile.TemporaryFile() as output:
-            process = subprocess.Popen(
-                command, cwd=self.folder, env=environment, stdout=output, stderr=output, start_new_session=True
-            )
-            try:
-                return 0 if process.wait(self.timeout) in (0, 5) else 1  # 5: no tests
-            except subprocess.TimeoutExpired:
-                return None
-            finally:
-                # With it end its ranks, and what else it has started.
-                with suppress(ProcessLookupError):
-                    os.killpg(process.pid, signal.SIGKILL)
-                process.wait()
+    def _run_tests(self, tests: Sequence[str]) -> tuple[int | None, str]:
+        """0 if they pass, None if they take too long; the test that failed, if there is one."""
+        assert self._runner.stdin is not None and self._runner.stdout is not None
+        self._runner.stdin.write(json.dumps({"tests": tests, "timeout": self.timeout}) + "\n")
+        self._runner.stdin.flush()
+        code, failed = json.loads(self._runner.stdout.readline())
+        return (0 if code in (0, 5) else code), failed  # 5: no tests
 
 
 def nearest_tests(root: Path, path: Path) -> list[str]:
@@ -122,13 +141,21 @@ def draw(root: Path, paths: Sequence[str], count: int, seed: int) -> list[Mutant
 
 
 def campaign(
-    root: Path, mutants: Sequence[Mutant], workers: int, timeout: float, near: bool = False
+    root: Path,
+    mutants: Sequence[Mutant],
+    workers: int,
+    timeout: float,
+    near: bool = False,
+    recording: Recording | None = None,
+    seconds: float = 120.0,
 ) -> dict[Mutant, str]:
     """Run mutants, so many at a time; what became of each."""
-    with tempfile.TemporaryDirectory(prefix="shardrec-mutants-") as folder:
+    with tempfile.TemporaryDirectory(prefix="shardrec-mutants-") as folder, ExitStack() as stack:
         trees: SimpleQueue[Tree] = SimpleQueue()
         for number in range(workers):
-            trees.put(Tree(root, Path(folder, str(number)), timeout, near))
+            tree = Tree(root, Path(folder, str(number)), timeout, near, recording, seconds)
+            stack.callback(tree.close)
+            trees.put(tree)
 
         def run(mutant: Mutant) -> str:
             tree = trees.get()
@@ -153,13 +180,20 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--workers", type=int, default=1, help="mutants at a time (default: 1)")
     parser.add_argument("--timeout", type=float, default=900.0, help="seconds for each run of tests (default: 900)")
     parser.add_argument("--near", action="store_true", help="leave it at the tests of a module's folder")
+    parser.add_argument("--record", action="store_true", help="only record which tests run which functions")
+    parser.add_argument("--recording", type=Path, default=_RECORDING, help="folder of it (default: build/mutants)")
+    parser.add_argument("--seconds", type=float, default=120.0, help="of tests for each mutant, by it (default: 120)")
     given = parser.parse_args(arguments)
+    if given.record:
+        record(ROOT, given.recording)
+        return 0
+    recording = Recording(given.recording) if (given.recording / "tests").exists() and not given.near else None
     mutants = draw(ROOT, given.paths, given.count, given.seed)
-    fates = campaign(ROOT, mutants, given.workers, given.timeout, given.near)
+    fates = campaign(ROOT, mutants, given.workers, given.timeout, given.near, recording, given.seconds)
     for title in ("hangs", "survives"):
         chosen = [f"  {mutant} {fate.removeprefix(title)}" for mutant, fate in fates.items() if fate.startswith(title)]
         print("\n".join([f"{title}: {len(chosen)} of {len(fates)}", *chosen]))
-    return 1 if "survives" in fates.values() else 0
+    return 1 if any(fate.startswith("survives") for fate in fates.values()) else 0
 
 
 if __name__ == "__main__":

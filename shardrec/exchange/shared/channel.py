@@ -35,8 +35,9 @@ Message = tuple[Any, ...]
 _WINDOW = -1  # instead of an exchange's number: a new window, with its descriptor
 _FAULT = -2  # instead of an exchange's number: what happened to a rank, and how many exchanges it had begun
 _WENT_ON = (
-    "has begun its next forward without the backward that other ranks are in: its loss reaches no output of the sharded "
-    "model, or it did not call backward. Give every rank's loss a part of the model's output, such as output.sum() * 0"
+    "has begun its next forward without the backward that other ranks are in: its loss reaches no output of the "
+    "sharded model, or it did not call backward. Give every rank's loss a part of the model's output, such as "
+    "output.sum() * 0"
 )
 _MOST_BYTES = 1 << 16
 _MOST_RELEASED = 4096
