@@ -19,19 +19,21 @@ import argparse
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from queue import SimpleQueue
 from random import Random
 from typing import NamedTuple
 
 from tests.mutants.mutations import Mutation, mutations
+from tests.mutants.patch import is_in_functions
 from tests.mutants.recording import Recording, record
 
 ROOT = Path(__file__).parents[2]
@@ -76,36 +78,68 @@ class Tree:
         self.near = near
         self.recording, self.seconds = recording, seconds
         self._writes = 0
-        # Its processes are forked from one that has imported torch.
-        command = [sys.executable, str(Path(__file__).with_name("runner.py")), str(self.folder)]
-        self._runner = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        self._server: subprocess.Popen[bytes] | None = None
 
     def close(self) -> None:
         """End its process."""
-        self._runner.communicate()
+        if self._server is not None:
+            self._orders.close()
+            self._answers.close()
+            self._server.wait()
 
     def run(self, mutant: Mutant) -> str:
         """What became of it: ``killed by`` tests, ``hangs in`` tests, or ``survives``."""
         path = self.folder / mutant.path
         source = path.read_text(encoding="utf-8")
-        runs, survives = self._chosen(mutant)
-        self._write(path, mutant.mutation.apply(source))
+        changed = mutant.mutation.apply(source)
+        self._write(path, changed)
         try:
-            for tests in runs:
-                code, failed = self._run_tests(tests)
+            if self.recording is not None:
+                return self._run_recorded(self.recording, mutant, source, changed)
+            nearest = nearest_tests(self.folder, mutant.path)
+            for tests in nearest[:-1] if self.near else nearest:
+                code = self._run_tests([tests])
                 if code != 0:
-                    return f"{'hangs in' if code is None else 'killed by'} {failed or tests[0]}"
+                    return f"{'hangs in' if code is None else 'killed by'} {tests}"
         finally:
             self._write(path, source)
-        return survives
+        return "survives"
 
-    def _chosen(self, mutant: Mutant) -> tuple[list[list[str]], str]:
-        """Tests to run, one after the other, and what it is if all pass."""
-        if self.recording is None:
-            nearest = nearest_tests(self.folder, mutant.path)
-            return [[tests] for tests in (nearest[:-1] if self.near else nearest)], "survives"
-        tests, count = self.recording.tests(self.folder, mutant.path, mutant.mutation.line, self.seconds)
-        return [tests] if tests else [], f"survives {len(tests)} of the {count} tests that run it:"
+    def _run_recorded(self, recording: Recording, mutant: Mutant, source: str, changed: str) -> str:
+        """Run the tests that run the changed function."""
+        path = str(self.folder / mutant.path)
+        tests, count = recording.tests(mutant.path, source, mutant.mutation.line, self.seconds)
+        if not tests:
+            return "survives, no test runs it"
+        if is_in_functions(source, changed, path):
+            order = {"path": path, "source": changed, "tests": tests, "timeout": self.timeout}
+            self._serve()
+            self._orders.write(json.dumps(order) + "\n")
+            self._orders.flush()
+            code, failed = json.loads(self._answers.readline())
+        else:
+            code, failed = self._run_tests(tests), f"one of {len(tests)} tests"
+        if code == 0:
+            return f"survives {len(tests)} of the {count} tests that run it"
+        return f"{'hangs in' if code is None else 'killed by'} {failed}"
+
+    def _serve(self) -> None:
+        """Start the session that forks, once."""
+        if self._server is not None:
+            return
+        (orders, own_orders), (own_answers, answers) = os.pipe(), os.pipe()
+        self._orders, self._answers = os.fdopen(own_orders, "w"), os.fdopen(own_answers)
+        command = [sys.executable, "-m", "pytest", "-q", "-n", "0", "-p", "no:cacheprovider"]
+        self._server = subprocess.Popen(
+            [*command, "-p", "tests.mutants.server", "tests"],
+            cwd=self.folder,
+            env={**os.environ, "PYTHONPATH": str(self.folder), "CI": "1", "SHARDREC_MUTANTS": f"{orders},{answers}"},
+            pass_fds=(orders, answers),
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+        )
+        os.close(orders)
+        os.close(answers)
 
     def _write(self, path: Path, source: str) -> None:
         path.write_text(source, encoding="utf-8")
@@ -113,13 +147,23 @@ class Tree:
         self._writes += 1
         os.utime(path, (self._writes, self._writes))
 
-    def _run_tests(self, tests: Sequence[str]) -> tuple[int | None, str]:
-        """0 if they pass, None if they take too long; the test that failed, if there is one."""
-        assert self._runner.stdin is not None and self._runner.stdout is not None
-        self._runner.stdin.write(json.dumps({"tests": tests, "timeout": self.timeout}) + "\n")
-        self._runner.stdin.flush()
-        code, failed = json.loads(self._runner.stdout.readline())
-        return (0 if code in (0, 5) else code), failed  # 5: no tests
+    def _run_tests(self, tests: Sequence[str]) -> int | None:
+        """0 if they pass, None if they take too long."""
+        command = [sys.executable, "-m", "pytest", "-q", "-x", "-n", "0", "-p", "no:cacheprovider", *tests]
+        environment = {**os.environ, "PYTHONPATH": str(self.folder), "CI": "1"}
+        with tempfile.TemporaryFile() as output:
+            process = subprocess.Popen(
+                command, cwd=self.folder, env=environment, stdout=output, stderr=output, start_new_session=True
+            )
+            try:
+                return 0 if process.wait(self.timeout) in (0, 5) else 1  # 5: no tests
+            except subprocess.TimeoutExpired:
+                return None
+            finally:
+                # With it end its ranks, and what else it has started.
+                with suppress(ProcessLookupError):
+                    os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
 
 
 def nearest_tests(root: Path, path: Path) -> list[str]:
