@@ -24,13 +24,13 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, suppress
 from pathlib import Path
 from queue import SimpleQueue
 from random import Random
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from tests.mutants.mutations import Mutation, mutations
 from tests.mutants.patch import is_in_functions
@@ -38,6 +38,8 @@ from tests.mutants.recording import Recording, record
 
 ROOT = Path(__file__).parents[2]
 _RECORDING = ROOT / "build" / "mutants"
+_CHECKS = 3
+"""So many mutants' tests are run without the change first: they must pass in a fork, too."""
 
 
 class Mutant(NamedTuple):
@@ -79,6 +81,7 @@ class Tree:
         self.recording, self.seconds = recording, seconds
         self._writes = 0
         self._server: subprocess.Popen[bytes] | None = None
+        self._checks = _CHECKS
 
     def close(self) -> None:
         """End its process."""
@@ -113,15 +116,24 @@ class Tree:
             return "survives, no test runs it"
         if is_in_functions(source, changed, path):
             order = {"path": path, "source": changed, "tests": tests, "timeout": self.timeout}
-            self._serve()
-            self._orders.write(json.dumps(order) + "\n")
-            self._orders.flush()
-            code, failed = json.loads(self._answers.readline())
+            if self._checks:
+                self._checks -= 1
+                code, failed = self._ask({**order, "source": source})
+                if code != 0:
+                    raise RuntimeError(f"{failed} fails without a change")
+            code, failed = self._ask(order)
         else:
             code, failed = self._run_tests(tests), f"one of {len(tests)} tests"
         if code == 0:
             return f"survives {len(tests)} of the {count} tests that run it"
         return f"{'hangs in' if code is None else 'killed by'} {failed}"
+
+    def _ask(self, order: Mapping[str, Any]) -> tuple[int | None, str]:
+        self._serve()
+        self._orders.write(json.dumps(order) + "\n")
+        self._orders.flush()
+        code, failed = json.loads(self._answers.readline())
+        return code, failed
 
     def _serve(self) -> None:
         """Start the session that forks, once."""

@@ -32,7 +32,7 @@ def patch(path: str, source: str) -> None:
     """Have all functions of an imported module do what ``source`` says; ``path`` is that of its file."""
     codes = dict(_codes(compile(source, path, "exec")))
     for function in gc.get_objects():
-        if isinstance(function, FunctionType) and function.__code__.co_filename == path:
+        if type(function) is FunctionType and function.__code__.co_filename == path:
             old = function.__code__
             new = codes.get((old.co_qualname, old.co_firstlineno))
             if new is not None and new.co_freevars == old.co_freevars and new != old:

@@ -63,7 +63,8 @@ def _run(session: pytest.Session, items: list[pytest.Item], order: dict[str, Any
     POOL._owner = BARE._owner = os.getpid()
     assert POOL._template is not None
     template = POOL._template
-    template.prepare = lambda: None  # type: ignore[method-assign]  # it runs, and is no child of this process
+    template._server.ensure_running = lambda: None  # type: ignore[method-assign]  # it runs, and is no child of this
+    template.close = lambda: None  # type: ignore[method-assign]
     start = template.start
     template.start = lambda _, *args, **kwargs: start(  # type: ignore[method-assign]
         partial(serve_changed, order["path"], order["source"]), *args, **kwargs
