@@ -14,11 +14,15 @@ from __future__ import annotations
 import json
 import socket
 import threading
+import time
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 import torch
+from waitress.channel import HTTPChannel
 from waitress.server import BaseWSGIServer, create_server
+from waitress.task import ThreadedTaskDispatcher
 from werkzeug.exceptions import BadRequest, HTTPException, MethodNotAllowed, NotFound
 from werkzeug.wrappers import Request, Response
 
@@ -36,8 +40,8 @@ _MOST_BYTES = 4 << 20
 """Of a request; while one is parsed, the others wait."""
 _THREADS = 8
 _CONNECTIONS = 100
-_SILENT_S = 30
-"""How long a connection may be open without a word."""
+_REQUEST_S = 30
+"""How long a connection may take for a request to arrive whole, and for its answer to be read."""
 
 
 class Endpoint:
@@ -103,10 +107,66 @@ class Endpoint:
         return {self._output: values.tolist()}
 
 
+class _Threads(ThreadedTaskDispatcher):  # type: ignore[misc]  # waitress is not typed
+    """Threads for predictions, and another for what is answered at once: it does not wait for the model."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._at_once = ThreadedTaskDispatcher()
+        self.set_thread_count(_THREADS)
+        self._at_once.set_thread_count(1)
+
+    def add_task(self, channel: HTTPChannel) -> None:
+        """Answer the first request of a connection."""
+        predicts = getattr(channel.requests[0], "path", None) == "/predict"  # there is none in what is no HTTP
+        super().add_task(channel) if predicts else self._at_once.add_task(channel)
+
+    def shutdown(self, cancel_pending: bool = True, timeout: float = 5) -> bool:
+        """End the threads."""
+        self._at_once.shutdown(cancel_pending, timeout)
+        return bool(super().shutdown(cancel_pending, timeout))
+
+
+class _Connection(HTTPChannel):  # type: ignore[misc]
+    """A connection whose time runs until a whole request is answered, and is not prolonged by each byte of it.
+
+    If there are too many connections, the one whose time has run for the longest is closed.
+    """
+
+    def __init__(self, server: BaseWSGIServer, *args: Any, **kwargs: Any) -> None:
+        self._since = time.time()
+        super().__init__(server, *args, **kwargs)
+        waiting = [each for each in server.active_channels.values() if not each.requests and not each.will_close]
+        if len(server.active_channels) > _CONNECTIONS and waiting:
+            min(waiting, key=lambda connection: connection.last_activity).will_close = True
+
+    @property
+    def last_activity(self) -> float:
+        """When the connection was made or last had an answer: waitress closes it at ``channel_timeout`` from then."""
+        return self._since
+
+    @last_activity.setter
+    def last_activity(self, moment: float) -> None:
+        """waitress sets it at each byte."""
+
+    def writable(self) -> bool:
+        """Whether there is something to write, or it is to be closed, which waitress does when it can be written to."""
+        if self.will_close:
+            with suppress(OSError):
+                self.socket.shutdown(socket.SHUT_RDWR)  # or a client that does not read would keep it open
+        return bool(super().writable())
+
+    def service(self) -> None:
+        """Answer a request."""
+        super().service()
+        self._since = time.time()
+
+
 def open_server(endpoint: Endpoint, host: str, port: int) -> BaseWSGIServer:
     """A server that listens; its ``run`` answers until Ctrl-C, or until another thread calls its ``close``.
 
-    A fixed number of threads answers a bounded number of connections; those that stay silent are closed.
+    A fixed number of threads answers a bounded number of connections. A connection is closed if a request takes longer
+    than 30 s to arrive, or its answer to be read; or if there are too many, and it is the one that has taken longest.
 
     Args:
         endpoint: answers.
@@ -123,13 +183,15 @@ def open_server(endpoint: Endpoint, host: str, port: int) -> BaseWSGIServer:
         raise ConfigError(
             f"--host {host} --port {port} cannot be listened on ({error}): give another port, or 0 for any"
         ) from error
-    return create_server(
+    server = create_server(
         endpoint,
         sockets=[listening],
-        threads=_THREADS,
-        connection_limit=_CONNECTIONS,
-        channel_timeout=_SILENT_S,
-        cleanup_interval=_SILENT_S // 3,
+        connection_limit=2 * _CONNECTIONS,  # it stops accepting, if so many wait for the model
+        channel_timeout=_REQUEST_S,
+        cleanup_interval=_REQUEST_S // 3,
         max_request_body_size=_MOST_BYTES,
         ident="shardrec",
+        _dispatcher=_Threads(),
     )
+    server.channel_class = _Connection
+    return server

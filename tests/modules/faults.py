@@ -193,6 +193,18 @@ STRUCTURE_FAULTS = [
         words=r"the features have a batch size each \(\[2, 1, 1, 1, 1\]\).*pad the short features with empty bags",
     ),
     Fault(
+        name="inverse indices on meta",
+        change=lambda x: rebuilt(
+            x, inverse_indices=(x.keys(), torch.zeros((5, x.stride()), dtype=torch.int64, device="meta"))
+        ),
+        words=r"the inverse indices are on meta and the tables of this module",
+    ),
+    Fault(
+        name="float inverse indices",
+        change=lambda x: rebuilt(x, inverse_indices=(x.keys(), torch.zeros((5, x.stride())))),
+        words=r"the inverse indices are float32 of shape \(5, \d\) for .*; give int64 of shape \(features, samples\)",
+    ),
+    Fault(
         name="no lengths",
         change=lambda x: KeyedJaggedTensor(keys=x.keys(), values=x.values()),
         words=r"cannot be read .*check how its values and lengths",

@@ -17,12 +17,12 @@ from torchrec.modules.embedding_modules import EmbeddingBagCollection, Embedding
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 import shardrec
-from shardrec.errors import ConfigError, InputError
+from shardrec.errors import ConfigError, InputError, PeerError
 from shardrec.layout import ShardingPlan, Topology, cuts
 from shardrec.modules import ShardedModel, shard
 from tests.collective_counts import CountCollectives
 from tests.models import apply_optimizer_in_backward
-from tests.ranks import raises_on_all, ranks
+from tests.ranks import RankErrors, raises_on_all, ranks
 
 ROWS = {"cut": 13, "copied": 7, "row": 11, "other": 5}
 DIM = 4
@@ -331,6 +331,26 @@ def disagree(how: str, fresh: bool, cls: type[Parts]) -> None:
 def test_ranks_that_disagree_raise(how: str, words: str, cls: type[Parts], fresh: bool) -> None:
     """Also where buffers are broadcast, and after a backward."""
     raises_on_all(2, InputError, words, disagree, how, fresh, cls, timeout=60.0)
+
+
+def skip_backward(skips: int, turns: int) -> None:
+    """From its second step on, one rank's loss reaches no output of the model."""
+    model, rank = shard(Parts(), plan_of(dist.get_world_size())), dist.get_rank()
+    for step in range(3):
+        losses = [model(features_of(turns * step + turn, rank), EVERYTHING).sum() for turn in range(turns)]
+        alone = nn.Parameter(torch.ones(())) * 2
+        for loss in losses:
+            (alone if rank == skips and step else loss).backward(retain_graph=True)
+
+
+@pytest.mark.parametrize(("world_size", "skips", "turns"), [(2, 1, 1), (2, 0, 2), (3, 2, 1)])
+def test_a_loss_without_the_model_is_named_in_the_next_forward(world_size: int, skips: int, turns: int) -> None:
+    words = f"because rank {skips} has begun its next forward without the backward"
+    with pytest.raises(RankErrors) as caught:
+        ranks(world_size, skip_backward, skips, turns, timeout=60.0)
+    assert len(caught.value.errors) == world_size
+    for error in caught.value.errors.values():
+        assert isinstance(error, PeerError) and words in str(error)
 
 
 def buffers(broadcast: bool) -> None:

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import ast
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tests.mutants.main import ROOT, campaign, draw, nearest_tests
 from tests.mutants.mutations import mutations
+from tests.mutants.patch import is_in_functions, patch
+from tests.mutants.recording import Recording
 
 SOURCE = """
 def clamp(value: int, most: int = 7) -> int:
@@ -37,6 +40,55 @@ def test_every_change_is_another_program_with_the_same_lines() -> None:
 def test_the_nearest_tests_come_first() -> None:
     expected = ["tests/lookup/test_row_optimizers.py", "tests/lookup", "tests"]
     assert nearest_tests(ROOT, Path("shardrec/lookup/row_optimizers.py")) == expected
+
+
+FUNCTIONS = """
+LIMIT = 7
+
+def outer(value, most=7):
+    def inner(one):
+        return one + 1
+    return inner(value)
+
+class Counter:
+    @property
+    def first(self):
+        return min(each + 2 for each in [LIMIT])
+"""
+
+
+def test_imported_functions_are_changed(tmp_path: Path) -> None:
+    path = tmp_path / "functions.py"
+    names: dict[str, Any] = {}
+    exec(compile(FUNCTIONS, str(path), "exec"), names)
+    outer, counter = names["outer"], names["Counter"]()
+    assert (outer(1), counter.first) == (2, 9)
+    for before, after in {"one + 1": "one - 1", "each + 2": "each + 5"}.items():
+        changed = FUNCTIONS.replace(before, after)
+        assert is_in_functions(FUNCTIONS, changed, str(path))
+        patch(str(path), changed)
+        assert (outer(1), counter.first) == ((0, 9) if "one" in before else (2, 12))
+    for other in ("LIMIT = 8", "most=8"):
+        assert not is_in_functions(FUNCTIONS, FUNCTIONS.replace(f"{other[:-1]}7", other), str(path))
+
+
+def test_the_tests_that_run_a_function(tmp_path: Path) -> None:
+    """The nearest come first, then the fastest; those that failed do not count."""
+    tests = {1: (9.0, "b/test_c.py::slow"), 2: (1.0, "b/test_c.py::fast"), 3: (0.5, "d/test_e.py::far")}
+    lines = [f"{number} {seconds} passed tests/{name}" for number, (seconds, name) in tests.items()]
+    (tmp_path / "tests").write_text("\n".join([*lines, "4 0.1 failed tests/b/test_c.py::fails"]), encoding="utf-8")
+    hits = ["0 b/c.py:outer", *(f"{number} b/c.py:outer" for number in range(1, 5)), "2 b/c.py:outer.<locals>.inner"]
+    (tmp_path / "hits").write_text("\n".join([*hits, "3 b/c.py:Counter.first"]), encoding="utf-8")
+    recording, path = Recording(tmp_path), Path("shardrec/b/c.py")
+
+    def chosen(line: int, seconds: float = 60.0) -> tuple[list[str], int]:
+        names, count = recording.tests(path, FUNCTIONS, line, seconds)
+        return [name.partition("::")[2] for name in names], count
+
+    assert chosen(7) == (["fast", "slow", "far"], 3)
+    assert chosen(7, seconds=2.0) == (["fast", "far"], 3)
+    assert chosen(6) == (["fast"], 1)
+    assert chosen(2) == (["fast", "slow", "far"], 3)
 
 
 @pytest.mark.slow

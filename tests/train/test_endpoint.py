@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import socket
 import threading
+import time
 import urllib.request
 from collections.abc import Iterator
 from typing import Any
@@ -53,31 +54,81 @@ class Slow(nn.Module):
 
 @pytest.fixture
 def served(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[tuple[str, int], Slow]]:
-    """A server that closes silent connections after a second; its address, and its model."""
-    for name, value in (("_SILENT_S", 1), ("_CONNECTIONS", 20), ("_MOST_BYTES", 1 << 16)):
+    """A server with one thread for the model, 20 connections and a long description; its address, and its model."""
+    for name, value in (("_CONNECTIONS", 20), ("_MOST_BYTES", 1 << 16), ("_THREADS", 1)):
         monkeypatch.setattr(f"shardrec.train.endpoint.{name}", value)
     spec, model = FeatureSpec(features=(Feature(name="u", kind="id", rows=9),)), Slow()
-    server = open_server(Endpoint(model, spec, {}), "127.0.0.1", 0)
+    server = open_server(Endpoint(model, spec, {"text": "x" * (8 << 20)}), "127.0.0.1", 0)
     thread = threading.Thread(target=server.run)
     thread.start()
-    yield ("127.0.0.1", server.effective_port), model
+    yield ("127.0.0.1", int(server.effective_port)), model
     model.may_go_on.set()
     stop(server, thread)
 
 
-def test_silent_connections_are_few_and_closed(served: tuple[tuple[str, int], Slow]) -> None:
+@pytest.fixture
+def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A request has a second to arrive."""
+    monkeypatch.setattr("shardrec.train.endpoint._REQUEST_S", 1)
+
+
+def check_health(address: tuple[str, int]) -> None:
+    with urllib.request.urlopen(f"http://{address[0]}:{address[1]}/health", timeout=60) as answer:
+        assert json.load(answer) == {"status": "ok"}
+
+
+def test_connections_that_wait_are_few_and_give_way(served: tuple[tuple[str, int], Slow]) -> None:
     address, _ = served
     threads = threading.active_count()
     silent = [socket.create_connection(address, timeout=60) for _ in range(100)]
     for connection in silent[::2]:
         connection.sendall(b"POST /predict HTTP/1.1\r\nContent-Le")
-    # The answer comes after those that were there first have been closed.
-    with urllib.request.urlopen(f"http://{address[0]}:{address[1]}/health", timeout=60) as answer:
-        assert json.load(answer) == {"status": "ok"}
+    check_health(address)
     assert threading.active_count() == threads
-    assert silent[1].recv(1) == b""
+    assert [connection.recv(1) for connection in silent[1:80:2]] == [b""] * 40  # those that came first
     for connection in silent:
         connection.close()
+
+
+def test_a_request_that_the_model_computes_is_not_closed_for_others(served: tuple[tuple[str, int], Slow]) -> None:
+    address, model = served
+    idle = [socket.create_connection(address, timeout=60) for _ in range(20)]
+    body = b'{"rows": [{"u": 1}]}'
+    head = f"POST /predict HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n".encode()
+    asking = socket.create_connection(address, timeout=60)
+    asking.sendall(head + body)
+    assert model.begins.wait(60)
+    later = [socket.create_connection(address, timeout=60) for _ in range(60)]
+    check_health(address)
+    model.may_go_on.set()
+    assert asking.recv(1000).startswith(b"HTTP/1.1 200 ")
+    for connection in (*idle, asking, *later):
+        connection.close()
+
+
+@pytest.mark.parametrize("byte", [b"x", b"\r\n\r\n"])
+def test_a_client_that_sends_now_and_then_a_byte(
+    byte: bytes, impatient: None, served: tuple[tuple[str, int], Slow]
+) -> None:
+    with (
+        socket.create_connection(served[0], timeout=60) as connection,
+        pytest.raises((BrokenPipeError, ConnectionError)),
+    ):
+        for _ in range(200):
+            connection.sendall(byte)
+            time.sleep(0.05)
+
+
+def test_a_client_that_reads_now_and_then_a_byte(impatient: None, served: tuple[tuple[str, int], Slow]) -> None:
+    with socket.socket() as connection:
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)  # the answer is longer than all buffers
+        connection.connect(served[0])
+        connection.sendall(b"GET / HTTP/1.1\r\nHost: x\r\n\r\n")
+        with pytest.raises((BrokenPipeError, ConnectionError)):
+            for _ in range(200):
+                connection.recv(1)
+                connection.sendall(b"x")
+                time.sleep(0.05)
 
 
 @pytest.mark.parametrize("header", ["Transfer-Encoding: chunked", f"Content-Length: {200 << 20}"])
@@ -109,8 +160,7 @@ def test_health_is_told_while_the_model_computes(served: tuple[tuple[str, int], 
     asking = threading.Thread(target=lambda: answers.append(json.load(urllib.request.urlopen(ask, timeout=60))))
     asking.start()
     assert model.begins.wait(60)
-    with urllib.request.urlopen(f"http://{host}:{port}/health", timeout=60) as answer:
-        assert json.load(answer) == {"status": "ok"}
+    check_health((host, port))  # no other thread is left for predictions
     model.may_go_on.set()
     asking.join()
     assert answers == [{"probabilities": [pytest.approx(0.731, abs=1e-3)]}]

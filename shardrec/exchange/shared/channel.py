@@ -34,6 +34,11 @@ Message = tuple[Any, ...]
 
 _WINDOW = -1  # instead of an exchange's number: a new window, with its descriptor
 _FAULT = -2  # instead of an exchange's number: what happened to a rank, and how many exchanges it had begun
+_WENT_ON = (
+    "has begun its next forward without the backward that other ranks are in: its loss reaches no output of the "
+    "sharded model, or it did not call backward. Give every rank's loss a part of the model's output, such as "
+    "output.sum() * 0"
+)
 _MOST_BYTES = 1 << 16
 _MOST_RELEASED = 4096
 _MOST_TOLD = 4000
@@ -79,6 +84,7 @@ class Channel:
         self._forgotten: dict[int, dict[Key, Callable[[Message], list[int]]]] = {peer: {} for peer in sockets}
         self.windows = {peer: PeerWindows() for peer in sockets}
         self._told: dict[int, tuple[int, int, str]] = {}  # by peer: exchanges begun, global rank, its fault
+        self._begun, self._peer_begun = 0, dict.fromkeys(sockets, 0)  # numbers of exchanges
         self._released: dict[int, deque[int]] = {peer: deque() for peer in sockets}  # filled by finalizers
         self._returned: dict[int, list[int]] = {peer: [] for peer in sockets}
         _OPEN.add(self)
@@ -107,6 +113,7 @@ class Channel:
         Raises:
             PeerError: if ``peer`` is gone.
         """
+        self._begun = max(self._begun, key[0] + 1)
         waiting = self._released[peer]
         released = tuple(waiting.popleft() for _ in range(min(len(waiting), _MOST_RELEASED)))
         data = marshal.dumps((*key, released, what, *message))
@@ -160,11 +167,14 @@ class Channel:
         """Wait for a message.
 
         Raises:
-            PeerError: if ``peer`` is gone, does not answer in time, is at another exchange, or has told that it does
-                not continue.
+            PeerError: if ``peer`` is gone, does not answer in time, is at another exchange, has told that it does not
+                continue, or has begun a further exchange instead of a way back.
         """
         inbox = self._inbox[peer]
         while key not in inbox:
+            if key[1] and self._peer_begun[peer] > self._begun:
+                # It would have sent its part first: ranks make the same exchanges in the same order.
+                self._told[peer] = self._peer_begun[peer], dist.get_global_rank(self._group, peer), _WENT_ON
             self._raise_told(peer, key[0] + 1, f"{what} exchange")
             self._take(peer, what)
         sent, *body = inbox.pop(key)
@@ -196,6 +206,7 @@ class Channel:
             self._told[peer] = begun, rank, fault
         else:
             self._returned[peer].extend(released)
+            self._peer_begun[peer] = max(self._peer_begun[peer], number + 1)
             self._inbox[peer][number, way] = tuple(message)
             if (number, way) in self._forgotten[peer]:
                 self.forget(peer, (number, way), self._forgotten[peer].pop((number, way)))

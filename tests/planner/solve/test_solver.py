@@ -27,6 +27,7 @@ def test_small_problems_are_solved_as_by_trying_everything(rng: Random) -> None:
     check(problem, solution)
     assert solution.bound <= best * (1 + 1e-6) + 1e-9, "the bound is not one"
     assert solution.cost == pytest.approx(best)
+    assert not solution.timed_out
 
 
 @pytest.mark.parametrize("most_groups", [1000, 0], ids=["linear programs", "mean load"])
