@@ -1,4 +1,4 @@
-"""What the models share: tables of a schema, layers with dropout and batch norm, and the factorization machine.
+"""What the models share: tables of a schema, layers with dropout and batch norm, the factorization machine, experts.
 
 Legend: B rows, F features, D columns.
 """
@@ -6,7 +6,7 @@ Legend: B rows, F features, D columns.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Annotated, TypeAlias
+from typing import Annotated, Any, TypeAlias
 
 import torch
 import torch.nn.functional as F
@@ -18,7 +18,18 @@ from torchrec.modules.embedding_modules import EmbeddingBagCollection, Embedding
 from shardrec.data import ClickSchema
 from shardrec.errors import ConfigError
 
-__all__ = ["MLP", "FactorizationMachine", "Share", "Size", "Sizes", "activation", "item_rows", "pooled_features"]
+__all__ = [
+    "MLP",
+    "Experts",
+    "FactorizationMachine",
+    "Share",
+    "Size",
+    "Sizes",
+    "Towers",
+    "activation",
+    "item_rows",
+    "pooled_features",
+]
 
 Size: TypeAlias = Annotated[int, Field(gt=0)]
 Sizes: TypeAlias = tuple[Size, ...]
@@ -114,3 +125,54 @@ class FactorizationMachine(nn.Module):
         """(B, F, D) to (B,)."""
         pairs_BD = features.sum(1).square() - features.square().sum(1)
         return pairs_BD.sum(1) / 2
+
+
+class Experts(nn.Module):
+    """Networks of the same layers for each of T tasks and for all of them, and a gate for each task and for all.
+
+    Args:
+        inputs: columns of the inputs.
+        hidden: widths of an expert's layers, at least one.
+        tasks: T.
+        shared: experts of all tasks.
+        own: experts of each task.
+        settings: dropout and batch norm, as :class:`MLP` takes them.
+    """
+
+    def __init__(self, inputs: int, hidden: Sequence[int], tasks: int, shared: int, own: int, **settings: Any) -> None:
+        super().__init__()
+        if not hidden:
+            raise ConfigError("hidden is empty: an expert needs one layer at least")
+        # The input of each expert, and the experts of each gate: those of a task, then the shared ones.
+        self.input_of = [task for task in range(tasks) for _ in range(own)] + [tasks] * shared
+        numbers = range(len(self.input_of))
+        self.mixed = [[n for n in numbers if self.input_of[n] in (task, tasks)] for task in range(tasks)] + [[*numbers]]
+        self.experts = nn.ModuleList(MLP(inputs, hidden, **settings) for _ in numbers)
+        self.gates = nn.ModuleList(nn.Linear(inputs, len(experts)) for experts in self.mixed)
+
+    def forward(self, inputs: list[Tensor]) -> list[Tensor]:
+        """T + 1 inputs (B, inputs), of each task and of all, to as many mixtures (B, last width) of experts."""
+        outputs: list[Tensor] = []
+        for number, expert in enumerate(self.experts):
+            outputs.append(expert(inputs[self.input_of[number]]))
+        mixtures: list[Tensor] = []
+        for number, gate in enumerate(self.gates):
+            shares_BE = gate(inputs[number]).softmax(1)
+            experts_BED = torch.stack([outputs[expert] for expert in self.mixed[number]], dim=1)
+            mixtures.append((shares_BE.unsqueeze(2) * experts_BED).sum(1))
+        return mixtures
+
+
+class Towers(nn.Module):
+    """A network for each task, whose outputs (B, columns) are side by side; further inputs are not used."""
+
+    def __init__(self, inputs: int, hidden: Sequence[int], outputs: Sequence[int], **settings: Any) -> None:
+        super().__init__()
+        self.towers = nn.ModuleList(MLP(inputs, hidden, columns, **settings) for columns in outputs)
+
+    def forward(self, inputs: list[Tensor]) -> Tensor:
+        """(B, inputs) of each task to (B, sum of their columns)."""
+        outputs: list[Tensor] = []
+        for number, tower in enumerate(self.towers):
+            outputs.append(tower(inputs[number]))
+        return torch.cat(outputs, dim=1)

@@ -11,7 +11,7 @@ from shardrec.train.run import Run
 
 __all__ = ["Board"]
 
-_HELD_OUT = ("auc", "logloss", "normalized_entropy", "gauc", "ndcg")
+_HELD_OUT = ("loss", "auc", "logloss", "normalized_entropy", "gauc", "ndcg")
 
 
 class Board(Display):
@@ -47,8 +47,7 @@ class Board(Display):
 
     def evaluated(self, point: CurvePoint) -> None:
         self._shown.evaluated(point)
-        for name in _HELD_OUT:
-            value = getattr(point, name)
+        for name, value in ({name: getattr(point, name) for name in _HELD_OUT} | {**point.tasks}).items():
             if value is not None:
                 self._write(f"held_out/{name}", value, point.samples)
         for table, counts in point.ids.items():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import os
 import platform
 from collections.abc import Mapping, Sequence
@@ -16,12 +17,24 @@ from rich.table import Table
 
 import shardrec
 from shardrec.data import ClickMetrics
+from shardrec.train.tasks import TaskMetrics
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-__all__ = ["CurvePoint", "RunReport", "environment", "metrics_table", "summary_line", "write_curve", "write_metrics"]
+__all__ = [
+    "CurvePoint",
+    "RunReport",
+    "environment",
+    "held_out_values",
+    "metrics_table",
+    "summary_line",
+    "task_values",
+    "write_curve",
+    "write_metrics",
+]
 
+_HEADLINES = ("/auc", "/r2", "/accuracy")
 _PACKAGES = ("torch", "fbgemm-gpu-cpu", "fbgemm-gpu", "torchrec", "numpy")
 
 
@@ -33,9 +46,11 @@ class CurvePoint:
         samples: rows trained on so far, over all ranks.
         seconds: training time so far, without evaluations.
         train_loss: rank 0's mean logloss since the point before, in nats per row; None where no step was made since.
-        auc: held-out area under the ROC curve.
+        auc: held-out area under the ROC curve; None of several tasks, as the next two.
         logloss: held-out, in nats per row.
         normalized_entropy: held-out.
+        loss: of several tasks, the held-out value of what training minimizes.
+        tasks: their held-out metrics, by ``TASK/METRIC``.
         rows: held-out rows behind them.
         gauc: held-out area under the ROC curve inside the groups; None without groups.
         ndcg: held-out normalized discounted cumulative gain of the groups' first ``top_k`` rows; None without groups.
@@ -48,10 +63,12 @@ class CurvePoint:
     samples: int
     seconds: float
     train_loss: float | None
-    auc: float
-    logloss: float
-    normalized_entropy: float
     rows: int
+    auc: float | None = None
+    logloss: float | None = None
+    normalized_entropy: float | None = None
+    loss: float | None = None
+    tasks: Mapping[str, float | int | None] = field(default_factory=dict)
     gauc: float | None = None
     ndcg: float | None = None
     grad_norms: Mapping[str, float] = field(default_factory=dict)
@@ -80,7 +97,7 @@ class RunReport:
     environment: Mapping[str, Any]
     source: str
     curve: Sequence[CurvePoint]
-    final: ClickMetrics
+    final: ClickMetrics | TaskMetrics
     optimum: ClickMetrics | None
     samples: int
     steps: int
@@ -96,7 +113,28 @@ class RunReport:
     @property
     def gap(self) -> float | None:
         """How much AUC is missing to the optimum."""
-        return None if self.optimum is None else self.optimum.auc - self.final.auc
+        if self.optimum is None or isinstance(self.final, TaskMetrics):
+            return None
+        return self.optimum.auc - self.final.auc
+
+
+def held_out_values(metrics: ClickMetrics | TaskMetrics) -> dict[str, Any]:
+    """The fields of a :class:`CurvePoint` that metrics have."""
+    if isinstance(metrics, TaskMetrics):
+        return {"loss": metrics.loss, "tasks": metrics.tasks}
+    values = {name: getattr(metrics, name) for name in ("auc", "logloss", "normalized_entropy")}
+    ranking = metrics.ranking
+    return values if ranking is None else values | {"gauc": ranking.gauc, "ndcg": ranking.ndcg}
+
+
+def task_values(metrics: TaskMetrics | CurvePoint) -> dict[str, float]:
+    """The loss and the metrics of tasks that people look at."""
+    shown = {"loss": metrics.loss, **metrics.tasks}
+    return {
+        name: value
+        for name, value in shown.items()
+        if value is not None and not name.endswith(("/rows", "/groups", "/click_rate", "/auc_stderr"))
+    }
 
 
 def environment(*, world_size: int, threads: int) -> dict[str, Any]:
@@ -125,6 +163,10 @@ def metrics_table(report: RunReport) -> Table:
     table = Table()
     table.add_column("held out")
     table.add_column("model", justify="right")
+    if isinstance(report.final, TaskMetrics):
+        for name, number in task_values(report.final).items():
+            table.add_row(name, f"{number:.4f}")
+        return table
     if report.optimum is not None:
         table.add_column("best possible", justify="right")
         table.add_column("gap", justify="right")
@@ -151,6 +193,9 @@ def metrics_table(report: RunReport) -> Table:
 def summary_line(report: RunReport) -> str:
     """The run in one line, its optimum too where there is one."""
     final = report.final
+    if isinstance(final, TaskMetrics):
+        shown = task_values(final).items()
+        return ", ".join(f"{name} {value:.4f}" for name, value in shown if name.endswith(("loss", *_HEADLINES)))
     if final.ranking is not None and final.ranking.gauc is not None:
         ranking = final.ranking
         return f"GAUC {ranking.gauc:.4f}, NDCG@{ranking.k} {ranking.ndcg:.4f}, AUC {final.auc:.4f}"
@@ -196,12 +241,20 @@ def write_curve(report: RunReport, path: Path) -> None:
     samples = [point.samples for point in report.curve]
     trained = [(point.samples, point.train_loss) for point in report.curve if point.train_loss is not None]
     left.plot(*zip(*trained, strict=True), color="tab:gray", marker=".", label="training")
-    if report.config["loss"] == "bce":
+    if isinstance(report.final, TaskMetrics):
+        left.plot(samples, [point.loss for point in report.curve], color="tab:blue", marker="o", label="held out")
+        left.set(title="Loss")
+    elif report.config["loss"] == "bce":
         _held_out(left, report, samples, "logloss")
         left.set(title="Logloss", ylabel="nats per row")
     else:
         left.set(title=f"{report.config['loss']} loss")
-    if report.config["loss"] == "bce" or report.final.ranking is None:
+    if isinstance(report.final, TaskMetrics):
+        for name in filter(lambda name: name.endswith(_HEADLINES), report.final.tasks):
+            values = [point.tasks.get(name) or math.nan for point in report.curve]
+            right.plot(samples, values, marker="o", label=name)
+        right.set(title="Held-out metrics")
+    elif report.config["loss"] == "bce" or report.final.ranking is None:
         _held_out(right, report, samples, "auc")
         right.set(title="Held-out AUC", ylabel="AUC")
     else:

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from shardrec.layout import ShardingPlan
     from shardrec.modules import ShardedModel
     from shardrec.train.endpoint import Endpoint
+    from shardrec.train.tasks import TaskMetrics
 
 __all__ = ["RunFolder", "Target", "cuts_of", "differing"]
 
@@ -102,7 +103,7 @@ class RunFolder:
 
     def evaluate(
         self, data: str | None = None, on_bad_row: str | None = None, scored: Callable[[int], None] | None = None
-    ) -> tuple[ClickMetrics, Mapping[str, int]]:
+    ) -> tuple[ClickMetrics | TaskMetrics, Mapping[str, int]]:
         """Metrics of the model on all rows of some files, or on the run's own held-out rows.
 
         Args:
@@ -136,14 +137,13 @@ class RunFolder:
                 if scored is not None:
                     scored(batch.size)
 
-        return evaluate(self.model(), counted(), cpu, k=config.top_k), source.skipped
+        return evaluate(self.model(), counted(), cpu, k=config.top_k, tasks=self.spec.labels), source.skipped
 
     def endpoint(self) -> Endpoint:
         """The model of the last good checkpoint behind HTTP."""
         from shardrec.train.endpoint import Endpoint
 
-        output = "probabilities" if self.config.loss == "bce" else "scores"
-        return Endpoint(self.model(), self.spec, {"run": str(self.path), **self.summary()}, output=output)
+        return Endpoint(self.model(), self.spec, {"run": str(self.path), **self.summary()}, loss=self.config.loss)
 
     def export(self, target: Target, out: Path, weights: str = "fp32") -> Path:
         """Write the model for serving, with its tables in inference kernels; see :mod:`shardrec.serve`.
@@ -207,7 +207,11 @@ def _results(metrics: Mapping[str, Any]) -> dict[str, str]:
         "samples trained on": f"{training['samples']:,}",
         "steps": f"{training['steps']:,}",
         "samples_per_second": f"{training['samples_per_second']:,.0f}",
-        **{name: f"{value:.4f}" for name, value in final.items() if name not in counted and value is not None},
+        **{
+            name: f"{value:.4f}"
+            for name, value in final.items()
+            if name.rpartition("/")[2] not in counted and value is not None
+        },
         "rows behind them": f"{final['rows']:,}",
     }
 
