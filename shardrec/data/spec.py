@@ -226,10 +226,13 @@ class FeatureSpec(_Strict):
     @cached_property
     def sources(self) -> tuple[str, ...]:
         """The columns of the files that are read, each once: the labels' first."""
-        names = [*self.label_sources, *([self.group] if self.group else [])]
-        for feature in (*self.dense, *self.sparse):
-            names += [feature.source, *([feature.weights] if feature.weights else [])]
-        return tuple(dict.fromkeys(names))
+        return tuple(dict.fromkeys([*self.label_sources, *([self.group] if self.group else []), *self.feature_sources]))
+
+    @cached_property
+    def feature_sources(self) -> tuple[str, ...]:
+        """The columns of the features."""
+        columns = [column for feature in (*self.dense, *self.sparse) for column in (feature.source, feature.weights)]
+        return tuple(column for column in columns if column is not None)
 
     @cached_property
     def label_sources(self) -> tuple[str, ...]:

@@ -195,7 +195,7 @@ def summary_line(report: RunReport) -> str:
     final = report.final
     if isinstance(final, TaskMetrics):
         shown = task_values(final).items()
-        return ", ".join(f"{name} {value:.4f}" for name, value in shown if name.endswith(("loss", *_HEADLINES)))
+        return ", ".join(f"{name} {value:.4f}" for name, value in shown if name.endswith(_HEADLINES) or name == "loss")
     if final.ranking is not None and final.ranking.gauc is not None:
         ranking = final.ranking
         return f"GAUC {ranking.gauc:.4f}, NDCG@{ranking.k} {ranking.ndcg:.4f}, AUC {final.auc:.4f}"

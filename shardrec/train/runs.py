@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
@@ -13,6 +14,8 @@ from shardrec.files import read_json
 from shardrec.train.config import CHECKPOINTS, FILE, METRICS, PLAN, SPEC, TrainConfig, load_config
 
 if TYPE_CHECKING:
+    import torch
+
     from shardrec.data import ClickBatch, ClickMetrics, ClickSchema, FeatureSpec
     from shardrec.layout import ShardingPlan
     from shardrec.modules import ShardedModel
@@ -65,7 +68,12 @@ class RunFolder:
         return self.spec.schema_
 
     def model(self) -> ShardedModel:
-        """The model of the last good checkpoint or, if the run keeps it, of the best, on one rank, in eval mode.
+        """The model of :meth:`loaded` on the CPU."""
+        return self.loaded()[0]
+
+    def loaded(self, device: torch.device | None = None) -> tuple[ShardedModel, dict[str, Any]]:
+        """The model of the last good checkpoint or, if the run keeps it, of the best, sharded over the ranks of the
+        process group, in eval mode; and the checkpoint's step and the SHA-256 of its manifest. Every rank calls it.
 
         If the run averages its weights (``ema``), it has the averages.
 
@@ -74,6 +82,7 @@ class RunFolder:
             ConfigError: if there is none.
         """
         from shardrec.checkpoint import Checkpoints, load_checkpoint
+        from shardrec.checkpoint.manifest import MANIFEST
         from shardrec.modules import shard
         from shardrec.train.average import Average
         from shardrec.train.model import build_model, changed_source, dense_optimizer, dynamic_tables, fuse_optimizer
@@ -83,7 +92,9 @@ class RunFolder:
         dynamic = dynamic_tables(self.spec, model)
         # A program that runs without shardrec looks distinct ids up for plain ids alone.
         ema = self.config.ema
-        sharded = shard(model, dynamic_ids=dynamic, dedup=not dynamic, update="step" if ema else "backward")
+        sharded = shard(
+            model, device=device, dynamic_ids=dynamic, dedup=not dynamic, update="step" if ema else "backward"
+        )
         optimizer = dense_optimizer(sharded, self.config) if ema else None
         average = Average(sharded, optimizer, ema) if optimizer is not None and ema else None
         checkpoints = Checkpoints(self.path / CHECKPOINTS)
@@ -94,12 +105,14 @@ class RunFolder:
         if changed:
             print(f"shardrec: warning: {changed}", file=sys.stderr, flush=True)
         best = loaded.extra["progress"].get("best_step") if self.config.checkpoint == "best" else None
+        path = loaded.path if best is None else checkpoints.folder / f"step-{best:012}"
         if best is not None:
-            load_checkpoint(checkpoints.folder / f"step-{best:012}", sharded, optimizer)
+            load_checkpoint(path, sharded, optimizer)
         if average is not None:
             average.apply()
         sharded.eval()
-        return sharded
+        digest = hashlib.sha256((path / MANIFEST).read_bytes()).hexdigest()
+        return sharded, {"step": loaded.step if best is None else best, "sha256": digest}
 
     def evaluate(
         self, data: str | None = None, on_bad_row: str | None = None, scored: Callable[[int], None] | None = None
