@@ -25,7 +25,6 @@ __all__ = [
     "Share",
     "Size",
     "Sizes",
-    "Towers",
     "activation",
     "item_rows",
     "pooled_features",
@@ -128,30 +127,31 @@ class FactorizationMachine(nn.Module):
 
 
 class Experts(nn.Module):
-    """Networks of the same layers for each of T tasks and for all of them, and a gate for each task and for all.
+    """Networks of the same layers, ``own`` for each of T tasks and ``shared`` for all, which gates mix.
 
     Args:
         inputs: columns of the inputs.
-        hidden: widths of an expert's layers, at least one.
+        hidden: widths of an expert's layers.
         tasks: T.
         shared: experts of all tasks.
         own: experts of each task.
+        gates: T, each of which sees its task's experts and the shared ones; or T + 1, the last of which sees all.
         settings: dropout and batch norm, as :class:`MLP` takes them.
     """
 
-    def __init__(self, inputs: int, hidden: Sequence[int], tasks: int, shared: int, own: int, **settings: Any) -> None:
+    def __init__(
+        self, inputs: int, hidden: Sequence[int], tasks: int, shared: int, own: int, gates: int, **settings: Any
+    ) -> None:
         super().__init__()
-        if not hidden:
-            raise ConfigError("hidden is empty: an expert needs one layer at least")
-        # The input of each expert, and the experts of each gate: those of a task, then the shared ones.
         self.input_of = [task for task in range(tasks) for _ in range(own)] + [tasks] * shared
-        numbers = range(len(self.input_of))
-        self.mixed = [[n for n in numbers if self.input_of[n] in (task, tasks)] for task in range(tasks)] + [[*numbers]]
+        numbers = [*range(len(self.input_of))]
+        of_tasks = [[n for n in numbers if self.input_of[n] in (task, tasks)] for task in range(tasks)]
+        self.mixed = [*of_tasks, numbers][:gates]
         self.experts = nn.ModuleList(MLP(inputs, hidden, **settings) for _ in numbers)
         self.gates = nn.ModuleList(nn.Linear(inputs, len(experts)) for experts in self.mixed)
 
     def forward(self, inputs: list[Tensor]) -> list[Tensor]:
-        """T + 1 inputs (B, inputs), of each task and of all, to as many mixtures (B, last width) of experts."""
+        """T + 1 inputs (B, inputs), those of each task and of all, to a mixture (B, last width) for each gate."""
         outputs: list[Tensor] = []
         for number, expert in enumerate(self.experts):
             outputs.append(expert(inputs[self.input_of[number]]))
@@ -161,18 +161,3 @@ class Experts(nn.Module):
             experts_BED = torch.stack([outputs[expert] for expert in self.mixed[number]], dim=1)
             mixtures.append((shares_BE.unsqueeze(2) * experts_BED).sum(1))
         return mixtures
-
-
-class Towers(nn.Module):
-    """A network for each task, whose outputs (B, columns) are side by side; further inputs are not used."""
-
-    def __init__(self, inputs: int, hidden: Sequence[int], outputs: Sequence[int], **settings: Any) -> None:
-        super().__init__()
-        self.towers = nn.ModuleList(MLP(inputs, hidden, columns, **settings) for columns in outputs)
-
-    def forward(self, inputs: list[Tensor]) -> Tensor:
-        """(B, inputs) of each task to (B, sum of their columns)."""
-        outputs: list[Tensor] = []
-        for number, tower in enumerate(self.towers):
-            outputs.append(tower(inputs[number]))
-        return torch.cat(outputs, dim=1)

@@ -6,12 +6,15 @@ et al., 2020.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from shardrec.data import ClickSchema
-from shardrec.models.parts import Experts, Share, Size, Sizes, Towers, pooled_features
+from shardrec.errors import ConfigError
+from shardrec.models.parts import MLP, Experts, Share, Size, Sizes, pooled_features
 
 __all__ = ["PLE"]
 
@@ -40,18 +43,24 @@ class PLE(nn.Module):
         batch_norm: bool = False,
     ) -> None:
         super().__init__()
+        if not hidden:
+            raise ConfigError("hidden is empty: an expert needs one layer at least")
         self.bags, self.tasks = pooled_features(schema, dim), len(schema.outputs)
-        columns = dim * len(schema.sparse_names) + len(schema.dense_names)
+        settings: dict[str, Any] = {"dropout": dropout, "batch_norm": batch_norm}
+        inputs = [dim * len(schema.sparse_names) + len(schema.dense_names), *[hidden[-1]] * (levels - 1)]
+        gates = [self.tasks + 1] * (levels - 1) + [self.tasks]
         self.levels = nn.ModuleList(
-            Experts(inputs, hidden, self.tasks, shared, experts, dropout=dropout, batch_norm=batch_norm)
-            for inputs in (columns, *[hidden[-1]] * (levels - 1))
+            Experts(width, hidden, self.tasks, shared, experts, count, **settings)
+            for width, count in zip(inputs, gates, strict=True)
         )
-        self.towers = Towers(hidden[-1], tower, schema.outputs, dropout=dropout, batch_norm=batch_norm)
+        self.towers = nn.ModuleList(MLP(hidden[-1], tower, outputs, **settings) for outputs in schema.outputs)
 
     def forward(self, dense: Tensor, sparse: KeyedJaggedTensor) -> Tensor:
         """The columns of all tasks, side by side."""
         mixtures = [torch.cat([self.bags(sparse).values(), dense], dim=1)] * (self.tasks + 1)
         for level in self.levels:
             mixtures = level(mixtures)
-        outputs: Tensor = self.towers(mixtures)
-        return outputs
+        outputs: list[Tensor] = []
+        for number, tower in enumerate(self.towers):
+            outputs.append(tower(mixtures[number]))
+        return torch.cat(outputs, dim=1)

@@ -11,7 +11,7 @@ from shardrec.train.run import Run
 
 __all__ = ["Board"]
 
-_HELD_OUT = ("loss", "auc", "logloss", "normalized_entropy", "gauc", "ndcg")
+_HELD_OUT = ("auc", "logloss", "normalized_entropy", "gauc", "ndcg")
 
 
 class Board(Display):

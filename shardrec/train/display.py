@@ -198,7 +198,7 @@ def _pace(samples: int, seconds: float, total: int | None) -> str:
 def _held_out(point: CurvePoint) -> str:
     ids = [_ids(table, counts) for table, counts in point.ids.items()]
     if point.tasks:
-        values = "  ".join(f"{name} {value:.4f}" for name, value in task_values(point).items())
+        values = "  ".join(f"{name} {text}" for name, text in task_values(point.tasks).items())
         return "\n".join([f"{point.samples:>11,} samples  held out: {values}", *ids])
     metrics = f"{point.samples:>11,} samples  held out: AUC {point.auc:.4f}  logloss {point.logloss:.4f}  "
     if point.gauc is None or point.ndcg is None:

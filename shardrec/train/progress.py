@@ -107,7 +107,7 @@ class Progress:
     def improved(self, points: int = 1) -> bool:
         """Whether any of the last points of the curve is better than all before."""
         sign = -1 if self.watched in ("logloss", "normalized_entropy", "loss") else 1
-        worths = [sign * (getattr(point, self.watched) or 0.0) for point in self.curve]
+        worths = [sign * (point.value(self.watched) or 0.0) for point in self.curve]
         return len(worths) <= points or max(worths[-points:]) > max(worths[:-points])
 
     @property

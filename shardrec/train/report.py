@@ -35,6 +35,7 @@ __all__ = [
 ]
 
 _HEADLINES = ("/auc", "/r2", "/accuracy")
+_SHOWN = ("/loss", "/logloss", "/normalized_entropy", "/gauc", "/mse", "/mae", *_HEADLINES)
 _PACKAGES = ("torch", "fbgemm-gpu-cpu", "fbgemm-gpu", "torchrec", "numpy")
 
 
@@ -49,8 +50,6 @@ class CurvePoint:
         auc: held-out area under the ROC curve; None of several tasks, as the next two.
         logloss: held-out, in nats per row.
         normalized_entropy: held-out.
-        loss: of several tasks, the held-out value of what training minimizes.
-        tasks: their held-out metrics, by ``TASK/METRIC``.
         rows: held-out rows behind them.
         gauc: held-out area under the ROC curve inside the groups; None without groups.
         ndcg: held-out normalized discounted cumulative gain of the groups' first ``top_k`` rows; None without groups.
@@ -58,21 +57,25 @@ class CurvePoint:
             ``tables``, before they were clipped; empty without ``clip``.
         ids: of each table with dynamic ids, by its plan name: the counts of :meth:`shardrec.ShardedModel.id_stats`,
             since the run began.
+        tasks: held-out metrics of several tasks, as :attr:`TaskMetrics.values`; empty of a single label.
     """
 
     samples: int
     seconds: float
     train_loss: float | None
-    rows: int
     auc: float | None = None
     logloss: float | None = None
     normalized_entropy: float | None = None
-    loss: float | None = None
-    tasks: Mapping[str, float | int | None] = field(default_factory=dict)
+    rows: int
     gauc: float | None = None
     ndcg: float | None = None
     grad_norms: Mapping[str, float] = field(default_factory=dict)
     ids: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
+    tasks: Mapping[str, float | int | None] = field(default_factory=dict)
+
+    def value(self, name: str) -> float | None:
+        """A held-out metric, of a single label or of tasks."""
+        return self.tasks[name] if name in self.tasks else getattr(self, name)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -121,20 +124,17 @@ class RunReport:
 def held_out_values(metrics: ClickMetrics | TaskMetrics) -> dict[str, Any]:
     """The fields of a :class:`CurvePoint` that metrics have."""
     if isinstance(metrics, TaskMetrics):
-        return {"loss": metrics.loss, "tasks": metrics.tasks}
+        return {"tasks": metrics.values}
     values = {name: getattr(metrics, name) for name in ("auc", "logloss", "normalized_entropy")}
     ranking = metrics.ranking
     return values if ranking is None else values | {"gauc": ranking.gauc, "ndcg": ranking.ndcg}
 
 
-def task_values(metrics: TaskMetrics | CurvePoint) -> dict[str, float]:
-    """The loss and the metrics of tasks that people look at."""
-    shown = {"loss": metrics.loss, **metrics.tasks}
-    return {
-        name: value
-        for name, value in shown.items()
-        if value is not None and not name.endswith(("/rows", "/groups", "/click_rate", "/auc_stderr"))
-    }
+def task_values(values: Mapping[str, float | int | None], *, all_of_them: bool = True) -> dict[str, str]:
+    """The metrics of tasks that people look at as text; or the loss and the first of each task."""
+    ends = _SHOWN if all_of_them else ("/loss", *_HEADLINES)
+    chosen = [name for name in values if f"/{name}".endswith(ends)]
+    return {name: f"{value:.4f}" for name in chosen if (value := values[name]) is not None}
 
 
 def environment(*, world_size: int, threads: int) -> dict[str, Any]:
@@ -164,8 +164,8 @@ def metrics_table(report: RunReport) -> Table:
     table.add_column("held out")
     table.add_column("model", justify="right")
     if isinstance(report.final, TaskMetrics):
-        for name, number in task_values(report.final).items():
-            table.add_row(name, f"{number:.4f}")
+        for row in task_values(report.final.values).items():
+            table.add_row(*row)
         return table
     if report.optimum is not None:
         table.add_column("best possible", justify="right")
@@ -194,8 +194,7 @@ def summary_line(report: RunReport) -> str:
     """The run in one line, its optimum too where there is one."""
     final = report.final
     if isinstance(final, TaskMetrics):
-        shown = task_values(final).items()
-        return ", ".join(f"{name} {value:.4f}" for name, value in shown if name.endswith(_HEADLINES) or name == "loss")
+        return ", ".join(f"{name} {text}" for name, text in task_values(final.values, all_of_them=False).items())
     if final.ranking is not None and final.ranking.gauc is not None:
         ranking = final.ranking
         return f"GAUC {ranking.gauc:.4f}, NDCG@{ranking.k} {ranking.ndcg:.4f}, AUC {final.auc:.4f}"
@@ -242,7 +241,7 @@ def write_curve(report: RunReport, path: Path) -> None:
     trained = [(point.samples, point.train_loss) for point in report.curve if point.train_loss is not None]
     left.plot(*zip(*trained, strict=True), color="tab:gray", marker=".", label="training")
     if isinstance(report.final, TaskMetrics):
-        left.plot(samples, [point.loss for point in report.curve], color="tab:blue", marker="o", label="held out")
+        _held_out(left, report, samples, "loss")
         left.set(title="Loss")
     elif report.config["loss"] == "bce":
         _held_out(left, report, samples, "logloss")
@@ -250,9 +249,8 @@ def write_curve(report: RunReport, path: Path) -> None:
     else:
         left.set(title=f"{report.config['loss']} loss")
     if isinstance(report.final, TaskMetrics):
-        for name in filter(lambda name: name.endswith(_HEADLINES), report.final.tasks):
-            values = [point.tasks.get(name) or math.nan for point in report.curve]
-            right.plot(samples, values, marker="o", label=name)
+        for name in filter(lambda name: name.endswith(_HEADLINES), report.final.values):
+            right.plot(samples, [point.value(name) or math.nan for point in report.curve], marker="o", label=name)
         right.set(title="Held-out metrics")
     elif report.config["loss"] == "bce" or report.final.ranking is None:
         _held_out(right, report, samples, "auc")
@@ -272,7 +270,7 @@ def write_curve(report: RunReport, path: Path) -> None:
 
 
 def _held_out(axes: Axes, report: RunReport, samples: Sequence[int], name: str) -> None:
-    values = [getattr(point, name) for point in report.curve]
+    values = [point.value(name) or math.nan for point in report.curve]
     axes.plot(samples, values, color="tab:blue", marker="o", markersize=4, label="held out")
     if report.optimum is not None:
         best = getattr(report.optimum, name)

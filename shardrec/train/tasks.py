@@ -28,18 +28,17 @@ class TaskMetrics:
 
     Attributes:
         rows: number of rows.
-        loss: what training minimizes: the tasks' mean losses, times their weights, added up.
-        tasks: ``TASK/METRIC``, in the order of the tasks; None where the labels have too few values for it. Each row
-            with the label counts once, whatever its weight.
+        values: ``loss``, which training minimizes: the tasks' mean losses, times their weights, added up; and
+            ``TASK/METRIC``, in the order of the tasks; None where the labels have too few values for it. Each row with
+            the label counts once in a metric, whatever its weight.
     """
 
     rows: int
-    loss: float
-    tasks: dict[str, float | int | None]
+    values: dict[str, float | int | None]
 
     def to_mapping(self) -> dict[str, float | int | None]:
         """All of it by name; JSON-compatible."""
-        return {"loss": self.loss, "rows": self.rows, **self.tasks}
+        return {"rows": self.rows, **self.values}
 
 
 def outputs_of(logits: Tensor, rows: int, tasks: Sequence[Task]) -> Tensor:
@@ -170,7 +169,8 @@ def task_metrics(
     if not outputs.isfinite().all():
         raise ConfigError(f"outputs of {len(outputs)} rows are not all finite numbers: has training diverged?")
     divisors = label_weights(labels, row_weights).double().sum(0)
-    values: dict[str, float | int | None] = {}
+    loss = task_loss(outputs, labels, row_weights, tasks, divisors)
+    values: dict[str, float | int | None] = {"loss": float(loss)}
     for number, (task, columns) in enumerate(
         zip(tasks, outputs.split([task.outputs for task in tasks], 1), strict=True)
     ):
@@ -179,8 +179,7 @@ def task_metrics(
         metrics = _METRICS[task.kind](task, columns[there], labels[there, number], group, k) if there.any() else {}
         values |= {f"{task.name}/{name}": value for name, value in metrics.items()}
         values[f"{task.name}/rows"] = int(there.sum())
-    loss = task_loss(outputs, labels, row_weights, tasks, divisors)
-    return TaskMetrics(rows=len(labels), loss=float(loss), tasks=values)
+    return TaskMetrics(rows=len(labels), values=values)
 
 
 def _binary(task: Task, logits: Tensor, labels: Tensor, groups: Tensor | None, k: int) -> dict[str, Any]:
