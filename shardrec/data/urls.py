@@ -99,7 +99,7 @@ class OutputFolder:
 
     def write(self, name: str, data: bytes) -> None:
         """Writes a file; one of this name is replaced."""
-        beside = f"{self._path}/.{name}.{os.getpid()}.part"
+        beside = f"{self._path}/.{name}.part"
         with self._named():
             self._system.makedirs(self._path, exist_ok=True)
             self._system.pipe_file(beside, data)

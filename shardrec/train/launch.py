@@ -89,7 +89,14 @@ def predict(
         DataError: for a file or a row that cannot be read; on every rank.
     """
     check_extra("train")
-    options = {"run": run, "data": data, "out": out, "keys": list(keys), "on_bad_row": on_bad_row, "device": device}
+    options = {
+        "run": run,
+        "data": data,
+        "out": out,
+        "keys": list(dict.fromkeys(keys)),
+        "on_bad_row": on_bad_row,
+        "device": device,
+    }
     manifest: dict[str, Any] | None = run_on_ranks(_predict_rank, options, nproc=nproc, debug=debug)
     return manifest
 

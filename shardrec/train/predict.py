@@ -167,8 +167,8 @@ def _parts(job: Mapping[str, Any]) -> list[_Part]:
 
 def _batches(parts: Sequence[_Part], spec: _Keyed, rank_info: RankInfo, *, skips: bool) -> Iterator[_Scored]:
     """This rank's batches, and empty ones until it has as many as every other rank."""
-    sizes = [-(-(part.stop - part.start) // _ROWS) for part in parts]
-    rank_of = (np.cumsum(sizes) - sizes) * rank_info.world_size // max(1, sum(sizes))
+    sizes = np.array([-(-(part.stop - part.start) // _ROWS) for part in parts], dtype=np.int64)
+    rank_of = (np.cumsum(sizes) - sizes) * rank_info.world_size // max(1, sizes.sum())
     yield from _scored([part for part, rank in zip(parts, rank_of, strict=True) if rank == rank_info.rank], spec, skips)
     counts = np.bincount(rank_of, weights=sizes, minlength=rank_info.world_size).astype(np.int64)
     empty = ClickRows(
