@@ -18,7 +18,7 @@ import pytest
 from shardrec.data import click_metrics
 from shardrec.data.tables import rows_between
 from shardrec.data.urls import OutputFolder, files_of, open_input
-from shardrec.errors import ConfigError, DataError
+from shardrec.errors import ConfigError, DataError, ShardrecError
 from shardrec.train import RunFolder, TrainConfig, predict
 from tests.ranks import raises_on_all, ranks
 
@@ -154,8 +154,10 @@ def test_text_files_without_labels_and_rows_that_cannot_be_read(run: Path, tmp_p
     path = tmp_path / "rows.csv"
     lines = [f"k{row},{row},1|2,3,0.5,{'x' if row == 70 else row}" for row in range(150)]
     path.write_text("\n".join(["key,user,history,tags,scores,price", *lines]) + "\n", encoding="utf-8")
-    with pytest.raises(DataError, match=r"rows.csv:72: field 'price': value 'x' is not .* --on-bad-row skip"):
+    with pytest.raises(DataError, match=r"rows.csv:72: field 'price': value 'x' is not .*--on-bad-row skip"):
         scored(run, str(tmp_path / "a"), data=str(path), keys=["key"])
+    said = r"rows.csv:72: field 'price': value 'x'"
+    raises_on_all(2, ShardrecError, said, scored, run, str(tmp_path / "c"), data=str(path))
     manifest = scored(run, str(tmp_path / "b"), data=str(path), keys=["key"], on_bad_row="skip")
     assert manifest is not None
     assert (manifest["rows"], manifest["left_out"]) == (149, 1)

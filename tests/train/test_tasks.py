@@ -202,10 +202,13 @@ def trained(config: TrainConfig) -> Any:
         return run_rank(config)
 
 
-@pytest.mark.parametrize("accumulate", [1, 3])
-def test_ranks_learn_what_one_does_of_rows_with_weights(planted: Path, tmp_path: Path, accumulate: int) -> None:
+@pytest.mark.parametrize(("accumulate", "pipeline"), [(1, 0), (3, 2)])
+def test_ranks_learn_what_one_does_of_rows_with_weights(
+    planted: Path, tmp_path: Path, accumulate: int, pipeline: int
+) -> None:
     """Labels are missing and weights differ by the row: a mean of the ranks' means would be another gradient."""
-    settings = {"accumulate": accumulate, "optimizer": "sgd", "embedding_optimizer": "sgd", "checkpoint": "none"}
+    settings: dict[str, Any] = {"accumulate": accumulate, "pipeline": pipeline}
+    settings |= {"optimizer": "sgd", "embedding_optimizer": "sgd", "checkpoint": "none"}
     alone = trained(config_of(planted, tmp_path / "1", **settings))
     for count in (2, 4):
         reports = ranks(count, trained, config_of(planted, tmp_path / str(count), **settings))
