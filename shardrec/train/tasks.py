@@ -57,6 +57,11 @@ def outputs_of(logits: Tensor, rows: int, tasks: Sequence[Task]) -> Tensor:
     return logits.view(rows, columns).float()
 
 
+def _by_task(outputs: Tensor, tasks: Sequence[Task]) -> list[tuple[Task, Tensor]]:
+    """Each task with its columns of (B, K)."""
+    return list(zip(tasks, outputs.split([task.outputs for task in tasks], 1), strict=True))
+
+
 def label_weights(labels: Tensor, row_weights: Tensor | None) -> Tensor:
     """What each label counts in its task's loss, (B, T) float32; 0 for a missing one."""
     present_BT = (~labels.isnan()).float()
@@ -106,9 +111,7 @@ def task_loss(
     if divisors is None:
         divisors = outputs.new_full((len(tasks),), max(1, outputs.size(0)))
     loss = outputs.new_zeros(())
-    for number, (task, columns) in enumerate(
-        zip(tasks, outputs.split([task.outputs for task in tasks], 1), strict=True)
-    ):
+    for number, (task, columns) in enumerate(_by_task(outputs, tasks)):
         total = (_losses(task, columns, labels[:, number]) * weights_BT[:, number]).sum()
         # Without any weight in the step the sum is 0, too.
         loss = loss + task.weight * total / divisors[number].clamp(min=torch.finfo(torch.float32).tiny).float()
@@ -143,8 +146,7 @@ def predictions(logits: Tensor, rows: int, tasks: Sequence[Task], loss: str) -> 
     if not tasks:
         logits = logits.view(-1).float()
         return {"": torch.sigmoid(logits) if loss == "bce" else logits}
-    columns = outputs_of(logits, rows, tasks).split([task.outputs for task in tasks], 1)
-    return {task.name: _predicted(task, output) for task, output in zip(tasks, columns, strict=True)}
+    return {task.name: _predicted(task, columns) for task, columns in _by_task(outputs_of(logits, rows, tasks), tasks)}
 
 
 def _predicted(task: Task, outputs: Tensor) -> Tensor:
@@ -171,9 +173,7 @@ def task_metrics(
     divisors = label_weights(labels, row_weights).double().sum(0)
     loss = task_loss(outputs, labels, row_weights, tasks, divisors)
     values: dict[str, float | int | None] = {"loss": float(loss)}
-    for number, (task, columns) in enumerate(
-        zip(tasks, outputs.split([task.outputs for task in tasks], 1), strict=True)
-    ):
+    for number, (task, columns) in enumerate(_by_task(outputs, tasks)):
         there = ~labels[:, number].isnan()
         group = None if groups is None else groups[there]
         metrics = _METRICS[task.kind](task, columns[there], labels[there, number], group, k) if there.any() else {}

@@ -149,8 +149,9 @@ def two_tasks(folder: Path, rows: int) -> tuple[Path, dict[str, float]]:
     logits = [np.log(each.probabilities / (1 - each.probabilities)) for each in models]
     assert abs(np.corrcoef(*logits)[0, 1]) < 0.5
     table, number = pq.read_table(folder / "rows.parquet"), np.arange(rows)
-    like = pa.array(models[1].labels, mask=number % 4 == 0)  # every fourth row lacks it
-    columns = {"like": like, "importance": 0.5 + number % 3, "minutes": models[1].probabilities * 3}
+    quarter = number // 128 % 4  # of a global batch of 512 rows: about the rows of one rank
+    like = pa.array(models[1].labels, mask=quarter == 0)
+    columns = {"like": like, "importance": np.array([0.1, 1, 3, 10])[quarter], "minutes": models[1].probabilities * 3}
     columns |= {"shelf": (models[0].probabilities * 3).astype(np.int64), "number": number}
     for name, column in columns.items():
         table = table.append_column(name, column if isinstance(column, pa.Array) else pa.array(column))
@@ -169,7 +170,7 @@ def two_tasks(folder: Path, rows: int) -> tuple[Path, dict[str, float]]:
     spec["weight"] = "importance"
     (folder / "four.yaml").write_text(yaml.safe_dump(spec), encoding="utf-8")
     held = held_out(np.arange(rows), 0.1)
-    kept = [held, held & (number % 4 != 0)]
+    kept = [held, held & (quarter != 0)]
     best = {
         name: area_under_roc(each.labels[rows], each.probabilities[rows])
         for name, each, rows in zip(("click", "like"), models, kept, strict=True)
@@ -208,13 +209,13 @@ def test_ranks_learn_what_one_does_of_rows_with_weights(
 ) -> None:
     """Labels are missing and weights differ by the row: a mean of the ranks' means would be another gradient."""
     settings: dict[str, Any] = {"accumulate": accumulate, "pipeline": pipeline}
-    settings |= {"optimizer": "sgd", "embedding_optimizer": "sgd", "checkpoint": "none"}
+    settings |= {"optimizer": "sgd", "lr": 0.05, "embedding_optimizer": "sgd", "checkpoint": "none"}
     alone = trained(config_of(planted, tmp_path / "1", **settings))
     for count in (2, 4):
         reports = ranks(count, trained, config_of(planted, tmp_path / str(count), **settings))
         assert reports[0].final.to_mapping() == pytest.approx(alone.final.to_mapping(), abs=1e-4)
         assert [point.tasks["loss"] for point in reports[0].curve] == pytest.approx(
-            [point.tasks["loss"] for point in alone.curve], abs=1e-5
+            [point.tasks["loss"] for point in alone.curve], abs=1e-4
         )
 
 
