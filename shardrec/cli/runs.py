@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from shardrec.cli.flags import Debug
+from shardrec.cli.flags import Debug, Device
 from shardrec.console import console, working
+from shardrec.train import predict
 from shardrec.train.runs import RunFolder, Target, differing
 
 if TYPE_CHECKING:
@@ -17,8 +18,21 @@ if TYPE_CHECKING:
 
     from rich.table import Table
 
-__all__ = ["compare_command", "eval_command", "export_command", "inspect_command", "serve_command"]
+__all__ = [
+    "compare_command",
+    "eval_command",
+    "export_command",
+    "inspect_command",
+    "predict_command",
+    "serve_command",
+]
 
+_OnBadRow = Annotated[
+    Literal["error", "skip"] | None,
+    typer.Option(
+        help="What a row that cannot be read does: end the command, or be left out (default: the run's option)"
+    ),
+]
 _Run = Annotated[Path, typer.Argument(help="Folder of results of shardrec train.", metavar="RUN")]
 
 
@@ -27,12 +41,7 @@ def eval_command(
     data: Annotated[
         str | None, typer.Option(help="Files of rows (default: those that the run's own metrics are of)")
     ] = None,
-    on_bad_row: Annotated[
-        Literal["error", "skip"] | None,
-        typer.Option(
-            help="What a row that cannot be read does: end the command, or be left out (default: the run's option)"
-        ),
-    ] = None,
+    on_bad_row: _OnBadRow = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the metrics as JSON.")] = False,
     debug: Debug = False,
 ) -> None:
@@ -46,6 +55,31 @@ def eval_command(
         typer.echo(json.dumps(values, indent=1))
         return
     console().print(_table(values.items(), "metric", "value"))
+
+
+def predict_command(
+    run: _Run,
+    data: Annotated[str, typer.Option(help="Files of rows with the run's features; labels need not be there.")],
+    out: Annotated[str, typer.Option(help="Folder for the scores, or URL of one.", metavar="DIR|URL")],
+    keys: Annotated[str, typer.Option(help="Columns to write beside the scores.", metavar="COLUMN,...")] = "",
+    on_bad_row: _OnBadRow = None,
+    nproc: Annotated[int, typer.Option(help="Ranks to start; under torchrun, its ranks are joined.", min=1)] = 1,
+    device: Annotated[Device, typer.Option(help="Where the model lives.")] = "cpu",
+    debug: Debug = False,
+) -> None:
+    """Write the scores of a run's last checkpoint for all rows of some files, as Parquet in the rows' order.
+
+    A command that was interrupted is given again, on any number of ranks: it writes the parts that are missing.
+    _manifest.json is written last.
+    """
+    names = [name.strip() for name in keys.split(",") if name.strip()]
+    with working(f"scoring with {run}"):
+        manifest = predict(
+            str(run), data, out, keys=names, on_bad_row=on_bad_row, nproc=nproc, device=device, debug=debug
+        )
+    if manifest is not None:
+        left_out = f", left out {manifest['left_out']:,}" if manifest["left_out"] else ""
+        typer.echo(f"scored {manifest['rows']:,} rows{left_out}; {len(manifest['parts'])} files in {out}")
 
 
 def export_command(

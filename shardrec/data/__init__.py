@@ -4,10 +4,10 @@
     for batch in data.train_batches(rank, world_size, batch_size=2048):
         loss = model(batch.dense, batch.sparse, batch.labels)
 
-Files are named for the steps of the data: ``spec`` (what the columns are) → ``tables`` (a file as Arrow tables;
-``svmlight`` parses LIBSVM's lines) or ``request`` (rows as JSON) → ``encode`` with ``fault`` for what is wrong →
-``preprocess`` → ``rows`` → ``split`` (ranks, held-out part) → ``batch``; ``zipf`` → ``planted`` → ``synthetic`` for
-generated rows, which ``write`` turns into files; and ``metrics`` and ``ranking`` of predictions.
+Files are named for the steps of the data: ``spec`` and ``tasks`` (what the columns are) → ``tables`` (a file as Arrow
+tables; ``svmlight`` parses LIBSVM's lines) or ``request`` (rows as JSON) → ``encode`` with ``fault`` for what is
+wrong → ``preprocess`` → ``rows`` → ``split`` (ranks, held-out part) → ``batch``; ``zipf`` → ``planted`` →
+``synthetic`` for generated rows, which ``write`` turns into files; and ``metrics`` and ``ranking`` of predictions.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from shardrec.data.schema import CRITEO_CARDINALITIES, ClickSchema, criteo_schem
 from shardrec.data.source import ClickData
 from shardrec.data.spec import Feature, FeatureSpec, Label, click_spec, criteo_spec, load_spec
 from shardrec.data.synthetic import BestMetrics, SyntheticClickData
+from shardrec.data.tasks import Task
 from shardrec.data.write import write_criteo_tsv, write_parquet
 
 __all__ = [
@@ -42,6 +43,7 @@ __all__ = [
     "Reason",
     "SyntheticClickData",
     "SyntheticConfig",
+    "Task",
     "area_under_roc",
     "batch_of_request",
     "click_metrics",

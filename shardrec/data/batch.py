@@ -23,14 +23,16 @@ class ClickBatch:
     Attributes:
         dense: float32 (B, dense features); transformed by :func:`shardrec.data.transform_dense`.
         sparse: the ids, int64, under the schema's ``sparse_names`` in their order, stride B.
-        labels: float32 (B,), 0 or 1.
+        labels: float32 (B,), 0 or 1; or of a spec with ``labels`` (B, tasks), NaN where a row lacks one.
         groups: int64 (B,), rows with the same key are ranked against each other; None where the data have no groups.
+        row_weights: float32 (B,), of the rows in the losses; None where all count alike.
     """
 
     dense: Tensor
     sparse: KeyedJaggedTensor
     labels: Tensor
     groups: Tensor | None = None
+    row_weights: Tensor | None = None
 
     @property
     def size(self) -> int:

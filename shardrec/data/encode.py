@@ -23,6 +23,7 @@ from shardrec.data.fault import Reason, RowFault, shown
 from shardrec.data.preprocess import hash_categories, mixed, transform_dense
 from shardrec.data.rows import ClickRows, bags_at
 from shardrec.data.spec import Feature, FeatureSpec
+from shardrec.data.tasks import Task
 
 __all__ = ["Encoded", "column_fault", "encode", "hash_texts"]
 
@@ -68,8 +69,15 @@ def encode(table: Any, spec: FeatureSpec, *, labelled: bool = True) -> Encoded:
     """
     count = int(table.num_rows)
     bads: list[tuple[str, Reason, str, NDArray[np.bool_]]] = []
-    labels, groups = np.zeros(count, dtype=np.float32), None
-    if labelled:
+    labels, groups, row_weights = np.zeros(count, dtype=np.float32), None, None
+    if labelled and spec.labels:
+        labels = np.column_stack([_task_labels(table, task, bads) for task in spec.labels])
+        if spec.weight is not None:
+            values, missing, bad = _numbers(table[spec.weight])
+            bad |= missing | (values < 0) | (values > _MOST)
+            row_weights = np.where(bad, 0, values).astype(np.float32)
+            bads.append((spec.weight, Reason.NUMBER, "is no weight, a number of at least 0", bad))
+    elif labelled:
         label, missing, bad = _numbers(table[spec.label.column])
         bad = bad | missing
         if spec.label.above is None:
@@ -80,9 +88,9 @@ def encode(table: Any, spec: FeatureSpec, *, labelled: bool = True) -> Encoded:
             words = "is not a number"
         labels = np.where(bad, 0, label).astype(np.float32)
         bads.append((spec.label.column, Reason.LABEL, words, bad))
-        if spec.group is not None:
-            groups, missing, bad = _keys(table[spec.group])
-            bads.append((spec.group, Reason.ID, "is no id of a group", bad | missing))
+    if labelled and spec.group is not None:
+        groups, missing, bad = _keys(table[spec.group])
+        bads.append((spec.group, Reason.ID, "is no id of a group", bad | missing))
     dense = np.ones((count, len(spec.dense) or 1), dtype=np.float32)
     for index, feature in enumerate(spec.dense):
         values, missing, bad = _numbers(table[feature.source])
@@ -95,8 +103,31 @@ def encode(table: Any, spec: FeatureSpec, *, labelled: bool = True) -> Encoded:
         bads.append((feature.source, Reason.ID, _id_words(feature), bag.bad))
     weighted = spec.schema_.weighted
     ids, lengths, weights = _interleave(bags, count, weighted=weighted)
-    rows = ClickRows(labels=labels, dense=dense, ids=ids, lengths=lengths, weights=weights, groups=groups)
+    rows = ClickRows(
+        labels=labels,
+        dense=dense,
+        ids=ids,
+        lengths=lengths,
+        weights=weights,
+        groups=groups,
+        row_weights=row_weights,
+    )
     return Encoded(rows=rows, faults=_faults(table, bads))
+
+
+def _task_labels(table: Any, task: Task, bads: list[tuple[str, Reason, str, NDArray[np.bool_]]]) -> NDArray[np.float32]:
+    """The labels of a task, NaN where rows may lack it and do; adds to ``bads`` which values are none."""
+    array = _plain(table[task.source])
+    values, missing, bad = _numbers(array)
+    if not _is_text(array.type):  # of which a NaN counts as missing
+        bad = bad | (missing & ~np.asarray(array.is_null().to_numpy(zero_copy_only=False)))
+    bad = bad | (~missing & ~task.takes(values))
+    bads.append((task.source, Reason.LABEL, task.words, bad))
+    if not task.optional:
+        words = "is missing: give the label, or optional: true in labels"
+        bads.append((task.source, Reason.LABEL, words, missing))
+    labels = values if task.above is None else values > task.above
+    return np.where(missing, np.nan, np.where(bad, 0, labels)).astype(np.float32)
 
 
 def _faults(table: Any, bads: Sequence[tuple[str, Reason, str, NDArray[np.bool_]]]) -> dict[int, RowFault]:
@@ -114,7 +145,7 @@ def column_fault(kind: Any, name: str, spec: FeatureSpec) -> str:
     """What to give instead of a column of this type; empty when it can be read."""
     import pyarrow as pa
 
-    numeric = {spec.label.column, *(one.source for one in spec.dense)}
+    numeric = {*spec.label_sources, *(one.source for one in spec.dense)}
     inner = kind.value_type if _is_list(kind) else kind
     inner = inner.value_type if pa.types.is_dictionary(inner) else inner
     number = pa.types.is_integer(inner) or _is_fraction(inner) or pa.types.is_boolean(inner)

@@ -70,6 +70,7 @@ class PlantedModel:
 
     Args:
         config: sizes, strengths and seed.
+        task: number of the click model over the same features; each number draws other weights.
 
     Attributes:
         dense_raw: int64 (D, Q), the counts that a dense feature takes, with equal probability.
@@ -77,7 +78,7 @@ class PlantedModel:
         dense_input: float32 (D, Q), the same after :func:`~shardrec.data.transform_dense`.
     """
 
-    def __init__(self, config: SyntheticConfig) -> None:
+    def __init__(self, config: SyntheticConfig, task: int = 0) -> None:
         schema = config.schema
         self.num_dense, self.num_sparse = len(schema.dense_names), len(schema.sparse_names)
         # One row takes a whole number of Philox blocks (4 words of 64 bits = 8 uniforms), so that a stream can be
@@ -89,6 +90,10 @@ class PlantedModel:
         self.dense_input = transform_dense(self.dense_raw.astype(np.float64), self.dense_missing)
         frequencies = [_category_frequencies(size, config.exponent, rng) for size in schema.num_embeddings]
         self._tables = AliasTables(frequencies)
+        if task:
+            rng = np.random.Generator(
+                np.random.Philox(key=_key(config.seed, RandomStream.MODEL), counter=[0, task, 0, 0])
+            )
         variance = config.logit_std**2
         pairs_share = config.interaction_share if config.pairs else 0.0
         dense_share = config.dense_share if self.num_dense else 0.0

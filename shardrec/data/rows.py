@@ -33,12 +33,13 @@ class ClickRows:
     """N decoded rows.
 
     Attributes:
-        labels: float32 (N,), 0 or 1.
+        labels: float32 (N,), 0 or 1; or (N, tasks), NaN where a row lacks one.
         dense: float32 (N, D), transformed.
         ids: int64 (V,), row-major: row after row, feature after feature.
         lengths: int64 (N, F), ids of each feature of each row; None where each has exactly one (V = N * F).
         weights: float32 (V,), of the ids; None without.
         groups: uint64 (N,), keys of the groups that the rows are ranked in; None without.
+        row_weights: float32 (N,), of the rows in the losses; None without.
     """
 
     labels: NDArray[np.float32]
@@ -47,6 +48,7 @@ class ClickRows:
     lengths: NDArray[np.int64] | None = None
     weights: NDArray[np.float32] | None = None
     groups: NDArray[np.uint64] | None = None
+    row_weights: NDArray[np.float32] | None = None
 
     def __len__(self) -> int:
         return int(self.labels.shape[0])
@@ -91,6 +93,7 @@ class ClickRows:
             lengths=None if self.lengths is None else self.lengths[rows],
             weights=weights,
             groups=None if self.groups is None else self.groups[rows],
+            row_weights=None if self.row_weights is None else self.row_weights[rows],
         )
 
     def to_batch(self, schema: ClickSchema) -> ClickBatch:
@@ -110,6 +113,7 @@ class ClickRows:
             ),
             labels=torch.from_numpy(self.labels.copy()),
             groups=None if self.groups is None else torch.from_numpy(self.groups.view(np.int64).copy()),
+            row_weights=None if self.row_weights is None else torch.from_numpy(self.row_weights.copy()),
         )
 
 
@@ -134,6 +138,7 @@ def join_rows(parts: Sequence[ClickRows]) -> ClickRows:
         )
     weights = [part.weights for part in parts if part.weights is not None]
     groups = [part.groups for part in parts if part.groups is not None]
+    row_weights = [part.row_weights for part in parts if part.row_weights is not None]
     return ClickRows(
         labels=np.concatenate([part.labels for part in parts]),
         dense=np.concatenate([part.dense for part in parts]),
@@ -141,4 +146,5 @@ def join_rows(parts: Sequence[ClickRows]) -> ClickRows:
         lengths=lengths,
         weights=np.concatenate(weights) if len(weights) == len(parts) else None,
         groups=np.concatenate(groups) if len(groups) == len(parts) else None,
+        row_weights=np.concatenate(row_weights) if len(row_weights) == len(parts) else None,
     )

@@ -27,6 +27,7 @@ class ClickSchema:
         num_embeddings: rows of the embedding table of each categorical feature. Row 0 is for a missing value, so
             that each is at least 2.
         weighted: whether each id comes with a weight.
+        outputs: columns of a model's output for each label: a logit of each class, or one number.
 
     Raises:
         ConfigError: no feature at all, a name used twice, sizes that do not match the names, or a table of fewer
@@ -37,6 +38,7 @@ class ClickSchema:
     sparse_names: tuple[str, ...]
     num_embeddings: tuple[int, ...]
     weighted: bool = False
+    outputs: tuple[int, ...] = (1,)
 
     def __post_init__(self) -> None:
         for field in ("dense_names", "sparse_names", "num_embeddings"):

@@ -14,11 +14,19 @@ As a YAML file::
       - {name: video, kind: id, rows: 100_000, dynamic_ids: {evict: lfu, admit_after: 2}}   # no two ids share a row
       - {name: price, kind: dense, transform: log}
 
+In place of ``label``, several tasks (:class:`~shardrec.data.tasks.Task`), and a column of the rows' weights::
+
+    labels:
+      - {name: click}
+      - {name: minutes, kind: regression, loss: huber, optional: true}
+    weight: importance
+
 Row 0 of each table is for a missing or unknown value; with dynamic ids, a missing value is the id -2^63.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from difflib import get_close_matches
 from functools import cached_property
 from pathlib import Path
@@ -27,6 +35,7 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from shardrec.data.schema import ClickSchema, criteo_schema
+from shardrec.data.tasks import Task
 from shardrec.errors import ConfigError
 from shardrec.files import parse_yaml, read_text
 from shardrec.ids import DynamicIds
@@ -163,6 +172,8 @@ class FeatureSpec(_Strict):
 
     Attributes:
         label: the label.
+        labels: tasks, in the order in which a model's output has their columns, in place of ``label``.
+        weight: with ``labels``, the column of the rows' weights in the losses: numbers of at least 0.
         group: column of texts or whole numbers; rows with the same value (a user's, a query's, a session's) are ranked
             against each other by the ranking losses and metrics. None for none.
         features: dense ones and those with tables, in the order in which the model has them.
@@ -172,6 +183,8 @@ class FeatureSpec(_Strict):
     """
 
     label: Label = Label()
+    labels: tuple[Task, ...] = ()
+    weight: str | None = Field(default=None, min_length=1)
     group: str | None = Field(default=None, min_length=1)
     features: tuple[Feature, ...]
     columns: tuple[str, ...] | None = None
@@ -187,6 +200,13 @@ class FeatureSpec(_Strict):
     def _fits(self) -> FeatureSpec:
         if not self.sparse:
             raise ValueError("no feature has a table: give one of kind id, multi_hot, weighted or sequence")
+        repeated = sorted(name for name, count in Counter(task.name for task in self.labels).items() if count > 1)
+        if repeated:
+            raise ValueError(f"labels has the name {repeated[0]!r} twice: rename a task")
+        if self.labels and "label" in self.model_fields_set:
+            raise ValueError("label and labels are given: leave one out")
+        if self.weight is not None and not self.labels:
+            raise ValueError("weight is for labels: give labels: [{name: NAME, kind: binary}] in place of label")
         self.schema_  # noqa: B018  # checks the names
         missing = [name for name in self.sources if self.columns is not None and name not in self.columns]
         if missing:
@@ -205,11 +225,25 @@ class FeatureSpec(_Strict):
 
     @cached_property
     def sources(self) -> tuple[str, ...]:
-        """The columns of the files that are read, each once: the label's first."""
-        names = [self.label.column, *([self.group] if self.group else [])]
-        for feature in (*self.dense, *self.sparse):
-            names += [feature.source, *([feature.weights] if feature.weights else [])]
-        return tuple(dict.fromkeys(names))
+        """The columns of the files that are read, each once: the labels' first."""
+        return tuple(dict.fromkeys([*self.label_sources, *([self.group] if self.group else []), *self.feature_sources]))
+
+    @cached_property
+    def feature_sources(self) -> tuple[str, ...]:
+        """The columns of the features."""
+        columns = [column for feature in (*self.dense, *self.sparse) for column in (feature.source, feature.weights)]
+        return tuple(column for column in columns if column is not None)
+
+    @cached_property
+    def label_sources(self) -> tuple[str, ...]:
+        """The columns of the label or the tasks, and of the rows' weights."""
+        names = [task.source for task in self.labels] or [self.label.column]
+        return (*names, *([self.weight] if self.weight else []))
+
+    @property
+    def weighs_labels(self) -> bool:
+        """Whether rows differ in what they count for a task's loss."""
+        return self.weight is not None or any(task.optional for task in self.labels)
 
     @cached_property
     def schema_(self) -> ClickSchema:
@@ -219,6 +253,7 @@ class FeatureSpec(_Strict):
             sparse_names=tuple(one.name for one in self.sparse),
             num_embeddings=tuple(one.num_embeddings for one in self.sparse),
             weighted=any(one.kind == "weighted" for one in self.sparse),
+            outputs=tuple(task.outputs for task in self.labels) or (1,),
         )
 
 
@@ -254,16 +289,16 @@ def parse_spec(text: str, where: str) -> FeatureSpec:
 def _place(loc: tuple[int | str, ...], given: Any) -> str:
     """``features.2.rows`` of what a file has given, as the feature's name and the field."""
     words = [str(part) for part in loc]
-    if len(loc) > 1 and loc[0] == "features" and isinstance(loc[1], int):
-        feature = given["features"][loc[1]]
-        name = feature.get("name", loc[1]) if isinstance(feature, dict) else loc[1]
-        words = [f"feature {name!r}", *words[2:]]
+    if len(loc) > 1 and loc[0] in ("features", "labels") and isinstance(loc[1], int):
+        item = given[loc[0]][loc[1]]
+        name = item.get("name", loc[1]) if isinstance(item, dict) else loc[1]
+        words = [f"{'feature' if loc[0] == 'features' else 'label'} {name!r}", *words[2:]]
     return f"{', '.join(words)}: " if words else ""
 
 
 def _unknown_key(loc: tuple[int | str, ...]) -> str:
     """What is said of a key that there is none of: the nearest one, and all."""
-    holder: Any = FeatureSpec if len(loc) == 1 else Label if loc[0] == "label" else Feature
+    holder: Any = FeatureSpec if len(loc) == 1 else {"label": Label, "labels": Task}.get(str(loc[0]), Feature)
     known = [*(DynamicIds.__dataclass_fields__ if "dynamic_ids" in loc else holder.model_fields)]
     close = "".join(f", did you mean {key!r}?" for key in get_close_matches(str(loc[-1]), known, n=1))
     return f"there is no such key{close} (the keys are {', '.join(known)})"

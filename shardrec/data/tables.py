@@ -9,7 +9,7 @@ from __future__ import annotations
 import lzma
 import zipfile
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,7 +26,7 @@ from shardrec.data.urls import open_input, path_of
 from shardrec.errors import DataError
 from shardrec.layout.presets import host_memory
 
-__all__ = ["TableBlock", "check_file", "count_rows", "first_line", "read_blocks"]
+__all__ = ["TableBlock", "check_file", "count_rows", "first_line", "read_blocks", "rows_between"]
 
 _ROWS_AT_ONCE = 16_384
 _BLOCK_BYTES = 4 << 20
@@ -107,6 +107,33 @@ def read_blocks(path: str, spec: FeatureSpec) -> Iterator[TableBlock]:
         begin, seen = seen, seen + table.num_rows + len(broken)
         faults = {begin + row: fault for row, fault in broken.items()}
         yield TableBlock(table=table, numbers=np.delete(np.arange(begin, seen), list(broken)), faults=faults, seen=seen)
+
+
+def rows_between(path: str, spec: FeatureSpec, ranges: Iterable[tuple[int, int]]) -> Iterator[TableBlock]:
+    """A block of exactly the rows ``start`` to ``stop`` (not included), for each of some ascending ranges.
+
+    Raises:
+        DataError: for a file that is damaged, or has fewer rows.
+    """
+    import pyarrow as pa
+
+    blocks = read_blocks(path, spec)
+    block = next(blocks, None)
+    for start, stop in ranges:
+        tables, numbers = [], [np.zeros(0, dtype=np.int64)]
+        faults: dict[int, RowFault] = {}
+        while block is not None:
+            first, last = np.searchsorted(block.numbers, [start, stop])
+            part = block.table.slice(first, last - first)
+            tables.append(pa.Table.from_batches([part]) if isinstance(part, pa.RecordBatch) else part)
+            numbers.append(block.numbers[first:last])
+            faults |= {number: fault for number, fault in block.faults.items() if start <= number < stop}
+            if block.seen >= stop:
+                break
+            block = next(blocks, None)
+        if block is None:
+            raise DataError(f"data file {path} has fewer than {stop:,} rows, and had more: do not change it meanwhile")
+        yield TableBlock(table=pa.concat_tables(tables), numbers=np.concatenate(numbers), faults=faults, seen=stop)
 
 
 def count_rows(path: str, spec: FeatureSpec) -> int:

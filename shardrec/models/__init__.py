@@ -1,8 +1,9 @@
 """Models with settings: click models and sequence models of the literature, as plain TorchRec modules.
 
 ``Model(schema, **arguments)`` makes a module from (dense (B, M) float32, sparse KeyedJaggedTensor) to logits (B,) or
-(B, 1), its tables on meta: for ``shardrec train --model NAME --model-arg NAME=VALUE``, or for :func:`shardrec.shard`.
-docs/models.md has papers, arguments and commands. Importing this package does not import torch.
+(B, 1), or those of several labels, its tables on meta: for ``shardrec train --model NAME --model-arg NAME=VALUE``, or
+for :func:`shardrec.shard`. docs/models.md has papers, arguments and commands. Importing this package does not import
+torch.
 
 Arguments that several models have are said here once:
 
@@ -17,6 +18,9 @@ Arguments that several models have are said here once:
 
 __all__ = ["MODELS"]
 
-_NAMES = "dlrm=DLRM dcn=DCN dnn=DNN deepfm=DeepFM finalmlp=FinalMLP din=DIN sasrec=SASRec hstu=HSTU two_tower=TwoTower"
+_NAMES = (
+    "dlrm=DLRM dcn=DCN dnn=DNN deepfm=DeepFM finalmlp=FinalMLP din=DIN sasrec=SASRec hstu=HSTU two_tower=TwoTower "
+    "mmoe=MMoE ple=PLE"
+)
 MODELS: dict[str, str] = dict(pair.split("=") for pair in _NAMES.split())
 """The class of each model, by the model's name on the command line, which is also its file's."""

@@ -1,4 +1,4 @@
-"""What the models share: tables of a schema, layers with dropout and batch norm, and the factorization machine.
+"""What the models share: tables of a schema, layers with dropout and batch norm, the factorization machine, experts.
 
 Legend: B rows, F features, D columns.
 """
@@ -6,7 +6,7 @@ Legend: B rows, F features, D columns.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Annotated, TypeAlias
+from typing import Annotated, Any, TypeAlias
 
 import torch
 import torch.nn.functional as F
@@ -18,7 +18,17 @@ from torchrec.modules.embedding_modules import EmbeddingBagCollection, Embedding
 from shardrec.data import ClickSchema
 from shardrec.errors import ConfigError
 
-__all__ = ["MLP", "FactorizationMachine", "Share", "Size", "Sizes", "activation", "item_rows", "pooled_features"]
+__all__ = [
+    "MLP",
+    "Experts",
+    "FactorizationMachine",
+    "Share",
+    "Size",
+    "Sizes",
+    "activation",
+    "item_rows",
+    "pooled_features",
+]
 
 Size: TypeAlias = Annotated[int, Field(gt=0)]
 Sizes: TypeAlias = tuple[Size, ...]
@@ -114,3 +124,40 @@ class FactorizationMachine(nn.Module):
         """(B, F, D) to (B,)."""
         pairs_BD = features.sum(1).square() - features.square().sum(1)
         return pairs_BD.sum(1) / 2
+
+
+class Experts(nn.Module):
+    """Networks of the same layers, ``own`` for each of T tasks and ``shared`` for all, which gates mix.
+
+    Args:
+        inputs: columns of the inputs.
+        hidden: widths of an expert's layers.
+        tasks: T.
+        shared: experts of all tasks.
+        own: experts of each task.
+        gates: T, each of which sees its task's experts and the shared ones; or T + 1, the last of which sees all.
+        settings: dropout and batch norm, as :class:`MLP` takes them.
+    """
+
+    def __init__(
+        self, inputs: int, hidden: Sequence[int], tasks: int, shared: int, own: int, gates: int, **settings: Any
+    ) -> None:
+        super().__init__()
+        self.input_of = [task for task in range(tasks) for _ in range(own)] + [tasks] * shared
+        numbers = [*range(len(self.input_of))]
+        of_tasks = [[n for n in numbers if self.input_of[n] in (task, tasks)] for task in range(tasks)]
+        self.mixed = [*of_tasks, numbers][:gates]
+        self.experts = nn.ModuleList(MLP(inputs, hidden, **settings) for _ in numbers)
+        self.gates = nn.ModuleList(nn.Linear(inputs, len(experts)) for experts in self.mixed)
+
+    def forward(self, inputs: list[Tensor]) -> list[Tensor]:
+        """T + 1 inputs (B, inputs), those of each task and of all, to a mixture (B, last width) for each gate."""
+        outputs: list[Tensor] = []
+        for number, expert in enumerate(self.experts):
+            outputs.append(expert(inputs[self.input_of[number]]))
+        mixtures: list[Tensor] = []
+        for number, gate in enumerate(self.gates):
+            shares_BE = gate(inputs[number]).softmax(1)
+            experts_BED = torch.stack([outputs[expert] for expert in self.mixed[number]], dim=1)
+            mixtures.append((shares_BE.unsqueeze(2) * experts_BED).sum(1))
+        return mixtures

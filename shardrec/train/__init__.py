@@ -6,7 +6,7 @@ model, prefetch, loop, saving, metrics, display and report. Importing this packa
 
 from shardrec.launch.stop import RunStopped
 from shardrec.train.config import TrainConfig, load_config
-from shardrec.train.launch import train
+from shardrec.train.launch import predict, train
 from shardrec.train.runs import RunFolder
 
-__all__ = ["RunFolder", "RunStopped", "TrainConfig", "load_config", "train"]
+__all__ = ["RunFolder", "RunStopped", "TrainConfig", "load_config", "predict", "train"]

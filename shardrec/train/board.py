@@ -47,8 +47,7 @@ class Board(Display):
 
     def evaluated(self, point: CurvePoint) -> None:
         self._shown.evaluated(point)
-        for name in _HELD_OUT:
-            value = getattr(point, name)
+        for name, value in ({name: getattr(point, name) for name in _HELD_OUT} | {**point.tasks}).items():
             if value is not None:
                 self._write(f"held_out/{name}", value, point.samples)
         for table, counts in point.ids.items():

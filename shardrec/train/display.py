@@ -13,8 +13,10 @@ from rich.progress import BarColumn, Progress, ProgressColumn, SpinnerColumn, Ta
 from rich.text import Text
 
 from shardrec.console import console
+from shardrec.data import ClickMetrics
 from shardrec.train.config import TrainConfig
-from shardrec.train.report import CurvePoint, RunReport, metrics_table, summary_line
+from shardrec.train.report import CurvePoint, RunReport, metrics_table, summary_line, task_values
+from shardrec.train.tasks import TaskMetrics
 
 if TYPE_CHECKING:
     from shardrec.launch.ranks import RankInfo
@@ -147,7 +149,9 @@ class Announcer:
 
     def results(self, report: RunReport, folder: Path) -> None:
         """The final metrics and, in the last line, the gap to the best possible."""
-        self.say(f"{report.final.rows:,} held-out rows, {report.final.click_rate:.1%} clicked")
+        final = report.final
+        clicked = "" if isinstance(final, TaskMetrics) else f", {final.click_rate:.1%} clicked"
+        self.say(f"{final.rows:,} held-out rows{clicked}")
         self._console.print(metrics_table(report))
         for reason, count in report.skipped.items():
             self.say(f"left out {count:,} row{'s' * (count > 1)}: {reason}")
@@ -155,18 +159,23 @@ class Announcer:
             f"{report.samples:,} samples in {duration(report.seconds)}, {report.samples_per_second:,.0f} samples/s; "
             f"results in {folder}"
         )
-        if report.final.normalized_entropy > 1 and report.config["loss"] == "bce":
+        if isinstance(final, ClickMetrics) and report.config["loss"] == "bce":
+            self._advise(report, final)
+        self.say(summary_line(report))
+
+    def _advise(self, report: RunReport, final: ClickMetrics) -> None:
+        """What is said of a run that has learned nothing, or overfits."""
+        if final.normalized_entropy > 1:
             self.say(
-                f"normalized entropy {report.final.normalized_entropy:.4f} is above 1: always predicting the click "
+                f"normalized entropy {final.normalized_entropy:.4f} is above 1: always predicting the click "
                 "rate would be better. Train on more rows, or lower --embedding-lr and --lr"
             )
-        best = min(report.curve, key=lambda point: point.logloss, default=None)
-        if best is not None and report.config["loss"] == "bce" and best.logloss < report.curve[-1].logloss * _OVERFITS:
+        best = min(report.curve, key=lambda point: point.logloss or 0.0, default=None)
+        if best is not None and (best.logloss or 0.0) < (report.curve[-1].logloss or 0.0) * _OVERFITS:
             self.say(
                 f"the held-out normalized entropy was {best.normalized_entropy:.4f} after {best.samples:,} samples and "
                 f"{report.curve[-1].normalized_entropy:.4f} at the end: the model overfits{_advice(report)}"
             )
-        self.say(summary_line(report))
 
 
 def _advice(report: RunReport) -> str:
@@ -187,12 +196,16 @@ def _pace(samples: int, seconds: float, total: int | None) -> str:
 
 
 def _held_out(point: CurvePoint) -> str:
+    ids = [_ids(table, counts) for table, counts in point.ids.items()]
+    if point.tasks:
+        values = "  ".join(f"{name} {text}" for name, text in task_values(point.tasks).items())
+        return "\n".join([f"{point.samples:>11,} samples  held out: {values}", *ids])
     metrics = f"{point.samples:>11,} samples  held out: AUC {point.auc:.4f}  logloss {point.logloss:.4f}  "
     if point.gauc is None or point.ndcg is None:
         metrics += f"NE {point.normalized_entropy:.4f}"
     else:
         metrics += f"GAUC {point.gauc:.4f}  NDCG {point.ndcg:.4f}"
-    return "\n".join([metrics, *(_ids(table, counts) for table, counts in point.ids.items())])
+    return "\n".join([metrics, *ids])
 
 
 def _ids(table: str, counts: Mapping[str, int]) -> str:

@@ -5,6 +5,7 @@
     GET  /          what the model is, and an example of a request
     GET  /health    {"status": "ok"}, for health checks
     POST /predict   {"rows": [{"user": "u17", "price": 3.5, ...}, ...]}  →  {"probabilities": [0.71, ...]}
+                    of several labels: {"predictions": {"click": [0.71, ...], ...}}
 
 One process computes one request at a time. To serve many requests, use ``shardrec export``; see docs/serving.md.
 """
@@ -29,6 +30,7 @@ from werkzeug.wrappers import Request, Response
 from shardrec.data import FeatureSpec, batch_of_request, request_example
 from shardrec.errors import ConfigError, DataError
 from shardrec.files import parse_json
+from shardrec.train.tasks import predictions
 
 if TYPE_CHECKING:
     from _typeshed.wsgi import StartResponse, WSGIEnvironment
@@ -48,19 +50,17 @@ class Endpoint:
     """Answers requests with a model's predictions.
 
     Args:
-        model: from (dense, sparse) to (B,) or (B, 1) logits, in eval mode, on the CPU.
+        model: from (dense, sparse) to logits, in eval mode, on the CPU.
         spec: of the data that it was trained on.
         about: the description shown at ``/``.
-        output: name of the results: ``probabilities``, or ``scores`` if the model's logits are not log odds.
+        loss: of its run; logits of another than ``bce`` are no log odds, and are answered as ``scores``.
     """
 
-    def __init__(
-        self, model: nn.Module, spec: FeatureSpec, about: Mapping[str, Any], *, output: str = "probabilities"
-    ) -> None:
+    def __init__(self, model: nn.Module, spec: FeatureSpec, about: Mapping[str, Any], *, loss: str = "bce") -> None:
         self._model = model
         self._spec = spec
         self._about = dict(about)
-        self._output = output
+        self._loss = loss
         self._one_at_a_time = threading.Lock()
 
     def __call__(self, environ: WSGIEnvironment, start_response: StartResponse) -> Iterable[bytes]:
@@ -102,9 +102,11 @@ class Endpoint:
             raise BadRequest('the body must be an object with the one field "rows", a list')
         batch = batch_of_request(given["rows"], self._spec)
         with self._one_at_a_time, torch.no_grad():
-            logits = self._model(batch.dense, batch.sparse).view(-1).float()
-        values = torch.sigmoid(logits) if self._output == "probabilities" else logits
-        return {self._output: values.tolist()}
+            logits = self._model(batch.dense, batch.sparse)
+        values = predictions(logits, batch.size, self._spec.labels, self._loss)
+        if self._spec.labels:
+            return {"predictions": {name: scores.tolist() for name, scores in values.items()}}
+        return {"probabilities" if self._loss == "bce" else "scores": values[""].tolist()}
 
 
 class _Threads(ThreadedTaskDispatcher):  # type: ignore[misc]  # waitress is not typed

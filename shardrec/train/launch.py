@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Sequence
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ from shardrec.errors import ConfigError, PeerError
 from shardrec.launch.run import launched_rank, run_on_ranks
 from shardrec.train.config import CHECKPOINTS, TrainConfig
 
-__all__ = ["train"]
+__all__ = ["predict", "train"]
 
 
 def train(config: TrainConfig, *, resume: bool = False, debug: bool = False) -> None:
@@ -55,6 +56,55 @@ def train(config: TrainConfig, *, resume: bool = False, debug: bool = False) -> 
             again = f"starting the ranks again, {restarts} of {config.allowed_restarts} times without a new checkpoint"
             print(f"shardrec: {error}\nshardrec: {again}", file=sys.stderr, flush=True)
         resume = True
+
+
+def predict(
+    run: str,
+    data: str,
+    out: str,
+    *,
+    keys: Sequence[str] = (),
+    on_bad_row: str | None = None,
+    nproc: int = 1,
+    device: str = "cpu",
+    debug: bool = False,
+) -> dict[str, Any] | None:
+    """Write a run's scores of all rows of some files as Parquet, in their order; called again, go on.
+
+    Args:
+        run: folder of results of :func:`train`.
+        data: files with the run's features; labels need not be there.
+        out: folder, or URL of one.
+        keys: columns of the files to write beside the scores.
+        on_bad_row: "error" or "skip"; None for what the run was told.
+        nproc: ranks to start; under torchrun, its ranks are joined.
+        device: "cpu" or "cuda".
+        debug: keep the ranks' tracebacks.
+
+    Returns:
+        The manifest, on rank 0.
+
+    Raises:
+        ConfigError: if the folder holds something else, or the checkpoint, the files or the keys have changed.
+        DataError: for a file or a row that cannot be read; on every rank.
+    """
+    check_extra("train")
+    options = {
+        "run": run,
+        "data": data,
+        "out": out,
+        "keys": list(dict.fromkeys(keys)),
+        "on_bad_row": on_bad_row,
+        "device": device,
+    }
+    manifest: dict[str, Any] | None = run_on_ranks(_predict_rank, options, nproc=nproc, debug=debug)
+    return manifest
+
+
+def _predict_rank(options: dict[str, Any]) -> dict[str, Any] | None:
+    from shardrec.train.predict import predict_rank
+
+    return predict_rank(options)
 
 
 def _check_out(config: TrainConfig, resume: bool) -> None:

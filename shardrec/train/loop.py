@@ -1,7 +1,8 @@
 """The training loop: batches in, steps made, curve out.
 
 A step's gradients are means over the ranks of the means over their rows, of all the batches of the step together. Ranks
-have equally many rows in every step but perhaps the last one of an epoch, whose few rows weigh a little more.
+have equally many rows in every step but perhaps the last one of an epoch, whose few rows weigh a little more. Where
+rows have weights or lack labels, the gradient is that of the weighted mean over the step's rows of all ranks.
 """
 
 from __future__ import annotations
@@ -23,8 +24,9 @@ from shardrec.pipeline.lookahead import tell_others
 from shardrec.pipeline.train import TrainPipeline
 from shardrec.train.display import Display
 from shardrec.train.losses import batch_loss
-from shardrec.train.report import CurvePoint
+from shardrec.train.report import CurvePoint, held_out_values
 from shardrec.train.run import Run
+from shardrec.train.tasks import LabelWeights, TaskMetrics, label_weights
 
 __all__ = ["Schedule", "StepPart", "failing_together", "step_parts", "train_epoch"]
 
@@ -76,19 +78,28 @@ class StepPart(NamedTuple):
         batch: the batch.
         weight: factor of its mean loss, so that the mean over the step's batches is that over their rows.
         ends: whether it is the last one of the step.
+        sums: of the first one of a step: sums of the label weights of all its batches, float64 (T,); None where rows
+            count alike.
     """
 
     batch: ClickBatch
     weight: float
     ends: bool
+    sums: Tensor | None = None
 
 
-def step_parts(batches: Iterator[ClickBatch], accumulate: int) -> Iterator[StepPart]:
-    """The batches, ``accumulate`` of them a step; the last step may have fewer."""
+def step_parts(batches: Iterator[ClickBatch], accumulate: int, *, weighs_labels: bool = False) -> Iterator[StepPart]:
+    """The batches, ``accumulate`` of them a step; the last step may have fewer.
+
+    With ``weighs_labels`` their losses are divided by the sums of the step, and so have the weight 1.
+    """
     while step := list(islice(batches, accumulate)):
         rows = max(1, sum(batch.size for batch in step))
+        weights = [label_weights(batch.labels, batch.row_weights) for batch in step] if weighs_labels else []
+        sums = torch.cat(weights).double().sum(0) if weights else None
         for number, batch in enumerate(step, 1):
-            yield StepPart(batch, accumulate * batch.size / rows, number == len(step))
+            weight = 1.0 if weighs_labels else accumulate * batch.size / rows
+            yield StepPart(batch, weight, number == len(step), sums if number == 1 else None)
 
 
 def train_epoch(
@@ -96,7 +107,7 @@ def train_epoch(
     batches: Iterable[StepPart],
     *,
     schedule: Schedule,
-    evaluate: Callable[[], ClickMetrics],
+    evaluate: Callable[[], ClickMetrics | TaskMetrics],
     display: Display,
     after_point: Callable[[], None],
     after_step: Callable[[], None],
@@ -116,6 +127,8 @@ def train_epoch(
     optimizers = (run.optimizer, run.model.fused_optimizer)
     schedulers = [LambdaLR(optimizer, schedule.rate, last_epoch=progress.steps - 1) for optimizer in optimizers]
 
+    weights = LabelWeights()
+
     def add_point() -> None:
         with progress.off_the_clock():
             progress.evaluated_at = progress.steps
@@ -125,12 +138,8 @@ def train_epoch(
                 samples=progress.samples,
                 seconds=progress.seconds,
                 train_loss=train_loss,
-                auc=metrics.auc,
-                logloss=metrics.logloss,
-                normalized_entropy=metrics.normalized_entropy,
                 rows=metrics.rows,
-                gauc=None if metrics.ranking is None else metrics.ranking.gauc,
-                ndcg=None if metrics.ranking is None else metrics.ranking.ndcg,
+                **held_out_values(metrics),
                 grad_norms={name: norm for name, norm in norms.items() if norm is not None and math.isfinite(norm)},
                 ids=run.id_counts(),
             )
@@ -139,8 +148,10 @@ def train_epoch(
         after_point()
 
     def weighted_loss(model: nn.Module, part: StepPart) -> tuple[Tensor, Tensor, int, bool]:
+        if part.sums is not None:
+            weights.begin(part.sums, run.config.accumulate)
         with torch.autocast(run.rank_info.device.type, torch.bfloat16, enabled=run.config.precision == "bf16"):
-            loss = batch_loss(run.config.loss, model, part.batch)
+            loss = batch_loss(run.config.loss, model, part.batch, run.spec.labels, weights.divisors)
         return loss if part.weight == 1 else loss * part.weight, loss.detach(), part.batch.size, part.ends
 
     steps = TrainPipeline(

@@ -9,7 +9,7 @@ Legend: B rows; a group's number is at most B - 1.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -17,23 +17,34 @@ from torch import Tensor, nn
 from torch.nn.functional import binary_cross_entropy_with_logits, softplus
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from shardrec.data import ClickBatch
+from shardrec.data import ClickBatch, Task
 from shardrec.errors import ConfigError
+from shardrec.train.tasks import outputs_of, task_loss
 
 __all__ = ["batch_loss", "click_loss", "pairwise_loss", "softmax_loss", "with_own_loss"]
 
 
-def batch_loss(name: str, model: nn.Module, batch: ClickBatch) -> Tensor:
+def batch_loss(
+    name: str,
+    model: nn.Module,
+    batch: ClickBatch,
+    tasks: Sequence[Task] = (),
+    divisors: Callable[[], Tensor | None] = lambda: None,
+) -> Tensor:
     """The loss of a model on a batch.
 
     Args:
         name: ``bce``, ``softmax``, ``pairwise``, or ``model`` for the own one of a model from :func:`with_own_loss`.
         model: from (dense, sparse) to (B,) or (B, 1) logits.
         batch: where the model is.
+        tasks: of data with several labels, whose losses are added up in place of ``bce``.
+        divisors: of the sums over the rows of these; called after the forward. See :func:`task_loss`.
     """
     if name == "model":
         return _scalar(model(batch.dense, batch.sparse, batch.labels))
     logits = model(batch.dense, batch.sparse)
+    if tasks:
+        return task_loss(outputs_of(logits, batch.size, tasks), batch.labels, batch.row_weights, tasks, divisors())
     if name == "bce":
         return click_loss(logits, batch.labels)
     assert batch.groups is not None, "checked when the data were opened"

@@ -6,27 +6,32 @@ Legend: B rows of a batch, N rows of this rank, M rows of the longest rank, W ra
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
+from functools import partial
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from shardrec.data import ClickBatch, ClickMetrics, click_metrics, ranking_metrics
+from shardrec.data import ClickBatch, ClickMetrics, Task, click_metrics, ranking_metrics
 from shardrec.exchange.peers import peers
 from shardrec.pipeline.train import TrainPipeline
+from shardrec.train.tasks import TaskMetrics, outputs_of, task_metrics
 
 __all__ = ["evaluate", "gather_rows"]
 
 
-def evaluate(model: nn.Module, batches: Iterable[ClickBatch], device: torch.device, *, k: int = 10) -> ClickMetrics:
+def evaluate(
+    model: nn.Module, batches: Iterable[ClickBatch], device: torch.device, *, k: int = 10, tasks: Sequence[Task] = ()
+) -> ClickMetrics | TaskMetrics:
     """Score ``model`` on this rank's batches and those of all the others; every rank calls it and gets the same.
 
     Args:
-        model: from (dense, sparse) to (B, 1) logits.
+        model: from (dense, sparse) to (B, 1) logits, or the columns of the tasks.
         batches: as many on every rank; with ranking metrics if they have groups.
         device: where the model is.
         k: places at the top of each group that ranking metrics count.
+        tasks: of data with several labels.
 
     Raises:
         ConfigError: if no row, or none or all of the rows, were clicked, so that there is no AUC.
@@ -40,6 +45,8 @@ def evaluate(model: nn.Module, batches: Iterable[ClickBatch], device: torch.devi
             yield batch
 
     steps = TrainPipeline(model, (), (), depth=0, device=device)  # copies batches to the device without waiting
+    if tasks:
+        return _evaluate_tasks(steps.predict(grouped(), partial(_task_rows, tasks)), groups, tasks, k, device)
     scored = [torch.zeros((2, 0), device=device), *steps.predict(grouped(), _scores)]
     # Scores stay on the device until here: reading each batch's would make the host wait for it.
     labels, logits = gather_rows(torch.cat(scored, dim=1).cpu())
@@ -55,6 +62,23 @@ def _scores(model: nn.Module, batch: ClickBatch) -> Tensor:
     """(2, B): labels and logits."""
     logits: Tensor = model(batch.dense, batch.sparse)
     return torch.stack((batch.labels, logits.view(-1).float()))
+
+
+def _evaluate_tasks(
+    scored: Iterator[Tensor], groups: list[Tensor], tasks: Sequence[Task], k: int, device: torch.device
+) -> TaskMetrics:
+    sizes = [len(tasks), sum(task.outputs for task in tasks), 1]
+    rows = gather_rows(torch.cat([torch.zeros((sum(sizes), 0), device=device), *scored], dim=1).cpu())
+    labels, outputs, weights = rows.t().split(sizes, 1)
+    group = gather_rows(torch.cat(groups, dim=1).cpu()).squeeze(0) if groups else None
+    return task_metrics(outputs, labels, weights.squeeze(1), group, tasks, k)
+
+
+def _task_rows(tasks: Sequence[Task], model: nn.Module, batch: ClickBatch) -> Tensor:
+    """(T + K + 1, B): labels, outputs and weights of the rows."""
+    outputs = outputs_of(model(batch.dense, batch.sparse), batch.size, tasks)
+    weights = outputs.new_ones(batch.size) if batch.row_weights is None else batch.row_weights
+    return torch.cat([batch.labels, outputs, weights.unsqueeze(1)], dim=1).t()
 
 
 def gather_rows(rows_CN: Tensor) -> Tensor:

@@ -106,8 +106,8 @@ class Progress:
 
     def improved(self, points: int = 1) -> bool:
         """Whether any of the last points of the curve is better than all before."""
-        sign = -1 if self.watched in ("logloss", "normalized_entropy") else 1
-        worths = [sign * (getattr(point, self.watched) or 0.0) for point in self.curve]
+        sign = -1 if self.watched in ("logloss", "normalized_entropy", "loss") else 1
+        worths = [sign * (point.value(self.watched) or 0.0) for point in self.curve]
         return len(worths) <= points or max(worths[-points:]) > max(worths[:-points])
 
     @property

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import os
 import platform
 from collections.abc import Mapping, Sequence
@@ -16,12 +17,25 @@ from rich.table import Table
 
 import shardrec
 from shardrec.data import ClickMetrics
+from shardrec.train.tasks import TaskMetrics
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-__all__ = ["CurvePoint", "RunReport", "environment", "metrics_table", "summary_line", "write_curve", "write_metrics"]
+__all__ = [
+    "CurvePoint",
+    "RunReport",
+    "environment",
+    "held_out_values",
+    "metrics_table",
+    "summary_line",
+    "task_values",
+    "write_curve",
+    "write_metrics",
+]
 
+_HEADLINES = ("/auc", "/r2", "/accuracy")
+_SHOWN = ("/loss", "/logloss", "/normalized_entropy", "/gauc", "/mse", "/mae", *_HEADLINES)
 _PACKAGES = ("torch", "fbgemm-gpu-cpu", "fbgemm-gpu", "torchrec", "numpy")
 
 
@@ -33,7 +47,7 @@ class CurvePoint:
         samples: rows trained on so far, over all ranks.
         seconds: training time so far, without evaluations.
         train_loss: rank 0's mean logloss since the point before, in nats per row; None where no step was made since.
-        auc: held-out area under the ROC curve.
+        auc: held-out area under the ROC curve; None of several tasks, as the next two.
         logloss: held-out, in nats per row.
         normalized_entropy: held-out.
         rows: held-out rows behind them.
@@ -43,19 +57,25 @@ class CurvePoint:
             ``tables``, before they were clipped; empty without ``clip``.
         ids: of each table with dynamic ids, by its plan name: the counts of :meth:`shardrec.ShardedModel.id_stats`,
             since the run began.
+        tasks: held-out metrics of several tasks, as :attr:`TaskMetrics.values`; empty of a single label.
     """
 
     samples: int
     seconds: float
     train_loss: float | None
-    auc: float
-    logloss: float
-    normalized_entropy: float
+    auc: float | None = None
+    logloss: float | None = None
+    normalized_entropy: float | None = None
     rows: int
     gauc: float | None = None
     ndcg: float | None = None
     grad_norms: Mapping[str, float] = field(default_factory=dict)
     ids: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
+    tasks: Mapping[str, float | int | None] = field(default_factory=dict)
+
+    def value(self, name: str) -> float | None:
+        """A held-out metric, of a single label or of tasks."""
+        return self.tasks[name] if name in self.tasks else getattr(self, name)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,7 +100,7 @@ class RunReport:
     environment: Mapping[str, Any]
     source: str
     curve: Sequence[CurvePoint]
-    final: ClickMetrics
+    final: ClickMetrics | TaskMetrics
     optimum: ClickMetrics | None
     samples: int
     steps: int
@@ -96,7 +116,25 @@ class RunReport:
     @property
     def gap(self) -> float | None:
         """How much AUC is missing to the optimum."""
-        return None if self.optimum is None else self.optimum.auc - self.final.auc
+        if self.optimum is None or isinstance(self.final, TaskMetrics):
+            return None
+        return self.optimum.auc - self.final.auc
+
+
+def held_out_values(metrics: ClickMetrics | TaskMetrics) -> dict[str, Any]:
+    """The fields of a :class:`CurvePoint` that metrics have."""
+    if isinstance(metrics, TaskMetrics):
+        return {"tasks": metrics.values}
+    values = {name: getattr(metrics, name) for name in ("auc", "logloss", "normalized_entropy")}
+    ranking = metrics.ranking
+    return values if ranking is None else values | {"gauc": ranking.gauc, "ndcg": ranking.ndcg}
+
+
+def task_values(values: Mapping[str, float | int | None], *, all_of_them: bool = True) -> dict[str, str]:
+    """The metrics of tasks that people look at as text; or the loss and the first of each task."""
+    ends = _SHOWN if all_of_them else ("/loss", *_HEADLINES)
+    chosen = [name for name in values if f"/{name}".endswith(ends)]
+    return {name: f"{value:.4f}" for name in chosen if (value := values[name]) is not None}
 
 
 def environment(*, world_size: int, threads: int) -> dict[str, Any]:
@@ -125,6 +163,10 @@ def metrics_table(report: RunReport) -> Table:
     table = Table()
     table.add_column("held out")
     table.add_column("model", justify="right")
+    if isinstance(report.final, TaskMetrics):
+        for row in task_values(report.final.values).items():
+            table.add_row(*row)
+        return table
     if report.optimum is not None:
         table.add_column("best possible", justify="right")
         table.add_column("gap", justify="right")
@@ -151,6 +193,8 @@ def metrics_table(report: RunReport) -> Table:
 def summary_line(report: RunReport) -> str:
     """The run in one line, its optimum too where there is one."""
     final = report.final
+    if isinstance(final, TaskMetrics):
+        return ", ".join(f"{name} {text}" for name, text in task_values(final.values, all_of_them=False).items())
     if final.ranking is not None and final.ranking.gauc is not None:
         ranking = final.ranking
         return f"GAUC {ranking.gauc:.4f}, NDCG@{ranking.k} {ranking.ndcg:.4f}, AUC {final.auc:.4f}"
@@ -196,12 +240,19 @@ def write_curve(report: RunReport, path: Path) -> None:
     samples = [point.samples for point in report.curve]
     trained = [(point.samples, point.train_loss) for point in report.curve if point.train_loss is not None]
     left.plot(*zip(*trained, strict=True), color="tab:gray", marker=".", label="training")
-    if report.config["loss"] == "bce":
+    if isinstance(report.final, TaskMetrics):
+        _held_out(left, report, samples, "loss")
+        left.set(title="Loss")
+    elif report.config["loss"] == "bce":
         _held_out(left, report, samples, "logloss")
         left.set(title="Logloss", ylabel="nats per row")
     else:
         left.set(title=f"{report.config['loss']} loss")
-    if report.config["loss"] == "bce" or report.final.ranking is None:
+    if isinstance(report.final, TaskMetrics):
+        for name in filter(lambda name: name.endswith(_HEADLINES), report.final.values):
+            right.plot(samples, [point.value(name) or math.nan for point in report.curve], marker="o", label=name)
+        right.set(title="Held-out metrics")
+    elif report.config["loss"] == "bce" or report.final.ranking is None:
         _held_out(right, report, samples, "auc")
         right.set(title="Held-out AUC", ylabel="AUC")
     else:
@@ -219,7 +270,7 @@ def write_curve(report: RunReport, path: Path) -> None:
 
 
 def _held_out(axes: Axes, report: RunReport, samples: Sequence[int], name: str) -> None:
-    values = [getattr(point, name) for point in report.curve]
+    values = [point.value(name) or math.nan for point in report.curve]
     axes.plot(samples, values, color="tab:blue", marker="o", markersize=4, label="held out")
     if report.optimum is not None:
         best = getattr(report.optimum, name)

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import torch
 
+from shardrec.data import FeatureSpec
 from shardrec.ids.id_map import COUNTED
 from shardrec.launch.ranks import RankInfo
 from shardrec.modules import ShardedModel
@@ -30,6 +31,7 @@ class Run:
         rank_info: this rank.
         folder: of the results.
         source: of the rows.
+        spec: what their columns are.
         model: with its fused optimizers.
         optimizer: of the dense part.
         average: of the weights, if they are averaged.
@@ -41,6 +43,7 @@ class Run:
     rank_info: RankInfo
     folder: Path
     source: Source
+    spec: FeatureSpec
     model: ShardedModel
     optimizer: torch.optim.Optimizer
     average: Average | None

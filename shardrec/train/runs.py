@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
@@ -13,10 +14,13 @@ from shardrec.files import read_json
 from shardrec.train.config import CHECKPOINTS, FILE, METRICS, PLAN, SPEC, TrainConfig, load_config
 
 if TYPE_CHECKING:
+    import torch
+
     from shardrec.data import ClickBatch, ClickMetrics, ClickSchema, FeatureSpec
     from shardrec.layout import ShardingPlan
     from shardrec.modules import ShardedModel
     from shardrec.train.endpoint import Endpoint
+    from shardrec.train.tasks import TaskMetrics
 
 __all__ = ["RunFolder", "Target", "cuts_of", "differing"]
 
@@ -64,7 +68,12 @@ class RunFolder:
         return self.spec.schema_
 
     def model(self) -> ShardedModel:
-        """The model of the last good checkpoint or, if the run keeps it, of the best, on one rank, in eval mode.
+        """The model of :meth:`loaded` on the CPU."""
+        return self.loaded()[0]
+
+    def loaded(self, device: torch.device | None = None) -> tuple[ShardedModel, dict[str, Any]]:
+        """The model of the last good checkpoint or, if the run keeps it, of the best, sharded over the ranks of the
+        process group, in eval mode; and the checkpoint's step and the SHA-256 of its manifest. Every rank calls it.
 
         If the run averages its weights (``ema``), it has the averages.
 
@@ -74,6 +83,7 @@ class RunFolder:
         """
         # With torch.
         from shardrec.checkpoint import Checkpoints, load_checkpoint
+        from shardrec.checkpoint.manifest import MANIFEST
         from shardrec.modules import shard
         from shardrec.train.average import Average
         from shardrec.train.model import build_model, changed_source, dense_optimizer, dynamic_tables, fuse_optimizer
@@ -83,7 +93,9 @@ class RunFolder:
         dynamic = dynamic_tables(self.spec, model)
         # A program that runs without shardrec looks distinct ids up for plain ids alone.
         ema = self.config.ema
-        sharded = shard(model, dynamic_ids=dynamic, dedup=not dynamic, update="step" if ema else "backward")
+        sharded = shard(
+            model, device=device, dynamic_ids=dynamic, dedup=not dynamic, update="step" if ema else "backward"
+        )
         optimizer = dense_optimizer(sharded, self.config) if ema else None
         average = Average(sharded, optimizer, ema) if optimizer is not None and ema else None
         checkpoints = Checkpoints(self.path / CHECKPOINTS)
@@ -94,16 +106,18 @@ class RunFolder:
         if changed:
             print(f"shardrec: warning: {changed}", file=sys.stderr, flush=True)
         best = loaded.extra["progress"].get("best_step") if self.config.checkpoint == "best" else None
+        path = loaded.path if best is None else checkpoints.folder / f"step-{best:012}"
         if best is not None:
-            load_checkpoint(checkpoints.folder / f"step-{best:012}", sharded, optimizer)
+            load_checkpoint(path, sharded, optimizer)
         if average is not None:
             average.apply()
         sharded.eval()
-        return sharded
+        digest = hashlib.sha256((path / MANIFEST).read_bytes()).hexdigest()
+        return sharded, {"step": loaded.step if best is None else best, "sha256": digest}
 
     def evaluate(
         self, data: str | None = None, on_bad_row: str | None = None, scored: Callable[[int], None] | None = None
-    ) -> tuple[ClickMetrics, Mapping[str, int]]:
+    ) -> tuple[ClickMetrics | TaskMetrics, Mapping[str, int]]:
         """Metrics of the model on all rows of some files, or on the run's own held-out rows.
 
         Args:
@@ -138,14 +152,13 @@ class RunFolder:
                 if scored is not None:
                     scored(batch.size)
 
-        return evaluate(self.model(), counted(), cpu, k=config.top_k), source.skipped
+        return evaluate(self.model(), counted(), cpu, k=config.top_k, tasks=self.spec.labels), source.skipped
 
     def endpoint(self) -> Endpoint:
         """The model of the last good checkpoint behind HTTP."""
         from shardrec.train.endpoint import Endpoint  # with torch
 
-        output = "probabilities" if self.config.loss == "bce" else "scores"
-        return Endpoint(self.model(), self.spec, {"run": str(self.path), **self.summary()}, output=output)
+        return Endpoint(self.model(), self.spec, {"run": str(self.path), **self.summary()}, loss=self.config.loss)
 
     def export(self, target: Target, out: Path, weights: str = "fp32") -> Path:
         """Write the model for serving, with its tables in inference kernels; see :mod:`shardrec.serve`.
@@ -209,7 +222,11 @@ def _results(metrics: Mapping[str, Any]) -> dict[str, str]:
         "samples trained on": f"{training['samples']:,}",
         "steps": f"{training['steps']:,}",
         "samples_per_second": f"{training['samples_per_second']:,.0f}",
-        **{name: f"{value:.4f}" for name, value in final.items() if name not in counted and value is not None},
+        **{
+            name: f"{value:.4f}"
+            for name, value in final.items()
+            if name.rpartition("/")[2] not in counted and value is not None
+        },
         "rows behind them": f"{final['rows']:,}",
     }
 

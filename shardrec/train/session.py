@@ -47,6 +47,7 @@ from shardrec.train.report import RunReport, environment, write_curve, write_met
 from shardrec.train.run import Run
 from shardrec.train.saving import Saver
 from shardrec.train.source import Source, spec_of
+from shardrec.train.tasks import TaskMetrics
 
 __all__ = ["run_rank"]
 
@@ -100,6 +101,7 @@ def _run(config: TrainConfig, rank_info: RankInfo, folder: Path, resume: bool) -
         rank_info=rank_info,
         folder=folder,
         source=source,
+        spec=spec_of(config),
         model=model,
         optimizer=optimizer,
         average=None if config.ema is None else Average(model, optimizer, config.ema),
@@ -130,7 +132,9 @@ def _run(config: TrainConfig, rank_info: RankInfo, folder: Path, resume: bool) -
     final_step = saver.finish()
     shown = working("final metrics") if rank_info.is_lead else nullcontext()
     with shown, run.evaluated(), Prefetcher(source.test_batches()) as batches:
-        final = evaluate(model, failing_together(batches, model), rank_info.device, k=config.top_k)
+        final = evaluate(
+            model, failing_together(batches, model), rank_info.device, k=config.top_k, tasks=run.spec.labels
+        )
     samples = over_ranks(run.progress.rows, rank_info)
 
     def finish() -> RunReport | None:
@@ -245,9 +249,17 @@ def _watched(config: TrainConfig) -> str:
     """The metric of the curve that compares points.
 
     Raises:
-        ConfigError: if the rows have no groups, of which it would be.
+        ConfigError: if the rows have no groups, of which it would be, or several labels.
     """
-    grouped = spec_of(config).group is not None
+    spec = spec_of(config)
+    if spec.labels:
+        if config.loss != "bce" or config.monitor is not None:
+            raise ConfigError(
+                f"the features (--features) name labels, whose own losses are added up, and loss (--loss) is "
+                f"{config.loss!r}, monitor (--monitor) {config.monitor!r}: leave both out"
+            )
+        return "loss"
+    grouped = spec.group is not None
     watched = config.monitor or ("gauc" if grouped and config.loss != "bce" else "logloss")
     if watched in ("gauc", "ndcg") and not grouped:
         raise ConfigError(
@@ -268,9 +280,9 @@ def _train(run: Run, saver: Saver) -> None:
         run.announcer.say(f"about {source.train_rows or 0:,} rows to train on in an epoch")
     total = None if source.train_rows is None else source.train_rows * config.epochs
 
-    def evaluated() -> ClickMetrics:
+    def evaluated() -> ClickMetrics | TaskMetrics:
         with run.evaluated():
-            return evaluate(model, curve_batches, run.rank_info.device, k=config.top_k)
+            return evaluate(model, curve_batches, run.rank_info.device, k=config.top_k, tasks=run.spec.labels)
 
     with run.announcer.display(total, lambda shown: Board(shown, run)) as display:
         for epoch in range(progress.epoch, config.epochs):
@@ -279,7 +291,11 @@ def _train(run: Run, saver: Saver) -> None:
             # The first epoch of files tells the steps, or before it their lines.
             steps = (progress.steps - progress.epoch_steps) // epoch if epoch else source.steps
             with Prefetcher(
-                step_parts(source.train_batches(progress.epoch_steps, epoch), config.accumulate)
+                step_parts(
+                    source.train_batches(progress.epoch_steps, epoch),
+                    config.accumulate,
+                    weighs_labels=run.spec.weighs_labels,
+                )
             ) as batches:
                 train_epoch(
                     run,
@@ -298,7 +314,7 @@ def _train(run: Run, saver: Saver) -> None:
                 )
 
 
-def _report(run: Run, samples: int, final: ClickMetrics, final_step: int) -> RunReport:
+def _report(run: Run, samples: int, final: ClickMetrics | TaskMetrics, final_step: int) -> RunReport:
     return RunReport(
         config=run.config.to_mapping(),
         environment=environment(world_size=run.rank_info.world_size, threads=run.rank_info.threads),

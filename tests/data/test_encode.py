@@ -344,7 +344,7 @@ def test_hashes_are_the_same_everywhere_and_spread() -> None:
             r"feature 'a', dynamic_ids, evit: there is no such key, did you mean 'evict'\? \(the keys are capacity, ",
         ),
         ("label: {zzz: x}", r"label, zzz: there is no such key \(the keys are column, above\)"),
-        ("labels: x", r"labels: there is no such key, did you mean 'label'\? \(the keys are label, group, "),
+        ("lable: x", r"lable: there is no such key, did you mean 'label'\? \(the keys are label, labels, weight, "),
         ("features: [{name: a, kind: dense, rows: 3}]", r"feature 'a': a dense feature has no rows"),
         ("features: [{name: a, kind: dense}]", r"no feature has a table"),
         ("features: [{name: a, kind: id, rows: 3}, {name: a, kind: dense}]", r"names used more than once: 'a'"),

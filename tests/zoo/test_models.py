@@ -50,6 +50,8 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "sasrec": ("sasrec", SEQUENTIAL),
     "hstu": ("hstu", SEQUENTIAL),
     "two_tower": ("two_tower", {"item": ["item", "price"], **REGULAR}),
+    "mmoe": ("mmoe", {"experts": 3, "hidden": [16, 8], "tower": [], **REGULAR}),
+    "ple": ("ple", {"hidden": [16, 8], **REGULAR}),
 }
 
 
