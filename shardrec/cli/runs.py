@@ -118,16 +118,32 @@ def serve_command(
 
 def inspect_command(
     path: Annotated[
-        Path, typer.Argument(help="A run's folder, a checkpoint, a plan, or a model to serve.", metavar="PATH")
+        str, typer.Argument(help="A run's folder, a checkpoint, a plan, or a model to serve; or data.", metavar="PATH")
     ],
+    suggest: Annotated[
+        bool, typer.Option("--suggest", help="Propose a feature spec for data files, for shardrec train --features.")
+    ] = False,
+    label: Annotated[
+        str | None,
+        typer.Option(help="With --suggest: the label's column (default: by name and values)", metavar="COLUMN"),
+    ] = None,
     debug: Debug = False,
 ) -> None:
-    """Say what a run, a checkpoint, a plan or an exported model holds; every byte of a checkpoint is verified."""
+    """Say what a run, a checkpoint, a plan or an exported model holds; every byte of a checkpoint is verified.
+
+    With --suggest, PATH is a data file, a pattern of files or a folder, and a spec of its columns is printed as YAML.
+    """
     from shardrec.cli.inspecting import describe
 
+    if suggest:
+        from shardrec.data.suggest import suggest_spec
+
+        typer.echo(suggest_spec(path, label), nl=False)
+        return
+
     with working(f"reading {path}"):
-        description = describe(path)
-    console().print(_table(description.items(), "", str(path)))
+        description = describe(Path(path))
+    console().print(_table(description.items(), "", path))
 
 
 def compare_command(

@@ -25,7 +25,7 @@ from shardrec.data.rows import ClickRows, bags_at
 from shardrec.data.spec import Feature, FeatureSpec
 from shardrec.data.tasks import Task
 
-__all__ = ["Encoded", "column_fault", "encode", "hash_texts"]
+__all__ = ["Encoded", "column_fault", "count_values", "encode", "group_keys", "hash_texts"]
 
 _NO_NUMBER = "is not a finite number among numbers, nor a date among dates"
 _MOST = float(np.finfo(np.float32).max)
@@ -302,8 +302,8 @@ def _ids(array: Any, feature: Feature) -> tuple[NDArray[np.int64], NDArray[np.bo
         bad |= ~missing & ((values < 0) | (values >= feature.num_embeddings) | (values != np.floor(values)))
         return np.where(missing | bad, 0, values).astype(np.int64), bad
     if coding == "vocabulary":
-        texts = array.cast(pa.large_string()) if not pa.types.is_floating(array.type) else array.cast(pa.string())
-        places = pc.index_in(texts, value_set=pa.array(feature.vocabulary, texts.type)).fill_null(-1)
+        texts = _texts(array)
+        places = pc.index_in(texts, value_set=pa.array(feature.values, texts.type)).fill_null(-1)
         return places.to_numpy(zero_copy_only=False).astype(np.int64) + 1, np.zeros(len(array), dtype=np.bool_)
     if coding == "hexadecimal" and _is_text(array.type):
         data, starts, lengths = _bytes(array.cast(pa.large_binary()))
@@ -315,6 +315,26 @@ def _ids(array: Any, feature: Feature) -> tuple[NDArray[np.int64], NDArray[np.bo
     if feature.dynamic_ids is not None:
         return np.where(missing, feature.missing_id, keys.view(np.int64)), bad
     return hash_categories(keys, missing, np.asarray(feature.num_embeddings, dtype=np.uint64)), bad
+
+
+def _texts(array: Any) -> Any:
+    """Values as a vocabulary has them."""
+    import pyarrow as pa
+
+    return array.cast(pa.large_string()) if not pa.types.is_floating(array.type) else array.cast(pa.string())
+
+
+def count_values(table: Any, feature: Feature) -> dict[str, int]:
+    """How often each value of a feature that has a vocabulary occurs in a table, missing ones left out."""
+    texts = _texts(_flat(table[feature.source], feature)[0])
+    pairs = texts.value_counts()
+    counts = zip(pairs.field("values").to_pylist(), pairs.field("counts").to_pylist(), strict=True)
+    return {value: count for value, count in counts if value}
+
+
+def group_keys(table: Any, spec: FeatureSpec) -> NDArray[np.uint64]:
+    """The key of each row's group, as :func:`encode` gives it."""
+    return _keys(table[spec.group])[0]
 
 
 def _keys(array: Any, *, spread: bool = True) -> tuple[NDArray[np.uint64], NDArray[np.bool_], NDArray[np.bool_]]:

@@ -132,7 +132,7 @@ def _example(feature: Feature) -> Any:
     if feature.kind == "dense":
         return feature.mean if feature.mean and feature.transform == "none" else 0.5  # a value that is not extreme
     make: Callable[[int], Any] = {
-        "vocabulary": lambda place: (feature.vocabulary or ("",))[place % len(feature.vocabulary or ("",))],
+        "vocabulary": lambda place: (feature.values or ("",))[place % len(feature.values or ("",))],
         "buckets": lambda place: (feature.boundaries or (0.0,))[0],
         "number": lambda place: place,
         "hexadecimal": lambda place: f"{place + 10:08x}",

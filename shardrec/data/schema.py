@@ -28,10 +28,15 @@ class ClickSchema:
             that each is at least 2.
         weighted: whether each id comes with a weight.
         outputs: columns of a model's output for each label: a logit of each class, or one number.
+        dims: columns of the table of each categorical feature, None for what the model's ``dim`` says; empty for None
+            everywhere.
+        tables: name of the table of each categorical feature; features that share one have the same name, rows and
+            columns. Default: ``t_`` and the feature's name.
 
     Raises:
-        ConfigError: no feature at all, a name used twice, sizes that do not match the names, or a table of fewer
-            than 2 rows or more than ``2**31 - 1``. All the faults are in one message.
+        ConfigError: no feature at all, a name used twice, sizes that do not match the names, a table of fewer than 2
+            rows or more than ``2**31 - 1``, or features that share a table and differ. All the faults are in one
+            message.
     """
 
     dense_names: tuple[str, ...]
@@ -39,21 +44,33 @@ class ClickSchema:
     num_embeddings: tuple[int, ...]
     weighted: bool = False
     outputs: tuple[int, ...] = (1,)
+    dims: tuple[int | None, ...] = ()
+    tables: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        for field in ("dense_names", "sparse_names", "num_embeddings"):
+        for field in ("dense_names", "sparse_names", "num_embeddings", "dims", "tables"):
             object.__setattr__(self, field, tuple(getattr(self, field)))
+        object.__setattr__(self, "dims", self.dims or (None,) * len(self.sparse_names))
+        object.__setattr__(self, "tables", self.tables or tuple(f"t_{name}" for name in self.sparse_names))
         faults = []
         if not self.sparse_names:
             faults.append("sparse_names is empty: give at least one categorical feature")
         repeated = sorted(name for name, n in Counter(self.dense_names + self.sparse_names).items() if n > 1)
         if repeated:
             faults.append(f"names used more than once: {', '.join(map(repr, repeated))}: rename them")
-        if len(self.num_embeddings) != len(self.sparse_names):
-            faults.append(
-                f"num_embeddings has {len(self.num_embeddings)} sizes for {len(self.sparse_names)} sparse_names: "
-                "give one size per name"
-            )
+        faults += [
+            f"{field} has {len(getattr(self, field))} {values} for {len(self.sparse_names)} sparse_names: give one "
+            f"{values.removesuffix('s')} per name"
+            for field, values in (("num_embeddings", "sizes"), ("dims", "sizes"), ("tables", "names"))
+            if len(getattr(self, field)) != len(self.sparse_names)
+        ]
+        shapes: dict[str, tuple[int, int | None]] = {}
+        faults += [
+            f"features that share table {table!r} have {shape} and {shapes[table]} as rows and columns: give them the "
+            "same"
+            for table, *shape in zip(self.tables, self.num_embeddings, self.dims, strict=False)
+            if shapes.setdefault(table, tuple(shape)) != tuple(shape)
+        ]
         faults += [
             f"num_embeddings of {name!r} is {size}: a table needs 2 to {2**31 - 1} rows (row 0 is for missing values)"
             for name, size in zip(self.sparse_names, self.num_embeddings, strict=False)

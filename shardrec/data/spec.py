@@ -6,10 +6,11 @@ As a YAML file::
     group: session                           # rows that are ranked against each other; may be left out
     features:
       - {name: user, kind: id, rows: 100_000}                       # any text or number, hashed
-      - {name: country, kind: id, vocabulary: [de, fr, it]}
+      - {name: country, kind: id, vocabulary: [de, fr, it], dim: 4} # a row for each value; 4 columns
+      - {name: shop, kind: id, vocabulary: from_data, min_count: 2} # for each that the training rows have twice
       - {name: age, kind: id, boundaries: [18, 30, 50]}             # a number, by bucket
       - {name: genres, kind: multi_hot, rows: 50, separator: "|"}   # a list, or a text of several
-      - {name: history, kind: sequence, rows: 100_000, max_length: 50}
+      - {name: history, kind: sequence, share: video, max_length: 50}   # the table of feature video
       - {name: tags, kind: weighted, rows: 1000, weights: scores}   # a weight for each id, in another column
       - {name: video, kind: id, rows: 100_000, dynamic_ids: {evict: lfu, admit_after: 2}}   # no two ids share a row
       - {name: price, kind: dense, transform: log}
@@ -27,6 +28,7 @@ Row 0 of each table is for a missing or unknown value; with dynamic ids, a missi
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Mapping, Sequence
 from difflib import get_close_matches
 from functools import cached_property
 from pathlib import Path
@@ -37,17 +39,36 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 from shardrec.data.schema import ClickSchema, criteo_schema
 from shardrec.data.tasks import Task
 from shardrec.errors import ConfigError
-from shardrec.files import parse_yaml, read_text
+from shardrec.files import parse_yaml, read_json, read_text
 from shardrec.ids import DynamicIds
 
-__all__ = ["Feature", "FeatureSpec", "Label", "click_spec", "criteo_spec", "load_spec", "parse_spec"]
+__all__ = [
+    "VOCABULARIES",
+    "Feature",
+    "FeatureSpec",
+    "Label",
+    "click_spec",
+    "criteo_spec",
+    "load_spec",
+    "parse_spec",
+    "read_spec",
+]
 
 Kind = Literal["id", "multi_hot", "weighted", "sequence", "dense"]
 Ids = Literal["hash", "number", "vocabulary", "buckets", "hexadecimal"]
 
+FROM_DATA = "from_data"
+"""What stands for a vocabulary that is counted in the rows to train on."""
+
+VOCABULARIES = "vocabularies.json"
+"""The file beside a spec that has its counted vocabularies: the values of each feature, by its name."""
+
 CONSTANT = "constant"
 """Name of the dense column of ones that data without dense columns have, for models that need one."""
 
+
+_OF_TABLE = ("rows", "ids", "vocabulary", "min_count", "boundaries", "dynamic_ids", "dim")
+"""What a feature says of its table, and one that shares another's does not."""
 
 _UNKNOWN = ("extra_forbidden", "unexpected_keyword_argument")
 
@@ -79,7 +100,10 @@ class Feature(_Strict):
         rows: of the table, row 0 included, into which ids are hashed; or, with ``ids="number"``, more than any id.
         ids: how values become rows: ``hash``; ``number``, as they are; by ``vocabulary``; by ``buckets``; or
             ``hexadecimal``, numbers of up to 16 digits modulo the rows. Default: what the other settings say.
-        vocabulary: values that have a row each; others have row 0.
+        vocabulary: values that have a row each; others have row 0. ``from_data``: those of the rows to train on.
+        min_count: times that a value occurs at least to be in a vocabulary from data; default: 1.
+        dim: columns of the table; default: what the model's ``dim`` says.
+        share: another feature whose table this one looks up, with its rows, vocabulary and so on.
         boundaries: of buckets of a number, ascending; a date or time is the days since 1970-01-01, here and if dense.
         dynamic_ids: settings of a :class:`shardrec.DynamicIds`: values become 64-bit ids, to which the table's rows are
             given as they come. A whole number is its own id, a text its hash; with ``ids="hexadecimal"``, its number.
@@ -96,7 +120,10 @@ class Feature(_Strict):
     column: str = ""
     rows: int | None = Field(default=None, ge=2, lt=2**31)
     ids: Ids | None = None
-    vocabulary: tuple[str, ...] | None = Field(default=None, min_length=1)
+    vocabulary: tuple[str, ...] | Literal["from_data"] | None = None
+    min_count: int | None = Field(default=None, ge=1)
+    dim: int | None = Field(default=None, ge=1)
+    share: str | None = None
     boundaries: tuple[float, ...] | None = Field(default=None, min_length=1)
     dynamic_ids: DynamicIds | None = None
     separator: str = Field(default="|", min_length=1)
@@ -115,17 +142,27 @@ class Feature(_Strict):
     @model_validator(mode="after")
     def _fits(self) -> Feature:
         given = [name for name in ("rows", "vocabulary", "boundaries") if getattr(self, name) is not None]
-        if self.kind == "dense" and given:
-            raise ValueError(f"a dense feature has no {given[0]}: leave it out, or give kind: id")
-        if self.kind != "dense" and len(given) != 1:
-            raise ValueError("give one of rows, vocabulary and boundaries, which say how many rows its table has")
+        of_table = [name for name in _OF_TABLE if getattr(self, name) is not None]
+        if self.kind == "dense" and (of_table or self.share):
+            raise ValueError(f"a dense feature has no {(*of_table, 'share')[0]}: leave it out, or give kind: id")
+        if self.share is not None and of_table:
+            raise ValueError(f"{of_table[0]} is that of the feature whose table it shares: leave it out")
+        if self.kind != "dense" and self.share is None and len(given) != 1:
+            raise ValueError(
+                "give one of rows, vocabulary and boundaries, which say how many rows its table has, or share: FEATURE "
+                "for the table of another feature"
+            )
+        if self.vocabulary == ():
+            raise ValueError("the vocabulary is empty: give values, or from_data")
+        if self.min_count is not None and self.vocabulary != FROM_DATA:
+            raise ValueError("min_count is for vocabulary: from_data")
         if (self.kind == "weighted") != (self.weights is not None):
             raise ValueError("weights names the column of a weighted feature's weights, and of no other's")
         if self.max_length is not None and self.kind != "sequence":
             raise ValueError("max_length is for a sequence")
         if self.boundaries is not None and list(self.boundaries) != sorted(set(self.boundaries)):
             raise ValueError("boundaries must ascend")
-        if self.vocabulary is not None and len(set(self.vocabulary)) < len(self.vocabulary):
+        if len(set(self.values)) < len(self.values):
             raise ValueError("the vocabulary has a value twice")
         needs = {"vocabulary": "vocabulary", "buckets": "boundaries"}
         if self.ids is not None and needs.get(self.ids, "rows") not in given:
@@ -138,6 +175,11 @@ class Feature(_Strict):
     def source(self) -> str:
         """Its column in the files."""
         return self.column or self.name
+
+    @property
+    def values(self) -> tuple[str, ...]:
+        """Its vocabulary, as far as it is known."""
+        return self.vocabulary if isinstance(self.vocabulary, tuple) else ()
 
     @property
     def is_list(self) -> bool:
@@ -158,9 +200,19 @@ class Feature(_Strict):
 
     @property
     def num_embeddings(self) -> int:
-        """Rows of its table."""
+        """Rows of its table.
+
+        Raises:
+            ConfigError: if its vocabulary is to be counted.
+        """
+        if self.vocabulary == FROM_DATA:
+            raise ConfigError(
+                f"feature {self.name!r} has a vocabulary from data, which has not been counted: shardrec train counts "
+                f"it and keeps it as {VOCABULARIES} in the run's folder; use the spec there, or copy that file beside "
+                "this spec"
+            )
         if self.vocabulary is not None:
-            return len(self.vocabulary) + 1
+            return len(self.values) + 1
         if self.boundaries is not None:
             return len(self.boundaries) + 2
         assert self.rows is not None, "checked above"
@@ -196,6 +248,24 @@ class FeatureSpec(_Strict):
     def _label(cls, value: Any) -> Any:
         return {"column": value} if isinstance(value, str) else value
 
+    @field_validator("features")
+    @classmethod
+    def _with_tables(cls, features: tuple[Feature, ...]) -> tuple[Feature, ...]:
+        """Features that share a table, with what the other feature says of it."""
+        owners = {feature.name: feature for feature in features if feature.kind != "dense" and feature.share is None}
+        for feature in features:
+            if feature.share is not None and feature.share not in owners:
+                raise ValueError(
+                    f"feature {feature.name!r} shares the table of {feature.share!r}, and no feature of that name has "
+                    f"a table of its own; those that have are {', '.join(owners) or 'none'}"
+                )
+        return tuple(
+            feature
+            if feature.share is None
+            else feature.model_copy(update={name: getattr(owners[feature.share], name) for name in _OF_TABLE})
+            for feature in features
+        )
+
     @model_validator(mode="after")
     def _fits(self) -> FeatureSpec:
         if not self.sparse:
@@ -207,7 +277,8 @@ class FeatureSpec(_Strict):
             raise ValueError("label and labels are given: leave one out")
         if self.weight is not None and not self.labels:
             raise ValueError("weight is for labels: give labels: [{name: NAME, kind: binary}] in place of label")
-        self.schema_  # noqa: B018  # checks the names
+        if not self.uncounted:
+            self.schema_  # noqa: B018  # checks the names
         missing = [name for name in self.sources if self.columns is not None and name not in self.columns]
         if missing:
             raise ValueError(f"columns lacks {', '.join(map(repr, missing))}")
@@ -222,6 +293,28 @@ class FeatureSpec(_Strict):
     def sparse(self) -> tuple[Feature, ...]:
         """Those with tables."""
         return tuple(one for one in self.features if one.kind != "dense")
+
+    @cached_property
+    def uncounted(self) -> tuple[Feature, ...]:
+        """Those whose vocabulary is to be counted, each table's first."""
+        return tuple(one for one in self.sparse if one.vocabulary == FROM_DATA and one.share is None)
+
+    def with_vocabularies(self, vocabularies: Mapping[str, Sequence[str]]) -> FeatureSpec:
+        """The spec with counted vocabularies, by feature, in place of ``from_data``.
+
+        Raises:
+            ConfigError: if one is missing or empty.
+        """
+        lacking = [one.name for one in self.uncounted if not vocabularies.get(one.name)]
+        if lacking:
+            raise ConfigError(
+                f"no value of feature {', '.join(map(repr, lacking))} is in the vocabulary counted in the data: lower "
+                "min_count, or give rows"
+            )
+        owned = {one.name: {"vocabulary": tuple(vocabularies[one.name]), "min_count": None} for one in self.uncounted}
+        features = (one.model_copy(update=owned.get(one.share or one.name, {})) for one in self.features)
+        settings = {name: getattr(self, name) for name in self.model_fields_set}
+        return FeatureSpec.model_validate({**settings, "features": tuple(features)})
 
     @cached_property
     def sources(self) -> tuple[str, ...]:
@@ -254,15 +347,28 @@ class FeatureSpec(_Strict):
             num_embeddings=tuple(one.num_embeddings for one in self.sparse),
             weighted=any(one.kind == "weighted" for one in self.sparse),
             outputs=tuple(task.outputs for task in self.labels) or (1,),
+            dims=tuple(one.dim for one in self.sparse),
+            tables=tuple(f"t_{one.share or one.name}" for one in self.sparse),
         )
 
 
 def load_spec(path: Path) -> FeatureSpec:
-    """A spec from a YAML file.
+    """A spec from a YAML file; vocabularies from data are those of :data:`VOCABULARIES` beside it, if it is there.
 
     Raises:
         ConfigError: naming file, feature and field of each fault.
     """
+    spec, vocabularies = read_spec(path), path.with_name(VOCABULARIES)
+    if not spec.uncounted or not vocabularies.is_file():
+        return spec
+    try:
+        return spec.with_vocabularies(read_json(vocabularies))
+    except (AttributeError, LookupError, TypeError, ValueError) as error:
+        raise ConfigError(f"{vocabularies} has no lists of values by feature ({error}): delete it") from error
+
+
+def read_spec(path: Path) -> FeatureSpec:
+    """:func:`load_spec` without the vocabularies from data."""
     try:
         text = read_text(path)
     except (OSError, ValueError) as error:
@@ -275,6 +381,8 @@ def load_spec(path: Path) -> FeatureSpec:
 def parse_spec(text: str, where: str) -> FeatureSpec:
     """:func:`load_spec` of a file that has been read."""
     given, _ = parse_yaml(text, where)
+    if not isinstance(given, dict):
+        raise ConfigError(f"{where} has no label and features (shardrec inspect --suggest DATA proposes them)")
     try:
         return FeatureSpec.model_validate(given)
     except ValidationError as error:

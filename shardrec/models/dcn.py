@@ -1,7 +1,8 @@
 """DCN v2: a cross network over concatenated embeddings, then a multi-layer perceptron.
 
 "DCN V2: Improved Deep & Cross Network and Practical Lessons for Web-scale Learning to Rank Systems", Wang et al., 2021,
-in its stacked form, with dense features through layers of their own as in DLRM: TorchRec's DLRM_DCN.
+in its stacked form, with dense features through layers of their own as in DLRM: TorchRec's DLRM_DCN. Rows of a table
+with a width of its own go through a learned linear map to ``dim``.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from torchrec.models.dlrm import DLRM_DCN, InteractionDCNArch
 from torchrec.modules.crossnet import CrossNet
 
 from shardrec.data import ClickSchema
-from shardrec.models.dlrm import regularize, torchrec_arguments
+from shardrec.models.dlrm import own_widths, regularize, torchrec_arguments
 from shardrec.models.parts import Share, Size, Sizes
 
 __all__ = ["DCN"]
@@ -47,6 +48,7 @@ class DCN(DLRM_DCN):  # type: ignore[misc]  # TorchRec is seen without types
         features = len(schema.sparse_names)
         crossnet = self.get_submodule("inter_arch.crossnet") if rank else CrossNet((features + 1) * dim, layers)
         self.inter_arch: nn.Module = _Interaction(features, crossnet)
+        own_widths(self, schema, dim)
         regularize(self, dropout, batch_norm)
 
 

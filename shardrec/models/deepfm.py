@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from shardrec.data import ClickSchema
-from shardrec.models.parts import MLP, FactorizationMachine, Share, Size, Sizes, pooled_features
+from shardrec.models.parts import MLP, FactorizationMachine, FeatureVectors, Share, Size, Sizes
 
 __all__ = ["DeepFM"]
 
@@ -30,8 +30,7 @@ class DeepFM(nn.Module):
         batch_norm: bool = False,
     ) -> None:
         super().__init__()
-        self.dim = dim
-        self.bags = pooled_features(schema, dim)
+        self.vectors = FeatureVectors(schema, dim)
         self.dense_embeddings = nn.Parameter(torch.randn(len(schema.dense_names), dim) * 0.01)
         columns = dim * (len(schema.sparse_names) + len(schema.dense_names))
         self.single = nn.Linear(columns, 1)
@@ -41,8 +40,7 @@ class DeepFM(nn.Module):
     def forward(self, dense: Tensor, sparse: KeyedJaggedTensor) -> Tensor:
         """Logits (B,)."""
         dense_BMD = dense.unsqueeze(2) * self.dense_embeddings
-        sparse_BFD = self.bags(sparse).values().unflatten(1, [-1, self.dim])
-        features = torch.cat([sparse_BFD, dense_BMD], dim=1)
+        features = torch.cat([self.vectors(sparse), dense_BMD], dim=1)
         flat = features.flatten(1)
         logits: Tensor = self.pairs(features) + (self.single(flat) + self.deep(flat)).squeeze(1)
         return logits

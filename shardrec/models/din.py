@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from shardrec.data import ClickSchema
-from shardrec.models.parts import MLP, Share, Size, Sizes, item_rows, pooled_features
+from shardrec.models.parts import MLP, Share, Size, Sizes, columns_of, item_rows, pooled_features
 
 __all__ = ["DIN"]
 
@@ -42,8 +42,10 @@ class DIN(nn.Module):
         self.items = item_rows(schema, dim, history=history, item=item)
         others = [feature for feature in schema.sparse_names if feature not in (history, item)]
         self.bags = pooled_features(schema, dim, features=others) if others else None
-        self.attention = MLP(4 * dim, attention, 1)
-        columns = dim * (2 + len(others)) + len(schema.dense_names)
+        width = self.items.embedding_dim()
+        self.attention = MLP(4 * width, attention, 1)
+        pooled = len(columns_of(self.bags)) if self.bags is not None else 0
+        columns = 2 * width + pooled + len(schema.dense_names)
         self.over = MLP(columns, hidden, 1, dropout=dropout, batch_norm=batch_norm)
 
     def forward(self, dense: Tensor, sparse: KeyedJaggedTensor) -> Tensor:

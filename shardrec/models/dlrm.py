@@ -1,20 +1,21 @@
 """DLRM: dot products between the embeddings of all pairs of features, then a multi-layer perceptron.
 
 "Deep Learning Recommendation Model for Personalization and Recommendation Systems", Naumov et al., 2019: TorchRec's,
-with dropout and batch norm.
+with dropout and batch norm. Rows of a table with a width of its own go through a learned linear map to ``dim``.
 """
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torchrec.models import dlrm as torchrec_dlrm
 
 from shardrec.data import ClickSchema
-from shardrec.models.parts import Share, Size, Sizes, activation, pooled_features
+from shardrec.models.parts import FeatureVectors, Share, Size, Sizes, activation, pooled_features
 
-__all__ = ["DLRM", "regularize", "torchrec_arguments"]
+__all__ = ["DLRM", "own_widths", "regularize", "torchrec_arguments"]
 
 
 class DLRM(torchrec_dlrm.DLRM):  # type: ignore[misc]  # TorchRec is seen without types
@@ -35,6 +36,7 @@ class DLRM(torchrec_dlrm.DLRM):  # type: ignore[misc]  # TorchRec is seen withou
         batch_norm: bool = False,
     ) -> None:
         super().__init__(**torchrec_arguments(schema, dim, dense_layers, hidden))
+        own_widths(self, schema, dim)
         regularize(self, dropout, batch_norm)
 
 
@@ -43,12 +45,18 @@ def torchrec_arguments(
 ) -> dict[str, Any]:
     """The arguments of TorchRec's DLRM and DLRM_DCN."""
     return {
-        "embedding_bag_collection": pooled_features(schema, dim),
+        "embedding_bag_collection": pooled_features(replace(schema, dims=()), dim),
         "dense_in_features": len(schema.dense_names),
         "dense_arch_layer_sizes": [*dense_layers, dim],
         "over_arch_layer_sizes": [*hidden, 1],
         "dense_device": torch.device("cpu"),
     }
+
+
+def own_widths(model: torchrec_dlrm.DLRM, schema: ClickSchema, dim: int) -> None:
+    """Replace the tables of TorchRec's DLRM, which have one width, where the schema has others."""
+    if {*schema.dims} - {None, dim}:
+        model.sparse_arch = FeatureVectors(schema, dim)
 
 
 def regularize(model: torchrec_dlrm.DLRM, dropout: float, batch_norm: bool) -> None:

@@ -5,38 +5,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 import torch
 from torch import Tensor, nn
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from shardrec.data import ClickSchema
-from shardrec.models.parts import MLP, Share, Size, Sizes, pooled_features
+from shardrec.models.parts import MLP, Share, Size, Sizes, columns_of, pooled_features
 
 __all__ = ["DNN"]
 
 
 class DNN(nn.Module):
-    """See the file's text.
-
-    Args:
-        dims: other numbers of columns, by feature.
-    """
+    """See the file's text."""
 
     def __init__(
         self,
         schema: ClickSchema,
         *,
         dim: Size = 16,
-        dims: Mapping[str, Size] | None = None,
         hidden: Sizes = (128, 64),
         dropout: Share = 0.0,
         batch_norm: bool = False,
     ) -> None:
         super().__init__()
-        self.bags = pooled_features(schema, dim, dims=dims)
-        columns = sum(table.embedding_dim for table in self.bags.embedding_bag_configs())
+        self.bags = pooled_features(schema, dim)
+        columns = len(columns_of(self.bags))
         self.over = MLP(columns + len(schema.dense_names), hidden, 1, dropout=dropout, batch_norm=batch_norm)
 
     def forward(self, dense: Tensor, sparse: KeyedJaggedTensor) -> Tensor:

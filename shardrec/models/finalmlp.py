@@ -12,7 +12,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from shardrec.data import ClickSchema
 from shardrec.errors import ConfigError
-from shardrec.models.parts import MLP, Share, Size, Sizes, pooled_features
+from shardrec.models.parts import MLP, Share, Size, Sizes, columns_of, pooled_features
 
 __all__ = ["FinalMLP"]
 
@@ -42,15 +42,15 @@ class FinalMLP(nn.Module):
     ) -> None:
         super().__init__()
         self.bags = pooled_features(schema, dim)
-        columns = dim * len(schema.sparse_names) + len(schema.dense_names)
+        names = columns_of(self.bags)
+        columns = len(names) + len(schema.dense_names)
         if not hidden or hidden[-1] % heads:
             raise ConfigError(f"hidden is {hidden}: give a last width that is a multiple of {heads} heads")
-        columns_of = {name: range(number * dim, (number + 1) * dim) for number, name in enumerate(schema.sparse_names)}
-        if unknown := {*context1, *context2} - columns_of.keys():
+        if unknown := {*context1, *context2} - {*names}:
             raise ConfigError(f"context1 and context2 name {sorted(unknown)}, which are no features with a table")
         self.gate1, self.gate2 = (
-            _Gate(columns, [column for name in names for column in columns_of[name]], gate)
-            for names in (context1, context2)
+            _Gate(columns, [column for column, name in enumerate(names) if name in context], gate)
+            for context in (context1, context2)
         )
         self.stream1, self.stream2 = (MLP(columns, hidden, dropout=dropout, batch_norm=batch_norm) for _ in range(2))
         self.fusion = _Fusion(hidden[-1], heads)

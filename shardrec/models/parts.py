@@ -5,7 +5,8 @@ Legend: B rows, F features, D columns.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Sequence
 from typing import Annotated, Any, TypeAlias
 
 import torch
@@ -14,6 +15,7 @@ from pydantic import Field
 from torch import Tensor, nn
 from torchrec.modules.embedding_configs import EmbeddingBagConfig, EmbeddingConfig
 from torchrec.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from shardrec.data import ClickSchema
 from shardrec.errors import ConfigError
@@ -22,10 +24,12 @@ __all__ = [
     "MLP",
     "Experts",
     "FactorizationMachine",
+    "FeatureVectors",
     "Share",
     "Size",
     "Sizes",
     "activation",
+    "columns_of",
     "item_rows",
     "pooled_features",
 ]
@@ -36,41 +40,73 @@ Share: TypeAlias = Annotated[float, Field(ge=0, lt=1)]
 """What the constructors' arguments are, as shardrec.train.model checks them."""
 
 
-def pooled_features(
-    schema: ClickSchema, dim: int, *, dims: Mapping[str, int] | None = None, features: Sequence[str] | None = None
-) -> EmbeddingBagCollection:
-    """A table on meta for each feature, or each of ``features``; ``dims`` has other numbers of columns, by feature."""
-    sizes, dims = dict(zip(schema.sparse_names, schema.num_embeddings, strict=True)), dims or {}
+def pooled_features(schema: ClickSchema, dim: int, *, features: Sequence[str] | None = None) -> EmbeddingBagCollection:
+    """The tables, on meta, of all features or of ``features``, with ``dim`` columns where the schema says nothing.
+
+    The pooled columns come table by table, in the order of the tables' first features.
+    """
     features = schema.sparse_names if features is None else features
-    _check_features(schema, [*features, *dims])
-    return EmbeddingBagCollection(
-        tables=[
-            EmbeddingBagConfig(
-                name=f"t_{feature}",
-                embedding_dim=dims.get(feature, dim),
-                num_embeddings=sizes[feature],
-                feature_names=[feature],
-            )
-            for feature in features
-        ],
-        is_weighted=schema.weighted,
-        device=torch.device("meta"),
-    )
+    _check_features(schema, features)
+    tables: dict[str, EmbeddingBagConfig] = {}
+    for feature, size, own, table in zip(
+        schema.sparse_names, schema.num_embeddings, schema.dims, schema.tables, strict=True
+    ):
+        if feature in features:
+            config = EmbeddingBagConfig(name=table, num_embeddings=size, embedding_dim=own or dim, feature_names=[])
+            tables.setdefault(table, config).feature_names.append(feature)
+    return EmbeddingBagCollection(tables=[*tables.values()], is_weighted=schema.weighted, device=torch.device("meta"))
+
+
+def columns_of(bags: EmbeddingBagCollection) -> list[str]:
+    """The feature of each pooled column."""
+    tables = bags.embedding_bag_configs()
+    return [name for table in tables for name in table.feature_names for _ in range(table.embedding_dim)]
+
+
+class FeatureVectors(nn.Module):
+    """The pooled rows of all features as vectors of D columns: KeyedJaggedTensor to (B, F, D).
+
+    Rows of another width go through a learned linear map ("Mixed Dimension Embeddings with Application to
+    Memory-Efficient Recommendation Systems", Ginart et al., 2019).
+    """
+
+    def __init__(self, schema: ClickSchema, dim: int) -> None:
+        super().__init__()
+        self.dim = dim
+        self.bags = pooled_features(schema, dim)
+        self.widths = [*Counter(columns_of(self.bags)).values()]
+        self.maps = nn.ModuleList(
+            nn.Identity() if width == dim else nn.Linear(width, dim, bias=False) for width in self.widths
+        )
+
+    def forward(self, sparse: KeyedJaggedTensor) -> Tensor:
+        vectors = list(self.bags(sparse).values().split(self.widths, dim=1))
+        for number, mapped in enumerate(self.maps):
+            vectors[number] = mapped(vectors[number])
+        return torch.stack(vectors, dim=1)
 
 
 def item_rows(schema: ClickSchema, dim: int, *, history: str, item: str) -> EmbeddingCollection:
     """One table on meta for the ids of a history and of the items to score, with a row for each id."""
     _check_features(schema, [history, item])
     items, others = (schema.num_embeddings[schema.sparse_names.index(feature)] for feature in (item, history))
-    if items != others:
+    names, own = (dict(zip(schema.sparse_names, values, strict=True)) for values in (schema.tables, schema.dims))
+    if items != others or own[history] not in (None, own[item]):
         raise ConfigError(
-            f"features {history!r} and {item!r} share a table and have {others:,} and {items:,} rows: give both the "
-            "same rows in the features file (--features)"
+            f"features {history!r} and {item!r} share a table and have {others:,} and {items:,} rows, dim "
+            f"{own[history] or dim} and {own[item] or dim}: give feature {history!r} share: {item} in the features "
+            "file (--features), in place of rows and dim of its own"
         )
+    for feature in schema.sparse_names:
+        if feature not in (history, item) and names[feature] in (names[history], names[item]):
+            raise ConfigError(
+                f"feature {feature!r} shares the table of {item!r}, which this model looks up without pooling, for "
+                f"{history!r} and {item!r} alone: leave its share out in the features file (--features)"
+            )
     table = EmbeddingConfig(
-        name=f"t_{item}",
+        name=names[item],
         num_embeddings=items,
-        embedding_dim=dim,
+        embedding_dim=own[item] or dim,
         feature_names=[history, item],
         init_fn=lambda weight: nn.init.normal_(weight, std=0.02),
     )

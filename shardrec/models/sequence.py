@@ -54,10 +54,11 @@ class SequenceModel(nn.Module):
         dropout: Share = 0.5,
     ) -> None:
         super().__init__()
-        if dim % heads:
-            raise ConfigError(f"dim is {dim} and heads is {heads}: give a dim that is a multiple of heads")
         self.history, self.item, self.num_negatives = history, item, negatives
         self.items = item_rows(schema, dim, history=history, item=item)
+        dim = self.items.embedding_dim()
+        if dim % heads:
+            raise ConfigError(f"dim is {dim} and heads is {heads}: give a dim that is a multiple of heads")
         self.num_items = schema.num_embeddings[schema.sparse_names.index(item)]
         doublings = (_NARROWEST << power for power in range(max_length.bit_length()))
         self.widths = [*(width for width in doublings if width < max_length), max_length]

@@ -15,11 +15,12 @@ import torch
 import torch.nn.functional as F
 from pydantic import Field
 from torch import Tensor, nn
+from torchrec.modules.embedding_modules import EmbeddingBagCollection
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from shardrec.data import ClickSchema
 from shardrec.errors import ConfigError
-from shardrec.models.parts import MLP, Share, Size, Sizes, pooled_features
+from shardrec.models.parts import MLP, Share, Size, Sizes, columns_of, pooled_features
 
 __all__ = ["TwoTower"]
 
@@ -56,13 +57,16 @@ class TwoTower(nn.Module):
             )
         self.item, self.temperature = item[0], temperature
         widths = (*hidden, columns)
+        self.bags = pooled_features(schema, dim)  # of both towers, whose features may share a table
         self.query_tower, self.item_tower = (
-            _Tower(schema, features, dim, widths, dropout=dropout, batch_norm=batch_norm) for features in (query, item)
+            _Tower(self.bags, schema.dense_names, features, widths, dropout=dropout, batch_norm=batch_norm)
+            for features in (query, item)
         )
 
     def forward(self, dense: Tensor, sparse: KeyedJaggedTensor) -> Tensor:
         """The cosine of each row's query and item, divided by the temperature: (B,)."""
-        query_BD, item_BD = self.query_tower(dense, sparse), self.item_tower(dense, sparse)
+        pooled = self.bags(sparse).values()
+        query_BD, item_BD = self.query_tower(dense, pooled), self.item_tower(dense, pooled)
         logits: Tensor = (query_BD * item_BD).sum(1) / self.temperature
         return logits
 
@@ -71,7 +75,8 @@ class TwoTower(nn.Module):
         feature = sparse[self.item]
         torch._assert_async((feature.lengths() == 1).all(), "a row has no item, or several: the loss takes one")
         ids_B = feature.values()
-        query_BD, item_BD = self.query_tower(dense, sparse), self.item_tower(dense, sparse)
+        pooled = self.bags(sparse).values()
+        query_BD, item_BD = self.query_tower(dense, pooled), self.item_tower(dense, pooled)
         scores_BB = query_BD @ item_BD.t() / self.temperature
         count_B = (ids_B.unsqueeze(1) == ids_B).sum(1)  # rows with the same item, each of which counts by its share
         losses_B = (scores_BB - count_B.log()).logsumexp(1) - scores_BB.diagonal()
@@ -82,16 +87,23 @@ class TwoTower(nn.Module):
 class _Tower(nn.Module):
     """Some features, dense and with tables, as a unit vector (B, D)."""
 
-    def __init__(self, schema: ClickSchema, features: Sequence[str], dim: int, widths: Sizes, **settings: Any) -> None:
+    def __init__(
+        self,
+        bags: EmbeddingBagCollection,
+        dense_names: Sequence[str],
+        features: Sequence[str],
+        widths: Sizes,
+        **settings: Any,
+    ) -> None:
         super().__init__()
-        pooled = [feature for feature in schema.sparse_names if feature in features]
-        columns = [number for number, name in enumerate(schema.dense_names) if name in features]
-        self.bags = pooled_features(schema, dim, features=pooled)
+        dense_columns = [number for number, name in enumerate(dense_names) if name in features]
+        pooled_columns = [number for number, name in enumerate(columns_of(bags)) if name in features]
         self.dense_columns: Tensor
-        self.register_buffer("dense_columns", torch.tensor(columns, dtype=torch.int64), persistent=False)
-        inputs = dim * len(pooled) + len(columns)
-        self.network = MLP(inputs, widths[:-1], widths[-1], **settings)
+        self.pooled_columns: Tensor
+        self.register_buffer("dense_columns", torch.tensor(dense_columns, dtype=torch.int64), persistent=False)
+        self.register_buffer("pooled_columns", torch.tensor(pooled_columns, dtype=torch.int64), persistent=False)
+        self.network = MLP(len(pooled_columns) + len(dense_columns), widths[:-1], widths[-1], **settings)
 
-    def forward(self, dense: Tensor, sparse: KeyedJaggedTensor) -> Tensor:
-        inputs = torch.cat([self.bags(sparse).values(), dense.index_select(1, self.dense_columns)], dim=1)
-        return F.normalize(self.network(inputs), dim=1)
+    def forward(self, dense: Tensor, pooled: Tensor) -> Tensor:
+        parts = [pooled.index_select(1, self.pooled_columns), dense.index_select(1, self.dense_columns)]
+        return F.normalize(self.network(torch.cat(parts, dim=1)), dim=1)

@@ -41,7 +41,7 @@ FILE = "config.yaml"
 """The effective options, in a run's results."""
 
 SPEC = "features.yaml"
-"""The feature spec, in the folder of a run that has one."""
+"""The feature spec, in the folder of a run that has one; vocabularies counted in its data are beside it."""
 
 PLAN = "plan.json"
 """The sharding plan, in a run's folder."""

@@ -10,16 +10,17 @@ Every rank goes through all of it; the first one alone shows and writes.
 
 from __future__ import annotations
 
+import json
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from pathlib import Path
 
 from shardrec.console import working
-from shardrec.data import ClickMetrics, load_spec
-from shardrec.data.spec import parse_spec
+from shardrec.data import ClickMetrics, FeatureSpec
+from shardrec.data.spec import VOCABULARIES, parse_spec, read_spec
 from shardrec.errors import ConfigError
-from shardrec.files import naming, os_fault, parse_json
+from shardrec.files import naming, os_fault, parse_json, read_text
 from shardrec.launch.ranks import RankInfo, joined_run, meet, over_ranks, same_everywhere
 from shardrec.layout import ShardingPlan
 from shardrec.modules import ShardedModel, shard
@@ -46,7 +47,7 @@ from shardrec.train.progress import Progress, RecentMean
 from shardrec.train.report import RunReport, environment, write_curve, write_metrics
 from shardrec.train.run import Run
 from shardrec.train.saving import Saver
-from shardrec.train.source import Source, spec_of
+from shardrec.train.source import Source, counted_vocabularies, spec_of
 from shardrec.train.tasks import TaskMetrics
 
 __all__ = ["run_rank"]
@@ -88,10 +89,11 @@ def _run(config: TrainConfig, rank_info: RankInfo, folder: Path, resume: bool) -
     """All that takes every rank; returns what is left to do for each alone, when the others are gone."""
     announcer = Announcer(speaks=rank_info.is_lead)
     plan = _as_started(config, rank_info, folder) if resume else None
-    source = Source(config, rank_info)
+    spec = _own_spec(config, rank_info, folder, resume)
+    source = Source(config, rank_info, spec)
     if rank_info.is_lead and plan is None:
         announcer.say(source.data.describe())
-    model = _sharded_model(config, source, rank_info, plan)
+    model = _sharded_model(config, source, spec, rank_info, plan)
     if rank_info.is_lead and plan is None:
         announcer.plan(model.plan)
     announcer.run(config, rank_info, source.batch_size)
@@ -167,7 +169,7 @@ def _as_started(config: TrainConfig, rank_info: RankInfo, folder: Path) -> Shard
         return None
     started = load_config_text(options, files[0])
     config.check_resumes(started.to_mapping())
-    if config.features is not None and parse_spec(spec, str(files[2])) != load_spec(Path(config.features)):
+    if config.features is not None and parse_spec(spec, str(files[2])) != read_spec(Path(config.features)):
         raise ConfigError(
             f"features (--features) is {config.features!r}, which says something else than {files[2]}, with which the "
             "run was started: give that one, or start a new run in another folder (--out)"
@@ -180,7 +182,30 @@ def _as_started(config: TrainConfig, rank_info: RankInfo, folder: Path) -> Shard
     return saved_plan if same and saved_plan.world_size == rank_info.world_size else None
 
 
-def _sharded_model(config: TrainConfig, source: Source, rank_info: RankInfo, plan: ShardingPlan | None) -> ShardedModel:
+def _own_spec(config: TrainConfig, rank_info: RankInfo, folder: Path, resume: bool) -> FeatureSpec:
+    """The spec with its vocabularies from data, which the run's folder keeps.
+
+    Every rank counts them, as every rank reads all rows: none waits for another, and all meet the same fault.
+    """
+    spec = spec_of(config)
+    uncounted = spec if config.features is None else read_spec(Path(config.features))
+    if not uncounted.uncounted:
+        return spec
+    file = folder / VOCABULARIES
+    kept = rank_info.is_lead and resume and file.is_file()
+    text = same_everywhere(read_text(file) if kept else "", rank_info)
+    if not text:
+        with working("counting vocabularies") if rank_info.is_lead else nullcontext():
+            text = json.dumps(counted_vocabularies(config, spec, uncounted), ensure_ascii=False, indent=0)
+        if rank_info.is_lead:
+            with _replacing(file) as partial:
+                partial.write_text(text, encoding="utf-8")
+    return uncounted.with_vocabularies(parse_json(text))
+
+
+def _sharded_model(
+    config: TrainConfig, source: Source, spec: FeatureSpec, rank_info: RankInfo, plan: ShardingPlan | None
+) -> ShardedModel:
     model = build_model(config, source.data.schema)
     fault = export_fault(config, model, source.data.schema) if rank_info.is_lead else ""
     if fault:
@@ -188,7 +213,7 @@ def _sharded_model(config: TrainConfig, source: Source, rank_info: RankInfo, pla
     if config.loss == "model":
         model = with_own_loss(model, config.model)
     fuse_optimizer(model, config)
-    dynamic = dynamic_tables(spec_of(config), model)
+    dynamic = dynamic_tables(spec, model)
     if plan is None and config.plan is not None:
         try:
             plan = ShardingPlan.load(config.plan)

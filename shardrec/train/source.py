@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import islice
 from pathlib import Path
 
@@ -21,11 +21,12 @@ from shardrec.data import (
     load_spec,
     open_click_data,
 )
+from shardrec.data.urls import files_of
 from shardrec.errors import ConfigError
 from shardrec.launch.ranks import RankInfo
 from shardrec.train.config import TrainConfig
 
-__all__ = ["Source", "spec_of"]
+__all__ = ["Source", "counted_vocabularies", "spec_of"]
 
 _SYNTHETIC_ROWS = 2_400_000
 _SYNTHETIC_HOLDOUT_ROWS = 100_000
@@ -39,6 +40,7 @@ class Source:
     Args:
         config: which rows, and how many.
         rank_info: the rank.
+        spec: what the columns are; default: what the config's file says.
 
     Attributes:
         data: the rows to train on and, where these have no files of their own, those held out.
@@ -49,16 +51,17 @@ class Source:
         DataError, ConfigError: if the file cannot be opened or the options do not fit it.
     """
 
-    def __init__(self, config: TrainConfig, rank_info: RankInfo) -> None:
+    def __init__(self, config: TrainConfig, rank_info: RankInfo, spec: FeatureSpec | None = None) -> None:
         self._rank_info = rank_info
         self._batch_rows = config.global_batch_size or config.batch_size * rank_info.world_size
         self._accumulate = config.accumulate
         self._samples = config.samples
         self._holdout_samples = config.holdout_samples
-        self.data = _open(config)
+        spec = spec or spec_of(config)
+        self.data = _open(config, spec)
         # Held-out rows, and those of the final metrics, in files of their own: all their rows.
         self._valid, self._test = (
-            None if name is None else _files(config, name) for name in (config.valid, config.test)
+            None if name is None else _files(config, name, spec) for name in (config.valid, config.test)
         )
         self.left_out: dict[str, Mapping[str, int]] = {}
 
@@ -155,8 +158,23 @@ def spec_of(config: TrainConfig) -> FeatureSpec:
     return load_spec(Path(config.features))
 
 
-def _files(config: TrainConfig, names: str, *, holdout: float = 0.0, shuffle: int = 0) -> FileClickData:
-    spec = spec_of(config)
+def counted_vocabularies(config: TrainConfig, spec: FeatureSpec, uncounted: FeatureSpec) -> Mapping[str, Sequence[str]]:
+    """The vocabularies from data of ``uncounted``: those that ``spec`` has, or else those of the rows to train on."""
+    from shardrec.data.vocabulary import count_vocabularies
+
+    if spec.uncounted:
+        return count_vocabularies(files_of(config.data), spec, holdout=_holdout(config))
+    known = {feature.name: feature.values for feature in spec.sparse}
+    return {feature.name: known[feature.name] for feature in uncounted.uncounted}
+
+
+def _holdout(config: TrainConfig) -> float:
+    return config.holdout if config.valid is None else 0.0
+
+
+def _files(
+    config: TrainConfig, names: str, spec: FeatureSpec, *, holdout: float = 0.0, shuffle: int = 0
+) -> FileClickData:
     if config.needs_groups and spec.group is None:
         raise ConfigError(
             f"loss (--loss) is {config.loss!r}, which ranks the rows of a group, and {config.features} names none: add "
@@ -176,10 +194,9 @@ def _files(config: TrainConfig, names: str, *, holdout: float = 0.0, shuffle: in
     return data
 
 
-def _open(config: TrainConfig) -> FileClickData | SyntheticClickData:
+def _open(config: TrainConfig, spec: FeatureSpec) -> FileClickData | SyntheticClickData:
     if not config.is_synthetic:
-        holdout = config.holdout if config.valid is None else 0.0
-        return _files(config, config.data, holdout=holdout, shuffle=config.shuffle or 0)
+        return _files(config, config.data, spec, holdout=_holdout(config), shuffle=config.shuffle or 0)
     return open_click_data(
         SyntheticConfig(
             rows=config.samples or _SYNTHETIC_ROWS,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+from dataclasses import replace
 from importlib import import_module
 from typing import Any
 
@@ -43,7 +44,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "dlrm, regularized": ("dlrm", REGULAR),
     "dcn": ("dcn", {"rank": 4, "layers": 3}),
     "dcn, full rank": ("dcn", {"rank": 0, **REGULAR}),
-    "dnn": ("dnn", {"dims": {"user": 12}, **REGULAR}),
+    "dnn": ("dnn", REGULAR),
     "deepfm": ("deepfm", {"hidden": [16], **REGULAR}),
     "finalmlp": ("finalmlp", {"context1": ["user", "tags"], "heads": 4, **REGULAR}),
     "din": ("din", {"attention": [8], **REGULAR}),
@@ -210,6 +211,42 @@ def test_defaults_are_those_of_older_runs(name: str, size: int) -> None:
     assert torch.equal(*(model(torch.ones(size, 13), sparse) for model in models))
 
 
+@pytest.mark.parametrize("case", CASES)
+def test_tables_of_own_widths_and_shared_tables(case: str) -> None:
+    """The tables are those of the schema; sharded and scripted, the model is what it is unsharded."""
+    schema = replace(SCHEMA, dims=(12, 24, 4, 24), tables=("t_user", "t_film", "t_tags", "t_film"))
+    torch.manual_seed(0)
+    model = made(case, schema)
+    reference = copy.deepcopy(model)
+    torch.manual_seed(1)
+    sharded = shardrec.shard(model).eval()
+    torch.manual_seed(1)
+    off_meta(reference).eval()
+    looked_up = {"t_film": (ITEMS, 24)}
+    if case not in ("sasrec", "hstu"):
+        looked_up |= {"t_user": (USERS, 12), "t_tags": (9, 4)}
+    tables = {
+        table.name.rpartition(".")[2]: (table.num_embeddings, table.embedding_dim) for table in sharded.plan.tables
+    }
+    assert tables == looked_up
+    dense, sparse, _ = batch_of(17, 0)
+    expected = reference(dense, sparse)
+    torch.testing.assert_close(sharded(dense, sparse), expected, rtol=1e-4, atol=1e-5)
+    with quiet():
+        scripted = torch.jit.script(sharded)
+    torch.testing.assert_close(scripted(dense, sparse), expected, rtol=1e-4, atol=1e-5)
+
+
+def test_tables_that_a_sequence_model_cannot_share() -> None:
+    shared = replace(SCHEMA, num_embeddings=(ITEMS, ITEMS, 9, ITEMS), tables=("t", "t", "t_tags", "t"))
+    with pytest.raises(
+        ConfigError, match="feature 'user' shares the table of 'item', which this model looks up without"
+    ):
+        made("din", shared)
+    with pytest.raises(ConfigError, match="dim 4 and 16: give feature 'history' share: item"):
+        made("din", replace(SCHEMA, dims=(None, 4, None, None)))
+
+
 @pytest.mark.parametrize("name", MODELS)
 def test_defaults_are_those_of_the_options(name: str) -> None:
     """So an option with its default value gives no argument."""
@@ -243,7 +280,7 @@ def test_a_history_that_is_too_long(name: str) -> None:
         ("dnn", {"dropuot": 0.1}, "'dropuot', which model 'dnn' does not take: did you mean 'dropout'"),
         ("dnn", {"dropout": 1.5}, "dropout is 1.5: Input should be less than 1"),
         ("dnn", {"hidden": "wide"}, "hidden is 'wide': Input should be a valid tuple"),
-        ("dnn", {"dims": {"nobody": 4}}, "no feature 'nobody' with a table; those that it has are 'user'"),
+        ("din", {"history": "nobody"}, "no feature 'nobody' with a table; those that it has are 'user'"),
         ("din", {"item": "tags"}, "'history' and 'tags' share a table and have 31 and 9 rows"),
         ("sasrec", {"heads": 3}, "dim is 8 and heads is 3"),
         ("finalmlp", {"heads": 5}, "multiple of 5 heads"),
