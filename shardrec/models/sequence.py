@@ -57,6 +57,7 @@ class SequenceModel(nn.Module):
         if dim % heads:
             raise ConfigError(f"dim is {dim} and heads is {heads}: give a dim that is a multiple of heads")
         self.history, self.item, self.num_negatives = history, item, negatives
+        self.item_features = (item,)
         self.items = item_rows(schema, dim, history=history, item=item)
         self.num_items = schema.num_embeddings[schema.sparse_names.index(item)]
         doublings = (_NARROWEST << power for power in range(max_length.bit_length()))
@@ -72,17 +73,29 @@ class SequenceModel(nn.Module):
 
         A history is encoded once for neighbouring rows that have the same, such as the candidates for a user.
         """
-        history = sparse[self.history]
         rows = self.items(sparse)
+        logits: Tensor = (self._users(sparse, rows[self.history].values()) * rows[self.item].values()).sum(1)
+        return logits
+
+    def query_vectors(self, dense: Tensor, sparse: KeyedJaggedTensor) -> Tensor:
+        """What a logit is the product of with an item's vector, of each row's history: float32 (B, D)."""
+        return self._users(sparse, self.items(sparse)[self.history].values())
+
+    def item_vectors(self, dense: Tensor, sparse: KeyedJaggedTensor) -> Tensor:
+        """Each row's item: float32 (B, D)."""
+        rows_BD: Tensor = self.items(sparse)[self.item].values()
+        return rows_BD
+
+    def _users(self, sparse: KeyedJaggedTensor, rows_TD: Tensor) -> Tensor:
+        history = sparse[self.history]
         lengths_B = history.lengths()
         differs_B = _differs_from_row_before(history.values(), lengths_B)
         encoded_B = torch.where(differs_B, lengths_B, 0)
-        tokens_TD = rows[self.history].values()[torch.repeat_interleave(differs_B, lengths_B)]
+        tokens_TD = rows_TD[torch.repeat_interleave(differs_B, lengths_B)]
         # The last token so far is that of the row, or of the row before that has the same history.
         encoded = F.pad(self.encode(tokens_TD, encoded_B), [0, 0, 1, 0])
-        users_BD = encoded[encoded_B.cumsum(0)] * (lengths_B > 0).unsqueeze(1)
-        logits: Tensor = (users_BD * rows[self.item].values()).sum(1)
-        return logits
+        users_BD: Tensor = encoded[encoded_B.cumsum(0)] * (lengths_B > 0).unsqueeze(1)
+        return users_BD
 
     def loss(self, dense: Tensor, sparse: KeyedJaggedTensor, labels: Tensor) -> Tensor:
         """Softmax cross entropy of the next item at each position of the histories against random items.

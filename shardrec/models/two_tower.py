@@ -54,7 +54,7 @@ class TwoTower(nn.Module):
                 f"the item's features are {list(item)} (--model-arg item=[...]) and the data's {', '.join(names)}: "
                 "name some of these, the item's id first, and leave one with a table for the query"
             )
-        self.item, self.temperature = item[0], temperature
+        self.item, self.item_features, self.temperature = item[0], tuple(item), temperature
         widths = (*hidden, columns)
         self.query_tower, self.item_tower = (
             _Tower(schema, features, dim, widths, dropout=dropout, batch_norm=batch_norm) for features in (query, item)
@@ -62,9 +62,18 @@ class TwoTower(nn.Module):
 
     def forward(self, dense: Tensor, sparse: KeyedJaggedTensor) -> Tensor:
         """The cosine of each row's query and item, divided by the temperature: (B,)."""
-        query_BD, item_BD = self.query_tower(dense, sparse), self.item_tower(dense, sparse)
-        logits: Tensor = (query_BD * item_BD).sum(1) / self.temperature
+        logits: Tensor = (self.query_vectors(dense, sparse) * self.item_vectors(dense, sparse)).sum(1)
         return logits
+
+    def query_vectors(self, dense: Tensor, sparse: KeyedJaggedTensor) -> Tensor:
+        """What a logit is the product of with an item's vector, of each row's query: float32 (B, D)."""
+        query_BD: Tensor = self.query_tower(dense, sparse) / self.temperature
+        return query_BD
+
+    def item_vectors(self, dense: Tensor, sparse: KeyedJaggedTensor) -> Tensor:
+        """Each row's item: float32 (B, D)."""
+        item_BD: Tensor = self.item_tower(dense, sparse)
+        return item_BD
 
     def loss(self, dense: Tensor, sparse: KeyedJaggedTensor, labels: Tensor) -> Tensor:
         """Softmax cross entropy of each clicked row's item among those of the rank's batch: the mean, in nats."""

@@ -6,22 +6,19 @@
                                                   test.json: metrics of the test files, of the best options only
     DIR/sweep.json, sweep.png                     all of them together
 
-A finished run is one that has metrics. The same call goes on where it ended: finished runs are read, a run with a
-checkpoint goes on from it.
+The same call goes on where it ended: runs that have metrics are read, one with a checkpoint goes on from it.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import json
-import math
-import statistics
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeAlias
+from statistics import fmean, stdev
+from typing import TYPE_CHECKING, Any
 from urllib.parse import quote
 
 from shardrec.data import load_spec
@@ -35,49 +32,26 @@ from shardrec.train.runs import RunFolder
 if TYPE_CHECKING:
     from rich.table import Table
 
-__all__ = ["Setting", "Sweep", "mean_and_deviation", "parse_grid", "run_sweep", "sweep_table"]
+__all__ = ["Sweep", "mean_and_deviation", "parse_grid", "run_sweep", "sweep_table"]
 
 _ARGUMENT = "model_args."
 _OWN = {"seed": "--seeds", "out": "--out", "monitor": "--monitor", "test": "the file of options"}
-_TEST = "test.json"
-
-Grid: TypeAlias = Mapping[str, Sequence[Any]]
 
 
-@dataclass(frozen=True, kw_only=True)
-class Setting:
-    """The runs with some values of the grid's options.
-
-    Attributes:
-        values: by option.
-        scores: the monitored metric of each seed's run, on held-out rows; empty if a run has failed.
-        fault: what the failed run said.
-    """
-
-    values: Mapping[str, Any]
-    scores: Sequence[float]
-    fault: str = ""
-
-    @property
-    def mean(self) -> float:
-        """Of the scores; nan without any."""
-        return statistics.fmean(self.scores) if self.scores else math.nan
-
-
-@dataclass(frozen=True, kw_only=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Sweep:
     """A finished sweep.
 
     Attributes:
-        metric: name of the monitored metric.
-        settings: in the grid's order.
-        best: the one with the best mean, the first of several.
-        test: metrics of the test files by name, a value of each seed's run with the best setting; empty without files.
+        metric: what the settings were compared by, on held-out rows.
+        scores: of each setting, by its name, the metric of each seed's run; none of a setting that has failed.
+        best: name of the setting with the best mean.
+        test: metrics of the test files, of each seed's run with the best setting; empty without files.
     """
 
     metric: str
-    settings: Sequence[Setting]
-    best: Setting
+    scores: Mapping[str, Sequence[float]]
+    best: str
     test: Mapping[str, Sequence[float]]
 
 
@@ -102,57 +76,61 @@ def parse_grid(texts: Sequence[str]) -> dict[str, list[Any]]:
     return grid
 
 
-def run_sweep(config: TrainConfig, grid: Grid, *, seeds: int, out: Path, debug: bool = False) -> Sweep:
-    """Make the runs that are missing, then test the best setting's.
+def run_sweep(
+    config: TrainConfig, grid: Mapping[str, Sequence[Any]], *, seeds: int, out: Path, debug: bool = False
+) -> Sweep:
+    """Make the runs that are missing, test the best setting's, and write the results.
 
     Args:
-        config: what the runs have in common; their ``monitor``, which is needed, is compared. Its test files are read
-            for the best setting only.
+        config: what the runs have in common. They are compared by its ``monitor``, which is needed; its test files are
+            read for the best setting only.
         grid: values of options, or of ``model_args.NAME``.
         seeds: runs of each setting, with seeds from ``config.seed`` on.
         out: the sweep's folder.
         debug: keep tracebacks.
 
     Raises:
-        ConfigError: for options that do not go together, a folder with runs of other options, under torchrun, or
-            without a checkpoint to test.
-        ShardrecError: if all settings have failed.
+        ConfigError: without a monitor, or a checkpoint to test; if a folder has a run of other options; under torchrun.
+        ShardrecError: that of the last run, if all settings have failed.
     """
     if launched_rank() is not None:
         raise ConfigError(
-            "a sweep starts the ranks of its runs itself (nproc in the file of options): leave out torchrun"
+            "a sweep starts the ranks of its runs itself (nproc in the file of options): leave torchrun out"
         )
     if config.monitor is None:
         raise ConfigError("no metric to compare the runs by: give monitor (--monitor), such as auc or ndcg")
     if config.test is not None and config.checkpoint == "none":
         raise ConfigError("checkpoint is 'none', and the best setting is tested with its weights: give last or best")
     metric = {"ne": "normalized_entropy", "ndcg": f"ndcg@{config.top_k}"}.get(config.monitor, config.monitor)
-    combinations = [dict(zip(grid, values, strict=True)) for values in product(*grid.values())]
-    runs = [_runs(config, values, seeds, out) for values in combinations]
-    for run in (run for of_setting in runs for run in of_setting):
+    settings = [dict(zip(grid, values, strict=True)) for values in product(*grid.values())]
+    runs = {_name(values): _runs(config, values, seeds, out) for values in settings}
+    for run in (run for of_setting in runs.values() for run in of_setting):
         _check_folder(run)  # all of them before the first run
-    settings: list[Setting] = []
-    failure: ShardrecError | None = None
-    for number, (values, of_setting) in enumerate(zip(combinations, runs, strict=True)):
-        scores: list[float] = []
-        fault = ""
+    scores: dict[str, list[float]] = {}
+    for number, (name, of_setting) in enumerate(runs.items()):
         try:
-            for place, run in enumerate(of_setting, 1 + number * seeds):
-                scores.append(_score(run, metric, f"run {place} of {len(runs) * seeds}", debug))
+            scores[name] = [
+                _score(run, metric, f"run {place} of {len(runs) * seeds}", debug)
+                for place, run in enumerate(of_setting, 1 + number * seeds)
+            ]
         except ShardrecError as error:
-            failure, fault, scores = error, str(error), []
-            print(f"shardrec: {run.out} failed: {fault}", file=sys.stderr, flush=True)
-        settings.append(Setting(values=values, scores=tuple(scores), fault=fault))
-    if failure is not None and all(setting.fault for setting in settings):
-        raise failure
+            if number + 1 == len(runs) and not any(scores.values()):
+                raise
+            print(f"shardrec: {name} failed: {error}", file=sys.stderr, flush=True)
+            scores[name] = []
     sign = -1 if metric in ("logloss", "normalized_entropy") else 1
-    best = max(range(len(runs)), key=lambda place: (not settings[place].fault, sign * settings[place].mean))
+    best = max((name for name in scores if scores[name]), key=lambda name: sign * fmean(scores[name]))
     tests = [] if config.test is None else [_tested(Path(str(run.out)), config.test) for run in runs[best]]
     names = [name for name, value in (tests or [{}])[0].items() if isinstance(value, float)]
-    test = {name: [float(result[name]) for result in tests] for name in names}
-    sweep = Sweep(metric=metric, settings=settings, best=settings[best], test=test)
-    _write(sweep, out)
+    test = {name: [float(metrics[name]) for metrics in tests] for name in names}
+    sweep = Sweep(metric=metric, scores=scores, best=best, test=test)
+    (out / "sweep.json").write_text(json.dumps(dataclasses.asdict(sweep), indent=1) + "\n", encoding="utf-8")
+    _draw(sweep, out / "sweep.png")
     return sweep
+
+
+def _name(values: Mapping[str, Any]) -> str:
+    return ",".join(f"{option}={value}" for option, value in values.items()) or "runs"
 
 
 def _runs(config: TrainConfig, values: Mapping[str, Any], seeds: int, out: Path) -> list[TrainConfig]:
@@ -160,12 +138,9 @@ def _runs(config: TrainConfig, values: Mapping[str, Any], seeds: int, out: Path)
     arguments = {name.removeprefix(_ARGUMENT): value for name, value in values.items() if name.startswith(_ARGUMENT)}
     options = {name: value for name, value in values.items() if not name.startswith(_ARGUMENT)}
     run = config.changed(**options, model_args={**config.model_args, **arguments}, test=None)
-    rows = run.global_batch_size or run.batch_size * run.nproc
-    folder = out / (quote(_name(values), safe="=,.[]:+- ") or "runs")
-    return [
-        run.changed(global_batch_size=rows, seed=seed, out=str(folder / f"seed{seed}"))
-        for seed in range(config.seed, config.seed + seeds)
-    ]
+    run = run.changed(global_batch_size=run.global_batch_size or run.batch_size * run.nproc)
+    folder = out / quote(_name(values), safe="=,.[]:+- ")
+    return [run.changed(seed=seed, out=f"{folder}/seed{seed}") for seed in range(config.seed, config.seed + seeds)]
 
 
 def _check_folder(run: TrainConfig) -> None:
@@ -176,8 +151,7 @@ def _check_folder(run: TrainConfig) -> None:
     run.check_resumes({**started.to_mapping(), "features": run.features})
     if run.features and started.features and load_spec(Path(run.features)) != load_spec(Path(started.features)):
         raise ConfigError(
-            f"features is {run.features!r}, which says something else than {started.features}, with which the run was "
-            "started: give that one, or another folder (--out)"
+            f"features is {run.features!r}, which says something else than {started.features}: give --out"
         )
 
 
@@ -187,69 +161,55 @@ def _score(run: TrainConfig, metric: str, title: str, debug: bool) -> float:
     if not (folder / METRICS).is_file():
         print(f"\n{title}: {folder}", flush=True)
         train(run, resume=(folder / FILE).is_file(), debug=debug)
-    final = read_json(folder / METRICS)["final"]
-    if not isinstance(final.get(metric), float):
-        raise ConfigError(f"monitor is {run.monitor!r}, and the held-out rows have none: they have {', '.join(final)}")
-    return float(final[metric])
+    score = read_json(folder / METRICS)["final"].get(metric)
+    if score is None:
+        raise ConfigError(
+            f"monitor is {run.monitor!r}, and the held-out rows of {folder} have no {metric}: give another"
+        )
+    return float(score)
 
 
 def _tested(folder: Path, files: str) -> dict[str, Any]:
     """Metrics of the test files, computed once."""
-    path = folder / _TEST
+    path = folder / "test.json"
     if not path.is_file():
         metrics, _ = RunFolder(folder).evaluate(files)
         path.write_text(json.dumps(metrics.to_mapping(), indent=1) + "\n", encoding="utf-8")
-    result: dict[str, Any] = read_json(path)
-    return result
-
-
-def _name(values: Mapping[str, Any]) -> str:
-    """``lr=0.01,model_args.dropout=0.3``."""
-    return ",".join(f"{option}={value}" for option, value in values.items())
+    tested: dict[str, Any] = read_json(path)
+    return tested
 
 
 def mean_and_deviation(scores: Sequence[float]) -> str:
     """``0.7466 ± 0.0013``: the mean and, of several, the standard deviation of a sample."""
-    deviation = f" ± {statistics.stdev(scores):.4f}" if len(scores) > 1 else ""
-    return f"{statistics.fmean(scores):.4f}{deviation}"
+    return f"{fmean(scores):.4f}" + (f" ± {stdev(scores):.4f}" if len(scores) > 1 else "")
 
 
 def sweep_table(sweep: Sweep) -> Table:
-    """The settings, the best one marked, and the test metrics of that."""
+    """The settings, the best one marked, and its test metrics."""
     from rich.table import Table
 
-    varied = [name for name in sweep.best.values if len({str(one.values[name]) for one in sweep.settings}) > 1]
-    table = Table()
-    for heading in (*varied, f"held-out {sweep.metric}", ""):
-        table.add_column(heading)
-    for setting in sweep.settings:
-        shown = setting.fault.splitlines()[0] if setting.fault else mean_and_deviation(setting.scores)
-        table.add_row(*(str(setting.values[name]) for name in varied), shown, "best" * (setting is sweep.best))
+    table = Table("setting", f"held-out {sweep.metric}", "")
+    for name, scores in sweep.scores.items():
+        table.add_row(name, mean_and_deviation(scores) if scores else "failed", "best" * (name == sweep.best))
     for name, scores in sweep.test.items():
-        table.add_row(*[""] * len(varied), mean_and_deviation(scores), f"test {name} of the best")
+        table.add_row("", mean_and_deviation(scores), f"test {name}")
     return table
 
 
-def _write(sweep: Sweep, out: Path) -> None:
-    """``sweep.json`` and ``sweep.png``."""
+def _draw(sweep: Sweep, path: Path) -> None:
+    """Each setting's runs, their mean and deviation, the best setting on top."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    content = {**dataclasses.asdict(sweep), "mean": sweep.best.mean}
-    (out / "sweep.json").write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
-    ranked = sorted((one for one in sweep.settings if one.scores), key=lambda one: one.mean)
-    figure = Figure(figsize=(8, 1.5 + 0.3 * len(ranked)), layout="constrained")
+    names = sorted((name for name in sweep.scores if sweep.scores[name]), key=lambda name: fmean(sweep.scores[name]))
+    names = names if names[-1] == sweep.best else names[::-1]
+    figure = Figure(figsize=(8, 1.5 + 0.3 * len(names)), layout="constrained")
     canvas, axes = FigureCanvasAgg(figure), figure.subplots()
-    for place, setting in enumerate(ranked):
-        color = "tab:green" if setting is sweep.best else "tab:blue"
-        deviation = statistics.stdev(setting.scores) if len(setting.scores) > 1 else 0.0
-        axes.plot(setting.scores, [place] * len(setting.scores), ".", color="tab:gray", markersize=4)
-        axes.errorbar(setting.mean, place, xerr=deviation, fmt="o", color=color, capsize=3)
-    axes.set_yticks(range(len(ranked)), [_name(setting.values).replace(_ARGUMENT, "") for setting in ranked])
-    axes.set(
-        xlabel=f"held-out {sweep.metric}",
-        title=f"best {_name(sweep.best.values)}: {mean_and_deviation(sweep.best.scores)}",
-    )
+    for place, scores in enumerate(sweep.scores[name] for name in names):
+        axes.plot(scores, [place] * len(scores), ".", color="tab:gray")
+        axes.errorbar(fmean(scores), place, xerr=stdev(scores) if len(scores) > 1 else 0, fmt="o", capsize=3)
+    axes.set_yticks(range(len(names)), [name.replace(_ARGUMENT, "") for name in names])
+    axes.set(xlabel=f"held-out {sweep.metric}", title=f"{sweep.best}: {mean_and_deviation(sweep.scores[sweep.best])}")
     axes.grid(alpha=0.3)
     axes.ticklabel_format(axis="x", useOffset=False)
-    canvas.print_figure(out / "sweep.png", dpi=120)
+    canvas.print_figure(path, dpi=120)

@@ -72,8 +72,8 @@ def test_each_run_is_made_once(run: Run, options: Path, tmp_path: Path, monkeypa
     ]
     best = min((0, 1), key=lambda place: statistics.fmean(scores[place]))
     results = json.loads((out / "sweep.json").read_text(encoding="utf-8"))
-    assert [setting["scores"] for setting in results["settings"]] == scores
-    assert results["best"] == results["settings"][best]
+    assert results["scores"] == dict(zip(settings, scores, strict=True))
+    assert results["best"] == settings[best]
     assert [*out.rglob("test.json")] == [*(out / settings[best]).rglob("test.json")]
     tested = [
         RunFolder(out / settings[best] / f"seed{seed}").evaluate(str(tmp_path / "test.tsv"))[0].auc for seed in (0, 1)
