@@ -18,7 +18,17 @@ from torchrec.modules.embedding_modules import EmbeddingBagCollection, Embedding
 from shardrec.data import ClickSchema
 from shardrec.errors import ConfigError
 
-__all__ = ["MLP", "FactorizationMachine", "Share", "Size", "Sizes", "activation", "item_rows", "pooled_features"]
+__all__ = [
+    "MLP",
+    "FactorizationMachine",
+    "ItemCounts",
+    "Share",
+    "Size",
+    "Sizes",
+    "activation",
+    "item_rows",
+    "pooled_features",
+]
 
 Size: TypeAlias = Annotated[int, Field(gt=0)]
 Sizes: TypeAlias = tuple[Size, ...]
@@ -114,3 +124,31 @@ class FactorizationMachine(nn.Module):
         """(B, F, D) to (B,)."""
         pairs_BD = features.sum(1).square() - features.square().sum(1)
         return pairs_BD.sum(1) / 2
+
+
+class ItemCounts(nn.Module):
+    """How often each item was clicked so far, from which follows how likely it is drawn as a negative: its Q.
+
+    Exact counts in place of the hashed intervals of "Sampling-Bias-Corrected Neural Modeling for Large Corpus Item
+    Recommendations", Yi et al., 2019. They are a buffer: of several ranks, the first one's clicks count.
+    """
+
+    def __init__(self, num_items: int) -> None:
+        super().__init__()
+        self.counts: Tensor
+        self.register_buffer("counts", torch.ones(num_items, dtype=torch.int64))
+
+    def add(self, ids_N: Tensor) -> None:
+        """Count some items, in training."""
+        if self.training:
+            self.counts.index_add_(0, ids_N, torch.ones_like(ids_N))
+
+    def draw(self, number: int) -> Tensor:
+        """Items by their shares, with replacement: int64 (number,)."""
+        ends = self.counts.cumsum(0)
+        places = (torch.rand(number, device=ends.device, dtype=torch.float64) * ends[-1]).long()
+        return torch.searchsorted(ends, places, right=True)
+
+    def log_q(self, ids_N: Tensor) -> Tensor:
+        """Logs of the items' shares: float32 (N,)."""
+        return (self.counts[ids_N].float() / self.counts.sum()).log()

@@ -1,7 +1,7 @@
 """Two towers: a multi-layer perceptron for the query and one for the item, whose outputs' cosine scores the pair.
 
 "Sampling-Bias-Corrected Neural Modeling for Large Corpus Item Recommendations", Yi et al., 2019, with a softmax
-over the distinct items of a rank's batch as loss, and without the paper's estimate of how frequent each item is.
+over the distinct items of a rank's batch as loss. Its correction for how frequent each item is counts clicks exactly.
 
 Legend: B rows, D columns of the towers' outputs.
 """
@@ -19,7 +19,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from shardrec.data import ClickSchema
 from shardrec.errors import ConfigError
-from shardrec.models.parts import MLP, Share, Size, Sizes, pooled_features
+from shardrec.models.parts import MLP, ItemCounts, Share, Size, Sizes, pooled_features
 
 __all__ = ["TwoTower"]
 
@@ -32,6 +32,7 @@ class TwoTower(nn.Module):
             other features are the query's.
         columns: of the towers' outputs.
         temperature: divides the cosine.
+        log_q: whether the loss corrects for popular items being in more batches.
     """
 
     def __init__(
@@ -43,6 +44,7 @@ class TwoTower(nn.Module):
         hidden: Sizes = (128, 64),
         columns: Size = 32,
         temperature: Annotated[float, Field(gt=0)] = 0.1,
+        log_q: bool = False,
         dropout: Share = 0.0,
         batch_norm: bool = False,
     ) -> None:
@@ -55,6 +57,7 @@ class TwoTower(nn.Module):
                 "name some of these, the item's id first, and leave one with a table for the query"
             )
         self.item, self.item_features, self.temperature = item[0], tuple(item), temperature
+        self.counts = ItemCounts(schema.num_embeddings[schema.sparse_names.index(item[0])]) if log_q else None
         widths = (*hidden, columns)
         self.query_tower, self.item_tower = (
             _Tower(schema, features, dim, widths, dropout=dropout, batch_norm=batch_norm) for features in (query, item)
@@ -82,8 +85,13 @@ class TwoTower(nn.Module):
         ids_B = feature.values()
         query_BD, item_BD = self.query_tower(dense, sparse), self.item_tower(dense, sparse)
         scores_BB = query_BD @ item_BD.t() / self.temperature
-        count_B = (ids_B.unsqueeze(1) == ids_B).sum(1)  # rows with the same item, each of which counts by its share
-        losses_B = (scores_BB - count_B.log()).logsumexp(1) - scores_BB.diagonal()
+        same_BB = ids_B.unsqueeze(1) == ids_B
+        if self.counts is None:
+            losses_B = (scores_BB - same_BB.sum(1).log()).logsumexp(1) - scores_BB.diagonal()  # an item counts once
+        else:
+            self.counts.add(ids_B[labels > 0])
+            others_BB = (scores_BB - self.counts.log_q(ids_B)).masked_fill(same_BB, torch.finfo(scores_BB.dtype).min)
+            losses_B = F.softplus(others_BB.logsumexp(1) - scores_BB.diagonal() + self.counts.log_q(ids_B))
         loss: Tensor = (losses_B * labels).sum() / labels.sum().clamp(min=1)
         return loss
 
