@@ -25,6 +25,7 @@ from shardrec.cli.runs import (
     serve_command,
 )
 from shardrec.cli.serve_embeddings import serve_embeddings_command
+from shardrec.cli.sweep import sweep_command
 from shardrec.cli.train import train_command
 from shardrec.launch.quiet import environment_for_torch, quiet_libraries
 
@@ -61,6 +62,7 @@ def _add(name: str, command: Callable[..., None], **settings: Any) -> None:
 
 
 _add("train", train_command())
+_add("sweep", sweep_command)
 _add("eval", eval_command)
 _add("predict", predict_command)
 _add("export", export_command)

@@ -42,12 +42,16 @@ def eval_command(
         str | None, typer.Option(help="Files of rows (default: those that the run's own metrics are of)")
     ] = None,
     on_bad_row: _OnBadRow = None,
+    ranking: Annotated[
+        Literal["rows", "catalogue"] | None,
+        typer.Option(help="What clicked rows' items are ranked among (default: the run's option)"),
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the metrics as JSON.")] = False,
     debug: Debug = False,
 ) -> None:
     """Compute the metrics of a run's last checkpoint on other rows, of files with the run's columns."""
     with working(f"evaluating {run}") as add_rows:
-        metrics, skipped = RunFolder(run).evaluate(data, on_bad_row, add_rows)
+        metrics, skipped = RunFolder(run).evaluate(data, on_bad_row, add_rows, ranking=ranking)
         values = metrics.to_mapping()
     for reason, count in skipped.items():
         typer.echo(f"left out {count:,} row{'s' * (count > 1)}: {reason}", err=True)

@@ -13,7 +13,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from shardrec.errors import ConfigError
 
-__all__ = ["RankingMetrics", "ranking_metrics"]
+__all__ = ["RankingMetrics", "placed_metrics", "ranking_metrics"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,6 +71,37 @@ def ranking_metrics(labels: ArrayLike, scores: ArrayLike, groups: ArrayLike, k: 
     first = _starts(group[1:] != group[:-1])
     sizes = np.diff(np.r_[first, len(group)])
     place = np.arange(len(group)) - np.repeat(first, sizes)
+    return _metrics(target, place, first, k, _gauc(target, score, first, sizes, np.add.reduceat(target, first)))
+
+
+def placed_metrics(
+    places: ArrayLike, scores: ArrayLike, items: ArrayLike, groups: ArrayLike, *, k: int, gauc: float | None
+) -> RankingMetrics:
+    """The same of clicked rows whose places among a group's items are known.
+
+    Args:
+        places: (N,) number of other items with a score of at least the row's, clicked ones among them.
+        scores: (N,) float64.
+        items: (N,) integers; an item that is in a group twice, with one score, counts once.
+        groups: (N,) integers.
+        k: places that count.
+        gauc: of the rows.
+    """
+    bits = np.asarray(scores, dtype=np.float64).view(np.int64)
+    columns = [np.asarray(column).astype(np.int64) for column in (groups, places, bits, items)]
+    rows = np.unique(np.stack(columns), axis=1)  # also in order
+    group, place = rows[:2]
+    # Of several clicked items with one score each counts the others.
+    ties = _starts((rows[:3, 1:] != rows[:3, :-1]).any(axis=0))
+    sizes = np.diff(np.r_[ties, len(group)])
+    place = place + 1 + np.arange(len(group)) - np.repeat(ties + sizes, sizes)
+    return _metrics(np.ones(len(group)), place, _starts(group[1:] != group[:-1]), k, gauc)
+
+
+def _metrics(
+    target: NDArray[np.float64], place: NDArray[np.int64], first: NDArray[np.int64], k: int, gauc: float | None
+) -> RankingMetrics:
+    """Of the rows of groups, whose first rows are given, and the rows' places in them."""
     clicked = np.add.reduceat(target, first)
     there = clicked > 0
     at_top = target * (place < k)
@@ -78,7 +109,7 @@ def ranking_metrics(labels: ArrayLike, scores: ArrayLike, groups: ArrayLike, k: 
     gains = np.add.reduceat(at_top / np.log2(place + 2.0), first)[there]
     best = np.cumsum(1 / np.log2(np.arange(k) + 2.0))[np.minimum(clicked[there], k).astype(np.int64) - 1]
     return RankingMetrics(
-        gauc=_gauc(target, score, first, sizes, clicked),
+        gauc=gauc,
         ndcg=float((gains / best).mean()),
         recall=float((hits / clicked[there]).mean()),
         hit_rate=float((hits > 0).mean()),

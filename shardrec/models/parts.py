@@ -25,6 +25,7 @@ __all__ = [
     "Experts",
     "FactorizationMachine",
     "FeatureVectors",
+    "ItemCounts",
     "Share",
     "Size",
     "Sizes",
@@ -197,3 +198,31 @@ class Experts(nn.Module):
             experts_BED = torch.stack([outputs[expert] for expert in self.mixed[number]], dim=1)
             mixtures.append((shares_BE.unsqueeze(2) * experts_BED).sum(1))
         return mixtures
+
+
+class ItemCounts(nn.Module):
+    """How often each item was clicked so far, from which follows how likely it is drawn as a negative: its Q.
+
+    Exact counts in place of the hashed intervals of "Sampling-Bias-Corrected Neural Modeling for Large Corpus Item
+    Recommendations", Yi et al., 2019. They are a buffer: of several ranks, the first one's clicks count.
+    """
+
+    def __init__(self, num_items: int) -> None:
+        super().__init__()
+        self.counts: Tensor
+        self.register_buffer("counts", torch.ones(num_items, dtype=torch.int64))
+
+    def add(self, ids_N: Tensor) -> None:
+        """Count some items, in training."""
+        if self.training:
+            self.counts.index_add_(0, ids_N, torch.ones_like(ids_N))
+
+    def draw(self, number: int) -> Tensor:
+        """Items by their shares, with replacement: int64 (number,)."""
+        ends = self.counts.cumsum(0)
+        places = (torch.rand(number, device=ends.device, dtype=torch.float64) * ends[-1]).long()
+        return torch.searchsorted(ends, places, right=True)
+
+    def log_q(self, ids_N: Tensor) -> Tensor:
+        """Logs of the items' shares: float32 (N,)."""
+        return (self.counts[ids_N].float() / self.counts.sum()).log()

@@ -8,16 +8,17 @@ Legend: B rows, T tokens (the items of all histories, row after row), D columns,
 
 from __future__ import annotations
 
-from typing import ClassVar, TypeAlias
+from collections.abc import Mapping
+from typing import ClassVar, Literal, TypeAlias
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
 
 from shardrec.data import ClickSchema
 from shardrec.errors import ConfigError
-from shardrec.models.parts import Share, Size, item_rows
+from shardrec.models.parts import ItemCounts, Share, Size, item_rows
 
 __all__ = ["Groups", "SequenceModel"]
 
@@ -35,6 +36,8 @@ class SequenceModel(nn.Module):
         blocks: number of attention layers.
         heads: of a block's attention; divides ``dim``.
         negatives: random items of a step, which a rank's batch shares.
+        sampling: what they are: any (``uniform``); by how often they were next so far (``popularity``); or some of the
+            batch's own next items (``batch``), which are looked up anyway. The last two with logQ correction.
     """
 
     block: ClassVar[type[nn.Module]]
@@ -51,15 +54,18 @@ class SequenceModel(nn.Module):
         blocks: Size = 2,
         heads: Size = 1,
         negatives: Size = 1024,
+        sampling: Literal["uniform", "popularity", "batch"] = "uniform",
         dropout: Share = 0.5,
     ) -> None:
         super().__init__()
         self.history, self.item, self.num_negatives = history, item, negatives
+        self.item_features = (item,)
         self.items = item_rows(schema, dim, history=history, item=item)
         dim = self.items.embedding_dim()
         if dim % heads:
             raise ConfigError(f"dim is {dim} and heads is {heads}: give a dim that is a multiple of heads")
         self.num_items = schema.num_embeddings[schema.sparse_names.index(item)]
+        self.sampling, self.counts = sampling, None if sampling == "uniform" else ItemCounts(self.num_items)
         doublings = (_NARROWEST << power for power in range(max_length.bit_length()))
         self.widths = [*(width for width in doublings if width < max_length), max_length]
         self.positions = nn.Embedding(max_length, dim)
@@ -73,17 +79,29 @@ class SequenceModel(nn.Module):
 
         A history is encoded once for neighbouring rows that have the same, such as the candidates for a user.
         """
-        history = sparse[self.history]
         rows = self.items(sparse)
+        logits: Tensor = (self._users(sparse, rows[self.history].values()) * rows[self.item].values()).sum(1)
+        return logits
+
+    def query_vectors(self, dense: Tensor, sparse: KeyedJaggedTensor) -> Tensor:
+        """What a logit is the product of with an item's vector, of each row's history: float32 (B, D)."""
+        return self._users(sparse, self.items(sparse)[self.history].values())
+
+    def item_vectors(self, dense: Tensor, sparse: KeyedJaggedTensor) -> Tensor:
+        """Each row's item: float32 (B, D)."""
+        rows_BD: Tensor = self.items(sparse)[self.item].values()
+        return rows_BD
+
+    def _users(self, sparse: KeyedJaggedTensor, rows_TD: Tensor) -> Tensor:
+        history = sparse[self.history]
         lengths_B = history.lengths()
         differs_B = _differs_from_row_before(history.values(), lengths_B)
         encoded_B = torch.where(differs_B, lengths_B, 0)
-        tokens_TD = rows[self.history].values()[torch.repeat_interleave(differs_B, lengths_B)]
+        tokens_TD = rows_TD[torch.repeat_interleave(differs_B, lengths_B)]
         # The last token so far is that of the row, or of the row before that has the same history.
         encoded = F.pad(self.encode(tokens_TD, encoded_B), [0, 0, 1, 0])
-        users_BD = encoded[encoded_B.cumsum(0)] * (lengths_B > 0).unsqueeze(1)
-        logits: Tensor = (users_BD * rows[self.item].values()).sum(1)
-        return logits
+        users_BD: Tensor = encoded[encoded_B.cumsum(0)] * (lengths_B > 0).unsqueeze(1)
+        return users_BD
 
     def loss(self, dense: Tensor, sparse: KeyedJaggedTensor, labels: Tensor) -> Tensor:
         """Softmax cross entropy of the next item at each position of the histories against random items.
@@ -91,11 +109,8 @@ class SequenceModel(nn.Module):
         The item is the last position's next, left out where the label is 0. The mean over the positions, in nats.
         """
         history, item = sparse[self.history], sparse[self.item]
-        drawn_N = torch.randint(1, self.num_items, (self.num_negatives,), device=labels.device)
-        lengths = torch.arange(2, device=labels.device) * self.num_negatives  # none as history, all as item
         rows = self.items(sparse)
-        negatives = KeyedJaggedTensor([self.history, self.item], drawn_N, lengths=lengths)
-        others_ND = self.items(negatives)[self.item].values()
+        drawn = None if self.sampling == "batch" else self._drawn(labels.device)
         tokens_TD, lengths_B = rows[self.history].values(), history.lengths()
         encoded_TD = self.encode(tokens_TD, lengths_B)
         there_B = lengths_B > 0
@@ -103,10 +118,29 @@ class SequenceModel(nn.Module):
         next_T = history.values().roll(-1).index_copy(0, last, item.values()[there_B])
         next_TD = tokens_TD.roll(-1, 0).index_copy(0, last, rows[self.item].values()[there_B])
         weights_T = torch.ones_like(encoded_TD[:, 0]).index_copy(0, last, labels[there_B])
-        logits_TN = (encoded_TD @ others_ND.t()).masked_fill(next_T.unsqueeze(1) == drawn_N, -torch.inf)
-        losses_T = F.softplus(logits_TN.logsumexp(1) - (encoded_TD * next_TD).sum(1))
+        if drawn is None:
+            some_N = torch.randperm(next_T.numel(), device=next_T.device)[: self.num_negatives]
+            drawn_N, others_ND = next_T[some_N], next_TD[some_N]
+        else:
+            drawn_N, others_ND = drawn[0], drawn[1][self.item].values()
+        logits_TN, logits_T = encoded_TD @ others_ND.t(), (encoded_TD * next_TD).sum(1)
+        if self.counts is not None:
+            self.counts.add(next_T)
+            logits_TN, logits_T = logits_TN - self.counts.log_q(drawn_N), logits_T - self.counts.log_q(next_T)
+        # Not -inf: the gradient of the logsumexp of nothing else is nan.
+        logits_TN = logits_TN.masked_fill(next_T.unsqueeze(1) == drawn_N, torch.finfo(logits_TN.dtype).min)
+        losses_T = F.softplus(logits_TN.logsumexp(1) - logits_T)
         loss: Tensor = (losses_T * weights_T).sum() / weights_T.sum().clamp(min=1)
         return loss
+
+    def _drawn(self, device: torch.device) -> tuple[Tensor, Mapping[str, JaggedTensor]]:
+        """Random items, int64 (N,), and their rows, under the item's name."""
+        if self.counts is not None:
+            drawn_N = self.counts.draw(self.num_negatives)
+        else:
+            drawn_N = torch.randint(1, self.num_items, (self.num_negatives,), device=device)
+        lengths = torch.arange(2, device=device) * self.num_negatives  # none as history, all as item
+        return drawn_N, self.items(KeyedJaggedTensor([self.history, self.item], drawn_N, lengths=lengths))
 
     def encode(self, tokens_TD: Tensor, lengths_B: Tensor) -> Tensor:
         """What each position knows of its item and those before it: float32 (T, D)."""

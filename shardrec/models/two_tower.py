@@ -1,7 +1,7 @@
 """Two towers: a multi-layer perceptron for the query and one for the item, whose outputs' cosine scores the pair.
 
 "Sampling-Bias-Corrected Neural Modeling for Large Corpus Item Recommendations", Yi et al., 2019, with a softmax
-over the distinct items of a rank's batch as loss, and without the paper's estimate of how frequent each item is.
+over the distinct items of a rank's batch as loss. Its correction for how frequent each item is counts clicks exactly.
 
 Legend: B rows, D columns of the towers' outputs.
 """
@@ -20,7 +20,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from shardrec.data import ClickSchema
 from shardrec.errors import ConfigError
-from shardrec.models.parts import MLP, Share, Size, Sizes, columns_of, pooled_features
+from shardrec.models.parts import MLP, ItemCounts, Share, Size, Sizes, columns_of, pooled_features
 
 __all__ = ["TwoTower"]
 
@@ -33,6 +33,7 @@ class TwoTower(nn.Module):
             other features are the query's.
         columns: of the towers' outputs.
         temperature: divides the cosine.
+        log_q: whether the loss corrects for popular items being in more batches.
     """
 
     def __init__(
@@ -44,6 +45,7 @@ class TwoTower(nn.Module):
         hidden: Sizes = (128, 64),
         columns: Size = 32,
         temperature: Annotated[float, Field(gt=0)] = 0.1,
+        log_q: bool = False,
         dropout: Share = 0.0,
         batch_norm: bool = False,
     ) -> None:
@@ -55,7 +57,8 @@ class TwoTower(nn.Module):
                 f"the item's features are {list(item)} (--model-arg item=[...]) and the data's {', '.join(names)}: "
                 "name some of these, the item's id first, and leave one with a table for the query"
             )
-        self.item, self.temperature = item[0], temperature
+        self.item, self.item_features, self.temperature = item[0], tuple(item), temperature
+        self.counts = ItemCounts(schema.num_embeddings[schema.sparse_names.index(item[0])]) if log_q else None
         widths = (*hidden, columns)
         self.bags = pooled_features(schema, dim)  # of both towers, whose features may share a table
         self.query_tower, self.item_tower = (
@@ -70,6 +73,16 @@ class TwoTower(nn.Module):
         logits: Tensor = (query_BD * item_BD).sum(1) / self.temperature
         return logits
 
+    def query_vectors(self, dense: Tensor, sparse: KeyedJaggedTensor) -> Tensor:
+        """What a logit is the product of with an item's vector, of each row's query: float32 (B, D)."""
+        query_BD: Tensor = self.query_tower(dense, self.bags(sparse).values()) / self.temperature
+        return query_BD
+
+    def item_vectors(self, dense: Tensor, sparse: KeyedJaggedTensor) -> Tensor:
+        """Each row's item: float32 (B, D)."""
+        item_BD: Tensor = self.item_tower(dense, self.bags(sparse).values())
+        return item_BD
+
     def loss(self, dense: Tensor, sparse: KeyedJaggedTensor, labels: Tensor) -> Tensor:
         """Softmax cross entropy of each clicked row's item among those of the rank's batch: the mean, in nats."""
         feature = sparse[self.item]
@@ -78,8 +91,13 @@ class TwoTower(nn.Module):
         pooled = self.bags(sparse).values()
         query_BD, item_BD = self.query_tower(dense, pooled), self.item_tower(dense, pooled)
         scores_BB = query_BD @ item_BD.t() / self.temperature
-        count_B = (ids_B.unsqueeze(1) == ids_B).sum(1)  # rows with the same item, each of which counts by its share
-        losses_B = (scores_BB - count_B.log()).logsumexp(1) - scores_BB.diagonal()
+        same_BB = ids_B.unsqueeze(1) == ids_B
+        if self.counts is None:
+            losses_B = (scores_BB - same_BB.sum(1).log()).logsumexp(1) - scores_BB.diagonal()  # an item counts once
+        else:
+            self.counts.add(ids_B[labels > 0])
+            others_BB = (scores_BB - self.counts.log_q(ids_B)).masked_fill(same_BB, torch.finfo(scores_BB.dtype).min)
+            losses_B = F.softplus(others_BB.logsumexp(1) - scores_BB.diagonal() + self.counts.log_q(ids_B))
         loss: Tensor = (losses_B * labels).sum() / labels.sum().clamp(min=1)
         return loss
 

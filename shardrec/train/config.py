@@ -239,6 +239,12 @@ class TrainConfig(Options):
         "Places at the top of each group that NDCG, recall and hit rate count, of data with groups.",
         ge=1,
     )
+    ranking: str = option(
+        "rows",
+        _OUTPUT,
+        "What the item of a clicked held-out row is ranked among: the rows of its group, or all items (catalogue).",
+        choices=("rows", "catalogue"),
+    )
     checkpoint: str = option(
         "last",
         _OUTPUT,

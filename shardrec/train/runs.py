@@ -116,7 +116,12 @@ class RunFolder:
         return sharded, {"step": loaded.step if best is None else best, "sha256": digest}
 
     def evaluate(
-        self, data: str | None = None, on_bad_row: str | None = None, scored: Callable[[int], None] | None = None
+        self,
+        data: str | None = None,
+        on_bad_row: str | None = None,
+        scored: Callable[[int], None] | None = None,
+        *,
+        ranking: str | None = None,
     ) -> tuple[ClickMetrics | TaskMetrics, Mapping[str, int]]:
         """Metrics of the model on all rows of some files, or on the run's own held-out rows.
 
@@ -124,6 +129,7 @@ class RunFolder:
             data: files, as the run's; None for the rows that the run's final metrics are of.
             on_bad_row: "error" or "skip"; None for what the run was told.
             scored: is told of each batch's rows.
+            ranking: "rows" or "catalogue"; None for what the run was told.
 
         Returns:
             The metrics, and the rows that were left out, by reason.
@@ -132,7 +138,7 @@ class RunFolder:
 
         # With torch, too.
         from shardrec.launch.ranks import RankInfo
-        from shardrec.train.metrics import evaluate
+        from shardrec.train.catalogue import evaluator
         from shardrec.train.source import Source
 
         cpu = torch.device("cpu")
@@ -140,10 +146,10 @@ class RunFolder:
         if data is not None:
             # The file's rows alone: what the run was trained on need not be there any more.
             config = config.changed(data=data, valid=data, test=None, samples=None, holdout_samples=None)
-        if on_bad_row is not None:
-            config = config.changed(on_bad_row=on_bad_row)
+        given = {"on_bad_row": on_bad_row, "ranking": ranking}
+        config = config.changed(**{name: value for name, value in given.items() if value is not None})
         rank_info = RankInfo(rank=0, world_size=1, device=cpu, threads=torch.get_num_threads())
-        source = Source(config.changed(global_batch_size=config.batch_size), rank_info)
+        source = Source(config.changed(global_batch_size=config.batch_size), rank_info, self.spec)
         batches = source.test_batches() if data is None else source.holdout_batches()
 
         def counted() -> Iterator[ClickBatch]:
@@ -152,7 +158,7 @@ class RunFolder:
                 if scored is not None:
                     scored(batch.size)
 
-        return evaluate(self.model(), counted(), cpu, k=config.top_k, tasks=self.spec.labels), source.skipped
+        return evaluator(config, self.spec, self.model(), cpu)(counted()), source.skipped
 
     def endpoint(self) -> Endpoint:
         """The model of the last good checkpoint behind HTTP."""

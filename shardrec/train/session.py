@@ -12,12 +12,12 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from pathlib import Path
 
 from shardrec.console import working
-from shardrec.data import ClickMetrics, FeatureSpec
+from shardrec.data import ClickBatch, ClickMetrics, FeatureSpec
 from shardrec.data.spec import VOCABULARIES, parse_spec, read_spec
 from shardrec.errors import ConfigError
 from shardrec.files import naming, os_fault, parse_json, read_text
@@ -28,12 +28,12 @@ from shardrec.modules.annotate import annotate_for_dynamo
 from shardrec.modules.anomaly import detect_anomaly
 from shardrec.train.average import Average
 from shardrec.train.board import Board
+from shardrec.train.catalogue import evaluator
 from shardrec.train.config import FILE, METRICS, PLAN, SPEC, TrainConfig, load_config_text
 from shardrec.train.display import Announcer
 from shardrec.train.locking import locked
 from shardrec.train.loop import Schedule, failing_together, step_parts, train_epoch
 from shardrec.train.losses import with_own_loss
-from shardrec.train.metrics import evaluate
 from shardrec.train.model import (
     build_model,
     dense_optimizer,
@@ -98,12 +98,13 @@ def _run(config: TrainConfig, rank_info: RankInfo, folder: Path, resume: bool) -
         announcer.plan(model.plan)
     announcer.run(config, rank_info, source.batch_size)
     optimizer = dense_optimizer(model, config)
+    evaluate = evaluator(config, spec, model, rank_info.device)
     run = Run(
         config=config,
         rank_info=rank_info,
         folder=folder,
         source=source,
-        spec=spec_of(config),
+        spec=spec,
         model=model,
         optimizer=optimizer,
         average=None if config.ema is None else Average(model, optimizer, config.ema),
@@ -130,13 +131,11 @@ def _run(config: TrainConfig, rank_info: RankInfo, folder: Path, resume: bool) -
             model.plan.save(file)
     anomalies = detect_anomaly(model) if config.detect_anomaly == "on" else nullcontext()
     with saver.watching(), anomalies:
-        _train(run, saver)
+        _train(run, saver, evaluate)
     final_step = saver.finish()
     shown = working("final metrics") if rank_info.is_lead else nullcontext()
     with shown, run.evaluated(), Prefetcher(source.test_batches()) as batches:
-        final = evaluate(
-            model, failing_together(batches, model), rank_info.device, k=config.top_k, tasks=run.spec.labels
-        )
+        final = evaluate(failing_together(batches, model))
     samples = over_ranks(run.progress.rows, rank_info)
 
     def finish() -> RunReport | None:
@@ -284,7 +283,7 @@ def _watched(config: TrainConfig) -> str:
                 f"{config.loss!r}, monitor (--monitor) {config.monitor!r}: leave both out"
             )
         return "loss"
-    grouped = spec.group is not None
+    grouped = spec.group is not None or config.ranking == "catalogue"
     watched = config.monitor or ("gauc" if grouped and config.loss != "bce" else "logloss")
     if watched in ("gauc", "ndcg") and not grouped:
         raise ConfigError(
@@ -294,7 +293,7 @@ def _watched(config: TrainConfig) -> str:
     return "normalized_entropy" if watched == "ne" else watched
 
 
-def _train(run: Run, saver: Saver) -> None:
+def _train(run: Run, saver: Saver, evaluate: Callable[[Iterable[ClickBatch]], ClickMetrics | TaskMetrics]) -> None:
     config, source, model, progress = run.config, run.source, run.model, run.progress
     # In memory: a file would have to be read to its end again for each point of the curve.
     curve_batches = list(failing_together(source.holdout_batches(_CURVE_ROWS), model))
@@ -307,7 +306,7 @@ def _train(run: Run, saver: Saver) -> None:
 
     def evaluated() -> ClickMetrics | TaskMetrics:
         with run.evaluated():
-            return evaluate(model, curve_batches, run.rank_info.device, k=config.top_k, tasks=run.spec.labels)
+            return evaluate(curve_batches)
 
     with run.announcer.display(total, lambda shown: Board(shown, run)) as display:
         for epoch in range(progress.epoch, config.epochs):

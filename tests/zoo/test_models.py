@@ -22,7 +22,7 @@ from shardrec._torchscript import quiet
 from shardrec.data import ClickSchema, criteo_schema
 from shardrec.errors import ConfigError
 from shardrec.models import MODELS
-from shardrec.models.parts import BatchNorm
+from shardrec.models.parts import BatchNorm, ItemCounts
 from shardrec.train import TrainConfig
 from shardrec.train.losses import with_own_loss
 from shardrec.train.model import build_model, fuse_optimizer
@@ -300,3 +300,81 @@ def test_exporting_a_sharded_model_names_the_function_that_can(inside: bool) -> 
     exported = nn.Sequential(model) if inside else model
     with pytest.raises(ConfigError, match=r"cannot trace a ShardedModel: use shardrec\.export\(model"):
         torch.export.export(exported, (torch.ones(2, 2),))
+
+
+SKEWED: dict[str, tuple[str, dict[str, Any]]] = {
+    "sasrec, uniform": ("sasrec", {"sampling": "uniform"}),
+    "sasrec, popularity": ("sasrec", {"sampling": "popularity"}),
+    "hstu, batch": ("hstu", {"sampling": "batch"}),
+    "two_tower, log_q": ("two_tower", {"item": ["item"], "log_q": True}),
+}
+
+
+@pytest.mark.parametrize(("case", "corrected"), [*((case, True) for case in SKEWED), ("sasrec, popularity", False)])
+def test_negatives_that_are_popular_are_corrected_for(
+    case: str, corrected: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Items by a power law, whoever the user is: logits that differ as the logs of the items' probabilities."""
+    if not corrected:
+        monkeypatch.setattr(ItemCounts, "log_q", lambda counts, ids: torch.zeros(ids.shape))
+    name, arguments = SKEWED[case]
+    given = arguments if name == "two_tower" else {**SEQUENTIAL, "dropout": 0.0, **arguments}
+    torch.manual_seed(0)
+    model = shardrec.shard(with_own_loss(build_model(TrainConfig(model=name, model_args=given), SCHEMA), name))
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.02)
+    odds = torch.arange(1, ITEMS).float() ** -1.5
+
+    def skewed(size: int) -> tuple[Tensor, KeyedJaggedTensor]:
+        dense, sparse, _ = batch_of(size, 1)
+        values, count = sparse.values().clone(), int(sparse["history"].values().numel())
+        for start, number in ((size, count), (values.numel() - size, size)):
+            values[start : start + number] = 1 + torch.multinomial(odds, number, replacement=True)
+        return torch.zeros_like(dense), KeyedJaggedTensor(sparse.keys(), values, lengths=sparse.lengths())
+
+    for _ in range(150):
+        optimizer.zero_grad()
+        dense, sparse = skewed(128)
+        model(dense, sparse, torch.ones(128)).backward()
+        optimizer.step()
+    model.eval()
+    dense, sparse = skewed(ITEMS - 1)
+    values = sparse.values().clone()
+    values[-(ITEMS - 1) :] = torch.arange(1, ITEMS)
+    same_user = KeyedJaggedTensor(sparse.keys(), values, lengths=sparse.lengths())
+    with torch.no_grad():
+        queries, items = model.query_vectors(dense, same_user), model.item_vectors(dense, same_user)
+    fit = torch.corrcoef(torch.stack([(queries.mean(0) * items).sum(1)[:15], odds.log()[:15]]))[0, 1]
+    assert (fit > 0.9) == corrected, fit
+
+
+@pytest.mark.parametrize("case", [case for case in SKEWED if "uniform" not in case])
+def test_counts_of_items_are_the_first_ranks_and_take_batches_without_rows(case: str) -> None:
+    def rank_main() -> tuple[list[float], list[int]]:
+        name, arguments = SKEWED[case]
+        given = arguments if name == "two_tower" else {**SEQUENTIAL, **arguments}
+        torch.manual_seed(0)
+        model = shardrec.shard(with_own_loss(build_model(TrainConfig(model=name, model_args=given), SCHEMA), name))
+        losses = []
+        for rows in (20, 0, 20):
+            loss = model(*batch_of(rows * (1 + torch.distributed.get_rank()), 3))
+            loss.backward()
+            losses.append(float(loss))
+        model.eval()
+        counts: list[int] = model.get_buffer("counts.counts").tolist()
+        return losses, counts
+
+    (losses, counts), (_, others) = ranks(2, rank_main)
+    assert losses[1] == 0 < losses[0]
+    assert ITEMS < sum(counts) < sum(others)
+
+
+@pytest.mark.parametrize("case", ["hstu, batch", "two_tower, log_q"])
+def test_a_batch_without_another_item_has_no_loss(case: str) -> None:
+    name, arguments = SKEWED[case]
+    given = arguments if name == "two_tower" else {**SEQUENTIAL, **arguments}
+    model = shardrec.shard(with_own_loss(build_model(TrainConfig(model=name, model_args=given), SCHEMA), name))
+    sparse = KeyedJaggedTensor([*SCHEMA.sparse_names], torch.tensor([3, 7, 5]), lengths=torch.tensor([1, 1, 0, 1]))
+    loss = model(torch.zeros(1, 2), sparse, torch.ones(1))
+    loss.backward()
+    assert float(loss) == 0
+    assert all(torch.isfinite(one.grad).all() for one in model.parameters() if one.grad is not None)
