@@ -91,14 +91,22 @@ class SavedBefore:
         self._factors = torch.empty((2, 0), dtype=torch.int64)
         self._hashes: dict[tuple[Any, ...], tuple[list[tuple[Any, ...]], Tensor]] = {}
 
-    def kept(self, tensors: Mapping[str, HeldTensor], data: Path, number: int, most: int) -> Kept:
-        """Find the changed rows, and link the files into the data folder that the others are in.
+    def kept(
+        self,
+        tensors: Mapping[str, HeldTensor],
+        data: Path,
+        number: int,
+        most: int,
+        changed: Mapping[PartKey, Tensor | None] | None = None,
+    ) -> Kept:
+        """Find the changed rows, and link the files into the data folder, unless they are there.
 
         Args:
             tensors: that are saved now.
             data: the data folder.
             number: of this rank's file in it.
             most: how many consecutive saves may write changes.
+            changed: the changed rows of each part, None for all, if they are known; else they are found by hashes.
 
         Returns: The parts that need not be written completely.
         """
@@ -108,7 +116,7 @@ class SavedBefore:
         shards = _shards(tensors)
         self._hashes = {key: self._hashes[key] for key in shards if key in self._hashes}
         for key, shard in shards.items():
-            rows = self._update(key, shard)
+            rows = self._update(key, shard) if changed is None else changed[next(iter(shard))]
             if known and rows is not None and shard.keys() <= self.parts.keys():
                 before = sum(one.length for one in self.parts[next(iter(shard))].changes)
                 row_bytes, (_, begin, end, _) = _row_bytes(shard), key
@@ -119,7 +127,12 @@ class SavedBefore:
             kept, used = {}, []
         places = {file: place for place, file in enumerate(used)}
         self.files = [
-            (replace(self.files[file][0], name=_linked(number, place)), data) for file, place in places.items()
+            (
+                self.files[file]
+                if self.files[file][1] == data
+                else (replace(self.files[file][0], name=_linked(number, place)), data)
+            )
+            for file, place in places.items()
         ]
         self.saves = self.saves + 1 if kept else 0
         return {key: (part.moved(places), rows) for key, (part, rows) in kept.items()}
@@ -127,6 +140,8 @@ class SavedBefore:
     def _link(self, files: list[tuple[SavedFile, Path]], data: Path, number: int) -> bool:
         try:
             for place, (file, folder) in enumerate(files):
+                if folder == data:
+                    continue
                 os.link(folder / file.name, data / _linked(number, place))
                 if (folder / file.name).stat().st_size != file.size:
                     raise OSError(None, "it has another size than was written", folder / file.name)

@@ -286,19 +286,19 @@ def _integers(values: Sequence[Any]) -> tuple[int, ...]:
     return tuple(values)
 
 
-def read_manifest(folder: Path) -> Manifest:
-    """The manifest of a checkpoint, verified.
+def read_manifest(folder: Path, name: str = MANIFEST) -> Manifest:
+    """The manifest of a checkpoint, verified; of another ``name`` that of a published version.
 
     Raises:
         CheckpointError: if there is none, or it is damaged.
     """
-    path = folder / MANIFEST
+    path = folder / name
     try:
         with open(open_regular(path), "rb") as file:
             data = file.read()
     except (FileNotFoundError, NotADirectoryError) as error:
         raise CheckpointError(
-            f"{folder} is not a complete checkpoint: there is no {MANIFEST}; give a folder that save_checkpoint wrote "
+            f"{folder} is not a complete checkpoint: there is no {name}; give a folder that save_checkpoint wrote "
             "to its end"
         ) from error
     except OSError as error:
@@ -314,14 +314,14 @@ def read_manifest(folder: Path) -> Manifest:
         ) from error
 
 
-def write_manifest(folder: Path, manifest: Manifest) -> None:
+def write_manifest(folder: Path, manifest: Manifest, name: str = MANIFEST) -> None:
     """Atomically make ``folder`` the checkpoint that ``manifest`` describes, and wait until it is on disk."""
     partial = folder / PARTIAL
     with naming(partial), partial.open("wb") as file:
         file.write(manifest.to_bytes())
         file.flush()
         os.fsync(file.fileno())
-    partial.replace(folder / MANIFEST)
+    partial.replace(folder / name)
     sync_folder(folder)
 
 

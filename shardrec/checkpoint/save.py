@@ -12,7 +12,7 @@ import json
 import secrets
 import shutil
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent import futures
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
@@ -44,7 +44,17 @@ from shardrec.modules.model import ShardedModel, require_sharded
 from shardrec.modules.replicas import subgroup
 from shardrec.modules.replicated_model import ReplicatedModel
 
-__all__ = ["PendingSave", "Written", "rank_name", "remove", "save", "save_checkpoint", "wait_for_save", "write_part"]
+__all__ = [
+    "PendingSave",
+    "Written",
+    "joined",
+    "rank_name",
+    "remove",
+    "save",
+    "save_checkpoint",
+    "wait_for_save",
+    "write_part",
+]
 
 Written = tuple[SavedFile, dict[str, SavedTensor]]
 """A file of a checkpoint, and what is in it, by name."""
@@ -322,8 +332,12 @@ def _write(
     return (file, index), linked
 
 
-def _complete(folder: Path, manifest: Manifest, written: list[tuple[Written, list[SavedFile]]]) -> None:
-    """Make the folder a checkpoint of what the ranks have written."""
+def joined(folder: Path, manifest: Manifest, written: Sequence[tuple[Written, list[SavedFile]]]) -> Manifest:
+    """The manifest with what the ranks have written into its data folder, and the earlier files of each.
+
+    Raises:
+        CheckpointError: if a file is not there whole, or the ranks do not hold all of a tensor.
+    """
     tensors: dict[str, SavedTensor] = {}
     linked: list[SavedFile] = []
     for number, ((file, index), links) in enumerate(written):
@@ -343,13 +357,24 @@ def _complete(folder: Path, manifest: Manifest, written: list[tuple[Written, lis
             f"{folder} was not written, for the ranks do not hold all of {'; '.join(faults)}; make a "
             "training step on every rank before the first save"
         )
-    write_manifest(folder, manifest)
+    return manifest
+
+
+def _complete(folder: Path, manifest: Manifest, written: list[tuple[Written, list[SavedFile]]]) -> None:
+    """Make the folder a checkpoint of what the ranks have written."""
+    write_manifest(folder, joined(folder, manifest, written))
     for path in leftovers(folder, manifest.data):
         remove(path)
 
 
 def write_part(
-    data: Path, number: int, tensors: Mapping[str, HeldTensor], kept: Kept | None = None, linked: int = 0
+    data: Path,
+    number: int,
+    tensors: Mapping[str, HeldTensor],
+    kept: Kept | None = None,
+    linked: int = 0,
+    *,
+    file_name: str = "rank-{:05}.safetensors",
 ) -> Written:
     """Write one file of a checkpoint.
 
@@ -359,6 +384,7 @@ def write_part(
         tensors: by name; their parts that are to be saved are written.
         kept: what is there already of parts that are not to be written whole, and the rows of them to write.
         linked: how many files that is in.
+        file_name: with a place for its number.
 
     Returns:
         The file, and what is in it, by name. Parts count the linked files from 0 on, and this one after them.
@@ -369,12 +395,15 @@ def write_part(
     rows_of = [kept[name, part.rect][1] if (name, part.rect) in kept else None for name, _, part in parts]
     numbers = {id(rows): rows for rows in rows_of if rows is not None and len(rows)}
     values = [
-        (_part_name(name, tensor, part), part.values, rows)
+        (_part_name(name, tensor, part), part, rows)
         for (name, tensor, part), rows in zip(parts, rows_of, strict=True)
         if rows is None or len(rows)
     ]
-    of_numbers = [(f"changed rows {place}", rows, None) for place, rows in enumerate(numbers.values())]
-    file, starts = write_file(data / f"rank-{number:05}.safetensors", [*values, *of_numbers])
+    of_numbers = [
+        (f"changed rows {place}", Part(rect=Rect.whole(rows.shape), values=rows, saved=True), None)
+        for place, rows in enumerate(numbers.values())
+    ]
+    file, starts = write_file(data / file_name.format(number), [*values, *of_numbers])
     numbers_at = dict(zip(numbers, starts[len(values) :], strict=True))
     saved: dict[str, list[SavedPart]] = {name: [] for name in tensors}
     start = iter(starts)
