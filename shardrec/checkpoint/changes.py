@@ -41,7 +41,7 @@ from shardrec.checkpoint.files import SavedFile
 from shardrec.checkpoint.manifest import SavedPart
 from shardrec.checkpoint.parts import HeldTensor, Part, Rect, as_matrix
 
-__all__ = ["Kept", "SavedBefore"]
+__all__ = ["Kept", "PartKey", "SavedBefore", "different_rows", "shards_of"]
 
 _BLOCK_BYTES = 2 * 2**20
 _MOST_CHANGED = 0.5
@@ -58,7 +58,7 @@ ShardParts = dict[PartKey, Part]
 """Parts of tensors that have the same rows."""
 
 
-def _shards(tensors: Mapping[str, HeldTensor]) -> dict[tuple[Any, ...], ShardParts]:
+def shards_of(tensors: Mapping[str, HeldTensor]) -> dict[tuple[Any, ...], ShardParts]:
     """The parts of tables that this rank writes, by table, rows and first column."""
     shards: dict[tuple[Any, ...], ShardParts] = {}
     for name, tensor in tensors.items():
@@ -113,7 +113,7 @@ class SavedBefore:
         known = self.complete and self.saves < most
         self.complete = False
         kept: Kept = {}
-        shards = _shards(tensors)
+        shards = shards_of(tensors)
         self._hashes = {key: self._hashes[key] for key in shards if key in self._hashes}
         for key, shard in shards.items():
             rows = self._update(key, shard) if changed is None else changed[next(iter(shard))]
@@ -208,9 +208,18 @@ def _linked(number: int, place: int) -> str:
 
 def _words(matrix: Tensor) -> Tensor:
     """(N, W) int64 the words of at most 32 bits that the rows of a matrix are made of."""
+    return _as_words(matrix).to(torch.int64)
+
+
+def _as_words(matrix: Tensor) -> Tensor:
     matrix = matrix.contiguous()
     row_bytes = matrix.size(1) * matrix.itemsize
     kind = next(kind for kind in (torch.int32, torch.int16, torch.int8) if row_bytes % kind.itemsize == 0)
     if matrix.storage_offset() * matrix.itemsize % kind.itemsize:
         matrix = matrix.clone()
-    return matrix.view(kind).to(torch.int64)
+    return matrix.view(kind)
+
+
+def different_rows(matrix: Tensor, other: Tensor) -> Tensor:
+    """(n,) int64 the rows of two matrices of equal shape and dtype, on the CPU, that differ in a bit; ascending."""
+    return (_as_words(matrix) != _as_words(other)).any(1).nonzero().squeeze(1)

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from shardrec.checkpoint.agree import Ranks
-from shardrec.checkpoint.changes import Kept, SavedBefore
+from shardrec.checkpoint.changes import Kept, PartKey, SavedBefore
 from shardrec.checkpoint.files import DTYPES, SavedFile, SavedRows, sync_folder, write_file
 from shardrec.checkpoint.manifest import (
     MANIFEST,
@@ -45,6 +45,8 @@ from shardrec.modules.replicas import subgroup
 from shardrec.modules.replicated_model import ReplicatedModel
 
 __all__ = [
+    "FILE_NAME",
+    "REMEDY",
     "PendingSave",
     "Written",
     "joined",
@@ -54,13 +56,15 @@ __all__ = [
     "save_checkpoint",
     "wait_for_save",
     "write_part",
+    "write_rank",
 ]
 
 Written = tuple[SavedFile, dict[str, SavedTensor]]
 """A file of a checkpoint, and what is in it, by name."""
 
+FILE_NAME = "rank-{:05}.safetensors"
 _PINNED_BYTES = 32 * 2**20
-_REMEDY = "see that every rank can write there, that all ranks see the same files, and that there is space left"
+REMEDY = "see that every rank can write there, that all ranks see the same files, and that there is space left"
 
 
 class PendingSave:
@@ -192,7 +196,7 @@ def save(
     def write(ranks: Ranks, tensors: Mapping[str, HeldTensor]) -> None:
         try:
             written = ranks.agree(
-                "save", lambda: _write(data, ranks.rank, tensors, before, incremental), remedy=_REMEDY
+                "save", lambda: write_rank(data, ranks.rank, tensors, before, incremental), remedy=REMEDY
             )
         except CheckpointError:
             shutil.rmtree(data, ignore_errors=True)
@@ -204,7 +208,7 @@ def save(
                 if then is not None:
                     then()
 
-        ranks.agree("save", complete, remedy=_REMEDY)
+        ranks.agree("save", complete, remedy=REMEDY)
         if before is not None:
             before.complete = True
 
@@ -247,7 +251,7 @@ def _prepared(
             data=_new_data_folder(folder) if ranks.rank == 0 else "",
         )
 
-    prepared = ranks.agree("save", prepare, remedy=_REMEDY)
+    prepared = ranks.agree("save", prepare, remedy=REMEDY)
     manifest = replace(
         prepared[0],  # whose data folder and extra data count
         # Of several ranks that have a number, the first one's counts.
@@ -319,21 +323,33 @@ def _copied(tensors: Mapping[str, HeldTensor], background: _Background) -> dict[
     }
 
 
-def _write(
-    data: Path, number: int, tensors: Mapping[str, HeldTensor], before: SavedBefore | None, incremental: int
+def write_rank(
+    data: Path,
+    number: int,
+    tensors: Mapping[str, HeldTensor],
+    before: SavedBefore | None,
+    incremental: int,
+    changed: Mapping[PartKey, Tensor | None] | None = None,
+    *,
+    file_name: str = FILE_NAME,
 ) -> tuple[Written, list[SavedFile]]:
-    """Write this rank's file; also returns the files that it has linked."""
+    """Write this rank's file; also returns the earlier files that it needs. See :meth:`SavedBefore.kept`."""
     if before is None:
-        return write_part(data, number, tensors), []
-    kept = before.kept(tensors, data, number, incremental)
+        return write_part(data, number, tensors, file_name=file_name), []
+    kept = before.kept(tensors, data, number, incremental, changed)
     linked = [file for file, _ in before.files]
-    file, index = write_part(data, number, tensors, kept, len(linked))
+    file, index = write_part(data, number, tensors, kept, len(linked), file_name=file_name)
     before.wrote(file, data, {(name, part.rect): part for name, one in index.items() for part in one.parts})
     return (file, index), linked
 
 
-def joined(folder: Path, manifest: Manifest, written: Sequence[tuple[Written, list[SavedFile]]]) -> Manifest:
-    """The manifest with what the ranks have written into its data folder, and the earlier files of each.
+def joined(folder: Path | None, manifest: Manifest, written: Sequence[tuple[Written, list[SavedFile]]]) -> Manifest:
+    """The manifest with what the ranks have written, and the earlier files of each.
+
+    Args:
+        folder: that has the data folder, for a look at the files' sizes; None if this rank cannot see it.
+        manifest: without files and tensors.
+        written: by each rank.
 
     Raises:
         CheckpointError: if a file is not there whole, or the ranks do not hold all of a tensor.
@@ -341,8 +357,8 @@ def joined(folder: Path, manifest: Manifest, written: Sequence[tuple[Written, li
     tensors: dict[str, SavedTensor] = {}
     linked: list[SavedFile] = []
     for number, ((file, index), links) in enumerate(written):
-        path = folder / manifest.data / file.name
-        if path.stat().st_size != file.size:
+        path = None if folder is None else folder / manifest.data / file.name
+        if path is not None and path.stat().st_size != file.size:
             raise CheckpointError(f"{path} has {path.stat().st_size:,} bytes, and {file.size:,} were written")
         numbers = {place: len(written) + len(linked) + place for place in range(len(links))} | {len(links): number}
         linked += links
@@ -354,7 +370,7 @@ def joined(folder: Path, manifest: Manifest, written: Sequence[tuple[Written, li
     faults = list(islice(manifest.faults(), 3))
     if faults:
         raise CheckpointError(
-            f"{folder} was not written, for the ranks do not hold all of {'; '.join(faults)}; make a "
+            f"{folder or 'it'} was not written, for the ranks do not hold all of {'; '.join(faults)}; make a "
             "training step on every rank before the first save"
         )
     return manifest
@@ -374,7 +390,7 @@ def write_part(
     kept: Kept | None = None,
     linked: int = 0,
     *,
-    file_name: str = "rank-{:05}.safetensors",
+    file_name: str = FILE_NAME,
 ) -> Written:
     """Write one file of a checkpoint.
 
