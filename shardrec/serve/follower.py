@@ -33,7 +33,7 @@ from shardrec.serve.format import WeightFormat
 from shardrec.serve.published import served_tensors, version_name, versions_in
 from shardrec.serve.store import Store
 
-__all__ = ["Follower"]
+__all__ = ["Follower", "published_formats"]
 
 _LONGEST_WAIT_S = 60.0
 
@@ -83,6 +83,7 @@ class Follower:
         self._applied: dict[tuple[str, Rect], tuple[_Content, list[_Content]]] = {}
         self._turnstile, self._lock = threading.Lock(), threading.Lock()
         self._reader: int | None = None
+        self._seen = threading.local()
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._run, name="shardrec follower", daemon=True)
         self.version = 0
@@ -94,7 +95,13 @@ class Follower:
     @property
     def age(self) -> float:
         """Seconds since the model's version was published; infinite without one."""
-        return max(0.0, time.time() - self.published) if self.version else float("inf")
+        return _age(self.version, self.published)
+
+    def seen(self) -> tuple[int, float]:
+        """Version and age of what this thread's last call of the model saw; without a call since the last
+        ``seen``, those of the model."""
+        version, published = self._seen.__dict__.pop("by_call", (self.version, self.published))
+        return version, _age(version, published)
 
     def start(self) -> None:
         """Apply the last version, and begin to look for further ones."""
@@ -119,6 +126,7 @@ class Follower:
             pass
         with self._lock:
             self._reader = threading.get_ident()
+            self._seen.by_call = self.version, self.published
             try:
                 yield
             finally:
@@ -285,6 +293,26 @@ class Follower:
             present = matrix[block.rows_in(part.rect), block.cols_in(part.rect)]
             different = different_rows(values, present.cpu())
             yield different + start - place.row_start, values[different]
+
+
+def _age(version: int, published: float) -> float:
+    return max(0.0, time.time() - published) if version else float("inf")
+
+
+def published_formats(source: str | Path) -> dict[str, str]:
+    """The format of each table in the last good version in a folder or at a URL, by the table's name in the plan.
+
+    Raises:
+        ConfigError: if there is none.
+    """
+    store = Store(source)
+    for version in reversed(versions_in(store.names())):
+        with suppress(CheckpointError, OSError):
+            store.fetch(version_name(version))
+            return dict(read_manifest(store.folder, version_name(version)).extra["formats"])
+    raise ConfigError(
+        f"{source} has no version of a model: start what publishes there first (shardrec train --publish {source})"
+    )
 
 
 def _contents(manifest: Manifest, part: SavedPart) -> tuple[_Content, list[_Content]]:
