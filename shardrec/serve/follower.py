@@ -231,7 +231,7 @@ class Follower:
             if not inside or (table.maps.options[table.layout.name].fallback_rows and blocks != own):
                 faults.append(
                     f"the rows of table {table.layout.name!r} with dynamic ids are cut at {sorted(blocks)} and the "
-                    f"model's at {sorted(own)}; give shardrec.shard a plan with the trainer's row blocks, all on rank 0"
+                    f"model's at {sorted(own)}; shard the model by the trainer's plan.on_one_rank()"
                 )
         if faults:
             raise ConfigError(f"{self._source} publishes another model than this one: {'; '.join(sorted(faults)[:5])}")

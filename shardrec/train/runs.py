@@ -148,13 +148,16 @@ class RunFolder:
         Raises:
             ConfigError: if there is no version, or it is of another model.
         """
+        from shardrec.layout import ShardingPlan
         from shardrec.modules import shard
         from shardrec.serve import quantize
         from shardrec.serve.follower import published_formats
         from shardrec.train.model import build_model, dynamic_tables
 
         model = build_model(self.config, self.schema)
-        served = quantize(shard(model, dynamic_ids=dynamic_tables(self.spec, model)), tables=published_formats(source))
+        dynamic = dynamic_tables(self.spec, model)
+        plan = ShardingPlan.load(self.path / PLAN).on_one_rank() if dynamic else None
+        served = quantize(shard(model, plan, dynamic_ids=dynamic), tables=published_formats(source))
         served.follow(source)
         return served
 

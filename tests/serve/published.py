@@ -15,7 +15,7 @@ from torch import Tensor
 from shardrec import Publisher, shard
 from shardrec.checkpoint.parts import Rect
 from shardrec.ids import DynamicIds
-from shardrec.layout import Topology
+from shardrec.layout import ShardingPlan, Topology
 from shardrec.modules import ShardedModel
 from shardrec.serve import Follower, ServedModel, quantize
 from shardrec.serve.format import HEAD_BYTES
@@ -36,16 +36,20 @@ Held = dict[str, list[tuple[Rect | None, Tensor]]]
 
 
 def dynamic(optimizer: str, plan: Any) -> ShardedModel:
-    options = {"users": DynamicIds(evict="lru"), "goods": DynamicIds(admit_after=2)}
+    options = {"users": DynamicIds(evict="lru", fallback_rows=1), "goods": DynamicIds(admit_after=2)}
     return shard(model_of(True, optimizer, IDS), plan, dynamic_ids=options)
+
+
+def dynamic_plan(cut: str, world_size: int) -> ShardingPlan:
+    sizes = {f"sparse.{name}": (rows, DIM) for name, rows in IDS.items()}
+    return cut_plan(cut, Random(1), sizes, Topology(ranks_per_host=world_size))
 
 
 def trainer(kind: str, cut: str, optimizer: str) -> tuple[ShardedModel, Callable[[Random], None]]:
     """A model on all ranks, and a step of it."""
     if kind == "dynamic":
         world_size = dist.get_world_size() if dist.is_initialized() else 1
-        sizes = {f"sparse.{name}": (rows, DIM) for name, rows in IDS.items()}
-        model = dynamic(optimizer, cut_plan(cut, Random(1), sizes, Topology(ranks_per_host=world_size)))
+        model = dynamic(optimizer, dynamic_plan(cut, world_size))
 
         def dynamic_steps(rng: Random) -> None:
             (of_step,) = raw_batches(rng, 1, world_size, ids=200)
@@ -94,36 +98,44 @@ def held(served: ServedModel, source: ShardedModel | None = None) -> Held:
 
 def assert_same(served: ServedModel, of_ranks: list[Held]) -> None:
     """A served model on one rank holds what the ranks together hold; of what each of them has, what the first has."""
-    own = held(served)
-    assert own.keys() == set().union(*of_ranks)
-    for name in own:
+    own, theirs = whole(served, [held(served)]), whole(served, of_ranks)
+    assert own.keys() == theirs.keys()
+    for name, values in own.items():
+        assert torch.equal(values, theirs[name]), name
+
+
+def whole(served: ServedModel, of_ranks: list[Held]) -> dict[str, Tensor]:
+    """The tensors put together, each value of which was there; each column stripe has the row's scale and bias."""
+    tensors: dict[str, Tensor] = {}
+    for name in set().union(*of_ranks):
         parts = [part for one in of_ranks for part in one.get(name, [])]
-        ((_, whole),) = own[name]
-        seen = 0
-        for place, values in parts:
-            if place is None:
-                assert torch.equal(parts[0][1], whole), name
-                seen = whole.size(0) if whole.dim() else 0
-                break
-            rows = whole[place.row_start : place.row_end]
-            if name.startswith("ids of"):
-                assert torch.equal(rows, values), name
-            else:
-                form = served.formats[name]
-                start, end = (place.col_start * form.bits // 8, place.col_end * form.bits // 8)
-                head = HEAD_BYTES if form.is_quantized else 0
-                assert torch.equal(rows[:, :head], values[:, :head]), name
-                assert torch.equal(rows[:, head + start : head + end], values[:, head:]), name
-            seen += len(values)
-        assert seen >= (whole.size(0) if whole.dim() else 0), name
+        if parts[0][0] is None:
+            tensors[name] = parts[0][1]
+            continue
+        form = served.formats.get(name)
+        head = HEAD_BYTES if form is not None and form.is_quantized else 0
+        bits = 64 if form is None else form.bits
+        rows, columns = max(place.row_end for place, _ in parts), max(place.col_end for place, _ in parts)
+        values = torch.zeros((rows, head + columns * bits // 8), dtype=torch.uint8)
+        seen = torch.zeros_like(values)
+        for place, part in parts:
+            target = values[place.row_start : place.row_end]
+            as_bytes = part.contiguous().view(torch.uint8)
+            if seen[place.row_start : place.row_end, :head].all():
+                assert torch.equal(target[:, :head], as_bytes[:, :head]), name
+            here = slice(head + place.col_start * bits // 8, head + place.col_end * bits // 8)
+            target[:, :head], target[:, here] = as_bytes[:, :head], as_bytes[:, head:]
+            seen[place.row_start : place.row_end, :head] = 1
+            seen[place.row_start : place.row_end, here] = 1
+        assert seen.all(), name
+        tensors[name] = values
+    return tensors
 
 
-def follower_of(
-    kind: str, weights: str, folder: Path, tables: dict[str, str] | None = None
-) -> tuple[ServedModel, Follower]:
+def follower_of(kind: str, weights: str, folder: Path, cut: str, size: int) -> tuple[ServedModel, Follower]:
     """A served model on one rank, and its follower, which looks only when it is told to."""
-    model = dynamic("sgd", None) if kind == "dynamic" else make("table_wise", "sgd")
-    served = quantize(model, weights, tables=tables)
+    model = dynamic("sgd", dynamic_plan(cut, size).on_one_rank()) if kind == "dynamic" else make("table_wise", "sgd")
+    served = quantize(model, weights)
     return served, Follower(served, served.formats, folder, every=1.0)
 
 

@@ -9,7 +9,9 @@ import pytest
 
 from shardrec import native
 from shardrec.checkpoint.manifest import read_manifest
+from shardrec.errors import ConfigError
 from shardrec.serve.published import version_name
+from tests.ids.oracle import kjt, raw_batches
 from tests.ranks import ranks
 from tests.serve.published import CUTS, DYNAMIC_CUTS, assert_same, follower_of, publish_some, reveal
 
@@ -38,7 +40,7 @@ def test_deltas_give_what_a_full_export_gives(tmp_path: Path, kind: str, seed: i
     of_ranks = ranks(size, publish_some, folder, kind, cut, weights, optimizer, seed)
     manifests = [read_manifest(folder, version_name(version)) for version, _ in of_ranks[0]]
     assert any(part.changes for manifest in manifests for tensor in manifest.tensors.values() for part in tensor.parts)
-    served, follower = follower_of(kind, weights, shown)
+    served, follower = follower_of(kind, weights, shown, cut, size)
     assert not follower.poll()
     for number, (version, _) in enumerate(of_ranks[0]):
         reveal(folder, version, shown)
@@ -46,3 +48,16 @@ def test_deltas_give_what_a_full_export_gives(tmp_path: Path, kind: str, seed: i
         assert (follower.version, follower.faults) == (version, 0)
         assert_same(served, [versions[number][1] for versions in of_ranks])
         assert not follower.poll()
+
+
+@pytest.mark.skipif(not native.is_loaded(), reason="the C++ operators were not compiled")
+def test_fallback_rows_need_the_trainers_row_blocks(tmp_path: Path) -> None:
+    """Else ids without a row would take the fallback of another block."""
+    ranks(2, publish_some, tmp_path, "dynamic", "row_wise", "fp32", "sgd", 3)
+    _, follower = follower_of("dynamic", "fp32", tmp_path, "table_wise", 1)
+    with pytest.raises(ConfigError, match=r"table 'sparse.users' with dynamic ids are cut at .*on_one_rank"):
+        follower.poll()
+    served, follower = follower_of("dynamic", "fp32", tmp_path, "row_wise", 2)
+    assert follower.poll()
+    (batch,) = raw_batches(Random(7), 1, 1, ids=400)
+    assert served(kjt(batch[0])).isfinite().all()
