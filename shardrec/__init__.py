@@ -44,6 +44,7 @@ if TYPE_CHECKING:
     from shardrec.planner import Constraint, plan
     from shardrec.scripting import script
     from shardrec.serve.export import export
+    from shardrec.serve.publisher import Publisher
 
 __version__ = "0.1.0"
 
@@ -60,6 +61,7 @@ __all__ = [
     "LazyAwaitable",
     "PeerError",
     "PlanError",
+    "Publisher",
     "QuantizedComms",
     "Replicas",
     "ReplicatedModel",
@@ -92,6 +94,7 @@ _NAMES = {
     "planner": "Constraint plan",
     "scripting": "script",
     "serve.export": "export",
+    "serve.publisher": "Publisher",
 }
 _HOMES = {name: home for home, names in _NAMES.items() for name in names.split()}
 

@@ -28,7 +28,7 @@ class Ranks:
     """
 
     def __init__(self, group: dist.ProcessGroup | None, device: torch.device) -> None:
-        self._group = group
+        self.group = group
         self._device = device
         self.rank = 0 if group is None else dist.get_rank(group)
         self.size = 1 if group is None else dist.get_world_size(group)
@@ -58,9 +58,9 @@ class Ranks:
         except Exception as error:
             fault, cause = _for_all(error, remedy), error
         outcomes: list[Any] = [(fault, result)]
-        if self._group is not None:
-            with peers(self._group, what), self._on_device():
-                outcomes = gather((fault, result), self._group)
+        if self.group is not None:
+            with peers(self.group, what), self._on_device():
+                outcomes = gather((fault, result), self.group)
         faults = {rank: one for rank, (one, _) in enumerate(outcomes) if one is not None}
         if faults:
             raise _joined(faults, self.size) from cause

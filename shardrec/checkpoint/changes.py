@@ -41,7 +41,7 @@ from shardrec.checkpoint.files import SavedFile
 from shardrec.checkpoint.manifest import SavedPart
 from shardrec.checkpoint.parts import HeldTensor, Part, Rect, as_matrix
 
-__all__ = ["Kept", "SavedBefore"]
+__all__ = ["Kept", "PartKey", "SavedBefore", "different_rows", "shards_of"]
 
 _BLOCK_BYTES = 2 * 2**20
 _MOST_CHANGED = 0.5
@@ -58,7 +58,7 @@ ShardParts = dict[PartKey, Part]
 """Parts of tensors that have the same rows."""
 
 
-def _shards(tensors: Mapping[str, HeldTensor]) -> dict[tuple[Any, ...], ShardParts]:
+def shards_of(tensors: Mapping[str, HeldTensor]) -> dict[tuple[Any, ...], ShardParts]:
     """The parts of tables that this rank writes, by table, rows and first column."""
     shards: dict[tuple[Any, ...], ShardParts] = {}
     for name, tensor in tensors.items():
@@ -91,24 +91,32 @@ class SavedBefore:
         self._factors = torch.empty((2, 0), dtype=torch.int64)
         self._hashes: dict[tuple[Any, ...], tuple[list[tuple[Any, ...]], Tensor]] = {}
 
-    def kept(self, tensors: Mapping[str, HeldTensor], data: Path, number: int, most: int) -> Kept:
-        """Find the changed rows, and link the files into the data folder that the others are in.
+    def kept(
+        self,
+        tensors: Mapping[str, HeldTensor],
+        data: Path,
+        number: int,
+        most: int,
+        changed: Mapping[PartKey, Tensor | None] | None = None,
+    ) -> Kept:
+        """Find the changed rows, and link the files into the data folder, unless they are there.
 
         Args:
             tensors: that are saved now.
             data: the data folder.
             number: of this rank's file in it.
             most: how many consecutive saves may write changes.
+            changed: the changed rows of each part, None for all, if they are known; else they are found by hashes.
 
         Returns: The parts that need not be written completely.
         """
         known = self.complete and self.saves < most
         self.complete = False
         kept: Kept = {}
-        shards = _shards(tensors)
+        shards = shards_of(tensors)
         self._hashes = {key: self._hashes[key] for key in shards if key in self._hashes}
         for key, shard in shards.items():
-            rows = self._update(key, shard)
+            rows = self._update(key, shard) if changed is None else changed[next(iter(shard))]
             if known and rows is not None and shard.keys() <= self.parts.keys():
                 before = sum(one.length for one in self.parts[next(iter(shard))].changes)
                 row_bytes, (_, begin, end, _) = _row_bytes(shard), key
@@ -119,7 +127,12 @@ class SavedBefore:
             kept, used = {}, []
         places = {file: place for place, file in enumerate(used)}
         self.files = [
-            (replace(self.files[file][0], name=_linked(number, place)), data) for file, place in places.items()
+            (
+                self.files[file]
+                if self.files[file][1] == data
+                else (replace(self.files[file][0], name=_linked(number, place)), data)
+            )
+            for file, place in places.items()
         ]
         self.saves = self.saves + 1 if kept else 0
         return {key: (part.moved(places), rows) for key, (part, rows) in kept.items()}
@@ -127,6 +140,8 @@ class SavedBefore:
     def _link(self, files: list[tuple[SavedFile, Path]], data: Path, number: int) -> bool:
         try:
             for place, (file, folder) in enumerate(files):
+                if folder == data:
+                    continue
                 os.link(folder / file.name, data / _linked(number, place))
                 if (folder / file.name).stat().st_size != file.size:
                     raise OSError(None, "it has another size than was written", folder / file.name)
@@ -193,9 +208,18 @@ def _linked(number: int, place: int) -> str:
 
 def _words(matrix: Tensor) -> Tensor:
     """(N, W) int64 the words of at most 32 bits that the rows of a matrix are made of."""
+    return _as_words(matrix).to(torch.int64)
+
+
+def _as_words(matrix: Tensor) -> Tensor:
     matrix = matrix.contiguous()
     row_bytes = matrix.size(1) * matrix.itemsize
     kind = next(kind for kind in (torch.int32, torch.int16, torch.int8) if row_bytes % kind.itemsize == 0)
     if matrix.storage_offset() * matrix.itemsize % kind.itemsize:
         matrix = matrix.clone()
-    return matrix.view(kind).to(torch.int64)
+    return matrix.view(kind)
+
+
+def different_rows(matrix: Tensor, other: Tensor) -> Tensor:
+    """(n,) int64 the rows of two matrices of equal shape and dtype, on the CPU, that differ in a bit; ascending."""
+    return (_as_words(matrix) != _as_words(other)).any(1).nonzero().squeeze(1)

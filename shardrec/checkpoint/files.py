@@ -35,7 +35,7 @@ import torch
 from torch import Tensor
 from zlib_ng.zlib_ng import crc32
 
-from shardrec.checkpoint.parts import Rect, as_matrix
+from shardrec.checkpoint.parts import Part, Rect
 from shardrec.errors import CheckpointError
 from shardrec.files import naming, open_regular, parse_json
 
@@ -129,19 +129,20 @@ class _Writer:
             data = data[len(part) :]
 
 
-def write_file(path: Path, tensors: Sequence[tuple[str, Tensor, Tensor | None]]) -> tuple[SavedFile, list[int]]:
+def write_file(path: Path, tensors: Sequence[tuple[str, Part, Tensor | None]]) -> tuple[SavedFile, list[int]]:
     """Write a new file of named tensors, on any device, and wait until it is on the disk.
 
     Args:
         path: of the file.
-        tensors: names, values, and (n,) int64 the rows to write, or None for all.
+        tensors: names, parts, and (n,) int64 the rows to write, or None for all.
 
     Returns:
         The file, and where in it each tensor starts, in bytes.
     """
     header, end = {}, 0
     names = {dtype: name for name, dtype in DTYPES.items()}
-    for name, values, rows in tensors:
+    for name, part, rows in tensors:
+        values = part.values
         shape = list(values.shape) if rows is None else [len(rows), *values.shape[1:]]
         start, end = end, end + math.prod(shape) * values.itemsize
         header[name] = {"dtype": names[values.dtype], "shape": shape, "data_offsets": [start, end]}
@@ -151,24 +152,15 @@ def write_file(path: Path, tensors: Sequence[tuple[str, Tensor, Tensor | None]])
     with naming(path), path.open("xb") as file:
         writer = _Writer(file)
         writer.write(memoryview(struct.pack("<Q", len(text)) + text))
-        for _, values, rows in tensors:
+        for _, part, rows in tensors:
             starts.append(writer.size)
-            for part in _chunks(values, rows):
-                writer.write(part)
+            for block in part.blocks(rows, BLOCK_BYTES):
+                writer.write(as_bytes(block.cpu().contiguous()).data)
         file.flush()
         os.fsync(file.fileno())
     sync_folder(path.parent)
     header_size = writer.size - end
     return SavedFile(name=path.name, size=writer.size, header=header_size, checksums=tuple(writer.checksums)), starts
-
-
-def _chunks(values: Tensor, rows: Tensor | None) -> Iterator[memoryview]:
-    """The bytes of a tensor, or of some of its rows, row-major, in parts of about a block."""
-    matrix = as_matrix(values)
-    length = max(1, BLOCK_BYTES // (matrix.size(1) * matrix.itemsize))
-    parts = matrix.split(length) if rows is None else (matrix[one.to(matrix.device)] for one in rows.split(length))
-    for part in parts:
-        yield as_bytes(part.cpu().contiguous()).data
 
 
 def as_bytes(values: Tensor) -> npt.NDArray[np.uint8]:
@@ -282,6 +274,14 @@ class OpenFile:
         self, rows: SavedRows, saved: Rect, dtype: torch.dtype, into: Tensor, place: Rect, buffer: Tensor
     ) -> None:
         """As :meth:`read`, of some rows of the saved rectangle."""
+        for numbers, values in self.rows(rows, saved, dtype, place, buffer):
+            into[numbers.to(into.device)] = values.to(into.device, into.dtype)
+
+    def rows(
+        self, rows: SavedRows, saved: Rect, dtype: torch.dtype, place: Rect, buffer: Tensor
+    ) -> Iterator[tuple[Tensor, Tensor]]:
+        """The numbers, counted from the first row of ``place``, and the values of some rows of the saved rectangle, as
+        :meth:`read` takes it, in blocks: (n,) int64 and (n, columns) in ``buffer``."""
         row_bytes = saved.cols * dtype.itemsize
         wanted = place.rows_in(saved)
         begin, end = (
@@ -291,12 +291,11 @@ class OpenFile:
         length = max(1, buffer.numel() // (row_bytes + 8))
         for first in range(begin, end, length):
             numbers = self._numbers(rows, first, min(length, end - first)) - wanted.start
-            if not 0 <= int(numbers.min()) <= int(numbers.max()) < len(into):
+            if not 0 <= int(numbers.min()) <= int(numbers.max()) < place.row_end - place.row_start:
                 raise self._damaged(f"has numbers of rows at byte {rows.numbers:,} that do not ascend")
             block = buffer[: len(numbers) * row_bytes]
             self._read(block.numpy().data, rows.start + first * row_bytes)
-            values = block.view(dtype).view(len(numbers), saved.cols)[:, place.cols_in(saved)]
-            into[numbers.to(into.device)] = values.to(into.device, into.dtype)
+            yield numbers, block.view(dtype).view(len(numbers), saved.cols)[:, place.cols_in(saved)]
 
     def _numbers(self, rows: SavedRows, first: int, count: int) -> Tensor:
         numbers = torch.empty(count, dtype=torch.int64)

@@ -190,15 +190,7 @@ class _Source:
 
     def _read(self, saved: SavedPart, dtype: torch.dtype, into: Tensor, place: Rect) -> None:
         """Read the intersection of a saved part and a matrix in memory, as :meth:`OpenFile.read` takes them."""
-        common = saved.rect.common(place)
-        if common is None:
-            return
-        into = into[common.rows_in(place), common.cols_in(place)]
-        row_bytes = saved.rect.cols * dtype.itemsize
-        buffer = self._buffer if row_bytes <= len(self._buffer) else torch.empty(row_bytes, dtype=torch.uint8)
-        self._file(saved.file).read(saved.start, saved.rect, dtype, into, common, buffer)
-        for rows in saved.changes:
-            self._file(rows.file).read_rows(rows, saved.rect, dtype, into, common, buffer)
+        saved.read(self._file, dtype, into, place, self._buffer)
 
     def read(self, model: ShardedModel, optimizer: torch.optim.Optimizer | None) -> None:
         """Read this rank's parts into its memory."""

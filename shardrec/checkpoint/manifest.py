@@ -21,13 +21,16 @@ import json
 import math
 import os
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from itertools import chain, islice, pairwise
 from pathlib import Path
 from typing import Any
 
-from shardrec.checkpoint.files import DTYPES, SavedFile, SavedRows, sync_folder
+import torch
+from torch import Tensor
+
+from shardrec.checkpoint.files import DTYPES, OpenFile, SavedFile, SavedRows, sync_folder
 from shardrec.checkpoint.parts import Rect
 from shardrec.errors import CheckpointError
 from shardrec.files import naming, open_regular, parse_json
@@ -76,6 +79,28 @@ class SavedPart:
         """The same with other numbers of files."""
         changes = tuple(rows._replace(file=numbers[rows.file]) for rows in self.changes)
         return replace(self, file=numbers[self.file], changes=changes)
+
+    def read(
+        self, file: Callable[[int], OpenFile], dtype: torch.dtype, into: Tensor, place: Rect, buffer: Tensor
+    ) -> None:
+        """Read the intersection with a matrix in memory.
+
+        Args:
+            file: opens a file by its number.
+            dtype: of the saved values.
+            into: a matrix of any dtype, on any device.
+            place: which part of the tensor the matrix is.
+            buffer: (n,) uint8 on the CPU, for what cannot be read in place.
+        """
+        common = self.rect.common(place)
+        if common is None:
+            return
+        into = into[common.rows_in(place), common.cols_in(place)]
+        row_bytes = self.rect.cols * dtype.itemsize
+        buffer = buffer if row_bytes <= len(buffer) else torch.empty(row_bytes, dtype=torch.uint8)
+        file(self.file).read(self.start, self.rect, dtype, into, common, buffer)
+        for rows in self.changes:
+            file(rows.file).read_rows(rows, self.rect, dtype, into, common, buffer)
 
     def extents(self, itemsize: int) -> tuple[list[tuple[int, int, int]], list[tuple[int, int, int]]]:
         """Where its values are, and the numbers of rows: file, first byte, and the one after the last."""
@@ -286,19 +311,19 @@ def _integers(values: Sequence[Any]) -> tuple[int, ...]:
     return tuple(values)
 
 
-def read_manifest(folder: Path) -> Manifest:
-    """The manifest of a checkpoint, verified.
+def read_manifest(folder: Path, name: str = MANIFEST) -> Manifest:
+    """The manifest of a checkpoint, verified; of another ``name`` that of a published version.
 
     Raises:
         CheckpointError: if there is none, or it is damaged.
     """
-    path = folder / MANIFEST
+    path = folder / name
     try:
         with open(open_regular(path), "rb") as file:
             data = file.read()
     except (FileNotFoundError, NotADirectoryError) as error:
         raise CheckpointError(
-            f"{folder} is not a complete checkpoint: there is no {MANIFEST}; give a folder that save_checkpoint wrote "
+            f"{folder} is not a complete checkpoint: there is no {name}; give a folder that save_checkpoint wrote "
             "to its end"
         ) from error
     except OSError as error:
@@ -314,14 +339,14 @@ def read_manifest(folder: Path) -> Manifest:
         ) from error
 
 
-def write_manifest(folder: Path, manifest: Manifest) -> None:
+def write_manifest(folder: Path, manifest: Manifest, name: str = MANIFEST) -> None:
     """Atomically make ``folder`` the checkpoint that ``manifest`` describes, and wait until it is on disk."""
     partial = folder / PARTIAL
     with naming(partial), partial.open("wb") as file:
         file.write(manifest.to_bytes())
         file.flush()
         os.fsync(file.fileno())
-    partial.replace(folder / MANIFEST)
+    partial.replace(folder / name)
     sync_folder(folder)
 
 

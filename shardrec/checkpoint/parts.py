@@ -8,7 +8,7 @@ unsharded tensors are handled alike.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Self
 
@@ -72,13 +72,25 @@ class Part:
 
     Args:
         rect: its position.
-        values: this rank's memory; of the shape of the rectangle, or of the tensor.
+        values: this rank's memory; of the shape of the rectangle, or of the tensor. On meta if rows are encoded.
         saved: whether this rank writes it.
+        encode: gives the rows to be written by their numbers, counted from the first, if they are not in memory so.
     """
 
     rect: Rect
     values: Tensor
     saved: bool
+    encode: Callable[[slice | Tensor], Tensor] | None = None
+
+    def blocks(self, rows: Tensor | None, most_bytes: int) -> Iterator[Tensor]:
+        """All rows, or those with the numbers ``rows`` (n,), in blocks of at most ``most_bytes``, or of one row."""
+        matrix = as_matrix(self.values)
+        length = max(1, most_bytes // (matrix.size(1) * matrix.itemsize))
+        for start in range(0, len(matrix) if rows is None else len(rows), length):
+            block: slice | Tensor = slice(start, start + length)
+            if rows is not None:
+                block = rows[block].to(matrix.device if self.encode is None else "cpu")
+            yield matrix[block] if self.encode is None else self.encode(block)
 
 
 @dataclass(frozen=True, kw_only=True)

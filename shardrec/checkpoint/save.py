@@ -12,7 +12,7 @@ import json
 import secrets
 import shutil
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent import futures
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from shardrec.checkpoint.agree import Ranks
-from shardrec.checkpoint.changes import Kept, SavedBefore
+from shardrec.checkpoint.changes import Kept, PartKey, SavedBefore
 from shardrec.checkpoint.files import DTYPES, SavedFile, SavedRows, sync_folder, write_file
 from shardrec.checkpoint.manifest import (
     MANIFEST,
@@ -44,13 +44,27 @@ from shardrec.modules.model import ShardedModel, require_sharded
 from shardrec.modules.replicas import subgroup
 from shardrec.modules.replicated_model import ReplicatedModel
 
-__all__ = ["PendingSave", "Written", "rank_name", "remove", "save", "save_checkpoint", "wait_for_save", "write_part"]
+__all__ = [
+    "FILE_NAME",
+    "REMEDY",
+    "PendingSave",
+    "Written",
+    "joined",
+    "rank_name",
+    "remove",
+    "save",
+    "save_checkpoint",
+    "wait_for_save",
+    "write_part",
+    "write_rank",
+]
 
 Written = tuple[SavedFile, dict[str, SavedTensor]]
 """A file of a checkpoint, and what is in it, by name."""
 
+FILE_NAME = "rank-{:05}.safetensors"
 _PINNED_BYTES = 32 * 2**20
-_REMEDY = "see that every rank can write there, that all ranks see the same files, and that there is space left"
+REMEDY = "see that every rank can write there, that all ranks see the same files, and that there is space left"
 
 
 class PendingSave:
@@ -182,7 +196,7 @@ def save(
     def write(ranks: Ranks, tensors: Mapping[str, HeldTensor]) -> None:
         try:
             written = ranks.agree(
-                "save", lambda: _write(data, ranks.rank, tensors, before, incremental), remedy=_REMEDY
+                "save", lambda: write_rank(data, ranks.rank, tensors, before, incremental), remedy=REMEDY
             )
         except CheckpointError:
             shutil.rmtree(data, ignore_errors=True)
@@ -194,7 +208,7 @@ def save(
                 if then is not None:
                     then()
 
-        ranks.agree("save", complete, remedy=_REMEDY)
+        ranks.agree("save", complete, remedy=REMEDY)
         if before is not None:
             before.complete = True
 
@@ -237,7 +251,7 @@ def _prepared(
             data=_new_data_folder(folder) if ranks.rank == 0 else "",
         )
 
-    prepared = ranks.agree("save", prepare, remedy=_REMEDY)
+    prepared = ranks.agree("save", prepare, remedy=REMEDY)
     manifest = replace(
         prepared[0],  # whose data folder and extra data count
         # Of several ranks that have a number, the first one's counts.
@@ -309,26 +323,42 @@ def _copied(tensors: Mapping[str, HeldTensor], background: _Background) -> dict[
     }
 
 
-def _write(
-    data: Path, number: int, tensors: Mapping[str, HeldTensor], before: SavedBefore | None, incremental: int
+def write_rank(
+    data: Path,
+    number: int,
+    tensors: Mapping[str, HeldTensor],
+    before: SavedBefore | None,
+    incremental: int,
+    changed: Mapping[PartKey, Tensor | None] | None = None,
+    *,
+    file_name: str = FILE_NAME,
 ) -> tuple[Written, list[SavedFile]]:
-    """Write this rank's file; also returns the files that it has linked."""
+    """Write this rank's file; also returns the earlier files that it needs. See :meth:`SavedBefore.kept`."""
     if before is None:
-        return write_part(data, number, tensors), []
-    kept = before.kept(tensors, data, number, incremental)
+        return write_part(data, number, tensors, file_name=file_name), []
+    kept = before.kept(tensors, data, number, incremental, changed)
     linked = [file for file, _ in before.files]
-    file, index = write_part(data, number, tensors, kept, len(linked))
+    file, index = write_part(data, number, tensors, kept, len(linked), file_name=file_name)
     before.wrote(file, data, {(name, part.rect): part for name, one in index.items() for part in one.parts})
     return (file, index), linked
 
 
-def _complete(folder: Path, manifest: Manifest, written: list[tuple[Written, list[SavedFile]]]) -> None:
-    """Make the folder a checkpoint of what the ranks have written."""
+def joined(folder: Path | None, manifest: Manifest, written: Sequence[tuple[Written, list[SavedFile]]]) -> Manifest:
+    """The manifest with what the ranks have written, and the earlier files of each.
+
+    Args:
+        folder: that has the data folder, for a look at the files' sizes; None if this rank cannot see it.
+        manifest: without files and tensors.
+        written: by each rank.
+
+    Raises:
+        CheckpointError: if a file is not there whole, or the ranks do not hold all of a tensor.
+    """
     tensors: dict[str, SavedTensor] = {}
     linked: list[SavedFile] = []
     for number, ((file, index), links) in enumerate(written):
-        path = folder / manifest.data / file.name
-        if path.stat().st_size != file.size:
+        path = None if folder is None else folder / manifest.data / file.name
+        if path is not None and path.stat().st_size != file.size:
             raise CheckpointError(f"{path} has {path.stat().st_size:,} bytes, and {file.size:,} were written")
         numbers = {place: len(written) + len(linked) + place for place in range(len(links))} | {len(links): number}
         linked += links
@@ -340,16 +370,27 @@ def _complete(folder: Path, manifest: Manifest, written: list[tuple[Written, lis
     faults = list(islice(manifest.faults(), 3))
     if faults:
         raise CheckpointError(
-            f"{folder} was not written, for the ranks do not hold all of {'; '.join(faults)}; make a "
+            f"{folder or 'it'} was not written, for the ranks do not hold all of {'; '.join(faults)}; make a "
             "training step on every rank before the first save"
         )
-    write_manifest(folder, manifest)
+    return manifest
+
+
+def _complete(folder: Path, manifest: Manifest, written: list[tuple[Written, list[SavedFile]]]) -> None:
+    """Make the folder a checkpoint of what the ranks have written."""
+    write_manifest(folder, joined(folder, manifest, written))
     for path in leftovers(folder, manifest.data):
         remove(path)
 
 
 def write_part(
-    data: Path, number: int, tensors: Mapping[str, HeldTensor], kept: Kept | None = None, linked: int = 0
+    data: Path,
+    number: int,
+    tensors: Mapping[str, HeldTensor],
+    kept: Kept | None = None,
+    linked: int = 0,
+    *,
+    file_name: str = FILE_NAME,
 ) -> Written:
     """Write one file of a checkpoint.
 
@@ -359,6 +400,7 @@ def write_part(
         tensors: by name; their parts that are to be saved are written.
         kept: what is there already of parts that are not to be written whole, and the rows of them to write.
         linked: how many files that is in.
+        file_name: with a place for its number.
 
     Returns:
         The file, and what is in it, by name. Parts count the linked files from 0 on, and this one after them.
@@ -369,12 +411,15 @@ def write_part(
     rows_of = [kept[name, part.rect][1] if (name, part.rect) in kept else None for name, _, part in parts]
     numbers = {id(rows): rows for rows in rows_of if rows is not None and len(rows)}
     values = [
-        (_part_name(name, tensor, part), part.values, rows)
+        (_part_name(name, tensor, part), part, rows)
         for (name, tensor, part), rows in zip(parts, rows_of, strict=True)
         if rows is None or len(rows)
     ]
-    of_numbers = [(f"changed rows {place}", rows, None) for place, rows in enumerate(numbers.values())]
-    file, starts = write_file(data / f"rank-{number:05}.safetensors", [*values, *of_numbers])
+    of_numbers = [
+        (f"changed rows {place}", Part(rect=Rect.whole(rows.shape), values=rows, saved=True), None)
+        for place, rows in enumerate(numbers.values())
+    ]
+    file, starts = write_file(data / file_name.format(number), [*values, *of_numbers])
     numbers_at = dict(zip(numbers, starts[len(values) :], strict=True))
     saved: dict[str, list[SavedPart]] = {name: [] for name in tensors}
     start = iter(starts)

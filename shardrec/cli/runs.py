@@ -103,6 +103,10 @@ def serve_command(
     run: _Run,
     host: Annotated[str, typer.Option(help="Address to listen on; 0.0.0.0 for all of this machine's.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(help="Port to listen on; 0 for any.", min=0, max=65535)] = 8080,
+    follow: Annotated[
+        str | None,
+        typer.Option(help="Serve what the run publishes (its --publish), and each new version.", metavar="DIR|URL"),
+    ] = None,
     debug: Debug = False,
 ) -> None:
     """Answer HTTP requests with the predictions of a run's last checkpoint, to try it; one at a time.
@@ -112,7 +116,7 @@ def serve_command(
     from shardrec.train.endpoint import open_server
 
     with working(f"loading {run}"):
-        server = open_server(RunFolder(run).endpoint(), host, port)
+        server = open_server(RunFolder(run).endpoint(follow), host, port)
     typer.echo(f"serving {run} at http://{host}:{server.effective_port}/ (GET / shows an example; Ctrl-C ends)")
     try:
         server.run()

@@ -10,7 +10,7 @@ from typing import Any
 
 from shardrec.errors import ConfigError, DataError
 
-__all__ = ["OutputFolder", "files_of", "open_input", "path_of"]
+__all__ = ["OutputFolder", "file_system", "files_of", "open_input", "path_of"]
 
 _BY_PYARROW = ("file", "s3", "gs", "gcs", "abfs", "abfss", "hdfs", "viewfs")
 
@@ -27,7 +27,7 @@ def files_of(pattern: str) -> list[str]:
         return _found(pattern, os.path.isfile, os.path.isdir, glob)
     import pyarrow as pa
 
-    system, path = _file_system(pattern)
+    system, path = file_system(pattern)
     try:
         names = _found(path, system.isfile, system.isdir, system.glob)
     except (OSError, pa.ArrowException) as error:
@@ -57,7 +57,7 @@ def open_input(path: str) -> Any:
     try:
         if "://" not in path:
             return pa.OSFile(path)
-        system, name = _file_system(path)
+        system, name = file_system(path)
         arrow_system = getattr(system, "fs", None)
         if not isinstance(arrow_system, fs.FileSystem):
             arrow_system = fs.PyFileSystem(fs.FSSpecHandler(system))
@@ -83,7 +83,7 @@ class OutputFolder:
 
         self._url = url
         local = "://" not in url
-        self._system, self._path = (fsspec.filesystem("file"), os.path.abspath(url)) if local else _file_system(url)
+        self._system, self._path = (fsspec.filesystem("file"), os.path.abspath(url)) if local else file_system(url)
 
     def names(self) -> list[str]:
         """The names of its files, but for those that are being written."""
@@ -128,8 +128,8 @@ def _found(
     return matches
 
 
-def _file_system(url: str) -> tuple[Any, str]:
-    """The fsspec file system of a URL, and the path in it.
+def file_system(url: str) -> tuple[Any, str]:
+    """The fsspec file system of a URL, and the path in it; raises as :func:`open_input`.
 
     pyarrow's own come first: they are there with it, and are read without Python.
     """

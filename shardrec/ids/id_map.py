@@ -12,6 +12,7 @@ with torch's operators.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -79,6 +80,16 @@ class IdMap:
         """Rebuild the hash table, after records or candidates were written from outside."""
         self._buckets, self._candidate_buckets = _buckets_of(self.records), _buckets_of(self.candidates)
         self._state[:2] = 0
+
+    def prepared(self, records: Tensor) -> Callable[[], None]:
+        """Make the hash table of other records (R, 3) int64; what is returned then replaces the map's, at once."""
+        buckets = _buckets_of(records)
+
+        def replace() -> None:
+            self.records, self._buckets = records, buckets
+            self._state[:2] = 0
+
+        return replace
 
     def look_up(self, ids: Tensor, rows: Tensor, *, step: int, learn: bool, protect: int | None = None) -> Looked:
         """Find the row of each id.

@@ -7,7 +7,7 @@ import json
 import warnings
 from collections import Counter
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any, TypeVar
@@ -113,6 +113,13 @@ class ShardingPlan:
         ]
         if faults:
             raise PlanError(faults)
+
+    def on_one_rank(self) -> ShardingPlan:
+        """A plan for one rank, which has the same shards. So tables with dynamic ids have the same row blocks."""
+        tables = (
+            replace(table, shards=tuple(replace(shard, rank=0) for shard in table.shards)) for table in self.tables
+        )
+        return ShardingPlan(topology=Topology(ranks_per_host=1), tables=tuple(tables))
 
     def local_numel(self, rank: int) -> int:
         """Number of embedding weights that ``rank`` holds."""

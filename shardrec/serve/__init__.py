@@ -10,16 +10,20 @@ docs/serving.md says how to use it; examples/cpp_serving answers requests with e
 """
 
 from shardrec.serve.entry import from_tensors
+from shardrec.serve.follower import Follower
 from shardrec.serve.format import WeightFormat
 from shardrec.serve.model import ServedModel
 from shardrec.serve.package import Package, load_package, package
 from shardrec.serve.program import ExportError
+from shardrec.serve.publisher import Publisher
 from shardrec.serve.quantize import quantize
 from shardrec.serve.save import save
 
 __all__ = [
     "ExportError",
+    "Follower",
     "Package",
+    "Publisher",
     "ServedModel",
     "WeightFormat",
     "from_tensors",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -12,7 +12,7 @@ from torch import Tensor
 
 from shardrec.errors import ConfigError
 from shardrec.exchange.context import ModelContext
-from shardrec.layout import Shard
+from shardrec.exchange.peers import peers
 from shardrec.modules import ShardedEmbeddingBagCollection, ShardedModel
 from shardrec.modules.collection import ShardedCollection
 from shardrec.modules.model import require_sharded
@@ -21,7 +21,7 @@ from shardrec.serve.lookup import served_memory, served_storage
 from shardrec.serve.model import ServedModel
 from shardrec.serve.row_bytes import GREATEST, encode, row_ranges
 
-__all__ = ["quantize"]
+__all__ = ["fault_of", "quantize", "table_formats", "whole_row_ranges"]
 
 CHUNK = 2**20
 """Rows converted at a time; bounds the memory of the conversion."""
@@ -62,7 +62,7 @@ def quantize(model: ShardedModel, weights: str = "int8", *, tables: Mapping[str,
             "load its checkpoint into a model that shardrec.shard made without servers, and quantize that one"
         )
     sources = [child for child in model.module.modules() if isinstance(child, ShardedCollection)]
-    formats = _formats(sources, weights, tables or {})
+    formats = table_formats(sources, weights, tables or {})
     context = ModelContext(model.context.collectives, model.context.device, model.context.options)
     # deepcopy finds the served collections in its memo, so it copies no trained table.
     memo: dict[int, Any] = {}
@@ -75,7 +75,8 @@ def quantize(model: ShardedModel, weights: str = "int8", *, tables: Mapping[str,
     return ServedModel(module, model.plan, context, formats)
 
 
-def _formats(sources: list[ShardedCollection], weights: str, tables: Mapping[str, str]) -> dict[str, WeightFormat]:
+def table_formats(sources: list[ShardedCollection], weights: str, tables: Mapping[str, str]) -> dict[str, WeightFormat]:
+    """The format of each table, by its name in the plan; raises as :func:`quantize`."""
     layouts = [layout for source in sources for layout in source.table_layouts.values()]
     unknown = sorted(set(tables) - {layout.name for layout in layouts})
     if unknown:
@@ -113,18 +114,16 @@ def _convert(
     for name, table in source.tables().items():
         layout, form = table.layout, formats[table.layout.name]
         parts = {shard: parameter.detach() for shard, parameter in table.locals.items()}
-        limit = torch.finfo(torch.float32).max if form is WeightFormat.FP32 else GREATEST
-        # amax() of no elements raises; a comparison with NaN is false, so NaN is bad.
-        bad = [weight for weight in parts.values() if weight.numel() and not bool(weight.abs().amax() <= limit)]
+        bad = fault_of(name, parts.values(), form)
         if bad:
-            yield (
-                f"table {name!r} has a value that {form.value} cannot keep (not finite, or beyond ±{limit:g}): keep it "
-                "as 'fp32' with tables={...}, or mend the weights"
-            )
+            yield bad
         shared = form.is_quantized and len(layout.stripes()) > 1
         for first in range(0, layout.num_embeddings, CHUNK):
             last = min(first + CHUNK, layout.num_embeddings)
-            ranges = _whole_row_ranges(parts, first, last, source) if shared else None
+            ranges = None
+            if shared:
+                of_shards = [(shard.row_start, weight) for shard, weight in parts.items() if shard is not None]
+                ranges = whole_row_ranges(of_shards, torch.arange(first, last), source.device, source.group)
             for shard, weight in parts.items():
                 top = 0 if shard is None else shard.row_start
                 rows = slice(max(first, top) - top, max(min(last, top + weight.size(0)) - top, 0))
@@ -134,17 +133,40 @@ def _convert(
                     memory[layout.name if shard is None else shard][rows].copy_(encode(part, form, span))
 
 
-def _whole_row_ranges(parts: Mapping[Shard | None, Tensor], first: int, last: int, source: ShardedCollection) -> Tensor:
-    """(last - first, 2) ranges of the rows of a table whose columns are spread over several ranks."""
-    ranges = torch.full((last - first, 2), -torch.inf, device=source.device)
-    for shard, weight in parts.items():
-        assert shard is not None, "a table cut by columns is not replicated"
-        start, end = max(first, shard.row_start), min(last, shard.row_end)
-        if start < end:
-            part_ranges = row_ranges(weight[start - shard.row_start : end - shard.row_start])
-            ranges[start - first : end - first] = torch.maximum(ranges[start - first : end - first], part_ranges)
-    if source.group is not None:
-        dist.all_reduce(ranges, dist.ReduceOp.MAX, source.group)
+def fault_of(table: str, parts: Iterable[Tensor], form: WeightFormat) -> str:
+    """A message about a value of a table that its format cannot represent; "" if there is none."""
+    limit = torch.finfo(torch.float32).max if form is WeightFormat.FP32 else GREATEST
+    # amax() of no elements raises; a comparison with NaN is false, so NaN is bad.
+    if all(not part.numel() or bool(part.abs().amax() <= limit) for part in parts):
+        return ""
+    return (
+        f"table {table!r} has a value that {form.value} cannot keep (not finite, or beyond ±{limit:g}): keep it as "
+        "'fp32' with tables={...}, or mend the weights"
+    )
+
+
+def whole_row_ranges(
+    parts: Iterable[tuple[int, Tensor]], rows: Tensor, device: torch.device, group: dist.ProcessGroup | None
+) -> Tensor:
+    """The ranges of some rows of a table whose columns are spread over the ranks of a group, all of which call it.
+
+    Args:
+        parts: first row and weights of each of this rank's shards.
+        rows: (n,) int64, ascending, equal on all ranks.
+        device: of the weights and the result.
+        group: of the ranks; None on one.
+
+    Returns: (n, 2), see :func:`shardrec.serve.row_bytes.row_ranges`.
+    """
+    ranges = torch.full((len(rows), 2), -torch.inf, device=device)
+    for first, weight in parts:
+        begin, end = torch.searchsorted(rows, torch.tensor([first, first + len(weight)])).tolist()
+        if begin < end:
+            part_ranges = row_ranges(weight[(rows[begin:end] - first).to(device)])
+            ranges[begin:end] = torch.maximum(ranges[begin:end], part_ranges)
+    if group is not None:
+        with peers(group, "ranges of rows"):
+            dist.all_reduce(ranges, dist.ReduceOp.MAX, group)
     return ranges
 
 

@@ -258,6 +258,15 @@ class TrainConfig(Options):
         0, _OUTPUT, "Most saves in a row that write only rows that have changed; 0: all rows, always.", ge=0
     )
     keep_checkpoints: int = option(2, _OUTPUT, "Newest checkpoints to keep.", ge=1)
+    publish: str | None = option(
+        None, _OUTPUT, "Publish the model here while it trains, for servers that follow it.", metavar="DIR|URL"
+    )
+    publish_every: str = option(
+        "1m", _OUTPUT, "Publish every N steps, or minutes, and at the end.", metavar="STEPS|MINUTESm"
+    )
+    publish_weights: str = option(
+        "fp32", _OUTPUT, "Format of the tables in what is published.", choices=("fp32", "fp16", "int8", "int4")
+    )
 
     def structural_faults(self) -> list[str]:
         """See :class:`Options`."""
@@ -297,11 +306,11 @@ class TrainConfig(Options):
             )
         if self.model == "dcn" and not self.over_layers:
             faults.append("over_layers (--over-layers) is empty: model dcn needs one layer at least")
-        if self.checkpoint_every is not None and _EVERY.fullmatch(self.checkpoint_every) is None:
-            faults.append(
-                f"checkpoint_every (--checkpoint-every) is {self.checkpoint_every!r}: give steps, such as 500, or "
-                "minutes, such as 10m, above 0"
-            )
+        faults += [
+            f"{name} ({flag(name)}) is {interval!r}: give steps, such as 500, or minutes, such as 10m, above 0"
+            for name in ("checkpoint_every", "publish_every")
+            if (interval := getattr(self, name)) is not None and _EVERY.fullmatch(interval) is None
+        ]
         if self.checkpoint_every is not None and self.checkpoint == "none":
             faults.append(
                 "checkpoint_every (--checkpoint-every) saves and checkpoint (--checkpoint) is 'none': leave one out"
@@ -311,14 +320,17 @@ class TrainConfig(Options):
     @property
     def checkpoint_steps(self) -> int | None:
         """Steps from one checkpoint to the next, if they are counted so."""
-        interval = self.checkpoint_every
-        return None if interval is None or interval.endswith("m") else int(interval)
+        return _interval(self.checkpoint_every)[0]
 
     @property
     def checkpoint_seconds(self) -> float | None:
         """Seconds from one checkpoint to the next, if they are counted so."""
-        interval = self.checkpoint_every
-        return 60 * float(interval[:-1]) if interval is not None and interval.endswith("m") else None
+        return _interval(self.checkpoint_every)[1]
+
+    @property
+    def publish_interval(self) -> tuple[int | None, float | None]:
+        """Steps, or seconds, from one published version to the next; (None, None) if nothing is published."""
+        return _interval(self.publish and self.publish_every)
 
     @property
     def allowed_restarts(self) -> int:
@@ -361,6 +373,13 @@ class TrainConfig(Options):
 
         text: str = yaml.safe_dump(self.to_mapping(), sort_keys=False)
         return text
+
+
+def _interval(text: str | None) -> tuple[int | None, float | None]:
+    """Steps, or seconds, of an option such as ``500`` or ``10m``."""
+    if text is None:
+        return None, None
+    return (None, 60 * float(text[:-1])) if text.endswith("m") else (int(text), None)
 
 
 def load_config(

@@ -8,6 +8,7 @@
                     of several labels: {"predictions": {"click": [0.71, ...], ...}}
 
 One process computes one request at a time. To serve many requests, use ``shardrec export``; see docs/serving.md.
+Answers of a model that follows a publisher have two headers, ``Shardrec-Version`` and ``Shardrec-Age``, in seconds.
 """
 
 from __future__ import annotations
@@ -74,6 +75,10 @@ class Endpoint:
         except HTTPException as error:
             answer, status = {"error": error.description}, error.code or 500
         response = Response(json.dumps(answer) + "\n", status=status, mimetype="application/json")
+        follower: Any = getattr(self._model, "follower", None)
+        if follower is not None:
+            version, age = follower.seen()
+            response.headers.update({"Shardrec-Version": str(version), "Shardrec-Age": f"{age:.3f}"})
         return response(environ, start_response)
 
     def _answer(self, request: Request) -> dict[str, Any]:

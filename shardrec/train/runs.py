@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from shardrec.data import ClickBatch, ClickMetrics, ClickSchema, FeatureSpec
     from shardrec.layout import ShardingPlan
     from shardrec.modules import ShardedModel
+    from shardrec.serve import ServedModel
     from shardrec.train.endpoint import Endpoint
     from shardrec.train.tasks import TaskMetrics
 
@@ -160,11 +161,34 @@ class RunFolder:
 
         return evaluator(config, self.spec, self.model(), cpu)(counted()), source.skipped
 
-    def endpoint(self) -> Endpoint:
-        """The model of the last good checkpoint behind HTTP."""
+    def following(self, source: str) -> ServedModel:
+        """The model of the run as it is published, in the published formats; needs no checkpoint.
+
+        Args:
+            source: folder or URL, ``--publish`` of the run.
+
+        Raises:
+            ConfigError: if there is no version, or it is of another model.
+        """
+        from shardrec.layout import ShardingPlan
+        from shardrec.modules import shard
+        from shardrec.serve import quantize
+        from shardrec.serve.follower import published_formats
+        from shardrec.train.model import build_model, dynamic_tables
+
+        model = build_model(self.config, self.schema)
+        dynamic = dynamic_tables(self.spec, model)
+        plan = ShardingPlan.load(self.path / PLAN).on_one_rank() if dynamic else None
+        served = quantize(shard(model, plan, dynamic_ids=dynamic), tables=published_formats(source))
+        served.follow(source)
+        return served
+
+    def endpoint(self, follow: str | None = None) -> Endpoint:
+        """The model of the last good checkpoint behind HTTP, or the one that is published at ``follow``."""
         from shardrec.train.endpoint import Endpoint  # with torch
 
-        return Endpoint(self.model(), self.spec, {"run": str(self.path), **self.summary()}, loss=self.config.loss)
+        model = self.model() if follow is None else self.following(follow)
+        return Endpoint(model, self.spec, {"run": str(self.path), **self.summary()}, loss=self.config.loss)
 
     def export(self, target: Target, out: Path, weights: str = "fp32") -> Path:
         """Write the model for serving, with its tables in inference kernels; see :mod:`shardrec.serve`.

@@ -1,7 +1,7 @@
 """Decides when a run saves and when it ends early, and saves the state that it needs to resume bit-identically.
 
 Steps are the same on all ranks; clocks, signals and the end of a write are not. On these the ranks agree about
-twice a second, in one all-reduce of four numbers, whose result also says after how many steps the next one is:
+twice a second, in one all-reduce of six numbers, whose result also says after how many steps the next one is:
 
     step      … 41    42    43    44 …                              (a signal on rank 1 in step 42)
     rank 0         │     │     │  ├─ all-reduce(max): end ─► save, leave
@@ -12,19 +12,23 @@ from __future__ import annotations
 
 import time
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from shardrec.checkpoint import Checkpoints, PendingSave, load_checkpoint
+from shardrec.errors import CheckpointError, ConfigError
 from shardrec.exchange.peers import peers
 from shardrec.launch.ranks import over_ranks, same_everywhere
 from shardrec.launch.stop import RunStopped, StopRequest
 from shardrec.train.config import CHECKPOINTS
 from shardrec.train.model import changed_source, source_digest
 from shardrec.train.run import Run
+
+if TYPE_CHECKING:
+    from shardrec.serve.publisher import Publisher
 
 __all__ = ["Saver"]
 
@@ -36,8 +40,8 @@ class Saver:
     """Saves a run, and restores it. Every rank has one and calls it at the same steps.
 
     Args:
-        run: its model, optimizers, progress, counts of ids and of rows left out are saved; its announcer is told of a
-            checkpoint once that is on disk.
+        run: its model, optimizers, progress, counts of ids and of rows left out are saved, and its model is published;
+            its announcer is told of a checkpoint once that is on disk.
     """
 
     def __init__(self, run: Run) -> None:
@@ -48,6 +52,13 @@ class Saver:
             keep_last=run.config.keep_checkpoints,
             incremental=run.config.checkpoint_incremental,
         )
+        self._publisher: Publisher | None = None
+        if run.config.publish is not None:
+            from shardrec.serve.publisher import Publisher
+
+            self._publisher = Publisher(run.model, run.config.publish, run.config.publish_weights)
+        self._published = PendingSave()
+        self._published_at = time.monotonic()
         self._stop = StopRequest()
         self._pending: PendingSave | None = None
         self._saved_step: int | None = None
@@ -96,18 +107,24 @@ class Saver:
         Raises:
             RunStopped: on every rank, after a save, if any was told to end.
         """
-        if self._config.checkpoint_every is None:
+        if self._config.checkpoint_every is None and self._publisher is None:
             return
-        steps, interval = self._progress.steps, self._config.checkpoint_steps
-        due = interval is not None and steps % interval == 0
+        steps = self._progress.steps
+        due, publish = (
+            interval is not None and steps % interval == 0
+            for interval in (self._config.checkpoint_steps, self._config.publish_interval[0])
+        )
         ends = False
         if steps > self._agree_at:
-            ends, timely = self._agree()
-            due = due or timely
+            ends, save_timely, publish_timely = self._agree()
+            due, publish = due or save_timely, publish or publish_timely
+        if publish:
+            self._publish(steps)
         if due or ends:
             self._save()
         if ends:
             self._acknowledge()
+            self._wait_for_publish()
             raise RunStopped(steps, str(self._run.folder))
 
     def after_point(self) -> None:
@@ -117,11 +134,18 @@ class Saver:
             self._save()
 
     def finish(self) -> int:
-        """Save the trained model, if the options ask for it, and wait until it is on disk.
+        """Save and publish the trained model, if the options ask for it, and wait until that is done.
 
         Returns:
             The step whose weights the model then has: the best one's, if these are kept.
         """
+        step = self._save_last()
+        if self._publisher is not None:
+            self._publish(step)
+            self._wait_for_publish()
+        return step
+
+    def _save_last(self) -> int:
         if self._config.checkpoint != "none":
             self._save()
         self._acknowledge()
@@ -135,16 +159,19 @@ class Saver:
         load_checkpoint(str(path), self._run.model, self._run.optimizer)
         return best or steps
 
-    def _agree(self) -> tuple[bool, bool]:
-        """(whether to end, whether a save is due by the clock), the same on all ranks; acknowledges what is written."""
+    def _agree(self) -> tuple[bool, bool, bool]:
+        """(whether to end, whether a save is due by the clock, whether a publish is), the same on all ranks;
+        acknowledges what is written."""
         now, steps = time.monotonic(), self._progress.steps
-        wait_s = self._config.checkpoint_seconds
+        wait_s, publish_s = self._config.checkpoint_seconds, self._config.publish_interval[1]
         pace = (now - self._agreed_at) / (steps - self._agreed_step)
         said = torch.tensor(
             [
                 self._stop.made,
                 wait_s is not None and now - self._saved_at >= wait_s,
                 self._pending is not None and not self._pending.done,
+                publish_s is not None and now - self._published_at >= publish_s,
+                not self._published.done,
                 min(_MOST_STEPS, int(_AGREE_S / max(pace, 1e-6))),
             ],
             dtype=torch.int64,
@@ -152,11 +179,26 @@ class Saver:
         if self._place.world_size > 1:
             with peers(None, "agreement on saving"):
                 dist.all_reduce(said, dist.ReduceOp.MAX)
-        ends, timely, writing, skipped = map(int, said)
+        ends, timely, writing, publish_timely, publishing, skipped = map(int, said)
         self._agreed_at, self._agreed_step, self._agree_at = now, steps, steps + skipped
         if not writing:
             self._acknowledge()
-        return bool(ends), bool(timely)
+        return bool(ends), bool(timely), bool(publish_timely and not publishing)
+
+    def _publish(self, step: int) -> None:
+        """Begin to publish; the evaluated weights, which a run may average."""
+        assert self._publisher is not None, "a publish is due"
+        self._wait_for_publish()
+        with self._run.evaluated():
+            self._published = self._publisher.publish(extra={"step": step}, wait=False)
+        self._published_at = time.monotonic()
+
+    def _wait_for_publish(self) -> None:
+        """Training goes on after a publish that failed, on all ranks: the next one is complete in itself."""
+        try:
+            self._published.wait()
+        except (CheckpointError, ConfigError) as error:
+            self._run.announcer.say(f"warning: nothing was published ({error}); the next version has all rows")
 
     def _save(self) -> None:
         """Begin to save, unless this step is saved."""

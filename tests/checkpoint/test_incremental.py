@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shardrec import Checkpoints, load_checkpoint, native, save_checkpoint, shard
-from shardrec.checkpoint.changes import _MOST_CHANGED, SavedBefore, _shards, _words
+from shardrec.checkpoint.changes import _MOST_CHANGED, SavedBefore, _words, shards_of
 from shardrec.checkpoint.load import verify_checkpoint
 from shardrec.checkpoint.manifest import read_manifest
 from shardrec.checkpoint.parts import HeldTensor, Part, Rect
@@ -285,7 +285,7 @@ def test_each_changed_bit_is_found(dtype: torch.dtype, columns: int, tmp_path: P
         )
     }
     before = SavedBefore()
-    ((key, one),) = _shards(tensors).items()
+    ((key, one),) = shards_of(tensors).items()
     assert before._update(key, one) is None
     rng = Random(columns)
     raw = values.view(torch.uint8)

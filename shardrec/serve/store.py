@@ -1,0 +1,90 @@
+"""Where versions of a model are published: a folder that publisher and followers share, or a URL."""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from shardrec.errors import ConfigError, DataError
+from shardrec.files import naming
+
+__all__ = ["Store"]
+
+
+class Store:
+    """Files of a folder, or of a URL's file system with copies of those in use in a temporary folder.
+
+    Args:
+        target: the folder, or a URL of a file system of pyarrow's or fsspec's, such as ``s3://bucket/model``.
+
+    Attributes:
+        folder: has the files that were sent or fetched.
+
+    Raises:
+        ConfigError: for a URL that cannot be used.
+    """
+
+    def __init__(self, target: str | Path) -> None:
+        self.folder = Path(target).absolute()
+        self._system: Any = None
+        if "://" in str(target):
+            from shardrec.data.urls import file_system
+
+            try:
+                self._system, self._path = file_system(str(target).rstrip("/"))
+            except DataError as error:
+                raise ConfigError(str(error)) from error
+            self._copies = tempfile.TemporaryDirectory(prefix="shardrec-")
+            self.folder = Path(self._copies.name)
+
+    @property
+    def is_folder(self) -> bool:
+        """Whether ``folder`` is the target itself, and not copies."""
+        return self._system is None
+
+    def names(self, inside: str = "") -> list[str]:
+        """The files and folders in the folder, or in one inside of it; none if there is no such folder."""
+        try:
+            if self._system is None:
+                return [path.name for path in (self.folder / inside).iterdir()]
+            self._system.invalidate_cache()
+            return [Path(path).name for path in self._system.ls(self._at(inside).rstrip("/"), detail=False)]
+        except FileNotFoundError:
+            return []
+
+    def send(self, name: str) -> None:
+        """Make a file that was written to ``folder`` visible to others, whole or not at all."""
+        if self._system is not None:
+            with naming(self._at(name)):
+                self._system.makedirs(self._at(name).rpartition("/")[0], exist_ok=True)
+                self._system.put_file(str(self.folder / name), self._at(name))
+            (self.folder / name).unlink()
+
+    def fetch(self, name: str) -> None:
+        """Have a file in ``folder``."""
+        if self._system is not None:
+            (self.folder / name).parent.mkdir(exist_ok=True)
+            with naming(self._at(name)):
+                self._system.get_file(self._at(name), str(self.folder / name))
+
+    def forget(self, name: str) -> None:
+        """Remove the copy of a file that was fetched."""
+        if self._system is not None:
+            (self.folder / name).unlink(missing_ok=True)
+
+    def remove(self, name: str) -> None:
+        """Remove a file or folder, if it is there."""
+        try:
+            if self._system is not None:
+                self._system.rm(self._at(name), recursive=True)
+            elif (self.folder / name).is_dir():
+                shutil.rmtree(self.folder / name)
+            else:
+                (self.folder / name).unlink()
+        except FileNotFoundError:
+            pass
+
+    def _at(self, name: str) -> str:
+        return f"{self._path}/{name}"

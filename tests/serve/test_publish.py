@@ -1,0 +1,63 @@
+"""Published versions: applied one after the other, or some at once, they give what a full export gives."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from random import Random
+
+import pytest
+
+from shardrec import native
+from shardrec.checkpoint.manifest import read_manifest
+from shardrec.errors import ConfigError
+from shardrec.serve.published import version_name
+from tests.ids.oracle import kjt, raw_batches
+from tests.ranks import ranks
+from tests.serve.published import CUTS, DYNAMIC_CUTS, assert_same, follower_of, publish_some, reveal
+
+CASES = [("plain", 0, 1), ("plain", 1, 2), ("plain", 2, 4), ("dynamic", 3, 2), ("dynamic", 4, 1)]
+
+
+@pytest.mark.parametrize(
+    ("kind", "seed", "size"),
+    [
+        *CASES,
+        *(
+            pytest.param(kind, seed + 10 * more, size, marks=pytest.mark.slow)
+            for more in range(1, 8)
+            for kind, seed, size in CASES
+        ),
+    ],
+)
+def test_deltas_give_what_a_full_export_gives(tmp_path: Path, kind: str, seed: int, size: int) -> None:
+    if kind == "dynamic" and not native.is_loaded():
+        pytest.skip("the C++ operators were not compiled")
+    rng = Random(seed)
+    weights = rng.choice(["fp32", "fp16", "int8", "int4"])
+    cut = rng.choice([*CUTS, "mixed"] if kind == "plain" else DYNAMIC_CUTS)
+    optimizer = rng.choice(["sgd", "adagrad", "rowwise_adagrad", "adam"])
+    folder, shown = tmp_path / "published", tmp_path / "shown"
+    of_ranks = ranks(size, publish_some, folder, kind, cut, weights, optimizer, seed)
+    manifests = [read_manifest(folder, version_name(version)) for version, _ in of_ranks[0]]
+    assert any(part.changes for manifest in manifests for tensor in manifest.tensors.values() for part in tensor.parts)
+    served, follower = follower_of(kind, weights, shown, cut, size)
+    assert not follower.poll()
+    for number, (version, _) in enumerate(of_ranks[0]):
+        reveal(folder, version, shown)
+        assert follower.poll(), follower.fault
+        assert (follower.version, follower.faults) == (version, 0)
+        assert_same(served, [versions[number][1] for versions in of_ranks])
+        assert not follower.poll()
+
+
+@pytest.mark.skipif(not native.is_loaded(), reason="the C++ operators were not compiled")
+def test_fallback_rows_need_the_trainers_row_blocks(tmp_path: Path) -> None:
+    """Else ids without a row would take the fallback of another block."""
+    ranks(2, publish_some, tmp_path, "dynamic", "row_wise", "fp32", "sgd", 3)
+    _, follower = follower_of("dynamic", "fp32", tmp_path, "table_wise", 1)
+    with pytest.raises(ConfigError, match=r"table 'sparse.users' with dynamic ids are cut at .*on_one_rank"):
+        follower.poll()
+    served, follower = follower_of("dynamic", "fp32", tmp_path, "row_wise", 2)
+    assert follower.poll()
+    (batch,) = raw_batches(Random(7), 1, 1, ids=400)
+    assert served(kjt(batch[0])).isfinite().all()
