@@ -24,7 +24,7 @@ from shardrec.errors import (
 )
 
 if TYPE_CHECKING:
-    from shardrec.checkpoint import Checkpoints, load_checkpoint, save_checkpoint
+    from shardrec.checkpoint import Checkpoints, load_checkpoint, save_checkpoint, warm_start
     from shardrec.exchange.wire import QuantizedComms
     from shardrec.ids import DynamicIds
     from shardrec.layout import ShardingPlan, Topology
@@ -81,10 +81,11 @@ __all__ = [
     "script",
     "shard",
     "wait",
+    "warm_start",
 ]
 
 _NAMES = {
-    "checkpoint": "Checkpoints load_checkpoint save_checkpoint",
+    "checkpoint": "Checkpoints load_checkpoint save_checkpoint warm_start",
     "exchange.wire": "QuantizedComms",
     "ids": "DynamicIds",
     "layout": "ShardingPlan Topology",

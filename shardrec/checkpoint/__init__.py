@@ -4,13 +4,17 @@ from shardrec.checkpoint.checkpoints import Checkpoints, LoadedCheckpoint
 from shardrec.checkpoint.id_files import export_ids, import_ids
 from shardrec.checkpoint.load import load_checkpoint
 from shardrec.checkpoint.save import PendingSave, save_checkpoint
+from shardrec.checkpoint.warm import WarmStart, WarmTensor, warm_start
 
 __all__ = [
     "Checkpoints",
     "LoadedCheckpoint",
     "PendingSave",
+    "WarmStart",
+    "WarmTensor",
     "export_ids",
     "import_ids",
     "load_checkpoint",
     "save_checkpoint",
+    "warm_start",
 ]

@@ -105,7 +105,7 @@ class Moves:
     ) -> None:
         self._manifest = manifest
         self._read = read
-        self._tables = dynamic_tables(model)
+        self._tables = [table for table in dynamic_tables(model) if f"ids.{table.path}.records" in manifest.tensors]
         self._placed: dict[tuple[str, int], RestoredIds] = {}  # by path and first row
         self._waiting: dict[tuple[str, int], RestoredIds] = {}
 

@@ -8,7 +8,7 @@ read its parts, directly into its memory.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -28,9 +28,12 @@ from shardrec.errors import CheckpointError, ConfigError
 from shardrec.modules.model import ShardedModel
 from shardrec.modules.replicated_model import ReplicatedModel
 
-__all__ = ["load_checkpoint", "verify_checkpoint"]
+__all__ = ["Select", "Source", "load_checkpoint", "load_source", "verify_checkpoint"]
 
 _REMEDY = "load an older checkpoint, or see that every rank can read this one"
+
+Select = Callable[[Manifest, dict[str, HeldTensor]], tuple[Manifest, dict[str, HeldTensor]]]
+"""From a checkpoint and the model's tensors, what is loaded: a manifest in the model's names, and the targets."""
 
 
 def load_checkpoint(
@@ -61,22 +64,26 @@ def load_checkpoint(
         PeerError: if another rank is gone or did not answer in time.
     """
     wait_for_save(model)
-    ranks = Ranks(model.group, model.context.device)
     with ExitStack() as stack:
-        source = _Source(Path(path), ranks, stack)
-        if len(set(ranks.agree("load", lambda: source.verify(model, optimizer), remedy=_REMEDY))) > 1:
-            raise CheckpointError(
-                f"the ranks see different checkpoints in {path}; give a folder on a file system that they all share, "
-                "into which no job saves at the same time"
-            )
-        if model.servers:
-            model.load_servers(Path(path))
-        remedy = f"the model is half loaded: {_REMEDY}"
-        ranks.agree("load", lambda: source.read(model, optimizer), remedy=remedy)
+        source = Source(Path(path), Ranks(model.group, model.context.device), stack)
+        load_source(source, model, optimizer)
     if rank_state is not None:
         rank_state.clear()
         rank_state.update(source.rank_state)
     return dict(source.manifest.extra)
+
+
+def load_source(source: Source, model: ShardedModel, optimizer: torch.optim.Optimizer | None) -> None:
+    """Verify a checkpoint on all ranks, then read it; raises what :func:`load_checkpoint` does."""
+    ranks = source.ranks
+    if len(set(ranks.agree("load", lambda: source.verify(model, optimizer), remedy=_REMEDY))) > 1:
+        raise CheckpointError(
+            f"the ranks see different checkpoints in {source.folder}; give a folder on a file system that they all "
+            "share, into which no job saves at the same time"
+        )
+    if model.servers:
+        model.load_servers(source.folder)
+    ranks.agree("load", lambda: source.read(model, optimizer), remedy=f"the model is half loaded: {_REMEDY}")
 
 
 def verify_checkpoint(path: str | Path) -> Manifest:
@@ -103,7 +110,7 @@ def verify_checkpoint(path: str | Path) -> Manifest:
     return manifest
 
 
-class _Source:
+class Source:
     """A checkpoint that is being loaded.
 
     Args:
@@ -111,6 +118,7 @@ class _Source:
         ranks: that load it.
         stack: closes the files. They stay open from the verification on, so that what is read is what was verified,
             also if the checkpoint is replaced or removed meanwhile.
+        select: see :data:`Select`; by default all of the checkpoint is loaded, and must fit the model.
 
     Attributes:
         manifest: after :meth:`verify`.
@@ -119,10 +127,11 @@ class _Source:
 
     manifest: Manifest
 
-    def __init__(self, folder: Path, ranks: Ranks, stack: ExitStack) -> None:
-        self._folder = folder
-        self._ranks = ranks
+    def __init__(self, folder: Path, ranks: Ranks, stack: ExitStack, select: Select | None = None) -> None:
+        self.folder = folder
+        self.ranks = ranks
         self._stack = stack
+        self._select = select
         self._buffer = torch.empty(BLOCK_BYTES, dtype=torch.uint8)
         self._open: dict[int, OpenFile] = {}
         self._held: dict[str, HeldTensor] = {}
@@ -135,21 +144,24 @@ class _Source:
         Returns:
             The data folder's name, which is another one for each save.
         """
-        self.manifest = read_manifest(self._folder)
-        self._held = wanted = model_tensors(model)
+        self.manifest, self._held = read_manifest(self.folder), model_tensors(model)
+        if self._select is not None:
+            self.manifest, self._held = self._select(self.manifest, self._held)
+        wanted = self._held
         self._moves = Moves(model, self.manifest, self._read)
-        faults = _faults(self.manifest, wanted, self._moves) + optimizer_faults(model, optimizer, self.manifest)
-        if faults:
-            raise ConfigError(
-                f"{self._folder} is a checkpoint of another model than this {type(model.module).__name__} (or of other "
-                f"optimizers): {'; '.join(faults[:5])}"
-            )
-        if self._ranks.rank == 0:
+        if self._select is None:
+            faults = _faults(self.manifest, wanted, self._moves) + optimizer_faults(model, optimizer, self.manifest)
+            if faults:
+                raise ConfigError(
+                    f"{self.folder} is a checkpoint of another model than this {type(model.module).__name__} (or of "
+                    f"other optimizers): {'; '.join(faults[:5])}"
+                )
+        if self.ranks.rank == 0:
             self._find_strangers()
         files = self.manifest.all_files
         blocks = [(number, block) for number, file in enumerate(files) for block in range(file.blocks)]
         contents = self.manifest.contents()
-        rank, size = self._ranks.rank, self._ranks.size
+        rank, size = self.ranks.rank, self.ranks.size
         buffer = memoryview(bytearray(CACHED_BYTES))
         for number, block in blocks[len(blocks) * rank // size : len(blocks) * (rank + 1) // size]:
             self._file(number).verify(block, buffer)
@@ -165,18 +177,18 @@ class _Source:
         return self.manifest.data
 
     def _find_strangers(self) -> None:
-        data = self._folder / self.manifest.data
+        data = self.folder / self.manifest.data
         strange = {path.name for path in data.iterdir()} - {file.name for file in self.manifest.all_files}
         if strange:
             raise CheckpointError(
                 f"{data} has files that are not the checkpoint's: {', '.join(sorted(strange)[:5])}; find out what has "
                 "written them, and move them elsewhere"
             )
-        known = {MANIFEST, PARTIAL, *(path.name for path in leftovers(self._folder, ""))}
-        beside = {path.name for path in self._folder.iterdir()} - known
+        known = {MANIFEST, PARTIAL, *(path.name for path in leftovers(self.folder, ""))}
+        beside = {path.name for path in self.folder.iterdir()} - known
         if beside:
             warnings.warn(
-                f"{self._folder} has files that are not the checkpoint's and are not read: "
+                f"{self.folder} has files that are not the checkpoint's and are not read: "
                 f"{', '.join(sorted(beside)[:5])}; move them elsewhere",
                 stacklevel=2,
             )
@@ -184,7 +196,7 @@ class _Source:
     def _file(self, number: int) -> OpenFile:
         if number not in self._open:
             self._open[number] = OpenFile(
-                self._folder / self.manifest.data, self.manifest.all_files[number], self._stack
+                self.folder / self.manifest.data, self.manifest.all_files[number], self._stack
             )
         return self._open[number]
 
@@ -197,11 +209,11 @@ class _Source:
         manifest, moves = self.manifest, self._moves
         if model.context.device.type == "cuda":
             self._buffer = self._buffer.pin_memory()
-        start = rank_name(self._ranks.rank, "")
+        start = rank_name(self.ranks.rank, "")
         rank_tensors = {
             name: torch.empty(tensor.shape, dtype=DTYPES[tensor.dtype])
             for name, tensor in manifest.tensors.items()
-            if name.startswith(start) and len(manifest.files) == self._ranks.size + model.servers
+            if name.startswith(start) and len(manifest.files) == self.ranks.size + model.servers
         }
         targets = self._held | state_targets(model, optimizer, manifest)
         targets |= {name: held(value, saved=False) for name, value in rank_tensors.items()}

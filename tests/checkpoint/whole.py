@@ -10,7 +10,7 @@ from torch import Tensor
 
 from shardrec.checkpoint.agree import Ranks
 from shardrec.checkpoint.files import DTYPES
-from shardrec.checkpoint.load import _Source
+from shardrec.checkpoint.load import Source
 from shardrec.checkpoint.manifest import read_manifest
 from shardrec.checkpoint.parts import as_matrix
 
@@ -21,7 +21,7 @@ def contents(folder: Path) -> dict[str, Tensor]:
     """By name, as bytes, so that NaN is NaN."""
     found = {}
     with ExitStack() as stack:
-        source = _Source(folder, Ranks(None, torch.device("cpu")), stack)
+        source = Source(folder, Ranks(None, torch.device("cpu")), stack)
         source.manifest = read_manifest(folder)
         for name, saved in source.manifest.tensors.items():
             value = torch.empty(saved.shape, dtype=DTYPES[saved.dtype])

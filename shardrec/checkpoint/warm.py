@@ -1,0 +1,345 @@
+"""Warm start: a changed model takes what it shares with a checkpoint, and reports what it took.
+
+Tensors are matched by their state_dict keys, after renaming. The result is a manifest in the model's own names, with
+the tensors that are wanted and no others. It is loaded as any other (:mod:`shardrec.checkpoint.load`): the intersection
+of saved and held rectangles is read, so that a table of another size needs no code of its own.
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections import Counter
+from collections.abc import Collection, Iterable, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Literal
+
+from shardrec.checkpoint.agree import Ranks
+from shardrec.checkpoint.files import DTYPES
+from shardrec.checkpoint.load import Source, load_source
+from shardrec.checkpoint.manifest import Manifest, SavedTensor
+from shardrec.checkpoint.optimizer import fused_settings
+from shardrec.checkpoint.parts import HeldTensor
+from shardrec.checkpoint.save import wait_for_save
+from shardrec.checkpoint.state import sharded_collections
+from shardrec.errors import ConfigError
+from shardrec.modules.model import ShardedModel
+
+__all__ = ["Resize", "WarmStart", "WarmTensor", "match", "warm_start"]
+
+Resize = Literal["grow", "truncate"]
+Outcome = Literal["loaded", "resized", "new", "left out"]
+
+_TABLE = re.compile(r"((?:.*\.)?)(?:embedding_bags|embeddings)\.([^.]+)")
+_MODEL = "model."
+
+
+@dataclass(frozen=True, kw_only=True)
+class WarmTensor:
+    """What became of a table or of a tensor of the dense part.
+
+    Args:
+        name: its state_dict key in the model; of one that is left out, in the checkpoint.
+        outcome: "loaded"; "resized", a table of which the common rows and columns were loaded; "new", which keeps the
+            values that it had; "left out", which only the checkpoint has.
+        source: its key in the checkpoint; "" if it is new.
+        saved_shape: its shape in the checkpoint, if it is there.
+        shape: its shape in the model, if it is there.
+    """
+
+    name: str
+    outcome: Outcome
+    source: str = ""
+    saved_shape: tuple[int, ...] | None = None
+    shape: tuple[int, ...] | None = None
+
+    def __str__(self) -> str:
+        sizes = [str(size) for size in dict.fromkeys((self.saved_shape, self.shape)) if size is not None]
+        renamed = f" from {self.source}" if self.source not in ("", self.name) else ""
+        return f"{self.outcome:<8}  {self.name} {' -> '.join(sizes)}{renamed}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class WarmStart:
+    """The result of :func:`warm_start`; as a text, a table of it.
+
+    Args:
+        tensors: of the model, in its order, and then what only the checkpoint has.
+    """
+
+    tensors: tuple[WarmTensor, ...]
+
+    def names(self, *outcomes: Outcome) -> list[str]:
+        """The state_dict keys with one of these outcomes."""
+        return [tensor.name for tensor in self.tensors if tensor.outcome in outcomes]
+
+    def __str__(self) -> str:
+        counts = Counter(tensor.outcome for tensor in self.tensors)
+        return "\n".join([*map(str, self.tensors), ", ".join(f"{count} {name}" for name, count in counts.items())])
+
+
+def warm_start(
+    path: str | Path,
+    model: ShardedModel,
+    *,
+    rename: Mapping[str, str] | None = None,
+    only: Collection[str] | None = None,
+    resize: Resize | Collection[Resize] = (),
+    optimizer: bool = False,
+    strict: bool = False,
+) -> WarmStart:
+    """Give a model the weights that it shares with a checkpoint of another model. Every rank calls it.
+
+    The model may have tables and layers that the checkpoint lacks, and lack others; its plan, its number of ranks and
+    the floating-point types may differ. What is not loaded keeps its values. A tensor of the dense part is loaded if
+    its shape is the saved one. Dynamic ids are loaded with their tables. As with :func:`shardrec.load_checkpoint`,
+    everything is verified on all ranks before the model changes.
+
+    Args:
+        path: the checkpoint's folder.
+        model: from :func:`shardrec.shard`.
+        rename: names in the checkpoint, and those that they have in the model. A name is a state_dict key, the path of
+            a module, or a table's name.
+        only: names of the model, as in ``rename``: what is loaded; default: all.
+        resize: which differences in the size of tables are accepted. "grow": the model's table has more rows or
+            columns, of which the further ones keep their values; "truncate": it has fewer, and the saved ones beyond
+            are left out. Both can be given. A table with dynamic ids may always have another number of rows, to which
+            its ids move; its columns must be the saved ones.
+        optimizer: whether states of fused optimizers are loaded with their tables, as far as both have them, with their
+            step counts. Learning rates stay. Tables that a rank updates together share the largest count.
+        strict: whether it is an error that a tensor is new or left out.
+
+    Returns:
+        What was loaded, resized, new and left out; it is equal on all ranks.
+
+    Raises:
+        CheckpointError: on every rank, naming the file, if the checkpoint is damaged or incomplete.
+        ConfigError: on every rank, for names that neither has or that name several, and for differences that are not
+            accepted.
+        PeerError: if another rank is gone or did not answer in time.
+    """
+    wait_for_save(model)
+    if model.servers:
+        raise ConfigError("a model with embedding servers cannot start warm: load the checkpoint that it fits, whole")
+    sizes = (resize,) if isinstance(resize, str) else tuple(resize)
+    if not set(sizes) <= {"grow", "truncate"}:
+        raise ConfigError(f"resize={resize!r}; give 'grow', 'truncate' or both in a list")
+    reports: list[WarmStart] = []
+
+    def select(manifest: Manifest, held: dict[str, HeldTensor]) -> tuple[Manifest, dict[str, HeldTensor]]:
+        sources, report = match(manifest, held, rename=rename or {}, only=only, resize=sizes, optimizer=optimizer)
+        surprises = report.names("new", "left out")
+        if strict and surprises:
+            raise ConfigError(
+                f"{path} and the model differ in {_listed(surprises)}, with strict=True; rename= maps names of the "
+                "checkpoint to the model's"
+            )
+        reports.append(report)
+        counts = {name: count for one in sharded_collections(model) for name, count in one.step_counts().items()}
+        selected = replace(
+            manifest,
+            tensors={name: manifest.tensors[source] for name, source in sources.items()},
+            step_counts=counts | _step_counts(manifest, sources, counts),
+            fused_settings=fused_settings(model),
+            param_groups=None,
+            numbers={},
+        )
+        return selected, {name: held[name] for name in sources}
+
+    with ExitStack() as stack:
+        ranks = Ranks(model.group, model.context.device)
+        load_source(Source(Path(path), ranks, stack, select), model, None)
+    return reports[0]
+
+
+def match(
+    manifest: Manifest,
+    held: Mapping[str, HeldTensor],
+    *,
+    rename: Mapping[str, str],
+    only: Collection[str] | None,
+    resize: Collection[Resize],
+    optimizer: bool,
+) -> tuple[dict[str, str], WarmStart]:
+    """Match a model's tensors with a checkpoint's; arguments as for :func:`warm_start`.
+
+    Args:
+        manifest: of the checkpoint.
+        held: the model's tensors, by name.
+
+    Returns:
+        The name in the checkpoint of each tensor to load, by the model's name; and the report.
+
+    Raises:
+        ConfigError: as :func:`warm_start`.
+    """
+    saved, wanted = _weights(manifest.tensors), _weights(held)
+    renamed = _renamed(rename, saved, wanted)
+    moved_away = set(renamed.values())
+    source_of = {name: name for name in wanted if name in saved and name not in moved_away} | renamed
+    chosen = wanted if only is None else {key for name in only for key in _keys(name, wanted, "only", "the model")}
+    beside = _beside(held)
+    sources: dict[str, str] = {}
+    tensors, faults = [], []
+    for name in wanted:
+        tensor, source = held[_MODEL + name], source_of.get(name, "")
+        if not source or name not in chosen:
+            tensors.append(WarmTensor(name=name, outcome="new", shape=tensor.shape))
+            continue
+        saved_tensor = manifest.tensors[_MODEL + source]
+        outcome = _outcome(saved_tensor, tensor)
+        if outcome != "new":
+            near = beside.get(name.removesuffix(".weight"), ()) if tensor.rows_of else ()
+            loaded = _with_rows(name, source, near, manifest.tensors, optimizer=optimizer)
+            faults += _faults(name, source, held, manifest.tensors, resize)
+            sources |= loaded
+        elif name in renamed:
+            faults.append(
+                f"rename: {source} has shape {saved_tensor.shape} and {name} {tensor.shape}; only tables may "
+                "differ in; leave it out with only="
+            )
+        tensors.append(
+            WarmTensor(name=name, outcome=outcome, source=source, saved_shape=saved_tensor.shape, shape=tensor.shape)
+        )
+    if faults:
+        raise ConfigError("; ".join(faults[:5]))
+    used = {tensor.source for tensor in tensors}
+    tensors += [
+        WarmTensor(name=name, outcome="left out", source=name, saved_shape=manifest.tensors[_MODEL + name].shape)
+        for name in saved
+        if name not in used
+    ]
+    if not sources:
+        raise ConfigError(
+            f"the checkpoint has nothing under a name of the model's: it has {_listed(saved)}, and the model "
+            f"{_listed(wanted)}; rename= maps the former to the latter"
+        )
+    return sources, WarmStart(tensors=tuple(tensors))
+
+
+def _weights(names: Iterable[str]) -> dict[str, None]:
+    """The state_dict keys of tables and of the dense part, in order."""
+    return {name.removeprefix(_MODEL): None for name in names if name.startswith(_MODEL)}
+
+
+def _renamed(rename: Mapping[str, str], saved: Collection[str], wanted: Collection[str]) -> dict[str, str]:
+    """The saved key of each key of the model that ``rename`` says."""
+    sources: dict[str, str] = {}
+    for old, new in rename.items():
+        old_keys, new_keys = _keys(old, saved, "rename", "the checkpoint"), _keys(new, wanted, "rename", "the model")
+        common = set(old_keys.values()) & set(new_keys.values())
+        if not common:
+            raise ConfigError(
+                f"rename: {old!r} and {new!r} have no tensor in common: {_listed(old_keys)}, {_listed(new_keys)}"
+            )
+        rest_to_old = {rest: key for key, rest in old_keys.items()}
+        for key, rest in new_keys.items():
+            if rest not in common:
+                continue
+            if key in sources:
+                raise ConfigError(f"rename: {key} of the model would be loaded twice; name its source once")
+            sources[key] = rest_to_old[rest]
+    return sources
+
+
+def _keys(name: str, keys: Collection[str], argument: str, owner: str) -> dict[str, str]:
+    """The keys that a name stands for, each with what follows the name.
+
+    Raises:
+        ConfigError: if there are none, or if the name is that of several tables.
+    """
+    below = {key: key[len(name) :] for key in keys if key == name or key.startswith(f"{name}.")}
+    if below:
+        return below
+    tables = {key: ".weight" for key in keys if name in _table_names(key.removesuffix(".weight"))}
+    if len(tables) > 1:
+        raise ConfigError(
+            f"{argument}: {name!r} is a table of {owner} {len(tables)} times: {_listed(tables)}; give a key"
+        )
+    if not tables:
+        names = {alias for key in keys for alias in (key, *_table_names(key.removesuffix(".weight")))}
+        near = difflib.get_close_matches(name, names, n=3)
+        raise ConfigError(f"{argument}: {owner} has no {name!r}; near it are {_listed(near or sorted(keys))}")
+    return tables
+
+
+def _table_names(path: str) -> tuple[str, ...]:
+    """The names of a table by its module's path: in its plan, and in its collection."""
+    table = _TABLE.fullmatch(path)
+    return (table[1] + table[2], table[2]) if table else ()
+
+
+def _outcome(saved: SavedTensor, tensor: HeldTensor) -> Outcome:
+    if saved.shape == tensor.shape:
+        return "loaded"
+    return "resized" if tensor.rows_of and len(saved.shape) == len(tensor.shape) else "new"
+
+
+def _beside(names: Iterable[str]) -> dict[str, list[str]]:
+    """The tensors with the rows of tables, by the path of the table's module: ids, states, averages."""
+    beside: dict[str, list[str]] = {}
+    for name in names:
+        kind, _, rest = name.partition(".")
+        if kind in ("ids", "fused", "average"):
+            beside.setdefault(rest.rpartition(".")[0], []).append(name)
+    return beside
+
+
+def _with_rows(
+    name: str, source: str, beside: Collection[str], saved: Mapping[str, SavedTensor], *, optimizer: bool
+) -> dict[str, str]:
+    """The saved name of a weight and of what goes with its rows, by the model's names."""
+    path, saved_path = (key.removesuffix(".weight") for key in (name, source))
+    sources = {_MODEL + name: _MODEL + source}
+    for other in beside:
+        kind, _, rest = other.partition(".")
+        other_source = f"{kind}.{saved_path}{rest.removeprefix(path)}"
+        if other_source in saved and (kind == "ids" or optimizer):
+            sources[other] = other_source
+    return sources
+
+
+def _faults(
+    name: str, source: str, held: Mapping[str, HeldTensor], saved: Mapping[str, SavedTensor], resize: Collection[Resize]
+) -> list[str]:
+    """The reason why a tensor cannot be loaded from another, if there is one."""
+    tensor, saved_tensor = held[_MODEL + name], saved[_MODEL + source]
+    types = DTYPES[saved_tensor.dtype], tensor.dtype
+    if types[0] != types[1] and not all(dtype.is_floating_point for dtype in types):
+        return [f"{name} is {types[1]}, and {types[0]} in the checkpoint; leave it out with only="]
+    is_dynamic, was_dynamic = (
+        f"ids.{key.removesuffix('.weight')}.records" in tensors for key, tensors in ((name, held), (source, saved))
+    )
+    if is_dynamic != was_dynamic:
+        where = "the model" if is_dynamic else "the checkpoint"
+        return [f"{name} has dynamic ids in {where} only, so that its rows mean other ids; leave it out with only="]
+    sizes = list(zip(saved_tensor.shape, tensor.shape, strict=True))[is_dynamic:]
+    refused: dict[str, bool] = {
+        "grow": any(new > old for old, new in sizes) and ("grow" not in resize or is_dynamic),
+        "truncate": any(new < old for old, new in sizes) and ("truncate" not in resize or is_dynamic),
+    }
+    needed = [way for way, lacks in refused.items() if lacks]
+    if not needed:
+        return []
+    remedy = "leave it out with only=" if is_dynamic else f"give resize={needed if len(needed) > 1 else needed[0]!r}"
+    return [f"{name} has shape {tensor.shape}, and {saved_tensor.shape} in the checkpoint; {remedy}"]
+
+
+def _step_counts(manifest: Manifest, sources: Mapping[str, str], counts: Mapping[str, int]) -> dict[str, int]:
+    """The saved step counts of tables that are loaded with their optimizers' states, and of their ids."""
+    selected = {}
+    for name, source in sources.items():
+        kind = name.partition(".")[0]
+        if kind in ("fused", "ids"):
+            paths = (key.partition(".")[2].rpartition(".")[0] for key in (name, source))
+            table, saved_table = ("ids of " * (kind == "ids") + (*_table_names(path), path)[0] for path in paths)
+            if table in counts and saved_table in manifest.step_counts:
+                selected[table] = manifest.step_counts[saved_table]
+    return selected
+
+
+def _listed(names: Iterable[str]) -> str:
+    names = list(names)
+    return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
