@@ -17,7 +17,7 @@ same form, and are looked up by torch operators, or float32 ones on the CPU by t
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate, groupby
 from typing import Any
 
@@ -30,7 +30,7 @@ from shardrec.lookup.kernels import has_kernel, kernel_states, make_kernel
 from shardrec.lookup.native_kernel import NativeKernel, native_kernel, with_neighbouring_columns
 from shardrec.lookup.optimizers import FusedOptimizer
 
-__all__ = ["RowGradient", "TableBank", "WidthClass", "summed"]
+__all__ = ["LookupGradient", "RowGradient", "TableBank", "WidthClass", "summed"]
 
 _MOST_INT32 = 2**31 - 1
 
@@ -55,17 +55,50 @@ class WidthClass:
 
 
 @dataclass(frozen=True, kw_only=True)
+class LookupGradient:
+    """What one backward gives a bank: what was looked up, as :meth:`TableBank.look_up` takes it, and the gradient.
+
+    Args:
+        ids: (N,).
+        lengths: (S, B_all).
+        weights: (N,) or None.
+        gradient: (B_all, D) float32 of the pooled output, or (N, w).
+    """
+
+    ids: Tensor
+    lengths: Tensor
+    weights: Tensor | None
+    gradient: Tensor
+
+
+@dataclass(frozen=True, kw_only=True)
 class RowGradient:
-    """The gradient of one width class: ``rows`` (U,) distinct, ascending matrix rows, ``values`` (U, w) float32, and
-    ``squares`` (U,), the sum of each row's squares, if it is known."""
+    """The gradient of one width class, which is ``scale`` times ``values``.
+
+    Args:
+        rows: (U,) distinct, ascending matrix rows.
+        values: (U, w) float32.
+        squares: (U,) sum of the squares of each row of ``values``, if it is known.
+        scale: () float32 that is still to be multiplied; None for 1.
+    """
 
     rows: Tensor
     values: Tensor
     squares: Tensor | None = None
+    scale: Tensor | None = None
 
     def square_sums(self) -> Tensor:
         """(U,) sum of each row's squares."""
-        return self.values.square().sum(dim=1) if self.squares is None else self.squares
+        squares = torch.linalg.vector_norm(self.values, dim=1).square() if self.squares is None else self.squares
+        return squares if self.scale is None else squares * self.scale.square()
+
+    def scaled(self) -> RowGradient:
+        """The same, with ``values`` that are multiplied."""
+        return self if self.scale is None else RowGradient(rows=self.rows, values=self.values * self.scale)
+
+    def times(self, factor: Tensor) -> RowGradient:
+        """The same, to be multiplied by a () float32 factor."""
+        return replace(self, scale=factor if self.scale is None else factor * self.scale)
 
 
 def summed(rows: Tensor, values: Tensor, cls: WidthClass) -> RowGradient:
@@ -74,7 +107,7 @@ def summed(rows: Tensor, values: Tensor, cls: WidthClass) -> RowGradient:
         one_slot = torch.zeros(1, dtype=torch.int64)
         lengths = torch.tensor([[rows.numel()]], dtype=torch.int32)
         rows, values, squares = torch.ops.shardrec.sum_gradient(
-            rows, lengths, None, values, one_slot, one_slot, cls.width, False, cls.bases[-1]
+            [rows], [lengths], [], [values], one_slot, one_slot, cls.width, False, cls.bases[-1]
         )
         return RowGradient(rows=rows, values=values, squares=squares)
     size = cls.bases[-1], cls.width
@@ -111,6 +144,7 @@ class TableBank:
     Attributes:
         weights: per table, its (rows, columns) weights, a view of the bank's memory.
         classes: the same memory by width; empty with a fused optimizer.
+        columns: (S,) int64, the first output column of each slot.
         step_count: updates made by a fused Adam.
     """
 
@@ -152,7 +186,7 @@ class TableBank:
         self.weights: list[Tensor] = [stored[place[table]] for table in range(len(shapes))]
         self.classes = self._classes(order, flat.detach()) if optimizer is None else ()
         widths = [self.shapes[table][1] for table in self.slot_tables]
-        self._columns = torch.tensor([0, *accumulate(widths)][:-1], dtype=torch.int64, device=device)
+        self.columns = torch.tensor([0, *accumulate(widths)][:-1], dtype=torch.int64, device=device)
         # fbgemm's backward numbers the rows of all tables in the ids' dtype.
         self._takes_int32 = device.type == "cuda" and sum(rows for rows, _ in shapes) <= _MOST_INT32
         self._native: NativeKernel | None = None
@@ -220,38 +254,47 @@ class TableBank:
     def _count_step(self, gradient: Tensor) -> None:
         self.step_count += 1
 
-    def row_gradients(
-        self, ids: Tensor, lengths: Tensor, weights: Tensor | None, gradient: Tensor
-    ) -> list[RowGradient]:
-        """The gradient of each distinct row, per width class.
+    def operands(self, lookups: Sequence[LookupGradient]) -> list[list[Tensor]]:
+        """Ids, lengths, weights and gradients of some backwards, as the C++ operators take them."""
+        return [
+            [lookup.ids.contiguous() for lookup in lookups],
+            [lookup.lengths.to(torch.int32).contiguous() for lookup in lookups],
+            [lookup.weights for lookup in lookups if lookup.weights is not None],
+            [with_neighbouring_columns(lookup.gradient) for lookup in lookups],
+        ]
 
-        Args:
-            ids: (N,) as looked up.
-            lengths: (S, B_all).
-            weights: (N,) or None.
-            gradient: (B_all, D) of the pooled output, or (N, w).
-        """
+    def row_gradients(self, lookups: Sequence[LookupGradient]) -> list[RowGradient]:
+        """The gradient of each distinct row, per width class, added up over backwards, in their order; at least one."""
         row_gradients = []
-        if gradient.device.type == "cpu" and native.is_loaded():
-            given = ids.contiguous(), lengths.to(torch.int32).contiguous(), weights, with_neighbouring_columns(gradient)
+        if self.device.type == "cpu" and native.is_loaded():
+            operands = self.operands(lookups)
             for cls in self.classes:
                 rows, values, squares = torch.ops.shardrec.sum_gradient(
-                    *given, cls.slot_bases, self._columns, cls.width, self.pooled, cls.bases[-1]
+                    *operands, cls.slot_bases, self.columns, cls.width, self.pooled, cls.bases[-1]
                 )
                 row_gradients.append(RowGradient(rows=rows, values=values, squares=squares))
             return row_gradients
-        for cls, rows_n, values_n in self._gradients_of_ids(ids, lengths, weights, gradient):
-            rows, place_n = torch.unique(rows_n, sorted=True, return_inverse=True)
-            values = values_n.new_zeros((rows.numel(), cls.width)).index_add_(0, place_n, values_n)
-            row_gradients.append(RowGradient(rows=rows, values=values))
+        for lookup in lookups:
+            given = lookup.ids, lookup.lengths, lookup.weights, lookup.gradient
+            for number, (cls, rows_n, values_n) in enumerate(self._gradients_of_ids(*given)):
+                rows, place_n = torch.unique(rows_n, sorted=True, return_inverse=True)
+                values = values_n.new_zeros((rows.numel(), cls.width)).index_add_(0, place_n, values_n)
+                if number < len(row_gradients):
+                    before = row_gradients[number]
+                    row_gradients[number] = summed(
+                        torch.cat([before.rows, rows]), torch.cat([before.values, values]), cls
+                    )
+                else:
+                    row_gradients.append(RowGradient(rows=rows, values=values))
         return row_gradients
 
     def dense_gradients(self, ids: Tensor, lengths: Tensor, weights: Tensor | None, gradient: Tensor) -> list[Tensor]:
-        """Per width class, the gradient (rows, w) of its matrix; arguments as :meth:`row_gradients` takes them."""
+        """Per width class, the gradient (rows, w) of its matrix; arguments as of :class:`LookupGradient`."""
         by_class: Iterator[tuple[WidthClass, Tensor, Tensor]]
         if gradient.device.type == "cpu":
-            summed = self.row_gradients(ids, lengths, weights, gradient)
-            by_class = ((cls, one.rows, one.values) for cls, one in zip(self.classes, summed, strict=True))
+            lookup = LookupGradient(ids=ids, lengths=lengths, weights=weights, gradient=gradient)
+            sums = self.row_gradients([lookup])
+            by_class = ((cls, part.rows, part.values) for cls, part in zip(self.classes, sums, strict=True))
             put = Tensor.index_copy_
         else:
             # Without computing the distinct rows: the host would wait for their number.
@@ -267,7 +310,7 @@ class TableBank:
             yield cls, part.rows, values if part.weights is None else values * part.weights.unsqueeze(1)
 
     def weight_gradient(self, ids: Tensor, lengths: Tensor, gradient: Tensor) -> Tensor:
-        """(N,) gradient of the ids' weights; arguments as :meth:`row_gradients` takes them."""
+        """(N,) gradient of the ids' weights; arguments as of :class:`LookupGradient`."""
         if self._native is not None and self.pooled:
             return self._native.weight_gradient(ids.contiguous(), lengths.to(torch.int32).contiguous(), gradient)
         gradients = gradient.new_zeros(ids.numel())
@@ -285,7 +328,7 @@ class TableBank:
             return gradient
         # Each run of w neighbours in memory, of which a bag's columns are one.
         runs = gradient.reshape(-1).unfold(0, cls.width, 1) if gradient.numel() else gradient.view(0, cls.width)
-        return runs.index_select(0, part.samples * gradient.size(1) + self._columns[part.slots])
+        return runs.index_select(0, part.samples * gradient.size(1) + self.columns[part.slots])
 
     def _look_up_in_torch(self, ids: Tensor, lengths: Tensor, weights: Tensor | None) -> Tensor:
         """:meth:`look_up` of a bank without a kernel; no gradient comes back through it."""

@@ -1,100 +1,116 @@
-"""Gradients of rows that a backward has left for the optimizer's ``step()``: ``shard(..., update="step")``.
+"""Gradients that backward has left for the optimizer's ``step()``: ``shard(..., update="step")``.
 
 ::
 
-    backward 1   rows 2 5 9      ┐
-    backward 2   rows 1 5        ├─ step(): rows 1 2 5 9, each once, the gradients of equal rows added in this order
+    backward 1   rows 2 5 9 2    ┐
+    backward 2   rows 1 5 5      ├─ step(): rows 1 2 5 9, each once, the gradients of equal rows added in this order
     backward 3   rows 2 9        ┘
 
-What waits is at most ``_MOST_WAITING`` times the distinct rows since the last step, and the rows of one backward: as
-soon as more wait, those of equal rows are added. A row of w columns takes 4 w + 12 bytes.
+A backward leaves what it was given, the ids and the gradient of the output. The step reads them where they are, and
+adds up a row's gradients while it updates the row, so that a backward costs nothing. If somebody wants to see the sums
+before (a norm, a GradScaler), or after ``_MOST_LOOKUPS`` backwards, they are added up: from then on a row of w columns
+takes 4 w + 12 bytes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
 from torch import Tensor
 
-from shardrec.lookup.bank import RowGradient, WidthClass, summed
+from shardrec.lookup.bank import LookupGradient, RowGradient, TableBank, summed
 
 __all__ = ["DeferredGradients"]
 
-_MOST_WAITING = 4
+_MOST_LOOKUPS = 4
 
 
 class DeferredGradients:
-    """The gradients of some tables' rows since the last step, by width class.
+    """The gradients of a bank's rows since the last step.
 
     Args:
-        classes: of the tables.
+        bank: forward only; None on a rank without rows.
 
     Attributes:
-        backwards: calls of :meth:`add` since the last :meth:`take` or :meth:`drop`.
+        backwards: calls of :meth:`add` since the last step or :meth:`drop`.
     """
 
-    def __init__(self, classes: Sequence[WidthClass]) -> None:
-        self._classes = classes
-        self.backwards = 0
-        self._waiting: list[list[RowGradient]] = [[] for _ in classes]
+    def __init__(self, bank: TableBank | None) -> None:
+        self._bank = bank
+        self.drop()
 
-    def add(self, gradients: Sequence[RowGradient]) -> None:
-        """Keep the gradients of a backward, one entry per width class."""
+    def add(self, lookup: LookupGradient) -> None:
+        """Keep the gradient of a backward."""
         self.backwards += 1
-        for number, gradient in enumerate(gradients):
-            waiting = self._waiting[number]
-            waiting.append(gradient)
-            if sum(part.rows.numel() for part in waiting) > _MOST_WAITING * max(part.rows.numel() for part in waiting):
-                self._sum(number)
+        if self._bank is not None:
+            self._lookups.append(lookup)
+            if len(self._lookups) > _MOST_LOOKUPS:
+                self._sum()
 
-    def sums(self, *, to_change: bool) -> list[RowGradient]:
-        """The gradient of each distinct row, per width class.
+    def sums(self, *, to_change: bool = False) -> list[RowGradient]:
+        """The gradient of each distinct row, per width class; empty if there was no backward.
 
         Args:
             to_change: the caller changes the ``values`` in place.
         """
-        for number, waiting in enumerate(self._waiting):
-            if not waiting:
-                return []
-            self._sum(number)
-            if to_change:
-                self._waiting[number] = [replace(self._waiting[number][0], squares=None)]
-        return [waiting[0] for waiting in self._waiting]
+        self._sum()
+        if to_change:
+            self._sums = [replace(gradient.scaled(), squares=None) for gradient in self._sums]
+        return self._sums
+
+    def tensors(self) -> list[Tensor]:
+        """The values of the sums, (U, w) float32 each, to be changed in place."""
+        return [gradient.values for gradient in self.sums(to_change=True)]
+
+    def scale(self, factor: Tensor) -> None:
+        """Multiply what :meth:`sums` returned by a () float32 factor, in the step."""
+        self._sums = [gradient.times(factor) for gradient in self._sums]
+
+    def take_lookups(self) -> list[LookupGradient]:
+        """All of the backwards, which are then no longer kept; empty if some have been added up."""
+        lookups = [] if self._sums else self._lookups
+        if lookups:
+            self.drop()
+        return lookups
 
     def take(self) -> list[RowGradient]:
-        """The gradient of each distinct row, per width class, which is then no longer kept."""
-        for number in range(len(self._waiting)):
-            self._sum(number)
-        gradients = [gradient for waiting in self._waiting for gradient in waiting]
+        """:meth:`sums`, which are then no longer kept."""
+        gradients = self.sums()
         self.drop()
         return gradients
 
     def drop(self) -> None:
         """Let go of the gradients."""
         self.backwards = 0
-        self._waiting = [[] for _ in self._classes]
+        self._lookups: list[LookupGradient] = []
+        self._sums: list[RowGradient] = []
 
     def drop_rows(self, table: int, rows: Tensor) -> None:
         """Let go of the gradients of some rows.
 
         Args:
-            table: number of the table in its classes.
+            table: number of the table in the bank.
             rows: (E,) int64, of the table.
         """
-        for cls, waiting in zip(self._classes, self._waiting, strict=True):
+        self._sum()
+        for number, gradient in enumerate(self._sums):
+            assert self._bank is not None, "there are sums"
+            cls = self._bank.classes[number]
             if table in cls.tables:
                 base = cls.bases[cls.tables.index(table)]
-                for place, gradient in enumerate(waiting):
-                    kept = torch.isin(gradient.rows, rows.to(gradient.rows) + base, invert=True)
-                    waiting[place] = RowGradient(rows=gradient.rows[kept], values=gradient.values[kept])
+                kept = torch.isin(gradient.rows, rows.to(gradient.rows) + base, invert=True)
+                self._sums[number] = replace(
+                    gradient, rows=gradient.rows[kept], values=gradient.values[kept], squares=None
+                )
 
-    def _sum(self, number: int) -> None:
-        """Add up the gradients of equal rows of a width class, in the order in which they came."""
-        cls, waiting = self._classes[number], self._waiting[number]
-        if len(waiting) < 2:
+    def _sum(self) -> None:
+        """Add up the gradients of equal rows, in the order in which they came."""
+        if self._bank is None or not self._lookups:
             return
-        rows = torch.cat([gradient.rows for gradient in waiting])
-        values = torch.cat([gradient.values for gradient in waiting])
-        self._waiting[number] = [summed(rows, values, cls)]
+        gradients = self._bank.row_gradients(self._lookups)
+        for number, (before, cls) in enumerate(zip(self._sums, self._bank.classes, strict=False)):
+            pair = before.scaled(), gradients[number]
+            rows, values = torch.cat([part.rows for part in pair]), torch.cat([part.values for part in pair])
+            gradients[number] = summed(rows, values, cls)
+        self._sums, self._lookups = gradients, []

@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from shardrec import native
-from shardrec.lookup.bank import RowGradient, WidthClass
+from shardrec.lookup.bank import LookupGradient, RowGradient, TableBank, WidthClass
 from shardrec.lookup.native_kernel import RULES
 from shardrec.lookup.optimizers import FusedOptimizer, OptimizerKind
 
@@ -71,7 +71,9 @@ class RowOptimizer:
         return [
             RowGradient(
                 rows=gradient.rows,
-                values=gradient.values.add(cls.weight.index_select(0, gradient.rows).to(torch.float32), alpha=factor),
+                values=gradient.scaled().values.add(
+                    cls.weight.index_select(0, gradient.rows).to(torch.float32), alpha=factor
+                ),
             )
             for (cls, _), gradient in zip(self._classes, gradients, strict=True)
         ]
@@ -95,6 +97,36 @@ class RowOptimizer:
                     states["average"].index_copy_(0, gradient.rows, average)
                     states["average_step"].index_fill_(0, gradient.rows, before)
                 self._update(cls.weight, states, gradient, square)
+
+    @property
+    def reads_lookups(self) -> bool:
+        """Whether there is :meth:`step_from_lookups` for these tables."""
+        options = self.optimizer
+        return (
+            options.kind in RULES
+            and not options.weight_decay
+            and self._log_decay is None
+            and native.is_loaded()
+            and all(cls.weight.is_cpu and cls.weight.dtype is torch.float32 for cls, _ in self._classes)
+        )
+
+    @torch.no_grad()
+    def step_from_lookups(self, bank: TableBank, lookups: Sequence[LookupGradient]) -> None:
+        """:meth:`step` with the gradients of some backwards, which are not added up before."""
+        self.step_count += 1
+        operands, rule = bank.operands(lookups), RULES[self.optimizer.kind]
+        for cls, states in self._classes:
+            torch.ops.shardrec.update_matrix(
+                cls.weight,
+                states.get("sum"),
+                *operands,
+                cls.slot_bases,
+                bank.columns,
+                bank.pooled,
+                rule,
+                self.lr,
+                self.optimizer.eps,
+            )
 
     def keep_averages(self, decay: float) -> None:
         """Average each row's values from now on, as states; decay is in (0, 1), see [Note: averages of rows]."""
@@ -133,15 +165,16 @@ class RowOptimizer:
     def _update(
         self, weight: Tensor, states: Mapping[str, Tensor], gradient: RowGradient, mean_square: Tensor | None
     ) -> None:
-        rows, values = gradient.rows, gradient.values
+        rows = gradient.rows
         options = self.optimizer
         if options.row_states and mean_square is None:
-            mean_square = gradient.square_sums() / values.size(1)
+            mean_square = gradient.square_sums() / weight.size(1)
         if options.kind in RULES and weight.dtype is torch.float32 and weight.is_cpu and native.is_loaded():
-            torch.ops.shardrec.update_rows(
-                weight, states.get("sum"), rows, values, mean_square, RULES[options.kind], self.lr, options.eps
-            )
+            scale = 1.0 if gradient.scale is None else gradient.scale.item()
+            setting = scale, RULES[options.kind], self.lr, options.eps
+            torch.ops.shardrec.update_rows(weight, states.get("sum"), rows, gradient.values, mean_square, *setting)
             return
+        values = gradient.scaled().values
         match options.kind:
             case OptimizerKind.SGD:
                 change = values

@@ -18,7 +18,7 @@ from shardrec.exchange.payload import ShardInput
 from shardrec.exchange.route import Slot
 from shardrec.layout import Shard
 from shardrec.lookup.backward import lookup_with_backward
-from shardrec.lookup.bank import RowGradient, TableBank
+from shardrec.lookup.bank import LookupGradient, RowGradient, TableBank
 from shardrec.lookup.deferred import DeferredGradients
 from shardrec.lookup.groups import GroupMode, LookupGroup
 from shardrec.lookup.optimizers import FusedOptimizer
@@ -72,7 +72,7 @@ class _LocalGroup:
             self.whole_rows = WholeRows(group.layouts, self.shards, self.bank, collectives, device)
         self.deferred: DeferredGradients | None = None
         if group.at_step and group.optimizer is not None:
-            self.deferred = DeferredGradients(() if self.bank is None else self.bank.classes)
+            self.deferred = DeferredGradients(self.bank)
         self._nothing = NoTables(group.width or 0, device)
         self._placeholder = torch.zeros(0, device=device, requires_grad=True)
 
@@ -92,20 +92,25 @@ class _LocalGroup:
 
     def _learn(self, ids: Tensor, lengths: Tensor, weights: Tensor | None, gradient: Tensor) -> list[None]:
         """Update the rows that were looked up, or have :meth:`step` do it."""
-        gradients = [] if self.bank is None else self.bank.row_gradients(ids, lengths, weights, gradient)
+        deferred = DeferredGradients(self.bank) if self.deferred is None else self.deferred
+        deferred.add(LookupGradient(ids=ids, lengths=lengths, weights=weights, gradient=gradient))
         if self.deferred is None:
-            self._update(gradients)
-        else:
-            self.deferred.add(gradients)
+            self._update(deferred)
         return [None]
 
     def step(self) -> None:
         """Apply what backward has left; does nothing if there was none. Every rank calls it."""
         if self.deferred is not None and self.deferred.backwards:
-            self._update(self.deferred.take())
+            self._update(self.deferred)
 
-    def _update(self, gradients: Sequence[RowGradient]) -> None:
+    def _update(self, deferred: DeferredGradients) -> None:
         """Update rows; of whole rows, without a bank, tell the others that there are none."""
+        if self.bank is not None and self.rows is not None and self.whole_rows is None and self.rows.reads_lookups:
+            lookups = deferred.take_lookups()
+            if lookups:
+                self.rows.step_from_lookups(self.bank, lookups)
+                return
+        gradients: Sequence[RowGradient] = deferred.take()
         squares = None
         if self.rows is not None:
             gradients = self.rows.decayed(gradients)

@@ -5,13 +5,11 @@ from __future__ import annotations
 from itertools import chain
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from shardrec.errors import ConfigError
-from shardrec.exchange.peers import peers
-from shardrec.lookup.bank import RowGradient
+from shardrec.lookup.deferred import DeferredGradients
 from shardrec.modules.model import ShardedModel, require_sharded
 
 __all__ = ["clip_by_norm", "clip_grad_norm_", "clip_grad_value_"]
@@ -25,7 +23,7 @@ def clip_grad_norm_(
 
     The norm is that of the unsharded model's gradients: dense parameters and replicated tables once, and each row of a
     cut table once, however it is cut, its gradients of all backward calls since the last step added up. Every rank
-    calls it, after the backward; one all-reduce.
+    calls it, after the backward; it exchanges two numbers. The rows are multiplied by the step.
 
     Args:
         model: what :func:`shardrec.shard` returned, with ``update="step"`` if tables have an optimizer in backward.
@@ -51,17 +49,18 @@ def clip_by_norm(
     """:func:`clip_grad_norm_`, which also returns (2,) float32: the norms of the dense part and of all tables."""
     sharded = _checked(model, "clip_grad_norm_")
     gradients = _gradients(sharded)
-    rows = _row_gradients(sharded, to_change=False)
+    deferred = _deferred(sharded)
+    rows = [gradient for part in deferred for gradient in part.sums(to_change=norm_type != 2.0)]
     is_max, device = norm_type == torch.inf, sharded.context.device
-    squares = [gradient.squares for gradient in rows if norm_type == 2.0 and gradient.squares is not None]
-    numbers = [gradient.values for gradient in rows if norm_type != 2.0 or gradient.squares is None]
+    numbers = [gradient.values for gradient in rows] if norm_type != 2.0 else []
     totals = [_total(part, norm_type, device) for part in (*gradients[:3], [*gradients[3], *numbers])]
-    ours, theirs = torch.stack(totals[:2]), torch.stack(totals[2:])
-    for square in squares:
-        theirs[1] += square.sum()
-    if sharded.group is not None:
-        with peers(sharded.group, "gradient norm"):
-            dist.all_reduce(theirs, dist.ReduceOp.MAX if is_max else dist.ReduceOp.SUM, group=sharded.group)
+    if norm_type == 2.0:
+        totals[3] = sum((gradient.square_sums().sum() for gradient in rows), totals[3])
+    ours, theirs = torch.stack(totals).view(2, 2)
+    collectives = sharded.context.collectives
+    if collectives.world_size > 1:
+        of_ranks = torch.stack(collectives.gather(theirs, [2] * collectives.world_size, "gradient norm"))
+        theirs = of_ranks.amax(dim=0) if is_max else of_ranks.sum(dim=0)
     norms = torch.maximum(ours, theirs) if is_max else (ours + theirs) ** (1 / norm_type)
     norm = torch.linalg.vector_norm(norms, norm_type)
     if error_if_nonfinite and not torch.isfinite(norm):
@@ -71,11 +70,10 @@ def clip_by_norm(
         )
     factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
     if device.type == "cuda" or bool(factor < 1):  # a GPU would be waited for
-        for gradient in chain(*gradients, (row_gradient.values for row_gradient in rows)):
+        for gradient in chain(*gradients):
             gradient.mul_(factor.to(gradient.device))
-        for row_gradient in rows:
-            if row_gradient.squares is not None:  # the step need not compute it again
-                row_gradient.squares.mul_(factor * factor)
+        for part in deferred:
+            part.scale(factor)
     return norm, norms
 
 
@@ -94,7 +92,8 @@ def clip_grad_value_(model: nn.Module, clip_value: float) -> None:
     """
     sharded = _checked(model, "clip_grad_value_")
     gradients = _gradients(sharded)
-    for gradient in chain(*gradients, (one.values for one in _row_gradients(sharded, to_change=True))):
+    rows = (gradient.values for part in _deferred(sharded) for gradient in part.sums(to_change=True))
+    for gradient in chain(*gradients, rows):
         gradient.clamp_(-clip_value, clip_value)
 
 
@@ -108,8 +107,8 @@ def _checked(model: nn.Module, taker: str) -> ShardedModel:
         )
     if type(model) is not ShardedModel:
         raise ConfigError(
-            f"shardrec.{taker} takes no {type(model).__name__}: the gradients of its tables are not those of one copy "
-            "of the model on all ranks; shard it without replicas and servers"
+            f"shardrec.{taker} takes no {type(model).__name__}: the gradients of its rows are added up on servers, or "
+            "belong to the copies of replicas, and no rank sees them; shard it without replicas and servers"
         )
     return model
 
@@ -135,10 +134,9 @@ def _gradients(model: ShardedModel) -> list[list[Tensor]]:
     return gradients
 
 
-def _row_gradients(model: ShardedModel, *, to_change: bool) -> list[RowGradient]:
-    """What ``step()`` will take as gradients of distinct rows of this rank."""
-    deferred = (one for collection in model.sharded_collections for one in collection.shards.deferred())
-    return [gradient for one in deferred for gradient in one.sums(to_change=to_change)]
+def _deferred(model: ShardedModel) -> list[DeferredGradients]:
+    """The gradients of this rank's rows, which ``step()`` will take."""
+    return [part for collection in model.sharded_collections for part in collection.shards.deferred()]
 
 
 def _total(gradients: list[Tensor], norm_type: float, device: torch.device) -> Tensor:

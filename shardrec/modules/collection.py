@@ -96,9 +96,8 @@ class ShardedCollection(nn.Module, abc.ABC):
         self.group = (group or dist.group.WORLD) if self.context.collectives.world_size > 1 else None
         self._ranks_per_host = plan.topology.ranks_per_host
         self._config_of = {config.name: config for config in configs}
-        at_step = self.context.options.updates_at_step
         self._given: _Given = (
-            _given(getattr(module, self._holder), configs, plan, path, at_step=at_step)
+            _given(getattr(module, self._holder), configs, plan, path, self._is_at_step)
             if sharded is None
             else sharded._given
         )
@@ -344,6 +343,10 @@ class ShardedCollection(nn.Module, abc.ABC):
         self.shards.own_parameters(by_shard)
         return modules
 
+    def _is_at_step(self, layout: TableLayout) -> bool:
+        """Whether lookups of this rank leave a table's gradients for the step; what leaves for servers is theirs."""
+        return self.context.options.updates_at_step and (layout.replicated or self.storage.ask is None)
+
     def unreduced_parameters(self) -> list[nn.Parameter]:
         """This rank's shards of the cut tables, whose gradients are its own."""
         return [
@@ -475,19 +478,22 @@ class _Given:
     optimizers: set[str]
 
 
+_AtStep: TypeAlias = Callable[[TableLayout], bool]
+
+
 def _given(
-    tables: Any, configs: Sequence[BaseEmbeddingConfig], plan: ShardingPlan, path: str, *, at_step: bool
+    tables: Any, configs: Sequence[BaseEmbeddingConfig], plan: ShardingPlan, path: str, at_step: _AtStep
 ) -> _Given:
     weights: dict[str, nn.Parameter] = {config.name: tables[config.name].weight for config in configs}
     return _Given(
-        {config.name: _lookup_table(config, weights[config.name], plan, path, at_step=at_step) for config in configs},
+        {config.name: _lookup_table(config, weights[config.name], plan, path, at_step) for config in configs},
         {name for name, weight in weights.items() if not weight.requires_grad},
         {name for name, weight in weights.items() if hasattr(weight, "_optimizer_classes")},
     )
 
 
 def _lookup_table(
-    config: BaseEmbeddingConfig, weight: nn.Parameter, plan: ShardingPlan, path: str, *, at_step: bool
+    config: BaseEmbeddingConfig, weight: nn.Parameter, plan: ShardingPlan, path: str, at_step: _AtStep
 ) -> LookupTable:
     name = qualified_name(path, config.name)
     if config.data_type not in TABLE_DTYPES:
@@ -497,7 +503,7 @@ def _lookup_table(
     # A fused optimizer would update a frozen table; the kernels do not know that it is frozen.
     optimizer = fused_optimizer_of(weight, name) if weight.requires_grad else None
     dtype = TABLE_DTYPES[config.data_type]
-    return LookupTable(layout=plan.by_name[name], optimizer=optimizer, dtype=dtype, at_step=at_step)
+    return LookupTable(layout=(layout := plan.by_name[name]), optimizer=optimizer, dtype=dtype, at_step=at_step(layout))
 
 
 @left_alone

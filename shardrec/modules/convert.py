@@ -162,9 +162,10 @@ def shard(
     if update not in get_args(UpdateTime):
         raise ConfigError(f"update is {update!r}; give one of {', '.join(map(repr, get_args(UpdateTime)))}")
     if servers is not None:
-        if update == "step":
+        if update == "step" and servers.staleness:
             raise ConfigError(
-                "update='step' does not go with servers, which update their tables as gradients come; leave one out"
+                f"update='step' waits for the servers' update, and staleness={servers.staleness} does not; leave one "
+                "out"
             )
         without = (comms, replicas, transport, dynamic_ids or None)
         if any(value is not None for value in without) or output_dtype is not torch.float32:
@@ -181,6 +182,7 @@ def shard(
             dedup=dedup,
             dense=dense,
             on_bad_id=on_bad_id,
+            updates_at_step=update == "step",
         )
         return remote
     policies = policies_of(on_bad_id, (feature for one in collections.values() for feature in features_of(one)))

@@ -124,7 +124,7 @@ class FusedOptimizers(KeyedOptimizer):  # type: ignore[misc]  # torchrec has no 
 
     def _row_gradients(self) -> list[Tensor]:
         deferred = [part for collection in self._collections for part in collection.shards.deferred()]
-        return [gradient.values for part in deferred for gradient in part.sums(to_change=True)]
+        return [values for part in deferred for values in part.tensors()]
 
     def state_dict(self) -> dict[str, Any]:
         """This rank's states by parameter name, and the groups' settings with the names."""

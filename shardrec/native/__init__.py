@@ -18,10 +18,12 @@
     an optimizer's step on the rows that were looked up, for the same
 ``weight_gradient(weights, slots, ids, lengths, gradient)``
     the gradient of the ids' weights, for the same
-``sum_gradient(ids, lengths, weights, gradient, bases, columns, width, pooled, rows)``
-    distinct rows, their gradients and the sums of their squares, for :mod:`shardrec.lookup.bank`
-``update_rows(weight, state, rows, values, mean_squares, rule, lr, eps)``
-    the update of some rows, for :mod:`shardrec.lookup.row_optimizers`
+``sum_gradient(ids, lengths, weights, gradients, bases, columns, width, pooled, rows)``
+    of several backwards, distinct rows, their gradients and the sums of their squares, for :mod:`shardrec.lookup.bank`
+``update_matrix(weight, state, ids, lengths, id_weights, gradients, bases, columns, pooled, rule, lr, eps)``
+    an optimizer's step with the gradients of several backwards, for :mod:`shardrec.lookup.row_optimizers`
+``update_rows(weight, state, rows, values, mean_squares, scale, rule, lr, eps)``
+    the update of some rows, for the same
 
 Without them torch's operators and fbgemm's kernels do the same, with equal results and more passes over memory.
 
@@ -52,7 +54,7 @@ from shardrec.errors import ConfigError
 
 __all__ = ["has_kernels", "is_loaded", "library_path"]
 
-_NEWEST = "update_rows"  # an operator that libraries built from older sources do not have
+_NEWEST = "update_matrix"  # an operator that libraries built from older sources do not have
 
 
 def library_path() -> Path | None:

@@ -1,6 +1,7 @@
 // The gradient of each distinct row that was looked up, handed row by row to whoever uses it.
 //
-// A row's gradient is the sum over its occurrences of weight x gradient of the bag. Tasks are
+// A row's gradient is the sum over its occurrences of weight x gradient of the bag, in all the backward calls that are
+// given, in their order. Tasks are
 //   - one table: its (row, occurrence) pairs are sorted by row, and the occurrences are read from the gradient of the
 //     output, which for a row that occurs once is all there is to do;
 //   - or neighbouring tables with few rows for their ids: an array of sums of all their rows, which stays in the cache
@@ -21,6 +22,7 @@ namespace shardrec {
 constexpr int64_t kGradientTile = 64;           // samples
 constexpr int64_t kSumsBytes = 256 << 10;       // of one task: a part of the second-level cache
 constexpr int64_t kOccurrencesAhead = 16;
+constexpr int64_t kIdsOfCopiedBag = 4;          // on average
 
 template <class Element>
 class Buffer {
@@ -56,8 +58,9 @@ struct Task {
 // What a task has found; reused from task to task.
 struct Found {
   Buffer<uint64_t> pairs, others;
-  Buffer<int64_t> from;
+  Buffer<const float*> from;
   Buffer<float> scales;
+  Buffer<float> bags;  // copies of the gradients of bags
   Buffer<float> sums;
   Buffer<uint8_t> touched;
   const uint64_t* sorted = nullptr;  // row << 32 | occurrence
@@ -90,24 +93,28 @@ struct Row<Lanes, 0> {
   }
 };
 
+// What one backward gives: the ids that were looked up, and the gradient of the output.
+struct Part {
+  Bags bags;
+  const at::Tensor* ids;
+  const float* data;
+  int64_t stride;
+  std::vector<int64_t> firsts = {};  // per slot of the gradient, the number of its first id
+};
+
 struct Gradient {
   std::vector<Slot> slots;  // those of a table next to each other
   std::vector<Table> tables;
   std::vector<int64_t> numbers;  // per slot, its number in the lengths
-  Bags bags{};
-  const float* data = nullptr;
-  int64_t stride = 0;
+  std::vector<Part> parts;
+  bool weighted = false;
   bool pooled = true;
 };
 
 // Slots by table, in the order of the tables in the weights; those with table < 0 are left out.
-inline Gradient gradient_of(std::vector<Slot> slots, const Bags& bags, const at::Tensor& gradient, bool pooled) {
+inline Gradient gradient_of(std::vector<Slot> slots, std::vector<Part> parts, bool pooled) {
   Gradient made;
-  made.bags = bags;
-  made.data = gradient.const_data_ptr<float>();
-  made.stride = gradient.stride(0);
   made.pooled = pooled;
-  find_ids(slots, bags);
   for (int64_t s = 0; s < int64_t(slots.size()); ++s) {
     if (slots[s].table >= 0) made.numbers.push_back(s);
   }
@@ -126,9 +133,21 @@ inline Gradient gradient_of(std::vector<Slot> slots, const Bags& bags, const at:
         "shardrec: slots of table ", slot.table, " disagree on where it is, or on its size: ", first.rows, " rows of ",
         first.width, " columns from element ", first.base, ", and ", slot.rows, " of ", slot.width, " from ", slot.base);
     made.tables.back().last = place + 1;
-    made.tables.back().count += slot.end - slot.first;
     made.slots.push_back(slot);
   }
+  for (Part& part : parts) {
+    made.weighted |= part.bags.weights != nullptr;
+    find_ids(slots, part.bags);
+    for (Table& table : made.tables) {
+      for (int64_t s = table.first; s < table.last; ++s) {
+        const Slot& slot = slots[made.numbers[s]];
+        part.firsts.push_back(slot.first);
+        table.count += slot.end - slot.first;
+      }
+      TORCH_CHECK(table.count < kMost, "shardrec: ", table.count, " ids of one table are too many for one call");
+    }
+  }
+  made.parts = std::move(parts);
   return made;
 }
 
@@ -176,45 +195,70 @@ inline const uint64_t* sort_pairs(uint64_t* pairs, uint64_t* others, int64_t cou
 }
 
 // First step of a task: pairs, or sums. Whether all the ids were rows.
-template <class Id>
 struct Find {
   const Gradient& gradient;
-  const Id* ids;
   const Task& task;
   Found& found;
 
   template <int Lanes>
   SHARDREC_INLINE bool run() const {
-    return task.summed ? sum<Lanes>() : sort();
+    const bool sound = task.summed ? sum<Lanes>() : list();
+    if (sound && !task.summed) {
+      const int64_t rows = gradient.tables[task.first].slot.rows;
+      found.sorted = sort_pairs(found.pairs.of(found.count), found.others.of(found.count), found.count, rows);
+    }
+    return sound;
   }
 
-  SHARDREC_INLINE bool sort() const {
+  SHARDREC_INLINE bool list() const {
     const Table& table = gradient.tables[task.first];
-    const Bags& bags = gradient.bags;
+    found.pairs.of(table.count);
+    found.from.of(table.count);
+    if (gradient.weighted) found.scales.of(table.count);
+    found.count = 0;
+    int64_t bags = 0;
+    for (const Part& part : gradient.parts) bags += part.bags.samples * (table.last - table.first);
+    // The gradients of bags that several rows share lie side by side in a copy, on a fraction of the pages: the rows
+    // read them in any order.
+    const bool copies = gradient.pooled && table.count >= kIdsOfCopiedBag * bags;
+    float* copy = copies ? found.bags.of(bags * table.slot.width) : nullptr;
+    for (const Part& part : gradient.parts) {
+      const bool is_int = part.ids->scalar_type() == at::kInt;
+      if (!(is_int ? list_part<int32_t>(part, table, copy) : list_part<int64_t>(part, table, copy))) return false;
+    }
+    return true;
+  }
+
+  template <class Id>
+  SHARDREC_INLINE bool list_part(const Part& part, const Table& table, float*& copy) const {
+    const Id* const ids = part.ids->const_data_ptr<Id>();
+    const Bags& bags = part.bags;
     uint64_t* const pairs = found.pairs.of(table.count);
-    uint64_t* const others = found.others.of(table.count);
-    int64_t* const from = found.from.of(table.count);
+    const float** const from = found.from.of(table.count);
     float* const scales = bags.weights ? found.scales.of(table.count) : nullptr;
-    int64_t count = 0;
+    int64_t count = found.count;
     for (int64_t s = table.first; s < table.last; ++s) {
       const Slot& slot = gradient.slots[s];
       const int32_t* const lengths = bags.lengths + gradient.numbers[s] * bags.samples;
-      int64_t at = slot.first;
+      int64_t at = part.firsts[s];
       for (int64_t sample = 0; sample < bags.samples; ++sample) {
         const int64_t stop = at + lengths[sample];
-        const int64_t bag = sample * gradient.stride + slot.column;
+        const float* bag = part.data + sample * part.stride + slot.column;
+        if (copy) {
+          bag = std::copy_n(bag, slot.width, copy) - slot.width;
+          copy += slot.width;
+        }
         for (; at < stop; ++at) {
           const uint64_t row = uint64_t(int64_t(ids[at]));
           if (row >= uint64_t(slot.rows)) return false;
           pairs[count] = row << 32 | uint64_t(count);
-          from[count] = gradient.pooled ? bag : at * gradient.stride;
+          from[count] = gradient.pooled ? bag : part.data + at * part.stride;
           if (scales) scales[count] = bags.weights[at];
           ++count;
         }
       }
     }
     found.count = count;
-    found.sorted = sort_pairs(pairs, others, count, table.slot.rows);
     return true;
   }
 
@@ -227,16 +271,26 @@ struct Find {
     }
     std::memset(found.sums.of(elements), 0, elements * sizeof(float));
     std::memset(found.touched.of(rows), 0, rows);
+    for (const Part& part : gradient.parts) {
+      const bool is_int = part.ids->scalar_type() == at::kInt;
+      if (!(is_int ? sum_part<Lanes, int32_t>(part, elements, rows) : sum_part<Lanes, int64_t>(part, elements, rows))) {
+        return false;
+      }
+    }
+    return true;
+  }
+
+  template <int Lanes, class Id>
+  SHARDREC_INLINE bool sum_part(const Part& part, int64_t elements, int64_t rows) const {
     const int64_t first = gradient.tables[task.first].first, last = gradient.tables[task.last - 1].last;
-    std::vector<int64_t> places;
-    for (int64_t s = first; s < last; ++s) places.push_back(gradient.slots[s].first);
-    for (int64_t sample = 0; sample < gradient.bags.samples; sample += kGradientTile) {
+    std::vector<int64_t> places(part.firsts.begin() + first, part.firsts.begin() + last);
+    for (int64_t sample = 0; sample < part.bags.samples; sample += kGradientTile) {
       float* sums = found.sums.of(elements);
       uint8_t* touched = found.touched.of(rows);
       for (int64_t t = task.first; t < task.last; ++t) {
         const Table& table = gradient.tables[t];
         for (int64_t s = table.first; s < table.last; ++s) {
-          if (!by_width<Lanes>(s, places[s - first], sample, sums, touched)) return false;
+          if (!by_width<Lanes, Id>(part, s, places[s - first], sample, sums, touched)) return false;
         }
         sums += table.slot.rows * table.slot.width;
         touched += table.slot.rows;
@@ -245,40 +299,43 @@ struct Find {
     return true;
   }
 
-  template <int Lanes>
-  SHARDREC_INLINE bool by_width(int64_t s, int64_t& at, int64_t sample, float* sums, uint8_t* touched) const {
+  template <int Lanes, class Id>
+  SHARDREC_INLINE bool by_width(
+      const Part& part, int64_t s, int64_t& at, int64_t sample, float* sums, uint8_t* touched) const {
     switch (gradient.slots[s].width) {
-      case 4: return sum_tile<Lanes, 4>(s, at, sample, sums, touched);
-      case 8: return sum_tile<Lanes, 8>(s, at, sample, sums, touched);
-      case 16: return sum_tile<Lanes, 16>(s, at, sample, sums, touched);
-      case 32: return sum_tile<Lanes, 32>(s, at, sample, sums, touched);
-      case 64: return sum_tile<Lanes, 64>(s, at, sample, sums, touched);
-      case 128: return sum_tile<Lanes, 128>(s, at, sample, sums, touched);
-      default: return sum_tile<Lanes, 0>(s, at, sample, sums, touched);
+      case 4: return sum_tile<Lanes, 4, Id>(part, s, at, sample, sums, touched);
+      case 8: return sum_tile<Lanes, 8, Id>(part, s, at, sample, sums, touched);
+      case 16: return sum_tile<Lanes, 16, Id>(part, s, at, sample, sums, touched);
+      case 32: return sum_tile<Lanes, 32, Id>(part, s, at, sample, sums, touched);
+      case 64: return sum_tile<Lanes, 64, Id>(part, s, at, sample, sums, touched);
+      case 128: return sum_tile<Lanes, 128, Id>(part, s, at, sample, sums, touched);
+      default: return sum_tile<Lanes, 0, Id>(part, s, at, sample, sums, touched);
     }
   }
 
-  template <int Lanes, int Width>
-  SHARDREC_INLINE bool sum_tile(int64_t s, int64_t& place, int64_t sample, float* sums, uint8_t* touched) const {
+  template <int Lanes, int Width, class Id>
+  SHARDREC_INLINE bool sum_tile(
+      const Part& part, int64_t s, int64_t& place, int64_t sample, float* sums, uint8_t* touched) const {
     const Slot slot = gradient.slots[s];
-    const Bags& bags = gradient.bags;
-    const int64_t width = Width ? Width : slot.width, stride = gradient.stride;
+    const Bags& bags = part.bags;
+    const Id* const ids = part.ids->const_data_ptr<Id>();
+    const int64_t width = Width ? Width : slot.width, stride = part.stride;
     const int64_t last = std::min(sample + kGradientTile, bags.samples);
     const int32_t* const lengths = bags.lengths + gradient.numbers[s] * bags.samples;
     int64_t at = place;
     for (; sample < last; ++sample) {
       const int64_t stop = at + lengths[sample];
-      const float* const bag = gradient.data + sample * stride + slot.column;
+      const float* const bag = part.data + sample * stride + slot.column;
       if (gradient.pooled) prefetch_row(unchecked_row(bag, kOccurrencesAhead, stride), width);
       for (; at < stop; ++at) {
         const uint64_t row = uint64_t(int64_t(ids[at]));
         if (row >= uint64_t(slot.rows)) return false;
-        const float* const part = gradient.pooled ? bag : gradient.data + at * stride;
+        const float* const source = gradient.pooled ? bag : part.data + at * stride;
         float* const to = sums + row * width;
         touched[row] = 1;
         const float scale = bags.weights ? bags.weights[at] : 1.0f;
         for_vectors<Lanes, Width>(width, [&](int64_t i, auto tag) SHARDREC_BODY {
-          store<tag.lanes>(to + i, load<tag.lanes>(to + i) + load<tag.lanes>(part + i) * scale);
+          store<tag.lanes>(to + i, load<tag.lanes>(to + i) + load<tag.lanes>(source + i) * scale);
         });
       }
     }
@@ -355,26 +412,26 @@ struct Visit {
   SHARDREC_INLINE void visit_pairs(const Slot& slot, float* memory) const {
     const int64_t width = Width ? Width : slot.width, count = found.count;
     const uint64_t* const pairs = found.sorted;
-    const int64_t* const from = found.from.get();
-    const float* const scales = gradient.bags.weights ? found.scales.get() : nullptr;
+    const float* const* const from = found.from.get();
+    const float* const scales = gradient.weighted ? found.scales.get() : nullptr;
     for (int64_t i = 0; i < count;) {
       const uint64_t row = pairs[i] >> 32;
       Row<Lanes, Width> total(memory);
       const auto ask_for_later = [&]() SHARDREC_BODY {
         if (i + kOccurrencesAhead >= count) return;
         const uint64_t later = pairs[i + kOccurrencesAhead];
-        prefetch_row(gradient.data + from[uint32_t(later)], width);
+        prefetch_row(from[uint32_t(later)], width);
         use.ahead(int64_t(later >> 32), width);
       };
       ask_for_later();
-      const float* const first = gradient.data + from[uint32_t(pairs[i])];
+      const float* const first = from[uint32_t(pairs[i])];
       const float its_scale = scales ? scales[uint32_t(pairs[i])] : 1.0f;
       for_vectors<Lanes, Width>(width, [&](int64_t j, auto tag) SHARDREC_BODY {
         total.set(j, tag, load<tag.lanes>(first + j) * its_scale);
       });
       for (++i; i < count && pairs[i] >> 32 == row; ++i) {
         ask_for_later();
-        const float* const part = gradient.data + from[uint32_t(pairs[i])];
+        const float* const part = from[uint32_t(pairs[i])];
         const float scale = scales ? scales[uint32_t(pairs[i])] : 1.0f;
         for_vectors<Lanes, Width>(width, [&](int64_t j, auto tag) SHARDREC_BODY {
           total.set(j, tag, total.at(j, tag) + load<tag.lanes>(part + j) * scale);

@@ -1,5 +1,6 @@
 // update: the gradient of each distinct row and the optimizer's step on it, table by table.
 // sum_gradient: the same gradients, given out. update_rows: the step alone, on rows that are given.
+// update_matrix: both, for the gradients of several backward calls, which are read in place.
 
 #include <ATen/ATen.h>
 #include <torch/library.h>
@@ -113,21 +114,47 @@ struct Collect {
   }
 };
 
-void find(const Gradient& gradient, const at::Tensor& ids, const Task& task, Found& found) {
-  const bool sound = ids.scalar_type() == at::kInt
-      ? run(Find<int32_t>{gradient, ids.const_data_ptr<int32_t>(), task, found})
-      : run(Find<int64_t>{gradient, ids.const_data_ptr<int64_t>(), task, found});
-  TORCH_CHECK(sound, "shardrec: an id is not a row of its table");
+void find(const Gradient& gradient, const Task& task, Found& found) {
+  TORCH_CHECK(run(Find{gradient, task, found}), "shardrec: an id is not a row of its table");
 }
 
 template <int64_t Kind>
-void update_by(const Gradient& gradient, const at::Tensor& ids, const Setting& setting) {
+void update_by(const Gradient& gradient, const Setting& setting) {
   Found found;
   for (const Task& task : tasks_of(gradient)) {
-    find(gradient, ids, task, found);
+    find(gradient, task, found);
     Update<Kind> use{setting};
     run(Visit<Update<Kind>>{gradient, task, found, use});
   }
+}
+
+void update_by(int64_t rule, const Gradient& gradient, const Setting& setting) {
+  switch (rule) {
+    case kSgd: return update_by<kSgd>(gradient, setting);
+    case kAdagrad: return update_by<kAdagrad>(gradient, setting);
+    default: return update_by<kRowwiseAdagrad>(gradient, setting);
+  }
+}
+
+float* states_of(int64_t rule, const std::optional<at::Tensor>& states, const std::vector<Slot>& slots) {
+  TORCH_CHECK(rule == kSgd || rule == kAdagrad || rule == kRowwiseAdagrad, "shardrec: there is no rule ", rule);
+  if (rule == kSgd) return nullptr;
+  TORCH_CHECK(states && states->scalar_type() == at::kFloat, "shardrec: the rule needs float32 states");
+  check_dense(*states, "states");
+  for (const Slot& slot : slots) {
+    const int64_t size = rule == kAdagrad ? slot.rows * slot.width : slot.rows;
+    TORCH_CHECK(size <= states->numel() - slot.state, "shardrec: a table lies outside of the states");
+  }
+  return states->data_ptr<float>();
+}
+
+// `slots` are those whose columns are read.
+Part part_of(
+    const at::Tensor& ids, const at::Tensor& lengths, const std::optional<at::Tensor>& weights,
+    const at::Tensor& gradient, int64_t count, const std::vector<Slot>& slots, bool pooled) {
+  const Bags bags = bags_of(ids, lengths, weights, count);
+  check_gradient(gradient, slots, bags, pooled);
+  return {bags, &ids, gradient.const_data_ptr<float>(), gradient.stride(0)};
 }
 
 void update(
@@ -137,25 +164,9 @@ void update(
   check_dense(weights, "weights");
   TORCH_CHECK(weights.scalar_type() == at::kFloat, "shardrec: weights are float32");
   std::vector<Slot> list = slots_of(slots, weights.numel());
-  const Bags bags = bags_of(ids, lengths, id_weights, slots.size(0));
-  check_gradient(gradient, list, bags, pooled);
-  TORCH_CHECK(rule == kSgd || rule == kAdagrad || rule == kRowwiseAdagrad, "shardrec: there is no rule ", rule);
-  Setting setting{weights.data_ptr<float>(), nullptr, float(-lr), float(eps)};
-  if (rule != kSgd) {
-    TORCH_CHECK(states && states->scalar_type() == at::kFloat, "shardrec: the rule needs float32 states");
-    check_dense(*states, "states");
-    setting.states = states->data_ptr<float>();
-    for (const Slot& slot : list) {
-      const int64_t size = rule == kAdagrad ? slot.rows * slot.width : slot.rows;
-      TORCH_CHECK(size <= states->numel() - slot.state, "shardrec: a table lies outside of the states");
-    }
-  }
-  const Gradient found = gradient_of(std::move(list), bags, gradient, pooled);
-  switch (rule) {
-    case kSgd: return update_by<kSgd>(found, ids, setting);
-    case kAdagrad: return update_by<kAdagrad>(found, ids, setting);
-    default: return update_by<kRowwiseAdagrad>(found, ids, setting);
-  }
+  std::vector<Part> parts{part_of(ids, lengths, id_weights, gradient, slots.size(0), list, pooled)};
+  const Setting setting{weights.data_ptr<float>(), states_of(rule, states, list), float(-lr), float(eps)};
+  update_by(rule, gradient_of(std::move(list), std::move(parts), pooled), setting);
 }
 
 // Slots of one width, whose tables are one matrix of `rows` rows; a slot with base < 0 is not of it.
@@ -206,21 +217,47 @@ int64_t distinct_rows(const Gradient& gradient, const Task& task, const Found& f
   return count;
 }
 
-std::tuple<at::Tensor, at::Tensor, at::Tensor> sum_gradient(
-    const at::Tensor& ids, const at::Tensor& lengths, const std::optional<at::Tensor>& weights,
-    const at::Tensor& gradient, const at::Tensor& bases, const at::Tensor& columns, int64_t width, bool pooled,
-    int64_t rows) {
-  std::vector<Slot> list = matrix_slots(bases, columns, width, rows);
-  const Bags bags = bags_of(ids, lengths, weights, bases.numel());
+Gradient gradient_of(
+    at::TensorList ids, at::TensorList lengths, at::TensorList weights, at::TensorList gradients,
+    std::vector<Slot> slots, bool pooled) {
+  const size_t count = ids.size();
+  TORCH_CHECK(
+      lengths.size() == count && gradients.size() == count && (weights.empty() || weights.size() == count),
+      "shardrec: ids, lengths and gradients are as many tensors, and so are weights, if there are any");
   std::vector<Slot> used;
-  std::copy_if(list.begin(), list.end(), std::back_inserter(used), [](const Slot& slot) { return slot.table >= 0; });
-  check_gradient(gradient, used, bags, pooled);
-  const Gradient found = gradient_of(std::move(list), bags, gradient, pooled);
+  std::copy_if(slots.begin(), slots.end(), std::back_inserter(used), [](const Slot& slot) { return slot.table >= 0; });
+  std::vector<Part> parts;
+  for (size_t p = 0; p < count; ++p) {
+    const auto weight = weights.empty() ? std::optional<at::Tensor>() : weights[p];
+    parts.push_back(part_of(ids[p], lengths[p], weight, gradients[p], int64_t(slots.size()), used, pooled));
+  }
+  return gradient_of(std::move(slots), std::move(parts), pooled);
+}
+
+void update_matrix(
+    const at::Tensor& weight, const std::optional<at::Tensor>& state, at::TensorList ids, at::TensorList lengths,
+    at::TensorList id_weights, at::TensorList gradients, const at::Tensor& bases, const at::Tensor& columns,
+    bool pooled, int64_t rule, double lr, double eps) {
+  check_dense(weight, "the weight");
+  TORCH_CHECK(weight.dim() == 2 && weight.scalar_type() == at::kFloat, "shardrec: the weight is (rows, columns) float32");
+  std::vector<Slot> list = matrix_slots(bases, columns, weight.size(1), weight.size(0));
+  for (Slot& slot : list) {
+    if (slot.table >= 0) slot.state = rule == kAdagrad ? slot.base : slot.table;
+  }
+  const Setting setting{weight.data_ptr<float>(), states_of(rule, state, list), float(-lr), float(eps)};
+  update_by(rule, gradient_of(ids, lengths, id_weights, gradients, std::move(list), pooled), setting);
+}
+
+std::tuple<at::Tensor, at::Tensor, at::Tensor> sum_gradient(
+    at::TensorList ids, at::TensorList lengths, at::TensorList weights, at::TensorList gradients,
+    const at::Tensor& bases, const at::Tensor& columns, int64_t width, bool pooled, int64_t rows) {
+  const Gradient found =
+      gradient_of(ids, lengths, weights, gradients, matrix_slots(bases, columns, width, rows), pooled);
   const std::vector<Task> tasks = tasks_of(found);
   std::vector<Found> parts(tasks.size());
   int64_t count = 0;
   for (size_t number = 0; number < tasks.size(); ++number) {
-    find(found, ids, tasks[number], parts[number]);
+    find(found, tasks[number], parts[number]);
     count += distinct_rows(found, tasks[number], parts[number]);
   }
   auto distinct = at::empty({count}, at::kLong);
@@ -240,8 +277,10 @@ struct Step {
   int64_t width;
   int64_t count;
   const int64_t* row;
-  float* values;
+  const float* values;
   const float* mean_squares;  // of rowwise Adagrad
+  float scale;
+  float* scaled;  // (width,)
 
   template <int Lanes>
   SHARDREC_INLINE bool run() const {
@@ -251,7 +290,10 @@ struct Step {
         if (uint64_t(next) < uint64_t(rows)) use.ahead(next, width);
       }
       if (uint64_t(row[u]) >= uint64_t(rows)) return false;
-      const Row<Lanes, 0> gradient(values + u * width);
+      const Row<Lanes, 0> gradient(scaled);
+      for_vectors<Lanes, 0>(width, [&](int64_t i, auto tag) SHARDREC_BODY {
+        store<tag.lanes>(scaled + i, load<tag.lanes>(values + u * width + i) * scale);
+      });
       if constexpr (Kind == kRowwiseAdagrad) {
         const float sum = use.state[row[u]] += mean_squares[u];
         use.template add<Lanes, 0>(row[u], gradient, width, use.setting.rate / (std::sqrt(sum) + use.setting.eps));
@@ -265,7 +307,7 @@ struct Step {
 
 void update_rows(
     const at::Tensor& weight, const std::optional<at::Tensor>& state, const at::Tensor& rows, const at::Tensor& values,
-    const std::optional<at::Tensor>& mean_squares, int64_t rule, double lr, double eps) {
+    const std::optional<at::Tensor>& mean_squares, double scale, int64_t rule, double lr, double eps) {
   for (const at::Tensor& one : {weight, rows, values}) check_dense(one, "every tensor");
   TORCH_CHECK(weight.dim() == 2 && weight.scalar_type() == at::kFloat, "shardrec: the weight is (rows, columns) float32");
   const int64_t width = weight.size(1), count = rows.numel();
@@ -278,6 +320,7 @@ void update_rows(
     return one->data_ptr<float>();
   };
   const Setting setting{weight.data_ptr<float>(), nullptr, float(-lr), float(eps)};
+  const auto scaled = std::make_unique_for_overwrite<float[]>(width);
   const auto step = [&](auto kind) {
     constexpr int64_t Kind = decltype(kind)::value;
     Update<Kind> use{setting, setting.weights};
@@ -285,7 +328,8 @@ void update_rows(
     if (Kind != kSgd) use.state = floats(state, Kind == kAdagrad ? weight.numel() : weight.size(0));
     if (Kind == kRowwiseAdagrad) squares = floats(mean_squares, count);
     const Step<Kind> job{
-        use, weight.size(0), width, count, rows.const_data_ptr<int64_t>(), values.data_ptr<float>(), squares};
+        use,     weight.size(0), width,       count, rows.const_data_ptr<int64_t>(), values.const_data_ptr<float>(),
+        squares, float(scale),   scaled.get()};
     TORCH_CHECK(run(job), "shardrec: a row outside of its table");
   };
   switch (rule) {
@@ -304,15 +348,19 @@ TORCH_LIBRARY_FRAGMENT(shardrec, library) {
       "update(Tensor(a!) weights, Tensor(b!)? states, Tensor slots, Tensor ids, Tensor lengths, Tensor? id_weights, "
       "Tensor gradient, bool pooled, int rule, float lr, float eps) -> ()");
   library.def(
-      "sum_gradient(Tensor ids, Tensor lengths, Tensor? weights, Tensor gradient, Tensor bases, Tensor columns, "
-      "int width, bool pooled, int rows) -> (Tensor, Tensor, Tensor)");
+      "update_matrix(Tensor(a!) weight, Tensor(b!)? state, Tensor[] ids, Tensor[] lengths, Tensor[] id_weights, "
+      "Tensor[] gradients, Tensor bases, Tensor columns, bool pooled, int rule, float lr, float eps) -> ()");
   library.def(
-      "update_rows(Tensor(a!) weight, Tensor(b!)? state, Tensor rows, Tensor values, Tensor? mean_squares, int rule, "
-      "float lr, float eps) -> ()");
+      "sum_gradient(Tensor[] ids, Tensor[] lengths, Tensor[] weights, Tensor[] gradients, Tensor bases, "
+      "Tensor columns, int width, bool pooled, int rows) -> (Tensor, Tensor, Tensor)");
+  library.def(
+      "update_rows(Tensor(a!) weight, Tensor(b!)? state, Tensor rows, Tensor values, Tensor? mean_squares, float scale, "
+      "int rule, float lr, float eps) -> ()");
 }
 
 TORCH_LIBRARY_IMPL(shardrec, CPU, library) {
   library.impl("update", shardrec::update);
+  library.impl("update_matrix", shardrec::update_matrix);
   library.impl("sum_gradient", shardrec::sum_gradient);
   library.impl("update_rows", shardrec::update_rows);
 }

@@ -13,6 +13,10 @@ process group; between a trainer and a server what an all-to-all would carry::
 With staleness 0 backward ends when the servers have made the update, as the sharded model's backward does. With
 staleness k it waits for all updates but the last k, so that a forward sees all but those, or more. A step is one update
 where the model's collections share their exchange, as they do unless one's input needs another's output.
+
+[Note: updates at the step]
+With ``update="step"`` a trainer keeps what its backwards would push, and the step pushes all of it as one update. So
+the servers keep nothing between two updates here, too.
 """
 
 from __future__ import annotations
@@ -27,14 +31,40 @@ from torch import Tensor
 
 from shardrec.exchange.collectives import Collectives, Later, Pending, StreamSizes, joined
 from shardrec.exchange.headers import FIXED_COLUMNS
+from shardrec.lookup.deferred import DeferredGradients
 from shardrec.lookup.optimizers import FusedOptimizer
 from shardrec.rpc.client import Answers, Connections
 from shardrec.rpc.messages import Part
 from shardrec.rpc.server import look_up, push
 
-__all__ = ["RemoteCollectives"]
+__all__ = ["KeptGradients", "RemoteCollectives"]
 
 _SHARE_OF_TIMEOUT = 0.8  # of a trainer's time limit, which a server waits for the other trainers
+
+
+class KeptGradients(DeferredGradients):
+    """What the backwards since the last step have for the servers; see [Note: updates at the step].
+
+    Attributes:
+        pushes: per backward, in their order, the arguments of :meth:`RemoteCollectives.push`.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(None)
+
+    def keep(self, requests: Sequence[list[Part]], gradients: Sequence[Tensor]) -> None:
+        """Keep what a backward would push."""
+        self.backwards += 1
+        self.pushes.append((requests, gradients))
+
+    def tensors(self) -> list[Tensor]:
+        """The gradients of what was looked up, (n,) float32 each, to be changed in place."""
+        return [gradient for _, gradients in self.pushes for gradient in gradients]
+
+    def drop(self) -> None:
+        """Let go of the gradients."""
+        super().drop()
+        self.pushes: list[tuple[Sequence[list[Part]], Sequence[Tensor]]] = []
 
 
 class RemoteCollectives(Collectives):
@@ -48,6 +78,7 @@ class RemoteCollectives(Collectives):
     Attributes:
         session: a number that identifies this run of the trainers, the same on all of them.
         rates: the learning rate of each fused optimizer, in the order in which the servers know them.
+        kept: what :meth:`step` pushes; None if each backward pushes its own.
     """
 
     def __init__(self, trainers: Collectives, servers: Connections, *, staleness: int) -> None:
@@ -58,6 +89,7 @@ class RemoteCollectives(Collectives):
         self.staleness = staleness
         self.session = 0
         self.rates: dict[FusedOptimizer, float] = {}
+        self.kept: KeptGradients | None = None
         self._asked: list[list[Part]] = []  # per module of the exchange that is to come, the part for each server
         self._updates = 0
         self._pushed: deque[list[Answers]] = deque()  # per update, of each server
@@ -105,19 +137,37 @@ class RemoteCollectives(Collectives):
             rows_by_rank.append(rows if device.type == "cpu" else rows.pin_memory().to(device, non_blocking=True))
         return rows_by_rank
 
+    def step(self) -> None:
+        """Have the servers make one update of what is kept, if there is any, and wait for it. Every trainer calls it.
+
+        Raises:
+            PeerError: if a server is gone or did not answer in time.
+        """
+        if self.kept is None or not self.kept.pushes:
+            return
+        requests, gradients = zip(*self.kept.pushes, strict=True)
+        self.kept.drop()
+        parts = [[part for parts in of_server for part in parts] for of_server in zip(*requests, strict=True)]
+        self.push(parts, [torch.cat(of_server) for of_server in zip(*gradients, strict=True)])
+        self.wait_for_updates()
+
     def push(self, requests: Sequence[list[Part]], gradients: Sequence[Tensor]) -> None:
-        """Have the servers update the rows of a lookup; all trainers push in the same order.
+        """Have the servers update the rows of lookups; all trainers push in the same order.
 
         Args:
             requests: per server, what was looked up.
-            gradients: per server, (n,) of what the lookup gave.
+            gradients: per server, (n,) of what the lookups gave.
         """
+        at_step = self.kept is not None
         self._updates += 1
         update, trainer = (self.session, self._updates), (self.rank, self.trainers.world_size)
         common = (update, trainer, _SHARE_OF_TIMEOUT * self.servers.timeout_s, list(self.rates.values()))
         pairs = enumerate(zip(requests, gradients, strict=True))
         self._pushed.append(
-            [self.servers.ask(server, push, *common, parts, one.cpu(), what="update") for server, (parts, one) in pairs]
+            [
+                self.servers.ask(server, push, *common, parts, one.cpu(), at_step, what="update")
+                for server, (parts, one) in pairs
+            ]
         )
 
     def wait_for_updates(self, behind: int = 0) -> None:
@@ -159,7 +209,10 @@ class _Gradients:
 
     def send(self) -> None:
         gradients = self.buffers[len(self.buffers) - len(self.requests) :]
-        self.collectives.push(self.requests, gradients)
+        if self.collectives.kept is None:
+            self.collectives.push(self.requests, gradients)
+        else:
+            self.collectives.kept.keep(self.requests, gradients)
         self.buffers = []
 
     def wait(self) -> list[Tensor]:

@@ -29,7 +29,7 @@ from shardrec.modules.dense import DenseOptions, DenseWrap
 from shardrec.modules.model import ShardedModel
 from shardrec.modules.servers import Servers
 from shardrec.rpc.client import Connections
-from shardrec.rpc.collectives import RemoteCollectives
+from shardrec.rpc.collectives import KeptGradients, RemoteCollectives
 from shardrec.rpc.server import fused_optimizers_of
 from shardrec.rpc.storage import RemoteTable, remote_storage
 
@@ -94,6 +94,7 @@ def shard_over_servers(
     dedup: bool,
     dense: DenseWrap | DenseOptions,
     on_bad_id: OnBadId | Mapping[str, OnBadId],
+    updates_at_step: bool,
 ) -> RemoteModel:
     """:func:`shardrec.shard` with servers, on a trainer whose RPC agent is up; :mod:`shardrec._above` provides it."""
     trainers = collectives_of(group)
@@ -105,8 +106,9 @@ def shard_over_servers(
         plan = make_plan(model, Topology.of_world(len(connections)), device="cpu", dedup=dedup)
     collections = collections_of(model)
     collectives = RemoteCollectives(trainers, connections, staleness=servers.staleness)
+    collectives.kept = KeptGradients() if updates_at_step else None
     policies = policies_of(on_bad_id, (name for one in collections.values() for name in features_of(one)))
-    context = ModelContext(collectives, device, ExchangeOptions(on_bad_id=policies))
+    context = ModelContext(collectives, device, ExchangeOptions(on_bad_id=policies, updates_at_step=updates_at_step))
     context.gradients.are_reduced = trainers.world_size == 1  # nothing to reduce
     agree_on_plan(plan, _faults(plan, model, len(connections)), context.headers)
     _, sessions = exchange_faults([], secrets.randbits(32), context.headers)

@@ -66,12 +66,13 @@ class _Push:
     answer: Future[Answer] = field(default_factory=Future)
 
 
-@dataclass(kw_only=True)
+@dataclass
 class _Pushes:
     """The parts of an update that trainers have pushed, by number of the trainer."""
 
     trainers: int
     rates: list[float]
+    at_step: bool
     of: dict[int, _Push] = field(default_factory=dict)
 
     def deadline(self) -> float:
@@ -192,6 +193,7 @@ class EmbeddingServer:
         rates: list[float],
         parts: list[Part],
         gradient: Tensor,
+        at_step: bool = False,
     ) -> Future[Answer]:
         """Update the tables when the gradients of all trainers have arrived.
 
@@ -203,6 +205,8 @@ class EmbeddingServer:
             rates: learning rate of each of the model's fused optimizers.
             parts: as they were looked up.
             gradient: (n,) float32, of the lookup's result.
+            at_step: a collection's parts, of several backwards perhaps, are updated once, with the sum of their
+                gradients; else one after the other.
 
         Returns:
             Future of the answer, which is 0; completed when the update is made.
@@ -216,7 +220,7 @@ class EmbeddingServer:
             with self._lock:
                 if update not in self._pushes and len(self._pushes) >= self._capacity:
                     raise BusyError(f"{len(self._pushes)} updates wait for their other trainers; nothing was done")
-                pushes = self._pushes.setdefault(update, _Pushes(trainers=trainers, rates=list(rates)))
+                pushes = self._pushes.setdefault(update, _Pushes(trainers, list(rates), bool(at_step)))
                 if number in pushes.of or not 0 <= number < pushes.trainers == trainers:
                     raise InputError(f"trainer {number} of {trainers} has pushed update {update[1]} already")
                 pushes.of[number] = pushed
@@ -366,22 +370,32 @@ class EmbeddingServer:
         for optimizer, rate in zip(self._optimizers, rates, strict=True):
             for collection in self._collections:
                 collection.set_learning_rate(optimizer, float(rate))
+        # As autograd goes back: what was looked up last comes first.
+        together = [[place] for place in reversed(range(len(numbers[0])))]
+        if of_trainers.at_step:
+            together = [
+                [place for place, one in enumerate(numbers[0]) if one == number] for number in sorted(set(numbers[0]))
+            ]
         with torch.enable_grad():
             streams = [
-                self._serve(self._collections[number], [push.parts[place] for push in pushes])
-                for place, number in enumerate(numbers[0])
+                self._serve(
+                    self._collections[numbers[0][places[0]]], [push.parts[place] for place in places for push in pushes]
+                )
+                for places in together
             ]
-            sizes = [_sizes(stream) for stream in streams]  # per place and trainer
-            wanted = [sum(of_trainer) for of_trainer in zip(*sizes, strict=True)]
-            got = [push.gradient.numel() for push in pushes]
-            if wanted and got != wanted:
+            sizes = [[0] * len(numbers[0]) for _ in pushes]  # per trainer and place
+            for places, stream in zip(together, streams, strict=True):
+                owners = ((owner, place) for place in places for owner in range(len(pushes)))
+                for (owner, place), size in zip(owners, _sizes(stream), strict=True):
+                    sizes[owner][place] = size
+            wanted, got = list(map(sum, sizes)), [push.gradient.numel() for push in pushes]
+            if numbers[0] and got != wanted:
                 raise InputError(f"the trainers push {got} gradients for {wanted} values that they looked up")
-            pieces = [push.gradient.split([of_place[owner] for of_place in sizes]) for owner, push in enumerate(pushes)]
-            # As autograd goes back: what was looked up last comes first.
-            for place in reversed(range(len(streams))):
-                flat = streams[place].flat
+            pieces = [push.gradient.split(of_places) for push, of_places in zip(pushes, sizes, strict=True)]
+            for places, stream in zip(together, streams, strict=True):
+                flat = stream.flat
                 if flat.requires_grad:
-                    gradient = torch.cat([of_push[place] for of_push in pieces]).to(flat.device)
+                    gradient = torch.cat([of_push[place] for place in places for of_push in pieces]).to(flat.device)
                     flat.backward(gradient.view(flat.shape))
         self._counts["updates"] += 1
         return 0

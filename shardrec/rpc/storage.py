@@ -12,6 +12,7 @@ from torch import Tensor
 from shardrec.errors import ConfigError
 from shardrec.exchange.input import InputExchange, Prepared, SentIds
 from shardrec.layout import Shard, TableLayout
+from shardrec.lookup.deferred import DeferredGradients
 from shardrec.lookup.optimizers import FusedOptimizer
 from shardrec.lookup.shards import ShardLookup
 from shardrec.modules.storage import Storage
@@ -68,17 +69,29 @@ class RemoteTable(ShardedTable):
 
 
 class RemoteShards(ShardLookup):
-    """No shards of a trainer's own; the servers' learning rates and counts of updates.
+    """No shards of a trainer's own; the servers' learning rates, steps and counts of updates.
 
     Args:
         collectives: of the trainer.
+        number: of the collection; the first one stands for all where servers do something for all.
         lookup: arguments of :class:`ShardLookup`.
         pooled: argument of :class:`ShardLookup`.
     """
 
-    def __init__(self, collectives: RemoteCollectives, *lookup: Any, pooled: bool) -> None:
+    def __init__(self, collectives: RemoteCollectives, number: int, *lookup: Any, pooled: bool) -> None:
         super().__init__(*lookup, pooled=pooled)
         self._collectives = collectives
+        self._number = number
+
+    def step(self) -> None:
+        """Have the servers update all tables with the gradients that backward has left. Every trainer calls it."""
+        if self._number == 0:
+            self._collectives.step()
+
+    def deferred(self) -> list[DeferredGradients]:
+        """What :meth:`step` will push."""
+        kept = self._collectives.kept
+        return [] if kept is None or self._number else [kept]
 
     def set_learning_rate(self, optimizer: FusedOptimizer, lr: float) -> None:
         """Use ``lr`` for the tables that were given ``optimizer``, from the next update on."""
@@ -119,4 +132,4 @@ def remote_storage(collectives: RemoteCollectives, number: int) -> Storage:
         parts = [(number, [size, bags, *counts], words(pieces)) for bags, counts, pieces in of_ranks]
         collectives.ask(parts[collectives.trainers.world_size :])
 
-    return Storage(shards=partial(RemoteShards, collectives), table=table, portable=False, ask=ask)
+    return Storage(shards=partial(RemoteShards, collectives, number), table=table, portable=False, ask=ask)

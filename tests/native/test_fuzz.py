@@ -161,7 +161,22 @@ def sum_gradient(rng: Random, guarded: Guarded) -> list[object]:
     if rng.random() < 0.3:
         bases[rng.randrange(len(bases))] = -1
     columns, rows = made.slots[:, 4].contiguous(), sum(made.rows)
-    return [made.ids, made.lengths, made.id_weights, made.gradient, bases, columns, width, pooled, rows]
+    return [*several(rng, made), bases, columns, width, pooled, rows]
+
+
+def update_matrix(rng: Random, guarded: Guarded) -> list[object]:
+    pooled, width = rng.random() < 0.7, rng.choice([4, 5, 16, 64])
+    made = Lookup(rng, guarded, pooled=pooled, width=width)
+    bases = torch.tensor([sum(made.rows[:table]) for table in made.slot_tables])
+    weight, columns = made.weights.view(-1, width), made.slots[:, 4].contiguous()
+    return [weight, made.states, *several(rng, made), bases, columns, pooled, made.rule, 0.1, 1e-8]
+
+
+def several(rng: Random, made: Lookup) -> list[list[Tensor]]:
+    """A batch and its gradient, up to three times."""
+    times = rng.randint(1, 3)
+    weights = [] if made.id_weights is None else [made.id_weights] * times
+    return [[made.ids] * times, [made.lengths] * times, weights, [made.gradient] * times]
 
 
 def update_rows(rng: Random, guarded: Guarded) -> list[object]:
@@ -169,7 +184,7 @@ def update_rows(rng: Random, guarded: Guarded) -> list[object]:
     weight = guarded(torch.rand(rows, width))
     state = [None, guarded(torch.rand(rows, width)), guarded(torch.rand(rows))][rule]
     squares = torch.rand(count) if rule == 2 else None
-    return [weight, state, torch.randint(rows, (count,)), torch.rand(count, width), squares, rule, 0.1, 1e-8]
+    return [weight, state, torch.randint(rows, (count,)), torch.rand(count, width), squares, 0.5, rule, 0.1, 1e-8]
 
 
 def map_ids(rng: Random, guarded: Guarded) -> list[object]:
@@ -192,7 +207,7 @@ def index_ids(rng: Random, guarded: Guarded) -> list[object]:
 
 OPERATORS: list[Callable[[Random, Guarded], list[object]]] = [
     assemble, distribute, are_sound, cut_ids, look_up, look_up_out, update, weight_gradient, sum_gradient,
-    update_rows, map_ids, index_ids,
+    update_matrix, update_rows, map_ids, index_ids,
 ]  # fmt: skip
 
 

@@ -14,7 +14,7 @@ from shardrec.exchange.assemble import Columns
 from shardrec.exchange.batch import NO_LIMIT
 from shardrec.exchange.check import are_sound
 from shardrec.exchange.route import Piece, Source
-from shardrec.lookup.bank import RowGradient, TableBank
+from shardrec.lookup.bank import LookupGradient, RowGradient, TableBank
 from shardrec.lookup.optimizers import FusedOptimizer, OptimizerKind
 from shardrec.lookup.row_optimizers import RowOptimizer
 from tests.plans import randoms
@@ -162,9 +162,10 @@ def test_the_gradient_of_each_row(rng: Random) -> None:
     columns = sum(shapes[table][1] for table in tables)
     gradient = whole(rng, batch, columns) if pooled else whole(rng, ids.numel(), 4)
     weights = whole(rng, ids.numel()) if weighted else None
-    ours = bank.row_gradients(ids, lengths, weights, gradient)
+    lookup = LookupGradient(ids=ids, lengths=lengths, weights=weights, gradient=gradient)
+    ours = bank.row_gradients([lookup])
     with InTorch():
-        theirs = bank.row_gradients(ids, lengths, weights, gradient)
+        theirs = bank.row_gradients([lookup])
     for mine, its in zip(ours, theirs, strict=True):
         assert torch.equal(mine.rows, its.rows)
         assert torch.equal(mine.values, its.values)

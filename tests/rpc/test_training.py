@@ -69,6 +69,59 @@ def test_staleness_0_equals_collectives(optimizer: str, steps: int, tmp_path: Pa
         torch.testing.assert_close(got[name], value, rtol=0, atol=1e-6, msg=lambda text, name=name: f"{name}: {text}")
 
 
+def _train_at_step(model: Any, rank: int) -> list[float]:
+    """Losses of steps of two batches each, scaled; the third's gradients are dropped, the fourth's are infinite."""
+    dense, tables = torch.optim.SGD(model.dense_parameters(), 0.1), model.fused_optimizer
+    scaler = torch.amp.GradScaler("cpu", init_scale=64.0)
+    losses = []
+    for step in range(6):
+        for micro in range(2):
+            loss = (model(batch(rank, 2 * step + micro)) - 1.0).square().sum() / 12
+            losses.append(float(loss.detach()))
+            scaler.scale(loss * (torch.inf if (step, micro, rank) == (3, 1, 1) else 1.0)).backward()
+        if step != 2:
+            scaler.step(dense)
+            scaler.step(tables)
+            scaler.update()
+        model.zero_grad()
+    return losses
+
+
+@pytest.mark.parametrize("optimizer", ["rowwise_adagrad", pytest.param("adam", marks=pytest.mark.slow)])
+def test_updates_at_the_step_equal_those_by_collectives(optimizer: str, tmp_path: Path) -> None:
+    plan = make_plan()
+
+    def by_collectives() -> list[float]:
+        model = shardrec.shard(make_model(optimizer), plan, update="step")
+        losses = _train_at_step(model, dist.get_rank())
+        shardrec.save_checkpoint(tmp_path / "collectives", model)
+        return losses
+
+    def trainer(world: RpcWorld, rank: int, group: Any) -> list[float]:
+        servers = shardrec.Servers(world.servers)
+        model = shardrec.shard(make_model(optimizer), plan, servers=servers, group=group, update="step")
+        losses = _train_at_step(model, rank)
+        assert [one["updates"] for one in model.server_statistics()] == [4, 4]
+        with pytest.raises(ConfigError, match="takes no RemoteModel"):
+            shardrec.clip_grad_norm_(model, 1.0)
+        with pytest.raises(ConfigError, match="staleness=1"):
+            late = shardrec.Servers(world.servers, staleness=1)
+            shardrec.shard(make_model(optimizer), plan, servers=late, group=group, update="step")
+        shardrec.save_checkpoint(tmp_path / "servers", model)
+        return losses
+
+    def with_servers() -> Any:
+        return in_job(str(tmp_path / "store"), trainer, lambda rank: EmbeddingServer(make_model(optimizer), plan, rank))
+
+    expected = ranks(2, by_collectives)
+    found = ranks(4, with_servers)[:2]
+    torch.testing.assert_close(torch.tensor(found), torch.tensor(expected), rtol=0, atol=1e-6)
+    wanted, got = _whole(tmp_path / "collectives", optimizer), _whole(tmp_path / "servers", optimizer)
+    assert got.keys() == wanted.keys()
+    for name, value in wanted.items():
+        torch.testing.assert_close(got[name], value, rtol=0, atol=1e-6, msg=lambda text, name=name: f"{name}: {text}")
+
+
 def test_scripted_and_compiled_trainers_equal_the_eager_one(tmp_path: Path) -> None:
     plan = make_plan()
 
