@@ -168,7 +168,9 @@ class FileClickData(ClickData):
             f"groups (shardrec convert {name} --out DIR)"
         )
 
-    def in_order(self, rank: int, world_size: int, columns: Sequence[str] = ()) -> Iterator[tuple[FileInfo, TableBlock]]:
+    def in_order(
+        self, rank: int, world_size: int, columns: Sequence[str] = ()
+    ) -> Iterator[tuple[FileInfo, TableBlock]]:
         """A rank's part of all rows in the order of the files, one contiguous range, as blocks that are not encoded.
 
         Args:
@@ -270,6 +272,6 @@ def _check_kinds(files: Sequence[FileInfo]) -> None:
             before = first.setdefault(name, info) if kind else info
             if before.kinds[name] != kind:
                 raise DataError(
-                    f"column {name!r} has {before.kinds[name]} in {before.path} and {kind} in {info.path}: write values "
-                    "of one kind to all the files"
+                    f"column {name!r} has {before.kinds[name]} in {before.path} and {kind} in {info.path}: write "
+                    "values of one kind to all the files"
                 )

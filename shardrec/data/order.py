@@ -103,7 +103,7 @@ def rows_before(lengths: NDArray[np.int64], count: int) -> NDArray[np.int64]:
     stream = np.repeat(np.arange(len(lengths)), spans)
     row = np.arange(len(stream)) - np.repeat(np.cumsum(spans) - spans, spans) + low[stream]
     first = np.lexsort((stream, (2 * row + 1) / (2 * lengths[stream])))[: count - int(low.sum())]
-    return low + np.bincount(stream[first], minlength=len(lengths))
+    return np.asarray(low + np.bincount(stream[first], minlength=len(lengths)), dtype=np.int64)
 
 
 def slices(lengths: NDArray[np.int64], start: int, stop: int, share: tuple[int, int]) -> Iterator[Slice]:

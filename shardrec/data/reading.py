@@ -1,7 +1,7 @@
 """Rows of a stream of pieces, decoded and encoded ahead on threads.
 
-    thread:   decode block 1 │ decode block 2 │ …      one block ahead of the one that batches are taken from
-    batches:            rows of block 0 …     │ rows of block 1 …
+thread:   decode block 1 │ decode block 2 │ …      one block ahead of the one that batches are taken from
+batches:            rows of block 0 …     │ rows of block 1 …
 """
 
 from __future__ import annotations
@@ -119,7 +119,8 @@ class Reader:
     def _sides(self, units: NDArray[np.int64] | NDArray[np.uint64]) -> NDArray[np.bool_]:
         if not self.holdout:
             return np.full(len(units), not self.held)
-        return held_out(units, self.holdout) == self.held
+        held = held_out(units, self.holdout)
+        return held if self.held else ~held
 
     def _encoded(self, block: TableBlock, info: FileInfo, group: int, offset: int) -> Part:
         encoded = encode(block.table, self.spec)

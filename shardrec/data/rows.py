@@ -72,7 +72,7 @@ class ClickRows:
     def _starts(self) -> NDArray[np.int64]:
         """Of rows with ``lengths``, the first id of each and the end of the last one, int64 (N + 1,)."""
         assert self.lengths is not None, "only rows of several ids a feature are asked for"
-        return np.r_[0, np.cumsum(self.lengths.sum(axis=1))]
+        return np.asarray(np.r_[0, np.cumsum(self.lengths.sum(axis=1))], dtype=np.int64)
 
     def where(self, keep: NDArray[np.bool_]) -> ClickRows:
         """The rows for which ``keep``, bool (N,), is true, in their order."""

@@ -87,9 +87,7 @@ class TableBlock:
             return self
         count = int(np.searchsorted(self.numbers, stop))
         faults = {number: fault for number, fault in self.faults.items() if number < stop}
-        return replace(
-            self, table=self.table.slice(0, count), numbers=self.numbers[:count], faults=faults, stop=stop
-        )
+        return replace(self, table=self.table.slice(0, count), numbers=self.numbers[:count], faults=faults, stop=stop)
 
 
 def check_file(path: str, spec: FeatureSpec) -> FileInfo:
@@ -281,9 +279,7 @@ def _is_number(kind: Any) -> bool:
     import pyarrow as pa
 
     types = pa.types
-    return bool(
-        types.is_integer(kind) or types.is_floating(kind) or types.is_boolean(kind) or types.is_decimal(kind)
-    )
+    return bool(types.is_integer(kind) or types.is_floating(kind) or types.is_boolean(kind) or types.is_decimal(kind))
 
 
 def _kind(path: str) -> str:

@@ -117,7 +117,7 @@ class RunFolder:
 
         from shardrec.launch.ranks import RankInfo
         from shardrec.train.metrics import evaluate
-        from shardrec.train.source import Source
+        from shardrec.train.source import Source, total_left_out
 
         cpu = torch.device("cpu")
         config = self.config
@@ -136,7 +136,7 @@ class RunFolder:
                 if scored is not None:
                     scored(batch.size)
 
-        return evaluate(self.model(), counted(), cpu, k=config.top_k), source.skipped
+        return evaluate(self.model(), counted(), cpu, k=config.top_k), total_left_out(source.left_out)
 
     def endpoint(self) -> Endpoint:
         """The model of the last good checkpoint behind HTTP."""
