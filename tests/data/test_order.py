@@ -68,7 +68,9 @@ def test_pieces_are_dealt_once_and_evenly(rows: list[int], streams: int, seed: i
         assert all([piece.group for piece in stream] == sorted(piece.group for piece in stream) for stream in dealt)
 
 
-@pytest.mark.parametrize(("streams", "world_size", "share"), [(64, 4, 1 / 4), (1, 4, 1.0), (3, 2, 2 / 3), (64, 3, 22 / 64)])
+@pytest.mark.parametrize(
+    ("streams", "world_size", "share"), [(64, 4, 1 / 4), (1, 4, 1.0), (3, 2, 2 / 3), (64, 3, 22 / 64)]
+)
 def test_a_rank_decodes_its_share_and_what_straddles(streams: int, world_size: int, share: float) -> None:
     assert stream_share(np.full(streams, 1000), world_size) == pytest.approx(share)
 
@@ -98,9 +100,7 @@ def numbers(batch: ClickBatch) -> list[int]:
 
 def steps_of(data: FileClickData, world_size: int, rows: int, **options: int) -> list[list[int]]:
     """Row numbers of each step, rank after rank."""
-    ranks = [
-        list(data.train_batches(rank, world_size, 1, global_rows=rows, **options)) for rank in range(world_size)
-    ]
+    ranks = [list(data.train_batches(rank, world_size, 1, global_rows=rows, **options)) for rank in range(world_size)]
     return [[number for batch in step for number in numbers(batch)] for step in zip(*ranks, strict=True)]
 
 
@@ -152,7 +152,9 @@ def test_each_step_has_the_same_rows_on_every_number_of_ranks_and_after_a_resume
         begun = data.draw(st.integers(0, len(steps)))
         other = FileClickData(paths, GROUPED if grouped else SPEC, **options)
         assert steps_of(other, data.draw(st.integers(1, 5)), rows, epoch=1, first_batch=begun) == steps[begun:]
-        held = [number for rank in range(3) for batch in source.holdout_batches(rank, 3, 7) for number in numbers(batch)]
+        held = [
+            number for rank in range(3) for batch in source.holdout_batches(rank, 3, 7) for number in numbers(batch)
+        ]
     trained = [number for step in steps for number in step]
     assert [len(step) for step in steps[:-1]] == [rows] * (len(steps) - 1)
     assert sorted(trained + held) == list(range(first))
@@ -166,17 +168,17 @@ def many_groups(folder: Path) -> list[Path]:
     return [write(folder / f"{day}.parquet", [200] * 32, 6400 * day) for day in range(2)]
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 4])
-def test_bytes_decoded_by_a_rank(tmp_path: Path, world_size: int) -> None:
-    """64 streams of a row group each, and batches of which each stream has as many rows."""
+def test_a_rank_decodes_its_share_of_the_bytes(tmp_path: Path) -> None:
+    """64 streams of a row group each, and batches that have as many rows of each."""
     data = FileClickData(many_groups(tmp_path), SPEC, holdout=0.0)
-    decoded = []
-    for rank in range(world_size):
-        assert sum(batch.size for batch in data.train_batches(rank, world_size, 6400 // world_size)) == 12_800 // world_size
-        decoded.append(data.decoded_bytes)
-    assert len(set(decoded)) == 1
-    assert decoded[0] * world_size == 12_800 * 16  # int64 label and number
-    assert data.uneven(world_size, 6400) == ""
+    total = 0
+    for world_size in (1, 2, 4):
+        for rank in range(world_size):
+            read = sum(batch.size for batch in data.train_batches(rank, world_size, 6400 // world_size))
+            assert read == 12_800 // world_size
+            total = total or data.decoded_bytes
+            assert data.decoded_bytes * world_size == total >= 12_800 * 16
+        assert data.uneven(world_size, 6400) == ""
 
 
 def test_a_batch_has_rows_from_all_over_the_files_and_a_shuffle_from_other_places_each_epoch(tmp_path: Path) -> None:
@@ -244,7 +246,9 @@ def test_a_column_that_changes_its_type_between_files(tmp_path: Path) -> None:
     for path, values in zip(paths, (pa.nulls(2), [3, 4], ["3", "4"]), strict=True):
         pq.write_table(pa.table({"label": [0, 1], "number": values}), path)
     assert FileClickData(paths[:2], SPEC, holdout=0.0).train_rows == 4
-    with pytest.raises(DataError, match=r"column 'number' has numbers in .*b\.parquet and texts in .*c\.parquet: write"):
+    with pytest.raises(
+        DataError, match=r"column 'number' has numbers in .*b\.parquet and texts in .*c\.parquet: write"
+    ):
         FileClickData(paths, SPEC)
 
 
@@ -259,8 +263,14 @@ def test_rows_in_the_order_of_the_files(
         first += sum(groups)
     data = FileClickData(paths, SPEC)
     ranks = [
-        [int(one) for _, block in data.in_order(rank, world_size, ["session"]) for one in block.table["number"].to_pylist()]
+        [
+            int(one)
+            for _, block in data.in_order(rank, world_size, ["session"])
+            for one in block.table["number"].to_pylist()
+        ]
         for rank in range(world_size)
     ]
     assert [number for rank in ranks for number in rank] == list(range(first))
-    assert [len(rank) for rank in ranks] == [first * (r + 1) // world_size - first * r // world_size for r in range(world_size)]
+    assert [len(rank) for rank in ranks] == [
+        first * (r + 1) // world_size - first * r // world_size for r in range(world_size)
+    ]
