@@ -32,6 +32,7 @@ __all__ = ["FileInfo", "TableBlock", "check_file", "counted", "read_blocks"]
 _ROWS_AT_ONCE = 16_384
 _BLOCK_BYTES = 4 << 20
 _LONGEST_LINE = 64 << 20
+_BUFFER_BYTES = 1 << 16
 _COMPRESSED = {".gz": "gzip", ".bz2": "bz2", ".zst": "zstd", ".xz": "xz"}
 _PARQUET = (".parquet", ".pq")
 _SVMLIGHT = (".libsvm", ".svm", ".svmlight", ".libfm")
@@ -207,7 +208,7 @@ def _tables(
         case "parquet":
             if _footer_digest(path) != info.digest:
                 raise _changed(path, "it has another footer")
-            with _parquet(path) as file:
+            with _parquet(path, [feature.source for feature in spec.sparse]) as file:
                 batches = file.iter_batches(at_once, row_groups=[group], columns=list(columns), use_threads=False)
                 for batch in batches:
                     if start < batch.num_rows:
@@ -301,13 +302,14 @@ def _plain_suffix(path: str) -> str:
     return Path(Path(path_of(path)).stem).suffix.lower() if suffix in _COMPRESSED else suffix
 
 
-def _parquet(path: str) -> Any:
+def _parquet(path: str, texts: Sequence[str] = ()) -> Any:
+    """The file, of which columns of texts are read as dictionaries, through small buffers, for many are open."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 
     file = open_input(path)
     try:
-        return pq.ParquetFile(file)
+        return pq.ParquetFile(file, read_dictionary=list(texts), buffer_size=_BUFFER_BYTES, pre_buffer=False)
     except (pa.ArrowException, OSError) as error:
         text = str(error).splitlines()[0]
         raise DataError(f"data file {path} is not a complete Parquet file ({text}): copy or write it again") from error
