@@ -235,7 +235,16 @@ def _transformed(feature: Feature, values: NDArray[np.float64], missing: NDArray
 
 def _bags(table: Any, feature: Feature) -> _Bags:
     """A feature with a table, one id a row or any number."""
-    array, lengths = _flat(table[feature.source], feature)
+    import pyarrow as pa
+
+    column = table[feature.source]
+    if isinstance(column, pa.DictionaryArray) and not feature.is_list and len(column.dictionary) < len(column):
+        # Each distinct value once, and a null after them.
+        values = pa.concat_arrays([column.dictionary, pa.nulls(1, column.dictionary.type)])
+        distinct, bad_distinct = _ids(values, feature)
+        places = column.indices.fill_null(len(distinct) - 1).to_numpy(zero_copy_only=False)
+        return _Bags(ids=distinct[places], lengths=None, weights=None, bad=bad_distinct[places])
+    array, lengths = _flat(column, feature)
     ids, bad_V = _ids(array, feature)
     if lengths is None:
         return _Bags(ids=ids, lengths=None, weights=None, bad=bad_V)

@@ -4,47 +4,60 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from functools import partial
+from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from shardrec.data.batch import ClickBatch
 from shardrec.data.encode import encode
-from shardrec.data.fault import RowFault
-from shardrec.data.rows import ClickRows, bags_at, join_rows
+from shardrec.data.order import STREAMS, Piece, deal, slices, stream_count, stream_share
+from shardrec.data.reading import Part, Reader, StreamRows, shuffled
+from shardrec.data.rows import join_rows
 from shardrec.data.schema import ClickSchema
 from shardrec.data.source import ClickData
 from shardrec.data.spec import FeatureSpec
-from shardrec.data.split import BatchRequest, held_out
-from shardrec.data.tables import check_file, count_rows, first_line, read_blocks
+from shardrec.data.split import BatchRequest
+from shardrec.data.tables import FileInfo, TableBlock, check_file, counted, read_blocks
 from shardrec.errors import ConfigError, DataError
 
 __all__ = ["FileClickData"]
 
+_THREADS = 2
+_ROWS_AHEAD = 1 << 18
+"""Most rows that a rank decodes at once, over its streams; as many are ready, and as many are taken from."""
+
 
 class FileClickData(ClickData):
-    """Rows read from files, in constant memory; every call of a batches method is a separate pass.
+    """Rows read from files, in bounded memory; every call of a batches method is a separate pass.
 
-    Every rank reads and checks every row, and keeps its share. That costs ranks the decoding of the others' rows, and
-    buys that all ranks make the same steps, and fail at the same step with the same message, without exchanging
-    anything.
+    The order of the rows (:mod:`shardrec.data.order`) is a function of the files, the seed, the pass and the rows of a
+    global batch. A rank decodes the streams that its part of each batch comes from; a broken row is an error, or is
+    left out, on the rank whose part it is in.
 
     Args:
-        paths: files, or URLs of them, read in this order as one stream: Parquet, or text by a delimiter, plain or
-            ``.gz``, ``.xz``, ``.bz2``, ``.zst``.
+        paths: files, or URLs of them: Parquet, or text by a delimiter, plain or ``.gz``, ``.xz``, ``.bz2``, ``.zst``.
         spec: what the columns are.
         holdout: expected share of held-out rows, from 0 to 1 (not included); see ``split.held_out``.
-        on_bad_row: ``"raise"``, or ``"skip"`` to leave broken rows out and count them.
-        shuffle: number of training rows that are put in a random order at a time; 0 for the order of the files.
-        keep_groups: move neighbouring rows of a group together when shuffling.
+        on_bad_row: ``"raise"``, or ``"skip"`` to count broken rows and leave them out of their batches.
+        shuffle: rows that are put in a random order at a time, over all streams, after the row groups were; 0 for the
+            order of the files.
+        keep_groups: move neighbouring rows of a group together when shuffling, and read fewer streams at a time.
         seed: of that order, with the number of the pass.
+        streams: most row groups, or files of another format, that a global batch has rows of. With 1, rows are in
+            exactly the files' order, and every rank decodes all.
 
     Attributes:
         paths: the files.
+        files: what is known of each, its rows only after :meth:`count`.
 
     Raises:
         ConfigError: an option that is out of range.
-        DataError: a file that is missing, empty, or without the columns.
+        DataError: a file that is missing, empty, or without the columns, or with another type of column than others.
     """
 
     def __init__(
@@ -57,41 +70,70 @@ class FileClickData(ClickData):
         shuffle: int = 0,
         keep_groups: bool = False,
         seed: int = 0,
+        streams: int = STREAMS,
     ) -> None:
         if not 0 <= holdout < 1:
             raise ConfigError(f"holdout is {holdout}: give a share from 0 to 1 (not included)")
         if on_bad_row not in ("raise", "skip"):
             raise ConfigError(f"on_bad_row is {on_bad_row!r}: give 'raise' or 'skip'")
+        if streams < 1:
+            raise ConfigError(f"streams is {streams}: give at least 1")
         if not paths:
             raise ConfigError("paths is empty: give at least one file")
         self.paths = tuple(os.fspath(path) for path in paths)
         self.spec = spec
-        self._holdout, self._on_bad_row = holdout, on_bad_row
+        self._holdout, self._on_bad_row, self._streams = holdout, on_bad_row, streams
         self._shuffle, self._keep_groups, self._seed = shuffle, keep_groups, seed
         self._skipped: Counter[str] = Counter()
-        self._train_rows: int | None = None
-        for path in self.paths:
-            check_file(path, spec)
+        self._reader: Reader | None = None
+        self._pieces: dict[bool, list[Piece]] = {}
+        self.files: Sequence[FileInfo] = [check_file(path, spec) for path in self.paths]
+        _check_kinds(self.files)
 
     @property
     def schema(self) -> ClickSchema:
         return self.spec.schema_
 
     @property
-    def train_rows(self) -> int | None:
-        """What :meth:`count` returned; None before it was called."""
-        return self._train_rows
+    def train_rows(self) -> int:
+        """Rows that a pass trains on, broken ones included; see :meth:`count`."""
+        self.count()
+        return sum(piece.kept for piece in self._pieces[False])
 
-    def count(self) -> int:
-        """About how many rows a pass trains on: broken ones count, and the expected share is held out."""
-        rows = sum(count_rows(path, self.spec) for path in self.paths)
-        self._train_rows = round(rows * (1 - self._holdout))
-        return self._train_rows
+    def count(self, each: Callable[[Callable[[Any], Any], Sequence[Any]], Iterable[Any]] = map) -> None:
+        """Count the rows, on which their order depends; the first pass does it otherwise.
+
+        Parquet's footers tell them. The lines of text are counted, which reads all of it; where groups of rows are held
+        out, all rows are decoded once.
+
+        Args:
+            each: calls a function for each item, as ``map`` does; for instance with other ranks.
+
+        Raises:
+            DataError: a file that is damaged.
+        """
+        if self._pieces:
+            return
+        self.files = list(each(partial(counted, spec=self.spec), self.files))
+        pieces, row = [], 0
+        for number, info in enumerate(self.files):
+            for group, rows in enumerate(info.groups):
+                pieces.append(Piece(file=number, group=group, row=row, rows=rows, kept=0))
+                row += rows
+        train = list(each(self._new_reader(held=False).kept, pieces))
+        kept = [replace(piece, kept=rows) for piece, rows in zip(pieces, train, strict=True)]
+        held = [replace(piece, kept=piece.rows - piece.kept) for piece in kept]
+        self._pieces = {False: [piece for piece in kept if piece.kept], True: [piece for piece in held if piece.kept]}
 
     @property
     def skipped(self) -> dict[str, int]:
         """Rows left out so far by the pass that started last, by reason; empty with ``on_bad_row="raise"``."""
         return dict(self._skipped)
+
+    @property
+    def decoded_bytes(self) -> int:
+        """Bytes of Arrow tables that the pass that started last has decoded so far."""
+        return 0 if self._reader is None else sum(self._reader.decoded.values())
 
     def describe(self) -> str:
         """Files, columns and options in a few lines of text."""
@@ -110,71 +152,126 @@ class FileClickData(ClickData):
             ]
         )
 
-    def _batches(self, request: BatchRequest, epoch: int | None) -> Iterator[ClickBatch]:
-        rows = self._selected_rows(held=epoch is None)
+    def uneven(self, world_size: int, batch_rows: int) -> str:
+        """What to do where some rank would decode much more than its share of the training rows; empty if none does."""
+        _, lengths = self._dealt(batch_rows, None, held=False)
+        share = stream_share(lengths, world_size)
+        if share < 1.5 / world_size:
+            return ""
+        largest = max(self._pieces[False], key=lambda piece: piece.kept)
+        name, rows = self.files[largest.file].path, int(lengths.sum())
+        whole = f"{name} has {largest.kept / rows:.0%} of the rows and cannot be entered in its middle: write it as"
+        if self.files[largest.file].divisible:
+            whole = f"a row group of {name} has {largest.kept / rows:.0%} of the rows: write it again as"
+        return (
+            f"of {world_size} ranks each decodes up to {share:.0%} of the rows, for {whole} Parquet with smaller row "
+            f"groups (shardrec convert {name} --out DIR)"
+        )
+
+    def in_order(
+        self, rank: int, world_size: int, columns: Sequence[str] = ()
+    ) -> Iterator[tuple[FileInfo, TableBlock]]:
+        """A rank's part of all rows in the order of the files, one contiguous range, as blocks that are not encoded.
+
+        Args:
+            rank: this rank, from 0.
+            world_size: number of ranks, whose ranges follow each other.
+            columns: to read with those of the spec.
+        """
+        self.count()
+        total = sum(sum(info.groups) for info in self.files)
+        first, last, row = total * rank // world_size, total * (rank + 1) // world_size, 0
+        for info in self.files:
+            for group, rows in enumerate(info.groups):
+                begin, end = max(first - row, 0), min(last - row, rows)
+                row += rows
+                if begin < end:
+                    stop = end + sum(info.groups[:group])
+                    for block in read_blocks(info, self.spec, group=group, start=begin, columns=columns):
+                        yield info, block.until(stop)
+                        if block.stop >= stop:
+                            break
+
+    def _new_reader(self, *, held: bool, part: float = 1.0) -> Reader:
+        return Reader(files=self.files, spec=self.spec, holdout=self._holdout, held=held, part=part)
+
+    def _dealt(self, batch_rows: int, epoch: int | None, *, held: bool) -> tuple[list[list[Piece]], NDArray[np.int64]]:
+        """The pieces of each stream, and its rows."""
+        self.count()
+        streams = stream_count(self._streams, batch_rows, grouped=self._keep_groups)
+        draws = None
         if self._shuffle and epoch is not None:
-            rows = self._shuffled(rows, epoch)
-        for index, part in enumerate(_in_parts(rows, request.global_size)):
-            if request.wants(index, len(part)):
-                start, stop = request.share(len(part))
-                yield part.between(start, stop).to_batch(self.schema)
+            draws = np.random.Generator(np.random.Philox(key=self._seed, counter=[0, epoch, 0, 1]))
+        dealt = deal(self._pieces[held], streams, draws)
+        return dealt, np.array([sum(piece.kept for piece in pieces) for pieces in dealt], dtype=np.int64)
 
-    def _shuffled(self, rows: Iterator[ClickRows], epoch: int) -> Iterator[ClickRows]:
-        """A function of the seed, the epoch and the files, so that a resumed run finds the same order."""
-        for window, part in enumerate(_in_parts(rows, self._shuffle)):
-            draws = np.random.Generator(np.random.Philox(key=self._seed, counter=[window, epoch, 0, 0]))
-            if not self._keep_groups or part.groups is None:
-                yield part.take(draws.permutation(len(part)))
-                continue
-            starts = np.flatnonzero(np.r_[True, part.groups[1:] != part.groups[:-1]])
-            sizes = np.diff(np.r_[starts, len(part)])
-            _, places, _ = bags_at(draws.permutation(len(starts)), sizes, np.arange(len(part)), None)
-            yield part.take(places.numpy())
-
-    def _selected_rows(self, *, held: bool) -> Iterator[ClickRows]:
+    def _batches(self, request: BatchRequest, epoch: int | None) -> Iterator[ClickBatch]:
         skipped = self._skipped = Counter()
-        before, good = 0, 0
-        for path in self.paths:
-            first, seen = first_line(path, self.spec), 0
-            for block in read_blocks(path, self.spec):
-                encoded = encode(block.table, self.spec)
-                keep = np.ones(len(block.numbers), dtype=np.bool_)
-                keep[list(encoded.faults)] = False
-                faults = {int(block.numbers[row]): fault for row, fault in encoded.faults.items()} | block.faults
-                for number in sorted(faults):
-                    if self._on_bad_row == "raise":
-                        raise _error(path, number + first, faults[number])
-                    skipped[faults[number].reason.value] += 1
-                seen, good = block.seen, good + int(keep.sum())
-                # A group is held out as a whole: half of it would be ranked on its own.
-                units = encoded.rows.groups if encoded.rows.groups is not None else block.numbers + before
-                yield encoded.rows.where(keep & (held_out(units, self._holdout) == held))
-            before += seen
-        if not good:
+        size = request.global_size
+        dealt, lengths = self._dealt(size, epoch, held=epoch is None)
+        total, at_once = int(lengths.sum()), -(-int((lengths > 0).sum()) // request.world_size)
+        reader = self._reader = self._new_reader(held=epoch is None, part=_part_of_block(at_once))
+        window = max(1, self._shuffle // len(dealt))
+        opened: dict[int, StreamRows] = {}
+
+        def rows_of(stream: int, start: int) -> StreamRows:
+            if not self._shuffle or epoch is None:
+                return StreamRows(reader.parts(stream, dealt[stream], start), start, pool)
+            first = start // window
+            parts = reader.parts(stream, dealt[stream], first * window)
+            draws = (self._seed, epoch, stream, 0)
+            return StreamRows(
+                shuffled(parts, window, first, draws, keep_groups=self._keep_groups), first * window, pool
+            )
+
+        pool = ThreadPoolExecutor(_THREADS, thread_name_prefix="decode")
+        try:
+            for index in range(request.first_batch, -(-total // size)):
+                first, last = index * size, min((index + 1) * size, total)
+                if not request.wants(index, last - first):
+                    continue
+                parts: list[Part] = []
+                for rows in slices(lengths, first, last, request.share(last - first)):
+                    if rows.stream not in opened:
+                        opened[rows.stream] = rows_of(rows.stream, rows.start)
+                    parts += opened[rows.stream].take(rows.start, rows.stop)
+                yield self._batch(parts, skipped)
+        finally:
+            pool.shutdown(cancel_futures=True)
+        if not reader.good and (reader.decoded or not any(self._pieces.values())):
             counts = ", ".join(f"{count} {reason}" for reason, count in skipped.items()) or "none skipped"
             raise DataError(
                 f"{', '.join(self.paths)}: no row could be read ({counts}): check that the files have the columns "
                 f"{', '.join(self.spec.sources)}"
             )
 
+    def _batch(self, parts: Sequence[Part], skipped: Counter[str]) -> ClickBatch:
+        for fault in (fault for part in parts for fault in part.faults):
+            if self._on_bad_row == "raise":
+                raise DataError(fault.message)
+            skipped[fault.reason.value] += 1
+        rows = [part.rows for part in parts] or [self._no_rows()]
+        return join_rows(rows).to_batch(self.schema)
 
-def _error(path: str, line: int, fault: RowFault) -> DataError:
-    remedy = f"{fault.remedy}, or leave such rows out (on_bad_row: skip, --on-bad-row skip)"
-    return DataError(f"{path}:{line}: {fault.where}; {remedy}")
+    def _no_rows(self) -> Any:
+        import pyarrow as pa
+
+        return encode(pa.table({name: pa.array([], pa.string()) for name in self.spec.sources}), self.spec).rows
 
 
-def _in_parts(rows: Iterator[ClickRows], size: int) -> Iterator[ClickRows]:
-    """The rows, ``size`` at a time; what is left at the end is a smaller part."""
-    waiting: list[ClickRows] = []
-    count = 0
-    for part in rows:
-        waiting.append(part)
-        count += len(part)
-        if count < size:
-            continue
-        joined = join_rows(waiting)
-        for start in range(0, count - size + 1, size):
-            yield joined.between(start, start + size)
-        waiting, count = [joined.between(count - count % size, count)], count % size
-    if count:
-        yield join_rows(waiting)
+def _part_of_block(streams: int) -> float:
+    """Of a usual block, the part that is read of each stream at a time."""
+    return min(1.0, _ROWS_AHEAD / 16_384 / max(1, streams))
+
+
+def _check_kinds(files: Sequence[FileInfo]) -> None:
+    """Raise if a column has values of one kind in one file and of another in another, which would be other ids."""
+    first: dict[str, FileInfo] = {}
+    for info in files:
+        for name, kind in info.kinds.items():
+            before = first.setdefault(name, info) if kind else info
+            if before.kinds[name] != kind:
+                raise DataError(
+                    f"column {name!r} has {before.kinds[name]} in {before.path} and {kind} in {info.path}: write "
+                    "values of one kind to all the files"
+                )

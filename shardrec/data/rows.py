@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 import torch
@@ -65,10 +66,15 @@ class ClickRows:
         if self.lengths is None:
             first, last = start * self.num_sparse, stop * self.num_sparse
         else:
-            first = int(self.lengths[:start].sum())
-            last = first + int(self.lengths[start:stop].sum())
+            first, last = int(self._starts[start]), int(self._starts[stop])
         weights = None if self.weights is None else self.weights[first:last]
         return self._at(slice(start, stop), self.ids[first:last], weights)
+
+    @cached_property
+    def _starts(self) -> NDArray[np.int64]:
+        """Of rows with ``lengths``, the first id of each and the end of the last one, int64 (N + 1,)."""
+        assert self.lengths is not None, "only rows of several ids a feature are asked for"
+        return np.asarray(np.r_[0, np.cumsum(self.lengths.sum(axis=1))], dtype=np.int64)
 
     def where(self, keep: NDArray[np.bool_]) -> ClickRows:
         """The rows for which ``keep``, bool (N,), is true, in their order."""

@@ -28,8 +28,8 @@ class ClickData(ABC):
 
     @property
     @abstractmethod
-    def train_rows(self) -> int | None:
-        """Training rows in one pass over all ranks, None while that is not known."""
+    def train_rows(self) -> int:
+        """Training rows in one pass, over all ranks."""
 
     def train_batches(
         self,
@@ -56,7 +56,7 @@ class ClickData(ABC):
 
         Raises:
             ConfigError: an argument out of range, at the call.
-            DataError: a broken row in a file, while iterating; on every rank before the same batch.
+            DataError: a broken row of this rank in a file, while iterating, before its batch.
         """
         request = BatchRequest(
             rank=rank,

@@ -59,7 +59,7 @@ class SyntheticClickData(ClickData):
         return self.config.schema
 
     @property
-    def train_rows(self) -> int | None:
+    def train_rows(self) -> int:
         """Training rows in one pass, over all ranks."""
         return self.config.rows
 

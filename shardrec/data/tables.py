@@ -9,9 +9,10 @@ from __future__ import annotations
 import lzma
 import zipfile
 import zlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -26,14 +27,41 @@ from shardrec.data.urls import open_input, path_of
 from shardrec.errors import DataError
 from shardrec.layout.presets import host_memory
 
-__all__ = ["TableBlock", "check_file", "count_rows", "first_line", "read_blocks", "rows_between"]
+__all__ = ["FileInfo", "TableBlock", "check_file", "counted", "read_blocks", "rows_between"]
 
 _ROWS_AT_ONCE = 16_384
 _BLOCK_BYTES = 4 << 20
 _LONGEST_LINE = 64 << 20
+_BUFFER_BYTES = 1 << 16
 _COMPRESSED = {".gz": "gzip", ".bz2": "bz2", ".zst": "zstd", ".xz": "xz"}
 _PARQUET = (".parquet", ".pq")
 _SVMLIGHT = (".libsvm", ".svm", ".svmlight", ".libfm")
+
+
+@dataclass(frozen=True, kw_only=True)
+class FileInfo:
+    """What is known of a file before its rows are read.
+
+    Attributes:
+        path: its name.
+        size: bytes.
+        digest: checksum of Parquet's footer, or of the bytes of another file; "" while its rows are not counted.
+        groups: rows of each row group, broken ones included; a file of another format has one group.
+        kinds: what the values of each column of the spec are, of formats with types; "" for nulls only.
+        first_line: the line of row 0; 1 for Parquet and archives, of which rows are counted.
+    """
+
+    path: str
+    size: int
+    digest: str = ""
+    groups: tuple[int, ...] = ()
+    kinds: Mapping[str, str]
+    first_line: int = 1
+
+    @property
+    def divisible(self) -> bool:
+        """Whether the file could have several groups."""
+        return _kind(self.path) == "parquet"
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -44,35 +72,53 @@ class TableBlock:
         table: N rows, as a ``pyarrow.Table`` or a ``RecordBatch``.
         numbers: int64 (N,), the number of each among the file's rows, from 0; broken ones are counted too.
         faults: of rows that are not in the table, by their number.
-        seen: rows of the file so far.
+        first: number of the block's first row.
+        stop: number of the row after its last one.
     """
 
     table: Any
     numbers: NDArray[np.int64]
     faults: dict[int, RowFault]
-    seen: int
+    first: int
+    stop: int
+
+    def until(self, stop: int) -> TableBlock:
+        """The block without the rows from number ``stop`` on."""
+        if stop >= self.stop:
+            return self
+        count = int(np.searchsorted(self.numbers, stop))
+        faults = {number: fault for number, fault in self.faults.items() if number < stop}
+        return replace(self, table=self.table.slice(0, count), numbers=self.numbers[:count], faults=faults, stop=stop)
 
 
-def check_file(path: str, spec: FeatureSpec) -> None:
+def check_file(path: str, spec: FeatureSpec) -> FileInfo:
     """Check that a file is there and has the columns, from its first bytes or footer only.
+
+    Returns:
+        What the first bytes or the footer tell; only of Parquet the rows.
 
     Raises:
         DataError: naming all that is wrong.
     """
-    schema = None
+    schema, digest, groups, first = None, "", (), 1
+    with open_input(path) as file:
+        size = file.size()
     match _kind(path):
         case "parquet":
-            schema = _parquet(path).schema_arrow
-            names = schema.names
+            with _parquet(path) as parquet:
+                schema, metadata = parquet.schema_arrow, parquet.metadata
+                groups = tuple(metadata.row_group(group).num_rows for group in range(metadata.num_row_groups))
+            digest, names = _footer_digest(path), schema.names
         case "archive":
-            schema = _table_of(_arrays(path, spec), 0, 0).schema
+            schema = _table_of(_arrays(path, spec.sources), 0, 0).schema
             names = schema.names
         case "svmlight":
             with _opened(path):
                 names = list(svmlight.COLUMNS)
         case _:
-            with _opened(path) as stream, _undamaged(path, 1):
+            with _opened(path) as stream, _undamaged(path, size, 1):
                 names = _header(path, stream.read(_BLOCK_BYTES), spec)[0]
+            first = 1 if spec.columns is not None else 2
     faults = [
         f"column {name!r} is missing: name the file's column in the spec (column:)"
         for name in spec.sources
@@ -88,36 +134,80 @@ def check_file(path: str, spec: FeatureSpec) -> None:
             not set(spec.sources) <= set(names)
         )
         raise DataError(f"data file {path}{shown}: " + "; ".join(faults))
+    kinds = {} if schema is None else {name: _values(schema.field(name).type) for name in spec.sources}
+    return FileInfo(path=path, size=size, digest=digest, groups=groups, kinds=kinds, first_line=first)
 
 
-def read_blocks(path: str, spec: FeatureSpec) -> Iterator[TableBlock]:
-    """The rows of one file, which :func:`check_file` has passed, in order.
+def counted(info: FileInfo, spec: FeatureSpec) -> FileInfo:
+    """The file's info with its rows, broken ones too, and digest: of a text by its lines, which are not parsed.
 
     Raises:
         DataError: for a file that is damaged.
     """
-    seen = 0
-    blocks = _tables(path, spec)
+    kind, lines, end, digest = _kind(info.path), 0, b"\n", 0
+    if kind == "parquet":
+        return info
+    archive = kind == "archive"
+    with _undamaged(info.path, info.size, 1), open_input(info.path) if archive else _opened(info.path) as stream:
+        while data := stream.read(_BLOCK_BYTES):
+            digest = zlib.crc32(data, digest)
+            lines, end = lines + data.count(b"\n"), data[-1:]
+    rows = lines + (end != b"\n") + 1 - info.first_line
+    if archive:
+        rows = len(next(iter(_arrays(info.path, spec.sources).values())))
+    return replace(info, digest=f"{digest:08x}", groups=(rows,))
+
+
+def read_blocks(
+    info: FileInfo,
+    spec: FeatureSpec,
+    *,
+    group: int = 0,
+    start: int = 0,
+    part: float = 1.0,
+    columns: Sequence[str] = (),
+) -> Iterator[TableBlock]:
+    """The rows of one row group of a file, in order.
+
+    Args:
+        info: of :func:`counted`.
+        spec: what the columns are.
+        group: number of the row group.
+        start: rows of it to leave out: decoded in Parquet; neither parsed nor checked in text.
+        part: of the usual size of a block.
+        columns: to read with those of the spec.
+
+    Raises:
+        DataError: for a file that is damaged, or has changed since it was counted.
+    """
+    seen = sum(info.groups[:group]) + start
+    stop = seen - start + info.groups[group]
+    blocks = _tables(info, spec, group, start, part, tuple(dict.fromkeys([*spec.sources, *columns])))
     while True:
-        with _undamaged(path, seen + 1):
+        with _undamaged(info.path, info.size, seen + info.first_line):
             block = next(blocks, None)
         if block is None:
-            return
+            break
         table, broken = block
-        begin, seen = seen, seen + table.num_rows + len(broken)
-        faults = {begin + row: fault for row, fault in broken.items()}
-        yield TableBlock(table=table, numbers=np.delete(np.arange(begin, seen), list(broken)), faults=faults, seen=seen)
+        first, seen = seen, seen + table.num_rows + len(broken)
+        if seen > stop:
+            break
+        faults = {first + row: fault for row, fault in broken.items()}
+        numbers = np.delete(np.arange(first, seen), list(broken))
+        yield TableBlock(table=table, numbers=numbers, faults=faults, first=first, stop=seen)
+    if seen != stop:
+        raise _changed(info.path, f"it had {stop:,} rows up to here and now has {'more' if seen > stop else seen}")
 
 
-def rows_between(path: str, spec: FeatureSpec, ranges: Iterable[tuple[int, int]]) -> Iterator[TableBlock]:
+def rows_between(info: FileInfo, spec: FeatureSpec, ranges: Sequence[tuple[int, int]]) -> Iterator[TableBlock]:
     """A block of exactly the rows ``start`` to ``stop`` (not included), for each of some ascending ranges.
 
     Raises:
-        DataError: for a file that is damaged, or has fewer rows.
+        DataError: for a file that is damaged, or has changed since it was counted.
     """
     import pyarrow as pa
 
-    blocks = read_blocks(path, spec)
+    blocks = _rows_from(info, spec, ranges[0][0])
     block = next(blocks, None)
     for start, stop in ranges:
         tables, numbers = [], [np.zeros(0, dtype=np.int64)]
@@ -128,72 +218,104 @@ def rows_between(path: str, spec: FeatureSpec, ranges: Iterable[tuple[int, int]]
             tables.append(pa.Table.from_batches([part]) if isinstance(part, pa.RecordBatch) else part)
             numbers.append(block.numbers[first:last])
             faults |= {number: fault for number, fault in block.faults.items() if start <= number < stop}
-            if block.seen >= stop:
+            if block.stop >= stop:
                 break
             block = next(blocks, None)
-        if block is None:
-            raise DataError(f"data file {path} has fewer than {stop:,} rows, and had more: do not change it meanwhile")
-        yield TableBlock(table=pa.concat_tables(tables), numbers=np.concatenate(numbers), faults=faults, seen=stop)
+        yield TableBlock(
+            table=pa.concat_tables(tables), numbers=np.concatenate(numbers), faults=faults, first=start, stop=stop
+        )
 
 
-def count_rows(path: str, spec: FeatureSpec) -> int:
-    """The rows of one file, broken ones too, from Parquet's footer or by the lines of a text, which are not parsed.
-
-    Raises:
-        DataError: for a file that is damaged.
-    """
-    kind, lines, end = _kind(path), 0, b"\n"
-    if kind == "parquet":
-        with _parquet(path) as file:
-            return int(file.metadata.num_rows)
-    if kind == "archive":
-        return len(next(iter(_arrays(path, spec).values())))
-    with _undamaged(path, 1), _opened(path) as stream:
-        while data := stream.read(_BLOCK_BYTES):
-            lines, end = lines + data.count(b"\n"), data[-1:]
-    return lines + (end != b"\n") - (kind == "text" and spec.columns is None)
+def _rows_from(info: FileInfo, spec: FeatureSpec, first: int) -> Iterator[TableBlock]:
+    """The rows of a file from one on, over its row groups."""
+    for group, rows in enumerate(info.groups):
+        if rows > first:
+            yield from read_blocks(info, spec, group=group, start=max(0, first))
+        first -= rows
 
 
-def first_line(path: str, spec: FeatureSpec) -> int:
-    """The line of row 0; 1 for Parquet and archives, of which rows are counted."""
-    return 2 if _kind(path) == "text" and spec.columns is None else 1
-
-
-def _tables(path: str, spec: FeatureSpec) -> Iterator[tuple[Any, dict[int, RowFault]]]:
-    """Tables of the file's rows that could be read, each with the faults of the others by their place among both."""
+def _tables(
+    info: FileInfo, spec: FeatureSpec, group: int, start: int, part: float, columns: Sequence[str]
+) -> Iterator[tuple[Any, dict[int, RowFault]]]:
+    """Tables of the rows that could be read, each with the faults of the others by their place among both."""
+    path, at_once, size = info.path, max(1, int(_ROWS_AT_ONCE * part)), max(1, int(_BLOCK_BYTES * part))
     match _kind(path):
         case "parquet":
-            with _parquet(path) as file:
-                for batch in file.iter_batches(batch_size=_ROWS_AT_ONCE, columns=list(spec.sources), use_threads=False):
-                    yield batch, {}
+            if _footer_digest(path) != info.digest:
+                raise _changed(path, "it has another footer")
+            with _parquet(path, [feature.source for feature in spec.sparse]) as file:
+                batches = file.iter_batches(at_once, row_groups=[group], columns=list(columns), use_threads=False)
+                for batch in batches:
+                    if start < batch.num_rows:
+                        yield batch.slice(start), {}
+                    start = max(0, start - batch.num_rows)
         case "archive":
-            arrays = _arrays(path, spec)  # an array of an archive is read as a whole
-            for start in range(0, len(next(iter(arrays.values()))), _ROWS_AT_ONCE):
-                yield _table_of(arrays, start, start + _ROWS_AT_ONCE), {}
+            arrays = _arrays(path, columns)  # an array of an archive is read as a whole
+            for first in range(start, len(next(iter(arrays.values()))), at_once):
+                yield _table_of(arrays, first, first + at_once), {}
         case "svmlight":
             with _opened(path) as stream:
-                yield from map(svmlight.parse_svmlight, _whole_lines(path, stream))
+                yield from map(svmlight.parse_svmlight, _without(_whole_lines(path, stream, size), start))
         case _:
-            names: list[str] = []
             with _opened(path) as stream:
-                for data in _whole_lines(path, stream):
-                    begin = 0
-                    if not names:
-                        names, begin = _header(path, data, spec)
-                    if len(data) > begin:
-                        yield _parsed(path, data[begin:], names, spec)
+                blocks = _whole_lines(path, stream, size)
+                data = next(blocks, b"")
+                names, begin = _header(path, data, spec)
+                rest = chain([data[begin:]] if len(data) > begin else [], blocks)
+                yield from (_parsed(path, lines, names, columns, spec) for lines in _without(rest, start))
 
 
 @contextmanager
-def _undamaged(path: str, line: int) -> Iterator[None]:
-    """Inside, what pyarrow and the decompressors say of a file becomes a DataError."""
+def _undamaged(path: str, size: int, line: int) -> Iterator[None]:
+    """Inside, what pyarrow and the decompressors say of a file of so many bytes becomes a DataError."""
     import pyarrow as pa
 
     try:
         yield
     except (pa.ArrowException, OSError, EOFError, lzma.LZMAError, zipfile.BadZipFile) as error:
+        with open_input(path) as file:
+            if file.size() != size:
+                raise _changed(path, f"it had {size:,} bytes and now has {file.size():,}") from error
         reason = (str(error) or type(error).__name__).splitlines()[0]
         raise DataError(f"{path}:{line}: the file is damaged ({reason}): copy or write it again") from error
+
+
+def _changed(path: str, how: str) -> DataError:
+    return DataError(
+        f"data file {path} has changed since it was opened ({how}): let nothing write to files that are read, and go "
+        "on with the files that the run was started with"
+    )
+
+
+def _footer_digest(path: str) -> str:
+    with open_input(path) as file:
+        size = file.size()
+        file.seek(max(0, size - 8))
+        length = int.from_bytes(file.read(4), "little")
+        file.seek(max(0, size - 8 - length))
+        return f"{size}-{zlib.crc32(file.read()):08x}"
+
+
+def _values(kind: Any) -> str:
+    """What values of an Arrow type are, where two files may not differ; whole and broken numbers are the same."""
+    import pyarrow as pa
+
+    types = pa.types
+    if types.is_list(kind) or types.is_large_list(kind) or types.is_fixed_size_list(kind):
+        inner = _values(kind.value_type)
+        return f"lists of {inner}" if inner else ""
+    if types.is_dictionary(kind):
+        return _values(kind.value_type)
+    if types.is_null(kind):
+        return ""
+    return "dates" if types.is_temporal(kind) else "numbers" if _is_number(kind) else "texts"
+
+
+def _is_number(kind: Any) -> bool:
+    import pyarrow as pa
+
+    types = pa.types
+    return bool(types.is_integer(kind) or types.is_floating(kind) or types.is_boolean(kind) or types.is_decimal(kind))
 
 
 def _kind(path: str) -> str:
@@ -215,13 +337,14 @@ def _plain_suffix(path: str) -> str:
     return Path(Path(path_of(path)).stem).suffix.lower() if suffix in _COMPRESSED else suffix
 
 
-def _parquet(path: str) -> Any:
+def _parquet(path: str, texts: Sequence[str] = ()) -> Any:
+    """The file, of which columns of texts are read as dictionaries, through small buffers, for many are open."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 
     file = open_input(path)
     try:
-        return pq.ParquetFile(file)
+        return pq.ParquetFile(file, read_dictionary=list(texts), buffer_size=_BUFFER_BYTES, pre_buffer=False)
     except (pa.ArrowException, OSError) as error:
         text = str(error).splitlines()[0]
         raise DataError(f"data file {path} is not a complete Parquet file ({text}): copy or write it again") from error
@@ -241,8 +364,8 @@ def _table_of(arrays: dict[str, NDArray[Any]], start: int, stop: int) -> Any:
     return pa.table(columns)
 
 
-def _arrays(path: str, spec: FeatureSpec) -> dict[str, NDArray[Any]]:
-    """The spec's columns in an archive, as far as they are there.
+def _arrays(path: str, columns: Sequence[str]) -> dict[str, NDArray[Any]]:
+    """The columns of an archive, as far as they are there.
 
     Raises:
         DataError: for what is no such archive, an array of objects or of another shape, or columns of several lengths.
@@ -250,7 +373,7 @@ def _arrays(path: str, spec: FeatureSpec) -> dict[str, NDArray[Any]]:
     file = open_input(path)
     try:
         with np.load(file, allow_pickle=False) as archive:
-            names = [name for name in spec.sources if name in archive.files]
+            names = [name for name in columns if name in archive.files]
             size = sum(part.file_size for part in archive.zip.infolist() if part.filename.removesuffix(".npy") in names)
             if size > host_memory() / 2:
                 raise DataError(
@@ -281,7 +404,9 @@ def _arrays(path: str, spec: FeatureSpec) -> dict[str, NDArray[Any]]:
     return arrays
 
 
-def _parsed(path: str, data: bytes, names: list[str], spec: FeatureSpec) -> tuple[Any, dict[int, RowFault]]:
+def _parsed(
+    path: str, data: bytes, names: Sequence[str], columns: Sequence[str], spec: FeatureSpec
+) -> tuple[Any, dict[int, RowFault]]:
     import pyarrow as pa
     from pyarrow import csv
 
@@ -298,7 +423,7 @@ def _parsed(path: str, data: bytes, names: list[str], spec: FeatureSpec) -> tupl
 
     table = csv.read_csv(
         pa.BufferReader(data),
-        read_options=csv.ReadOptions(column_names=names, use_threads=False, block_size=len(data) + 1),
+        read_options=csv.ReadOptions(column_names=list(names), use_threads=False, block_size=len(data) + 1),
         parse_options=csv.ParseOptions(
             delimiter=_delimiter(path, spec),
             quote_char='"' if spec.quoted else False,
@@ -306,8 +431,8 @@ def _parsed(path: str, data: bytes, names: list[str], spec: FeatureSpec) -> tupl
             invalid_row_handler=leave_out,
         ),
         convert_options=csv.ConvertOptions(
-            column_types=dict.fromkeys(spec.sources, pa.binary()),
-            include_columns=list(spec.sources),
+            column_types=dict.fromkeys(columns, pa.binary()),
+            include_columns=list(columns),
             check_utf8=False,
             strings_can_be_null=False,
         ),
@@ -329,10 +454,10 @@ def _delimiter(path: str, spec: FeatureSpec) -> str:
     return spec.delimiter or ("," if _plain_suffix(path) == ".csv" else "\t")
 
 
-def _whole_lines(path: str, stream: Any) -> Iterator[bytes]:
+def _whole_lines(path: str, stream: Any, size: int) -> Iterator[bytes]:
     """Blocks that end with a line feed, but perhaps the last one."""
     rest = b""
-    while data := stream.read(_BLOCK_BYTES):
+    while data := stream.read(size):
         end = data.rfind(b"\n") + 1
         if end:
             yield rest + data[:end]
@@ -343,6 +468,21 @@ def _whole_lines(path: str, stream: Any) -> Iterator[bytes]:
             raise DataError(f"data file {path} has a line of more than {_LONGEST_LINE >> 20} MiB: give a text file")
     if rest:
         yield rest
+
+
+def _without(blocks: Iterable[bytes], count: int) -> Iterator[bytes]:
+    """The blocks of lines without the first ``count`` lines, which are not parsed."""
+    for data in blocks:
+        lines = data.count(b"\n") if count else 0
+        if lines < count:
+            count -= lines
+            continue
+        place = 0
+        for _ in range(count):
+            place = data.index(b"\n", place) + 1
+        count = 0
+        if place < len(data):
+            yield data[place:]
 
 
 def _opened(path: str) -> AbstractContextManager[Any]:

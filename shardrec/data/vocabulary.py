@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from shardrec.data.encode import count_values, group_keys
 from shardrec.data.spec import FeatureSpec
 from shardrec.data.split import held_out
-from shardrec.data.tables import check_file, read_blocks
+from shardrec.data.tables import check_file, counted, read_blocks
 
 __all__ = ["count_vocabularies"]
 
@@ -32,16 +32,15 @@ def count_vocabularies(paths: Sequence[str], spec: FeatureSpec, *, holdout: floa
     counts: dict[str, Counter[str]] = {feature.name: Counter() for feature in spec.uncounted}
     before = 0
     for path in paths:
-        check_file(path, spec)
-        seen = 0
-        for block in read_blocks(path, spec):
-            units = block.numbers + before if spec.group is None else group_keys(block.table, spec)
-            trained = block.table.filter(pa.array(~held_out(units, holdout)))
-            for feature in spec.sparse:
-                if (owner := feature.share or feature.name) in counts:
-                    counts[owner].update(count_values(trained, feature))
-            seen = block.seen
-        before += seen
+        info = counted(check_file(path, spec), spec)
+        for group in range(len(info.groups)):
+            for block in read_blocks(info, spec, group=group):
+                units = block.numbers + before if spec.group is None else group_keys(block.table, spec)
+                trained = block.table.filter(pa.array(~held_out(units, holdout)))
+                for feature in spec.sparse:
+                    if (owner := feature.share or feature.name) in counts:
+                        counts[owner].update(count_values(trained, feature))
+        before += sum(info.groups)
     vocabularies = {}
     for feature in spec.uncounted:
         pairs = sorted(counts[feature.name].items(), key=lambda pair: (-pair[1], pair[0]))

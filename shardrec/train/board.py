@@ -33,11 +33,12 @@ class Board(Display):
         self._writer = SummaryWriter(str(run.folder / BOARD), purge_step=run.progress.samples or None)
         self._write = self._writer.add_scalar
 
-    def advance(self, samples: int, seconds: float, loss: float) -> None:
-        self._shown.advance(samples, seconds, loss)
+    def advance(self, samples: int, seconds: float, loss: float, waits: float) -> None:
+        self._shown.advance(samples, seconds, loss, waits)
         rows, spent = samples - self._last[0], seconds - self._last[1]
         self._last = (samples, seconds)
         self._write("train/loss", loss, samples)
+        self._write("train/waits_for_data", waits, samples)
         if spent > 0 and rows > 0:
             self._write("train/samples_per_second", rows / spent, samples)
         for name, optimizer in self._optimizers.items():

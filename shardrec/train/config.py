@@ -83,7 +83,17 @@ class TrainConfig(Options):
         None, _DATA, "Files of rows for the final metrics (default: the held-out rows)", metavar="FILES"
     )
     shuffle: int | None = option(
-        None, _DATA, "Rows of a file to put in a random order at a time (default: the file's order)", ge=2
+        None,
+        _DATA,
+        "Rows to put in a random order at a time, after the row groups of all files were (default: the files' order)",
+        ge=2,
+    )
+    streams: int = option(
+        64,
+        _DATA,
+        "Row groups, or files of another format, that are read side by side, spread over the ranks; with 1, rows are "
+        "in exactly the files' order and every rank decodes all.",
+        ge=1,
     )
     samples: int | None = option(
         None, _DATA, "Rows to train on in an epoch, over all ranks (default: 2.4 million; of a file, all)", ge=1

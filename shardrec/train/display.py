@@ -32,8 +32,15 @@ _OVERFITS = 0.99
 class Display:
     """Shows the progress of the training loop; this one, of all ranks but the first, nothing."""
 
-    def advance(self, samples: int, seconds: float, loss: float) -> None:
-        """Show that ``samples`` rows, over all ranks, took ``seconds``; ``loss`` is a recent mean, in nats per row."""
+    def advance(self, samples: int, seconds: float, loss: float, waits: float) -> None:
+        """Show that ``samples`` rows, over all ranks, took ``seconds``.
+
+        Args:
+            samples: rows so far.
+            seconds: time so far.
+            loss: a recent mean, in nats per row.
+            waits: share of the time since the last call that this rank has waited for data.
+        """
 
     def evaluated(self, point: CurvePoint) -> None:
         """Show held-out metrics."""
@@ -55,12 +62,13 @@ class LogDisplay(Display):
         self._total = total
         self._next = time.monotonic() + _LOG_PERIOD_S
 
-    def advance(self, samples: int, seconds: float, loss: float) -> None:
+    def advance(self, samples: int, seconds: float, loss: float, waits: float) -> None:
         if time.monotonic() < self._next:
             return
         self._next = time.monotonic() + _LOG_PERIOD_S
         of = f" of {self._total:,}" if self._total else ""
-        self._line(f"{samples:>11,}{of} samples  loss {loss:.4f}  {_pace(samples, seconds, self._total)}")
+        pace = _pace(samples, seconds, self._total)
+        self._line(f"{samples:>11,}{of} samples  loss {loss:.4f}  {pace}  waits for data {waits:.0%}")
 
     def evaluated(self, point: CurvePoint) -> None:
         self._line(_held_out(point))
@@ -92,8 +100,8 @@ class TerminalDisplay(Display):
         self._task = self._progress.add_task("training", total=total, pace="")
         self._progress.start()
 
-    def advance(self, samples: int, seconds: float, loss: float) -> None:
-        pace = f"loss {loss:.4f}  {_pace(samples, seconds, self._total)}"
+    def advance(self, samples: int, seconds: float, loss: float, waits: float) -> None:
+        pace = f"loss {loss:.4f}  {_pace(samples, seconds, self._total)}  waits for data {waits:.0%}"
         self._progress.update(self._task, completed=samples, pace=pace)
 
     def evaluated(self, point: CurvePoint) -> None:

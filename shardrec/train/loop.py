@@ -8,9 +8,10 @@ rows have weights or lack labels, the gradient is that of the weighted mean over
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import islice
+from types import MappingProxyType
 from typing import NamedTuple, TypeVar
 
 import torch
@@ -24,6 +25,7 @@ from shardrec.pipeline.lookahead import tell_others
 from shardrec.pipeline.train import TrainPipeline
 from shardrec.train.display import Display
 from shardrec.train.losses import batch_loss
+from shardrec.train.prefetch import Prefetcher
 from shardrec.train.report import CurvePoint, held_out_values
 from shardrec.train.run import Run
 from shardrec.train.tasks import LabelWeights, TaskMetrics, label_weights
@@ -40,15 +42,14 @@ class Schedule:
     """What happens at which step; a function of the step alone, so that all ranks agree.
 
     Args:
-        total_steps: of the run, if known: then ``evaluations`` points are spread evenly, the last at the last step.
-            Otherwise they are at 25, 50, 100, 200, … steps and at the end of every epoch.
-        evaluations: number of points.
+        total_steps: of the run.
+        evaluations: number of points, spread evenly, the last at the last step.
         warmup: steps in which the learning rates rise linearly, the last of them with the whole rates.
         shape: ``linear`` or ``cosine``, how they decay to 0; or ``constant``.
         decay: share of the steps, at the end, in which they decay.
     """
 
-    total_steps: int | None
+    total_steps: int
     evaluations: int
     warmup: int = 0
     shape: str = "linear"
@@ -57,16 +58,13 @@ class Schedule:
     def rate(self, step: int) -> float:
         """Factor of the learning rates in the step after ``step`` steps."""
         rate = min(1.0, (step + 1) / self.warmup) if self.warmup else 1.0
-        if self.total_steps is None or not self.decay or self.shape == "constant":
+        if not self.total_steps or not self.decay or self.shape == "constant":
             return rate
         left = min(1.0, max(0, self.total_steps - step) / (self.decay * self.total_steps))
         return rate * (left if self.shape == "linear" else (1 - math.cos(math.pi * left)) / 2)
 
     def is_due(self, step: int) -> bool:
         """Whether to evaluate after ``step`` steps, counted from 1."""
-        if self.total_steps is None:
-            doublings = math.log2(step / 25) if step >= 25 else -1.0
-            return doublings >= 0 and doublings.is_integer()
         count = min(self.evaluations, self.total_steps)
         return step * count // self.total_steps > (step - 1) * count // self.total_steps
 
@@ -80,15 +78,23 @@ class StepPart(NamedTuple):
         ends: whether it is the last one of the step.
         sums: of the first one of a step: sums of the label weights of all its batches, float64 (T,); None where rows
             count alike.
+        left_out: broken rows of this rank that were left out of the batches of the pass so far, by reason.
     """
 
     batch: ClickBatch
     weight: float
     ends: bool
     sums: Tensor | None = None
+    left_out: Mapping[str, int] = MappingProxyType({})
 
 
-def step_parts(batches: Iterator[ClickBatch], accumulate: int, *, weighs_labels: bool = False) -> Iterator[StepPart]:
+def step_parts(
+    batches: Iterator[ClickBatch],
+    accumulate: int,
+    left_out: Callable[[], Mapping[str, int]] = dict,
+    *,
+    weighs_labels: bool = False,
+) -> Iterator[StepPart]:
     """The batches, ``accumulate`` of them a step; the last step may have fewer.
 
     With ``weighs_labels`` their losses are divided by the sums of the step, and so have the weight 1.
@@ -99,12 +105,12 @@ def step_parts(batches: Iterator[ClickBatch], accumulate: int, *, weighs_labels:
         sums = torch.cat(weights).double().sum(0) if weights else None
         for number, batch in enumerate(step, 1):
             weight = 1.0 if weighs_labels else accumulate * batch.size / rows
-            yield StepPart(batch, weight, number == len(step), sums if number == 1 else None)
+            yield StepPart(batch, weight, number == len(step), sums if number == 1 else None, left_out())
 
 
 def train_epoch(
     run: Run,
-    batches: Iterable[StepPart],
+    batches: Prefetcher[StepPart],
     *,
     schedule: Schedule,
     evaluate: Callable[[], ClickMetrics | TaskMetrics],
@@ -147,12 +153,12 @@ def train_epoch(
             display.evaluated(point)
         after_point()
 
-    def weighted_loss(model: nn.Module, part: StepPart) -> tuple[Tensor, Tensor, int, bool]:
+    def weighted_loss(model: nn.Module, part: StepPart) -> tuple[Tensor, Tensor, StepPart]:
         if part.sums is not None:
             weights.begin(part.sums, run.config.accumulate)
         with torch.autocast(run.rank_info.device.type, torch.bfloat16, enabled=run.config.precision == "bf16"):
             loss = batch_loss(run.config.loss, model, part.batch, run.spec.labels, weights.divisors)
-        return loss if part.weight == 1 else loss * part.weight, loss.detach(), part.batch.size, part.ends
+        return loss if part.weight == 1 else loss * part.weight, loss.detach(), part
 
     steps = TrainPipeline(
         run.model,
@@ -164,11 +170,13 @@ def train_epoch(
         clip_norm=run.config.clip,
         device=run.rank_info.device,
     )
+    shown = (0.0, progress.seconds)
     with progress.on_the_clock():
-        for _, loss, rows, ends in steps:
+        for _, loss, part in steps:
             progress.loss.add(loss)
-            progress.rows += rows
-            if not ends:
+            progress.rows += part.batch.size
+            run.source.left_out_of(progress.epoch, part.left_out)
+            if not part.ends:
                 continue
             steps.update()  # the last step of an epoch may have fewer batches
             if steps.grad_norms is not None:
@@ -180,8 +188,10 @@ def train_epoch(
                 scheduler.step()
             due = schedule.is_due(progress.steps)
             if due or progress.steps % _SMOOTHING_STEPS == 0:
-                mean = progress.loss.mean()
-                display.advance(progress.samples, progress.seconds_now(), mean)
+                mean, now = progress.loss.mean(), (batches.waited, progress.seconds_now())
+                waits = (now[0] - shown[0]) / max(now[1] - shown[1], 1e-9)
+                shown = now
+                display.advance(progress.samples, now[1], mean, waits)
             if due:
                 add_point()
             try:
@@ -192,17 +202,13 @@ def train_epoch(
             if due and progress.stalled(run.config.patience):
                 steps.close()  # here, too: their metrics are the same
                 return
-        ends = schedule.total_steps is None or progress.epoch + 1 == run.config.epochs
-        if ends and progress.evaluated_at != progress.steps:  # of a file there may be fewer steps than its lines tell
-            add_point()
     progress.epoch, progress.epoch_steps = progress.epoch + 1, 0
 
 
 def failing_together(batches: Iterator[T], model: ShardedModel) -> Iterator[T]:
     """The batches; an error in making one is raised here, and on all the other ranks at the step that they are in.
 
-    Ranks that read the same file mostly fail at the same step by themselves, each with its own error. One that fails
-    alone, say with a disk of its own, would leave the others waiting in the next exchange.
+    A rank that fails alone, at a broken row among its own, would leave the others waiting in the next exchange.
     """
     while True:
         try:

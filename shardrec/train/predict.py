@@ -16,6 +16,7 @@ from __future__ import annotations
 import io
 import json
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict
 from functools import cached_property
 from itertools import groupby
 from pathlib import Path
@@ -27,8 +28,8 @@ from torch import Tensor, nn
 from shardrec.data import ClickBatch, FeatureSpec
 from shardrec.data.encode import encode
 from shardrec.data.rows import ClickRows
-from shardrec.data.tables import check_file, count_rows, first_line, rows_between
-from shardrec.data.urls import OutputFolder, files_of, open_input
+from shardrec.data.tables import FileInfo, check_file, counted, rows_between
+from shardrec.data.urls import OutputFolder, files_of
 from shardrec.errors import ConfigError, DataError
 from shardrec.files import parse_json
 from shardrec.launch.ranks import RankInfo, joined_run, meet, same_everywhere
@@ -61,7 +62,7 @@ class _Part(NamedTuple):
     """Rows ``start`` to ``stop`` (not included) of a file."""
 
     name: str
-    path: str
+    info: FileInfo
     start: int
     stop: int
 
@@ -119,8 +120,8 @@ def _begin(
     try:
         files = []
         for path in files_of(options["data"]):
-            check_file(path, spec)
-            files.append({"path": path, "bytes": open_input(path).size(), "rows": count_rows(path, spec)})
+            info = counted(check_file(path, spec), spec)
+            files.append({**asdict(info), "kinds": {}, "groups": [*info.groups], "rows": sum(info.groups)})
         if twice := {*job["keys"]} & {*job["columns"]}:
             raise ConfigError(f"keys (--keys) has {min(twice)!r}, the name of a column of scores: leave it out")
         rows = sum(file["rows"] for file in files)
@@ -158,10 +159,14 @@ def _finish(out: OutputFolder, job: Mapping[str, Any], parts: Sequence[_Part]) -
 
 def _parts(job: Mapping[str, Any]) -> list[_Part]:
     size = job["part_rows"]
-    starts = [(file, start) for file in job["files"] for start in range(0, file["rows"], size)]
+    infos = [
+        FileInfo(**{key: value for key, value in file.items() if key != "rows"} | {"groups": tuple(file["groups"])})
+        for file in job["files"]
+    ]
+    starts = [(info, start) for info in infos for start in range(0, sum(info.groups), size)]
     return [
-        _Part(f"part-{number:05}.parquet", file["path"], start, min(start + size, file["rows"]))
-        for number, (file, start) in enumerate(starts)
+        _Part(f"part-{number:05}.parquet", info, start, min(start + size, sum(info.groups)))
+        for number, (info, start) in enumerate(starts)
     ]
 
 
@@ -183,20 +188,20 @@ def _batches(parts: Sequence[_Part], spec: _Keyed, rank_info: RankInfo, *, skips
 
 
 def _scored(parts: Sequence[_Part], spec: _Keyed, skips: bool) -> Iterator[_Scored]:
-    for path, of_file in groupby(parts, key=lambda part: part.path):
+    for info, of_file in groupby(parts, key=lambda part: part.info):
         ranges = [
             (part, start, min(start + _ROWS, part.stop))
             for part in of_file
             for start in range(part.start, part.stop, _ROWS)
         ]
-        blocks = rows_between(path, spec, [(start, stop) for _, start, stop in ranges])
+        blocks = rows_between(info, spec, [(start, stop) for _, start, stop in ranges])
         for (part, _, stop), block in zip(ranges, blocks, strict=True):
             encoded = encode(block.table, spec, labelled=False)
             faults = {int(block.numbers[row]): fault for row, fault in encoded.faults.items()} | block.faults
             if faults and not skips:
                 number = min(faults)
                 remedy = f"{faults[number].remedy}, or leave such rows out (--on-bad-row skip)"
-                raise DataError(f"{path}:{number + first_line(path, spec)}: {faults[number].where}; {remedy}")
+                raise DataError(f"{info.path}:{number + info.first_line}: {faults[number].where}; {remedy}")
             keep = np.ones(len(block.numbers), dtype=np.bool_)
             keep[list(encoded.faults)] = False
             keys = block.table.select(list(spec.keys)).filter(keep)

@@ -9,6 +9,7 @@
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -29,11 +30,15 @@ class Prefetcher(Generic[T]):
     Args:
         source: iterated on the thread only.
         depth: how many items may wait, at least 1.
+
+    Attributes:
+        waited: seconds that ``next()`` has waited for items that were not there yet.
     """
 
     def __init__(self, source: Iterator[T], depth: int = 4) -> None:
         self._source = source
         self._depth = depth
+        self.waited = 0.0
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="prefetch")
         self._ahead: deque[Future[T]] = deque()
 
@@ -50,7 +55,9 @@ class Prefetcher(Generic[T]):
         return self
 
     def __next__(self) -> T:
+        begin = time.perf_counter()
         item = self._ahead[0].result()
+        self.waited += time.perf_counter() - begin
         if item is _END:
             raise StopIteration
         self._ahead.popleft()

@@ -140,7 +140,7 @@ class RunFolder:
         # With torch, too.
         from shardrec.launch.ranks import RankInfo
         from shardrec.train.catalogue import evaluator
-        from shardrec.train.source import Source
+        from shardrec.train.source import Source, total_left_out
 
         cpu = torch.device("cpu")
         config = self.config
@@ -159,7 +159,8 @@ class RunFolder:
                 if scored is not None:
                     scored(batch.size)
 
-        return evaluator(config, self.spec, self.model(), cpu)(counted()), source.skipped
+        metrics = evaluator(config, self.spec, self.model(), cpu)(counted())
+        return metrics, total_left_out(source.left_out)
 
     def following(self, source: str) -> ServedModel:
         """The model of the run as it is published, in the published formats; needs no checkpoint.

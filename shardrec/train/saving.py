@@ -76,16 +76,19 @@ class Saver:
         begin anew from the seed.
 
         Raises:
-            ConfigError: if it is one of a run with other options.
+            ConfigError: if it is one of a run with other options, or of the middle of an older version's epoch.
+            DataError: if it is one of a run with other files.
             CheckpointError: if all of them are damaged.
         """
         loaded = self._checkpoints.load_last(self._run.model, self._run.optimizer)
         assert loaded is not None, "there was a checkpoint when this was called, and this run has locked the folder"
         self._config.check_resumes(loaded.extra["config"])
+        begun = bool(loaded.extra["progress"]["epoch_steps"])
+        self._run.source.check_resumes(loaded.extra.get("data"), in_epoch=begun)
         rank_state, samples, rank_info = loaded.rank_state, int(loaded.extra["samples"]), self._place
         rows = samples * (rank_info.rank + 1) // rank_info.world_size - samples * rank_info.rank // rank_info.world_size
         self._progress.load(loaded.extra["progress"], rows=int(rank_state["rows"]) if rank_state else rows)
-        self._run.source.left_out = loaded.extra["left_out"]
+        self._run.source.load_left_out(loaded.extra["left_out"])
         self._run.load_id_counts(loaded.extra.get("ids", {}))
         if rank_state:
             torch.set_rng_state(rank_state["random"])
@@ -213,7 +216,8 @@ class Saver:
                 "model_source": source_digest(self._config.model),
                 "samples": samples,
                 "progress": self._progress.state(),
-                "left_out": self._run.source.left_out,
+                "left_out": self._run.source.all_left_out(),
+                "data": self._run.source.digests(),
                 "ids": self._run.id_counts(),
             }
             self._checkpoints.pinned = self._progress.best_step

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext
 from pathlib import Path
 
@@ -47,7 +47,7 @@ from shardrec.train.progress import Progress, RecentMean
 from shardrec.train.report import RunReport, environment, write_curve, write_metrics
 from shardrec.train.run import Run
 from shardrec.train.saving import Saver
-from shardrec.train.source import Source, counted_vocabularies, spec_of
+from shardrec.train.source import Source, counted_vocabularies, spec_of, total_left_out
 from shardrec.train.tasks import TaskMetrics
 
 __all__ = ["run_rank"]
@@ -91,8 +91,10 @@ def _run(config: TrainConfig, rank_info: RankInfo, folder: Path, resume: bool) -
     plan = _as_started(config, rank_info, folder) if resume else None
     spec = _own_spec(config, rank_info, folder, resume)
     source = Source(config, rank_info, spec)
+    with working("counting rows") if rank_info.is_lead else nullcontext():
+        source.count()
     if rank_info.is_lead and plan is None:
-        announcer.say(source.data.describe())
+        announcer.say(source.describe())
     model = _sharded_model(config, source, spec, rank_info, plan)
     if rank_info.is_lead and plan is None:
         announcer.plan(model.plan)
@@ -137,11 +139,12 @@ def _run(config: TrainConfig, rank_info: RankInfo, folder: Path, resume: bool) -
     with shown, run.evaluated(), Prefetcher(source.test_batches()) as batches:
         final = evaluate(failing_together(batches, model))
     samples = over_ranks(run.progress.rows, rank_info)
+    left_out = total_left_out(source.all_left_out())
 
     def finish() -> RunReport | None:
         if not rank_info.is_lead:
             return None
-        report = _report(run, samples, final, final_step)
+        report = _report(run, samples, final, final_step, left_out)
         with _replacing(folder / METRICS) as file:
             write_metrics(report, file)
         with _replacing(folder / "curve.png") as file:
@@ -297,35 +300,23 @@ def _train(run: Run, saver: Saver, evaluate: Callable[[Iterable[ClickBatch]], Cl
     config, source, model, progress = run.config, run.source, run.model, run.progress
     # In memory: a file would have to be read to its end again for each point of the curve.
     curve_batches = list(failing_together(source.holdout_batches(_CURVE_ROWS), model))
-    decays_at_once = config.schedule != "constant" and (1 - config.decay) * config.epochs < 1  # in the first epoch
-    if source.steps is None and decays_at_once and not progress.epoch:
-        with working("counting rows") if run.rank_info.is_lead else nullcontext():
-            source.count()
-        run.announcer.say(f"about {source.train_rows or 0:,} rows to train on in an epoch")
-    total = None if source.train_rows is None else source.train_rows * config.epochs
 
     def evaluated() -> ClickMetrics | TaskMetrics:
         with run.evaluated():
             return evaluate(curve_batches)
 
-    with run.announcer.display(total, lambda shown: Board(shown, run)) as display:
+    with run.announcer.display(source.train_rows * config.epochs, lambda shown: Board(shown, run)) as display:
         for epoch in range(progress.epoch, config.epochs):
             if progress.stalled(config.patience):
                 break
-            # The first epoch of files tells the steps, or before it their lines.
-            steps = (progress.steps - progress.epoch_steps) // epoch if epoch else source.steps
-            with Prefetcher(
-                step_parts(
-                    source.train_batches(progress.epoch_steps, epoch),
-                    config.accumulate,
-                    weighs_labels=run.spec.weighs_labels,
-                )
-            ) as batches:
+            made = source.train_batches(progress.epoch_steps, epoch)
+            parts = step_parts(made, config.accumulate, lambda: source.skipped, weighs_labels=run.spec.weighs_labels)
+            with Prefetcher(parts) as batches:
                 train_epoch(
                     run,
                     batches,
                     schedule=Schedule(
-                        total_steps=steps and steps * config.epochs,
+                        total_steps=source.steps * config.epochs,
                         evaluations=config.evaluations,
                         warmup=config.warmup,
                         shape=config.schedule,
@@ -338,7 +329,9 @@ def _train(run: Run, saver: Saver, evaluate: Callable[[Iterable[ClickBatch]], Cl
                 )
 
 
-def _report(run: Run, samples: int, final: ClickMetrics | TaskMetrics, final_step: int) -> RunReport:
+def _report(
+    run: Run, samples: int, final: ClickMetrics | TaskMetrics, final_step: int, left_out: Mapping[str, int]
+) -> RunReport:
     return RunReport(
         config=run.config.to_mapping(),
         environment=environment(world_size=run.rank_info.world_size, threads=run.rank_info.threads),
@@ -350,7 +343,7 @@ def _report(run: Run, samples: int, final: ClickMetrics | TaskMetrics, final_ste
         steps=run.progress.steps,
         final_step=final_step,
         seconds=run.progress.seconds,
-        skipped=run.source.skipped,
+        skipped=left_out,
     )
 
 

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import islice
 from pathlib import Path
+from typing import Any
 
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
@@ -22,11 +23,13 @@ from shardrec.data import (
     open_click_data,
 )
 from shardrec.data.urls import files_of
-from shardrec.errors import ConfigError
+from shardrec.errors import ConfigError, DataError
+from shardrec.exchange.peers import peers
+from shardrec.exchange.safe_pickle import gather
 from shardrec.launch.ranks import RankInfo
 from shardrec.train.config import TrainConfig
 
-__all__ = ["Source", "counted_vocabularies", "spec_of"]
+__all__ = ["Source", "counted_vocabularies", "spec_of", "total_left_out"]
 
 _SYNTHETIC_ROWS = 2_400_000
 _SYNTHETIC_HOLDOUT_ROWS = 100_000
@@ -44,8 +47,9 @@ class Source:
 
     Attributes:
         data: the rows to train on and, where these have no files of their own, those held out.
-        left_out: broken rows that were left out of the training, valid and test files, by reason, each in the pass that
-            met the most: passes may end early.
+        left_out: broken rows of this rank that were left out, by reason, of each pass over some rows: ``train 0`` is
+            that of the first epoch, the others have the rows' name alone and are the longest ones, for they may end
+            early.
 
     Raises:
         DataError, ConfigError: if the file cannot be opened or the options do not fit it.
@@ -61,36 +65,123 @@ class Source:
         self.data = _open(config, spec)
         # Held-out rows, and those of the final metrics, in files of their own: all their rows.
         self._valid, self._test = (
-            None if name is None else _files(config, name, spec) for name in (config.valid, config.test)
+            None if name is None else _opened(config, name, spec) for name in (config.valid, config.test)
         )
         self.left_out: dict[str, Mapping[str, int]] = {}
+        self._left_out_before: dict[str, Mapping[str, int]] = {}
 
     @property
     def skipped(self) -> Mapping[str, int]:
-        """``left_out`` over all the files."""
-        total: Counter[str] = Counter()
-        for counts in self.left_out.values():
-            total.update(counts)
-        return dict(total)
+        """Broken rows of this rank that the training files' present pass has left out so far, by reason."""
+        return self.data.skipped if isinstance(self.data, FileClickData) else {}
+
+    def left_out_of(self, epoch: int, counts: Mapping[str, int]) -> None:
+        """Say how many rows of this rank an epoch has left out so far, since it began or the run went on."""
+        name = f"train {epoch}"
+        if counts:
+            self.left_out[name] = dict(Counter(self._left_out_before.get(name, {})) + Counter(counts))
+
+    def all_left_out(self) -> dict[str, dict[str, int]]:
+        """:attr:`left_out` over all ranks; every rank calls it."""
+        total: dict[str, Counter[str]] = {}
+        for left_out in self._gathered(self.left_out):
+            for name, counts in left_out.items():
+                total.setdefault(name, Counter()).update(counts)
+        return {name: dict(counts) for name, counts in total.items()}
+
+    def load_left_out(self, saved: Mapping[str, Mapping[str, int]]) -> None:
+        """Go on from what :meth:`all_left_out` gave: rank 0 has the rows that any rank left out of epochs."""
+        if self._rank_info.is_lead:
+            self.left_out = {name: counts for name, counts in saved.items() if name.startswith("train ")}
+            self._left_out_before = dict(self.left_out)
+
+    def digests(self) -> dict[str, list[list[str]]]:
+        """The names and checksums of the files, for a checkpoint."""
+        return {name: [[info.path, info.digest] for info in data.files] for name, data in self._files.items()}
+
+    def check_resumes(self, saved: Mapping[str, Any] | None, *, in_epoch: bool) -> None:
+        """Check that a run would go on with the rows that it was started with.
+
+        Args:
+            saved: what :meth:`digests` gave; None in a checkpoint of an older version.
+            in_epoch: whether the checkpoint is of the middle of an epoch.
+
+        Raises:
+            ConfigError: for the middle of an epoch of an older version, which read the rows in another order.
+            DataError: if a file is another.
+        """
+        if saved is None and in_epoch and self._files:
+            raise ConfigError(
+                "the last checkpoint was written in the middle of an epoch by a version of shardrec that read files in "
+                "another order: go on with that version, or start a new run in another folder (--out)"
+            )
+        for name, files in self.digests().items():
+            before = files if saved is None else saved.get(name, [])
+            if len(files) != len(before):
+                raise DataError(
+                    f"{name} has {len(files)} files and had {len(before)} when the run was started: give the same"
+                )
+            for (path, digest), (_, old) in zip(files, before, strict=True):
+                if digest != old:
+                    raise DataError(
+                        f"data file {path} is not the one with which the run was started (checksum {digest}, then "
+                        f"{old}): give that one, or start a new run in another folder (--out)"
+                    )
 
     @property
-    def steps(self) -> int | None:
-        """Steps of an epoch; None of files whose rows have not been counted."""
-        rows = self.train_rows
-        return None if rows is None else -(-rows // (self._batch_rows * self._accumulate))
+    def steps(self) -> int:
+        """Steps of an epoch."""
+        return -(-self.train_rows // (self._batch_rows * self._accumulate))
 
     @property
-    def train_rows(self) -> int | None:
-        """Rows of an epoch, over all ranks; None of files whose rows have not been counted."""
+    def train_rows(self) -> int:
+        """Rows of an epoch, over all ranks."""
         rows = self.data.train_rows
-        if rows is None or self._samples is None:
-            return rows
-        return min(rows, -(-self._samples // self._batch_rows) * self._batch_rows)
+        return rows if self._samples is None else min(rows, -(-self._samples // self._batch_rows) * self._batch_rows)
 
     def count(self) -> None:
-        """Count the rows of the training files, so that :attr:`steps` is known; those of generated rows are."""
+        """Count the rows of files, each on one of the ranks. Every rank calls it before it asks for rows.
+
+        Raises:
+            DataError: on every rank, for a file that is damaged.
+        """
+        for data in self._files.values():
+            data.count(self._shared)
+
+    def describe(self) -> str:
+        """The rows in words, and what would make reading them faster."""
+        lines = [self.data.describe()]
         if isinstance(self.data, FileClickData):
-            self.data.count()
+            lines.append(self.data.uneven(self._rank_info.world_size, self._batch_rows))
+        return "\n".join(filter(None, lines))
+
+    @property
+    def _files(self) -> dict[str, FileClickData]:
+        every = {"data": self.data, "valid": self._valid, "test": self._test}
+        return {name: data for name, data in every.items() if isinstance(data, FileClickData)}
+
+    def _shared(self, function: Callable[[Any], Any], items: Sequence[Any]) -> list[Any]:
+        """The function's value for each item, of which each rank computes some, if there are enough of them."""
+        rank, ranks = self._rank_info.rank, self._rank_info.world_size
+        if len(items) < ranks:
+            return list(map(function, items))
+        own, fault = [], ""
+        try:
+            own = list(map(function, items[rank::ranks]))
+        except DataError as error:
+            fault = str(error)
+        every = self._gathered((own, fault))
+        for _, fault in every:
+            if fault:
+                raise DataError(fault)
+        return [every[number % ranks][0][number // ranks] for number in range(len(items))]
+
+    def _gathered(self, value: Any) -> list[Any]:
+        """Every rank's value, on every rank."""
+        if self._rank_info.world_size == 1:
+            return [value]
+        with peers(None, "count of rows"):
+            return gather(value)
 
     @property
     def batch_size(self) -> int:
@@ -109,7 +200,7 @@ class Source:
             epoch=epoch,
         )
         count = None if self._samples is None else max(0, -(-self._samples // self._batch_rows) - first)
-        return self._counted("train", self.data, islice(batches, count))
+        return islice(batches, count)
 
     def sampled(self, count: int) -> list[KeyedJaggedTensor]:
         """The ids of rank 0's first training batches, which are the same for every rank that asks."""
@@ -121,7 +212,7 @@ class Source:
         limit = limit or self._holdout_samples
         if self._valid is not None:
             return self._scored("valid", self._valid, limit)
-        return self._scored("train", self.data, limit, held=True)
+        return self._scored("held", self.data, limit, held=True)
 
     def test_batches(self) -> Iterator[ClickBatch]:
         """This rank's batches for the final metrics: of the test files, or else the held-out rows."""
@@ -151,6 +242,15 @@ class Source:
             self.left_out[files] = max(counts, key=lambda skipped: sum(skipped.values()))
 
 
+def total_left_out(left_out: Mapping[str, Mapping[str, int]]) -> dict[str, int]:
+    """The rows left out, by reason: those of the files, however often they were read."""
+    longest: dict[str, Mapping[str, int]] = {}
+    for name, counts in left_out.items():
+        rows = name.partition(" ")[0]
+        longest[rows] = max(longest.get(rows, {}), counts, key=lambda each: sum(each.values()))
+    return dict(sum(map(Counter, longest.values()), Counter()))
+
+
 def spec_of(config: TrainConfig) -> FeatureSpec:
     """What the columns of the config's files are."""
     if config.features is None:
@@ -172,7 +272,7 @@ def _holdout(config: TrainConfig) -> float:
     return config.holdout if config.valid is None else 0.0
 
 
-def _files(
+def _opened(
     config: TrainConfig, names: str, spec: FeatureSpec, *, holdout: float = 0.0, shuffle: int = 0
 ) -> FileClickData:
     if config.needs_groups and spec.group is None:
@@ -189,6 +289,7 @@ def _files(
         shuffle=shuffle,
         keep_groups=config.loss != "bce",
         seed=config.seed,
+        streams=config.streams,
     )
     assert isinstance(data, FileClickData), "only a SyntheticConfig gives generated rows"
     return data
@@ -196,7 +297,7 @@ def _files(
 
 def _open(config: TrainConfig, spec: FeatureSpec) -> FileClickData | SyntheticClickData:
     if not config.is_synthetic:
-        return _files(config, config.data, spec, holdout=_holdout(config), shuffle=config.shuffle or 0)
+        return _opened(config, config.data, spec, holdout=_holdout(config), shuffle=config.shuffle or 0)
     return open_click_data(
         SyntheticConfig(
             rows=config.samples or _SYNTHETIC_ROWS,

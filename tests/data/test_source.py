@@ -23,7 +23,7 @@ def test_both_kinds_have_one_interface(tmp_path: Path) -> None:
     assert isinstance(synthetic, SyntheticClickData)
     assert (rows_in(files), rows_in(synthetic)) == (40, 20_100)
     assert (files.schema, synthetic.schema) == (SCHEMA, SMALL_CONFIG.schema)
-    assert (files.train_rows, synthetic.train_rows) == (None, 100)
+    assert (files.train_rows, synthetic.train_rows) == (37, 100)
     assert files.describe()
     assert synthetic.describe()
 

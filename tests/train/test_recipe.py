@@ -115,17 +115,6 @@ def test_both_optimizers_learn_at_the_schedules_rates(
     assert len(curve) == 3  # spread over the steps, which are counted before the first
 
 
-def test_a_file_is_counted_only_if_its_first_epoch_decays(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    write_criteo_tsv(tmp_path / "rows.tsv", 300, seed=1)
-    config = SMALL.changed(data=str(tmp_path / "rows.tsv"), samples=None, holdout_samples=None, checkpoint="none")
-    for number, (changes, counted) in enumerate(
-        [({"samples": 128}, 128), ({"schedule": "constant"}, 0), ({"epochs": 2}, 0), ({"epochs": 2, "decay": 0.6}, 270)]
-    ):
-        broken_off(config.changed(**changes, out=str(tmp_path / str(number))))
-        shown = capsys.readouterr().out
-        assert (f"about {counted:,} rows to train on in an epoch" in shown) == bool(counted), shown
-
-
 # --------------------------------------------------------------------------------------------- weight decay, precision
 
 

@@ -5,15 +5,20 @@ from __future__ import annotations
 import json
 import shutil
 import signal
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 
 from shardrec import Checkpoints
 from shardrec.checkpoint.manifest import read_manifest
-from shardrec.errors import ConfigError
+from shardrec.data import ClickBatch
+from shardrec.errors import ConfigError, DataError
+from shardrec.launch.ranks import RankInfo
 from shardrec.layout import ShardingPlan
 from shardrec.train import RunStopped, TrainConfig, load_config
+from shardrec.train.source import Source
 from tests.campaign.results import differences
 from tests.ranks import ranks
 from tests.train.broken_off import broken_off
@@ -100,7 +105,7 @@ def test_a_finished_run_that_is_resumed_tells_its_results_again(undisturbed: Pat
 
 
 def test_a_file_of_rows_goes_on_where_it_was(tmp_path: Path) -> None:
-    """Its length is known after the first epoch only, and its broken rows are counted once."""
+    """Its broken rows are counted once."""
     from shardrec.data import write_criteo_tsv
 
     file = tmp_path / "rows.tsv"
@@ -118,6 +123,83 @@ def test_a_file_of_rows_goes_on_where_it_was(tmp_path: Path) -> None:
     assert differences(tmp_path / "broken", tmp_path / "whole") == []
     assert differences(tmp_path / "later", tmp_path / "whole") == []
     assert json.loads((tmp_path / "later" / "metrics.json").read_text())["skipped_rows"] != {}
+
+
+def rows_of_steps(config: TrainConfig, **options: object) -> dict[tuple[int, int], list[int]]:
+    """Checksums of this rank's rows in each step of a run that may be broken off, by (epoch, step)."""
+    import zlib
+
+    from shardrec.train.source import Source
+
+    rows: dict[tuple[int, int], list[int]] = {}
+    original = Source.train_batches
+
+    def train_batches(source: Source, first_step: int = 0, epoch: int = 0) -> Iterator[ClickBatch]:
+        for step, batch in enumerate(original(source, first_step, epoch), first_step):
+            rows[epoch, step] = [zlib.crc32(row.tobytes()) for row in batch.dense.numpy()]
+            yield batch
+
+    Source.train_batches = train_batches  # type: ignore[method-assign]
+    try:
+        broken_off(config, **options)  # type: ignore[arg-type]
+    finally:
+        Source.train_batches = original  # type: ignore[method-assign]
+    return rows
+
+
+def files_of_rows(folder: Path) -> None:
+    """Row groups of several sizes, one of them empty, and text that cannot be entered in its middle."""
+    import pyarrow.parquet as pq
+
+    from shardrec.data import write_criteo_tsv, write_parquet
+
+    folder.mkdir()
+    write_parquet(folder / "a.parquet", 900, seed=1)
+    table = pq.read_table(folder / "a.parquet")
+    with pq.ParquetWriter(folder / "a.parquet", table.schema) as writer:
+        for start, stop in ((0, 100), (100, 100), (100, 150), (150, 600), (600, 900)):
+            writer.write_table(table.slice(start, stop - start))
+    write_parquet(folder / "b.parquet", 150, seed=2)
+    write_criteo_tsv(folder / "c.tsv.gz", 333, seed=3)
+
+
+def test_steps_have_the_same_rows_of_files_when_the_number_of_ranks_changes(tmp_path: Path) -> None:
+    files_of_rows(tmp_path / "rows")
+    config = SMALL.changed(
+        **{"data": str(tmp_path / "rows"), "samples": None, "holdout_samples": None, "shuffle": 300},
+        **{"global_batch_size": 96, "checkpoint_every": "4", "out": str(tmp_path / "whole")},
+    )
+    (whole,) = ranks(1, rows_of_steps, config)
+    assert len(whole) > 20
+    moved = config.changed(out=str(tmp_path / "moved"))
+    for world_size, options in ((2, {"cut_after": 5}), (4, {"cut_after": 14, "resume": True}), (1, {"resume": True})):
+        every = ranks(world_size, rows_of_steps, moved, **options)
+        assert every[0]
+        for step in every[0]:
+            assert [row for rows in every for row in rows.get(step, [])] == whole[step], step
+    assert max(every[0]) == max(whole)
+
+
+def test_a_run_does_not_go_on_with_other_files(tmp_path: Path) -> None:
+    from shardrec.data import write_parquet
+
+    files_of_rows(tmp_path / "rows")
+    config = SMALL.changed(data=str(tmp_path / "rows"), samples=None, holdout_samples=None, out=str(tmp_path / "run"))
+    broken_off(config, cut_after=7)
+    write_parquet(tmp_path / "rows" / "b.parquet", 150, seed=9)
+    with pytest.raises(DataError, match=r"b\.parquet is not the one with which the run was started \(checksum"):
+        broken_off(config, resume=True)
+
+
+def test_an_epoch_of_a_version_that_read_in_another_order_is_not_gone_on_with(tmp_path: Path) -> None:
+    files_of_rows(tmp_path / "rows")
+    config = SMALL.changed(data=str(tmp_path / "rows"), samples=None, holdout_samples=None, batch_size=64)
+    source = Source(config, RankInfo(rank=0, world_size=1, device=torch.device("cpu"), threads=1))
+    source.check_resumes(None, in_epoch=False)
+    with pytest.raises(
+        ConfigError, match="in the middle of an epoch by a version of shardrec that read"
+    ):
+        source.check_resumes(None, in_epoch=True)
 
 
 def as_plain(folder: Path) -> Path:

@@ -1,0 +1,227 @@
+"""Rows of a stream of pieces, decoded and encoded ahead on threads.
+
+thread:   decode block 1 │ decode block 2 │ …      one block ahead of the one that batches are taken from
+batches:            rows of block 0 …     │ rows of block 1 …
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Executor
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from shardrec.data.encode import encode
+from shardrec.data.fault import Reason
+from shardrec.data.order import Piece
+from shardrec.data.rows import ClickRows, bags_at, join_rows
+from shardrec.data.spec import FeatureSpec
+from shardrec.data.split import held_out
+from shardrec.data.tables import FileInfo, TableBlock, read_blocks
+
+__all__ = ["Fault", "Part", "Reader", "StreamRows", "shuffled"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fault:
+    """A row that cannot be read: its place in a part, why, and a message that names file, row group, row and remedy."""
+
+    place: int
+    reason: Reason
+    message: str
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Part:
+    """Rows of a stream one after the other, broken ones included, which have a place and no values.
+
+    Attributes:
+        rows: the good ones.
+        faults: of the others, by place.
+    """
+
+    rows: ClickRows
+    faults: tuple[Fault, ...] = ()
+
+    def __len__(self) -> int:
+        return len(self.rows) + len(self.faults)
+
+    def between(self, start: int, stop: int) -> Part:
+        """Rows ``start`` to ``stop`` (not included)."""
+        if not self.faults:
+            return Part(rows=self.rows.between(start, stop))
+        places = [fault.place for fault in self.faults]
+        first, last = bisect_left(places, start), bisect_left(places, stop)
+        return Part(rows=self.rows.between(start - first, stop - last), faults=_moved(self.faults[first:last], -start))
+
+
+def _moved(faults: Sequence[Fault], by: int) -> tuple[Fault, ...]:
+    return tuple(Fault(place=fault.place + by, reason=fault.reason, message=fault.message) for fault in faults)
+
+
+@dataclass(kw_only=True, eq=False)
+class Reader:
+    """Reads pieces.
+
+    Attributes:
+        files: of the pieces' numbers.
+        spec: what the columns are.
+        holdout: share of the rows that is held out.
+        held: whether to read the held-out rows, or the others.
+        part: of the usual size of a block, where many streams are read at once.
+        decoded: bytes of the Arrow tables that were decoded so far, by the number of the stream.
+        good: whether any row could be read.
+    """
+
+    files: Sequence[FileInfo]
+    spec: FeatureSpec
+    holdout: float
+    held: bool
+    part: float = 1.0
+
+    def __post_init__(self) -> None:
+        self.decoded: dict[int, int] = {}
+        self.good = False
+
+    def kept(self, piece: Piece) -> int:
+        """The rows of a piece that are on this side: of groups by reading them."""
+        if not self._by_group:
+            return int(self._sides(np.arange(piece.row, piece.row + piece.rows)).sum())
+        return sum(map(len, self.parts(-1, [piece], 0)))
+
+    def parts(self, stream: int, pieces: Sequence[Piece], at: int) -> Iterator[Part]:
+        """The rows of a stream's pieces on this side, without the first ``at`` of them."""
+        for piece in pieces:
+            if 0 < piece.kept <= at:
+                at -= piece.kept
+                continue
+            start = 0
+            if at and not self._by_group:
+                sides = self._sides(np.arange(piece.row, piece.row + piece.rows))
+                start, at = int(np.flatnonzero(sides)[at]), 0
+            info = self.files[piece.file]
+            offset = piece.row - sum(info.groups[: piece.group])
+            for block in read_blocks(info, self.spec, group=piece.group, start=start, part=self.part):
+                self.decoded[stream] = self.decoded.get(stream, 0) + block.table.nbytes
+                part = self._encoded(block, info, piece.group, offset)
+                dropped = min(at, len(part))
+                at -= dropped
+                if dropped < len(part):
+                    yield part.between(dropped, len(part)) if dropped else part
+
+    @property
+    def _by_group(self) -> bool:
+        return self.holdout > 0 and self.spec.group is not None
+
+    def _sides(self, units: NDArray[np.int64] | NDArray[np.uint64]) -> NDArray[np.bool_]:
+        if not self.holdout:
+            return np.full(len(units), not self.held)
+        held = held_out(units, self.holdout)
+        return held if self.held else ~held
+
+    def _encoded(self, block: TableBlock, info: FileInfo, group: int, offset: int) -> Part:
+        encoded = encode(block.table, self.spec)
+        self.good = self.good or len(encoded.faults) < len(block.numbers)
+        faults = {int(block.numbers[row]): fault for row, fault in encoded.faults.items()} | block.faults
+        if not (self.holdout or self.held or faults):
+            return Part(rows=encoded.rows)
+        units = np.arange(block.first, block.stop) + offset
+        if self._by_group and encoded.rows.groups is not None:
+            # A group is held out as a whole: half of it would be ranked on its own.
+            units = units.astype(np.uint64)
+            units[block.numbers - block.first] = encoded.rows.groups
+        kept = self._sides(units)
+        good = kept[block.numbers - block.first]
+        good[list(encoded.faults)] = False
+        place = np.cumsum(kept) - 1
+        where = f"{info.path}:" if len(info.groups) == 1 else f"{info.path}: row group {group}, row "
+        remedy = "or leave such rows out (on_bad_row: skip, --on-bad-row skip)"
+        broken = (
+            Fault(
+                place=int(place[number - block.first]),
+                reason=fault.reason,
+                message=f"{where}{number + info.first_line}: {fault.where}; {fault.remedy}, {remedy}",
+            )
+            for number, fault in sorted(faults.items())
+            if kept[number - block.first]
+        )
+        return Part(rows=encoded.rows.where(good), faults=tuple(broken))
+
+
+class StreamRows:
+    """The rows of one stream, one part ahead of those taken.
+
+    Args:
+        parts: makes them, on threads of the pool.
+        at: place in the stream of the first row of ``parts``.
+        pool: where to.
+    """
+
+    def __init__(self, parts: Iterator[Part], at: int, pool: Executor) -> None:
+        self._parts, self._at, self._pool = parts, at, pool
+        self._current: Part | None = None
+        self._ahead = pool.submit(next, parts, None)
+
+    def take(self, start: int, stop: int) -> Iterator[Part]:
+        """Rows ``start`` to ``stop`` (not included) of the stream, which are not before those taken last."""
+        while start < stop:
+            if self._current is None or self._at + len(self._current) <= start:
+                self._at += 0 if self._current is None else len(self._current)
+                self._current = self._ahead.result()
+                assert self._current is not None, "pieces have the rows that were counted, or raise"
+                self._ahead = self._pool.submit(next, self._parts, None)
+                continue
+            end = min(stop, self._at + len(self._current))
+            yield self._current.between(start - self._at, end - self._at)
+            start = end
+
+
+def shuffled(
+    parts: Iterator[Part], size: int, first: int, draws: Sequence[int], *, keep_groups: bool
+) -> Iterator[Part]:
+    """The rows in a random order inside of windows; broken rows keep their places.
+
+    Args:
+        parts: of a stream, from the beginning of window ``first``.
+        size: rows of a window.
+        first: number of the first window.
+        draws: seed, epoch and stream, of which with a window's number the order is a function.
+        keep_groups: move neighbouring rows of a group together.
+    """
+    seed, *counter = draws
+    for window, part in enumerate(_windows(parts, size), first):
+        random = np.random.Generator(np.random.Philox(key=seed, counter=[window, *counter]))
+        rows = part.rows
+        if not keep_groups or rows.groups is None:
+            yield Part(rows=rows.take(random.permutation(len(rows))), faults=part.faults)
+            continue
+        starts = np.flatnonzero(np.r_[True, rows.groups[1:] != rows.groups[:-1]]) if len(rows) else np.arange(0)
+        sizes = np.diff(np.r_[starts, len(rows)])
+        _, places, _ = bags_at(random.permutation(len(starts)), sizes, np.arange(len(rows)), None)
+        yield Part(rows=rows.take(places.numpy()), faults=part.faults)
+
+
+def _windows(parts: Iterator[Part], size: int) -> Iterator[Part]:
+    """The rows, ``size`` at a time; what is left at the end is a smaller part."""
+    waiting: list[Part] = []
+    count = 0
+    for part in parts:
+        start = 0
+        while count + len(part) - start >= size:
+            stop = start + size - count
+            yield _joined([*waiting, part.between(start, stop)])
+            waiting, count, start = [], 0, stop
+        if start < len(part):
+            waiting.append(part.between(start, len(part)))
+            count += len(part) - start
+    if waiting:
+        yield _joined(waiting)
+
+
+def _joined(parts: Sequence[Part]) -> Part:
+    starts = np.cumsum([0, *map(len, parts)]).tolist()
+    faults = [fault for part, start in zip(parts, starts, strict=False) for fault in _moved(part.faults, start)]
+    return Part(rows=join_rows([part.rows for part in parts]), faults=tuple(faults))
