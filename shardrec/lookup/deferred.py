@@ -38,6 +38,8 @@ class DeferredGradients:
 
     def __init__(self, bank: TableBank | None) -> None:
         self._bank = bank
+        self._lookups: list[LookupGradient] = []
+        self._sums: list[RowGradient] = []
         self.drop()
 
     def add(self, lookup: LookupGradient) -> None:
@@ -83,8 +85,8 @@ class DeferredGradients:
     def drop(self) -> None:
         """Let go of the gradients."""
         self.backwards = 0
-        self._lookups: list[LookupGradient] = []
-        self._sums: list[RowGradient] = []
+        self._lookups = []
+        self._sums = []
 
     def drop_rows(self, table: int, rows: Tensor) -> None:
         """Let go of the gradients of some rows.

@@ -61,6 +61,7 @@ struct Found {
   Buffer<const float*> from;
   Buffer<float> scales;
   Buffer<float> bags;  // copies of the gradients of bags
+  bool direct = false;  // pairs tell the number of a copy, and no occurrence
   Buffer<float> sums;
   Buffer<uint8_t> touched;
   const uint64_t* sorted = nullptr;  // row << 32 | occurrence
@@ -222,6 +223,7 @@ struct Find {
     // read them in any order.
     const bool copies = gradient.pooled && table.count >= kIdsOfCopiedBag * bags;
     float* copy = copies ? found.bags.of(bags * table.slot.width) : nullptr;
+    found.direct = copies && !gradient.weighted;
     for (const Part& part : gradient.parts) {
       const bool is_int = part.ids->scalar_type() == at::kInt;
       if (!(is_int ? list_part<int32_t>(part, table, copy) : list_part<int64_t>(part, table, copy))) return false;
@@ -237,11 +239,12 @@ struct Find {
     const float** const from = found.from.of(table.count);
     float* const scales = bags.weights ? found.scales.of(table.count) : nullptr;
     int64_t count = found.count;
+    uint64_t number = copy ? (copy - found.bags.get()) / table.slot.width : 0;
     for (int64_t s = table.first; s < table.last; ++s) {
       const Slot& slot = gradient.slots[s];
       const int32_t* const lengths = bags.lengths + gradient.numbers[s] * bags.samples;
       int64_t at = part.firsts[s];
-      for (int64_t sample = 0; sample < bags.samples; ++sample) {
+      for (int64_t sample = 0; sample < bags.samples; ++sample, ++number) {
         const int64_t stop = at + lengths[sample];
         const float* bag = part.data + sample * part.stride + slot.column;
         if (copy) {
@@ -251,8 +254,8 @@ struct Find {
         for (; at < stop; ++at) {
           const uint64_t row = uint64_t(int64_t(ids[at]));
           if (row >= uint64_t(slot.rows)) return false;
-          pairs[count] = row << 32 | uint64_t(count);
-          from[count] = gradient.pooled ? bag : part.data + at * part.stride;
+          pairs[count] = row << 32 | (found.direct ? number : uint64_t(count));
+          if (!found.direct) from[count] = gradient.pooled ? bag : part.data + at * part.stride;
           if (scales) scales[count] = bags.weights[at];
           ++count;
         }
@@ -413,25 +416,30 @@ struct Visit {
     const int64_t width = Width ? Width : slot.width, count = found.count;
     const uint64_t* const pairs = found.sorted;
     const float* const* const from = found.from.get();
+    const float* const bags = found.bags.get();
+    const bool direct = found.direct;
     const float* const scales = gradient.weighted ? found.scales.get() : nullptr;
+    const auto source = [&](uint64_t pair) SHARDREC_BODY {
+      return direct ? bags + int64_t(uint32_t(pair)) * width : from[uint32_t(pair)];
+    };
     for (int64_t i = 0; i < count;) {
       const uint64_t row = pairs[i] >> 32;
       Row<Lanes, Width> total(memory);
       const auto ask_for_later = [&]() SHARDREC_BODY {
         if (i + kOccurrencesAhead >= count) return;
         const uint64_t later = pairs[i + kOccurrencesAhead];
-        prefetch_row(from[uint32_t(later)], width);
+        prefetch_row(source(later), width);
         use.ahead(int64_t(later >> 32), width);
       };
       ask_for_later();
-      const float* const first = from[uint32_t(pairs[i])];
+      const float* const first = source(pairs[i]);
       const float its_scale = scales ? scales[uint32_t(pairs[i])] : 1.0f;
       for_vectors<Lanes, Width>(width, [&](int64_t j, auto tag) SHARDREC_BODY {
         total.set(j, tag, load<tag.lanes>(first + j) * its_scale);
       });
       for (++i; i < count && pairs[i] >> 32 == row; ++i) {
         ask_for_later();
-        const float* const part = from[uint32_t(pairs[i])];
+        const float* const part = source(pairs[i]);
         const float scale = scales ? scales[uint32_t(pairs[i])] : 1.0f;
         for_vectors<Lanes, Width>(width, [&](int64_t j, auto tag) SHARDREC_BODY {
           total.set(j, tag, total.at(j, tag) + load<tag.lanes>(part + j) * scale);
