@@ -12,6 +12,7 @@ import typer
 import shardrec
 from shardrec.cli.bench import bench_command
 from shardrec.cli.calibrate import calibrate_command
+from shardrec.cli.convert import convert_command
 from shardrec.cli.doctor import doctor
 from shardrec.cli.ending import ended_by_error, writable_output
 from shardrec.cli.flags import Command
@@ -69,6 +70,7 @@ _add("export", export_command)
 _add("serve", serve_command)
 _add("inspect", inspect_command)
 _add("compare", compare_command)
+_add("convert", convert_command)
 # The harness reads the arguments, --help among them.
 _FORWARDED = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}
 _add("bench", bench_command, context_settings=_FORWARDED)

@@ -243,7 +243,8 @@ def _tables(
         case "parquet":
             if _footer_digest(path) != info.digest:
                 raise _changed(path, "it has another footer")
-            with _parquet(path, [feature.source for feature in spec.sparse]) as file:
+            texts = [feature.source for feature in spec.sparse if info.kinds[feature.source] == "texts"]
+            with _parquet(path, texts) as file:
                 batches = file.iter_batches(at_once, row_groups=[group], columns=list(columns), use_threads=False)
                 for batch in batches:
                     if start < batch.num_rows:

@@ -23,7 +23,7 @@ from shardrec.data.config import SyntheticConfig
 from shardrec.data.planted import PlantedModel, RandomStream
 from shardrec.errors import ConfigError
 
-__all__ = ["write_criteo_tsv", "write_parquet"]
+__all__ = ["complete_or_absent", "write_criteo_tsv", "write_parquet"]
 
 _ROWS_AT_ONCE = 16_384
 _PARQUET = (".parquet", ".pq")
@@ -53,7 +53,7 @@ def write_criteo_tsv(
     options = csv.WriteOptions(include_header=False, delimiter="\t", quoting_style="none")
     schema, blocks = _blocks(rows, seed, config)
     with (
-        _complete_or_absent(path) as temporary,
+        complete_or_absent(path) as temporary,
         temporary.open("wb") as file,
         _packed(file, path.suffix) as packed,
         csv.CSVWriter(packed, schema, write_options=options) as writer,
@@ -84,7 +84,7 @@ def write_parquet(
     if path.suffix.lower() not in _PARQUET:
         raise ConfigError(f"path {path} has no suffix of Parquet: name it .parquet, which the reader goes by")
     schema, blocks = _blocks(rows, seed, config)
-    with _complete_or_absent(path) as temporary, pq.ParquetWriter(temporary, schema) as writer:
+    with complete_or_absent(path) as temporary, pq.ParquetWriter(temporary, schema) as writer:
         for block in blocks:
             writer.write_table(block)
 
@@ -137,7 +137,7 @@ def _packed(file: IO[bytes], suffix: str) -> AbstractContextManager[Any]:
 
 
 @contextmanager
-def _complete_or_absent(path: Path) -> Iterator[Path]:
+def complete_or_absent(path: Path) -> Iterator[Path]:
     """A temporary name beside ``path`` that becomes ``path`` at the end, or is removed after an error."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}.part")
     try:

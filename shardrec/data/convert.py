@@ -1,0 +1,108 @@
+"""``convert``: a file's columns as Parquet with row groups small enough to be dealt to ranks, checked after writing."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from shardrec.data.spec import FeatureSpec
+from shardrec.data.tables import check_file, counted, read_blocks
+from shardrec.data.write import complete_or_absent
+from shardrec.errors import DataError
+
+__all__ = ["convert"]
+
+
+def convert(
+    source: str, spec: FeatureSpec, target: Path, *, columns: Sequence[str] = (), group_rows: int = 65_536
+) -> tuple[int, str]:
+    """Write a file's rows as Parquet, a row group at a time; texts stay texts, so that training is the same to the bit.
+
+    The file appears under its name when it is complete, and when its rows, read again, have the checksum of those read.
+
+    Args:
+        source: the file, of any format that is read.
+        spec: whose columns are written.
+        target: the file to write.
+        columns: of the source, to write with those of the spec.
+        group_rows: rows of a row group.
+
+    Returns:
+        The number of rows, and their checksum, which is also in the file's metadata (``shardrec.checksum``).
+
+    Raises:
+        DataError: for a row that cannot be read, or a file that did not come out as it was written.
+    """
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    def tables() -> Iterator[Any]:
+        info = counted(check_file(source, spec), spec)
+        for group in range(len(info.groups)):
+            for block in read_blocks(info, spec, group=group, columns=columns):
+                for number, fault in block.faults.items():
+                    raise DataError(f"{source}:{number + info.first_line}: {fault.where}; {fault.remedy}")
+                yield (
+                    pa.table(block.table) if isinstance(block.table, pa.Table) else pa.Table.from_batches([block.table])
+                )
+
+    read, written, rows = _Checksum(), _Checksum(), 0
+    with complete_or_absent(target) as partial:
+        waiting = [next(iterator := tables(), None)]
+        if waiting[0] is None:
+            raise DataError(f"data file {source} has no rows: leave it out")
+        with pq.ParquetWriter(partial, waiting[0].schema, compression="zstd") as writer:
+            while waiting[-1] is not None:
+                read.add(waiting[-1])
+                rows += len(waiting[-1])
+                waiting.append(next(iterator, None))
+                full = sum(len(table) for table in waiting[:-1]) >= group_rows
+                if full or waiting[-1] is None:
+                    joined = pa.concat_tables(waiting[:-1])
+                    writer.write_table(joined.combine_chunks(), row_group_size=group_rows)
+                    del waiting[:-1]
+            writer.add_key_value_metadata({"shardrec.checksum": str(read)})
+        with pq.ParquetFile(partial) as file:
+            for batch in file.iter_batches():
+                written.add(batch)
+        if str(written) != str(read):
+            raise DataError(f"{target} has checksum {written} where {source} has {read}: check the disk, and try again")
+    return rows, str(read)
+
+
+class _Checksum:
+    """CRC-32 of the values of a table's columns, whatever blocks they come in."""
+
+    def __init__(self) -> None:
+        self._sums: dict[tuple[str, int], int] = {}
+
+    def add(self, table: Any) -> None:
+        for name in table.schema.names:
+            column = table[name]
+            for chunk in getattr(column, "chunks", [column]):
+                for number, data in enumerate(_parts_of(chunk)):
+                    self._sums[name, number] = zlib.crc32(data, self._sums.get((name, number), 0))
+
+    def __str__(self) -> str:
+        return f"{zlib.crc32(repr(sorted(self._sums.items())).encode()):08x}"
+
+
+def _parts_of(array: Any) -> Iterator[bytes]:
+    """Bytes of an array, in parts that can each be joined to those of the array after it."""
+    import pyarrow as pa
+    import pyarrow.compute as pc
+
+    if pa.types.is_dictionary(array.type):
+        array = array.dictionary_decode()
+    yield np.asarray(array.is_null().to_numpy(zero_copy_only=False)).tobytes()
+    if pa.types.is_nested(array.type):
+        yield np.asarray(pc.list_value_length(array).fill_null(0).to_numpy(zero_copy_only=False), np.int64).tobytes()
+        yield from _parts_of(array.flatten())
+        return
+    texts = array.cast(pa.large_string()) if not pa.types.is_binary(array.type) else array.cast(pa.large_binary())
+    yield np.asarray(pc.binary_length(texts).fill_null(0).to_numpy(zero_copy_only=False), np.int64).tobytes()
+    yield b"".join(value.as_buffer() for value in texts if value.is_valid)
