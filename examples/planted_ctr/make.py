@@ -20,14 +20,14 @@ from pyarrow import csv
 from shardrec.data import area_under_roc
 
 FIELDS: dict[str, int] = {
-    "advertiser": 100,
-    "site": 80,
-    "city": 60,
-    "campaign": 50,
-    "category": 40,
-    "browser": 30,
+    "campaign": 60,
+    "site": 50,
+    "city": 40,
+    "category": 30,
     "hour": 24,
+    "browser": 16,
     "format": 12,
+    "advertiser": 8,
     "weekday": 7,
     "device": 5,
 }

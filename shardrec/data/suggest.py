@@ -164,7 +164,7 @@ def _label(columns: dict[str, Any], given: str | None) -> tuple[str, Any]:
         if name == (given or name) and (pa.types.is_integer(array.type) or pa.types.is_floating(array.type))
     }
     binary = [name for name, values in numeric.items() if values.tolist() in ([0, 1], [-1, 1])]
-    rated = [name for name, values in numeric.items() if 2 < len(values) <= _FEW + 1]
+    rated = [name for name, values in numeric.items() if 2 <= len(values) <= _FEW + 1]
     found = [name for name in binary if _words(name) & _LABELS] or [name for name in rated if _words(name) & _RATINGS]
     found = found or (binary if len(binary) == 1 else []) or [name for name in rated if given]
     if not found:

@@ -410,13 +410,13 @@ def test_a_folder_without_a_run(run: Run) -> None:
 
 
 def test_a_proposed_spec_trains_resumes_and_serves(run: Run) -> None:
-    """From columns to predictions without a spec by hand: the vocabularies are the run's own, wherever its spec goes."""
-    code, text, err = run("inspect", "part_*.parquet", "--suggest")
+    """From columns to predictions without a spec by hand; the vocabularies are the run's own."""
+    code, text, err = run("inspect", "day_*.parquet", "--suggest")
     assert code == 0, err
     assert "label: {column: stars, above: " in text
     assert "- {name: who, kind: id, vocabulary: from_data, min_count: 2" in text
     Path("proposed.yaml").write_text(text, encoding="utf-8")
-    given = ("--data", "part_*.parquet", "--features", "proposed.yaml", "--model", "deepfm", "--batch-size", "256")
+    given = ("--data", "day_*.parquet", "--features", "proposed.yaml", "--model", "deepfm", "--batch-size", "256")
     code, _, err = run("train", *given, "--checkpoint-every", "3", "--out", "run")
     assert code == 0, err
     vocabularies = json.loads(Path("run/vocabularies.json").read_text(encoding="utf-8"))
