@@ -13,6 +13,21 @@ INTRODUCTION = """# API
 
 The public names of `shardrec` and of its packages, from their docstrings. `make docs` writes this page.
 """
+FIRST = (
+    "shard",
+    "plan",
+    "script",
+    "export",
+    "save_checkpoint",
+    "load_checkpoint",
+    "clip_grad_norm_",
+    "ShardingPlan",
+    "Topology",
+    "Constraint",
+    "QuantizedComms",
+    "ShardrecError",
+)
+"""The names of shardrec that most programs need, with which the page begins."""
 MODULES = (
     "shardrec",
     "shardrec.planner",
@@ -38,7 +53,11 @@ def page() -> str:
         module = importlib.import_module(path)
         first = (inspect.getdoc(module) or "").splitlines()[0].replace("``", "`")
         parts.append(f"## {path}\n\n{first}\n")
-        for name in sorted(module.__all__, key=str.lower):
+        names = sorted(module.__all__, key=str.lower)
+        if path == "shardrec":
+            names = [*FIRST, *(name for name in names if name not in FIRST)]
+            parts.append("Most programs need the first twelve names; the others follow in the order of the alphabet.\n")
+        for name in names:
             value = getattr(module, name)
             if inspect.ismodule(value):
                 continue

@@ -46,7 +46,7 @@ NAVIGATION = {
     ],
     "Serving": ["docs/scripting", "docs/serving", "docs/executors", "docs/security"],
     "Reference": ["docs/api", "docs/parity", "docs/communication", "docs/scaling"],
-    "Inside": ["docs/design", "docs/benchmarks", "CHANGELOG", "CONTRIBUTING"],
+    "Inside": ["docs/design", "docs/gpu", "docs/benchmarks", "CHANGELOG", "CONTRIBUTING"],
 }
 _LINK = re.compile(r"(\]\()([^)#\s:]+)((?:#[^)]*)?\))")
 

@@ -13,27 +13,27 @@ from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.compute
+import pyarrow.compute as pc
 from numpy.typing import NDArray
 from pyarrow import csv
 
 from shardrec.data import area_under_roc
 
 FIELDS: dict[str, int] = {
-    "advertiser": 100,
-    "site": 80,
-    "city": 60,
-    "campaign": 50,
-    "category": 40,
-    "browser": 30,
+    "campaign": 60,
+    "site": 50,
+    "city": 40,
+    "category": 30,
     "hour": 24,
+    "browser": 16,
     "format": 12,
+    "advertiser": 8,
     "weekday": 7,
     "device": 5,
 }
 """Number of values of each field."""
 
-_COLUMNS = 3
+_COLUMNS = 2
 _EXPONENT = 0.7
 _DEVIATION = 3.0
 _CONSTANT = -1.0
@@ -59,8 +59,8 @@ def drawn(rows: int, seed: int) -> tuple[dict[str, NDArray[np.int64]], NDArray[n
     return values, log_odds_N, draws.random(rows) < 1 / (1 + np.exp(-log_odds_N))
 
 
-def write(folder: Path, rows: int, seed: int, form: str) -> dict[str, float]:
-    """Write train, valid and test files, 7 to 2 to 1, as ``csv`` or ``libfm``; returns the best AUC of each."""
+def write(folder: Path, rows: int, seed: int) -> dict[str, float]:
+    """Write ``train.csv``, ``valid.csv`` and ``test.csv``, 7 to 2 to 1; returns the best AUC on the rows of each."""
     values, log_odds, clicks = drawn(rows, seed)
     folder.mkdir(parents=True, exist_ok=True)
     optimum, start = {}, 0
@@ -68,16 +68,9 @@ def write(folder: Path, rows: int, seed: int, form: str) -> dict[str, float]:
         stop = rows if part == "test" else start + round(rows * share)
         labels = clicks[start:stop].astype(np.int64)
         optimum[part] = area_under_roc(labels, log_odds[start:stop])
-        path = folder / f"{part}.{form}"
-        if form == "csv":
-            columns = {name: pa.array(field[start:stop]).cast(pa.string()) for name, field in values.items()}
-            texts = [pa.compute.binary_join_element_wise(name, column, "-") for name, column in columns.items()]
-            csv.write_csv(pa.table([pa.array(labels), *texts], ["click", *columns]), path)
-        else:
-            firsts = np.cumsum([0, *FIELDS.values()])[:-1]  # libFM numbers the values of all fields in a row
-            ids = np.column_stack([field[start:stop] for field in values.values()]) + firsts
-            lines = (f"{label} " + " ".join(f"{id}:1" for id in row) for label, row in zip(labels, ids, strict=True))
-            path.write_text("\n".join(lines) + "\n", encoding="utf-8")
+        columns = {name: pa.array(field[start:stop]).cast(pa.string()) for name, field in values.items()}
+        texts = [pc.binary_join_element_wise(name, column, "-") for name, column in columns.items()]
+        csv.write_csv(pa.table([pa.array(labels), *texts], ["click", *columns]), folder / f"{part}.csv")
         start = stop
     (folder / "optimum.json").write_text(json.dumps(optimum, indent=2) + "\n", encoding="utf-8")
     return optimum
@@ -89,9 +82,8 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("runs/planted_ctr/data"), help="folder to write to")
     parser.add_argument("--rows", type=int, default=290_000, help="of all three files, 7 to 2 to 1")
     parser.add_argument("--seed", type=int, default=0, help="of the model and the rows")
-    parser.add_argument("--form", choices=("csv", "libfm"), default="csv", help="of the files")
     given = parser.parse_args()
-    optimum = write(given.out, given.rows, given.seed, given.form)
+    optimum = write(given.out, given.rows, given.seed)
     print(", ".join(f"best AUC on the {part} rows {auc:.4f}" for part, auc in optimum.items()))
 
 

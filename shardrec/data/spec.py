@@ -139,14 +139,21 @@ class Feature(_Strict):
         """YAML reads words such as ``1`` and ``no`` as other types."""
         return tuple(map(str, value)) if isinstance(value, (list, tuple)) else value
 
+    @model_validator(mode="before")
+    @classmethod
+    def _shares(cls, given: Any) -> Any:
+        if isinstance(given, dict) and given.get("share") is not None:
+            for name in _OF_TABLE:
+                if given.get(name) is not None:
+                    raise ValueError(f"{name} is that of the feature whose table it shares: leave it out")
+        return given
+
     @model_validator(mode="after")
     def _fits(self) -> Feature:
         given = [name for name in ("rows", "vocabulary", "boundaries") if getattr(self, name) is not None]
         of_table = [name for name in _OF_TABLE if getattr(self, name) is not None]
         if self.kind == "dense" and (of_table or self.share):
             raise ValueError(f"a dense feature has no {(*of_table, 'share')[0]}: leave it out, or give kind: id")
-        if self.share is not None and of_table:
-            raise ValueError(f"{of_table[0]} is that of the feature whose table it shares: leave it out")
         if self.kind != "dense" and self.share is None and len(given) != 1:
             raise ValueError(
                 "give one of rows, vocabulary and boundaries, which say how many rows its table has, or share: FEATURE "

@@ -43,7 +43,7 @@ def suggest_spec(pattern: str, label: str | None = None) -> str:
         DataError: for a file that cannot be read so, or no column that can be the label or a feature.
     """
     path = files_of(pattern)[0]
-    table, settings = _head(path)
+    table, settings = _head(path, label)
     columns = {name: _unwrapped(table[name]) for name in table.column_names if name}
     label, target = _label(columns, label)
     features: dict[str, dict[str, Any]] = {}
@@ -84,7 +84,7 @@ def _flow(value: Any) -> str:
     return text.removesuffix("\n").removesuffix("\n...")
 
 
-def _head(path: str) -> tuple[Any, dict[str, Any]]:
+def _head(path: str, label: str | None) -> tuple[Any, dict[str, Any]]:
     """The first rows as an Arrow table, and what a spec has to say of a text file's form."""
     import pyarrow as pa
     import pyarrow.parquet as pq
@@ -106,13 +106,14 @@ def _head(path: str) -> tuple[Any, dict[str, Any]]:
         data = pa.input_stream(file, compression=codec).read(_MOST_BYTES)
         data = data[: data.rfind(b"\n") + 1] or data
         if suffix in ("libsvm", "svm", "svmlight", "libfm"):
-            return parse_svmlight(data)[0], {}
+            table = parse_svmlight(data)[0]
+            return pa.table({"label": table["label"].cast(pa.string()).cast(pa.float64()), "ids": table["ids"]}), {}
         usual = "," if suffix == "csv" else "\t"
         line = data.partition(b"\n")[0].decode("utf-8-sig", errors="replace").rstrip("\r")
         delimiter = usual if usual in line else max(",\t;| ", key=line.count)
         names = [text.strip().strip('"') for text in line.split(delimiter)]
         settings: dict[str, Any] = {} if delimiter == usual else {"delimiter": delimiter}
-        headless = any(map(_NUMBER.fullmatch, names))
+        headless = label not in names and any(map(_NUMBER.fullmatch, names))
         if headless:
             names = settings["columns"] = [f"column_{number}" for number in range(1, len(names) + 1)]
         if len(names) < 2 or len({*names}) < len(names) or "::" in line:
@@ -163,7 +164,7 @@ def _label(columns: dict[str, Any], given: str | None) -> tuple[str, Any]:
         if name == (given or name) and (pa.types.is_integer(array.type) or pa.types.is_floating(array.type))
     }
     binary = [name for name, values in numeric.items() if values.tolist() in ([0, 1], [-1, 1])]
-    rated = [name for name, values in numeric.items() if 2 < len(values) <= _FEW + 1]
+    rated = [name for name, values in numeric.items() if 2 <= len(values) <= _FEW + 1]
     found = [name for name in binary if _words(name) & _LABELS] or [name for name in rated if _words(name) & _RATINGS]
     found = found or (binary if len(binary) == 1 else []) or [name for name in rated if given]
     if not found:

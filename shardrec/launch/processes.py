@@ -26,6 +26,7 @@ from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 from shardrec import errors
@@ -33,7 +34,17 @@ from shardrec.errors import ConfigError, InputError, PeerError, ShardrecError
 from shardrec.launch.quiet import environment_for_torch
 from shardrec.launch.stop import SAME_SIGNAL_S, RunStopped, handling
 
-__all__ = ["LISTENER", "RankFailure", "RankProcesses", "Run", "Start", "end_with_launcher", "first_cause", "spawn"]
+__all__ = [
+    "LISTENER",
+    "RankFailure",
+    "RankProcesses",
+    "Run",
+    "Start",
+    "end_with_launcher",
+    "first_cause",
+    "spawn",
+    "spawn_alone",
+]
 
 Run = Callable[[dict[str, Any]], Any]
 """The function that each rank calls with the options; it must be picklable, as a module's function is."""
@@ -81,6 +92,20 @@ def spawn(target: Callable[..., None], *args: Any, name: str) -> BaseProcess:
     process = multiprocessing.get_context("spawn").Process(target=target, args=args, name=name)
     process.start()
     return process
+
+
+def spawn_alone(target: Callable[..., None], *args: Any, name: str) -> BaseProcess:
+    """:func:`spawn`, of a process that does not import this program, which then needs no ``if __name__ ==`` guard.
+
+    Args:
+        target: a function of another module than the program, as are those that ``args`` hold.
+    """
+    program = sys.modules["__main__"]
+    sys.modules["__main__"] = ModuleType("__main__")
+    try:
+        return spawn(target, *args, name=name)
+    finally:
+        sys.modules["__main__"] = program
 
 
 class RankProcesses:

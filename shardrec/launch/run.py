@@ -16,7 +16,13 @@ __all__ = ["launched_rank", "on_new_ranks", "run_on_ranks"]
 
 
 def run_on_ranks(
-    run: Run, options: Mapping[str, Any], *, nproc: int, timeout: float = 300.0, debug: bool = False
+    run: Run,
+    options: Mapping[str, Any],
+    *,
+    nproc: int,
+    timeout: float = 300.0,
+    debug: bool = False,
+    start: Start = spawn,
 ) -> Any:
     """Call ``run(options)`` on each rank of the launcher that started this process, else on ``nproc`` new ranks.
 
@@ -26,6 +32,7 @@ def run_on_ranks(
         nproc: number of ranks to start; 1 runs in this process.
         timeout: seconds for which a new process may be stopped (SIGSTOP) before it counts as dead.
         debug: keep the ranks' tracebacks.
+        start: starts the process of a rank.
 
     Returns:
         What ``run`` returned on this rank, or on rank 0 if new ranks were started; it must then be picklable.
@@ -43,7 +50,8 @@ def run_on_ranks(
     if launched is not None or nproc == 1:
         return _run_quietly(run, debug, dict(options))
     quiet = functools.partial(_run_quietly, run, debug)
-    return RankProcesses(quiet, dict(options), nproc=nproc, timeout=timeout, debug=debug).result()
+    ranks = RankProcesses(quiet, dict(options), nproc=nproc, timeout=timeout, debug=debug, start=start)
+    return ranks.result()
 
 
 def on_new_ranks(

@@ -11,6 +11,7 @@ from typing import Any
 
 from shardrec._versions import check_extra
 from shardrec.errors import ConfigError, PeerError
+from shardrec.launch.processes import spawn_alone
 from shardrec.launch.run import launched_rank, run_on_ranks
 from shardrec.train.config import CHECKPOINTS, TrainConfig
 
@@ -47,7 +48,9 @@ def train(config: TrainConfig, *, resume: bool = False, debug: bool = False) -> 
     while True:
         options, saved = {**config.to_mapping(), "resume": resume}, _saved(config)
         try:
-            run_on_ranks(_train_rank, options, nproc=config.nproc, timeout=config.timeout, debug=debug)
+            run_on_ranks(
+                _train_rank, options, nproc=config.nproc, timeout=config.timeout, debug=debug, start=spawn_alone
+            )
             return
         except PeerError as error:
             restarts = restarts + 1 if _saved(config) == saved else 1

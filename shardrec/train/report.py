@@ -265,7 +265,8 @@ def write_curve(report: RunReport, path: Path) -> None:
         axes.legend()
         axes.ticklabel_format(axis="y", useOffset=False)
         axes.xaxis.set_major_formatter(EngFormatter(sep=""))  # 1500000 as 1.5M
-    figure.suptitle(summary_line(report))
+    rows = "test rows" if report.config["test"] else "held-out rows"
+    figure.suptitle(f"{rows}: {summary_line(report)}")
     canvas.print_figure(path, dpi=120)
 
 

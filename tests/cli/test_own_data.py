@@ -407,3 +407,34 @@ def test_a_folder_without_a_run(run: Run) -> None:
     code, _, errors = run("inspect", "other.pt")
     assert code == 1
     assert "other.pt is not a complete result of shardrec" in errors
+
+
+def test_a_proposed_spec_trains_resumes_and_serves(run: Run) -> None:
+    """From columns to predictions without a spec by hand; the vocabularies are the run's own."""
+    code, text, err = run("inspect", "day_*.parquet", "--suggest")
+    assert code == 0, err
+    assert "label: {column: stars, above: " in text
+    assert "- {name: who, kind: id, vocabulary: from_data, min_count: 2" in text
+    Path("proposed.yaml").write_text(text, encoding="utf-8")
+    given = ("--data", "day_*.parquet", "--features", "proposed.yaml", "--model", "deepfm", "--batch-size", "256")
+    code, _, err = run("train", *given, "--checkpoint-every", "3", "--out", "run")
+    assert code == 0, err
+    vocabularies = json.loads(Path("run/vocabularies.json").read_text(encoding="utf-8"))
+    assert len(vocabularies["who"]) > 30
+    assert RunFolder(Path("run")).spec.schema_.num_embeddings[0] == len(vocabularies["who"]) + 1
+    shutil.rmtree("run/checkpoints")
+    # Another order, and so another row for each value: what goes on must take the run's, and not count again.
+    vocabularies["who"].reverse()
+    Path("run/vocabularies.json").write_text(json.dumps(vocabularies), encoding="utf-8")
+    code, _, err = run("train", *given, "--checkpoint-every", "3", "--out", "run", "--resume")
+    assert code == 0, err
+    assert json.loads(Path("run/vocabularies.json").read_text(encoding="utf-8")) == vocabularies
+    Path("proposed.yaml").unlink()
+    folder = RunFolder(Path("run"))
+    rows = [request_example(folder.spec) | {"who": who} for who in (vocabularies["who"][0], "stranger")]
+    ids = batch_of_request(rows, folder.spec).sparse["who"].values().tolist()
+    assert ids == [1, 0]
+    code, out, err = run("eval", "run", "--json")
+    assert code == 0, err
+    final = json.loads(Path("run/metrics.json").read_text(encoding="utf-8"))["final"]
+    assert abs(json.loads(out)["auc"] - final["auc"]) < 1e-4

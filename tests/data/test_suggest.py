@@ -101,7 +101,7 @@ def test_labels(tmp_path: Path, column: str, values: list[float], label: Any) ->
 
 
 def test_files_without_a_header_and_of_libsvm(tmp_path: Path) -> None:
-    path = written(tmp_path / "u.data", {"a": [1, 2] * 60, "b": [*range(1, 61)] * 2, "c": [0, 1] * 60}, header=False)
+    path = written(tmp_path / "u.data", {"a": [0, 1] * 60, "b": [*range(1, 61)] * 2, "c": [0, 1] * 60}, header=False)
     with pytest.raises(DataError, match="no column is clearly the label: name one"):
         suggest_spec(str(path))
     proposed = yaml.safe_load(suggest_spec(str(path), label="column_3"))

@@ -266,6 +266,21 @@ def test_a_program_that_ranks_cannot_import(kind: str, tmp_path: Path) -> None:
         assert "Ranks cannot import a program that is typed, piped or a notebook" in ended.stderr
 
 
+@pytest.mark.parametrize("kind", ["file", "piped"])
+def test_a_program_that_ranks_need_not_import(kind: str, tmp_path: Path) -> None:
+    """As that of train() with options alone: no guard, and no file either."""
+    program = (
+        "from shardrec.launch.processes import spawn_alone\n"
+        "from shardrec.launch.run import run_on_ranks\n"
+        "print(run_on_ranks(sorted, {'b': 1, 'a': 2}, nproc=2, start=spawn_alone))\n"
+    )
+    (tmp_path / "program.py").write_text(program)
+    command = [sys.executable, str(tmp_path / "program.py") if kind == "file" else "-"]
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
+    ended = subprocess.run(command, input=program, env=environment, capture_output=True, text=True, check=False)
+    assert (ended.returncode, ended.stdout) == (0, "['a', 'b']\n"), ended.stderr
+
+
 PROGRAM = """from shardrec.launch.run import on_new_ranks
 
 def work(place):
