@@ -24,13 +24,16 @@ def host_places(hosts: int, ranks_per_host: int) -> tuple[Place, ...]:
 
 
 def random_problem(rng: Random, *, most_tables: int = 4, ranks: int | None = None) -> Problem:
-    """Tables with single items, items by host, items at a fixed place, and loads on every rank."""
+    """Tables with single items, items by host, on neighbouring ranks or at a fixed place, and loads on every rank."""
     hosts, per_host = rng.choice([(1, 2), (1, 3), (2, 2)])
     if ranks is not None:
         hosts, per_host = 1, ranks
     world = hosts * per_host
     free, by_host = anywhere(world), host_places(hosts, per_host)
     fixed = (tuple(range(world)),)
+    pairs = tuple(
+        (host + rank, host + (rank + 1) % per_host) for host in range(0, world, per_host) for rank in range(per_host)
+    )
     few = free[: rng.randint(1, world)]
 
     def item() -> Item:
@@ -38,7 +41,7 @@ def random_problem(rng: Random, *, most_tables: int = 4, ranks: int | None = Non
 
     def option() -> Option:
         gangs: list[Gang] = []
-        kind = rng.randrange(5)
+        kind = rng.randrange(6)
         if kind == 0:
             gangs = [Gang(items=(item(),), places=rng.choice([free, few]), count=rng.randint(1, 2))]
         elif kind == 1:
@@ -47,6 +50,8 @@ def random_problem(rng: Random, *, most_tables: int = 4, ranks: int | None = Non
             gangs = [Gang(items=tuple(item() for _ in range(world)), places=fixed)]
         elif kind == 3:
             gangs = [Gang(items=(item(),), places=free), Gang(items=(item(),), places=free)]
+        elif kind == 4:
+            gangs = [Gang(items=(item(), item()), places=pairs, count=rng.randint(1, 2))]
         everywhere = Item(load=rng.choice([0.0, 0.5, 1.0]), memory=(float(rng.randint(0, 1)),))
         return Option(label=str(kind), everywhere=everywhere, gangs=tuple(gangs))
 

@@ -81,7 +81,11 @@ def test_constraints() -> None:
         "c": ParameterConstraints(pooling_factors=[2.0], feature_names=["h", "i"]),
     }
     constraints, poolings = constraints_from_torchrec(theirs)
-    assert constraints == {"a": Constraint(cuts=("column_wise", "grid"), min_columns=16), "b": Constraint(), "c": Constraint()}
+    assert constraints == {
+        "a": Constraint(cuts=("column_wise", "grid"), min_columns=16),
+        "b": Constraint(),
+        "c": Constraint(),
+    }
     assert poolings == {"f": 3.0, "g": 5.0, "h": 2.0, "i": 2.0}
     with pytest.raises(PlanError, match="has none of the sharding types"):
         constraints_from_torchrec({"a": ParameterConstraints(sharding_types=["diagonal"])})

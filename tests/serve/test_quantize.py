@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from dataclasses import replace
 from random import Random
 from typing import Any
 
@@ -15,7 +16,7 @@ from torchrec.modules.embedding_modules import EmbeddingCollection
 
 import shardrec
 from shardrec.errors import ConfigError, InputError
-from shardrec.layout import Topology
+from shardrec.layout import Topology, cuts
 from shardrec.modules import shard
 from shardrec.serve import ServedModel, WeightFormat, quantize
 from shardrec.serve.row_bytes import encode
@@ -114,6 +115,8 @@ def compare_sequences(seed: int) -> None:
     whole = {f"words.{name}": module.weight.detach().clone() for name, module in words.embeddings.items()}
     sizes = {f"words.{one.name}": (one.num_embeddings, one.embedding_dim) for one in TABLES}
     plan = random_plan(rng, sizes, Topology(ranks_per_host=world_size))
+    if seed == 0:  # replicated tables, too, of which the second is looked up twice
+        plan = replace(plan, tables=tuple(cuts.data_parallel(name, *size) for name, size in sizes.items()))
     model = shard(Reader(words, 16), plan, dedup=rng.random() < 0.5).eval()
     weights = rng.choice(FORMATS)
     served = quantize(model, weights)
