@@ -11,7 +11,7 @@ import warnings
 from importlib import import_module, util
 from typing import TYPE_CHECKING, Any
 
-from shardrec._above import provide
+from shardrec._above import PROVIDED
 from shardrec.errors import (
     AnomalyError,
     CheckpointError,
@@ -115,8 +115,7 @@ _MOVED = {name: home for home, names in _MOVED_NAMES.items() for name in names.s
 _WITHOUT_FBGEMM = {"errors", "ids", "layout", "pending", "scripting"}
 
 
-provide("shard_over_servers", "shardrec.rpc.model")
-provide("portable_twin", "shardrec.portable.twins")
+PROVIDED |= {"portable_twin": "shardrec.portable.twins", "shard_over_servers": "shardrec.rpc.model"}
 
 # torch warns in each process of a renamed function, when TorchRec creates the first KeyedJaggedTensor.
 logging.getLogger("torch.fx._symbolic_trace").addFilter(lambda record: "is_fx_tracing" not in str(record.msg))

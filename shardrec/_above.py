@@ -10,17 +10,13 @@ from collections.abc import Callable
 from importlib import import_module
 from typing import Any
 
-__all__ = ["from_above", "provide"]
+__all__ = ["PROVIDED", "from_above"]
 
-_MODULES: dict[str, str] = {}
-
-
-def provide(name: str, module: str) -> None:
-    """Make a function of a module available to the layers below it. The module is not imported before it is used."""
-    _MODULES[name] = module
+PROVIDED: dict[str, str] = {}
+"""The module of each function, by the function's name."""
 
 
 def from_above(name: str) -> Callable[..., Any]:
     """The function that is provided under this name."""
-    function: Callable[..., Any] = getattr(import_module(_MODULES[name]), name)
+    function: Callable[..., Any] = getattr(import_module(PROVIDED[name]), name)
     return function

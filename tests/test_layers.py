@@ -9,6 +9,8 @@ from functools import cache
 from importlib import import_module
 from pathlib import Path
 
+from shardrec._above import PROVIDED, from_above
+
 PACKAGE = Path(__file__).parent.parent / "shardrec"
 
 LAYERS = [
@@ -184,3 +186,17 @@ def test_no_public_name_that_is_loaded_late_is_a_files() -> None:
         if "\n_HOMES = " in path.read_text():
             hidden = {public for public in import_module(name)._HOMES if f"{name}.{public}" in files()}
             assert not hidden, f"{name}: {sorted(hidden)}"
+
+
+def test_what_is_provided_from_above_is_asked_for_below_and_there() -> None:
+    import_module("shardrec")
+    asked = {
+        node.args[0].value
+        for tree in trees().values()
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Call)
+        and ast.unparse(node.func) == "from_above"
+        and isinstance(node.args[0], ast.Constant)
+    }
+    assert asked == PROVIDED.keys()
+    assert all(callable(from_above(name)) for name in PROVIDED)

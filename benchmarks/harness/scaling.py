@@ -163,7 +163,7 @@ def predict(
         dense=1e3 * dense.flops * batch_size / assumed.dense_flops,
         reduce=_reduce_ms(dense.bytes, ranks, _dense_link(topology, replicas, machine), assumed),
         sync=_reduce_ms(held, replicas, machine.network, assumed) / assumed.sync_every,
-        latency=(ranks > 1) * 1e-3 * (_exchange_us(profile, topology, assumed) + profile.reduce_us),
+        latency=(ranks > 1) * 1e-3 * (_exchange_us(profile, topology, assumed) + profile.exchange_us),
         gap=plan.report.gap if plan.report is not None else 0.0,
     )
 

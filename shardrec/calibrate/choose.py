@@ -25,12 +25,12 @@ from shardrec.planner.solve import SolveLimits
 __all__ = ["TimedPlan", "different_plans", "time_plans"]
 
 _PARTS = (
-    ("lookup_id_ns", "lookup_byte_ns", "cached_byte_ns"),
-    ("update_id_ns", "summed_id_ns", "update_row_ns", "update_byte_ns", "update_cached_byte_ns"),
-    ("pooled_byte_ns", "assemble_byte_ns"),
-    ("bag_ns", "shard_us", "route_id_ns", "cut_id_ns"),
+    ("lookup_id_ns", "row_byte_ns"),
+    ("update_id_ns", "summed_id_ns", "decode_ns"),
+    ("pooled_byte_ns",),
+    ("bag_ns", "shard_us", "route_id_ns"),
     ("exchange_us", "exchange_byte_ns", "host_exchange_byte_ns"),
-    ("reduce_us", "reduce_byte_ns", "replica_us", "replica_byte_ns", "replica_out_byte_ns"),
+    ("reduce_byte_ns", "replica_byte_ns"),
 )
 """Coefficients that err together."""
 _LEAST_ERROR = 0.25

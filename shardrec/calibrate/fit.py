@@ -35,32 +35,22 @@ __all__ = ["fewest_workloads", "fit", "predicted_ms", "relative_errors"]
 
 _FITTED = (
     "lookup_id_ns",
-    "lookup_byte_ns",
-    "cached_byte_ns",
+    "row_byte_ns",
     "update_id_ns",
     "summed_id_ns",
-    "update_row_ns",
-    "update_byte_ns",
-    "update_cached_byte_ns",
     "decode_ns",
-    "decode_id_ns",
     "bag_ns",
     "pooled_byte_ns",
-    "assemble_byte_ns",
     "route_id_ns",
-    "cut_id_ns",
     "exchange_byte_ns",
     "exchange_us",
-    "reduce_us",
-    "replica_us",
     "replica_byte_ns",
-    "replica_out_byte_ns",
     "shard_us",
     "forward_us",
     "backward_us",
 )
-_BY_CACHE = ("lookup_byte_ns", "cached_byte_ns", "update_byte_ns", "update_cached_byte_ns")
-"""What these add to a time depends on ``cache_bytes``."""
+_BY_CACHE = "row_byte_ns"
+"""What it adds to a time depends on ``cache_bytes``."""
 _CACHES = tuple(2.0**power for power in range(18, 28))
 _USUAL_ERROR = 0.1
 """Relative errors beyond this count less than by their square."""
@@ -152,7 +142,7 @@ def _solved(
     for name in _FITTED:
         if name not in columns:
             columns[name] = all_predicted(replace(start, **(nothing | {name: 1.0}))) / times - fixed
-    known.update({name: column for name, column in columns.items() if name not in _BY_CACHE})
+    known.update({name: column for name, column in columns.items() if name != _BY_CACHE})
     # What no workload used (the exchange, on one rank) stays as it was.
     used = {name: column for name, column in columns.items() if column.max() > 0}
     matrix = np.array(list(used.values())).T

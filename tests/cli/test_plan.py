@@ -50,9 +50,9 @@ def test_yaml_faults_are_named_by_their_line(tmp_path: Path, text: str, words: s
 
 def test_a_calibration_with_too_few_workloads_does_not_begin() -> None:
     """In a process that imports torch and TorchRec for the first time, whose warnings are not ours to show."""
-    done = shell("calibrate", "--workloads", "11")
+    done = shell("calibrate", "--workloads", "6")
     assert (done.returncode, done.stdout) == (1, "")
-    words = "--workloads is 11: give at least 12, which determine the coefficients"
+    words = "--workloads is 6: give at least 7, which determine the coefficients"
     assert done.stderr == f"shardrec: error: {words}\n"
 
 

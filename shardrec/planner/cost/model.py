@@ -44,6 +44,9 @@ _ID = 4
 _WIDE_ID = 8
 _SUMMED_BYTES = 256 << 10
 """Gradients that our kernels on the CPU add up in an array; those of larger shards are sorted by row."""
+_UPDATED, _CACHED = 2.0, 1 / 3
+"""Time of a byte that is updated in memory, and of one that is read or updated in a cache, against one that is read
+from memory. Fitted as coefficients of their own they predicted no better."""
 _NS = 1e-6  # ms
 _US = 1e-3  # ms
 
@@ -121,7 +124,7 @@ class CostModel:
             return profile.forward_us * _US, profile.backward_us * _US
         return (
             (profile.forward_us + forward * profile.exchange_us) * _US,
-            (profile.backward_us + backward * profile.exchange_us + reduces * profile.reduce_us) * _US,
+            (profile.backward_us + (backward + reduces) * profile.exchange_us) * _US,
         )
 
     def shard(
@@ -139,10 +142,8 @@ class CostModel:
         ids = self._sent_ids(table) * topology.world_size * share
         bags = (self.batch_size if table.pooled else 1) * topology.world_size * table.features
         out = (bags if table.pooled else ids) * cols * _FLOAT
-        from_memory, cached, updated = self._rows(table, rows, cols, ids, share)
+        read, written = self._rows(table, rows, cols, ids, share)
         received = ids * (_ID if rows < 2**31 else _WIDE_ID) + bags * _ID
-        read = ids * profile.lookup_id_ns + from_memory * profile.lookup_byte_ns + cached * profile.cached_byte_ns
-        written = updated + from_memory * profile.update_byte_ns + cached * profile.update_cached_byte_ns
         copies = out * profile.pooled_byte_ns
         sent = out * self._wire_ns
         if summed:
@@ -210,8 +211,8 @@ class CostModel:
         out = rows_out * table.embedding_dim * _FLOAT * (sources if table.pooled else 1)
         sent = ids * stripes * self._route_ns + bags * shards * profile.bag_ns / 4
         if shards > stripes:
-            sent += ids * profile.cut_id_ns
-        copies = out * profile.assemble_byte_ns * _NS
+            sent += ids * profile.route_id_ns
+        copies = out * profile.pooled_byte_ns * _NS
         return Cost(
             times=(sent * _NS, 0.0, copies, copies, 0.0, 0.0),
             memory=(0.0, 0.0, 2 * out + ids * stripes * _ID),
@@ -223,19 +224,16 @@ class CostModel:
         rows, cols = table.num_embeddings, table.embedding_dim
         ids = self.batch_size * table.ids_per_sample
         bags = self.batch_size * table.features
-        from_memory, cached, updated = self._rows(table, rows, cols, ids, 1.0)
+        read, written = self._rows(table, rows, cols, ids, 1.0)
         out = (bags if table.pooled else ids) * cols * _FLOAT
         size = rows * cols * _FLOAT
-        time = ids * profile.lookup_id_ns + updated + bags * profile.bag_ns
-        time += from_memory * (profile.lookup_byte_ns + profile.update_byte_ns) + cached * (
-            profile.cached_byte_ns + profile.update_cached_byte_ns
-        )
-        time += 2 * out * profile.replica_out_byte_ns + size * profile.replica_byte_ns
+        time = read + written + bags * profile.bag_ns
+        time += 2 * out * profile.pooled_byte_ns + size * profile.replica_byte_ns
         if self.topology.world_size > 1:
             time += size * profile.reduce_byte_ns
         state = rows * cols * table.state_bytes + rows * table.row_state_bytes
         return Cost(
-            times=(0.0, 0.0, 0.0, 0.0, 0.0, time * _NS + (profile.shard_us + profile.replica_us) * _US),
+            times=(0.0, 0.0, 0.0, 0.0, 0.0, time * _NS + profile.shard_us * _US),
             memory=(rows * cols * table.weight_bytes, state, 2 * size + 2 * out),
         )
 
@@ -244,16 +242,18 @@ class CostModel:
         ids = self.batch_size * table.ids_per_sample
         return table.distinct(ids) if table.sends_distinct_ids else ids
 
-    def _rows(self, table: TableLoad, rows: int, cols: int, ids: float, share: float) -> tuple[float, float, float]:
-        """Bytes of rows that come from memory, and from a cache; and ns of the update, besides its bytes."""
+    def _rows(self, table: TableLoad, rows: int, cols: int, ids: float, share: float) -> tuple[float, float]:
+        """ns of the lookup of rows, and of their update."""
         profile, row_bytes = self.profile, cols * table.weight_bytes
         distinct = min(table.distinct(ids / share) * share if share else 0.0, ids, float(rows))
         beyond = max(0.0, 1 - profile.cache_bytes / max(rows * row_bytes, 1.0))
         from_memory = distinct * beyond * row_bytes
-        updated = ids * self._update_id_ns(rows, cols) + distinct * profile.update_row_ns
+        cached = _CACHED * (ids * row_bytes - from_memory)
+        read = ids * profile.lookup_id_ns + (from_memory + cached) * profile.row_byte_ns
+        written = ids * self._update_id_ns(rows, cols) + (_UPDATED * from_memory + cached) * profile.row_byte_ns
         if table.weight_bytes < _FLOAT:
-            updated += distinct * cols * profile.decode_ns + ids * profile.decode_id_ns
-        return from_memory, ids * row_bytes - from_memory, updated
+            written += (distinct * cols + 2 * ids) * profile.decode_ns
+        return read, written
 
     def _update_id_ns(self, rows: int, cols: int) -> float:
         return self.profile.summed_id_ns if rows * cols * _FLOAT <= _SUMMED_BYTES else self.profile.update_id_ns

@@ -14,7 +14,7 @@ from shardrec.layout.machine import Machine
 
 __all__ = ["Profile"]
 
-_FORMAT = 2
+_FORMAT = 3
 
 # What random rows and small messages reach of a data sheet's peak. Assumptions, not measurements: calibrate replaces
 # them.
@@ -30,30 +30,21 @@ class Profile:
         name: of the machine or the calibration.
         source: where the figures are from.
         lookup_id_ns: per id looked up, besides its bytes.
-        lookup_byte_ns: per byte of a row read from memory.
-        cached_byte_ns: per byte of a row that is read and still in a cache.
+        row_byte_ns: per byte of a row read from memory; a byte that is updated, or in a cache, is a multiple of it.
         cache_bytes: rows of tables that fit into this much are always in a cache.
         update_id_ns: per id in backward, besides its bytes.
         summed_id_ns: the same for ids of a shard so small that the gradients of all its rows stay in a core's cache.
-        update_row_ns: per distinct row updated, besides its bytes.
-        update_byte_ns: per byte of a row updated in memory.
-        update_cached_byte_ns: per byte of a gradient that goes to a row that is still in a cache.
-        decode_ns: per weight of a distinct row that is not float32, for its way to float32 and back.
-        decode_id_ns: per id of such a table, besides; on the CPU it is looked up by other kernels.
+        decode_ns: per weight of a distinct row that is not float32, for its way to float32 and back; each id takes as
+            much as two weights besides, for on the CPU such tables are looked up by other kernels.
         bag_ns: per bag of a shard, in forward and backward together.
-        pooled_byte_ns: per byte of pooled columns that a shard writes, or sums inside a host.
-        assemble_byte_ns: per byte of pooled columns added up or put in order by the rank that asked for them.
-        route_id_ns: per id sent or received.
-        cut_id_ns: per id that is sorted by row block.
+        pooled_byte_ns: per byte of pooled columns that are written, added up or put in order.
+        route_id_ns: per id sent, received, or sorted by row block.
         exchange_byte_ns: all-to-all, per byte that leaves a rank for another of its host.
         host_exchange_byte_ns: the same for another host.
-        exchange_us: one all-to-all without bytes, and the work around it.
+        exchange_us: a collective without bytes, and the work around it.
         reduce_byte_ns: all-reduce, per byte of the tensor.
-        reduce_us: the all-reduce of a step without bytes, and the work around it.
-        replica_us: per replicated table and step.
         replica_byte_ns: per byte of a replica's dense gradient, besides the all-reduce.
-        replica_out_byte_ns: per byte of pooled columns that a replica writes, and of their gradient.
-        shard_us: per shard and step.
+        shard_us: per shard, or replicated table, and step.
         forward_us: per forward, whatever the plan, besides the collectives.
         backward_us: the same of a backward.
         errors: fit errors of a calibration: relative error by name, in percent.
@@ -62,29 +53,19 @@ class Profile:
     name: str
     source: str
     lookup_id_ns: float
-    lookup_byte_ns: float
-    cached_byte_ns: float
+    row_byte_ns: float
     cache_bytes: float
     update_id_ns: float
     summed_id_ns: float
-    update_row_ns: float
-    update_byte_ns: float
-    update_cached_byte_ns: float
     decode_ns: float
-    decode_id_ns: float
     bag_ns: float
     pooled_byte_ns: float
-    assemble_byte_ns: float
     route_id_ns: float
-    cut_id_ns: float
     exchange_byte_ns: float
     host_exchange_byte_ns: float
     exchange_us: float
     reduce_byte_ns: float
-    reduce_us: float
-    replica_us: float
     replica_byte_ns: float
-    replica_out_byte_ns: float
     shard_us: float
     forward_us: float
     backward_us: float
@@ -110,30 +91,20 @@ class Profile:
             name=machine.name,
             source=machine.source,
             lookup_id_ns=0.05 if gpu else 5.0,
-            lookup_byte_ns=memory,
-            cached_byte_ns=memory / 3,
+            row_byte_ns=memory,
             cache_bytes=machine.cache,
             update_id_ns=0.3 if gpu else 20.0,
             summed_id_ns=0.3 if gpu else 5.0,
-            update_row_ns=0.0,
-            update_byte_ns=2 * memory,
-            update_cached_byte_ns=memory / 3,
             decode_ns=0.0,
-            decode_id_ns=0.0,
             bag_ns=0.02 if gpu else 10.0,
             pooled_byte_ns=memory,
-            assemble_byte_ns=memory,
-            route_id_ns=0.1 if gpu else 2.0,
-            cut_id_ns=0.1 if gpu else 10.0,
+            route_id_ns=0.1 if gpu else 5.0,
             exchange_byte_ns=link,
             host_exchange_byte_ns=network,
             exchange_us=machine.latency * 1e6,
             reduce_byte_ns=2 * link,
-            reduce_us=machine.latency * 1e6,
-            replica_us=0.0,
             # Zeroed, filled, averaged and applied.
             replica_byte_ns=4 * memory,
-            replica_out_byte_ns=memory,
             shard_us=1.0 if gpu else 20.0,
             forward_us=100.0 if gpu else 900.0,
             backward_us=100.0 if gpu else 150.0,
