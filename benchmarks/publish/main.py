@@ -135,7 +135,7 @@ def follow(options: argparse.Namespace, weights: str, source: Path, folder: Path
     folder.mkdir()
     for data in source.glob("data-*"):
         (folder / data.name).symlink_to(data)
-    follower = Follower(served, served.formats, folder, every=0.02)
+    follower = Follower(served, served.formats, folder, interval=0.02)
     versions = versions_in([path.name for path in source.iterdir()])
 
     def show(version: int) -> None:
@@ -177,7 +177,8 @@ def follow(options: argparse.Namespace, weights: str, source: Path, folder: Path
     print(
         f"| {weights} | {all_rows / base_s / 1e6:.1f} M rows/s "
         f"| {1000 * apply_s:.0f} ms, {rows / apply_s / 1e6:.2f} M rows/s, {size / apply_s / 2**20:.0f} MiB/s "
-        f"| {p50:.2f} / {p99:.2f} / {worst:.1f} ms | {busy_p50:.2f} / {busy_p99:.2f} / {busy_worst:.1f} ms | {busy_p99 / p99:.2f} ({len(busy):,} requests) |",
+        f"| {p50:.2f} / {p99:.2f} / {worst:.1f} ms | {busy_p50:.2f} / {busy_p99:.2f} / {busy_worst:.1f} ms "
+        f"| {busy_p99 / p99:.2f} ({len(busy):,} requests) |",
         flush=True,
     )
 

@@ -55,14 +55,14 @@ class ServedModel(ShardedModel):
             # Of a model that follows, a pending value must not be looked up after the next version is applied.
             return value if self.follower is None else tree_map(wait, value)
 
-    def follow(self, source: str | Path, *, every: float = 1.0) -> Follower:
+    def follow(self, source: str | Path, *, interval: float = 1.0) -> Follower:
         """Apply the versions that a :class:`shardrec.Publisher` publishes, from now on, between calls of the model.
 
         The last version is applied before this returns, if there is one. A thread then looks for further ones.
 
         Args:
             source: the publisher's folder or URL.
-            every: seconds between two looks.
+            interval: seconds between two looks.
 
         Returns: The follower, which has the version and counts faults, and whose ``close()`` ends it. A damaged or
             missing version is a warning, and the model keeps the last good one.
@@ -80,7 +80,7 @@ class ServedModel(ShardedModel):
                 else "is on several ranks: serve it on one"
             )
             raise ConfigError(f"this model cannot follow {source}, for it {reason}")
-        follower = Follower(self, self.formats, source, every=every)
+        follower = Follower(self, self.formats, source, interval=interval)
         follower.start()
         self.follower = follower
         return follower

@@ -35,8 +35,7 @@ from shardrec.errors import ConfigError
 from shardrec.modules.model import ShardedModel
 from shardrec.serve.format import HEAD_BYTES, WeightFormat
 from shardrec.serve.lookup import served_memory
-from shardrec.serve.quantize import fault_of
-from shardrec.serve.row_bytes import encode
+from shardrec.serve.row_bytes import encode, fault_of
 
 __all__ = [
     "base_of",

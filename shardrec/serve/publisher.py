@@ -96,11 +96,6 @@ class Publisher:
         self.version = 0
         """The last version that is complete; 0 for none."""
 
-    @property
-    def busy(self) -> bool:
-        """Whether a version is still being written on this rank."""
-        return not self._pending.done
-
     def publish(self, *, full: bool = False, extra: Mapping[str, Any] | None = None, wait: bool = True) -> PendingSave:
         """Publish the model as it is now. If the last version is still being written, wait for that first.
 
@@ -142,10 +137,11 @@ class Publisher:
         changed: Changed = {}
         copies: dict[str, HeldTensor] = {}
         for name, tensor in tensors.items():
-            parts = []
-            for part in tensor.parts:
-                if part.saved:
-                    parts.append(replace(part, values=self._copy((name, part.rect), part, tensor, changed)))
+            parts = [
+                replace(part, values=self._copy((name, part.rect), part, tensor, changed))
+                for part in tensor.parts
+                if part.saved
+            ]
             copies[name] = replace(tensor, parts=tuple(parts))
         for shard in shards_of(copies).values():
             of_parts = [changed[key] for key in shard]
@@ -174,14 +170,18 @@ class Publisher:
         """Write a version: what the thread does."""
         ranks, store = self._ranks, self._store
         assert ranks is not None, "publish has made it"
+
+        def begin() -> tuple[int, str, bool]:
+            version = max([self.version, *versions_in(store.names())]) + 1
+            return version, data_name(version, secrets.token_hex(4)), base
+
+        begun = ranks.agree("publish", begin, remedy=REMEDY)
+        version, data, _ = begun[0]
+        base = any(on_rank for *_, on_rank in begun)
         if base:
             self._before = SavedBefore()
-
-        def begin() -> tuple[int, str]:
-            version = max([self.version, *versions_in(store.names())]) + 1
-            return version, data_name(version, secrets.token_hex(4)) if base else self._data
-
-        version, data = ranks.agree("publish", begin, remedy=REMEDY)[0]
+        else:
+            data = self._data
         tensors, changed = self._encoded(copies, changed, ranks)
         file_name = f"rank-{{:05}}.{version:012}.safetensors"
 
@@ -200,13 +200,8 @@ class Publisher:
             if ranks.rank:
                 return
             formats = {table: form.value for table, form in self._formats.items()}
-            manifest = Manifest(
-                data=data,
-                numbers={},
-                step_counts={},
-                param_groups=None,
-                extra={"version": version, "formats": formats, **note},
-            )
+            extra = {"version": version, "formats": formats, **note}
+            manifest = Manifest(data=data, numbers={}, step_counts={}, param_groups=None, extra=extra)
             manifest = joined(store.folder if store.is_folder else None, manifest, written)
             write_manifest(store.folder, manifest, version_name(version))
             store.send(version_name(version))

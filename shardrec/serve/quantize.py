@@ -19,9 +19,9 @@ from shardrec.modules.model import require_sharded
 from shardrec.serve.format import WeightFormat
 from shardrec.serve.lookup import served_memory, served_storage
 from shardrec.serve.model import ServedModel
-from shardrec.serve.row_bytes import GREATEST, encode, row_ranges
+from shardrec.serve.row_bytes import encode, fault_of, row_ranges
 
-__all__ = ["fault_of", "quantize", "table_formats", "whole_row_ranges"]
+__all__ = ["quantize", "table_formats", "whole_row_ranges"]
 
 CHUNK = 2**20
 """Rows converted at a time; bounds the memory of the conversion."""
@@ -131,18 +131,6 @@ def _convert(
                 if part.size(0):
                     span = None if ranges is None else ranges[rows.start + top - first : rows.stop + top - first]
                     memory[layout.name if shard is None else shard][rows].copy_(encode(part, form, span))
-
-
-def fault_of(table: str, parts: Iterable[Tensor], form: WeightFormat) -> str:
-    """A message about a value of a table that its format cannot represent; "" if there is none."""
-    limit = torch.finfo(torch.float32).max if form is WeightFormat.FP32 else GREATEST
-    # amax() of no elements raises; a comparison with NaN is false, so NaN is bad.
-    if all(not part.numel() or bool(part.abs().amax() <= limit) for part in parts):
-        return ""
-    return (
-        f"table {table!r} has a value that {form.value} cannot keep (not finite, or beyond ±{limit:g}): keep it as "
-        "'fp32' with tables={...}, or mend the weights"
-    )
 
 
 def whole_row_ranges(

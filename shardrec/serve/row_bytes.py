@@ -16,12 +16,14 @@ holds the same codes as an uncut table: the sharding does not change the served 
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import torch
 from torch import Tensor
 
 from shardrec.serve.format import HEAD_BYTES, WeightFormat
 
-__all__ = ["GREATEST", "encode", "row_ranges"]
+__all__ = ["GREATEST", "encode", "fault_of", "row_ranges"]
 
 GREATEST = 65504.0
 """The greatest float16."""
@@ -66,6 +68,18 @@ def encode(weight: Tensor, form: WeightFormat, ranges: Tensor | None = None) -> 
     head = torch.stack([scale, bias], dim=1).view(torch.uint8)
     # fbgemm's operator puts scale and bias last; its kernel expects them first.
     return torch.cat([head, codes[:, :-HEAD_BYTES]], dim=1).to(device)
+
+
+def fault_of(table: str, parts: Iterable[Tensor], form: WeightFormat) -> str:
+    """A message about a value of a table that its format cannot represent; "" if there is none."""
+    limit = torch.finfo(torch.float32).max if form is WeightFormat.FP32 else GREATEST
+    # amax() of no elements raises; a comparison with NaN is false, so NaN is bad.
+    if all(not part.numel() or bool(part.abs().amax() <= limit) for part in parts):
+        return ""
+    return (
+        f"table {table!r} has a value that {form.value} cannot keep (not finite, or beyond ±{limit:g}): keep it as "
+        "'fp32' with tables={...}, or mend the weights"
+    )
 
 
 def _half_up(values: Tensor) -> Tensor:

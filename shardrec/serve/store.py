@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import shutil
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -62,29 +64,29 @@ class Store:
                 self._system.put_file(str(self.folder / name), self._at(name))
             (self.folder / name).unlink()
 
-    def fetch(self, name: str) -> None:
-        """Have a file in ``folder``."""
-        if self._system is not None:
-            (self.folder / name).parent.mkdir(exist_ok=True)
+    @contextmanager
+    def fetched(self, name: str) -> Iterator[None]:
+        """Inside, ``folder`` has a file."""
+        if self._system is None:
+            yield
+            return
+        (self.folder / name).parent.mkdir(exist_ok=True)
+        try:
             with naming(self._at(name)):
                 self._system.get_file(self._at(name), str(self.folder / name))
-
-    def forget(self, name: str) -> None:
-        """Remove the copy of a file that was fetched."""
-        if self._system is not None:
+            yield
+        finally:
             (self.folder / name).unlink(missing_ok=True)
 
     def remove(self, name: str) -> None:
         """Remove a file or folder, if it is there."""
-        try:
+        with suppress(FileNotFoundError):
             if self._system is not None:
                 self._system.rm(self._at(name), recursive=True)
             elif (self.folder / name).is_dir():
                 shutil.rmtree(self.folder / name)
             else:
                 (self.folder / name).unlink()
-        except FileNotFoundError:
-            pass
 
     def _at(self, name: str) -> str:
         return f"{self._path}/{name}"

@@ -163,24 +163,23 @@ class RunFolder:
         return metrics, total_left_out(source.left_out)
 
     def following(self, source: str) -> ServedModel:
-        """The model of the run as it is published, in the published formats; needs no checkpoint.
+        """The model of the run as it is published; needs no checkpoint.
 
         Args:
             source: folder or URL, ``--publish`` of the run.
 
         Raises:
-            ConfigError: if there is no version, or it is of another model.
+            ConfigError: if another model is published there.
         """
         from shardrec.layout import ShardingPlan
         from shardrec.modules import shard
         from shardrec.serve import quantize
-        from shardrec.serve.follower import published_formats
         from shardrec.train.model import build_model, dynamic_tables
 
         model = build_model(self.config, self.schema)
         dynamic = dynamic_tables(self.spec, model)
         plan = ShardingPlan.load(self.path / PLAN).on_one_rank() if dynamic else None
-        served = quantize(shard(model, plan, dynamic_ids=dynamic), tables=published_formats(source))
+        served = quantize(shard(model, plan, dynamic_ids=dynamic), self.config.publish_weights)
         served.follow(source)
         return served
 

@@ -136,7 +136,7 @@ def follower_of(kind: str, weights: str, folder: Path, cut: str, size: int) -> t
     """A served model on one rank, and its follower, which looks only when it is told to."""
     model = dynamic("sgd", dynamic_plan(cut, size).on_one_rank()) if kind == "dynamic" else make("table_wise", "sgd")
     served = quantize(model, weights)
-    return served, Follower(served, served.formats, folder, every=1.0)
+    return served, Follower(served, served.formats, folder, interval=1.0)
 
 
 def reveal(source: Path, version: int, target: Path) -> None:

@@ -127,7 +127,7 @@ def test_damage_is_never_applied(tmp_path: Path, cases: range) -> None:
             (folder / path.relative_to(tmp_path / "good")).write_bytes(data)
         for version in range(first + 1, 9):
             (folder / version_name(version)).unlink()
-        follower = Follower(served, served.formats, folder, every=1.0)
+        follower = Follower(served, served.formats, folder, interval=1.0)
         assert follower.poll()
         assert (state_of(served), follower.version, follower.faults) == (first, first, 0)
         last = rng.randrange(first, 9)
@@ -180,7 +180,7 @@ def strikes(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
 def test_a_publisher_that_is_killed_anywhere(tmp_path: Path, strikes: list[int]) -> None:
     """At each operation on files, of bases and deltas: followers see the version before or the one after."""
     model, _, served = models(tmp_path / "none")
-    follower = Follower(served, served.formats, tmp_path / "published", every=1.0)
+    follower = Follower(served, served.formats, tmp_path / "published", interval=1.0)
     tick = survived = 0
     for strike in range(1, 130):
         strikes[0] = strike
@@ -207,7 +207,7 @@ def test_calls_see_whole_versions(tmp_path: Path) -> None:
     """Threads that call the model, one at a time, while versions come: what a call sees is of one version."""
     model, publisher, served = models(tmp_path)
     with pytest.raises(ConfigError, match="follows already"):
-        follower = served.follow(tmp_path, every=0.001)
+        follower = served.follow(tmp_path, interval=0.001)
         served.follow(tmp_path)
     assert (follower.version, follower.age) == (0, float("inf"))
     done, turn, seen = threading.Event(), threading.Lock(), []
@@ -243,7 +243,7 @@ def test_calls_see_whole_versions(tmp_path: Path) -> None:
 def test_versions_at_a_url(tmp_path: Path) -> None:
     url = f"memory://{tmp_path.name}/published"
     model, publisher, served = models(url, keep_bases=1, most_deltas=2)
-    follower = Follower(served, served.formats, url, every=1.0)
+    follower = Follower(served, served.formats, url, interval=1.0)
     assert not follower.poll()
     for tick in range(1, 8):
         set_tick(model, tick)
@@ -260,10 +260,10 @@ def test_versions_at_a_url(tmp_path: Path) -> None:
 def test_what_does_not_fit_is_refused(tmp_path: Path) -> None:
     model, publisher, served = models(tmp_path, "fp16")
     publisher.publish()
-    with pytest.raises(ConfigError, match=r"'bags.t_a' is published as fp16 and served as int8"):
+    with pytest.raises(ConfigError, match=r"table 'bags.t_a' is published as fp16 and served as int8"):
         quantize(model, "int8").follow(tmp_path)
     other = shard(EmbeddingBagCollection(tables=[EmbeddingBagConfig(name="x", num_embeddings=4, embedding_dim=8)]))
-    with pytest.raises(ConfigError, match="is published, and the model lacks it"):
+    with pytest.raises(ConfigError, match=r"is published as .* and served as nothing"):
         quantize(other, "fp16").follow(tmp_path)
     with pytest.raises(ConfigError, match="takes a model that is trained"):
         Publisher(served, tmp_path)
@@ -296,9 +296,8 @@ def test_a_failure_is_followed_by_a_base(tmp_path: Path, monkeypatch: pytest.Mon
     pending = publisher.publish(wait=False)
     set_tick(model, 2)
     pending.wait()
-    assert not publisher.busy
     assert len({path.name for path in tmp_path.glob("data-*")}) == 2
-    follower = Follower(served, served.formats, tmp_path, every=1.0)
+    follower = Follower(served, served.formats, tmp_path, interval=1.0)
     assert follower.poll()
     assert (follower.version, state_of(served)) == (2, 1)
     shutil.rmtree(tmp_path)
