@@ -137,6 +137,8 @@ class Announcer:
         each = " each" * (size > 1)
         batches = f"{config.accumulate} batches of " * (config.accumulate > 1)
         self.say(f"training {config.model} on {ranks}{each}, {batches}{batch_size:,} rows a step on each rank")
+        if config.compile != "off":
+            self.say("torch.compile compiles in the first steps, and for evaluation: minutes without a line here")
 
     def display(self, total: int | None, around: Callable[[Display], Display]) -> AbstractContextManager[Display]:
         """A display for the training loop of ``total`` rows, inside of another, closed in the end."""
@@ -147,7 +149,7 @@ class Announcer:
 
     def results(self, report: RunReport, folder: Path) -> None:
         """The final metrics and, in the last line, the gap to the best possible."""
-        self.say(f"{report.final.rows:,} held-out rows, {report.final.click_rate:.1%} clicked")
+        self.say(f"{report.final.rows:,} {report.final_rows}, {report.final.click_rate:.1%} clicked")
         self._console.print(metrics_table(report))
         for reason, count in report.skipped.items():
             self.say(f"left out {count:,} row{'s' * (count > 1)}: {reason}")
