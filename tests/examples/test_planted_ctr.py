@@ -42,7 +42,8 @@ def test_a_proposed_spec_with_the_example_s_options(
 
     def run(*arguments: str) -> str:
         monkeypatch.setattr("sys.argv", ["shardrec", *arguments])
-        main()
+        with pytest.raises(SystemExit, match="0"):
+            main()
         return capfd.readouterr().out
 
     Path(str(options.features)).write_text(run("inspect", options.data, "--suggest"), encoding="utf-8")
