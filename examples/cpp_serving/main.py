@@ -55,10 +55,12 @@ def main() -> int:
     torch.set_num_threads(1)
     asked = list(requests(SIZES))
     try:
+        print("building the C++ program, which takes minutes the first time", flush=True)
         program = build(folder)
         wrong = 0
-        print(f"{'file':12}{'bytes of rows':>15}{'largest difference, C++ to Python':>36}")
+        print("exporting a model as TorchScript and as packages of machine code, which are compiled", flush=True)
         files = export(folder / "models", asked)
+        print(f"{'file':12}{'bytes of rows':>15}{'largest difference, C++ to Python':>36}")
         for saved in files:
             largest = compare(program, saved, asked)
             allowed = TOLERANCE if saved.name == "float" else 0.0

@@ -66,10 +66,10 @@ class ClickSchema:
         ]
         shapes: dict[str, tuple[int, int | None]] = {}
         faults += [
-            f"features that share table {table!r} have {shape} and {shapes[table]} as rows and columns: give them the "
-            "same"
-            for table, *shape in zip(self.tables, self.num_embeddings, self.dims, strict=False)
-            if shapes.setdefault(table, tuple(shape)) != tuple(shape)
+            f"features that share table {table!r} have {(size, dim)} and {shapes[table]} as rows and columns: give "
+            "them the same"
+            for table, size, dim in zip(self.tables, self.num_embeddings, self.dims, strict=False)
+            if shapes.setdefault(table, (size, dim)) != (size, dim)
         ]
         faults += [
             f"num_embeddings of {name!r} is {size}: a table needs 2 to {2**31 - 1} rows (row 0 is for missing values)"

@@ -151,6 +151,8 @@ class Feature(_Strict):
     @model_validator(mode="after")
     def _fits(self) -> Feature:
         given = [name for name in ("rows", "vocabulary", "boundaries") if getattr(self, name) is not None]
+        if "." in self.name:
+            raise ValueError("a feature's name cannot have a '.': give another one, and column: for the files' name")
         of_table = [name for name in _OF_TABLE if getattr(self, name) is not None]
         if self.kind == "dense" and (of_table or self.share):
             raise ValueError(f"a dense feature has no {(*of_table, 'share')[0]}: leave it out, or give kind: id")

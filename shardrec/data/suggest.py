@@ -159,21 +159,23 @@ def _label(columns: dict[str, Any], given: str | None) -> tuple[str, Any]:
     if given is not None and given not in columns:
         raise DataError(f"there is no column {given!r} (--label): the columns are {', '.join(map(repr, columns))}")
     numeric = {
-        name: np.unique(array.drop_null().cast(pa.float64()).to_numpy())
+        name: np.unique(array.drop_null().cast(pa.float64(), safe=False).to_numpy())
         for name, array in columns.items()
         if name == (given or name) and (pa.types.is_integer(array.type) or pa.types.is_floating(array.type))
     }
     binary = [name for name, values in numeric.items() if values.tolist() in ([0, 1], [-1, 1])]
     rated = [name for name, values in numeric.items() if 2 <= len(values) <= _FEW + 1]
-    found = [name for name in binary if _words(name) & _LABELS] or [name for name in rated if _words(name) & _RATINGS]
-    found = found or (binary if len(binary) == 1 else []) or [name for name in rated if given]
-    if not found:
+    candidates = [name for name in binary if _words(name) & _LABELS] or [
+        name for name in rated if _words(name) & _RATINGS
+    ]
+    candidates = candidates or (binary if len(binary) == 1 else []) or [name for name in rated if given]
+    if not candidates:
         which = f"column {given!r} has no two numbers or more" if given else "no column is clearly the label"
         raise DataError(
             f"{which}: name one of 0 and 1, or of ratings (--label COLUMN); the columns are "
             f"{', '.join(map(repr, columns))}"
         )
-    name, values = found[0], numeric[found[0]]
+    name, values = candidates[0], numeric[candidates[0]]
     if values.tolist() == [0, 1]:
         return name, name
     numbers = columns[name].drop_null().cast(pa.float64()).to_numpy()
@@ -188,7 +190,7 @@ def _feature(column: str, array: Any) -> tuple[dict[str, Any] | None, str, set[A
 
     rows, words = len(array), _words(column)
     array = array.drop_null()
-    listed, kind, more = array, "id", {}
+    listed, kind, more = array, "id", dict[str, Any]()
     if pa.types.is_nested(array.type):
         listed, kind = array.flatten(), "multi_hot"
     elif pa.types.is_string(array.type) and (separator := _separator(array)):
@@ -240,7 +242,7 @@ def _separator(array: Any) -> str:
 def _dense(values: Any) -> dict[str, Any]:
     log = values.min() >= 0 and values.max() > 20 * max(float(np.median(values)), 1.0)
     numbers = np.log(values + 3.0) if log else values.astype(np.float64)
-    scaled = {"mean": float(f"{numbers.mean():.4g}"), "std": float(f"{numbers.std():.4g}") or 1.0}
+    scaled = {"mean": float(f"{numbers.mean():.6g}"), "std": float(f"{numbers.std():.4g}") or 1.0}
     return {"kind": "dense", **({"transform": "log"} if log else {}), **scaled}
 
 

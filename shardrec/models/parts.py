@@ -49,11 +49,11 @@ def pooled_features(schema: ClickSchema, dim: int, *, features: Sequence[str] | 
     features = schema.sparse_names if features is None else features
     _check_features(schema, features)
     tables: dict[str, EmbeddingBagConfig] = {}
-    for feature, size, own, table in zip(
+    for feature, size, width, table in zip(
         schema.sparse_names, schema.num_embeddings, schema.dims, schema.tables, strict=True
     ):
         if feature in features:
-            config = EmbeddingBagConfig(name=table, num_embeddings=size, embedding_dim=own or dim, feature_names=[])
+            config = EmbeddingBagConfig(name=table, num_embeddings=size, embedding_dim=width or dim, feature_names=[])
             tables.setdefault(table, config).feature_names.append(feature)
     return EmbeddingBagCollection(tables=[*tables.values()], is_weighted=schema.weighted, device=torch.device("meta"))
 
@@ -91,11 +91,11 @@ def item_rows(schema: ClickSchema, dim: int, *, history: str, item: str) -> Embe
     """One table on meta for the ids of a history and of the items to score, with a row for each id."""
     _check_features(schema, [history, item])
     items, others = (schema.num_embeddings[schema.sparse_names.index(feature)] for feature in (item, history))
-    names, own = (dict(zip(schema.sparse_names, values, strict=True)) for values in (schema.tables, schema.dims))
-    if items != others or own[history] not in (None, own[item]):
+    names, dims = (dict(zip(schema.sparse_names, values, strict=True)) for values in (schema.tables, schema.dims))
+    if items != others or dims[history] not in (None, dims[item]):
         raise ConfigError(
             f"features {history!r} and {item!r} share a table and have {others:,} and {items:,} rows, dim "
-            f"{own[history] or dim} and {own[item] or dim}: give feature {history!r} share: {item} in the features "
+            f"{dims[history] or dim} and {dims[item] or dim}: give feature {history!r} share: {item} in the features "
             "file (--features), in place of rows and dim of its own"
         )
     for feature in schema.sparse_names:
@@ -107,7 +107,7 @@ def item_rows(schema: ClickSchema, dim: int, *, history: str, item: str) -> Embe
     table = EmbeddingConfig(
         name=names[item],
         num_embeddings=items,
-        embedding_dim=own[item] or dim,
+        embedding_dim=dims[item] or dim,
         feature_names=[history, item],
         init_fn=lambda weight: nn.init.normal_(weight, std=0.02),
     )

@@ -147,6 +147,8 @@ class Announcer:
         each = " each" * (size > 1)
         batches = f"{config.accumulate} batches of " * (config.accumulate > 1)
         self.say(f"training {config.model} on {ranks}{each}, {batches}{batch_size:,} rows a step on each rank")
+        if config.compile != "off":
+            self.say("torch.compile compiles in the first steps, and for evaluation: minutes without a line here")
 
     def display(self, total: int | None, around: Callable[[Display], Display]) -> AbstractContextManager[Display]:
         """A display for the training loop of ``total`` rows, inside of another, closed in the end."""
@@ -159,7 +161,7 @@ class Announcer:
         """The final metrics and, in the last line, the gap to the best possible."""
         final = report.final
         clicked = "" if isinstance(final, TaskMetrics) else f", {final.click_rate:.1%} clicked"
-        self.say(f"{final.rows:,} held-out rows{clicked}")
+        self.say(f"{final.rows:,} {report.final_rows}{clicked}")
         self._console.print(metrics_table(report))
         for reason, count in report.skipped.items():
             self.say(f"left out {count:,} row{'s' * (count > 1)}: {reason}")

@@ -87,7 +87,7 @@ class RunReport:
         environment: versions, cores and ranks.
         source: the data, in words.
         curve: points in order; the last one is before the final evaluation.
-        final: held-out metrics of the trained model.
+        final: metrics of the trained model on the test files, or else on the held-out rows.
         optimum: the best metrics that any model can have on the same rows; None if unknown.
         samples: rows trained on, over all ranks.
         steps: optimizer steps.
@@ -107,6 +107,11 @@ class RunReport:
     final_step: int
     seconds: float
     skipped: Mapping[str, int]
+
+    @property
+    def final_rows(self) -> str:
+        """Which rows ``final`` is of."""
+        return "test rows" if self.config["test"] else "held-out rows"
 
     @property
     def samples_per_second(self) -> float:
@@ -156,12 +161,12 @@ def environment(*, world_size: int, threads: int) -> dict[str, Any]:
 
 
 def metrics_table(report: RunReport) -> Table:
-    """Held-out metrics beside the best possible ones and the gap between them.
+    """The final metrics beside the best possible ones and the gap between them.
 
     Logits that rank are no log odds: without cross entropy of rows there are none of probabilities.
     """
     table = Table()
-    table.add_column("held out")
+    table.add_column(report.final_rows)
     table.add_column("model", justify="right")
     if isinstance(report.final, TaskMetrics):
         for row in task_values(report.final.values).items():
@@ -265,8 +270,7 @@ def write_curve(report: RunReport, path: Path) -> None:
         axes.legend()
         axes.ticklabel_format(axis="y", useOffset=False)
         axes.xaxis.set_major_formatter(EngFormatter(sep=""))  # 1500000 as 1.5M
-    rows = "test rows" if report.config["test"] else "held-out rows"
-    figure.suptitle(f"{rows}: {summary_line(report)}")
+    figure.suptitle(f"{report.final_rows}: {summary_line(report)}")
     canvas.print_figure(path, dpi=120)
 
 

@@ -100,7 +100,7 @@ def test_texts_lists_and_weights_train_by_a_spec_alone(run: Run) -> None:
     files = ("--data", "day_[01].parquet", "--test", "day_2.parquet")
     code, shown, errors = run("train", *files, *FLAGS, "--epochs", "3", "--shuffle", "500", "--out", "runs/a")
     assert (code, errors) == (0, ""), errors
-    assert "1,000 held-out rows" in shown
+    assert "1,000 test rows" in shown
     metrics = json.loads(Path("runs/a/metrics.json").read_text(encoding="utf-8"))
     assert metrics["final"]["auc"] > 0.7
     assert list(Path("runs/a/tensorboard").glob("events.out.tfevents.*"))

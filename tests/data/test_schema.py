@@ -37,7 +37,7 @@ def test_a_sparse_feature_is_needed() -> None:
 def test_features_that_share_a_table_are_alike() -> None:
     names = {"dense_names": ("x",), "sparse_names": ("a", "b"), "tables": ("t", "t")}
     assert ClickSchema(**names, num_embeddings=(5, 5)).dims == (None, None)
-    with pytest.raises(ConfigError, match=r"share table 't' have \[5, 8\] and \(5, 4\) as rows and columns"):
+    with pytest.raises(ConfigError, match=r"share table 't' have \(5, 8\) and \(5, 4\) as rows and columns"):
         ClickSchema(**names, num_embeddings=(5, 5), dims=(4, 8))
     with pytest.raises(ConfigError, match="dims has 1 sizes for 2 sparse_names: give one size per name"):
         ClickSchema(**names, num_embeddings=(5, 5), dims=(4,))

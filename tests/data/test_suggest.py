@@ -30,6 +30,7 @@ def columns(seed: int = 0) -> dict[str, Any]:
         "Row No.": [f"r{number}" for number in range(ROWS)],
         "Was Clicked?": draws.integers(0, 2, ROWS),
         "user.id": draws.integers(10**6, 10**9, 300)[draws.integers(0, 300, ROWS)],
+        "hash": draws.integers(0, 2**63, 300)[draws.integers(0, 300, ROWS)],
         "film": film,
         "films seen last": [" ".join(map(str, draws.integers(1, 400, draws.integers(0, 8)))) for _ in range(ROWS)],
         "Genres": [", ".join(draws.choice(["drama", "comedy", "war"], 2, replace=False)) for _ in range(ROWS)],
@@ -67,7 +68,7 @@ def test_columns_of_every_kind(tmp_path: Path, name: str) -> None:
     features = {feature.pop("name"): feature for feature in proposed["features"]}
     counted = {"vocabulary": "from_data", "min_count": 2}
     assert features["user_id"] == {"column": "user.id", "kind": "id", **counted}
-    assert features["film"] == {"kind": "id", **counted}
+    assert features["film"] == features["hash"] == {"kind": "id", **counted}
     sequence = {"column": "films seen last", "kind": "sequence", "separator": " ", "max_length": 50, "share": "film"}
     assert features["films_seen_last"] == sequence
     assert features["Genres"] == {"kind": "multi_hot", **counted, "dim": 8, "separator": ", "}

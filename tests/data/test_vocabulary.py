@@ -92,6 +92,7 @@ def test_a_vocabulary_beside_the_spec(tmp_path: Path) -> None:
         ("{name: b, kind: dense, dim: 4}", "a dense feature has no dim"),
         ("{name: b, kind: id, rows: 9, min_count: 2}", "min_count is for vocabulary: from_data"),
         ("{name: b, kind: id, vocabulary: []}", "the vocabulary is empty"),
+        ("{name: b.c, kind: id, rows: 9}", "a feature's name cannot have a '.': give another one, and column:"),
         ("{name: b, kind: id, rows: 9, dim: 0}", "greater than or equal to 1"),
     ],
 )

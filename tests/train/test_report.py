@@ -5,11 +5,15 @@ from __future__ import annotations
 import dataclasses
 import json
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
+import torch
+from matplotlib.figure import Figure
 from rich.console import Console
 
 from shardrec.data import ClickMetrics, RankingMetrics
+from shardrec.launch.ranks import RankInfo
 from shardrec.train import TrainConfig
 from shardrec.train.display import Announcer, duration
 from shardrec.train.report import (
@@ -99,10 +103,28 @@ def test_curve_is_a_picture_with_and_without_an_optimum(tmp_path: Path) -> None:
     sizes = []
     for name, drawn in (("a", report()), ("b", report(None)), ("c", report(points=1))):
         path = tmp_path / f"{name}.png"
-        write_curve(drawn, path)
+        with patch.object(Figure, "suptitle") as title:
+            write_curve(drawn, path)
+        assert title.call_args[0][0].startswith("held-out rows: AUC 0.8012, ")
         assert path.read_bytes().startswith(b"\x89PNG")
         sizes.append(path.stat().st_size)
     assert len(set(sizes)) == 3
+
+
+def test_the_final_rows_are_named(tmp_path: Path) -> None:
+    made = report(None)
+    tested = dataclasses.replace(made, config={**made.config, "test": "test.csv"})
+    assert "┃ test rows" in text(metrics_table(tested))
+    with patch.object(Figure, "suptitle") as title:
+        write_curve(tested, tmp_path / "curve.png")
+    title.assert_called_once_with("test rows: AUC 0.8012, normalized entropy 0.7900, logloss 0.4400")
+
+
+@pytest.mark.parametrize(("compiled", "said"), [("off", False), ("dense", True)])
+def test_a_wait_for_the_compiler_is_said(compiled: str, said: bool, capsys: pytest.CaptureFixture[str]) -> None:
+    rank_info = RankInfo(rank=0, world_size=1, device=torch.device("cpu"), threads=1)
+    Announcer().run(TrainConfig(compile=compiled), rank_info, 64)
+    assert ("torch.compile compiles in the first steps" in capsys.readouterr().out) == said
 
 
 def test_duration() -> None:

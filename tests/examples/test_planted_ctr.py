@@ -1,0 +1,52 @@
+"""The planted clicks: their parts, their optimum, and the example's own options on few of them."""
+
+from __future__ import annotations
+
+import csv
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from examples.planted_ctr import make
+from shardrec.cli import main
+from shardrec.train import load_config
+
+
+def test_rows_are_drawn_in_parts_with_the_optimum_of_each(tmp_path: Path) -> None:
+    optimum = make.write(tmp_path, 3000, seed=0)
+    assert json.loads((tmp_path / "optimum.json").read_text()) == optimum
+    assert make.write(tmp_path, 3000, seed=1) != optimum
+    parts = {part: [*csv.reader((tmp_path / f"{part}.csv").open())] for part in make._PARTS}
+    assert [len(rows) - 1 for rows in parts.values()] == [2100, 600, 300]
+    assert parts["train"][0] == ["click", *make.FIELDS]
+    values, log_odds, clicks = make.drawn(100_000, seed=0)
+    assert {name: len({*column}) for name, column in values.items()} == make.FIELDS
+    assert np.isclose(log_odds.std(), make._DEVIATION)
+    # Clicks follow the odds: per tenth of the rows their share is the mean probability.
+    for rows in np.array_split(np.argsort(log_odds), 10):
+        expected = (1 / (1 + np.exp(-log_odds[rows]))).mean()
+        assert abs(clicks[rows].mean() - expected) < 5 * np.sqrt(expected * (1 - expected) / len(rows)) + 1e-3
+
+
+def test_a_proposed_spec_with_the_example_s_options(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """From the proposed spec on, with the example's options on few rows: better than a coin, below the optimum."""
+    config = Path(make.__file__).with_name("run.yaml")
+    options = load_config(config)
+    monkeypatch.chdir(tmp_path)
+    folder = Path(options.data).parent
+    optimum = make.write(folder, 12_000, seed=0)
+
+    def run(*arguments: str) -> str:
+        monkeypatch.setattr("sys.argv", ["shardrec", *arguments])
+        with pytest.raises(SystemExit, match="0"):
+            main()
+        return capfd.readouterr().out
+
+    Path(str(options.features)).write_text(run("inspect", options.data, "--suggest"), encoding="utf-8")
+    run("train", str(config), "--epochs", "3", "--global-batch-size", "512", "--threads", "1")
+    auc = json.loads(Path(str(options.out), "metrics.json").read_text(encoding="utf-8"))["final"]["auc"]
+    assert 0.75 < auc < optimum["test"]
