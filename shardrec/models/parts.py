@@ -195,7 +195,7 @@ class Experts(nn.Module):
         mixtures: list[Tensor] = []
         for number, gate in enumerate(self.gates):
             shares_BE = gate(inputs[number]).softmax(1)
-            experts_BED = torch.stack([outputs[expert] for expert in self.mixed[number]], dim=1)
+            experts_BED = torch.stack([outputs[n] for n in self.mixed[number]], dim=1)
             mixtures.append((shares_BE.unsqueeze(2) * experts_BED).sum(1))
         return mixtures
 

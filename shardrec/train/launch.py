@@ -105,7 +105,7 @@ def predict(
 
 
 def _predict_rank(options: dict[str, Any]) -> dict[str, Any] | None:
-    from shardrec.train.predict import predict_rank
+    from shardrec.train.scores import predict_rank
 
     return predict_rank(options)
 

@@ -52,7 +52,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "hstu": ("hstu", SEQUENTIAL),
     "two_tower": ("two_tower", {"item": ["item", "price"], **REGULAR}),
     "mmoe": ("mmoe", {"experts": 3, "hidden": [16, 8], "tower": [], **REGULAR}),
-    "ple": ("ple", {"hidden": [16, 8], **REGULAR}),
+    "ple": ("ple", {"hidden": [16, 8]}),
 }
 
 

@@ -76,8 +76,8 @@ def scored(run: Path, out: str, limit: int | None = None, **options: Any) -> dic
         write(self, name, data)
 
     with (
-        mock.patch("shardrec.train.predict._ROWS", 64),
-        mock.patch("shardrec.train.predict._PART_BATCHES", 2),
+        mock.patch("shardrec.train.scores._ROWS", 64),
+        mock.patch("shardrec.train.scores._PART_BATCHES", 2),
         mock.patch.object(OutputFolder, "write", limited),
     ):
         return predict(str(run / "out"), options.pop("data", str(run / "rows")), out, **options)
@@ -182,7 +182,7 @@ def test_what_is_refused(run: Path, tmp_path: Path) -> None:
 
 
 def test_a_file_that_has_shrunk(run: Path) -> None:
-    from shardrec.train.predict import _Keyed
+    from shardrec.train.scores import _Keyed
 
     spec = _Keyed(keys=("number",), features=RunFolder(run / "out").spec.features)
     path = str(run / "rows" / "a.parquet")
