@@ -31,7 +31,6 @@ if TYPE_CHECKING:
     from shardrec.modules import (
         DistributedModelParallel,
         Replicas,
-        ReplicatedModel,
         Servers,
         ShardedModel,
         annotate_for_dynamo,
@@ -64,7 +63,6 @@ __all__ = [
     "Publisher",
     "QuantizedComms",
     "Replicas",
-    "ReplicatedModel",
     "Servers",
     "ShardedModel",
     "ShardingPlan",
@@ -89,7 +87,7 @@ _NAMES = {
     "exchange.wire": "QuantizedComms",
     "ids": "DynamicIds",
     "layout": "ShardingPlan Topology",
-    "modules": "DistributedModelParallel Replicas ReplicatedModel Servers ShardedModel annotate_for_dynamo "
+    "modules": "DistributedModelParallel Replicas Servers ShardedModel annotate_for_dynamo "
     "clip_grad_norm_ clip_grad_value_ detect_anomaly shard",
     "pending": "LazyAwaitable wait",
     "planner": "Constraint plan",
@@ -103,7 +101,7 @@ _HOMES = {name: home for home, names in _NAMES.items() for name in names.split()
 _MOVED_NAMES = {
     "errors": "BusyError VersionError",
     "layout": "Shard TableLayout",
-    "modules": "ShardedEmbeddingBagCollection ShardedEmbeddingCollection unannotate",
+    "modules": "ReplicatedModel ShardedEmbeddingBagCollection ShardedEmbeddingCollection unannotate",
     "pending": "Await Awaitable LazyGetItemMixin LazyNoWait as_await as_lazy awaitable awaitable_nowait awaitable_wait "
     "fork gather join",
     "scripting": "ScriptError",

@@ -88,7 +88,7 @@ def shard(
 
     With ``replicas=Replicas(R)`` the W ranks hold R copies of the tables (2-D parallelism): each run of W / R
     neighbouring ranks shards one copy, and every ``sync_every`` training steps the copies are averaged; see
-    :class:`shardrec.ReplicatedModel`.
+    :class:`shardrec.modules.ReplicatedModel`.
 
     Args:
         model: a model with ``torchrec.EmbeddingBagCollection`` or ``EmbeddingCollection`` modules, on the CPU or on
@@ -106,7 +106,7 @@ def shard(
             ``"group"``: through the process group, as between hosts. Default: the environment variable
             ``SHARDREC_TRANSPORT``, or else ``auto``.
         replicas: copies of the tables, as a :class:`shardrec.Replicas`; the result is then a
-            :class:`shardrec.ReplicatedModel`, for ``Replicas(1)`` too. Default: one copy.
+            :class:`shardrec.modules.ReplicatedModel`, for ``Replicas(1)`` too. Default: one copy.
         dense: ``"ddp"``: every rank holds the dense part, whose gradients are averaged at the end of each backward as
         by DistributedDataParallel, but losses may use different parameters on each rank; ``"fsdp"``: FSDP2
         (``fully_shard``) shards the parameters of the dense part, while replicated tables stay unsharded; ``"none"``:

@@ -71,7 +71,7 @@ class ServedModel(ShardedModel):
             ConfigError: if the model is on several ranks, follows already, or is not the published one: other tables,
                 formats or dense part.
         """
-        from shardrec.serve.follower import Follower
+        from shardrec.serve.follower import Follower  # with all of shardrec.checkpoint
 
         if self.group is not None or self.follower is not None:
             reason = (

@@ -32,7 +32,7 @@ class Store:
         self.folder = Path(target).absolute()
         self._system: Any = None
         if "://" in str(target):
-            from shardrec.data.urls import file_system
+            from shardrec.data.urls import file_system  # with fsspec, for URLs alone
 
             try:
                 self._system, self._path = file_system(str(target).rstrip("/"))

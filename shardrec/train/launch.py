@@ -105,7 +105,7 @@ def predict(
 
 
 def _predict_rank(options: dict[str, Any]) -> dict[str, Any] | None:
-    from shardrec.train.scores import predict_rank
+    from shardrec.train.scores import predict_rank  # with torch, which the program that starts the ranks lacks
 
     return predict_rank(options)
 

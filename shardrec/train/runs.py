@@ -171,6 +171,7 @@ class RunFolder:
         Raises:
             ConfigError: if another model is published there.
         """
+        # With torch.
         from shardrec.layout import ShardingPlan
         from shardrec.modules import shard
         from shardrec.serve import quantize

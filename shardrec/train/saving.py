@@ -54,7 +54,7 @@ class Saver:
         )
         self._publisher: Publisher | None = None
         if run.config.publish is not None:
-            from shardrec.serve.publisher import Publisher
+            from shardrec.serve.publisher import Publisher  # with fbgemm's inference kernels
 
             self._publisher = Publisher(run.model, run.config.publish, run.config.publish_weights)
         self._published = PendingSave()

@@ -260,7 +260,7 @@ def spec_of(config: TrainConfig) -> FeatureSpec:
 
 def counted_vocabularies(config: TrainConfig, spec: FeatureSpec, uncounted: FeatureSpec) -> Mapping[str, Sequence[str]]:
     """The vocabularies from data of ``uncounted``: those that ``spec`` has, or else those of the rows to train on."""
-    from shardrec.data.vocabulary import count_vocabularies
+    from shardrec.data.vocabulary import count_vocabularies  # with pyarrow
 
     if spec.uncounted:
         return count_vocabularies(files_of(config.data), spec, holdout=_holdout(config))
