@@ -127,23 +127,23 @@ class FactorizationMachine(nn.Module):
 
 
 class Experts(nn.Module):
-    """Networks of the same layers, ``own`` for each of T tasks and ``shared`` for all, which gates mix.
+    """Networks of the same layers, ``single`` for each of T tasks and ``shared`` for all, which gates mix.
 
     Args:
         inputs: columns of the inputs.
         hidden: widths of an expert's layers.
         tasks: T.
         shared: experts of all tasks.
-        own: experts of each task.
+        single: experts of each task.
         gates: T, each of which sees its task's experts and the shared ones; or T + 1, the last of which sees all.
         settings: dropout and batch norm, as :class:`MLP` takes them.
     """
 
     def __init__(
-        self, inputs: int, hidden: Sequence[int], tasks: int, shared: int, own: int, gates: int, **settings: Any
+        self, inputs: int, hidden: Sequence[int], tasks: int, shared: int, single: int, gates: int, **settings: Any
     ) -> None:
         super().__init__()
-        self.input_of = [task for task in range(tasks) for _ in range(own)] + [tasks] * shared
+        self.input_of = [task for task in range(tasks) for _ in range(single)] + [tasks] * shared
         numbers = [*range(len(self.input_of))]
         of_tasks = [[n for n in numbers if self.input_of[n] in (task, tasks)] for task in range(tasks)]
         self.mixed = [*of_tasks, numbers][:gates]
