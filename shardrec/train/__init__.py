@@ -1,7 +1,8 @@
 """Training runs: ``shardrec train`` as a function, :func:`train`, over a :class:`TrainConfig`.
 
 In the order of a run: config (and options) → launch → the ranks (:mod:`shardrec.launch`) → session, which puts together
-model, prefetch, loop, saving, metrics, display and report. Importing this package imports neither torch nor fbgemm-gpu.
+model, prefetch, loop, saving, metrics (of several labels: tasks), display and report; and from :func:`predict` to
+scores. Importing this package imports neither torch nor fbgemm-gpu.
 """
 
 from shardrec.launch.stop import RunStopped

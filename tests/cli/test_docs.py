@@ -53,11 +53,14 @@ def test_defaults(command: str) -> None:
 
 def test_yaml_example(tmp_path: Path) -> None:
     examples = re.findall(r"```yaml\n(.*?)```", PAGE, re.DOTALL)
-    (example,) = (one for one in examples if "features:" not in one)
+    (example,) = (one for one in examples if "features:" not in one and "labels:" not in one)
+    (labels,) = (one for one in examples if "labels:" in one)
     (spec,) = (one for one in examples if "features:" in one)
     path = tmp_path / "run.yaml"
     path.write_text(spec, encoding="utf-8")
     assert {one.kind for one in load_spec(path).features} == {"id", "multi_hot", "sequence", "weighted", "dense"}
+    path.write_text(labels + spec[spec.index("features:") :], encoding="utf-8")
+    assert [task.kind for task in load_spec(path).labels] == ["binary", "binary", "regression", "multiclass"]
     path.write_text(example, encoding="utf-8")
     assert load_config(path).constraint == ("t_*=row_wise", "t_cat_3=table_wise@1")
 
