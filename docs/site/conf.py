@@ -44,7 +44,7 @@ NAVIGATION = {
         "docs/rpc",
         "docs/compile",
     ],
-    "Serving": ["docs/scripting", "docs/serving", "docs/executors", "docs/security"],
+    "Serving": ["docs/scripting", "docs/serving", "docs/publishing", "docs/executors", "docs/security"],
     "Reference": ["docs/api", "docs/parity", "docs/communication", "docs/scaling"],
     "Inside": ["docs/design", "docs/gpu", "docs/benchmarks", "CHANGELOG", "CONTRIBUTING"],
 }

@@ -29,7 +29,7 @@ from __future__ import annotations
 import os
 import secrets
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -44,6 +44,7 @@ from shardrec.checkpoint.parts import HeldTensor, Part, Rect, as_matrix
 __all__ = ["Kept", "PartKey", "SavedBefore", "different_rows", "shards_of"]
 
 _BLOCK_BYTES = 2 * 2**20
+_WORDS = (torch.int64, torch.int32, torch.int16, torch.int8)
 _MOST_CHANGED = 0.5
 """A shard is written whole when its changed rows, those of earlier saves with them, take more than this share of it."""
 
@@ -208,13 +209,14 @@ def _linked(number: int, place: int) -> str:
 
 def _words(matrix: Tensor) -> Tensor:
     """(N, W) int64 the words of at most 32 bits that the rows of a matrix are made of."""
-    return _as_words(matrix).to(torch.int64)
+    return _as_words(matrix, _WORDS[1:]).to(torch.int64)
 
 
-def _as_words(matrix: Tensor) -> Tensor:
+def _as_words(matrix: Tensor, kinds: Sequence[torch.dtype]) -> Tensor:
+    """A matrix as the first kind of words that fill its rows."""
     matrix = matrix.contiguous()
     row_bytes = matrix.size(1) * matrix.itemsize
-    kind = next(kind for kind in (torch.int32, torch.int16, torch.int8) if row_bytes % kind.itemsize == 0)
+    kind = next(kind for kind in kinds if row_bytes % kind.itemsize == 0)
     if matrix.storage_offset() * matrix.itemsize % kind.itemsize:
         matrix = matrix.clone()
     return matrix.view(kind)
@@ -222,4 +224,5 @@ def _as_words(matrix: Tensor) -> Tensor:
 
 def different_rows(matrix: Tensor, other: Tensor) -> Tensor:
     """(n,) int64 the rows of two matrices of equal shape and dtype, on the CPU, that differ in a bit; ascending."""
-    return (_as_words(matrix) != _as_words(other)).any(1).nonzero().squeeze(1)
+    differ = _as_words(matrix, _WORDS) != _as_words(other, _WORDS)
+    return _as_words(differ, _WORDS).any(1).nonzero().squeeze(1)
