@@ -147,7 +147,9 @@ class Announcer:
 
     def results(self, report: RunReport, folder: Path) -> None:
         """The final metrics and, in the last line, the gap to the best possible."""
-        self.say(f"{report.final.rows:,} held-out rows, {report.final.click_rate:.1%} clicked")
+        rows, rate = f"{report.final.rows:,}", report.final.click_rate
+        among_all = f"{rows} clicked held-out rows, each item ranked among {1 / rate:,.0f}"
+        self.say(among_all if report.config["ranking"] == "catalogue" else f"{rows} held-out rows, {rate:.1%} clicked")
         self._console.print(metrics_table(report))
         for reason, count in report.skipped.items():
             self.say(f"left out {count:,} row{'s' * (count > 1)}: {reason}")
