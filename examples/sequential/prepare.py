@@ -2,7 +2,9 @@
 
 The input has lines ``user item item ...``, each user's items in time order, on one line or on several. Ids are any
 texts; items are numbered from 1. A user's last item is for the test, the one before it for validation, the others are
-for training; users with fewer than three are trained on only.
+for training; users with fewer than three are trained on only. Or split by time, of lines ``user item time``: what comes
+before the last fifth of all interactions is for training, each user's first item in its first half for validation, that
+in its second half for the test.
 
 | file | holds |
 |---|---|
@@ -13,7 +15,8 @@ for training; users with fewer than three are trained on only.
 | ``items.txt`` | the items' ids in the input, number 1 in the first line |
 
 Random items are not among the user's training items, which is the protocol of SASRec's release ("Self-Attentive
-Sequential Recommendation", Kang and McAuley, 2018); or, with ``--negatives unseen``, not among any of the user's.
+Sequential Recommendation", Kang and McAuley, 2018); or, with ``--negatives unseen``, not among any of the user's. With
+``--candidates 0`` there are none, for ``shardrec train --ranking catalogue``, which ranks all items.
 
 Legend: U users, N interactions, K ranked items.
 """
@@ -36,6 +39,7 @@ from shardrec.errors import DataError
 __all__ = ["prepare", "read_sequences"]
 
 Ints = NDArray[np.int64]
+Floats = NDArray[np.float64]
 
 _FILE = "amazon_games_sasrec/Video.txt.xz"
 _REMEDY = "give a file of lines 'user item item ...' (--data)"
@@ -47,27 +51,33 @@ features:
 """
 
 
-def read_sequences(path: Path) -> tuple[list[str], Ints, list[str], Ints]:
+def read_sequences(path: Path, *, timed: bool = False) -> tuple[list[str], Ints, list[str], Ints, Floats]:
     """The interactions of a file, plain or compressed (.xz), user after user.
 
     Args:
         path: of lines ``user item item ...``, with spaces, tabs or commas between them.
+        timed: whether the lines are ``user item time``, the time a number.
 
     Returns:
         The users' ids, and the user of each interaction by its number in these, int64 (N,); the items' ids and numbers,
-        the same but from 1 on. A user's items are in the file's order; ids that are whole numbers are in theirs.
+        the same but from 1 on; the times, or zeros. A user's items are in the order of their times, those of equal ones
+        in the file's; ids that are whole numbers are in theirs.
 
     Raises:
         DataError: if there is no such file, or one of other lines.
     """
     users: list[str] = []
     items: list[str] = []
+    times: list[float] = []
     try:
         with lzma.open(path, "rt", encoding="utf-8") if path.suffix == ".xz" else path.open(encoding="utf-8") as lines:
             for number, line in enumerate(lines, 1):
                 user, *some = line.replace(",", " ").split() or [""]
                 if user and not some:
                     raise DataError(f"{path}:{number}: a user without an item: {_REMEDY}")
+                if timed and user:
+                    times.append(_time(some, f"{path}:{number}"))
+                    some = some[:1]
                 users += [user] * len(some)
                 items += some
     except (OSError, EOFError, UnicodeDecodeError, lzma.LZMAError) as error:
@@ -75,8 +85,17 @@ def read_sequences(path: Path) -> tuple[list[str], Ints, list[str], Ints]:
     if not items:
         raise DataError(f"{path} has no interactions: {_REMEDY}")
     (user_ids, user_N), (item_ids, item_N) = _numbered(users), _numbered(items)
-    order = np.argsort(user_N, kind="stable")
-    return user_ids, user_N[order], item_ids, item_N[order] + 1
+    time_N = np.array(times if timed else [0.0] * len(items))
+    order = np.lexsort((time_N, user_N))
+    return user_ids, user_N[order], item_ids, item_N[order] + 1, time_N[order]
+
+
+def _time(fields: list[str], where: str) -> float:
+    try:
+        _, time = fields
+        return float(time)
+    except ValueError:
+        raise DataError(f"{where}: {len(fields)} fields after the user: --split time takes 'user item time'") from None
 
 
 def _numbered(texts: list[str]) -> tuple[list[str], Ints]:
@@ -93,17 +112,21 @@ def prepare(
     users: int = 10_000,
     candidates: int = 100,
     unseen: bool = False,
+    popular: bool = False,
+    by_time: bool = False,
     longest: int = 50,
     seed: int = 0,
 ) -> dict[str, int]:
     """Write the files.
 
     Args:
-        path: of lines ``user item item ...``.
+        path: of lines ``user item item ...``, or, to split by time, ``user item time``.
         out: the folder, which is made.
-        users: most users to rank items for, drawn from those with three items or more.
+        users: most users to rank items for, drawn from those with a held-out item.
         candidates: random items for each.
         unseen: whether the random items are none of the user's, held-out ones among them; else, no training items.
+        popular: whether they are drawn by how often they are in the training data; else, all alike.
+        by_time: whether the split is by time; else, each user's last two items are held out.
         longest: items of a history that the model sees.
         seed: of both.
 
@@ -113,23 +136,33 @@ def prepare(
     Raises:
         DataError: for a file that :func:`read_sequences` refuses, or without a user to validate on.
     """
-    user_ids, user_N, item_ids, item_N = read_sequences(path)
+    user_ids, user_N, item_ids, item_N, time_N = read_sequences(path, timed=by_time)
     first_U = np.flatnonzero(np.r_[True, user_N[1:] != user_N[:-1]])
     size_U = np.diff(np.r_[first_U, len(user_N)])
-    ranked_U = size_U >= 3
-    if not ranked_U.any():
-        raise DataError(f"{path} has no user with three items: the last two of each are held out")
-    kept_U = size_U - 2 * ranked_U
+    if by_time:
+        cuts = np.quantile(time_N, [0.8, 0.9])
+        kept_U, before_test_U = (np.add.reduceat(time_N < cut, first_U, dtype=np.int64) for cut in cuts)
+    else:
+        kept_U = size_U - 2 * (size_U >= 3)
+        before_test_U = kept_U + (size_U >= 3)
+    ends = {"valid": (kept_U, before_test_U), "test": (before_test_U, size_U)}
+    ranked = {name: (begin_U > 0) & (begin_U < end_U) for name, (begin_U, end_U) in ends.items()}
+    for name, ranked_U in ranked.items():
+        if not ranked_U.any():
+            words = f"with items before and in the {name} part" if by_time else "with three items: two are held out"
+            raise DataError(f"{path} has no user {words}")
     most = len(item_ids)
     known_U = size_U if unseen else kept_U
     known_N = np.arange(len(user_N)) - np.repeat(first_U, size_U) < np.repeat(known_U, size_U)
     # A user and an item as one number.
     known = np.unique((user_N * (most + 1) + item_N)[known_N])
-    fullest = np.bincount(known // (most + 1))[np.flatnonzero(ranked_U)].max()
-    if fullest >= most:
+    pool = item_N[np.arange(len(user_N)) - np.repeat(first_U, size_U) < np.repeat(kept_U, size_U)]
+    pool = pool if popular else np.arange(1, most + 1)
+    fullest = np.bincount(known // (most + 1), minlength=len(size_U))[ranked["valid"] | ranked["test"]].max()
+    if fullest >= most and candidates:
         raise DataError(f"{path}: a user has {fullest} items of {most}: none is left to rank")
     draws = np.random.default_rng(seed)
-    drawn = draws.permutation(np.flatnonzero(ranked_U))[:users]
+    order = draws.permutation(np.flatnonzero(ranked["valid"] | ranked["test"]))
 
     out.mkdir(parents=True, exist_ok=True)
     (out / "features.yaml").write_text(_SPEC.format(rows=most + 1, longest=longest), encoding="utf-8")
@@ -145,19 +178,20 @@ def prepare(
 
     last_U = first_U[some] + kept_U[some] - 1
     rows = {"train": write("train", some, last_U, item_N[last_U][:, None])}
-    for name, ahead in (("valid", 0), ("test", 1)):
-        true_U = first_U[drawn] + kept_U[drawn] + ahead
-        others = _unseen(drawn, candidates, most, known, draws)
+    for name, (begin_U, _) in ends.items():
+        drawn = order[ranked[name][order]][:users]
+        true_U = first_U[drawn] + begin_U[drawn]
+        others = _unseen(drawn, candidates, most, known, pool, draws)
         rows[name] = write(name, drawn, true_U, np.concatenate([item_N[true_U][:, None], others], axis=1))
     return rows
 
 
-def _unseen(users: Ints, count: int, most: int, known: Ints, draws: np.random.Generator) -> Ints:
-    """``count`` random items from 1 to ``most`` for each user, none of the user's known ones: (U, count)."""
+def _unseen(users: Ints, count: int, most: int, known: Ints, pool: Ints, draws: np.random.Generator) -> Ints:
+    """``count`` random items of the pool for each user, none of the user's known ones: (U, count)."""
     found = np.zeros((len(users), count), dtype=np.int64)
     missing = np.ones(found.shape, dtype=np.bool_)
     while missing.any():
-        found[missing] = draws.integers(1, most + 1, int(missing.sum()))
+        found[missing] = pool[draws.integers(0, len(pool), int(missing.sum()))]
         missing = np.isin(users[:, None] * (most + 1) + found, known)
     return found
 
@@ -194,15 +228,20 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--data", type=Path, default=data, help="file of lines 'user item item ...' (%(default)s)")
     parser.add_argument("--out", type=Path, default=Path("runs/sequential/data"), help="where to write (%(default)s)")
     parser.add_argument("--users", type=int, default=10_000, help="most users to rank items for (%(default)s)")
-    parser.add_argument("--candidates", type=int, default=100, help="random items for each (%(default)s)")
+    parser.add_argument("--candidates", type=int, default=100, help="random items for each; 0: none (%(default)s)")
+    text = "how random items are drawn: all alike, or by how often they are in the training data (%(default)s)"
+    parser.add_argument("--draw", choices=("uniform", "popularity"), default="uniform", help=text)
+    text = "each user's last two items are held out, or what comes last of lines 'user item time' (%(default)s)"
+    parser.add_argument("--split", choices=("leave-one-out", "time"), default="leave-one-out", help=text)
     text = "random items are none of the user's training items, or none of all the user's items (%(default)s)"
     parser.add_argument("--negatives", choices=("untrained", "unseen"), default="untrained", help=text)
     parser.add_argument("--max-length", type=int, default=50, help="items of a history that are kept (%(default)s)")
     parser.add_argument("--seed", type=int, default=0, help="of users and random items (%(default)s)")
     options = parser.parse_args(arguments)
     for name in ("users", "candidates", "max_length"):
-        if getattr(options, name) < 1:
-            parser.error(f"--{name.replace('_', '-')} is {getattr(options, name)}: give 1 or more")
+        least = int(name != "candidates")
+        if getattr(options, name) < least:
+            parser.error(f"--{name.replace('_', '-')} is {getattr(options, name)}: give {least} or more")
     try:
         rows = prepare(
             options.data,
@@ -210,6 +249,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
             users=options.users,
             candidates=options.candidates,
             unseen=options.negatives == "unseen",
+            popular=options.draw == "popularity",
+            by_time=options.split == "time",
             longest=options.max_length,
             seed=options.seed,
         )

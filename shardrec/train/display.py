@@ -159,9 +159,12 @@ class Announcer:
 
     def results(self, report: RunReport, folder: Path) -> None:
         """The final metrics and, in the last line, the gap to the best possible."""
-        final = report.final
-        clicked = "" if isinstance(final, TaskMetrics) else f", {final.click_rate:.1%} clicked"
-        self.say(f"{final.rows:,} {report.final_rows}{clicked}")
+        final, rows = report.final, f"{report.final.rows:,}"
+        if report.config["ranking"] == "catalogue" and isinstance(final, ClickMetrics):
+            self.say(f"{rows} clicked {report.final_rows}, each item ranked among {1 / final.click_rate:,.0f}")
+        else:
+            clicked = "" if isinstance(final, TaskMetrics) else f", {final.click_rate:.1%} clicked"
+            self.say(f"{rows} {report.final_rows}{clicked}")
         self._console.print(metrics_table(report))
         for reason, count in report.skipped.items():
             self.say(f"left out {count:,} row{'s' * (count > 1)}: {reason}")

@@ -121,7 +121,8 @@ def run_sweep(
     sign = -1 if metric in ("logloss", "normalized_entropy") else 1
     best = max((name for name in scores if scores[name]), key=lambda name: sign * fmean(scores[name]))
     tests = [] if config.test is None else [_tested(Path(str(run.out)), config.test) for run in runs[best]]
-    names = [name for name, value in (tests or [{}])[0].items() if isinstance(value, float)]
+    of_rows = ("click_rate", "auc_stderr")  # not of the model
+    names = [name for name, value in (tests or [{}])[0].items() if isinstance(value, float) and name not in of_rows]
     test = {name: [float(metrics[name]) for metrics in tests] for name in names}
     sweep = Sweep(metric=metric, scores=scores, best=best, test=test)
     (out / "sweep.json").write_text(json.dumps(dataclasses.asdict(sweep), indent=1) + "\n", encoding="utf-8")
@@ -209,7 +210,8 @@ def _draw(sweep: Sweep, path: Path) -> None:
         axes.plot(scores, [place] * len(scores), ".", color="tab:gray")
         axes.errorbar(fmean(scores), place, xerr=stdev(scores) if len(scores) > 1 else 0, fmt="o", capsize=3)
     axes.set_yticks(range(len(names)), [name.replace(_ARGUMENT, "") for name in names])
-    axes.set(xlabel=f"held-out {sweep.metric}", title=f"{sweep.best}: {mean_and_deviation(sweep.scores[sweep.best])}")
+    axes.set(xlabel=f"held-out {sweep.metric}", ylim=(-0.5, len(names) - 0.5))
+    axes.set_title(f"best: {sweep.best}, {mean_and_deviation(sweep.scores[sweep.best])}")
     axes.grid(alpha=0.3)
     axes.ticklabel_format(axis="x", useOffset=False)
     canvas.print_figure(path, dpi=120)

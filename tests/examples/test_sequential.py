@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import lzma
+import math
 from pathlib import Path
 from typing import Any
 
@@ -106,12 +107,82 @@ def test_files_that_are_none(tmp_path: Path, text: bytes, message: str) -> None:
         prepare(tmp_path / "none.txt", tmp_path)
 
 
+@given(seed=st.integers(0, 99), unseen=st.booleans(), popular=st.booleans(), candidates=st.integers(0, 3))
+def test_the_split_by_time(
+    tmp_path_factory: pytest.TempPathFactory, seed: int, unseen: bool, popular: bool, candidates: int
+) -> None:
+    draws, folder = np.random.default_rng(seed), tmp_path_factory.mktemp("timed")
+    events = [(int(draws.integers(1, 9)), int(draws.integers(1, 40)), int(draws.integers(60))) for _ in range(200)]
+    lines = "".join(f"{user},{item},{time}\n" for user, item, time in events)
+    (folder / "all.csv").write_text(lines, encoding="utf-8")
+    path = folder / "all.csv"
+    prepare(path, folder, by_time=True, unseen=unseen, popular=popular, candidates=candidates, seed=seed)
+    ids = sorted({item for _, item, _ in events})
+    cuts = [*np.quantile([time for _, _, time in events], [0.8, 0.9]), math.inf]
+    of_user: dict[str, list[tuple[int, int]]] = {}
+    for number, item, time in sorted(events, key=lambda event: event[2]):
+        of_user.setdefault(str(number), []).append((1 + ids.index(item), time))
+    train = {user: [item for item, time in pairs if time < cuts[0]] for user, pairs in of_user.items()}
+    found = {row["user"]: [*row["history"], row["item"]] for row in rows(folder / "train.parquet")}
+    assert found == {user: items[-51:] for user, items in train.items() if len(items) > 1}
+    for name, begin, end in (("valid", *cuts[:2]), ("test", *cuts[1:])):
+        ranked = rows(folder / f"{name}.parquet")
+        assert [row["label"] for row in ranked] == [1, *[0] * candidates] * (len(ranked) // (1 + candidates))
+        expected = {}
+        for user, pairs in of_user.items():
+            before = [item for item, time in pairs if time < begin]
+            after = [item for item, time in pairs if begin <= time < end]
+            if before and after:
+                expected[user] = (before[-50:], after[0])
+        assert {row["user"]: (row["history"], row["item"]) for row in ranked if row["label"]} == expected
+        others = [(row["user"], row["item"]) for row in ranked if not row["label"]]
+        known = {user: {item for item, _ in pairs} for user, pairs in of_user.items()} if unseen else train
+        assert not any(item in known[user] for user, item in others)
+        if popular:
+            assert {item for _, item in others} <= {item for items in train.values() for item in items}
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (b"1 2\n", "all.txt:1: 1 fields after the user: --split time takes 'user item time'"),
+        (b"1 2 noon\n", "all.txt:1: 2 fields after the user"),
+        (b"1 2 5\n1 3 5\n", "no user with items before and in the valid part"),
+    ],
+)
+def test_files_without_times(tmp_path: Path, text: bytes, message: str) -> None:
+    (tmp_path / "all.txt").write_bytes(text)
+    with pytest.raises(DataError, match=message):
+        prepare(tmp_path / "all.txt", tmp_path, by_time=True)
+
+
+def test_a_run_ranks_all_items(tmp_path: Path, walks: Path) -> None:
+    """Of files with a clicked row for each user only; as ``eval`` does afterwards, and of the candidates' files."""
+    prepare(walks / "all.txt.xz", tmp_path, users=100, candidates=0)
+    options: dict[str, Any] = {"epochs": 4, "ranking": "catalogue", "monitor": "ndcg", "out": str(tmp_path / "run")}
+    ranks(2, broken_off, of_walks(tmp_path, **options))
+    run = RunFolder(tmp_path / "run")
+    final = run.metrics["final"]
+    assert (final["rows"], final["click_rate"]) == (100, 1 / 60)
+    assert final["hit_rate@10"] > 0.5  # of a constant: 10 of 60
+    assert final["recall@10"] == final["hit_rate@10"]
+    assert run.evaluate()[0].to_mapping() == pytest.approx(final, abs=1e-6)
+    sampled, _ = run.evaluate(str(walks / "test.parquet"), ranking="rows")
+    assert sampled.rows == 3100
+    again, _ = run.evaluate(str(walks / "test.parquet"), ranking="catalogue")
+    assert again.to_mapping() == pytest.approx(final, abs=1e-6)
+
+
 def test_the_command_ends_with_a_message(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "out"
     (tmp_path / "all.csv").write_text("ann,x,y,z,w\nbob,z,x\nbob,w,y,v\n", encoding="utf-8")
     main(["--data", str(tmp_path / "all.csv"), "--out", str(out), "--candidates", "1"])
     assert [row["user"] for row in rows(out / "train.parquet")] == ["ann", "bob"]
-    for flags, message in ((["--data", str(tmp_path)], "Is a directory"), (["--users", "0"], "--users is 0")):
+    for flags, message in (
+        (["--data", str(tmp_path)], "Is a directory"),
+        (["--users", "0"], "--users is 0"),
+        (["--candidates", "-1"], "--candidates is -1"),
+    ):
         with pytest.raises(SystemExit):
             main(flags)
         assert message in capfd.readouterr().err
