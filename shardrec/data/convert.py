@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Iterator, Sequence
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -52,19 +53,19 @@ def convert(
 
     read, written, rows = _Checksum(), _Checksum(), 0
     with complete_or_absent(target) as partial:
-        waiting = [next(iterator := tables(), None)]
-        if waiting[0] is None:
+        iterator = tables()
+        waiting = next(iterator, None)
+        if waiting is None:
             raise DataError(f"data file {source} has no rows: leave it out")
-        with pq.ParquetWriter(partial, waiting[0].schema, compression="zstd") as writer:
-            while waiting[-1] is not None:
-                read.add(waiting[-1])
-                rows += len(waiting[-1])
-                waiting.append(next(iterator, None))
-                full = sum(len(table) for table in waiting[:-1]) >= group_rows
-                if full or waiting[-1] is None:
-                    joined = pa.concat_tables(waiting[:-1])
-                    writer.write_table(joined.combine_chunks(), row_group_size=group_rows)
-                    del waiting[:-1]
+        with pq.ParquetWriter(partial, waiting.schema, compression="zstd") as writer:
+            for table in chain([waiting], iterator):
+                read.add(table)
+                waiting = pa.concat_tables([waiting, table]) if rows else table
+                rows += len(table)
+                full = len(waiting) - len(waiting) % group_rows
+                writer.write_table(waiting.slice(0, full), row_group_size=group_rows)
+                waiting = waiting.slice(full)
+            writer.write_table(waiting, row_group_size=group_rows)
             writer.add_key_value_metadata({"shardrec.checksum": str(read)})
         with pq.ParquetFile(partial) as file:
             for batch in file.iter_batches():

@@ -28,7 +28,7 @@ from shardrec.errors import ConfigError, DataError
 __all__ = ["FileClickData"]
 
 _THREADS = 2
-_ROWS_AHEAD = 1 << 18
+_ROWS_AHEAD = 1 << 19
 """Most rows that a rank decodes at once, over its streams; as many are ready, and as many are taken from."""
 
 

@@ -196,9 +196,7 @@ def test_an_epoch_of_a_version_that_read_in_another_order_is_not_gone_on_with(tm
     config = SMALL.changed(data=str(tmp_path / "rows"), samples=None, holdout_samples=None, batch_size=64)
     source = Source(config, RankInfo(rank=0, world_size=1, device=torch.device("cpu"), threads=1))
     source.check_resumes(None, in_epoch=False)
-    with pytest.raises(
-        ConfigError, match="in the middle of an epoch by a version of shardrec that read"
-    ):
+    with pytest.raises(ConfigError, match="in the middle of an epoch by a version of shardrec that read"):
         source.check_resumes(None, in_epoch=True)
 
 
