@@ -47,9 +47,8 @@ def convert(
             for block in read_blocks(info, spec, group=group, columns=columns):
                 for number, fault in block.faults.items():
                     raise DataError(f"{source}:{number + info.first_line}: {fault.where}; {fault.remedy}")
-                yield (
-                    pa.table(block.table) if isinstance(block.table, pa.Table) else pa.Table.from_batches([block.table])
-                )
+                columns_of = zip(block.table.schema.names, block.table.columns, strict=True)
+                yield pa.table({name: _plain(column) for name, column in columns_of})
 
     read, written, rows = _Checksum(), _Checksum(), 0
     with complete_or_absent(target) as partial:
@@ -63,9 +62,11 @@ def convert(
                 waiting = pa.concat_tables([waiting, table]) if rows else table
                 rows += len(table)
                 full = len(waiting) - len(waiting) % group_rows
-                writer.write_table(waiting.slice(0, full), row_group_size=group_rows)
-                waiting = waiting.slice(full)
-            writer.write_table(waiting, row_group_size=group_rows)
+                if full:
+                    writer.write_table(waiting.slice(0, full), row_group_size=group_rows)
+                    waiting = waiting.slice(full)
+            if len(waiting):
+                writer.write_table(waiting, row_group_size=group_rows)
             writer.add_key_value_metadata({"shardrec.checksum": str(read)})
         with pq.ParquetFile(partial) as file:
             for batch in file.iter_batches():
@@ -73,6 +74,13 @@ def convert(
         if str(written) != str(read):
             raise DataError(f"{target} has checksum {written} where {source} has {read}: check the disk, and try again")
     return rows, str(read)
+
+
+def _plain(column: Any) -> Any:
+    """The column without a dictionary, which could differ from block to block."""
+    import pyarrow as pa
+
+    return column.cast(column.type.value_type) if pa.types.is_dictionary(column.type) else column
 
 
 class _Checksum:
@@ -97,8 +105,6 @@ def _parts_of(array: Any) -> Iterator[bytes]:
     import pyarrow as pa
     import pyarrow.compute as pc
 
-    if pa.types.is_dictionary(array.type):
-        array = array.dictionary_decode()
     yield np.asarray(array.is_null().to_numpy(zero_copy_only=False)).tobytes()
     if pa.types.is_nested(array.type):
         yield np.asarray(pc.list_value_length(array).fill_null(0).to_numpy(zero_copy_only=False), np.int64).tobytes()
@@ -106,4 +112,4 @@ def _parts_of(array: Any) -> Iterator[bytes]:
         return
     texts = array.cast(pa.large_string()) if not pa.types.is_binary(array.type) else array.cast(pa.large_binary())
     yield np.asarray(pc.binary_length(texts).fill_null(0).to_numpy(zero_copy_only=False), np.int64).tobytes()
-    yield b"".join(value.as_buffer() for value in texts if value.is_valid)
+    yield b"".join(value.as_buffer() for value in texts.drop_null())
