@@ -172,8 +172,8 @@ def main() -> None:
             ("shop", str(spec), "csv", write_shop),
         )
         print(
-            "| data | file | MiB | read, rows/s | steps, rows/s | both, rows/s | both / steps | both / generated | read, µs "
-            "| step, µs |"
+            "| data | file | MiB | read, rows/s | steps, rows/s | both, rows/s | both / steps | both / generated "
+            "| read, µs | step, µs |"
         )
         print("|---|---|---:|---:|---:|---:|---:|---:|---:|---:|")
         for name, features, kind, write in cases:
@@ -194,9 +194,10 @@ def main() -> None:
                 **rates,
             )
             found.append(row)
+            beside = "" if row.generated is None else f"{row.generated:.2f}"
             print(
                 f"| {name} | {kind} | {row.mib:.0f} | {row.reading:,.0f} | {row.stepping:,.0f} | {row.training:,.0f} | "
-                f"{row.kept:.2f} | {'' if row.generated is None else f'{row.generated:.2f}'} | {row.reading_cpu:.1f} | {row.stepping_cpu:.1f} |",
+                f"{row.kept:.2f} | {beside} | {row.reading_cpu:.1f} | {row.stepping_cpu:.1f} |",
                 flush=True,
             )
             path.unlink()

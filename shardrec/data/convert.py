@@ -21,7 +21,7 @@ __all__ = ["convert"]
 def convert(
     source: str, spec: FeatureSpec, target: Path, *, columns: Sequence[str] = (), group_rows: int = 65_536
 ) -> tuple[int, str]:
-    """Write a file's rows as Parquet, a row group at a time; texts stay texts, so that training is the same to the bit.
+    """Write a file's rows as Parquet, a row group at a time; texts stay texts, and rows bit-identical to train on.
 
     The file appears under its name when it is complete, and when its rows, read again, have the checksum of those read.
 
