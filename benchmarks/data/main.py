@@ -56,6 +56,7 @@ class Row:
         stepping: of training steps on batches in memory.
         training: of training steps on the file, read ahead on a thread as ``shardrec train`` does.
         kept: median over the rounds of the rate of training over that of steps in the same round.
+        generated: the same over that of training on as many generated rows; None of other columns.
         reading_cpu: processor time of rank 0, microseconds for each of the file's rows.
         stepping_cpu: CPU seconds of the same.
     """
@@ -67,6 +68,7 @@ class Row:
     stepping: float
     training: float
     kept: float
+    generated: float | None
     reading_cpu: float
     stepping_cpu: float
 
@@ -125,8 +127,8 @@ def measured(rank_info: RankInfo, data: str, features: str | None, batch: int, r
             )
         )
 
-    def train_on_the_file() -> None:
-        with Prefetcher(source.train_batches()) as batches:
+    def train_from(rows: Source) -> None:
+        with Prefetcher(rows.train_batches()) as batches:
             train(batches)
 
     kept = list(source.train_batches())
@@ -134,8 +136,11 @@ def measured(rank_info: RankInfo, data: str, features: str | None, batch: int, r
     works = {
         "reading": lambda: read(source.train_batches()),
         "stepping": lambda: train(kept),
-        "training": train_on_the_file,
+        "training": lambda: train_from(source),
     }
+    if features is None:
+        generated = Source(TrainConfig(samples=source.train_rows, batch_size=batch), rank_info)
+        works["generated"] = lambda: train_from(generated)
     found: dict[str, list[float]] = {}
     for _ in range(rounds):
         for name, work in works.items():
@@ -167,9 +172,10 @@ def main() -> None:
             ("shop", str(spec), "csv", write_shop),
         )
         print(
-            "| data | file | MiB | read, rows/s | steps, rows/s | both, rows/s | both / steps | read, µs | step, µs |"
+            "| data | file | MiB | read, rows/s | steps, rows/s | both, rows/s | both / steps | both / generated "
+            "| read, µs | step, µs |"
         )
-        print("|---|---|---:|---:|---:|---:|---:|---:|---:|")
+        print("|---|---|---:|---:|---:|---:|---:|---:|---:|---:|")
         for name, features, kind, write in cases:
             path = Path(folder, f"{name}.{kind}")
             write(path, given.rows)
@@ -180,14 +186,18 @@ def main() -> None:
                 format=kind,
                 mib=path.stat().st_size / 2**20,
                 kept=median(s / t for s, t in zip(times["stepping"], times["training"], strict=True)),
+                generated=median(g / t for g, t in zip(times["generated"], times["training"], strict=True))
+                if features is None
+                else None,
                 reading_cpu=median(times["reading cpu"]) / given.rows * 1e6,
                 stepping_cpu=median(times["stepping cpu"]) / given.rows * 1e6,
                 **rates,
             )
             found.append(row)
+            beside = "" if row.generated is None else f"{row.generated:.2f}"
             print(
                 f"| {name} | {kind} | {row.mib:.0f} | {row.reading:,.0f} | {row.stepping:,.0f} | {row.training:,.0f} | "
-                f"{row.kept:.2f} | {row.reading_cpu:.1f} | {row.stepping_cpu:.1f} |",
+                f"{row.kept:.2f} | {beside} | {row.reading_cpu:.1f} | {row.stepping_cpu:.1f} |",
                 flush=True,
             )
             path.unlink()

@@ -32,7 +32,7 @@ def convert_command(
     """Write the columns of files as Parquet, whose row groups ranks read in parts.
 
     Rows are read in bounded memory, and compared by a checksum with what was written. Values stay as they are in the
-    source: training from either is the same to the bit, in the order that the row groups make.
+    source: rows are bit-identical to train on, in the order that the row groups make.
     """
     from shardrec.data import criteo_spec, load_spec
     from shardrec.data.convert import convert

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Iterator, Sequence
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ __all__ = ["convert"]
 def convert(
     source: str, spec: FeatureSpec, target: Path, *, columns: Sequence[str] = (), group_rows: int = 65_536
 ) -> tuple[int, str]:
-    """Write a file's rows as Parquet, a row group at a time; texts stay texts, so that training is the same to the bit.
+    """Write a file's rows as Parquet, a row group at a time; texts stay texts, and rows bit-identical to train on.
 
     The file appears under its name when it is complete, and when its rows, read again, have the checksum of those read.
 
@@ -46,25 +47,26 @@ def convert(
             for block in read_blocks(info, spec, group=group, columns=columns):
                 for number, fault in block.faults.items():
                     raise DataError(f"{source}:{number + info.first_line}: {fault.where}; {fault.remedy}")
-                yield (
-                    pa.table(block.table) if isinstance(block.table, pa.Table) else pa.Table.from_batches([block.table])
-                )
+                columns_of = zip(block.table.schema.names, block.table.columns, strict=True)
+                yield pa.table({name: _plain(column) for name, column in columns_of})
 
     read, written, rows = _Checksum(), _Checksum(), 0
     with complete_or_absent(target) as partial:
-        waiting = [next(iterator := tables(), None)]
-        if waiting[0] is None:
+        iterator = tables()
+        waiting = next(iterator, None)
+        if waiting is None:
             raise DataError(f"data file {source} has no rows: leave it out")
-        with pq.ParquetWriter(partial, waiting[0].schema, compression="zstd") as writer:
-            while waiting[-1] is not None:
-                read.add(waiting[-1])
-                rows += len(waiting[-1])
-                waiting.append(next(iterator, None))
-                full = sum(len(table) for table in waiting[:-1]) >= group_rows
-                if full or waiting[-1] is None:
-                    joined = pa.concat_tables(waiting[:-1])
-                    writer.write_table(joined.combine_chunks(), row_group_size=group_rows)
-                    del waiting[:-1]
+        with pq.ParquetWriter(partial, waiting.schema, compression="zstd") as writer:
+            for table in chain([waiting], iterator):
+                read.add(table)
+                waiting = pa.concat_tables([waiting, table]) if rows else table
+                rows += len(table)
+                full = len(waiting) - len(waiting) % group_rows
+                if full:
+                    writer.write_table(waiting.slice(0, full), row_group_size=group_rows)
+                    waiting = waiting.slice(full)
+            if len(waiting):
+                writer.write_table(waiting, row_group_size=group_rows)
             writer.add_key_value_metadata({"shardrec.checksum": str(read)})
         with pq.ParquetFile(partial) as file:
             for batch in file.iter_batches():
@@ -72,6 +74,13 @@ def convert(
         if str(written) != str(read):
             raise DataError(f"{target} has checksum {written} where {source} has {read}: check the disk, and try again")
     return rows, str(read)
+
+
+def _plain(column: Any) -> Any:
+    """The column without a dictionary, which could differ from block to block."""
+    import pyarrow as pa
+
+    return column.cast(column.type.value_type) if pa.types.is_dictionary(column.type) else column
 
 
 class _Checksum:
@@ -96,8 +105,6 @@ def _parts_of(array: Any) -> Iterator[bytes]:
     import pyarrow as pa
     import pyarrow.compute as pc
 
-    if pa.types.is_dictionary(array.type):
-        array = array.dictionary_decode()
     yield np.asarray(array.is_null().to_numpy(zero_copy_only=False)).tobytes()
     if pa.types.is_nested(array.type):
         yield np.asarray(pc.list_value_length(array).fill_null(0).to_numpy(zero_copy_only=False), np.int64).tobytes()
@@ -105,4 +112,4 @@ def _parts_of(array: Any) -> Iterator[bytes]:
         return
     texts = array.cast(pa.large_string()) if not pa.types.is_binary(array.type) else array.cast(pa.large_binary())
     yield np.asarray(pc.binary_length(texts).fill_null(0).to_numpy(zero_copy_only=False), np.int64).tobytes()
-    yield b"".join(value.as_buffer() for value in texts if value.is_valid)
+    yield b"".join(value.as_buffer() for value in texts.drop_null())

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from shardrec.data.batch import ClickBatch
 from shardrec.data.encode import encode
-from shardrec.data.order import STREAMS, Piece, deal, slices, stream_count, stream_share
+from shardrec.data.order import STREAMS, Chunk, deal, slices, stream_count, stream_share
 from shardrec.data.reading import Part, Reader, StreamRows, shuffled
 from shardrec.data.rows import join_rows
 from shardrec.data.schema import ClickSchema
@@ -28,7 +28,7 @@ from shardrec.errors import ConfigError, DataError
 __all__ = ["FileClickData"]
 
 _THREADS = 2
-_ROWS_AHEAD = 1 << 18
+_ROWS_AHEAD = 1 << 19
 """Most rows that a rank decodes at once, over its streams; as many are ready, and as many are taken from."""
 
 
@@ -86,7 +86,7 @@ class FileClickData(ClickData):
         self._shuffle, self._keep_groups, self._seed = shuffle, keep_groups, seed
         self._skipped: Counter[str] = Counter()
         self._reader: Reader | None = None
-        self._pieces: dict[bool, list[Piece]] = {}
+        self._chunks: dict[bool, list[Chunk]] = {}
         self.files: Sequence[FileInfo] = [check_file(path, spec) for path in self.paths]
         _check_kinds(self.files)
 
@@ -98,7 +98,7 @@ class FileClickData(ClickData):
     def train_rows(self) -> int:
         """Rows that a pass trains on, broken ones included; see :meth:`count`."""
         self.count()
-        return sum(piece.kept for piece in self._pieces[False])
+        return sum(chunk.kept for chunk in self._chunks[False])
 
     def count(self, each: Callable[[Callable[[Any], Any], Sequence[Any]], Iterable[Any]] = map) -> None:
         """Count the rows, on which their order depends; the first pass does it otherwise.
@@ -112,18 +112,18 @@ class FileClickData(ClickData):
         Raises:
             DataError: a file that is damaged.
         """
-        if self._pieces:
+        if self._chunks:
             return
         self.files = list(each(partial(counted, spec=self.spec), self.files))
-        pieces, row = [], 0
+        chunks, row = [], 0
         for number, info in enumerate(self.files):
             for group, rows in enumerate(info.groups):
-                pieces.append(Piece(file=number, group=group, row=row, rows=rows, kept=0))
+                chunks.append(Chunk(file=number, group=group, row=row, rows=rows, kept=0))
                 row += rows
-        train = list(each(self._new_reader(held=False).kept, pieces))
-        kept = [replace(piece, kept=rows) for piece, rows in zip(pieces, train, strict=True)]
-        held = [replace(piece, kept=piece.rows - piece.kept) for piece in kept]
-        self._pieces = {False: [piece for piece in kept if piece.kept], True: [piece for piece in held if piece.kept]}
+        train = list(each(self._new_reader(held=False).kept, chunks))
+        kept = [replace(chunk, kept=rows) for chunk, rows in zip(chunks, train, strict=True)]
+        held = [replace(chunk, kept=chunk.rows - chunk.kept) for chunk in kept]
+        self._chunks = {False: [chunk for chunk in kept if chunk.kept], True: [chunk for chunk in held if chunk.kept]}
 
     @property
     def skipped(self) -> dict[str, int]:
@@ -158,7 +158,7 @@ class FileClickData(ClickData):
         share = stream_share(lengths, world_size)
         if share < 1.5 / world_size:
             return ""
-        largest = max(self._pieces[False], key=lambda piece: piece.kept)
+        largest = max(self._chunks[False], key=lambda chunk: chunk.kept)
         name, rows = self.files[largest.file].path, int(lengths.sum())
         whole = f"{name} has {largest.kept / rows:.0%} of the rows and cannot be entered in its middle: write it as"
         if self.files[largest.file].divisible:
@@ -195,15 +195,15 @@ class FileClickData(ClickData):
     def _new_reader(self, *, held: bool, part: float = 1.0) -> Reader:
         return Reader(files=self.files, spec=self.spec, holdout=self._holdout, held=held, part=part)
 
-    def _dealt(self, batch_rows: int, epoch: int | None, *, held: bool) -> tuple[list[list[Piece]], NDArray[np.int64]]:
-        """The pieces of each stream, and its rows."""
+    def _dealt(self, batch_rows: int, epoch: int | None, *, held: bool) -> tuple[list[list[Chunk]], NDArray[np.int64]]:
+        """The chunks of each stream, and its rows."""
         self.count()
         streams = stream_count(self._streams, batch_rows, grouped=self._keep_groups)
         draws = None
         if self._shuffle and epoch is not None:
             draws = np.random.Generator(np.random.Philox(key=self._seed, counter=[0, epoch, 0, 1]))
-        dealt = deal(self._pieces[held], streams, draws)
-        return dealt, np.array([sum(piece.kept for piece in pieces) for pieces in dealt], dtype=np.int64)
+        dealt = deal(self._chunks[held], streams, draws)
+        return dealt, np.array([sum(chunk.kept for chunk in chunks) for chunks in dealt], dtype=np.int64)
 
     def _batches(self, request: BatchRequest, epoch: int | None) -> Iterator[ClickBatch]:
         skipped = self._skipped = Counter()
@@ -238,7 +238,7 @@ class FileClickData(ClickData):
                 yield self._batch(parts, skipped)
         finally:
             pool.shutdown(cancel_futures=True)
-        if not reader.good and (reader.decoded or not any(self._pieces.values())):
+        if not reader.good and (reader.decoded or not any(self._chunks.values())):
             counts = ", ".join(f"{count} {reason}" for reason, count in skipped.items()) or "none skipped"
             raise DataError(
                 f"{', '.join(self.paths)}: no row could be read ({counts}): check that the files have the columns "

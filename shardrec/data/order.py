@@ -1,10 +1,10 @@
 """The order of an epoch's rows: pure functions of the files' row counts, never of the ranks.
 
-A *piece* is what can be read without what is before it: a row group of Parquet, or a whole file of another format.
-Pieces are dealt to S *streams*, and streams are read side by side, each in proportion to its length, so that all end
+A *chunk* is what can be read without what is before it: a row group of Parquet, or a whole file of another format.
+Chunks are dealt to S *streams*, and streams are read side by side, each in proportion to its length, so that all end
 together. A rank takes a contiguous range of each global batch, and so decodes the streams in this range, and no others:
 
-    pieces     a b c d e f g …        each to the stream that is shortest so far; with a shuffle in a random order
+    chunks     a b c d e f g …        each to the stream that is shortest so far; with a shuffle in a random order
     stream 0   a e …            batch 0      batch 1      …
     stream 1   b f …            00 11 22 33  00 11 22 33         rank 0 of 2: streams 0 and 1
     stream 2   c g …            └ rank 0┘└ rank 1 ┘              rank 1 of 2: streams 2 and 3
@@ -23,7 +23,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["STREAMS", "Piece", "Slice", "deal", "rows_before", "slices", "stream_count", "stream_share"]
+__all__ = ["STREAMS", "Chunk", "Slice", "deal", "rows_before", "slices", "stream_count", "stream_share"]
 
 STREAMS = 64
 """Default number of streams: a multiple of the usual numbers of ranks."""
@@ -33,7 +33,7 @@ _LEAST_GROUPED = 256
 
 
 @dataclass(frozen=True, kw_only=True)
-class Piece:
+class Chunk:
     """Rows that are read as a whole.
 
     Attributes:
@@ -65,21 +65,21 @@ def stream_count(streams: int, batch_rows: int, *, grouped: bool) -> int:
     return max(1, min(streams, batch_rows // (_LEAST_GROUPED if grouped else _LEAST_ROWS)))
 
 
-def deal(pieces: Sequence[Piece], streams: int, draws: np.random.Generator | None = None) -> list[list[Piece]]:
-    """The pieces of each stream, in the order in which they are read.
+def deal(chunks: Sequence[Chunk], streams: int, draws: np.random.Generator | None = None) -> list[list[Chunk]]:
+    """The chunks of each stream, in the order in which they are read.
 
     Args:
-        pieces: in the order of the files.
+        chunks: in the order of the files.
         streams: S.
-        draws: draws another order of the pieces; None keeps theirs.
+        draws: draws another order of the chunks; None keeps theirs.
     """
-    order = range(len(pieces)) if draws is None else draws.permutation(len(pieces)).tolist()
-    dealt: list[list[Piece]] = [[] for _ in range(streams)]
+    order = range(len(chunks)) if draws is None else draws.permutation(len(chunks)).tolist()
+    dealt: list[list[Chunk]] = [[] for _ in range(streams)]
     shortest = [(0, stream) for stream in range(streams)]
     for number in order:
         rows, stream = shortest[0]
-        heapq.heapreplace(shortest, (rows + pieces[number].kept, stream))
-        dealt[stream].append(pieces[number])
+        heapq.heapreplace(shortest, (rows + chunks[number].kept, stream))
+        dealt[stream].append(chunks[number])
     return dealt
 
 

@@ -1,4 +1,4 @@
-"""Rows of a stream of pieces, decoded and encoded ahead on threads.
+"""Rows of a stream of chunks, decoded and encoded ahead on threads.
 
 thread:   decode block 1 │ decode block 2 │ …      one block ahead of the one that batches are taken from
 batches:            rows of block 0 …     │ rows of block 1 …
@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from shardrec.data.encode import encode
 from shardrec.data.fault import Reason
-from shardrec.data.order import Piece
+from shardrec.data.order import Chunk
 from shardrec.data.rows import ClickRows, bags_at, join_rows
 from shardrec.data.spec import FeatureSpec
 from shardrec.data.split import held_out
@@ -64,10 +64,10 @@ def _moved(faults: Sequence[Fault], by: int) -> tuple[Fault, ...]:
 
 @dataclass(kw_only=True, eq=False)
 class Reader:
-    """Reads pieces.
+    """Reads chunks.
 
     Attributes:
-        files: of the pieces' numbers.
+        files: of the chunks' numbers.
         spec: what the columns are.
         holdout: share of the rows that is held out.
         held: whether to read the held-out rows, or the others.
@@ -86,27 +86,27 @@ class Reader:
         self.decoded: dict[int, int] = {}
         self.good = False
 
-    def kept(self, piece: Piece) -> int:
-        """The rows of a piece that are on this side: of groups by reading them."""
+    def kept(self, chunk: Chunk) -> int:
+        """The rows of a chunk that are on this side: of groups by reading them."""
         if not self._by_group:
-            return int(self._sides(np.arange(piece.row, piece.row + piece.rows)).sum())
-        return sum(map(len, self.parts(-1, [piece], 0)))
+            return int(self._sides(np.arange(chunk.row, chunk.row + chunk.rows)).sum())
+        return sum(map(len, self.parts(-1, [chunk], 0)))
 
-    def parts(self, stream: int, pieces: Sequence[Piece], at: int) -> Iterator[Part]:
-        """The rows of a stream's pieces on this side, without the first ``at`` of them."""
-        for piece in pieces:
-            if 0 < piece.kept <= at:
-                at -= piece.kept
+    def parts(self, stream: int, chunks: Sequence[Chunk], at: int) -> Iterator[Part]:
+        """The rows of a stream's chunks on this side, without the first ``at`` of them."""
+        for chunk in chunks:
+            if 0 < chunk.kept <= at:
+                at -= chunk.kept
                 continue
             start = 0
             if at and not self._by_group:
-                sides = self._sides(np.arange(piece.row, piece.row + piece.rows))
+                sides = self._sides(np.arange(chunk.row, chunk.row + chunk.rows))
                 start, at = int(np.flatnonzero(sides)[at]), 0
-            info = self.files[piece.file]
-            offset = piece.row - sum(info.groups[: piece.group])
-            for block in read_blocks(info, self.spec, group=piece.group, start=start, part=self.part):
+            info = self.files[chunk.file]
+            offset = chunk.row - sum(info.groups[: chunk.group])
+            for block in read_blocks(info, self.spec, group=chunk.group, start=start, part=self.part):
                 self.decoded[stream] = self.decoded.get(stream, 0) + block.table.nbytes
-                part = self._encoded(block, info, piece.group, offset)
+                part = self._encoded(block, info, chunk.group, offset)
                 dropped = min(at, len(part))
                 at -= dropped
                 if dropped < len(part):
@@ -171,7 +171,7 @@ class StreamRows:
             if self._current is None or self._at + len(self._current) <= start:
                 self._at += 0 if self._current is None else len(self._current)
                 self._current = self._ahead.result()
-                assert self._current is not None, "pieces have the rows that were counted, or raise"
+                assert self._current is not None, "chunks have the rows that were counted, or raise"
                 self._ahead = self._pool.submit(next, self._parts, None)
                 continue
             end = min(stop, self._at + len(self._current))

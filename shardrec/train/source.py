@@ -157,24 +157,24 @@ class Source:
 
     @property
     def _files(self) -> dict[str, FileClickData]:
-        every = {"data": self.data, "valid": self._valid, "test": self._test}
-        return {name: data for name, data in every.items() if isinstance(data, FileClickData)}
+        sources = {"data": self.data, "valid": self._valid, "test": self._test}
+        return {name: data for name, data in sources.items() if isinstance(data, FileClickData)}
 
     def _shared(self, function: Callable[[Any], Any], items: Sequence[Any]) -> list[Any]:
         """The function's value for each item, of which each rank computes some, if there are enough of them."""
         rank, ranks = self._rank_info.rank, self._rank_info.world_size
         if len(items) < ranks:
             return list(map(function, items))
-        own, fault = [], ""
+        values, fault = [], ""
         try:
-            own = list(map(function, items[rank::ranks]))
+            values = list(map(function, items[rank::ranks]))
         except DataError as error:
             fault = str(error)
-        every = self._gathered((own, fault))
-        for _, fault in every:
+        gathered = self._gathered((values, fault))
+        for _, fault in gathered:
             if fault:
                 raise DataError(fault)
-        return [every[number % ranks][0][number // ranks] for number in range(len(items))]
+        return [gathered[number % ranks][0][number // ranks] for number in range(len(items))]
 
     def _gathered(self, value: Any) -> list[Any]:
         """Every rank's value, on every rank."""
@@ -247,7 +247,7 @@ def total_left_out(left_out: Mapping[str, Mapping[str, int]]) -> dict[str, int]:
     longest: dict[str, Mapping[str, int]] = {}
     for name, counts in left_out.items():
         rows = name.partition(" ")[0]
-        longest[rows] = max(longest.get(rows, {}), counts, key=lambda each: sum(each.values()))
+        longest[rows] = max(longest.get(rows, {}), counts, key=lambda reasons: sum(reasons.values()))
     return dict(sum(map(Counter, longest.values()), Counter()))
 
 

@@ -85,6 +85,7 @@ def test_samples_cut_a_file_short(run: Run, rows: Path, tmp_path: Path) -> None:
 
 def test_batches_of_a_step_and_clipped_gradients(run: Run, rows: Path, tmp_path: Path) -> None:
     sgd = ("--optimizer", "sgd", "--embedding-optimizer", "sgd", "--accumulate", "3", "--epochs", "2")
+    sgd += ("--evaluations", "2")
     train = ("train", "--data", str(rows), *SMALL, *sgd)
     losses = {}
     for clip in ("1e-7", "10"):

@@ -7,10 +7,15 @@ import lzma
 from collections.abc import Sequence
 from pathlib import Path
 
-from shardrec.data import ClickBatch, ClickSchema, SyntheticConfig, click_spec
+from shardrec.data import ClickBatch, ClickSchema, Feature, FeatureSpec, Label, SyntheticConfig, click_spec
 
 SCHEMA = ClickSchema(dense_names=("int_1", "int_2"), sparse_names=("cat_1", "cat_2"), num_embeddings=(11, 1000))
 SPEC = click_spec(SCHEMA)
+LINES = FeatureSpec(
+    label=Label(column="label", above=0),
+    group="qid",
+    features=(Feature(name="x", kind="weighted", column="ids", weights="values", rows=1000, ids="number"),),
+)
 SMALL = ClickSchema(
     dense_names=("x", "y"), sparse_names=("a", "b", "c", "d"), num_embeddings=(30, 200, 40, 5)
 )  # fmt: skip

@@ -8,8 +8,7 @@ import pytest
 from shardrec.data import criteo_spec, open_click_data, tables, write_criteo_tsv
 from shardrec.data.convert import convert
 from shardrec.errors import DataError
-from tests.data.raw import SPEC, equal, lines, write
-from tests.data.test_formats import LINES
+from tests.data.raw import LINES, SPEC, equal, lines, write
 
 
 @pytest.mark.parametrize("suffix", ["tsv", "tsv.gz"])

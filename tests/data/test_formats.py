@@ -12,15 +12,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardrec.data import Feature, FeatureSpec, FileClickData, Label, open_click_data, tables
+from shardrec.data import Feature, FeatureSpec, FileClickData, open_click_data, tables
 from shardrec.errors import DataError
-from tests.data.raw import equal, write
+from tests.data.raw import LINES, equal, write
 
-LINES = FeatureSpec(
-    label=Label(column="label", above=0),
-    group="qid",
-    features=(Feature(name="x", kind="weighted", column="ids", weights="values", rows=1000, ids="number"),),
-)
 ARRAYS = FeatureSpec(
     features=(
         Feature(name="user", kind="id", rows=1000),

@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shardrec.data import ClickBatch, Feature, FeatureSpec, FileClickData, order, tables
-from shardrec.data.order import Piece, deal, rows_before, slices, stream_share
+from shardrec.data.order import Chunk, deal, rows_before, slices, stream_share
 from shardrec.errors import DataError
 
 NUMBER = Feature(name="number", kind="id", rows=100_000, ids="number")
@@ -59,13 +59,13 @@ def test_slices_cover_each_row_once_and_follow_each_other(lengths: list[int], wo
 
 @given(rows=st.lists(st.integers(1, 50), max_size=40), streams=st.integers(1, 9), seed=st.none() | st.integers(0, 9))
 def test_pieces_are_dealt_once_and_evenly(rows: list[int], streams: int, seed: int | None) -> None:
-    pieces = [Piece(file=0, group=group, row=0, rows=size, kept=size) for group, size in enumerate(rows)]
-    dealt = deal(pieces, streams, None if seed is None else np.random.default_rng(seed))
-    assert sorted(piece.group for stream in dealt for piece in stream) == list(range(len(rows)))
-    sums = [sum(piece.kept for piece in stream) for stream in dealt]
+    chunks = [Chunk(file=0, group=group, row=0, rows=size, kept=size) for group, size in enumerate(rows)]
+    dealt = deal(chunks, streams, None if seed is None else np.random.default_rng(seed))
+    assert sorted(chunk.group for stream in dealt for chunk in stream) == list(range(len(rows)))
+    sums = [sum(chunk.kept for chunk in stream) for stream in dealt]
     assert max(sums) - min(sums) <= max(rows, default=0)
     if seed is None:
-        assert all([piece.group for piece in stream] == sorted(piece.group for piece in stream) for stream in dealt)
+        assert all([chunk.group for chunk in stream] == sorted(chunk.group for chunk in stream) for stream in dealt)
 
 
 @pytest.mark.parametrize(
