@@ -89,7 +89,7 @@ class RowGradient:
 
     def square_sums(self) -> Tensor:
         """(U,) sum of each row's squares."""
-        squares = torch.linalg.vector_norm(self.values, dim=1).square() if self.squares is None else self.squares
+        squares = self.values.square().sum(dim=1) if self.squares is None else self.squares
         return squares if self.scale is None else squares * self.scale.square()
 
     def scaled(self) -> RowGradient:

@@ -73,6 +73,7 @@ class _LocalGroup:
         self.deferred: DeferredGradients | None = None
         if group.at_step and group.optimizer is not None:
             self.deferred = DeferredGradients(self.bank)
+        self._is_alone = collectives.world_size == 1
         self._nothing = NoTables(group.width or 0, device)
         self._placeholder = torch.zeros(0, device=device, requires_grad=True)
 
@@ -93,6 +94,8 @@ class _LocalGroup:
     def _learn(self, ids: Tensor, lengths: Tensor, weights: Tensor | None, gradient: Tensor) -> list[None]:
         """Update the rows that were looked up, or have :meth:`step` do it."""
         deferred = DeferredGradients(self.bank) if self.deferred is None else self.deferred
+        if self.deferred is not None and self._is_alone:
+            gradient = gradient.clone()  # which may be the caller's memory: nothing has travelled
         deferred.add(LookupGradient(ids=ids, lengths=lengths, weights=weights, gradient=gradient))
         if self.deferred is None:
             self._update(deferred)

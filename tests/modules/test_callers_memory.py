@@ -5,12 +5,13 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import Tensor
-from torchrec.modules.embedding_configs import EmbeddingBagConfig
+from torchrec.modules.embedding_configs import EmbeddingBagConfig, EmbeddingConfig
+from torchrec.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from shardrec.layout import ShardingPlan, Topology, cuts
 from shardrec.modules import shard
-from tests.models import collection
+from tests.models import apply_optimizer_in_backward, collection
 from tests.ranks import ranks
 
 CONFIGS = [EmbeddingBagConfig(name=name, num_embeddings=20, embedding_dim=8, feature_names=[name]) for name in "ab"]
@@ -46,5 +47,35 @@ def test_a_batch_may_be_overwritten_before_backward(cut: str, world: int) -> Non
             assert len(kept) == len(reused)
             for one, other in zip(kept, reused, strict=True):
                 assert torch.equal(one, other)
+
+    ranks(world, rank_main)
+
+
+def step_at_once(world: int, *, rows: bool, reuse: bool) -> list[Tensor]:
+    """This rank's shards after a step; with ``reuse``, what was given was overwritten between backward and the step."""
+    cls, config = (EmbeddingCollection, EmbeddingConfig) if rows else (EmbeddingBagCollection, EmbeddingBagConfig)
+    torch.manual_seed(0)
+    tables = cls(tables=[config(name="a", num_embeddings=20, embedding_dim=8, feature_names=["a"])])
+    apply_optimizer_in_backward(torch.optim.SGD, tables.parameters(), {"lr": 1.0})
+    plan = ShardingPlan(topology=Topology(ranks_per_host=world), tables=(cuts.table_wise("a", 20, 8, rank=0),))
+    sharded = shard(tables, plan, dedup=False, update="step")
+    values, lengths = torch.tensor([3, 5, 5, 7]), torch.tensor([2, 1, 1], dtype=torch.int32)
+    out = sharded(KeyedJaggedTensor(keys=["a"], values=values, lengths=lengths))
+    output = out["a"].values() if rows else out.values()
+    gradient = torch.arange(float(output.numel())).view(output.shape)
+    output.backward(gradient)
+    if reuse:
+        for given in (values, lengths, gradient, output.detach()):
+            given.fill_(1)
+    sharded.fused_optimizer.step()
+    return [local.detach().clone() for table in sharded.tables().values() for local in table.locals.values()]
+
+
+@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize("rows", [False, True])
+def test_what_backward_was_given_may_be_overwritten_before_the_step(rows: bool, world: int) -> None:
+    def rank_main() -> None:
+        kept = step_at_once(world, rows=rows, reuse=False)
+        assert all(map(torch.equal, kept, step_at_once(world, rows=rows, reuse=True)))
 
     ranks(world, rank_main)
