@@ -101,8 +101,8 @@ class FileClickData(ClickData):
         return "\n".join(
             [
                 *shown,
-                f"{len(self.spec.dense)} dense and {len(self.spec.sparse)} sparse features, {sum(tables):,} embedding rows, "
-                f"the largest table {max(tables):,}",
+                f"{len(self.spec.dense)} dense and {len(self.spec.sparse)} sparse features, {sum(tables):,} embedding "
+                f"rows, the largest table {max(tables):,}",
                 (f"{self._holdout:.1%} of the rows held out; " if self._holdout else "")
                 + "a broken row "
                 + ("ends the run" if self._on_bad_row == "raise" else "is left out and counted")

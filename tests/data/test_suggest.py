@@ -139,7 +139,7 @@ def test_what_cannot_be_proposed(tmp_path: Path, text: str, label: str | None, w
 _names = st.text(st.characters(codec="ascii", categories=["L", "N", "P", "Zs"], exclude_characters='",'), min_size=1)
 
 
-@settings(deadline=None)
+@settings(deadline=None, max_examples=25)
 @given(data=st.data(), names=st.lists(_names.map(str.strip).filter(bool), min_size=1, max_size=4, unique=True))
 def test_any_names_and_values_make_a_spec(
     tmp_path_factory: pytest.TempPathFactory, data: Any, names: list[str]
