@@ -4,10 +4,12 @@
     for batch in data.train_batches(rank, world_size, batch_size=2048):
         loss = model(batch.dense, batch.sparse, batch.labels)
 
-Files are named for the steps of the data: ``spec`` and ``tasks`` (what the columns are) → ``tables`` (a file as Arrow
+Files are named for the steps of the data: ``spec`` and ``tasks`` (what the columns are; ``suggest`` proposes a spec,
+``vocabulary`` counts its values) → ``order`` (which rows, of which files, on which rank) → ``tables`` (a file as Arrow
 tables; ``svmlight`` parses LIBSVM's lines) or ``request`` (rows as JSON) → ``encode`` with ``fault`` for what is
-wrong → ``preprocess`` → ``rows`` → ``split`` (ranks, held-out part) → ``batch``; ``zipf`` → ``planted`` →
-``synthetic`` for generated rows, which ``write`` turns into files; and ``metrics`` and ``ranking`` of predictions.
+wrong → ``preprocess`` → ``rows`` → ``reading`` (ahead, on threads) → ``split`` (ranks, held-out part) → ``batch``;
+``zipf`` → ``planted`` → ``synthetic`` for generated rows, which ``write`` turns into files; and ``metrics`` and
+``ranking`` of predictions.
 """
 
 from __future__ import annotations

@@ -137,14 +137,14 @@ class FileClickData(ClickData):
 
     def describe(self) -> str:
         """Files, columns and options in a few lines of text."""
-        tables = self.schema.num_embeddings
+        tables = dict(zip(self.schema.tables, self.schema.num_embeddings, strict=True)).values()
         shown = [*self.paths[:3], *([f"and {len(self.paths) - 3} more files"] if len(self.paths) > 3 else [])]
         order = f"; rows shuffled {self._shuffle:,} at a time" if self._shuffle else ""
         return "\n".join(
             [
                 *shown,
-                f"{len(self.spec.dense)} dense and {len(tables)} sparse features, {sum(tables):,} embedding rows, the "
-                f"largest table {max(tables):,}",
+                f"{len(self.spec.dense)} dense and {len(self.spec.sparse)} sparse features, {sum(tables):,} embedding "
+                f"rows, the largest table {max(tables):,}",
                 (f"{self._holdout:.1%} of the rows held out; " if self._holdout else "")
                 + "a broken row "
                 + ("ends the run" if self._on_bad_row == "raise" else "is left out and counted")

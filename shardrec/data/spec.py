@@ -320,7 +320,10 @@ class FeatureSpec(_Strict):
                 f"no value of feature {', '.join(map(repr, lacking))} is in the vocabulary counted in the data: lower "
                 "min_count, or give rows"
             )
-        owned = {one.name: {"vocabulary": tuple(vocabularies[one.name]), "min_count": None} for one in self.uncounted}
+        owned = {
+            one.name: {"vocabulary": tuple(map(str, vocabularies[one.name])), "min_count": None}
+            for one in self.uncounted
+        }
         features = (one.model_copy(update=owned.get(one.share or one.name, {})) for one in self.features)
         settings = {name: getattr(self, name) for name in self.model_fields_set}
         return FeatureSpec.model_validate({**settings, "features": tuple(features)})

@@ -50,7 +50,7 @@ def suggest_spec(pattern: str, label: str | None = None) -> str:
     values: dict[str, set[Any]] = {}
     notes, left_out = {}, {}
     for column, array in columns.items():
-        if column == label or (array.type == "null" and column not in features):
+        if column == label:
             continue
         feature, note, distinct = _feature(column, array)
         if feature is None:
@@ -198,7 +198,7 @@ def _feature(column: str, array: Any) -> tuple[dict[str, Any] | None, str, set[A
     distinct = set(listed.unique().to_pylist())
     count, of_each = len(distinct), len(listed) / max(1, len(array))
     if count < 2:
-        return None, "it has one value", distinct
+        return None, "it has no two values", distinct
     if kind != "id":
         if pa.types.is_floating(listed.type):
             return None, "its lists are of fractions: to weight ids, give these weights: and kind: weighted", distinct

@@ -92,7 +92,26 @@ def build_model(config: TrainConfig, schema: ClickSchema) -> nn.Module:
         ) from error
     if not isinstance(model, nn.Module):
         raise ConfigError(f"model (--model) is {config.model!r}: it makes a {type(model).__name__}, not an nn.Module")
+    _check_tables(config.model, model, schema)
     return model
+
+
+def _check_tables(name: str, model: nn.Module, schema: ClickSchema) -> None:
+    """Check that the tables that a model looks features up in are shared and as wide as the spec says."""
+    tables = {feature: table for table in table_configs(model).values() for feature in table.feature_names}
+    shared: dict[str, str] = {}
+    for feature, dim, shared_name in zip(schema.sparse_names, schema.dims, schema.tables, strict=True):
+        table = tables.get(feature)
+        if table is None:
+            continue
+        fault = "" if dim in (None, table.embedding_dim) else f"dim {dim}, and {table.embedding_dim} columns there"
+        if shared.setdefault(shared_name, table.name) != table.name:
+            fault = f"share, and its table there is {table.name!r}, the other's {shared[shared_name]!r}"
+        if fault:
+            raise ConfigError(
+                f"feature {feature!r} has {fault}, in model (--model) {name!r}: make tables by the schema's tables "
+                "and dims, as shardrec.models.parts.pooled_features does, or leave it out in the features (--features)"
+            )
 
 
 def _model_class(name: str) -> Callable[..., Any]:

@@ -160,7 +160,7 @@ def test_a_run_keeps_its_arguments(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert code == 1
     for given in ("dim", "hidden=[1"):
         assert "error: model_args (--model-arg) is " in run("train", "--model-arg", given, "--out", "runs/x")[2]
-    assert "did you mean 'dropout'? It takes dim, dims, hidden, dropout, batch_norm" in errors
+    assert "did you mean 'dropout'? It takes dim, hidden, dropout, batch_norm" in errors
 
 
 def test_a_changed_source_is_said(

@@ -396,6 +396,21 @@ def test_what_is_wrong_is_said_in_a_line(run: Run, flags: tuple[str, ...], words
     assert words in errors
 
 
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ("dim: 4, rows: 500", "feature 'user' has dim 4, and 6 columns there, in model (--model) 'own_models:Sums'"),
+        ("share: history", "feature 'history' has share, and its table there is 'history', the other's 'user'"),
+    ],
+)
+def test_a_model_that_does_not_follow_the_spec(run: Run, changes: str, words: str) -> None:
+    Path("other.yaml").write_text(SPEC.replace("rows: 500", changes), encoding="utf-8")
+    given = ("--data", "day_0.parquet", "--features", "other.yaml", "--model", "own_models:Sums", "--out", "runs/x")
+    code, _, errors = run("train", *given)
+    assert code == 1
+    assert words in errors
+
+
 def test_a_folder_without_a_run(run: Run) -> None:
     code, _, errors = run("eval", "nowhere")
     assert code == 1

@@ -40,7 +40,9 @@ def test_values_of_all_features_of_a_table_count(tmp_path: Path) -> None:
     assert spec.schema_.num_embeddings == (5, 5, 3)
     assert spec.schema_.dims == (12, 12, None)
     assert spec.schema_.tables == ("t_film", "t_film", "t_shop")
-    batch = next(iter(FileClickData([path], spec, holdout=0).train_batches(0, 1, 5)))
+    files = FileClickData([path], spec, holdout=0)
+    assert "0 dense and 3 sparse features, 8 embedding rows, the largest table 5" in files.describe()
+    batch = next(iter(files.train_batches(0, 1, 5)))
     assert batch.sparse["film"].values().tolist() == [1, 2, 0, 1, 3]
     assert batch.sparse["seen"].values().tolist() == [4, 2, 0, 3, 1]
     asked = batch_of_request([{"film": "f2", "seen": ["f4", "f9"], "shop": 8}], spec)
