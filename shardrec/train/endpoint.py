@@ -193,7 +193,7 @@ def open_server(endpoint: Endpoint, host: str, port: int) -> BaseWSGIServer:
     server = create_server(
         endpoint,
         sockets=[listening],
-        connection_limit=2 * _CONNECTIONS,  # it stops accepting, if so many wait for the model
+        connection_limit=2 * _CONNECTIONS,  # waitress accepts no more while this many wait for the model
         channel_timeout=_REQUEST_S,
         cleanup_interval=_REQUEST_S // 3,
         max_request_body_size=_MOST_BYTES,

@@ -11,8 +11,11 @@ import mmap
 import os
 import sys
 import threading
+from collections.abc import Callable
 from types import CodeType, FrameType
 
+TRACE: list[Callable[[FrameType, str, object], None]] = []
+"""What records, for the next test after one that has traced by itself."""
 _FOLDER = os.environ.get("SHARDREC_RECORD")
 
 
@@ -46,6 +49,7 @@ def _start(folder: str) -> None:
 
     sys.settrace(trace)
     threading.settrace(trace)
+    TRACE.append(trace)
 
 
 if _FOLDER is not None:
