@@ -321,8 +321,8 @@ class FeatureSpec(_Strict):
                 "min_count, or give rows"
             )
         owned = {
-            one.name: {"vocabulary": tuple(map(str, vocabularies[one.name])), "min_count": None}
-            for one in self.uncounted
+            feature.name: {"vocabulary": tuple(map(str, vocabularies[feature.name])), "min_count": None}
+            for feature in self.uncounted
         }
         features = (one.model_copy(update=owned.get(one.share or one.name, {})) for one in self.features)
         settings = {name: getattr(self, name) for name in self.model_fields_set}
