@@ -72,6 +72,18 @@ def test_three_collectives_forward_and_one_backward(world: int) -> None:
             assert sum(counts.values()) == 4, counts
 
 
+def test_module_describes_itself_as_the_unsharded_one() -> None:
+    unsharded = collection(None, 0.0)
+    configs, names = unsharded.embedding_configs(), unsharded.embedding_names_by_table()
+    layouts = tuple(cuts.table_wise(f"sequences.{name}", rows, DIM, rank=0) for name, rows in ROWS.items())
+    module = shard(Holder(unsharded), ShardingPlan(topology=Topology(ranks_per_host=1), tables=layouts))
+    sequences = module.sequences
+    assert isinstance(sequences, ShardedEmbeddingCollection)
+    assert sequences.embedding_configs() == configs
+    assert sequences.embedding_names_by_table() == names
+    assert (sequences.embedding_dim(), sequences.need_indices()) == (DIM, True)
+
+
 def bad_ids() -> str:
     rank, world = dist.get_rank(), dist.get_world_size()
     plan = ShardingPlan(
