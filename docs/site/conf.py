@@ -34,7 +34,15 @@ html_static_path = ["static"]
 html_css_files = ["site.css"]
 
 NAVIGATION = {
-    "Start": ["docs/tutorial", "docs/guide", "docs/migration", "docs/cli", "docs/models", "docs/troubleshooting"],
+    "Start": [
+        "docs/tutorial",
+        "docs/guide",
+        "docs/migration",
+        "docs/cli",
+        "docs/models",
+        "docs/ranking",
+        "docs/troubleshooting",
+    ],
     "Training": [
         "docs/planner",
         "docs/updates",
