@@ -165,8 +165,8 @@ class RemoteCollectives(Collectives):
         pairs = enumerate(zip(requests, gradients, strict=True))
         self._pushed.append(
             [
-                self.servers.ask(server, push, *common, parts, one.cpu(), at_step, what="update")
-                for server, (parts, one) in pairs
+                self.servers.ask(server, push, *common, parts, gradient.cpu(), at_step, what="update")
+                for server, (parts, gradient) in pairs
             ]
         )
 
