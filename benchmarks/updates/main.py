@@ -156,9 +156,8 @@ def main() -> None:
         if dist.get_rank() == 0:
             print(line, flush=True)
 
-    show(
-        "| workload | layout | optimizer | batch | backward, ms | step / backward | accumulate 4 | clip | clip alone |"
-    )
+    columns = ["workload", "layout", "optimizer", "batch", "backward, ms", "step / backward", "accumulate 4", "clip"]
+    show(f"| {' | '.join(columns)} | clip alone |")
     show("|---|---|---|---:|---:|---|---|---|---:|")
     for workload in options.workload:
         tables = parse_tables([workload], max_rows=options.rows)

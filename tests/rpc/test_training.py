@@ -119,6 +119,8 @@ def test_updates_at_the_step_equal_those_by_collectives(optimizer: str, tmp_path
     wanted, got = _whole(tmp_path / "collectives", optimizer), _whole(tmp_path / "servers", optimizer)
     assert got.keys() == wanted.keys()
     for name, value in wanted.items():
+        if name.endswith(".steps") and optimizer != "adam":
+            continue  # a kernel does not count steps that its rule does not need
         torch.testing.assert_close(
             got[name], value, rtol=1e-6, atol=1e-6, msg=lambda text, name=name: f"{name}: {text}"
         )
