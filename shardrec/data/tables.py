@@ -268,7 +268,7 @@ def _tables(
 
 @contextmanager
 def _undamaged(path: str, size: int, line: int) -> Iterator[None]:
-    """Inside, what pyarrow and the decompressors say of a file of so many bytes becomes a DataError."""
+    """Inside, what pyarrow and the decompressors say of a file becomes a DataError; ``size``: its bytes when opened."""
     import pyarrow as pa
 
     try:

@@ -272,6 +272,8 @@ def tell_others(error: Exception, context: ModelContext) -> None:
         return
     # This rank raises the error itself, which says more than its shared form, or than news that the others are gone.
     with suppress(ShardrecError):
+        if context.gradients.reducer is not None:
+            context.gradients.reducer.broadcast_buffers()  # as the others do before their first header
         context.headers.fail_all(_words(error))
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import shutil
 import signal
@@ -14,7 +15,7 @@ import torch
 from shardrec import Checkpoints
 from shardrec.checkpoint.manifest import read_manifest
 from shardrec.data import ClickBatch
-from shardrec.errors import ConfigError, DataError
+from shardrec.errors import ConfigError, DataError, ShardrecError
 from shardrec.launch.ranks import RankInfo
 from shardrec.layout import ShardingPlan
 from shardrec.train import RunStopped, TrainConfig, load_config
@@ -189,6 +190,24 @@ def test_a_run_does_not_go_on_with_other_files(tmp_path: Path) -> None:
     write_parquet(tmp_path / "rows" / "b.parquet", 150, seed=9)
     with pytest.raises(DataError, match=r"b\.parquet is not the one with which the run was started \(checksum"):
         broken_off(config, resume=True)
+
+
+def test_a_broken_row_of_one_rank_ends_all(tmp_path: Path) -> None:
+    """Of a model with buffers, which are broadcast before the first header of a step."""
+
+    def message(config: TrainConfig) -> str:
+        try:
+            broken_off(config)
+        except ShardrecError as error:
+            return str(error)
+        raise AssertionError("the broken row was read")
+
+    files_of_rows(tmp_path / "rows")
+    lines = gzip.decompress((tmp_path / "rows" / "c.tsv.gz").read_bytes()).splitlines(keepends=True)
+    (tmp_path / "rows.tsv").write_bytes(b"".join([*lines[:300], b"broken\n", *lines[301:]]))
+    config = SMALL.changed(data=str(tmp_path / "rows.tsv"), samples=None, holdout_samples=None, holdout=0.01)
+    messages = ranks(2, message, config.changed(batch_size=16, out=str(tmp_path / "run")))
+    assert all("rows.tsv:301: the line has 1 of 40 columns" in message for message in messages), messages
 
 
 def test_an_epoch_of_a_version_that_read_in_another_order_is_not_gone_on_with(tmp_path: Path) -> None:
