@@ -252,6 +252,7 @@ class _Issue(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, token_gradient: Tensor) -> tuple[Tensor | None, ...]:
+        """Waits for the gradients, which :meth:`_Receive.backward` of every rank has sent."""
         state: _ExchangeState = ctx.state
         gradients = state.way_back.wait()
         return None, *(one.view(size) for one, size in zip(gradients, ctx.sizes, strict=True))

@@ -202,7 +202,7 @@ def permuted(
         values: (N,).
         weights: (N,) or None.
         positions: (N,) or None.
-        total: the new N if the host knows it; on CUDA, where it must not be None, or an upper bound.
+        total: the new N, or None if the host does not know it; on CUDA never None, and possibly an upper bound.
     """
     if values.is_cuda:
         assert total is not None, "the host would wait for the number"

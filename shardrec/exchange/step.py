@@ -48,12 +48,13 @@ def run_step(headers: Headers, inside: BlockExchange, output: BlockExchange, cal
        receive, ``InputExchange.pack`` puts them in slots, and the payload carries them. :meth:`Call.received` waits for
        them.
     3. ``Call.look_up``: dynamic ids become rows of their shard; one kernel call per lookup group gives float rows.
-    4. ``Call.outgoing`` orders the rows by requesting rank, after partial sums inside a host are added up, and
-       ``BlockExchange.start`` sends them. ``Call.issued`` looks up this rank's replicated tables in the meantime.
+    4. ``Call.outgoing`` gives the rows in the order of the requesting ranks (pooled rows are in it already), after
+       partial sums inside a host are added up, and ``BlockExchange.start`` sends them. ``Call.issued`` looks up this rank's replicated tables in the meantime.
     5. ``Call.finish``, at the first use of the call's value, adds partial sums of row blocks, puts columns or rows in
        order, divides means, and expands duplicates and inverse indices. In backward, gradients take the opposite way:
-       ``_Assemble``, ``_Receive`` and ``_Issue`` (the autograd functions of ``pooled_output.py`` and ``blocks.py``),
-       then the backward of the lookup, which updates the tables (``lookup/shards.py``).
+       ``_Assemble``, ``_Receive``, which sends them, and ``_Issue``, which waits for them (the autograd functions of
+       ``pooled_output.py`` and ``blocks.py``); then the backward of the lookup (``lookup/backward.py``, or fbgemm's),
+       which updates the tables or keeps the gradients for the optimizer's step.
 
     Args:
         headers: of the model.
@@ -309,7 +310,7 @@ class _Payloads:
 
 
 def _exchange_headers(headers: Headers, calls: Sequence[Call]) -> tuple[Iterator[int], list[list[int]]]:
-    """Tell all ranks the sizes; what is sent, noted and received comes to the host in one copy.
+    """Tell all ranks the sizes; the counts, the notes and the headers received come to the host in one copy.
 
     Returns:
         Counts and notes of the calls, and the header of each rank.

@@ -45,9 +45,9 @@ class LookupTable:
 
     Args:
         layout: its shards.
-        optimizer: its optimizer in backward, if it has one.
+        optimizer: that it was given by ``apply_optimizer_in_backward``, if any.
         dtype: of its weights: float32, float16 or bfloat16.
-        at_step: it is updated by the step of its optimizer, if it has one, and not in backward.
+        at_step: whether this optimizer updates it in its step, and not in backward.
     """
 
     layout: TableLayout

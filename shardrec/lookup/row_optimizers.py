@@ -1,6 +1,7 @@
-"""Fused optimizers that update rows in torch, for cases that fbgemm's kernels do not support.
+"""Optimizers of tables that update rows apart from the lookup's kernel, in torch or by operators in C++.
 
-They are used if :func:`shardrec.lookup.kernels.has_fused_kernel` is False, for row-wise states of a table cut by
+They are used for all cut tables with ``update="step"``; and in backward where
+:func:`shardrec.lookup.kernels.has_fused_kernel` is False, for row-wise states of a table cut by
 columns (whose mean square is over the whole row, of which a rank holds a part) and for replicated tables (whose
 gradient is complete only after the all-reduce). States are float32, and so is the update; the rows of a 16-bit table
 are rounded to nearest when they are written back. The rules are those of :mod:`torch.optim` and

@@ -1,4 +1,4 @@
-"""The lookup of a rank's shards: ids in, pooled columns out, weights updated in backward.
+"""The lookup of a rank's shards: ids in, pooled columns out, weights updated in backward or by the step.
 
 Shapes: S slots of this rank, B_all the samples of all ranks, N ids, D pooled columns of this rank.
 """
@@ -193,7 +193,8 @@ class ShardLookup:
                 local.updater.step_count = max(counts.get(layout.name, 0) for layout in local.group.layouts)
 
     def set_learning_rate(self, optimizer: FusedOptimizer, lr: float) -> None:
-        """Use ``lr`` for the groups with ``optimizer``, from the next look-up on."""
+        """Use ``lr`` for the groups with ``optimizer``: from the next look-up on where kernels update in backward, and
+        at the next update of the others."""
         for local in self._local_groups:
             if local.group.optimizer != optimizer:
                 continue

@@ -411,7 +411,7 @@ class ShardedCollection(nn.Module, abc.ABC):
             self.id_maps.step = max(counts.get(f"ids of {name}", 0) for name in self.id_maps.options)
 
     def set_learning_rate(self, optimizer: FusedOptimizer, lr: float) -> None:
-        """Use ``lr`` for the tables with ``optimizer``, from the next forward on."""
+        """Use ``lr`` for the tables with ``optimizer``, at the latest from the next forward on."""
         self.shards.set_learning_rate(optimizer, lr)
         if self.replicas is not None:
             self.replicas.set_learning_rate(optimizer, lr)
