@@ -19,6 +19,9 @@ class Reducer(Protocol):
     def agreement(self) -> str:
         """What the ranks must have in common, in words."""
 
+    def broadcast_buffers(self) -> None:
+        """A forward begins: rank 0's buffers go to all ranks."""
+
     def arm(self) -> None:
         """A forward with gradients begins."""
 
