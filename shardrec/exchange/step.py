@@ -49,7 +49,8 @@ def run_step(headers: Headers, inside: BlockExchange, output: BlockExchange, cal
        them.
     3. ``Call.look_up``: dynamic ids become rows of their shard; one kernel call per lookup group gives float rows.
     4. ``Call.outgoing`` gives the rows in the order of the requesting ranks (pooled rows are in it already), after
-       partial sums inside a host are added up, and ``BlockExchange.start`` sends them. ``Call.issued`` looks up this rank's replicated tables in the meantime.
+       partial sums inside a host are added up, and ``BlockExchange.start`` sends them. ``Call.issued`` looks up this
+       rank's replicated tables in the meantime.
     5. ``Call.finish``, at the first use of the call's value, adds partial sums of row blocks, puts columns or rows in
        order, divides means, and expands duplicates and inverse indices. In backward, gradients take the opposite way:
        ``_Assemble``, ``_Receive``, which sends them, and ``_Issue``, which waits for them (the autograd functions of

@@ -111,7 +111,7 @@ class FusedOptimizers(KeyedOptimizer):  # type: ignore[misc]  # torchrec has no 
         return loss
 
     def push(self) -> None:
-        """Pass the groups' learning rates, and loaded step counts, to the kernels, at the latest for the next forward."""
+        """Pass the groups' learning rates and loaded step counts to the kernels, at the latest for the next forward."""
         for spec, group in zip(self._specs, self.param_groups, strict=True):
             for collection in self._collections:
                 collection.set_learning_rate(spec, float(group["lr"]))
