@@ -22,7 +22,7 @@ from shardrec.data.schema import ClickSchema
 from shardrec.data.source import ClickData
 from shardrec.data.spec import FeatureSpec
 from shardrec.data.split import BatchRequest
-from shardrec.data.tables import FileInfo, TableBlock, check_file, counted, read_blocks
+from shardrec.data.tables import FileInfo, check_file, counted
 from shardrec.errors import ConfigError, DataError
 
 __all__ = ["FileClickData"]
@@ -167,30 +167,6 @@ class FileClickData(ClickData):
             f"of {world_size} ranks each decodes up to {share:.0%} of the rows, for {whole} Parquet with smaller row "
             f"groups (shardrec convert {name} --out DIR)"
         )
-
-    def in_order(
-        self, rank: int, world_size: int, columns: Sequence[str] = ()
-    ) -> Iterator[tuple[FileInfo, TableBlock]]:
-        """A rank's part of all rows in the order of the files, one contiguous range, as blocks that are not encoded.
-
-        Args:
-            rank: this rank, from 0.
-            world_size: number of ranks, whose ranges follow each other.
-            columns: to read with those of the spec.
-        """
-        self.count()
-        total = sum(sum(info.groups) for info in self.files)
-        first, last, row = total * rank // world_size, total * (rank + 1) // world_size, 0
-        for info in self.files:
-            for group, rows in enumerate(info.groups):
-                begin, end = max(first - row, 0), min(last - row, rows)
-                row += rows
-                if begin < end:
-                    stop = end + sum(info.groups[:group])
-                    for block in read_blocks(info, self.spec, group=group, start=begin, columns=columns):
-                        yield info, block.until(stop)
-                        if block.stop >= stop:
-                            break
 
     def _new_reader(self, *, held: bool, part: float = 1.0) -> Reader:
         return Reader(files=self.files, spec=self.spec, holdout=self._holdout, held=held, part=part)

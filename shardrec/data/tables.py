@@ -82,14 +82,6 @@ class TableBlock:
     first: int
     stop: int
 
-    def until(self, stop: int) -> TableBlock:
-        """The block without the rows from number ``stop`` on."""
-        if stop >= self.stop:
-            return self
-        count = int(np.searchsorted(self.numbers, stop))
-        faults = {number: fault for number, fault in self.faults.items() if number < stop}
-        return replace(self, table=self.table.slice(0, count), numbers=self.numbers[:count], faults=faults, stop=stop)
-
 
 def check_file(path: str, spec: FeatureSpec) -> FileInfo:
     """Check that a file is there and has the columns, from its first bytes or footer only.
