@@ -107,8 +107,9 @@ def warm_start(
             columns, of which the further ones keep their values; "truncate": it has fewer, and the saved ones beyond
             are left out. Both can be given. A table with dynamic ids may always have another number of rows, to which
             its ids move; its columns must be the saved ones.
-        optimizer: whether states of fused optimizers are loaded with their tables, as far as both have them, with their
-            step counts. Learning rates stay. Tables that a rank updates together share the largest count.
+        optimizer: whether states of fused optimizers, and averages of rows, are loaded with their tables, with their
+            step counts; not the states of an optimizer of another kind. Learning rates stay. Tables that a rank updates
+            together share the largest count.
         strict: whether it is an error that a tensor is new or left out.
 
     Returns:
@@ -192,7 +193,7 @@ def match(
         outcome = _outcome(saved_tensor, tensor)
         if outcome != "new":
             near = beside.get(name.removesuffix(".weight"), ()) if tensor.rows_of else ()
-            loaded = _with_rows(name, source, near, manifest.tensors, optimizer=optimizer)
+            loaded = _with_rows(name, source, near, held, manifest.tensors, optimizer=optimizer)
             faults += _faults(name, source, held, manifest.tensors, resize)
             sources |= loaded
         elif name in renamed:
@@ -288,7 +289,13 @@ def _beside(names: Iterable[str]) -> dict[str, list[str]]:
 
 
 def _with_rows(
-    name: str, source: str, beside: Collection[str], saved: Mapping[str, SavedTensor], *, optimizer: bool
+    name: str,
+    source: str,
+    beside: Collection[str],
+    held: Mapping[str, HeldTensor],
+    saved: Mapping[str, SavedTensor],
+    *,
+    optimizer: bool,
 ) -> dict[str, str]:
     """The saved name of a weight and of what goes with its rows, by the model's names."""
     path, saved_path = (key.removesuffix(".weight") for key in (name, source))
@@ -298,6 +305,9 @@ def _with_rows(
         other_source = f"{kind}.{saved_path}{rest.removeprefix(path)}"
         if other_source in saved and (kind == "ids" or optimizer):
             sources[other] = other_source
+    # A state that one optimizer keeps for a row, and another for each weight under the same name, is not the same.
+    if any(len(saved[sources[other]].shape) != len(held[other].shape) for other in sources):
+        sources = {other: saved_name for other, saved_name in sources.items() if not other.startswith("fused.")}
     return sources
 
 
@@ -328,11 +338,11 @@ def _faults(
 
 
 def _step_counts(manifest: Manifest, sources: Mapping[str, str], counts: Mapping[str, int]) -> dict[str, int]:
-    """The saved step counts of tables that are loaded with their optimizers' states, and of their ids."""
+    """The saved step counts of tables that are loaded with their optimizers' states or averages, and of their ids."""
     selected = {}
     for name, source in sources.items():
         kind = name.partition(".")[0]
-        if kind in ("fused", "ids"):
+        if kind in ("fused", "average", "ids"):
             paths = (key.partition(".")[2].rpartition(".")[0] for key in (name, source))
             table, saved_table = ("ids of " * (kind == "ids") + (*_table_names(path), path)[0] for path in paths)
             if table in counts and saved_table in manifest.step_counts:

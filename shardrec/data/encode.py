@@ -312,7 +312,7 @@ def _ids(array: Any, feature: Feature) -> tuple[NDArray[np.int64], NDArray[np.bo
         return np.where(missing | bad, 0, values).astype(np.int64), bad
     if coding == "vocabulary":
         texts = _texts(array)
-        places = pc.index_in(texts, value_set=pa.array(feature.values, texts.type)).fill_null(-1)
+        places = pc.index_in(texts, value_set=pa.array(feature.values, pa.string()).cast(texts.type)).fill_null(-1)
         return places.to_numpy(zero_copy_only=False).astype(np.int64) + 1, np.zeros(len(array), dtype=np.bool_)
     if coding == "hexadecimal" and _is_text(array.type):
         data, starts, lengths = _bytes(array.cast(pa.large_binary()))
@@ -327,18 +327,21 @@ def _ids(array: Any, feature: Feature) -> tuple[NDArray[np.int64], NDArray[np.bo
 
 
 def _texts(array: Any) -> Any:
-    """Values as a vocabulary has them."""
+    """Values as a vocabulary has them; texts as their bytes, which need not be UTF-8."""
     import pyarrow as pa
 
+    if _is_text(array.type):
+        return array.cast(pa.large_binary())
     return array.cast(pa.large_string()) if not pa.types.is_floating(array.type) else array.cast(pa.string())
 
 
 def count_values(table: Any, feature: Feature) -> dict[str, int]:
-    """How often each value of a feature that has a vocabulary occurs in a table, missing ones left out."""
+    """How often each value of a feature that has a vocabulary occurs in a table, but missing ones and no UTF-8."""
     texts = _texts(_flat(table[feature.source], feature)[0])
     pairs = texts.value_counts()
     counts = zip(pairs.field("values").to_pylist(), pairs.field("counts").to_pylist(), strict=True)
-    return {value: count for value, count in counts if value}
+    named = ((value.decode(errors="replace") if isinstance(value, bytes) else value, count) for value, count in counts)
+    return {value: count for value, count in named if value and "\ufffd" not in value}
 
 
 def group_keys(table: Any, spec: FeatureSpec) -> NDArray[np.uint64]:

@@ -214,7 +214,8 @@ class FileClickData(ClickData):
                 yield self._batch(parts, skipped)
         finally:
             pool.shutdown(cancel_futures=True)
-        if not reader.good and (reader.decoded or not any(self._chunks.values())):
+        # Of several ranks one may have none but broken rows.
+        if not reader.good and ((reader.decoded and request.world_size == 1) or not any(self._chunks.values())):
             counts = ", ".join(f"{count} {reason}" for reason, count in skipped.items()) or "none skipped"
             raise DataError(
                 f"{', '.join(self.paths)}: no row could be read ({counts}): check that the files have the columns "

@@ -7,7 +7,7 @@
     backward 3   rows 2 9        ┘
 
 A backward leaves what it was given, the ids and the gradient of the output. The step reads them where they are, and
-adds up a row's gradients while it updates the row, so that a backward costs nothing. If somebody wants to see the sums
+adds up a row's gradients while it updates the row, so that a backward costs nothing. Where the sums are asked for
 before (a norm, a GradScaler), or after ``_MOST_LOOKUPS`` backwards, they are added up: from then on a row of w columns
 takes 4 w + 12 bytes.
 """

@@ -14,7 +14,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from shardrec.data import ClickSchema
 from shardrec.errors import ConfigError
-from shardrec.models.parts import MLP, Experts, Share, Size, Sizes, pooled_features
+from shardrec.models.parts import MLP, Experts, Share, Size, Sizes, columns_of, pooled_features
 
 __all__ = ["PLE"]
 
@@ -47,7 +47,7 @@ class PLE(nn.Module):
             raise ConfigError("hidden is empty: an expert needs one layer at least")
         self.bags, self.tasks = pooled_features(schema, dim), len(schema.outputs)
         settings: dict[str, Any] = {"dropout": dropout, "batch_norm": batch_norm}
-        inputs = [dim * len(schema.sparse_names) + len(schema.dense_names), *[hidden[-1]] * (levels - 1)]
+        inputs = [len(columns_of(self.bags)) + len(schema.dense_names), *[hidden[-1]] * (levels - 1)]
         gates = [self.tasks + 1] * (levels - 1) + [self.tasks]
         self.levels = nn.ModuleList(
             Experts(width, hidden, self.tasks, shared, experts, count, **settings)

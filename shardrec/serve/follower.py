@@ -90,6 +90,11 @@ class Follower:
         self._thread.start()
         atexit.register(self.close)
 
+    @property
+    def closed(self) -> bool:
+        """Whether it applies no further version."""
+        return self._ended.is_set()
+
     def close(self) -> None:
         """Apply no further version. The model keeps the one that it has."""
         self._ended.set()

@@ -73,11 +73,10 @@ class ServedModel(ShardedModel):
         """
         from shardrec.serve.follower import Follower  # with all of shardrec.checkpoint
 
-        if self.group is not None or self.follower is not None:
+        follows = self.follower is not None and not self.follower.closed
+        if self.group is not None or follows:
             reason = (
-                "follows already: close() the follower first"
-                if self.follower
-                else "is on several ranks: serve it on one"
+                "follows already: close() the follower first" if follows else "is on several ranks: serve it on one"
             )
             raise ConfigError(f"this model cannot follow {source}, for it {reason}")
         follower = Follower(self, self.formats, source, interval=interval)

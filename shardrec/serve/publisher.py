@@ -89,6 +89,7 @@ class Publisher:
         self._keep_bases, self._most_deltas = keep_bases, most_deltas
         self._ranks: Ranks | None = None
         self._kept: dict[PartKey, Tensor] = {}
+        self._ranges: dict[PartKey, Tensor] = {}
         self._before = SavedBefore()
         self._data = ""
         self._deltas = self._delta_bytes = self._base_bytes = 0
@@ -182,7 +183,7 @@ class Publisher:
             self._before = SavedBefore()
         else:
             data = self._data
-        tensors, changed = self._encoded(copies, changed, ranks)
+        tensors, changed = self._encoded(copies, changed, ranks, base=base)
         file_name = f"rank-{{:05}}.{version:012}.safetensors"
 
         def write() -> tuple[Written, Any]:
@@ -216,7 +217,7 @@ class Publisher:
         self.version, self._data, self._before.complete = version, data, True
 
     def _encoded(
-        self, copies: Mapping[str, HeldTensor], changed: Changed, ranks: Ranks
+        self, copies: Mapping[str, HeldTensor], changed: Changed, ranks: Ranks, *, base: bool
     ) -> tuple[dict[str, HeldTensor], Changed]:
         """The tensors as they are written, and their changed rows.
 
@@ -228,7 +229,7 @@ class Publisher:
             form = self._formats.get(copy.rows_of) if name.startswith("model.") else None
             ranges: dict[Rect, Tensor] = {}
             if form is not None and form.is_quantized and len(self._model.plan.by_name[copy.rows_of].stripes()) > 1:
-                for part, rows, part_ranges in self._whole_rows(name, copy, changed, ranks):
+                for part, rows, part_ranges in self._whole_rows(name, copy, changed, ranks, base=base):
                     changed[name, part.rect], ranges[part.rect] = rows, part_ranges
             tensors[name] = copy if form is None else encoded(copy, form, ranges)
             for part, tensor_part in zip(copy.parts, tensors[name].parts, strict=True):
@@ -237,10 +238,14 @@ class Publisher:
         return tensors, written
 
     def _whole_rows(
-        self, name: str, copy: HeldTensor, changed: Changed, ranks: Ranks
+        self, name: str, copy: HeldTensor, changed: Changed, ranks: Ranks, *, base: bool
     ) -> list[tuple[Part, Tensor, Tensor]]:
-        """The parts of a table, the rows of each that have changed on any rank, and (rows, 2) the ranges of these."""
-        mask = torch.zeros(copy.shape[0], dtype=torch.uint8)
+        """The parts of a table, the rows of each that have changed on any rank, and (rows, 2) the ranges of all.
+
+        Those of rows that have not changed are kept, for a delta may write all rows. A base takes all ranges anew:
+        after a failure those that are kept may be older than the rows.
+        """
+        mask = torch.full((copy.shape[0],), int(base), dtype=torch.uint8)
         for part in copy.parts:
             rows = changed[name, part.rect]
             mask[part.rect.row_start : part.rect.row_end][slice(None) if rows is None else rows] = 1
@@ -248,7 +253,10 @@ class Publisher:
         if group is not None:
             with peers(group, "publish"):
                 dist.all_reduce(mask, dist.ReduceOp.MAX, group)
-        of_parts = [(part, torch.empty((len(part.values), 2))) for part in copy.parts]
+        of_parts = [
+            (part, self._ranges.setdefault((name, part.rect), torch.zeros((len(part.values), 2))))
+            for part in copy.parts
+        ]
         for rows in mask.nonzero().squeeze(1).split(CHUNK):
             weights = [(part.rect.row_start, part.values) for part in copy.parts]
             ranges = whole_row_ranges(weights, rows, torch.device("cpu"), group)

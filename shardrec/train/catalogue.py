@@ -32,6 +32,7 @@ from shardrec.data import ClickBatch, ClickMetrics, FeatureSpec
 from shardrec.data.ranking import placed_metrics
 from shardrec.errors import ConfigError
 from shardrec.modules import ShardedModel
+from shardrec.pipeline.lookahead import tell_others
 from shardrec.pipeline.train import TrainPipeline
 from shardrec.train.config import TrainConfig
 from shardrec.train.metrics import evaluate, gather_rows
@@ -119,7 +120,10 @@ class CatalogueRanking:
             raise ConfigError("no held-out row was clicked: a ranking needs files with clicked rows (--valid, --test)")
         if not np.isfinite(log_sum).all():
             raise ConfigError(f"scores of {(~np.isfinite(log_sum)).sum()} rows are not numbers: has training diverged?")
-        others, logloss = self._rows - 2, float((log_sum - score).mean())
+        others = self._rows - 2
+        is_unknown = item == 0  # no item of the catalogue: it comes after all of them
+        above, equal = np.where(is_unknown, others, above), np.where(is_unknown, 0, equal)
+        logloss = float((np.where(is_unknown, np.logaddexp(log_sum, score), log_sum) - score).mean())
         below = 1 - (above + equal / 2) / others
         group = np.arange(score.size) if (group == -1).all() else group
         return ClickMetrics(
@@ -153,7 +157,10 @@ class CatalogueRanking:
         """Of the clicked rows: vectors (D, B); groups, -1 for none, and items, int64 (2, B)."""
         item, is_clicked = batch.sparse[self._item], batch.labels > 0.5
         if not bool((item.lengths() == 1).all()):
-            raise ConfigError(f"a row has no {self._item!r}, or several: a ranking needs one in each row")
+            error = ConfigError(f"a row has no {self._item!r}, or several: a ranking needs one in each row")
+            if isinstance(model, ShardedModel):
+                tell_others(error, model.context)
+            raise error
         vectors_BD = _called(model, "query_vectors", batch.dense, batch.sparse)
         groups = torch.full_like(item.values(), -1) if batch.groups is None else batch.groups
         return vectors_BD[is_clicked].t().cpu(), torch.stack((groups, item.values()))[:, is_clicked].cpu()

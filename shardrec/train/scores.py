@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+from pydantic import model_validator
 from torch import Tensor, nn
 
 from shardrec.data import ClickBatch, FeatureSpec
@@ -52,6 +53,11 @@ class _Keyed(FeatureSpec):
     """A spec without labels, of which the files need the features' columns and the keys."""
 
     keys: tuple[str, ...]
+
+    @model_validator(mode="after")
+    def _fits(self) -> _Keyed:
+        """The run's spec was checked, and ``columns`` are of text files, whose check names a key that they lack."""
+        return self
 
     @cached_property
     def sources(self) -> tuple[str, ...]:
@@ -121,7 +127,7 @@ def _begin(
         files = []
         for path in files_of(options["data"]):
             info = counted(check_file(path, spec), spec)
-            files.append({**asdict(info), "kinds": {}, "groups": [*info.groups], "rows": sum(info.groups)})
+            files.append({**asdict(info), "groups": [*info.groups], "rows": sum(info.groups)})
         if twice := {*job["keys"]} & {*job["columns"]}:
             raise ConfigError(f"keys (--keys) has {min(twice)!r}, the name of a column of scores: leave it out")
         rows = sum(file["rows"] for file in files)

@@ -21,7 +21,7 @@ from statistics import fmean, stdev
 from typing import TYPE_CHECKING, Any
 from urllib.parse import quote
 
-from shardrec.data import load_spec
+from shardrec.data.spec import read_spec
 from shardrec.errors import ConfigError, ShardrecError
 from shardrec.files import parse_yaml, read_json
 from shardrec.launch.run import launched_rank
@@ -97,11 +97,15 @@ def run_sweep(
         raise ConfigError(
             "a sweep starts the ranks of its runs itself (nproc in the file of options): leave torchrun out"
         )
-    if config.monitor is None:
+    labels = config.features is not None and bool(read_spec(Path(config.features)).labels)
+    if labels and config.monitor is not None:
+        raise ConfigError("runs of several labels are compared by their held-out loss: leave monitor (--monitor) out")
+    if config.monitor is None and not labels:
         raise ConfigError("no metric to compare the runs by: give monitor (--monitor), such as auc or ndcg")
     if config.test is not None and config.checkpoint == "none":
         raise ConfigError("checkpoint is 'none', and the best setting is tested with its weights: give last or best")
-    metric = {"ne": "normalized_entropy", "ndcg": f"ndcg@{config.top_k}"}.get(config.monitor, config.monitor)
+    full_names = {"ne": "normalized_entropy", "ndcg": f"ndcg@{config.top_k}"}
+    metric = "loss" if config.monitor is None else full_names.get(config.monitor, config.monitor)
     settings = [dict(zip(grid, values, strict=True)) for values in product(*grid.values())]
     runs = {_name(values): _runs(config, values, seeds, out) for values in settings}
     for run in (run for of_setting in runs.values() for run in of_setting):
@@ -118,7 +122,7 @@ def run_sweep(
                 raise
             print(f"shardrec: {name} failed: {error}", file=sys.stderr, flush=True)
             scores[name] = []
-    sign = -1 if metric in ("logloss", "normalized_entropy") else 1
+    sign = -1 if metric in ("logloss", "normalized_entropy", "loss") else 1
     best = max((name for name in scores if scores[name]), key=lambda name: sign * fmean(scores[name]))
     tests = [] if config.test is None else [_tested(Path(str(run.out)), config.test) for run in runs[best]]
     of_rows = ("click_rate", "auc_stderr")  # not of the model
@@ -150,7 +154,7 @@ def _check_folder(run: TrainConfig) -> None:
         return
     started = RunFolder(Path(str(run.out))).config
     run.check_resumes({**started.to_mapping(), "features": run.features})
-    if run.features and started.features and load_spec(Path(run.features)) != load_spec(Path(started.features)):
+    if run.features and started.features and read_spec(Path(run.features)) != read_spec(Path(started.features)):
         raise ConfigError(
             f"features is {run.features!r}, which says something else than {started.features}: give --out"
         )
@@ -171,12 +175,14 @@ def _score(run: TrainConfig, metric: str, title: str, debug: bool) -> float:
 
 
 def _tested(folder: Path, files: str) -> dict[str, Any]:
-    """Metrics of the test files, computed once."""
+    """Metrics of the test files, computed once for each name of them."""
     path = folder / "test.json"
-    if not path.is_file():
+    result = read_json(path) if path.is_file() else {}
+    if result.get("files") != files:
         metrics, _ = RunFolder(folder).evaluate(files)
-        path.write_text(json.dumps(metrics.to_mapping(), indent=1) + "\n", encoding="utf-8")
-    tested: dict[str, Any] = read_json(path)
+        result = {"files": files, "metrics": metrics.to_mapping()}
+        path.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    tested: dict[str, Any] = result["metrics"]
     return tested
 
 

@@ -287,3 +287,36 @@ def test_dynamic_ids_go_with_a_renamed_table_of_another_size(tmp_path: Path) -> 
         started |= of_rank[1]
     assert saved.keys() == {10**12, 10**12 + 1, 10**12 + 2, 7, 8, 9}
     assert saved == started
+
+
+def test_averages_go_with_their_step_count(tmp_path: Path) -> None:
+    """Else the average of a row that has not changed since would be weighted for steps that were never made."""
+    old = make(OLD, optimizer="sgd", update="step")
+    for collection in old.sharded_collections:
+        collection.keep_averages(0.9)
+    for step in range(30):
+        train(old, OLD, range(step, step + 1))
+        old.fused_optimizer.step()
+        old.fused_optimizer.zero_grad()
+    save_checkpoint(tmp_path / "ckpt", old)
+    new = make(OLD, "row_wise", "sgd", seed=2, update="step")
+    averages = [rows for collection in new.sharded_collections for rows in collection.keep_averages(0.9)]
+    warm_start(tmp_path / "ckpt", new, optimizer=True)
+    train(new, OLD, range(31, 32))
+    new.fused_optimizer.step()
+    largest = max(float(values.abs().max()) for rows in averages for _, values in rows.averages())
+    weights = [table.weight for child in new.sharded_collections for table in child.tables().values()]
+    assert largest <= 2 * max(float(weight.detach().abs().max()) for weight in weights)
+
+
+@pytest.mark.parametrize(("saved", "held_by"), [("adagrad", "rowwise_adagrad"), ("rowwise_adagrad", "adagrad")])
+def test_states_of_another_kind_of_optimizer_are_not_loaded(tmp_path: Path, saved: str, held_by: str) -> None:
+    old = make(OLD, optimizer=saved)
+    train(old, OLD, range(3))
+    save_checkpoint(tmp_path / "ckpt", old)
+    model = make(OLD, optimizer=held_by, seed=2)
+    before = whole([(shapes(model), values(model))])
+    warm_start(tmp_path / "ckpt", model, optimizer=True)
+    after = whole([(shapes(model), values(model))])
+    assert all(torch.equal(after[name], before[name]) for name in after if name.startswith("fused."))
+    assert not torch.equal(*(of["model.bags.embedding_bags.users.weight"] for of in (after, before)))

@@ -129,7 +129,7 @@ def test_broken_batches(world_size: int) -> None:
     ranks(world_size, rank_main)
 
 
-NOT_PASSED_ON = {"None", "tensor", "dict", "meta", "lengths on meta", "no lengths"}
+NOT_PASSED_ON = {"None", "tensor", "dict", "meta", "lengths on meta", "inverse indices on meta", "no lengths"}
 """Faults that TorchScript or the compiler finds, or takes for tracing, before an operator does."""
 
 

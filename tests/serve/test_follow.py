@@ -304,3 +304,14 @@ def test_a_failure_is_followed_by_a_base(tmp_path: Path, monkeypatch: pytest.Mon
     with pytest.warns(UserWarning, match=r"has version 1 as its last and the model has 2"):
         Publisher(model, tmp_path, "int8").publish()
         assert not follower.poll()
+
+
+def test_a_model_follows_again_after_close(tmp_path: Path) -> None:
+    _, publisher, served = models(tmp_path)
+    publisher.publish()
+    first = served.follow(tmp_path, interval=60.0)
+    first.close()
+    assert first.closed
+    second = served.follow(tmp_path, interval=60.0)
+    assert second.version == first.version == 1
+    second.close()

@@ -7,13 +7,25 @@ from random import Random
 
 import pytest
 
-from shardrec import native
+from shardrec import Publisher, native
 from shardrec.checkpoint.manifest import read_manifest
 from shardrec.errors import ConfigError
+from shardrec.serve import quantize
 from shardrec.serve.published import version_name
 from tests.ids.oracle import kjt, raw_batches
 from tests.ranks import ranks
-from tests.serve.published import CUTS, DYNAMIC_CUTS, assert_same, follower_of, publish_some, reveal
+from tests.serve.published import (
+    CUTS,
+    DYNAMIC_CUTS,
+    Held,
+    assert_same,
+    follower_of,
+    held,
+    publish_some,
+    reveal,
+    trainer,
+    weights_of,
+)
 
 CASES = [("plain", 0, 1), ("plain", 1, 2), ("plain", 2, 4), ("dynamic", 3, 2), ("dynamic", 4, 1)]
 
@@ -61,3 +73,28 @@ def test_fallback_rows_need_the_trainers_row_blocks(tmp_path: Path) -> None:
     assert follower.poll()
     (batch,) = raw_batches(Random(7), 1, 1, ids=400)
     assert served(kjt(batch[0])).isfinite().all()
+
+
+def publish_a_few_rows(folder: Path, weights: str) -> list[tuple[int, Held]]:
+    """Each version changes a few rows; after some a shard is written whole, and in the end there is a new base."""
+    model, _ = trainer("plain", "column_wise", "sgd")
+    publisher = Publisher(model, folder, weights, keep_bases=9)
+    versions = []
+    for number in range(9):
+        for values in weights_of(model):
+            values[number % len(values)] += 0.5 + number
+        publisher.publish(full=number == 7).wait()
+        versions.append((publisher.version, held(quantize(model, weights))))
+    return versions
+
+
+@pytest.mark.parametrize("weights", ["int8", "int4"])
+def test_rows_that_have_not_changed_keep_their_scale(tmp_path: Path, weights: str) -> None:
+    """A row of a table that is cut by columns is quantized as a whole, also where a delta or a base has all rows."""
+    folder, shown = tmp_path / "published", tmp_path / "shown"
+    of_ranks = ranks(2, publish_a_few_rows, folder, weights)
+    served, follower = follower_of("plain", weights, shown, "column_wise", 2)
+    for number, (version, _) in enumerate(of_ranks[0]):
+        reveal(folder, version, shown)
+        assert follower.poll(), follower.fault
+        assert_same(served, [versions[number][1] for versions in of_ranks])

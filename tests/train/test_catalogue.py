@@ -118,14 +118,15 @@ def test_any_cut_ranks_as_the_score_matrix(world_size: int) -> None:
     ranks(world_size, against_score_matrix, world_size)
 
 
-def test_an_unknown_item_is_ranked_by_row_0_and_above_no_other() -> None:
+def test_an_unknown_item_comes_after_all_items() -> None:
     items_ND = torch.arange(ITEMS, 0, -1).float().view(-1, 1).expand(-1, DIM)  # row 0 has the highest score
     model = Products(torch.ones(USERS, DIM), items_ND)
     ranking = CatalogueRanking(model, SPEC, torch.device("cpu"), k=1)
     unknown, first = (ranking([batch_of(torch.tensor([3]), torch.tensor([item]), torch.ones(1))]) for item in (0, 1))
     assert unknown.ranking is not None
     assert first.ranking is not None
-    assert (unknown.ranking.hit_rate, first.ranking.hit_rate) == (1.0, 1.0)
+    assert (unknown.ranking.hit_rate, first.ranking.hit_rate) == (0.0, 1.0)
+    assert (unknown.auc, first.auc) == (0.0, 1.0)
     assert first.click_rate == 1 / (ITEMS - 1)
 
 

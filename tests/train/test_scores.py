@@ -16,7 +16,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from shardrec.data import click_metrics
-from shardrec.data.tables import rows_between
+from shardrec.data.tables import check_file, counted, rows_between
 from shardrec.data.urls import OutputFolder, files_of, open_input
 from shardrec.errors import ConfigError, DataError, ShardrecError
 from shardrec.train import RunFolder, TrainConfig, predict
@@ -105,7 +105,7 @@ def test_scores_are_evals(run: Path, expected: pa.Table) -> None:
     model, spec = RunFolder(run / "out").model(), RunFolder(run / "out").spec
     from shardrec.data import FileClickData
 
-    batches = list(FileClickData(files_of(str(run / "rows")), spec, holdout=0).train_batches(0, 1, 1000))
+    batches = list(FileClickData(files_of(str(run / "rows")), spec, holdout=0, streams=1).train_batches(0, 1, 1000))
     logits = np.concatenate([model(batch.dense, batch.sparse).detach().numpy() for batch in batches])
     np.testing.assert_allclose(expected["score"].to_numpy(), 1 / (1 + np.exp(-logits)), atol=1e-6)
 
@@ -181,13 +181,16 @@ def test_what_is_refused(run: Path, tmp_path: Path) -> None:
         scored(run, str(tmp_path / "file" / "scores"))
 
 
-def test_a_file_that_has_shrunk(run: Path) -> None:
+def test_a_file_that_has_shrunk(run: Path, tmp_path: Path) -> None:
     from shardrec.train.scores import _Keyed
 
     spec = _Keyed(keys=("number",), features=RunFolder(run / "out").spec.features)
-    path = str(run / "rows" / "a.parquet")
-    blocks = list(rows_between(path, spec, [(3, 3), (5, 300), (300, 700)]))
+    table, path = pq.read_table(run / "rows" / "a.parquet"), str(tmp_path / "a.parquet")
+    pq.write_table(table, path, row_group_size=90)
+    info = counted(check_file(path, spec), spec)
+    blocks = list(rows_between(info, spec, [(3, 3), (5, 300), (300, 700)]))
     assert [len(block.numbers) for block in blocks] == [0, 295, 400]
     assert blocks[1].table["number"].to_pylist() == list(range(5, 300))
-    with pytest.raises(DataError, match="has fewer than 701 rows"):
-        list(rows_between(path, spec, [(690, 701)]))
+    pq.write_table(table.slice(0, 500), path, row_group_size=90)
+    with pytest.raises(DataError, match="has changed since it was opened"):
+        list(rows_between(info, spec, [(300, 700)]))

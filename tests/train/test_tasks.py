@@ -21,7 +21,7 @@ from werkzeug.test import Client
 from shardrec.data import ClickSchema, SyntheticConfig, Task, area_under_roc, write_parquet
 from shardrec.data.planted import PlantedModel, RandomStream
 from shardrec.data.split import held_out
-from shardrec.errors import ConfigError, DataError
+from shardrec.errors import ConfigError, ShardrecError
 from shardrec.train import RunFolder, TrainConfig
 from shardrec.train.losses import click_loss
 from shardrec.train.tasks import label_weights, outputs_of, predictions, task_loss, task_metrics
@@ -247,7 +247,7 @@ def test_a_label_outside_its_task_ends_all_ranks(planted: Path, tmp_path: Path) 
     table = table.set_column(table.column_names.index("shelf"), "shelf", pa.array(shelf))
     pq.write_table(table, tmp_path / "rows.parquet")
     config = config_of(tmp_path, tmp_path / "run", features=str(planted / "four.yaml"))
-    raises_on_all(2, DataError, "rows.parquet:4322: field .shelf.: value 3 is no class", trained, config)
+    raises_on_all(2, ShardrecError, "rows.parquet:4322: field .shelf.: value 3 is no class", trained, config)
 
 
 @pytest.mark.parametrize(

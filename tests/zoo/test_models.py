@@ -214,7 +214,7 @@ def test_defaults_are_those_of_older_runs(name: str, size: int) -> None:
 @pytest.mark.parametrize("case", CASES)
 def test_tables_of_own_widths_and_shared_tables(case: str) -> None:
     """The tables are those of the schema; sharded and scripted, the model is what it is unsharded."""
-    schema = replace(SCHEMA, dims=(12, 24, 4, 24), tables=("t_user", "t_film", "t_tags", "t_film"))
+    schema = replace(SCHEMA, dims=(8, 24, 4, 24), tables=("t_user", "t_film", "t_tags", "t_film"))
     torch.manual_seed(0)
     model = made(case, schema)
     reference = copy.deepcopy(model)
@@ -224,7 +224,7 @@ def test_tables_of_own_widths_and_shared_tables(case: str) -> None:
     off_meta(reference).eval()
     looked_up = {"t_film": (ITEMS, 24)}
     if case not in ("sasrec", "hstu"):
-        looked_up |= {"t_user": (USERS, 12), "t_tags": (9, 4)}
+        looked_up |= {"t_user": (USERS, 8), "t_tags": (9, 4)}
     tables = {
         table.name.rpartition(".")[2]: (table.num_embeddings, table.embedding_dim) for table in sharded.plan.tables
     }
