@@ -250,27 +250,3 @@ def test_a_column_that_changes_its_type_between_files(tmp_path: Path) -> None:
         DataError, match=r"column 'number' has numbers in .*b\.parquet and texts in .*c\.parquet: write"
     ):
         FileClickData(paths, SPEC)
-
-
-@given(files=files_of, world_size=st.integers(1, 5))
-@settings(max_examples=20, deadline=None)
-def test_rows_in_the_order_of_the_files(
-    tmp_path_factory: pytest.TempPathFactory, files: list[tuple[str, list[int]]], world_size: int
-) -> None:
-    folder, first, paths = tmp_path_factory.mktemp("in_order"), 0, []
-    for number, (suffix, groups) in enumerate(files):
-        paths.append(write(folder / f"{number}{suffix}", groups, first))
-        first += sum(groups)
-    data = FileClickData(paths, SPEC)
-    ranks = [
-        [
-            int(one)
-            for _, block in data.in_order(rank, world_size, ["session"])
-            for one in block.table["number"].to_pylist()
-        ]
-        for rank in range(world_size)
-    ]
-    assert [number for rank in ranks for number in rank] == list(range(first))
-    assert [len(rank) for rank in ranks] == [
-        first * (r + 1) // world_size - first * r // world_size for r in range(world_size)
-    ]

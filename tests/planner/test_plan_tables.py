@@ -20,7 +20,7 @@ from shardrec.planner.constraint import CUTS
 from shardrec.planner.cost import CostModel, Histogram, Profile
 from shardrec.planner.make import best_plan
 from shardrec.planner.planner import Planner
-from shardrec.planner.price import priced_plan
+from shardrec.planner.price import priced_layout, priced_plan
 from tests.plans import random_plan, random_topology, randoms
 
 QUICK = SolveLimits(gap=0.05, effort=3)
@@ -107,7 +107,11 @@ def test_what_a_constraint_leaves_on_one_rank_is_taken() -> None:
 @settings(max_examples=6, deadline=None)
 @given(rng=randoms())
 def test_no_plan_by_hand_beats_the_bound(rng: Random) -> None:
-    """Any random plan whose cuts the planner knows costs at least the bound."""
+    """Any random plan whose cuts the planner knows costs at least the bound.
+
+    For the bound, row blocks on all ranks cost as much on each as the largest of them (docs/planner.md), so that a plan
+    may cost less by what its smallest blocks are below their largest.
+    """
     loads, topology = random_loads(rng), random_topology(rng, most_ranks=4)
     plan = plan_tables(loads, topology, batch_size=256, limits=QUICK)
     assert plan.report is not None
@@ -123,7 +127,14 @@ def test_no_plan_by_hand_beats_the_bound(rng: Random) -> None:
             others = [table if table.name != name else layout for table in plan.tables]
             changed = type(plan)(topology=topology, tables=tuple(others))
             ranks, _ = priced_plan(model, loads, changed)
-            assert max(rank.ms for rank in ranks) >= plan.report.bound_ms * (1 - 1e-9)
+            uneven = 0.0
+            for table in changed.tables:
+                on_ranks = [0.0] * topology.world_size
+                for rank, cost in priced_layout(model, loads[table.name], table)[1]:
+                    on_ranks[rank] += cost.ms
+                if len(table.stripes()) == 1 and len(table.shards) == topology.world_size > 1:
+                    uneven += max(on_ranks) - min(on_ranks)
+            assert max(rank.ms for rank in ranks) + uneven >= plan.report.bound_ms * (1 - 1e-9)
 
 
 @settings(max_examples=6, deadline=None)
