@@ -116,7 +116,7 @@ def _head(path: str, label: str | None) -> tuple[Any, dict[str, Any]]:
         headless = label not in names and any(map(_NUMBER.fullmatch, names))
         if headless:
             names = settings["columns"] = [f"column_{number}" for number in range(1, len(names) + 1)]
-        if len(names) < 2 or len({*names}) < len(names) or "::" in line:
+        if len(names) < 2 or len({*names}) < len(names) or (delimiter != usual and "::" in line):
             raise DataError(
                 f"data file {path} begins with the line {line[:60]!r}: give it different names of columns, or none, "
                 "and one character between them"
