@@ -70,7 +70,7 @@ def compare(seed: int, *, extra: bool = False) -> None:
     assert torch.equal(program(*plain(features)), served(features)), f"after a fault, {where}"
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("world_size", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_a_program_is_the_model_exactly(world_size: int) -> None:
     def rank_main() -> None:
         for seed in range(world_size - 1, 2):
@@ -122,7 +122,7 @@ def compare_sequences(seed: int, *, dedup: bool) -> None:
     [
         pytest.param(1, True, marks=pytest.mark.slow),
         (1, False),
-        (2, True),
+        pytest.param(2, True, marks=pytest.mark.slow),
         pytest.param(2, False, marks=pytest.mark.slow),
     ],
 )

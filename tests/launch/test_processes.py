@@ -266,7 +266,7 @@ def test_a_program_that_ranks_cannot_import(kind: str, tmp_path: Path) -> None:
         assert "Ranks cannot import a program that is typed, piped or a notebook" in ended.stderr
 
 
-@pytest.mark.parametrize("kind", ["file", "piped"])
+@pytest.mark.parametrize("kind", [pytest.param("file", marks=pytest.mark.slow), "piped"])
 def test_a_program_that_ranks_need_not_import(kind: str, tmp_path: Path) -> None:
     """As that of train() with options alone: no guard, and no file either."""
     program = (

@@ -8,7 +8,7 @@ from random import Random
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -81,6 +81,7 @@ def expected_of(bank: TableBank, lookups: list[LookupGradient]) -> list[Tensor]:
 
 
 @pytest.mark.parametrize("with_native", [True, False])
+@settings(max_examples=8)
 @given(rng=randoms(), look_after=st.integers(0, 12), scale=st.sampled_from([1.0, 0.5]))
 def test_each_row_has_the_sum_of_its_gradients(with_native: bool, rng: Random, look_after: int, scale: float) -> None:
     bank, lookups = a_bank(), some_lookups(rng)
@@ -106,6 +107,7 @@ def test_each_row_has_the_sum_of_its_gradients(with_native: bool, rng: Random, l
 
 @pytest.mark.skipif(not native.is_loaded(), reason="the C++ operators were not compiled")
 @pytest.mark.parametrize("kind", [OptimizerKind.SGD, OptimizerKind.ADAGRAD, OptimizerKind.ROWWISE_ADAGRAD])
+@settings(max_examples=8)
 @given(rng=randoms())
 def test_a_step_that_reads_lookups_is_one_of_their_sums(kind: OptimizerKind, rng: Random) -> None:
     lookups = some_lookups(rng)
@@ -123,6 +125,7 @@ def test_a_step_that_reads_lookups_is_one_of_their_sums(kind: OptimizerKind, rng
         torch.testing.assert_close(one, other, rtol=1e-6, atol=1e-6)
 
 
+@settings(max_examples=8)
 @given(rng=randoms())
 def test_what_waits_is_bounded(rng: Random) -> None:
     bank, deferred = a_bank(), DeferredGradients(a_bank())
@@ -137,6 +140,7 @@ def test_what_waits_is_bounded(rng: Random) -> None:
     assert sum(part.rows.numel() for part in found) <= len({(n, i) for n in range(len(SLOTS)) for i in range(9)})
 
 
+@settings(max_examples=8)
 @given(rng=randoms(), gone=st.sets(st.integers(0, 4)), table=st.integers(0, 2), scaled=st.booleans())
 def test_rows_of_a_table_are_dropped(rng: Random, gone: set[int], table: int, scaled: bool) -> None:
     bank, lookups = a_bank(), some_lookups(rng)

@@ -491,7 +491,7 @@ def other_executors(executor: str) -> None:
             torch.testing.assert_close(one, other, msg=f"step {step}: {name}")
 
 
-@pytest.mark.parametrize("executor", ["eager", "live", "boundary", "traced"])
+@pytest.mark.parametrize("executor", ["eager", "live", pytest.param("boundary", marks=pytest.mark.slow), "traced"])
 def test_no_executor_needs_a_wrapper(executor: str) -> None:
     ranks(2, other_executors, executor, timeout=120)
 

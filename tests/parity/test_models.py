@@ -123,7 +123,6 @@ def train(name: str, executor: str) -> None:
             ("three collections", "live script", 2),
             ("three collections", "eager", 4),
             ("three collections", "traced", 2),
-            ("towers", "traced", 2),
             ("towers", "portable", 2),
         },
     ),

@@ -36,7 +36,6 @@ def exact(cases: Iterable[Case]) -> Iterator[Case]:
         {
             ("eager", 1, Kind(weights="learned"), 4),
             ("eager", 2, Kind(weights="none"), 2),
-            ("eager", 2, Kind(weights="given"), 1),
             ("live script", 2, Kind(weights="none"), 2),
             ("eager", 4, Kind(weights="none"), 4),
             ("eager", 2, Kind(pooled=False, dedup=True), 2),

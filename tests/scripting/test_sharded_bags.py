@@ -128,6 +128,7 @@ torch.save(output, f"{folder}/output{rank}.pt")
 @pytest.mark.parametrize(
     "optimizer", ["adam", *(pytest.param(one, marks=pytest.mark.slow) for one in ("rowwise_adagrad", "none"))]
 )
+@pytest.mark.slow
 def test_saved_and_loaded_by_processes_that_know_torch_and_fbgemm_only(tmp_path: Path, optimizer: str) -> None:
     def rank_main() -> None:
         rank = dist.get_rank()

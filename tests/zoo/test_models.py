@@ -34,6 +34,8 @@ SCHEMA = ClickSchema(
     sparse_names=("user", "history", "tags", "item"),
     num_embeddings=(USERS, ITEMS, 9, ITEMS),
 )
+WIDTHS = replace(SCHEMA, dims=(8, 24, 4, 24), tables=("t_user", "t_film", "t_tags", "t_film"))
+"""With a width for each table, and a table that two features share."""
 LONGEST = 7
 LR = 0.1
 
@@ -102,14 +104,21 @@ def loss_of(model: nn.Module, batch: tuple[Tensor, KeyedJaggedTensor, Tensor], s
 
 
 def against_unsharded(case: str) -> None:
-    """On a rank: outputs, scripted outputs, and outputs after two steps are the unsharded model's."""
+    """On a rank: tables are the schema's; outputs, scripted outputs, and outputs after two steps are the unsharded model's."""
     rank = torch.distributed.get_rank()
     torch.manual_seed(0)
-    model = made(case)
+    model = made(case, WIDTHS)
     reference = copy.deepcopy(model)
     fuse_optimizer(model, TrainConfig(embedding_optimizer="sgd", embedding_lr=LR))
     torch.manual_seed(1)
     sharded = shardrec.shard(model)
+    looked_up = {"t_film": (ITEMS, 24)}
+    if case not in ("sasrec", "hstu"):
+        looked_up |= {"t_user": (USERS, 8), "t_tags": (9, 4)}
+    tables = {
+        table.name.rpartition(".")[2]: (table.num_embeddings, table.embedding_dim) for table in sharded.plan.tables
+    }
+    assert tables == looked_up
     torch.manual_seed(1)
     reference = off_meta(reference)
     for name, buffer in reference.named_buffers():
@@ -161,7 +170,9 @@ def auc(scores: Tensor, labels: Tensor) -> float:
     return float(above.float().mean())
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(
+    "case", [case if case in ("dlrm", "din", "hstu") else pytest.param(case, marks=pytest.mark.slow) for case in CASES]
+)
 def test_learns(case: str) -> None:
     torch.manual_seed(0)
     model = shardrec.shard(made(case))
@@ -209,32 +220,6 @@ def test_defaults_are_those_of_older_runs(name: str, size: int) -> None:
     for (key, parameter), other in zip(models[0].named_parameters(), models[1].parameters(), strict=True):
         assert torch.equal(parameter, other), key
     assert torch.equal(*(model(torch.ones(size, 13), sparse) for model in models))
-
-
-@pytest.mark.parametrize("case", CASES)
-def test_tables_of_own_widths_and_shared_tables(case: str) -> None:
-    """The tables are those of the schema; sharded and scripted, the model is what it is unsharded."""
-    schema = replace(SCHEMA, dims=(8, 24, 4, 24), tables=("t_user", "t_film", "t_tags", "t_film"))
-    torch.manual_seed(0)
-    model = made(case, schema)
-    reference = copy.deepcopy(model)
-    torch.manual_seed(1)
-    sharded = shardrec.shard(model).eval()
-    torch.manual_seed(1)
-    off_meta(reference).eval()
-    looked_up = {"t_film": (ITEMS, 24)}
-    if case not in ("sasrec", "hstu"):
-        looked_up |= {"t_user": (USERS, 8), "t_tags": (9, 4)}
-    tables = {
-        table.name.rpartition(".")[2]: (table.num_embeddings, table.embedding_dim) for table in sharded.plan.tables
-    }
-    assert tables == looked_up
-    dense, sparse, _ = batch_of(17, 0)
-    expected = reference(dense, sparse)
-    torch.testing.assert_close(sharded(dense, sparse), expected, rtol=1e-4, atol=1e-5)
-    with quiet():
-        scripted = torch.jit.script(sharded)
-    torch.testing.assert_close(scripted(dense, sparse), expected, rtol=1e-4, atol=1e-5)
 
 
 def test_tables_that_a_sequence_model_cannot_share() -> None:
@@ -310,7 +295,17 @@ SKEWED: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize(("case", "corrected"), [*((case, True) for case in SKEWED), ("sasrec, popularity", False)])
+@pytest.mark.parametrize(
+    ("case", "corrected"),
+    [
+        ("two_tower, log_q", True),
+        *(
+            pytest.param(case, True, marks=pytest.mark.slow)
+            for case in ("sasrec, uniform", "sasrec, popularity", "hstu, batch")
+        ),
+        pytest.param("sasrec, popularity", False, marks=pytest.mark.slow),
+    ],
+)
 def test_negatives_that_are_popular_are_corrected_for(
     case: str, corrected: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:

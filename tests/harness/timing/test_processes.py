@@ -51,6 +51,7 @@ def die(options: Mapping[str, Any], rank_info: RankInfo) -> None:
 
 
 class TestFreshProcesses:
+    @pytest.mark.slow
     def test_new_ranks_for_each_task(self, processes: FreshProcesses, monkeypatch: pytest.MonkeyPatch) -> None:
         first, second = (
             processes.run(task("look_around"), {"number": number}, ranks=2, malloc="default") for number in (1, 2)

@@ -136,6 +136,7 @@ class TestGoingOn:
         assert report.to_json()["cases"][1]["step_ms"] == {}
 
 
+@pytest.mark.slow
 def test_on_a_launchers_ranks(tmp_path: Path) -> None:
     """In the processes that are there: what CUDA takes, and torchrun."""
 
