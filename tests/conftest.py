@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import collections
 import gc
 import multiprocessing.util
 import os
 import random
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -64,6 +66,21 @@ def pytest_configure(config: pytest.Config) -> None:
     scratch = tempfile.TemporaryDirectory(prefix=prefix, ignore_cleanup_errors=True)
     config.add_cleanup(scratch.cleanup)
     os.environ["TMPDIR"] = tempfile.tempdir = scratch.name
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Of the parameters of a test marked ``some(n)``, n are drawn; the others are slow."""
+    drawn = collections.defaultdict(list)
+    for item in items:
+        mark = item.get_closest_marker("some")
+        if mark is not None and item.get_closest_marker("slow") is None:
+            drawn[item.nodeid.partition("[")[0], mark.args[0]].append(item)
+    # The same in all processes of a run; another in the next, as of examples.
+    run = "" if os.environ.get("CI") else os.environ.get("PYTEST_XDIST_TESTRUNUID", str(time.time()))
+    for (test, count), variants in drawn.items():
+        for item in random.Random(f"{run} {test}").sample(variants, max(0, len(variants) - count)):
+            item.add_marker(pytest.mark.slow)
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:

@@ -125,6 +125,7 @@ def same(one: Path, other: Path) -> bool:
 CASES = [("plain", 0, 1, 2), ("plain", 1, 2, 1), ("dynamic", 2, 1, 2), ("dynamic", 3, 2, 1)]
 
 
+@pytest.mark.some(2)
 @pytest.mark.parametrize(
     ("kind", "seed", "saved", "loaded"),
     [

@@ -29,6 +29,7 @@ def load_run(path: Path, kind: str, name: str) -> list[float]:
     return train_alike(model, optimizer, range(2, 5))
 
 
+@pytest.mark.some(3)
 @pytest.mark.parametrize("name", ["adagrad", "rowwise_adagrad", "adam", "none"])
 @pytest.mark.parametrize(
     ("saved", "loaded"), [((2, "row_wise"), (4, "column_wise")), ((2, "column_wise"), (1, "row_wise"))]

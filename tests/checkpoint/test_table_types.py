@@ -114,6 +114,7 @@ def whole(results: list[Parts]) -> dict[str, Tensor]:
     return found
 
 
+@pytest.mark.some(4)
 @pytest.mark.parametrize("name", ["rowwise_adagrad", "adam", "none"])
 @pytest.mark.parametrize(
     ("saved", "loaded"),

@@ -102,6 +102,7 @@ def test_the_report_says_why_a_search_ended_before_its_gap(tmp_path: Path, optio
     assert ("may find a better plan" in shown.output) == (reason != "")
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize("width", [60, 80, 140])
 def test_what_is_shown_fits_the_terminal(tmp_path: Path, width: int) -> None:
     name = "user.embeddings.history_of_everything_that_was_ever_bought"

@@ -99,6 +99,7 @@ def explained(name: str, mode: str, marked: bool | None = None) -> Any:
         return torch._dynamo.explain(model)(*batch(Random(0), 4))
 
 
+@pytest.mark.some(2)
 @pytest.mark.parametrize(("name", "calls"), [("dlrm", 1), ("dcn", 1), ("sequences", 1), ("towers", 2)])
 def test_boundary_mode_breaks_once_per_call(name: str, calls: int) -> None:
     found = explained(name, "boundary")

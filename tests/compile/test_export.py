@@ -313,6 +313,7 @@ def test_what_cannot_be_exported_is_named() -> None:
         shardrec.export(branching, (features,))
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize(
     ("asks", "words"),
     [

@@ -44,6 +44,7 @@ def many_sizes(name: str, mode: str, regions: int, *, small: bool = True, dynami
         assert_models_equal(model, reference)
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize(
     ("mode", "regions", "small"),
     # Each size that torch takes for special is traced anew.

@@ -44,6 +44,7 @@ def batch(seed: int) -> Any:
     return kjt(of_step[0])
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize("pooled", [True, False])
 @pytest.mark.parametrize(
     ("cut", "world_size"),

@@ -99,6 +99,7 @@ def sizes_of(oracle: Oracle) -> dict[str, tuple[int, int]]:
     return {f"sparse.{name}": (rows, DIM) for name, rows in oracle.perfect.items()}
 
 
+@pytest.mark.some(8)
 @pytest.mark.parametrize("cut", CUTS)
 @pytest.mark.parametrize(("world_size", "seed"), [(1, 0), (2, 1), pytest.param(4, 2, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("pooled", [True, False])

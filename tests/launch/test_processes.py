@@ -143,6 +143,7 @@ def test_a_template_that_cannot_import_says_so(tmp_path: Path, monkeypatch: pyte
         start(describe, start=threaded.start)
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_launcher_that_is_told_to_end_lets_its_ranks_save(number: signal.Signals) -> None:
     handled = signal.getsignal(number)
@@ -299,6 +300,7 @@ def dies_until(options: dict[str, Any]) -> None:
         raise PeerError("trainer0 did not come")
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize(("restarts", "fails", "lives"), [(1, False, 2), (5, False, 3), (5, True, 3)])
 def test_a_supervised_process_is_started_again_when_it_was_killed(
     restarts: int, fails: bool, lives: int, tmp_path: Path

@@ -80,6 +80,7 @@ def expected_of(bank: TableBank, lookups: list[LookupGradient]) -> list[Tensor]:
     return total
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize("with_native", [True, False])
 @settings(max_examples=8)
 @given(rng=randoms(), look_after=st.integers(0, 12), scale=st.sampled_from([1.0, 0.5]))
@@ -105,6 +106,7 @@ def test_each_row_has_the_sum_of_its_gradients(with_native: bool, rng: Random, l
     assert deferred.backwards == 0
 
 
+@pytest.mark.some(1)
 @pytest.mark.skipif(not native.is_loaded(), reason="the C++ operators were not compiled")
 @pytest.mark.parametrize("kind", [OptimizerKind.SGD, OptimizerKind.ADAGRAD, OptimizerKind.ROWWISE_ADAGRAD])
 @settings(max_examples=8)

@@ -69,6 +69,7 @@ def one_class(weight: Tensor, rows_of_tables: list[int]) -> WidthClass:
     )
 
 
+@pytest.mark.some(5)
 @pytest.mark.parametrize("spec", OPTIMIZERS, ids=lambda spec: f"{spec.kind.value}-{spec.lr}")
 @settings(max_examples=15)
 @given(rng=randoms())
@@ -91,6 +92,7 @@ def test_steps_as_torch_does(spec: FusedOptimizer, rng: Random) -> None:
     assert fused.step_count == 4
 
 
+@pytest.mark.some(4)
 @pytest.mark.parametrize("kind", ON_ROWS, ids=lambda kind: kind.value)
 @pytest.mark.parametrize("weight_decay", [0.0, 0.5])
 @settings(max_examples=15)

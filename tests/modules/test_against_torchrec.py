@@ -315,11 +315,13 @@ def assert_same(settings: Sequence[Setting]) -> None:
         assert max(found) <= 0, f"{setting}: {found}"
 
 
+@pytest.mark.some(3)
 @pytest.mark.parametrize("cut", sorted(CUTS))
 def test_outputs_and_steps_are_torchrecs(cut: str) -> None:
     ranks(2, assert_same, same(cut), timeout=TIMEOUT)
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize("cut", ["table_row_wise", "grid"])
 def test_outputs_and_steps_are_torchrecs_between_hosts(cut: str) -> None:
     ranks(4, assert_same, same(cut, hosts=2), hosts=2, timeout=TIMEOUT)

@@ -149,6 +149,7 @@ def test_evaluation_with_and_without_gradients() -> None:
     ranks(2, rank_main)
 
 
+@pytest.mark.some(2)
 @pytest.mark.parametrize("optimizer", sorted(OPTIMIZERS))
 def test_outputs_of_earlier_steps_keep_their_values(optimizer: str) -> None:
     def rank_main(world_size: int) -> None:

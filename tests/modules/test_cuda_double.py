@@ -117,6 +117,7 @@ def bags_of(rng: Random, configs: list[EmbeddingBagConfig], weighted: bool = Fal
     return [one.kjt() for one in found]
 
 
+@pytest.mark.some(4)
 @pytest.mark.parametrize("optimizer", ["sgd", "adagrad", "rowwise_adagrad"])
 @pytest.mark.parametrize("cut", ["mixed", "row_wise", "table_wise", "data_parallel"])
 def test_pooled(cut: str, optimizer: str) -> None:
@@ -139,6 +140,7 @@ def test_pooled(cut: str, optimizer: str) -> None:
         )
 
 
+@pytest.mark.some(3)
 @pytest.mark.parametrize("dedup", [True, False])
 @pytest.mark.parametrize("cut", ["mixed", "row_wise", "column_wise", "data_parallel"])
 def test_sequences(cut: str, dedup: bool) -> None:
@@ -516,6 +518,7 @@ def test_portable_sequences(size: int, monkeypatch: pytest.MonkeyPatch) -> None:
         assert torch.equal(value_of(twin(moved).wait()).cpu(), value_of(expected))
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize("depth", [0, 1, 2])
 def test_a_pipeline_waits_between_its_streams(depth: int) -> None:
     """The next batch is copied, and its ids are exchanged, on streams of their own."""

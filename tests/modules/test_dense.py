@@ -169,6 +169,7 @@ def differing(transport: str, dense: Any, fused: bool) -> list[dict[str, int]]:
     return counts
 
 
+@pytest.mark.some(2)
 @pytest.mark.parametrize("transport", ["auto", "group"])
 @pytest.mark.parametrize("fused", [False, True])
 @pytest.mark.parametrize("world_size", [2, pytest.param(3, marks=pytest.mark.slow)])
@@ -318,6 +319,7 @@ def disagree(how: str, fresh: bool, cls: type[Parts]) -> None:
         model(features_of(1, rank), EVERYTHING)
 
 
+@pytest.mark.some(4)
 @pytest.mark.parametrize("fresh", [True, False])
 @pytest.mark.parametrize("cls", [Parts, Normed])
 @pytest.mark.parametrize(
@@ -491,6 +493,7 @@ def other_executors(executor: str) -> None:
             torch.testing.assert_close(one, other, msg=f"step {step}: {name}")
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize("executor", ["eager", "live", pytest.param("boundary", marks=pytest.mark.slow), "traced"])
 def test_no_executor_needs_a_wrapper(executor: str) -> None:
     ranks(2, other_executors, executor, timeout=120)

@@ -161,6 +161,7 @@ def test_a_table_with_dynamic_ids_is_drawn_some_rows_at_a_time() -> None:
 # -------------------------------------------------------------------------------------------------------- collections
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize("pooled", [True, False], ids=["bags", "sequences"])
 def test_ranks_and_plans_give_a_collection_the_same_values(pooled: bool) -> None:
     def rank_main() -> None:

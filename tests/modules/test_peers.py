@@ -201,6 +201,7 @@ WAITED = {
 }
 
 
+@pytest.mark.some(6)
 @pytest.mark.parametrize(
     ("world_size", "how"),
     [
@@ -218,6 +219,7 @@ def test_a_lost_rank_is_named(world_size: int, where: str, how: str, transport: 
     assert all(isinstance(one, str) and re.fullmatch(WAITED[where], one) for one in told), told
 
 
+@pytest.mark.some(1)
 @TRANSPORTS
 def test_a_rank_that_does_not_come_in_time(transport: str) -> None:
     def rank_main() -> str:

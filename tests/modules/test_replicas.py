@@ -132,6 +132,7 @@ def state_of(parameter: nn.Parameter) -> dict[str, Tensor]:
     return {key: value for key, value in state.items() if isinstance(value, Tensor) and value.dim() > 0}
 
 
+@pytest.mark.some(2)
 @pytest.mark.parametrize(
     ("optimizer", "sync_optimizer"),
     [("sgd", False), ("adagrad", True), ("adagrad", False), ("rowwise_adagrad", True), ("adam", True)],

@@ -149,6 +149,7 @@ def train_clipped(optimizer: str, norm_type: float) -> list[float]:
     return differences
 
 
+@pytest.mark.some(6)
 @pytest.mark.parametrize("norm_type", [2.0, 1.0, torch.inf])
 @pytest.mark.parametrize("optimizer", [*OPTIMIZERS, "none"])
 def test_clipped_steps_are_the_unsharded_model_s(optimizer: str, norm_type: float) -> None:
@@ -232,6 +233,7 @@ def scale_with_planted_infinities(optimizer: str, culprit: int) -> tuple[list[fl
     return scales, furthest(model, reference)
 
 
+@pytest.mark.some(2)
 @pytest.mark.parametrize("culprit", [0, 1])
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_a_grad_scaler_skips_the_unsharded_model_s_steps_on_every_rank(optimizer: str, culprit: int) -> None:
@@ -514,6 +516,7 @@ def train_by(executor: str, update: str, replicates: bool) -> float:
     return furthest(model, reference)
 
 
+@pytest.mark.some(6)
 @pytest.mark.parametrize("update", ["backward", "step"])
 @pytest.mark.parametrize("replicates", [True, False])
 @pytest.mark.parametrize("executor", TRAINING)

@@ -42,6 +42,7 @@ def test_the_product_is_whole() -> None:
         assert len(set(names)) == len(names) == len(all_cells(pooled=kind.pooled)) == CELLS[kind.pooled]
 
 
+@pytest.mark.some(5)
 @pytest.mark.parametrize(
     ("executor", "world_size", "kind", "sizes"),
     some_of(
@@ -57,6 +58,7 @@ def test_the_product_is_whole() -> None:
             ("live script", 2, Kind(weights="learned"), "each"),
             ("live script", 2, Kind(pooled=False, dedup=True), "one"),
             ("traced", 2, Kind(weights="learned"), "each"),
+            ("portable", 2, Kind(), "one"),
             ("portable", 2, Kind(pooled=False, dedup=True), "one"),
         },
     ),
@@ -69,6 +71,7 @@ def test_every_cell(executor: str, world_size: int, kind: Kind, sizes: str) -> N
     assert checked == [CELLS[kind.pooled]] * world_size
 
 
+@pytest.mark.some(3)
 @pytest.mark.parametrize(
     ("executor", "pooled", "world_size", "comms"),
     some_of(

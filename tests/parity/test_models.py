@@ -112,6 +112,7 @@ def train(name: str, executor: str) -> None:
         compare(model, reference, where)
 
 
+@pytest.mark.some(3)
 @pytest.mark.parametrize(
     ("name", "executor", "world_size"),
     some_of(
@@ -123,6 +124,7 @@ def train(name: str, executor: str) -> None:
             ("three collections", "live script", 2),
             ("three collections", "eager", 4),
             ("three collections", "traced", 2),
+            ("towers", "traced", 2),
             ("towers", "portable", 2),
         },
     ),

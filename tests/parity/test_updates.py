@@ -29,6 +29,7 @@ def exact(cases: Iterable[Case]) -> Iterator[Case]:
             yield replace(case, cells=kept)
 
 
+@pytest.mark.some(2)
 @pytest.mark.parametrize(
     ("executor", "world_size", "kind", "micro_batches"),
     some_of(
@@ -36,6 +37,7 @@ def exact(cases: Iterable[Case]) -> Iterator[Case]:
         {
             ("eager", 1, Kind(weights="learned"), 4),
             ("eager", 2, Kind(weights="none"), 2),
+            ("eager", 2, Kind(weights="given"), 1),
             ("live script", 2, Kind(weights="none"), 2),
             ("eager", 4, Kind(weights="none"), 4),
             ("eager", 2, Kind(pooled=False, dedup=True), 2),

@@ -30,6 +30,7 @@ from tests.serve.published import (
 CASES = [("plain", 0, 1), ("plain", 1, 2), ("plain", 2, 4), ("dynamic", 3, 2), ("dynamic", 4, 1)]
 
 
+@pytest.mark.some(2)
 @pytest.mark.parametrize(
     ("kind", "seed", "size"),
     [

@@ -67,6 +67,7 @@ def click_model(*, weighted: bool = False) -> tuple[ShardedModel, dict[str, int]
     return shard(ClickModel(bags, pooled=pooled_columns(configs)), plan).eval(), feature_rows(configs)
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize("weights", ["", "int4"])
 def test_a_file_answers_what_the_model_does(tmp_path: Path, weights: str) -> None:
     model, rows = click_model()

@@ -118,6 +118,7 @@ def furthest_average(optimizer: str, decay: float) -> float:
     return most
 
 
+@pytest.mark.some(3)
 @pytest.mark.parametrize("decay", [0.5, 0.99])
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_averages_are_those_of_the_weights_after_each_step(optimizer: str, decay: float) -> None:

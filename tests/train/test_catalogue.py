@@ -113,6 +113,7 @@ def against_score_matrix(world_size: int) -> None:
         assert metrics.rows == int(data[4].sum())
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize("world_size", [1, 2, pytest.param(4, marks=pytest.mark.slow)])
 def test_any_cut_ranks_as_the_score_matrix(world_size: int) -> None:
     ranks(world_size, against_score_matrix, world_size)

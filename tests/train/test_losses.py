@@ -106,6 +106,7 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize("loss", ["softmax", "pairwise"])
 def test_a_run_learns_the_order(files: Path, tmp_path: Path, loss: str, monkeypatch: pytest.MonkeyPatch) -> None:
     from shardrec.train.runs import RunFolder
@@ -271,6 +272,7 @@ def test_a_run_with_an_own_loss_is_evaluated_by_its_logits(
     assert run.export("script", tmp_path / "own.pt").stat().st_size > 0
 
 
+@pytest.mark.some(2)
 @pytest.mark.parametrize(
     ("model", "message"),
     [

@@ -45,6 +45,7 @@ def assert_close(mine: dict[str, Tensor], theirs: dict[str, Tensor], atol: float
 # ---------------------------------------------------------------------------------------------------------- accumulate
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize("size", [1, 2])
 def test_the_batches_of_a_step_are_one_batch(size: int, tmp_path: Path) -> None:
     """Also the last step, of two batches with 64 and 28 rows, and with clipping, which sees the sum alone."""
@@ -78,6 +79,7 @@ def test_weights_of_a_step_are_its_rows() -> None:
 # ------------------------------------------------------------------------------------------------------ learning rates
 
 
+@pytest.mark.some(2)
 @pytest.mark.parametrize("update", ["backward", "step"])
 @pytest.mark.parametrize("rows", ["generated", "of a file"])
 def test_both_optimizers_learn_at_the_schedules_rates(
@@ -118,6 +120,7 @@ def test_both_optimizers_learn_at_the_schedules_rates(
 # --------------------------------------------------------------------------------------------- weight decay, precision
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize("update", ["backward", "step"])
 def test_weight_decay_moves_weights_by_rate_and_penalty_beside_their_gradient(update: str, tmp_path: Path) -> None:
     """In one step of plain gradient descent; of a table, the rows that were looked up."""
@@ -177,6 +180,7 @@ OVERFITTING = SMALL.changed(
 )
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize("monitor", ["logloss", "auc"])
 def test_the_best_weights_are_kept_and_tested(monitor: str, tmp_path: Path) -> None:
     config = OVERFITTING.changed(monitor=monitor, out=str(tmp_path), ema=0.5 if monitor == "auc" else None)
@@ -250,6 +254,7 @@ RECIPE: dict[str, Any] = {
 }
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize("size", [1, 2])
 def test_a_recipe_that_is_broken_off_goes_on_as_if_nothing_had_happened(size: int, tmp_path: Path) -> None:
     def train(config: TrainConfig, resume: bool = False, cut_after: int | None = None) -> list[int]:
@@ -292,6 +297,7 @@ def test_another_number_of_ranks_goes_on_with_the_recipe(before: int, after: int
 # ---------------------------------------------------------------------------------------------------------- optimizers
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize("field", ["optimizer", "embedding_optimizer"])
 def test_every_optimizer_that_can_be_named_trains(field: str, tmp_path: Path) -> None:
     choices = shown_as(TrainConfig.model_fields[field])["choices"]

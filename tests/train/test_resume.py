@@ -302,6 +302,7 @@ def test_ranks_that_work_ahead_make_the_plain_run_to_the_bit(tmp_path: Path) -> 
     assert differences(as_plain(tmp_path / "ahead"), tmp_path / "whole") == []
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize(("before", "after"), [pytest.param(3, 2, marks=pytest.mark.slow), (2, 1), (1, 2)])
 def test_another_number_of_ranks_makes_the_same_steps(
     before: int, after: int, undisturbed: Path, tmp_path: Path

@@ -137,6 +137,7 @@ def test_two_ranks_learn_what_one_does(trained: tuple[Path, RunReport], tmp_path
     assert {table.cut for table in plan.tables} == {"row_wise"}
 
 
+@pytest.mark.some(2)
 @pytest.mark.parametrize(
     "changes",
     [

@@ -203,6 +203,7 @@ def trained(config: TrainConfig) -> Any:
         return run_rank(config)
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize(("accumulate", "pipeline"), [(1, 0), (3, 2)])
 def test_ranks_learn_what_one_does_of_rows_with_weights(
     planted: Path, tmp_path: Path, accumulate: int, pipeline: int

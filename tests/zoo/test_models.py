@@ -160,6 +160,7 @@ def against_unsharded(case: str) -> None:
     assert not torch.equal(compare(), expected)
 
 
+@pytest.mark.some(5)
 @pytest.mark.parametrize("case", CASES)
 def test_sharded_is_unsharded(case: str) -> None:
     ranks(2, against_unsharded, case)
@@ -170,9 +171,8 @@ def auc(scores: Tensor, labels: Tensor) -> float:
     return float(above.float().mean())
 
 
-@pytest.mark.parametrize(
-    "case", [case if case in ("dlrm", "din", "hstu") else pytest.param(case, marks=pytest.mark.slow) for case in CASES]
-)
+@pytest.mark.some(3)
+@pytest.mark.parametrize("case", CASES)
 def test_learns(case: str) -> None:
     torch.manual_seed(0)
     model = shardrec.shard(made(case))
@@ -295,17 +295,8 @@ SKEWED: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize(
-    ("case", "corrected"),
-    [
-        ("two_tower, log_q", True),
-        *(
-            pytest.param(case, True, marks=pytest.mark.slow)
-            for case in ("sasrec, uniform", "sasrec, popularity", "hstu, batch")
-        ),
-        pytest.param("sasrec, popularity", False, marks=pytest.mark.slow),
-    ],
-)
+@pytest.mark.some(1)
+@pytest.mark.parametrize(("case", "corrected"), [*((case, True) for case in SKEWED), ("sasrec, popularity", False)])
 def test_negatives_that_are_popular_are_corrected_for(
     case: str, corrected: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -30,6 +30,7 @@ def test_small_problems_are_solved_as_by_trying_everything(rng: Random) -> None:
     assert not solution.timed_out
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize("most_groups", [1000, 0], ids=["linear programs", "mean load"])
 @settings(max_examples=20, deadline=None)
 @given(rng=randoms())
