@@ -217,6 +217,7 @@ def test_dynamic_ids_go_on_on_more_ranks(run: Run) -> None:
 
 
 @pytest.mark.skipif(not native.is_loaded(), reason="the C++ operators were not compiled")
+@pytest.mark.slow
 def test_dynamic_ids_train_resume_and_serve(run: Run) -> None:
     """Texts and 64-bit numbers are given rows as they come; nothing of it is lost between the commands.
 
@@ -302,6 +303,7 @@ def test_a_port_that_is_taken(capfd: pytest.CaptureFixture[str]) -> None:
     assert capfd.readouterr() == ("", "")
 
 
+@pytest.mark.slow
 def test_two_ranks_train_on_own_columns(run: Run) -> None:
     """As one does, with a model of one's own; and rows that cannot be read are left out, then and in eval."""
     table = pq.read_table("day_0.parquet")

@@ -83,6 +83,7 @@ def test_samples_cut_a_file_short(run: Run, rows: Path, tmp_path: Path) -> None:
     assert (metrics["training"]["samples"], metrics["training"]["steps"]) == (3 * 128, 6)
 
 
+@pytest.mark.slow
 def test_batches_of_a_step_and_clipped_gradients(run: Run, rows: Path, tmp_path: Path) -> None:
     sgd = ("--optimizer", "sgd", "--embedding-optimizer", "sgd", "--accumulate", "3", "--epochs", "2")
     sgd += ("--evaluations", "2")

@@ -75,5 +75,6 @@ def test_another_word_is_refused() -> None:
 
 
 @pytest.mark.parametrize("mode", ["boundary", pytest.param("traced", marks=pytest.mark.slow)])
+@pytest.mark.slow
 def test_compiled_fsdp_learns_what_eager_ddp_does(mode: str) -> None:
     ranks(2, assert_trains_alike, "towers", mode, steps=4, dense="fsdp", timeout=120)

@@ -145,6 +145,7 @@ torch.save(program(*given["good"]), f"{folder}/output{rank}.pt")
 """
 
 
+@pytest.mark.slow
 def test_saved_programs_are_run_by_processes_that_know_torch_and_fbgemm_only(tmp_path: Path) -> None:
     def rank_main() -> None:
         rank = dist.get_rank()

@@ -162,6 +162,7 @@ def test_the_settings_of_the_full_set_train(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(not SAMPLE.is_dir(), reason=f"there is no {SAMPLE}: SHARDREC_DATA names the folder of data")
+@pytest.mark.slow
 def test_the_sample_does_better_than_a_constant(tmp_path: Path) -> None:
     files = [SAMPLE / f"{name}.tsv.xz" for name in ("kaggle_head", "x4_valid_sample")]
     out = tmp_path / "runs" / "criteo_sample" / "rows"

@@ -220,6 +220,7 @@ def of_walks(walks: Path, **options: Any) -> TrainConfig:
 
 
 @pytest.mark.parametrize("model", ["sasrec", pytest.param("hstu", marks=pytest.mark.slow)])
+@pytest.mark.slow
 def test_a_run_by_its_files_learns_and_serves(walks: Path, tmp_path: Path, model: str) -> None:
     assert ranks(2, broken_off, of_walks(walks, model=model, epochs=6, out=str(tmp_path)))[0][-1] == 6 * 13
     run = RunFolder(tmp_path)

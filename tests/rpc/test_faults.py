@@ -224,7 +224,7 @@ def test_what_another_user_has_connected_is_closed() -> None:
 def test_a_server_whose_trainers_are_gone_ends(tmp_path: Path) -> None:
     def run() -> Any:
         name = ["trainer0", "trainer1", "server0"][dist.get_rank()]
-        world = RpcWorld(dist.FileStore(str(tmp_path / "store")), trainers=2, servers=1, name=name, timeout_s=8.0)
+        world = RpcWorld(dist.FileStore(str(tmp_path / "store")), trainers=2, servers=1, name=name, timeout_s=6.0)
         if name != "server0":
             world.join()
             os._exit(3)

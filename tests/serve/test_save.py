@@ -226,6 +226,7 @@ def request(*prefixes: str) -> dict[str, Tensor]:
     }
 
 
+@pytest.mark.slow
 def test_a_model_of_two_keyed_jagged_tensors_is_saved(tmp_path: Path) -> None:
     model = shard(TwoTowers()).eval()
     keys = {"user": ["user_0", "user_1"], "item": ["item_0", "item_1"]}
@@ -244,6 +245,7 @@ def test_a_model_of_two_keyed_jagged_tensors_is_saved(tmp_path: Path) -> None:
     assert torch.equal(found, expected)
 
 
+@pytest.mark.slow
 def test_one_weighted_request_serves_weighted_and_unweighted_collections(tmp_path: Path) -> None:
     """As in the unsharded model, which ignores the weights where a collection is not weighted."""
     model, unsharded = shard(OneForAll()).eval(), OneForAll()

@@ -206,6 +206,7 @@ def test_patience_goes_by_the_metric_that_is_monitored(monitor: str | None, name
     assert worths[-1] <= worths[-2]
 
 
+@pytest.mark.slow
 def test_a_run_that_is_broken_off_after_its_best_point_goes_on_from_there(tmp_path: Path) -> None:
     """The best checkpoint is one to resume from, so that the run cannot go on from before it."""
     config = OVERFITTING.changed(checkpoint_every="8")

@@ -284,6 +284,7 @@ def test_three_ranks_go_on_to_the_bit(tmp_path: Path) -> None:
     assert differences(tmp_path / "broken", tmp_path / "whole") == []
 
 
+@pytest.mark.slow
 def test_ranks_that_work_ahead_make_the_plain_run_to_the_bit(tmp_path: Path) -> None:
     """Told to end with ids under way between the ranks, and going on at another depth."""
 

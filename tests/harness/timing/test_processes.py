@@ -60,6 +60,7 @@ class TestFreshProcesses:
         assert first["pid"] != second["pid"]
         assert (first["sum"], first["ranks"], first["threads"], first["malloc"]) == (3.0, [0, 2], 1, {})
 
+    @pytest.mark.slow
     def test_the_first_trouble_is_told_and_the_next_task_runs(self, processes: FreshProcesses) -> None:
         with pytest.raises(PeerError, match="rank 1 failed with ValueError: rank 1 has had enough"):
             processes.run(task("fail_on_one"), {}, ranks=2, malloc="default")
