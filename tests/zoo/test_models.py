@@ -104,7 +104,7 @@ def loss_of(model: nn.Module, batch: tuple[Tensor, KeyedJaggedTensor, Tensor], s
 
 
 def against_unsharded(case: str) -> None:
-    """On a rank: tables are the schema's; outputs, scripted outputs, and outputs after two steps are the unsharded model's."""
+    """On a rank: tables are the schema's; outputs, also scripted and after two steps, are the unsharded model's."""
     rank = torch.distributed.get_rank()
     torch.manual_seed(0)
     model = made(case, WIDTHS)
