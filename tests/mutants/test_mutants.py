@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import ast
+import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -89,6 +92,22 @@ def test_the_tests_that_run_a_function(tmp_path: Path) -> None:
     assert chosen(7, seconds=2.0) == (["fast", "far"], 3)
     assert chosen(6) == (["fast"], 1)
     assert chosen(2) == (["fast", "slow", "far"], 3)
+
+
+def test_what_a_process_runs_is_recorded_by_the_names_that_are_looked_up(tmp_path: Path) -> None:
+    package, folder = tmp_path / "package", tmp_path / "recording"
+    package.mkdir()
+    folder.mkdir()
+    (package / "c.py").write_text(FUNCTIONS, encoding="utf-8")
+    (folder / "test").write_bytes((5).to_bytes(8, "little"))
+    (folder / "tests").write_text("5 1.0 passed tests/test_c.py::test", encoding="utf-8")
+    variables = {"SHARDREC_RECORD": str(folder), "SHARDREC_RECORD_PACKAGE": str(package)}
+    paths = os.pathsep.join([str(ROOT / "tests" / "mutants" / "recorder"), str(package)])
+    command = [sys.executable, "-c", "import c; c.outer(1)"]
+    subprocess.run(command, env={**os.environ, **variables, "PYTHONPATH": paths}, check=True)
+    recording = Recording(folder)
+    chosen = {line: recording.tests(Path("shardrec/c.py"), FUNCTIONS, line, 60.0)[1] for line in (5, 6, 12)}
+    assert chosen == {5: 1, 6: 1, 12: 0}
 
 
 @pytest.mark.slow

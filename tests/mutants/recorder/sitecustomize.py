@@ -44,7 +44,7 @@ def _start(folder: str) -> None:
             return
         seen[id(code)] = code
         os.write(
-            hits, f"{int.from_bytes(now, 'little')} {code.co_filename[len(package) :]}:{code.co_firstlineno}\n".encode()
+            hits, f"{int.from_bytes(now, 'little')} {code.co_filename[len(package) :]}:{code.co_qualname}\n".encode()
         )
 
     sys.settrace(trace)
