@@ -6,8 +6,8 @@ include those of ``table_column_wise``, on any number of hosts.
 
 On several hosts, what row blocks cost depends on which of them share a host (:meth:`CostModel.host_sum`). So there
 their places are whole patterns: some or all of the ranks of a host, several hosts, or all ranks. Two of a table's
-patterns on the same host cost no more than they are priced at, and no less than the table's blocks on that host alone,
-which is an option too; so the proven bound holds for them.
+patterns on the same host cost no more than they are priced at. They may cost less, which the bound does not know; less
+still cost the table's blocks on that host alone, which is an option too, but for shards that just fit a cache.
 """
 
 from __future__ import annotations
