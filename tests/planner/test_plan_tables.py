@@ -114,23 +114,23 @@ def test_no_plan_by_hand_beats_the_bound(rng: Random) -> None:
     planner = Planner(loads, topology, batch_size=rng.choice([8, 256]))
     plan = best_plan(planner, SolveLimits(gap=1e-3, effort=3))
     assert plan.report is not None
-    draw = Random(rng.randrange(2**32))
+    draw = np.random.default_rng(rng.randrange(2**32))
     on_ranks = [
         np.array([_rank_loads(planner, name, candidate, draw) for candidate in planner.candidates[name]])
         for name in loads
     ]
-    chosen = [[draw.randrange(len(options)) for options in on_ranks] for _ in range(5000)]
-    costs = sum(options[numbers] for options, numbers in zip(on_ranks, np.array(chosen).T, strict=True))
+    costs = sum(options[draw.integers(len(options), size=5000)] for options in on_ranks)
     assert np.max(costs, axis=1).min() >= plan.report.bound_ms * (1 - 1e-9)
 
 
-def _rank_loads(planner: Planner, name: str, candidate: Candidate, draw: Random) -> list[float]:
+def _rank_loads(planner: Planner, name: str, candidate: Candidate, draw: np.random.Generator) -> list[float]:
     """(R,) what a table costs, its gangs anywhere, but those of several items on hosts of their own."""
     spots: list[Place] = []
     for gang in candidate.option.gangs:
         for _ in range(gang.count):
             taken = {rank for place in spots for rank in place} if len(gang.items) > 1 else set()
-            spots.append(draw.choice([place for place in gang.places if not taken & set(place)] or gang.places))
+            places = [place for place in gang.places if taken.isdisjoint(place)] or gang.places
+            spots.append(places[draw.integers(len(places))])
     layout = lay_out(name, planner.tables[name], candidate, spots, planner.topology.world_size)
     ranks, _ = priced_plan(planner.model, planner.tables, ShardingPlan(topology=planner.topology, tables=(layout,)))
     return [rank.ms for rank in ranks]

@@ -12,6 +12,8 @@ from shardrec.planner.solve.encode import Floats, Ints
 
 __all__ = ["LinearProgram", "Outcome", "minimise_in_integers"]
 
+_ABSOLUTE_GAP = 1e-6
+
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Outcome:
@@ -138,9 +140,14 @@ def minimise_in_integers(
     solver.run()
     status, info = solver.getModelStatus(), solver.getInfo()
     feasible = info.primal_solution_status == highspy.SolutionStatus.kSolutionStatusFeasible
+    bound = float(info.mip_dual_bound)
+    if feasible:
+        # HiGHS' bound leaves out branches that it cut off because they are within the gap of the best.
+        best = float(info.objective_function_value)
+        bound = min(bound, best - max(gap * abs(best), _ABSOLUTE_GAP))
     return Outcome(
         values=np.array(solver.getSolution().col_value) if feasible else None,
-        bound=float(info.mip_dual_bound),
+        bound=bound,
         finished=status in (highspy.HighsModelStatus.kOptimal, highspy.HighsModelStatus.kInfeasible),
         timed_out=status == highspy.HighsModelStatus.kTimeLimit,
     )
