@@ -50,8 +50,8 @@ def solve_exactly(
         return None
     ranks, tiers = encoded.ranks, [tier for tier, size in enumerate(encoded.capacity) if np.isfinite(size)]
     groups = len(encoded.groups)
-    # HiGHS' tolerances are absolute: the cost has to be about 1. A bound may be next to nothing, where only memory keeps
-    # tables from their cheapest options.
+    # HiGHS' tolerances are absolute: the cost has to be about 1. A bound may be next to nothing, where only memory
+    # keeps tables from their cheapest options.
     largest = float(encoded.total_load.max(initial=0.0))
     least_scale = bound if bound > _SMALL * largest else largest or 1.0
     load_scale = 1.0 / (least_scale if best is None else best.cost or least_scale)
