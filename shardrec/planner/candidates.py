@@ -41,7 +41,7 @@ _HOLDERS = (2, 3, 4, 5, 6)
 _HOSTS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
 """Numbers of hosts that a table's row blocks are on, besides all of them."""
 _ALIKE = 1.001
-"""Row blocks of which none has more than so many times the load and bytes of another are alike."""
+"""Row blocks are alike if none has more than this factor times the load and bytes of another."""
 
 
 class CandidateMaker:
@@ -330,8 +330,8 @@ class CandidateMaker:
 
 def _on_all(table: TableLoad, cut: str, widths: Ints, edges: Ints, everywhere: Item, block: Item) -> Candidate:
     """Blocks that are alike on each rank, as part of what the option puts on every rank."""
-    both = Item(load=everywhere.load + block.load, memory=(everywhere.memory[0] + block.memory[0],))
-    return _candidate(table, cut, widths, edges, both, on_all=True)
+    common = Item(load=everywhere.load + block.load, memory=(everywhere.memory[0] + block.memory[0],))
+    return _candidate(table, cut, widths, edges, common, on_all=True)
 
 
 def _candidate(
