@@ -10,7 +10,7 @@ averaged now and then.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 
 from shardrec.layout import ShardingPlan, Topology
@@ -146,7 +146,7 @@ def predict(
     assumed = assumptions or Assumptions()
     profile = profile or Profile.of_machine(machine)
     topology = plan.topology
-    linkless = profile.scaled(exchange_byte_ns=0.0, host_exchange_byte_ns=0.0)
+    linkless = replace(profile, exchange_byte_ns=0.0, host_exchange_byte_ns=0.0)
     costs, local = (
         priced_plan(CostModel(profile=one, topology=topology, batch_size=batch_size), tables, plan)[0]
         for one in (profile, linkless)

@@ -52,7 +52,9 @@ def _problem(family: str, seed: int) -> Generated:
     rng = Random(f"{family} {seed}")
     ranks = rng.choice(RANKS)
     tables = [*_TABLES[family](rng)]
-    needed = sum(table.bytes + table.num_embeddings * table.row_state_bytes for table in tables)
+    needed = sum(
+        table.num_embeddings * (table.embedding_dim * table.weight_bytes + table.row_state_bytes) for table in tables
+    )
     if family == "tight":
         # Beside the tables, a rank holds its share of the ids and of the pooled outputs, both ways.
         buffers = sum(16 * table.ids_per_sample + 8 * table.embedding_dim * table.features for table in tables)

@@ -25,7 +25,7 @@ class Candidate:
         widths: columns of each stripe.
         edges: first row of each row block, and the rows of the table.
         option: the same for the solver.
-        on_all: whether it has one block on each rank, as part of the option's common load.
+        on_all: whether it has a block on each rank, all alike, as part of the option's common load.
         holders: number of ranks of a place that hold a shard, the first ones; 0: all of them.
         pinned: the layout, if a constraint gave it.
     """

@@ -6,13 +6,13 @@ include those of ``table_column_wise``, on any number of hosts.
 
 On several hosts, what row blocks cost depends on which of them share a host (:meth:`CostModel.host_sum`). So there
 their places are whole patterns: some or all of the ranks of a host, several hosts, or all ranks. Two of a table's
-patterns on the same host cost no more than they are priced at, and no less than the table's blocks on that host alone,
-which is an option too; so the proven bound holds for them.
+patterns on the same host cost no more than they are priced at. They may cost less, which the bound does not know; less
+still cost the table's blocks on that host alone, which is an option too, but for shards that just fit a cache.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from itertools import groupby, pairwise, product
 from math import inf
@@ -40,6 +40,8 @@ _HOLDERS = (2, 3, 4, 5, 6)
 """Ranks of a host that hold row blocks, besides all of them, where the host sums them."""
 _HOSTS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
 """Numbers of hosts that a table's row blocks are on, besides all of them."""
+_ALIKE = 1.001
+"""Row blocks are alike if none has more than this factor times the load and bytes of another."""
 
 
 class CandidateMaker:
@@ -57,6 +59,7 @@ class CandidateMaker:
         self._topology = model.topology
         self._reaches: dict[Ints, tuple[Ints, Ints]] = {}
         self._anywhere: dict[int, tuple[Place, ...]] = {}
+        self._all_ranks: tuple[Place, ...] = (tuple(range(self._topology.world_size)),)
         self._hosts: dict[Ints, tuple[Place, ...]] = {}
         self._runs: dict[tuple[int, int], tuple[Place, ...]] = {}
         self._made: dict[tuple[TableLoad, Constraint], tuple[Candidate, ...]] = {}
@@ -204,46 +207,40 @@ class CandidateMaker:
                 yield from self._summed(table, "mixed", even[count], holders, 1, ranks)
 
     def _free(self, table: TableLoad, cut: str, widths: Ints, edges: Ints, ranks: Ints) -> Candidate:
-        blocks = len(edges) - 1
-        everywhere = self._everywhere(table, len(widths), blocks, blocks)
-        if len(widths) == 1 and blocks == self._topology.world_size == len(ranks) and blocks > 1:
-            largest = _largest(self._blocks(table, widths[0], len(widths), edges))
-            return _candidate(table, cut, widths, edges, everywhere + largest, on_all=True)
-        places = self._anywhere[id(ranks)]
-        items = [_item(cost) for width in widths for cost in self._blocks(table, width, len(widths), edges)]
+        blocks, places = len(edges) - 1, self._anywhere[id(ranks)]
+        everywhere = _item(self._everywhere(table, len(widths), blocks, blocks))
+        items = [item for width in widths for item in self._blocks(table, width, len(widths), edges)]
         gangs = tuple(Gang(items=(item,), places=places, count=len(list(same))) for item, same in groupby(items))
+        if len(widths) == len(gangs) == 1 and blocks == self._topology.world_size == len(ranks) and blocks > 1:
+            return _on_all(table, cut, widths, edges, everywhere, items[0])
         return _candidate(table, cut, widths, edges, everywhere, gangs)
 
     def _by_host(self, table: TableLoad, cut: str, widths: Ints, edges: Ints, hosts: Ints) -> Candidate:
-        items = tuple(_item(cost) for cost in self._blocks(table, widths[0], len(widths), edges))
+        items = self._blocks(table, widths[0], len(widths), edges)
         count = len(widths)
         if cut == "table_column_wise":
             items, count = items * count, 1
         ranks = [self._topology.host_ranks(host)[: len(items)] for host in hosts]
         places = self._hosts.setdefault((len(items), *hosts), tuple(ranks))
         gang = Gang(items=items, places=places, count=count)
-        everywhere = self._everywhere(table, len(widths), len(edges) - 1, len(edges) - 1)
+        everywhere = _item(self._everywhere(table, len(widths), len(edges) - 1, len(edges) - 1))
         return _candidate(table, cut, widths, edges, everywhere, (gang,))
 
     def _fixed(self, table: TableLoad, edges: Ints, ranks: Ints) -> Candidate:
         """A row block on each of the first of these ranks, summed where they share a host."""
-        rows, cols, world, blocks = table.num_embeddings, table.embedding_dim, self._topology.world_size, len(edges) - 1
-        if blocks == world:
-            # Without a histogram blocks of as many rows are alike.
-            distinct = {
-                bottom - top if table.histogram is None else top: (top, bottom) for top, bottom in pairwise(edges)
-            }
-            shares = [(bottom - top, table.share(top, bottom)) for top, bottom in distinct.values()]
-            largest = _largest(
-                [self._model.shard(table, rows=rows, cols=cols, share=share, summed=True) for rows, share in shares]
-            )
-            per_host, hosts = self._topology.ranks_per_host, self._topology.hosts
-            everywhere = self._everywhere(table, 1, world, hosts)
-            everywhere += largest + self._model.host_sum(table, cols=cols, blocks=per_host)
-            return _candidate(table, "row_wise", (cols,), edges, everywhere, on_all=True)
-        layout = cuts.row_wise("", rows, cols, ranks=ranks[:blocks], boundaries=edges)
-        everywhere, shards = priced_layout(self._model, table, layout)
-        gang = Gang(items=tuple(_item(cost) for _, cost in shards), places=(tuple(rank for rank, _ in shards),))
+        cols, topology, blocks = table.embedding_dim, self._topology, len(edges) - 1
+        if blocks == topology.world_size:
+            everywhere = _item(self._everywhere(table, 1, blocks, topology.hosts))
+            host_sum = self._model.host_sum(table, cols=cols, blocks=topology.ranks_per_host)
+            items, places = self._blocks(table, cols, 1, edges, host_sum), self._all_ranks
+            if len(set(items)) == 1:
+                return _on_all(table, "row_wise", (cols,), edges, everywhere, items[0])
+        else:
+            layout = cuts.row_wise("", table.num_embeddings, cols, ranks=ranks[:blocks], boundaries=edges)
+            shared, shards = priced_layout(self._model, table, layout)
+            everywhere, items = _item(shared), tuple(_item(cost) for _, cost in shards)
+            places = (tuple(rank for rank, _ in shards),)
+        gang = Gang(items=items, places=places)
         return _candidate(table, "row_wise", (cols,), edges, everywhere, (gang,), holders=blocks)
 
     def _summed(
@@ -251,15 +248,12 @@ class CandidateMaker:
     ) -> Iterator[Candidate]:
         """Row blocks on a number of ranks of a number of hosts, with a pattern for each stripe and host."""
         per_host, blocks = self._topology.ranks_per_host, holders * hosts
-        places, everywhere = self._runs_of(holders, ranks), self._everywhere(table, len(widths), blocks, hosts)
-        others = self._model.host_sum(table, cols=widths[0], blocks=holders)
-        rest = (_item(others),) * (per_host - holders)
+        places, everywhere = self._runs_of(holders, ranks), _item(self._everywhere(table, len(widths), blocks, hosts))
+        host_sum = self._model.host_sum(table, cols=widths[0], blocks=holders)
+        rest = (_item(host_sum),) * (per_host - holders)
         for edges in _row_edges(table, blocks):
-            costs = self._blocks(table, widths[0], len(widths), edges, summed=True)
-            # Blocks of equal cost have the same object for it.
-            made = {id(cost): _item(cost + others) for cost in {id(cost): cost for cost in costs}.values()}
-            held = [made[id(cost)] for cost in costs]
-            patterns = [tuple(held[first : first + holders]) for first in range(0, blocks, holders)] * len(widths)
+            held = self._blocks(table, widths[0], len(widths), edges, host_sum)
+            patterns = [held[first : first + holders] for first in range(0, blocks, holders)] * len(widths)
             gangs = tuple(
                 Gang(items=items + rest, places=places, count=len(list(same))) for items, same in groupby(patterns)
             )
@@ -281,7 +275,7 @@ class CandidateMaker:
 
     def _replicas(self, table: TableLoad) -> Candidate:
         whole, rows = (table.embedding_dim,), (0, table.num_embeddings)
-        return _candidate(table, "data_parallel", whole, rows, self._model.replicated(table))
+        return _candidate(table, "data_parallel", whole, rows, _item(self._model.replicated(table)))
 
     def _pinned(self, name: str, table: TableLoad, layout: TableLayout) -> Candidate:
         shape = (layout.num_embeddings, layout.embedding_dim)
@@ -304,25 +298,46 @@ class CandidateMaker:
     def _everywhere(self, table: TableLoad, stripes: int, blocks: int, sources: int) -> Cost:
         return self._model.everywhere(table, stripes=stripes, shards=stripes * blocks, sources=float(sources))
 
-    def _blocks(self, table: TableLoad, width: int, stripes: int, edges: Ints, *, summed: bool = False) -> list[Cost]:
-        """The cost of each row block of a stripe; without a histogram all are priced as the largest."""
-        sizes = [bottom - top for top, bottom in pairwise(edges)]
-        if table.histogram is None:
-            share = 1 / len(sizes)
-            cost = self._model.shard(table, rows=max(sizes), cols=width, share=share, stripes=stripes, summed=summed)
-            return [cost] * len(sizes)
-        return [
-            self._model.shard(
-                table, rows=rows, cols=width, share=table.share(top, top + rows), stripes=stripes, summed=summed
+    def _blocks(
+        self, table: TableLoad, width: int, stripes: int, edges: Ints, host_sum: Cost | None = None
+    ) -> tuple[Item, ...]:
+        """Each row block of a stripe; if hosts sum them, with what the sums of its host cost its rank.
+
+        Blocks that are nearly alike are one item, with the load of the least: no plan costs less than its items. It has
+        the bytes of the largest: each plan of the items fits.
+        """
+        spans = list(pairwise(edges))
+        # Without a histogram, blocks of as many rows are alike.
+        keys = [bottom - top if table.histogram is None else top for top, bottom in spans]
+        distinct = {
+            key: self._model.shard(
+                table,
+                rows=bottom - top,
+                cols=width,
+                share=table.share(top, bottom),
+                stripes=stripes,
+                summed=host_sum is not None,
             )
-            for top, rows in zip(edges, sizes, strict=False)
-        ]
+            for key, (top, bottom) in dict(zip(keys, spans, strict=True)).items()
+        }
+        items = {key: _item(cost if host_sum is None else cost + host_sum) for key, cost in distinct.items()}
+        loads = [item.load for item in items.values()]
+        sizes = [item.memory[0] for item in items.values()]
+        if max(loads) <= _ALIKE * min(loads) and max(sizes) <= _ALIKE * min(sizes):
+            return (Item(load=min(loads), memory=(max(sizes),)),) * len(spans)
+        return tuple(items[key] for key in keys)
+
+
+def _on_all(table: TableLoad, cut: str, widths: Ints, edges: Ints, everywhere: Item, block: Item) -> Candidate:
+    """Blocks that are alike on each rank, as part of what the option puts on every rank."""
+    common = Item(load=everywhere.load + block.load, memory=(everywhere.memory[0] + block.memory[0],))
+    return _candidate(table, cut, widths, edges, common, on_all=True)
 
 
 def _candidate(
-    table: TableLoad, cut: str, widths: Ints, edges: Ints, everywhere: Cost, gangs: tuple[Gang, ...] = (), **more: int
+    table: TableLoad, cut: str, widths: Ints, edges: Ints, everywhere: Item, gangs: tuple[Gang, ...] = (), **more: int
 ) -> Candidate:
-    option = Option(label=_label(table, cut, widths, edges), everywhere=_item(everywhere), gangs=gangs)
+    option = Option(label=_label(table, cut, widths, edges), everywhere=everywhere, gangs=gangs)
     return Candidate(cut=cut, widths=widths, edges=edges, option=option, **more)  # type: ignore[arg-type]
 
 
@@ -332,12 +347,6 @@ def _row_edges(table: TableLoad, blocks: int) -> list[Ints]:
     if table.histogram is None or blocks == 1:
         return [even]
     return list(dict.fromkeys([even, table.histogram.cut(blocks)]))
-
-
-def _largest(costs: Sequence[Cost]) -> Cost:
-    """The time of the slowest and the memory of the largest: blocks on all ranks count on each as much."""
-    slowest, biggest = max(costs, key=lambda cost: cost.ms), max(costs, key=lambda cost: cost.bytes)
-    return Cost(times=slowest.times, memory=biggest.memory)
 
 
 def _item(cost: Cost) -> Item:

@@ -8,6 +8,7 @@ from dataclasses import replace
 from math import inf
 from random import Random
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 
@@ -15,12 +16,13 @@ from shardrec.errors import ConfigError, PlanError
 from shardrec.layout import COLUMN_UNIT, Machine, Shard, ShardingPlan, TableLayout, Topology, cuts
 from shardrec.layout.presets import preset
 from shardrec.planner import Constraint, SolveLimits, TableLoad, plan_tables
-from shardrec.planner.candidate import lay_out
+from shardrec.planner.candidate import Candidate, lay_out
 from shardrec.planner.constraint import CUTS
 from shardrec.planner.cost import CostModel, Histogram, Profile
 from shardrec.planner.make import best_plan
 from shardrec.planner.planner import Planner
-from shardrec.planner.price import priced_layout, priced_plan
+from shardrec.planner.price import priced_plan
+from shardrec.planner.solve.problem import Place
 from tests.plans import random_plan, random_topology, randoms
 
 QUICK = SolveLimits(gap=0.05, effort=3)
@@ -104,37 +106,60 @@ def test_what_a_constraint_leaves_on_one_rank_is_taken() -> None:
     assert plan.by_name["t"].replicated
 
 
-@settings(max_examples=6, deadline=None)
+@settings(max_examples=8, deadline=None)
 @given(rng=randoms())
 def test_no_plan_by_hand_beats_the_bound(rng: Random) -> None:
-    """Any random plan whose cuts the planner knows costs at least the bound.
-
-    For the bound, row blocks on all ranks cost as much on each as the largest of them (docs/planner.md), so that a plan
-    may cost less by what its smallest blocks are below their largest.
-    """
-    loads, topology = random_loads(rng), random_topology(rng, most_ranks=4)
-    plan = plan_tables(loads, topology, batch_size=256, limits=QUICK)
+    """Tables each by any cut that the planner knows, on ranks by chance, together cost at least the bound."""
+    loads, topology = random_loads(rng, most=3), random_topology(rng, most_ranks=4)
+    planner = Planner(loads, topology, batch_size=rng.choice([8, 256]))
+    plan = best_plan(planner, SolveLimits(gap=1e-3, effort=3))
     assert plan.report is not None
-    model = CostModel(profile=Profile.of_machine(preset("cpu")), topology=topology, batch_size=256)
-    for name, load in loads.items():
-        rows, dim = load.num_embeddings, load.embedding_dim
-        layouts = [cuts.table_wise(name, rows, dim, rank=0)]
-        if topology.world_size > 1:
-            layouts.append(cuts.data_parallel(name, rows, dim))
-        if rows >= topology.world_size and rows % topology.world_size == 0:
-            layouts.append(cuts.row_wise(name, rows, dim, ranks=range(topology.world_size)))
-        for layout in layouts:
-            others = [table if table.name != name else layout for table in plan.tables]
-            changed = type(plan)(topology=topology, tables=tuple(others))
-            ranks, _ = priced_plan(model, loads, changed)
-            uneven = 0.0
-            for table in changed.tables:
-                on_ranks = [0.0] * topology.world_size
-                for rank, cost in priced_layout(model, loads[table.name], table)[1]:
-                    on_ranks[rank] += cost.ms
-                if len(table.stripes()) == 1 and len(table.shards) == topology.world_size > 1:
-                    uneven += max(on_ranks) - min(on_ranks)
-            assert max(rank.ms for rank in ranks) + uneven >= plan.report.bound_ms * (1 - 1e-9)
+    draw = np.random.default_rng(rng.randrange(2**32))
+    on_ranks = [
+        np.array([_rank_loads(planner, name, candidate, draw) for candidate in planner.candidates[name]])
+        for name in loads
+    ]
+    costs = sum(options[draw.integers(len(options), size=5000)] for options in on_ranks)
+    assert np.max(costs, axis=1).min() >= plan.report.bound_ms * (1 - 1e-9)
+
+
+def _rank_loads(planner: Planner, name: str, candidate: Candidate, draw: np.random.Generator) -> list[float]:
+    """(R,) what a table costs, its gangs anywhere, but those of several items on hosts of their own."""
+    spots: list[Place] = []
+    for gang in candidate.option.gangs:
+        for _ in range(gang.count):
+            taken = {rank for place in spots for rank in place} if len(gang.items) > 1 else set()
+            places = [place for place in gang.places if taken.isdisjoint(place)] or gang.places
+            spots.append(places[draw.integers(len(places))])
+    layout = lay_out(name, planner.tables[name], candidate, spots, planner.topology.world_size)
+    ranks, _ = priced_plan(planner.model, planner.tables, ShardingPlan(topology=planner.topology, tables=(layout,)))
+    return [rank.ms for rank in ranks]
+
+
+def test_an_option_of_a_thousand_times_the_cost_leaves_the_bound_exact() -> None:
+    """Copies of the large table cost 1,700 ms: beside these HiGHS' tolerances were a thousandth of a good plan."""
+    loads = {
+        "large": TableLoad(num_embeddings=10**6, embedding_dim=128, poolings=(1.0, 5.0, 5.0), row_state_bytes=4),
+        "tiny": TableLoad(num_embeddings=3, embedding_dim=4, poolings=(5.0, 1.0), pooled=False, row_state_bytes=4),
+    }
+    planner = Planner(loads, Topology(hosts=2, ranks_per_host=2), batch_size=256, device="cpu")
+    large = cuts.column_wise("large", 10**6, 128, ranks=range(4))
+    tiny = cuts.row_wise("tiny", 3, 4, ranks=range(1, 4))
+    by_hand = ShardingPlan(topology=planner.topology, tables=(large, tiny))
+    ranks, _ = priced_plan(planner.model, loads, by_hand)
+    report = best_plan(planner, SolveLimits(gap=1e-3, effort=3)).report
+    assert report is not None
+    assert report.bound_ms <= max(rank.ms for rank in ranks)
+    assert report.cost_ms == pytest.approx(max(rank.ms for rank in ranks), rel=1e-5)
+
+
+def test_the_bound_knows_the_smaller_of_uneven_blocks() -> None:
+    """Three rows on two ranks: the rank with one of them has time for another table."""
+    loads = {"uneven": TableLoad(num_embeddings=3, embedding_dim=4, poolings=(100.0,))}
+    blocks = Planner(loads, Topology(ranks_per_host=2), batch_size=256).candidates["uneven"]
+    for candidate in (each for each in blocks if len(each.edges) == 3):
+        small, large = sorted(item.load for gang in candidate.option.gangs for item in gang.items)
+        assert small < 0.7 * large
 
 
 @settings(max_examples=6, deadline=None)
@@ -199,7 +224,7 @@ def test_row_blocks_on_all_hosts_are_priced_as_they_are_laid_out(rows: int) -> N
     layout = lay_out("t", loads["t"], whole, (), 6)
     model = CostModel(profile=Profile.of_machine(preset("cpu")), topology=topology, batch_size=64)
     ranks, _ = priced_plan(model, loads, ShardingPlan(topology=topology, tables=(layout,)))
-    assert max(rank.ms for rank in ranks) == pytest.approx(whole.option.everywhere.load)
+    assert min(rank.ms for rank in ranks) == pytest.approx(whole.option.everywhere.load)
     assert max(rank.bytes for rank in ranks) == pytest.approx(whole.option.everywhere.memory[0])
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -154,7 +154,3 @@ class Profile:
             raise ConfigError(f"{path}: {error}") from error
         except ValueError as error:
             raise ConfigError(f"{path}: not JSON ({error}); give a file that shardrec calibrate wrote") from error
-
-    def scaled(self, **factors: float) -> Profile:
-        """The profile with some coefficients multiplied."""
-        return replace(self, **{name: getattr(self, name) * factor for name, factor in factors.items()})

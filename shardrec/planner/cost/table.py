@@ -75,11 +75,6 @@ class TableLoad:
             )
 
     @property
-    def bytes(self) -> int:
-        """The weights."""
-        return self.num_embeddings * self.embedding_dim * self.weight_bytes
-
-    @property
     def features(self) -> int:
         """How many features look the table up."""
         return len(self.poolings)

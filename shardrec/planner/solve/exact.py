@@ -50,9 +50,11 @@ def solve_exactly(
         return None
     ranks, tiers = encoded.ranks, [tier for tier, size in enumerate(encoded.capacity) if np.isfinite(size)]
     groups = len(encoded.groups)
-    # A bound may be next to nothing, where only memory keeps tables from their cheapest options.
+    # HiGHS' tolerances are absolute: the cost has to be about 1. A bound may be next to nothing, where only memory
+    # keeps tables from their cheapest options.
     largest = float(encoded.total_load.max(initial=0.0))
-    load_scale = 1.0 / (bound if bound > _SMALL * largest else largest or 1.0)
+    least_scale = bound if bound > _SMALL * largest else largest or 1.0
+    load_scale = 1.0 / (least_scale if best is None else best.cost or least_scale)
     # Rows: one per group, one per kind of gang, then load and memory of each rank. The last column is the cost.
     matrix = np.zeros((groups + len(used) + ranks * (1 + len(tiers)), count + 1))
     for option, group in enumerate(encoded.option_group):
@@ -82,7 +84,9 @@ def solve_exactly(
     lower = np.concatenate([encoded.sizes, np.zeros(len(used)), np.full(matrix.shape[0] - first, -np.inf)])
     upper = np.concatenate([encoded.sizes, np.zeros(len(used) + ranks), np.ones(ranks * len(tiers))])
     most = np.full(count + 1, np.inf)
-    most[count] = np.inf if best is None else best.cost * load_scale
+    if best is not None:
+        most[count] = best.cost * load_scale
+        most[: len(encoded.options)][encoded.base_load > best.cost] = 0.0
     least = np.zeros(count + 1)
     least[count] = bound * load_scale
     outcome = minimise_in_integers(matrix, (lower, upper), (least, most), nodes=nodes, seconds=seconds, gap=gap / 2)

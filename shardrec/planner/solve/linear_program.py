@@ -12,6 +12,8 @@ from shardrec.planner.solve.encode import Floats, Ints
 
 __all__ = ["LinearProgram", "Outcome", "minimise_in_integers"]
 
+_ABSOLUTE_GAP = 1e-6
+
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Outcome:
@@ -54,13 +56,13 @@ class LinearProgram:
 
         Args:
             objective: (O,).
-            upper: (O,) most of each column; the least is 0.
+            upper: (O,) most of each column, the size of its group or 0; the least is 0.
             rows: (N, O).
             limits: (N,).
             key: which rows these are.
         """
         solver, columns = self._solver, len(objective)
-        top = float(np.abs(objective).max(initial=0.0)) or 1.0
+        top = float(np.abs(objective[upper > 0]).max(initial=0.0)) or 1.0
         # A column is in the row of its group, which comes first, and in few others: never as a full matrix.
         row_of, column_of = np.nonzero(rows)
         starts = np.concatenate([self._starts, columns + np.searchsorted(row_of, np.arange(len(rows)))])
@@ -86,10 +88,26 @@ class LinearProgram:
         status = solver.getModelStatus()
         if status == highspy.HighsModelStatus.kOptimal:
             self._basis[key] = solver.getBasis()
-            value = float(solver.getInfo().objective_function_value) * top
-            return Outcome(values=np.array(solver.getSolution().col_value), bound=value, finished=True, timed_out=False)
-        infeasible = status in (highspy.HighsModelStatus.kInfeasible, highspy.HighsModelStatus.kUnboundedOrInfeasible)
+            solution = solver.getSolution()
+            duals = np.array(solution.row_dual)[len(self._sizes) :] * top
+            bound = self._proven(objective, upper, rows, limits, duals)
+            return Outcome(values=np.array(solution.col_value), bound=bound, finished=True, timed_out=False)
+        infeasible = False
+        if status in (highspy.HighsModelStatus.kInfeasible, highspy.HighsModelStatus.kUnboundedOrInfeasible):
+            _, exists, ray = solver.getDualRay()
+            rays = np.array(ray)[len(self._sizes) :]
+            infeasible = exists and self._proven(np.zeros(columns), upper, rows, limits, rays) > 0
         return Outcome(values=None, bound=np.inf if infeasible else -np.inf, finished=infeasible, timed_out=False)
+
+    def _proven(self, objective: Floats, upper: Floats, rows: Floats, limits: Floats, duals: Floats) -> float:
+        """What the objective comes to at least, by duals of the rows (N,), whichever they are.
+
+        HiGHS' own value is exact to a tolerance that is relative to the largest coefficient, not to the value.
+        """
+        duals = np.minimum(duals, 0.0)
+        reduced = np.where(upper > 0, objective - np.einsum("n,no->o", duals, rows), np.inf)
+        least = np.minimum.reduceat(reduced[self._by_group], self._starts)
+        return float(np.einsum("g,g->", least, self._sizes) + np.einsum("n,n->", duals, limits))
 
 
 def minimise_in_integers(
@@ -122,9 +140,14 @@ def minimise_in_integers(
     solver.run()
     status, info = solver.getModelStatus(), solver.getInfo()
     feasible = info.primal_solution_status == highspy.SolutionStatus.kSolutionStatusFeasible
+    bound = float(info.mip_dual_bound)
+    if feasible:
+        # HiGHS' bound leaves out branches that it cut off because they are within the gap of the best.
+        best = float(info.objective_function_value)
+        bound = min(bound, best - max(gap * abs(best), _ABSOLUTE_GAP))
     return Outcome(
         values=np.array(solver.getSolution().col_value) if feasible else None,
-        bound=float(info.mip_dual_bound),
+        bound=bound,
         finished=status in (highspy.HighsModelStatus.kOptimal, highspy.HighsModelStatus.kInfeasible),
         timed_out=status == highspy.HighsModelStatus.kTimeLimit,
     )
