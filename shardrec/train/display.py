@@ -213,7 +213,8 @@ def _held_out(point: CurvePoint) -> str:
     if point.tasks:
         values = "  ".join(f"{name} {text}" for name, text in task_values(point.tasks).items())
         return "\n".join([f"{point.samples:>11,} samples  held out: {values}", *ids])
-    metrics = f"{point.samples:>11,} samples  held out: AUC {point.auc:.4f}  logloss {point.logloss:.4f}  "
+    rows = "before training" if point.progressive else "held out"
+    metrics = f"{point.samples:>11,} samples  {rows}: AUC {point.auc:.4f}  logloss {point.logloss:.4f}  "
     if point.gauc is None or point.ndcg is None:
         metrics += f"NE {point.normalized_entropy:.4f}"
     else:
