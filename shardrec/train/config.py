@@ -210,6 +210,18 @@ class TrainConfig(Options):
         "Metric of the held-out rows by which points are compared (default: logloss; a loss over groups: gauc)",
         choices=("auc", "logloss", "ne", "gauc", "ndcg"),
     )
+    init_from: str | None = option(
+        None,
+        _LEARNING,
+        "Begin with the weights that the model shares with the last checkpoint of another run, or with this one of it.",
+        metavar="RUN|CHECKPOINT",
+    )
+    rename: tuple[str, ...] = option(
+        (),
+        _LEARNING,
+        "With --init-from: a table, or a layer, that has another name now; can be repeated.",
+        metavar="OLD=NEW",
+    )
     seed: int = option(0, _LEARNING, "Seed of the first weights and of generated rows.", ge=0)
 
     nproc: int = option(1, _RANKS, "Ranks to start on this machine; under torchrun, its ranks are joined.", ge=1)
@@ -298,6 +310,8 @@ class TrainConfig(Options):
                 parse_constraint(text)
             except ConfigError as error:
                 faults.append(str(error))
+        if self.rename and (self.init_from is None or not all("=" in pair for pair in self.rename)):
+            faults.append(f"rename (--rename) is {self.rename!r}: give OLD=NEW, with init_from (--init-from)")
         if self.plan is not None and self.constraint:
             faults.append("constraint (--constraint) is for the planner and plan (--plan) replaces it: leave one out")
         if self.detect_anomaly == "on" and self.compile == "full":

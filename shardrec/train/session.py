@@ -32,6 +32,7 @@ from shardrec.train.board import Board
 from shardrec.train.catalogue import evaluator
 from shardrec.train.config import FILE, METRICS, PLAN, SPEC, TrainConfig, load_config_text
 from shardrec.train.display import Announcer
+from shardrec.train.initial import start_from
 from shardrec.train.locking import locked
 from shardrec.train.loop import Schedule, failing_together, step_parts, train_epoch
 from shardrec.train.losses import with_own_loss
@@ -132,10 +133,13 @@ def _run(config: TrainConfig, rank_info: RankInfo, folder: Path, resume: bool) -
         progressive=None if config.feed is None else Progressive(-(-_progressive_rows(config) // rank_info.world_size)),
     )
     saver = Saver(run)
-    if resume and saver.has_checkpoints():
+    goes_on = resume and saver.has_checkpoints()
+    if goes_on:
         saver.load()
     elif resume:  # as at the first start of a command with --resume, or in a folder by mistake
         announcer.say(f"there is no checkpoint in {folder} to go on from: the run begins")
+    if config.init_from is not None and not goes_on:
+        announcer.say(f"from {config.init_from}:\n{start_from(config, spec, model, rank_info)}")
     if rank_info.is_lead:
         with _replacing(folder / FILE) as file:
             file.write_text(config.to_yaml(), encoding="utf-8")
