@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
 
 from shardrec.checkpoint import Checkpoints
 from shardrec.checkpoint.warm import WarmStart, warm_start
@@ -58,28 +57,23 @@ def _features(config: TrainConfig, spec: FeatureSpec) -> dict[str, Feature]:
 def _other_ids(pairs: list[tuple[Feature, Feature]]) -> Iterator[str]:
     """What would make a row of a table that of another id."""
     for old, new in pairs:
-        rules = (_rule(old), _rule(new))
         common = min(len(old.values), len(new.values))
-        if old.values[:common] != new.values[:common]:
-            rules = {"vocabulary": old.values[:common]}, {"vocabulary": new.values[:common]}
-        for name, value in rules[1].items():
-            if rules[0][name] != value:
-                was = f"{rules[0][name]!r:.60} for feature {old.name!r} there"
-                yield (
-                    f"feature {new.name!r} has {name}: {value!r:.60}, and it was {was}, so that rows are of other ids; "
-                    "give that (new values at a vocabulary's end), or another name to the feature, which is then new"
-                )
-
-
-def _rule(feature: Feature) -> dict[str, Any]:
-    """How values become rows."""
-    hashed = feature.dynamic_ids is None and feature.coding in ("hash", "hexadecimal")
-    return {
-        "dynamic_ids": feature.dynamic_ids is not None,
-        "ids": feature.coding,
-        "rows": feature.rows if hashed else None,
-        "boundaries": feature.boundaries,
-    }
+        was, rule = (
+            {
+                "dynamic_ids": feature.dynamic_ids is not None,
+                "ids": feature.coding,
+                "rows": None if feature.dynamic_ids or feature.coding == "number" else feature.rows,
+                "boundaries": feature.boundaries,
+                "vocabulary": feature.values[:common],
+            }
+            for feature in (old, new)
+        )
+        for name in [name for name in rule if rule[name] != was[name]][:1]:
+            yield (
+                f"feature {new.name!r} has {name}: {rule[name]!r:.60}, and {old.name!r} of that run {was[name]!r:.60}, "
+                "so that rows are of other ids; give that (new values at a vocabulary's end), or another name to the "
+                "feature, which is then new"
+            )
 
 
 def _other_places(pairs: list[tuple[Feature, Feature]], before: FeatureSpec, after: FeatureSpec) -> Iterator[str]:

@@ -178,10 +178,12 @@ class RunFolder:
         from shardrec.layout import ShardingPlan
         from shardrec.modules import shard
         from shardrec.serve import quantize
-        from shardrec.train.model import build_model, dynamic_tables
+        from shardrec.train.model import build_model, dynamic_tables, fuse_optimizer
 
         model = build_model(self.config, self.schema)
         dynamic = dynamic_tables(self.spec, model)
+        if dynamic:  # whose rows are evicted with their optimizer's states only
+            fuse_optimizer(model, self.config)
         plan = ShardingPlan.load(self.path / PLAN).on_one_rank() if dynamic else None
         served = quantize(shard(model, plan, dynamic_ids=dynamic), self.config.publish_weights)
         served.follow(source)

@@ -53,6 +53,7 @@ def broken_off(
         steps.append(saver._progress.steps)
         if saver._progress.steps == cut_after:
             saver._acknowledge()  # what was to be saved is on disk or not; here it is
+            saver._wait_for_publish()
             raise PowerCut
 
     steps: list[int] = []
