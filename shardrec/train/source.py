@@ -116,7 +116,7 @@ class Source:
     def seek(self, position: Any, *, in_arrival: bool) -> None:
         """Go on from :meth:`position`. Every rank calls it."""
         assert self._feed is not None, "the data is a feed"
-        self._arrival, self._feed_end = None, position
+        self._data, self._arrival, self._feed_end = None, None, position
         if position is not None:
             self._feed.seek(position)
         if in_arrival:

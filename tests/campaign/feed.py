@@ -128,7 +128,9 @@ class Campaign:
                 self.lost.append(f"{folder}: a rank hangs")
                 rank.kill()
                 rank.join()
-        return [rank.exitcode for rank in ranks]
+        codes = [rank.exitcode for rank in ranks]
+        self.lost += [f"{folder}: a rank ended with exit code {code}" for code in codes if code not in (0, 3, -9)]
+        return codes
 
     def _look_at(self, folder: Path) -> None:
         import torch
