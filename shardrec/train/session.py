@@ -79,7 +79,7 @@ def run_rank(config: TrainConfig, *, resume: bool = False) -> RunReport | None:
         resume: go on from the last checkpoint, if there is one.
 
     Returns:
-        The report, on rank 0.
+        The report, on rank 0; None if a feed had no rows that could be scored.
 
     Raises:
         ShardrecError: for options, data or peers that the run cannot go on with.
@@ -154,10 +154,11 @@ def _run(config: TrainConfig, rank_info: RankInfo, folder: Path, resume: bool) -
     final_step = saver.finish()
     if run.progressive is not None and config.test is None:
         scored = run.progressive.metrics()
-        if scored is None:
-            raise ConfigError(
-                "the last rows of the feed have one label: there are no metrics of them; name files (--test)"
+        if scored is None:  # such as where ranks of another number went on, and there was nothing more to train on
+            announcer.say(
+                "the feed has ended without clicked and other rows that were scored: no new results are written"
             )
+            return lambda: None
         final: ClickMetrics | TaskMetrics = scored
     else:
         shown = working("final metrics") if rank_info.is_lead else nullcontext()

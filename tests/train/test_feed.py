@@ -146,6 +146,10 @@ def test_a_run_goes_on_with_another_number_of_ranks(tmp_path: Path) -> None:
     rows = {step: [*shares[0][step], *shares[1][step]] for step in range(1, 13)}
     rows |= trained(config.changed(global_batch_size=32, batch_size=16), resume=True)
     assert numbers(rows) == all_rows
+    # There is no score of theirs, and nothing to add to the results.
+    before = (tmp_path / "run" / "metrics.json").read_bytes()
+    assert ranks(2, trained, config.changed(global_batch_size=32, batch_size=16), resume=True) == [{}, {}]
+    assert (tmp_path / "run" / "metrics.json").read_bytes() == before
 
 
 def test_rows_are_scored_before_they_are_trained_on(tmp_path: Path) -> None:
