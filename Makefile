@@ -46,7 +46,7 @@ ifeq ($(filter $(SET),$(SETS)),)
 $(error SET is "$(SET)"; it is a release of torch, one of $(SETS))
 endif
 
-.PHONY: help train test check sanitize faults mutants bench gpu cpp-example parameter-server docs docs-site wheel clean
+.PHONY: help train test check sanitize faults mutants bench gpu cpp-example parameter-server online docs docs-site wheel clean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/make \1\t\2/p' Makefile | expand -t 18
@@ -93,6 +93,10 @@ cpp-example: $(RUNTIME) ## serve a quantized model from C++, and compare its ans
 
 parameter-server: $(RUNTIME) ## train with 2 embedding servers and 2 trainers, and compare with collectives
 	$(BIN)/python -W ignore -m examples.parameter_server.main
+
+online: $(RUNTIME) ## train on clicks that drift as they arrive, publish, follow, and plot the AUC that is served (2 minutes)
+	rm -rf runs/online
+	$(BIN)/python -W ignore -m examples.online.main
 
 docs: $(DEV) ## write docs/api.md and run the examples of docs/
 	$(BIN)/python docs/make_api.py

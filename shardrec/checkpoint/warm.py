@@ -10,7 +10,7 @@ from __future__ import annotations
 import difflib
 import re
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -89,6 +89,7 @@ def warm_start(
     resize: Resize | Collection[Resize] = (),
     optimizer: bool = False,
     strict: bool = False,
+    accept: Callable[[Mapping[str, str]], None] | None = None,
 ) -> WarmStart:
     """Give a model the weights that it shares with a checkpoint of another model. Every rank calls it.
 
@@ -111,6 +112,8 @@ def warm_start(
             step counts; not the states of an optimizer of another kind. Learning rates stay. Tables that a rank updates
             together share the largest count.
         strict: whether it is an error that a tensor is new or left out.
+        accept: is called on every rank, before anything is loaded, with the names in the checkpoint's plan of the
+            tables that will be, by those in the model's; raises a ConfigError if they are not the same tables.
 
     Returns:
         What was loaded, resized, new and left out; it is equal on all ranks.
@@ -137,6 +140,10 @@ def warm_start(
                 f"{path} and the model differ in {_listed(surprises)}, with strict=True; rename= maps names of the "
                 "checkpoint to the model's"
             )
+        if accept is not None:
+            paths = ((name.removeprefix(_MODEL), source.removeprefix(_MODEL)) for name, source in sources.items())
+            names = [[_table_names(path.removesuffix(".weight")) for path in pair] for pair in paths]
+            accept({new[0]: old[0] for new, old in names if new and old})
         reports.append(report)
         counts = {name: count for one in sharded_collections(model) for name, count in one.step_counts().items()}
         selected = replace(

@@ -9,7 +9,7 @@ Files are named for the steps of the data: ``spec`` and ``tasks`` (what the colu
 tables; ``svmlight`` parses LIBSVM's lines) or ``request`` (rows as JSON) → ``encode`` with ``fault`` for what is
 wrong → ``preprocess`` → ``rows`` → ``reading`` (ahead, on threads) → ``split`` (ranks, held-out part) → ``batch``;
 ``zipf`` → ``planted`` → ``synthetic`` for generated rows, which ``write`` turns into files; and ``metrics`` and
-``ranking`` of predictions.
+``ranking`` of predictions. ``feed`` is of files that go on arriving.
 """
 
 from __future__ import annotations

@@ -25,7 +25,7 @@ from shardrec.data.split import BatchRequest
 from shardrec.data.tables import FileInfo, check_file, counted
 from shardrec.errors import ConfigError, DataError
 
-__all__ = ["FileClickData"]
+__all__ = ["FileClickData", "check_kinds"]
 
 _THREADS = 2
 _ROWS_AHEAD = 1 << 19
@@ -50,6 +50,7 @@ class FileClickData(ClickData):
         seed: of that order, with the number of the pass.
         streams: most row groups, or files of another format, that a global batch has rows of. With 1, rows are in
             exactly the files' order, and every rank decodes all.
+        needs_rows: whether a pass in which no row can be read is an error.
 
     Attributes:
         paths: the files.
@@ -71,6 +72,7 @@ class FileClickData(ClickData):
         keep_groups: bool = False,
         seed: int = 0,
         streams: int = STREAMS,
+        needs_rows: bool = True,
     ) -> None:
         if not 0 <= holdout < 1:
             raise ConfigError(f"holdout is {holdout}: give a share from 0 to 1 (not included)")
@@ -84,11 +86,12 @@ class FileClickData(ClickData):
         self.spec = spec
         self._holdout, self._on_bad_row, self._streams = holdout, on_bad_row, streams
         self._shuffle, self._keep_groups, self._seed = shuffle, keep_groups, seed
+        self._needs_rows = needs_rows
         self._skipped: Counter[str] = Counter()
         self._reader: Reader | None = None
         self._chunks: dict[bool, list[Chunk]] = {}
         self.files: Sequence[FileInfo] = [check_file(path, spec) for path in self.paths]
-        _check_kinds(self.files)
+        check_kinds(self.files, {})
 
     @property
     def schema(self) -> ClickSchema:
@@ -215,7 +218,11 @@ class FileClickData(ClickData):
         finally:
             pool.shutdown(cancel_futures=True)
         # Of several ranks one may have none but broken rows.
-        if not reader.good and ((reader.decoded and request.world_size == 1) or not any(self._chunks.values())):
+        if (
+            self._needs_rows
+            and not reader.good
+            and ((reader.decoded and request.world_size == 1) or not any(self._chunks.values()))
+        ):
             counts = ", ".join(f"{count} {reason}" for reason, count in skipped.items()) or "none skipped"
             raise DataError(
                 f"{', '.join(self.paths)}: no row could be read ({counts}): check that the files have the columns "
@@ -241,14 +248,18 @@ def _part_of_block(streams: int) -> float:
     return min(1.0, _ROWS_AHEAD / 16_384 / max(1, streams))
 
 
-def _check_kinds(files: Sequence[FileInfo]) -> None:
-    """Raise if a column has values of one kind in one file and of another in another, which would be other ids."""
-    first: dict[str, FileInfo] = {}
+def check_kinds(files: Sequence[FileInfo], kinds: dict[str, tuple[str, str]]) -> None:
+    """Raise if a column has values of one kind in one file and of another in another, which would be other ids.
+
+    Args:
+        files: to compare with each other and with those before.
+        kinds: of each column the kind of its values and the first file that has any; those of ``files`` are added.
+    """
     for info in files:
         for name, kind in info.kinds.items():
-            before = first.setdefault(name, info) if kind else info
-            if before.kinds[name] != kind:
+            before, path = kinds.setdefault(name, (kind, info.path)) if kind else ("", "")
+            if before != kind:
                 raise DataError(
-                    f"column {name!r} has {before.kinds[name]} in {before.path} and {kind} in {info.path}: write "
-                    "values of one kind to all the files"
+                    f"column {name!r} has {before} in {path} and {kind} in {info.path}: write values of one kind to "
+                    "all the files"
                 )

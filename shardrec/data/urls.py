@@ -15,21 +15,26 @@ __all__ = ["OutputFolder", "file_system", "files_of", "open_input", "path_of"]
 _BY_PYARROW = ("file", "s3", "gs", "gcs", "abfs", "abfss", "hdfs", "viewfs")
 
 
-def files_of(pattern: str) -> list[str]:
+def files_of(pattern: str, *, least: int = 1) -> list[str]:
     """The files that a name, a folder or a pattern (``day_*.parquet``) stands for, in order; each may be a URL.
 
     Of a folder, files whose names begin with ``.`` or ``_``, such as those that Spark adds, are left out.
 
+    Args:
+        pattern: the name, folder or pattern.
+        least: number of files that there must be in a folder or of a pattern.
+
     Raises:
-        DataError: if there is none, or the URL's file system cannot be used.
+        DataError: if there are fewer, or the URL's file system cannot be used.
     """
     if "://" not in pattern:
-        return _found(pattern, os.path.isfile, os.path.isdir, glob)
+        return _found(pattern, os.path.isfile, os.path.isdir, glob, least)
     import pyarrow as pa
 
     system, path = file_system(pattern)
     try:
-        names = _found(path, system.isfile, system.isdir, system.glob)
+        system.invalidate_cache()  # some of fsspec's keep their lists
+        names = _found(path, system.isfile, system.isdir, system.glob, least)
     except (OSError, pa.ArrowException) as error:
         raise DataError(f"data files {pattern} cannot be listed ({error}): check the URL and your access") from error
     if names == [path]:
@@ -116,14 +121,18 @@ class OutputFolder:
 
 
 def _found(
-    path: str, is_file: Callable[[str], bool], is_folder: Callable[[str], bool], matching: Callable[[str], list[str]]
+    path: str,
+    is_file: Callable[[str], bool],
+    is_folder: Callable[[str], bool],
+    matching: Callable[[str], list[str]],
+    least: int,
 ) -> list[str]:
     folder = is_folder(path)
     if is_file(path) or not (folder or set("*?[") & set(path)):
         return [path]  # if it is not there, its reader says so
     inside = os.path.join(escape(path), "[!._]*") if folder else path
     matches = sorted(name for name in matching(inside) if is_file(name))
-    if not matches:
+    if len(matches) < least:
         raise DataError(f"no data file is named {inside}: check the path")
     return matches
 

@@ -48,9 +48,10 @@ class Board(Display):
 
     def evaluated(self, point: CurvePoint) -> None:
         self._shown.evaluated(point)
+        rows = "progressive" if point.progressive else "held_out"
         for name, value in ({name: getattr(point, name) for name in _HELD_OUT} | {**point.tasks}).items():
             if value is not None:
-                self._write(f"held_out/{name}", value, point.samples)
+                self._write(f"{rows}/{name}", value, point.samples)
         for table, counts in point.ids.items():
             for name, count in counts.items():
                 self._write(f"ids/{table}/{name}", count, point.samples)

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 __all__ = [
     "BOARD",
     "CHECKPOINTS",
+    "FEED",
     "FILE",
     "METRICS",
     "PLAN",
@@ -33,6 +34,9 @@ __all__ = [
 
 SYNTHETIC = "synthetic"
 """The value of ``data`` that asks for generated rows."""
+
+FEED = "feed:"
+"""What ``data`` begins with if its files go on arriving."""
 
 CHECKPOINTS = "checkpoints"
 """The folder of a run's checkpoints, in its results."""
@@ -57,6 +61,10 @@ _RESTARTS = 3
 _DATA, _MODEL, _LEARNING, _RANKS, _OUTPUT = "Data", "Model", "Learning", "Ranks", "Output"
 _OF_THE_RUN = (_DATA, _MODEL, _LEARNING)
 
+_NOT_OF_FEEDS = (
+    *("valid", "samples", "epochs", "holdout", "loss", "decay", "schedule"),
+    *("patience", "monitor", "evaluations", "ranking"),
+)
 _OVER_GROUPS = ("softmax", "pairwise")
 _OWN_MODEL = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
 _EVERY = re.compile(r"0*[1-9][0-9]*|(?=.*[1-9])[0-9]+(\.[0-9]+)?m")
@@ -73,7 +81,11 @@ class TrainConfig(Options):
         SYNTHETIC,
         _DATA,
         "Files of rows: a name, a pattern such as 'day_*.parquet', a folder or a URL (.parquet, .csv, .tsv; text also "
-        ".gz, .xz, .bz2, .zst); or 'synthetic' for generated rows.",
+        ".gz, .xz, .bz2, .zst); 'feed:' before a folder or a pattern, to train on its files as they arrive, without an "
+        "end; or 'synthetic' for generated rows.",
+    )
+    feed_idle: float | None = option(
+        None, _OUTPUT, "Seconds without a new file after which a feed has ended (default: it has no end)", ge=0
     )
     features: str | None = option(
         None, _DATA, "YAML file that says what the columns are (default: those of Criteo's files)", metavar="YAML"
@@ -198,6 +210,18 @@ class TrainConfig(Options):
         "Metric of the held-out rows by which points are compared (default: logloss; a loss over groups: gauc)",
         choices=("auc", "logloss", "ne", "gauc", "ndcg"),
     )
+    init_from: str | None = option(
+        None,
+        _LEARNING,
+        "Begin with the weights that the model shares with the last checkpoint of another run, or with this one of it.",
+        metavar="RUN|CHECKPOINT",
+    )
+    rename: tuple[str, ...] = option(
+        (),
+        _LEARNING,
+        "With --init-from: a table, or a layer, that has another name now; can be repeated.",
+        metavar="OLD=NEW",
+    )
     seed: int = option(0, _LEARNING, "Seed of the first weights and of generated rows.", ge=0)
 
     nproc: int = option(1, _RANKS, "Ranks to start on this machine; under torchrun, its ranks are joined.", ge=1)
@@ -286,6 +310,8 @@ class TrainConfig(Options):
                 parse_constraint(text)
             except ConfigError as error:
                 faults.append(str(error))
+        if self.rename and (self.init_from is None or not all("=" in pair for pair in self.rename)):
+            faults.append(f"rename (--rename) is {self.rename!r}: give OLD=NEW, with init_from (--init-from)")
         if self.plan is not None and self.constraint:
             faults.append("constraint (--constraint) is for the planner and plan (--plan) replaces it: leave one out")
         if self.detect_anomaly == "on" and self.compile == "full":
@@ -304,6 +330,24 @@ class TrainConfig(Options):
                 for name in ("features", "valid", "test", "shuffle")
                 if getattr(self, name) is not None
             ]
+        if self.feed is not None:
+            faults += [
+                f"{name} ({flag(name)}) is {getattr(self, name)!r}, and data (--data) a feed, which has no end, and "
+                "whose rows are scored before they are trained on, by bce: leave it out"
+                for name in _NOT_OF_FEEDS
+                if getattr(self, name) != type(self).model_fields[name].default
+            ]
+            if self.checkpoint == "best":
+                faults.append(
+                    "checkpoint (--checkpoint) is 'best', and a feed's points are of different rows: give 'last'"
+                )
+            if self.checkpoint_every is None and self.feed_idle is None:
+                faults.append(
+                    "data (--data) is a feed, whose run saves what it has learned at intervals and when it is told to "
+                    "end: give checkpoint_every (--checkpoint-every), or feed_idle (--feed-idle) for an end"
+                )
+        elif self.feed_idle is not None:
+            faults.append(f"feed_idle (--feed-idle) is {self.feed_idle!r}, and data (--data) is no feed: leave it out")
         if self.out is not None and "://" in self.out:
             faults.append(
                 f"out (--out) is {self.out!r}: results and checkpoints go to a folder of a file system that is mounted "
@@ -376,6 +420,11 @@ class TrainConfig(Options):
     def is_synthetic(self) -> bool:
         """Whether the rows are generated."""
         return self.data == SYNTHETIC
+
+    @property
+    def feed(self) -> str | None:
+        """The folder or pattern whose files are trained on as they arrive, if the data is one."""
+        return self.data.removeprefix(FEED) if self.data.startswith(FEED) else None
 
     def to_yaml(self) -> str:
         """The effective options as a file for :func:`load_config`."""

@@ -184,7 +184,11 @@ class Announcer:
                 "rate would be better. Train on more rows, or lower --embedding-lr and --lr"
             )
         best = min(report.curve, key=lambda point: point.logloss or 0.0, default=None)
-        if best is not None and (best.logloss or 0.0) < (report.curve[-1].logloss or 0.0) * _OVERFITS:
+        if (
+            best is not None
+            and not best.progressive
+            and (best.logloss or 0.0) < (report.curve[-1].logloss or 0.0) * _OVERFITS
+        ):
             self.say(
                 f"the held-out normalized entropy was {best.normalized_entropy:.4f} after {best.samples:,} samples and "
                 f"{report.curve[-1].normalized_entropy:.4f} at the end: the model overfits{_advice(report)}"
@@ -213,7 +217,8 @@ def _held_out(point: CurvePoint) -> str:
     if point.tasks:
         values = "  ".join(f"{name} {text}" for name, text in task_values(point.tasks).items())
         return "\n".join([f"{point.samples:>11,} samples  held out: {values}", *ids])
-    metrics = f"{point.samples:>11,} samples  held out: AUC {point.auc:.4f}  logloss {point.logloss:.4f}  "
+    rows = "before training" if point.progressive else "held out"
+    metrics = f"{point.samples:>11,} samples  {rows}: AUC {point.auc:.4f}  logloss {point.logloss:.4f}  "
     if point.gauc is None or point.ndcg is None:
         metrics += f"NE {point.normalized_entropy:.4f}"
     else:

@@ -35,6 +35,8 @@ __all__ = ["Schedule", "StepPart", "failing_together", "step_parts", "train_epoc
 T = TypeVar("T")
 
 _SMOOTHING_STEPS = 20
+_MOST_POINTS = 10_000
+"""Points of the curve that a run without an end keeps."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,8 +44,9 @@ class Schedule:
     """What happens at which step; a function of the step alone, so that all ranks agree.
 
     Args:
-        total_steps: of the run.
-        evaluations: number of points, spread evenly, the last at the last step.
+        total_steps: of the run; 0 if it has no end.
+        evaluations: number of points, spread evenly, the last at the last step; of a run without an end, the steps from
+            one to the next.
         warmup: steps in which the learning rates rise linearly, the last of them with the whole rates.
         shape: ``linear`` or ``cosine``, how they decay to 0; or ``constant``.
         decay: share of the steps, at the end, in which they decay.
@@ -65,6 +68,8 @@ class Schedule:
 
     def is_due(self, step: int) -> bool:
         """Whether to evaluate after ``step`` steps, counted from 1."""
+        if not self.total_steps:
+            return step % self.evaluations == 0
         count = min(self.evaluations, self.total_steps)
         return step * count // self.total_steps > (step - 1) * count // self.total_steps
 
@@ -113,7 +118,7 @@ def train_epoch(
     batches: Prefetcher[StepPart],
     *,
     schedule: Schedule,
-    evaluate: Callable[[], ClickMetrics | TaskMetrics],
+    evaluate: Callable[[], ClickMetrics | TaskMetrics | None],
     display: Display,
     after_point: Callable[[], None],
     after_step: Callable[[], None],
@@ -124,7 +129,7 @@ def train_epoch(
         run: its progress is moved on, at the end to the next epoch.
         batches: this rank's, those of the epoch that are left, from :func:`step_parts`.
         schedule: of evaluations and learning rates.
-        evaluate: held-out metrics, on every rank.
+        evaluate: held-out metrics, on every rank; of a feed, those of the last rows, None if they have none.
         display: is told of every step.
         after_point: is called when a point of the curve has been added.
         after_step: is called when a step and its evaluation are over; may end the run by raising.
@@ -139,6 +144,8 @@ def train_epoch(
         with progress.off_the_clock():
             progress.evaluated_at = progress.steps
             train_loss, metrics = progress.loss.since_point(), evaluate()
+            if metrics is None:
+                return
             norms = {name: recent.since_point() for name, recent in progress.grad_norms.items()}
             point = CurvePoint(
                 samples=progress.samples,
@@ -148,8 +155,9 @@ def train_epoch(
                 **held_out_values(metrics),
                 grad_norms={name: norm for name, norm in norms.items() if norm is not None and math.isfinite(norm)},
                 ids=run.id_counts(),
+                progressive=run.progressive is not None,
             )
-            progress.curve.append(point)
+            progress.curve = [*progress.curve, point][-_MOST_POINTS:]
             display.evaluated(point)
         after_point()
 
@@ -157,7 +165,8 @@ def train_epoch(
         if part.sums is not None:
             weights.begin(part.sums, run.config.accumulate)
         with torch.autocast(run.rank_info.device.type, torch.bfloat16, enabled=run.config.precision == "bf16"):
-            loss = batch_loss(run.config.loss, model, part.batch, run.spec.labels, weights.divisors)
+            scored = model if run.progressive is None else run.progressive.scoring(model, part.batch.labels)
+            loss = batch_loss(run.config.loss, scored, part.batch, run.spec.labels, weights.divisors)
         return loss if part.weight == 1 else loss * part.weight, loss.detach(), part
 
     steps = TrainPipeline(
@@ -202,7 +211,7 @@ def train_epoch(
             if due and progress.stalled(run.config.patience):
                 steps.close()  # here, too: their metrics are the same
                 return
-    progress.epoch, progress.epoch_steps = progress.epoch + 1, 0
+    progress.next_epoch()
 
 
 def failing_together(batches: Iterator[T], model: ShardedModel) -> Iterator[T]:

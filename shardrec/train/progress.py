@@ -110,6 +110,10 @@ class Progress:
         worths = [sign * (point.value(self.watched) or 0.0) for point in self.curve]
         return len(worths) <= points or max(worths[-points:]) > max(worths[:-points])
 
+    def next_epoch(self) -> None:
+        """The present epoch, of a feed the arrival, is over."""
+        self.epoch, self.epoch_steps = self.epoch + 1, 0
+
     @property
     def samples(self) -> int:
         """Rows over all ranks, as if each had as many as this one: in the last step of an epoch they may not."""

@@ -17,6 +17,7 @@ from rich.table import Table
 
 import shardrec
 from shardrec.data import ClickMetrics
+from shardrec.train.config import FEED
 from shardrec.train.tasks import TaskMetrics
 
 if TYPE_CHECKING:
@@ -58,6 +59,8 @@ class CurvePoint:
         ids: of each table with dynamic ids, by its plan name: the counts of :meth:`shardrec.ShardedModel.id_stats`,
             since the run began.
         tasks: held-out metrics of several tasks, as :attr:`TaskMetrics.values`; empty of a single label.
+        progressive: whether the metrics are of rows of a feed, scored before they were trained on, in place of held-out
+            ones.
     """
 
     samples: int
@@ -72,6 +75,7 @@ class CurvePoint:
     grad_norms: Mapping[str, float] = field(default_factory=dict)
     ids: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
     tasks: Mapping[str, float | int | None] = field(default_factory=dict)
+    progressive: bool = False
 
     def value(self, name: str) -> float | None:
         """A held-out metric, of a single label or of tasks."""
@@ -111,7 +115,10 @@ class RunReport:
     @property
     def final_rows(self) -> str:
         """Which rows ``final`` is of."""
-        return "test rows" if self.config["test"] else "held-out rows"
+        if self.config["test"]:
+            return "test rows"
+        of_feed = self.config["data"].startswith(FEED)
+        return "last rows, scored before they were trained on" if of_feed else "held-out rows"
 
     @property
     def samples_per_second(self) -> float:

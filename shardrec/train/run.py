@@ -17,6 +17,7 @@ from shardrec.train.average import Average
 from shardrec.train.config import TrainConfig
 from shardrec.train.display import Announcer
 from shardrec.train.progress import Progress
+from shardrec.train.progressive import Progressive
 from shardrec.train.source import Source
 
 __all__ = ["Run"]
@@ -37,6 +38,7 @@ class Run:
         average: of the weights, if they are averaged.
         progress: what was done so far.
         announcer: is told what people should know.
+        progressive: of a feed, the scores of its last rows.
     """
 
     config: TrainConfig
@@ -49,6 +51,7 @@ class Run:
     average: Average | None
     progress: Progress
     announcer: Announcer
+    progressive: Progressive | None = None
     _ids_before: dict[str, dict[str, int]] = field(default_factory=dict, init=False)
 
     def evaluated(self) -> AbstractContextManager[None]:

@@ -144,9 +144,12 @@ class RunFolder:
 
         cpu = torch.device("cpu")
         config = self.config
+        if data is None and config.feed is not None and config.test is None:
+            raise ConfigError(f"{self.path} was trained on a feed, which has no held-out rows: give files (--data)")
         if data is not None:
             # The file's rows alone: what the run was trained on need not be there any more.
-            config = config.changed(data=data, valid=data, test=None, samples=None, holdout_samples=None)
+            alone = dict.fromkeys(("test", "samples", "holdout_samples", "feed_idle"))
+            config = config.changed(data=data, valid=data, **alone)
         given = {"on_bad_row": on_bad_row, "ranking": ranking}
         config = config.changed(**{name: value for name, value in given.items() if value is not None})
         rank_info = RankInfo(rank=0, world_size=1, device=cpu, threads=torch.get_num_threads())
@@ -175,10 +178,12 @@ class RunFolder:
         from shardrec.layout import ShardingPlan
         from shardrec.modules import shard
         from shardrec.serve import quantize
-        from shardrec.train.model import build_model, dynamic_tables
+        from shardrec.train.model import build_model, dynamic_tables, fuse_optimizer
 
         model = build_model(self.config, self.schema)
         dynamic = dynamic_tables(self.spec, model)
+        if dynamic:  # whose rows are evicted with their optimizer's states only
+            fuse_optimizer(model, self.config)
         plan = ShardingPlan.load(self.path / PLAN).on_one_rank() if dynamic else None
         served = quantize(shard(model, plan, dynamic_ids=dynamic), self.config.publish_weights)
         served.follow(source)

@@ -59,6 +59,7 @@ class Saver:
             self._publisher = Publisher(run.model, run.config.publish, run.config.publish_weights)
         self._published = PendingSave()
         self._published_at = time.monotonic()
+        self._published_step: int | None = None
         self._stop = StopRequest()
         self._pending: PendingSave | None = None
         self._saved_step: int | None = None
@@ -83,15 +84,22 @@ class Saver:
         loaded = self._checkpoints.load_last(self._run.model, self._run.optimizer)
         assert loaded is not None, "there was a checkpoint when this was called, and this run has locked the folder"
         self._config.check_resumes(loaded.extra["config"])
+        feed = loaded.extra.get("feed")
+        if feed is not None:
+            self._run.source.seek(feed[0], in_arrival=feed[1])
         begun = bool(loaded.extra["progress"]["epoch_steps"])
         self._run.source.check_resumes(loaded.extra.get("data"), in_epoch=begun)
         rank_state, samples, rank_info = loaded.rank_state, int(loaded.extra["samples"]), self._place
         rows = samples * (rank_info.rank + 1) // rank_info.world_size - samples * rank_info.rank // rank_info.world_size
         self._progress.load(loaded.extra["progress"], rows=int(rank_state["rows"]) if rank_state else rows)
+        if feed is not None and begun and not feed[1]:
+            self._progress.next_epoch()
         self._run.source.load_left_out(loaded.extra["left_out"])
         self._run.load_id_counts(loaded.extra.get("ids", {}))
         if rank_state:
             torch.set_rng_state(rank_state["random"])
+        if self._run.progressive is not None and "scored" in rank_state:
+            self._run.progressive.load(rank_state["scored"])
         if "cuda_random" in rank_state:
             torch.cuda.set_rng_state(rank_state["cuda_random"], rank_info.device)
         self._saved_step = self._agreed_step = self._agree_at = loaded.step
@@ -104,8 +112,11 @@ class Saver:
         """Inside, SIGTERM and Ctrl-C end the run after a step and a save, if it saves at all before its end."""
         return nullcontext() if self._config.checkpoint_every is None else self._stop
 
-    def after_step(self) -> None:
-        """Save if it is time.
+    def after_step(self, *, idle: bool = False) -> None:
+        """Save and publish if it is time.
+
+        Args:
+            idle: whether no step was made since the last call, for want of rows.
 
         Raises:
             RunStopped: on every rank, after a save, if any was told to end.
@@ -114,14 +125,14 @@ class Saver:
             return
         steps = self._progress.steps
         due, publish = (
-            interval is not None and steps % interval == 0
+            interval is not None and not idle and steps % interval == 0
             for interval in (self._config.checkpoint_steps, self._config.publish_interval[0])
         )
         ends = False
-        if steps > self._agree_at:
+        if steps > self._agree_at or idle:
             ends, save_timely, publish_timely = self._agree()
             due, publish = due or save_timely, publish or publish_timely
-        if publish:
+        if publish and steps != self._published_step:
             self._publish(steps)
         if due or ends:
             self._save()
@@ -167,7 +178,7 @@ class Saver:
         acknowledges what is written."""
         now, steps = time.monotonic(), self._progress.steps
         wait_s, publish_s = self._config.checkpoint_seconds, self._config.publish_interval[1]
-        pace = (now - self._agreed_at) / (steps - self._agreed_step)
+        pace = (now - self._agreed_at) / max(1, steps - self._agreed_step)
         said = torch.tensor(
             [
                 self._stop.made,
@@ -194,7 +205,7 @@ class Saver:
         self._wait_for_publish()
         with self._run.evaluated():
             self._published = self._publisher.publish(extra={"step": step}, wait=False)
-        self._published_at = time.monotonic()
+        self._published_at, self._published_step = time.monotonic(), step
 
     def _wait_for_publish(self) -> None:
         """Training goes on after a publish that failed, on all ranks: the next one is complete in itself."""
@@ -218,6 +229,7 @@ class Saver:
                 "progress": self._progress.state(),
                 "left_out": self._run.source.all_left_out(),
                 "data": self._run.source.digests(),
+                "feed": self._run.source.position(self._progress.epoch_steps),
                 "ids": self._run.id_counts(),
             }
             self._checkpoints.pinned = self._progress.best_step
@@ -228,6 +240,8 @@ class Saver:
 
     def _own_state(self) -> dict[str, Tensor]:
         state: dict[str, Any] = {"rows": torch.tensor(self._progress.rows), "random": torch.get_rng_state()}
+        if self._run.progressive is not None:
+            state["scored"] = self._run.progressive.state()
         if self._place.device.type == "cuda":
             state["cuda_random"] = torch.cuda.get_rng_state(self._place.device)
         return state

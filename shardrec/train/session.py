@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import json
 import sys
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext
 from pathlib import Path
@@ -19,7 +20,7 @@ from pathlib import Path
 from shardrec.console import working
 from shardrec.data import ClickBatch, ClickMetrics, FeatureSpec
 from shardrec.data.spec import VOCABULARIES, parse_spec, read_spec
-from shardrec.errors import ConfigError
+from shardrec.errors import ConfigError, DataError
 from shardrec.files import naming, os_fault, parse_json, read_text
 from shardrec.launch.ranks import RankInfo, joined_run, meet, over_ranks, same_everywhere
 from shardrec.layout import ShardingPlan
@@ -31,6 +32,7 @@ from shardrec.train.board import Board
 from shardrec.train.catalogue import evaluator
 from shardrec.train.config import FILE, METRICS, PLAN, SPEC, TrainConfig, load_config_text
 from shardrec.train.display import Announcer
+from shardrec.train.initial import start_from
 from shardrec.train.locking import locked
 from shardrec.train.loop import Schedule, failing_together, step_parts, train_epoch
 from shardrec.train.losses import with_own_loss
@@ -44,6 +46,7 @@ from shardrec.train.model import (
 )
 from shardrec.train.prefetch import Prefetcher
 from shardrec.train.progress import Progress, RecentMean
+from shardrec.train.progressive import Progressive
 from shardrec.train.report import RunReport, environment, write_curve, write_metrics
 from shardrec.train.run import Run
 from shardrec.train.saving import Saver
@@ -58,6 +61,12 @@ _CURVE_ROWS = 100_000
 _LOCK_S = 10.0
 """How long a run waits for one in its folder that is being ended."""
 
+_POLL_S = 0.5
+"""Between two looks for rows of a feed."""
+
+_PROGRESSIVE_ROWS = 100_000
+"""Rows of a feed behind a point of the curve."""
+
 _SAMPLED = 4
 """Batches that tell the planner how many ids there are and how they are spread."""
 
@@ -70,7 +79,7 @@ def run_rank(config: TrainConfig, *, resume: bool = False) -> RunReport | None:
         resume: go on from the last checkpoint, if there is one.
 
     Returns:
-        The report, on rank 0.
+        The report, on rank 0; None if a feed had no rows that could be scored.
 
     Raises:
         ShardrecError: for options, data or peers that the run cannot go on with.
@@ -95,6 +104,10 @@ def _run(config: TrainConfig, rank_info: RankInfo, folder: Path, resume: bool) -
         source.count()
     if rank_info.is_lead and plan is None:
         announcer.say(source.describe())
+    if config.feed is not None and plan is None and not _arrived(source, config, time.sleep):
+        raise DataError(
+            f"{config.feed} has had no file for {config.feed_idle:g} s (--feed-idle): there is nothing to train on"
+        )
     model = _sharded_model(config, source, spec, rank_info, plan)
     if rank_info.is_lead and plan is None:
         announcer.plan(model.plan)
@@ -117,12 +130,16 @@ def _run(config: TrainConfig, rank_info: RankInfo, folder: Path, resume: bool) -
             watched=_watched(config),
         ),
         announcer=announcer,
+        progressive=None if config.feed is None else Progressive(-(-_progressive_rows(config) // rank_info.world_size)),
     )
     saver = Saver(run)
-    if resume and saver.has_checkpoints():
+    goes_on = resume and saver.has_checkpoints()
+    if goes_on:
         saver.load()
     elif resume:  # as at the first start of a command with --resume, or in a folder by mistake
         announcer.say(f"there is no checkpoint in {folder} to go on from: the run begins")
+    if config.init_from is not None and not goes_on:
+        announcer.say(f"from {config.init_from}:\n{start_from(config, spec, model, rank_info)}")
     if rank_info.is_lead:
         with _replacing(folder / FILE) as file:
             file.write_text(config.to_yaml(), encoding="utf-8")
@@ -135,9 +152,18 @@ def _run(config: TrainConfig, rank_info: RankInfo, folder: Path, resume: bool) -
     with saver.watching(), anomalies:
         _train(run, saver, evaluate)
     final_step = saver.finish()
-    shown = working("final metrics") if rank_info.is_lead else nullcontext()
-    with shown, run.evaluated(), Prefetcher(source.test_batches()) as batches:
-        final = evaluate(failing_together(batches, model))
+    if run.progressive is not None and config.test is None:
+        scored = run.progressive.metrics()
+        if scored is None:  # such as where ranks of another number went on, and there was nothing more to train on
+            announcer.say(
+                "the feed has ended without clicked and other rows that were scored: no new results are written"
+            )
+            return lambda: None
+        final: ClickMetrics | TaskMetrics = scored
+    else:
+        shown = working("final metrics") if rank_info.is_lead else nullcontext()
+        with shown, run.evaluated(), Prefetcher(source.test_batches()) as batches:
+            final = evaluate(failing_together(batches, model))
     samples = over_ranks(run.progress.rows, rank_info)
     left_out = total_left_out(source.all_left_out())
 
@@ -208,8 +234,8 @@ def _own_spec(config: TrainConfig, rank_info: RankInfo, folder: Path, resume: bo
 def _sharded_model(
     config: TrainConfig, source: Source, spec: FeatureSpec, rank_info: RankInfo, plan: ShardingPlan | None
 ) -> ShardedModel:
-    model = build_model(config, source.data.schema)
-    fault = export_fault(config, model, source.data.schema) if rank_info.is_lead else ""
+    model = build_model(config, spec.schema_)
+    fault = export_fault(config, model, spec.schema_) if rank_info.is_lead else ""
     if fault:
         print(f"shardrec: warning: {fault}", file=sys.stderr, flush=True)
     if config.loss == "model":
@@ -298,17 +324,24 @@ def _watched(config: TrainConfig) -> str:
 
 def _train(run: Run, saver: Saver, evaluate: Callable[[Iterable[ClickBatch]], ClickMetrics | TaskMetrics]) -> None:
     config, source, model, progress = run.config, run.source, run.model, run.progress
+    progressive = run.progressive
     # In memory: a file would have to be read to its end again for each point of the curve.
-    curve_batches = list(failing_together(source.holdout_batches(_CURVE_ROWS), model))
+    curve_batches = [] if progressive else list(failing_together(source.holdout_batches(_CURVE_ROWS), model))
 
-    def evaluated() -> ClickMetrics | TaskMetrics:
+    def evaluated() -> ClickMetrics | TaskMetrics | None:
+        if progressive is not None:
+            return progressive.metrics()
         with run.evaluated():
             return evaluate(curve_batches)
 
-    with run.announcer.display(source.train_rows * config.epochs, lambda shown: Board(shown, run)) as display:
-        for epoch in range(progress.epoch, config.epochs):
-            if progress.stalled(config.patience):
-                break
+    total_rows = None if progressive else source.train_rows * config.epochs
+    evaluations = config.evaluations
+    if progressive:
+        evaluations = max(
+            1, _progressive_rows(config) // (source.batch_size * run.rank_info.world_size * config.accumulate)
+        )
+    with run.announcer.display(total_rows, lambda shown: Board(shown, run)) as display:
+        for epoch in _epochs(run, saver):
             made = source.train_batches(progress.epoch_steps, epoch)
             parts = step_parts(made, config.accumulate, lambda: source.skipped, weighs_labels=run.spec.weighs_labels)
             with Prefetcher(parts) as batches:
@@ -316,8 +349,8 @@ def _train(run: Run, saver: Saver, evaluate: Callable[[Iterable[ClickBatch]], Cl
                     run,
                     batches,
                     schedule=Schedule(
-                        total_steps=source.steps * config.epochs,
-                        evaluations=config.evaluations,
+                        total_steps=0 if progressive else source.steps * config.epochs,
+                        evaluations=evaluations,
                         warmup=config.warmup,
                         shape=config.schedule,
                         decay=config.decay,
@@ -329,13 +362,43 @@ def _train(run: Run, saver: Saver, evaluate: Callable[[Iterable[ClickBatch]], Cl
                 )
 
 
+def _epochs(run: Run, saver: Saver) -> Iterator[int]:
+    """The numbers of the epochs that are left; of a feed, of its arrivals, without an end unless it is idle."""
+    config, source, progress = run.config, run.source, run.progress
+    while config.feed is None and progress.epoch < config.epochs and not progress.stalled(config.patience):
+        yield progress.epoch
+
+    def wait(seconds: float) -> None:
+        saver.after_step(idle=True)
+        time.sleep(seconds)
+
+    while config.feed is not None and _arrived(source, config, wait):
+        yield progress.epoch
+        source.end_arrival()
+
+
+def _arrived(source: Source, config: TrainConfig, wait: Callable[[float], None]) -> bool:
+    """Wait until rows of the feed have arrived; False, on all ranks after as many looks, if it has ended."""
+    waited_s = 0.0
+    while not source.poll():
+        if config.feed_idle is not None and waited_s >= config.feed_idle:
+            return False
+        wait(_POLL_S)
+        waited_s += _POLL_S
+    return True
+
+
+def _progressive_rows(config: TrainConfig) -> int:
+    return config.holdout_samples or _PROGRESSIVE_ROWS
+
+
 def _report(
     run: Run, samples: int, final: ClickMetrics | TaskMetrics, final_step: int, left_out: Mapping[str, int]
 ) -> RunReport:
     return RunReport(
         config=run.config.to_mapping(),
         environment=environment(world_size=run.rank_info.world_size, threads=run.rank_info.threads),
-        source=run.source.data.describe(),
+        source=run.source.describe() if run.progressive else run.source.data.describe(),
         curve=tuple(run.progress.curve),
         final=final,
         optimum=run.source.best_metrics(),

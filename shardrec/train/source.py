@@ -22,6 +22,7 @@ from shardrec.data import (
     load_spec,
     open_click_data,
 )
+from shardrec.data.feed import Arrival, Feed, FolderFeed
 from shardrec.data.urls import files_of
 from shardrec.errors import ConfigError, DataError
 from shardrec.exchange.peers import peers
@@ -46,10 +47,9 @@ class Source:
         spec: what the columns are; default: what the config's file says.
 
     Attributes:
-        data: the rows to train on and, where these have no files of their own, those held out.
         left_out: broken rows of this rank that were left out, by reason, of each pass over some rows: ``train 0`` is
             that of the first epoch, the others have the rows' name alone and are the longest ones, for they may end
-            early.
+            early. Of a feed all passes count as the first.
 
     Raises:
         DataError, ConfigError: if the file cannot be opened or the options do not fit it.
@@ -62,7 +62,10 @@ class Source:
         self._samples = config.samples
         self._holdout_samples = config.holdout_samples
         spec = spec or spec_of(config)
-        self.data = _open(config, spec)
+        self._data = None if config.feed is not None else _open(config, spec)
+        self._feed: Feed | None = None if config.feed is None else self._opened_feed(config, config.feed, spec)
+        self._arrival: Arrival | None = None
+        self._feed_end: Any = None
         # Held-out rows, and those of the final metrics, in files of their own: all their rows.
         self._valid, self._test = (
             None if name is None else _opened(config, name, spec) for name in (config.valid, config.test)
@@ -71,13 +74,77 @@ class Source:
         self._left_out_before: dict[str, Mapping[str, int]] = {}
 
     @property
+    def data(self) -> FileClickData | SyntheticClickData:
+        """The rows to train on, of a feed those that arrived last; and those held out that have no files."""
+        assert self._data is not None, "rows have arrived"
+        return self._data
+
+    def poll(self) -> bool:
+        """Whether there are rows of a feed to train on: those of the arrival under way, or else the next. Collective.
+
+        Raises:
+            DataError: on every rank, for a file that cannot be read.
+        """
+        assert self._feed is not None, "the data is a feed"
+        while self._arrival is None:
+            self._arrival = self._feed.poll()
+            if self._arrival is None:
+                return False
+            self._data = self._arrival.rows
+            self._data.count(self._shared)
+            counts = Counter(self.left_out.get("train 0", {}))
+            counts["file that cannot be read"] += self._arrival.left_out if self._rank_info.is_lead else 0
+            self.left_out = {"train 0": dict(+counts)}
+            self._left_out_before = dict(self.left_out)
+            if not self.train_rows:
+                self.end_arrival()
+        return True
+
+    def end_arrival(self) -> None:
+        """The arrival under way has been trained on."""
+        if self._arrival is not None:
+            self._feed_end, self._arrival = self._arrival.end, None
+
+    def position(self, epoch_steps: int) -> tuple[Any, bool] | None:
+        """Where a feed is after steps of the arrival under way, for a checkpoint, and whether that has further ones."""
+        if self._feed is None:
+            return None
+        if self._arrival is None or epoch_steps >= self.steps:
+            return (self._feed_end if self._arrival is None else self._arrival.end), False
+        return self._arrival.position, True
+
+    def seek(self, position: Any, *, in_arrival: bool) -> None:
+        """Go on from :meth:`position`. Every rank calls it."""
+        assert self._feed is not None, "the data is a feed"
+        self._data, self._arrival, self._feed_end = None, None, position
+        if position is not None:
+            self._feed.seek(position)
+        if in_arrival:
+            self.poll()
+
+    def _opened_feed(self, config: TrainConfig, folder: str, spec: FeatureSpec) -> FolderFeed:
+        if spec.labels:
+            raise ConfigError(
+                f"data (--data) is {config.data!r}, and the features (--features) name several labels: the rows of a "
+                "feed are scored by one; give label: COLUMN"
+            )
+        return FolderFeed(
+            folder,
+            spec,
+            lambda files: _opened(config, files, spec, shuffle=config.shuffle or 0, needs_rows=False),
+            on_first_rank=lambda function: str(self._gathered(function() if self._rank_info.is_lead else "")[0]),
+            most=config.streams,
+            skips=config.on_bad_row == "skip",
+        )
+
+    @property
     def skipped(self) -> Mapping[str, int]:
         """Broken rows of this rank that the training files' present pass has left out so far, by reason."""
-        return self.data.skipped if isinstance(self.data, FileClickData) else {}
+        return self._data.skipped if isinstance(self._data, FileClickData) else {}
 
     def left_out_of(self, epoch: int, counts: Mapping[str, int]) -> None:
         """Say how many rows of this rank an epoch has left out so far, since it began or the run went on."""
-        name = f"train {epoch}"
+        name = f"train {epoch if self._feed is None else 0}"
         if counts:
             self.left_out[name] = dict(Counter(self._left_out_before.get(name, {})) + Counter(counts))
 
@@ -150,6 +217,8 @@ class Source:
 
     def describe(self) -> str:
         """The rows in words, and what would make reading them faster."""
+        if self._feed is not None:
+            return "rows of files, as they arrive"
         lines = [self.data.describe()]
         if isinstance(self.data, FileClickData):
             lines.append(self.data.uneven(self._rank_info.world_size, self._batch_rows))
@@ -157,7 +226,7 @@ class Source:
 
     @property
     def _files(self) -> dict[str, FileClickData]:
-        sources = {"data": self.data, "valid": self._valid, "test": self._test}
+        sources = {"data": self._data, "valid": self._valid, "test": self._test}
         return {name: data for name, data in sources.items() if isinstance(data, FileClickData)}
 
     def _shared(self, function: Callable[[Any], Any], items: Sequence[Any]) -> list[Any]:
@@ -231,7 +300,7 @@ class Source:
 
     def best_metrics(self) -> ClickMetrics | None:
         """The best that any model can have on the held-out rows; None for data whose optimum is unknown."""
-        return self.data.best_metrics().holdout if isinstance(self.data, SyntheticClickData) else None
+        return self._data.best_metrics().holdout if isinstance(self._data, SyntheticClickData) else None
 
     def _counted(
         self, files: str, data: FileClickData | SyntheticClickData, batches: Iterator[ClickBatch]
@@ -262,6 +331,11 @@ def counted_vocabularies(config: TrainConfig, spec: FeatureSpec, uncounted: Feat
     """The vocabularies from data of ``uncounted``: those that ``spec`` has, or else those of the rows to train on."""
     from shardrec.data.vocabulary import count_vocabularies  # with pyarrow
 
+    if spec.uncounted and config.feed is not None:
+        raise ConfigError(
+            f"data (--data) is {config.data!r}, and the features (--features) have a vocabulary from data, which a "
+            "feed never has all of: list the values, or give rows: N or dynamic_ids"
+        )
     if spec.uncounted:
         return count_vocabularies(files_of(config.data), spec, holdout=_holdout(config))
     known = {feature.name: feature.values for feature in spec.sparse}
@@ -273,7 +347,13 @@ def _holdout(config: TrainConfig) -> float:
 
 
 def _opened(
-    config: TrainConfig, names: str, spec: FeatureSpec, *, holdout: float = 0.0, shuffle: int = 0
+    config: TrainConfig,
+    names: str | Sequence[str],
+    spec: FeatureSpec,
+    *,
+    holdout: float = 0.0,
+    shuffle: int = 0,
+    needs_rows: bool = True,
 ) -> FileClickData:
     if config.needs_groups and spec.group is None:
         raise ConfigError(
@@ -290,6 +370,7 @@ def _opened(
         keep_groups=config.loss != "bce",
         seed=config.seed,
         streams=config.streams,
+        needs_rows=needs_rows,
     )
     assert isinstance(data, FileClickData), "only a SyntheticConfig gives generated rows"
     return data

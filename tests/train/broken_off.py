@@ -42,15 +42,18 @@ def broken_off(
     from shardrec.train import session
     from shardrec.train.saving import Saver
 
-    def after_step(saver: Saver) -> None:
+    def after_step(saver: Saver, *, idle: bool = False) -> None:
         if saver._progress.steps == told_in:
             saver._agree_at = 0  # the agreement is due, on every rank
             if saver._place.rank == rank:
                 os.kill(os.getpid(), signal.SIGTERM)
-        original(saver)
+        original(saver, idle=idle)
+        if idle:
+            return
         steps.append(saver._progress.steps)
         if saver._progress.steps == cut_after:
             saver._acknowledge()  # what was to be saved is on disk or not; here it is
+            saver._wait_for_publish()
             raise PowerCut
 
     steps: list[int] = []

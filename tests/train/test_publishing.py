@@ -27,8 +27,8 @@ def steps_of(folder: Path) -> list[int]:
     return [manifest.extra["extra"]["step"] for manifest in manifests]
 
 
-def rows(model: Any) -> list[torch.Tensor]:
-    return [rows for child in model.sharded_collections for rows in served_memory(child).values()]
+def rows_of(model: Any) -> list[torch.Tensor]:
+    return [memory for child in model.sharded_collections for memory in served_memory(child).values()]
 
 
 def test_a_server_follows_a_run(tmp_path: Path) -> None:
@@ -53,7 +53,7 @@ def test_a_server_follows_a_run(tmp_path: Path) -> None:
     assert client.get("/health").headers["Shardrec-Version"] == again.headers["Shardrec-Version"] == "4"
     assert again.get_json() != answer.get_json()
     trained = quantize(RunFolder(out).model(), "int8")  # the averages
-    assert all(torch.equal(one, other) for one, other in zip(rows(model), rows(trained), strict=True))
+    assert all(torch.equal(one, other) for one, other in zip(rows_of(model), rows_of(trained), strict=True))
 
 
 def test_two_ranks_publish_by_the_clock_and_go_on_after_a_failure(
@@ -84,3 +84,31 @@ def test_intervals_that_are_none(every: str) -> None:
     assert TrainConfig(publish="x").publish_interval == (None, 60.0)
     assert TrainConfig(publish="x", publish_every="50").publish_interval == (50, None)
     assert TrainConfig().publish_interval == (None, None)
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_a_run_goes_on_publishing_with_another_number_of_ranks(dynamic: bool, tmp_path: Path) -> None:
+    """And a server follows it; of dynamic ids, whose row blocks are others then, one that is started again."""
+    text = "\n".join(f"{n % 2},u{n % 70}" for n in range(800))
+    (tmp_path / "rows.csv").write_text(f"click,user\n{text}\n", encoding="utf-8")
+    ids = ", dynamic_ids: {evict: lru}" * dynamic
+    spec = f"label: click\nfeatures:\n  - {{name: user, kind: id, rows: 40{ids}}}\n"
+    (tmp_path / "spec.yaml").write_text(spec, encoding="utf-8")
+    out, published = tmp_path / "run", tmp_path / "published"
+    given = {"data": str(tmp_path / "rows.csv"), "features": str(tmp_path / "spec.yaml"), "out": str(out)}
+    config = SMALL.changed(**given, samples=None, holdout_samples=None, global_batch_size=64, checkpoint_every="3")
+    config = config.changed(publish=str(published), publish_every="2", publish_weights="int8")
+    ranks(2, broken_off, config, cut_after=7)
+    model: Any = RunFolder(out).following(str(published))
+    model.follower.close()
+    assert (model.follower.version, model.follower.extra) == (3, {"step": 6})
+    broken_off(config, resume=True)
+    if dynamic:
+        with pytest.raises(ConfigError, match=r"are cut at .* shard the model by the trainer's plan"):
+            model.follower.poll()
+        model = RunFolder(out).following(str(published))
+        model.follower.close()
+    else:
+        assert model.follower.poll()
+    trained = quantize(RunFolder(out).model(), "int8")
+    assert all(torch.equal(one, other) for one, other in zip(rows_of(model), rows_of(trained), strict=True))

@@ -1,0 +1,71 @@
+"""Clicks whose model changes over time: the log odds turn from one planted model of the generator into another."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+from numpy.typing import NDArray
+
+from shardrec.data import ClickSchema, SyntheticConfig
+from shardrec.data.planted import PlantedModel, RandomStream
+
+__all__ = ["SPEC", "Clicks"]
+
+_SIZES = {
+    "site": 100,
+    "city": 60,
+    "category": 40,
+    "hour": 24,
+    "browser": 16,
+    "format": 12,
+    "advertiser": 10,
+    "device": 8,
+}
+
+SPEC = "label: click\nfeatures:\n" + "".join(
+    f"  - {{name: {name}, kind: id, rows: {size}, ids: number}}\n" for name, size in _SIZES.items()
+)
+"""The features, for ``shardrec train --features``."""
+
+
+class Clicks:
+    """Files of rows, each a function of its number, the seed and the angle.
+
+    Args:
+        rows: of a file.
+        seed: of the models and the rows.
+    """
+
+    def __init__(self, rows: int, seed: int = 0) -> None:
+        names, sizes = tuple(_SIZES), tuple(_SIZES.values())
+        schema = ClickSchema(dense_names=(), sparse_names=names, num_embeddings=sizes)
+        config = SyntheticConfig(
+            schema=schema, seed=seed, logit_std=2.0, exponent=0.7, interaction_share=0.0, pairs=0, dense_share=0.0
+        )
+        self._rows, self._seed = rows, seed
+        self._models = [PlantedModel(config, task) for task in range(2)]
+
+    def write(self, path: Path, number: int, angle: float) -> NDArray[np.float64]:
+        """Write a file.
+
+        Args:
+            path: of the file.
+            number: of the file, from 0.
+            angle: in radians, of the second model's part: 0 for the first model alone, π / 2 for the second.
+
+        Returns:
+            The true click probabilities, (rows,).
+        """
+        start = number * self._rows
+        planted = [model.rows(RandomStream.TRAIN, start, start + self._rows) for model in self._models]
+        first, second = (np.log(part.probabilities / (1 - part.probabilities)) for part in planted)
+        probabilities = 1 / (1 + np.exp(-(math.cos(angle) * first + math.sin(angle) * second)))
+        draws = np.random.default_rng([self._seed, number])
+        columns = {"click": (draws.random(self._rows) < probabilities).astype(np.int64)}
+        columns |= {name: planted[0].ids[:, place] for place, name in enumerate(_SIZES)}
+        pq.write_table(pa.table(columns), path)
+        return np.asarray(probabilities)

@@ -1,0 +1,148 @@
+"""``Feed``: rows that go on arriving, such as files that a producer moves into a folder.
+
+::
+
+    poll()  a.parquet and b.parquet are there    arrival 0: their rows, as those of two files
+    poll()  nothing has come since               None
+    poll()  c.parquet has come                   arrival 1
+
+An arrival is read like an epoch over its files (:mod:`shardrec.data.order`), so that a step of it says which rows are
+read. With its position in a checkpoint, a run that goes on reads each row once.
+"""
+
+from __future__ import annotations
+
+import json
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from shardrec.data.files import FileClickData, check_kinds
+from shardrec.data.spec import FeatureSpec
+from shardrec.data.tables import check_file
+from shardrec.data.urls import files_of
+from shardrec.errors import DataError
+
+__all__ = ["Arrival", "Feed", "FolderFeed"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Arrival:
+    """Rows that have arrived.
+
+    Attributes:
+        rows: one pass over them; none is held out.
+        position: for :meth:`Feed.seek`, after which the next poll gives these rows again; JSON-compatible.
+        end: the same, for the rows that follow.
+        left_out: files without rows that can be read, since the arrival before.
+    """
+
+    rows: FileClickData
+    position: Any
+    end: Any
+    left_out: int = 0
+
+
+class Feed(Protocol):
+    """Rows that go on arriving. Every rank has one, makes the same calls and gets the same arrivals."""
+
+    def poll(self) -> Arrival | None:
+        """The rows that have arrived since the last poll; None if there are none. Does not wait for any.
+
+        Raises:
+            DataError: on every rank, for what cannot be read.
+        """
+
+    def seek(self, position: Any) -> None:
+        """Go on from the position, or the end, of an arrival."""
+
+
+class FolderFeed:
+    """The files of a folder, each of them once, as they arrive.
+
+    A file has arrived when it has its name: a producer writes it under another (with ``.`` or ``_`` at the front) and
+    renames it. The files of an arrival are in the order of their names, and one whose name is before those that were
+    read is in the next arrival. Names of files that were removed are forgotten. A file that a run may still go on with
+    must stay as it is.
+
+    Args:
+        source: the folder, a pattern of names in it, or a URL of these.
+        spec: what the columns are.
+        opened: opens the files of an arrival.
+        on_first_rank: gives all ranks the first one's result of a function.
+        most: files of an arrival.
+        skips: whether a file that cannot be opened, or lacks columns, is left out with a warning, in place of an error.
+    """
+
+    def __init__(
+        self,
+        source: str,
+        spec: FeatureSpec,
+        opened: Callable[[Sequence[str]], FileClickData],
+        *,
+        on_first_rank: Callable[[Callable[[], str]], str] = lambda function: function(),
+        most: int = 64,
+        skips: bool = False,
+    ) -> None:
+        self._source, self._spec, self._opened, self._on_first_rank = source, spec, opened, on_first_rank
+        self._most, self._skips = most, skips
+        self._taken: set[str] = set()
+        self._kinds: dict[str, tuple[str, str]] = {}
+        self._again: list[str] = []
+        self._left_out = 0
+
+    def poll(self) -> Arrival | None:
+        """See :class:`Feed`."""
+        files, self._again = self._again, []
+        if not files:
+            listing = json.loads(self._on_first_rank(self._listing))
+            if "fault" in listing:
+                raise DataError(listing["fault"])
+            self._kinds = {name: (kind, path) for name, (kind, path) in listing["kinds"].items()}
+            self._taken = self._taken.difference(listing["gone"]).union(listing["bad"])
+            self._left_out += len(listing["bad"])
+            files = listing["files"]
+        if not files:
+            return None
+        position = self._position(files)
+        self._taken.update(files)
+        arrival = Arrival(rows=self._opened(files), position=position, end=self._position([]), left_out=self._left_out)
+        self._left_out = 0
+        return arrival
+
+    def seek(self, position: Mapping[str, Any]) -> None:
+        """See :class:`Feed`."""
+        self._taken, self._again = set(position["taken"]), list(position["files"])
+        self._kinds = {name: (kind, path) for name, (kind, path) in position["kinds"].items()}
+
+    def _position(self, files: Sequence[str]) -> dict[str, Any]:
+        return {"taken": sorted(self._taken), "kinds": dict(self._kinds), "files": list(files)}
+
+    def _listing(self) -> str:
+        """What has arrived and what is gone, as JSON; or the fault."""
+        files: list[str] = []
+        bad: list[str] = []
+        kinds = dict(self._kinds)
+        try:
+            names = files_of(self._source, least=0)
+            if names == [self._source]:
+                raise DataError(
+                    f"data (--data) is feed:{self._source}, which is no folder and no pattern: make it first"
+                )
+            for name in names:
+                if name in self._taken or len(files) == self._most:
+                    continue
+                try:
+                    check_kinds([check_file(name, self._spec)], kinds)
+                except DataError as error:
+                    if not self._skips:
+                        raise
+                    warnings.warn(f"a file was left out: {error}", stacklevel=2)
+                    bad.append(name)
+                else:
+                    files.append(name)
+        except DataError as error:
+            return json.dumps({"fault": str(error)})
+        gone = sorted(self._taken.difference(names))
+        return json.dumps({"files": files, "bad": bad, "gone": gone, "kinds": kinds})

@@ -1,0 +1,199 @@
+"""Runs on files that arrive: each row is trained on once, whatever breaks off."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import random
+import signal
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from shardrec.data import ClickMetrics
+from shardrec.errors import ConfigError, DataError
+from shardrec.train import RunStopped, TrainConfig
+from shardrec.train.runs import RunFolder
+from tests.campaign.results import differences
+from tests.ranks import ranks
+from tests.train.broken_off import SMALL, broken_off
+
+SPEC = """
+label: click
+features:
+  - {name: number, kind: dense, mean: 0, std: 1000}
+  - {name: site, kind: id, rows: 50}
+"""
+
+
+def deliver(folder: Path, name: str, numbers: Sequence[int], *, broken: Sequence[int] = ()) -> None:
+    """A file with rows of these numbers, under its name once it is whole."""
+    lines = [f"{number % 3 == 0:d},{number},{number % 40}" for number in numbers]
+    lines = ["what" if number in broken else line for number, line in zip(numbers, lines, strict=True)]
+    beside = folder / f".{name}"
+    beside.write_text("click,number,site\n" + "\n".join(lines) + "\n", encoding="utf-8")
+    beside.rename(folder / name)
+
+
+def feed(folder: Path, **options: Any) -> TrainConfig:
+    """A run on the files in ``folder/in``, three an arrival, which ends when there are no more."""
+    (folder / "in").mkdir()
+    (folder / "spec.yaml").write_text(SPEC, encoding="utf-8")
+    common = {"data": f"feed:{folder / 'in'}", "features": str(folder / "spec.yaml"), "out": str(folder / "run")}
+    options = {"streams": 3, "batch_size": 32, "checkpoint_every": "4", "feed_idle": 0, **options}
+    return SMALL.changed(samples=None, evaluations=10, holdout_samples=200, **common, **options)
+
+
+def trained(config: TrainConfig, **how: Any) -> dict[int, list[int]]:
+    """The numbers of this rank's rows in each step that a run made until it was broken off, or ended."""
+    from shardrec.train import loop, session
+
+    batches: list[list[int]] = []
+    original, poll_s = loop.batch_loss, session._POLL_S
+
+    def batch_loss(name: str, model: Any, batch: Any, *rest: Any) -> Any:
+        batches.append([round(1000 * number) for number in batch.dense[:, 0].tolist()])
+        return original(name, model, batch, *rest)
+
+    loop.batch_loss, session._POLL_S = batch_loss, 0.001
+    try:
+        steps = broken_off(config, **how)
+    finally:
+        loop.batch_loss, session._POLL_S = original, poll_s
+    assert len(steps) == len(batches)
+    return dict(zip(steps, batches, strict=True))
+
+
+def digests(rows: Mapping[int, Sequence[int]], every: int) -> list[str]:
+    """Of the rows between a checkpoint and the next."""
+    steps = sorted(rows)
+    intervals = [steps[start : start + every] for start in range(0, len(steps), every)]
+    return [hashlib.sha256(repr([rows[step] for step in steps]).encode()).hexdigest() for steps in intervals]
+
+
+def numbers(rows: Mapping[int, Sequence[int]]) -> list[int]:
+    return sorted(number for step in rows.values() for number in step)
+
+
+def delivered(folder: Path) -> list[int]:
+    """Seven files of 100 rows, three arrivals of 10, 10 and 4 steps."""
+    for file in range(7):
+        deliver(folder / "in", f"{file}.csv", range(100 * file, 100 * file + 100))
+    return list(range(700))
+
+
+@pytest.mark.parametrize("kills", [4, pytest.param(100, marks=pytest.mark.slow)])
+def test_a_kill_loses_and_repeats_no_row(kills: int, tmp_path: Path) -> None:
+    """Struck between checkpoints, at them, at the ends of arrivals, before the first: the state is the same, too."""
+    draws = random.Random(kills)
+    whole = feed(tmp_path)
+    all_rows = delivered(tmp_path)
+    undisturbed = trained(whole)
+    assert (numbers(undisturbed), len(undisturbed)) == (all_rows, 24)
+    struck, run = 0, 0
+    while struck < kills:
+        run += 1
+        config = whole.changed(out=str(tmp_path / f"run-{run}"))
+        rows: dict[int, list[int]] = {}
+        last = 0
+        while last <= 24 and (struck < kills or last):
+            cut = draws.randint(last // 4 * 4 + 1, 26) if struck < kills else 26
+            rows |= trained(config, resume=last > 0, cut_after=cut)
+            last, struck = cut, struck + (cut <= 24)
+        assert digests(rows, 4) == digests(undisturbed, 4)
+        assert differences(tmp_path / f"run-{run}", tmp_path / "run") == []
+
+
+def test_a_run_waits_for_files_saves_when_told_to_end_and_goes_on_without_those_that_are_gone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from shardrec.train import session
+    from shardrec.train.saving import Saver
+
+    config = feed(tmp_path, feed_idle=None, checkpoint_every="1000")
+    deliver(tmp_path / "in", "b.csv", range(100))
+    (tmp_path / "in" / ".c.csv").write_text("click,number", encoding="utf-8")  # not whole yet
+    idle: list[int] = []
+    original = Saver.after_step
+
+    def after_step(saver: Saver, *, idle_: bool = False, **how: Any) -> None:
+        idle.append(saver._progress.steps) if how.get("idle") else None
+        if len(idle) == 3:
+            deliver(tmp_path / "in", "a.csv", range(100, 150))  # its name is before that of the first
+        if len(idle) == 6:
+            os.kill(os.getpid(), signal.SIGTERM)
+        original(saver, **how)
+
+    monkeypatch.setattr(Saver, "after_step", after_step)
+    monkeypatch.setattr(session, "_POLL_S", 0.001)
+    with pytest.raises(RunStopped) as stopped:
+        trained(config)
+    assert (stopped.value.step, idle) == (6, [4, 4, 4, 6, 6, 6])
+    monkeypatch.setattr(Saver, "after_step", original)
+    for name in ("a.csv", "b.csv"):
+        (tmp_path / "in" / name).unlink()
+    deliver(tmp_path / "in", "d.csv", range(150, 200))
+    (tmp_path / "run" / "plan.json").unlink()  # so that it plans, with rows that it then reads again
+    assert trained(config.changed(feed_idle=0), resume=True) == {7: list(range(150, 182)), 8: list(range(182, 200))}
+
+
+def test_a_run_goes_on_with_another_number_of_ranks(tmp_path: Path) -> None:
+    config = feed(tmp_path)
+    all_rows = delivered(tmp_path)
+    shares = ranks(2, trained, config.changed(batch_size=16), cut_after=13)
+    rows = {step: [*shares[0][step], *shares[1][step]] for step in range(1, 13)}
+    rows |= trained(config.changed(global_batch_size=32, batch_size=16), resume=True)
+    assert numbers(rows) == all_rows
+    # There is no score of theirs, and nothing to add to the results.
+    before = (tmp_path / "run" / "metrics.json").read_bytes()
+    assert ranks(2, trained, config.changed(global_batch_size=32, batch_size=16), resume=True) == [{}, {}]
+    assert (tmp_path / "run" / "metrics.json").read_bytes() == before
+
+
+def test_rows_are_scored_before_they_are_trained_on(tmp_path: Path) -> None:
+    """The metrics are those of the model that starts, where no step changes it; of the last rows, over restarts."""
+    config = feed(tmp_path, lr=1e-12, embedding_lr=1e-12, checkpoint_every="3")
+    delivered(tmp_path)
+    trained(config, cut_after=11)
+    trained(config, resume=True)
+    run = RunFolder(tmp_path / "run")
+    curve = run.metrics["curve"]
+    assert [(point["samples"], point["rows"]) for point in curve] == [(192, 192), (364, 200), (556, 200), (700, 200)]
+    deliver(tmp_path, "last.csv", range(500, 700))
+    held_out, _ = run.evaluate(str(tmp_path / "last.csv"))
+    assert isinstance(held_out, ClickMetrics)
+    assert run.metrics["final"]["logloss"] == pytest.approx(held_out.logloss, rel=1e-4)
+    with pytest.raises(ConfigError, match="was trained on a feed, which has no held-out rows"):
+        run.evaluate()
+
+
+def test_broken_rows_and_files_are_counted_or_end_the_run(tmp_path: Path) -> None:
+    config = feed(tmp_path, on_bad_row="skip")
+    deliver(tmp_path / "in", "a.csv", range(50), broken=[7])
+    (tmp_path / "in" / "b.csv").write_text("click,site\n1,2\n", encoding="utf-8")
+    deliver(tmp_path / "in", "c.csv", [50], broken=[50])
+    with pytest.warns(UserWarning, match=r"a file was left out: data file .*b.csv"):
+        rows = trained(config)
+    assert numbers(rows) == [number for number in range(50) if number != 7]
+    skipped = RunFolder(tmp_path / "run").metrics["skipped_rows"]
+    assert skipped == {"file that cannot be read": 1, "wrong number of columns": 2}
+    (tmp_path / "in" / "a.csv").unlink()
+    with pytest.raises(DataError, match=r"column 'number' is missing"):
+        trained(config.changed(on_bad_row="error", out=str(tmp_path / "error")))
+
+
+def test_options_that_do_not_go_with_a_feed(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"(?s)epochs \(--epochs\) is 2, and data.*give checkpoint_every"):
+        TrainConfig(data="feed:x", epochs=2)
+    with pytest.raises(ConfigError, match=r"feed_idle \(--feed-idle\) is 1.0, and data \(--data\) is no feed"):
+        TrainConfig(feed_idle=1)
+    config = feed(tmp_path)
+    with pytest.raises(DataError, match="has had no file for 0 s"):
+        trained(config)
+    with pytest.raises(DataError, match="is no folder and no pattern: make it first"):
+        trained(config.changed(data=f"feed:{tmp_path / 'other'}"))
+    (tmp_path / "spec.yaml").write_text(SPEC.replace("rows: 50", "vocabulary: from_data"), encoding="utf-8")
+    with pytest.raises(ConfigError, match="which a feed never has all of"):
+        trained(config.changed(out=str(tmp_path / "other")))

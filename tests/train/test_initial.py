@@ -1,0 +1,119 @@
+"""Runs that begin with another run's weights: what is loaded, and specs that would make it mean something else."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from shardrec.errors import ConfigError
+from shardrec.train import TrainConfig
+from shardrec.train.runs import RunFolder
+from tests.ranks import ranks
+from tests.train.broken_off import SMALL, broken_off
+
+FEATURES = {
+    "price": "kind: dense",
+    "count": "kind: dense, transform: log",
+    "user": "kind: id, rows: 40",
+    "item": "kind: id, rows: 30, ids: number",
+    "country": "kind: id, vocabulary: [de, fr, it]",
+    "age": "kind: id, boundaries: [18, 30, 50]",
+    "shop": "kind: id, rows: 20, dynamic_ids: {evict: lru}",
+}
+
+
+def config(folder: Path, name: str, features: dict[str, str], **options: Any) -> TrainConfig:
+    """A run of six steps."""
+    spec, data = folder / f"{name}.yaml", folder / "rows.csv"
+    columns = {"product": "item", "city": "user"}
+    lines = [f"  - {{name: {key}, column: {columns.get(key, key)}, {text}}}" for key, text in features.items()]
+    spec.write_text("\n".join(["label: click", "features:", *lines]) + "\n", encoding="utf-8")
+    rows = [f"{n % 2},{n},{n},u{n % 50},{n % 30},{('de', 'fr', 'it')[n % 3]},{n % 70},s{n % 30}" for n in range(400)]
+    data.write_text("\n".join(["click,price,count,user,item,country,age,shop", *rows]) + "\n", encoding="utf-8")
+    return SMALL.changed(
+        **{"data": str(data), "features": str(spec), "out": str(folder / name), "samples": None, **options},
+    )
+
+
+@pytest.fixture(scope="module")
+def before(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("before")
+    broken_off(config(folder, "run", FEATURES))
+    return folder / "run"
+
+
+def tables(run: Path) -> dict[str, torch.Tensor]:
+    state = RunFolder(run).model().state_dict()
+    return {key.split(".t_")[1].removesuffix(".weight"): state[key] for key in state if ".t_" in key}
+
+
+def test_a_run_begins_with_what_it_shares(before: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    features = {"price": FEATURES["price"], "count": FEATURES["count"], "user": FEATURES["user"]}
+    features |= {"product": "kind: id, rows: 35, ids: number", "country": "kind: id, vocabulary: [de, fr, it, es]"}
+    features |= {"shop": FEATURES["shop"].replace("20", "30"), "city": "kind: id, rows: 10"}
+    run = config(tmp_path, "run", features, init_from=str(before), rename=["t_item=t_product"], lr=1e-12)
+    run = run.changed(embedding_lr=1e-12, checkpoint_every="1", embedding_optimizer="sgd")
+    broken_off(run, cut_after=2)
+    shown = re.sub(r" +", " ", capsys.readouterr().out)
+    prefix = "sparse_arch.embedding_bag_collection.embedding_bags.t_"
+    assert f"from {before}:" in shown
+    assert f"resized {prefix}product.weight (30, 4) -> (35, 4) from {prefix}item.weight" in shown
+    assert f"loaded {prefix}user.weight" in shown
+    assert f"new {prefix}city.weight" in shown
+    assert f"left out {prefix}age.weight" in shown
+    old, new = tables(before), tables(tmp_path / "run")
+    for name, source, rows in (("user", "user", 40), ("product", "item", 30), ("country", "country", 4)):
+        torch.testing.assert_close(new[name][:rows], old[source][:rows], atol=1e-6, rtol=0)
+    # What it has learned since is not replaced when it goes on.
+    broken_off(run, resume=True, cut_after=3)
+    assert "left out" not in capsys.readouterr().out
+
+
+def test_ranks_begin_together_with_a_given_checkpoint(before: Path, tmp_path: Path) -> None:
+    (checkpoint,) = (before / "checkpoints").iterdir()
+    run = config(tmp_path, "run", FEATURES, init_from=str(checkpoint), batch_size=32, lr=1e-12, embedding_lr=1e-12)
+    ranks(2, broken_off, run.changed(embedding_optimizer="sgd"))
+    torch.testing.assert_close(tables(tmp_path / "run")["user"], tables(before)["user"], atol=1e-6, rtol=0)
+
+
+REFUSED = {
+    "user": ("kind: id, rows: 41", "feature 'user' has rows: 41, and 'user' of that run 40"),
+    "item": ("kind: id, rows: 30", "feature 'item' has ids: 'hash', and 'item' of that run 'number'"),
+    "country": ("kind: id, vocabulary: [de, it, fr]", r"feature 'country' has vocabulary: \('de', 'it', 'fr'\)"),
+    "age": ("kind: id, boundaries: [18, 35, 50]", r"feature 'age' has boundaries: \(18.0, 35.0, 50.0\)"),
+    "shop": ("kind: id, rows: 20", "feature 'shop' has dynamic_ids: False|t_shop.weight has dynamic ids in the"),
+    "count": ("kind: dense", "feature 'count' has transform: none, and had log; give that"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_rows_that_would_be_of_other_ids_are_refused(name: str, before: Path, tmp_path: Path) -> None:
+    text, fault = REFUSED[name]
+    run = config(tmp_path, "run", FEATURES | {name: text}, init_from=str(before))
+    with pytest.raises(ConfigError, match=fault):
+        broken_off(run)
+    assert not (tmp_path / "run" / "config.yaml").exists()
+
+
+def test_other_orders_and_names_are_refused(before: Path, tmp_path: Path) -> None:
+    turned = dict(reversed(FEATURES.items()))
+    for features, options, fault in (
+        (
+            turned,
+            {},
+            "in another order, which dense layers depend on; give it as user, item, country, age, shop; .*price",
+        ),
+        (FEATURES, {"init_from": str(tmp_path)}, "holds no run"),
+        (FEATURES, {"rename": ["t_itm=t_item"]}, "the checkpoint has no 't_itm'"),
+    ):
+        with pytest.raises(ConfigError, match=fault):
+            broken_off(config(tmp_path, "run", features, **{"init_from": str(before), **options}))
+    broken_off(config(tmp_path, "unsaved", FEATURES, checkpoint="none"))
+    with pytest.raises(ConfigError, match="a run without a checkpoint: train it first"):
+        broken_off(config(tmp_path, "run", FEATURES, init_from=str(tmp_path / "unsaved")))
+    with pytest.raises(ConfigError, match=r"rename \(--rename\) is \('a=b',\): give OLD=NEW, with init_from"):
+        TrainConfig(rename=("a=b",))
