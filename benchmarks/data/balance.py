@@ -69,8 +69,9 @@ def measure(options: Mapping[str, Any]) -> list[list[list[float]]]:
         records: list[list[list[float]]] = [[], []]
         for step in range(options["steps"] + WARM_UP):
             lengths_B = draws.choice(options["longest"], options["rows"], p=chances / chances.sum()) + 1
-            next_B = draws.integers(1, ITEMS, options["rows"])
-            histories = np.split(draws.zipf(1.2, lengths_B.sum()) % (ITEMS - 1) + 1, np.cumsum(lengths_B)[:-1])
+            *histories, next_B = np.split(
+                draws.zipf(1.2, lengths_B.sum() + options["rows"]) % (ITEMS - 1) + 1, np.cumsum(lengths_B)
+            )
             costs_B = costs_of(lengths_B)
             for side in (0, 1) if step % 2 else (1, 0):
                 parts = (dealt, balanced)[side](costs_B, rank_info.world_size)
