@@ -39,7 +39,7 @@ _RUN = {
     "checkpoint_every": 20,
     "publish_every": 40,
 }
-_PATIENCE_S = 300.0
+_PATIENCE_S = 600.0
 # They end with this process, however it ends, and the namespaces and links with them.
 _NETWORK = ("setpriv", "--pdeathsig", "KILL", "unshare", "--net")
 _PROCESSES = ("--pid", "--mount-proc", "--fork", "--kill-child")
@@ -135,6 +135,11 @@ class Host:
         self._process.stdin.write(b"\n")
         self._process.stdin.close()
 
+    @property
+    def ended(self) -> bool:
+        """Whether its agent has ended."""
+        return self._process.poll() is not None
+
     def wait(self) -> int:
         """The exit code of its agent."""
         return self._process.wait(_PATIENCE_S)
@@ -188,8 +193,8 @@ def main(folder: Path, *, loses_host: bool = True, slow: bool = False) -> dict[s
         if loses_host:
             give_up = time.monotonic() + _PATIENCE_S
             while not (run / "checkpoints").is_dir() or not list((run / "checkpoints").glob("step-*/manifest.json")):
-                if time.monotonic() > give_up:
-                    raise SystemExit(f"there is no checkpoint after {_PATIENCE_S} s: see {folder}/host0.log")
+                if time.monotonic() > give_up or any(host.ended for host in hosts):
+                    raise SystemExit(f"no checkpoint was saved: see {folder}/host0.log")
                 time.sleep(0.05)
             hosts.pop().lose()
         codes = [host.wait() for host in hosts]

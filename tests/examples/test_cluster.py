@@ -27,7 +27,7 @@ TRAIN = ["-m", "shardrec.cli", "train", "/shared/run.yaml", "--resume"]
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(900)
+@pytest.mark.timeout(1800)
 class TestHosts:
     """Two hosts with two ranks each."""
 
