@@ -46,10 +46,12 @@ ifeq ($(filter $(SET),$(SETS)),)
 $(error SET is "$(SET)"; it is a release of torch, one of $(SETS))
 endif
 
-.PHONY: help train test check sanitize faults mutants bench gpu cpp-example parameter-server online docs docs-site wheel clean
+.PHONY: help setup train test check sanitize faults mutants bench gpu cpp-example parameter-server online docs docs-site wheel clean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/make \1\t\2/p' Makefile | expand -t 18
+
+setup: $(RUNTIME) ## set up $(VENV) with what training needs, and no more (DEVICE, SET)
 
 train: $(RUNTIME) ## train a sharded model on NPROC ranks of this machine (DEVICE, NPROC, TRAIN_ARGS)
 	$(BIN)/shardrec train --nproc $(NPROC) $(TRAIN_ARGS)

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from glob import escape, glob
 from typing import Any
 
-from shardrec.errors import ConfigError, DataError
+from shardrec.errors import DataError
 
-__all__ = ["OutputFolder", "file_system", "files_of", "open_input", "path_of"]
+__all__ = ["file_system", "files_of", "open_input", "path_of"]
 
 _BY_PYARROW = ("file", "s3", "gs", "gcs", "abfs", "abfss", "hdfs", "viewfs")
 
@@ -71,53 +70,6 @@ def open_input(path: str) -> Any:
         raise DataError(f"data file {path} does not exist: check the path") from None
     except (OSError, pa.ArrowException) as error:
         raise DataError(f"data file {path} cannot be opened ({error}): give a file that can") from error
-
-
-class OutputFolder:
-    """A folder to write files to, each of which appears whole or not at all.
-
-    Args:
-        url: of the folder, or its path; made by the first file.
-
-    Raises:
-        ConfigError: if the folder cannot be listed, read or written.
-    """
-
-    def __init__(self, url: str) -> None:
-        import fsspec
-
-        self._url = url
-        local = "://" not in url
-        self._system, self._path = (fsspec.filesystem("file"), os.path.abspath(url)) if local else file_system(url)
-
-    def names(self) -> list[str]:
-        """The names of its files, but for those that are being written."""
-        with self._named():
-            paths = self._system.ls(self._path, detail=False) if self._system.isdir(self._path) else []
-        names = sorted(os.path.basename(path.rstrip("/")) for path in paths)
-        return [name for name in names if not name.startswith(".")]
-
-    def read(self, name: str) -> bytes:
-        """The bytes of a file."""
-        with self._named():
-            return bytes(self._system.cat_file(f"{self._path}/{name}"))
-
-    def write(self, name: str, data: bytes) -> None:
-        """Writes a file; one of this name is replaced."""
-        beside = f"{self._path}/.{name}.part"
-        with self._named():
-            self._system.makedirs(self._path, exist_ok=True)
-            self._system.pipe_file(beside, data)
-            self._system.mv(beside, f"{self._path}/{name}")
-
-    @contextmanager
-    def _named(self) -> Iterator[None]:
-        import pyarrow as pa
-
-        try:
-            yield
-        except (OSError, pa.ArrowException) as error:
-            raise ConfigError(f"out (--out) is {self._url!r}, which cannot be used ({error}): give another") from error
 
 
 def _found(

@@ -1,4 +1,4 @@
-"""Where versions of a model are published: a folder that publisher and followers share, or a URL."""
+"""Files that others read as they appear, such as versions of a model or scores: in a folder, or at a URL."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from shardrec.errors import ConfigError, DataError
-from shardrec.files import naming
+from shardrec.files import naming, os_fault
 
 __all__ = ["Store"]
 
@@ -29,7 +29,7 @@ class Store:
     """
 
     def __init__(self, target: str | Path) -> None:
-        self.folder = Path(target).absolute()
+        self._target, self.folder = str(target), Path(target).absolute()
         self._system: Any = None
         if "://" in str(target):
             from shardrec.data.urls import file_system  # with fsspec, for URLs alone
@@ -63,6 +63,29 @@ class Store:
                 self._system.makedirs(self._at(name).rpartition("/")[0], exist_ok=True)
                 self._system.put_file(str(self.folder / name), self._at(name))
             (self.folder / name).unlink()
+
+    def write(self, name: str, data: bytes) -> None:
+        """Write a file, which others see whole or not at all, under a name that may be there already.
+
+        Raises:
+            ConfigError: if it cannot be written.
+        """
+        beside = f".{name}.part"
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            (self.folder / beside).write_bytes(data)
+            self.send(beside)
+            if self._system is None:
+                (self.folder / beside).replace(self.folder / name)
+            else:
+                self._system.mv(self._at(beside), self._at(name))
+        except OSError as error:
+            raise ConfigError(f"{self._target!r} cannot be used ({os_fault(error)}): give another folder") from error
+
+    def read(self, name: str) -> bytes:
+        """The bytes of a file."""
+        with self.fetched(name):
+            return (self.folder / name).read_bytes()
 
     @contextmanager
     def fetched(self, name: str) -> Iterator[None]:

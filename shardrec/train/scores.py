@@ -30,11 +30,12 @@ from shardrec.data import ClickBatch, FeatureSpec
 from shardrec.data.encode import encode
 from shardrec.data.rows import ClickRows
 from shardrec.data.tables import FileInfo, check_file, counted, rows_between
-from shardrec.data.urls import OutputFolder, files_of
+from shardrec.data.urls import files_of
 from shardrec.errors import ConfigError, DataError
-from shardrec.files import parse_json
+from shardrec.files import os_fault, parse_json
 from shardrec.launch.ranks import RankInfo, joined_run, meet, same_everywhere
 from shardrec.pipeline.train import TrainPipeline
+from shardrec.serve.store import Store
 from shardrec.train.loop import failing_together
 from shardrec.train.prefetch import Prefetcher
 from shardrec.train.runs import RunFolder
@@ -84,7 +85,7 @@ class _Scored(NamedTuple):
 
 def predict_rank(options: Mapping[str, Any]) -> dict[str, Any] | None:
     """Score this rank's share; options and result as of :func:`shardrec.train.predict`."""
-    folder, out = RunFolder(Path(options["run"])), OutputFolder(options["out"])
+    folder, out = RunFolder(Path(options["run"])), Store(options["out"])
     config = folder.config.changed(device=options["device"])
     with joined_run(config.device, config.threads, timeout=config.timeout) as rank_info:
         spec = folder.spec
@@ -120,7 +121,7 @@ def predict_rank(options: Mapping[str, Any]) -> dict[str, Any] | None:
 
 
 def _begin(
-    out: OutputFolder, options: Mapping[str, Any], job: dict[str, Any], spec: FeatureSpec, ranks: int
+    out: Store, options: Mapping[str, Any], job: dict[str, Any], spec: FeatureSpec, ranks: int
 ) -> dict[str, Any]:
     """What is to be done, and which parts are; written down at the first start. All ranks raise a fault."""
     try:
@@ -133,7 +134,7 @@ def _begin(
         rows = sum(file["rows"] for file in files)
         batches = min(_PART_BATCHES, max(1, -(-rows // (_ROWS * ranks))))
         job |= {"files": files, "part_rows": batches * _ROWS}
-        names = out.names()
+        names = sorted(name for name in out.names() if not name.startswith("."))
         if _JOB in names:
             begun = parse_json(out.read(_JOB))
             changed = [name for name in job if name != "part_rows" and begun.get(name) != job[name]]
@@ -150,9 +151,12 @@ def _begin(
         return {**job, "done": names}
     except (ConfigError, DataError) as error:
         return {"fault": str(error), "of_data": isinstance(error, DataError)}
+    except OSError as error:
+        fault = f"out (--out) is {options['out']!r}, which cannot be used ({os_fault(error)}): give another"
+        return {"fault": fault, "of_data": False}
 
 
-def _finish(out: OutputFolder, job: Mapping[str, Any], parts: Sequence[_Part]) -> dict[str, Any]:
+def _finish(out: Store, job: Mapping[str, Any], parts: Sequence[_Part]) -> dict[str, Any]:
     """Write the manifest, with the rows of each part."""
     import pyarrow.parquet as pq
 

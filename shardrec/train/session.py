@@ -213,7 +213,7 @@ def _as_started(config: TrainConfig, rank_info: RankInfo, folder: Path) -> Shard
 def _own_spec(config: TrainConfig, rank_info: RankInfo, folder: Path, resume: bool) -> FeatureSpec:
     """The spec with its vocabularies from data, which the run's folder keeps.
 
-    Every rank counts them, as every rank reads all rows: none waits for another, and all meet the same fault.
+    The ranks count them together, each in its share of the files' chunks, and all meet the same fault.
     """
     spec = spec_of(config)
     uncounted = spec if config.features is None else read_spec(Path(config.features))
@@ -224,7 +224,7 @@ def _own_spec(config: TrainConfig, rank_info: RankInfo, folder: Path, resume: bo
     text = same_everywhere(read_text(file) if kept else "", rank_info)
     if not text:
         with working("counting vocabularies") if rank_info.is_lead else nullcontext():
-            text = json.dumps(counted_vocabularies(config, spec, uncounted), ensure_ascii=False, indent=0)
+            text = json.dumps(counted_vocabularies(config, spec, uncounted, rank_info), ensure_ascii=False, indent=0)
         if rank_info.is_lead:
             with _replacing(file) as partial:
                 partial.write_text(text, encoding="utf-8")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -151,7 +152,7 @@ class Source:
     def all_left_out(self) -> dict[str, dict[str, int]]:
         """:attr:`left_out` over all ranks; every rank calls it."""
         total: dict[str, Counter[str]] = {}
-        for left_out in self._gathered(self.left_out):
+        for left_out in _gathered(self._rank_info, self.left_out):
             for name, counts in left_out.items():
                 total.setdefault(name, Counter()).update(counts)
         return {name: dict(counts) for name, counts in total.items()}
@@ -213,7 +214,7 @@ class Source:
             DataError: on every rank, for a file that is damaged.
         """
         for data in self._files.values():
-            data.count(self._shared)
+            data.count(partial(_on_ranks, self._rank_info))
 
     def describe(self) -> str:
         """The rows in words, and what would make reading them faster."""
@@ -228,29 +229,6 @@ class Source:
     def _files(self) -> dict[str, FileClickData]:
         sources = {"data": self._data, "valid": self._valid, "test": self._test}
         return {name: data for name, data in sources.items() if isinstance(data, FileClickData)}
-
-    def _shared(self, function: Callable[[Any], Any], items: Sequence[Any]) -> list[Any]:
-        """The function's value for each item, of which each rank computes some, if there are enough of them."""
-        rank, ranks = self._rank_info.rank, self._rank_info.world_size
-        if len(items) < ranks:
-            return list(map(function, items))
-        values, fault = [], ""
-        try:
-            values = list(map(function, items[rank::ranks]))
-        except DataError as error:
-            fault = str(error)
-        gathered = self._gathered((values, fault))
-        for _, fault in gathered:
-            if fault:
-                raise DataError(fault)
-        return [gathered[number % ranks][0][number // ranks] for number in range(len(items))]
-
-    def _gathered(self, value: Any) -> list[Any]:
-        """Every rank's value, on every rank."""
-        if self._rank_info.world_size == 1:
-            return [value]
-        with peers(None, "count of rows"):
-            return gather(value)
 
     @property
     def batch_size(self) -> int:
@@ -272,9 +250,17 @@ class Source:
         return islice(batches, count)
 
     def sampled(self, count: int) -> list[KeyedJaggedTensor]:
-        """The ids of rank 0's first training batches, which are the same for every rank that asks."""
-        batches = self.data.train_batches(0, self._rank_info.world_size, self.batch_size, global_rows=self._batch_rows)
-        return [batch.sparse for batch in islice(batches, count)]
+        """The ids of rank 0's first training batches with rows, which are the same for every rank that asks.
+
+        Raises:
+            DataError: if no row of any rank can be read.
+        """
+        sampled: list[KeyedJaggedTensor] = []
+        for ranks in (self._rank_info.world_size, 1):  # rank 0 may have none but broken rows
+            if not sampled:
+                batches = self.data.train_batches(0, ranks, self.batch_size, global_rows=self._batch_rows)
+                sampled = [batch.sparse for batch in islice((made for made in batches if made.size), count)]
+        return sampled
 
     def holdout_batches(self, limit: int | None = None) -> Iterator[ClickBatch]:
         """This rank's batches of the held-out rows, or of the first ``limit`` of them, to whole batches."""
@@ -327,8 +313,13 @@ def spec_of(config: TrainConfig) -> FeatureSpec:
     return load_spec(Path(config.features))
 
 
-def counted_vocabularies(config: TrainConfig, spec: FeatureSpec, uncounted: FeatureSpec) -> Mapping[str, Sequence[str]]:
-    """The vocabularies from data of ``uncounted``: those that ``spec`` has, or else those of the rows to train on."""
+def counted_vocabularies(
+    config: TrainConfig, spec: FeatureSpec, uncounted: FeatureSpec, rank_info: RankInfo
+) -> Mapping[str, Sequence[str]]:
+    """The vocabularies from data of ``uncounted``: those that ``spec`` has, or else those of the rows to train on.
+
+    Each rank counts in some of the files' chunks; every rank calls it.
+    """
     from shardrec.data.vocabulary import count_vocabularies  # with pyarrow
 
     if spec.uncounted and config.feed is not None:
@@ -337,9 +328,40 @@ def counted_vocabularies(config: TrainConfig, spec: FeatureSpec, uncounted: Feat
             "feed never has all of: list the values, or give rows: N or dynamic_ids"
         )
     if spec.uncounted:
-        return count_vocabularies(files_of(config.data), spec, holdout=_holdout(config))
+        return count_vocabularies(
+            files_of(config.data),
+            spec,
+            holdout=_holdout(config),
+            each=partial(_on_ranks, rank_info),
+            parts=rank_info.world_size,
+        )
     known = {feature.name: feature.values for feature in spec.sparse}
     return {feature.name: known[feature.name] for feature in uncounted.uncounted}
+
+
+def _on_ranks(rank_info: RankInfo, function: Callable[[Any], Any], items: Sequence[Any]) -> list[Any]:
+    """The function's value for each item, of which each rank computes some, if there are enough of them."""
+    rank, ranks = rank_info.rank, rank_info.world_size
+    if len(items) < ranks:
+        return list(map(function, items))
+    values, fault = [], ""
+    try:
+        values = list(map(function, items[rank::ranks]))
+    except DataError as error:
+        fault = str(error)
+    gathered = _gathered(rank_info, (values, fault))
+    for _, fault in gathered:
+        if fault:
+            raise DataError(fault)
+    return [gathered[number % ranks][0][number // ranks] for number in range(len(items))]
+
+
+def _gathered(rank_info: RankInfo, value: Any) -> list[Any]:
+    """Every rank's value, on every rank."""
+    if rank_info.world_size == 1:
+        return [value]
+    with peers(None, "count of rows"):
+        return gather(value)
 
 
 def _holdout(config: TrainConfig) -> float:

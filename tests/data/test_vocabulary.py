@@ -3,17 +3,28 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
+from unittest import mock
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+import torch
+import torch.distributed as dist
 
 from shardrec.data import FileClickData, load_spec
 from shardrec.data.request import batch_of_request
 from shardrec.data.spec import parse_spec
+from shardrec.data.tables import read_blocks
 from shardrec.data.vocabulary import count_vocabularies
 from shardrec.errors import ConfigError
+from shardrec.launch.ranks import RankInfo
+from shardrec.train import TrainConfig
+from shardrec.train.source import counted_vocabularies
+from tests.ranks import ranks
 
 SPEC = """
 label: click
@@ -103,3 +114,38 @@ def test_faults_of_a_spec(feature: str, words: str) -> None:
         parse_spec(f"features: [{{name: a, kind: id, rows: 5}}, {feature}]", "spec")
     with pytest.raises(ConfigError, match="spec has no label and features"):
         parse_spec("", "spec")
+
+
+@pytest.mark.parametrize(("world_size", "group"), [(2, "group: shop\n"), (4, "")])
+def test_ranks_count_a_share_of_the_rows_each(tmp_path: Path, world_size: int, group: str) -> None:
+    draws = np.random.default_rng(0)
+    for name, rows in (("a", 90), ("b", 7), ("c", 31)):
+        shops, films = draws.integers(5, size=rows), draws.integers(40, size=rows)
+        table = {"click": shops % 2, "film": [f"f{film}" for film in films], "shop": shops}
+        pq.write_table(pa.table(table), tmp_path / f"{name}.parquet", row_group_size=10)
+    paths = [str(tmp_path / f"{name}.parquet") for name in "abc"]
+    spec = parse_spec(
+        SPEC.replace("  - {name: seen, kind: sequence, share: film, max_length: 2}\n", "") + group, "spec"
+    )
+
+    def counted_on_rank() -> tuple[dict[str, list[str]], list[int]]:
+        rank_info = RankInfo(
+            rank=dist.get_rank(), world_size=dist.get_world_size(), device=torch.device("cpu"), threads=1
+        )
+        rows = []
+
+        def read(*args: Any, **options: Any) -> Iterator[Any]:
+            for block in read_blocks(*args, **options):
+                rows.append(block.stop - block.first)
+                yield block
+
+        with mock.patch("shardrec.data.vocabulary.read_blocks", read):
+            config = TrainConfig(data=str(tmp_path / "*.parquet"), features="spec", holdout=0.3)
+            return dict(counted_vocabularies(config, spec, spec, rank_info)), rows
+
+    alone = count_vocabularies(paths, spec, holdout=0.3)
+    assert alone["film"] and alone["shop"]
+    counted = ranks(world_size, counted_on_rank)
+    assert [vocabularies for vocabularies, _ in counted] == [alone] * world_size
+    assert max(sum(rows) for _, rows in counted) < 2 * 128 / world_size
+    assert sum(sum(rows) for _, rows in counted) == 128, "each row is decoded on one rank"

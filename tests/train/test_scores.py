@@ -17,8 +17,9 @@ import pytest
 
 from shardrec.data import click_metrics
 from shardrec.data.tables import check_file, counted, rows_between
-from shardrec.data.urls import OutputFolder, files_of, open_input
+from shardrec.data.urls import files_of, open_input
 from shardrec.errors import ConfigError, DataError, ShardrecError
+from shardrec.serve.store import Store
 from shardrec.train import RunFolder, TrainConfig, predict
 from tests.ranks import raises_on_all, ranks
 
@@ -66,9 +67,9 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def scored(run: Path, out: str, limit: int | None = None, **options: Any) -> dict[str, Any] | None:
     """Predict with small parts, in this process's rank; ends with an error before the part ``limit``."""
-    write, written = OutputFolder.write, []
+    write, written = Store.write, []
 
-    def limited(self: OutputFolder, name: str, data: bytes) -> None:
+    def limited(self: Store, name: str, data: bytes) -> None:
         if name.startswith("part-"):
             if limit is not None and len(written) >= limit:
                 raise KeyboardInterrupt
@@ -78,7 +79,7 @@ def scored(run: Path, out: str, limit: int | None = None, **options: Any) -> dic
     with (
         mock.patch("shardrec.train.scores._ROWS", 64),
         mock.patch("shardrec.train.scores._PART_BATCHES", 2),
-        mock.patch.object(OutputFolder, "write", limited),
+        mock.patch.object(Store, "write", limited),
     ):
         return predict(str(run / "out"), options.pop("data", str(run / "rows")), out, **options)
 
@@ -116,7 +117,7 @@ def test_any_number_of_ranks_writes_the_same(run: Path, expected: pa.Table, tmp_
     out = str(tmp_path / "scores")
     with pytest.raises(KeyboardInterrupt):
         scored(run, out, 3, keys=["number", "who"])
-    left = {name: os.stat(tmp_path / "scores" / name).st_ino for name in OutputFolder(out).names()}
+    left = {name: os.stat(tmp_path / "scores" / name).st_ino for name in sorted(Store(out).names())}
     assert [*left] == ["_job.json", "part-00000.parquet", "part-00001.parquet", "part-00002.parquet"]
     manifests = ranks(count, scored, run, out, keys=["number", "who"])
     manifest = manifests[0]

@@ -116,6 +116,33 @@ def test_the_checkpoint_gives_the_trained_model_back(trained: tuple[Path, RunRep
     assert evaluate(sharded, source.holdout_batches(), cpu).auc == pytest.approx(report.final.auc, abs=1e-9)
 
 
+@pytest.mark.parametrize("good", [0, 100])
+def test_batches_of_broken_rows_are_no_sample(tmp_path: Path, good: int) -> None:
+    import torch
+
+    from shardrec.errors import DataError
+    from shardrec.launch.ranks import RankInfo
+    from shardrec.train.source import Source
+
+    (tmp_path / "rows.csv").write_text("click,shop\n" + "x,1\n" * 400 + "1,1\n" * good, encoding="utf-8")
+    spec = "label: click\nfeatures: [{name: shop, kind: id, rows: 10}]\n"
+    (tmp_path / "spec.yaml").write_text(spec, encoding="utf-8")
+    config = TrainConfig(
+        data=str(tmp_path / "rows.csv"),
+        features=str(tmp_path / "spec.yaml"),
+        global_batch_size=16,
+        valid=str(tmp_path / "rows.csv"),
+        on_bad_row="skip",
+    )
+    for rank in range(2):
+        source = Source(config, RankInfo(rank=rank, world_size=2, device=torch.device("cpu"), threads=1))
+        if good:
+            assert [sample.stride() for sample in source.sampled(2)] == [8, 8]
+        else:
+            with pytest.raises(DataError, match=r"rows.csv: no row could be read \(400 bad label\): check that"):
+                source.sampled(2)
+
+
 def test_two_ranks_learn_what_one_does(trained: tuple[Path, RunReport], tmp_path: Path) -> None:
     def train(config: TrainConfig, out: str) -> float | None:
         from shardrec.data import synthetic
