@@ -1,6 +1,6 @@
 """Which rows a rank trains on, and which rows are held out: pure functions of row numbers.
 
-Every rank sees the whole stream go by and takes its part of each *global batch* of ``world_size * batch_size`` rows:
+Each rank takes its part of each *global batch* of ``world_size * batch_size`` rows of one stream:
 
     stream      0 1 2 3 4 5 6 7 | 8 9 10 11 12 13 14 15 | 16 17 18          (world_size 2, batch_size 4)
     rank 0      0 1 2 3         | 8 9 10 11             | 16

@@ -260,7 +260,7 @@ def _sharded_model(
                 model,
                 batch_size=source.batch_size,
                 constraints=planner_constraints(config, model, dynamic),
-                sample_batches=source.sampled(_SAMPLED),
+                sample_batches=source.sampled(_SAMPLED) or None,  # of a feed, all rows so far may be broken
                 device=rank_info.device,
             )
     meet(rank_info, "agreement on the plan")  # the first rank has also looked for the best possible metrics

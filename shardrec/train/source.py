@@ -92,7 +92,7 @@ class Source:
             if self._arrival is None:
                 return False
             self._data = self._arrival.rows
-            self._data.count(self._shared)
+            self._data.count(partial(_on_ranks, self._rank_info))
             counts = Counter(self.left_out.get("train 0", {}))
             counts["file that cannot be read"] += self._arrival.left_out if self._rank_info.is_lead else 0
             self.left_out = {"train 0": dict(+counts)}
@@ -133,7 +133,9 @@ class Source:
             folder,
             spec,
             lambda files: _opened(config, files, spec, shuffle=config.shuffle or 0, needs_rows=False),
-            on_first_rank=lambda function: str(self._gathered(function() if self._rank_info.is_lead else "")[0]),
+            on_first_rank=lambda function: str(
+                _gathered(self._rank_info, function() if self._rank_info.is_lead else "")[0]
+            ),
             most=config.streams,
             skips=config.on_bad_row == "skip",
         )
