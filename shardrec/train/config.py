@@ -84,9 +84,6 @@ class TrainConfig(Options):
         ".gz, .xz, .bz2, .zst); 'feed:' before a folder or a pattern, to train on its files as they arrive, without an "
         "end; or 'synthetic' for generated rows.",
     )
-    feed_idle: float | None = option(
-        None, _OUTPUT, "Seconds without a new file after which a feed has ended (default: it has no end)", ge=0
-    )
     features: str | None = option(
         None, _DATA, "YAML file that says what the columns are (default: those of Criteo's files)", metavar="YAML"
     )
@@ -266,6 +263,9 @@ class TrainConfig(Options):
     )
 
     out: str | None = option(None, _OUTPUT, "Folder for the results (default: runs/<date-time>)", metavar="DIR")
+    feed_idle: float | None = option(
+        None, _OUTPUT, "Seconds without a new file after which a feed has ended (default: it has no end)", ge=0
+    )
     evaluations: int = option(10, _OUTPUT, "Points of the held-out curve.", ge=1)
     top_k: int = option(
         10,

@@ -69,6 +69,7 @@ def test_a_known_profile_comes_back() -> None:
     assert max(map(abs, calibrate.relative_errors(found, others, measured))) < 0.05
 
 
+@pytest.mark.slow
 def test_disturbed_times_do_not_bend_the_rest() -> None:
     drawn, measured = made(2, 0)
     disturbed = replace(
@@ -81,6 +82,7 @@ def test_disturbed_times_do_not_bend_the_rest() -> None:
     assert max(map(abs, calibrate.relative_errors(found, others, quiet))) < 0.1
 
 
+@pytest.mark.slow
 def test_small_and_large_steps_are_predicted_from_noisy_times() -> None:
     """Steps of 1 to 90 ms on a machine that is a profile, timed up to a quarter too long; and others of it."""
     rng = Random(0)

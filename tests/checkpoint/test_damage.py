@@ -85,6 +85,7 @@ def check(folder: Path, seeds: range, incremental: int) -> None:
             print(f"{kind}: {text}")
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize("incremental", [0, 3])
 def test_damage_is_found_before_anything_changes(tmp_path: Path, incremental: int) -> None:
     check(tmp_path, range(len(DAMAGE) * (1 if incremental else 3)), incremental)

@@ -60,6 +60,7 @@ def check_pairs(folder: Path, name: str, saved: dict[int, tuple[str, ...]], load
     return count
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize(
     ("name", "saved", "loaded"),
     [

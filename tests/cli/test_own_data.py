@@ -96,6 +96,7 @@ FLAGS = ("--features", "features.yaml", "--batch-size", "64", "--embedding-dim",
 FLAGS += ("--over-layers", "8", "--evaluations", "3")
 
 
+@pytest.mark.slow
 def test_texts_lists_and_weights_train_by_a_spec_alone(run: Run) -> None:
     files = ("--data", "day_[01].parquet", "--test", "day_2.parquet")
     code, shown, errors = run("train", *files, *FLAGS, "--epochs", "3", "--shuffle", "500", "--out", "runs/a")

@@ -106,6 +106,7 @@ def test_boundary_mode_breaks_once_per_call(name: str, calls: int) -> None:
     assert (found.graph_count, found.graph_break_count) == (calls + 1, calls)
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize("name", ["dlrm", pytest.param("dcn", marks=pytest.mark.slow), "sequences", "towers"])
 def test_traced_mode_does_not_break(name: str) -> None:
     found = explained(name, "traced")

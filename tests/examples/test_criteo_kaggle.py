@@ -147,6 +147,7 @@ def trained(folder: Path, config: Path, *flags: str) -> dict[str, float]:
     return found
 
 
+@pytest.mark.slow
 def test_the_settings_of_the_full_set_train(tmp_path: Path) -> None:
     """On generated rows in its layout: few, so in small steps, and in small tables, as all are saved."""
     write_criteo_tsv(tmp_path / "train.txt", 7000)

@@ -71,6 +71,7 @@ def train_beside(model: ShardedModel, reference: nn.Module, configs: list[Embedd
     assert_dense_equal(model, reference, where)
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize(
     ("world_size", "dense_first"),
     [

@@ -55,6 +55,7 @@ def dense_adam(model: ShardedModel) -> torch.optim.Optimizer:
     return torch.optim.Adam(model.dense_parameters(), lr=0.02)
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize(
     ("optimizer", "sync_optimizer"),
     [("adagrad", True), ("adam", False), pytest.param("none", True, marks=pytest.mark.slow)],

@@ -42,6 +42,7 @@ from tests.plans import random_plan
 from tests.ranks import ranks
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize("replicas", [pytest.param(1, marks=pytest.mark.slow), 2, 4])
 def test_sgd_is_the_unsharded_model_on_the_global_batch(replicas: int) -> None:
     """Averaging the results of one SGD step is the step of the averaged gradients."""

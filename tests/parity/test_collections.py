@@ -42,7 +42,7 @@ def test_the_product_is_whole() -> None:
         assert len(set(names)) == len(names) == len(all_cells(pooled=kind.pooled)) == CELLS[kind.pooled]
 
 
-@pytest.mark.some(3)
+@pytest.mark.some(2)
 @pytest.mark.parametrize(
     ("executor", "world_size", "kind", "sizes"),
     some_of(
@@ -71,7 +71,7 @@ def test_every_cell(executor: str, world_size: int, kind: Kind, sizes: str) -> N
     assert checked == [CELLS[kind.pooled]] * world_size
 
 
-@pytest.mark.some(3)
+@pytest.mark.some(2)
 @pytest.mark.parametrize(
     ("executor", "pooled", "world_size", "comms"),
     some_of(

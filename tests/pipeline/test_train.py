@@ -58,6 +58,7 @@ def plain(model: ShardedModel, batches: Iterable[Any], loss: Any = loss_fn) -> l
     return losses
 
 
+@pytest.mark.some(2)
 @pytest.mark.parametrize("n", [1, 2, pytest.param(4, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("optimizer", ["rowwise_adagrad", "adam"])
 def test_losses_and_weights_are_the_plain_loop_s_to_the_bit(n: int, optimizer: str) -> None:

@@ -33,6 +33,7 @@ def batch() -> KeyedJaggedTensor:
     return KeyedJaggedTensor(keys=keys, values=torch.ones(len(keys)).long(), lengths=torch.ones(len(keys)).long())
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize(("transport", "portable"), [("auto", True), ("group", False)])
 def test_exchanges_in_forks_are_refused(transport: str, portable: bool) -> None:
     def rank_main() -> None:

@@ -53,6 +53,7 @@ def trained(run: Any, model: ShardedModel, bags: Bags) -> list[Tensor]:
     return [*steps, *(parameter.detach().clone() for parameter in model.parameters())]
 
 
+@pytest.mark.slow
 def test_two_hosts_of_two_ranks_are_alike_too() -> None:
     def on_two_hosts() -> list[Tensor]:
         real = handshake.host_identity

@@ -38,6 +38,7 @@ torch.save(model(*[given[name] for name in notes["inputs"]]), f"{folder}/output{
 """
 
 
+@pytest.mark.slow
 def test_every_ranks_file_is_run_by_a_process_that_knows_torch_and_fbgemm_only(tmp_path: Path) -> None:
     def rank_main() -> None:
         rank = dist.get_rank()

@@ -104,9 +104,10 @@ def against_score_matrix(world_size: int) -> None:
         own = [part[rank::world_size] for part in data[2:]]  # the last ranks may have no row
         steps = -(-len(data[2]) // (world_size * size))
         batches = [batch_of(*(part[step * size : (step + 1) * size] for part in own)) for step in range(steps)]
-        catalogue._SCORES = rng.choice([1, 50, 1 << 22])
-        catalogue._LOOKED_UP = rng.choice([1, 7, 8192])
-        metrics = CatalogueRanking(model, SPEC, torch.device("cpu"), k=K)(batches)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(catalogue, "_SCORES", rng.choice([1, 50, 1 << 22]))
+            patch.setattr(catalogue, "_LOOKED_UP", rng.choice([1, 7, 8192]))
+            metrics = CatalogueRanking(model, SPEC, torch.device("cpu"), k=K)(batches)
         assert metrics.ranking is not None
         got = (metrics.ranking.ndcg, metrics.ranking.recall, metrics.ranking.hit_rate, metrics.auc, metrics.logloss)
         assert got == pytest.approx(by_score_matrix(data), abs=1e-6), (number, plan)

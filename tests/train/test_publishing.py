@@ -62,8 +62,9 @@ def test_two_ranks_publish_by_the_clock_and_go_on_after_a_failure(
     def train(config: TrainConfig) -> None:
         from shardrec.train import saving
 
-        saving._AGREE_S = 0.0  # at each step
-        broken_off(config)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(saving, "_AGREE_S", 0.0)  # at each step
+            broken_off(config)
 
     published = tmp_path / "published"
     published.touch()

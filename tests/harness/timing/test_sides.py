@@ -111,7 +111,7 @@ def test_the_dense_part_waits_for_nothing_on_cuda() -> None:
         assert not double.waits
 
 
-@pytest.mark.some(2)
+@pytest.mark.some(1)
 @pytest.mark.parametrize(
     ("case", "sides"),
     [
