@@ -218,7 +218,8 @@ def _feature(column: str, array: Any) -> tuple[dict[str, Any] | None, str, set[A
     if count > _MANY:
         size = {"rows": 10 ** len(str(2 * count)) // (5 if str(2 * count)[0] == "1" else 1)}
     else:
-        size = {"vocabulary": "from_data", "min_count": 2, **({"dim": 8} if count <= _FEW else {})}
+        least = 2 if len(listed) > count else 1  # where no value occurs twice, 2 would leave none
+        size = {"vocabulary": "from_data", "min_count": least, **({"dim": 8} if count <= _FEW else {})}
     note = f"{count:,} values" + (f", {of_each:.1f} a row" if kind != "id" else "")
     return {"kind": kind, **size, **more}, note, distinct
 

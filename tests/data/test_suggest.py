@@ -139,7 +139,14 @@ def test_what_cannot_be_proposed(tmp_path: Path, text: str, label: str | None, w
 _names = st.text(st.characters(codec="ascii", categories=["L", "N", "P", "Zs"], exclude_characters='",'), min_size=1)
 
 
-@settings(deadline=None, max_examples=25)
+def test_a_column_without_a_value_twice_has_a_vocabulary(tmp_path: Path) -> None:
+    path = written(tmp_path / "a.csv", {"label": [0, 1] * 10, "city": [f"city {number}" for number in range(20)]})
+    (tmp_path / "features.yaml").write_text(suggest_spec(str(path), "label"), encoding="utf-8")
+    raw = load_spec(tmp_path / "features.yaml")
+    assert len(count_vocabularies([str(path)], raw)["city"]) == 20
+
+
+@settings(deadline=None, max_examples=10)
 @given(data=st.data(), names=st.lists(_names.map(str.strip).filter(bool), min_size=1, max_size=4, unique=True))
 def test_any_names_and_values_make_a_spec(
     tmp_path_factory: pytest.TempPathFactory, data: Any, names: list[str]
