@@ -54,7 +54,7 @@ def tables(run: Path) -> dict[str, torch.Tensor]:
 def test_a_run_begins_with_what_it_shares(before: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     features = {"price": FEATURES["price"], "count": FEATURES["count"], "user": FEATURES["user"]}
     features |= {"product": "kind: id, rows: 35, ids: number", "country": "kind: id, vocabulary: [de, fr, it, es]"}
-    features |= {"shop": FEATURES["shop"].replace("20", "30"), "city": "kind: id, rows: 10"}
+    features |= {"city": "kind: id, rows: 10", "shop": FEATURES["shop"].replace("20", "30")}  # in the place of age
     run = config(tmp_path, "run", features, init_from=str(before), rename=["t_item=t_product"], lr=1e-12)
     run = run.changed(embedding_lr=1e-12, checkpoint_every="1", embedding_optimizer="sgd")
     broken_off(run, cut_after=2)
