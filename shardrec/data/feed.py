@@ -21,7 +21,7 @@ from typing import Any, Protocol
 from shardrec.data.files import FileClickData, check_kinds
 from shardrec.data.spec import FeatureSpec
 from shardrec.data.tables import check_file
-from shardrec.data.urls import files_of
+from shardrec.data.urls import files_of, is_gone, path_of
 from shardrec.errors import DataError
 
 __all__ = ["Arrival", "Feed", "FolderFeed"]
@@ -34,18 +34,20 @@ class Arrival:
     Attributes:
         rows: one pass over them; none is held out.
         position: for :meth:`Feed.seek`, after which the next poll gives these rows again; JSON-compatible.
-        end: the same, for the rows that follow.
-        left_out: files without rows that can be read, since the arrival before.
     """
 
     rows: FileClickData
     position: Any
-    end: Any
-    left_out: int = 0
 
 
 class Feed(Protocol):
-    """Rows that go on arriving. Every rank has one, makes the same calls and gets the same arrivals."""
+    """Rows that go on arriving. Every rank has one, makes the same calls and gets the same arrivals.
+
+    Attributes:
+        left_out: files without rows that can be read, so far.
+    """
+
+    left_out: int
 
     def poll(self) -> Arrival | None:
         """The rows that have arrived since the last poll; None if there are none. Does not wait for any.
@@ -54,17 +56,20 @@ class Feed(Protocol):
             DataError: on every rank, for what cannot be read.
         """
 
+    def position(self) -> Any:
+        """For :meth:`seek`: of the rows that follow those polled; JSON-compatible."""
+
     def seek(self, position: Any) -> None:
-        """Go on from the position, or the end, of an arrival."""
+        """Go on from there, or from the position of an arrival."""
 
 
 class FolderFeed:
     """The files of a folder, each of them once, as they arrive.
 
-    A file has arrived when it has its name: a producer writes it under another (with ``.`` or ``_`` at the front) and
-    renames it. The files of an arrival are in the order of their names, and one whose name is before those that were
-    read is in the next arrival. Names of files that were removed are forgotten. A file that a run may still go on with
-    must stay as it is.
+    A file has arrived when it has its name: a producer writes it under another (with ``.`` or ``_`` at the front, which
+    no pattern takes) and renames it. The files of an arrival are in the order of their names, and one whose name is
+    before those that were read is in the next arrival. Names of files that were removed are forgotten: those that their
+    folder surely lacks, for a list may lack more. A file that a run may still go on with must stay as it is.
 
     Args:
         source: the folder, a pattern of names in it, or a URL of these.
@@ -90,7 +95,7 @@ class FolderFeed:
         self._taken: set[str] = set()
         self._kinds: dict[str, tuple[str, str]] = {}
         self._again: list[str] = []
-        self._left_out = 0
+        self.left_out = 0
 
     def poll(self) -> Arrival | None:
         """See :class:`Feed`."""
@@ -101,23 +106,22 @@ class FolderFeed:
                 raise DataError(listing["fault"])
             self._kinds = {name: (kind, path) for name, (kind, path) in listing["kinds"].items()}
             self._taken = self._taken.difference(listing["gone"]).union(listing["bad"])
-            self._left_out += len(listing["bad"])
+            self.left_out += len(listing["bad"])
             files = listing["files"]
         if not files:
             return None
-        position = self._position(files)
+        position = {**self.position(), "files": files}
         self._taken.update(files)
-        arrival = Arrival(rows=self._opened(files), position=position, end=self._position([]), left_out=self._left_out)
-        self._left_out = 0
-        return arrival
+        return Arrival(rows=self._opened(files), position=position)
+
+    def position(self) -> dict[str, Any]:
+        """See :class:`Feed`."""
+        return {"taken": sorted(self._taken), "kinds": dict(self._kinds), "files": list(self._again)}
 
     def seek(self, position: Mapping[str, Any]) -> None:
         """See :class:`Feed`."""
         self._taken, self._again = set(position["taken"]), list(position["files"])
         self._kinds = {name: (kind, path) for name, (kind, path) in position["kinds"].items()}
-
-    def _position(self, files: Sequence[str]) -> dict[str, Any]:
-        return {"taken": sorted(self._taken), "kinds": dict(self._kinds), "files": list(files)}
 
     def _listing(self) -> str:
         """What has arrived and what is gone, as JSON; or the fault."""
@@ -128,13 +132,15 @@ class FolderFeed:
             names = files_of(self._source, least=0)
             if names == [self._source]:
                 raise DataError(
-                    f"data (--data) is feed:{self._source}, which is no folder and no pattern: make it first"
+                    f"data (--data) is feed:{self._source}, which is no folder and no pattern: make it first; where an "
+                    "empty folder is none, as in object stores, give a pattern"
                 )
             for name in names:
-                if name in self._taken or len(files) == self._most:
+                if name in self._taken or len(files) == self._most or _hidden(name):
                     continue
+                with_it = dict(kinds)
                 try:
-                    check_kinds([check_file(name, self._spec)], kinds)
+                    check_kinds([check_file(name, self._spec)], with_it)
                 except DataError as error:
                     if not self._skips:
                         raise
@@ -142,7 +148,12 @@ class FolderFeed:
                     bad.append(name)
                 else:
                     files.append(name)
+                    kinds = with_it
+            gone = sorted(filter(is_gone, self._taken.difference(names)))
         except DataError as error:
             return json.dumps({"fault": str(error)})
-        gone = sorted(self._taken.difference(names))
         return json.dumps({"files": files, "bad": bad, "gone": gone, "kinds": kinds})
+
+
+def _hidden(name: str) -> bool:
+    return path_of(name).rpartition("/")[2].startswith((".", "_"))

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from glob import escape, glob
 from typing import Any
 
 from shardrec.errors import DataError
 
-__all__ = ["file_system", "files_of", "open_input", "path_of"]
+__all__ = ["file_system", "files_of", "is_gone", "open_input", "path_of"]
 
 _BY_PYARROW = ("file", "s3", "gs", "gcs", "abfs", "abfss", "hdfs", "viewfs")
 
@@ -27,13 +27,17 @@ def files_of(pattern: str, *, least: int = 1) -> list[str]:
         DataError: if there are fewer, or the URL's file system cannot be used.
     """
     if "://" not in pattern:
-        return _found(pattern, os.path.isfile, os.path.isdir, glob, least)
+        return _found(pattern, os.path.isfile, os.path.isdir, lambda path: filter(os.path.isfile, glob(path)), least)
     import pyarrow as pa
 
     system, path = file_system(pattern)
+
+    def matching(path: str) -> list[str]:  # in one request, and not one for each file
+        return [name for name, info in system.glob(path, detail=True).items() if info["type"] == "file"]
+
     try:
         system.invalidate_cache()  # some of fsspec's keep their lists
-        names = _found(path, system.isfile, system.isdir, system.glob, least)
+        names = _found(path, system.isfile, system.isdir, matching, least)
     except (OSError, pa.ArrowException) as error:
         raise DataError(f"data files {pattern} cannot be listed ({error}): check the URL and your access") from error
     if names == [path]:
@@ -47,6 +51,21 @@ def files_of(pattern: str, *, least: int = 1) -> list[str]:
 def path_of(path: str) -> str:
     """A path, or that of a URL: without its options, so that the end says what the file is."""
     return path.partition("?")[0] if "://" in path else path
+
+
+def is_gone(path: str) -> bool:
+    """Whether there is surely no such file: a list may lack one because its folder could not be read."""
+    import pyarrow as pa
+
+    try:
+        if "://" in path:
+            system, name = file_system(path)
+            system.info(name)
+        else:
+            os.stat(path)
+    except (OSError, pa.ArrowException) as error:
+        return isinstance(error, FileNotFoundError)
+    return False
 
 
 def open_input(path: str) -> Any:
@@ -76,14 +95,14 @@ def _found(
     path: str,
     is_file: Callable[[str], bool],
     is_folder: Callable[[str], bool],
-    matching: Callable[[str], list[str]],
+    matching: Callable[[str], Iterable[str]],
     least: int,
 ) -> list[str]:
     folder = is_folder(path)
     if is_file(path) or not (folder or set("*?[") & set(path)):
         return [path]  # if it is not there, its reader says so
     inside = os.path.join(escape(path), "[!._]*") if folder else path
-    matches = sorted(name for name in matching(inside) if is_file(name))
+    matches = sorted(matching(inside))
     if len(matches) < least:
         raise DataError(f"no data file is named {inside}: check the path")
     return matches

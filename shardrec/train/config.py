@@ -310,8 +310,11 @@ class TrainConfig(Options):
                 parse_constraint(text)
             except ConfigError as error:
                 faults.append(str(error))
-        if self.rename and (self.init_from is None or not all("=" in pair for pair in self.rename)):
-            faults.append(f"rename (--rename) is {self.rename!r}: give OLD=NEW, with init_from (--init-from)")
+        renamed = {pair.partition("=")[0] for pair in self.rename if "=" in pair}
+        if self.rename and (self.init_from is None or len(renamed) < len(self.rename)):
+            faults.append(
+                f"rename (--rename) is {self.rename!r}: give OLD=NEW, each OLD once, with init_from (--init-from)"
+            )
         if self.plan is not None and self.constraint:
             faults.append("constraint (--constraint) is for the planner and plan (--plan) replaces it: leave one out")
         if self.detect_anomaly == "on" and self.compile == "full":

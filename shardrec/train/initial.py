@@ -77,15 +77,19 @@ def _other_ids(pairs: list[tuple[Feature, Feature]]) -> Iterator[str]:
 
 
 def _other_places(pairs: list[tuple[Feature, Feature]], before: FeatureSpec, after: FeatureSpec) -> Iterator[str]:
-    """Features that a dense layer would take for one another."""
-    old_of = {new.name: old for old, new in pairs} | {feature.name: feature for feature in before.dense}
-    for were, are in ((before.sparse, after.sparse), (before.dense, after.dense)):
-        names = [feature.name for feature in were]
-        places = [names.index(old_of[one.name].name) for one in are if one.name in old_of]
-        if places != sorted(places):
-            wanted = ", ".join(names[place] for place in sorted(places))
-            yield f"the features are in another order, which dense layers depend on; give it as {wanted}"
+    """Features that a dense layer would take for one another: of as many as before, each has to be in its place."""
+    dense = {feature.name: feature for feature in before.dense}
+    names = {new.name: old.name for old, new in pairs}, {name: name for name in dense}
+    for were, are, old_of in zip((before.sparse, before.dense), (after.sparse, after.dense), names, strict=True):
+        place_of = {feature.name: place for place, feature in enumerate(were)}
+        kept = {place_of[old_of[feature.name]]: feature.name for feature in are if feature.name in old_of}
+        wanted = [kept[place] for place in sorted(kept)]
+        if len(were) == len(are):
+            new = iter(feature.name for feature in are if feature.name not in old_of)
+            wanted = [kept.get(place) or next(new) for place in range(len(were))]
+        if wanted != [feature.name for feature in are if feature.name in wanted]:
+            yield f"the features are in another order, which dense layers depend on; give it as {', '.join(wanted)}"
     for feature in after.dense:
-        old = old_of.get(feature.name, feature)
+        old = dense.get(feature.name, feature)
         if old.transform != feature.transform:
             yield f"feature {feature.name!r} has transform: {feature.transform}, and had {old.transform}; give that"

@@ -99,6 +99,7 @@ class Progress:
     evaluated_at: int = 0
     best_step: int | None = None
     watched: str = "logloss"
+    _begin: float | None = field(default=None, init=False, repr=False)
 
     def stalled(self, patience: int | None) -> bool:
         """Whether the last ``patience`` points of the curve were no better than one before."""
@@ -126,20 +127,21 @@ class Progress:
         try:
             yield
         finally:
-            self.seconds += time.perf_counter() - self._begin
+            self.seconds, self._begin = self.seconds_now(), None
 
     @contextmanager
     def off_the_clock(self) -> Iterator[None]:
-        """Inside of :meth:`on_the_clock`: leaves the time that passes inside out."""
-        self.seconds = self.seconds_now()
+        """Inside of :meth:`on_the_clock`: leaves the time that passes inside out; elsewhere, does nothing."""
+        runs = self._begin is not None
+        self.seconds, self._begin = self.seconds_now(), None
         try:
             yield
         finally:
-            self._begin = time.perf_counter()
+            self._begin = time.perf_counter() if runs else None
 
     def seconds_now(self) -> float:
         """``seconds``, with those that are running."""
-        return self.seconds + time.perf_counter() - self._begin
+        return self.seconds if self._begin is None else self.seconds + time.perf_counter() - self._begin
 
     def state(self) -> dict[str, Any]:
         """All but the rows, JSON-compatible."""

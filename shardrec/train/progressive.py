@@ -60,6 +60,8 @@ class Progressive:
         self._scored, self._rows = deque([rows]), rows.size(1)
 
     def _add(self, rows: Tensor) -> None:
+        if not rows.size(1):  # as of a rank that has none of small arrivals
+            return
         self._scored.append(rows)
         self._rows += rows.size(1)
         while self._rows - self._scored[0].size(1) >= self._most:

@@ -117,8 +117,16 @@ class RunReport:
         """Which rows ``final`` is of."""
         if self.config["test"]:
             return "test rows"
-        of_feed = self.config["data"].startswith(FEED)
-        return "last rows, scored before they were trained on" if of_feed else "held-out rows"
+        return "last rows, scored before they were trained on" if self._of_feed else "held-out rows"
+
+    @property
+    def curve_rows(self) -> str:
+        """Which rows the curve is of."""
+        return "before training" if self._of_feed else "held out"
+
+    @property
+    def _of_feed(self) -> bool:
+        return bool(self.config["data"].startswith(FEED))
 
     @property
     def samples_per_second(self) -> float:
@@ -266,7 +274,7 @@ def write_curve(report: RunReport, path: Path) -> None:
         right.set(title="Held-out metrics")
     elif report.config["loss"] == "bce" or report.final.ranking is None:
         _held_out(right, report, samples, "auc")
-        right.set(title="Held-out AUC", ylabel="AUC")
+        right.set(title=f"AUC, {report.curve_rows}", ylabel="AUC")
     else:
         right.plot(samples, [point.gauc for point in report.curve], color="tab:blue", marker="o", label="held out")
         right.set(title="Held-out GAUC", ylabel="GAUC")
@@ -283,7 +291,7 @@ def write_curve(report: RunReport, path: Path) -> None:
 
 def _held_out(axes: Axes, report: RunReport, samples: Sequence[int], name: str) -> None:
     values = [point.value(name) or math.nan for point in report.curve]
-    axes.plot(samples, values, color="tab:blue", marker="o", markersize=4, label="held out")
+    axes.plot(samples, values, color="tab:blue", marker="o", markersize=4, label=report.curve_rows)
     if report.optimum is not None:
         best = getattr(report.optimum, name)
         axes.axhline(best, color="tab:green", linestyle="--", label=f"best possible {best:.4f}")

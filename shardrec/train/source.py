@@ -66,7 +66,6 @@ class Source:
         self._data = None if config.feed is not None else _open(config, spec)
         self._feed: Feed | None = None if config.feed is None else self._opened_feed(config, config.feed, spec)
         self._arrival: Arrival | None = None
-        self._feed_end: Any = None
         # Held-out rows, and those of the final metrics, in files of their own: all their rows.
         self._valid, self._test = (
             None if name is None else _opened(config, name, spec) for name in (config.valid, config.test)
@@ -88,38 +87,37 @@ class Source:
         """
         assert self._feed is not None, "the data is a feed"
         while self._arrival is None:
+            before = self._feed.left_out
             self._arrival = self._feed.poll()
+            counts = Counter(self.left_out.get("train 0", {}))
+            counts["file that cannot be read"] += self._feed.left_out - before if self._rank_info.is_lead else 0
+            self.left_out = {"train 0": dict(+counts)}
+            self._left_out_before = dict(self.left_out)
             if self._arrival is None:
                 return False
             self._data = self._arrival.rows
             self._data.count(partial(_on_ranks, self._rank_info))
-            counts = Counter(self.left_out.get("train 0", {}))
-            counts["file that cannot be read"] += self._arrival.left_out if self._rank_info.is_lead else 0
-            self.left_out = {"train 0": dict(+counts)}
-            self._left_out_before = dict(self.left_out)
             if not self.train_rows:
                 self.end_arrival()
         return True
 
     def end_arrival(self) -> None:
         """The arrival under way has been trained on."""
-        if self._arrival is not None:
-            self._feed_end, self._arrival = self._arrival.end, None
+        self._arrival = None
 
     def position(self, epoch_steps: int) -> tuple[Any, bool] | None:
         """Where a feed is after steps of the arrival under way, for a checkpoint, and whether that has further ones."""
         if self._feed is None:
             return None
         if self._arrival is None or epoch_steps >= self.steps:
-            return (self._feed_end if self._arrival is None else self._arrival.end), False
+            return self._feed.position(), False
         return self._arrival.position, True
 
     def seek(self, position: Any, *, in_arrival: bool) -> None:
         """Go on from :meth:`position`. Every rank calls it."""
         assert self._feed is not None, "the data is a feed"
-        self._data, self._arrival, self._feed_end = None, None, position
-        if position is not None:
-            self._feed.seek(position)
+        self._data, self._arrival = None, None
+        self._feed.seek(position)
         if in_arrival:
             self.poll()
 

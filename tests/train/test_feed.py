@@ -11,10 +11,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from shardrec.data import ClickMetrics
 from shardrec.errors import ConfigError, DataError
 from shardrec.train import RunStopped, TrainConfig
+from shardrec.train.progressive import Progressive
 from shardrec.train.runs import RunFolder
 from tests.campaign.results import differences
 from tests.ranks import ranks
@@ -170,11 +172,11 @@ def test_rows_are_scored_before_they_are_trained_on(tmp_path: Path) -> None:
 
 
 def test_broken_rows_and_files_are_counted_or_end_the_run(tmp_path: Path) -> None:
-    config = feed(tmp_path, on_bad_row="skip")
+    config = feed(tmp_path, on_bad_row="skip", streams=2)
     deliver(tmp_path / "in", "a.csv", range(50), broken=[7])
-    (tmp_path / "in" / "b.csv").write_text("click,site\n1,2\n", encoding="utf-8")
+    (tmp_path / "in" / "d.csv").write_text("click,site\n1,2\n", encoding="utf-8")  # nothing arrives with it
     deliver(tmp_path / "in", "c.csv", [50], broken=[50])
-    with pytest.warns(UserWarning, match=r"a file was left out: data file .*b.csv"):
+    with pytest.warns(UserWarning, match=r"a file was left out: data file .*d.csv"):
         rows = trained(config)
     assert numbers(rows) == [number for number in range(50) if number != 7]
     skipped = RunFolder(tmp_path / "run").metrics["skipped_rows"]
@@ -197,3 +199,24 @@ def test_options_that_do_not_go_with_a_feed(tmp_path: Path) -> None:
     (tmp_path / "spec.yaml").write_text(SPEC.replace("rows: 50", "vocabulary: from_data"), encoding="utf-8")
     with pytest.raises(ConfigError, match="which a feed never has all of"):
         trained(config.changed(out=str(tmp_path / "other")))
+
+
+def test_a_run_that_found_nothing_before_its_first_checkpoint_goes_on(tmp_path: Path) -> None:
+    config = feed(tmp_path)
+    all_rows = delivered(tmp_path)
+    trained(config, cut_after=2)
+    (tmp_path / "in").rename(tmp_path / "away")
+    (tmp_path / "in").mkdir()
+    assert trained(config, resume=True) == {}
+    (tmp_path / "in").rmdir()
+    (tmp_path / "away").rename(tmp_path / "in")
+    (tmp_path / "run" / "plan.json").unlink()  # so that it plans, with rows that it then reads again
+    assert numbers(trained(config, resume=True)) == all_rows
+
+
+def test_batches_without_rows_take_no_memory() -> None:
+    """As of a rank that has no rows of arrivals with fewer rows than ranks."""
+    progressive = Progressive(2)
+    for rows in (0, 1, 0, 2, 1, *[0] * 10):
+        progressive.scoring(lambda rows: torch.zeros(rows, 1), torch.ones(rows))(rows)
+    assert (len(progressive._scored), progressive.state().shape) == (2, (2, 2))

@@ -54,7 +54,7 @@ def tables(run: Path) -> dict[str, torch.Tensor]:
 def test_a_run_begins_with_what_it_shares(before: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     features = {"price": FEATURES["price"], "count": FEATURES["count"], "user": FEATURES["user"]}
     features |= {"product": "kind: id, rows: 35, ids: number", "country": "kind: id, vocabulary: [de, fr, it, es]"}
-    features |= {"shop": FEATURES["shop"].replace("20", "30"), "city": "kind: id, rows: 10"}
+    features |= {"city": "kind: id, rows: 10", "shop": FEATURES["shop"].replace("20", "30")}  # in the place of age
     run = config(tmp_path, "run", features, init_from=str(before), rename=["t_item=t_product"], lr=1e-12)
     run = run.changed(embedding_lr=1e-12, checkpoint_every="1", embedding_optimizer="sgd")
     broken_off(run, cut_after=2)
@@ -101,12 +101,14 @@ def test_rows_that_would_be_of_other_ids_are_refused(name: str, before: Path, tm
 
 def test_other_orders_and_names_are_refused(before: Path, tmp_path: Path) -> None:
     turned = dict(reversed(FEATURES.items()))
+    moved = {name: text for name, text in FEATURES.items() if name != "user"} | {"city": "kind: id, rows: 40"}
     for features, options, fault in (
         (
             turned,
             {},
             "in another order, which dense layers depend on; give it as user, item, country, age, shop; .*price",
         ),
+        (moved, {}, "give it as city, item, country, age, shop"),  # that would be one place before
         (FEATURES, {"init_from": str(tmp_path)}, "holds no run"),
         (FEATURES, {"rename": ["t_itm=t_item"]}, "the checkpoint has no 't_itm'"),
     ):
@@ -115,5 +117,13 @@ def test_other_orders_and_names_are_refused(before: Path, tmp_path: Path) -> Non
     broken_off(config(tmp_path, "unsaved", FEATURES, checkpoint="none"))
     with pytest.raises(ConfigError, match="a run without a checkpoint: train it first"):
         broken_off(config(tmp_path, "run", FEATURES, init_from=str(tmp_path / "unsaved")))
-    with pytest.raises(ConfigError, match=r"rename \(--rename\) is \('a=b',\): give OLD=NEW, with init_from"):
+    with pytest.raises(ConfigError, match=r"rename \(--rename\) is \('a=b',\): give OLD=NEW, each OLD once, with"):
         TrainConfig(rename=("a=b",))
+    with pytest.raises(ConfigError, match="give OLD=NEW, each OLD once"):
+        TrainConfig(rename=("a=b", "a=c"), init_from="run")
+
+
+def test_a_number_becomes_buckets(before: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    features = FEATURES | {"price": "kind: id, boundaries: [10, 100]"}
+    broken_off(config(tmp_path, "run", features, init_from=str(before)), cut_after=1)
+    assert re.search(r"new .*t_price\.weight", capsys.readouterr().out)

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from shardrec.errors import DataError, InputError
 from shardrec.train.loop import Schedule, failing_together
 from shardrec.train.losses import click_loss
+from shardrec.train.progress import Progress, RecentMean
 from tests.ranks import ranks
 
 
@@ -115,3 +116,15 @@ def test_alone_there_is_nobody_to_tell() -> None:
 
 def test_without_an_error_all_batches_come() -> None:
     assert ranks(2, _lookup_until_the_data_breaks, ()) == [(3, "", "")] * 2
+
+
+def test_time_is_that_on_the_clock() -> None:
+    progress = Progress(world_size=1, loss=RecentMean(torch.device("cpu")))
+    with progress.off_the_clock():
+        assert progress.seconds == 0
+    with progress.on_the_clock(), progress.off_the_clock(), progress.off_the_clock():
+        pass
+    seconds = progress.seconds
+    with progress.off_the_clock():  # as of a save while a run waits for rows
+        pass
+    assert progress.seconds == seconds > 0

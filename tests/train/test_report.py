@@ -9,6 +9,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from rich.console import Console
 
@@ -118,6 +119,10 @@ def test_the_final_rows_are_named(tmp_path: Path) -> None:
     with patch.object(Figure, "suptitle") as title:
         write_curve(tested, tmp_path / "curve.png")
     title.assert_called_once_with("test rows: AUC 0.8012, normalized entropy 0.7900, logloss 0.4400")
+    of_feed = dataclasses.replace(made, config={**made.config, "data": "feed:rows"})
+    with patch.object(Axes, "plot", autospec=True, side_effect=Axes.plot) as plot:
+        write_curve(of_feed, tmp_path / "curve.png")
+    assert {call.kwargs["label"] for call in plot.call_args_list} == {"training", "before training"}
 
 
 @pytest.mark.parametrize(("compiled", "said"), [("off", False), ("dense", True)])

@@ -1,0 +1,75 @@
+"""``FolderFeed``: what of a folder arrives, and when."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from fsspec.implementations.arrow import ArrowFSWrapper
+
+from shardrec.data import urls
+from shardrec.data.feed import FolderFeed
+from shardrec.data.files import FileClickData
+from tests.data.raw import SPEC, lines, write
+
+SOURCES = ["{}", "{}/*", "file://{}", "file://{}/*"]
+
+
+def feed(source: str | Path, **options: Any) -> FolderFeed:
+    return FolderFeed(str(source), SPEC, lambda files: FileClickData(files, SPEC, holdout=0.0), **options)
+
+
+def arrived(feed: FolderFeed) -> list[str]:
+    """The names of an arrival's files."""
+    arrival = feed.poll()
+    return [] if arrival is None else [Path(path).name for path in arrival.rows.paths]
+
+
+@pytest.mark.parametrize("source", SOURCES)
+def test_a_file_has_arrived_when_it_has_its_name(source: str, tmp_path: Path) -> None:
+    for name in (".a.tsv", "_b.tsv"):
+        write(tmp_path / name, b"half a li")
+    folder = feed(source.format(tmp_path))
+    assert arrived(folder) == []
+    write(tmp_path / ".a.tsv", lines(2)).rename(tmp_path / "a.tsv")
+    assert arrived(folder) == ["a.tsv"]
+
+
+@pytest.mark.parametrize("source", SOURCES)
+def test_a_list_that_lacks_files_forgets_those_that_were_removed_alone(
+    source: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As where a folder, or a server, cannot be read for a moment: glob and fsspec then give no names."""
+
+    def fails(*_: object, **__: object) -> None:
+        raise OSError("not now")
+
+    for name in ("a.tsv", "b.tsv"):
+        write(tmp_path / name, lines(3))
+    folder = feed(source.format(tmp_path))
+    assert arrived(folder) == ["a.tsv", "b.tsv"]
+    (tmp_path / "a.tsv").unlink()
+    with monkeypatch.context() as patched:
+        patched.setattr(urls, "glob", lambda path: [])
+        patched.setattr(ArrowFSWrapper, "ls", fails)
+        assert arrived(folder) == []
+    assert arrived(folder) == []
+    write(tmp_path / "a.tsv", lines(2))
+    assert arrived(folder) == ["a.tsv"]
+
+
+def test_a_file_that_is_left_out_says_nothing_of_others(tmp_path: Path) -> None:
+    """The types of its columns are not what those of later files are compared with; it is looked at once."""
+    kinds = {"a": (None, "x"), "b": ("x", 1), "c": (1, "x")}
+    for name, (first, second) in kinds.items():
+        columns = {"label": [1], "int_1": [1], "int_2": [1], "cat_1": [first], "cat_2": [second]}
+        pq.write_table(pa.table(columns), tmp_path / f"{name}.parquet")
+    folder = feed(tmp_path, skips=True)
+    with pytest.warns(UserWarning, match=r"a file was left out: column 'cat_2' has texts in .*a.parquet and numbers"):
+        assert arrived(folder) == ["a.parquet", "c.parquet"]
+    other = feed(tmp_path, skips=True)
+    other.seek(folder.position())
+    assert (folder.left_out, arrived(other), other.left_out) == (1, [], 0)
