@@ -156,9 +156,7 @@ def test_ranks_that_have_counted_their_share_hear_of_those_that_count() -> None:
     """One of two ranks may have a single large file: the other waits for it longer than a rank may be silent."""
 
     def counted_on_rank() -> list[int]:
-        rank_info = RankInfo(
-            rank=dist.get_rank(), world_size=2, device=torch.device("cpu"), threads=1, timeout=0.01
-        )
+        rank_info = RankInfo(rank=dist.get_rank(), world_size=2, device=torch.device("cpu"), threads=1, timeout=0.01)
         gathered, signs, alive = source._gathered, [], threading.Event()
 
         def heard(rank_info: RankInfo, value: Any) -> list[Any]:
