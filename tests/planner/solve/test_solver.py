@@ -173,7 +173,7 @@ def test_limits(wrong: dict[str, float]) -> None:
 
 
 def test_a_bound_above_the_cost_is_a_fault() -> None:
-    """It would end the search early, and no one would see it in a report that has the lower of the two."""
+    """It would end the search early, unseen in a report that has the lower of the two."""
 
     def too_high(*args: object, **options: object) -> list[Interval]:
         return [Interval(8.0, 1.0, 7.0, 1.0)]
