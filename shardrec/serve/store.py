@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import tempfile
 from collections.abc import Iterator
@@ -73,7 +74,10 @@ class Store:
         beside = f".{name}.part"
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
-            (self.folder / beside).write_bytes(data)
+            with naming(self.folder / beside), (self.folder / beside).open("wb") as file:
+                file.write(data)
+                file.flush()
+                os.fsync(file.fileno())
             self.send(beside)
             if self._system is None:
                 (self.folder / beside).replace(self.folder / name)
@@ -81,6 +85,9 @@ class Store:
                 self._system.mv(self._at(beside), self._at(name))
         except OSError as error:
             raise ConfigError(f"{self._target!r} cannot be used ({os_fault(error)}): give another folder") from error
+        finally:
+            with suppress(OSError):  # what could not be written whole
+                (self.folder / beside).unlink()
 
     def read(self, name: str) -> bytes:
         """The bytes of a file."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
 from functools import partial
 from itertools import islice
 from pathlib import Path
@@ -342,11 +343,16 @@ def counted_vocabularies(
 def _on_ranks(rank_info: RankInfo, function: Callable[[Any], Any], items: Sequence[Any]) -> list[Any]:
     """The function's value for each item, of which each rank computes some, if there are enough of them."""
     rank, ranks = rank_info.rank, rank_info.world_size
-    if len(items) < ranks:
+    if ranks == 1 or len(items) < ranks:
         return list(map(function, items))
     values, fault = [], ""
+    with ThreadPoolExecutor(1) as thread:
+        share = thread.submit(lambda: list(map(function, items[rank::ranks])))
+        # A share may take longer than a rank may be silent, such as a large file of text that is one item.
+        while not all(_gathered(rank_info, bool(wait([share], rank_info.timeout / 4).done))):
+            pass
     try:
-        values = list(map(function, items[rank::ranks]))
+        values = share.result()
     except DataError as error:
         fault = str(error)
     gathered = _gathered(rank_info, (values, fault))

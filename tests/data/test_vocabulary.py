@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,7 @@ from shardrec.data.tables import read_blocks
 from shardrec.data.vocabulary import count_vocabularies
 from shardrec.errors import ConfigError
 from shardrec.launch.ranks import RankInfo
-from shardrec.train import TrainConfig
+from shardrec.train import TrainConfig, source
 from shardrec.train.source import counted_vocabularies
 from tests.ranks import ranks
 
@@ -149,3 +150,26 @@ def test_ranks_count_a_share_of_the_rows_each(tmp_path: Path, world_size: int, g
     assert [vocabularies for vocabularies, _ in counted] == [alone] * world_size
     assert max(sum(rows) for _, rows in counted) < 2 * 128 / world_size
     assert sum(sum(rows) for _, rows in counted) == 128, "each row is decoded on one rank"
+
+
+def test_ranks_that_have_counted_their_share_hear_of_those_that_count() -> None:
+    """One of two ranks may have a single large file: the other waits for it longer than a rank may be silent."""
+
+    def counted_on_rank() -> list[int]:
+        rank_info = RankInfo(rank=dist.get_rank(), world_size=2, device=torch.device("cpu"), threads=1, timeout=0.01)
+        gathered, signs, alive = source._gathered, [], threading.Event()
+
+        def heard(rank_info: RankInfo, value: Any) -> list[Any]:
+            signs.append(value)
+            if len(signs) == 3:
+                alive.set()
+            return gathered(rank_info, value)
+
+        def count(number: int) -> int:
+            assert number or alive.wait(5)
+            return number + 7
+
+        with mock.patch.object(source, "_gathered", heard):
+            return source._on_ranks(rank_info, count, [0, 1])
+
+    assert ranks(2, counted_on_rank) == [[7, 8]] * 2

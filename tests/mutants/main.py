@@ -117,20 +117,21 @@ class Tree:
         else:
             code, failed = self._run_tests(tests), f"one of {len(tests)} tests"
         if code == 0:
-            return f"survives {len(tests)} of the {count} tests that run it"
+            sound = sum(self._sound.get(test, True) for test in tests)
+            return f"survives {sound} of the {count} tests that run it"
         return f"{'hangs in' if code is None else 'killed by'} {failed}"
 
     def _ask_sound(self, path: Path, source: str, changed: str, tests: Sequence[str]) -> tuple[int | None, str]:
         """Whether tests fail; those that fail in a fork without the change, too, are left out."""
         order = {"path": str(path), "timeout": self.timeout}
-        while True:
-            sound = [test for test in tests if self._sound.get(test, True)]
+        while sound := [test for test in tests if self._sound.get(test, True)]:
             code, failed = self._ask({**order, "source": changed, "tests": sound})
-            if code == 0 or self._sound.get(failed):
+            if code == 0 or failed not in sound or self._sound.get(failed):
                 return code, failed
             self._write(path, source)
             self._sound[failed] = self._ask({**order, "source": source, "tests": [failed]})[0] == 0
             self._write(path, changed)
+        return 0, ""
 
     def _ask(self, order: Mapping[str, Any]) -> tuple[int | None, str]:
         self._serve()

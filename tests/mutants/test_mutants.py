@@ -6,12 +6,14 @@ import ast
 import os
 import subprocess
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 
-from tests.mutants.main import ROOT, campaign, draw, nearest_tests
+from tests.mutants.main import ROOT, Tree, campaign, draw, nearest_tests
 from tests.mutants.mutations import mutations
 from tests.mutants.patch import is_in_functions, patch
 from tests.mutants.recording import Recording
@@ -108,6 +110,22 @@ def test_what_a_process_runs_is_recorded_by_the_names_that_are_looked_up(tmp_pat
     recording = Recording(folder)
     chosen = {line: recording.tests(Path("shardrec/c.py"), FUNCTIONS, line, 60.0)[1] for line in (5, 6, 12)}
     assert chosen == {5: 1, 6: 1, 12: 0}
+
+
+def test_a_mutant_survives_if_all_its_tests_fail_in_a_fork(tmp_path: Path) -> None:
+    (tmp_path / "root").mkdir()
+    tree, orders = Tree(tmp_path / "root", tmp_path / "tree", 60.0), []
+
+    def ask(order: Mapping[str, Any]) -> tuple[int, str]:
+        orders.append(order["tests"])
+        assert len(orders) < 9, "without an end"
+        return (1, order["tests"][0]) if order["tests"] else (1, "")
+
+    with mock.patch.object(tree, "_ask", ask):
+        assert tree._ask_sound(tmp_path / "c.py", "a", "b", ["x", "y"]) == (0, "")
+        assert orders == [["x", "y"], ["x"], ["y"], ["y"]]
+        with mock.patch.object(tree, "_ask", lambda order: (1, "")):
+            assert tree._ask_sound(tmp_path / "c.py", "a", "b", ["z"]) == (1, ""), "it ends before a test begins"
 
 
 @pytest.mark.slow

@@ -219,7 +219,8 @@ class Relaxation:
 
 def _scaled(rows: Floats, limits: Floats) -> tuple[Floats, Floats]:
     """Coefficients of at most 1."""
-    scale = np.maximum(np.abs(rows).max(axis=1, initial=0.0), 1e-300)
+    largest = np.abs(rows).max(axis=1, initial=0.0)
+    scale = np.where(largest > 0, largest, 1.0)
     return rows / scale[:, None], limits / scale * (1 + _SLACK)
 
 

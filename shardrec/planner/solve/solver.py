@@ -104,6 +104,10 @@ class _Search:
         timed_out = self.timed_out or (not closed and self._out_of_time())
         if self.best is None:
             return None
+        # Unseen otherwise: the search ends at the bound, and the report has the lower of the two.
+        assert self.bound <= self.best.cost * (1 + 1e-6), (
+            f"the bound is {self.bound}, and a plan costs {self.best.cost}: this is a fault of shardrec"
+        )
         solution = self.best.solution(self.bound)
         return replace(solution, timed_out=timed_out, exhausted=not closed and not timed_out)
 

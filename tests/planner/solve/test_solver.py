@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from dataclasses import replace
 from math import inf
 from random import Random
@@ -11,6 +12,7 @@ from hypothesis import given, settings
 
 from shardrec.errors import ConfigError
 from shardrec.planner.solve import Gang, Item, Option, Problem, SolveLimits, exact, solve, solver
+from shardrec.planner.solve.relax import Interval
 from tests.planner.problems import anywhere, best_cost, check, random_problem
 from tests.plans import randoms
 
@@ -168,3 +170,23 @@ def test_what_ended_the_search() -> None:
 def test_limits(wrong: dict[str, float]) -> None:
     with pytest.raises(ConfigError, match="limits need a gap"):
         replace(SolveLimits(), **wrong)
+
+
+def test_a_bound_above_the_cost_is_a_fault() -> None:
+    """It would end the search early, unseen in a report that has the lower of the two."""
+
+    def too_high(*args: object, **options: object) -> list[Interval]:
+        return [Interval(8.0, 1.0, 7.0, 1.0)]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(solver.Relaxation, "intervals", too_high)
+        with pytest.raises(AssertionError, match=r"the bound is 8.0, and a plan costs [67]"):
+            solve(items(2, 3, 3, 2, 2, 2), EXACT)
+
+
+def test_items_without_bytes_need_no_scale() -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        solution = solve(items(2, 1, 2, capacity=1e12), EXACT)
+    assert solution is not None
+    assert solution.cost == 2
