@@ -14,6 +14,7 @@ when its CPU-time budget is used up; the solution says so. A busy machine makes 
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -105,9 +106,13 @@ class _Search:
         if self.best is None:
             return None
         # Unseen otherwise: the search ends at the bound, and the report has the lower of the two.
-        assert self.bound <= self.best.cost * (1 + 1e-6), (
-            f"the bound is {self.bound}, and a plan costs {self.best.cost}: this is a fault of shardrec"
-        )
+        if self.bound > self.best.cost * (1 + 1e-6):
+            warnings.warn(
+                f"the bound on plans' costs is {self.bound}, and a plan costs {self.best.cost}: this is a fault of "
+                "shardrec; report the tables and the topology, and take the plan for one whose gap is not known",
+                RuntimeWarning,
+                stacklevel=2,
+            )
         solution = self.best.solution(self.bound)
         return replace(solution, timed_out=timed_out, exhausted=not closed and not timed_out)
 

@@ -180,7 +180,7 @@ def test_a_bound_above_the_cost_is_a_fault() -> None:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(solver.Relaxation, "intervals", too_high)
-        with pytest.raises(AssertionError, match=r"the bound is 8.0, and a plan costs [67]"):
+        with pytest.warns(RuntimeWarning, match=r"the bound on plans' costs is 8.0, and a plan costs [67]"):
             solve(items(2, 3, 3, 2, 2, 2), EXACT)
 
 
