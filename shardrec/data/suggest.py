@@ -27,6 +27,7 @@ _FEW, _MANY = 100, 50_000
 _LABELS = set("label click clicked target y converted conversion purchase purchased bought like liked".split())  # noqa: SIM905
 _RATINGS = {"rating", "ratings", "stars", "score"}
 _IDS = {"id", "ids", "code", "zip", "key", "hash"}
+_THINGS = set("user customer member item product movie film book song track artist video ad shop store".split())  # noqa: SIM905
 _IN_ORDER = {"history", "sequence", "seq", "recent", "last", "session", "previous", "past", "viewed", "watched"}
 _NUMBER = re.compile(r"[+-]?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][+-]?[0-9]+)?")
 _CODECS = {".gz": "gzip", ".bz2": "bz2", ".zst": "zstd"}
@@ -149,7 +150,17 @@ def _unwrapped(column: Any) -> Any:
 
 
 def _words(name: str) -> set[str]:
-    return {*re.findall(r"[a-z]+", re.sub(r"([a-z])([A-Z])", r"\1_\2", name).lower())}
+    return {*_in_order(name)}
+
+
+def _in_order(name: str) -> list[str]:
+    words: list[str] = re.findall(r"[a-z]+", re.sub(r"([a-z])([A-Z])", r"\1_\2", name).lower())
+    return words
+
+
+def _names_ids(column: str) -> bool:
+    """Such as ``item_id`` and ``item``, and not ``item_price``."""
+    return bool(_words(column) & _IDS) or not _THINGS.isdisjoint(_in_order(column)[-1:])
 
 
 def _label(columns: dict[str, Any], given: str | None) -> tuple[str, Any]:
@@ -168,7 +179,9 @@ def _label(columns: dict[str, Any], given: str | None) -> tuple[str, Any]:
     candidates = [name for name in binary if _words(name) & _LABELS] or [
         name for name in rated if _words(name) & _RATINGS
     ]
-    candidates = candidates or (binary if len(binary) == 1 else []) or [name for name in rated if given]
+    # Of rows that were all clicked, for a model that draws the others.
+    ones = [name for name, values in numeric.items() if values.tolist() == [1] and (given or _words(name) & _LABELS)]
+    candidates = candidates or (binary if len(binary) == 1 else []) or ones or [name for name in rated if given]
     if not candidates:
         which = f"column {given!r} has no two numbers or more" if given else "no column is clearly the label"
         raise DataError(
@@ -176,7 +189,7 @@ def _label(columns: dict[str, Any], given: str | None) -> tuple[str, Any]:
             f"{', '.join(map(repr, columns))}"
         )
     name, values = candidates[0], numeric[candidates[0]]
-    if values.tolist() == [0, 1]:
+    if values.tolist() in ([0, 1], [1]):
         return name, name
     numbers = columns[name].drop_null().cast(pa.float64()).to_numpy()
     limits = [float(low + high) / 2 for low, high in pairwise(values)]
@@ -209,7 +222,7 @@ def _feature(column: str, array: Any) -> tuple[dict[str, Any] | None, str, set[A
         return _dense(days), "days since 1970-01-01", distinct
     elif pa.types.is_floating(array.type):
         return _dense(array.to_numpy()), f"from {min(distinct):.4g} to {max(distinct):.4g}", distinct
-    elif pa.types.is_integer(array.type) and count > _FEW and not words & _IDS:
+    elif pa.types.is_integer(array.type) and count > _FEW and not _names_ids(column):
         low, high = min(distinct), max(distinct)
         if high < 2**31 and count <= (high - low + 1) / 2:  # ids fill their range, or are hashes
             return _dense(array.to_numpy()), f"from {low:,} to {high:,}", distinct

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gzip
+import random
 from pathlib import Path
 from typing import Any
 
@@ -144,6 +145,25 @@ def test_a_column_without_a_value_twice_has_a_vocabulary(tmp_path: Path) -> None
     (tmp_path / "features.yaml").write_text(suggest_spec(str(path), "label"), encoding="utf-8")
     raw = load_spec(tmp_path / "features.yaml")
     assert len(count_vocabularies([str(path)], raw)["city"]) == 20
+
+
+def test_sequences_of_clicked_items(tmp_path: Path) -> None:
+    """Whole numbers by the name of a thing are ids, and all labels may be 1."""
+    rng = random.Random(0)
+    items = [80 * rng.randrange(250) for _ in range(600)]
+    rows = {"user": [*range(300)] * 2, "history": [items[n : n + 3] for n in range(600)], "item": items}
+    path = tmp_path / "a.parquet"
+    pq.write_table(pa.table({**rows, "item_price": items, "label": [1] * 600}), path)
+    raw = parse_spec(suggest_spec(str(path)), "proposed")
+    kinds = {feature.name: (feature.kind, feature.share) for feature in raw.features}
+    assert kinds == {
+        "user": ("id", None),
+        "history": ("sequence", "item"),
+        "item": ("id", None),
+        "item_price": ("dense", None),
+    }
+    assert raw.label is not None
+    assert raw.label.column == "label"
 
 
 @settings(deadline=None, max_examples=10)

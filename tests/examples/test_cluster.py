@@ -280,7 +280,7 @@ def test_the_torchx_component(monkeypatch: pytest.MonkeyPatch) -> None:
     assert {parameter.annotation for parameter in parameters.values()} == {str, int}, (
         "TorchX cannot read texts of types"
     )
-    described = re.findall(r"^        (\w+): ", train.__doc__ or "", re.MULTILINE)
+    described = re.findall(r"^    (\w+): ", inspect.getdoc(train) or "", re.MULTILINE)
     assert described == [*parameters], "TorchX takes the help of each argument from the docstring"
     app = train("/shared/run.yaml")
     (role,) = app.roles
