@@ -138,9 +138,9 @@ class FolderFeed:
             for name in names:
                 if name in self._taken or len(files) == self._most or _hidden(name):
                     continue
-                with_it = dict(kinds)
+                kinds_with_file = dict(kinds)
                 try:
-                    check_kinds([check_file(name, self._spec)], with_it)
+                    check_kinds([check_file(name, self._spec)], kinds_with_file)
                 except DataError as error:
                     if not self._skips:
                         raise
@@ -148,7 +148,7 @@ class FolderFeed:
                     bad.append(name)
                 else:
                     files.append(name)
-                    kinds = with_it
+                    kinds = kinds_with_file
             gone = sorted(filter(is_gone, self._taken.difference(names)))
         except DataError as error:
             return json.dumps({"fault": str(error)})

@@ -150,17 +150,17 @@ def _unwrapped(column: Any) -> Any:
 
 
 def _words(name: str) -> set[str]:
-    return {*_in_order(name)}
+    return {*_word_list(name)}
 
 
-def _in_order(name: str) -> list[str]:
+def _word_list(name: str) -> list[str]:
     words: list[str] = re.findall(r"[a-z]+", re.sub(r"([a-z])([A-Z])", r"\1_\2", name).lower())
     return words
 
 
 def _names_ids(column: str) -> bool:
     """Such as ``item_id`` and ``item``, and not ``item_price``."""
-    return bool(_words(column) & _IDS) or not _THINGS.isdisjoint(_in_order(column)[-1:])
+    return bool(_words(column) & _IDS) or not _THINGS.isdisjoint(_word_list(column)[-1:])
 
 
 def _label(columns: dict[str, Any], given: str | None) -> tuple[str, Any]:
