@@ -10,14 +10,14 @@ reads the saved blocks that it overlaps.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
-from shardrec.checkpoint.files import BLOCK_BYTES, DTYPES
-from shardrec.checkpoint.manifest import Manifest, SavedPart, SavedTensor
+from shardrec.checkpoint.files import DTYPES
+from shardrec.checkpoint.manifest import Manifest, Read, SavedPart, SavedTensor
 from shardrec.checkpoint.parts import HeldTensor, Part, Rect
 from shardrec.errors import ConfigError
 from shardrec.ids.id_map import IdMap
@@ -89,22 +89,17 @@ def dynamic_tables(model: ShardedModel) -> list[DynamicTable]:
 
 
 class Moves:
-    """The new rows of the saved rows of tables with dynamic ids.
+    """The new rows of the saved rows of tables with dynamic ids, and what a load reads.
 
     Args:
         model: that loads.
         manifest: of the checkpoint.
-        read: reads the intersection of a saved part and a matrix in memory.
+        kept: maps of the model that have the saved ids already.
     """
 
-    def __init__(
-        self,
-        model: ShardedModel,
-        manifest: Manifest,
-        read: Callable[[SavedPart, torch.dtype, Tensor, Rect], None],
-    ) -> None:
+    def __init__(self, model: ShardedModel, manifest: Manifest, kept: Collection[IdMap] = ()) -> None:
         self._manifest = manifest
-        self._read = read
+        self._kept = {id(id_map) for id_map in kept}
         self._tables = [table for table in dynamic_tables(model) if f"ids.{table.path}.records" in manifest.tensors]
         self._placed: dict[tuple[str, int], RestoredIds] = {}  # by path and first row
         self._waiting: dict[tuple[str, int], RestoredIds] = {}
@@ -117,92 +112,78 @@ class Moves:
         """Whether the checkpoint or the model may lack a tensor: ids that wait, if ids need not."""
         return self.has(name) and name.endswith(".candidates")
 
-    def find(self) -> None:
-        """Read the saved ids, and compute their rows. Does not change the model."""
+    def finding(self) -> Iterator[Read]:
+        """The reads of the saved ids; once they are made, the ids' rows are known. Does not change the model."""
         for table in self._tables:
             saved = self._manifest.tensors[f"ids.{table.path}.records"]
             waiting = self._manifest.tensors.get(f"ids.{table.path}.candidates")
             options = table.maps.options[table.layout.name]
-            step = self._manifest.step_counts.get(f"ids of {table.layout.name}", 0)
             if saved.shape[0] != table.layout.num_embeddings:
                 self._refuse_ordinary(table)
             for (shard, *_), id_map in table.blocks():
-                key = table.path, shard.row_start
+                if id(id_map) in self._kept:
+                    continue
                 fresh = IdMap(shard.rows, options, id_map.counts()["rows"])
-                placed_ids = self._placed_in(shard, table.layout, saved, fresh.records, options.evict, step)
-                self._placed[key] = placed_ids
+                yield from self._placing(table, shard, saved, fresh.records, options.evict, self._placed)
                 if waiting is not None and id_map.candidates.size(0):
-                    self._waiting[key] = self._placed_in(shard, table.layout, waiting, fresh.candidates, "lru", step)
-                if placed_ids.lost:
-                    warnings.warn(
-                        f"table {table.layout.name!r}: rows {shard.row_start} to {shard.row_end} have no room for "
-                        f"{placed_ids.lost} of the saved ids, which are left out, those first that "
-                        f"evict={options.evict!r} evicts first; raise num_embeddings to keep them all",
-                        stacklevel=2,
-                    )
+                    yield from self._placing(table, shard, waiting, fresh.candidates, "lru", self._waiting)
 
     def place(self) -> None:
         """Write the maps, and draw new values for the rows without an id."""
         for table in self._tables:
             for (shard, *others), id_map in table.blocks():
                 key = table.path, shard.row_start
+                if key not in self._placed:
+                    continue
                 placed_ids = self._placed[key]
-                if not placed_ids.in_place and table.maps.step:
+                if not placed_ids.in_place:
                     free = torch.ones(shard.rows, dtype=torch.bool).index_fill_(0, placed_ids.targets, False)
                     free[: placed_ids.fallback] = False
                     for stripe in (shard, *others):
-                        table.collection.renew_rows(stripe, free.nonzero().squeeze(1), table.maps.step)
+                        table.collection.renew_rows(stripe, free.nonzero().squeeze(1), self._step(table))
                 id_map.records.copy_(placed_ids.records)
                 id_map.candidates.zero_()
                 if key in self._waiting:
                     id_map.candidates.copy_(self._waiting[key].records)
                 id_map.rebuild()
 
-    def read(self, name: str, part: Part, into: Tensor) -> bool:
-        """Read a part whose rows have moved.
+    def reads(self, name: str, part: Part, into: Tensor) -> Iterator[Read]:
+        """The reads of a part of the model, after :meth:`place`.
 
         Args:
             name: of its tensor.
             part: of the model.
             into: its values as a matrix.
-
-        Returns:
-            Whether they have moved; else nothing is done.
         """
-        path = self._path(name)
-        if path is None or self._placed[path, part.rect.row_start].in_place:
-            return False
-        placed_ids = self._placed[path, part.rect.row_start]
+        path, rect = self._path(name), part.rect
+        placed_ids = None if path is None else self._placed.get((path, rect.row_start))
         saved = self._manifest.tensors[name]
         dtype = DTYPES[saved.dtype]
-        mean = torch.zeros((placed_ids.fallback, into.size(1)), dtype=torch.float64)
+        if placed_ids is None or placed_ids.in_place:
+            for saved_part in saved.parts:
+                if saved_part.rect.common(rect):
+                    yield Read(source=saved_part, dtype=dtype, place=rect, into=into)
+            return
+        fallback = placed_ids.fallback
+        if name.startswith("optimizer."):  # whose states of rows without an id begin anew
+            into.zero_()
+        into[:fallback] = 0
+        mean = torch.zeros((fallback, into.size(1)), dtype=torch.float64)
         for saved_part in saved.parts:
-            left, right = (
-                max(saved_part.rect.col_start, part.rect.col_start),
-                min(saved_part.rect.col_end, part.rect.col_end),
-            )
-            if left >= right:
+            columns = saved_part.rect._replace(row_start=0, row_end=1).common(rect._replace(row_start=0, row_end=1))
+            if columns is None:
                 continue
-            columns = into[:, left - part.rect.col_start : right - part.rect.col_start]
             for first, share in placed_ids.shares:
-                # Of a mean of equal rows, float64 leaves what they were.
-                rows = torch.empty((placed_ids.fallback, right - left), dtype=dtype)
-                place = Rect(first, first + placed_ids.fallback, left, right)
+                place = columns._replace(row_start=first, row_end=first + fallback)
                 if saved_part.rect.common(place) == place:
-                    self._read(saved_part, dtype, rows, place)
-                    mean[:, left - part.rect.col_start : right - part.rect.col_start] += rows.double() * share
-            length = max(1, BLOCK_BYTES // ((right - left) * dtype.itemsize))
-            for start in range(saved_part.rect.row_start, saved_part.rect.row_end, length):
-                end = min(start + length, saved_part.rect.row_end)
-                chosen = (placed_ids.sources >= start) & (placed_ids.sources < end)
-                if not bool(chosen.any()):
-                    continue
-                rows = torch.empty((end - start, right - left), dtype=dtype)
-                self._read(saved_part, dtype, rows, Rect(start, end, left, right))
-                moved = rows.index_select(0, placed_ids.sources[chosen] - start).to(into.device, into.dtype)
-                columns.index_copy_(0, placed_ids.targets[chosen].to(into.device), moved)
-        into[: placed_ids.fallback] = mean.to(into.device, into.dtype)
-        return True
+                    yield _mean_read(saved_part, dtype, place, share, mean, into, rect)
+            start, end = torch.searchsorted(placed_ids.sources, torch.tensor(saved_part.rect[:2])).tolist()
+            if start < end:
+                rows = placed_ids.sources[start:end], placed_ids.targets[start:end]
+                yield Read(source=saved_part, dtype=dtype, place=rect, into=into, rows=rows)
+
+    def _step(self, table: DynamicTable) -> int:
+        return self._manifest.step_counts.get(f"ids of {table.layout.name}", 0)
 
     def _path(self, name: str) -> str | None:
         for table in self._tables:
@@ -221,15 +202,52 @@ class Moves:
                 "apply_optimizer_in_backward"
             )
 
-    def _placed_in(
-        self, shard: Shard, layout: TableLayout, saved: SavedTensor, fresh: Tensor, evict: Evict, step: int
-    ) -> RestoredIds:
+    def _placing(
+        self,
+        table: DynamicTable,
+        shard: Shard,
+        saved: SavedTensor,
+        fresh: Tensor,
+        evict: Evict,
+        placed: dict[tuple[str, int], RestoredIds],
+    ) -> Iterator[Read]:
         """Read the saved blocks that a row block overlaps, and give their ids its rows."""
+        layout = table.layout
         old, new = saved.shape[0], layout.num_embeddings
-        blocks = []
+        reads = []
         for block in sorted(saved.parts, key=lambda part: part.rect.row_start):
             if block.rect.row_start * new < shard.row_end * old and block.rect.row_end * new > shard.row_start * old:
                 records = torch.empty((block.rect.row_end - block.rect.row_start, 3), dtype=torch.int64)
-                self._read(block, torch.int64, records, block.rect)
-                blocks.append((block.rect.row_start, records))
-        return restored_ids(blocks, old, fresh, shard, layout, evict, step)
+                reads.append(Read(source=block, dtype=torch.int64, place=block.rect, into=records))
+
+        def place() -> None:
+            blocks = [(read.place.row_start, read.into) for read in reads]
+            restored = restored_ids(blocks, old, fresh, shard, layout, evict, self._step(table))
+            placed[table.path, shard.row_start] = restored
+            if restored.lost and placed is self._placed:
+                warnings.warn(
+                    f"table {layout.name!r}: rows {shard.row_start} to {shard.row_end} have no room for "
+                    f"{restored.lost} of the saved ids, which are left out, those first that evict={evict!r} evicts "
+                    "first; raise num_embeddings to keep them all",
+                    stacklevel=2,
+                )
+
+        yield from reads[:-1]
+        yield replace(reads[-1], then=place)
+
+
+def _mean_read(
+    source: SavedPart, dtype: torch.dtype, place: Rect, share: float, mean: Tensor, into: Tensor, rect: Rect
+) -> Read:
+    """The read of a block's fallback rows, whose share is then added to a mean of float64, which ``into`` gets.
+
+    Of a mean of equal rows, float64 leaves what they were.
+    """
+    rows = torch.empty((len(mean), place.cols), dtype=dtype)
+
+    def add() -> None:
+        columns = place.cols_in(rect)
+        mean[:, columns] += rows.double() * share
+        into[: len(mean), columns] = mean[:, columns].to(into.device, into.dtype)
+
+    return Read(source=source, dtype=dtype, place=place, into=rows, then=add)

@@ -19,7 +19,7 @@ from torch import Tensor
 from shardrec.checkpoint.agree import Ranks
 from shardrec.checkpoint.files import BLOCK_BYTES, CACHED_BYTES, DTYPES, OpenFile
 from shardrec.checkpoint.ids import Moves
-from shardrec.checkpoint.manifest import MANIFEST, PARTIAL, Manifest, SavedPart, SavedTensor, leftovers, read_manifest
+from shardrec.checkpoint.manifest import MANIFEST, PARTIAL, Manifest, Read, SavedPart, SavedTensor, leftovers, read_manifest
 from shardrec.checkpoint.optimizer import load_settings, optimizer_faults, state_targets
 from shardrec.checkpoint.parts import HeldTensor, Rect, as_matrix, held
 from shardrec.checkpoint.save import rank_name, wait_for_save
@@ -148,7 +148,7 @@ class Source:
         if self._select is not None:
             self.manifest, self._held = self._select(self.manifest, self._held)
         wanted = self._held
-        self._moves = Moves(model, self.manifest, self._read)
+        self._moves = Moves(model, self.manifest)
         if self._select is None:
             faults = _faults(self.manifest, wanted, self._moves) + optimizer_faults(model, optimizer, self.manifest)
             if faults:
@@ -167,7 +167,8 @@ class Source:
             self._file(number).verify(block, buffer)
             if block == 0:
                 self._file(number).check_contents(contents.get(number, {}))
-        self._moves.find()
+        for read in self._moves.finding():
+            self._serve(read)
         for name, tensor in wanted.items():
             moved = self._moves.has(name)
             for saved in self.manifest.tensors[name].parts if name in self.manifest.tensors else ():
@@ -204,6 +205,28 @@ class Source:
         """Read the intersection of a saved part and a matrix in memory, as :meth:`OpenFile.read` takes them."""
         saved.read(self._file, dtype, into, place, self._buffer)
 
+    def _serve(self, read: Read) -> None:
+        """Carry out a read."""
+        if read.rows is None:
+            self._read(read.source, read.dtype, read.into, read.place)
+        else:
+            (sources, targets), rect = read.rows, read.source.rect
+            place = rect._replace(
+                col_start=max(rect.col_start, read.place.col_start), col_end=min(rect.col_end, read.place.col_end)
+            )
+            columns = read.into[:, place.cols_in(read.place)]
+            length = max(1, BLOCK_BYTES // (place.cols * read.dtype.itemsize))
+            for start in range(rect.row_start, rect.row_end, length):
+                end = min(start + length, rect.row_end)
+                first, last = torch.searchsorted(sources, torch.tensor([start, end])).tolist()
+                if first < last:
+                    rows = torch.empty((end - start, place.cols), dtype=read.dtype)
+                    self._read(read.source, read.dtype, rows, place._replace(row_start=start, row_end=end))
+                    moved = rows.index_select(0, sources[first:last] - start).to(columns.device, columns.dtype)
+                    columns.index_copy_(0, targets[first:last].to(columns.device), moved)
+        if read.then is not None:
+            read.then()
+
     def read(self, model: ShardedModel, optimizer: torch.optim.Optimizer | None) -> None:
         """Read this rank's parts into its memory."""
         manifest, moves = self.manifest, self._moves
@@ -222,13 +245,10 @@ class Source:
         for name, target in targets.items():
             if name.startswith("ids."):  # which moves.place has written
                 continue
-            saved = manifest.tensors[name]
             for part in target.parts:
                 into = as_matrix(part.values)
-                if moves.read(name, part, into):
-                    continue
-                for saved_part in saved.parts:
-                    self._read(saved_part, DTYPES[saved.dtype], into, part.rect)
+                for read in moves.reads(name, part, into):
+                    self._serve(read)
                 if into.data_ptr() != part.values.data_ptr():
                     part.values.copy_(into.view(part.values.shape))
         for collection in sharded_collections(model):

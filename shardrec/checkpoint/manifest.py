@@ -39,6 +39,7 @@ __all__ = [
     "MANIFEST",
     "PARTIAL",
     "Manifest",
+    "Read",
     "SavedPart",
     "SavedTensor",
     "leftovers",
@@ -110,6 +111,27 @@ class SavedPart:
             [whole, *((rows.file, rows.start, rows.start + rows.length * row_bytes) for rows in self.changes)],
             [(rows.file, rows.numbers, rows.numbers + rows.length * 8) for rows in self.changes],
         )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Read:
+    """Values that are wanted of a saved part: its intersection with a matrix in memory, or some of its rows.
+
+    Args:
+        source: the saved part.
+        dtype: of its values.
+        place: the rectangle of the tensor that ``into`` is; of rows by number, only its columns count.
+        into: a matrix of any dtype, on any device.
+        rows: by number, (k,) int64 each: rows of the tensor, ascending, and the rows of ``into`` that they become.
+        then: called when the values are there, and those of the reads before it.
+    """
+
+    source: SavedPart
+    dtype: torch.dtype
+    place: Rect
+    into: Tensor
+    rows: tuple[Tensor, Tensor] | None = None
+    then: Callable[[], None] | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
