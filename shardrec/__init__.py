@@ -113,7 +113,11 @@ _MOVED = {name: home for home, names in _MOVED_NAMES.items() for name in names.s
 _WITHOUT_FBGEMM = {"errors", "ids", "layout", "pending", "scripting"}
 
 
-PROVIDED |= {"portable_twin": "shardrec.portable.twins", "shard_over_servers": "shardrec.rpc.model"}
+PROVIDED |= {
+    "portable_twin": "shardrec.portable.twins",
+    "reshard_model": "shardrec.checkpoint.reshard",
+    "shard_over_servers": "shardrec.rpc.model",
+}
 
 # torch warns in each process of a renamed function, when TorchRec creates the first KeyedJaggedTensor.
 logging.getLogger("torch.fx._symbolic_trace").addFilter(lambda record: "is_fx_tracing" not in str(record.msg))

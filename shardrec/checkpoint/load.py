@@ -19,7 +19,16 @@ from torch import Tensor
 from shardrec.checkpoint.agree import Ranks
 from shardrec.checkpoint.files import BLOCK_BYTES, CACHED_BYTES, DTYPES, OpenFile
 from shardrec.checkpoint.ids import Moves
-from shardrec.checkpoint.manifest import MANIFEST, PARTIAL, Manifest, Read, SavedPart, SavedTensor, leftovers, read_manifest
+from shardrec.checkpoint.manifest import (
+    MANIFEST,
+    PARTIAL,
+    Manifest,
+    Read,
+    SavedPart,
+    SavedTensor,
+    leftovers,
+    read_manifest,
+)
 from shardrec.checkpoint.optimizer import load_settings, optimizer_faults, state_targets
 from shardrec.checkpoint.parts import HeldTensor, Rect, as_matrix, held
 from shardrec.checkpoint.save import rank_name, wait_for_save

@@ -178,6 +178,11 @@ class SavedTensor:
             for file, start, end in chain(*part.extents(itemsize)):
                 if not (0 <= file < len(files) and files[file].header <= start <= end <= files[file].size):
                     yield f"{name}: bytes {start} to {end} of file {file} are outside of it"
+        yield from self.uncovered(name)
+
+    def uncovered(self, name: str) -> Iterator[str]:
+        """What of it is in no part, or in two, one sentence each."""
+        whole = Rect.whole(self.shape)
         # Layouts are column stripes, each cut into row blocks, and so are the parts.
         stripes: dict[tuple[int, int], list[tuple[int, int]]] = {}
         for part in self.parts if whole.numel else ():

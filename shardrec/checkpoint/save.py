@@ -50,10 +50,13 @@ __all__ = [
     "PendingSave",
     "Written",
     "joined",
+    "merged",
+    "of_all_ranks",
     "rank_name",
     "remove",
     "save",
     "save_checkpoint",
+    "step_counts",
     "wait_for_save",
     "write_part",
     "write_rank",
@@ -245,14 +248,18 @@ def _prepared(
                 raise ConfigError(f"{name} is {tensor.dtype}, which a checkpoint cannot hold; convert it before saving")
         return Manifest(
             extra=_as_json(extra or {}),
-            step_counts={key: n for one in sharded_collections(model) for key, n in one.step_counts().items()},
+            step_counts=step_counts(model),
             numbers=numbers,
             param_groups=optimizer_groups(model, optimizer),
             data=_new_data_folder(folder) if ranks.rank == 0 else "",
         )
 
-    prepared = ranks.agree("save", prepare, remedy=REMEDY)
-    manifest = replace(
+    return of_all_ranks(ranks.agree("save", prepare, remedy=REMEDY), model), tensors
+
+
+def of_all_ranks(prepared: list[Manifest], model: ShardedModel) -> Manifest:
+    """The manifest without files and tensors, of those that the ranks know."""
+    return replace(
         prepared[0],  # whose data folder and extra data count
         # Of several ranks that have a number, the first one's counts.
         numbers={name: value for one in reversed(prepared) for name, value in one.numbers.items()},
@@ -262,7 +269,11 @@ def _prepared(
         fused_settings=fused_settings(model),
         param_groups=_merged_groups(prepared),
     )
-    return manifest, tensors
+
+
+def step_counts(model: ShardedModel) -> dict[str, int]:
+    """The updates of each table, and the steps of its ids, that this rank counts."""
+    return {key: n for one in sharded_collections(model) for key, n in one.step_counts().items()}
 
 
 def check_incremental(incremental: int) -> None:
@@ -364,7 +375,7 @@ def joined(folder: Path | None, manifest: Manifest, written: Sequence[tuple[Writ
         linked += links
         for name, tensor in index.items():
             moved = replace(tensor, parts=tuple(part.moved(numbers) for part in tensor.parts))
-            tensors[name] = _merged(tensors.get(name, moved), moved, name)
+            tensors[name] = merged(tensors.get(name, moved), moved, name)
     files = tuple(file for (file, _), _ in written)
     manifest = replace(manifest, files=files, linked=tuple(linked), tensors=tensors)
     faults = list(islice(manifest.faults(), 3))
@@ -439,7 +450,7 @@ def write_part(
     }
 
 
-def _merged(tensor: SavedTensor, other: SavedTensor, name: str) -> SavedTensor:
+def merged(tensor: SavedTensor, other: SavedTensor, name: str) -> SavedTensor:
     """Both ranks' parts; of a part that several ranks have written, the first rank's."""
     if (tensor.dtype, tensor.shape) != (other.dtype, other.shape):
         raise CheckpointError(

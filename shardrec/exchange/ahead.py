@@ -32,7 +32,7 @@ class Ahead:
     """
 
     def __init__(self, headers: Headers, calls: Sequence[tuple[Caller, object]]) -> None:
-        self._headers = headers
+        self._headers, self._plans = headers, headers.plans
         self.calls = [module.new_call(features) for module, features in calls]
         self._left = [(*source, call) for source, call in zip(calls, self.calls, strict=True)]
 
@@ -48,6 +48,11 @@ class Ahead:
     def is_used_up(self) -> bool:
         """Whether the forward has made all of the calls."""
         return not self._left
+
+    @property
+    def is_stale(self) -> bool:
+        """Whether the modules have another plan since."""
+        return self._plans != self._headers.plans
 
     def exchange(self) -> None:
         """Exchange the headers and let the payloads go.

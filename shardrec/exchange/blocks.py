@@ -29,6 +29,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import FunctionCtx, once_differentiable
 
+from shardrec.errors import ConfigError
 from shardrec.exchange.collectives import Collectives, Pending, StreamSizes, WayBack, joined
 from shardrec.exchange.wire import QuantizedComms, Shape, Wire
 
@@ -59,7 +60,12 @@ class BlockExchange:
         what: the exchange's name in errors.
         device: of the rows; default: the CPU.
         before_gradients: called in each backward before gradients are sent, on every rank.
+
+    Attributes:
+        ended: why no gradients can be sent any more, if that is so.
     """
+
+    ended = ""
 
     def __init__(
         self,
@@ -84,7 +90,16 @@ class BlockExchange:
             learns: whether the received rows get gradients, if gradients are enabled; the same on every rank.
         """
         with torch.set_grad_enabled(learns and torch.is_grad_enabled()):
-            return _LocalBlocks(streams) if self.collectives.world_size == 1 else _RemoteBlocks(self, streams)
+            return _LocalBlocks(self, streams) if self.collectives.world_size == 1 else _RemoteBlocks(self, streams)
+
+    def refuse_ended(self) -> None:
+        """Raise if no gradients can be sent any more.
+
+        Raises:
+            ConfigError: on every rank.
+        """
+        if self.ended:
+            raise ConfigError(self.ended)
 
 
 class BlocksInFlight(abc.ABC):
@@ -113,7 +128,8 @@ class BlocksInFlight(abc.ABC):
 class _LocalBlocks(BlocksInFlight):
     """The streams of a single rank, which do not travel."""
 
-    def __init__(self, streams: Sequence[Stream]) -> None:
+    def __init__(self, exchange: BlockExchange, streams: Sequence[Stream]) -> None:
+        self._exchange = exchange
         with_gradients = torch.is_grad_enabled()
         self._flats = {
             number: stream.flat if with_gradients else stream.flat.detach() for number, stream in enumerate(streams)
@@ -125,6 +141,7 @@ class _LocalBlocks(BlocksInFlight):
         return (self._flats.pop(stream).reshape(-1),)
 
     def gradient_blocks(self, stream: int) -> list[Tensor]:
+        self._exchange.refuse_ended()
         return [self._like[stream].new_empty(self._sizes[stream])]
 
     def cut_graph(self) -> tuple[list[Tensor], list[Tensor]]:
@@ -154,6 +171,7 @@ class _RemoteBlocks(BlocksInFlight):
         return self._blocks.pop(stream)
 
     def gradient_blocks(self, stream: int) -> list[Tensor]:
+        self._state.exchange.refuse_ended()
         return self._state.gradient_views()[stream :: self._streams]
 
     def cut_graph(self) -> tuple[list[Tensor], list[Tensor]]:

@@ -52,6 +52,7 @@ class Headers:
         columns: width of a header, the same in every exchange, so that a rank can answer for any of them.
         modules: number of sharded modules whose calls travel under the headers.
         exchanged: number of headers so far.
+        plans: number of plans that the modules had before the present one.
     """
 
     def __init__(self, collectives: Collectives, device: torch.device) -> None:
@@ -60,6 +61,7 @@ class Headers:
         self.columns = FIXED_COLUMNS
         self.modules = 0
         self.exchanged = 0
+        self.plans = 0
 
     def add_module(self, columns: int) -> None:
         """Make room in each header for the calls of a further sharded module."""

@@ -155,6 +155,7 @@ class InputExchange:
         self._world_size = headers.collectives.world_size
         self.columns = HEADER_SIZES + route.groups
         headers.add_module(_REPEATS * self.columns)
+        self._headers = headers
         self._key_limits = lru_cache(maxsize=KEY_ORDERS)(self._new_limits)
         self._key_policies = lru_cache(maxsize=KEY_ORDERS)(self._new_policies)
         self.cutter = Cutter(route, expect.device)
@@ -164,6 +165,11 @@ class InputExchange:
         self._drops = "zero" in expect.on_bad_id.values()
         self.shard_rows = torch.tensor([slot.shard.rows for slot in route.slots[self._rank]], dtype=torch.int64)
         self.bad_ids = torch.zeros(len(expect.features), dtype=torch.int64, device=expect.device)
+
+    def retire(self) -> None:
+        """Give back the columns of each header, for an exchange that takes this one's place."""
+        self._headers.columns -= _REPEATS * self.columns
+        self._headers.modules -= 1
 
     def prepare(self, features: object, agreement: str, fault: str = "") -> Prepared:
         """Check the batch and cut it. Raises nothing for a faulty batch; waits for the device only for dynamic ids.

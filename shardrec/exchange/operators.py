@@ -198,6 +198,7 @@ class Program:
         self._replicas = replicas
         self._tickets = count()
         self._kept: dict[int, _Issued] = {}
+        self._fault = ""
         self.number = next(_NUMBERS)
         _PROGRAMS[self.number] = self
 
@@ -210,6 +211,8 @@ class Program:
             gradients: there will be a backward.
             scripted: whether TorchScript, which calls, is in training mode; None if it is not TorchScript.
         """
+        if self._fault:
+            raise ConfigError(self._fault)
         ticket = torch.tensor(next(self._tickets))
         number = int(ticket)
         weights = features.weights_or_none()
@@ -225,6 +228,13 @@ class Program:
             )
         weakref.finalize(ticket, self._kept.pop, number, None).atexit = False
         return ticket
+
+    @staticmethod
+    def expire(module: Caller, fault: str) -> None:
+        """Let the programs that use a module raise a ConfigError at their next call of it."""
+        for program in list(_PROGRAMS.values()):
+            if program._module is module:
+                program._fault = fault
 
     def arrive(self, ticket: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Wait for a call's rows; the value first."""

@@ -23,6 +23,7 @@ from contextlib import contextmanager, nullcontext
 from itertools import accumulate
 from threading import RLock
 from typing import Any
+from weakref import WeakSet
 
 import torch
 
@@ -50,17 +51,20 @@ class ExchangeQueue:
         ahead: the calls of the present forward, if they were made before it.
         observed: each call of the present forward, with its features, is added here, where that is a list.
         on_value: called with each call and its value.
+        unused: the calls whose value has not been used yet.
     """
 
     def __init__(self, headers: Headers, comms: QuantizedComms, before_gradients: Callable[[], None]) -> None:
         collectives, device = headers.collectives, headers.device
         self.output = BlockExchange(collectives, comms, device=device, before_gradients=before_gradients)
+        self._comms = comms
         self.ahead: Ahead | None = None
         self.observed: list[tuple[Caller, object]] | None = None
         self.on_value: Callable[[Call, Any], None] | None = None
         self._headers, self._collectives = headers, collectives
         self._inside = BlockExchange(collectives, QuantizedComms(), "partial sums", device)
         self._calls: list[Call] = []
+        self.unused: WeakSet[Call] = WeakSet()
         self._runs = Runs()
         self._one_thread = RLock()
 
@@ -97,6 +101,7 @@ class ExchangeQueue:
             elif fault := module.fault():  # since the call was made ahead
                 raise ConfigError(fault)
             queued.by_operator, queued.on_value = by_operator, self.on_value
+            self.unused.add(queued)
             if self._calls and not can_share(self._headers, queued, self._calls):
                 self.flush()
             if not queued.is_launched:
@@ -107,6 +112,7 @@ class ExchangeQueue:
 
     def used(self, queued: Call) -> None:
         """A call's value is used: its exchange must begin."""
+        self.unused.discard(queued)
         single = self._collectives.world_size == 1
         with self._alone(waits=True) if single and queued.by_operator else nullcontext():
             if queued.is_queued:
@@ -179,6 +185,18 @@ class ExchangeQueue:
             for call in calls:
                 call.error = error
             raise
+
+    def replan(self) -> None:
+        """The modules have another plan: forwards of before have no backward any more, nor do calls made ahead hold."""
+        before = self.output
+        self.output = BlockExchange(
+            self._collectives, self._comms, device=before.device, before_gradients=before.before_gradients
+        )
+        before.ended = (
+            "this backward is that of a forward before model.reshard(), whose lookups are gone: make the backward and "
+            "the optimizers' steps first, and reshard between a step and the next forward"
+        )
+        self._headers.plans += 1
 
     def forget_runs(self) -> None:
         """Forget how the last forward went, where another rank's has failed and forgets, too."""

@@ -175,6 +175,12 @@ class IdMaps:
             if key[0] == table:
                 yield shards, self.maps[key]
 
+    def keep(self, others: IdMaps) -> None:
+        """Take the maps of the row blocks that are those of another plan's."""
+        for key, id_map in others.maps.items():
+            if key in self.maps and self.maps[key].records.shape == id_map.records.shape:
+                self.maps[key] = id_map
+
     def set_options(self, layout: TableLayout, options: DynamicIds) -> None:
         """Set the capacity of a table's maps from ``options``; it is not lower than before."""
         self.options[layout.name] = options

@@ -87,6 +87,12 @@ class ReplicatedLookup:
         for parameter in self.parameters:
             parameter.register_post_accumulate_grad_hook(weak_hook(self._on_gradient))
 
+    def retire(self) -> None:
+        """Take no part in backwards any more."""
+        if not self._at_step:
+            self._gradients.updates.remove(self.step)
+            self._gradients.forwards.remove(self._drop_unfinished)
+
     def row_optimizers(self) -> list[RowOptimizer]:
         """Those of the tables with an optimizer in backward."""
         return [update.optimizer for update in self._updates if update is not None]

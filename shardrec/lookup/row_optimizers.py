@@ -131,6 +131,8 @@ class RowOptimizer:
 
     def keep_averages(self, decay: float) -> None:
         """Average each row's values from now on, as states; decay is in (0, 1), see [Note: averages of rows]."""
+        if self._log_decay == math.log(decay):
+            return  # as before
         self._log_decay = math.log(decay)
         for cls, states in self._classes:
             states["average"] = torch.zeros_like(cls.weight, dtype=torch.float32)

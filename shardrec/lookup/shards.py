@@ -6,6 +6,8 @@ Shapes: S slots of this rank, B_all the samples of all ranks, N ids, D pooled co
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from copy import copy
+from dataclasses import replace
 from itertools import accumulate, pairwise
 from typing import Any
 
@@ -77,6 +79,16 @@ class _LocalGroup:
         self._nothing = NoTables(group.width or 0, device)
         self._placeholder = torch.zeros(0, device=device, requires_grad=True)
 
+    def under(self, group: LookupGroup, slots: tuple[Slot, ...], rank: int) -> _LocalGroup | None:
+        """The same tables, states and parameters in a group of another plan; None if they are others on this rank."""
+        same = replace(group, layouts=self.group.layouts) == self.group and group.local_shards(rank) == self.shards
+        same = same and [slot.shard for slot in slots] == [slot.shard for slot in self.slots]
+        if not same or (self.whole_rows is not None and group != self.group) or self.bank is None:
+            return None
+        kept = copy(self)
+        kept.group, kept.slots = group, slots
+        return kept
+
     def look_up(self, ids: Tensor, lengths: Tensor, weights: Tensor | None, out: Tensor | None = None) -> Tensor:
         """As :meth:`TableBank.look_up`; the backward updates the tables or gives their parameters gradients."""
         bank, given = self.bank, (ids, lengths, weights)
@@ -138,6 +150,7 @@ class ShardLookup:
         collectives: of the group that the embeddings are sharded over.
         device: where the shards live.
         pooled: sum each bag; else give a row per id, for groups of one width each.
+        before: the lookup under another plan, of which groups with the same shards on this rank are kept.
 
     Attributes:
         shards: this rank's shards, group after group.
@@ -151,11 +164,14 @@ class ShardLookup:
         device: torch.device,
         *,
         pooled: bool = True,
+        before: ShardLookup | None = None,
     ) -> None:
-        self._local_groups = [
-            _LocalGroup(group, tuple(slot for slot in slots if slot.group == index), collectives, device, pooled)
-            for index, group in enumerate(groups)
-        ]
+        known = () if before is None else before._local_groups
+        self._local_groups: list[_LocalGroup] = []
+        for index, group in enumerate(groups):
+            of_group = tuple(slot for slot in slots if slot.group == index)
+            kept = next(filter(None, (local.under(group, of_group, collectives.rank) for local in known)), None)
+            self._local_groups.append(kept or _LocalGroup(group, of_group, collectives, device, pooled))
         self._tables = {
             shard: (local.bank, local.updater, number)
             for local in self._local_groups

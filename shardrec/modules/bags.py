@@ -87,7 +87,7 @@ class ShardedEmbeddingBagCollection(ShardedCollection):
 
     def _build_lookups(self) -> None:
         collectives = self.context.collectives
-        groups = group_tables(self._lookup_tables.values(), self.device)
+        groups = group_tables(self._lookup_tables.values(), self.device, by_width=self._by_width)
         group_of = {layout.name: index for index, group in enumerate(groups) for layout in group.layouts}
         lookups: list[Lookup] = []
         for config in self._configs:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import abc
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Self, TypeAlias
 
 import torch
@@ -15,7 +16,7 @@ from torchrec.modules.embedding_configs import BaseEmbeddingConfig, DataType
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from shardrec._dynamo import left_alone
-from shardrec.errors import ConfigError
+from shardrec.errors import ConfigError, PlanError
 from shardrec.exchange.batch import NO_LIMIT, Expectation
 from shardrec.exchange.blocks import Stream
 from shardrec.exchange.context import ModelContext
@@ -25,10 +26,10 @@ from shardrec.exchange.payload import ShardInput
 from shardrec.exchange.route import Lookup, Route, build_route
 from shardrec.exchange.step import Call
 from shardrec.exchange.transport import transport_of
-from shardrec.ids.maps import IdMaps, Mapped
+from shardrec.ids.maps import IdMaps, Mapped, cut_faults
 from shardrec.layout import Shard, ShardingPlan, TableLayout
 from shardrec.layout.discover import Collection, configs_of, qualified_name
-from shardrec.lookup.groups import LookupGroup, LookupTable
+from shardrec.lookup.groups import LookupGroup, LookupTable, group_tables
 from shardrec.lookup.optimizers import FusedOptimizer, fused_optimizer_of
 from shardrec.lookup.replicated import ReplicatedLookup
 from shardrec.lookup.row_optimizers import RowOptimizer
@@ -46,9 +47,9 @@ TABLE_DTYPES = {DataType.FP32: torch.float32, DataType.FP16: torch.float16, Data
 """The weights' dtype for each ``data_type`` of a table that can be sharded."""
 
 
-Values: TypeAlias = Tensor | TableDraw | Mapping[Shard | None, Tensor]
+Values: TypeAlias = Tensor | TableDraw | Mapping[Shard | None, Tensor] | None
 """A table's values: (num_embeddings, embedding_dim), how to draw them, or those of each of this rank's shards, the
-replica under None."""
+replica under None; None to leave them as they are."""
 
 
 class ShardedCollection(nn.Module, abc.ABC):
@@ -65,11 +66,15 @@ class ShardedCollection(nn.Module, abc.ABC):
     input: InputExchange
     shards: ShardLookup
     replicas: ReplicatedLookup | None
+    _replicated: list[LookupTable]
     id_maps: IdMaps | None = None
     lookups: tuple[Lookup, ...]
     _configs: list[Any]
     _holder: ClassVar[str]
     """The attribute that has the tables, as the unsharded module calls it."""
+
+    _by_width: ClassVar[bool] = False
+    """Whether shards of different widths are in different lookup groups."""
 
     _traced: Any = None
     """The twin whose ``traced`` a tracer runs in place of forward; None for a graph break: see annotate.py."""
@@ -108,9 +113,8 @@ class ShardedCollection(nn.Module, abc.ABC):
             for name, table in self._lookup_tables.items()
             if table.optimizer is not None and self.storage.trains
         }
-        self.averages = False  # of rows are kept
-        self.table_layouts = {name: table.layout for name, table in self._lookup_tables.items()}
-        self.replica_number = {table.layout.name: index for index, table in enumerate(self._replicated_tables())}
+        self.averages = 0.0  # the decay of those of rows; 0: none are kept
+        self._number_tables()
         self._read(module)
         for config in configs:
             if self._is_dynamic(self.table_layouts[config.name]):
@@ -122,6 +126,10 @@ class ShardedCollection(nn.Module, abc.ABC):
         values = ((name, table.locals) for name, table in sharded.tables().items())
         setattr(self, self._holder, self._build_parameters(values))
         self._copy_states(sharded)
+
+    def _number_tables(self) -> None:
+        self.table_layouts = {name: table.layout for name, table in self._lookup_tables.items()}
+        self.replica_number = {table.layout.name: index for index, table in enumerate(self._replicated_tables())}
 
     @abc.abstractmethod
     def _read(self, module: Any) -> None:
@@ -305,16 +313,26 @@ class ShardedCollection(nn.Module, abc.ABC):
         dynamic = {table.layout.name: table.layout for table in tables if self._is_dynamic(table.layout)}
         options = {name: context.options.dynamic_ids[name] for name in dynamic}
         self.id_maps = IdMaps(slots, options, dynamic, self.renew_rows) if dynamic else None
-        self.shards = self.storage.shards(groups, slots, collectives, self.device, pooled=pooled)
+        before = {"before": self.shards} if "shards" in vars(self) else {}
+        self.shards = self.storage.shards(groups, slots, collectives, self.device, pooled=pooled, **before)
         numbers = [self.replica_number[one.layout.name] for one in lookups if one.layout.replicated]
         replicated = self._replicated_tables()
-        self.replicas = None
+        if before and replicated == self._replicated:
+            return route
+        self._replicated, self.replicas = replicated, None
         if replicated:
             self.replicas = self.storage.replicas(replicated, numbers, context.gradients, self.device)
         return route
 
-    def _build_parameters(self, first_values: Iterable[tuple[str, Values]]) -> nn.ModuleDict:
-        """Fill this rank's shards, one table at a time, from its values."""
+    def _build_parameters(
+        self, first_values: Iterable[tuple[str, Values]], before: Mapping[str, ShardedTable] | None = None
+    ) -> nn.ModuleDict:
+        """Fill this rank's shards, one table at a time, from its values, if it has some.
+
+        Args:
+            first_values: of each table.
+            before: the tables of another plan, whose parameters are kept where they are the same memory.
+        """
         modules = nn.ModuleDict()
         by_shard: dict[Shard, nn.Parameter] = {}
         for name, values in first_values:
@@ -325,7 +343,11 @@ class ShardedCollection(nn.Module, abc.ABC):
                 parameters[None] = self.replicas.parameters[self.replica_number[layout.name]]
                 parameters[None].requires_grad_(learns)
             for shard in layout.on_rank(self.context.collectives.rank) if self.storage.trains else ():
-                parameters[shard] = by_shard[shard] = nn.Parameter(self.shards.weight(shard), requires_grad=learns)
+                weight = self.shards.weight(shard)
+                known = None if before is None else before[name].locals.get(shard)
+                if known is None or known.data_ptr() != weight.data_ptr():
+                    known = nn.Parameter(weight, requires_grad=learns)
+                parameters[shard] = by_shard[shard] = known
                 if name in self._optimizers:
                     # torchrec.optim's filter for "has its own optimizer" looks for this attribute.
                     parameters[shard]._in_backward_optimizers = []  # type: ignore[attr-defined]
@@ -336,7 +358,7 @@ class ShardedCollection(nn.Module, abc.ABC):
             elif isinstance(values, Mapping):
                 for place, tensor in tensors.items():
                     tensor.copy_(values[place].detach())
-            elif tensors:
+            elif tensors and values is not None:
                 load_table(layout, tensors, values)
             dtype, fused = self._lookup_tables[name].dtype, name in self._given.optimizers
             modules[name] = self.storage.table(layout, parameters, self.group, dtype, fused=fused)
@@ -363,7 +385,7 @@ class ShardedCollection(nn.Module, abc.ABC):
     def keep_averages(self, decay: float) -> list[RowOptimizer]:
         """Average the rows of tables with an optimizer from now on; returns what has those of this rank's rows."""
         assert self.context.options.updates_at_step, "kernels that update in backward average nothing"
-        self.averages = True
+        self.averages = decay
         kept = self.shards.row_optimizers() + ([] if self.replicas is None else self.replicas.row_optimizers())
         for rows in kept:
             rows.keep_averages(decay)
@@ -415,6 +437,58 @@ class ShardedCollection(nn.Module, abc.ABC):
         self.shards.set_learning_rate(optimizer, lr)
         if self.replicas is not None:
             self.replicas.set_learning_rate(optimizer, lr)
+
+    def plan_faults(self, plan: ShardingPlan) -> list[str]:
+        """The reasons why the tables cannot have the layouts of another plan, one sentence each."""
+        tables, options = self._under(plan).values(), self.context.options.dynamic_ids
+        faults = [
+            cut_faults(table.layout, options[table.layout.name]) for table in tables if self._is_dynamic(table.layout)
+        ]
+        try:
+            group_tables(tables, self.device, by_width=self._by_width)
+        except PlanError as error:
+            faults += error.faults
+        return [fault for fault in faults if fault]
+
+    def _under(self, plan: ShardingPlan) -> dict[str, LookupTable]:
+        tables = self._lookup_tables
+        return {name: replace(table, layout=plan.by_name[table.layout.name]) for name, table in tables.items()}
+
+    def replan(self, plan: ShardingPlan, stack: ExitStack) -> None:
+        """Have the lookups and tables of another plan, whose values are then to be written. What stays where it is on
+        this rank, of lookup groups, replicas, id maps and parameters, is that of before, with its values.
+
+        Args:
+            plan: without :meth:`plan_faults`.
+            stack: has the collection again as it was when it is left.
+        """
+        headers, gradients = self.context.headers, self.context.gradients
+        before, columns = {**vars(self), "_modules": dict(self._modules)}, (headers.columns, headers.modules)
+        hooks = gradients.updates[:], gradients.forwards[:]
+
+        def restore() -> None:
+            vars(self).clear()
+            vars(self).update(before)
+            headers.columns, headers.modules = columns
+            gradients.updates[:], gradients.forwards[:] = hooks
+
+        stack.callback(restore)
+        tables, replicas, id_maps, bad_ids = self.tables(), self.replicas, self.id_maps, self.input.bad_ids
+        self.plan, self._ranks_per_host = plan, plan.topology.ranks_per_host
+        self._given = replace(self._given, lookup_tables=self._under(plan))
+        self._lookup_tables = self._given.lookup_tables
+        self._number_tables()
+        self.input.retire()
+        self._build_lookups()
+        self.input.bad_ids.copy_(bad_ids)
+        if replicas is not None and replicas is not self.replicas:
+            replicas.retire()
+        if self.id_maps is not None and id_maps is not None:
+            self.id_maps.keep(id_maps)
+        values: Iterable[tuple[str, Values]] = ((name, None) for name in self._lookup_tables)
+        setattr(self, self._holder, self._build_parameters(values, tables))
+        if self.averages:
+            self.keep_averages(self.averages)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         """A copy with new kernels for the same tables and states, on the same ranks; see :class:`ShardedModel`."""

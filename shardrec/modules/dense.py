@@ -30,7 +30,7 @@ exchange uses the process group, the all-reduces use a separate one.
 from __future__ import annotations
 
 import zlib
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import partial
@@ -237,18 +237,26 @@ class DenseReducer:
         self._share = 1 / dist.get_world_size(group)
         self._limit = int(options.get("bucket_cap_mb", _CAP_MB) * 2**20)
         self._broadcasts = options.get("broadcast_buffers", True) and next(module.buffers(), None) is not None
-        self._parameters = [one for one in parameters if one.is_floating_point() or one.is_complex()]
-        self._stepped = [one for one in self._parameters if _without_steps(one)]
+        self._parameters: list[nn.Parameter] = []
+        self._stepped: list[nn.Parameter] = []
         self._trains: list[bool] | None = None
         self._begun, self._is_active, self._issued = 0, False, 0
         self._missing: set[nn.Parameter] = set()
         self._flying: list[_Flying] = []
-        take = weak_hook(self._take)
+        self.average(parameters)
+
+    def average(self, parameters: Iterable[nn.Parameter]) -> None:
+        """Average the gradients of these parameters from now on, in the order of their registration."""
+        known, stepped, take = set(self._parameters), set(self._stepped), weak_hook(self._take)
+        self._parameters = [one for one in parameters if one.is_floating_point() or one.is_complex()]
+        self._stepped = [one for one in self._parameters if one in stepped or _without_steps(one)]
         for parameter in self._parameters:
-            trains = parameter.requires_grad
-            # Also of a frozen parameter, which may be trained later; torch wants one that requires a gradient.
-            parameter.requires_grad_().register_post_accumulate_grad_hook(take)
-            parameter.requires_grad_(trains)
+            if parameter not in known:
+                trains = parameter.requires_grad
+                # Also of a frozen parameter, which may be trained later; torch wants one that requires a gradient.
+                parameter.requires_grad_().register_post_accumulate_grad_hook(take)
+                parameter.requires_grad_(trains)
+        self._trains = None
         self.arm()
 
     def broadcast_buffers(self) -> None:

@@ -24,6 +24,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch._C._dynamo.eval_frame import get_eval_frame_callback
 
+from shardrec._above import from_above
 from shardrec._dynamo import left_alone, passed_over
 from shardrec.errors import ConfigError, InputError, ShardrecError
 from shardrec.exchange.context import ModelContext, StepState
@@ -76,13 +77,18 @@ class ShardedModel(nn.Module):
         if self.has_fused_tables and not context.options.updates_at_step:
             refuse_scalers(self.dense_parameters())
         if group is not None:
-            cut: list[nn.Parameter] = []
-            replicated: list[nn.Parameter] = []
-            for table in (table for collection in self._sharded for table in collection.tables().values()):
-                # Not its ``locals``: a module that moves may get new parameters.
-                (replicated if table.layout.replicated else cut).extend(table.parameters())
+            cut, replicated = self._table_parameters()
             self._reducer = average_dense(module, dense, group, cut, replicated, context)
             context.gradients.reducer, context.gradients.are_reduced = self._reducer, True
+
+    def _table_parameters(self) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
+        """Those of cut tables, and those of replicated ones."""
+        cut: list[nn.Parameter] = []
+        replicated: list[nn.Parameter] = []
+        for table in (table for collection in self._sharded for table in collection.tables().values()):
+            # Not its ``locals``: a module that moves may get new parameters.
+            (replicated if table.layout.replicated else cut).extend(table.parameters())
+        return cut, replicated
 
     @passed_over  # see [Note: what torch.compile compiles]
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -175,11 +181,7 @@ class ShardedModel(nn.Module):
         Raises:
             ConfigError: for a model with servers, replicas or FSDP2, whose parts this process cannot copy.
         """
-        if (
-            type(self) is not ShardedModel
-            or self.servers
-            or (dense_options(self._dense)[0] == "fsdp" and self.group is not None)
-        ):
+        if not self._is_plain:
             raise ConfigError(
                 f"this {type(self).__name__} cannot be copied: tables on servers, replicas, FSDP2 and served tables "
                 "have parts that are not its own; shard another model and load this one's state_dict into it"
@@ -189,6 +191,58 @@ class ShardedModel(nn.Module):
         module = copy.deepcopy(self.module, memo)
         annotate_for_dynamo(module)
         return ShardedModel(module, self.plan, context, self.group, dense=self._dense).train(self.training)
+
+    @property
+    def _is_plain(self) -> bool:
+        """Whether each rank has its shards of one copy of the tables, and all of the dense part."""
+        fsdp = dense_options(self._dense)[0] == "fsdp" and self.group is not None
+        return type(self) is ShardedModel and not self.servers and not fsdp
+
+    def reshard(self, plan: ShardingPlan, optimizer: torch.optim.Optimizer | None = None) -> int:
+        """Change the plan while training goes on: move what lies elsewhere under the new plan, and nothing else.
+
+        Every rank calls it with the same plan, after the optimizers' steps and before the next forward. Rows move with
+        their optimizer states and dynamic ids, over collectives. Afterwards training goes on as from a checkpoint that
+        was loaded under the new plan, to the last bit, with the same model, ``fused_optimizer``, ``TrainPipeline``,
+        live scripts and compiled programs. Parameters of tables that have moved are new ones; the old ones are empty.
+
+        A rank holds, besides its shards, the new ones of each lookup group that changes on it, and at most 64 MiB of
+        values on their way.
+
+        Args:
+            plan: for the same tables and ranks.
+            optimizer: the ordinary optimizer that trains tables without an optimizer of their own, if any of these
+                moves: its groups get the new parameters, and its states move with them.
+
+        Returns:
+            Bytes that this rank has received of other ranks' tables, states and ids.
+
+        Raises:
+            PlanError: on every rank, if the plan does not fit the tables or ranks, or differs between ranks.
+            ConfigError: on every rank, if lookups or gradients of before are unused, or ``optimizer`` is needed; for a
+                model with embedding servers, replicas or FSDP2.
+            CheckpointError: on every rank, if one fails, for want of memory for example.
+            PeerError: if another rank is gone. After each of these errors the model has its old plan and values.
+        """
+        if not self._is_plain:
+            raise ConfigError(
+                f"this {type(self).__name__} cannot be given another plan: tables on servers, replicas, FSDP2 and "
+                "served tables have parts that do not move; save a checkpoint, shard the model anew, and load it"
+            )
+        moved: int = from_above("reshard_model")(self, plan, optimizer)
+        return moved
+
+    def follow_plan(self, plan: ShardingPlan) -> None:
+        """The collections have the shards of another plan: all that knows their parameters follows."""
+        self.plan = plan
+        for collection in self._sharded:
+            collection.plan = plan
+        self.context.queue.replan()
+        if self._reducer is not None:
+            cut = set(self._table_parameters()[0])
+            self._reducer.average(one for one in self.module.parameters() if one not in cut)
+        if self.made_fused_optimizer is not None:
+            self.made_fused_optimizer.follow({id(parameter): name for name, parameter in self.named_parameters()})
 
     servers = 0
     """Number of servers that hold the tables (:mod:`shardrec.rpc`)."""

@@ -58,13 +58,7 @@ class FusedOptimizers(KeyedOptimizer):  # type: ignore[misc]  # torchrec has no 
         group: dist.ProcessGroup | None,
     ) -> None:
         self._collections = list(collections)
-        tables: dict[FusedOptimizer, list[str]] = {}
-        params: dict[FusedOptimizer, list[nn.Parameter]] = {}
-        for collection in self._collections:
-            for name, optimizer in collection.fused_optimizers().items():
-                table = collection.tables()[name]
-                tables.setdefault(optimizer, []).append(table.layout.name)
-                params.setdefault(optimizer, []).extend(table.locals.values())
+        tables, params = self._by_spec()
         if not tables:
             raise NoFusedOptimizer(
                 "no table of this model has a fused optimizer; give the tables one with apply_optimizer_in_backward "
@@ -88,6 +82,31 @@ class FusedOptimizers(KeyedOptimizer):  # type: ignore[misc]  # torchrec has no 
         self._refresh()
 
     add_param_group = torch.optim.Optimizer.add_param_group
+
+    def _by_spec(self) -> tuple[dict[FusedOptimizer, list[str]], dict[FusedOptimizer, list[nn.Parameter]]]:
+        """Per optimizer, the names of its tables and this rank's shards of them."""
+        tables: dict[FusedOptimizer, list[str]] = {}
+        params: dict[FusedOptimizer, list[nn.Parameter]] = {}
+        for collection in self._collections:
+            for name, optimizer in collection.fused_optimizers().items():
+                table = collection.tables()[name]
+                tables.setdefault(optimizer, []).append(table.layout.name)
+                params.setdefault(optimizer, []).extend(table.locals.values())
+        return tables, params
+
+    def follow(self, names: Mapping[int, str]) -> None:
+        """Have the shards of another plan, by the names of the model's parameters; settings stay."""
+        before, (_, params) = set(self._table_of), self._by_spec()
+        for spec, group in zip(self._specs, self.param_groups, strict=True):
+            group["params"][:] = params[spec] + [one for one in group["params"] if one not in before]
+        self.params = {name: one for name, one in self.params.items() if one not in before}
+        self.params |= {names[id(one)]: one for of_spec in params.values() for one in of_spec}
+        for parameter in before:
+            self.state.pop(parameter, None)
+        self._table_of.clear()
+        self._shown.clear()
+        self._refresh()
+        self.push()
 
     def step(self, closure: Callable[[], float] | None = None) -> float | None:
         """Update the tables with the gradients of all backward calls since the last step; every rank calls it.

@@ -108,6 +108,7 @@ class ShardedEmbeddingCollection(ShardedCollection):
     """
 
     _holder = "embeddings"
+    _by_width = True
     embeddings: nn.ModuleDict
 
     def __init__(
@@ -132,7 +133,7 @@ class ShardedEmbeddingCollection(ShardedCollection):
 
     def _build_lookups(self) -> None:
         collectives = self.context.collectives
-        self.groups = groups = group_tables(self._lookup_tables.values(), self.device, by_width=True)
+        self.groups = groups = group_tables(self._lookup_tables.values(), self.device, by_width=self._by_width)
         lookups: list[Lookup] = []
         for config, names in zip(self._configs, self._names_by_table, strict=True):
             layout = self.table_layouts[config.name]

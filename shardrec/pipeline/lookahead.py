@@ -100,6 +100,9 @@ class Lookahead:
         if not self._slots:
             raise StopIteration
         slot = self._slots.popleft()
+        if slot.ahead is not None and slot.ahead.is_stale:  # its ids went where the rows were
+            slot.let_go()
+            slot.exchanged = False
         if self._learnt and not slot.exchanged and not slot.told:
             self._exchange(slot)
         if slot.error is not None:
