@@ -2,75 +2,55 @@
 
 ::
 
-    header     to rank q: words of the requests to it | whether this rank has a further round | whether it has failed
-    requests   to rank q: per block, number of the part | rows from, to | columns from, to | count, numbers of rows
-    answers    to rank q: the values of the blocks that it asked for, each from a multiple of 8 bytes on
+    agree      each rank writes what came in the round before, and says what it wants next, and of which rank
+    answers    to rank q: the values that it asked for, each from a multiple of 8 bytes on
 
-A rank asks each other rank for at most its share of a round, so that no rank has to send more than a round either.
+A rank asks another one for its share of a round at most, so that no rank has to send more than a round either.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from shardrec.checkpoint.agree import Ranks
 from shardrec.checkpoint.manifest import Read
 from shardrec.checkpoint.parts import Part, Rect, as_matrix
-from shardrec.errors import PeerError
-from shardrec.exchange.collectives import Collectives
+from shardrec.exchange.context import ModelContext
 
 __all__ = ["Messages"]
 
 _ROUND_BYTES = 16 * 2**20
 """Of the values that a rank sends in a round, and of those that it receives; transports may hold both once more."""
-_FIELDS = 6
 
 
-class _Block(NamedTuple):
-    """A part of a read: rows ``[first, end)`` of its tensor, or of those that it lists; all of its columns."""
+class _Request(NamedTuple):
+    """Values of a part of a rank: a rectangle, or its columns in rows that are listed, int64 numbers."""
 
-    read: Read
+    rank: int
+    part: int
     rect: Rect
-    first: int
-    end: int
-    is_last: bool
-
-    @property
-    def shape(self) -> tuple[int, int]:
-        return self.end - self.first, self.rect.cols
+    itemsize: int
+    rows: bytes
 
     @property
     def words(self) -> int:
-        """Of its values."""
-        rows, cols = self.shape
-        return -(-rows * cols * self.read.dtype.itemsize // 8)
+        """Of 8 bytes, in the answer."""
+        return -(-self.rect.numel * self.itemsize // 8)
 
-    @property
-    def rows(self) -> Tensor:
-        """Numbers of its rows, if they are listed; else empty."""
-        return torch.empty(0, dtype=torch.int64) if self.read.rows is None else self.read.rows[0][self.first : self.end]
 
-    @property
-    def fields(self) -> list[int]:
-        """Number of the part, rows, columns, count of listed rows."""
-        return [self.read.source.start, self.first, self.end, *self.rect[2:], len(self.rows)]
+class _Block(NamedTuple):
+    """Rows ``[start, end)`` of a read, or of those that it lists."""
 
-    def write(self, values: Tensor) -> None:
-        """Write its values (rows, columns) where they are wanted."""
-        read = self.read
-        into = read.into[:, self.rect.cols_in(read.place)]
-        if read.rows is None:
-            into[self.first - read.place.row_start : self.end - read.place.row_start].copy_(values)
-        else:
-            targets = read.rows[1][self.first : self.end].to(into.device)
-            into.index_copy_(0, targets, values.to(into.device, into.dtype))
-        if self.is_last and read.then is not None:
-            read.then()
+    read: Read
+    request: _Request
+    start: int
+    end: int
+    is_last: bool
 
 
 class Messages:
@@ -78,156 +58,114 @@ class Messages:
 
     Args:
         parts: of this rank; the source of a read is a part by its rank (``file``) and its number (``start``).
-        collectives: of the ranks.
-        device: of their tensors.
+        ranks: that read.
+        context: of their model.
+        remedy: for an error of the operating system.
 
     Attributes:
         received: bytes of the values that have come from other ranks.
-        fault: the first error of this rank.
     """
 
-    def __init__(self, parts: Sequence[Part], collectives: Collectives, device: torch.device) -> None:
-        self._parts, self._collectives, self._device = parts, collectives, device
-        self._ranks = range(collectives.world_size)
+    def __init__(self, parts: Sequence[Part], ranks: Ranks, context: ModelContext, remedy: str) -> None:
+        self._parts, self._ranks, self._context, self._remedy = parts, ranks, context, remedy
+        self._room = _ROUND_BYTES // max(1, ranks.size - 1)
         self.received = 0
-        self.fault: Exception | None = None
 
     def run(self, reads: Iterable[Read]) -> None:
-        """Carry out the reads, in their order, until one fails on any rank. Every rank calls it.
+        """Carry out the reads, in their order; every rank calls it. Raises what :meth:`Ranks.agree` does."""
+        blocks, left = self._blocks(reads), list[_Block]()
+        of_round, answers = list[_Block](), list[Tensor]()
 
-        Raises:
-            PeerError: if another rank is gone.
-        """
-        blocks = self._blocks(reads)
-        left: list[_Block] = []
-        goes_on = True
-        while goes_on:
-            of_round: list[_Block] = []
-            with self._noted():
-                of_round, left = self._next(chain(left, blocks))
-            requests = [[torch.empty(0, dtype=torch.int64)] for _ in self._ranks]
-            sizes = [0 for _ in self._ranks]
-            for block in of_round:
-                if block.read.source.file != self._collectives.rank:
-                    requests[block.read.source.file] += [torch.tensor(block.fields), block.rows]
-                    sizes[block.read.source.file] += block.words
-            words = [torch.cat(parts) for parts in requests]
-            state = [bool(left), self.fault is not None]
-            heads = [
-                one.tolist()
-                for one in self._send([torch.tensor([len(one), *state]) for one in words], [3] * len(words))
-            ]
-            if any(failed for *_, failed in heads):
+        def go_on() -> tuple[bool, list[_Request]]:
+            nonlocal left, of_round
+            self._write(of_round, answers)
+            of_round, left = self._next(chain(left, blocks))
+            return bool(of_round), [block.request for block in of_round if block.request.rank != self._ranks.rank]
+
+        while True:
+            asked = self._ranks.agree("reshard", go_on, remedy=self._remedy)
+            if not any(wants for wants, _ in asked):
                 return
-            goes_on = any(more for _, more, _ in heads)
-            answers = self._send(self._answers(self._send(words, [count for count, *_ in heads])), sizes)
-            with self._noted():
-                self._write(of_round, answers)
-
-    def check(self, then: Callable[[], None] | None = None) -> None:
-        """Raise this rank's error, if there was one; else do ``then``."""
-        if self.fault is not None:
-            raise self.fault
-        if then is not None:
-            then()
-
-    @contextmanager
-    def _noted(self) -> Iterator[None]:
-        """Keep an error of this rank, which goes on until the others know of it."""
-        try:
-            yield
-        except PeerError:
-            raise
-        except Exception as error:
-            self.fault = self.fault or error
-
-    def _send(self, parts: Sequence[Tensor], receive: Sequence[int]) -> list[Tensor]:
-        sent = [[part.to(self._device)] for part in parts]
-        return self._collectives.send(sent, receive, "reshard").wait()
-
-    @property
-    def _room(self) -> int:
-        """Bytes that a rank may ask another for in a round."""
-        return _ROUND_BYTES // max(1, len(self._ranks) - 1)
+            answers = self._exchange([requests for _, requests in asked])
 
     def _blocks(self, reads: Iterable[Read]) -> Iterator[_Block]:
         for read in reads:
-            source, place = read.source.rect, read.place
+            source, place, listed = read.source, read.place, b""
             if read.rows is not None:
-                place = place._replace(row_start=source.row_start, row_end=source.row_end)
-            rect = source.common(place)
+                place = place._replace(row_start=source.rect.row_start, row_end=source.rect.row_end)
+            rect = source.rect.common(place)
             assert rect is not None, "what is read is there"
-            first, end = rect[:2] if read.rows is None else (0, len(read.rows[0]))
-            row_bytes = rect.cols * read.dtype.itemsize + (0 if read.rows is None else 8)
+            start, stop = rect[:2] if read.rows is None else (0, len(read.rows[0]))
+            row_bytes = rect.cols * read.dtype.itemsize
+            if read.rows is not None:
+                row_bytes += 8 * self._ranks.size  # their numbers go to all ranks
             length = max(1, self._room // row_bytes)
-            for start in range(first, end, length):
-                yield _Block(read, rect, start, min(start + length, end), start + length >= end)
+            for first in range(start, stop, length):
+                end = min(first + length, stop)
+                if read.rows is not None:
+                    listed = read.rows[0][first:end].numpy().tobytes()
+                wanted = rect._replace(row_start=first, row_end=end)
+                request = _Request(source.file, source.start, wanted, read.dtype.itemsize, listed)
+                yield _Block(read, request, first, end, is_last=end == stop)
 
     def _next(self, blocks: Iterator[_Block]) -> tuple[list[_Block], list[_Block]]:
         """The blocks of a round, in order, and the first one after them, if there is one."""
-        of_round: list[_Block] = []
-        sizes = [0 for _ in self._ranks]
+        of_round, sizes = list[_Block](), [0] * self._ranks.size
         for block in blocks:
-            source, listed = block.read.source.file, 0 if block.read.rows is None else block.end - block.first
-            size = 0 if source == self._collectives.rank else 8 * (block.words + listed)
-            if sizes[source] and sizes[source] + size > self._room:
+            request = block.request
+            size = 0 if request.rank == self._ranks.rank else 8 * request.words + len(request.rows) * self._ranks.size
+            if sizes[request.rank] and sizes[request.rank] + size > self._room:
                 return of_round, [block]
-            sizes[source] += size
+            sizes[request.rank] += size
             of_round.append(block)
         return of_round, []
 
-    def _answers(self, asked: Sequence[Tensor]) -> list[Tensor]:
-        """Per rank, the values that it asked for, as int64 words."""
-        requests = [list(_requests(words.cpu())) for words in asked]
-        sizes = [[self._shape(request, rows) for request, rows in of_rank] for of_rank in requests]
-        answers = []
-        for of_rank, shapes in zip(requests, sizes, strict=True):
-            answer = self._collectives.allocate(2 * sum(words for *_, words in shapes), self._device).view(torch.int64)
-            answers.append(answer)
-            with self._noted():
-                parts = answer.split([words for *_, words in shapes])
-                for ((number, *place), rows), (*shape, _), part in zip(of_rank, shapes, parts, strict=True):
-                    values = self._values(number, place, rows)
-                    _as_values(part, values.dtype, shape).copy_(values)
-        return answers
+    def _exchange(self, asked: Sequence[Sequence[_Request]]) -> list[Tensor]:
+        """Answer what each rank has asked of this one; gives the answers of each rank, words of 8 bytes."""
+        answers, sizes = [], [0] * self._ranks.size
+        for request in asked[self._ranks.rank]:
+            sizes[request.rank] += request.words
+        for requests in asked:
+            mine = [request for request in requests if request.rank == self._ranks.rank]
+            words = [request.words for request in mine]
+            answer = self._context.collectives.allocate(2 * sum(words), self._context.device).view(torch.int64)
+            for request, part in zip(mine, answer.split(words) if words else (), strict=True):
+                values = self._values(request)
+                _as_values(part, values.dtype, request.rect).copy_(values)
+            answers.append([answer])
+        return self._context.collectives.send(answers, sizes, "reshard").wait()
 
-    def _shape(self, request: list[int], rows: Tensor) -> tuple[int, int, int]:
-        number, first, end, left, right = request
-        count, cols = len(rows) or end - first, right - left
-        return count, cols, -(-count * cols * self._parts[number].values.itemsize // 8)
-
-    def _values(self, number: int, place: Sequence[int], rows: Tensor) -> Tensor:
-        """A part of this rank: rows ``first`` to ``end``, or those that are listed; columns ``left`` to ``right``."""
-        rect, (first, end, left, right) = self._parts[number].rect, place
-        matrix = as_matrix(self._parts[number].values)[:, left - rect.col_start : right - rect.col_start]
-        if len(rows):
-            return matrix.index_select(0, (rows - rect.row_start).to(matrix.device))
-        return matrix[first - rect.row_start : end - rect.row_start]
+    def _values(self, request: _Request) -> Tensor:
+        """What is asked of a part of this rank."""
+        part, rect = self._parts[request.part], request.rect
+        matrix = as_matrix(part.values)[:, rect.cols_in(part.rect)]
+        if not request.rows:
+            return matrix[rect.rows_in(part.rect)]
+        rows = torch.frombuffer(bytearray(request.rows), dtype=torch.int64) - part.rect.row_start
+        return matrix.index_select(0, rows.to(matrix.device))
 
     def _write(self, blocks: Sequence[_Block], answers: Sequence[Tensor]) -> None:
-        places = [0 for _ in self._ranks]
-        for block in blocks:
-            source = block.read.source
-            if source.file == self._collectives.rank:
-                (number, *place, _), rows = block.fields, block.rows
-                block.write(self._values(number, place, rows))
-                continue
-            start = places[source.file]
-            places[source.file] = end = start + block.words
-            self.received += block.shape[0] * block.shape[1] * block.read.dtype.itemsize
-            block.write(_as_values(answers[source.file][start:end], block.read.dtype, block.shape))
+        """Write the values of a round where they are wanted."""
+        places = [0] * self._ranks.size
+        for read, request, start, end, is_last in blocks:
+            if request.rank == self._ranks.rank:
+                values = self._values(request)
+            else:
+                place = places[request.rank]
+                places[request.rank] += request.words
+                words = answers[request.rank][place : place + request.words]
+                values = _as_values(words, read.dtype, request.rect)
+                self.received += values.nbytes
+            into = read.into[:, request.rect.cols_in(read.place)]
+            if read.rows is None:
+                into[request.rect.rows_in(read.place)].copy_(values)
+            else:
+                targets = read.rows[1][start:end].to(into.device)
+                into.index_copy_(0, targets, values.to(into.device, into.dtype))
+            if is_last and read.then is not None:
+                read.then()
 
 
-def _requests(words: Tensor) -> Iterator[tuple[list[int], Tensor]]:
-    """The requests of a rank: part, rows, columns; and the numbers of rows that are listed."""
-    place = 0
-    while place < len(words):
-        *fields, count = words[place : place + _FIELDS].tolist()
-        place += _FIELDS + count
-        yield fields, words[place - count : place]
-
-
-def _as_values(words: Tensor, dtype: torch.dtype, shape: Sequence[int]) -> Tensor:
-    """The matrix that lies at the beginning of int64 words."""
-    rows, cols = shape
-    return words.view(torch.uint8)[: rows * cols * dtype.itemsize].view(dtype).view(rows, cols)
+def _as_values(words: Tensor, dtype: torch.dtype, rect: Rect) -> Tensor:
+    """The matrix that lies at the beginning of words of 8 bytes."""
+    return words.view(torch.uint8)[: rect.numel * dtype.itemsize].view(dtype).view(-1, rect.cols)

@@ -2,22 +2,21 @@
 
 ::
 
-    agree      on the plan; on what every rank holds, a manifest whose file numbers are ranks
+    agree      on the plan; on what each rank holds, a manifest whose file numbers are ranks
     build      the lookups and tables of the new plan, beside the old ones
-    read       ids, then rows with their states: from this rank's memory, or from the others' (messages.py)
-    agree      that all of it is there; until then an error on any rank undoes what was built
-    commit     on each rank by itself: what knows the model's parameters follows
+    read       ids, then rows with their states: from this rank's memory, or from another's (messages.py)
+    commit     after an agreement that all of it is there, each rank by itself: what knows the parameters follows
+
+Until the last agreement an error on any rank undoes what was built, and nothing of the old plan was written to.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import replace
-from itertools import islice
 
 import torch
-from torch import nn
 
 from shardrec.checkpoint.agree import Ranks
 from shardrec.checkpoint.files import DTYPES
@@ -25,7 +24,7 @@ from shardrec.checkpoint.ids import Moves, dynamic_tables
 from shardrec.checkpoint.manifest import Manifest, Read, SavedPart, SavedTensor
 from shardrec.checkpoint.messages import Messages
 from shardrec.checkpoint.optimizer import optimizer_groups, optimizer_state, state_targets
-from shardrec.checkpoint.parts import HeldTensor, as_matrix
+from shardrec.checkpoint.parts import HeldTensor, Rect, as_matrix
 from shardrec.checkpoint.save import merged, of_all_ranks, step_counts, wait_for_save
 from shardrec.checkpoint.state import parameter_infos, table_tensors
 from shardrec.errors import ConfigError, PlanError
@@ -49,36 +48,73 @@ def reshard_model(model: ShardedModel, plan: ShardingPlan, optimizer: Optimizer 
     """See :meth:`ShardedModel.reshard`."""
     wait_for_save(model)
     agree_on_plan(plan, _plan_faults(model, plan), model.context.headers)
-    changed = _changed(model, plan)
-    if not changed:
-        model.plan = plan
-        return 0
+    changes = {change.name for change in model.plan.diff(plan)}
+    elsewhere = model.plan.topology != plan.topology  # rows may be summed on other hosts
+    changed = [
+        one
+        for one in model.sharded_collections
+        if elsewhere or changes & {table.name for table in one.table_layouts.values()}
+    ]
     ranks = Ranks(model.group, model.context.device)
     held: dict[str, HeldTensor] = {}
 
     def describe() -> Manifest:
-        """What this rank holds."""
         _refuse_unused(model)
         states, numbers = optimizer_state(model, optimizer)
-        held.update(_tensors(model, plan) | states)
-        return _described(model, optimizer, held, numbers, ranks.rank)
+        held.update(table_tensors(model) | states)
+        for table in dynamic_tables(model):
+            if table.layout.name in changes:
+                held.update(table.held())
+        tensors = _described(held, ranks.rank)
+        groups = optimizer_groups(model, optimizer)
+        return Manifest(
+            data="", tensors=tensors, numbers=numbers, step_counts=step_counts(model), param_groups=groups, extra={}
+        )
 
     described = ranks.agree("reshard", describe, remedy=_REMEDY)
-    move = _Move(model, optimizer, ranks, held, described)
+    manifest = replace(of_all_ranks(described, model), tensors=_tensors(described, held, ranks.rank))
+    before = [(one, one.tables(), one.replicas) for one in changed]
+    targets: dict[str, HeldTensor] = {}
+
+    def build() -> None:
+        for name, tensor in manifest.tensors.items():
+            for fault in tensor.uncovered(name):
+                raise ConfigError(f"the ranks do not hold all of {fault}; make a training step on every rank before")
+        trained = {one for one in model.dense_parameters() if one.requires_grad}
+        for collection in changed:
+            collection.replan(plan, stack)
+        known = set() if optimizer is None else _follow(model, optimizer, manifest, stack)
+        fresh = {one for one in model.dense_parameters() if one.requires_grad} - trained - known
+        if fresh:
+            infos = parameter_infos(model)
+            raise ConfigError(
+                f"{', '.join(sorted({infos[id(one)].name for one in fresh})[:3])} move and are trained by an ordinary "
+                "optimizer, whose states move with them: call model.reshard(plan, optimizer) with that one"
+            )
+        targets.update(table_tensors(model) | state_targets(model, optimizer, manifest))
+
+    def wanted() -> Iterator[Read]:
+        """What this rank does not have where it wants it."""
+        moves.place()
+        for name, target in targets.items():
+            known = {part.rect: part.values.data_ptr() for part in held[name].parts} if name in held else {}
+            for part in target.parts:
+                if known.get(part.rect) != part.values.data_ptr():
+                    yield from moves.reads(name, part, as_matrix(part.values))
+
     with ExitStack() as stack, torch.no_grad():
-        before = [(collection, collection.tables(), collection.replicas) for collection in changed]
-        kept_maps = [id_map for one in changed if one.id_maps for id_map in one.id_maps.maps.values()]
-        ranks.agree("reshard", lambda: move.build(plan, changed, stack), remedy=_REMEDY)
-        messages = Messages(
-            [part for tensor in held.values() for part in tensor.parts], model.context.collectives, model.context.device
-        )
-        moves = Moves(model, move.manifest, kept_maps)
+        kept = [id_map for one in changed if one.id_maps is not None for id_map in one.id_maps.maps.values()]
+        ranks.agree("reshard", build, remedy=_REMEDY)
+        moves = Moves(model, manifest, kept)
+        parts = [part for tensor in held.values() for part in tensor.parts]
+        messages = Messages(parts, ranks, model.context, _REMEDY)
         messages.run(moves.finding())
-        ranks.agree("reshard", lambda: messages.check(moves.place), remedy=_REMEDY)
-        messages.run(move.reads(moves))
-        ranks.agree("reshard", messages.check, remedy=_REMEDY)
+        messages.run(wanted())
         stack.pop_all()
-    _commit(model, plan, move.manifest, before)
+    for collection, tables, replicas in before:
+        collection.load_step_counts(manifest.step_counts)
+        _let_go(collection, tables, has_replicas=replicas is collection.replicas)
+    model.follow_plan(plan)
     return messages.received
 
 
@@ -93,210 +129,90 @@ def _plan_faults(model: ShardedModel, plan: ShardingPlan) -> list[str]:
     return [fault for collection in model.sharded_collections for fault in collection.plan_faults(plan)]
 
 
-def _changed(model: ShardedModel, plan: ShardingPlan) -> list[ShardedCollection]:
-    """The collections of which a table is cut or placed otherwise, or whose rows are summed on other hosts."""
-    if model.plan.topology != plan.topology:
-        return list(model.sharded_collections)
-    tables = {change.name for change in model.plan.diff(plan)}
-    return [one for one in model.sharded_collections if tables & {table.name for table in one.table_layouts.values()}]
-
-
-def _tensors(model: ShardedModel, plan: ShardingPlan) -> dict[str, HeldTensor]:
-    """Tables with their states, and the ids of those that change."""
-    tensors = table_tensors(model)
-    changes = {change.name for change in model.plan.diff(plan)}
-    for table in dynamic_tables(model):
-        if table.layout.name in changes:
-            tensors |= table.held()
-    return tensors
-
-
 def _refuse_unused(model: ShardedModel) -> None:
     """Raise for lookups and gradients of the old plan that are still to be used."""
     for collection in model.sharded_collections:
         if not isinstance(collection.shards, ShardLookup):
-            raise ConfigError(
-                "reshard inside of shardrec.detect_anomaly, which watches the old lookups; leave it first"
-            )
+            raise ConfigError("shardrec.detect_anomaly watches the lookups of one plan; leave it before reshard")
         tables = collection.tables()
-        waits = any(deferred.backwards for deferred in collection.shards.deferred()) or any(
-            parameter.grad is not None
-            for name in collection.fused_optimizers()
-            for parameter in tables[name].parameters()
-        )
-        if waits:
+        fused = [one for name in collection.fused_optimizers() for one in tables[name].parameters()]
+        if any(part.backwards for part in collection.shards.deferred()) or any(one.grad is not None for one in fused):
             raise ConfigError(
                 "tables have gradients that no step has applied; call model.fused_optimizer.step() before reshard, or "
                 "model.zero_grad() to drop them"
             )
-    if model.context.queue.unused:
-        raise ConfigError(
-            f"{len(model.context.queue.unused)} lookups were made whose values were not used yet; use or drop them "
-            "before reshard, between a step and the next forward"
-        )
+    unused = len(model.context.queue.unused)
+    if unused:
+        raise ConfigError(f"the values of {unused} lookups were not used yet; use or drop them before reshard")
 
 
-def _described(
-    model: ShardedModel,
-    optimizer: Optimizer | None,
-    held: Mapping[str, HeldTensor],
-    numbers: Mapping[str, float],
-    rank: int,
-) -> Manifest:
-    """A manifest of what a rank holds: a part's file is the rank, and its first byte the part's number."""
-    tensors: dict[str, SavedTensor] = {}
-    start = 0
+def _numbered(held: Mapping[str, HeldTensor], rank: int) -> dict[tuple[str, Rect], tuple[SavedPart, bool]]:
+    """Each part of this rank, as others find it: its rank as the file, its number as the first byte; if it counts."""
+    parts = [(name, part) for name, tensor in held.items() for part in tensor.parts]
+    return {
+        (name, part.rect): (SavedPart(rect=part.rect, file=rank, start=number), part.saved)
+        for number, (name, part) in enumerate(parts)
+    }
+
+
+def _described(held: Mapping[str, HeldTensor], rank: int) -> dict[str, SavedTensor]:
+    """What this rank holds, for the others."""
+    numbered = _numbered(held, rank)
+    tensors = {}
     for name, tensor in held.items():
         if tensor.dtype not in _NAMES:
-            raise ConfigError(f"{name} is {tensor.dtype}, which does not move; convert it before")
-        parts = {
-            part.rect: SavedPart(rect=part.rect, file=rank, start=start + number)
-            for number, part in reversed(list(enumerate(tensor.parts)))
-            if part.saved
-        }
-        tensors[name] = SavedTensor(dtype=_NAMES[tensor.dtype], shape=tensor.shape, parts=tuple(parts.values()))
-        start += len(tensor.parts)
-    return Manifest(
-        data="",
-        tensors=tensors,
-        numbers=numbers,
-        step_counts=step_counts(model),
-        param_groups=optimizer_groups(model, optimizer),
-        extra={},
-    )
+            raise ConfigError(f"{name} is {tensor.dtype}, which cannot be moved; convert it before reshard")
+        parts = dict.fromkeys(numbered[name, part.rect][0] for part in tensor.parts if part.saved)
+        tensors[name] = SavedTensor(dtype=_NAMES[tensor.dtype], shape=tensor.shape, parts=tuple(parts))
+    return tensors
 
 
-class _Move:
-    """The way of this rank's rows from the old plan to the new one.
-
-    Args:
-        model: under the old plan.
-        optimizer: an ordinary one.
-        ranks: of the model.
-        held: what this rank holds.
-        described: what each rank holds.
-
-    Attributes:
-        manifest: what is read from where; from this rank, where it holds the same.
-    """
-
-    def __init__(
-        self,
-        model: ShardedModel,
-        optimizer: Optimizer | None,
-        ranks: Ranks,
-        held: Mapping[str, HeldTensor],
-        described: list[Manifest],
-    ) -> None:
-        self._model, self._optimizer, self._held = model, optimizer, held
-        self._trained = {one for one in model.dense_parameters() if one.requires_grad}
-        tensors: dict[str, SavedTensor] = {}
-        for manifest in described:
-            for name, tensor in manifest.tensors.items():
-                tensors[name] = merged(tensors.get(name, tensor), tensor, name)
-        numbers = {}
-        start = 0
-        for name, held_tensor in held.items():
-            for number, part in enumerate(held_tensor.parts):
-                numbers[name, part.rect] = SavedPart(rect=part.rect, file=ranks.rank, start=start + number)
-            start += len(held_tensor.parts)
-        for name, tensor in tensors.items():
-            parts = tuple(numbers.get((name, part.rect), part) for part in tensor.parts)
-            tensors[name] = replace(tensor, parts=parts)
-        self.manifest = replace(of_all_ranks(described, model), tensors=tensors)
-        self._targets: dict[str, HeldTensor] = {}
-
-    def build(self, plan: ShardingPlan, changed: list[ShardedCollection], stack: ExitStack) -> None:
-        """Make the lookups and tables of the new plan, and put them in the model."""
-        faults = [
-            fault for name, tensor in self.manifest.tensors.items() for fault in islice(tensor.uncovered(name), 1)
-        ]
-        if faults:
-            raise ConfigError(
-                f"the ranks do not hold all of {'; '.join(faults[:3])}; make a training step on every rank"
-            )
-        for collection in changed:
-            collection.replan(plan, stack)
-        if self._optimizer is not None:
-            self._follow(self._optimizer, stack)
-        known = (
-            set()
-            if self._optimizer is None
-            else {one for group in self._optimizer.param_groups for one in group["params"]}
-        )
-        fresh = {one for one in self._model.dense_parameters() if one.requires_grad} - self._trained
-        if fresh - known:
-            infos = parameter_infos(self._model)
-            names = sorted(infos[id(one)].name for one in fresh - known)
-            raise ConfigError(
-                f"tables {', '.join(names[:3])} move and are trained by an ordinary optimizer, whose states move with "
-                "them: call model.reshard(plan, optimizer) with the one that has their parameters"
-            )
-        tensors = table_tensors(self._model) | state_targets(self._model, self._optimizer, self.manifest)
-        self._targets = {name: tensor for name, tensor in tensors.items()}
-
-    def _follow(self, optimizer: Optimizer, stack: ExitStack) -> None:
-        """Give an ordinary optimizer the parameters of the new plan."""
-        state = {parameter: dict(states) for parameter, states in optimizer.state.items()}
-        groups = [(group["params"], list(group["params"])) for group in optimizer.param_groups]
-
-        def restore() -> None:
-            optimizer.state.clear()
-            optimizer.state.update(state)
-            for params, before in groups:
-                params[:] = before
-
-        stack.callback(restore)
-        infos = parameter_infos(self._model)
-        for parameter in state:
-            if id(parameter) not in infos:
-                del optimizer.state[parameter]
-        parameters = {id(one): one for one in self._model.parameters()}
-        for (params, before), group in zip(groups, self.manifest.param_groups or (), strict=True):
-            held, known = set(group["parameters"]), set(map(id, before))
-            params[:] = [one for one in before if id(one) in infos] + [
-                parameters[number] for number, info in infos.items() if number not in known and info.name in held
-            ]
-
-    def reads(self, moves: Moves) -> Iterator[Read]:
-        """What this rank wants and does not have where it wants it."""
-        for name, target in self._targets.items():
-            before = {
-                part.rect: part.values.data_ptr() for part in (self._held[name].parts if name in self._held else ())
-            }
-            for part in target.parts:
-                if before.get(part.rect) != part.values.data_ptr():
-                    yield from moves.reads(name, part, as_matrix(part.values))
+def _tensors(described: list[Manifest], held: Mapping[str, HeldTensor], rank: int) -> dict[str, SavedTensor]:
+    """What all ranks hold; from this rank, if it holds the same."""
+    tensors: dict[str, SavedTensor] = {}
+    for name, tensor in ((name, one) for manifest in described for name, one in manifest.tensors.items()):
+        tensors[name] = merged(tensors.get(name, tensor), tensor, name)
+    here = {key: part for key, (part, _) in _numbered(held, rank).items()}
+    return {
+        name: replace(tensor, parts=tuple(here.get((name, part.rect), part) for part in tensor.parts))
+        for name, tensor in tensors.items()
+    }
 
 
-def _commit(
-    model: ShardedModel,
-    plan: ShardingPlan,
-    manifest: Manifest,
-    before: Sequence[tuple[ShardedCollection, Mapping[str, nn.Module], object]],
-) -> None:
-    """The new plan takes effect."""
-    for collection, tables, replicas in before:
-        collection.load_step_counts(manifest.step_counts)
-        if replicas is not collection.replicas:
-            Program.expire(
-                collection,
-                "this program knows replicated tables of the plan before model.reshard(), which are others now; script "
-                "or compile the model again",
-            )
-        _annotate(collection, replicas is not collection.replicas)
-        held = {id(one) for table in collection.tables().values() for one in table.parameters()}
-        for table in tables.values():
-            for parameter in table.parameters():
-                if id(parameter) not in held:  # programs may have it, whose memory is let go
-                    parameter.data = parameter.data.new_empty(0)
-    model.follow_plan(plan)
+def _follow(model: ShardedModel, optimizer: Optimizer, manifest: Manifest, stack: ExitStack) -> set[torch.nn.Parameter]:
+    """Give an ordinary optimizer the parameters of the new plan, and return them all; ``stack`` undoes it."""
+    state = {parameter: dict(states) for parameter, states in optimizer.state.items()}
+    groups = [(group["params"], list(group["params"])) for group in optimizer.param_groups]
+
+    def restore() -> None:
+        optimizer.state.clear()
+        optimizer.state.update(state)
+        for params, before in groups:
+            params[:] = before
+
+    stack.callback(restore)
+    infos = parameter_infos(model)
+    names = {one: infos[id(one)].name for one in model.parameters()}
+    for parameter in state.keys() - names.keys():
+        del optimizer.state[parameter]
+    for (params, before), group in zip(groups, manifest.param_groups or (), strict=True):
+        stays = [one for one in before if one in names]
+        params[:] = stays + [one for one, name in names.items() if name in group["parameters"] and one not in {*stays}]
+    return {one for params, _ in groups for one in params}
 
 
-def _annotate(collection: ShardedCollection, replicas_changed: bool) -> None:
-    """Mark the new tables for torch.compile as the old ones were."""
+def _let_go(collection: ShardedCollection, tables: Mapping[str, torch.nn.Module], *, has_replicas: bool) -> None:
+    """Have compiled code know the tables of the new plan, and let go of the memory of the old ones."""
     traced = vars(collection).get("_traced")
-    if traced is not None and replicas_changed:
-        vars(collection).pop("_traced")
+    if not has_replicas:
+        vars(collection).pop("_traced", None)
+        Program.expire(
+            collection,
+            "this program has replicated tables of the plan before model.reshard(), and they are others now: script or "
+            "compile the model again",
+        )
     if traced is not None or hasattr(collection, "_is_fsdp_managed_module"):
         annotate_for_dynamo(collection, mode="boundary" if traced is None else "traced")
+    held = set(collection.parameters())
+    for parameter in (one for table in tables.values() for one in table.parameters() if one not in held):
+        parameter.data = parameter.data.new_empty(0)  # programs may have it

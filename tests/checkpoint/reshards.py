@@ -181,9 +181,7 @@ def make(case: Case, plan: ShardingPlan) -> tuple[ShardedModel, torch.optim.Opti
         if table.dynamic
     }
     update: Any = "step" if case.at_step else "backward"
-    model = shard(
-        Model(case.tables, case.seed), plan, dynamic_ids=dynamic, update=update, transport=case.transport
-    )
+    model = shard(Model(case.tables, case.seed), plan, dynamic_ids=dynamic, update=update, transport=case.transport)
     if case.averages:
         for collection in model.sharded_collections:
             collection.keep_averages(0.9)
@@ -195,7 +193,10 @@ def batch_of(case: Case, seed: int) -> KeyedJaggedTensor:
     rng = Random(f"{case.seed} {seed} {dist.get_rank()}")
     ids = {
         name: [
-            [rng.randrange(-60, 60) * 2**50 if table.dynamic else rng.randrange(table.rows) for _ in range(rng.choice([0, 1, 3]))]
+            [
+                rng.randrange(-60, 60) * 2**50 if table.dynamic else rng.randrange(table.rows)
+                for _ in range(rng.choice([0, 1, 3]))
+            ]
             for _ in range(4)
         ]
         for name, table in case.tables.items()
