@@ -25,7 +25,7 @@ from shardrec.modules import ShardedModel
 from tests.models import OPTIMIZERS, apply_optimizer_in_backward
 from tests.plans import CUTS, random_layout, randoms, topologies_of
 
-__all__ = ["Case", "Table", "cases", "check", "contents", "differences", "make", "plan_of", "train"]
+__all__ = ["DIM", "Case", "Table", "batch_of", "cases", "check", "contents", "differences", "make", "plan_of", "train"]
 
 DIM = 16
 BAGS, SEQUENCES = "bags", "sequences"
@@ -148,6 +148,7 @@ class Model(nn.Module):
                 if table.collection == path
             ]
             setattr(self, path, kind(tables=configs) if configs else None)
+        self.dim = DIM
         self.head = nn.Linear(DIM, 1)
         for name, table in tables.items():
             weight = self.weight(name, table)
@@ -163,12 +164,15 @@ class Model(nn.Module):
 
     def forward(self, features: KeyedJaggedTensor) -> Tensor:
         """(n,), of samples and ids."""
-        parts = []
+        parts: list[Tensor] = []
         if self.bags is not None:
-            parts += list(self.bags(features).values().split(DIM, dim=1))
+            values: Tensor = self.bags(features).values()
+            parts.append(values.reshape(-1, self.dim))
         if self.sequences is not None:
-            parts += [value.values() for value in self.sequences(features).values()]
-        return self.head(torch.cat(parts)).tanh().squeeze(1)
+            rows = self.sequences(features)
+            parts.extend([value.values() for value in rows.values()])
+        scores: Tensor = self.head(torch.cat(parts))
+        return scores.tanh().squeeze(1)
 
 
 def make(case: Case, plan: ShardingPlan) -> tuple[ShardedModel, torch.optim.Optimizer]:

@@ -2,14 +2,43 @@
 
 from __future__ import annotations
 
+import os
 import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
+from random import Random
+from typing import Any
 
 import pytest
+import torch
+import torch.distributed as dist
 from hypothesis import given, settings
+from torch import Tensor
 
-from tests.checkpoint.reshards import Case, cases, check
-from tests.ranks import ranks
+from shardrec import Checkpoints, Publisher, annotate_for_dynamo, script
+from shardrec.checkpoint import messages as messages_module
+from shardrec.checkpoint.agree import Ranks
+from shardrec.checkpoint.messages import Messages
+from shardrec.errors import CheckpointError, ConfigError, PeerError, PlanError
+from shardrec.layout import ShardingPlan, TableLayout, Topology, cuts
+from shardrec.pipeline import TrainPipeline
+from shardrec.serve import Follower, quantize
+from tests.checkpoint.reshards import (
+    DIM,
+    Case,
+    Table,
+    batch_of,
+    cases,
+    check,
+    contents,
+    differences,
+    make,
+    plan_of,
+    train,
+)
+from tests.ranks import RankDied, ranks
+from tests.serve.published import assert_same, held
 
 
 def equal_to_a_load(case: Case) -> None:
@@ -31,3 +60,264 @@ def test_any_plans(case: Case) -> None:
 @settings(max_examples=250)  # of two changes of plan each
 def test_many_plans(case: Case) -> None:
     equal_to_a_load(case)
+
+
+TABLES = {
+    "a": Table(rows=40, cuts=("table_wise", "row_wise")),
+    "b": Table(rows=24, optimizer="none", cuts=("row_wise", "column_wise")),
+    "c": Table(rows=32, optimizer="rowwise_adagrad", cuts=("column_wise", "table_wise")),
+    "d": Table(collection="sequences", rows=16, cuts=("row_wise", "table_wise")),
+}
+
+
+def case_of(tables: Mapping[str, Table] = TABLES, ranks: int = 2, **options: Any) -> Case:
+    topology = Topology(ranks_per_host=ranks)
+    count = len(next(iter(tables.values())).cuts)
+    return Case(
+        tables=tables, plans=[plan_of(tables, number, Random(5), topology) for number in range(count)], **options
+    )
+
+
+def on_rank(name: str, rows: int, rank: int) -> TableLayout:
+    return cuts.table_wise(f"bags.{name}", rows, DIM, rank=rank)
+
+
+def test_what_stays_is_neither_moved_nor_copied() -> None:
+    """Table a goes from rank 0 to rank 1; b, of another optimizer, stays, and c on rank 2 sees nothing of it."""
+    tables = {"a": Table(rows=1000), "b": Table(rows=200, optimizer="sgd"), "c": Table(rows=100)}
+    old, new = (
+        ShardingPlan(
+            topology=Topology(ranks_per_host=3),
+            tables=(on_rank("a", 1000, place), on_rank("b", 200, 0), on_rank("c", 100, 2)),
+        )
+        for place in (0, 1)
+    )
+    case = Case(tables=tables, plans=[old, new])
+
+    def rank_main() -> tuple[int, list[bool], int]:
+        model, optimizer = make(case, old)
+        train(case, model, optimizer, range(1))
+        before = dict(model.named_parameters())
+        addresses = {name: one.data_ptr() for name, one in before.items()}
+        received = model.reshard(new)
+        kept = {name: one for name, one in model.named_parameters() if name in before and one is before[name]}
+        assert all(one.data_ptr() == addresses[name] for name, one in kept.items())
+        return (
+            received,
+            [f"bags.embedding_bags.{name}.weight" in kept for name in "abc"],
+            before[A].numel() if A in before else -1,
+        )
+
+    A = "bags.embedding_bags.a.weight"
+    weights_and_states = 2 * 4 * sum(change.moved_numel for change in old.diff(new))
+    assert weights_and_states == 1000 * DIM * 8
+    # On rank 0, what held table a is let go.
+    assert ranks(3, rank_main) == [
+        (0, [False, True, False], 0),
+        (weights_and_states, [False, False, False], -1),
+        (0, [False, False, True], -1),
+    ]
+
+
+def test_errors_leave_the_old_plan_on_all_ranks() -> None:
+    """And training goes on as if nothing had been tried; after all of them the plan changes."""
+    case = case_of(at_step=True)
+    old, new = case.plans
+
+    def rank_main() -> list[str]:
+        rank = dist.get_rank()
+        model, optimizer = make(case, old)
+        other, others_optimizer = make(case, old)
+        for pair in ((model, optimizer), (other, others_optimizer)):
+            train(case, *pair, range(2))
+        messages = []
+
+        def refused(error: type[Exception], plan: ShardingPlan, *args: Any) -> None:
+            before = contents(model, optimizer)
+            with pytest.raises(error) as raised:
+                model.reshard(plan, *args)
+            assert model.plan == old and not differences(contents(model, optimizer), before)
+            messages.append(str(raised.value).partition("\n")[0])
+
+        refused(PlanError, old if rank else new, optimizer)
+        refused(PlanError, replace(new, tables=new.tables[:-1]), optimizer)
+        refused(PlanError, ShardingPlan(topology=Topology(ranks_per_host=1)), optimizer)
+        refused(ConfigError, new)
+        pending = model.bags(batch_of(case, 90))
+        refused(ConfigError, new, optimizer)
+        pending.wait()
+        model(batch_of(case, 91)).sum().backward()
+        refused(ConfigError, new, optimizer)
+        model.zero_grad()
+        with pytest.MonkeyPatch.context() as patch:
+            if rank:
+                patch.setattr(Messages, "_write", failing)
+            refused(CheckpointError, new, optimizer)
+        losses = [train(case, *pair, range(2, 4)) for pair in ((model, optimizer), (other, others_optimizer))]
+        assert losses[0] == losses[1]
+        assert not differences(contents(model, optimizer), contents(other, others_optimizer))
+        model.reshard(new, optimizer)
+        train(case, model, optimizer, range(1))
+        return messages
+
+    def failing(self: Messages, blocks: Sequence[Any], answers: Sequence[Tensor]) -> None:
+        if blocks:
+            raise MemoryError("no memory left")
+
+    for texts in ranks(2, rank_main):
+        expected = (
+            "the plan of rank(s) 1 differs from rank 0's",
+            "the plan has no table 'sequences.d'",
+            "the plan is for 1 ranks and the model is on 2",
+            "call model.reshard(plan, optimizer) with that one",
+            "the values of 1 lookups were not used yet",
+            "call model.fused_optimizer.step() before reshard",
+            "rank 1: MemoryError: no memory left",
+        )
+        assert all(part in text for part, text in zip(expected, texts, strict=True)), texts
+
+
+@pytest.mark.some(1)
+@pytest.mark.parametrize("moment", range(6))
+def test_a_rank_that_dies_in_the_middle(moment: int) -> None:
+    """Before one of its agreements, or inside an exchange of rows; the others keep the old plan, with its values."""
+    case = case_of()
+    old, new = case.plans
+
+    def rank_main() -> str:
+        model, optimizer = make(case, old)
+        train(case, model, optimizer, range(2))
+        before, count = contents(model, optimizer), iter(range(100))
+        patch = pytest.MonkeyPatch()
+        patch.setattr(messages_module, "_ROUND_BYTES", 512)
+        if dist.get_rank() == 1:
+            method = Ranks.agree if moment % 2 else Messages._exchange
+
+            def dying(self: Any, *args: Any, **kwargs: Any) -> Any:
+                if next(count) == moment:
+                    os._exit(3)
+                return method(self, *args, **kwargs)
+
+            patch.setattr(*((Ranks, "agree") if moment % 2 else (Messages, "_exchange")), dying)
+        try:
+            model.reshard(new, optimizer)
+        except PeerError as error:
+            assert error.ranks == (1,), error
+            assert model.plan == old and not differences(contents(model, optimizer), before)
+            return error.waited_for
+        finally:
+            patch.undo()
+        return "no error"
+
+    results = ranks(3 if moment else 2, rank_main, expect_death={1}, timeout=90.0)
+    assert isinstance(results.pop(1), RankDied)
+    assert all("reshard" in result for result in results), results
+
+
+def test_a_backward_of_before_is_refused() -> None:
+    case = case_of({name: TABLES[name] for name in "ad"})
+
+    def rank_main() -> None:
+        model, _ = make(case, case.plans[0])
+        output = model(batch_of(case, 0))
+        model.reshard(case.plans[1])
+        with pytest.raises(ConfigError, match="of a forward before"):
+            output.sum().backward()
+        model(batch_of(case, 0)).sum().backward()
+
+    ranks(2, rank_main)
+
+
+def test_programs_and_pipelines_go_on() -> None:
+    """Beside an eager model, whose plan changes after the same step."""
+    tables = {name: replace(TABLES[name], cuts=(*TABLES[name].cuts, "row_wise")) for name in "acd"}
+    case = case_of(tables)
+
+    def losses_of(how: str) -> list[float]:
+        model, optimizer = make(case, case.plans[0])
+        batches = [batch_of(case, seed) for seed in range(8)]
+        forward: Any = model
+        if how == "script":
+            forward = script(model)
+        elif how != "eager":
+            annotate_for_dynamo(model, mode=how)  # type: ignore[arg-type]
+            forward = torch.compile(model, backend="eager")
+        losses = []
+        steps: Iterator[Any] = TrainPipeline(model, optimizer, batches, loss_fn=lambda _, batch: forward(batch).sum())
+        if how != "eager":
+            steps = plain(forward, optimizer, batches)
+        for number, loss in enumerate(steps):
+            losses.append(loss.item())
+            if number in (2, 4):
+                model.reshard(case.plans[number // 2])
+        return losses
+
+    def plain(forward: Any, optimizer: torch.optim.Optimizer, batches: Sequence[Any]) -> Iterator[Tensor]:
+        for batch in batches:
+            optimizer.zero_grad()
+            loss = forward(batch).sum()
+            loss.backward()
+            optimizer.step()
+            yield loss
+
+    def rank_main() -> None:
+        model, optimizer = make(case, case.plans[0])
+        expected = []
+        for number in range(8):
+            expected += [loss.item() for loss in train(case, model, optimizer, [number])]
+            if number in (2, 4):
+                model.reshard(case.plans[number // 2])
+        for how in ("eager", "script", "boundary", "traced"):
+            assert losses_of(how) == expected, how
+
+    ranks(2, rank_main)
+
+
+def test_a_program_with_other_replicas_says_so() -> None:
+    case = case_of({"a": Table(rows=9, cuts=("data_parallel", "row_wise"))})
+
+    def rank_main() -> None:
+        model, optimizer = make(case, case.plans[0])
+        program = script(model)
+        program(batch_of(case, 0)).sum().backward()
+        optimizer.step()
+        model.reshard(case.plans[1])
+        with pytest.raises(RuntimeError, match="script or compile the model again"):
+            program(batch_of(case, 0))
+        script(model)(batch_of(case, 0)).sum().backward()
+
+    ranks(2, rank_main)
+
+
+def test_what_reads_the_model_reads_the_new_plan(tmp_path: Path) -> None:
+    """Schedules, state_dicts, incremental checkpoints, and a publisher's followers."""
+    case = case_of({name: TABLES[name] for name in "acd"})
+    old, new = case.plans
+
+    def rank_main() -> Any:
+        model, optimizer = make(case, old)
+        checkpoints = Checkpoints(tmp_path / "checkpoints", incremental=3)
+        publisher = Publisher(model, tmp_path / "published", weights="int8")
+        schedule = torch.optim.lr_scheduler.ExponentialLR(model.fused_optimizer, 0.5)
+        for step in range(5):
+            train(case, model, optimizer, range(step, step + 1))
+            model.fused_optimizer.step()
+            schedule.step()
+            checkpoints.save(step, model, optimizer)
+            publisher.publish()
+            if step in (1, 2):
+                model.reshard(case.plans[step % 2])
+        assert {*model.fused_optimizer.params.values()} <= {*model.parameters()}
+        other, others_optimizer = make(case, new)
+        checkpoints.load_last(other, others_optimizer)
+        model.reshard(new)
+        assert not differences(contents(model, optimizer), contents(other, others_optimizer))
+        assert model.fused_optimizer.param_groups[0]["lr"] == other.fused_optimizer.param_groups[0]["lr"]
+        other.load_state_dict(model.state_dict())
+        return held(quantize(model, "int8"), model)
+
+    of_ranks = ranks(2, rank_main)
+    served = quantize(make(case, new.on_one_rank())[0], "int8")
+    follower = Follower(served, served.formats, tmp_path / "published", interval=1.0)
+    follower.poll()
+    assert_same(served, of_ranks)
