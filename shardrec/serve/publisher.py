@@ -83,7 +83,7 @@ class Publisher:
             )
         if keep_bases < 1 or most_deltas < 1:
             raise ConfigError(f"keep_bases={keep_bases} and most_deltas={most_deltas}; give 1 or more of each")
-        self._model = model
+        self._model, self._plan = model, model.plan
         self._formats = table_formats(list(model.sharded_collections), weights, tables or {})
         self._store = Store(target)
         self._keep_bases, self._most_deltas = keep_bases, most_deltas
@@ -123,6 +123,10 @@ class Publisher:
             self._ranks = Ranks(group, torch.device("cpu"))
         if isinstance(model, ReplicatedModel):
             model.sync_replicas()
+        if self._plan is not model.plan:  # after a reshard, what is kept of a shard that comes back is older than others
+            self._plan, self._before.complete = model.plan, False
+            self._kept.clear()
+            self._ranges.clear()
         # Until the version is complete, there is none that changes can be read on top of.
         known, self._before.complete = self._before.complete, False
         base = full or not known or self._deltas >= self._most_deltas or self._delta_bytes > self._base_bytes
