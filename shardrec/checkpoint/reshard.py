@@ -12,6 +12,7 @@ Until the last agreement an error on any rank undoes what was built, and nothing
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import replace
@@ -55,6 +56,9 @@ def reshard_model(model: ShardedModel, plan: ShardingPlan, optimizer: Optimizer 
         for one in model.sharded_collections
         if elsewhere or changes & {table.name for table in one.table_layouts.values()}
     ]
+    if not changed:
+        model.plan = plan
+        return 0
     ranks = Ranks(model.group, model.context.device)
     held: dict[str, HeldTensor] = {}
 
@@ -140,6 +144,13 @@ def _refuse_unused(model: ShardedModel) -> None:
             raise ConfigError(
                 "tables have gradients that no step has applied; call model.fused_optimizer.step() before reshard, or "
                 "model.zero_grad() to drop them"
+            )
+        if collection.portable_programs:
+            gc.collect()  # of which a program is often garbage
+        if collection.portable_programs:
+            raise ConfigError(
+                "a portable program of this model lives, which would go on with the rows of the old plan: let go of it "
+                "before reshard, and script the model again after it"
             )
     unused = len(model.context.queue.unused)
     if unused:

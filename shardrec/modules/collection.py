@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Self, TypeAlias
+from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
@@ -113,6 +114,7 @@ class ShardedCollection(nn.Module, abc.ABC):
             for name, table in self._lookup_tables.items()
             if table.optimizer is not None and self.storage.trains
         }
+        self.portable_programs: WeakSet[Any] = WeakSet()  # which read the tables' memory
         self.averages = 0.0  # the decay of those of rows; 0: none are kept
         self._number_tables()
         self._read(module)
@@ -489,6 +491,7 @@ class ShardedCollection(nn.Module, abc.ABC):
         setattr(self, self._holder, self._build_parameters(values, tables))
         if self.averages:
             self.keep_averages(self.averages)
+        self.train(self.training)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         """A copy with new kernels for the same tables and states, on the same ranks; see :class:`ShardedModel`."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from weakref import WeakSet
+
 import torch
 from torch import nn
 
@@ -58,16 +60,17 @@ def script(model: nn.Module, *, parallel_lookups: bool = False, portable: bool |
             scripted: torch.jit.ScriptModule = torch.jit.script(copy)
         except Exception as error:  # of eight classes at least, by what TorchScript does not like
             raise explain(type(model).__name__, error) from error
-    move_waits(model, scripted)
+    move_waits(model, scripted, portable=portable)
     return scripted
 
 
-def move_waits(model: nn.Module, scripted: torch.jit.ScriptModule) -> None:
+def move_waits(model: nn.Module, scripted: torch.jit.ScriptModule, *, portable: bool) -> None:
     """Move the waits in a compiled model from the calls of its twins to the first uses of their values.
 
     Args:
         model: what was scripted.
         scripted: is changed in place.
+        portable: whether it reads the model's tables by itself, of which these are told.
 
     Raises:
         ScriptError: if a sharded module is called in a fork on several ranks.
@@ -81,3 +84,7 @@ def move_waits(model: nn.Module, scripted: torch.jit.ScriptModule) -> None:
         insert_waits(graph)
     lift_attributes(scripted)
     ignore_in_reducer(scripted, model)
+    for module in model.modules() if portable else ():
+        programs = getattr(module, "portable_programs", None)
+        if isinstance(programs, WeakSet):
+            programs.add(scripted)

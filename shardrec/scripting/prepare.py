@@ -36,7 +36,7 @@ def prepared(model: nn.Module) -> nn.Module:
     if memo != {}:
         refuse(model)
     copy = scriptable_copy(model, portable=not model.training)
-    after_script(copy, partial(move_waits, model))
+    after_script(copy, partial(move_waits, model, portable=not model.training))
     return copy
 
 

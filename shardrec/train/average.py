@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from shardrec.lookup.row_optimizers import RowOptimizer
 from shardrec.modules import ShardedModel
 
 __all__ = ["Average"]
@@ -29,11 +30,15 @@ class Average:
     """
 
     def __init__(self, model: ShardedModel, optimizer: torch.optim.Optimizer, decay: float) -> None:
-        self._decay, self._optimizer = decay, optimizer
-        self._rows = [rows for collection in model.sharded_collections for rows in collection.keep_averages(decay)]
+        self._model, self._decay, self._optimizer = model, decay, optimizer
+        self._rows()
         for group in optimizer.param_groups:
             group["averaged"] = 0
         optimizer.register_step_post_hook(self._after_step)
+
+    def _rows(self) -> list[RowOptimizer]:
+        """What has the averages of this rank's rows."""
+        return [rows for one in self._model.sharded_collections for rows in one.keep_averages(self._decay)]
 
     def _after_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         for group in optimizer.param_groups:
@@ -55,7 +60,7 @@ class Average:
         """
         dense = ((weight, state["average"]) for weight, state in self._optimizer.state.items() if "average" in state)
         before = []
-        for weight, average in chain(*(rows.averages() for rows in self._rows), dense):
+        for weight, average in chain(*(rows.averages() for rows in self._rows()), dense):
             before.append((weight, weight.clone()))
             weight.copy_(average)
         return before

@@ -25,7 +25,20 @@ from shardrec.modules import ShardedModel
 from tests.models import OPTIMIZERS, apply_optimizer_in_backward
 from tests.plans import CUTS, random_layout, randoms, topologies_of
 
-__all__ = ["DIM", "Case", "Table", "batch_of", "cases", "check", "contents", "differences", "make", "plan_of", "train"]
+__all__ = [
+    "DIM",
+    "Case",
+    "Model",
+    "Table",
+    "batch_of",
+    "cases",
+    "check",
+    "contents",
+    "differences",
+    "make",
+    "plan_of",
+    "train",
+]
 
 DIM = 16
 BAGS, SEQUENCES = "bags", "sequences"
@@ -194,7 +207,7 @@ def make(case: Case, plan: ShardingPlan) -> tuple[ShardedModel, torch.optim.Opti
 
 def batch_of(case: Case, seed: int) -> KeyedJaggedTensor:
     """Of this rank."""
-    rng = Random(f"{case.seed} {seed} {dist.get_rank()}")
+    rng = Random(f"{case.seed} {seed} {dist.get_rank() if dist.is_initialized() else 0}")
     ids = {
         name: [
             [

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from hypothesis import given, settings
 from torch import Tensor
 
-from shardrec import Checkpoints, Publisher, annotate_for_dynamo, script
+from shardrec import Checkpoints, Publisher, Replicas, annotate_for_dynamo, script, shard
 from shardrec.checkpoint import messages as messages_module
 from shardrec.checkpoint.agree import Ranks
 from shardrec.checkpoint.messages import Messages
@@ -27,6 +27,7 @@ from shardrec.serve import Follower, quantize
 from tests.checkpoint.reshards import (
     DIM,
     Case,
+    Model,
     Table,
     batch_of,
     cases,
@@ -269,7 +270,8 @@ def test_programs_and_pipelines_go_on() -> None:
             if number in (2, 4):
                 model.reshard(case.plans[number // 2])
         for how in ("eager", "script", "boundary", "traced"):
-            assert losses_of(how) == expected, how
+            # TorchScript's fuser rounds the head's layers in another way.
+            assert losses_of(how) == (pytest.approx(expected, rel=1e-5) if how == "script" else expected), how
 
     ranks(2, rank_main)
 
@@ -322,3 +324,18 @@ def test_what_reads_the_model_reads_the_new_plan(tmp_path: Path) -> None:
     follower = Follower(served, served.formats, tmp_path / "published", interval=1.0)
     follower.poll()
     assert_same(served, of_ranks)
+
+
+def test_models_and_programs_without_another_plan() -> None:
+    case = case_of({"a": Table(cuts=("data_parallel", "table_wise"))}, ranks=1)
+    old, new = case.plans
+    model, _ = make(case, old)
+    replicas = shard(Model(case.tables, 0), old, replicas=Replicas(1))
+    for refused in (replicas, quantize(model)):
+        with pytest.raises(ConfigError, match="save a checkpoint, shard the model anew, and load it"):
+            refused.reshard(new)
+    program = script(model.eval())
+    with pytest.raises(ConfigError, match="script the model again after it"):
+        model.reshard(new)
+    del program
+    assert model.reshard(new) == model.reshard(new) == 0 and model.plan == new
