@@ -52,9 +52,9 @@ def reshard_model(model: ShardedModel, plan: ShardingPlan, optimizer: Optimizer 
     changes = {change.name for change in model.plan.diff(plan)}
     elsewhere = model.plan.topology != plan.topology  # rows may be summed on other hosts
     changed = [
-        one
-        for one in model.sharded_collections
-        if elsewhere or changes & {table.name for table in one.table_layouts.values()}
+        collection
+        for collection in model.sharded_collections
+        if elsewhere or changes & {layout.name for layout in collection.table_layouts.values()}
     ]
     if not changed:
         model.plan = plan
@@ -107,7 +107,7 @@ def reshard_model(model: ShardedModel, plan: ShardingPlan, optimizer: Optimizer 
                     yield from moves.reads(name, part, as_matrix(part.values))
 
     with ExitStack() as stack, torch.no_grad():
-        kept = [id_map for one in changed if one.id_maps is not None for id_map in one.id_maps.maps.values()]
+        kept = [id_map for maps in (each.id_maps for each in changed) if maps for id_map in maps.maps.values()]
         ranks.agree("reshard", build, remedy=_REMEDY)
         moves = Moves(model, manifest, kept)
         parts = [part for tensor in held.values() for part in tensor.parts]

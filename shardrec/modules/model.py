@@ -203,7 +203,7 @@ class ShardedModel(nn.Module):
 
         Every rank calls it with the same plan, after the optimizers' steps and before the next forward. Rows move with
         their optimizer states and dynamic ids, over collectives. Afterwards training goes on as from a checkpoint that
-        was loaded under the new plan, to the last bit, with the same model, ``fused_optimizer``, ``TrainPipeline``,
+        was loaded under the new plan, bit-identically, with the same model, ``fused_optimizer``, ``TrainPipeline``,
         live scripts and compiled programs. Parameters of tables that have moved are new ones; the old ones are empty.
 
         A rank holds, besides its shards, the new ones of each lookup group that changes on it, and at most 64 MiB of
