@@ -94,15 +94,15 @@ class Case:
 
 
 @st.composite
-def cases(draw: Any) -> Case:
-    """Any case; the least one has one table on one rank."""
+def cases(draw: Any, changes: int) -> Case:
+    """Any case, with so many changes of plan; the least one has one table on one rank."""
     topology = draw(st.sampled_from([1, 2, 4]).flatmap(lambda ranks: st.sampled_from(topologies_of(ranks))))
-    tables = {f"t{number}": _table(draw) for number in range(draw(st.integers(1, 4)))}
+    tables = {f"t{number}": _table(draw, changes + 1) for number in range(draw(st.integers(1, 4)))}
     rng = draw(randoms())
     at_step = draw(st.booleans())
     return Case(
         tables=tables,
-        plans=[plan_of(tables, number, rng, topology) for number in range(3)],
+        plans=[plan_of(tables, number, rng, topology) for number in range(changes + 1)],
         at_step=at_step,
         averages=at_step and draw(st.booleans()),
         transport=draw(st.sampled_from(["auto", "group"])),
@@ -110,7 +110,7 @@ def cases(draw: Any) -> Case:
     )
 
 
-def _table(draw: Any) -> Table:
+def _table(draw: Any, plans: int) -> Table:
     collection = draw(st.sampled_from([BAGS, SEQUENCES]))
     optimizer = draw(st.sampled_from(sorted(OPTIMIZERS)))
     dynamic = native.is_loaded() and draw(st.booleans())
@@ -123,7 +123,7 @@ def _table(draw: Any) -> Table:
         data_type=draw(st.sampled_from([DataType.FP32, DataType.FP16, DataType.BF16])),
         frozen=draw(st.integers(0, 4)) == 4,
         dynamic=dynamic,
-        cuts=tuple(draw(st.sampled_from(layouts)) for _ in range(3)),
+        cuts=tuple(draw(st.sampled_from(layouts)) for _ in range(plans)),
     )
 
 
