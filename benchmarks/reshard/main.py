@@ -6,6 +6,7 @@ Both sides go from the same plan to the same other one and back, in turns, in on
 from __future__ import annotations
 
 import argparse
+import gc
 import os
 import shutil
 import statistics
@@ -94,6 +95,7 @@ def resident(line: str) -> int:
 
 def timed(work: Any) -> tuple[float, float, int]:
     """Seconds until the last rank is done, the processor's of all ranks, and bytes above what was resident before."""
+    gc.collect()  # the other side's models have gone
     Path("/proc/self/clear_refs").write_text("5")
     dist.barrier()
     before, begin, cpu = resident("VmRSS"), time.perf_counter(), time.process_time()

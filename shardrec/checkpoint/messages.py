@@ -79,6 +79,7 @@ class Messages:
         def go_on() -> tuple[bool, list[_Request]]:
             nonlocal left, of_round
             self._write(of_round, answers)
+            answers.clear()  # whose memory the next ones take
             of_round, left = self._next(chain(left, blocks))
             return bool(of_round), [block.request for block in of_round if block.request.rank != self._ranks.rank]
 
