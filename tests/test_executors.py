@@ -241,12 +241,15 @@ def test_all_features_of_two_ranks_are_in_some_cell_together() -> None:
     assert {feature for cell in TOGETHER for feature in cell} == {feature for (feature,) in ON_TWO}
 
 
-@pytest.mark.some(1)
+@pytest.mark.some(2)
 @pytest.mark.parametrize(
     ("executor", "cells"),
     [
-        *(pytest.param(executor, TOGETHER, id=f"{executor}-together") for executor in EXECUTORS),
-        pytest.param(PORTABLE, TOGETHER[1:], id=f"{PORTABLE}-together"),  # what has no option, has the third, too
+        *(
+            pytest.param(executor, [cell], id=f"{executor}-together-{number}")
+            for executor in (*EXECUTORS, PORTABLE)
+            for number, cell in enumerate(TOGETHER)
+        ),
         *(
             pytest.param(executor, cells, marks=pytest.mark.slow, id=f"{executor}-{number}")
             for executor in (*EXECUTORS, PORTABLE)
