@@ -19,7 +19,7 @@ __all__ = ["BestMetrics", "SyntheticClickData"]
 
 _EXPECTATION_ROWS = 500_000
 
-_planted = lru_cache(maxsize=2)(PlantedModel)
+_planted = lru_cache(maxsize=4)(PlantedModel)
 
 
 def _model_of(config: SyntheticConfig) -> PlantedModel:
