@@ -176,10 +176,12 @@ def cell(executor: str, features: Sequence[str]) -> str:
 
 
 def _inferred(model: Any, options: dict[str, Any]) -> str:
-    """The cell of a portable program: whether it gives what the trained model gives, saved and loaded."""
+    """The cell of a portable program: whether it gives what the trained model gives; on rank 0 saved and loaded, which
+    takes torch some seconds."""
     try:
         with quiet(), torch.no_grad():
-            loaded = reload(shardrec.script(model))
+            program = shardrec.script(model)
+            loaded = program if dist.get_rank() else reload(program)
             for step in range(3):
                 batches = _batches(options, step)
                 torch.testing.assert_close(loaded(*batches), model(*batches), atol=1e-6, rtol=1e-5)
