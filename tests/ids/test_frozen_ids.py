@@ -128,6 +128,7 @@ def in_both_modes(run: Any, model: Any, batches: Batches) -> list[Tensor]:
     return [*found, *model.parameters(), *(one.records for one in collection.id_maps.maps.values())]
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize(("pooled", "dedup"), [(True, False), (False, True), (False, False)])
 def test_a_live_program_learns_in_its_own_training_mode(pooled: bool, dedup: bool) -> None:
     """As the eager model does, to the bit, whatever mode that is in."""
