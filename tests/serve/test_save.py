@@ -143,7 +143,7 @@ class TakesValues(nn.Module):
 
 
 class TakesMore(nn.Module):
-    def forward(self, dense: Tensor, features: KeyedJaggedTensor, scale: float = 2.0) -> Tensor:
+    def forward(self, dense: Tensor, scale: float = 2.0, *, features: KeyedJaggedTensor) -> Tensor:
         return dense * scale + features.lengths().sum()
 
 
