@@ -76,14 +76,14 @@ class BlockExchange:
         self.wire = Wire(comms.output, collectives)
         self.gradient_wire = Wire(comms.gradient, collectives)
 
-    def start(self, streams: Sequence[Stream], *, learns: bool = True) -> BlocksInFlight:
+    def start(self, streams: Sequence[Stream], *, requires_grad: bool = True) -> BlocksInFlight:
         """Issue the all-to-all of at least one stream.
 
         Args:
             streams: the rows of each call.
-            learns: whether the received rows get gradients, if gradients are enabled; the same on every rank.
+            requires_grad: whether the received rows get gradients, if gradients are enabled; the same on every rank.
         """
-        with torch.set_grad_enabled(learns and torch.is_grad_enabled()):
+        with torch.set_grad_enabled(requires_grad and torch.is_grad_enabled()):
             return _LocalBlocks(streams) if self.collectives.world_size == 1 else _RemoteBlocks(self, streams)
 
 

@@ -70,7 +70,7 @@ class Prepared:
         agreement: the properties that must be equal on all ranks, as text.
         notes: further int64 tensors to read on the host with the header; the last fields of ``SentIds`` hold their
             values.
-        differentiable: the weights take a gradient.
+        weights_require_grad: the weights of the ids take a gradient.
         bad_ids: (U,) int64 number of bad ids of each feature for which they are not an error; None if not counted.
         full: the full batch of a batch with inverse indices, if each id gets its own row; else None.
     """
@@ -87,7 +87,7 @@ class Prepared:
     fault: str
     agreement: str
     notes: tuple[Tensor, ...]
-    differentiable: bool
+    weights_require_grad: bool
     bad_ids: Tensor | None
     full: FullBatch | None
 
@@ -177,9 +177,9 @@ class InputExchange:
         if isinstance(given, str):
             fault = fault or given
             given = self._empty_batch()
-        differentiable = given.weights is not None and given.weights.requires_grad and torch.is_grad_enabled()
+        weights_require_grad = given.weights is not None and given.weights.requires_grad and torch.is_grad_enabled()
         agreement = f"ids {str(given.values.dtype).removeprefix('torch.')}, {agreement}"
-        agreement += ", weights with gradient" if differentiable else ""
+        agreement += ", weights with gradient" if weights_require_grad else ""
         limits, unlimited = self._key_limits(given.keys)
         valid = ids_are_valid(given, limits, unlimited=unlimited)
         whole, bad_ids = given, None
@@ -189,7 +189,7 @@ class InputExchange:
             valid = torch.zeros_like(valid)
         safe = self._safe(whole, valid)
         chosen, inverse = (safe, None) if self.distinct is None else self.distinct(safe)
-        cut = self.cutter.cut(chosen, keep_positions=self.per_id or differentiable, given=given)
+        cut = self.cutter.cut(chosen, keep_positions=self.per_id or weights_require_grad, given=given)
         lengths_SB = cut.lengths
         slot_sizes = None
         notes: tuple[Tensor, ...] = ()
@@ -217,7 +217,7 @@ class InputExchange:
             fault=fault,
             agreement=agreement,
             notes=notes,
-            differentiable=differentiable,
+            weights_require_grad=weights_require_grad,
             bad_ids=bad_ids,
             full=full,
         )

@@ -34,7 +34,7 @@ from shardrec.exchange.input import InputExchange, Prepared, SentIds
 from shardrec.exchange.payload import ShardInput
 from shardrec.exchange.route import Lookup
 
-__all__ = ["Call", "Caller", "Learned", "can_share", "exchange_ids", "run_step", "sharing_runs"]
+__all__ = ["Call", "Caller", "DifferentiableOutput", "can_share", "exchange_ids", "run_step", "sharing_runs"]
 
 
 def run_step(headers: Headers, inside: BlockExchange, output: BlockExchange, calls: Sequence[Call]) -> None:
@@ -71,13 +71,13 @@ def run_step(headers: Headers, inside: BlockExchange, output: BlockExchange, cal
     asked = [call.received() for call in calls]
     partial_sums = [call.look_up(ids) for call, ids in zip(calls, asked, strict=True)]
     streams = [stream for stream in partial_sums if stream is not None]
-    learns = any(call.learns for call in calls)
-    inside_flight = inside.start(streams, learns=learns) if streams else None
+    requires_grad = any(call.requires_grad for call in calls)
+    inside_flight = inside.start(streams, requires_grad=requires_grad) if streams else None
     rows, number = [], 0
     for call, stream in zip(calls, partial_sums, strict=True):
         rows.append(call.outgoing(None if stream is None else inside_flight, number))
         number += stream is not None
-    flight = output.start(rows, learns=learns)
+    flight = output.start(rows, requires_grad=requires_grad)
     for number, call in enumerate(calls):
         call.launch(flight, number)
 
@@ -94,7 +94,7 @@ class Caller(Protocol):
         """What is wrong with the module, regardless of the features; "" for nothing."""
 
 
-class Learned(NamedTuple):
+class DifferentiableOutput(NamedTuple):
     """The part of a call's value that takes a gradient.
 
     Args:
@@ -118,7 +118,7 @@ class Call(abc.ABC):
         on_use: called with this call at each use of its value; the model's queue then begins the exchange.
         input: the module's input exchange.
         prepared: the batch.
-        learns: whether its rows take a gradient, if gradients are enabled; the same on every rank.
+        requires_grad: whether its rows take a gradient, if gradients are enabled; the same on every rank.
 
     Attributes:
         sent: what was sent of the batch; there from the header exchange until the rows are under way.
@@ -128,11 +128,11 @@ class Call(abc.ABC):
     """
 
     def __init__(
-        self, on_use: Callable[[Call], None], input: InputExchange, prepared: Prepared, *, learns: bool
+        self, on_use: Callable[[Call], None], input: InputExchange, prepared: Prepared, *, requires_grad: bool
     ) -> None:
         self.input = input
         self.prepared = prepared
-        self.learns = learns
+        self.requires_grad = requires_grad
         self.sent: SentIds | None = None
         self.by_operator = False
         self.on_value: Callable[[Call, Any], None] | None = None
@@ -161,7 +161,7 @@ class Call(abc.ABC):
         """The output, made of the received rows."""
 
     @abc.abstractmethod
-    def learned(self, value: Any) -> Learned:
+    def differentiable_output(self, value: Any) -> DifferentiableOutput:
         """What takes a gradient in the call's value."""
 
     @contextmanager
@@ -283,7 +283,7 @@ class _Payloads:
         sent: Sequence[SentIds],
         headers: Sequence[Sequence[Sequence[int]]],
     ) -> None:
-        self._payloads = [(call.input.payload, call.prepared.differentiable) for call in calls]
+        self._payloads = [(call.input.payload, call.prepared.weights_require_grad) for call in calls]
         self._headers = headers
         words = [map(payload.words_in, rows) for (payload, _), rows in zip(self._payloads, headers, strict=True)]
         self._words_in = list(map(list, zip(*words, strict=True)))

@@ -114,14 +114,14 @@ class IdMaps:
         """The map of each run of slots of this rank, None for plain rows, and its number of slots."""
         return [(None if key is None else self.maps[key], count) for key, count in self._runs]
 
-    def __call__(self, asked: ShardInput, *, learn: bool) -> Mapped:
+    def __call__(self, asked: ShardInput, *, assign_new_ids: bool) -> Mapped:
         """Map the ids that the ranks requested.
 
         Args:
             asked: with raw ids, int64. Ids of tables without dynamic ids are rows.
-            learn: count a step, and assign rows to new ids; otherwise nothing changes.
+            assign_new_ids: count a step, and assign rows to new ids; otherwise nothing changes.
         """
-        self.step += learn
+        self.step += assign_new_ids
         ids = asked.ids.cpu()  # the maps are on the host: with tables on a GPU, it waits for the device here
         rows = torch.empty(ids.numel(), dtype=torch.int32)
         # A slot's ids fit 32 bits, and torch adds int32 up as int32 ten times as fast as it does as int64.
@@ -137,12 +137,14 @@ class IdMaps:
                 rows[span].copy_(rows[done[key]])
                 lacking += 1
             else:
-                looked = self.maps[key].look_up(ids[span], rows[span], step=self.step, learn=learn, protect=protect)
+                looked = self.maps[key].look_up(
+                    ids[span], rows[span], step=self.step, assign_new_ids=assign_new_ids, protect=protect
+                )
                 done[key] = span
                 lacking += looked.lacking
                 for shard in self._shards[key] if looked.evicted.numel() else ():
                     self._renew(shard, looked.evicted, self.step)
-        step = self.step if learn else 0
+        step = self.step if assign_new_ids else 0
         if not lacking or not bool((rows < 0).any()):
             return Mapped(asked=replace(asked, ids=rows.to(asked.ids.device)), step=step)
         return self._without_zeros(asked, rows, step)

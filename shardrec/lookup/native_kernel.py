@@ -63,12 +63,12 @@ class NativeKernel:
         if self.optimizer is None or not torch.is_grad_enabled():
             return self.look_up(ids, lengths, weights, out)
 
-        def learn(ids: Tensor, lengths: Tensor, weights: Tensor | None, gradient: Tensor) -> list[None]:
+        def apply_gradient(ids: Tensor, lengths: Tensor, weights: Tensor | None, gradient: Tensor) -> list[None]:
             self.update(ids, lengths, weights, gradient, lr)
             return [None]
 
         return lookup_with_backward(
-            self.look_up, self.weight_gradient, learn, ids, lengths, weights, [self.placeholder], out
+            self.look_up, self.weight_gradient, apply_gradient, ids, lengths, weights, [self.placeholder], out
         )
 
     def look_up(self, ids: Tensor, lengths: Tensor, weights: Tensor | None, out: Tensor | None = None) -> Tensor:

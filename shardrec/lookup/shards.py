@@ -82,16 +82,20 @@ class _LocalGroup:
         bank, given = self.bank, (ids, lengths, weights)
         if bank is None:
             if self.whole_rows is not None:  # whose exchange takes every rank
-                return lookup_with_backward(self._nothing, lambda *_: None, self._learn, *given, [self._placeholder])
+                return lookup_with_backward(
+                    self._nothing, lambda *_: None, self._apply_gradient, *given, [self._placeholder]
+                )
             nothing: Tensor = self._nothing(*given)
             return nothing.requires_grad_() if torch.is_grad_enabled() else nothing
         if self.group.mode is GroupMode.FUSED:
             return bank.look_up(*given, out)
         if self.group.mode is GroupMode.DENSE:
             return dense_lookup(bank, *given, self.parameters, out)
-        return lookup_with_backward(bank.look_up, bank.weight_gradient, self._learn, *given, [self._placeholder], out)
+        return lookup_with_backward(
+            bank.look_up, bank.weight_gradient, self._apply_gradient, *given, [self._placeholder], out
+        )
 
-    def _learn(self, ids: Tensor, lengths: Tensor, weights: Tensor | None, gradient: Tensor) -> list[None]:
+    def _apply_gradient(self, ids: Tensor, lengths: Tensor, weights: Tensor | None, gradient: Tensor) -> list[None]:
         """Update the rows that were looked up, or have :meth:`step` do it."""
         deferred = DeferredGradients(self.bank) if self.deferred is None else self.deferred
         if self.deferred is not None and self._is_alone:
@@ -302,7 +306,7 @@ def dense_lookup(
         parameters: one (rows, cols) parameter per table of the bank.
     """
 
-    def learn(ids: Tensor, lengths: Tensor, weights: Tensor | None, gradient: Tensor) -> list[Tensor | None]:
+    def apply_gradient(ids: Tensor, lengths: Tensor, weights: Tensor | None, gradient: Tensor) -> list[Tensor | None]:
         per_table: list[Tensor | None] = [None] * len(bank.shapes)
         for cls, whole in zip(bank.classes, bank.dense_gradients(ids, lengths, weights, gradient), strict=True):
             dense = whole.to(bank.dtype)
@@ -310,4 +314,6 @@ def dense_lookup(
                 per_table[table] = dense[start:end]
         return per_table
 
-    return lookup_with_backward(bank.look_up, bank.weight_gradient, learn, ids, lengths, weights, parameters, out)
+    return lookup_with_backward(
+        bank.look_up, bank.weight_gradient, apply_gradient, ids, lengths, weights, parameters, out
+    )

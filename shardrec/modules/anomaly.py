@@ -108,7 +108,7 @@ class _Watch:
 
     def _watch_gradient(self, call: Call, value: Any) -> None:
         """Have the gradient of a call's value looked at when it comes, if it does."""
-        values, sizes, dim, lookups = call.learned(value)
+        values, sizes, dim, lookups = call.differentiable_output(value)
         if not values.requires_grad:
             return
 

@@ -21,7 +21,7 @@ from shardrec.exchange.cut import permuted
 from shardrec.exchange.payload import ShardInput
 from shardrec.exchange.pooled_output import OutputExchange
 from shardrec.exchange.route import Lookup
-from shardrec.exchange.step import Call, Learned
+from shardrec.exchange.step import Call, DifferentiableOutput
 from shardrec.exchange.weights import received_weights, tied
 from shardrec.lookup.groups import group_tables
 from shardrec.modules.collection import ShardedCollection
@@ -154,22 +154,22 @@ class ShardedEmbeddingBagCollection(ShardedCollection):
             return ()
         return (batch.lengths.index_select(0, self._replicated_positions(batch.keys)).sum(dim=1, dtype=torch.int64),)
 
-    def _look_up_replicas(self, batch: Batch, counts: Sequence[int], learned_weights: Tensor | None) -> Tensor | None:
+    def _look_up_replicas(self, batch: Batch, counts: Sequence[int], weights_with_grad: Tensor | None) -> Tensor | None:
         """(B, D_r) pooled columns of the replicated tables.
 
         Args:
             batch: ``Prepared.batch``.
             counts: ids of each lookup of a replicated table.
-            learned_weights: (N,), those that take a gradient; else None.
+            weights_with_grad: (N,), those that take a gradient; else None.
         """
         if self.replicas is None:
             return None
         order, places = self._replicated_positions(batch.keys).to(torch.int32), None
-        if learned_weights is not None:
+        if weights_with_grad is not None:
             places = torch.arange(batch.values.numel(), dtype=torch.int32, device=self.device)
         lengths, ids, weights, places = permuted(order, batch.lengths, batch.values, batch.weights, places, sum(counts))
-        if learned_weights is not None and places is not None:
-            weights = learned_weights.index_select(0, batch.places_as_given(places)).to(torch.float32)
+        if weights_with_grad is not None and places is not None:
+            weights = weights_with_grad.index_select(0, batch.places_as_given(places)).to(torch.float32)
         return self.replicas(ids, lengths, weights, counts)
 
     def _bag_lengths(self, batch: Batch) -> Tensor | None:
@@ -203,10 +203,10 @@ class BagCall(Call):
     def __init__(self, collection: ShardedEmbeddingBagCollection, features: KeyedJaggedTensor) -> None:
         prepared = collection.input.prepare(features, collection._agreement(), collection.fault())
         prepared = replace(prepared, notes=collection._replicated_counts(prepared.batch))
-        learns = prepared.differentiable or collection.has_learning_shards
-        super().__init__(collection.context.queue.used, collection.input, prepared, learns=learns)
+        requires_grad = prepared.weights_require_grad or collection.has_trainable_shards
+        super().__init__(collection.context.queue.used, collection.input, prepared, requires_grad=requires_grad)
         self._collection = collection
-        self._learns_ids = collection.learns_ids()
+        self._assigns_new_ids = collection.assigns_new_ids()
         self._ids: ShardInput | None = None
         self._pooled: Tensor | None = None
         self._replicated: Tensor | None = None
@@ -216,11 +216,13 @@ class BagCall(Call):
         """Look up the pooled rows of this rank's shards; returns the ones to be summed inside hosts."""
         collection = self._collection
         self._ids = ids
-        weights, received = self._learned_weights, None
+        weights, received = self._weights_with_grad, None
         if weights is not None:
             assert self.sent is not None, "ids are sent before they are looked up"
             received = received_weights(weights, self.sent, ids, collection.context.collectives)
-        mapped = collection.mapped(ids if received is None else replace(ids, weights=received), learn=self._learns_ids)
+        mapped = collection.mapped(
+            ids if received is None else replace(ids, weights=received), assign_new_ids=self._assigns_new_ids
+        )
         # Memory from which pooled rows can usually be sent without a copy.
         allocate = collection.context.collectives.allocate
         self._pooled = collection.shards(mapped.asked, lambda numel: allocate(numel, collection.device))
@@ -235,9 +237,9 @@ class BagCall(Call):
         return stream
 
     @property
-    def _learned_weights(self) -> Tensor | None:
+    def _weights_with_grad(self) -> Tensor | None:
         """(N,) of the local batch, if they take a gradient."""
-        return self.prepared.given.weights if self.prepared.differentiable else None
+        return self.prepared.given.weights if self.prepared.weights_require_grad else None
 
     def outgoing(self, inside: BlocksInFlight | None, stream: int) -> Stream:
         """The pooled rows for the ranks that asked."""
@@ -255,7 +257,7 @@ class BagCall(Call):
         """Look up the replicated tables while the rows are being exchanged."""
         collection, batch = self._collection, self.prepared.batch
         assert self.sent is not None, "ids are sent before rows are"
-        self._replicated = collection._look_up_replicas(batch, self.sent.replica_ids, self._learned_weights)
+        self._replicated = collection._look_up_replicas(batch, self.sent.replica_ids, self._weights_with_grad)
         self._lengths = collection._bag_lengths(batch)
 
     def finish(self, flight: BlocksInFlight, stream: int) -> Tensor:
@@ -271,6 +273,6 @@ class BagCall(Call):
             values = collection._expand(values, inverse)
         return values.to(collection.output_dtype)
 
-    def learned(self, value: Tensor) -> Learned:
+    def differentiable_output(self, value: Tensor) -> DifferentiableOutput:
         """The values."""
-        return Learned(value, self._collection.dims, 1, self._collection.lookups)
+        return DifferentiableOutput(value, self._collection.dims, 1, self._collection.lookups)

@@ -212,15 +212,15 @@ class ShardedCollection(nn.Module, abc.ABC):
         return [table for table in self._lookup_tables.values() if table.layout.replicated]
 
     @property
-    def has_learning_shards(self) -> bool:
+    def has_trainable_shards(self) -> bool:
         """Whether any cut table is trained; if not, no gradients are sent."""
         return any(not one.replicated and name not in self.frozen for name, one in self.table_layouts.items())
 
     def _agreement(self) -> str:
         """What the ranks must have in common in this step, beyond the ids' dtype."""
         dense = self.context.step.dense_signature
-        learning = "" if self.id_maps is None else f", dynamic ids {'learned' if self.learns_ids() else 'frozen'}"
-        frozen = "" if self.has_learning_shards else ", tables frozen"
+        learning = "" if self.id_maps is None else f", dynamic ids {'learned' if self.assigns_new_ids() else 'frozen'}"
+        frozen = "" if self.has_trainable_shards else ", tables frozen"
         return self.context.gradients.agreement() + frozen + learning + (f", other inputs {dense}" if dense else "")
 
     def fault(self) -> str:
@@ -233,15 +233,15 @@ class ShardedCollection(nn.Module, abc.ABC):
     def _is_dynamic(self, layout: TableLayout) -> bool:
         return layout.name in self.context.options.dynamic_ids
 
-    def learns_ids(self) -> bool:
+    def assigns_new_ids(self) -> bool:
         """Whether a lookup gives rows to new ids: in training, but not where a backward computes a forward again."""
         return (
             self.id_maps is not None and self.training and self.storage.trains and torch._C._current_graph_task_id() < 0
         )
 
-    def mapped(self, asked: ShardInput, *, learn: bool) -> Mapped:
+    def mapped(self, asked: ShardInput, *, assign_new_ids: bool) -> Mapped:
         """The ids that all ranks requested, with rows in place of dynamic ids."""
-        return Mapped(asked=asked) if self.id_maps is None else self.id_maps(asked, learn=learn)
+        return Mapped(asked=asked) if self.id_maps is None else self.id_maps(asked, assign_new_ids=assign_new_ids)
 
     @torch.no_grad()
     def renew_rows(self, shard: Shard, rows: Tensor, step: int) -> None:
@@ -318,14 +318,16 @@ class ShardedCollection(nn.Module, abc.ABC):
         modules = nn.ModuleDict()
         by_shard: dict[Shard, nn.Parameter] = {}
         for name, values in first_values:
-            layout, learns = self.table_layouts[name], name not in self.frozen
+            layout, requires_grad = self.table_layouts[name], name not in self.frozen
             parameters: dict[Shard | None, nn.Parameter] = {}
             if layout.replicated and self.storage.trains:
                 assert self.replicas is not None, "a replicated table has a lookup"
                 parameters[None] = self.replicas.parameters[self.replica_number[layout.name]]
-                parameters[None].requires_grad_(learns)
+                parameters[None].requires_grad_(requires_grad)
             for shard in layout.on_rank(self.context.collectives.rank) if self.storage.trains else ():
-                parameters[shard] = by_shard[shard] = nn.Parameter(self.shards.weight(shard), requires_grad=learns)
+                parameters[shard] = by_shard[shard] = nn.Parameter(
+                    self.shards.weight(shard), requires_grad=requires_grad
+                )
                 if name in self._optimizers:
                     # torchrec.optim's filter for "has its own optimizer" looks for this attribute.
                     parameters[shard]._in_backward_optimizers = []  # type: ignore[attr-defined]

@@ -26,7 +26,7 @@ from shardrec.exchange.input import Prepared, SentIds
 from shardrec.exchange.payload import ShardInput
 from shardrec.exchange.route import Lookup
 from shardrec.exchange.row_output import RowExchange
-from shardrec.exchange.step import Call, Learned
+from shardrec.exchange.step import Call, DifferentiableOutput
 from shardrec.layout import ShardingPlan
 from shardrec.lookup.groups import group_tables
 from shardrec.modules.collection import ShardedCollection
@@ -269,11 +269,11 @@ class SequenceCall(Call):
 
     def __init__(self, collection: ShardedEmbeddingCollection, features: KeyedJaggedTensor) -> None:
         prepared = collection.input.prepare(features, collection._agreement(), collection.fault())
-        learns = prepared.differentiable or collection.has_learning_shards
-        super().__init__(collection.context.queue.used, collection.input, prepared, learns=learns)
+        requires_grad = prepared.weights_require_grad or collection.has_trainable_shards
+        super().__init__(collection.context.queue.used, collection.input, prepared, requires_grad=requires_grad)
         self._collection = collection
         self._features = features
-        self._learns_ids = collection.learns_ids()
+        self._assigns_new_ids = collection.assigns_new_ids()
         self._places: Tensor | None = None
         self._zero_row = False
         self._rows: Stream | None = None
@@ -285,7 +285,7 @@ class SequenceCall(Call):
         """The rows of this rank's shards."""
         assert self.sent is not None, "ids are sent before they are looked up"
         collection = self._collection
-        mapped = collection.mapped(ids, learn=self._learns_ids)
+        mapped = collection.mapped(ids, assign_new_ids=self._assigns_new_ids)
         looked_up = collection.shards.rows(mapped.asked)
         if collection.id_maps is not None:
             collection.id_maps.hold(looked_up, mapped)
@@ -330,11 +330,11 @@ class SequenceCall(Call):
             rows = rows.index_select(0, self._places)
         return rows.to(self._collection.output_dtype), self._entries
 
-    def learned(self, value: tuple[Tensor, list[SequenceKey]]) -> Learned:
+    def differentiable_output(self, value: tuple[Tensor, list[SequenceKey]]) -> DifferentiableOutput:
         """The rows of the lookups of cut tables."""
         rows, entries = value
         cut = [lookup for lookup in self._collection.lookups if not lookup.layout.replicated]
-        return Learned(rows, [entry.ids.numel() for entry in entries if entry.replica is None], 0, cut)
+        return DifferentiableOutput(rows, [entry.ids.numel() for entry in entries if entry.replica is None], 0, cut)
 
 
 def _by_key(keys: tuple[str, ...], values: Tensor, counts: Sequence[int]) -> dict[str, Tensor]:

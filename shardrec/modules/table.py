@@ -50,7 +50,7 @@ class ShardedTable(nn.Module):
         self.group = group
         self.locals = dict(parameters)
         self._fused = fused
-        self._kept: list[tuple[str, nn.Parameter, int, bool]] = []  # name, parameter, its memory, whether it learns
+        self._kept: list[tuple[str, nn.Parameter, int, bool]] = []  # name, parameter, memory, requires_grad
         for shard, parameter in self.locals.items():
             alone = shard is None or len(self.locals) == 1
             name = "weight" if alone else f"weight_r{shard.row_start}_c{shard.col_start}"  # type: ignore[union-attr]
@@ -60,9 +60,9 @@ class ShardedTable(nn.Module):
     def fault(self) -> str:
         """What was done to a parameter that the kernels, which read its memory, do not see; "" for nothing."""
         now = self._parameters
-        for name, parameter, memory, learns in self._kept:
+        for name, parameter, memory, requires_grad in self._kept:
             is_kept = now.get(name) is parameter and parameter.data_ptr() == memory
-            if is_kept and parameter.requires_grad is learns:
+            if is_kept and parameter.requires_grad is requires_grad:
                 continue
             if not is_kept:
                 return (
@@ -71,8 +71,8 @@ class ShardedTable(nn.Module):
                     "values into the parameter, with torch.no_grad(): parameter.copy_(values)"
                 )
             # A table without a fused optimizer may be frozen later; one that was frozen before is sent no gradients.
-            if torch.is_grad_enabled() and (self._fused or not learns):
-                was, remedy = ("frozen", ", or call it in torch.no_grad()") if learns else ("unfrozen", "")
+            if torch.is_grad_enabled() and (self._fused or not requires_grad):
+                was, remedy = ("frozen", ", or call it in torch.no_grad()") if requires_grad else ("unfrozen", "")
                 return (
                     f"{name} of table {self.layout.name!r} was {was} (requires_grad) after shardrec.shard, and "
                     "backward goes on as before: save a checkpoint and load it into a model whose table is "
