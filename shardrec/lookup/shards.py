@@ -77,9 +77,9 @@ class _LocalGroup:
         self._nothing = NoTables(group.width or 0, device)
         self._placeholder = torch.zeros(0, device=device, requires_grad=True)
 
-    def look_up(self, ids: Tensor, lengths: Tensor, weights: Tensor | None, out: Tensor | None = None) -> Tensor:
+    def look_up(self, ids: Tensor, lengths: Tensor, id_weights: Tensor | None, out: Tensor | None = None) -> Tensor:
         """As :meth:`TableBank.look_up`; the backward updates the tables or gives their parameters gradients."""
-        bank, given = self.bank, (ids, lengths, weights)
+        bank, given = self.bank, (ids, lengths, id_weights)
         if bank is None:
             if self.whole_rows is not None:  # whose exchange takes every rank
                 return lookup_with_backward(
@@ -92,15 +92,15 @@ class _LocalGroup:
         if self.group.mode is GroupMode.DENSE:
             return dense_lookup(bank, *given, self.parameters, out)
         return lookup_with_backward(
-            bank.look_up, bank.weight_gradient, self._apply_gradient, *given, [self._placeholder], out
+            bank.look_up, bank.id_weight_gradient, self._apply_gradient, *given, [self._placeholder], out
         )
 
-    def _apply_gradient(self, ids: Tensor, lengths: Tensor, weights: Tensor | None, gradient: Tensor) -> list[None]:
+    def _apply_gradient(self, ids: Tensor, lengths: Tensor, id_weights: Tensor | None, gradient: Tensor) -> list[None]:
         """Update the rows that were looked up, or have :meth:`step` do it."""
         deferred = DeferredGradients(self.bank) if self.deferred is None else self.deferred
         if self.deferred is not None and self._is_alone:
             gradient = gradient.clone()  # which may be the caller's memory: nothing has travelled
-        deferred.add(LookupGradient(ids=ids, lengths=lengths, weights=weights, gradient=gradient))
+        deferred.add(LookupGradient(ids=ids, lengths=lengths, id_weights=id_weights, gradient=gradient))
         if self.deferred is None:
             self._update(deferred)
         return [None]
@@ -266,8 +266,8 @@ class ShardLookup:
         edges = zip(pairwise(accumulate(ids.group_ids, initial=0)), pairwise(slots), strict=True)
         group_rows = []
         for local, out, ((start, end), (first, last)) in zip(self._local_groups, outs, edges, strict=True):
-            weights = None if ids.weights is None else ids.weights[start:end]
-            group_rows.append(local.look_up(ids.ids[start:end], ids.lengths[first:last], weights, out))
+            id_weights = None if ids.weights is None else ids.weights[start:end]
+            group_rows.append(local.look_up(ids.ids[start:end], ids.lengths[first:last], id_weights, out))
         return group_rows
 
     def scripted(self) -> tuple[nn.ModuleList, list[int]]:
@@ -294,7 +294,7 @@ def dense_lookup(
     bank: TableBank,
     ids: Tensor,
     lengths: Tensor,
-    weights: Tensor | None,
+    id_weights: Tensor | None,
     parameters: Sequence[nn.Parameter],
     out: Tensor | None = None,
 ) -> Tensor:
@@ -302,18 +302,20 @@ def dense_lookup(
 
     Args:
         bank: forward-only bank, one table per parameter, whose memory the parameters share.
-        ids: with ``lengths``, ``weights`` and ``out`` as :meth:`TableBank.look_up` takes them, whose result it gives.
+        ids: with ``lengths``, ``id_weights`` and ``out`` as :meth:`TableBank.look_up` takes them; gives its result.
         parameters: one (rows, cols) parameter per table of the bank.
     """
 
-    def apply_gradient(ids: Tensor, lengths: Tensor, weights: Tensor | None, gradient: Tensor) -> list[Tensor | None]:
+    def apply_gradient(
+        ids: Tensor, lengths: Tensor, id_weights: Tensor | None, gradient: Tensor
+    ) -> list[Tensor | None]:
         per_table: list[Tensor | None] = [None] * len(bank.shapes)
-        for cls, whole in zip(bank.classes, bank.dense_gradients(ids, lengths, weights, gradient), strict=True):
+        for cls, whole in zip(bank.classes, bank.dense_gradients(ids, lengths, id_weights, gradient), strict=True):
             dense = whole.to(bank.dtype)
             for table, (start, end) in zip(cls.tables, pairwise(cls.bases), strict=True):
                 per_table[table] = dense[start:end]
         return per_table
 
     return lookup_with_backward(
-        bank.look_up, bank.weight_gradient, apply_gradient, ids, lengths, weights, parameters, out
+        bank.look_up, bank.id_weight_gradient, apply_gradient, ids, lengths, id_weights, parameters, out
     )

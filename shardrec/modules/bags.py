@@ -18,11 +18,11 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
 from shardrec.exchange.batch import KEY_ORDERS, Batch
 from shardrec.exchange.blocks import BlocksInFlight, Stream
 from shardrec.exchange.cut import permuted
+from shardrec.exchange.id_weights import received_id_weights, tied
 from shardrec.exchange.payload import ShardInput
 from shardrec.exchange.pooled_output import OutputExchange
 from shardrec.exchange.route import Lookup
 from shardrec.exchange.step import Call, DifferentiableOutput
-from shardrec.exchange.weights import received_weights, tied
 from shardrec.lookup.groups import group_tables
 from shardrec.modules.collection import ShardedCollection
 from shardrec.modules.live_twins import LiveBags
@@ -219,7 +219,7 @@ class BagCall(Call):
         weights, received = self._weights_with_grad, None
         if weights is not None:
             assert self.sent is not None, "ids are sent before they are looked up"
-            received = received_weights(weights, self.sent, ids, collection.context.collectives)
+            received = received_id_weights(weights, self.sent, ids, collection.context.collectives)
         mapped = collection.mapped(
             ids if received is None else replace(ids, weights=received), assign_new_ids=self._assigns_new_ids
         )

@@ -23,10 +23,10 @@ from shardrec.exchange.collectives import Collectives, joined
 from shardrec.exchange.input import SentIds
 from shardrec.exchange.payload import ShardInput
 
-__all__ = ["received_weights", "tied"]
+__all__ = ["received_id_weights", "tied"]
 
 
-def received_weights(weights: Tensor, sent: SentIds, asked: ShardInput, collectives: Collectives) -> Tensor:
+def received_id_weights(weights: Tensor, sent: SentIds, asked: ShardInput, collectives: Collectives) -> Tensor:
     """``asked.weights`` (n,) as a function of the local batch's weights.
 
     Args:
