@@ -32,7 +32,7 @@ from torch.autograd.function import FunctionCtx, once_differentiable
 from shardrec.exchange.collectives import Collectives, Pending, StreamSizes, WayBack, joined
 from shardrec.exchange.wire import QuantizedComms, Shape, Wire
 
-__all__ = ["BlockExchange", "BlocksInFlight", "Stream"]
+__all__ = ["BlocksInFlight", "RowAllToAll", "Stream"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,7 +50,7 @@ class Stream:
     into: list[list[Shape]]
 
 
-class BlockExchange:
+class RowAllToAll:
     """All-to-alls of float rows over a group.
 
     Args:
@@ -137,7 +137,7 @@ class _LocalBlocks(BlocksInFlight):
 class _RemoteBlocks(BlocksInFlight):
     """Streams between several ranks."""
 
-    def __init__(self, exchange: BlockExchange, streams: Sequence[Stream]) -> None:
+    def __init__(self, exchange: RowAllToAll, streams: Sequence[Stream]) -> None:
         self._streams = len(streams)
         self._state = state = _ExchangeState(exchange, streams)
         self._blocks: dict[int, tuple[Tensor, ...]] | None = None
@@ -169,7 +169,7 @@ class _ExchangeState:
     way_back: WayBack
     """Of the gradients, once the rows are under way."""
 
-    def __init__(self, exchange: BlockExchange, streams: Sequence[Stream]) -> None:
+    def __init__(self, exchange: RowAllToAll, streams: Sequence[Stream]) -> None:
         self.exchange = exchange
         self.out, self.out_sizes = _by_rank([stream.out for stream in streams])
         self.into, self.into_sizes = _by_rank([stream.into for stream in streams])

@@ -36,10 +36,10 @@ from shardrec.exchange.ragged import Ragged
 from shardrec.exchange.route import Lookup, Route, output_pieces
 from shardrec.exchange.wire import Shape
 
-__all__ = ["OutputExchange"]
+__all__ = ["PooledOutputLayout"]
 
 
-class OutputExchange:
+class PooledOutputLayout:
     """Lays out pooled rows for the requesting ranks, and puts columns in the unsharded order.
 
     Args:
@@ -154,7 +154,7 @@ class OutputExchange:
         if self.world_size == 1 and self.columns.is_identity:
             return flight.blocks(stream)[0].view(size, self.columns.width)
         ragged = None if slot_sizes is None else self._ragged(size, slot_sizes)
-        plan = _Assembly(exchange=self, flight=flight, stream=stream, size=size, ragged=ragged)
+        plan = _Assembly(layout=self, flight=flight, stream=stream, size=size, ragged=ragged)
         output: Tensor = _Assemble.apply(plan, replicated, *flight.blocks(stream))  # type: ignore[no-untyped-call]
         return output
 
@@ -191,7 +191,7 @@ class OutputExchange:
 class _Assembly:
     """What forward and backward of one assembly share."""
 
-    exchange: OutputExchange
+    layout: PooledOutputLayout
     flight: BlocksInFlight
     stream: int
     size: int
@@ -200,7 +200,7 @@ class _Assembly:
     def direct(self, flats: Sequence[Tensor]) -> list[Tensor]:
         """The part of each rank's block with its own columns: (B · D_q,), or less if batch sizes differ by slot."""
         if self.ragged is None:
-            sizes = [self.size * width for width in self.exchange.widths]
+            sizes = [self.size * width for width in self.layout.widths]
         else:
             sizes = [sum(rows * cols for rows, cols in ragged.shapes) for ragged in self.ragged]
         return [flat[:count] for flat, count in zip(flats, sizes, strict=True)]
@@ -211,34 +211,34 @@ class _Assemble(torch.autograd.Function):
     def forward(ctx: FunctionCtx, assembly: _Assembly, replicated: Tensor | None, *flats: Tensor) -> Tensor:
         ctx.assembly = assembly  # type: ignore[attr-defined]
         ctx.replicated_width = 0 if replicated is None else replicated.size(1)  # type: ignore[attr-defined]
-        exchange, direct = assembly.exchange, assembly.direct(flats)
+        layout, direct = assembly.layout, assembly.direct(flats)
         if assembly.ragged is None:
-            blocks = [part.view(assembly.size, width) for part, width in zip(direct, exchange.widths, strict=True)]
+            blocks = [part.view(assembly.size, width) for part, width in zip(direct, layout.widths, strict=True)]
         else:
             blocks = [ragged.pad(part) for ragged, part in zip(assembly.ragged, direct, strict=True)]
-        blocks += exchange.sums_in(flats, assembly.size)
+        blocks += layout.sums_in(flats, assembly.size)
         if replicated is not None:
             blocks.append(replicated.detach())
-        return exchange.columns.assemble(blocks)
+        return layout.columns.assemble(blocks)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         assembly: _Assembly = ctx.assembly
-        exchange = assembly.exchange
+        layout = assembly.layout
         views = assembly.flight.gradient_blocks(assembly.stream)
         direct = assembly.direct(views)
         if assembly.ragged is None:
-            blocks = [part.view(assembly.size, width) for part, width in zip(direct, exchange.widths, strict=True)]
+            blocks = [part.view(assembly.size, width) for part, width in zip(direct, layout.widths, strict=True)]
         else:
-            blocks = [gradient.new_empty((assembly.size, width)) for width in exchange.widths]
+            blocks = [gradient.new_empty((assembly.size, width)) for width in layout.widths]
         padded = blocks[:]
-        blocks += exchange.sums_in(views, assembly.size)
+        blocks += layout.sums_in(views, assembly.size)
         replicated = None
         if ctx.replicated_width:
             replicated = gradient.new_empty((assembly.size, ctx.replicated_width))
             blocks.append(replicated)
-        exchange.columns.distribute(gradient, blocks)
+        layout.columns.distribute(gradient, blocks)
         if assembly.ragged is not None:
             for part, ragged, block in zip(direct, assembly.ragged, padded, strict=True):
                 part.copy_(ragged.strip(block))

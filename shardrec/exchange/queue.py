@@ -28,7 +28,7 @@ import torch
 
 from shardrec.errors import ConfigError, ShardrecError
 from shardrec.exchange.ahead import Ahead
-from shardrec.exchange.blocks import BlockExchange
+from shardrec.exchange.blocks import RowAllToAll
 from shardrec.exchange.headers import Headers
 from shardrec.exchange.runs import Phase, Runs
 from shardrec.exchange.step import Call, Caller, can_share, run_step, sharing_runs
@@ -54,12 +54,12 @@ class ExchangeQueue:
 
     def __init__(self, headers: Headers, comms: QuantizedComms, before_gradients: Callable[[], None]) -> None:
         collectives, device = headers.collectives, headers.device
-        self.output = BlockExchange(collectives, comms, device=device, before_gradients=before_gradients)
+        self.output = RowAllToAll(collectives, comms, device=device, before_gradients=before_gradients)
         self.ahead: Ahead | None = None
         self.observed: list[tuple[Caller, object]] | None = None
         self.on_value: Callable[[Call, Any], None] | None = None
         self._headers, self._collectives = headers, collectives
-        self._inside = BlockExchange(collectives, QuantizedComms(), "partial sums", device)
+        self._inside = RowAllToAll(collectives, QuantizedComms(), "partial sums", device)
         self._calls: list[Call] = []
         self._runs = Runs()
         self._one_thread = RLock()

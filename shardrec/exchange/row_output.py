@@ -1,4 +1,4 @@
-"""The output exchange without pooling: one row per id for the requesting rank, in one all-to-all each way.
+"""The layout of the output exchange without pooling: one row per id, for the requesting rank.
 
 Shapes: N_sent ids that this rank sent, M rows of the output, D columns of the output, n rows of a lookup group, w
 columns of its shards, W ranks, S slots of all ranks, u columns of a unit (here of columns; a route's unit is of ids).
@@ -30,13 +30,13 @@ from shardrec.exchange.route import Route
 from shardrec.exchange.staging import staged
 from shardrec.exchange.wire import Shape
 
-__all__ = ["RowExchange"]
+__all__ = ["SequenceOutputLayout"]
 
 _SOURCES = 64  # as in shardrec.exchange.payload
 
 
-class RowExchange:
-    """Sends rows to the requesting ranks, and scatters received rows into the output.
+class SequenceOutputLayout:
+    """Puts rows in the order of the requesting ranks, and scatters received rows into the output.
 
     Args:
         route: of the ids; each group's shards have one width.
@@ -204,31 +204,31 @@ class _PutRows(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: FunctionCtx,
-        exchange: RowExchange,
+        layout: SequenceOutputLayout,
         flight: BlocksInFlight,
         stream: int,
         target: Tensor,
         output_rows: int,
         *blocks: Tensor,
     ) -> Tensor:
-        ctx.exchange, ctx.flight, ctx.stream, ctx.target = exchange, flight, stream, target  # type: ignore[attr-defined]
-        units, unit = exchange.dim // exchange.unit, exchange.unit
+        ctx.layout, ctx.flight, ctx.stream, ctx.target = layout, flight, stream, target  # type: ignore[attr-defined]
+        units, unit = layout.dim // layout.unit, layout.unit
         output = blocks[0].new_empty((output_rows * units, unit))
         targets = target.split([block.numel() // unit for block in blocks])
         for target, block in zip(targets, blocks, strict=True):
             output.index_copy_(0, target, block.view(-1, unit))
-        return output.view(output_rows, exchange.dim)
+        return output.view(output_rows, layout.dim)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        exchange: RowExchange = ctx.exchange
-        units = gradient.reshape(-1, exchange.unit)
+        layout: SequenceOutputLayout = ctx.layout
+        units = gradient.reshape(-1, layout.unit)
         views = ctx.flight.gradient_blocks(ctx.stream)
-        targets = ctx.target.split([view.numel() // exchange.unit for view in views])
+        targets = ctx.target.split([view.numel() // layout.unit for view in views])
         for view, target in zip(views, targets, strict=True):
-            torch.index_select(units, 0, target, out=view.view(-1, exchange.unit))
-            if exchange.mean_over > 1:
+            torch.index_select(units, 0, target, out=view.view(-1, layout.unit))
+            if layout.mean_over > 1:
                 # The mean over ranks: see shardrec.exchange.pooled_output.
-                view.div_(exchange.mean_over)
+                view.div_(layout.mean_over)
         return None, None, None, None, None, *views

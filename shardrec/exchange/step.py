@@ -27,7 +27,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from shardrec.exchange.blocks import BlockExchange, BlocksInFlight, Stream
+from shardrec.exchange.blocks import BlocksInFlight, RowAllToAll, Stream
 from shardrec.exchange.collectives import Collectives, Pending
 from shardrec.exchange.headers import FIXED_COLUMNS, Headers, checksum
 from shardrec.exchange.input import InputExchange, Prepared, SentIds
@@ -37,7 +37,7 @@ from shardrec.exchange.route import Lookup
 __all__ = ["Call", "Caller", "DifferentiableOutput", "can_share", "exchange_ids", "run_step", "sharing_runs"]
 
 
-def run_step(headers: Headers, inside: BlockExchange, output: BlockExchange, calls: Sequence[Call]) -> None:
+def run_step(headers: Headers, inside: RowAllToAll, output: RowAllToAll, calls: Sequence[Call]) -> None:
     """Run calls that share an exchange, each prepared when it was made, up to their rows under way.
 
     What happens to a batch's ``values``, in order:
@@ -49,7 +49,7 @@ def run_step(headers: Headers, inside: BlockExchange, output: BlockExchange, cal
        them.
     3. ``Call.look_up``: dynamic ids become rows of their shard; one kernel call per lookup group gives float rows.
     4. ``Call.outgoing`` gives the rows in the order of the requesting ranks (pooled rows are in it already), after
-       partial sums inside a host are added up, and ``BlockExchange.start`` sends them. ``Call.issued`` looks up this
+       partial sums inside a host are added up, and ``RowAllToAll.start`` sends them. ``Call.issued`` looks up this
        rank's replicated tables in the meantime.
     5. ``Call.finish``, at the first use of the call's value, adds partial sums of row blocks, puts columns or rows in
        order, divides means, and expands duplicates and inverse indices. In backward, gradients take the opposite way:

@@ -20,7 +20,7 @@ from shardrec.exchange.blocks import BlocksInFlight, Stream
 from shardrec.exchange.cut import permuted
 from shardrec.exchange.id_weights import received_id_weights, tied
 from shardrec.exchange.payload import ShardInput
-from shardrec.exchange.pooled_output import OutputExchange
+from shardrec.exchange.pooled_output import PooledOutputLayout
 from shardrec.exchange.route import Lookup
 from shardrec.exchange.step import Call, DifferentiableOutput
 from shardrec.lookup.groups import group_tables
@@ -107,7 +107,7 @@ class ShardedEmbeddingBagCollection(ShardedCollection):
         self.lookups = tuple(lookups)
         self.replicated_lookups = tuple(lookup for lookup in lookups if lookup.layout.replicated)
         route = self._make(groups, lookups, lookups, weighted=self._is_weighted, pooled=True)
-        self._output = OutputExchange(
+        self._output_layout = PooledOutputLayout(
             route, lookups, collectives.rank, self._ranks_per_host, mean_over=collectives.mean_over
         )
         columns = [index for index, dim in enumerate(self.dims) for _ in range(dim)]
@@ -129,7 +129,7 @@ class ShardedEmbeddingBagCollection(ShardedCollection):
 
     def serve(self, asked: ShardInput) -> Stream:
         """The rows of this rank's shards for requests: the sums of each request, one request after the other."""
-        flat, out = self._output.outgoing(self.shards(asked), asked)
+        flat, out = self._output_layout.outgoing(self.shards(asked), asked)
         return Stream(flat=flat, out=out, into=[])
 
     def scripted_twin(self) -> nn.Module:
@@ -230,7 +230,7 @@ class BagCall(Call):
             collection.id_maps.hold([self._pooled], mapped)
         if received is not None:
             self._pooled = tied(self._pooled, received)
-        hosts = collection._output.hosts
+        hosts = collection._output_layout.hosts
         if hosts is None:
             return None
         self._pooled, stream = hosts.divide(self._pooled, ids.batch_sizes)
@@ -244,7 +244,7 @@ class BagCall(Call):
     def outgoing(self, inside: BlocksInFlight | None, stream: int) -> Stream:
         """The pooled rows for the ranks that asked."""
         self._collection.ask(self)
-        output, ids, pooled = self._collection._output, self._ids, self._pooled
+        output, ids, pooled = self._collection._output_layout, self._ids, self._pooled
         assert ids is not None and pooled is not None, "rows are looked up before they are sent"
         sums: list[Tensor] = []
         if output.hosts is not None:
@@ -263,7 +263,7 @@ class BagCall(Call):
     def finish(self, flight: BlocksInFlight, stream: int) -> Tensor:
         """(B, D) values of the output."""
         collection, prepared = self._collection, self.prepared
-        values = collection._output.finish(
+        values = collection._output_layout.finish(
             flight, stream, prepared.lengths.size(1), prepared.slot_sizes, self._replicated
         )
         if self._lengths is not None:

@@ -25,7 +25,7 @@ from shardrec.exchange.dedup import DistinctIds
 from shardrec.exchange.input import Prepared, SentIds
 from shardrec.exchange.payload import ShardInput
 from shardrec.exchange.route import Lookup
-from shardrec.exchange.row_output import RowExchange
+from shardrec.exchange.row_output import SequenceOutputLayout
 from shardrec.exchange.step import Call, DifferentiableOutput
 from shardrec.layout import ShardingPlan
 from shardrec.lookup.groups import group_tables
@@ -165,7 +165,7 @@ class ShardedEmbeddingCollection(ShardedCollection):
         distinct = DistinctIds(self.dedup_lookups, limits, self.device, dynamic) if self.dedup else None
         route = self._make(groups, lookups, self.sent_lookups, weighted=False, pooled=False, distinct=distinct)
         widths = [group.width or 0 for group in groups]
-        self.row_exchange = RowExchange(
+        self.output_layout = SequenceOutputLayout(
             route, widths, self._embedding_dim, collectives.rank, self.device, mean_over=collectives.mean_over
         )
 
@@ -178,7 +178,7 @@ class ShardedEmbeddingCollection(ShardedCollection):
 
     def serve(self, asked: ShardInput) -> Stream:
         """The rows of this rank's shards for requests: the rows of each request, one request after the other."""
-        return self.row_exchange.stream(self.shards.rows(asked), asked, ())
+        return self.output_layout.stream(self.shards.rows(asked), asked, ())
 
     def scripted_twin(self) -> nn.Module:
         """What TorchScript of this process sees in this module's place; :mod:`shardrec.portable` has another."""
@@ -215,7 +215,7 @@ class ShardedEmbeddingCollection(ShardedCollection):
         # Per lookup, an id's output row minus its position in to_send.
         apart = [start - key_start[lookup.feature] for lookup, start in zip(self.sent_lookups, starts, strict=False)]
         of_slots = [apart[slot.lookup] for slots in self.input.route.slots for slot in slots]
-        return self.row_exchange.targets(sent, of_slots), starts[-1]
+        return self.output_layout.targets(sent, of_slots), starts[-1]
 
     def _entries(
         self, prepared: Prepared, sent: SentIds, features: KeyedJaggedTensor, full: tuple[Tensor, Tensor] | None
@@ -290,7 +290,7 @@ class SequenceCall(Call):
         if collection.id_maps is not None:
             collection.id_maps.hold(looked_up, mapped)
         rows = mapped.in_place(looked_up)
-        self._rows = collection.row_exchange.stream(rows, ids, self.sent.counts)
+        self._rows = collection.output_layout.stream(rows, ids, self.sent.counts)
 
     def outgoing(self, inside: BlocksInFlight | None, stream: int) -> Stream:
         """The rows for the ranks that asked. There is nothing to sum inside hosts, as each row is whole."""
@@ -323,7 +323,7 @@ class SequenceCall(Call):
     def finish(self, flight: BlocksInFlight, stream: int) -> tuple[Tensor, list[SequenceKey]]:
         """(N, D) rows of the lookups of cut tables, and the output's entries."""
         assert self._target is not None, "the places were found when the rows were sent"
-        rows = self._collection.row_exchange.finish(flight, stream, self._target, self._output_rows)
+        rows = self._collection.output_layout.finish(flight, stream, self._target, self._output_rows)
         if self._zero_row:
             rows = nn.functional.pad(rows, [0, 0, 1, 0])
         if self._places is not None:

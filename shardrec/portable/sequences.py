@@ -63,7 +63,7 @@ class PortableSequences(PortableTwin):
         self.embeddings = parameters_of(collection.embeddings)
         self.dim = collection.embedding_dim()
         self.need_indices = collection.need_indices()
-        rows = collection.row_exchange
+        rows = collection.output_layout
         self.unit = rows.unit
         self.slot_lookups = list_of(int, [slot.lookup for slots in route.slots for slot in slots])
         self.widths = list_of(int, list(rows.widths))
