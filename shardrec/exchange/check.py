@@ -46,17 +46,17 @@ def ids_are_valid(batch: Batch, limits: Tensor, *, unlimited: bool) -> Tensor:
     return sound
 
 
-def are_sound(lengths: Tensor, values: Tensor, limits: Tensor, unlimited: bool, asking: bool) -> Tensor:
+def are_sound(lengths: Tensor, values: Tensor, limits: Tensor, unlimited: bool, may_read: bool) -> Tensor:
     """:func:`ids_are_valid` of plain tensors: ``lengths`` (F, B), ``values`` (N,). TorchScript also compiles it.
 
-    With ``asking``, it may read values that are on the host, which a tracer cannot.
+    With ``may_read``, it may read values that are on the host, which a tracer cannot.
     """
     count = values.size(0)
     lengths_F = lengths.sum(dim=1, dtype=torch.int64)
     sound = add_up(lengths, lengths_F, count)
-    if limits.numel() == 0 or (asking and count == 0):
+    if limits.numel() == 0 or (may_read and count == 0):
         return sound
-    if asking and not values.is_cuda:
+    if may_read and not values.is_cuda:
         if not bool(sound):
             return sound
         limit_N = limits.repeat_interleave(lengths_F, output_size=count)

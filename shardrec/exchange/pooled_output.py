@@ -81,7 +81,7 @@ class PooledOutputLayout:
     def stream(
         self,
         pooled: Tensor,
-        asked: ShardInput,
+        shard_input: ShardInput,
         slot_sizes: Sequence[int] | None,
         sums: Sequence[Tensor] = (),
     ) -> Stream:
@@ -89,34 +89,34 @@ class PooledOutputLayout:
 
         Args:
             pooled: (B_all, D_mine) float32, rank after rank, without the columns that are summed on hosts.
-            asked: the ids that the ranks requested, which were looked up.
+            shard_input: the ids that the ranks requested, which were looked up.
             slot_sizes: batch size of each of the S slots of all ranks in the local batch, if they differ; else None.
             sums: the sums from :attr:`hosts`, if that is not None.
         """
-        flat, out = self.outgoing(pooled, asked, sums)
-        size = asked.batch_sizes[self._rank]
+        flat, out = self.outgoing(pooled, shard_input, sums)
+        size = shard_input.batch_sizes[self._rank]
         ragged_in = None if slot_sizes is None else self._ragged(size, slot_sizes)
         into = [self._shapes_in(other, size, ragged_in) for other in range(self.world_size)]
         return Stream(flat=flat, out=out, into=into)
 
     def outgoing(
-        self, pooled: Tensor, asked: ShardInput, sums: Sequence[Tensor] = ()
+        self, pooled: Tensor, shard_input: ShardInput, sums: Sequence[Tensor] = ()
     ) -> tuple[Tensor, list[list[Shape]]]:
         """The rows that this rank sends to each rank (on a server: to each request), one after the other, and their
         shapes.
 
         Args:
             pooled: as :meth:`stream` takes it.
-            asked: as :meth:`stream` takes it.
+            shard_input: as :meth:`stream` takes it.
             sums: as :meth:`stream` takes it.
         """
         mine = self.widths[self._rank]
         out: list[list[Shape]] = []
-        plain = not any(asked.slot_sizes) and self._sums is None
-        blocks = [] if plain else list(pooled.split(list(asked.batch_sizes)))
+        plain = not any(shard_input.slot_sizes) and self._sums is None
+        blocks = [] if plain else list(pooled.split(list(shard_input.batch_sizes)))
         parts: list[Tensor] = []
-        for other, rows in enumerate(asked.batch_sizes):
-            sizes = asked.slot_sizes[other]
+        for other, rows in enumerate(shard_input.batch_sizes):
+            sizes = shard_input.slot_sizes[other]
             shapes: list[Shape] = [(rows, mine)]
             if sizes is not None:
                 direct_sizes = tuple(sizes[number] for number in self._slots[self._rank])

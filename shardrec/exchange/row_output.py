@@ -76,20 +76,20 @@ class SequenceOutputLayout:
         self._units = [width // self.column_unit for width in self.widths]
         self.rank_major = lru_cache(maxsize=_SOURCES)(self._new_rank_major)
 
-    def stream(self, rows: Sequence[Tensor], asked: ShardInput, sent: Sequence[Sequence[int]]) -> Stream:
+    def stream(self, rows: Sequence[Tensor], shard_input: ShardInput, sent: Sequence[Sequence[int]]) -> Stream:
         """The stream that this rank sends, with the shapes that it receives.
 
         Args:
             rows: per group, (n, w) float32, slot-major.
-            asked: the ids that the ranks requested, whose rows these are.
+            shard_input: the ids that the ranks requested, whose rows these are.
             sent: per rank, the number of ids of each group that this rank sent to it.
         """
         flat = torch.zeros(0, device=self._device)
         if rows:
-            flat = _Pack.apply(asked.counts, self._orders(asked), *rows)  # type: ignore[no-untyped-call]
+            flat = _Pack.apply(shard_input.counts, self._orders(shard_input), *rows)  # type: ignore[no-untyped-call]
         return Stream(
             flat=flat,
-            out=[self._parts(counts) for counts in asked.counts],
+            out=[self._parts(counts) for counts in shard_input.counts],
             into=[self._parts(counts) for counts in sent],
         )
 
@@ -127,12 +127,12 @@ class SequenceOutputLayout:
     def _parts(self, counts: Sequence[int]) -> list[Shape]:
         return list(zip(counts, self.widths, strict=True))
 
-    def _orders(self, asked: ShardInput) -> list[Tensor]:
+    def _orders(self, shard_input: ShardInput) -> list[Tensor]:
         orders, slot = [], 0
-        rank_major = self.rank_major(len(asked.batch_sizes))
-        for group, count in enumerate(asked.group_ids):
+        rank_major = self.rank_major(len(shard_input.batch_sizes))
+        for group, count in enumerate(shard_input.group_ids):
             slots = self._group_slots[group]
-            lengths = asked.lengths[slot : slot + slots].reshape(-1)
+            lengths = shard_input.lengths[slot : slot + slots].reshape(-1)
             slot += slots
             places = torch.arange(count, device=self._device)
             if count:
@@ -154,9 +154,9 @@ def column_unit_targets(
     Args:
         positions: (N_sent,) int64, position of each sent id, in order of travel.
         slot_ids: (S,) number of ids of each slot of all ranks.
-        firsts: (S,) int64, column unit of the output where an id's columns of the slot begin, less those of its position.
+        firsts: (S,) int64, output's column unit where an id's columns of the slot begin, less those of its position.
         slot_column_units: (S,) int64, column units of a slot's columns.
-        units: column units of a row of the output.
+        units: of a row of the output.
         total: column units that are received.
 
     Returns:

@@ -68,8 +68,8 @@ def run_step(headers: Headers, inside: RowAllToAll, output: RowAllToAll, calls: 
         PeerError: if another rank is gone.
     """
     exchange_ids(headers, [call for call in calls if call.sent is None])
-    asked = [call.received() for call in calls]
-    partial_sums = [call.look_up(ids) for call, ids in zip(calls, asked, strict=True)]
+    shard_inputs = [call.received() for call in calls]
+    partial_sums = [call.look_up(shard_input) for call, shard_input in zip(calls, shard_inputs, strict=True)]
     streams = [stream for stream in partial_sums if stream is not None]
     requires_grad = any(call.requires_grad for call in calls)
     inside_flight = inside.start(streams, requires_grad=requires_grad) if streams else None
@@ -145,7 +145,7 @@ class Call(abc.ABC):
         self._stream = 0
 
     @abc.abstractmethod
-    def look_up(self, ids: ShardInput) -> Stream | None:
+    def look_up(self, shard_input: ShardInput) -> Stream | None:
         """Look up the rows, which the call keeps; gives the partial sums to be added up inside hosts, or None."""
 
     @abc.abstractmethod
@@ -205,7 +205,7 @@ class Call(abc.ABC):
                 self.on_value(self, value)
         return value
 
-    def ask(self, sent: SentIds, receive: Callable[[], ShardInput]) -> None:
+    def set_receive(self, sent: SentIds, receive: Callable[[], ShardInput]) -> None:
         """Record that its ids are being sent; ``receive`` waits for those of all ranks."""
         self.sent, self._receive = sent, receive
 
@@ -266,11 +266,11 @@ def exchange_ids(headers: Headers, calls: Sequence[Call]) -> None:
         sent.append(call.input.pack(call.prepared, counts, notes))
     if headers.collectives.world_size == 1:
         for call, sent_ids, rows in zip(calls, sent, own_headers, strict=True):
-            call.ask(sent_ids, partial(call.input.payload.unpack_local, sent_ids.parts[0], rows[0]))
+            call.set_receive(sent_ids, partial(call.input.payload.unpack_local, sent_ids.parts[0], rows[0]))
         return
     payloads = _Payloads(headers.collectives, calls, sent, own_headers)
     for number, call in enumerate(calls):
-        call.ask(sent[number], partial(payloads.receive, number))
+        call.set_receive(sent[number], partial(payloads.receive, number))
 
 
 class _Payloads:

@@ -232,14 +232,14 @@ class ShardLookup:
             if local.group.mode is GroupMode.DENSE:
                 local.parameters = tuple(parameters[shard] for shard in local.shards)
 
-    def __call__(self, ids: ShardInput, allocate: Callable[[int], Tensor] | None = None) -> Tensor:
+    def __call__(self, shard_input: ShardInput, allocate: Callable[[int], Tensor] | None = None) -> Tensor:
         """(B_all, D) float32 pooled columns, group after group.
 
         Args:
-            ids: the ids to look up.
+            shard_input: the ids to look up.
             allocate: returns (n,) float32 memory for the result; default: a new tensor.
         """
-        batch = ids.lengths.size(1)
+        batch = shard_input.lengths.size(1)
         if (
             allocate is not None
             and self._width
@@ -248,26 +248,28 @@ class ShardLookup:
             whole = allocate(batch * self._width).view(batch, self._width)
             spans = list(pairwise(accumulate((local.width for local in self._local_groups), initial=0)))
             # Detached: autograd must not see that they are views of one tensor.
-            parts = self._rows(ids, [whole[:, start:end].data for start, end in spans])
+            parts = self._rows(shard_input, [whole[:, start:end].data for start, end in spans])
             joined: Tensor = _Joined.apply([whole], spans, *parts)  # type: ignore[no-untyped-call]
             return joined
-        pooled = self.rows(ids)
+        pooled = self.rows(shard_input)
         if not pooled:
             return torch.zeros((batch, 0), device=self._device)
         return pooled[0] if len(pooled) == 1 else torch.cat(pooled, dim=1)
 
-    def rows(self, ids: ShardInput) -> list[Tensor]:
+    def rows(self, shard_input: ShardInput) -> list[Tensor]:
         """Per group, (B_all, D_group) pooled columns, or (n, w) rows without pooling."""
-        return self._rows(ids, [None] * len(self._local_groups))
+        return self._rows(shard_input, [None] * len(self._local_groups))
 
-    def _rows(self, ids: ShardInput, outs: Sequence[Tensor | None]) -> list[Tensor]:
+    def _rows(self, shard_input: ShardInput, outs: Sequence[Tensor | None]) -> list[Tensor]:
         """:meth:`rows`, with the memory of each group's pooled columns, if all banks write in place."""
         slots = accumulate((len(local.slots) for local in self._local_groups), initial=0)
-        edges = zip(pairwise(accumulate(ids.group_ids, initial=0)), pairwise(slots), strict=True)
+        edges = zip(pairwise(accumulate(shard_input.group_ids, initial=0)), pairwise(slots), strict=True)
         group_rows = []
         for local, out, ((start, end), (first, last)) in zip(self._local_groups, outs, edges, strict=True):
-            id_weights = None if ids.weights is None else ids.weights[start:end]
-            group_rows.append(local.look_up(ids.ids[start:end], ids.lengths[first:last], id_weights, out))
+            id_weights = None if shard_input.weights is None else shard_input.weights[start:end]
+            group_rows.append(
+                local.look_up(shard_input.ids[start:end], shard_input.lengths[first:last], id_weights, out)
+            )
         return group_rows
 
     def scripted(self) -> tuple[nn.ModuleList, list[int]]:

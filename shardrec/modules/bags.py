@@ -127,9 +127,9 @@ class ShardedEmbeddingBagCollection(ShardedCollection):
     def _pending(self, call: Call) -> LazyAwaitable[KeyedTensor]:
         return PooledEmbeddings(call, self)
 
-    def serve(self, asked: ShardInput) -> Stream:
+    def serve(self, shard_input: ShardInput) -> Stream:
         """The rows of this rank's shards for requests: the sums of each request, one request after the other."""
-        flat, out = self._output_layout.outgoing(self.shards(asked), asked)
+        flat, out = self._output_layout.outgoing(self.shards(shard_input), shard_input)
         return Stream(flat=flat, out=out, into=[])
 
     def scripted_twin(self) -> nn.Module:
@@ -207,25 +207,26 @@ class BagCall(Call):
         super().__init__(collection.context.queue.used, collection.input, prepared, requires_grad=requires_grad)
         self._collection = collection
         self._assigns_new_ids = collection.assigns_new_ids()
-        self._ids: ShardInput | None = None
+        self._shard_input: ShardInput | None = None
         self._pooled: Tensor | None = None
         self._replicated: Tensor | None = None
         self._lengths: Tensor | None = None
 
-    def look_up(self, ids: ShardInput) -> Stream | None:
+    def look_up(self, shard_input: ShardInput) -> Stream | None:
         """Look up the pooled rows of this rank's shards; returns the ones to be summed inside hosts."""
         collection = self._collection
-        self._ids = ids
+        self._shard_input = shard_input
         weights, received = self._weights_with_grad, None
         if weights is not None:
             assert self.sent is not None, "ids are sent before they are looked up"
-            received = received_id_weights(weights, self.sent, ids, collection.context.collectives)
+            received = received_id_weights(weights, self.sent, shard_input, collection.context.collectives)
         mapped = collection.mapped(
-            ids if received is None else replace(ids, weights=received), assign_new_ids=self._assigns_new_ids
+            shard_input if received is None else replace(shard_input, weights=received),
+            assign_new_ids=self._assigns_new_ids,
         )
         # Memory from which pooled rows can usually be sent without a copy.
         allocate = collection.context.collectives.allocate
-        self._pooled = collection.shards(mapped.asked, lambda numel: allocate(numel, collection.device))
+        self._pooled = collection.shards(mapped.shard_input, lambda numel: allocate(numel, collection.device))
         if collection.id_maps is not None:
             collection.id_maps.hold([self._pooled], mapped)
         if received is not None:
@@ -233,7 +234,7 @@ class BagCall(Call):
         hosts = collection._output_layout.hosts
         if hosts is None:
             return None
-        self._pooled, stream = hosts.divide(self._pooled, ids.batch_sizes)
+        self._pooled, stream = hosts.divide(self._pooled, shard_input.batch_sizes)
         return stream
 
     @property
@@ -243,15 +244,15 @@ class BagCall(Call):
 
     def outgoing(self, inside: BlocksInFlight | None, stream: int) -> Stream:
         """The pooled rows for the ranks that asked."""
-        self._collection.ask(self)
-        output, ids, pooled = self._collection._output_layout, self._ids, self._pooled
-        assert ids is not None and pooled is not None, "rows are looked up before they are sent"
+        self._collection.before_row_exchange(self)
+        output, shard_input, pooled = self._collection._output_layout, self._shard_input, self._pooled
+        assert shard_input is not None and pooled is not None, "rows are looked up before they are sent"
         sums: list[Tensor] = []
         if output.hosts is not None:
             assert inside is not None, "what was divided was sent"
-            sums = output.hosts.finish(inside, stream, ids.batch_sizes)
-        self._ids = self._pooled = None
-        return output.stream(pooled, ids, self.prepared.slot_sizes, sums)
+            sums = output.hosts.finish(inside, stream, shard_input.batch_sizes)
+        self._shard_input = self._pooled = None
+        return output.stream(pooled, shard_input, self.prepared.slot_sizes, sums)
 
     def issued(self) -> None:
         """Look up the replicated tables while the rows are being exchanged."""

@@ -159,10 +159,10 @@ class ShardedCollection(nn.Module, abc.ABC):
     def new_call(self, features: Any) -> Call:
         """A forward's call, whose ids are not under way yet."""
 
-    def ask(self, call: Call) -> None:
-        """The rows that a call asked for are exchanged next."""
-        if self.storage.ask is not None and call.sent is not None:
-            self.storage.ask(self.input, call.prepared, call.sent)
+    def before_row_exchange(self, call: Call) -> None:
+        """Called just before the exchange of a call's rows; embedding servers use it to attach the ids."""
+        if self.storage.on_row_exchange is not None and call.sent is not None:
+            self.storage.on_row_exchange(self.input, call.prepared, call.sent)
 
     @abc.abstractmethod
     def _pending(self, call: Call) -> LazyAwaitable[Any]:
@@ -177,7 +177,7 @@ class ShardedCollection(nn.Module, abc.ABC):
         """The module that TorchScript in this process, and a tracer, use instead of this one."""
 
     @abc.abstractmethod
-    def serve(self, asked: ShardInput) -> Stream:
+    def serve(self, shard_input: ShardInput) -> Stream:
         """The rows of this rank's shards for requests, one request after the other; see :mod:`shardrec.rpc`."""
 
     def bad_ids(self) -> dict[str, int]:
@@ -239,9 +239,10 @@ class ShardedCollection(nn.Module, abc.ABC):
             self.id_maps is not None and self.training and self.storage.trains and torch._C._current_graph_task_id() < 0
         )
 
-    def mapped(self, asked: ShardInput, *, assign_new_ids: bool) -> Mapped:
+    def mapped(self, shard_input: ShardInput, *, assign_new_ids: bool) -> Mapped:
         """The ids that all ranks requested, with rows in place of dynamic ids."""
-        return Mapped(asked=asked) if self.id_maps is None else self.id_maps(asked, assign_new_ids=assign_new_ids)
+        maps = self.id_maps
+        return Mapped(shard_input=shard_input) if maps is None else maps(shard_input, assign_new_ids=assign_new_ids)
 
     @torch.no_grad()
     def renew_rows(self, shard: Shard, rows: Tensor, step: int) -> None:
@@ -347,7 +348,7 @@ class ShardedCollection(nn.Module, abc.ABC):
 
     def _is_at_step(self, layout: TableLayout) -> bool:
         """Whether lookups of this rank leave a table's gradients for the step; what leaves for servers is theirs."""
-        return self.context.options.updates_at_step and (layout.replicated or self.storage.ask is None)
+        return self.context.options.updates_at_step and (layout.replicated or self.storage.on_row_exchange is None)
 
     def unreduced_parameters(self) -> list[nn.Parameter]:
         """This rank's shards of the cut tables, whose gradients are its own."""

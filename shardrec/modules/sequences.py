@@ -176,9 +176,9 @@ class ShardedEmbeddingCollection(ShardedCollection):
     def _pending(self, call: Call) -> LazyAwaitable[dict[str, JaggedTensor]]:
         return SequenceEmbeddings(call, need_indices=self._need_indices)
 
-    def serve(self, asked: ShardInput) -> Stream:
+    def serve(self, shard_input: ShardInput) -> Stream:
         """The rows of this rank's shards for requests: the rows of each request, one request after the other."""
-        return self.output_layout.stream(self.shards.rows(asked), asked, ())
+        return self.output_layout.stream(self.shards.rows(shard_input), shard_input, ())
 
     def scripted_twin(self) -> nn.Module:
         """What TorchScript of this process sees in this module's place; :mod:`shardrec.portable` has another."""
@@ -281,20 +281,20 @@ class SequenceCall(Call):
         self._output_rows = 0
         self._entries: list[SequenceKey] = []
 
-    def look_up(self, ids: ShardInput) -> None:
+    def look_up(self, shard_input: ShardInput) -> None:
         """The rows of this rank's shards."""
         assert self.sent is not None, "ids are sent before they are looked up"
         collection = self._collection
-        mapped = collection.mapped(ids, assign_new_ids=self._assigns_new_ids)
-        looked_up = collection.shards.rows(mapped.asked)
+        mapped = collection.mapped(shard_input, assign_new_ids=self._assigns_new_ids)
+        looked_up = collection.shards.rows(mapped.shard_input)
         if collection.id_maps is not None:
             collection.id_maps.hold(looked_up, mapped)
         rows = mapped.in_place(looked_up)
-        self._rows = collection.output_layout.stream(rows, ids, self.sent.counts)
+        self._rows = collection.output_layout.stream(rows, shard_input, self.sent.counts)
 
     def outgoing(self, inside: BlocksInFlight | None, stream: int) -> Stream:
         """The rows for the ranks that asked. There is nothing to sum inside hosts, as each row is whole."""
-        self._collection.ask(self)
+        self._collection.before_row_exchange(self)
         rows, self._rows = self._rows, None
         assert rows is not None, "rows are looked up before they are sent"
         return rows
