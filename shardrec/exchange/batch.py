@@ -97,7 +97,7 @@ class WithDropped:
     """The batch that still has the ids that were dropped from a ``Batch``; see :mod:`shardrec.exchange.bad_ids`.
 
     Args:
-        order: (N,) int64 place here of each id of the ``Batch``.
+        order: (N,) int64 position here of each id of the ``Batch``.
         kept: (N,) bool, whether each id is looked up.
         lengths: (F, B) ids of each bag, as given.
         values: (N,) ids, wrapped, and 0 where they are not looked up.
@@ -135,9 +135,9 @@ class Batch:
     offsets_fit: Tensor | None = None
     with_dropped: WithDropped | None = None
 
-    def places_as_given(self, places: Tensor) -> Tensor:
-        """The positions in the input of the ids at positions ``places`` (M,), integer, of this batch."""
-        return places if self.with_dropped is None else self.with_dropped.order.index_select(0, places)
+    def input_positions(self, positions: Tensor) -> Tensor:
+        """The positions in the input of the ids at ``positions`` (M,), integer, of this batch."""
+        return positions if self.with_dropped is None else self.with_dropped.order.index_select(0, positions)
 
     @property
     def size(self) -> int:

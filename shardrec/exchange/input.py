@@ -251,7 +251,7 @@ class InputExchange:
         counts_WG = tuple(tuple(counts[q * groups : (q + 1) * groups]) for q in range(self._world_size))
         values, weights, positions = self.cutter.in_slots(prepared.cut, sum(counts))
         if positions is not None and not self.per_id:
-            positions = prepared.to_send.places_as_given(positions)
+            positions = prepared.to_send.input_positions(positions)
         totals = [sum(one) for one in counts_WG]
         return SentIds(
             parts=self.payload.pack(prepared.lengths, values, weights, totals, prepared.slot_sizes),

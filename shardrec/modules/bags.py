@@ -164,12 +164,14 @@ class ShardedEmbeddingBagCollection(ShardedCollection):
         """
         if self.replicas is None:
             return None
-        order, places = self._replicated_positions(batch.keys).to(torch.int32), None
+        order, positions = self._replicated_positions(batch.keys).to(torch.int32), None
         if weights_with_grad is not None:
-            places = torch.arange(batch.values.numel(), dtype=torch.int32, device=self.device)
-        lengths, ids, weights, places = permuted(order, batch.lengths, batch.values, batch.weights, places, sum(counts))
-        if weights_with_grad is not None and places is not None:
-            weights = weights_with_grad.index_select(0, batch.places_as_given(places)).to(torch.float32)
+            positions = torch.arange(batch.values.numel(), dtype=torch.int32, device=self.device)
+        lengths, ids, weights, positions = permuted(
+            order, batch.lengths, batch.values, batch.weights, positions, sum(counts)
+        )
+        if weights_with_grad is not None and positions is not None:
+            weights = weights_with_grad.index_select(0, batch.input_positions(positions)).to(torch.float32)
         return self.replicas(ids, lengths, weights, counts)
 
     def _bag_lengths(self, batch: Batch) -> Tensor | None:
@@ -193,8 +195,8 @@ class ShardedEmbeddingBagCollection(ShardedCollection):
 
 
 def _positions(features: Sequence[str], device: torch.device, keys: tuple[str, ...]) -> Tensor:
-    place = {key: index for index, key in enumerate(keys)}
-    return torch.tensor([place[one] for one in features], dtype=torch.int64, device=device)
+    position = {key: index for index, key in enumerate(keys)}
+    return torch.tensor([position[one] for one in features], dtype=torch.int64, device=device)
 
 
 class BagCall(Call):

@@ -334,11 +334,11 @@ class ShardedCollection(nn.Module, abc.ABC):
                     parameters[shard]._in_backward_optimizers = []  # type: ignore[attr-defined]
             tensors = {shard: parameter.detach() for shard, parameter in parameters.items()}
             if isinstance(values, TableDraw):
-                for place, tensor in tensors.items():
-                    values.fill(tensor, place)
+                for local_shard, tensor in tensors.items():
+                    values.fill(tensor, local_shard)
             elif isinstance(values, Mapping):
-                for place, tensor in tensors.items():
-                    tensor.copy_(values[place].detach())
+                for local_shard, tensor in tensors.items():
+                    tensor.copy_(values[local_shard].detach())
             elif tensors:
                 load_table(layout, tensors, values)
             dtype, fused = self._lookup_tables[name].dtype, name in self._given.optimizers

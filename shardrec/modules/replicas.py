@@ -113,9 +113,9 @@ def make_groups(group: dist.ProcessGroup | None, replicas: int, device: torch.de
     if whole is None or replicas == 1:
         return ReplicaGroups(ranks=ranks, replica=0, inside=whole, peers=None, everyone=None)
     size = len(ranks[0])
-    replica, place = divmod(collectives.rank, size)
+    replica, replica_rank = divmod(collectives.rank, size)
     inside = subgroup(whole, ranks[replica], device) if size > 1 else None
-    peers = subgroup(whole, [row[place] for row in ranks], device)
+    peers = subgroup(whole, [row[replica_rank] for row in ranks], device)
     everyone = subgroup(whole, range(collectives.world_size), device, backend="gloo")
     headers = Headers(collectives_of(everyone), torch.device("cpu"))
     return ReplicaGroups(ranks=ranks, replica=replica, inside=inside, peers=peers, everyone=headers)
