@@ -124,7 +124,7 @@ class PooledOutputLayout:
                 blocks[other], shapes = ragged.strip(blocks[other]), ragged.shapes
             if not plain:
                 parts.append(blocks[other].reshape(-1))
-            if self._is_peer(other):
+            if self._has_same_local_rank(other):
                 summed = sums[other // self._ranks_per_host]
                 parts.append(summed.reshape(-1))
                 shapes.append((rows, summed.size(1)))
@@ -163,18 +163,18 @@ class PooledOutputLayout:
         if self._sums is None:
             return []
         sums = []
-        for other in filter(self._is_peer, range(self.world_size)):
+        for other in filter(self._has_same_local_rank, range(self.world_size)):
             width = self._sums.width(other // self._ranks_per_host)
             sums.append(flats[other][flats[other].numel() - size * width :].view(size, width))
         return sums
 
-    def _is_peer(self, other: int) -> bool:
+    def _has_same_local_rank(self, other: int) -> bool:
         """Whether sums over hosts travel between this rank and ``other``."""
         return self._sums is not None and (other - self._rank) % self._ranks_per_host == 0
 
     def _shapes_in(self, other: int, size: int, ragged: list[Ragged] | None) -> list[Shape]:
         shapes = [(size, self.widths[other])] if ragged is None else ragged[other].shapes
-        if self._sums is not None and self._is_peer(other):
+        if self._sums is not None and self._has_same_local_rank(other):
             shapes = [*shapes, (size, self._sums.width(other // self._ranks_per_host))]
         return shapes
 

@@ -202,8 +202,8 @@ def shard(
     groups = make_groups(group, copies, target)
     if target.type == "cpu":
         keep_large_blocks()
-    alone = groups.inside is None
-    exchange = LocalCollectives() if alone else transport_of(groups.inside, target, transport)
+    alone = groups.within is None
+    exchange = LocalCollectives() if alone else transport_of(groups.within, target, transport)
     options = ExchangeOptions(
         comms=comms or QuantizedComms(),
         output_dtype=output_dtype,
@@ -214,7 +214,7 @@ def shard(
     context = ModelContext(exchange, target, options)
     replaced: dict[int, ShardedCollection] = {}
     for path, module in collections.items():
-        given: dict[str, Any] = {"path": path, "device": target, "group": groups.inside, "context": context}
+        given: dict[str, Any] = {"path": path, "device": target, "group": groups.within, "context": context}
         replaced[id(module)] = sharded_collection(module, plan, dedup=dedup, **given)
     model = with_sharded(put_in_place(model, raw), replaced, target)
     everyone = (group or dist.group.WORLD) if collectives.world_size > 1 else None

@@ -87,15 +87,15 @@ class ReplicaGroups:
     Args:
         ranks: of each replica, as ranks of the whole group.
         replica: number of this rank's replica.
-        inside: the ranks that share this copy of the tables; None for a single one.
-        peers: the ranks that hold the same shards in each replica; None for a single replica.
+        within: the ranks that share this copy of the tables; None for a single one.
+        across: the ranks that hold the same shards in each replica; None for a single replica.
         everyone: all the ranks, on the CPU, to agree about a step without waiting for a device; None for one replica.
     """
 
     ranks: tuple[tuple[int, ...], ...]
     replica: int
-    inside: dist.ProcessGroup | None
-    peers: dist.ProcessGroup | None
+    within: dist.ProcessGroup | None
+    across: dist.ProcessGroup | None
     everyone: Headers | None
 
 
@@ -111,14 +111,14 @@ def make_groups(group: dist.ProcessGroup | None, replicas: int, device: torch.de
     ranks = replica_ranks(collectives.world_size, replicas)
     whole = (group or dist.group.WORLD) if collectives.world_size > 1 else None
     if whole is None or replicas == 1:
-        return ReplicaGroups(ranks=ranks, replica=0, inside=whole, peers=None, everyone=None)
+        return ReplicaGroups(ranks=ranks, replica=0, within=whole, across=None, everyone=None)
     size = len(ranks[0])
     replica, replica_rank = divmod(collectives.rank, size)
-    inside = subgroup(whole, ranks[replica], device) if size > 1 else None
-    peers = subgroup(whole, [row[replica_rank] for row in ranks], device)
+    within = subgroup(whole, ranks[replica], device) if size > 1 else None
+    across = subgroup(whole, [row[replica_rank] for row in ranks], device)
     everyone = subgroup(whole, range(collectives.world_size), device, backend="gloo")
     headers = Headers(collectives_of(everyone), torch.device("cpu"))
-    return ReplicaGroups(ranks=ranks, replica=replica, inside=inside, peers=peers, everyone=headers)
+    return ReplicaGroups(ranks=ranks, replica=replica, within=within, across=across, everyone=headers)
 
 
 def subgroup(
