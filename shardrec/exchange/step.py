@@ -260,10 +260,11 @@ def exchange_ids(headers: Headers, calls: Sequence[Call]) -> None:
     column = FIXED_COLUMNS
     sent, own_headers = [], []
     for call in calls:
-        counts, *notes = (list(islice(numbers, one.numel())) for one in (call.prepared.counts, *call.prepared.notes))
+        tensors = (call.prepared.counts, *call.prepared.extra_counts)
+        counts, *extra_counts = (list(islice(numbers, tensor.numel())) for tensor in tensors)
         own_headers.append([header[column : column + call.input.columns] for header in received])
         column += call.input.columns
-        sent.append(call.input.pack(call.prepared, counts, notes))
+        sent.append(call.input.pack(call.prepared, counts, extra_counts))
     if headers.collectives.world_size == 1:
         for call, sent_ids, rows in zip(calls, sent, own_headers, strict=True):
             call.set_receive(sent_ids, partial(call.input.payload.unpack_local, sent_ids.parts[0], rows[0]))
@@ -311,14 +312,14 @@ class _Payloads:
 
 
 def _exchange_headers(headers: Headers, calls: Sequence[Call]) -> tuple[Iterator[int], list[list[int]]]:
-    """Tell all ranks the sizes; the counts, the notes and the headers received come to the host in one copy.
+    """Tell all ranks the sizes; all counts, and the headers received, come to the host in one copy.
 
     Returns:
-        Counts and notes of the calls, and the header of each rank.
+        All counts of the calls, and the header of each rank.
     """
     agreement = "; ".join(call.prepared.agreement for call in calls)
     received = headers.exchange(_header(headers, calls, agreement))
-    wanted = [tensor.flatten() for call in calls for tensor in (call.prepared.counts, *call.prepared.notes)]
+    wanted = [tensor.flatten() for call in calls for tensor in (call.prepared.counts, *call.prepared.extra_counts)]
     numbers: list[int] = torch.cat([*wanted, received.flatten()]).tolist()
     if received.is_cuda:
         headers.collectives.raise_told("header exchange")

@@ -204,7 +204,7 @@ class BagCall(Call):
 
     def __init__(self, collection: ShardedEmbeddingBagCollection, features: KeyedJaggedTensor) -> None:
         prepared = collection.input.prepare(features, collection._agreement(), collection.fault())
-        prepared = replace(prepared, notes=collection._replicated_counts(prepared.batch))
+        prepared = replace(prepared, extra_counts=collection._replicated_counts(prepared.batch))
         requires_grad = prepared.weights_require_grad or collection.has_trainable_shards
         super().__init__(collection.context.queue.used, collection.input, prepared, requires_grad=requires_grad)
         self._collection = collection

@@ -306,16 +306,17 @@ class SequenceCall(Call):
         self._target, self._output_rows = collection._targets(self.prepared, sent)
         full = _full_places(self.prepared, sent)
         self._entries = collection._entries(self.prepared, sent, self._features, full)
-        keys, given, inverse = self.prepared.given.keys, self.prepared.batch.with_dropped, self.prepared.inverse
+        keys, given = self.prepared.given.keys, self.prepared.batch.with_dropped
+        distinct_index = self.prepared.distinct_index
         self._zero_row = given is not None
-        self._places = inverse
-        if given is None and inverse is not None:
+        self._places = distinct_index
+        if given is None and distinct_index is not None:
             ids = dict(zip(keys, sent.key_ids, strict=True))
-            self._places = inverse[: sum(ids[feature] for feature, _ in collection.dedup_lookups)]
+            self._places = distinct_index[: sum(ids[feature] for feature, _ in collection.dedup_lookups)]
         if given is not None:
             kept = _by_key(keys, given.kept, sent.key_ids)
             parts = [kept[feature] for feature, _ in collection.dedup_lookups]
-            self._places = places_of_rows(torch.cat([given.kept[:0], *parts]), inverse)
+            self._places = places_of_rows(torch.cat([given.kept[:0], *parts]), distinct_index)
         if full is not None:
             rows = collection._rows_of(keys, sent, full[0])
             self._places = rows if self._places is None else self._places.index_select(0, rows)
