@@ -341,8 +341,8 @@ class ShardedCollection(nn.Module, abc.ABC):
                     tensor.copy_(values[local_shard].detach())
             elif tensors:
                 load_table(layout, tensors, values)
-            dtype, fused = self._lookup_tables[name].dtype, name in self._given.optimizers
-            modules[name] = self.storage.table(layout, parameters, self.group, dtype, fused=fused)
+            dtype, has_optimizer = self._lookup_tables[name].dtype, name in self._given.optimizers
+            modules[name] = self.storage.table(layout, parameters, self.group, dtype, has_optimizer=has_optimizer)
         self.shards.own_parameters(by_shard)
         return modules
 

@@ -28,11 +28,11 @@ class RemoteTable(ShardedTable):
     Args:
         collectives: of the trainer.
         table: arguments of :class:`ShardedTable`.
-        fused: argument of :class:`ShardedTable`.
+        has_optimizer: argument of :class:`ShardedTable`.
     """
 
-    def __init__(self, collectives: RemoteCollectives, *table: Any, fused: bool) -> None:
-        super().__init__(*table, fused=fused)
+    def __init__(self, collectives: RemoteCollectives, *table: Any, has_optimizer: bool) -> None:
+        super().__init__(*table, has_optimizer=has_optimizer)
         self._collectives = collectives
 
     def _save_to_state_dict(self, destination: MutableMapping[str, Any], prefix: str, keep_vars: bool) -> None:
