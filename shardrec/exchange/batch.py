@@ -42,7 +42,7 @@ OnBadId = Literal["error", "zero", "wrap"]
 
 _ID_DTYPES = (torch.int32, torch.int64)
 _MAX_SHOWN_KEYS = 12
-_MOST_IDS = 2**31 - 1  # lengths travel as 32 bits
+_MAX_IDS = 2**31 - 1  # lengths travel as 32 bits
 
 KEY_ORDERS = 16
 """Orders of a batch's keys for which constants are kept; of a batch with another order they are made anew."""
@@ -177,8 +177,8 @@ def form_fault(features: KeyedJaggedTensor, expect: Expectation) -> str | None:
 
 def _size_fault(features: KeyedJaggedTensor) -> str | None:
     values, weights = features.values(), features.weights_or_none()
-    if values.numel() > _MOST_IDS:
-        return f"the input has {values.numel()} ids and a batch may have {_MOST_IDS}; make the batch smaller"
+    if values.numel() > _MAX_IDS:
+        return f"the input has {values.numel()} ids and a batch may have {_MAX_IDS}; make the batch smaller"
     if weights is not None and weights.shape != values.shape:
         shapes = f"the weights have shape {tuple(weights.shape)} and the ids {tuple(values.shape)}"
         return f"{shapes}; give one weight for each id"

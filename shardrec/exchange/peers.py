@@ -51,7 +51,7 @@ _POLL_S = 0.02
 _WATCH_S = 1.0
 _SHARE_OF_LIMIT = 0.9
 """Of a group's time limit, after which the communicators are aborted, before NCCL's watchdog ends the process."""
-_MOST_SHOWN = 8
+_MAX_SHOWN = 8
 _SHOWN_ENTRIES = 4
 _ENDED, _STOPPED, _RUNS = "has ended", "is stopped by a signal", "runs"
 _GLOO_OR_NCCL = re.compile(
@@ -405,14 +405,14 @@ def _reason(look: _Look, named: Sequence[int], waited_s: float | None) -> str:
     if not named:
         return f": the {look.what} failed, because each rank waits for another: they issued different collectives"
     gone, late = [], []
-    for rank in named[:_MOST_SHOWN]:
+    for rank in named[:_MAX_SHOWN]:
         state, rank_process = look.states.get(rank, ""), _RANK_PROCESSES.get(rank)
         process = f"process {rank_process.pid}" if rank_process else "process"
         if state in (_ENDED, _STOPPED):
             gone.append(f"rank {rank}'s {process} {state}")
         else:
             late.append(f"rank {rank}" + (f" (its {process} runs)" if state else ""))
-    more = f"; and {len(named) - _MOST_SHOWN} more" if len(named) > _MOST_SHOWN else ""
+    more = f"; and {len(named) - _MAX_SHOWN} more" if len(named) > _MAX_SHOWN else ""
     if gone:
         gone += [f"{rank} did not come" for rank in late]
         return f": the {look.what} failed, because {'; '.join(gone)}{more}"
@@ -429,7 +429,7 @@ def _first_line(cause: BaseException | str) -> str:
 def _flights(look: _Look, named: Collection[int]) -> str:
     """The last collectives of this rank, of those that are named, and of some others."""
     lines = []
-    for rank in [look.me, *named, *(rank for rank in look.others if rank not in named)][:_MOST_SHOWN]:
+    for rank in [look.me, *named, *(rank for rank in look.others if rank not in named)][:_MAX_SHOWN]:
         process = _RANK_PROCESSES.get(rank)
         entries: list[str] = []
         if rank == look.me:

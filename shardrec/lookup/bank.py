@@ -32,7 +32,7 @@ from shardrec.lookup.optimizers import FusedOptimizer
 
 __all__ = ["LookupGradient", "RowGradient", "TableBank", "WidthClass", "summed"]
 
-_MOST_INT32 = 2**31 - 1
+_MAX_INT32 = 2**31 - 1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -188,7 +188,7 @@ class TableBank:
         widths = [self.shapes[table][1] for table in self.slot_tables]
         self.columns = torch.tensor([0, *accumulate(widths)][:-1], dtype=torch.int64, device=device)
         # fbgemm's backward numbers the rows of all tables in the ids' dtype.
-        self._takes_int32 = device.type == "cuda" and sum(rows for rows, _ in shapes) <= _MOST_INT32
+        self._takes_int32 = device.type == "cuda" and sum(rows for rows, _ in shapes) <= _MAX_INT32
         self._native: NativeKernel | None = None
         if native.has_kernels():
             self._native = native_kernel(

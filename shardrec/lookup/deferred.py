@@ -8,7 +8,7 @@
 
 A backward leaves what it was given, the ids and the gradient of the output. The step reads them where they are, and
 adds up a row's gradients while it updates the row, so that a backward costs nothing. Where the sums are asked for
-before (a norm, a GradScaler), or after ``_MOST_LOOKUPS`` backwards, they are added up: from then on a row of w columns
+before (a norm, a GradScaler), or after ``_MAX_LOOKUPS`` backwards, they are added up: from then on a row of w columns
 takes 4 w + 12 bytes.
 """
 
@@ -23,7 +23,7 @@ from shardrec.lookup.bank import LookupGradient, RowGradient, TableBank, summed
 
 __all__ = ["DeferredGradients"]
 
-_MOST_LOOKUPS = 4
+_MAX_LOOKUPS = 4
 
 
 class DeferredGradients:
@@ -47,7 +47,7 @@ class DeferredGradients:
         self.backwards += 1
         if self._bank is not None:
             self._lookups.append(lookup)
-            if len(self._lookups) > _MOST_LOOKUPS:
+            if len(self._lookups) > _MAX_LOOKUPS:
                 self._sum()
 
     def sums(self, *, to_change: bool = False) -> list[RowGradient]:

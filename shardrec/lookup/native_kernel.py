@@ -24,7 +24,7 @@ __all__ = ["RULES", "NativeKernel", "native_kernel", "with_neighbouring_columns"
 
 RULES = {OptimizerKind.SGD: 0, OptimizerKind.ADAGRAD: 1, OptimizerKind.ROWWISE_ADAGRAD: 2}
 """The optimizers of native/update.cpp, by its numbers."""
-_MOST_ROWS = 2**31 - 1
+_MAX_ROWS = 2**31 - 1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -129,7 +129,7 @@ def native_kernel(
         return None
     if any(one.dtype is not torch.float32 or one.device.type != "cpu" for one in weights):
         return None
-    if max(rows for rows, _ in shapes) > _MOST_ROWS:
+    if max(rows for rows, _ in shapes) > _MAX_ROWS:
         return None
     kept = [state for by_name in states for state in by_name.values()]
     whole = [_memory(part) for part in (weights, kept)]

@@ -70,7 +70,7 @@ class ShardedTable(nn.Module):
                     "torch.func.functional_call, of an assignment, or of .data =), which its lookups do not read: copy "
                     "values into the parameter, with torch.no_grad(): parameter.copy_(values)"
                 )
-            # A table without an optimizer of its own may be frozen later; one that was frozen before is sent no gradients.
+            # A table without an optimizer may be frozen later; one that was frozen before is sent no gradients.
             if torch.is_grad_enabled() and (self._has_optimizer or not requires_grad):
                 was, remedy = ("frozen", ", or call it in torch.no_grad()") if requires_grad else ("unfrozen", "")
                 return (

@@ -39,9 +39,9 @@ _WENT_ON = (
     "sharded model, or it did not call backward. Give every rank's loss a part of the model's output, such as "
     "output.sum() * 0"
 )
-_MOST_BYTES = 1 << 16
-_MOST_RELEASED = 4096
-_MOST_TOLD = 4000
+_MAX_BYTES = 1 << 16
+_MAX_RELEASED = 4096
+_MAX_TOLD = 4000
 
 
 _OPEN: WeakSet[Channel] = WeakSet()
@@ -115,7 +115,7 @@ class Channel:
         """
         self._begun = max(self._begun, key[0] + 1)
         waiting = self._released[peer]
-        released = tuple(waiting.popleft() for _ in range(min(len(waiting), _MOST_RELEASED)))
+        released = tuple(waiting.popleft() for _ in range(min(len(waiting), _MAX_RELEASED)))
         data = marshal.dumps((*key, released, what, *message))
         try:
             self._sockets[peer].send(data)
@@ -131,7 +131,7 @@ class Channel:
             fault: why, as a predicate.
             rank: whose fault it is, in the default group; default: this one's.
         """
-        data = marshal.dumps((_FAULT, 0, (), begun, dist.get_rank() if rank is None else rank, fault[:_MOST_TOLD]))
+        data = marshal.dumps((_FAULT, 0, (), begun, dist.get_rank() if rank is None else rank, fault[:_MAX_TOLD]))
         for connection in self._sockets.values():
             with contextlib.suppress(OSError):
                 connection.send(data)
@@ -192,7 +192,7 @@ class Channel:
         """Wait for the next message of a peer, whatever it is."""
         try:
             self._sockets[peer].settimeout(self._timeout_s())
-            data, descriptors, _, _ = socket.recv_fds(self._sockets[peer], _MOST_BYTES, 1)
+            data, descriptors, _, _ = socket.recv_fds(self._sockets[peer], _MAX_BYTES, 1)
         except (OSError, KeyError) as error:
             self._fail(peer, what, error)
         if not data:
