@@ -73,6 +73,6 @@ class ModelContext:
         self.device = device
         self.options = options or ExchangeOptions()
         self.headers = Headers(collectives, device)
-        self.gradients = Gradients(collectives.tell, are_reduced=collectives.world_size == 1)
+        self.gradients = Gradients(collectives.report_failure, are_reduced=collectives.world_size == 1)
         self.queue = ExchangeQueue(self.headers, self.options.comms, self.gradients.backward.begin)
         self.step = StepState()

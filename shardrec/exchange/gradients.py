@@ -33,7 +33,7 @@ class Gradients:
     """The gradients of a model's ordinary parameters, replicated tables among them.
 
     Args:
-        tell: tells the other ranks of a backward that raises here.
+        report_failure: tells the other ranks of a backward that raises here.
         are_reduced: there is nothing to average, or they are averaged elsewhere.
 
     Attributes:
@@ -45,14 +45,14 @@ class Gradients:
         backward: tells the reducer of backwards, and the other ranks of one that raises here.
     """
 
-    def __init__(self, tell: Callable[[str], None], *, are_reduced: bool) -> None:
+    def __init__(self, report_failure: Callable[[str], None], *, are_reduced: bool) -> None:
         self.reducer: Reducer | None = None
         self.are_reduced = are_reduced
         self.updates: list[Callable[[], None]] = []
         self.forwards: list[Callable[[], None]] = []
         self.accumulates = False
         self.reduce_this_backward = True
-        self.backward = BackwardWatch(tell, self._backward_begins)
+        self.backward = BackwardWatch(report_failure, self._backward_begins)
 
     def begin_forward(self) -> None:
         """A forward begins: if it has gradients, it decides whether its backward averages them."""

@@ -322,7 +322,7 @@ def _exchange_headers(headers: Headers, calls: Sequence[Call]) -> tuple[Iterator
     wanted = [tensor.flatten() for call in calls for tensor in (call.prepared.counts, *call.prepared.extra_counts)]
     numbers: list[int] = torch.cat([*wanted, received.flatten()]).tolist()
     if received.is_cuda:
-        headers.collectives.raise_told("header exchange")
+        headers.collectives.raise_reported_failure("header exchange")
     width = headers.columns
     first = len(numbers) - headers.collectives.world_size * width
     rows = [numbers[start : start + width] for start in range(first, len(numbers), width)]

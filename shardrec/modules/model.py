@@ -264,7 +264,7 @@ class ShardedModel(nn.Module):
             except InputError as shared:
                 raise shared from error
         else:
-            self.context.collectives.tell(f"raised in forward: {type(error).__name__}: {error}")
+            self.context.collectives.report_failure(f"raised in forward: {type(error).__name__}: {error}")
         if cause or refusal:
             raise InputError(f"rank {rank}: {text}") from error
 

@@ -213,17 +213,17 @@ class Averager:
 
     @torch.no_grad()
     def _run(self, tensors: Iterable[Tensor], start: Callable[[Tensor], dist.Work | None]) -> None:
-        flying: list[tuple[dist.Work, Tensor, list[Tensor]]] = []  # each with a buffer of its parts
+        in_flight: list[tuple[dist.Work, Tensor, list[Tensor]]] = []  # each with a buffer of its parts
         with peers(self._group, "averaging of the replicas' tables"):
             for parts in self._buckets(tensors):
                 buffer = parts[0] if len(parts) == 1 else torch.cat(parts)
                 work = start(buffer)
                 assert work is not None, "an asynchronous collective of a member gives its work"
-                flying.append((work, buffer, parts))
-                if len(flying) > 1:
-                    _land(*flying.pop(0))
-            for flight in flying:
-                _land(*flight)
+                in_flight.append((work, buffer, parts))
+                if len(in_flight) > 1:
+                    _wait_for(*in_flight.pop(0))
+            for flight in in_flight:
+                _wait_for(*flight)
 
     def _buckets(self, tensors: Iterable[Tensor]) -> Iterator[list[Tensor]]:
         by_dtype: dict[torch.dtype, list[Tensor]] = {}
@@ -233,7 +233,7 @@ class Averager:
             yield from stream_buckets(flat, max(1, self._bucket_bytes // dtype.itemsize))
 
 
-def _land(work: dist.Work, buffer: Tensor, parts: list[Tensor]) -> None:
+def _wait_for(work: dist.Work, buffer: Tensor, parts: list[Tensor]) -> None:
     work.wait()
     if len(parts) > 1:
         for part, values in zip(parts, buffer.split([part.numel() for part in parts]), strict=True):
