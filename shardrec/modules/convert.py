@@ -13,7 +13,7 @@ from torchrec.distributed.types import LazyAwaitable as TorchRecLazyAwaitable
 from torchrec.distributed.types import ShardingPlan as TorchRecPlan
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
 
-from shardrec._above import from_above
+from shardrec._late_imports import late_import
 from shardrec.errors import ConfigError, PlanError
 from shardrec.exchange.bad_ids import policies_of
 from shardrec.exchange.batch import OnBadId
@@ -173,7 +173,7 @@ def shard(
                 f"servers={servers} go with none of comms, replicas, transport, dynamic_ids and output_dtype; leave "
                 "these out"
             )
-        remote: ShardedModel = from_above("shard_over_servers")(
+        remote: ShardedModel = late_import("shard_over_servers")(
             model,
             plan,
             servers,

@@ -35,8 +35,8 @@ from shardrec.modules.collection import ShardedCollection
 from shardrec.modules.compiled import compiled_step, leaves
 from shardrec.modules.dense import DenseOptions, DenseReducer, DenseWrap, average_dense, dense_options
 from shardrec.modules.fx_calls import recorded_call
+from shardrec.modules.grad_scaler import refuse_scalers
 from shardrec.modules.optim import FusedOptimizers
-from shardrec.modules.scaling import refuse_scalers
 
 __all__ = ["ShardedModel", "dense_signature", "require_sharded"]
 

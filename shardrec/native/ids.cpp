@@ -9,7 +9,7 @@
 //
 // What a step does, which docs/dynamic_ids.md states, is held to a dict in Python by tests/ids/test_id_map.py.
 
-#include "ids.h"
+#include "hashing.h"
 
 #include <ATen/ATen.h>
 #include <torch/library.h>

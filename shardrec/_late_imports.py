@@ -10,13 +10,13 @@ from collections.abc import Callable
 from importlib import import_module
 from typing import Any
 
-__all__ = ["PROVIDED", "from_above"]
+__all__ = ["PROVIDED", "late_import"]
 
 PROVIDED: dict[str, str] = {}
 """The module of each function, by the function's name."""
 
 
-def from_above(name: str) -> Callable[..., Any]:
+def late_import(name: str) -> Callable[..., Any]:
     """The function that is provided under this name."""
     function: Callable[..., Any] = getattr(import_module(PROVIDED[name]), name)
     return function
