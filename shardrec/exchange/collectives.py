@@ -129,7 +129,7 @@ class Collectives(abc.ABC):
     def report_failure(self, fault: str) -> None:  # noqa: B027 - a process group cannot
         """Tell the other ranks that this one does not continue the collectives that it has begun.
 
-        They raise PeerError where they wait for these collectives; a rank without this report waits until the time limit.
+        They raise PeerError where they wait for these collectives; without this report they wait until the time limit.
 
         Args:
             fault: what happened on this rank, as a predicate: "raised in backward: ...".

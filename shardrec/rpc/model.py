@@ -96,7 +96,7 @@ def shard_over_servers(
     on_bad_id: OnBadId | Mapping[str, OnBadId],
     updates_at_step: bool,
 ) -> RemoteModel:
-    """:func:`shardrec.shard` with servers, on a trainer whose RPC agent is up; :mod:`shardrec._late_imports` provides it."""
+    """:func:`shardrec.shard` with servers, on a trainer whose RPC agent is up (:mod:`shardrec._late_imports`)."""
     trainers = collectives_of(group)
     connections = Connections(servers)
     if plan is None:
