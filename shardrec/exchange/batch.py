@@ -45,7 +45,7 @@ _MAX_SHOWN_KEYS = 12
 _MAX_IDS = 2**31 - 1  # lengths travel as 32 bits
 
 KEY_ORDERS = 16
-"""Orders of a batch's keys for which constants are kept; of a batch with another order they are made anew."""
+"""Size of the LRU cache of constants per key order."""
 
 NO_LIMIT = 2**63 - 1
 """In place of a number of rows: the ids of this key may be any; they are dynamic, or not looked up."""
@@ -59,8 +59,8 @@ class Expectation:
         tables: per lookup, its feature, its table and the table's number of rows (``NO_LIMIT`` of dynamic ids).
         weighted: whether each id has a float weight.
         device: where the tensors must be.
-        pooled: features of different batch sizes need inverse indices, because their bags end up side by side; else
-            inverse indices are used if each feature has its own batch size.
+        pooled: whether bags are summed, so that features of different batch sizes need inverse indices; else these are
+            optional.
         on_bad_id: the policy for ids outside their table, of each feature for which they are not an error.
     """
 
@@ -169,7 +169,7 @@ def form_fault(features: KeyedJaggedTensor, expect: Expectation) -> str | None:
     given, offsets = features.lengths_or_none(), features.offsets_or_none()
     lengths = offsets if given is None else given
     if lengths is None:
-        return None  # torchrec has words for it
+        return None  # torchrec raises an error for it
     if lengths.dtype not in _ID_DTYPES:
         return f"the lengths are {_name(lengths.dtype)}; lengths (or offsets) must be int32 or int64"
     return _device_fault("lengths", lengths, expect)

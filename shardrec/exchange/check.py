@@ -3,7 +3,7 @@
 Shapes: F features of the KeyedJaggedTensor, B samples, N ids.
 
 [Note: validation without a host sync]
-Nothing here reads a tensor's value on the host before the header exchange does. :func:`ids_are_valid` gives a 0-d
+Nothing here reads a CUDA tensor's value on the host before the header exchange does. :func:`ids_are_valid` gives a 0-d
 tensor; the caller multiplies the lengths by it, so that the kernels downstream see an empty batch instead of reading
 past the end of a bad one, and sends it in the header. Only if the header says that a rank's batch is bad does that rank
 compose a message (:func:`describe_fault`).

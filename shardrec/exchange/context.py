@@ -23,7 +23,7 @@ __all__ = ["ExchangeOptions", "ModelContext", "StepState"]
 
 @dataclass(frozen=True, kw_only=True)
 class ExchangeOptions:
-    """What :func:`shardrec.shard` was told of a model's exchanges.
+    """The options of :func:`shardrec.shard` for a model's exchanges.
 
     Args:
         comms: formats of the output exchanges.
@@ -42,11 +42,11 @@ class ExchangeOptions:
 
 @dataclass
 class StepState:
-    """A forward of the model, from its beginning to its end.
+    """State of the forward that runs.
 
     Args:
         dense_signature: dtypes of the model's inputs, ids aside.
-        refusal: what is wrong with the batch whose tracing was ended, or "".
+        refusal: the fault for which tracing was stopped, or "".
     """
 
     dense_signature: str = ""

@@ -12,7 +12,7 @@ upper bound: the remaining elements at the end of values and positions are not i
 once the header has told the number.
 
 [Note: fbgemm's kernels on CUDA]
-``permute_2D_sparse_data`` reads its last segment to the number that it is told, beyond the ids: rows are moved by an
+``permute_2D_sparse_data`` reads its last segment up to the given number of values, beyond the ids: rows are moved by an
 index instead (:func:`row_positions`). ``block_bucketize_sparse_features`` refuses to run for no bags, has a thread for
 each bag if the order is kept, and copies boundaries in each call: none are given if the blocks of each unit are even.
 

@@ -20,28 +20,28 @@ class Reducer(Protocol):
         """What the ranks must have in common, in words."""
 
     def broadcast_buffers(self) -> None:
-        """A forward begins: rank 0's buffers go to all ranks."""
+        """Called when a forward begins; sends rank 0's buffers to all ranks."""
 
     def arm(self) -> None:
-        """A forward with gradients begins."""
+        """Called when a forward with gradients begins."""
 
     def begin(self) -> None:
-        """A backward begins."""
+        """Called when a backward begins."""
 
 
 class Gradients:
     """The gradients of a model's ordinary parameters, replicated tables among them.
 
     Args:
-        report_failure: tells the other ranks of a backward that raises here.
-        are_reduced: there is nothing to average, or they are averaged elsewhere.
+        report_failure: called with the error of a backward that raises here, for the other ranks.
+        are_reduced: true if there is nothing to average, or it is done elsewhere.
 
     Attributes:
         reducer: averages them over the ranks, unless that is left to the user, or there is one rank.
         updates: called at the end of each backward in which the reducer has averaged gradients.
         forwards: called when a forward with gradients begins.
         accumulates: forwards are in ``no_sync``.
-        reduce_this_backward: the last forward with gradients was not, so that its backward averages.
+        reduce_this_backward: the last forward with gradients ran outside ``no_sync``; its backward all-reduces.
         backward: tells the reducer of backwards, and the other ranks of one that raises here.
     """
 

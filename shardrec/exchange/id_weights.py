@@ -9,7 +9,7 @@ Shapes: N ids of this rank's batch, N_sent ids that it sent (one per column stri
 
 This takes one more all-to-all in backward, if weights take a gradient. Such weights are computed on their own rank
 (position weights, attention), so their gradient is not averaged: the division by the number of ranks in the output's
-gradient (see :mod:`shardrec.exchange.pooled_output`), is reversed."""
+gradient (see :mod:`shardrec.exchange.pooled_output`) is reversed."""
 
 from __future__ import annotations
 

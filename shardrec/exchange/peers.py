@@ -109,7 +109,8 @@ def peer_error(
 
     Args:
         group: of the collective.
-        what: the operation that failed, a noun. cause: the backend's error, or a sentence.
+        what: the operation that failed, a noun.
+        cause: the backend's error, or a sentence.
         suspects: ranks of ``group`` that this one waited for, if that is known.
         waited_s: how long it waited, if that is known.
     """

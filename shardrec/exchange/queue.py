@@ -48,7 +48,7 @@ class ExchangeQueue:
     Attributes:
         output: the exchange of rows.
         ahead: the calls of the present forward, if they were made before it.
-        observed: each call of the present forward, with its features, is added here, where that is a list.
+        observed: if a list, each call of the present forward is appended, with its features; default: None.
         on_value: called with each call and its value.
     """
 

@@ -95,13 +95,13 @@ class Caller(Protocol):
 
 
 class DifferentiableOutput(NamedTuple):
-    """The part of a call's value that takes a gradient.
+    """The part of a call's value that has a gradient, in segments.
 
     Args:
         values: (n, D).
-        sizes: of its segments, one per lookup, along ``dim``.
+        sizes: of the segments, one per lookup, along ``dim``.
         dim: 0 or 1.
-        lookups: of the segments.
+        lookups: one per segment.
     """
 
     values: Tensor
@@ -121,10 +121,10 @@ class Call(abc.ABC):
         requires_grad: whether its rows take a gradient, if gradients are enabled; the same on every rank.
 
     Attributes:
-        sent: what was sent of the batch; there from the header exchange until the rows are under way.
-        by_operator: an operator made it (:mod:`shardrec.exchange.operators`), which goes backward in another way.
+        sent: the batch as it was sent, from the header exchange until the row exchange begins; else None.
+        by_operator: made by an operator (:mod:`shardrec.exchange.operators`), whose backward differs.
         on_value: called with the call and its value.
-        error: why there will be no rows; set to None, it may be exchanged again.
+        error: why its exchange failed; set it to None to exchange the call again.
     """
 
     def __init__(

@@ -40,8 +40,11 @@ class _LocalGroup:
         pooled: sum each bag; else give a row per id.
 
     Attributes:
+        shards: this rank's, in the order of the bank's tables.
         bank: None if the rank holds none of the group's shards.
-        updater: has the optimizer's states and counts its steps; None without a bank.
+        rows: the row-by-row optimizer, for groups that no kernel updates; else None.
+        updater: ``rows`` or ``bank``: has the optimizer's states and counts its steps; None without a bank.
+        whole_rows: the exchange of mean squares of whole rows, if the group needs it.
         width: pooled columns of the group on this rank.
         parameters: of the shards, where they take dense gradients.
         deferred: what :meth:`step` will apply, if the group is updated by it.

@@ -54,8 +54,8 @@ class ShardedEmbeddingBagCollection(ShardedCollection):
 
     Takes a KeyedJaggedTensor of the local batch and returns a lazily awaited KeyedTensor with the unsharded module's
     keys, in its order. For any cuts, it makes one header, one payload and one output all-to-all in forward and one
-    all-to-all in backward; on several hosts whose ranks sum row blocks, one more each way, inside hosts. Gradients are
-    means over the ranks.
+    all-to-all in backward. Weights of ids that take a gradient, and row-wise optimizer states on column cuts, need one
+    more in backward; sums of row blocks inside hosts, one more each way. Gradients are means over the ranks.
 
     Args:
         module: the unsharded collection, on the CPU, on ``device``, or on meta (then its values are drawn:

@@ -108,7 +108,7 @@ class ShardedCollection(nn.Module, abc.ABC):
             for name, table in self._lookup_tables.items()
             if table.optimizer is not None and self.storage.trains
         }
-        self.averages = False  # of rows are kept
+        self.averages = False  # whether averages of rows are kept
         self.table_layouts = {name: table.layout for name, table in self._lookup_tables.items()}
         self.replica_number = {table.layout.name: index for index, table in enumerate(self._replicated_tables())}
         self._read(module)
@@ -129,7 +129,7 @@ class ShardedCollection(nn.Module, abc.ABC):
 
     @property
     def output_dtype(self) -> torch.dtype:
-        """Of the output's values: float32 as the unsharded module's, unless ``shardrec.shard`` was told another."""
+        """Dtype of the output's values: float32, or the ``output_dtype`` given to :func:`shardrec.shard`."""
         return self.context.options.output_dtype
 
     def forward(self, features: KeyedJaggedTensor) -> LazyAwaitable[Any]:

@@ -108,26 +108,26 @@ def shard(
         replicas: copies of the tables, as a :class:`shardrec.Replicas`; the result is then a
             :class:`shardrec.modules.ReplicatedModel`, for ``Replicas(1)`` too. Default: one copy.
         dense: ``"ddp"``: every rank holds the dense part, whose gradients are averaged at the end of each backward as
-        by DistributedDataParallel, but losses may use different parameters on each rank; ``"fsdp"``: FSDP2
-        (``fully_shard``) shards the parameters of the dense part, while replicated tables stay unsharded; ``"none"``:
-        its gradients are not averaged. A dict is ``"ddp"`` with options of DistributedDataParallel: ``bucket_cap_mb``
-        (25), the MiB of an all-reduce, and ``broadcast_buffers`` (True), which broadcasts rank 0's buffers before each
-        forward. ``{"use_orig_params": True}``, FSDP's option, means ``"fsdp"``: FSDP2 always keeps the model's own
-        parameters.
+            by DistributedDataParallel, but losses may use different parameters on each rank. ``"fsdp"``: FSDP2
+            (``fully_shard``) shards the dense part's parameters; replicated tables stay unsharded. ``"none"``: its
+            gradients are not averaged. A dict is ``"ddp"`` with options of DistributedDataParallel: ``bucket_cap_mb``
+            (25), the MiB of an all-reduce, and ``broadcast_buffers`` (True), which sends rank 0's buffers to all before
+            each forward. ``{"use_orig_params": True}``, FSDP's option, means ``"fsdp"``.
         on_bad_id: the policy for ids outside ``[0, num_embeddings)``, for all features or by feature. ``"error"``:
             every rank raises InputError. ``"zero"``: the id is looked up as a row of zeros, which takes no gradient; a
             pooled bag is as if the id were not in it, and a mean does not count it (as ``padding_idx`` of
             ``nn.EmbeddingBag``). ``"wrap"``: the id is taken modulo ``num_embeddings`` of the smallest table in which
             the feature is looked up. :meth:`ShardedModel.bad_ids` counts them.
         dynamic_ids: by name, the tables whose rows are assigned to raw 64-bit ids during training, and their options.
-        Their ``num_embeddings`` is the number of rows (docs/dynamic_ids.md). This replaces TorchRec's managed
-        collision, if the tables use it.
+            Their ``num_embeddings`` is the number of rows (docs/dynamic_ids.md). This replaces TorchRec's managed
+            collision, if the tables use it.
         servers: embedding servers that hold the tables, as a :class:`shardrec.Servers`. Default: the ranks of the group
             hold them.
         update: when tables with an optimizer of ``apply_optimizer_in_backward`` are updated (docs/updates.md).
             ``"backward"``: inside each ``backward()``, as in TorchRec. ``"step"``: by ``model.fused_optimizer.step()``,
             once, with the sum of the gradients of all backward calls since the last step, which are kept until then.
-        former: ``sync_every``, ``sync_optimizer``, ``staleness`` and ``timeout_s``, which are now the records'.
+        former: deprecated: ``sync_every`` and ``sync_optimizer``, now fields of Replicas, and ``staleness`` and
+            ``timeout_s``, now fields of Servers.
 
     Returns:
         The sharded model, which has the attributes and the state_dict keys of ``model``.
@@ -193,7 +193,7 @@ def shard(
     copies = 1 if replicas is None else replicas.count
     size = collectives.world_size // copies
     if plan is None:
-        from shardrec.planner import plan as make_plan  # scipy and HiGHS: not for those who give a plan
+        from shardrec.planner import plan as make_plan  # imports scipy and HiGHS, which a given plan does not need
 
         limits = constraints_of(dynamic_ids or {})
         plan = make_plan(model, Topology.of_world(size), device=target, constraints=limits, dedup=dedup)

@@ -56,7 +56,7 @@ from shardrec.modules.fsdp import ShardedByFsdp
 __all__ = ["DenseOptions", "DenseReducer", "DenseWrap", "average_dense", "dense_options"]
 
 _LOOK_EVERY = timedelta(seconds=0.5)
-"""How long to wait for the CPU's collectives before looking whether a rank has told that it will not come."""
+"""How long to wait for the CPU's collectives before looking whether a rank has reported a failure."""
 _CAP_MB = 25
 _FIRST_BYTES = 2**20
 """Of the first bucket, which is small so that its all-reduce begins early."""
@@ -281,7 +281,7 @@ class DenseReducer:
             self._buckets[-1].flags = len(self._places) + (0 if self._fsdp is None else len(self._fsdp.parameters))
 
     def begin(self) -> None:
-        """A backward begins."""
+        """Called when a backward begins."""
         reduces = self._context.gradients.reduce_this_backward
         accumulates = self._fsdp is not None or any(map(_accumulates, (*self._places, *self._sparse)))
         if reduces and not accumulates:
@@ -308,7 +308,7 @@ class DenseReducer:
 
     @torch.no_grad()
     def _take(self, parameter: nn.Parameter) -> None:
-        """A parameter's gradient is complete."""
+        """Called when a parameter's gradient is complete."""
         self._context.gradients.backward.begin()
         if not self._is_active or parameter not in self._missing:
             return
@@ -354,7 +354,7 @@ class DenseReducer:
 
     @torch.no_grad()
     def _end(self, begun: int) -> None:
-        """All gradients of this rank are complete."""
+        """Called when all gradients of this rank are complete."""
         if begun != self._begun or not self._is_active:
             return  # a backward inside this one was the last to accumulate
         self._is_active = False
