@@ -59,8 +59,7 @@ class Expectation:
         tables: per lookup, its feature, its table and the table's number of rows (``NO_LIMIT`` of dynamic ids).
         weighted: whether each id has a float weight.
         device: where the tensors must be.
-        pooled: whether bags are summed, so that features of different batch sizes need inverse indices; else these are
-            optional.
+        pooled: whether bags are summed, for which features of different batch sizes need inverse indices.
         on_bad_id: the policy for ids outside their table, of each feature for which they are not an error.
     """
 

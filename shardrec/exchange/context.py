@@ -1,4 +1,4 @@
-"""What the sharded modules of a model share: options, headers, gradients, the queue of calls, the present step."""
+"""What the sharded modules of a model share: options, headers, gradients, the queue of calls, a forward's state."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from shardrec.exchange.batch import OnBadId
     from shardrec.ids.options import DynamicIds
 
-__all__ = ["ExchangeOptions", "ModelContext", "StepState"]
+__all__ = ["ExchangeOptions", "ForwardState", "ModelContext"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,7 +41,7 @@ class ExchangeOptions:
 
 
 @dataclass
-class StepState:
+class ForwardState:
     """State of the forward that runs.
 
     Args:
@@ -65,7 +65,7 @@ class ModelContext:
         headers: of the exchanges.
         gradients: of the model's ordinary parameters.
         queue: of the modules' calls.
-        step: the forward that runs.
+        forward_state: of the forward that runs.
     """
 
     def __init__(self, collectives: Collectives, device: torch.device, options: ExchangeOptions | None = None) -> None:
@@ -75,4 +75,4 @@ class ModelContext:
         self.headers = Headers(collectives, device)
         self.gradients = Gradients(collectives.report_failure, are_reduced=collectives.world_size == 1)
         self.queue = ExchangeQueue(self.headers, self.options.comms, self.gradients.backward.begin)
-        self.step = StepState()
+        self.forward_state = ForwardState()

@@ -278,7 +278,7 @@ class Program:
         if fault is None and not features.variable_stride_per_key():  # else the sizes are in a tensor
             fault = length_fault(features.lengths(), [features.stride()] * len(features.keys()))
         if fault is not None:
-            self._context.step.refusal = fault
+            self._context.forward_state.refusal = fault
             raise InputError(fault)
 
 

@@ -11,8 +11,8 @@ Shapes: W ranks, C columns of the header.
     send rows      one all-to-all of float rows (on several hosts, one inside each host before it)
     finish         at the first use of a call's value: puts its columns or rows in order (one call)
 
-:func:`run_step` runs the middle three; ``Caller.new_call`` prepares, and :meth:`Call.value` finishes. C is the same in
-every exchange of a model, so that a rank that failed can take part in the other ranks' header exchange.
+:func:`exchange_and_look_up` runs the middle three; ``Caller.new_call`` prepares, and :meth:`Call.value` finishes. C is
+the same in every exchange of a model, so that a rank that failed can take part in the other ranks' header exchange.
 """
 
 from __future__ import annotations
@@ -34,28 +34,31 @@ from shardrec.exchange.input import InputExchange, Prepared, SentIds
 from shardrec.exchange.payload import ShardInput
 from shardrec.exchange.route import Lookup
 
-__all__ = ["Call", "Caller", "DifferentiableOutput", "can_share", "exchange_ids", "run_step", "sharing_runs"]
+__all__ = [
+    "Call",
+    "Caller",
+    "DifferentiableOutput",
+    "can_share",
+    "exchange_and_look_up",
+    "exchange_ids",
+    "split_by_compatibility",
+]
 
 
-def run_step(headers: Headers, inside: RowAllToAll, output: RowAllToAll, calls: Sequence[Call]) -> None:
+def exchange_and_look_up(headers: Headers, inside: RowAllToAll, output: RowAllToAll, calls: Sequence[Call]) -> None:
     """Run calls that share an exchange, each prepared when it was made, up to their rows under way.
 
-    What happens to a batch's ``values``, in order:
+    What happens to a batch's ``values``, in order (docs/design.md also has the backward):
 
-    1. ``InputExchange.prepare``, when the call was made, compares them with their tables' rows, removes duplicates (for
-       sequences), and cuts them in blocks of rows; the C++ operator puts them directly into slots.
+    1. ``InputExchange.prepare``, when the call was made, checks them, removes duplicates (for sequences), and cuts them
+       in blocks of rows; the C++ operator puts them directly into slots, else ``InputExchange.pack`` does.
     2. :func:`exchange_ids` (before the forward, for calls made ahead): the header tells each rank how many ids it will
-       receive, ``InputExchange.pack`` puts them in slots, and the payload carries them. :meth:`Call.received` waits for
-       them.
+       receive, the payload carries them, and :meth:`Call.received` waits for them.
     3. ``Call.look_up``: dynamic ids become rows of their shard; one kernel call per lookup group gives float rows.
-    4. ``Call.outgoing`` gives the rows in the order of the requesting ranks (pooled rows are in it already), after
-       partial sums inside a host are added up, and ``RowAllToAll.start`` sends them. ``Call.issued`` looks up this
-       rank's replicated tables in the meantime.
+    4. ``Call.outgoing`` gives the rows in the order of the requesting ranks, after sums inside hosts, and
+       ``RowAllToAll.start`` sends them. ``Call.issued`` looks up this rank's replicated tables in the meantime.
     5. ``Call.finish``, at the first use of the call's value, adds partial sums of row blocks, puts columns or rows in
-       order, divides means, and expands duplicates and inverse indices. In backward, gradients take the opposite way:
-       ``_Assemble``, ``_Receive``, which sends them, and ``_Issue``, which waits for them (the autograd functions of
-       ``pooled_output.py`` and ``blocks.py``); then the backward of the lookup (``lookup/backward.py``, or fbgemm's),
-       which updates the tables or keeps the gradients for the optimizer's step.
+       order, divides means, and expands duplicates and inverse indices.
 
     Args:
         headers: of the model.
@@ -233,7 +236,7 @@ def can_share(headers: Headers, call: Call, calls: Sequence[Call]) -> bool:
     )
 
 
-def sharing_runs(headers: Headers, calls: Sequence[Call]) -> list[list[Call]]:
+def split_by_compatibility(headers: Headers, calls: Sequence[Call]) -> list[list[Call]]:
     """The calls in runs, in order, each as long as its calls can share an exchange."""
     runs: list[list[Call]] = []
     for call in calls:

@@ -83,20 +83,17 @@ class _LocalGroup:
     def look_up(self, ids: Tensor, lengths: Tensor, id_weights: Tensor | None, out: Tensor | None = None) -> Tensor:
         """As :meth:`TableBank.look_up`; the backward updates the tables or gives their parameters gradients."""
         bank, given = self.bank, (ids, lengths, id_weights)
+        arguments = self._apply_gradient, *given, [self._placeholder]
         if bank is None:
             if self.whole_rows is not None:  # whose exchange takes every rank
-                return lookup_with_backward(
-                    self._nothing, lambda *_: None, self._apply_gradient, *given, [self._placeholder]
-                )
+                return lookup_with_backward(self._nothing, lambda *_: None, *arguments)
             nothing: Tensor = self._nothing(*given)
             return nothing.requires_grad_() if torch.is_grad_enabled() else nothing
         if self.group.mode is GroupMode.FUSED:
             return bank.look_up(*given, out)
         if self.group.mode is GroupMode.DENSE:
             return dense_lookup(bank, *given, self.parameters, out)
-        return lookup_with_backward(
-            bank.look_up, bank.id_weight_gradient, self._apply_gradient, *given, [self._placeholder], out
-        )
+        return lookup_with_backward(bank.look_up, bank.id_weight_gradient, *arguments, out)
 
     def _apply_gradient(self, ids: Tensor, lengths: Tensor, id_weights: Tensor | None, gradient: Tensor) -> list[None]:
         """Update the rows that were looked up, or have :meth:`step` do it."""
@@ -311,11 +308,9 @@ def dense_lookup(
         parameters: one (rows, cols) parameter per table of the bank.
     """
 
-    def apply_gradient(
-        ids: Tensor, lengths: Tensor, id_weights: Tensor | None, gradient: Tensor
-    ) -> list[Tensor | None]:
+    def apply_gradient(*lookup: Any) -> list[Tensor | None]:
         per_table: list[Tensor | None] = [None] * len(bank.shapes)
-        for cls, whole in zip(bank.classes, bank.dense_gradients(ids, lengths, id_weights, gradient), strict=True):
+        for cls, whole in zip(bank.classes, bank.dense_gradients(*lookup), strict=True):
             dense = whole.to(bank.dtype)
             for table, (start, end) in zip(cls.tables, pairwise(cls.bases), strict=True):
                 per_table[table] = dense[start:end]

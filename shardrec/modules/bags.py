@@ -167,9 +167,8 @@ class ShardedEmbeddingBagCollection(ShardedCollection):
         order, positions = self._replicated_positions(batch.keys).to(torch.int32), None
         if weights_with_grad is not None:
             positions = torch.arange(batch.values.numel(), dtype=torch.int32, device=self.device)
-        lengths, ids, weights, positions = permuted(
-            order, batch.lengths, batch.values, batch.weights, positions, sum(counts)
-        )
+        given = batch.lengths, batch.values, batch.weights
+        lengths, ids, weights, positions = permuted(order, *given, positions, sum(counts))
         if weights_with_grad is not None and positions is not None:
             weights = weights_with_grad.index_select(0, batch.input_positions(positions)).to(torch.float32)
         return self.replicas(ids, lengths, weights, counts)
@@ -218,14 +217,12 @@ class BagCall(Call):
         """Look up the pooled rows of this rank's shards; returns the ones to be summed inside hosts."""
         collection = self._collection
         self._shard_input = shard_input
-        weights, received = self._weights_with_grad, None
+        weights, received, weighted = self._weights_with_grad, None, shard_input
         if weights is not None:
             assert self.sent is not None, "ids are sent before they are looked up"
             received = received_id_weights(weights, self.sent, shard_input, collection.context.collectives)
-        mapped = collection.mapped(
-            shard_input if received is None else replace(shard_input, weights=received),
-            assign_new_ids=self._assigns_new_ids,
-        )
+            weighted = replace(shard_input, weights=received)
+        mapped = collection.mapped(weighted, assign_new_ids=self._assigns_new_ids)
         # Memory from which pooled rows can usually be sent without a copy.
         allocate = collection.context.collectives.allocate
         self._pooled = collection.shards(mapped.shard_input, lambda numel: allocate(numel, collection.device))

@@ -218,7 +218,7 @@ class ShardedCollection(nn.Module, abc.ABC):
 
     def _agreement(self) -> str:
         """What the ranks must have in common in this step, beyond the ids' dtype."""
-        dense = self.context.step.dense_signature
+        dense = self.context.forward_state.dense_signature
         learning = "" if self.id_maps is None else f", dynamic ids {'learned' if self.assigns_new_ids() else 'frozen'}"
         frozen = "" if self.has_trainable_shards else ", tables frozen"
         return self.context.gradients.agreement() + frozen + learning + (f", other inputs {dense}" if dense else "")
@@ -319,16 +319,14 @@ class ShardedCollection(nn.Module, abc.ABC):
         modules = nn.ModuleDict()
         by_shard: dict[Shard, nn.Parameter] = {}
         for name, values in first_values:
-            layout, requires_grad = self.table_layouts[name], name not in self.frozen
+            layout, trained = self.table_layouts[name], name not in self.frozen
             parameters: dict[Shard | None, nn.Parameter] = {}
             if layout.replicated and self.storage.trains:
                 assert self.replicas is not None, "a replicated table has a lookup"
                 parameters[None] = self.replicas.parameters[self.replica_number[layout.name]]
-                parameters[None].requires_grad_(requires_grad)
+                parameters[None].requires_grad_(trained)
             for shard in layout.on_rank(self.context.collectives.rank) if self.storage.trains else ():
-                parameters[shard] = by_shard[shard] = nn.Parameter(
-                    self.shards.weight(shard), requires_grad=requires_grad
-                )
+                parameters[shard] = by_shard[shard] = nn.Parameter(self.shards.weight(shard), requires_grad=trained)
                 if name in self._optimizers:
                     # torchrec.optim's filter for "has its own optimizer" looks for this attribute.
                     parameters[shard]._in_backward_optimizers = []  # type: ignore[attr-defined]

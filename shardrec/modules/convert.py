@@ -126,8 +126,7 @@ def shard(
         update: when tables with an optimizer of ``apply_optimizer_in_backward`` are updated (docs/updates.md).
             ``"backward"``: inside each ``backward()``, as in TorchRec. ``"step"``: by ``model.fused_optimizer.step()``,
             once, with the sum of the gradients of all backward calls since the last step, which are kept until then.
-        former: deprecated: ``sync_every`` and ``sync_optimizer``, now fields of Replicas, and ``staleness`` and
-            ``timeout_s``, now fields of Servers.
+        former: deprecated keyword arguments, now fields of Replicas and Servers.
 
     Returns:
         The sharded model, which has the attributes and the state_dict keys of ``model``.

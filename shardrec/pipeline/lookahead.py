@@ -15,7 +15,7 @@ from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor, Keyed
 
 from shardrec.errors import AnomalyError, InputError, PeerError, ShardrecError
 from shardrec.exchange.ahead import Ahead
-from shardrec.exchange.context import ModelContext, StepState
+from shardrec.exchange.context import ForwardState, ModelContext
 from shardrec.exchange.headers import FORWARD_FAILED, ForwardFailed
 from shardrec.exchange.step import Caller
 from shardrec.modules.model import dense_signature
@@ -148,7 +148,7 @@ class Lookahead:
         if self._context is None or not self._input_paths or slot.error is not None or slot.ahead is not None:
             return
         context = self._context
-        before, context.step = context.step, StepState(dense_signature(slot.batch))
+        before, context.forward_state = context.forward_state, ForwardState(dense_signature(slot.batch))
         try:
             with _on(self._ids, slot.ready), torch.set_grad_enabled(self._gradients):
                 _keep(slot.batch, self._ids)
@@ -157,7 +157,7 @@ class Lookahead:
         except Exception as error:
             slot.error = error
         finally:
-            context.step = before
+            context.forward_state = before
 
     def _exchange(self, slot: _Slot | None) -> None:
         """Exchange the headers of the next batch; every rank does so in every step, even without a batch.
@@ -184,7 +184,7 @@ class Lookahead:
                 slot.exchanged = True
                 slot.ready = None if self._ids is None else self._ids.record_event()
         except ForwardFailed:
-            context.queue.forget_runs()
+            context.queue.forget_call_batching()
             raise
         except InputError as error:
             if slot is None:
@@ -235,7 +235,7 @@ class Lookahead:
             return
         if slot.ahead is not None:
             context.queue.serve(slot.ahead)
-        context.queue.forget_runs()
+        context.queue.forget_call_batching()
         try:
             context.headers.fail_all(f"the model's forward failed: {_words(error)}", FORWARD_FAILED)
         except InputError as shared:
