@@ -6,9 +6,9 @@
     backward 2   rows 1 5 5      ├─ step(): rows 1 2 5 9, each once, the gradients of equal rows added in this order
     backward 3   rows 2 9        ┘
 
-A backward only stores references to the ids and the gradient of the output. The step adds up a row's gradients while
-it updates the row. Where the sums are asked for before (a norm, a GradScaler), or after ``_MAX_LOOKUPS`` backwards, they
-are added up: from then on a row of w columns takes 4 w + 12 bytes.
+A backward only stores references to the ids and the output's gradient. The step adds up a row's gradients while it
+updates the row. Where sums are needed before (a norm, GradScaler), or after ``_MAX_LOOKUPS`` backwards, they are added
+up: from then on a row of w columns takes 4 w + 12 bytes.
 """
 
 from __future__ import annotations
