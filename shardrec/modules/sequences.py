@@ -307,9 +307,8 @@ class SequenceCall(Call):
         full = _full_places(self.prepared, sent)
         self._entries = collection._entries(self.prepared, sent, self._features, full)
         keys, given = self.prepared.given.keys, self.prepared.batch.with_dropped
-        distinct_index = self.prepared.distinct_index
         self._zero_row = given is not None
-        self._places = distinct_index
+        self._places = distinct_index = self.prepared.distinct_index
         if given is None and distinct_index is not None:
             ids = dict(zip(keys, sent.key_ids, strict=True))
             self._places = distinct_index[: sum(ids[feature] for feature, _ in collection.dedup_lookups)]
