@@ -108,7 +108,7 @@ def test_as_the_live_maps(rng: Random) -> None:
         lengths[before + rng.randrange(slots)] = ids.numel()
         rows, kept = frozen(lengths, ids)
         expected = torch.empty(ids.numel(), dtype=torch.int32)
-        one.look_up(ids, expected, step=99, learn=False)
+        one.look_up(ids, expected, step=99, assign_new_ids=False)
         assert torch.equal(kept == 0, expected < 0)
         assert rows.tolist() == expected.clamp(min=0).tolist()
 
