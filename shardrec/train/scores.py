@@ -23,9 +23,11 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+import torch.distributed as dist
 from pydantic import model_validator
 from torch import Tensor, nn
 
+from shardrec.checkpoint.agree import Ranks
 from shardrec.data import ClickBatch, FeatureSpec
 from shardrec.data.encode import encode
 from shardrec.data.rows import ClickRows
@@ -36,7 +38,6 @@ from shardrec.files import os_fault, parse_json
 from shardrec.launch.ranks import RankInfo, joined_run, meet, same_everywhere
 from shardrec.pipeline.train import TrainPipeline
 from shardrec.serve.store import Store
-from shardrec.train.loop import failing_together
 from shardrec.train.prefetch import Prefetcher
 from shardrec.train.runs import RunFolder
 from shardrec.train.tasks import predictions
@@ -107,17 +108,32 @@ def predict_rank(options: Mapping[str, Any]) -> dict[str, Any] | None:
             return predictions(logits, item.batch.size, spec.labels, config.loss), item
 
         steps = TrainPipeline(model, (), (), depth=0, device=rank_info.device)
-        tables = []
+        tables: list[Any] = []
+        complete: list[str] = []
+
+        def written(batches: Iterator[_Scored]) -> Iterator[_Scored]:
+            """The batches; a part is written before the next one, at which all ranks raise what a rank raises."""
+            for item in batches:
+                while complete:
+                    out.write(complete.pop(), _parquet(tables))
+                    tables.clear()
+                yield item
+
         with Prefetcher(_batches(left, keyed, rank_info, skips=job["on_bad_row"] == "skip")) as batches:
-            for values, item in steps.predict(failing_together(batches, model), forward):
+            for values, item in steps.predict(written(batches), forward):
                 if item.part is None:
                     continue
                 tables.append(_with_scores(item.keys, {columns[name]: value for name, value in values.items()}))
                 if item.ends:
-                    out.write(item.part.name, _parquet(tables))
-                    tables = []
+                    complete.append(item.part.name)
         meet(rank_info, "end of the predictions")
-        return _finish(out, job, parts) if rank_info.is_lead else None
+        ranks = Ranks(dist.group.WORLD if rank_info.world_size > 1 else None, rank_info.device)
+        manifests = ranks.agree(
+            "manifest",
+            lambda: _finish(out, job, parts) if rank_info.is_lead else None,
+            remedy="give another folder (--out)",
+        )
+        return manifests[0] if rank_info.is_lead else None
 
 
 def _begin(
@@ -181,7 +197,7 @@ def _parts(job: Mapping[str, Any]) -> list[_Part]:
 
 
 def _batches(parts: Sequence[_Part], spec: _Keyed, rank_info: RankInfo, *, skips: bool) -> Iterator[_Scored]:
-    """This rank's batches, and empty ones until it has as many as every other rank."""
+    """This rank's batches, and empty ones, at least one, until it has as many as every other rank."""
     sizes = np.array([-(-(part.stop - part.start) // _ROWS) for part in parts], dtype=np.int64)
     rank_of = (np.cumsum(sizes) - sizes) * rank_info.world_size // max(1, sizes.sum())
     yield from _scored([part for part, rank in zip(parts, rank_of, strict=True) if rank == rank_info.rank], spec, skips)
@@ -193,7 +209,7 @@ def _batches(parts: Sequence[_Part], spec: _Keyed, rank_info: RankInfo, *, skips
         lengths=np.zeros((0, len(spec.sparse)), np.int64),
         weights=np.zeros(0, np.float32) if spec.schema_.weighted else None,
     )
-    for _ in range(counts.max() - counts[rank_info.rank]):
+    for _ in range(counts.max() - counts[rank_info.rank] + 1):
         yield _Scored(empty.to_batch(spec.schema_))
 
 
