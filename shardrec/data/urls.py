@@ -26,6 +26,10 @@ def files_of(pattern: str, *, least: int = 1) -> list[str]:
     Raises:
         DataError: if there are fewer, or the URL's file system cannot be used.
     """
+    if pattern.startswith("feed:"):
+        raise DataError(
+            f"data files {pattern}: only shardrec train --data takes a feed; give its files, without 'feed:'"
+        )
     if "://" not in pattern:
         return _found(pattern, os.path.isfile, os.path.isdir, lambda path: filter(os.path.isfile, glob(path)), least)
     import pyarrow as pa

@@ -169,6 +169,8 @@ def test_rows_are_scored_before_they_are_trained_on(tmp_path: Path) -> None:
     assert run.metrics["final"]["logloss"] == pytest.approx(held_out.logloss, rel=1e-4)
     with pytest.raises(ConfigError, match="was trained on a feed, which has no held-out rows"):
         run.evaluate()
+    with pytest.raises(ConfigError, match=r"is 'feed:x', and only shardrec train takes a feed: leave 'feed:' out"):
+        run.evaluate("feed:x")
 
 
 def test_broken_rows_and_files_are_counted_or_end_the_run(tmp_path: Path) -> None:
