@@ -380,7 +380,7 @@ def _epochs(run: Run, saver: Saver) -> Iterator[int]:
 def _arrived(source: Source, config: TrainConfig, wait: Callable[[float], None]) -> bool:
     """Wait until rows of the feed have arrived; False, on all ranks after as many looks, if it has ended."""
     waited_s = 0.0
-    while not source.poll():
+    while not source.poll(wait):
         if config.feed_idle is not None and waited_s >= config.feed_idle:
             return False
         wait(_POLL_S)

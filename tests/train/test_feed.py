@@ -6,18 +6,23 @@ import hashlib
 import os
 import random
 import signal
+import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 
 from shardrec.data import ClickMetrics
+from shardrec.data.urls import UnreachableError
 from shardrec.errors import ConfigError, DataError
+from shardrec.launch.ranks import RankInfo
 from shardrec.train import RunStopped, TrainConfig
 from shardrec.train.progressive import Progressive
 from shardrec.train.runs import RunFolder
+from shardrec.train.source import Source
 from tests.campaign.results import differences
 from tests.ranks import ranks
 from tests.train.broken_off import SMALL, broken_off
@@ -139,6 +144,65 @@ def test_a_run_waits_for_files_saves_when_told_to_end_and_goes_on_without_those_
     deliver(tmp_path / "in", "d.csv", range(150, 200))
     (tmp_path / "run" / "plan.json").unlink()  # so that it plans, with rows that it then reads again
     assert trained(config.changed(feed_idle=0), resume=True) == {7: list(range(150, 182)), 8: list(range(182, 200))}
+
+
+def test_what_cannot_be_reached_for_a_moment_is_tried_again(tmp_path: Path) -> None:
+    """The list on the first rank, then a file on the other: no row is lost or repeated, also over a restart."""
+    config = feed(tmp_path).changed(batch_size=16, checkpoint_every="3")
+    all_rows = delivered(tmp_path)
+
+    def flaky(cut_after: int | None, resume: bool) -> tuple[dict[int, list[int]], list[str]]:
+        from shardrec.data import feed as feeds
+        from shardrec.data import files
+
+        failed: list[str] = []
+
+        def failing(function: Any, *, rank: int) -> Any:
+            def call(*args: Any, **kwargs: Any) -> Any:
+                if os.environ["RANK"] == str(rank) and function.__name__ not in failed:
+                    failed.append(function.__name__)
+                    raise UnreachableError(f"{function.__name__} does not answer")
+                return function(*args, **kwargs)
+
+            return call
+
+        with (
+            mock.patch.object(feeds, "files_of", failing(feeds.files_of, rank=0)),
+            mock.patch.object(files, "check_file", failing(files.check_file, rank=1)),
+            mock.patch("time.sleep", lambda seconds: None),
+            warnings.catch_warnings(record=True) as warned,
+        ):
+            warnings.simplefilter("always")
+            rows = trained(config, cut_after=cut_after, resume=resume)
+        return rows, [str(warning.message) for warning in warned if "does not answer" in str(warning.message)]
+
+    (first, said), (second, silent) = ranks(2, flaky, 11, False)
+    assert (said, silent) == (
+        [
+            "files_of does not answer; it is tried again in 0.5 s",
+            "rank 1: check_file does not answer; it is tried again in 1 s",
+        ],
+        [],
+    )
+    rows = {step: [*first[step], *second[step]] for step in range(1, 10)}  # the last checkpoint is that of step 9
+    (first, said), (second, _) = ranks(2, flaky, None, True)
+    assert len(said) == 2
+    rows |= {step: [*first[step], *second[step]] for step in first}
+    assert numbers(rows) == all_rows
+
+
+def test_a_feed_that_cannot_be_reached_ends_the_run_after_a_while(tmp_path: Path) -> None:
+    config = feed(tmp_path, timeout=100.0)
+    source = Source(config, RankInfo(rank=0, world_size=1, device=torch.device("cpu"), threads=1, timeout=100.0))
+    assert not source.poll()
+    (tmp_path / "in").rmdir()
+    waits: list[float] = []
+    with (
+        pytest.warns(UserWarning, match="is no folder and no pattern.* it is tried again in") as warned,
+        pytest.raises(DataError, match=r"feed:.*in, which is no folder .*\(it was tried again for 121.5 s, --timeout"),
+    ):
+        source.poll(waits.append)
+    assert [float(str(warning.message).split()[-2]) for warning in warned] == [0.5, 1, 2, 4, 8, 16, 30, 30, 30]
 
 
 def test_a_run_goes_on_with_another_number_of_ranks(tmp_path: Path) -> None:
