@@ -144,8 +144,15 @@ class Source:
         assert self._feed is not None, "the data is a feed"
         self._data, self._arrival = None, None
         self._feed.seek(position)
-        if in_arrival:
+        if not in_arrival:
+            return
+        try:
             self.poll()
+        except DataError as error:
+            raise DataError(
+                f"{error}. The last checkpoint is in the middle of this file's rows: put the file back as it was, or "
+                "start a new run with the weights of this one (--init-from) on the files that are left"
+            ) from error
 
     def _opened_feed(self, config: TrainConfig, folder: str, spec: FeatureSpec) -> FolderFeed:
         if spec.labels:
@@ -218,7 +225,8 @@ class Source:
                 if digest != old:
                     raise DataError(
                         f"data file {path} is not the one with which the run was started (checksum {digest}, then "
-                        f"{old}): give that one, or start a new run in another folder (--out)"
+                        f"{old}): give that one, or start a new run in another folder (--out), which may have the "
+                        "weights of this one (--init-from)"
                     )
 
     @property

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 import random
+import shutil
 import signal
 import warnings
 from collections.abc import Mapping, Sequence
@@ -12,10 +13,12 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import torch
 
-from shardrec.data import ClickMetrics
+from shardrec.data import ClickMetrics, tables
 from shardrec.data.urls import UnreachableError
 from shardrec.errors import ConfigError, DataError
 from shardrec.launch.ranks import RankInfo
@@ -24,6 +27,7 @@ from shardrec.train.progressive import Progressive
 from shardrec.train.runs import RunFolder
 from shardrec.train.source import Source
 from tests.campaign.results import differences
+from tests.data.raw import damage
 from tests.ranks import ranks
 from tests.train.broken_off import SMALL, broken_off
 
@@ -250,6 +254,41 @@ def test_broken_rows_and_files_are_counted_or_end_the_run(tmp_path: Path) -> Non
     (tmp_path / "in" / "a.csv").unlink()
     with pytest.raises(DataError, match=r"column 'number' is missing"):
         trained(config.changed(on_bad_row="error", out=str(tmp_path / "error")))
+
+
+def test_a_file_that_breaks_in_the_middle_of_an_arrival(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Some of its rows were trained on: what the errors say to do lets the run go on with all others, each once."""
+    monkeypatch.setattr(tables, "_ROWS_AT_ONCE", 10)
+    config = feed(tmp_path)
+    path = tmp_path / "in" / "a.parquet"
+    draws = random.Random(0)
+    table = pa.table({"click": [0, 1] * 150, "number": range(300), "site": [str(draws.random()) for _ in range(300)]})
+    pq.write_table(table, path, row_group_size=100, use_dictionary=False, data_page_size=200, write_batch_size=10)
+    deliver(tmp_path / "in", "b.csv", range(300, 350))
+    whole = path.read_bytes()
+    trained(config, cut_after=8)
+    damage(path, 2, 2)
+    with pytest.raises(DataError, match=r"a.parquet: row group 2, row \d+: the file is damaged .*--on-bad-row skip"):
+        trained(config, resume=True)
+    shutil.copytree(tmp_path / "run", tmp_path / "restored")
+    rows = trained(config.changed(on_bad_row="skip"), resume=True)
+    skipped = RunFolder(tmp_path / "run").metrics["skipped_rows"]["damaged part of a file"]
+    path.write_bytes(whole)
+    restored = trained(config.changed(out=str(tmp_path / "restored")), resume=True)
+    left_out = set(numbers(restored)) - set(numbers(rows))
+    assert sorted(rows) == sorted(restored)
+    assert (len(left_out), left_out < set(range(200, 300))) == (skipped, True)
+    assert 0 < skipped < 100
+    # One that is gone.
+    gone = config.changed(out=str(tmp_path / "gone"))
+    trained(gone, cut_after=8)
+    path.unlink()
+    with pytest.raises(
+        DataError, match=r"a.parquet does not exist.* put the file back as it was, or .*\(--init-from\)"
+    ):
+        trained(gone, resume=True)
+    new = config.changed(out=str(tmp_path / "new"), init_from=str(tmp_path / "gone"))
+    assert numbers(trained(new)) == [*range(300, 350)]
 
 
 def test_options_that_do_not_go_with_a_feed(tmp_path: Path) -> None:
