@@ -17,17 +17,15 @@ import io
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import groupby
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-import torch.distributed as dist
 from pydantic import model_validator
 from torch import Tensor, nn
 
-from shardrec.checkpoint.agree import Ranks
 from shardrec.data import ClickBatch, FeatureSpec
 from shardrec.data.encode import encode
 from shardrec.data.rows import ClickRows
@@ -35,7 +33,7 @@ from shardrec.data.tables import FileInfo, check_file, counted, rows_between
 from shardrec.data.urls import files_of
 from shardrec.errors import ConfigError, DataError
 from shardrec.files import os_fault, parse_json
-from shardrec.launch.ranks import RankInfo, joined_run, meet, same_everywhere
+from shardrec.launch.ranks import RankInfo, joined_run, meet, on_first_rank
 from shardrec.pipeline.train import TrainPipeline
 from shardrec.serve.store import Store
 from shardrec.train.prefetch import Prefetcher
@@ -96,10 +94,7 @@ def predict_rank(options: Mapping[str, Any]) -> dict[str, Any] | None:
         columns = {task.name: f"score_{task.name}" for task in spec.labels} or {"": "score"}
         job = {"run": str(folder.path.resolve()), "checkpoint": checkpoint, "keys": options["keys"]}
         job |= {"columns": list(columns.values()), "on_bad_row": options["on_bad_row"] or config.on_bad_row}
-        begun = _begin(out, options, job, keyed, rank_info.world_size) if rank_info.is_lead else {}
-        job = json.loads(same_everywhere(json.dumps(begun), rank_info))
-        if "fault" in job:
-            raise (DataError if job["of_data"] else ConfigError)(job["fault"])
+        job = on_first_rank(partial(_begin, out, options, job, keyed, rank_info.world_size), rank_info, "start")
         done, parts = job.pop("done"), _parts(job)
         left = [part for part in parts if part.name not in done]
 
@@ -127,19 +122,14 @@ def predict_rank(options: Mapping[str, Any]) -> dict[str, Any] | None:
                 if item.ends:
                     complete.append(item.part.name)
         meet(rank_info, "end of the predictions")
-        ranks = Ranks(dist.group.WORLD if rank_info.world_size > 1 else None, rank_info.device)
-        manifests = ranks.agree(
-            "manifest",
-            lambda: _finish(out, job, parts) if rank_info.is_lead else None,
-            remedy="give another folder (--out)",
-        )
-        return manifests[0] if rank_info.is_lead else None
+        manifest = on_first_rank(partial(_finish, out, job, parts), rank_info, "manifest")
+        return manifest if rank_info.is_lead else None
 
 
 def _begin(
     out: Store, options: Mapping[str, Any], job: dict[str, Any], spec: FeatureSpec, ranks: int
 ) -> dict[str, Any]:
-    """What is to be done, and which parts are; written down at the first start. All ranks raise a fault."""
+    """What is to be done, and which parts are; written down at the first start."""
     try:
         files = []
         for path in files_of(options["data"]):
@@ -165,11 +155,10 @@ def _begin(
         else:
             out.write(_JOB, json.dumps(job, indent=1).encode())
         return {**job, "done": names}
-    except (ConfigError, DataError) as error:
-        return {"fault": str(error), "of_data": isinstance(error, DataError)}
     except OSError as error:
-        fault = f"out (--out) is {options['out']!r}, which cannot be used ({os_fault(error)}): give another"
-        return {"fault": fault, "of_data": False}
+        raise ConfigError(
+            f"out (--out) is {options['out']!r}, which cannot be used ({os_fault(error)}): give another"
+        ) from error
 
 
 def _finish(out: Store, job: Mapping[str, Any], parts: Sequence[_Part]) -> dict[str, Any]:
