@@ -111,8 +111,10 @@ def check_file(path: str, spec: FeatureSpec) -> FileInfo:
             with _opened(path) as stream, _undamaged(path, size, 1):
                 names = _header(path, stream.read(_BLOCK_BYTES), spec)[0]
             first = 1 if spec.columns is not None else 2
+    of_spec = {*spec.label_sources, spec.group, *spec.feature_sources}
     faults = [
-        f"column {name!r} is missing: name the file's column in the spec (column:)"
+        f"column {name!r} is missing: "
+        + ("name the file's column in the spec (column:)" if name in of_spec else "leave it out of the keys (--keys)")
         for name in spec.sources
         if name not in names
     ]

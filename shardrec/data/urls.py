@@ -171,7 +171,8 @@ def file_system(url: str) -> tuple[Any, str]:
         raise DataError(f"data file {url} cannot be read here: {error}") from error
     except (ValueError, OSError, pa.ArrowException) as error:
         reason = (str(error) or type(error).__name__).splitlines()[0]
-        raise DataError(
+        # pyarrow asks the network where a bucket is.
+        raise (UnreachableError if isinstance(error, OSError) else DataError)(
             f"data file {url} cannot be read ({reason}): give a path, or a URL of {', '.join(_BY_PYARROW)} or of an "
             "installed fsspec file system"
         ) from error

@@ -172,7 +172,7 @@ def test_what_is_refused(run: Path, tmp_path: Path) -> None:
         scored(run, out, keys=["who"])
     with pytest.raises(ConfigError, match="holds scores of another files"):
         scored(run, out, keys=["number"], data=str(run / "rows" / "a.parquet"))
-    with pytest.raises(DataError, match="column 'nobody' is missing"):
+    with pytest.raises(DataError, match="column 'nobody' is missing: leave it out of the keys"):
         scored(run, str(tmp_path / "other"), keys=["nobody"])
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "mine.txt").touch()
