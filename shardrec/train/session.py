@@ -292,7 +292,7 @@ def _own_folder(config: TrainConfig, rank_info: RankInfo, lock: ExitStack) -> Pa
     """
     folder = Path(str(config.out))
 
-    def own() -> None:
+    def lock_folder() -> None:
         try:
             folder.mkdir(parents=True, exist_ok=True)
             if not lock.enter_context(locked(folder, _LOCK_S)):
@@ -302,7 +302,7 @@ def _own_folder(config: TrainConfig, rank_info: RankInfo, lock: ExitStack) -> Pa
         except OSError as error:
             raise ConfigError(f"out (--out) is {config.out!r}: {error.strerror}; give a folder to write to") from error
 
-    on_first_rank(own, rank_info, "start")
+    on_first_rank(lock_folder, rank_info, "start")
     return folder
 
 
