@@ -211,6 +211,8 @@ class RunFolder:
 
         from shardrec import serve  # with torch, too
 
+        if not out.parent.is_dir():
+            raise ConfigError(f"{out} cannot be written, for {out.parent} is no folder: make it first")
         schema = self.schema
         served = serve.quantize(self.model(), weights)
         keys = list(schema.sparse_names)
