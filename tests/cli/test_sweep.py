@@ -120,6 +120,13 @@ def test_a_sweep_without_test_files_says_so(run: Run, options: Path, tmp_path: P
     assert "names no test files" in shown
 
 
+def test_a_feed_has_no_rows_to_compare_by(run: Run, options: Path, tmp_path: Path) -> None:
+    options.write_text(f"data: feed:{tmp_path}\nfeed_idle: 0\n", encoding="utf-8")
+    code, _, said = run("sweep", str(options), "--grid", "lr=0.1", "--monitor", "auc", "--out", str(tmp_path / "out"))
+    assert code != 0
+    assert "a sweep compares runs by the same held-out rows, which a feed has none of: give its files" in said
+
+
 @pytest.mark.parametrize(
     ("texts", "words"),
     [
