@@ -71,7 +71,7 @@ def operators() -> list[Extension]:
         Extension(
             f"shardrec.native.ops_for_torch_{version}",
             [f"shardrec/native/{name}.cpp" for name in ("ops", "cut", "ids", "lookup", "update")],
-            depends=["setup.py", *(f"shardrec/native/{name}.h" for name in ("vectors", "slots", "gradient", "ids"))],
+            depends=["setup.py", *map("shardrec/native/{}.h".format, ("gradient", "hashing", "slots", "vectors"))],
             include_dirs=cpp_extension.include_paths(),
             library_dirs=cpp_extension.library_paths(),
             libraries=["c10", "torch", "torch_cpu"],

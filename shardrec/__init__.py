@@ -11,7 +11,7 @@ import warnings
 from importlib import import_module, util
 from typing import TYPE_CHECKING, Any
 
-from shardrec._above import PROVIDED
+from shardrec._late_imports import PROVIDED
 from shardrec.errors import (
     AnomalyError,
     CheckpointError,

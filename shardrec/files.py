@@ -20,11 +20,11 @@ from shardrec.errors import ConfigError
 
 __all__ = ["naming", "open_regular", "os_fault", "parse_json", "parse_yaml", "read_json", "read_text", "yaml_lines"]
 
-_MOST_BYTES = 256 << 20
+_MAX_BYTES = 256 << 20
 """Of a JSON document, such as the plan of a million shards."""
-_MOST_YAML_BYTES = 8 << 20
-_MOST_NESTED = 100
-_MOST_VALUES = 1_000_000
+_MAX_YAML_BYTES = 8 << 20
+_MAX_NESTED = 100
+_MAX_VALUES = 1_000_000
 """Of a YAML document with aliases, each counted as what it stands for."""
 _LONGEST_NUMBER = 1000
 """Characters of a YAML value other than text; parsing some numbers takes O(length²) time."""
@@ -66,7 +66,7 @@ def os_fault(error: OSError) -> str:
     return text
 
 
-def read_text(path: str | Path, most: int = _MOST_BYTES) -> str:
+def read_text(path: str | Path, most: int = _MAX_BYTES) -> str:
     """The text of a file.
 
     Args:
@@ -122,12 +122,12 @@ def parse_yaml(text: str, where: str) -> tuple[Any, Any]:
         depth = 0  # before anything is composed: libyaml's recursion has no end but the stack's
         for event in yaml.parse(_bounded(text), kind):
             depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
-            if depth > _MOST_NESTED:
+            if depth > _MAX_NESTED:
                 raise _fault(event, "it is nested too deeply")
         root = yaml.compose(text, kind)
         counted: dict[int, int] = {}
-        if root is not None and _values(root, counted) > max(_MOST_VALUES, len(counted)):
-            raise ValueError(f"its aliases make more than {_MOST_VALUES:,} values of it: use fewer")
+        if root is not None and _values(root, counted) > max(_MAX_VALUES, len(counted)):
+            raise ValueError(f"its aliases make more than {_MAX_VALUES:,} values of it: use fewer")
         return (None if root is None else yaml.SafeLoader("").construct_document(root)), root
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
@@ -140,8 +140,8 @@ def parse_yaml(text: str, where: str) -> tuple[Any, Any]:
 
 
 def _bounded(text: str) -> str:
-    if len(text) > _MOST_YAML_BYTES:
-        raise ValueError(f"it has more than {_MOST_YAML_BYTES >> 20} MiB")
+    if len(text) > _MAX_YAML_BYTES:
+        raise ValueError(f"it has more than {_MAX_YAML_BYTES >> 20} MiB")
     return text
 
 

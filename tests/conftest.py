@@ -68,6 +68,16 @@ def pytest_configure(config: pytest.Config) -> None:
     os.environ["TMPDIR"] = tempfile.tempdir = scratch.name
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Iterator[None]:
+    """Import without collections of garbage, a sixth of the time, for what has been imported stays."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.enable()
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Of the parameters of a test marked ``some(n)``, n are drawn; the others are slow."""
@@ -85,7 +95,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 def pytest_collection_finish(session: pytest.Session) -> None:
     """Start the rank processes early, while the tests that do not need them run."""
-    # What has been imported stays: a full collection need not look at half a million objects again.
+    # A full collection need not look at half a million objects again.
     gc.collect()
     gc.freeze()
     if not session.config.option.collectonly and any(map(_uses_ranks, session.items)):

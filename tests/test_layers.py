@@ -9,12 +9,12 @@ from functools import cache
 from importlib import import_module
 from pathlib import Path
 
-from shardrec._above import PROVIDED, from_above
+from shardrec._late_imports import PROVIDED, late_import
 
 PACKAGE = Path(__file__).parent.parent / "shardrec"
 
 LAYERS = [
-    {"_above", "errors", "memory"},
+    {"_late_imports", "errors", "memory"},
     {"_dynamo", "_torchscript", "_versions", "console", "files"},
     {"native", "pending"},
     {"layout", "scripting"},
@@ -195,8 +195,8 @@ def test_what_is_provided_from_above_is_asked_for_below_and_there() -> None:
         for tree in trees().values()
         for node in ast.walk(tree)
         if isinstance(node, ast.Call)
-        and ast.unparse(node.func) == "from_above"
+        and ast.unparse(node.func) == "late_import"
         and isinstance(node.args[0], ast.Constant)
     }
     assert asked == PROVIDED.keys()
-    assert all(callable(from_above(name)) for name in PROVIDED)
+    assert all(callable(late_import(name)) for name in PROVIDED)

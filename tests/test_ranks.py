@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from tests.parcel import pack
 from tests.rank_pool import MAX_RANKS, Pool
@@ -87,6 +87,20 @@ def test_the_state_of_a_process_is_reset_before_a_call() -> None:
     assert seen[0][:5] == (None, 1, True, os.getcwd(), torch.float32)
     assert seen[0][5:] == (torch.rand(()).item(), float(np.random.random()), random.random()), "a test's own seed"
     assert ranks(4, _pid)[:2] == pids, "the processes are the same"
+
+
+def test_a_rank_makes_torchrecs_first_collective_with_one_that_has_made_it() -> None:
+    """After the death of a rank, whose replacement would wait for it alone until the call's time limit."""
+
+    def make() -> None:
+        from torchrec.distributed.model_parallel import DistributedModelParallel
+        from torchrec.distributed.types import ShardingPlan
+
+        plan = ShardingPlan(plan={})
+        DistributedModelParallel(nn.Linear(1, 1), device=torch.device("cpu"), plan=plan, init_data_parallel=False)
+
+    ranks(1, make)
+    ranks(2, make, timeout=20)
 
 
 def test_the_environment_is_that_of_torchrun() -> None:

@@ -208,6 +208,9 @@ class _Rank:
         os.environ.clear()
         os.environ.update(self._environment, **launch_environment(call, self._port))
         os.chdir(self._folder)
+        # The first DistributedModelParallel of a process makes a collective: new ranks would wait for older ones.
+        if "torchrec.distributed.collective_utils" in sys.modules:
+            sys.modules["torchrec.distributed.collective_utils"]._INITIALIZED = False  # type: ignore[attr-defined]
         torch.set_num_threads(1)
         torch.set_grad_enabled(True)
         torch.set_default_dtype(torch.float32)

@@ -14,3 +14,4 @@ if len(os.listdir("/proc/self/task")) != 1:
 # Collected once here and never looked at again: collections in a rank stay cheap and do not copy shared pages.
 gc.collect()
 gc.freeze()
+gc.enable()

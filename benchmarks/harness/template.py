@@ -29,6 +29,8 @@ __all__ = ["ONE_THREAD", "RankTemplate"]
 ONE_THREAD = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
 """While the template imports: threads that a library starts would not survive the fork."""
 
+_HERE = "benchmarks.harness"
+
 
 class RankTemplate:
     """A process to fork ranks from, started when it is first needed. For the CPU: CUDA's state does not survive a fork.
@@ -42,7 +44,7 @@ class RankTemplate:
 
     def __init__(self, modules: Sequence[str], environment: Mapping[str, str] | None = None) -> None:
         self._server = _Server()
-        self._server.set_forkserver_preload([*modules, "benchmarks.harness.preloaded"])
+        self._server.set_forkserver_preload([f"{_HERE}.preloading", *modules, f"{_HERE}.preloaded"])
         self._environment = environment
 
     def __enter__(self) -> Self:

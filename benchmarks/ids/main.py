@@ -153,7 +153,7 @@ def measure(options: argparse.Namespace) -> None:
     maps = collections["ids"].id_maps
     maps.step = 1
     (of_ids,) = maps.maps.values()
-    of_ids.look_up(known, torch.empty(len(known), dtype=torch.int32), step=1, learn=True)
+    of_ids.look_up(known, torch.empty(len(known), dtype=torch.int32), step=1, assign_new_ids=True)
     count = options.batch * options.pooling
     times: dict[tuple[str, str], list[float]] = {}
     for turn in range(options.turns):

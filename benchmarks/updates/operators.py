@@ -44,7 +44,7 @@ def ways(workload: str, size: int, most_rows: int) -> dict[str, Callable[[], Non
     for number in range(BATCHES):
         batch, columns = maker.draw(0, number), sum(table.dim for table in tables)
         lengths, gradient = batch.lengths().view(len(tables), -1).int(), torch.randn(2 * size, columns)
-        lookups.append(LookupGradient(ids=batch.values(), lengths=lengths, weights=None, gradient=gradient))
+        lookups.append(LookupGradient(ids=batch.values(), lengths=lengths, id_weights=None, gradient=gradient))
     outputs = [in_backward.look_up(one.ids, one.lengths, None) for one in lookups]
 
     def backward() -> None:

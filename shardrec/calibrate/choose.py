@@ -33,7 +33,7 @@ _PARTS = (
     ("reduce_byte_ns", "replica_byte_ns"),
 )
 """Coefficients that err together."""
-_LEAST_ERROR = 0.25
+_MIN_ERROR = 0.25
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,7 +78,7 @@ def different_plans(
     """
     if count < 1:
         raise ConfigError(f"count is {count}; give a number of plans, at least 1")
-    error = max(_LEAST_ERROR, profile.errors.get("worst_percent", 0.0) / 100)
+    error = max(_MIN_ERROR, profile.errors.get("worst_percent", 0.0) / 100)
     planner = Planner(tables, topology, batch_size=batch_size, profile=profile)
     first = best_plan(planner, limits)
     best_plans = [first]

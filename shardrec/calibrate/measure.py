@@ -29,9 +29,9 @@ _PASSES = 4
 _QUIET = 0.1
 """Quantile of the times of equal steps that counts. Passes differ less in it than in the median, which depends more on
 what else the machine does: by 8% instead of 14% (standard deviation; two ranks, two cores)."""
-_LEAST_MS = 100.0
+_MIN_MS = 100.0
 """Time that the steps of a workload take together in a pass: a disturbance lasts longer than a few small steps."""
-_MOST_REPEATS = 16
+_MAX_REPEATS = 16
 """Times as many steps as asked for, at most, to come to that."""
 _BATCHES = 3
 """Batches that the steps take in turn."""
@@ -138,7 +138,7 @@ def _time_workloads(rank_info: RankInfo, workloads: Sequence[Workload], repeats:
     for _ in range(_PASSES):
         for workload, seen in zip(workloads, times, strict=True):
             forward = _forward(table_loads(workload), step_plan(workload, world), workload.batch, where)
-            seen.append(_time_step(forward, -(-repeats // _PASSES), where, _LEAST_MS))
+            seen.append(_time_step(forward, -(-repeats // _PASSES), where, _MIN_MS))
     # On every rank alike: the times are those of the slowest.
     for seen in times:
         first, step = min(seen, key=lambda each: each[1])
@@ -267,7 +267,7 @@ def _time_step(
         forward: returns the backward.
         repeats: steps that are timed, besides two that are not.
         device: of the ranks.
-        least_ms: more steps are timed until they take so long, within ``_MOST_REPEATS``.
+        least_ms: more steps are timed until they take so long, within ``_MAX_REPEATS``.
     """
     import torch
     import torch.distributed as dist
@@ -291,7 +291,7 @@ def _time_step(
     once()
     # The same number on all ranks: the slowest rank determines it.
     _, about = slowest([once()])
-    repeats = max(repeats, min(_MOST_REPEATS * repeats, ceil(least_ms / max(about, 1e-3))))
+    repeats = max(repeats, min(_MAX_REPEATS * repeats, ceil(least_ms / max(about, 1e-3))))
     return slowest([once() for _ in range(repeats)])
 
 

@@ -11,8 +11,8 @@ from shardrec.planner.cost import TableLoad
 __all__ = ["CUTS", "Workload", "step_plan", "table_loads", "workloads"]
 
 CUTS = ("table_wise", "row_wise", "column_wise", "data_parallel")
-_MOST_BYTES = 400 * 2**20
-_MOST_ROWS_READ = 400_000
+_MAX_BYTES = 400 * 2**20
+_MAX_ROWS_READ = 400_000
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,7 +62,7 @@ def workloads(count: int, world: int, seed: int) -> list[Workload]:
             half=cut == "table_wise" and rng.random() < 0.15,
         )
         size = each.tables * each.rows * each.dim * 4
-        if size <= _MOST_BYTES and each.tables * each.batch * each.pooling <= _MOST_ROWS_READ and each not in drawn:
+        if size <= _MAX_BYTES and each.tables * each.batch * each.pooling <= _MAX_ROWS_READ and each not in drawn:
             drawn.append(each)
     return drawn
 

@@ -45,7 +45,7 @@ __all__ = ["Kept", "PartKey", "SavedBefore", "different_rows", "shards_of"]
 
 _BLOCK_BYTES = 2 * 2**20
 _WORDS = (torch.int64, torch.int32, torch.int16, torch.int8)
-_MOST_CHANGED = 0.5
+_MAX_CHANGED = 0.5
 """A shard is written whole when its changed rows, those of earlier saves with them, take more than this share of it."""
 
 PartKey = tuple[str, Rect]
@@ -121,7 +121,7 @@ class SavedBefore:
             if known and rows is not None and shard.keys() <= self.parts.keys():
                 before = sum(one.length for one in self.parts[next(iter(shard))].changes)
                 row_bytes, (_, begin, end, _) = _row_bytes(shard), key
-                if (len(rows) + before) * (row_bytes + 8) <= _MOST_CHANGED * (end - begin) * row_bytes:
+                if (len(rows) + before) * (row_bytes + 8) <= _MAX_CHANGED * (end - begin) * row_bytes:
                     kept |= {one: (self.parts[one], rows) for one in shard}
         used = sorted({file for part, _ in kept.values() for file in part.files})
         if not self._link([self.files[file] for file in used], data, number):

@@ -52,7 +52,7 @@ _FORMAT, _LINKED_FORMAT = 2, 3
 PARTIAL = MANIFEST + ".partial"
 _DATA_FOLDER = re.compile(r"data-[0-9a-f]{16}")
 _DIGEST = b',\n"sha256": '
-_MOST_STEPS = 2**53
+_MAX_STEPS = 2**53
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -299,7 +299,7 @@ class Manifest:
         for key in ("tensors", "numbers", "plan", "step_counts", "fused_settings", "extra"):
             _check(key, values[key], dict)
         for name, count in values["step_counts"].items():
-            if type(count) is not int or not 0 <= count < _MOST_STEPS:
+            if type(count) is not int or not 0 <= count < _MAX_STEPS:
                 raise ValueError(f"its step count of {name!r} is {count!r}")
         for name, number in values["numbers"].items():
             _check(name, number, int | float)

@@ -19,7 +19,7 @@ from shardrec.train.runs import RunFolder, cuts_of
 
 __all__ = ["describe"]
 
-_MOST_NOTES_BYTES = 16 << 20
+_MAX_NOTES_BYTES = 16 << 20
 
 
 def describe(path: Path) -> dict[str, Any]:
@@ -110,7 +110,7 @@ def _served(path: Path) -> dict[str, Any]:
 def _member(file: zipfile.ZipFile, name: str) -> bytes:
     """A file of the archive, which is not unpacked if it says that it is large; it cannot be larger than it says."""
     size = file.getinfo(name).file_size
-    if size > _MOST_NOTES_BYTES:
+    if size > _MAX_NOTES_BYTES:
         raise ValueError(f"{name} would take {size:,} bytes")
     return file.read(name)
 

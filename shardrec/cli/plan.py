@@ -16,7 +16,7 @@ import typer
 from shardrec.cli.flags import Debug
 from shardrec.console import console, working
 from shardrec.errors import ConfigError
-from shardrec.files import parse_yaml, read_text
+from shardrec.files import os_fault, parse_yaml, read_text
 
 if TYPE_CHECKING:
     from shardrec.layout import Topology
@@ -140,7 +140,9 @@ def read_tables(path: Path, *, instance: str | None = None, optimizer: str = "ro
         rows = _yaml_rows(path) if path.suffix in (".yaml", ".yml") else _csv_rows(path)
     except ConfigError:
         raise
-    except (OSError, ValueError, csv.Error) as error:
+    except OSError as error:
+        raise ConfigError(f"{os_fault(error)}; give a CSV or YAML file of tables") from error
+    except (ValueError, csv.Error) as error:
         raise ConfigError(f"{path}: {error}") from error
     named = sorted({str(row["instance"]) for _, row in rows if row.get("instance")})
     if instance is None and len(named) > 1:

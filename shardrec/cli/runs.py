@@ -115,6 +115,8 @@ def serve_command(
     """
     from shardrec.train.endpoint import open_server
 
+    if follow is not None:
+        typer.echo(f"serving begins with the first version that is in {follow}", err=True)
     with working(f"loading {run}"):
         server = open_server(RunFolder(run).endpoint(follow), host, port)
     typer.echo(f"serving {run} at http://{host}:{server.effective_port}/ (GET / shows an example; Ctrl-C ends)")

@@ -35,7 +35,9 @@ def sweep_command(
     """
     from shardrec.train.sweep import parse_grid, run_sweep, sweep_table
 
-    options = load_config(config, {"monitor": monitor})
+    options = load_config(config)
+    if monitor is not None and options.feed is None:  # of which the sweep says more
+        options = options.changed(monitor=monitor)
     try:
         sweep = run_sweep(options, parse_grid(grid), seeds=seeds, out=out, debug=debug)
     except KeyboardInterrupt as stopped:

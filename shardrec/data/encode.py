@@ -28,7 +28,7 @@ from shardrec.data.tasks import Task
 __all__ = ["Encoded", "column_fault", "count_values", "encode", "group_keys", "hash_texts"]
 
 _NO_NUMBER = "is not a finite number among numbers, nor a date among dates"
-_MOST = float(np.finfo(np.float32).max)
+_MAX = float(np.finfo(np.float32).max)
 _TOO_LARGE = "is too large for a float32"
 _NUMBER = r"^[+-]?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][+-]?[0-9]+)?$"
 _NIBBLES = np.full(256, 255, dtype=np.uint8)
@@ -74,7 +74,7 @@ def encode(table: Any, spec: FeatureSpec, *, labelled: bool = True) -> Encoded:
         labels = np.column_stack([_task_labels(table, task, bads) for task in spec.labels])
         if spec.weight is not None:
             values, missing, bad = _numbers(table[spec.weight])
-            bad |= missing | (values < 0) | (values > _MOST)
+            bad |= missing | (values < 0) | (values > _MAX)
             row_weights = np.where(bad, 0, values).astype(np.float32)
             bads.append((spec.weight, Reason.NUMBER, "is no weight, a number of at least 0", bad))
     elif labelled:
@@ -95,7 +95,7 @@ def encode(table: Any, spec: FeatureSpec, *, labelled: bool = True) -> Encoded:
     for index, feature in enumerate(spec.dense):
         values, missing, bad = _numbers(table[feature.source])
         transformed = _transformed(feature, np.where(bad, 0.0, values), missing)
-        large = np.abs(transformed) > _MOST
+        large = np.abs(transformed) > _MAX
         dense[:, index] = np.where(large, 0.0, transformed)
         bads += [(feature.source, Reason.NUMBER, _NO_NUMBER, bad), (feature.source, Reason.NUMBER, _TOO_LARGE, large)]
     bags = [_bags(table, feature) for feature in spec.sparse]
@@ -259,7 +259,7 @@ def _bags(table: Any, feature: Feature) -> _Bags:
             bad |= differ
             weights = np.ones(len(ids), dtype=np.float32)
         else:
-            bad_W |= missing | (np.abs(values) > _MOST)
+            bad_W |= missing | (np.abs(values) > _MAX)
             bad |= np.bincount(row_V[bad_W], minlength=len(lengths)) > 0
             weights = np.where(bad_W, 0.0, values).astype(np.float32)
     if feature.max_length is not None:

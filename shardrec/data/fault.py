@@ -17,6 +17,7 @@ class Reason(StrEnum):
     LABEL = "bad label"
     NUMBER = "bad number"
     ID = "bad id"
+    DAMAGED = "damaged part of a file"
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -12,7 +12,6 @@ read. With its position in a checkpoint, a run that goes on reads each row once.
 
 from __future__ import annotations
 
-import json
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -21,7 +20,7 @@ from typing import Any, Protocol
 from shardrec.data.files import FileClickData, check_kinds
 from shardrec.data.spec import FeatureSpec
 from shardrec.data.tables import check_file
-from shardrec.data.urls import files_of, is_gone, path_of
+from shardrec.data.urls import UnreachableError, check_listable, files_of, gone_from, path_of
 from shardrec.errors import DataError
 
 __all__ = ["Arrival", "Feed", "FolderFeed"]
@@ -49,11 +48,16 @@ class Feed(Protocol):
 
     left_out: int
 
-    def poll(self) -> Arrival | None:
+    def poll(self, *, last: bool = False) -> Arrival | None:
         """The rows that have arrived since the last poll; None if there are none. Does not wait for any.
+
+        Args:
+            last: whether what cannot be reached is not tried again.
 
         Raises:
             DataError: on every rank, for what cannot be read.
+            UnreachableError: on every rank, for what may be read later: the next poll goes on as if this one had not
+                been.
         """
 
     def position(self) -> Any:
@@ -75,7 +79,8 @@ class FolderFeed:
         source: the folder, a pattern of names in it, or a URL of these.
         spec: what the columns are.
         opened: opens the files of an arrival.
-        on_first_rank: gives all ranks the first one's result of a function.
+        gathered: gives every rank the values of all ranks.
+        is_lead: whether this is the first rank, which looks into the folder.
         most: files of an arrival.
         skips: whether a file that cannot be opened, or lacks columns, is left out with a warning, in place of an error.
     """
@@ -86,33 +91,46 @@ class FolderFeed:
         spec: FeatureSpec,
         opened: Callable[[Sequence[str]], FileClickData],
         *,
-        on_first_rank: Callable[[Callable[[], str]], str] = lambda function: function(),
+        gathered: Callable[[Any], list[Any]] = lambda value: [value],
+        is_lead: bool = True,
         most: int = 64,
         skips: bool = False,
     ) -> None:
-        self._source, self._spec, self._opened, self._on_first_rank = source, spec, opened, on_first_rank
+        self._source, self._spec, self._opened = source, spec, opened
+        self._gathered, self._is_lead, self._was_there = gathered, is_lead, False
         self._most, self._skips = most, skips
         self._taken: set[str] = set()
         self._kinds: dict[str, tuple[str, str]] = {}
         self._again: list[str] = []
         self.left_out = 0
 
-    def poll(self) -> Arrival | None:
+    def poll(self, *, last: bool = False) -> Arrival | None:
         """See :class:`Feed`."""
-        files, self._again = self._again, []
-        if not files:
-            listing = json.loads(self._on_first_rank(self._listing))
-            if "fault" in listing:
-                raise DataError(listing["fault"])
-            self._kinds = {name: (kind, path) for name, (kind, path) in listing["kinds"].items()}
+        if not self._again:
+            listing = self._gathered(self._listing(last) if self._is_lead else None)[0]
+            if isinstance(listing, DataError):
+                raise listing
+            self._kinds = listing["kinds"]
             self._taken = self._taken.difference(listing["gone"]).union(listing["bad"])
             self.left_out += len(listing["bad"])
-            files = listing["files"]
-        if not files:
+            self._again = listing["files"]
+        if not self._again:
             return None
-        position = {**self.position(), "files": files}
+        files, position = self._again, self.position()
+        rows, fault = None, None
+        try:
+            rows = self._opened(files)
+        except DataError as error:
+            fault = error
+        faults = {rank: fault for rank, fault in enumerate(self._gathered(fault)) if fault is not None}
+        if 0 in faults:
+            raise faults[0]
+        for rank, fault in faults.items():  # which may see the files a little later
+            raise UnreachableError(f"rank {rank}: {fault}")
+        assert rows is not None, "no rank has a fault"
         self._taken.update(files)
-        return Arrival(rows=self._opened(files), position=position)
+        self._again = []
+        return Arrival(rows=rows, position=position)
 
     def position(self) -> dict[str, Any]:
         """See :class:`Feed`."""
@@ -123,18 +141,22 @@ class FolderFeed:
         self._taken, self._again = set(position["taken"]), list(position["files"])
         self._kinds = {name: (kind, path) for name, (kind, path) in position["kinds"].items()}
 
-    def _listing(self) -> str:
-        """What has arrived and what is gone, as JSON; or the fault."""
+    def _listing(self, last: bool) -> dict[str, Any] | DataError:
+        """What has arrived and what is gone; or the fault."""
         files: list[str] = []
         bad: list[str] = []
         kinds = dict(self._kinds)
         try:
             names = files_of(self._source, least=0)
+            if names in ([], [self._source]):
+                check_listable(self._source)
             if names == [self._source]:
-                raise DataError(
+                kind = UnreachableError if self._was_there or self._taken else DataError
+                raise kind(
                     f"data (--data) is feed:{self._source}, which is no folder and no pattern: make it first; where an "
                     "empty folder is none, as in object stores, give a pattern"
                 )
+            self._was_there = True
             for name in names:
                 if name in self._taken or len(files) == self._most or _hidden(name):
                     continue
@@ -142,17 +164,17 @@ class FolderFeed:
                 try:
                     check_kinds([check_file(name, self._spec)], kinds_with_file)
                 except DataError as error:
-                    if not self._skips:
+                    if not self._skips or (isinstance(error, UnreachableError) and not last):
                         raise
                     warnings.warn(f"a file was left out: {error}", stacklevel=2)
                     bad.append(name)
                 else:
                     files.append(name)
                     kinds = kinds_with_file
-            gone = sorted(filter(is_gone, self._taken.difference(names)))
+            gone = list(gone_from(self._taken.difference(names)))
         except DataError as error:
-            return json.dumps({"fault": str(error)})
-        return json.dumps({"files": files, "bad": bad, "gone": gone, "kinds": kinds})
+            return error
+        return {"files": files, "bad": bad, "gone": gone, "kinds": kinds}
 
 
 def _hidden(name: str) -> bool:

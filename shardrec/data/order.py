@@ -28,8 +28,8 @@ __all__ = ["STREAMS", "Chunk", "Slice", "deal", "rows_before", "slices", "stream
 STREAMS = 64
 """Default number of streams: a multiple of the usual numbers of ranks."""
 
-_LEAST_ROWS = 32
-_LEAST_GROUPED = 256
+_MIN_ROWS = 32
+_MIN_GROUPED = 256
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,7 +62,7 @@ class Slice:
 
 def stream_count(streams: int, batch_rows: int, *, grouped: bool) -> int:
     """The streams of a pass: a batch takes at least 32 rows of each, or 256 where groups of rows are to stay whole."""
-    return max(1, min(streams, batch_rows // (_LEAST_GROUPED if grouped else _LEAST_ROWS)))
+    return max(1, min(streams, batch_rows // (_MIN_GROUPED if grouped else _MIN_ROWS)))
 
 
 def deal(chunks: Sequence[Chunk], streams: int, draws: np.random.Generator | None = None) -> list[list[Chunk]]:

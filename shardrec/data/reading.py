@@ -21,6 +21,7 @@ from shardrec.data.rows import ClickRows, bags_at, join_rows
 from shardrec.data.spec import FeatureSpec
 from shardrec.data.split import held_out
 from shardrec.data.tables import FileInfo, TableBlock, read_blocks
+from shardrec.errors import DataError
 
 __all__ = ["Fault", "Part", "Reader", "StreamRows", "shuffled"]
 
@@ -123,6 +124,9 @@ class Reader:
         return held if self.held else ~held
 
     def _encoded(self, block: TableBlock, info: FileInfo, group: int, offset: int) -> Part:
+        if self._by_group and any(fault.reason is Reason.DAMAGED for fault in block.faults.values()):
+            fault = next(iter(block.faults.values()))  # it is not known which groups have its rows
+            raise DataError(f"{info.path}:{block.first + info.first_line}: {fault.where}; {fault.remedy}")
         encoded = encode(block.table, self.spec)
         self.good = self.good or len(encoded.faults) < len(block.numbers)
         faults = {int(block.numbers[row]): fault for row, fault in encoded.faults.items()} | block.faults

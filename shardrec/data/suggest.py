@@ -19,8 +19,8 @@ from shardrec.errors import DataError
 
 __all__ = ["suggest_spec"]
 
-_MOST_BYTES = 32 << 20
-_MOST_ROWS = 500_000
+_MAX_BYTES = 32 << 20
+_MAX_ROWS = 500_000
 _FEW, _MANY = 100, 50_000
 """Distinct values: of a whole number that is a category whatever its name; of a column that is hashed."""
 
@@ -101,10 +101,10 @@ def _head(path: str, label: str | None) -> tuple[Any, dict[str, Any]]:
             for batch in pq.ParquetFile(file).iter_batches():
                 batches.append(batch)
                 rows += len(batch)
-                if rows >= _MOST_ROWS:
+                if rows >= _MAX_ROWS:
                     break
             return pa.Table.from_batches(batches), {}
-        data = pa.input_stream(file, compression=codec).read(_MOST_BYTES)
+        data = pa.input_stream(file, compression=codec).read(_MAX_BYTES)
         data = data[: data.rfind(b"\n") + 1] or data
         if suffix in ("libsvm", "svm", "svmlight", "libfm"):
             table = parse_svmlight(data)[0]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from shardrec.data.batch import ClickBatch
@@ -19,7 +19,12 @@ __all__ = ["BestMetrics", "SyntheticClickData"]
 
 _EXPECTATION_ROWS = 500_000
 
-_planted = lru_cache(maxsize=2)(PlantedModel)
+_planted = lru_cache(maxsize=4)(PlantedModel)
+
+
+def _model_of(config: SyntheticConfig) -> PlantedModel:
+    """The planted model, which does not depend on the numbers of rows; made once for all of them."""
+    return _planted(replace(config, rows=1, holdout_rows=1))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,7 +57,7 @@ class SyntheticClickData(ClickData):
 
     def __init__(self, config: SyntheticConfig) -> None:
         self.config = config
-        self.model = _planted(config)
+        self.model = _model_of(config)
 
     @property
     def schema(self) -> ClickSchema:
@@ -103,9 +108,14 @@ class SyntheticClickData(ClickData):
 
 @lru_cache(maxsize=2)
 def _best_metrics(config: SyntheticConfig) -> BestMetrics:
-    model = _planted(config)
-    holdout = model.rows(RandomStream.HOLDOUT, 0, config.holdout_rows)
-    expected = model.probabilities(RandomStream.EXPECTATION, 0, _EXPECTATION_ROWS)
+    holdout = _model_of(config).rows(RandomStream.HOLDOUT, 0, config.holdout_rows)
     return BestMetrics(
-        holdout=click_metrics(holdout.labels, holdout.probabilities), expected=click_metrics(expected, expected)
+        holdout=click_metrics(holdout.labels, holdout.probabilities),
+        expected=_expected_metrics(_model_of(config), _EXPECTATION_ROWS),
     )
+
+
+@lru_cache(maxsize=2)
+def _expected_metrics(model: PlantedModel, rows: int) -> ClickMetrics:
+    probabilities = model.probabilities(RandomStream.EXPECTATION, 0, rows)
+    return click_metrics(probabilities, probabilities)

@@ -111,8 +111,10 @@ def check_file(path: str, spec: FeatureSpec) -> FileInfo:
             with _opened(path) as stream, _undamaged(path, size, 1):
                 names = _header(path, stream.read(_BLOCK_BYTES), spec)[0]
             first = 1 if spec.columns is not None else 2
+    of_spec = {*spec.label_sources, spec.group, *spec.feature_sources}
     faults = [
-        f"column {name!r} is missing: name the file's column in the spec (column:)"
+        f"column {name!r} is missing: "
+        + ("name the file's column in the spec (column:)" if name in of_spec else "leave it out of the keys (--keys)")
         for name in spec.sources
         if name not in names
     ]
@@ -233,15 +235,7 @@ def _tables(
     path, at_once, size = info.path, max(1, int(_ROWS_AT_ONCE * part)), max(1, int(_BLOCK_BYTES * part))
     match _kind(path):
         case "parquet":
-            if _footer_digest(path) != info.digest:
-                raise _changed(path, "it has another footer")
-            texts = [feature.source for feature in spec.sparse if info.kinds[feature.source] == "texts"]
-            with _parquet(path, texts) as file:
-                batches = file.iter_batches(at_once, row_groups=[group], columns=list(columns), use_threads=False)
-                for batch in batches:
-                    if start < batch.num_rows:
-                        yield batch.slice(start), {}
-                    start = max(0, start - batch.num_rows)
+            yield from _row_group(info, spec, group, start, at_once, columns)
         case "archive":
             arrays = _arrays(path, columns)  # an array of an archive is read as a whole
             for first in range(start, len(next(iter(arrays.values()))), at_once):
@@ -256,6 +250,43 @@ def _tables(
                 names, begin = _header(path, data, spec)
                 rest = chain([data[begin:]] if len(data) > begin else [], blocks)
                 yield from (_parsed(path, lines, names, columns, spec) for lines in _without(rest, start))
+
+
+def _row_group(
+    info: FileInfo, spec: FeatureSpec, group: int, start: int, at_once: int, columns: Sequence[str]
+) -> Iterator[tuple[Any, dict[int, RowFault]]]:
+    """:func:`_tables` of Parquet. From a damaged page on, the rows of the group are broken.
+
+    What fails is read once more, for it may have been a network that did.
+    """
+    import pyarrow as pa
+
+    texts = [feature.source for feature in spec.sparse if info.kinds[feature.source] == "texts"]
+    fault: RowFault | None = None
+    while True:
+        if _footer_digest(info.path) != info.digest:
+            raise _changed(info.path, "it has another footer")
+        with _parquet(info.path, texts) as file:
+            stop = 0
+            try:
+                batches = file.iter_batches(at_once, row_groups=[group], columns=list(columns), use_threads=False)
+                for batch in batches:
+                    first, stop = stop, stop + batch.num_rows
+                    if start < stop:
+                        yield batch.slice(start - first), {}
+                        start, fault = stop, None
+                return
+            except (pa.ArrowException, OSError) as error:
+                failed_before = fault is not None
+                reason = (str(error) or type(error).__name__).splitlines()[0]
+                where = f"the file is damaged from here to the end of its row group ({reason})"
+                fault = RowFault(reason=Reason.DAMAGED, where=where, remedy="copy the file again, as it was")
+            if failed_before:
+                schema, rows = file.schema_arrow, info.groups[group]
+                empty = schema.empty_table().select([name for name in schema.names if name in columns])
+                for first in range(start, rows, at_once):
+                    yield empty, dict.fromkeys(range(min(at_once, rows - first)), fault)
+                return
 
 
 @contextmanager

@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable
+import re
+from collections.abc import Callable, Iterable, Iterator
 from glob import escape, glob
 from typing import Any
 
 from shardrec.errors import DataError
 
-__all__ = ["file_system", "files_of", "is_gone", "open_input", "path_of"]
+__all__ = ["UnreachableError", "check_listable", "file_system", "files_of", "gone_from", "open_input", "path_of"]
 
 _BY_PYARROW = ("file", "s3", "gs", "gcs", "abfs", "abfss", "hdfs", "viewfs")
+
+
+class UnreachableError(DataError):
+    """A folder or a file that may be there, and cannot be read now."""
 
 
 def files_of(pattern: str, *, least: int = 1) -> list[str]:
@@ -26,6 +31,10 @@ def files_of(pattern: str, *, least: int = 1) -> list[str]:
     Raises:
         DataError: if there are fewer, or the URL's file system cannot be used.
     """
+    if pattern.startswith("feed:"):
+        raise DataError(
+            f"data files {pattern}: only shardrec train --data takes a feed; give its files, without 'feed:'"
+        )
     if "://" not in pattern:
         return _found(pattern, os.path.isfile, os.path.isdir, lambda path: filter(os.path.isfile, glob(path)), least)
     import pyarrow as pa
@@ -39,7 +48,7 @@ def files_of(pattern: str, *, least: int = 1) -> list[str]:
         system.invalidate_cache()  # some of fsspec's keep their lists
         names = _found(path, system.isfile, system.isdir, matching, least)
     except (OSError, pa.ArrowException) as error:
-        raise DataError(f"data files {pattern} cannot be listed ({error}): check the URL and your access") from error
+        raise _not_listed(pattern, error) from error
     if names == [path]:
         return [pattern]
     # A name in the file system as a URL again, with user, host and options: only the path's end differs.
@@ -48,31 +57,62 @@ def files_of(pattern: str, *, least: int = 1) -> list[str]:
     return [before + name.lstrip("/") + mark + options for name in names]
 
 
+def check_listable(pattern: str) -> None:
+    """Look into the folder of a name or a pattern: lists leave out what they cannot read, and do not say so.
+
+    Raises:
+        UnreachableError: if it cannot be read; not if there is none.
+    """
+    import pyarrow as pa
+
+    system, path = file_system(pattern) if "://" in pattern else (None, pattern)
+    fixed = re.split("[*?[]", path, maxsplit=1)[0]
+    folder = path if fixed == path else os.path.dirname(fixed)
+    try:
+        if system is None:
+            os.scandir(folder or ".").close()
+        else:
+            system.ls(folder, detail=False)
+    except (FileNotFoundError, NotADirectoryError):
+        return
+    except (OSError, pa.ArrowException) as error:
+        raise _not_listed(pattern, error) from error
+
+
+def _not_listed(pattern: str, error: Exception) -> UnreachableError:
+    return UnreachableError(f"data files {pattern} cannot be listed ({error}): check the name and your access")
+
+
 def path_of(path: str) -> str:
     """A path, or that of a URL: without its options, so that the end says what the file is."""
     return path.partition("?")[0] if "://" in path else path
 
 
-def is_gone(path: str) -> bool:
-    """Whether there is surely no such file: a list may lack one because its folder could not be read."""
+def gone_from(paths: Iterable[str]) -> Iterator[str]:
+    """The files that surely are not there: a list also lacks those of a folder that cannot be reached."""
     import pyarrow as pa
 
-    try:
-        if "://" in path:
-            system, name = file_system(path)
-            system.info(name)
-        else:
-            os.stat(path)
-    except (OSError, pa.ArrowException) as error:
-        return isinstance(error, FileNotFoundError)
-    return False
+    is_there: dict[str, bool] = {}
+    for path in paths:
+        system, name = file_system(path) if "://" in path else (None, path)
+        folder = os.path.dirname(name)
+        if folder not in is_there:
+            is_there[folder] = os.path.isdir(folder or ".") if system is None else system.isdir(folder)
+        try:
+            if is_there[folder]:
+                os.stat(name) if system is None else system.info(name)
+        except FileNotFoundError:
+            yield path
+        except (OSError, pa.ArrowException):
+            pass
 
 
 def open_input(path: str) -> Any:
     """A file as a ``pyarrow.NativeFile``, to be read at any place.
 
     Raises:
-        DataError: if there is none, or it cannot be opened.
+        DataError: if there is none.
+        UnreachableError: if it cannot be opened.
     """
     import pyarrow as pa
     from pyarrow import fs
@@ -88,7 +128,7 @@ def open_input(path: str) -> Any:
     except FileNotFoundError:
         raise DataError(f"data file {path} does not exist: check the path") from None
     except (OSError, pa.ArrowException) as error:
-        raise DataError(f"data file {path} cannot be opened ({error}): give a file that can") from error
+        raise UnreachableError(f"data file {path} cannot be opened ({error}): give a file that can") from error
 
 
 def _found(
@@ -131,7 +171,8 @@ def file_system(url: str) -> tuple[Any, str]:
         raise DataError(f"data file {url} cannot be read here: {error}") from error
     except (ValueError, OSError, pa.ArrowException) as error:
         reason = (str(error) or type(error).__name__).splitlines()[0]
-        raise DataError(
+        # pyarrow asks the network where a bucket is.
+        raise (UnreachableError if isinstance(error, OSError) else DataError)(
             f"data file {url} cannot be read ({reason}): give a path, or a URL of {', '.join(_BY_PYARROW)} or of an "
             "installed fsspec file system"
         ) from error

@@ -20,7 +20,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shardrec.data.config import SyntheticConfig
-from shardrec.data.planted import PlantedModel, RandomStream
+from shardrec.data.planted import RandomStream
+from shardrec.data.synthetic import SyntheticClickData
 from shardrec.errors import ConfigError
 
 __all__ = ["complete_or_absent", "write_criteo_tsv", "write_parquet"]
@@ -99,7 +100,7 @@ def _blocks(rows: int, seed: int, config: SyntheticConfig | None) -> tuple[Any, 
     schema = pa.schema(fields)
 
     def blocks() -> Iterator[Any]:
-        model = PlantedModel(config)
+        model = SyntheticClickData(config).model
         feature = np.arange(len(dense))
         for start in range(0, rows, _ROWS_AT_ONCE):
             planted = model.rows(RandomStream.TRAIN, start, min(start + _ROWS_AT_ONCE, rows))

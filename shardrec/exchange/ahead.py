@@ -18,7 +18,7 @@ from typing import Any
 
 from shardrec.errors import ShardrecError
 from shardrec.exchange.headers import Headers
-from shardrec.exchange.step import Call, Caller, exchange_ids, sharing_runs
+from shardrec.exchange.step import Call, Caller, exchange_ids, split_by_compatibility
 
 __all__ = ["Ahead"]
 
@@ -61,7 +61,7 @@ class Ahead:
             InputError: on every rank, if a batch of any is faulty.
             PeerError: if another rank is gone.
         """
-        for calls in sharing_runs(self._headers, self.calls):
+        for calls in split_by_compatibility(self._headers, self.calls):
             exchange_ids(self._headers, calls)
 
     def arrived(self) -> list[Any]:

@@ -45,13 +45,13 @@ class BackwardWatch:
     """Notices backwards that begin, and those that raise.
 
     Args:
-        tell: called with a text that says what happened, unless all ranks raise the same error
+        report_failure: called with a text that says what happened, unless all ranks raise the same error
             (:class:`ShardrecError`).
         begins: called in each backward, at its first step in the model.
     """
 
-    def __init__(self, tell: Callable[[str], None], begins: Callable[[], None] | None = None) -> None:
-        self._tell = tell
+    def __init__(self, report_failure: Callable[[str], None], begins: Callable[[], None] | None = None) -> None:
+        self._report_failure = report_failure
         self._begins = begins
         self._task = -1
 
@@ -67,7 +67,7 @@ class BackwardWatch:
         task = torch._C._current_graph_task_id()
         if task != self._task:
             self._task = task
-            torch.autograd.Variable._execution_engine.queue_callback(_Watched(self._tell))
+            torch.autograd.Variable._execution_engine.queue_callback(_Watched(self._report_failure))
             if self._begins is not None:
                 self._begins()
 
@@ -75,26 +75,26 @@ class BackwardWatch:
 class _Watched:
     """Lives as long as a backward. See [Note: how a backward that raises is noticed]."""
 
-    def __init__(self, tell: Callable[[str], None]) -> None:
-        self._tell: Callable[[str], None] | None = tell
+    def __init__(self, report_failure: Callable[[str], None]) -> None:
+        self._report_failure: Callable[[str], None] | None = report_failure
 
     def __call__(self) -> None:
-        self._tell = None
+        self._report_failure = None
 
     def __del__(self) -> None:
-        tell = self._tell
-        if tell is None:
+        report_failure = self._report_failure
+        if report_failure is None:
             return
         frame: FrameType | None = sys._getframe().f_back
         if frame is None or frame.f_code is not _engine_run_backward.__code__ or sys.gettrace() is not None:
-            tell("raised in backward")
+            report_failure("raised in backward")
             return
 
         def raised(frame: FrameType, event: str, value: Any) -> None:
             sys.settrace(None)
             frame.f_trace = None
             if event == "exception" and not isinstance(value[1], ShardrecError):
-                tell(f"raised in backward: {value[0].__name__}: {value[1]}")
+                report_failure(f"raised in backward: {value[0].__name__}: {value[1]}")
 
         frame.f_trace = raised
         sys.settrace(lambda *_: None)

@@ -111,19 +111,19 @@ def mended(batch: Batch, limits: Tensor, policies: Tensor, *, drops: bool) -> tu
     return mended, bad_F
 
 
-def places_of_rows(kept: Tensor, inverse: Tensor | None) -> Tensor:
+def places_of_rows(kept: Tensor, distinct_index: Tensor | None) -> Tensor:
     """The index of each id's row among the received rows, which follow a zero row at index 0.
 
     TorchScript also compiles it.
 
     Args:
         kept: (M,) bool, whether the id was looked up, in the order of the output.
-        inverse: (number kept,) index of the row of each id that was looked up; None if there is a row for each.
+        distinct_index: (number kept,) index of the row of each id that was looked up; None if there is a row for each.
 
     Returns:
         (M,) int64.
     """
     places = torch.where(kept, kept.cumsum(0), 0)
-    if inverse is None:
+    if distinct_index is None:
         return places
-    return nn.functional.pad(inverse + 1, [1, 0]).index_select(0, places)
+    return nn.functional.pad(distinct_index + 1, [1, 0]).index_select(0, places)

@@ -42,10 +42,10 @@ OnBadId = Literal["error", "zero", "wrap"]
 
 _ID_DTYPES = (torch.int32, torch.int64)
 _MAX_SHOWN_KEYS = 12
-_MOST_IDS = 2**31 - 1  # lengths travel as 32 bits
+_MAX_IDS = 2**31 - 1  # lengths travel as 32 bits
 
 KEY_ORDERS = 16
-"""Orders of a batch's keys for which constants are kept; of a batch with another order they are made anew."""
+"""Size of the LRU cache of constants per key order."""
 
 NO_LIMIT = 2**63 - 1
 """In place of a number of rows: the ids of this key may be any; they are dynamic, or not looked up."""
@@ -59,8 +59,7 @@ class Expectation:
         tables: per lookup, its feature, its table and the table's number of rows (``NO_LIMIT`` of dynamic ids).
         weighted: whether each id has a float weight.
         device: where the tensors must be.
-        pooled: features of different batch sizes need inverse indices, because their bags end up side by side; else
-            inverse indices are used if each feature has its own batch size.
+        pooled: whether bags are summed, for which features of different batch sizes need inverse indices.
         on_bad_id: the policy for ids outside their table, of each feature for which they are not an error.
     """
 
@@ -97,7 +96,7 @@ class WithDropped:
     """The batch that still has the ids that were dropped from a ``Batch``; see :mod:`shardrec.exchange.bad_ids`.
 
     Args:
-        order: (N,) int64 place here of each id of the ``Batch``.
+        order: (N,) int64 position here of each id of the ``Batch``.
         kept: (N,) bool, whether each id is looked up.
         lengths: (F, B) ids of each bag, as given.
         values: (N,) ids, wrapped, and 0 where they are not looked up.
@@ -135,9 +134,9 @@ class Batch:
     offsets_fit: Tensor | None = None
     with_dropped: WithDropped | None = None
 
-    def places_as_given(self, places: Tensor) -> Tensor:
-        """The positions in the input of the ids at positions ``places`` (M,), integer, of this batch."""
-        return places if self.with_dropped is None else self.with_dropped.order.index_select(0, places)
+    def input_positions(self, positions: Tensor) -> Tensor:
+        """The positions in the input of the ids at ``positions`` (M,), integer, of this batch."""
+        return positions if self.with_dropped is None else self.with_dropped.order.index_select(0, positions)
 
     @property
     def size(self) -> int:
@@ -169,7 +168,7 @@ def form_fault(features: KeyedJaggedTensor, expect: Expectation) -> str | None:
     given, offsets = features.lengths_or_none(), features.offsets_or_none()
     lengths = offsets if given is None else given
     if lengths is None:
-        return None  # torchrec has words for it
+        return None  # torchrec raises an error for it
     if lengths.dtype not in _ID_DTYPES:
         return f"the lengths are {_name(lengths.dtype)}; lengths (or offsets) must be int32 or int64"
     return _device_fault("lengths", lengths, expect)
@@ -177,8 +176,8 @@ def form_fault(features: KeyedJaggedTensor, expect: Expectation) -> str | None:
 
 def _size_fault(features: KeyedJaggedTensor) -> str | None:
     values, weights = features.values(), features.weights_or_none()
-    if values.numel() > _MOST_IDS:
-        return f"the input has {values.numel()} ids and a batch may have {_MOST_IDS}; make the batch smaller"
+    if values.numel() > _MAX_IDS:
+        return f"the input has {values.numel()} ids and a batch may have {_MAX_IDS}; make the batch smaller"
     if weights is not None and weights.shape != values.shape:
         shapes = f"the weights have shape {tuple(weights.shape)} and the ids {tuple(values.shape)}"
         return f"{shapes}; give one weight for each id"

@@ -33,7 +33,7 @@ from shardrec.errors import ConfigError
 from shardrec.exchange.collectives import Collectives, Pending, StreamSizes, WayBack, joined
 from shardrec.exchange.wire import QuantizedComms, Shape, Wire
 
-__all__ = ["BlockExchange", "BlocksInFlight", "Stream"]
+__all__ = ["BlocksInFlight", "RowAllToAll", "Stream"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,7 +51,7 @@ class Stream:
     into: list[list[Shape]]
 
 
-class BlockExchange:
+class RowAllToAll:
     """All-to-alls of float rows over a group.
 
     Args:
@@ -82,14 +82,14 @@ class BlockExchange:
         self.wire = Wire(comms.output, collectives)
         self.gradient_wire = Wire(comms.gradient, collectives)
 
-    def start(self, streams: Sequence[Stream], *, learns: bool = True) -> BlocksInFlight:
+    def start(self, streams: Sequence[Stream], *, requires_grad: bool = True) -> BlocksInFlight:
         """Issue the all-to-all of at least one stream.
 
         Args:
             streams: the rows of each call.
-            learns: whether the received rows get gradients, if gradients are enabled; the same on every rank.
+            requires_grad: whether the received rows get gradients, if gradients are enabled; the same on every rank.
         """
-        with torch.set_grad_enabled(learns and torch.is_grad_enabled()):
+        with torch.set_grad_enabled(requires_grad and torch.is_grad_enabled()):
             return _LocalBlocks(self, streams) if self.collectives.world_size == 1 else _RemoteBlocks(self, streams)
 
     def refuse_ended(self) -> None:
@@ -128,7 +128,7 @@ class BlocksInFlight(abc.ABC):
 class _LocalBlocks(BlocksInFlight):
     """The streams of a single rank, which do not travel."""
 
-    def __init__(self, exchange: BlockExchange, streams: Sequence[Stream]) -> None:
+    def __init__(self, exchange: RowAllToAll, streams: Sequence[Stream]) -> None:
         self._exchange = exchange
         with_gradients = torch.is_grad_enabled()
         self._flats = {
@@ -154,7 +154,7 @@ class _LocalBlocks(BlocksInFlight):
 class _RemoteBlocks(BlocksInFlight):
     """Streams between several ranks."""
 
-    def __init__(self, exchange: BlockExchange, streams: Sequence[Stream]) -> None:
+    def __init__(self, exchange: RowAllToAll, streams: Sequence[Stream]) -> None:
         self._streams = len(streams)
         self._state = state = _ExchangeState(exchange, streams)
         self._blocks: dict[int, tuple[Tensor, ...]] | None = None
@@ -187,7 +187,7 @@ class _ExchangeState:
     way_back: WayBack
     """Of the gradients, once the rows are under way."""
 
-    def __init__(self, exchange: BlockExchange, streams: Sequence[Stream]) -> None:
+    def __init__(self, exchange: RowAllToAll, streams: Sequence[Stream]) -> None:
         self.exchange = exchange
         self.out, self.out_sizes = _by_rank([stream.out for stream in streams])
         self.into, self.into_sizes = _by_rank([stream.into for stream in streams])

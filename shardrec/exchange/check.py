@@ -3,7 +3,7 @@
 Shapes: F features of the KeyedJaggedTensor, B samples, N ids.
 
 [Note: validation without a host sync]
-Nothing here reads a tensor's value on the host before the header exchange does. :func:`ids_are_valid` gives a 0-d
+Nothing here reads a CUDA tensor's value on the host before the header exchange does. :func:`ids_are_valid` gives a 0-d
 tensor; the caller multiplies the lengths by it, so that the kernels downstream see an empty batch instead of reading
 past the end of a bad one, and sends it in the header. Only if the header says that a rank's batch is bad does that rank
 compose a message (:func:`describe_fault`).
@@ -46,17 +46,17 @@ def ids_are_valid(batch: Batch, limits: Tensor, *, unlimited: bool) -> Tensor:
     return sound
 
 
-def are_sound(lengths: Tensor, values: Tensor, limits: Tensor, unlimited: bool, asking: bool) -> Tensor:
+def are_sound(lengths: Tensor, values: Tensor, limits: Tensor, unlimited: bool, may_read: bool) -> Tensor:
     """:func:`ids_are_valid` of plain tensors: ``lengths`` (F, B), ``values`` (N,). TorchScript also compiles it.
 
-    With ``asking``, it may read values that are on the host, which a tracer cannot.
+    With ``may_read``, it may read values that are on the host, which a tracer cannot.
     """
     count = values.size(0)
     lengths_F = lengths.sum(dim=1, dtype=torch.int64)
     sound = add_up(lengths, lengths_F, count)
-    if limits.numel() == 0 or (asking and count == 0):
+    if limits.numel() == 0 or (may_read and count == 0):
         return sound
-    if asking and not values.is_cuda:
+    if may_read and not values.is_cuda:
         if not bool(sound):
             return sound
         limit_N = limits.repeat_interleave(lengths_F, output_size=count)

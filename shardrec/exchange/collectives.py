@@ -126,17 +126,17 @@ class Collectives(abc.ABC):
         """Send ``values`` (n,) to every rank, and wait for the values of each rank, whose ``sizes`` are known."""
         return self.send([[values]] * self.world_size, sizes, what).wait()
 
-    def tell(self, fault: str) -> None:  # noqa: B027 - a process group has no way to tell
+    def report_failure(self, fault: str) -> None:  # noqa: B027 - a process group cannot
         """Tell the other ranks that this one does not continue the collectives that it has begun.
 
-        They raise PeerError where they wait for these collectives; ranks that cannot be told wait until the time limit.
+        They raise PeerError where they wait for these collectives; without this report they wait until the time limit.
 
         Args:
             fault: what happened on this rank, as a predicate: "raised in backward: ...".
         """
 
-    def raise_told(self, what: str) -> None:  # noqa: B027 - has none to raise
-        """Raise the fault that another rank has told in this step, if any, or that ended a wait of the device.
+    def raise_reported_failure(self, what: str) -> None:  # noqa: B027 - has none to raise
+        """Raise the fault that another rank has reported in this step, if any, or that ended a wait of the device.
 
         Args:
             what: this rank waits for, as a noun.
@@ -221,7 +221,7 @@ class FunctionalCollectives(Collectives):
         flight_record().end(number)
         return list(done.split(receive))
 
-    def raise_told(self, what: str) -> None:
+    def raise_reported_failure(self, what: str) -> None:
         raise_aborted(self.group, what)
 
 

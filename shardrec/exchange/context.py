@@ -1,4 +1,4 @@
-"""What the sharded modules of a model share: options, headers, gradients, the queue of calls, the present step."""
+"""What the sharded modules of a model share: options, headers, gradients, the queue of calls, a forward's state."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ if TYPE_CHECKING:
     from shardrec.exchange.batch import OnBadId
     from shardrec.ids.options import DynamicIds
 
-__all__ = ["ExchangeOptions", "ModelContext", "StepState"]
+__all__ = ["ExchangeOptions", "ForwardState", "ModelContext"]
 
 
 @dataclass(frozen=True, kw_only=True)
 class ExchangeOptions:
-    """What :func:`shardrec.shard` was told of a model's exchanges.
+    """The options of :func:`shardrec.shard` for a model's exchanges.
 
     Args:
         comms: formats of the output exchanges.
@@ -41,12 +41,12 @@ class ExchangeOptions:
 
 
 @dataclass
-class StepState:
-    """A forward of the model, from its beginning to its end.
+class ForwardState:
+    """State of the forward that runs.
 
     Args:
         dense_signature: dtypes of the model's inputs, ids aside.
-        refusal: what is wrong with the batch whose tracing was ended, or "".
+        refusal: the fault for which tracing was stopped, or "".
     """
 
     dense_signature: str = ""
@@ -65,7 +65,7 @@ class ModelContext:
         headers: of the exchanges.
         gradients: of the model's ordinary parameters.
         queue: of the modules' calls.
-        step: the forward that runs.
+        forward_state: of the forward that runs.
     """
 
     def __init__(self, collectives: Collectives, device: torch.device, options: ExchangeOptions | None = None) -> None:
@@ -73,6 +73,6 @@ class ModelContext:
         self.device = device
         self.options = options or ExchangeOptions()
         self.headers = Headers(collectives, device)
-        self.gradients = Gradients(collectives.tell, are_reduced=collectives.world_size == 1)
+        self.gradients = Gradients(collectives.report_failure, are_reduced=collectives.world_size == 1)
         self.queue = ExchangeQueue(self.headers, self.options.comms, self.gradients.backward.begin)
-        self.step = StepState()
+        self.forward_state = ForwardState()

@@ -12,8 +12,8 @@ upper bound: the remaining elements at the end of values and positions are not i
 once the header has told the number.
 
 [Note: fbgemm's kernels on CUDA]
-``permute_2D_sparse_data`` reads its last segment to the number that it is told, beyond the ids: rows are moved by an
-index instead (:func:`row_places`). ``block_bucketize_sparse_features`` refuses to run for no bags, has a thread for
+``permute_2D_sparse_data`` reads its last segment up to the given number of values, beyond the ids: rows are moved by an
+index instead (:func:`row_positions`). ``block_bucketize_sparse_features`` refuses to run for no bags, has a thread for
 each bag if the order is kept, and copies boundaries in each call: none are given if the blocks of each unit are even.
 
 Dynamic ids are cut by their home rows (:mod:`shardrec.exchange.hashing`), and are sent to the blocks unchanged.
@@ -206,12 +206,12 @@ def permuted(
     """
     if values.is_cuda:
         assert total is not None, "the host would wait for the number"
-        places = row_places(order, lengths, values.size(0), total)
+        index = row_positions(order, lengths, values.size(0), total)
         return (
             lengths.index_select(0, order),
-            values.index_select(0, places),
-            None if weights is None else weights.index_select(0, places),
-            None if positions is None else positions.index_select(0, places),
+            values.index_select(0, index),
+            None if weights is None else weights.index_select(0, index),
+            None if positions is None else positions.index_select(0, index),
         )
     if positions is not None:
         positions = torch.ops.fbgemm.permute_2D_sparse_data(order, lengths, positions, None, total)[1]
@@ -219,17 +219,17 @@ def permuted(
     return lengths, values, weights, positions
 
 
-def row_places(order: Tensor, lengths: Tensor, count: int, total: int) -> Tensor:
-    """(total,) int64 places, among ``count`` values, of those of the rows ``order`` of lengths (F, B), row after row.
+def row_positions(order: Tensor, lengths: Tensor, count: int, total: int) -> Tensor:
+    """(total,) int64 positions, among ``count`` values, of those of the rows ``order`` of lengths (F, B), by row.
 
-    Those that are more than the rows have are of any values. TorchScript also compiles it.
+    Positions beyond the number of values in these rows are arbitrary. TorchScript also compiles it.
     """
     sizes_F = lengths.sum(dim=1, dtype=torch.int64)
     begins, sizes = (sizes_F.cumsum(0) - sizes_F).index_select(0, order), sizes_F.index_select(0, order)
     ends = sizes.cumsum(0)
-    places = torch.arange(total, device=lengths.device)
-    rows = torch.searchsorted(ends, places, right=True).clamp(max=ends.size(0) - 1)
-    return (places + (begins - ends + sizes).index_select(0, rows)).clamp(max=count - 1)
+    positions = torch.arange(total, device=lengths.device)
+    rows = torch.searchsorted(ends, positions, right=True).clamp(max=ends.size(0) - 1)
+    return (positions + (begins - ends + sizes).index_select(0, rows)).clamp(max=count - 1)
 
 
 def chunked(lengths: Tensor, count: int) -> Tensor:
@@ -271,11 +271,11 @@ def in_blocks(
         return bucketized(lengths, ids, weights, positions, sizes, blocks, boundaries)
     dynamic_N, rows = by_home_row(lengths, ids, dynamic, sizes)
     numbers = torch.arange(ids.numel(), dtype=torch.int32, device=ids.device)
-    lengths, rows, weights, places = bucketized(lengths, rows, weights, numbers, sizes, blocks, boundaries)
-    assert places is not None, "numbers were given"
-    ids = torch.where(dynamic_N.index_select(0, places), ids.index_select(0, places), rows)
+    lengths, rows, weights, index = bucketized(lengths, rows, weights, numbers, sizes, blocks, boundaries)
+    assert index is not None, "numbers were given"
+    ids = torch.where(dynamic_N.index_select(0, index), ids.index_select(0, index), rows)
     if positions is not None:
-        positions = positions.index_select(0, places)
+        positions = positions.index_select(0, index)
     return lengths, ids, weights, positions
 
 
@@ -308,7 +308,7 @@ def bucketized(
     in_chunks = values.is_cuda and positions is not None
     if in_chunks:
         lengths = chunked(lengths, values.size(0))
-    cut, values, weights, _, place = torch.ops.fbgemm.block_bucketize_sparse_features(
+    cut, values, weights, _, target = torch.ops.fbgemm.block_bucketize_sparse_features(
         lengths.reshape(-1),
         values,
         False,
@@ -319,13 +319,13 @@ def bucketized(
         block_bucketize_pos=boundaries if len(boundaries) > 0 else None,
     )
     if positions is not None:
-        assert place is not None, "a bucketize that keeps the order tells where each id went"
-        places = place.to(torch.int64)
-        if places.is_cuda:
+        assert target is not None, "a bucketize that keeps the order tells where each id went"
+        targets = target.to(torch.int64)
+        if targets.is_cuda:
             # No positions are written beyond the ids, nor for an invalid batch, whose lengths are 0.
-            same = torch.arange(places.size(0), device=places.device)
-            places = torch.where(same < cut.sum(), places, same)
-        positions = torch.empty_like(positions).index_copy_(0, places, positions)
+            same = torch.arange(targets.size(0), device=targets.device)
+            targets = torch.where(same < cut.sum(), targets, same)
+        positions = torch.empty_like(positions).index_copy_(0, targets, positions)
     if in_chunks:
         cut = cut.view(blocks * units * batch, -1).sum(dim=1, dtype=cut.dtype)
     return cut.view(blocks * units, batch), values, weights, positions

@@ -60,13 +60,13 @@ class DistinctIds:
         order, most = self._order(batch.keys)
         given = order, batch.lengths, batch.values
         if self._lookups:
-            lengths, values, inverse = distinct_by_table(*given, self._lookups)
+            lengths, values, distinct_index = distinct_by_table(*given, self._lookups)
         elif self._device.type == "cpu":
-            lengths, values, inverse = distinct(*given, self._firsts, self._edges, None)
+            lengths, values, distinct_index = distinct(*given, self._firsts, self._edges, None)
         else:
             total = batch.values.numel() * most
-            lengths, values, inverse = distinct_padded(*given, self._firsts, self._edges, total)
-        return Batch(keys=self._tables, lengths=lengths, values=values, weights=None), inverse
+            lengths, values, distinct_index = distinct_padded(*given, self._firsts, self._edges, total)
+        return Batch(keys=self._tables, lengths=lengths, values=values, weights=None), distinct_index
 
     def _new_order(self, keys: tuple[str, ...]) -> tuple[Tensor, int]:
         """(L,) int32 position of each lookup's key, and the most lookups of one key."""
@@ -94,10 +94,10 @@ def distinct(
     """
     lengths, ids, _, _ = permuted(order, lengths, values, None, None, total)
     linear = ids + firsts.repeat_interleave(lengths.sum(dim=1, dtype=torch.int64), output_size=ids.numel())
-    distinct_ids, inverse, _ = torch._unique2(linear, sorted=True, return_inverse=True)
+    distinct_ids, distinct_index, _ = torch._unique2(linear, sorted=True, return_inverse=True)
     counts = torch.searchsorted(distinct_ids, edges).diff()
     local = distinct_ids - edges[:-1].repeat_interleave(counts, output_size=distinct_ids.numel())
-    return counts.to(torch.int32).unsqueeze(1), local.to(values.dtype), inverse
+    return counts.to(torch.int32).unsqueeze(1), local.to(values.dtype), distinct_index
 
 
 def distinct_by_table(
@@ -116,9 +116,9 @@ def distinct_by_table(
     counts = [int(part.sum()) for part in lengths.sum(dim=1, dtype=torch.int64).split(list(lookups))]
     per_table = [torch.unique(part, return_inverse=True) for part in ids[: sum(counts)].split(counts)]
     firsts = [0, *accumulate(part.numel() for part, _ in per_table)]
-    inverse = torch.cat([inverse + first for (_, inverse), first in zip(per_table, firsts, strict=False)])
+    distinct_index = torch.cat([index + first for (_, index), first in zip(per_table, firsts, strict=False)])
     sizes = torch.tensor([[part.numel()] for part, _ in per_table], dtype=torch.int32, device=values.device)
-    return sizes, torch.cat([part for part, _ in per_table]), inverse
+    return sizes, torch.cat([part for part, _ in per_table]), distinct_index
 
 
 def distinct_padded(
@@ -138,9 +138,9 @@ def distinct_padded(
     is_new = torch.ones_like(ordered, dtype=torch.bool)
     is_new[1:] = ordered[1:] != ordered[:-1]
     seen = is_new.cumsum(0)
-    inverse = torch.empty_like(places).scatter_(0, places, seen - 1)
+    distinct_index = torch.empty_like(places).scatter_(0, places, seen - 1)
     table_N = torch.searchsorted(edges[1:], ordered, right=True)
     # Equal ids write one value to one place.
     local = torch.zeros_like(ordered).scatter_(0, seen - 1, ordered - edges[table_N])
     counts = nn.functional.pad(seen, [1, 0])[torch.searchsorted(ordered, edges)].diff()
-    return counts.to(torch.int32).unsqueeze(1), local.to(values.dtype), inverse
+    return counts.to(torch.int32).unsqueeze(1), local.to(values.dtype), distinct_index

@@ -20,39 +20,39 @@ class Reducer(Protocol):
         """What the ranks must have in common, in words."""
 
     def broadcast_buffers(self) -> None:
-        """A forward begins: rank 0's buffers go to all ranks."""
+        """Called when a forward begins; sends rank 0's buffers to all ranks."""
 
     def arm(self) -> None:
-        """A forward with gradients begins."""
+        """Called when a forward with gradients begins."""
 
     def begin(self) -> None:
-        """A backward begins."""
+        """Called when a backward begins."""
 
 
 class Gradients:
     """The gradients of a model's ordinary parameters, replicated tables among them.
 
     Args:
-        tell: tells the other ranks of a backward that raises here.
-        are_reduced: there is nothing to average, or they are averaged elsewhere.
+        report_failure: called with the error of a backward that raises here, for the other ranks.
+        are_reduced: true if there is nothing to average, or it is done elsewhere.
 
     Attributes:
         reducer: averages them over the ranks, unless that is left to the user, or there is one rank.
         updates: called at the end of each backward in which the reducer has averaged gradients.
         forwards: called when a forward with gradients begins.
         accumulates: forwards are in ``no_sync``.
-        reduce_this_backward: the last forward with gradients was not, so that its backward averages.
+        reduce_this_backward: the last forward with gradients ran outside ``no_sync``; its backward all-reduces.
         backward: tells the reducer of backwards, and the other ranks of one that raises here.
     """
 
-    def __init__(self, tell: Callable[[str], None], *, are_reduced: bool) -> None:
+    def __init__(self, report_failure: Callable[[str], None], *, are_reduced: bool) -> None:
         self.reducer: Reducer | None = None
         self.are_reduced = are_reduced
         self.updates: list[Callable[[], None]] = []
         self.forwards: list[Callable[[], None]] = []
         self.accumulates = False
         self.reduce_this_backward = True
-        self.backward = BackwardWatch(tell, self._backward_begins)
+        self.backward = BackwardWatch(report_failure, self._backward_begins)
 
     def begin_forward(self) -> None:
         """A forward begins: if it has gradients, it decides whether its backward averages them."""

@@ -1,6 +1,6 @@
 """The row block of a dynamic id, computed with torch's operators; TorchScript also compiles them.
 
-``shardrec/native/ids.h`` implements the same in C++; tests compare the two.
+``shardrec/native/hashing.h`` implements the same in C++; tests compare the two.
 """
 
 from __future__ import annotations

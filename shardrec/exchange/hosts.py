@@ -142,7 +142,7 @@ class HostExchange:
         self._ranks = range(host * sums.ranks_per_host, (host + 1) * sums.ranks_per_host)  # of this host
         self.direct, self.summed = Columns(sums.direct_columns[rank]), Columns(sums.summed_columns[rank])
         self.columns = Columns(sums.pieces[host])
-        self.order = tuple(other for local in range(sums.ranks_per_host) for other in self._peers(local))
+        self.order = tuple(other for local in range(sums.ranks_per_host) for other in self._same_local_rank(local))
         self._widths = [sum(piece.width for piece in pieces) for pieces in sums.summed_columns]
 
     def divide(self, pooled: Tensor, batch_sizes: Sequence[int]) -> tuple[Tensor, Stream]:
@@ -170,17 +170,17 @@ class HostExchange:
         """
         rows = self._rows(self._local, batch_sizes)
         total: Tensor = _Sum.apply(self, flight, stream, rows, *flight.blocks(stream))  # type: ignore[no-untyped-call]
-        return list(total.split([batch_sizes[rank] for rank in self._peers(self._local)]))
+        return list(total.split([batch_sizes[rank] for rank in self._same_local_rank(self._local)]))
 
     def blocks(self, flats: Sequence[Tensor], rows: int) -> list[Tensor]:
         """The (rows, columns) blocks of this host's ranks."""
         return [flats[rank].view(rows, self._widths[rank]) for rank in self._ranks]
 
-    def _peers(self, local: int) -> range:
+    def _same_local_rank(self, local: int) -> range:
         return range(local, self._world_size, self.sums.ranks_per_host)
 
     def _rows(self, local: int, batch_sizes: Sequence[int]) -> int:
-        return sum(batch_sizes[rank] for rank in self._peers(local))
+        return sum(batch_sizes[rank] for rank in self._same_local_rank(local))
 
 
 class _Divide(torch.autograd.Function):

@@ -60,7 +60,7 @@ class Prepared:
             sequences for replicated tables).
         given: the input as it was read (for words about faults, keys, weights with a gradient); empty if unreadable.
         to_send: what is cut: ``batch``, or its distinct ids.
-        inverse: (N,) int64 place of each id of the lookups among the distinct ids; None if all ids are sent.
+        distinct_index: (N,) int64 index of each id of the lookups among the distinct ids; None if all ids are sent.
         cut: ``to_send`` cut into blocks.
         lengths: (S, B) int32 lengths of each slot; (S, 1), their sums, if each id gets its own row.
         slot_sizes: batch size of each of the S slots, if they differ; else None.
@@ -68,9 +68,8 @@ class Prepared:
         valid: 0-d bool, whether structure, lengths and ids are sound.
         fault: what is wrong with the structure, or "".
         agreement: the properties that must be equal on all ranks, as text.
-        notes: further int64 tensors to read on the host with the header; the last fields of ``SentIds`` hold their
-            values.
-        differentiable: the weights take a gradient.
+        extra_counts: further int64 counts, read on the host with the header; ``SentIds`` holds their values.
+        weights_require_grad: the weights of the ids take a gradient.
         bad_ids: (U,) int64 number of bad ids of each feature for which they are not an error; None if not counted.
         full: the full batch of a batch with inverse indices, if each id gets its own row; else None.
     """
@@ -78,7 +77,7 @@ class Prepared:
     batch: Batch
     given: Batch
     to_send: Batch
-    inverse: Tensor | None
+    distinct_index: Tensor | None
     cut: Cut
     lengths: Tensor
     slot_sizes: tuple[int, ...] | None
@@ -86,8 +85,8 @@ class Prepared:
     valid: Tensor
     fault: str
     agreement: str
-    notes: tuple[Tensor, ...]
-    differentiable: bool
+    extra_counts: tuple[Tensor, ...]
+    weights_require_grad: bool
     bad_ids: Tensor | None
     full: FullBatch | None
 
@@ -183,9 +182,9 @@ class InputExchange:
         if isinstance(given, str):
             fault = fault or given
             given = self._empty_batch()
-        differentiable = given.weights is not None and given.weights.requires_grad and torch.is_grad_enabled()
+        weights_require_grad = given.weights is not None and given.weights.requires_grad and torch.is_grad_enabled()
         agreement = f"ids {str(given.values.dtype).removeprefix('torch.')}, {agreement}"
-        agreement += ", weights with gradient" if differentiable else ""
+        agreement += ", weights with gradient" if weights_require_grad else ""
         limits, unlimited = self._key_limits(given.keys)
         valid = ids_are_valid(given, limits, unlimited=unlimited)
         whole, bad_ids = given, None
@@ -194,27 +193,27 @@ class InputExchange:
         if fault:
             valid = torch.zeros_like(valid)
         safe = self._safe(whole, valid)
-        chosen, inverse = (safe, None) if self.distinct is None else self.distinct(safe)
-        cut = self.cutter.cut(chosen, keep_positions=self.per_id or differentiable, given=given)
+        chosen, distinct_index = (safe, None) if self.distinct is None else self.distinct(safe)
+        cut = self.cutter.cut(chosen, keep_positions=self.per_id or weights_require_grad, given=given)
         lengths_SB = cut.lengths
         slot_sizes = None
-        notes: tuple[Tensor, ...] = ()
+        extra_counts: tuple[Tensor, ...] = ()
         full: FullBatch | None = None
         if self.per_id:
             lengths_SB = lengths_SB.sum(dim=1, keepdim=True, dtype=torch.int32)
             local = safe.lengths if safe.with_dropped is None else safe.with_dropped.lengths
-            notes = (chosen.lengths.sum(dim=1, dtype=torch.int64), local.sum(dim=1, dtype=torch.int64))
+            extra_counts = (chosen.lengths.sum(dim=1, dtype=torch.int64), local.sum(dim=1, dtype=torch.int64))
             if safe.inverse is not None:
                 full = self._full(given.keys, local, safe.inverse * valid)
                 full_lengths = full.lengths.index_select(0, full.order.flatten()).view_as(full.order)
-                notes += (full_lengths.sum(dim=1, dtype=torch.int64),)
+                extra_counts += (full_lengths.sum(dim=1, dtype=torch.int64),)
         elif chosen.sizes is not None and self._world_size > 1:
             slot_sizes = self._slot_sizes(chosen.keys, chosen.sizes)
         return Prepared(
             batch=safe,
             given=given,
             to_send=chosen,
-            inverse=inverse,
+            distinct_index=distinct_index,
             cut=cut,
             lengths=lengths_SB,
             slot_sizes=slot_sizes,
@@ -222,8 +221,8 @@ class InputExchange:
             valid=valid,
             fault=fault,
             agreement=agreement,
-            notes=notes,
-            differentiable=differentiable,
+            extra_counts=extra_counts,
+            weights_require_grad=weights_require_grad,
             bad_ids=bad_ids,
             full=full,
         )
@@ -243,13 +242,13 @@ class InputExchange:
             return prepared.fault
         return describe_fault(prepared.given, self.expect)
 
-    def pack(self, prepared: Prepared, counts: Sequence[int], notes: Sequence[Sequence[int]]) -> SentIds:
+    def pack(self, prepared: Prepared, counts: Sequence[int], extra_counts: Sequence[Sequence[int]]) -> SentIds:
         """Put the ids in slots and pack them, once the header exchange has brought the sizes to the host.
 
         Args:
             prepared: the batch.
             counts: values of ``prepared.counts``.
-            notes: values of ``prepared.notes``.
+            extra_counts: values of ``prepared.extra_counts``.
         """
         if prepared.bad_ids is not None:
             self.bad_ids += prepared.bad_ids
@@ -257,17 +256,17 @@ class InputExchange:
         counts_WG = tuple(tuple(counts[q * groups : (q + 1) * groups]) for q in range(self._world_size))
         values, weights, positions = self.cutter.in_slots(prepared.cut, sum(counts))
         if positions is not None and not self.per_id:
-            positions = prepared.to_send.places_as_given(positions)
+            positions = prepared.to_send.input_positions(positions)
         totals = [sum(one) for one in counts_WG]
         return SentIds(
             parts=self.payload.pack(prepared.lengths, values, weights, totals, prepared.slot_sizes),
             counts=counts_WG,
             slot_ids=None if positions is None else prepared.lengths.sum(dim=1),
             positions=positions,
-            sent_key_ids=tuple(notes[0]) if self.per_id else (),
-            key_ids=tuple(notes[1]) if self.per_id else (),
-            full_ids=() if prepared.full is None else tuple(notes[2]),
-            replica_ids=tuple(notes[0]) if notes and not self.per_id else (),
+            sent_key_ids=tuple(extra_counts[0]) if self.per_id else (),
+            key_ids=tuple(extra_counts[1]) if self.per_id else (),
+            full_ids=() if prepared.full is None else tuple(extra_counts[2]),
+            replica_ids=tuple(extra_counts[0]) if extra_counts and not self.per_id else (),
         )
 
     def _full(self, keys: tuple[str, ...], lengths: Tensor, inverse: Tensor) -> FullBatch:

@@ -48,8 +48,8 @@ __all__ = ["Program"]
 _LIBRARY = torch.library.Library("shardrec", "FRAGMENT")
 _LIBRARY.define(
     "issue_lookup(Tensor anchor, Tensor[] replicas, Tensor values, Tensor? lengths, Tensor? offsets, Tensor? weights, "
-    "Tensor? strides, Tensor? inverse, str[] keys, str[] inverse_keys, SymInt stride, int number, bool learned, "
-    "bool gradients, bool? scripted) -> (Tensor, Tensor)",
+    "Tensor? strides, Tensor? inverse, str[] keys, str[] inverse_keys, SymInt stride, int number, "
+    "bool weights_require_grad, bool gradients, bool? scripted) -> (Tensor, Tensor)",
     tags=torch.Tag.cudagraph_unsafe,
 )
 _LIBRARY.define(
@@ -202,12 +202,14 @@ class Program:
         self.number = next(_NUMBERS)
         _PROGRAMS[self.number] = self
 
-    def issue(self, features: KeyedJaggedTensor, learned: bool, gradients: bool, scripted: bool | None) -> Tensor:
+    def issue(
+        self, features: KeyedJaggedTensor, weights_require_grad: bool, gradients: bool, scripted: bool | None
+    ) -> Tensor:
         """Queue a call; gives its ticket.
 
         Args:
             features: of the local batch.
-            learned: their weights take a gradient.
+            weights_require_grad: their weights take a gradient.
             gradients: there will be a backward.
             scripted: whether TorchScript, which calls, is in training mode; None if it is not TorchScript.
         """
@@ -219,11 +221,11 @@ class Program:
         if scripted is not None and gradients:  # no forward of the model has done so
             self._context.gradients.begin_forward()
         with _with_autograd(gradients), _in_mode(self._module, scripted):
-            if learned and gradients:
+            if weights_require_grad and gradients:
                 weights.requires_grad_()
             self._kept[number] = _Issued(
                 self._context.queue.submit(self._module, features, by_operator=True, scripted=scripted is not None),
-                weights if learned and gradients else None,
+                weights if weights_require_grad and gradients else None,
                 self._replicas,
             )
         weakref.finalize(ticket, self._kept.pop, number, None).atexit = False
@@ -286,7 +288,7 @@ class Program:
         if fault is None and not features.variable_stride_per_key():  # else the sizes are in a tensor
             fault = length_fault(features.lengths(), [features.stride()] * len(features.keys()))
         if fault is not None:
-            self._context.step.refusal = fault
+            self._context.forward_state.refusal = fault
             raise InputError(fault)
 
 
@@ -325,9 +327,9 @@ def _features(
 
 @torch.library.impl(_LIBRARY, "issue_lookup", "CompositeExplicitAutograd")
 def _issue(anchor: Tensor, replicas: Sequence[Tensor], *given: Any) -> tuple[Tensor, Tensor]:
-    number, learned, gradients, scripted = given[9:]
+    number, weights_require_grad, gradients, scripted = given[9:]
     detached = [one if one is None else one.detach().clone() if scripted is None else one.detach() for one in given[:6]]
-    ticket = _program(number).issue(_features(detached, *given[6:9]), learned, gradients, scripted)
+    ticket = _program(number).issue(_features(detached, *given[6:9]), weights_require_grad, gradients, scripted)
     return anchor.new_zeros(0), ticket
 
 
@@ -380,11 +382,11 @@ def _finish_backward_fake(
 
 
 def _keep_issued(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    replicas, weights, ctx.number, learned = inputs[1], inputs[5], inputs[11], inputs[12]
+    replicas, weights, ctx.number, weights_require_grad = inputs[1], inputs[5], inputs[11], inputs[12]
     ctx.save_for_backward(output[1], *replicas)
     ctx.mark_non_differentiable(output[1])
     ctx.names = len(inputs[9])
-    ctx.weights = (weights.size(0), weights.dtype) if learned else (0, None)
+    ctx.weights = (weights.size(0), weights.dtype) if weights_require_grad else (0, None)
 
 
 def _issued_backward(ctx: Any, order: Tensor, _: Tensor | None) -> tuple[Any, ...]:

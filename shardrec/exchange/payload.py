@@ -186,8 +186,8 @@ class Payload:
             block_lengths = torch.stack([part.sum(dim=1, dtype=torch.int32) for part in lengths]).view(-1)
             slot_major = self.slot_major(len(parts))
             if keep_order:
-                places = torch.arange(total, dtype=torch.int32, device=flat_ids.device)
-                _, order, _ = torch.ops.fbgemm.permute_1D_sparse_data(slot_major, block_lengths, places, None, total)
+                positions = torch.arange(total, dtype=torch.int32, device=flat_ids.device)
+                _, order, _ = torch.ops.fbgemm.permute_1D_sparse_data(slot_major, block_lengths, positions, None, total)
             _, flat_ids, flat_weights = torch.ops.fbgemm.permute_1D_sparse_data(
                 slot_major, block_lengths, flat_ids, flat_weights, total
             )

@@ -51,7 +51,7 @@ _POLL_S = 0.02
 _WATCH_S = 1.0
 _SHARE_OF_LIMIT = 0.9
 """Of a group's time limit, after which the communicators are aborted, before NCCL's watchdog ends the process."""
-_MOST_SHOWN = 8
+_MAX_SHOWN = 8
 _SHOWN_ENTRIES = 4
 _ENDED, _STOPPED, _RUNS = "has ended", "is stopped by a signal", "runs"
 _GLOO_OR_NCCL = re.compile(
@@ -109,7 +109,8 @@ def peer_error(
 
     Args:
         group: of the collective.
-        what: the operation that failed, a noun. cause: the backend's error, or a sentence.
+        what: the operation that failed, a noun.
+        cause: the backend's error, or a sentence.
         suspects: ranks of ``group`` that this one waited for, if that is known.
         waited_s: how long it waited, if that is known.
     """
@@ -153,7 +154,7 @@ class _RankProcess:
         return _STOPPED if state == "T" else _RUNS
 
 
-_PLACES: dict[int, _RankProcess] = {}  # by global rank, of the default group in _STORE
+_RANK_PROCESSES: dict[int, _RankProcess] = {}  # by global rank, of the default group in _STORE
 _STORE: list[Any] = []  # a weak reference
 
 
@@ -162,13 +163,13 @@ def introduce() -> None:
     store = _default_store()
     if store is None or (_STORE and _STORE[0]() is store):
         return
-    place = _RankProcess(
+    process = _RankProcess(
         host=_process_host(), pid=os.getpid(), began=_process(os.getpid())[1], record=flight_record().descriptor
     )
     # A store that is gone shows in the first collective, which has a limit.
     with suppress(RuntimeError):
-        store.set(_key(dist.get_rank()), json.dumps(asdict(place)))
-    _PLACES.clear()
+        store.set(_key(dist.get_rank()), json.dumps(asdict(process)))
+    _RANK_PROCESSES.clear()
     _WATCHES.clear()
     _STORE[:] = [weakref.ref(store)]
 
@@ -187,12 +188,13 @@ def meet(group: dist.ProcessGroup) -> None:
 
 def _ask(store: dist.Store, ranks: Sequence[int]) -> None:
     """Ask the store for the hosts and processes of ranks that are not known yet."""
-    unknown = [rank for rank in ranks if rank not in _PLACES]
+    unknown = [rank for rank in ranks if rank not in _RANK_PROCESSES]
     if unknown and not store.check([_key(rank) for rank in unknown]):
         unknown = [rank for rank in unknown if store.check([_key(rank)])]
     if unknown:
         texts = store.multi_get([_key(rank) for rank in unknown])
-        _PLACES.update({rank: _RankProcess(**json.loads(text)) for rank, text in zip(unknown, texts, strict=True)})
+        for rank, text in zip(unknown, texts, strict=True):
+            _RANK_PROCESSES[rank] = _RankProcess(**json.loads(text))
 
 
 def _default_store() -> dist.Store | None:
@@ -274,9 +276,9 @@ class _Look:
         asking.start()
         begin = monotonic()
         while (seconds := monotonic() - begin) < _LOOK_S:
-            for rank, place in dict(_PLACES).items():
-                if rank in self.others and place.is_here:
-                    self.states[rank] = place.state()
+            for rank, process in dict(_RANK_PROCESSES).items():
+                if rank in self.others and process.is_here:
+                    self.states[rank] = process.state()
             # A rank that reported a failure before it ended is no culprit.
             if self.culprits() and (self.asked or seconds > _STORE_S):
                 break
@@ -383,10 +385,10 @@ def _abort() -> None:
 
 def _is_one_gone(store: dist.Store | None, group_name: str, ranks: list[int]) -> bool:
     """Whether a rank of this host has ended, or one of another host or the store has failed."""
-    places = [_PLACES[rank] for rank in ranks if rank in _PLACES]
-    if any(place.is_here and place.state() == _ENDED for place in places):
+    processes = [_RANK_PROCESSES[rank] for rank in ranks if rank in _RANK_PROCESSES]
+    if any(process.is_here and process.state() == _ENDED for process in processes):
         return True
-    if store is None or (len(places) == len(ranks) and all(place.is_here for place in places)):
+    if store is None or (len(processes) == len(ranks) and all(process.is_here for process in processes)):
         return False
     try:
         _ask(store, ranks)
@@ -404,14 +406,14 @@ def _reason(look: _Look, named: Sequence[int], waited_s: float | None) -> str:
     if not named:
         return f": the {look.what} failed, because each rank waits for another: they issued different collectives"
     gone, late = [], []
-    for rank in named[:_MOST_SHOWN]:
-        state, place = look.states.get(rank, ""), _PLACES.get(rank)
-        process = f"process {place.pid}" if place else "process"
+    for rank in named[:_MAX_SHOWN]:
+        state, rank_process = look.states.get(rank, ""), _RANK_PROCESSES.get(rank)
+        process = f"process {rank_process.pid}" if rank_process else "process"
         if state in (_ENDED, _STOPPED):
             gone.append(f"rank {rank}'s {process} {state}")
         else:
             late.append(f"rank {rank}" + (f" (its {process} runs)" if state else ""))
-    more = f"; and {len(named) - _MOST_SHOWN} more" if len(named) > _MOST_SHOWN else ""
+    more = f"; and {len(named) - _MAX_SHOWN} more" if len(named) > _MAX_SHOWN else ""
     if gone:
         gone += [f"{rank} did not come" for rank in late]
         return f": the {look.what} failed, because {'; '.join(gone)}{more}"
@@ -428,14 +430,14 @@ def _first_line(cause: BaseException | str) -> str:
 def _flights(look: _Look, named: Collection[int]) -> str:
     """The last collectives of this rank, of those that are named, and of some others."""
     lines = []
-    for rank in [look.me, *named, *(rank for rank in look.others if rank not in named)][:_MOST_SHOWN]:
-        place = _PLACES.get(rank)
+    for rank in [look.me, *named, *(rank for rank in look.others if rank not in named)][:_MAX_SHOWN]:
+        process = _RANK_PROCESSES.get(rank)
         entries: list[str] = []
         if rank == look.me:
             entries = _own_flight()
         elif rank in look.reports:
             entries = look.reports[rank].flight
-        elif place is not None and place.is_here:
-            entries = [str(one) for one in FlightRecord.of_process(place.pid, place.record)[-_SHOWN_ENTRIES:]]
+        elif process is not None and process.is_here:
+            entries = [str(one) for one in FlightRecord.of_process(process.pid, process.record)[-_SHOWN_ENTRIES:]]
         lines.append(f"\n  rank {rank}: {'; '.join(entries) or 'unknown'}")
     return f"Last collectives:{''.join(lines)}"

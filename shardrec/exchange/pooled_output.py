@@ -36,10 +36,10 @@ from shardrec.exchange.ragged import Ragged
 from shardrec.exchange.route import Lookup, Route, output_pieces
 from shardrec.exchange.wire import Shape
 
-__all__ = ["OutputExchange"]
+__all__ = ["PooledOutputLayout"]
 
 
-class OutputExchange:
+class PooledOutputLayout:
     """Lays out pooled rows for the requesting ranks, and puts columns in the unsharded order.
 
     Args:
@@ -81,7 +81,7 @@ class OutputExchange:
     def stream(
         self,
         pooled: Tensor,
-        asked: ShardInput,
+        shard_input: ShardInput,
         slot_sizes: Sequence[int] | None,
         sums: Sequence[Tensor] = (),
     ) -> Stream:
@@ -89,34 +89,34 @@ class OutputExchange:
 
         Args:
             pooled: (B_all, D_mine) float32, rank after rank, without the columns that are summed on hosts.
-            asked: the ids that the ranks requested, which were looked up.
+            shard_input: the ids that the ranks requested, which were looked up.
             slot_sizes: batch size of each of the S slots of all ranks in the local batch, if they differ; else None.
             sums: the sums from :attr:`hosts`, if that is not None.
         """
-        flat, out = self.outgoing(pooled, asked, sums)
-        size = asked.batch_sizes[self._rank]
+        flat, out = self.outgoing(pooled, shard_input, sums)
+        size = shard_input.batch_sizes[self._rank]
         ragged_in = None if slot_sizes is None else self._ragged(size, slot_sizes)
         into = [self._shapes_in(other, size, ragged_in) for other in range(self.world_size)]
         return Stream(flat=flat, out=out, into=into)
 
     def outgoing(
-        self, pooled: Tensor, asked: ShardInput, sums: Sequence[Tensor] = ()
+        self, pooled: Tensor, shard_input: ShardInput, sums: Sequence[Tensor] = ()
     ) -> tuple[Tensor, list[list[Shape]]]:
         """The rows that this rank sends to each rank (on a server: to each request), one after the other, and their
         shapes.
 
         Args:
             pooled: as :meth:`stream` takes it.
-            asked: as :meth:`stream` takes it.
+            shard_input: as :meth:`stream` takes it.
             sums: as :meth:`stream` takes it.
         """
         mine = self.widths[self._rank]
         out: list[list[Shape]] = []
-        plain = not any(asked.slot_sizes) and self._sums is None
-        blocks = [] if plain else list(pooled.split(list(asked.batch_sizes)))
+        plain = not any(shard_input.slot_sizes) and self._sums is None
+        blocks = [] if plain else list(pooled.split(list(shard_input.batch_sizes)))
         parts: list[Tensor] = []
-        for other, rows in enumerate(asked.batch_sizes):
-            sizes = asked.slot_sizes[other]
+        for other, rows in enumerate(shard_input.batch_sizes):
+            sizes = shard_input.slot_sizes[other]
             shapes: list[Shape] = [(rows, mine)]
             if sizes is not None:
                 direct_sizes = tuple(sizes[number] for number in self._slots[self._rank])
@@ -124,7 +124,7 @@ class OutputExchange:
                 blocks[other], shapes = ragged.strip(blocks[other]), ragged.shapes
             if not plain:
                 parts.append(blocks[other].reshape(-1))
-            if self._is_peer(other):
+            if self._has_same_local_rank(other):
                 summed = sums[other // self._ranks_per_host]
                 parts.append(summed.reshape(-1))
                 shapes.append((rows, summed.size(1)))
@@ -154,7 +154,7 @@ class OutputExchange:
         if self.world_size == 1 and self.columns.is_identity:
             return flight.blocks(stream)[0].view(size, self.columns.width)
         ragged = None if slot_sizes is None else self._ragged(size, slot_sizes)
-        plan = _Assembly(exchange=self, flight=flight, stream=stream, size=size, ragged=ragged)
+        plan = _Assembly(layout=self, flight=flight, stream=stream, size=size, ragged=ragged)
         output: Tensor = _Assemble.apply(plan, replicated, *flight.blocks(stream))  # type: ignore[no-untyped-call]
         return output
 
@@ -163,18 +163,18 @@ class OutputExchange:
         if self._sums is None:
             return []
         sums = []
-        for other in filter(self._is_peer, range(self.world_size)):
+        for other in filter(self._has_same_local_rank, range(self.world_size)):
             width = self._sums.width(other // self._ranks_per_host)
             sums.append(flats[other][flats[other].numel() - size * width :].view(size, width))
         return sums
 
-    def _is_peer(self, other: int) -> bool:
+    def _has_same_local_rank(self, other: int) -> bool:
         """Whether sums over hosts travel between this rank and ``other``."""
         return self._sums is not None and (other - self._rank) % self._ranks_per_host == 0
 
     def _shapes_in(self, other: int, size: int, ragged: list[Ragged] | None) -> list[Shape]:
         shapes = [(size, self.widths[other])] if ragged is None else ragged[other].shapes
-        if self._sums is not None and self._is_peer(other):
+        if self._sums is not None and self._has_same_local_rank(other):
             shapes = [*shapes, (size, self._sums.width(other // self._ranks_per_host))]
         return shapes
 
@@ -191,7 +191,7 @@ class OutputExchange:
 class _Assembly:
     """What forward and backward of one assembly share."""
 
-    exchange: OutputExchange
+    layout: PooledOutputLayout
     flight: BlocksInFlight
     stream: int
     size: int
@@ -200,7 +200,7 @@ class _Assembly:
     def direct(self, flats: Sequence[Tensor]) -> list[Tensor]:
         """The part of each rank's block with its own columns: (B · D_q,), or less if batch sizes differ by slot."""
         if self.ragged is None:
-            sizes = [self.size * width for width in self.exchange.widths]
+            sizes = [self.size * width for width in self.layout.widths]
         else:
             sizes = [sum(rows * cols for rows, cols in ragged.shapes) for ragged in self.ragged]
         return [flat[:count] for flat, count in zip(flats, sizes, strict=True)]
@@ -211,34 +211,34 @@ class _Assemble(torch.autograd.Function):
     def forward(ctx: FunctionCtx, assembly: _Assembly, replicated: Tensor | None, *flats: Tensor) -> Tensor:
         ctx.assembly = assembly  # type: ignore[attr-defined]
         ctx.replicated_width = 0 if replicated is None else replicated.size(1)  # type: ignore[attr-defined]
-        exchange, direct = assembly.exchange, assembly.direct(flats)
+        layout, direct = assembly.layout, assembly.direct(flats)
         if assembly.ragged is None:
-            blocks = [part.view(assembly.size, width) for part, width in zip(direct, exchange.widths, strict=True)]
+            blocks = [part.view(assembly.size, width) for part, width in zip(direct, layout.widths, strict=True)]
         else:
             blocks = [ragged.pad(part) for ragged, part in zip(assembly.ragged, direct, strict=True)]
-        blocks += exchange.sums_in(flats, assembly.size)
+        blocks += layout.sums_in(flats, assembly.size)
         if replicated is not None:
             blocks.append(replicated.detach())
-        return exchange.columns.assemble(blocks)
+        return layout.columns.assemble(blocks)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         assembly: _Assembly = ctx.assembly
-        exchange = assembly.exchange
+        layout = assembly.layout
         views = assembly.flight.gradient_blocks(assembly.stream)
         direct = assembly.direct(views)
         if assembly.ragged is None:
-            blocks = [part.view(assembly.size, width) for part, width in zip(direct, exchange.widths, strict=True)]
+            blocks = [part.view(assembly.size, width) for part, width in zip(direct, layout.widths, strict=True)]
         else:
-            blocks = [gradient.new_empty((assembly.size, width)) for width in exchange.widths]
+            blocks = [gradient.new_empty((assembly.size, width)) for width in layout.widths]
         padded = blocks[:]
-        blocks += exchange.sums_in(views, assembly.size)
+        blocks += layout.sums_in(views, assembly.size)
         replicated = None
         if ctx.replicated_width:
             replicated = gradient.new_empty((assembly.size, ctx.replicated_width))
             blocks.append(replicated)
-        exchange.columns.distribute(gradient, blocks)
+        layout.columns.distribute(gradient, blocks)
         if assembly.ragged is not None:
             for part, ragged, block in zip(direct, assembly.ragged, padded, strict=True):
                 part.copy_(ragged.strip(block))

@@ -9,9 +9,8 @@
     emb_a["f"]                      waits
 
 An exchange begins as soon as all the calls are queued that came before the first use in the model's last forward (in
-its first forward: as many as it has sharded modules; see :mod:`shardrec.exchange.runs`), or else at the first use of a
-queued call's value. So a model that does the same in each step makes the fewest exchanges without being told, and one
-that does not still gets the right values.
+its first: as many as it has sharded modules; see :mod:`shardrec.exchange.call_batching`), or else at the first use of a
+queued call's value. So a model that makes the same calls in each step makes the fewest exchanges.
 
 Outside a model's forward (a sharded module used alone, a recomputation in backward) each call exchanges at once.
 """
@@ -29,10 +28,10 @@ import torch
 
 from shardrec.errors import ConfigError, ShardrecError
 from shardrec.exchange.ahead import Ahead
-from shardrec.exchange.blocks import BlockExchange
+from shardrec.exchange.blocks import RowAllToAll
+from shardrec.exchange.call_batching import CallBatching, Phase
 from shardrec.exchange.headers import Headers
-from shardrec.exchange.runs import Phase, Runs
-from shardrec.exchange.step import Call, Caller, can_share, run_step, sharing_runs
+from shardrec.exchange.step import Call, Caller, can_share, exchange_and_look_up, split_by_compatibility
 from shardrec.exchange.wire import QuantizedComms
 
 __all__ = ["ExchangeQueue"]
@@ -49,23 +48,23 @@ class ExchangeQueue:
     Attributes:
         output: the exchange of rows.
         ahead: the calls of the present forward, if they were made before it.
-        observed: each call of the present forward, with its features, is added here, where that is a list.
+        observed: if a list, each call of the present forward is appended, with its features; default: None.
         on_value: called with each call and its value.
         unused: the calls whose value has not been used yet.
     """
 
     def __init__(self, headers: Headers, comms: QuantizedComms, before_gradients: Callable[[], None]) -> None:
         collectives, device = headers.collectives, headers.device
-        self.output = BlockExchange(collectives, comms, device=device, before_gradients=before_gradients)
+        self.output = RowAllToAll(collectives, comms, device=device, before_gradients=before_gradients)
         self._comms = comms
         self.ahead: Ahead | None = None
         self.observed: list[tuple[Caller, object]] | None = None
         self.on_value: Callable[[Call, Any], None] | None = None
         self._headers, self._collectives = headers, collectives
-        self._inside = BlockExchange(collectives, QuantizedComms(), "partial sums", device)
+        self._inside = RowAllToAll(collectives, QuantizedComms(), "partial sums", device)
         self._calls: list[Call] = []
         self.unused: WeakSet[Call] = WeakSet()
-        self._runs = Runs()
+        self._batching = CallBatching()
         self._one_thread = RLock()
 
     def submit(self, module: Caller, features: object, *, by_operator: bool = False, scripted: bool = False) -> Call:
@@ -106,7 +105,7 @@ class ExchangeQueue:
                 self.flush()
             if not queued.is_launched:
                 self._calls.append(queued)
-            if self._runs.call(id(module), self._headers.modules, by_program=scripted):
+            if self._batching.call(id(module), self._headers.modules, by_program=scripted):
                 self.flush()
         return queued
 
@@ -117,7 +116,7 @@ class ExchangeQueue:
         with self._alone(waits=True) if single and queued.by_operator else nullcontext():
             if queued.is_queued:
                 self.flush()
-            self._runs.use()
+            self._batching.use()
 
     @contextmanager
     def _alone(self, *, waits: bool = False) -> Iterator[None]:
@@ -146,16 +145,16 @@ class ExchangeQueue:
             ConfigError: if another thread is in it, or calls one of its sharded modules.
         """
         with self._alone():
-            if self._runs.phase is Phase.FORWARD:
+            if self._batching.phase is Phase.FORWARD:
                 yield
                 return
-            self._runs.begin()
+            self._batching.begin()
             try:
                 yield
                 self.flush()
-                self._runs.end()
+                self._batching.end()
             except BaseException as error:
-                self._runs.fail()
+                self._batching.fail()
                 calls, self._calls = self._calls, []
                 for call in calls:
                     call.error = ShardrecError(f"the model's forward failed before this lookup was exchanged: {error}")
@@ -166,9 +165,9 @@ class ExchangeQueue:
 
         So their rows travel while the model computes the layers before its sharded modules.
         """
-        if self.ahead is not None and self._runs.known:
-            calls = self.ahead.calls[: self._runs.known[0]]
-            shared = sharing_runs(self._headers, calls) == [calls]
+        if self.ahead is not None and self._batching.known:
+            calls = self.ahead.calls[: self._batching.known[0]]
+            shared = split_by_compatibility(self._headers, calls) == [calls]
             if shared and all(call.is_queued and call.sent is not None for call in calls):
                 self._calls = list(calls)
                 self.flush()
@@ -180,7 +179,7 @@ class ExchangeQueue:
             return
         try:
             with calls[0].mode():
-                run_step(self._headers, self._inside, self.output, calls)
+                exchange_and_look_up(self._headers, self._inside, self.output, calls)
         except BaseException as error:
             for call in calls:
                 call.error = error
@@ -189,7 +188,7 @@ class ExchangeQueue:
     def replan(self) -> None:
         """The modules have another plan: forwards of before have no backward any more, nor do calls made ahead hold."""
         before = self.output
-        self.output = BlockExchange(
+        self.output = RowAllToAll(
             self._collectives, self._comms, device=before.device, before_gradients=before.before_gradients
         )
         before.ended = (
@@ -198,14 +197,14 @@ class ExchangeQueue:
         )
         self._headers.plans += 1
 
-    def forget_runs(self) -> None:
+    def forget_call_batching(self) -> None:
         """Forget how the last forward went, where another rank's has failed and forgets, too."""
-        self._runs.forget()
+        self._batching.forget()
 
     def serve(self, ahead: Ahead) -> None:
         """After a forward that failed here: look up and send what the other ranks, whose forward goes on, wait for."""
         begin = sum(call.is_launched for call in ahead.calls)
-        for end in accumulate(self._runs.known or [len(ahead.calls)]):
+        for end in accumulate(self._batching.known or [len(ahead.calls)]):
             if end > begin:
                 self._calls = ahead.calls[begin:end]
                 for call in self._calls:

@@ -1,14 +1,14 @@
-"""The output exchange without pooling: one row per id for the requesting rank, in one all-to-all each way.
+"""The layout of the output exchange without pooling: one row per id, for the requesting rank.
 
 Shapes: N_sent ids that this rank sent, M rows of the output, D columns of the output, n rows of a lookup group, w
-columns of its shards, W ranks, S slots of all ranks, u columns of a unit (here of columns; a route's unit is of ids).
+columns of its shards, W ranks, S slots of all ranks, u columns of a column unit.
 
 ::
 
     rows of a shard, slot after slot, in a slot rank after rank ── reorder ──► rank after rank ── all-to-all ──►
-    rows in the order in which the ids were sent ── scatter by unit ──► output (M, D)
+    rows in the order in which the ids were sent ── scatter by column unit ──► output (M, D)
 
-The output is scattered in units of u columns, the greatest width that divides every shard's columns, so that a table
+The output is scattered in column units: u is the greatest width that divides every shard's columns, so that a table
 cut by columns needs no additional step.
 """
 
@@ -30,13 +30,13 @@ from shardrec.exchange.route import Route
 from shardrec.exchange.staging import staged
 from shardrec.exchange.wire import Shape
 
-__all__ = ["RowExchange"]
+__all__ = ["SequenceOutputLayout"]
 
 _SOURCES = 64  # as in shardrec.exchange.payload
 
 
-class RowExchange:
-    """Sends rows to the requesting ranks, and scatters received rows into the output.
+class SequenceOutputLayout:
+    """Puts rows in the order of the requesting ranks, and scatters received rows into the output.
 
     Args:
         route: of the ids; each group's shards have one width.
@@ -48,9 +48,9 @@ class RowExchange:
 
     Attributes:
         widths: columns of each group.
-        unit: columns of a unit.
-        slot_firsts: per slot of all ranks, the unit of a row where its columns begin.
-        slot_units: per slot of all ranks, its units.
+        column_unit: columns u of a column unit.
+        slot_firsts: per slot of all ranks, the column unit of a row where its columns begin.
+        slot_column_units: per slot of all ranks, its column units.
     """
 
     def __init__(
@@ -67,45 +67,45 @@ class RowExchange:
         self.mean_over = mean_over or len(route.slots)
         self._device = device
         self._slots = [slot for rank_slots in route.slots for slot in rank_slots]
-        self.unit = gcd(dim, *self.widths, *(slot.shard.col_start for slot in self._slots))
+        self.column_unit = gcd(dim, *self.widths, *(slot.shard.col_start for slot in self._slots))
         mine = route.slots[rank]
         self._group_slots = [sum(slot.group == group for slot in mine) for group in range(route.groups)]
-        self.slot_firsts = [slot.shard.col_start // self.unit for slot in self._slots]
-        self.slot_units = [slot.shard.cols // self.unit for slot in self._slots]
-        self._slot_width = torch.tensor(self.slot_units, dtype=torch.int64, device=device)
-        self._units = [width // self.unit for width in self.widths]
+        self.slot_firsts = [slot.shard.col_start // self.column_unit for slot in self._slots]
+        self.slot_column_units = [slot.shard.cols // self.column_unit for slot in self._slots]
+        self._slot_width = torch.tensor(self.slot_column_units, dtype=torch.int64, device=device)
+        self._units = [width // self.column_unit for width in self.widths]
         self.rank_major = lru_cache(maxsize=_SOURCES)(self._new_rank_major)
 
-    def stream(self, rows: Sequence[Tensor], asked: ShardInput, sent: Sequence[Sequence[int]]) -> Stream:
+    def stream(self, rows: Sequence[Tensor], shard_input: ShardInput, sent: Sequence[Sequence[int]]) -> Stream:
         """The stream that this rank sends, with the shapes that it receives.
 
         Args:
             rows: per group, (n, w) float32, slot-major.
-            asked: the ids that the ranks requested, whose rows these are.
+            shard_input: the ids that the ranks requested, whose rows these are.
             sent: per rank, the number of ids of each group that this rank sent to it.
         """
         flat = torch.zeros(0, device=self._device)
         if rows:
-            flat = _Pack.apply(asked.counts, self._orders(asked), *rows)  # type: ignore[no-untyped-call]
+            flat = _Pack.apply(shard_input.counts, self._orders(shard_input), *rows)  # type: ignore[no-untyped-call]
         return Stream(
             flat=flat,
-            out=[self._parts(counts) for counts in asked.counts],
+            out=[self._parts(counts) for counts in shard_input.counts],
             into=[self._parts(counts) for counts in sent],
         )
 
     def targets(self, sent: SentIds, starts: Sequence[int]) -> Tensor:
-        """The output unit of each received unit, (units of the received rows,) int64.
+        """The output's column unit of each received one, (column units of the received rows,) int64.
 
         Args:
             sent: the local batch.
             starts: per slot of all ranks, an id's output row minus its position in ``sent.positions``.
         """
         assert sent.positions is not None and sent.slot_ids is not None, "the positions of the ids were kept"
-        units = self.dim // self.unit
+        units = self.dim // self.column_unit
         firsts = [start * units + first for first, start in zip(self.slot_firsts, starts, strict=True)]
         total = sum(ids * width for counts in sent.counts for ids, width in zip(counts, self._units, strict=True))
         first_S = staged(firsts, torch.int64, self._device)
-        return unit_targets(sent.positions, sent.slot_ids, first_S, self._slot_width, units, total)
+        return column_unit_targets(sent.positions, sent.slot_ids, first_S, self._slot_width, units, total)
 
     def finish(self, flight: BlocksInFlight, stream: int, target: Tensor, output_rows: int) -> Tensor:
         """Wait for the rows.
@@ -127,12 +127,12 @@ class RowExchange:
     def _parts(self, counts: Sequence[int]) -> list[Shape]:
         return list(zip(counts, self.widths, strict=True))
 
-    def _orders(self, asked: ShardInput) -> list[Tensor]:
+    def _orders(self, shard_input: ShardInput) -> list[Tensor]:
         orders, slot = [], 0
-        rank_major = self.rank_major(len(asked.batch_sizes))
-        for group, count in enumerate(asked.group_ids):
+        rank_major = self.rank_major(len(shard_input.batch_sizes))
+        for group, count in enumerate(shard_input.group_ids):
             slots = self._group_slots[group]
-            lengths = asked.lengths[slot : slot + slots].reshape(-1)
+            lengths = shard_input.lengths[slot : slot + slots].reshape(-1)
             slot += slots
             places = torch.arange(count, device=self._device)
             if count:
@@ -146,25 +146,25 @@ class RowExchange:
         return [blocks.view(-1, sources).t().flatten() for blocks in numbers]
 
 
-def unit_targets(
-    positions: Tensor, slot_ids: Tensor, firsts: Tensor, slot_units: Tensor, units: int, total: int
+def column_unit_targets(
+    positions: Tensor, slot_ids: Tensor, firsts: Tensor, slot_column_units: Tensor, units: int, total: int
 ) -> Tensor:
-    """The output unit of each received unit. TorchScript also compiles it; it reads no value.
+    """The output's column unit of each received one. TorchScript also compiles it; it reads no value.
 
     Args:
         positions: (N_sent,) int64, position of each sent id, in order of travel.
         slot_ids: (S,) number of ids of each slot of all ranks.
-        firsts: (S,) int64, the unit of the output where an id's columns of the slot begin, less those of its position.
-        slot_units: (S,) int64, units of a slot's columns.
+        firsts: (S,) int64, output's column unit where an id's columns of the slot begin, less those of its position.
+        slot_column_units: (S,) int64, column units of a slot's columns.
         units: of a row of the output.
-        total: units that are received.
+        total: column units that are received.
 
     Returns:
         (total,) int64.
     """
     device, count = positions.device, positions.numel()
     base_N = positions * units + firsts.repeat_interleave(slot_ids, output_size=count)
-    width_N = slot_units.repeat_interleave(slot_ids, output_size=count)
+    width_N = slot_column_units.repeat_interleave(slot_ids, output_size=count)
     ends_N = width_N.cumsum(0)
     inside = torch.arange(total, device=device)
     inside = inside - (ends_N - width_N).repeat_interleave(width_N, output_size=total)
@@ -204,31 +204,31 @@ class _PutRows(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: FunctionCtx,
-        exchange: RowExchange,
+        layout: SequenceOutputLayout,
         flight: BlocksInFlight,
         stream: int,
         target: Tensor,
         output_rows: int,
         *blocks: Tensor,
     ) -> Tensor:
-        ctx.exchange, ctx.flight, ctx.stream, ctx.target = exchange, flight, stream, target  # type: ignore[attr-defined]
-        units, unit = exchange.dim // exchange.unit, exchange.unit
-        output = blocks[0].new_empty((output_rows * units, unit))
-        targets = target.split([block.numel() // unit for block in blocks])
+        ctx.layout, ctx.flight, ctx.stream, ctx.target = layout, flight, stream, target  # type: ignore[attr-defined]
+        units, column_unit = layout.dim // layout.column_unit, layout.column_unit
+        output = blocks[0].new_empty((output_rows * units, column_unit))
+        targets = target.split([block.numel() // column_unit for block in blocks])
         for target, block in zip(targets, blocks, strict=True):
-            output.index_copy_(0, target, block.view(-1, unit))
-        return output.view(output_rows, exchange.dim)
+            output.index_copy_(0, target, block.view(-1, column_unit))
+        return output.view(output_rows, layout.dim)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        exchange: RowExchange = ctx.exchange
-        units = gradient.reshape(-1, exchange.unit)
+        layout: SequenceOutputLayout = ctx.layout
+        units = gradient.reshape(-1, layout.column_unit)
         views = ctx.flight.gradient_blocks(ctx.stream)
-        targets = ctx.target.split([view.numel() // exchange.unit for view in views])
+        targets = ctx.target.split([view.numel() // layout.column_unit for view in views])
         for view, target in zip(views, targets, strict=True):
-            torch.index_select(units, 0, target, out=view.view(-1, exchange.unit))
-            if exchange.mean_over > 1:
+            torch.index_select(units, 0, target, out=view.view(-1, layout.column_unit))
+            if layout.mean_over > 1:
                 # The mean over ranks: see shardrec.exchange.pooled_output.
-                view.div_(exchange.mean_over)
+                view.div_(layout.mean_over)
         return None, None, None, None, None, *views

@@ -11,8 +11,8 @@ Shapes: W ranks, C columns of the header.
     send rows      one all-to-all of float rows (on several hosts, one inside each host before it)
     finish         at the first use of a call's value: puts its columns or rows in order (one call)
 
-:func:`run_step` runs the middle three; ``Caller.new_call`` prepares, and :meth:`Call.value` finishes. C is the same in
-every exchange of a model, so that a rank that failed can take part in the other ranks' header exchange.
+:func:`exchange_and_look_up` runs the middle three; ``Caller.new_call`` prepares, and :meth:`Call.value` finishes. C is
+the same in every exchange of a model, so that a rank that failed can take part in the other ranks' header exchange.
 """
 
 from __future__ import annotations
@@ -27,35 +27,38 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from shardrec.exchange.blocks import BlockExchange, BlocksInFlight, Stream
+from shardrec.exchange.blocks import BlocksInFlight, RowAllToAll, Stream
 from shardrec.exchange.collectives import Collectives, Pending
 from shardrec.exchange.headers import FIXED_COLUMNS, Headers, checksum
 from shardrec.exchange.input import InputExchange, Prepared, SentIds
 from shardrec.exchange.payload import ShardInput
 from shardrec.exchange.route import Lookup
 
-__all__ = ["Call", "Caller", "Learned", "can_share", "exchange_ids", "run_step", "sharing_runs"]
+__all__ = [
+    "Call",
+    "Caller",
+    "DifferentiableOutput",
+    "can_share",
+    "exchange_and_look_up",
+    "exchange_ids",
+    "split_by_compatibility",
+]
 
 
-def run_step(headers: Headers, inside: BlockExchange, output: BlockExchange, calls: Sequence[Call]) -> None:
+def exchange_and_look_up(headers: Headers, inside: RowAllToAll, output: RowAllToAll, calls: Sequence[Call]) -> None:
     """Run calls that share an exchange, each prepared when it was made, up to their rows under way.
 
-    What happens to a batch's ``values``, in order:
+    What happens to a batch's ``values``, in order (docs/design.md also has the backward):
 
-    1. ``InputExchange.prepare``, when the call was made, compares them with their tables' rows, removes duplicates (for
-       sequences), and cuts them in blocks of rows; the C++ operator puts them directly into slots.
+    1. ``InputExchange.prepare``, when the call was made, checks them, removes duplicates (for sequences), and cuts them
+       in blocks of rows; the C++ operator puts them directly into slots, else ``InputExchange.pack`` does.
     2. :func:`exchange_ids` (before the forward, for calls made ahead): the header tells each rank how many ids it will
-       receive, ``InputExchange.pack`` puts them in slots, and the payload carries them. :meth:`Call.received` waits for
-       them.
+       receive, the payload carries them, and :meth:`Call.received` waits for them.
     3. ``Call.look_up``: dynamic ids become rows of their shard; one kernel call per lookup group gives float rows.
-    4. ``Call.outgoing`` gives the rows in the order of the requesting ranks (pooled rows are in it already), after
-       partial sums inside a host are added up, and ``BlockExchange.start`` sends them. ``Call.issued`` looks up this
-       rank's replicated tables in the meantime.
+    4. ``Call.outgoing`` gives the rows in the order of the requesting ranks, after sums inside hosts, and
+       ``RowAllToAll.start`` sends them. ``Call.issued`` looks up this rank's replicated tables in the meantime.
     5. ``Call.finish``, at the first use of the call's value, adds partial sums of row blocks, puts columns or rows in
-       order, divides means, and expands duplicates and inverse indices. In backward, gradients take the opposite way:
-       ``_Assemble``, ``_Receive``, which sends them, and ``_Issue``, which waits for them (the autograd functions of
-       ``pooled_output.py`` and ``blocks.py``); then the backward of the lookup (``lookup/backward.py``, or fbgemm's),
-       which updates the tables or keeps the gradients for the optimizer's step.
+       order, divides means, and expands duplicates and inverse indices.
 
     Args:
         headers: of the model.
@@ -68,16 +71,16 @@ def run_step(headers: Headers, inside: BlockExchange, output: BlockExchange, cal
         PeerError: if another rank is gone.
     """
     exchange_ids(headers, [call for call in calls if call.sent is None])
-    asked = [call.received() for call in calls]
-    partial_sums = [call.look_up(ids) for call, ids in zip(calls, asked, strict=True)]
+    shard_inputs = [call.received() for call in calls]
+    partial_sums = [call.look_up(shard_input) for call, shard_input in zip(calls, shard_inputs, strict=True)]
     streams = [stream for stream in partial_sums if stream is not None]
-    learns = any(call.learns for call in calls)
-    inside_flight = inside.start(streams, learns=learns) if streams else None
+    requires_grad = any(call.requires_grad for call in calls)
+    inside_flight = inside.start(streams, requires_grad=requires_grad) if streams else None
     rows, number = [], 0
     for call, stream in zip(calls, partial_sums, strict=True):
         rows.append(call.outgoing(None if stream is None else inside_flight, number))
         number += stream is not None
-    flight = output.start(rows, learns=learns)
+    flight = output.start(rows, requires_grad=requires_grad)
     for number, call in enumerate(calls):
         call.launch(flight, number)
 
@@ -94,14 +97,14 @@ class Caller(Protocol):
         """What is wrong with the module, regardless of the features; "" for nothing."""
 
 
-class Learned(NamedTuple):
-    """The part of a call's value that takes a gradient.
+class DifferentiableOutput(NamedTuple):
+    """The part of a call's value that has a gradient, in segments.
 
     Args:
         values: (n, D).
-        sizes: of its segments, one per lookup, along ``dim``.
+        sizes: of the segments, one per lookup, along ``dim``.
         dim: 0 or 1.
-        lookups: of the segments.
+        lookups: one per segment.
     """
 
     values: Tensor
@@ -118,21 +121,21 @@ class Call(abc.ABC):
         on_use: called with this call at each use of its value; the model's queue then begins the exchange.
         input: the module's input exchange.
         prepared: the batch.
-        learns: whether its rows take a gradient, if gradients are enabled; the same on every rank.
+        requires_grad: whether its rows take a gradient, if gradients are enabled; the same on every rank.
 
     Attributes:
-        sent: what was sent of the batch; there from the header exchange until the rows are under way.
-        by_operator: an operator made it (:mod:`shardrec.exchange.operators`), which goes backward in another way.
+        sent: the batch as it was sent, from the header exchange until the row exchange begins; else None.
+        by_operator: made by an operator (:mod:`shardrec.exchange.operators`), whose backward differs.
         on_value: called with the call and its value.
-        error: why there will be no rows; set to None, it may be exchanged again.
+        error: why its exchange failed; set it to None to exchange the call again.
     """
 
     def __init__(
-        self, on_use: Callable[[Call], None], input: InputExchange, prepared: Prepared, *, learns: bool
+        self, on_use: Callable[[Call], None], input: InputExchange, prepared: Prepared, *, requires_grad: bool
     ) -> None:
         self.input = input
         self.prepared = prepared
-        self.learns = learns
+        self.requires_grad = requires_grad
         self.sent: SentIds | None = None
         self.by_operator = False
         self.on_value: Callable[[Call, Any], None] | None = None
@@ -145,7 +148,7 @@ class Call(abc.ABC):
         self._stream = 0
 
     @abc.abstractmethod
-    def look_up(self, ids: ShardInput) -> Stream | None:
+    def look_up(self, shard_input: ShardInput) -> Stream | None:
         """Look up the rows, which the call keeps; gives the partial sums to be added up inside hosts, or None."""
 
     @abc.abstractmethod
@@ -161,7 +164,7 @@ class Call(abc.ABC):
         """The output, made of the received rows."""
 
     @abc.abstractmethod
-    def learned(self, value: Any) -> Learned:
+    def differentiable_output(self, value: Any) -> DifferentiableOutput:
         """What takes a gradient in the call's value."""
 
     @contextmanager
@@ -205,7 +208,7 @@ class Call(abc.ABC):
                 self.on_value(self, value)
         return value
 
-    def ask(self, sent: SentIds, receive: Callable[[], ShardInput]) -> None:
+    def set_receive(self, sent: SentIds, receive: Callable[[], ShardInput]) -> None:
         """Record that its ids are being sent; ``receive`` waits for those of all ranks."""
         self.sent, self._receive = sent, receive
 
@@ -233,7 +236,7 @@ def can_share(headers: Headers, call: Call, calls: Sequence[Call]) -> bool:
     )
 
 
-def sharing_runs(headers: Headers, calls: Sequence[Call]) -> list[list[Call]]:
+def split_by_compatibility(headers: Headers, calls: Sequence[Call]) -> list[list[Call]]:
     """The calls in runs, in order, each as long as its calls can share an exchange."""
     runs: list[list[Call]] = []
     for call in calls:
@@ -260,17 +263,18 @@ def exchange_ids(headers: Headers, calls: Sequence[Call]) -> None:
     column = FIXED_COLUMNS
     sent, own_headers = [], []
     for call in calls:
-        counts, *notes = (list(islice(numbers, one.numel())) for one in (call.prepared.counts, *call.prepared.notes))
+        tensors = (call.prepared.counts, *call.prepared.extra_counts)
+        counts, *extra_counts = (list(islice(numbers, tensor.numel())) for tensor in tensors)
         own_headers.append([header[column : column + call.input.columns] for header in received])
         column += call.input.columns
-        sent.append(call.input.pack(call.prepared, counts, notes))
+        sent.append(call.input.pack(call.prepared, counts, extra_counts))
     if headers.collectives.world_size == 1:
         for call, sent_ids, rows in zip(calls, sent, own_headers, strict=True):
-            call.ask(sent_ids, partial(call.input.payload.unpack_local, sent_ids.parts[0], rows[0]))
+            call.set_receive(sent_ids, partial(call.input.payload.unpack_local, sent_ids.parts[0], rows[0]))
         return
     payloads = _Payloads(headers.collectives, calls, sent, own_headers)
     for number, call in enumerate(calls):
-        call.ask(sent[number], partial(payloads.receive, number))
+        call.set_receive(sent[number], partial(payloads.receive, number))
 
 
 class _Payloads:
@@ -283,7 +287,7 @@ class _Payloads:
         sent: Sequence[SentIds],
         headers: Sequence[Sequence[Sequence[int]]],
     ) -> None:
-        self._payloads = [(call.input.payload, call.prepared.differentiable) for call in calls]
+        self._payloads = [(call.input.payload, call.prepared.weights_require_grad) for call in calls]
         self._headers = headers
         words = [map(payload.words_in, rows) for (payload, _), rows in zip(self._payloads, headers, strict=True)]
         self._words_in = list(map(list, zip(*words, strict=True)))
@@ -311,17 +315,17 @@ class _Payloads:
 
 
 def _exchange_headers(headers: Headers, calls: Sequence[Call]) -> tuple[Iterator[int], list[list[int]]]:
-    """Tell all ranks the sizes; the counts, the notes and the headers received come to the host in one copy.
+    """Tell all ranks the sizes; all counts, and the headers received, come to the host in one copy.
 
     Returns:
-        Counts and notes of the calls, and the header of each rank.
+        All counts of the calls, and the header of each rank.
     """
     agreement = "; ".join(call.prepared.agreement for call in calls)
     received = headers.exchange(_header(headers, calls, agreement))
-    wanted = [tensor.flatten() for call in calls for tensor in (call.prepared.counts, *call.prepared.notes)]
+    wanted = [tensor.flatten() for call in calls for tensor in (call.prepared.counts, *call.prepared.extra_counts)]
     numbers: list[int] = torch.cat([*wanted, received.flatten()]).tolist()
     if received.is_cuda:
-        headers.collectives.raise_told("header exchange")
+        headers.collectives.raise_reported_failure("header exchange")
     width = headers.columns
     first = len(numbers) - headers.collectives.world_size * width
     rows = [numbers[start : start + width] for start in range(first, len(numbers), width)]

@@ -29,7 +29,7 @@ FALLBACK, RESERVE = -1, -2
 """In place of the uses of a row: it is one of the fallback's; it may be given to ids when the capacity is raised."""
 
 COUNTED = ("lookups", "hits", "inserts", "evictions", "fallbacks", "no_room", "collisions")
-"""What a map counts while it learns."""
+"""What a map counts while it assigns rows to new ids."""
 
 _FIRST_COUNT = 3  # numbers of the state before those
 
@@ -91,14 +91,16 @@ class IdMap:
 
         return replace
 
-    def look_up(self, ids: Tensor, rows: Tensor, *, step: int, learn: bool, protect: int | None = None) -> Looked:
+    def look_up(
+        self, ids: Tensor, rows: Tensor, *, step: int, assign_new_ids: bool, protect: int | None = None
+    ) -> Looked:
         """Find the row of each id.
 
         Args:
             ids: (N,) int64, any values.
             rows: (N,) int32, to which the rows are written; -1 for a row of zeros.
             step: number of this step, from 1 on, ascending.
-            learn: count uses, and assign rows to new ids; otherwise the map does not change.
+            assign_new_ids: count uses, and assign rows to new ids; otherwise the map does not change.
             protect: ids used in this step or a later one keep their rows; default: ``step``.
         """
         options = self.options
@@ -116,7 +118,7 @@ class IdMap:
             options.ttl or 0,
             step,
             step if protect is None else protect,
-            learn,
+            assign_new_ids,
         )
         return Looked(*mapped)
 

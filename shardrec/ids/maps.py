@@ -42,12 +42,12 @@ class Mapped:
     """Rows in place of raw ids.
 
     Args:
-        asked: the ids that are looked up, as rows; without the ids that are looked up as zeros.
+        shard_input: the ids that are looked up, as rows; without the ids that are looked up as zeros.
         kept: per lookup group, (n,) bool, which ids are looked up; None if all are.
         step: number of the step; 0 for a lookup that changed nothing.
     """
 
-    asked: ShardInput
+    shard_input: ShardInput
     kept: list[Tensor] | None = None
     step: int = 0
 
@@ -114,18 +114,18 @@ class IdMaps:
         """The map of each run of slots of this rank, None for plain rows, and its number of slots."""
         return [(None if key is None else self.maps[key], count) for key, count in self._runs]
 
-    def __call__(self, asked: ShardInput, *, learn: bool) -> Mapped:
+    def __call__(self, shard_input: ShardInput, *, assign_new_ids: bool) -> Mapped:
         """Map the ids that the ranks requested.
 
         Args:
-            asked: with raw ids, int64. Ids of tables without dynamic ids are rows.
-            learn: count a step, and assign rows to new ids; otherwise nothing changes.
+            shard_input: with raw ids, int64. Ids of tables without dynamic ids are rows.
+            assign_new_ids: count a step, and assign rows to new ids; otherwise nothing changes.
         """
-        self.step += learn
-        ids = asked.ids.cpu()  # the maps are on the host: with tables on a GPU, it waits for the device here
+        self.step += assign_new_ids
+        ids = shard_input.ids.cpu()  # the maps are on the host: with tables on a GPU, it waits for the device here
         rows = torch.empty(ids.numel(), dtype=torch.int32)
         # A slot's ids fit 32 bits, and torch adds int32 up as int32 ten times as fast as it does as int64.
-        ends = [0, *accumulate(asked.lengths.sum(dim=1, dtype=torch.int32).tolist())]
+        ends = [0, *accumulate(shard_input.lengths.sum(dim=1, dtype=torch.int32).tolist())]
         protect = min((one.step for one in self._open), default=self.step)
         done: dict[_Key, slice] = {}
         slot, lacking = 0, 0
@@ -137,34 +137,36 @@ class IdMaps:
                 rows[span].copy_(rows[done[key]])
                 lacking += 1
             else:
-                looked = self.maps[key].look_up(ids[span], rows[span], step=self.step, learn=learn, protect=protect)
+                looked = self.maps[key].look_up(
+                    ids[span], rows[span], step=self.step, assign_new_ids=assign_new_ids, protect=protect
+                )
                 done[key] = span
                 lacking += looked.lacking
                 for shard in self._shards[key] if looked.evicted.numel() else ():
                     self._renew(shard, looked.evicted, self.step)
-        step = self.step if learn else 0
+        step = self.step if assign_new_ids else 0
         if not lacking or not bool((rows < 0).any()):
-            return Mapped(asked=replace(asked, ids=rows.to(asked.ids.device)), step=step)
-        return self._without_zeros(asked, rows, step)
+            return Mapped(shard_input=replace(shard_input, ids=rows.to(shard_input.ids.device)), step=step)
+        return self._without_zeros(shard_input, rows, step)
 
-    def _without_zeros(self, asked: ShardInput, rows: Tensor, step: int) -> Mapped:
+    def _without_zeros(self, shard_input: ShardInput, rows: Tensor, step: int) -> Mapped:
         """Leave the ids out that are looked up as rows of zeros."""
-        device = asked.ids.device
+        device = shard_input.ids.device
         kept = rows >= 0
         before = nn.functional.pad(kept.cumsum(0), [1, 0])
-        edges = nn.functional.pad(asked.lengths.reshape(-1).cumsum(0).cpu(), [1, 0])
-        lengths = before[edges].diff().to(torch.int32).view(asked.lengths.shape)
-        groups = [0, *accumulate(asked.group_ids)]
+        edges = nn.functional.pad(shard_input.lengths.reshape(-1).cumsum(0).cpu(), [1, 0])
+        lengths = before[edges].diff().to(torch.int32).view(shard_input.lengths.shape)
+        groups = [0, *accumulate(shard_input.group_ids)]
         places = kept.nonzero().squeeze(1).to(device)
         looked_up = replace(
-            asked,
+            shard_input,
             lengths=lengths.to(device),
             ids=rows[kept].to(device),
-            weights=None if asked.weights is None else asked.weights.index_select(0, places),
+            weights=None if shard_input.weights is None else shard_input.weights.index_select(0, places),
             group_ids=tuple(before[groups].diff().tolist()),
             order=None,
         )
-        return Mapped(asked=looked_up, kept=list(kept.split(list(asked.group_ids))), step=step)
+        return Mapped(shard_input=looked_up, kept=list(kept.split(list(shard_input.group_ids))), step=step)
 
     def blocks(self, table: str) -> Iterator[tuple[list[Shard], IdMap]]:
         """This rank's row blocks of a table: the shards, one of each column stripe in column order, and their map.

@@ -5,22 +5,25 @@ from __future__ import annotations
 import os
 import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_default_store
 
-from shardrec.errors import ConfigError, PeerError
+from shardrec.errors import ConfigError, PeerError, ShardrecError
 from shardrec.exchange.peers import peers
 from shardrec.exchange.safe_pickle import gather
 from shardrec.launch.processes import LISTENER
 from shardrec.launch.stop import RunStopped
 
-__all__ = ["RankInfo", "joined_run", "meet", "over_ranks", "same_everywhere"]
+__all__ = ["RankInfo", "joined_run", "meet", "on_first_rank", "over_ranks", "same_everywhere"]
+
+T = TypeVar("T")
 
 _TIMEOUT_S = 300.0
 """Default seconds that a rank waits for the others, at the start and in a collective. Ranks do equal work, so a wait of
@@ -112,6 +115,34 @@ def same_everywhere(value: str, rank_info: RankInfo) -> str:
         return value
     with peers(None, "start"):
         return str(gather(value)[0])
+
+
+def on_first_rank(work: Callable[[], T], rank_info: RankInfo, what: str) -> T:
+    """Return what ``work`` returns on rank 0, on every rank; its error is raised on all of them.
+
+    Args:
+        work: is called on rank 0; returns a type that :mod:`shardrec.exchange.safe_pickle` supports.
+        rank_info: this rank.
+        what: a noun for what the others wait for, for messages.
+    """
+    outcome: Any = None
+    error: Exception | None = None
+    if rank_info.is_lead:
+        try:
+            outcome = work()
+        except Exception as raised:
+            error = raised
+            outcome = (
+                raised if isinstance(raised, ShardrecError) else ShardrecError(f"{type(raised).__name__}: {raised}")
+            )
+    if rank_info.world_size > 1:
+        with peers(None, what):
+            outcome = gather(outcome)[0]
+    if error is not None:
+        raise error
+    if isinstance(outcome, ShardrecError):
+        raise outcome
+    return cast(T, outcome)
 
 
 def meet(rank_info: RankInfo, what: str) -> None:

@@ -17,32 +17,32 @@ __all__ = ["lookup_with_backward"]
 
 def lookup_with_backward(
     look_up: Callable[..., Tensor],
-    weight_gradient: Callable[[Tensor, Tensor, Tensor], Tensor | None],
-    learn: Callable[[Tensor, Tensor, Tensor | None, Tensor], Sequence[Tensor | None]],
+    id_weight_gradient: Callable[[Tensor, Tensor, Tensor], Tensor | None],
+    apply_gradient: Callable[[Tensor, Tensor, Tensor | None, Tensor], Sequence[Tensor | None]],
     ids: Tensor,
     lengths: Tensor,
-    weights: Tensor | None,
+    id_weights: Tensor | None,
     inputs: Sequence[Tensor],
     out: Tensor | None = None,
 ) -> Tensor:
     """Run a lookup as an autograd function.
 
     Args:
-        look_up: called with ids, lengths, weights and, if it is given, ``out``; returns the result.
-        weight_gradient: called with ids, lengths and the result's gradient; returns the (N,) gradient of the weights.
-            Called before ``learn``, because it needs the rows as they were looked up.
-        learn: called in backward with ids, lengths, weights and the result's gradient; returns the gradients of
-            ``inputs``.
+        look_up: called with ids, lengths, id_weights and, if it is given, ``out``; returns the result.
+        id_weight_gradient: called with ids, lengths and the result's gradient; returns the (N,) gradient of
+            ``id_weights``. Called before ``apply_gradient``, because it needs the rows as they were looked up.
+        apply_gradient: called in backward with ids, lengths, id_weights and the gradient of the result; returns the
+            gradients of ``inputs``.
         ids: (N,).
         lengths: (S, B_all).
-        weights: (N,) or None.
+        id_weights: (N,) or None.
         inputs: the tensors that represent the tables in the autograd graph: their parameters, or a placeholder.
         out: (B_all, D) memory of the result.
     """
     # In a list, because a result that is also an argument would count as a view of it.
     out_list = [] if out is None else [out]
     rows: Tensor = _Lookup.apply(  # type: ignore[no-untyped-call]
-        look_up, weight_gradient, learn, ids, lengths, weights, out_list, *inputs
+        look_up, id_weight_gradient, apply_gradient, ids, lengths, id_weights, out_list, *inputs
     )
     return rows
 
@@ -52,22 +52,22 @@ class _Lookup(torch.autograd.Function):
     def forward(
         ctx: FunctionCtx,
         look_up: Callable[..., Tensor],
-        weight_gradient: Callable[..., Tensor | None],
-        learn: Callable[..., Sequence[Tensor | None]],
+        id_weight_gradient: Callable[..., Tensor | None],
+        apply_gradient: Callable[..., Sequence[Tensor | None]],
         ids: Tensor,
         lengths: Tensor,
-        weights: Tensor | None,
+        id_weights: Tensor | None,
         out_list: list[Tensor],
         *inputs: Tensor,
     ) -> Tensor:
-        ctx.save_for_backward(ids, lengths, weights)  # type: ignore[arg-type]
+        ctx.save_for_backward(ids, lengths, id_weights)  # type: ignore[arg-type]
         # Not ``out_list``: the result refers to this function, so the cycle would never be freed.
-        ctx.weight_gradient, ctx.learn = weight_gradient, learn  # type: ignore[attr-defined]
-        return look_up(ids, lengths, weights, *out_list)
+        ctx.id_weight_gradient, ctx.apply_gradient = id_weight_gradient, apply_gradient  # type: ignore[attr-defined]
+        return look_up(ids, lengths, id_weights, *out_list)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        ids, lengths, weights = ctx.saved_tensors
-        of_weights = ctx.weight_gradient(ids, lengths, gradient) if ctx.needs_input_grad[5] else None
-        return None, None, None, None, None, of_weights, None, *ctx.learn(ids, lengths, weights, gradient)
+        ids, lengths, id_weights = ctx.saved_tensors
+        of_weights = ctx.id_weight_gradient(ids, lengths, gradient) if ctx.needs_input_grad[5] else None
+        return None, None, None, None, None, of_weights, None, *ctx.apply_gradient(ids, lengths, id_weights, gradient)

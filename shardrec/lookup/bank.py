@@ -32,7 +32,7 @@ from shardrec.lookup.optimizers import FusedOptimizer
 
 __all__ = ["LookupGradient", "RowGradient", "TableBank", "WidthClass", "summed"]
 
-_MOST_INT32 = 2**31 - 1
+_MAX_INT32 = 2**31 - 1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,13 +61,13 @@ class LookupGradient:
     Args:
         ids: (N,).
         lengths: (S, B_all).
-        weights: (N,) or None.
+        id_weights: (N,) or None.
         gradient: (B_all, D) float32 of the pooled output, or (N, w).
     """
 
     ids: Tensor
     lengths: Tensor
-    weights: Tensor | None
+    id_weights: Tensor | None
     gradient: Tensor
 
 
@@ -127,7 +127,7 @@ class _ClassIds:
     places: Tensor | None
     slots: Tensor
     samples: Tensor
-    weights: Tensor | None
+    id_weights: Tensor | None
 
 
 class TableBank:
@@ -188,7 +188,7 @@ class TableBank:
         widths = [self.shapes[table][1] for table in self.slot_tables]
         self.columns = torch.tensor([0, *accumulate(widths)][:-1], dtype=torch.int64, device=device)
         # fbgemm's backward numbers the rows of all tables in the ids' dtype.
-        self._takes_int32 = device.type == "cuda" and sum(rows for rows, _ in shapes) <= _MOST_INT32
+        self._takes_int32 = device.type == "cuda" and sum(rows for rows, _ in shapes) <= _MAX_INT32
         self._native: NativeKernel | None = None
         if native.has_kernels():
             self._native = native_kernel(
@@ -207,13 +207,13 @@ class TableBank:
         """Whether :meth:`look_up` takes memory to write to."""
         return self._native is not None and self.pooled
 
-    def look_up(self, ids: Tensor, lengths: Tensor, weights: Tensor | None, out: Tensor | None = None) -> Tensor:
+    def look_up(self, ids: Tensor, lengths: Tensor, id_weights: Tensor | None, out: Tensor | None = None) -> Tensor:
         """Sums of rows, or the rows.
 
         Args:
             ids: (N,) rows of each slot's table, slot after slot.
             lengths: (S, B_all) int32, ids of each bag.
-            weights: (N,) float32 or None.
+            id_weights: (N,) float32 or None.
             out: (B_all, D) float32 to write the sums to, if :attr:`writes_in_place`; its rows need not be contiguous.
 
         Returns:
@@ -221,10 +221,10 @@ class TableBank:
             its backward updates the weights.
         """
         if self._native is not None:
-            return self._native(ids, lengths, weights, self._lr, out)
+            return self._native(ids, lengths, id_weights, self._lr, out)
         assert out is None, "only kernels of our own write in place"
         if self.kernel is None:
-            return self._look_up_in_torch(ids, lengths, weights)
+            return self._look_up_in_torch(ids, lengths, id_weights)
         if self.device.type == "cuda" and not self.pooled:
             lengths = chunked(lengths, ids.numel())
         offsets = torch.ops.fbgemm.asynchronous_complete_cumsum(lengths.reshape(-1))
@@ -238,9 +238,9 @@ class TableBank:
         if torch.is_inference_mode_enabled():
             # fbgemm registers its training kernels for autograd only, which inference mode leaves out.
             with torch.inference_mode(False), torch.no_grad():
-                values: Tensor = self.kernel(ids, offsets, weights)
+                values: Tensor = self.kernel(ids, offsets, id_weights)
             return values
-        pooled: Tensor = self.kernel(ids, offsets, weights)
+        pooled: Tensor = self.kernel(ids, offsets, id_weights)
         if counts_steps and pooled.requires_grad:
             pooled.register_hook(self._count_step)
         return pooled
@@ -255,11 +255,11 @@ class TableBank:
         self.step_count += 1
 
     def operands(self, lookups: Sequence[LookupGradient]) -> list[list[Tensor]]:
-        """Ids, lengths, weights and gradients of some backwards, as the C++ operators take them."""
+        """Ids, lengths, weights of the ids and gradients of some backwards, as the C++ operators take them."""
         return [
             [lookup.ids.contiguous() for lookup in lookups],
             [lookup.lengths.to(torch.int32).contiguous() for lookup in lookups],
-            [lookup.weights for lookup in lookups if lookup.weights is not None],
+            [lookup.id_weights for lookup in lookups if lookup.id_weights is not None],
             [with_neighbouring_columns(lookup.gradient) for lookup in lookups],
         ]
 
@@ -275,7 +275,7 @@ class TableBank:
                 row_gradients.append(RowGradient(rows=rows, values=values, squares=squares))
             return row_gradients
         for lookup in lookups:
-            given = lookup.ids, lookup.lengths, lookup.weights, lookup.gradient
+            given = lookup.ids, lookup.lengths, lookup.id_weights, lookup.gradient
             for number, (cls, rows_n, values_n) in enumerate(self._gradients_of_ids(*given)):
                 rows, place_n = torch.unique(rows_n, sorted=True, return_inverse=True)
                 values = values_n.new_zeros((rows.numel(), cls.width)).index_add_(0, place_n, values_n)
@@ -288,31 +288,33 @@ class TableBank:
                     row_gradients.append(RowGradient(rows=rows, values=values))
         return row_gradients
 
-    def dense_gradients(self, ids: Tensor, lengths: Tensor, weights: Tensor | None, gradient: Tensor) -> list[Tensor]:
+    def dense_gradients(
+        self, ids: Tensor, lengths: Tensor, id_weights: Tensor | None, gradient: Tensor
+    ) -> list[Tensor]:
         """Per width class, the gradient (rows, w) of its matrix; arguments as of :class:`LookupGradient`."""
         by_class: Iterator[tuple[WidthClass, Tensor, Tensor]]
         if gradient.device.type == "cpu":
-            lookup = LookupGradient(ids=ids, lengths=lengths, weights=weights, gradient=gradient)
+            lookup = LookupGradient(ids=ids, lengths=lengths, id_weights=id_weights, gradient=gradient)
             sums = self.row_gradients([lookup])
             by_class = ((cls, part.rows, part.values) for cls, part in zip(self.classes, sums, strict=True))
             put = Tensor.index_copy_
         else:
             # Without computing the distinct rows: the host would wait for their number.
-            by_class, put = self._gradients_of_ids(ids, lengths, weights, gradient), Tensor.index_add_
+            by_class, put = self._gradients_of_ids(ids, lengths, id_weights, gradient), Tensor.index_add_
         return [put(gradient.new_zeros(cls.weight.shape), 0, rows, values) for cls, rows, values in by_class]
 
     def _gradients_of_ids(
-        self, ids: Tensor, lengths: Tensor, weights: Tensor | None, gradient: Tensor
+        self, ids: Tensor, lengths: Tensor, id_weights: Tensor | None, gradient: Tensor
     ) -> Iterator[tuple[WidthClass, Tensor, Tensor]]:
         """Per width class, the matrix row (n,) of each id, and its gradient (n, w)."""
-        for cls, part in zip(self.classes, self._ids_by_class(ids, lengths, weights), strict=True):
+        for cls, part in zip(self.classes, self._ids_by_class(ids, lengths, id_weights), strict=True):
             values = self._bag_gradient(cls, part, gradient)
-            yield cls, part.rows, values if part.weights is None else values * part.weights.unsqueeze(1)
+            yield cls, part.rows, values if part.id_weights is None else values * part.id_weights.unsqueeze(1)
 
-    def weight_gradient(self, ids: Tensor, lengths: Tensor, gradient: Tensor) -> Tensor:
+    def id_weight_gradient(self, ids: Tensor, lengths: Tensor, gradient: Tensor) -> Tensor:
         """(N,) gradient of the ids' weights; arguments as of :class:`LookupGradient`."""
         if self._native is not None and self.pooled:
-            return self._native.weight_gradient(ids.contiguous(), lengths.to(torch.int32).contiguous(), gradient)
+            return self._native.id_weight_gradient(ids.contiguous(), lengths.to(torch.int32).contiguous(), gradient)
         gradients = gradient.new_zeros(ids.numel())
         for cls, part in zip(self.classes, self._ids_by_class(ids, lengths, None), strict=True):
             values = self._bag_gradient(cls, part, gradient)
@@ -330,16 +332,16 @@ class TableBank:
         runs = gradient.reshape(-1).unfold(0, cls.width, 1) if gradient.numel() else gradient.view(0, cls.width)
         return runs.index_select(0, part.samples * gradient.size(1) + self.columns[part.slots])
 
-    def _look_up_in_torch(self, ids: Tensor, lengths: Tensor, weights: Tensor | None) -> Tensor:
+    def _look_up_in_torch(self, ids: Tensor, lengths: Tensor, id_weights: Tensor | None) -> Tensor:
         """:meth:`look_up` of a bank without a kernel; no gradient comes back through it."""
         batch, slots = lengths.size(1), len(self.slot_tables)
         sums: dict[int, Tensor] = {}  # by width
-        for cls, part in zip(self.classes, self._ids_by_class(ids, lengths, weights), strict=True):
+        for cls, part in zip(self.classes, self._ids_by_class(ids, lengths, id_weights), strict=True):
             values = cls.weight.index_select(0, part.rows).to(torch.float32)
             if not self.pooled:
                 return values
-            if part.weights is not None:
-                values.mul_(part.weights.unsqueeze(1))
+            if part.id_weights is not None:
+                values.mul_(part.id_weights.unsqueeze(1))
             pooled = values.new_zeros((batch * slots, cls.width))
             pooled.index_add_(0, part.samples * slots + part.slots, values)
             sums[cls.width] = pooled.view(batch, slots, cls.width)
@@ -347,7 +349,7 @@ class TableBank:
                 return pooled.view(batch, slots * cls.width)
         return torch.cat([sums[self.shapes[table][1]][:, slot] for slot, table in enumerate(self.slot_tables)], dim=1)
 
-    def _ids_by_class(self, ids: Tensor, lengths: Tensor, weights: Tensor | None) -> Iterator[_ClassIds]:
+    def _ids_by_class(self, ids: Tensor, lengths: Tensor, id_weights: Tensor | None) -> Iterator[_ClassIds]:
         """The ids of each width class, in the order of ``classes``; shapes as :meth:`look_up` takes them."""
         batch = lengths.size(1)
         bags = torch.arange(lengths.numel(), device=ids.device)
@@ -355,13 +357,13 @@ class TableBank:
         # Without samples there are no ids, and 0 is no divisor.
         slot_N, sample_N = bag_N // max(batch, 1), bag_N % max(batch, 1)
         for cls in self.classes:
-            slots, samples, ids_n, weights_n, places = slot_N, sample_N, ids, weights, None
+            slots, samples, ids_n, id_weights_n, places = slot_N, sample_N, ids, id_weights, None
             if len(self.classes) > 1:
                 places = (cls.slot_bases[slot_N] >= 0).nonzero().squeeze(1)
                 slots, samples, ids_n = slot_N[places], sample_N[places], ids[places]
-                weights_n = None if weights is None else weights[places]
+                id_weights_n = None if id_weights is None else id_weights[places]
             rows = ids_n.to(torch.int64) + cls.slot_bases[slots]
-            yield _ClassIds(rows=rows, places=places, slots=slots, samples=samples, weights=weights_n)
+            yield _ClassIds(rows=rows, places=places, slots=slots, samples=samples, id_weights=id_weights_n)
 
     def _classes(self, order: Sequence[int], flat: Tensor) -> tuple[WidthClass, ...]:
         classes = []

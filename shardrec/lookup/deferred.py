@@ -6,10 +6,9 @@
     backward 2   rows 1 5 5      ├─ step(): rows 1 2 5 9, each once, the gradients of equal rows added in this order
     backward 3   rows 2 9        ┘
 
-A backward leaves what it was given, the ids and the gradient of the output. The step reads them where they are, and
-adds up a row's gradients while it updates the row, so that a backward costs nothing. Where the sums are asked for
-before (a norm, a GradScaler), or after ``_MOST_LOOKUPS`` backwards, they are added up: from then on a row of w columns
-takes 4 w + 12 bytes.
+A backward only stores references to the ids and the output's gradient. The step adds up a row's gradients while it
+updates the row. Where sums are needed before (a norm, GradScaler), or after ``_MAX_LOOKUPS`` backwards, they are added
+up: from then on a row of w columns takes 4 w + 12 bytes.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from shardrec.lookup.bank import LookupGradient, RowGradient, TableBank, summed
 
 __all__ = ["DeferredGradients"]
 
-_MOST_LOOKUPS = 4
+_MAX_LOOKUPS = 4
 
 
 class DeferredGradients:
@@ -47,7 +46,7 @@ class DeferredGradients:
         self.backwards += 1
         if self._bank is not None:
             self._lookups.append(lookup)
-            if len(self._lookups) > _MOST_LOOKUPS:
+            if len(self._lookups) > _MAX_LOOKUPS:
                 self._sum()
 
     def sums(self, *, to_change: bool = False) -> list[RowGradient]:

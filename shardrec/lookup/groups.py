@@ -1,4 +1,4 @@
-"""Lookup groups: the tables that share a kernel call, and how each group learns.
+"""Lookup groups: the tables that share a kernel call, and how each group is updated.
 
 ===============  =======================================================================================
 mode             how the weights are updated

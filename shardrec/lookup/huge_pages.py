@@ -14,7 +14,7 @@ from torch import Tensor
 
 __all__ = ["zeros_in_huge_pages"]
 
-_FEWEST_BYTES = 8 << 20
+_MIN_BYTES = 8 << 20
 
 
 def zeros_in_huge_pages(*size: int, dtype: torch.dtype) -> Tensor:
@@ -24,7 +24,7 @@ def zeros_in_huge_pages(*size: int, dtype: torch.dtype) -> Tensor:
     The system may refuse (``/sys/kernel/mm/transparent_hugepage/enabled``), which only affects the speed.
     """
     count = torch.Size(size).numel()
-    if count * dtype.itemsize < _FEWEST_BYTES or not hasattr(mmap, "MADV_HUGEPAGE"):
+    if count * dtype.itemsize < _MIN_BYTES or not hasattr(mmap, "MADV_HUGEPAGE"):
         return torch.zeros(size, dtype=dtype)
     memory = mmap.mmap(-1, count * dtype.itemsize, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     with suppress(OSError):

@@ -41,7 +41,7 @@ __all__ = ["has_fused_kernel", "has_kernel", "kernel_states", "make_kernel"]
 
 _PRECISIONS = {torch.float32: SparseType.FP32, torch.float16: SparseType.FP16}
 
-_MOST_COLUMNS = 2048
+_MAX_COLUMNS = 2048
 """Of a table, for fbgemm's kernels on CUDA."""
 
 _FBGEMM_OPTIMIZERS = {
@@ -57,7 +57,7 @@ _FBGEMM_OPTIMIZERS = {
 
 def has_kernel(device: torch.device, dtype: torch.dtype, widths: Iterable[int]) -> bool:
     """Whether fbgemm looks up weights of ``dtype`` (see the note above) and these widths on ``device``."""
-    most = _MOST_COLUMNS if device.type == "cuda" else math.inf
+    most = _MAX_COLUMNS if device.type == "cuda" else math.inf
     return dtype in _PRECISIONS and not any(width % COLUMN_UNIT or width > most for width in widths)
 
 

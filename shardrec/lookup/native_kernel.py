@@ -24,7 +24,7 @@ __all__ = ["RULES", "NativeKernel", "native_kernel", "with_neighbouring_columns"
 
 RULES = {OptimizerKind.SGD: 0, OptimizerKind.ADAGRAD: 1, OptimizerKind.ROWWISE_ADAGRAD: 2}
 """The optimizers of native/update.cpp, by its numbers."""
-_MOST_ROWS = 2**31 - 1
+_MAX_ROWS = 2**31 - 1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,37 +51,37 @@ class NativeKernel:
     placeholder: Tensor
 
     def __call__(
-        self, ids: Tensor, lengths: Tensor, weights: Tensor | None, lr: float, out: Tensor | None = None
+        self, ids: Tensor, lengths: Tensor, id_weights: Tensor | None, lr: float, out: Tensor | None = None
     ) -> Tensor:
-        """(B_all, D) or (N, w) float32, from ``ids`` (N,), ``lengths`` (S, B_all) and ``weights`` (N,) or None.
+        """(B_all, D) or (N, w) float32, from ``ids`` (N,), ``lengths`` (S, B_all) and ``id_weights`` (N,) or None.
 
         With an optimizer, the backward updates the tables with the learning rate ``lr``. Pooled sums are written to
         ``out`` (B_all, D), if it is given; its rows need not be contiguous.
         """
         ids, lengths = ids.contiguous(), lengths.to(torch.int32).contiguous()
-        weights = None if weights is None or not self.pooled else weights.contiguous()
+        id_weights = None if id_weights is None or not self.pooled else id_weights.contiguous()
         if self.optimizer is None or not torch.is_grad_enabled():
-            return self.look_up(ids, lengths, weights, out)
+            return self.look_up(ids, lengths, id_weights, out)
 
-        def learn(ids: Tensor, lengths: Tensor, weights: Tensor | None, gradient: Tensor) -> list[None]:
-            self.update(ids, lengths, weights, gradient, lr)
+        def apply_gradient(ids: Tensor, lengths: Tensor, id_weights: Tensor | None, gradient: Tensor) -> list[None]:
+            self.update(ids, lengths, id_weights, gradient, lr)
             return [None]
 
         return lookup_with_backward(
-            self.look_up, self.weight_gradient, learn, ids, lengths, weights, [self.placeholder], out
+            self.look_up, self.id_weight_gradient, apply_gradient, ids, lengths, id_weights, [self.placeholder], out
         )
 
-    def look_up(self, ids: Tensor, lengths: Tensor, weights: Tensor | None, out: Tensor | None = None) -> Tensor:
+    def look_up(self, ids: Tensor, lengths: Tensor, id_weights: Tensor | None, out: Tensor | None = None) -> Tensor:
         """Look up without gradient; ``lengths`` are int32, all arguments are contiguous."""
         if out is not None:
-            torch.ops.shardrec.look_up_out(out, self.weights, self.slots, ids, lengths, weights)
+            torch.ops.shardrec.look_up_out(out, self.weights, self.slots, ids, lengths, id_weights)
             return out
         rows: Tensor = torch.ops.shardrec.look_up(
-            self.weights, self.slots, ids, lengths, weights, self.columns, self.pooled
+            self.weights, self.slots, ids, lengths, id_weights, self.columns, self.pooled
         )
         return rows
 
-    def update(self, ids: Tensor, lengths: Tensor, weights: Tensor | None, gradient: Tensor, lr: float) -> None:
+    def update(self, ids: Tensor, lengths: Tensor, id_weights: Tensor | None, gradient: Tensor, lr: float) -> None:
         """Make one step of the optimizer, with the gradient of the result of :meth:`look_up`."""
         assert self.optimizer is not None, "a bank without a fused optimizer is not updated here"
         torch.ops.shardrec.update(
@@ -90,7 +90,7 @@ class NativeKernel:
             self.slots,
             ids,
             lengths,
-            weights,
+            id_weights,
             with_neighbouring_columns(gradient),
             self.pooled,
             RULES[self.optimizer.kind],
@@ -98,7 +98,7 @@ class NativeKernel:
             self.optimizer.eps,
         )
 
-    def weight_gradient(self, ids: Tensor, lengths: Tensor, gradient: Tensor) -> Tensor:
+    def id_weight_gradient(self, ids: Tensor, lengths: Tensor, gradient: Tensor) -> Tensor:
         """(N,) gradient of the ids' weights, for pooled sums."""
         gradients: Tensor = torch.ops.shardrec.weight_gradient(
             self.weights, self.slots, ids, lengths, with_neighbouring_columns(gradient)
@@ -129,7 +129,7 @@ def native_kernel(
         return None
     if any(one.dtype is not torch.float32 or one.device.type != "cpu" for one in weights):
         return None
-    if max(rows for rows, _ in shapes) > _MOST_ROWS:
+    if max(rows for rows, _ in shapes) > _MAX_ROWS:
         return None
     kept = [state for by_name in states for state in by_name.values()]
     whole = [_memory(part) for part in (weights, kept)]

@@ -119,24 +119,24 @@ class ReplicatedLookup:
             if update.optimizer.optimizer == optimizer:
                 update.optimizer.lr = lr
 
-    def __call__(self, ids: Tensor, lengths: Tensor, weights: Tensor | None, counts: Sequence[int]) -> Tensor:
+    def __call__(self, ids: Tensor, lengths: Tensor, id_weights: Tensor | None, counts: Sequence[int]) -> Tensor:
         """(B, D_r) float32 pooled columns of the local batch.
 
         Args:
             ids: (N,) slot after slot.
             lengths: (S, B).
-            weights: (N,) or None.
+            id_weights: (N,) or None.
             counts: S numbers of ids.
         """
         self._drop_unfinished()
         if len(self._runs) == 1:
             bank, parameters = self._runs[0]
-            return dense_lookup(bank, ids, lengths, weights, parameters)
+            return dense_lookup(bank, ids, lengths, id_weights, parameters)
         # Columns of tables with different dtypes, side by side.
         slots = [len(bank.slot_tables) for bank, _ in self._runs]
         counts_by_run = [sum(counts[start:end]) for start, end in pairwise(accumulate(slots, initial=0))]
-        weights_by_run = [None] * len(slots) if weights is None else weights.split(counts_by_run)
-        given = zip(ids.split(counts_by_run), lengths.split(slots), weights_by_run, strict=True)
+        id_weights_by_run = [None] * len(slots) if id_weights is None else id_weights.split(counts_by_run)
+        given = zip(ids.split(counts_by_run), lengths.split(slots), id_weights_by_run, strict=True)
         parts = [
             dense_lookup(bank, *args, parameters) for (bank, parameters), args in zip(self._runs, given, strict=True)
         ]

@@ -28,17 +28,17 @@ class _Table(nn.Module):
         self.weight = weight.detach()  # not a parameter, which would add a name to the state_dict
         self.pooled = pooled
 
-    def forward(self, ids: Tensor, lengths: Tensor, weights: Tensor | None) -> Tensor:
-        """(B, w) or (N, w) float32, from ``ids`` (N,), ``lengths`` (B,) and ``weights`` (N,)."""
+    def forward(self, ids: Tensor, lengths: Tensor, id_weights: Tensor | None) -> Tensor:
+        """(B, w) or (N, w) float32, from ``ids`` (N,), ``lengths`` (B,) and ``id_weights`` (N,)."""
         if self.pooled and self.weight.dtype == torch.float32:
             offsets = torch.ops.fbgemm.asynchronous_complete_cumsum(lengths.to(ids.dtype))
-            sums: Tensor = torch.embedding_bag(self.weight, ids, offsets, False, 0, False, weights, True)[0]
+            sums: Tensor = torch.embedding_bag(self.weight, ids, offsets, False, 0, False, id_weights, True)[0]
             return sums
         rows = nn.functional.embedding(ids, self.weight).to(torch.float32)
         if not self.pooled:
             return rows
-        if weights is not None:
-            rows = rows * weights.unsqueeze(1)
+        if id_weights is not None:
+            rows = rows * id_weights.unsqueeze(1)
         # embedding_bag has no float16 on the CPU, and rounds each sum to the dtype of the table.
         bags = torch.arange(lengths.size(0), device=ids.device).repeat_interleave(
             lengths.to(torch.int64), output_size=ids.size(0)
@@ -61,15 +61,15 @@ class Tables(nn.Module):
         self.slots = nn.ModuleList([tables[number] for number in slot_tables])
         self.pooled = pooled
 
-    def forward(self, ids: Tensor, lengths: Tensor, weights: Tensor | None) -> Tensor:
-        """(B_all, D) or (N, w) float32, from ``ids`` (N,), ``lengths`` (S, B_all) and ``weights`` (N,)."""
+    def forward(self, ids: Tensor, lengths: Tensor, id_weights: Tensor | None) -> Tensor:
+        """(B_all, D) or (N, w) float32, from ``ids`` (N,), ``lengths`` (S, B_all) and ``id_weights`` (N,)."""
         counts = counts_of(lengths.sum(dim=1), ids.size(0))
         ids_of = ids.to(torch.int64).split(counts)
         columns: list[Tensor] = []
         for slot, table in enumerate(self.slots):
             part: Tensor | None = None
-            if weights is not None:
-                part = weights.split(counts)[slot]
+            if id_weights is not None:
+                part = id_weights.split(counts)[slot]
             columns.append(table(ids_of[slot], lengths[slot], part))
         return torch.cat(columns, dim=1 if self.pooled else 0)
 
@@ -87,7 +87,7 @@ class NoTables(nn.Module):
         self.width = width
         self.nothing = torch.zeros(0, device=device)
 
-    def forward(self, ids: Tensor, lengths: Tensor, weights: Tensor | None) -> Tensor:
+    def forward(self, ids: Tensor, lengths: Tensor, id_weights: Tensor | None) -> Tensor:
         """(B_all, 0), or (0, w) without pooling."""
         if self.width > 0:
             return self.nothing.new_zeros([0, self.width])

@@ -42,8 +42,11 @@ class _LocalGroup:
         pooled: sum each bag; else give a row per id.
 
     Attributes:
+        shards: this rank's, in the order of the bank's tables.
         bank: None if the rank holds none of the group's shards.
-        updater: has the optimizer's states and counts its steps; None without a bank.
+        rows: the row-by-row optimizer, for groups that no kernel updates; else None.
+        updater: ``rows`` or ``bank``: has the optimizer's states and counts its steps; None without a bank.
+        whole_rows: the exchange of mean squares of whole rows, if the group needs it.
         width: pooled columns of the group on this rank.
         parameters: of the shards, where they take dense gradients.
         deferred: what :meth:`step` will apply, if the group is updated by it.
@@ -89,26 +92,27 @@ class _LocalGroup:
         kept.group, kept.slots = group, slots
         return kept
 
-    def look_up(self, ids: Tensor, lengths: Tensor, weights: Tensor | None, out: Tensor | None = None) -> Tensor:
+    def look_up(self, ids: Tensor, lengths: Tensor, id_weights: Tensor | None, out: Tensor | None = None) -> Tensor:
         """As :meth:`TableBank.look_up`; the backward updates the tables or gives their parameters gradients."""
-        bank, given = self.bank, (ids, lengths, weights)
+        bank, given = self.bank, (ids, lengths, id_weights)
+        arguments = self._apply_gradient, *given, [self._placeholder]
         if bank is None:
             if self.whole_rows is not None:  # whose exchange takes every rank
-                return lookup_with_backward(self._nothing, lambda *_: None, self._learn, *given, [self._placeholder])
+                return lookup_with_backward(self._nothing, lambda *_: None, *arguments)
             nothing: Tensor = self._nothing(*given)
             return nothing.requires_grad_() if torch.is_grad_enabled() else nothing
         if self.group.mode is GroupMode.FUSED:
             return bank.look_up(*given, out)
         if self.group.mode is GroupMode.DENSE:
             return dense_lookup(bank, *given, self.parameters, out)
-        return lookup_with_backward(bank.look_up, bank.weight_gradient, self._learn, *given, [self._placeholder], out)
+        return lookup_with_backward(bank.look_up, bank.id_weight_gradient, *arguments, out)
 
-    def _learn(self, ids: Tensor, lengths: Tensor, weights: Tensor | None, gradient: Tensor) -> list[None]:
+    def _apply_gradient(self, ids: Tensor, lengths: Tensor, id_weights: Tensor | None, gradient: Tensor) -> list[None]:
         """Update the rows that were looked up, or have :meth:`step` do it."""
         deferred = DeferredGradients(self.bank) if self.deferred is None else self.deferred
         if self.deferred is not None and self._is_alone:
             gradient = gradient.clone()  # which may be the caller's memory: nothing has travelled
-        deferred.add(LookupGradient(ids=ids, lengths=lengths, weights=weights, gradient=gradient))
+        deferred.add(LookupGradient(ids=ids, lengths=lengths, id_weights=id_weights, gradient=gradient))
         if self.deferred is None:
             self._update(deferred)
         return [None]
@@ -244,14 +248,14 @@ class ShardLookup:
             if local.group.mode is GroupMode.DENSE:
                 local.parameters = tuple(parameters[shard] for shard in local.shards)
 
-    def __call__(self, ids: ShardInput, allocate: Callable[[int], Tensor] | None = None) -> Tensor:
+    def __call__(self, shard_input: ShardInput, allocate: Callable[[int], Tensor] | None = None) -> Tensor:
         """(B_all, D) float32 pooled columns, group after group.
 
         Args:
-            ids: the ids to look up.
+            shard_input: the ids to look up.
             allocate: returns (n,) float32 memory for the result; default: a new tensor.
         """
-        batch = ids.lengths.size(1)
+        batch = shard_input.lengths.size(1)
         if (
             allocate is not None
             and self._width
@@ -260,26 +264,28 @@ class ShardLookup:
             whole = allocate(batch * self._width).view(batch, self._width)
             spans = list(pairwise(accumulate((local.width for local in self._local_groups), initial=0)))
             # Detached: autograd must not see that they are views of one tensor.
-            parts = self._rows(ids, [whole[:, start:end].data for start, end in spans])
+            parts = self._rows(shard_input, [whole[:, start:end].data for start, end in spans])
             joined: Tensor = _Joined.apply([whole], spans, *parts)  # type: ignore[no-untyped-call]
             return joined
-        pooled = self.rows(ids)
+        pooled = self.rows(shard_input)
         if not pooled:
             return torch.zeros((batch, 0), device=self._device)
         return pooled[0] if len(pooled) == 1 else torch.cat(pooled, dim=1)
 
-    def rows(self, ids: ShardInput) -> list[Tensor]:
+    def rows(self, shard_input: ShardInput) -> list[Tensor]:
         """Per group, (B_all, D_group) pooled columns, or (n, w) rows without pooling."""
-        return self._rows(ids, [None] * len(self._local_groups))
+        return self._rows(shard_input, [None] * len(self._local_groups))
 
-    def _rows(self, ids: ShardInput, outs: Sequence[Tensor | None]) -> list[Tensor]:
+    def _rows(self, shard_input: ShardInput, outs: Sequence[Tensor | None]) -> list[Tensor]:
         """:meth:`rows`, with the memory of each group's pooled columns, if all banks write in place."""
         slots = accumulate((len(local.slots) for local in self._local_groups), initial=0)
-        edges = zip(pairwise(accumulate(ids.group_ids, initial=0)), pairwise(slots), strict=True)
+        edges = zip(pairwise(accumulate(shard_input.group_ids, initial=0)), pairwise(slots), strict=True)
         group_rows = []
         for local, out, ((start, end), (first, last)) in zip(self._local_groups, outs, edges, strict=True):
-            weights = None if ids.weights is None else ids.weights[start:end]
-            group_rows.append(local.look_up(ids.ids[start:end], ids.lengths[first:last], weights, out))
+            id_weights = None if shard_input.weights is None else shard_input.weights[start:end]
+            group_rows.append(
+                local.look_up(shard_input.ids[start:end], shard_input.lengths[first:last], id_weights, out)
+            )
         return group_rows
 
     def scripted(self) -> tuple[nn.ModuleList, list[int]]:
@@ -306,7 +312,7 @@ def dense_lookup(
     bank: TableBank,
     ids: Tensor,
     lengths: Tensor,
-    weights: Tensor | None,
+    id_weights: Tensor | None,
     parameters: Sequence[nn.Parameter],
     out: Tensor | None = None,
 ) -> Tensor:
@@ -314,16 +320,18 @@ def dense_lookup(
 
     Args:
         bank: forward-only bank, one table per parameter, whose memory the parameters share.
-        ids: with ``lengths``, ``weights`` and ``out`` as :meth:`TableBank.look_up` takes them, whose result it gives.
+        ids: with ``lengths``, ``id_weights`` and ``out`` as :meth:`TableBank.look_up` takes them; gives its result.
         parameters: one (rows, cols) parameter per table of the bank.
     """
 
-    def learn(ids: Tensor, lengths: Tensor, weights: Tensor | None, gradient: Tensor) -> list[Tensor | None]:
+    def apply_gradient(*lookup: Any) -> list[Tensor | None]:
         per_table: list[Tensor | None] = [None] * len(bank.shapes)
-        for cls, whole in zip(bank.classes, bank.dense_gradients(ids, lengths, weights, gradient), strict=True):
+        for cls, whole in zip(bank.classes, bank.dense_gradients(*lookup), strict=True):
             dense = whole.to(bank.dtype)
             for table, (start, end) in zip(cls.tables, pairwise(cls.bases), strict=True):
                 per_table[table] = dense[start:end]
         return per_table
 
-    return lookup_with_backward(bank.look_up, bank.weight_gradient, learn, ids, lengths, weights, parameters, out)
+    return lookup_with_backward(
+        bank.look_up, bank.id_weight_gradient, apply_gradient, ids, lengths, id_weights, parameters, out
+    )

@@ -1,4 +1,4 @@
-"""Rowwise Adagrad on tables cut by columns: the mean square of a whole row, whose columns lie on several ranks.
+"""Rowwise Adagrad and partial rowwise Adam on column cuts: the mean square of a row that lies on several ranks.
 
 The ranks that hold the column stripes of a table see the same ids, hence the same distinct rows of a step. Each sends
 the sums of squares of its columns to the holders of the other stripes, in row order: one all-to-all, whose sizes both

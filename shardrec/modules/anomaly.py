@@ -108,7 +108,7 @@ class _Watch:
 
     def _watch_gradient(self, call: Call, value: Any) -> None:
         """Have the gradient of a call's value looked at when it comes, if it does."""
-        values, sizes, dim, lookups = call.learned(value)
+        values, sizes, dim, lookups = call.differentiable_output(value)
         if not values.requires_grad:
             return
 
@@ -137,14 +137,14 @@ class _WatchedShards:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._lookup, name)
 
-    def __call__(self, ids: ShardInput, room: Callable[[int], Tensor] | None = None) -> Tensor:
-        pooled, slots = self._lookup(ids, room), self._slots
+    def __call__(self, shard_input: ShardInput, allocate: Callable[[int], Tensor] | None = None) -> Tensor:
+        pooled, slots = self._lookup(shard_input, allocate), self._slots
         self._watch.note_rows(pooled, [slot.shard.cols for slot in slots], 1, [slot.shard.table for slot in slots])
         self._watch.check()
         return pooled
 
-    def rows(self, ids: ShardInput) -> list[Tensor]:
-        group_rows, sizes = self._lookup.rows(ids), ids.lengths.sum(dim=1).tolist()
+    def rows(self, shard_input: ShardInput) -> list[Tensor]:
+        group_rows, sizes = self._lookup.rows(shard_input), shard_input.lengths.sum(dim=1).tolist()
         for group, rows in enumerate(group_rows):
             here = [number for number, slot in enumerate(self._slots) if slot.group == group]
             tables = [self._slots[number].shard.table for number in here]

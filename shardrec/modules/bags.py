@@ -18,11 +18,11 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
 from shardrec.exchange.batch import KEY_ORDERS, Batch
 from shardrec.exchange.blocks import BlocksInFlight, Stream
 from shardrec.exchange.cut import permuted
+from shardrec.exchange.id_weights import received_id_weights, tied
 from shardrec.exchange.payload import ShardInput
-from shardrec.exchange.pooled_output import OutputExchange
+from shardrec.exchange.pooled_output import PooledOutputLayout
 from shardrec.exchange.route import Lookup
-from shardrec.exchange.step import Call, Learned
-from shardrec.exchange.weights import received_weights, tied
+from shardrec.exchange.step import Call, DifferentiableOutput
 from shardrec.lookup.groups import group_tables
 from shardrec.modules.collection import ShardedCollection
 from shardrec.modules.live_twins import LiveBags
@@ -54,8 +54,8 @@ class ShardedEmbeddingBagCollection(ShardedCollection):
 
     Takes a KeyedJaggedTensor of the local batch and returns a lazily awaited KeyedTensor with the unsharded module's
     keys, in its order. For any cuts, it makes one header, one payload and one output all-to-all in forward and one
-    all-to-all in backward; on several hosts whose ranks sum row blocks, one more each way, inside hosts. Gradients are
-    means over the ranks.
+    all-to-all in backward. Weights of ids that take a gradient, and row-wise optimizer states on column cuts, need one
+    more in backward; sums of row blocks inside hosts, one more each way. Gradients are means over the ranks.
 
     Args:
         module: the unsharded collection, on the CPU, on ``device``, or on meta (then its values are drawn:
@@ -107,7 +107,7 @@ class ShardedEmbeddingBagCollection(ShardedCollection):
         self.lookups = tuple(lookups)
         self.replicated_lookups = tuple(lookup for lookup in lookups if lookup.layout.replicated)
         route = self._make(groups, lookups, lookups, weighted=self._is_weighted, pooled=True)
-        self._output = OutputExchange(
+        self._output_layout = PooledOutputLayout(
             route, lookups, collectives.rank, self._ranks_per_host, mean_over=collectives.mean_over
         )
         columns = [index for index, dim in enumerate(self.dims) for _ in range(dim)]
@@ -127,9 +127,9 @@ class ShardedEmbeddingBagCollection(ShardedCollection):
     def _pending(self, call: Call) -> LazyAwaitable[KeyedTensor]:
         return PooledEmbeddings(call, self)
 
-    def serve(self, asked: ShardInput) -> Stream:
+    def serve(self, shard_input: ShardInput) -> Stream:
         """The rows of this rank's shards for requests: the sums of each request, one request after the other."""
-        flat, out = self._output.outgoing(self.shards(asked), asked)
+        flat, out = self._output_layout.outgoing(self.shards(shard_input), shard_input)
         return Stream(flat=flat, out=out, into=[])
 
     def scripted_twin(self) -> nn.Module:
@@ -154,22 +154,23 @@ class ShardedEmbeddingBagCollection(ShardedCollection):
             return ()
         return (batch.lengths.index_select(0, self._replicated_positions(batch.keys)).sum(dim=1, dtype=torch.int64),)
 
-    def _look_up_replicas(self, batch: Batch, counts: Sequence[int], learned_weights: Tensor | None) -> Tensor | None:
+    def _look_up_replicas(self, batch: Batch, counts: Sequence[int], weights_with_grad: Tensor | None) -> Tensor | None:
         """(B, D_r) pooled columns of the replicated tables.
 
         Args:
             batch: ``Prepared.batch``.
             counts: ids of each lookup of a replicated table.
-            learned_weights: (N,), those that take a gradient; else None.
+            weights_with_grad: (N,), those that take a gradient; else None.
         """
         if self.replicas is None:
             return None
-        order, places = self._replicated_positions(batch.keys).to(torch.int32), None
-        if learned_weights is not None:
-            places = torch.arange(batch.values.numel(), dtype=torch.int32, device=self.device)
-        lengths, ids, weights, places = permuted(order, batch.lengths, batch.values, batch.weights, places, sum(counts))
-        if learned_weights is not None and places is not None:
-            weights = learned_weights.index_select(0, batch.places_as_given(places)).to(torch.float32)
+        order, positions = self._replicated_positions(batch.keys).to(torch.int32), None
+        if weights_with_grad is not None:
+            positions = torch.arange(batch.values.numel(), dtype=torch.int32, device=self.device)
+        given = batch.lengths, batch.values, batch.weights
+        lengths, ids, weights, positions = permuted(order, *given, positions, sum(counts))
+        if weights_with_grad is not None and positions is not None:
+            weights = weights_with_grad.index_select(0, batch.input_positions(positions)).to(torch.float32)
         return self.replicas(ids, lengths, weights, counts)
 
     def _bag_lengths(self, batch: Batch) -> Tensor | None:
@@ -193,8 +194,8 @@ class ShardedEmbeddingBagCollection(ShardedCollection):
 
 
 def _positions(features: Sequence[str], device: torch.device, keys: tuple[str, ...]) -> Tensor:
-    place = {key: index for index, key in enumerate(keys)}
-    return torch.tensor([place[one] for one in features], dtype=torch.int64, device=device)
+    position = {key: index for index, key in enumerate(keys)}
+    return torch.tensor([position[one] for one in features], dtype=torch.int64, device=device)
 
 
 class BagCall(Call):
@@ -202,66 +203,67 @@ class BagCall(Call):
 
     def __init__(self, collection: ShardedEmbeddingBagCollection, features: KeyedJaggedTensor) -> None:
         prepared = collection.input.prepare(features, collection._agreement(), collection.fault())
-        prepared = replace(prepared, notes=collection._replicated_counts(prepared.batch))
-        learns = prepared.differentiable or collection.has_learning_shards
-        super().__init__(collection.context.queue.used, collection.input, prepared, learns=learns)
+        prepared = replace(prepared, extra_counts=collection._replicated_counts(prepared.batch))
+        requires_grad = prepared.weights_require_grad or collection.has_trainable_shards
+        super().__init__(collection.context.queue.used, collection.input, prepared, requires_grad=requires_grad)
         self._collection = collection
-        self._learns_ids = collection.learns_ids()
-        self._ids: ShardInput | None = None
+        self._assigns_new_ids = collection.assigns_new_ids()
+        self._shard_input: ShardInput | None = None
         self._pooled: Tensor | None = None
         self._replicated: Tensor | None = None
         self._lengths: Tensor | None = None
 
-    def look_up(self, ids: ShardInput) -> Stream | None:
+    def look_up(self, shard_input: ShardInput) -> Stream | None:
         """Look up the pooled rows of this rank's shards; returns the ones to be summed inside hosts."""
         collection = self._collection
-        self._ids = ids
-        weights, received = self._learned_weights, None
+        self._shard_input = shard_input
+        weights, received, weighted = self._weights_with_grad, None, shard_input
         if weights is not None:
             assert self.sent is not None, "ids are sent before they are looked up"
-            received = received_weights(weights, self.sent, ids, collection.context.collectives)
-        mapped = collection.mapped(ids if received is None else replace(ids, weights=received), learn=self._learns_ids)
+            received = received_id_weights(weights, self.sent, shard_input, collection.context.collectives)
+            weighted = replace(shard_input, weights=received)
+        mapped = collection.mapped(weighted, assign_new_ids=self._assigns_new_ids)
         # Memory from which pooled rows can usually be sent without a copy.
         allocate = collection.context.collectives.allocate
-        self._pooled = collection.shards(mapped.asked, lambda numel: allocate(numel, collection.device))
+        self._pooled = collection.shards(mapped.shard_input, lambda numel: allocate(numel, collection.device))
         if collection.id_maps is not None:
             collection.id_maps.hold([self._pooled], mapped)
         if received is not None:
             self._pooled = tied(self._pooled, received)
-        hosts = collection._output.hosts
+        hosts = collection._output_layout.hosts
         if hosts is None:
             return None
-        self._pooled, stream = hosts.divide(self._pooled, ids.batch_sizes)
+        self._pooled, stream = hosts.divide(self._pooled, shard_input.batch_sizes)
         return stream
 
     @property
-    def _learned_weights(self) -> Tensor | None:
+    def _weights_with_grad(self) -> Tensor | None:
         """(N,) of the local batch, if they take a gradient."""
-        return self.prepared.given.weights if self.prepared.differentiable else None
+        return self.prepared.given.weights if self.prepared.weights_require_grad else None
 
     def outgoing(self, inside: BlocksInFlight | None, stream: int) -> Stream:
         """The pooled rows for the ranks that asked."""
-        self._collection.ask(self)
-        output, ids, pooled = self._collection._output, self._ids, self._pooled
-        assert ids is not None and pooled is not None, "rows are looked up before they are sent"
+        self._collection.before_row_exchange(self)
+        output, shard_input, pooled = self._collection._output_layout, self._shard_input, self._pooled
+        assert shard_input is not None and pooled is not None, "rows are looked up before they are sent"
         sums: list[Tensor] = []
         if output.hosts is not None:
             assert inside is not None, "what was divided was sent"
-            sums = output.hosts.finish(inside, stream, ids.batch_sizes)
-        self._ids = self._pooled = None
-        return output.stream(pooled, ids, self.prepared.slot_sizes, sums)
+            sums = output.hosts.finish(inside, stream, shard_input.batch_sizes)
+        self._shard_input = self._pooled = None
+        return output.stream(pooled, shard_input, self.prepared.slot_sizes, sums)
 
     def issued(self) -> None:
         """Look up the replicated tables while the rows are being exchanged."""
         collection, batch = self._collection, self.prepared.batch
         assert self.sent is not None, "ids are sent before rows are"
-        self._replicated = collection._look_up_replicas(batch, self.sent.replica_ids, self._learned_weights)
+        self._replicated = collection._look_up_replicas(batch, self.sent.replica_ids, self._weights_with_grad)
         self._lengths = collection._bag_lengths(batch)
 
     def finish(self, flight: BlocksInFlight, stream: int) -> Tensor:
         """(B, D) values of the output."""
         collection, prepared = self._collection, self.prepared
-        values = collection._output.finish(
+        values = collection._output_layout.finish(
             flight, stream, prepared.lengths.size(1), prepared.slot_sizes, self._replicated
         )
         if self._lengths is not None:
@@ -271,6 +273,6 @@ class BagCall(Call):
             values = collection._expand(values, inverse)
         return values.to(collection.output_dtype)
 
-    def learned(self, value: Tensor) -> Learned:
+    def differentiable_output(self, value: Tensor) -> DifferentiableOutput:
         """The values."""
-        return Learned(value, self._collection.dims, 1, self._collection.lookups)
+        return DifferentiableOutput(value, self._collection.dims, 1, self._collection.lookups)

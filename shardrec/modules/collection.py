@@ -139,7 +139,7 @@ class ShardedCollection(nn.Module, abc.ABC):
 
     @property
     def output_dtype(self) -> torch.dtype:
-        """Of the output's values: float32 as the unsharded module's, unless ``shardrec.shard`` was told another."""
+        """Dtype of the output's values: float32, or the ``output_dtype`` given to :func:`shardrec.shard`."""
         return self.context.options.output_dtype
 
     def forward(self, features: KeyedJaggedTensor) -> LazyAwaitable[Any]:
@@ -169,10 +169,10 @@ class ShardedCollection(nn.Module, abc.ABC):
     def new_call(self, features: Any) -> Call:
         """A forward's call, whose ids are not under way yet."""
 
-    def ask(self, call: Call) -> None:
-        """The rows that a call asked for are exchanged next."""
-        if self.storage.ask is not None and call.sent is not None:
-            self.storage.ask(self.input, call.prepared, call.sent)
+    def before_row_exchange(self, call: Call) -> None:
+        """Called just before the exchange of a call's rows; embedding servers use it to attach the ids."""
+        if self.storage.on_row_exchange is not None and call.sent is not None:
+            self.storage.on_row_exchange(self.input, call.prepared, call.sent)
 
     @abc.abstractmethod
     def _pending(self, call: Call) -> LazyAwaitable[Any]:
@@ -187,7 +187,7 @@ class ShardedCollection(nn.Module, abc.ABC):
         """The module that TorchScript in this process, and a tracer, use instead of this one."""
 
     @abc.abstractmethod
-    def serve(self, asked: ShardInput) -> Stream:
+    def serve(self, shard_input: ShardInput) -> Stream:
         """The rows of this rank's shards for requests, one request after the other; see :mod:`shardrec.rpc`."""
 
     def bad_ids(self) -> dict[str, int]:
@@ -222,15 +222,15 @@ class ShardedCollection(nn.Module, abc.ABC):
         return [table for table in self._lookup_tables.values() if table.layout.replicated]
 
     @property
-    def has_learning_shards(self) -> bool:
+    def has_trainable_shards(self) -> bool:
         """Whether any cut table is trained; if not, no gradients are sent."""
         return any(not one.replicated and name not in self.frozen for name, one in self.table_layouts.items())
 
     def _agreement(self) -> str:
         """What the ranks must have in common in this step, beyond the ids' dtype."""
-        dense = self.context.step.dense_signature
-        learning = "" if self.id_maps is None else f", dynamic ids {'learned' if self.learns_ids() else 'frozen'}"
-        frozen = "" if self.has_learning_shards else ", tables frozen"
+        dense = self.context.forward_state.dense_signature
+        learning = "" if self.id_maps is None else f", dynamic ids {'learned' if self.assigns_new_ids() else 'frozen'}"
+        frozen = "" if self.has_trainable_shards else ", tables frozen"
         return self.context.gradients.agreement() + frozen + learning + (f", other inputs {dense}" if dense else "")
 
     def fault(self) -> str:
@@ -243,15 +243,16 @@ class ShardedCollection(nn.Module, abc.ABC):
     def _is_dynamic(self, layout: TableLayout) -> bool:
         return layout.name in self.context.options.dynamic_ids
 
-    def learns_ids(self) -> bool:
+    def assigns_new_ids(self) -> bool:
         """Whether a lookup gives rows to new ids: in training, but not where a backward computes a forward again."""
         return (
             self.id_maps is not None and self.training and self.storage.trains and torch._C._current_graph_task_id() < 0
         )
 
-    def mapped(self, asked: ShardInput, *, learn: bool) -> Mapped:
+    def mapped(self, shard_input: ShardInput, *, assign_new_ids: bool) -> Mapped:
         """The ids that all ranks requested, with rows in place of dynamic ids."""
-        return Mapped(asked=asked) if self.id_maps is None else self.id_maps(asked, learn=learn)
+        maps = self.id_maps
+        return Mapped(shard_input=shard_input) if maps is None else maps(shard_input, assign_new_ids=assign_new_ids)
 
     @torch.no_grad()
     def renew_rows(self, shard: Shard, rows: Tensor, step: int) -> None:
@@ -338,38 +339,38 @@ class ShardedCollection(nn.Module, abc.ABC):
         modules = nn.ModuleDict()
         by_shard: dict[Shard, nn.Parameter] = {}
         for name, values in first_values:
-            layout, learns = self.table_layouts[name], name not in self.frozen
+            layout, trained = self.table_layouts[name], name not in self.frozen
             parameters: dict[Shard | None, nn.Parameter] = {}
             if layout.replicated and self.storage.trains:
                 assert self.replicas is not None, "a replicated table has a lookup"
                 parameters[None] = self.replicas.parameters[self.replica_number[layout.name]]
-                parameters[None].requires_grad_(learns)
+                parameters[None].requires_grad_(trained)
             for shard in layout.on_rank(self.context.collectives.rank) if self.storage.trains else ():
                 weight = self.shards.weight(shard)
                 known = None if before is None else before[name].locals.get(shard)
                 if known is None or known.data_ptr() != weight.data_ptr():
-                    known = nn.Parameter(weight, requires_grad=learns)
+                    known = nn.Parameter(weight, requires_grad=trained)
                 parameters[shard] = by_shard[shard] = known
                 if name in self._optimizers:
                     # torchrec.optim's filter for "has its own optimizer" looks for this attribute.
                     parameters[shard]._in_backward_optimizers = []  # type: ignore[attr-defined]
             tensors = {shard: parameter.detach() for shard, parameter in parameters.items()}
             if isinstance(values, TableDraw):
-                for place, tensor in tensors.items():
-                    values.fill(tensor, place)
+                for local_shard, tensor in tensors.items():
+                    values.fill(tensor, local_shard)
             elif isinstance(values, Mapping):
-                for place, tensor in tensors.items():
-                    tensor.copy_(values[place].detach())
+                for local_shard, tensor in tensors.items():
+                    tensor.copy_(values[local_shard].detach())
             elif tensors and values is not None:
                 load_table(layout, tensors, values)
-            dtype, fused = self._lookup_tables[name].dtype, name in self._given.optimizers
-            modules[name] = self.storage.table(layout, parameters, self.group, dtype, fused=fused)
+            dtype, has_optimizer = self._lookup_tables[name].dtype, name in self._given.optimizers
+            modules[name] = self.storage.table(layout, parameters, self.group, dtype, has_optimizer=has_optimizer)
         self.shards.own_parameters(by_shard)
         return modules
 
     def _is_at_step(self, layout: TableLayout) -> bool:
         """Whether lookups of this rank leave a table's gradients for the step; what leaves for servers is theirs."""
-        return self.context.options.updates_at_step and (layout.replicated or self.storage.ask is None)
+        return self.context.options.updates_at_step and (layout.replicated or self.storage.on_row_exchange is None)
 
     def unreduced_parameters(self) -> list[nn.Parameter]:
         """This rank's shards of the cut tables, whose gradients are its own."""

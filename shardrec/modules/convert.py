@@ -13,7 +13,7 @@ from torchrec.distributed.types import LazyAwaitable as TorchRecLazyAwaitable
 from torchrec.distributed.types import ShardingPlan as TorchRecPlan
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
 
-from shardrec._above import from_above
+from shardrec._late_imports import late_import
 from shardrec.errors import ConfigError, PlanError
 from shardrec.exchange.bad_ids import policies_of
 from shardrec.exchange.batch import OnBadId
@@ -108,26 +108,25 @@ def shard(
         replicas: copies of the tables, as a :class:`shardrec.Replicas`; the result is then a
             :class:`shardrec.modules.ReplicatedModel`, for ``Replicas(1)`` too. Default: one copy.
         dense: ``"ddp"``: every rank holds the dense part, whose gradients are averaged at the end of each backward as
-        by DistributedDataParallel, but losses may use different parameters on each rank; ``"fsdp"``: FSDP2
-        (``fully_shard``) shards the parameters of the dense part, while replicated tables stay unsharded; ``"none"``:
-        its gradients are not averaged. A dict is ``"ddp"`` with options of DistributedDataParallel: ``bucket_cap_mb``
-        (25), the MiB of an all-reduce, and ``broadcast_buffers`` (True), which broadcasts rank 0's buffers before each
-        forward. ``{"use_orig_params": True}``, FSDP's option, means ``"fsdp"``: FSDP2 always keeps the model's own
-        parameters.
+            by DistributedDataParallel, but losses may use different parameters on each rank. ``"fsdp"``: FSDP2
+            (``fully_shard``) shards the dense part's parameters; replicated tables stay unsharded. ``"none"``: its
+            gradients are not averaged. A dict is ``"ddp"`` with options of DistributedDataParallel: ``bucket_cap_mb``
+            (25), the MiB of an all-reduce, and ``broadcast_buffers`` (True), which sends rank 0's buffers to all before
+            each forward. ``{"use_orig_params": True}``, FSDP's option, means ``"fsdp"``.
         on_bad_id: the policy for ids outside ``[0, num_embeddings)``, for all features or by feature. ``"error"``:
             every rank raises InputError. ``"zero"``: the id is looked up as a row of zeros, which takes no gradient; a
             pooled bag is as if the id were not in it, and a mean does not count it (as ``padding_idx`` of
             ``nn.EmbeddingBag``). ``"wrap"``: the id is taken modulo ``num_embeddings`` of the smallest table in which
             the feature is looked up. :meth:`ShardedModel.bad_ids` counts them.
         dynamic_ids: by name, the tables whose rows are assigned to raw 64-bit ids during training, and their options.
-        Their ``num_embeddings`` is the number of rows (docs/dynamic_ids.md). This replaces TorchRec's managed
-        collision, if the tables use it.
+            Their ``num_embeddings`` is the number of rows (docs/dynamic_ids.md). This replaces TorchRec's managed
+            collision, if the tables use it.
         servers: embedding servers that hold the tables, as a :class:`shardrec.Servers`. Default: the ranks of the group
             hold them.
         update: when tables with an optimizer of ``apply_optimizer_in_backward`` are updated (docs/updates.md).
             ``"backward"``: inside each ``backward()``, as in TorchRec. ``"step"``: by ``model.fused_optimizer.step()``,
             once, with the sum of the gradients of all backward calls since the last step, which are kept until then.
-        former: ``sync_every``, ``sync_optimizer``, ``staleness`` and ``timeout_s``, which are now the records'.
+        former: deprecated keyword arguments, now fields of Replicas and Servers.
 
     Returns:
         The sharded model, which has the attributes and the state_dict keys of ``model``.
@@ -173,7 +172,7 @@ def shard(
                 f"servers={servers} go with none of comms, replicas, transport, dynamic_ids and output_dtype; leave "
                 "these out"
             )
-        remote: ShardedModel = from_above("shard_over_servers")(
+        remote: ShardedModel = late_import("shard_over_servers")(
             model,
             plan,
             servers,
@@ -193,7 +192,7 @@ def shard(
     copies = 1 if replicas is None else replicas.count
     size = collectives.world_size // copies
     if plan is None:
-        from shardrec.planner import plan as make_plan  # scipy and HiGHS: not for those who give a plan
+        from shardrec.planner import plan as make_plan  # imports scipy and HiGHS, which a given plan does not need
 
         limits = constraints_of(dynamic_ids or {})
         plan = make_plan(model, Topology.of_world(size), device=target, constraints=limits, dedup=dedup)
@@ -202,8 +201,8 @@ def shard(
     groups = make_groups(group, copies, target)
     if target.type == "cpu":
         keep_large_blocks()
-    alone = groups.inside is None
-    exchange = LocalCollectives() if alone else transport_of(groups.inside, target, transport)
+    alone = groups.within is None
+    exchange = LocalCollectives() if alone else transport_of(groups.within, target, transport)
     options = ExchangeOptions(
         comms=comms or QuantizedComms(),
         output_dtype=output_dtype,
@@ -214,7 +213,7 @@ def shard(
     context = ModelContext(exchange, target, options)
     replaced: dict[int, ShardedCollection] = {}
     for path, module in collections.items():
-        given: dict[str, Any] = {"path": path, "device": target, "group": groups.inside, "context": context}
+        given: dict[str, Any] = {"path": path, "device": target, "group": groups.within, "context": context}
         replaced[id(module)] = sharded_collection(module, plan, dedup=dedup, **given)
     model = with_sharded(put_in_place(model, raw), replaced, target)
     everyone = (group or dist.group.WORLD) if collectives.world_size > 1 else None

@@ -56,7 +56,7 @@ from shardrec.modules.fsdp import ShardedByFsdp
 __all__ = ["DenseOptions", "DenseReducer", "DenseWrap", "average_dense", "dense_options"]
 
 _LOOK_EVERY = timedelta(seconds=0.5)
-"""How long to wait for the CPU's collectives before looking whether a rank has told that it will not come."""
+"""How long to wait for the CPU's collectives before looking whether a rank has reported a failure."""
 _CAP_MB = 25
 _FIRST_BYTES = 2**20
 """Of the first bucket, which is small so that its all-reduce begins early."""
@@ -190,7 +190,7 @@ def _buckets(parameters: Sequence[nn.Parameter], first: int, cap: int) -> list[_
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Flying:
+class _PendingCollective:
     """A collective under way.
 
     Args:
@@ -242,7 +242,7 @@ class DenseReducer:
         self._trains: list[bool] | None = None
         self._begun, self._is_active, self._issued = 0, False, 0
         self._missing: set[nn.Parameter] = set()
-        self._flying: list[_Flying] = []
+        self._in_flight: list[_PendingCollective] = []
         self.average(parameters)
 
     def average(self, parameters: Iterable[nn.Parameter]) -> None:
@@ -289,14 +289,14 @@ class DenseReducer:
             self._buckets[-1].flags = len(self._places) + (0 if self._fsdp is None else len(self._fsdp.parameters))
 
     def begin(self) -> None:
-        """A backward begins."""
+        """Called when a backward begins."""
         reduces = self._context.gradients.reduce_this_backward
         accumulates = self._fsdp is not None or any(map(_accumulates, (*self._places, *self._sparse)))
         if reduces and not accumulates:
             # Of torch.autograd.grad; or that of a lookup's operator, inside a backward that goes on after it.
             return
-        if self._flying:  # of one that raised
-            self._flying = []
+        if self._in_flight:  # of one that raised
+            self._in_flight = []
             for bucket in self._buckets:
                 bucket.forget()
         if self._fsdp is not None:
@@ -316,7 +316,7 @@ class DenseReducer:
 
     @torch.no_grad()
     def _take(self, parameter: nn.Parameter) -> None:
-        """A parameter's gradient is complete."""
+        """Called when a parameter's gradient is complete."""
         self._context.gradients.backward.begin()
         if not self._is_active or parameter not in self._missing:
             return
@@ -353,7 +353,7 @@ class DenseReducer:
         streams, bucket.streams = bucket.streams, set()
         for stream in streams:
             torch.cuda.current_stream(flat.device).wait_stream(stream)
-        self._fly("gradient all-reduce", flat, partial(dist.all_reduce, flat, group=self._own_group, async_op=True))
+        self._issue("gradient all-reduce", flat, partial(dist.all_reduce, flat, group=self._own_group, async_op=True))
 
     def _flags(self) -> list[bool]:
         """Per parameter, whether this rank has a gradient of it: first those in buckets, then FSDP2's."""
@@ -362,7 +362,7 @@ class DenseReducer:
 
     @torch.no_grad()
     def _end(self, begun: int) -> None:
-        """All gradients of this rank are complete."""
+        """Called when all gradients of this rank are complete."""
         if begun != self._begun or not self._is_active:
             return  # a backward inside this one was the last to accumulate
         self._is_active = False
@@ -373,7 +373,7 @@ class DenseReducer:
         while self._issued < len(self._buckets):
             self._issue_next()
         means = list(self._sparse_means())
-        self._land()
+        self._wait_all()
         self._write()
         for parameter, mean in means:
             parameter.grad = mean
@@ -426,8 +426,8 @@ class DenseReducer:
             if -2 in sizes:
                 whole = torch.zeros_like(parameter) if gradient is None else gradient.to_dense() * self._share
                 issue = partial(dist.all_reduce, whole, group=self._own_group, async_op=True)
-                self._fly("gradient all-reduce", whole, issue)
-                self._land()
+                self._issue("gradient all-reduce", whole, issue)
+                self._wait_all()
                 yield parameter, whole
                 continue
             most, count = max(sizes), max(sizes[dist.get_rank(self._group)], 0)
@@ -448,32 +448,32 @@ class DenseReducer:
         world_size = dist.get_world_size(self._group)
         out = tensor.new_empty((world_size * tensor.size(0), *tensor.shape[1:]))
         issue = partial(dist.all_gather_into_tensor, out, tensor, group=self._own_group, async_op=True)
-        self._fly("sparse gradient all-gather", out, issue)
-        self._land()
+        self._issue("sparse gradient all-gather", out, issue)
+        self._wait_all()
         return out.view(world_size, *tensor.shape)
 
-    def _fly(self, what: str, tensor: Tensor, issue: Any) -> None:
+    def _issue(self, what: str, tensor: Tensor, issue: Any) -> None:
         number = flight_record().begin(what, tensor.nbytes)
         try:
             work = issue()
         except RuntimeError as error:
             raise peer_error(self._group, what, error) from error
-        self._flying.append(_Flying(work=work, what=what, number=number, on_cpu=tensor.is_cpu))
+        self._in_flight.append(_PendingCollective(work=work, what=what, number=number, on_cpu=tensor.is_cpu))
 
-    def _land(self) -> None:
+    def _wait_all(self) -> None:
         """Wait for the collectives in progress; on CUDA the current stream waits."""
-        while self._flying:
-            first = self._flying[0]
+        while self._in_flight:
+            first = self._in_flight[0]
             while not self._is_done(first):
-                self._context.collectives.raise_told(first.what)
+                self._context.collectives.raise_reported_failure(first.what)
             flight_record().end(first.number)
-            del self._flying[0]
+            del self._in_flight[0]
 
-    def _is_done(self, flying: _Flying) -> bool:
+    def _is_done(self, pending: _PendingCollective) -> bool:
         """Wait, on the CPU only for a while; whether the collective is done."""
-        work = flying.work
+        work = pending.work
         try:
-            if not flying.on_cpu:
+            if not pending.on_cpu:
                 work.wait()
                 watch_device(self._group)
                 return True
@@ -482,7 +482,7 @@ class DenseReducer:
             except RuntimeError:
                 return work.is_completed() and bool(work.wait())
         except RuntimeError as error:
-            raise peer_error(self._group, flying.what, error) from error
+            raise peer_error(self._group, pending.what, error) from error
 
 
 def average_dense(

@@ -36,7 +36,7 @@ class _RawIds(nn.Module):
         self._embedding_module = wrapper._embedding_module
 
     def forward(self, features: KeyedJaggedTensor) -> tuple[Any, None]:
-        """The embeddings, and None, as TorchRec's has it where remapped features are not asked for."""
+        """The embeddings, and None, as TorchRec's returns without remapped features."""
         return self._embedding_module(features), None
 
 
@@ -62,7 +62,7 @@ def without_managed_collision(model: nn.Module, given: Mapping[str, DynamicIds])
         if left:
             raise ConfigError(f"{words}, and its tables {', '.join(map(repr, left))} are not named; name all of them")
         if module._return_remapped_features:
-            raise ConfigError(f"{words}, and returns remapped features, which there are none of; leave that out")
+            raise ConfigError(f"{words}: set return_remapped_features=False, because dynamic ids produce none")
         ids = [buffer for name, buffer in module.named_buffers() if name.endswith("_mch_sorted_raw_ids")]
         if any(bool((one != torch.iinfo(one.dtype).max).any()) for one in ids):
             raise ConfigError(f"{words}, and has learned ids, which would be lost; shard the model before it trains")

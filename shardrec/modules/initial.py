@@ -55,7 +55,7 @@ WHOLE_BYTES = 64 * 2**20
 """Most bytes of a collection's tables on meta that are drawn as the unsharded collection draws them."""
 
 _BLOCK_ELEMENTS = 2**18
-_MOST_THREADS = 32  # each of which may have a block beside the shards
+_MAX_THREADS = 32  # each of which may have a block beside the shards
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,7 +104,7 @@ class TableDraw:
             place.copy_(block[first - start : last - start, left:right])
 
         numbers = range(top // size, -(-bottom // size))
-        threads = min(torch.get_num_threads(), _MOST_THREADS)
+        threads = min(torch.get_num_threads(), _MAX_THREADS)
         if threads == 1 or values.device.type != "cpu" or not _takes_generator(self.config.init_fn):
             for number in numbers:
                 fill_block(number)

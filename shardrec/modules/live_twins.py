@@ -71,9 +71,9 @@ class _Live(nn.Module):
     def begin(self, features: KeyedJaggedTensor) -> tuple[Tensor, Tensor]:
         """Queue the lookup of the local batch; returns the arguments of the operators that wait for it."""
         weights = features.weights_or_none() if self.weighted else None
-        learned = False
+        weights_require_grad = False
         if weights is not None:
-            learned = weights.requires_grad
+            weights_require_grad = weights.requires_grad
         inverse_keys: list[str] = []
         inverse: Tensor | None = None
         indices = features.inverse_indices_or_none()
@@ -101,7 +101,7 @@ class _Live(nn.Module):
             inverse_keys,
             stride,
             self.number,
-            learned,
+            weights_require_grad,
             torch.is_grad_enabled(),
             scripted,
         )

@@ -24,10 +24,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch._C._dynamo.eval_frame import get_eval_frame_callback
 
-from shardrec._above import from_above
 from shardrec._dynamo import left_alone, passed_over
+from shardrec._late_imports import from_above
 from shardrec.errors import ConfigError, InputError, ShardrecError
-from shardrec.exchange.context import ModelContext, StepState
+from shardrec.exchange.context import ForwardState, ModelContext
 from shardrec.exchange.peers import failed_in_a_collective, peer_error
 from shardrec.ids.maps import collective_stats, cut_faults
 from shardrec.layout import ShardingPlan
@@ -36,8 +36,8 @@ from shardrec.modules.collection import ShardedCollection
 from shardrec.modules.compiled import compiled_step, leaves
 from shardrec.modules.dense import DenseOptions, DenseReducer, DenseWrap, average_dense, dense_options
 from shardrec.modules.fx_calls import recorded_call
+from shardrec.modules.grad_scaler import refuse_scalers
 from shardrec.modules.optim import FusedOptimizers
-from shardrec.modules.scaling import refuse_scalers
 
 __all__ = ["ShardedModel", "dense_signature", "require_sharded"]
 
@@ -310,7 +310,7 @@ class ShardedModel(nn.Module):
         """Tell the other ranks, if they still make a header exchange in this step, and name the likely cause."""
         rank = self.context.collectives.rank
         cause = self._dtype_fault()
-        refusal = self.context.step.refusal
+        refusal = self.context.forward_state.refusal
         text = refusal or f"the model's forward failed: {type(error).__name__}: {error}{cause}"
         if self.context.collectives.world_size > 1 and made < self._headers:
             try:
@@ -318,7 +318,7 @@ class ShardedModel(nn.Module):
             except InputError as shared:
                 raise shared from error
         else:
-            self.context.collectives.tell(f"raised in forward: {type(error).__name__}: {error}")
+            self.context.collectives.report_failure(f"raised in forward: {type(error).__name__}: {error}")
         if cause or refusal:
             raise InputError(f"rank {rank}: {text}") from error
 
@@ -326,7 +326,8 @@ class ShardedModel(nn.Module):
         tables = {id(p) for one in self._sharded for table in one.tables().values() for p in table.parameters()}
         dense = {p.dtype for p in self.module.parameters() if p.is_floating_point() and id(p) not in tables}
         expected = {str(dtype).removeprefix("torch.") for dtype in dense}
-        given = {name.rsplit(" ", 1)[-1] for name in self.context.step.dense_signature.split(", ") if "float" in name}
+        names = self.context.forward_state.dense_signature.split(", ")
+        given = {name.rsplit(" ", 1)[-1] for name in names if "float" in name}
         wrong = given - expected
         if not wrong or not expected or torch.is_autocast_enabled():
             return ""
@@ -407,7 +408,7 @@ class _Step(ExitStack):
     @left_alone
     def __enter__(self) -> Self:
         model, context = self._model, self._model.context
-        context.step = StepState(dense_signature(self._inputs))
+        context.forward_state = ForwardState(dense_signature(self._inputs))
         if model.made_fused_optimizer is not None:
             model.made_fused_optimizer.push()
         elif context.options.updates_at_step and torch.is_grad_enabled():
@@ -456,7 +457,7 @@ class _Step(ExitStack):
                 if not context.queue.ahead:
                     model._fail(error, made=made)
         finally:
-            context.step = StepState()
+            context.forward_state = ForwardState()
         if error is None and not context.queue.ahead:
             model._headers = made
 

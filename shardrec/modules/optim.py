@@ -19,7 +19,7 @@ from shardrec.errors import ConfigError
 from shardrec.exchange.context import ModelContext
 from shardrec.lookup.optimizers import FusedOptimizer
 from shardrec.modules.collection import ShardedCollection
-from shardrec.modules.scaling import SCALER_REMEDY, TableGradients
+from shardrec.modules.grad_scaler import SCALER_REMEDY, TableGradients
 
 __all__ = ["FusedOptimizers", "NoFusedOptimizer"]
 

@@ -87,15 +87,15 @@ class ReplicaGroups:
     Args:
         ranks: of each replica, as ranks of the whole group.
         replica: number of this rank's replica.
-        inside: the ranks that share this copy of the tables; None for a single one.
-        peers: the ranks that hold the same shards in each replica; None for a single replica.
+        within: the ranks that share this copy of the tables; None for a single one.
+        across: the ranks that hold the same shards in each replica; None for a single replica.
         everyone: all the ranks, on the CPU, to agree about a step without waiting for a device; None for one replica.
     """
 
     ranks: tuple[tuple[int, ...], ...]
     replica: int
-    inside: dist.ProcessGroup | None
-    peers: dist.ProcessGroup | None
+    within: dist.ProcessGroup | None
+    across: dist.ProcessGroup | None
     everyone: Headers | None
 
 
@@ -111,14 +111,14 @@ def make_groups(group: dist.ProcessGroup | None, replicas: int, device: torch.de
     ranks = replica_ranks(collectives.world_size, replicas)
     whole = (group or dist.group.WORLD) if collectives.world_size > 1 else None
     if whole is None or replicas == 1:
-        return ReplicaGroups(ranks=ranks, replica=0, inside=whole, peers=None, everyone=None)
+        return ReplicaGroups(ranks=ranks, replica=0, within=whole, across=None, everyone=None)
     size = len(ranks[0])
-    replica, place = divmod(collectives.rank, size)
-    inside = subgroup(whole, ranks[replica], device) if size > 1 else None
-    peers = subgroup(whole, [row[place] for row in ranks], device)
+    replica, replica_rank = divmod(collectives.rank, size)
+    within = subgroup(whole, ranks[replica], device) if size > 1 else None
+    across = subgroup(whole, [row[replica_rank] for row in ranks], device)
     everyone = subgroup(whole, range(collectives.world_size), device, backend="gloo")
     headers = Headers(collectives_of(everyone), torch.device("cpu"))
-    return ReplicaGroups(ranks=ranks, replica=replica, inside=inside, peers=peers, everyone=headers)
+    return ReplicaGroups(ranks=ranks, replica=replica, within=within, across=across, everyone=headers)
 
 
 def subgroup(
@@ -213,17 +213,17 @@ class Averager:
 
     @torch.no_grad()
     def _run(self, tensors: Iterable[Tensor], start: Callable[[Tensor], dist.Work | None]) -> None:
-        flying: list[tuple[dist.Work, Tensor, list[Tensor]]] = []  # each with a buffer of its parts
+        in_flight: list[tuple[dist.Work, Tensor, list[Tensor]]] = []  # each with a buffer of its parts
         with peers(self._group, "averaging of the replicas' tables"):
             for parts in self._buckets(tensors):
                 buffer = parts[0] if len(parts) == 1 else torch.cat(parts)
                 work = start(buffer)
                 assert work is not None, "an asynchronous collective of a member gives its work"
-                flying.append((work, buffer, parts))
-                if len(flying) > 1:
-                    _land(*flying.pop(0))
-            for flight in flying:
-                _land(*flight)
+                in_flight.append((work, buffer, parts))
+                if len(in_flight) > 1:
+                    _wait_for(*in_flight.pop(0))
+            for flight in in_flight:
+                _wait_for(*flight)
 
     def _buckets(self, tensors: Iterable[Tensor]) -> Iterator[list[Tensor]]:
         by_dtype: dict[torch.dtype, list[Tensor]] = {}
@@ -233,7 +233,7 @@ class Averager:
             yield from stream_buckets(flat, max(1, self._bucket_bytes // dtype.itemsize))
 
 
-def _land(work: dist.Work, buffer: Tensor, parts: list[Tensor]) -> None:
+def _wait_for(work: dist.Work, buffer: Tensor, parts: list[Tensor]) -> None:
     work.wait()
     if len(parts) > 1:
         for part, values in zip(parts, buffer.split([part.numel() for part in parts]), strict=True):

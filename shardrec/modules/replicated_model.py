@@ -81,7 +81,7 @@ class ReplicatedModel(ShardedModel):
         self.replica_options = options
         self.steps_since_sync = 0
         self._counts_steps = True
-        self._averager = None if groups.peers is None else Averager(groups.peers)
+        self._averager = None if groups.across is None else Averager(groups.across)
         if self._averager is not None:
             # As the dense part's first values, rank 0's: the mean of copies drawn from different seeds would be smaller
             # than a draw.

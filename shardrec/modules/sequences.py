@@ -25,8 +25,8 @@ from shardrec.exchange.dedup import DistinctIds
 from shardrec.exchange.input import Prepared, SentIds
 from shardrec.exchange.payload import ShardInput
 from shardrec.exchange.route import Lookup
-from shardrec.exchange.row_output import RowExchange
-from shardrec.exchange.step import Call, Learned
+from shardrec.exchange.row_output import SequenceOutputLayout
+from shardrec.exchange.step import Call, DifferentiableOutput
 from shardrec.layout import ShardingPlan
 from shardrec.lookup.groups import group_tables
 from shardrec.modules.collection import ShardedCollection
@@ -166,7 +166,7 @@ class ShardedEmbeddingCollection(ShardedCollection):
         distinct = DistinctIds(self.dedup_lookups, limits, self.device, dynamic) if self.dedup else None
         route = self._make(groups, lookups, self.sent_lookups, weighted=False, pooled=False, distinct=distinct)
         widths = [group.width or 0 for group in groups]
-        self.row_exchange = RowExchange(
+        self.output_layout = SequenceOutputLayout(
             route, widths, self._embedding_dim, collectives.rank, self.device, mean_over=collectives.mean_over
         )
 
@@ -177,9 +177,9 @@ class ShardedEmbeddingCollection(ShardedCollection):
     def _pending(self, call: Call) -> LazyAwaitable[dict[str, JaggedTensor]]:
         return SequenceEmbeddings(call, need_indices=self._need_indices)
 
-    def serve(self, asked: ShardInput) -> Stream:
+    def serve(self, shard_input: ShardInput) -> Stream:
         """The rows of this rank's shards for requests: the rows of each request, one request after the other."""
-        return self.row_exchange.stream(self.shards.rows(asked), asked, ())
+        return self.output_layout.stream(self.shards.rows(shard_input), shard_input, ())
 
     def scripted_twin(self) -> nn.Module:
         """What TorchScript of this process sees in this module's place; :mod:`shardrec.portable` has another."""
@@ -216,7 +216,7 @@ class ShardedEmbeddingCollection(ShardedCollection):
         # Per lookup, an id's output row minus its position in to_send.
         apart = [start - key_start[lookup.feature] for lookup, start in zip(self.sent_lookups, starts, strict=False)]
         of_slots = [apart[slot.lookup] for slots in self.input.route.slots for slot in slots]
-        return self.row_exchange.targets(sent, of_slots), starts[-1]
+        return self.output_layout.targets(sent, of_slots), starts[-1]
 
     def _entries(
         self, prepared: Prepared, sent: SentIds, features: KeyedJaggedTensor, full: tuple[Tensor, Tensor] | None
@@ -270,11 +270,11 @@ class SequenceCall(Call):
 
     def __init__(self, collection: ShardedEmbeddingCollection, features: KeyedJaggedTensor) -> None:
         prepared = collection.input.prepare(features, collection._agreement(), collection.fault())
-        learns = prepared.differentiable or collection.has_learning_shards
-        super().__init__(collection.context.queue.used, collection.input, prepared, learns=learns)
+        requires_grad = prepared.weights_require_grad or collection.has_trainable_shards
+        super().__init__(collection.context.queue.used, collection.input, prepared, requires_grad=requires_grad)
         self._collection = collection
         self._features = features
-        self._learns_ids = collection.learns_ids()
+        self._assigns_new_ids = collection.assigns_new_ids()
         self._places: Tensor | None = None
         self._zero_row = False
         self._rows: Stream | None = None
@@ -282,20 +282,20 @@ class SequenceCall(Call):
         self._output_rows = 0
         self._entries: list[SequenceKey] = []
 
-    def look_up(self, ids: ShardInput) -> None:
+    def look_up(self, shard_input: ShardInput) -> None:
         """The rows of this rank's shards."""
         assert self.sent is not None, "ids are sent before they are looked up"
         collection = self._collection
-        mapped = collection.mapped(ids, learn=self._learns_ids)
-        looked_up = collection.shards.rows(mapped.asked)
+        mapped = collection.mapped(shard_input, assign_new_ids=self._assigns_new_ids)
+        looked_up = collection.shards.rows(mapped.shard_input)
         if collection.id_maps is not None:
             collection.id_maps.hold(looked_up, mapped)
         rows = mapped.in_place(looked_up)
-        self._rows = collection.row_exchange.stream(rows, ids, self.sent.counts)
+        self._rows = collection.output_layout.stream(rows, shard_input, self.sent.counts)
 
     def outgoing(self, inside: BlocksInFlight | None, stream: int) -> Stream:
         """The rows for the ranks that asked. There is nothing to sum inside hosts, as each row is whole."""
-        self._collection.ask(self)
+        self._collection.before_row_exchange(self)
         rows, self._rows = self._rows, None
         assert rows is not None, "rows are looked up before they are sent"
         return rows
@@ -307,16 +307,16 @@ class SequenceCall(Call):
         self._target, self._output_rows = collection._targets(self.prepared, sent)
         full = _full_places(self.prepared, sent)
         self._entries = collection._entries(self.prepared, sent, self._features, full)
-        keys, given, inverse = self.prepared.given.keys, self.prepared.batch.with_dropped, self.prepared.inverse
+        keys, given = self.prepared.given.keys, self.prepared.batch.with_dropped
         self._zero_row = given is not None
-        self._places = inverse
-        if given is None and inverse is not None:
+        self._places = distinct_index = self.prepared.distinct_index
+        if given is None and distinct_index is not None:
             ids = dict(zip(keys, sent.key_ids, strict=True))
-            self._places = inverse[: sum(ids[feature] for feature, _ in collection.dedup_lookups)]
+            self._places = distinct_index[: sum(ids[feature] for feature, _ in collection.dedup_lookups)]
         if given is not None:
             kept = _by_key(keys, given.kept, sent.key_ids)
             parts = [kept[feature] for feature, _ in collection.dedup_lookups]
-            self._places = places_of_rows(torch.cat([given.kept[:0], *parts]), inverse)
+            self._places = places_of_rows(torch.cat([given.kept[:0], *parts]), distinct_index)
         if full is not None:
             rows = collection._rows_of(keys, sent, full[0])
             self._places = rows if self._places is None else self._places.index_select(0, rows)
@@ -324,18 +324,18 @@ class SequenceCall(Call):
     def finish(self, flight: BlocksInFlight, stream: int) -> tuple[Tensor, list[SequenceKey]]:
         """(N, D) rows of the lookups of cut tables, and the output's entries."""
         assert self._target is not None, "the places were found when the rows were sent"
-        rows = self._collection.row_exchange.finish(flight, stream, self._target, self._output_rows)
+        rows = self._collection.output_layout.finish(flight, stream, self._target, self._output_rows)
         if self._zero_row:
             rows = nn.functional.pad(rows, [0, 0, 1, 0])
         if self._places is not None:
             rows = rows.index_select(0, self._places)
         return rows.to(self._collection.output_dtype), self._entries
 
-    def learned(self, value: tuple[Tensor, list[SequenceKey]]) -> Learned:
+    def differentiable_output(self, value: tuple[Tensor, list[SequenceKey]]) -> DifferentiableOutput:
         """The rows of the lookups of cut tables."""
         rows, entries = value
         cut = [lookup for lookup in self._collection.lookups if not lookup.layout.replicated]
-        return Learned(rows, [entry.ids.numel() for entry in entries if entry.replica is None], 0, cut)
+        return DifferentiableOutput(rows, [entry.ids.numel() for entry in entries if entry.replica is None], 0, cut)
 
 
 def _by_key(keys: tuple[str, ...], values: Tensor, counts: Sequence[int]) -> dict[str, Tensor]:

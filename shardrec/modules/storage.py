@@ -23,7 +23,7 @@ class Storage:
         table: a table, from the arguments of :class:`ShardedTable`.
         trains: whether the tables have parameters.
         portable: whether TorchScript can have the collection in a program that runs without shardrec.
-        ask: told of each batch before the rows that it asked for are exchanged, where its ids have not travelled.
+        on_row_exchange: called just before a batch's rows are exchanged; embedding servers use it to attach the ids.
     """
 
     shards: Callable[..., ShardLookup] = ShardLookup
@@ -31,4 +31,4 @@ class Storage:
     table: Callable[..., ShardedTable] = ShardedTable
     trains: bool = True
     portable: bool = True
-    ask: Callable[[InputExchange, Prepared, SentIds], None] | None = None
+    on_row_exchange: Callable[[InputExchange, Prepared, SentIds], None] | None = None

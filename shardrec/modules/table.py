@@ -32,7 +32,7 @@ class ShardedTable(nn.Module):
         parameters: this rank's parameters: one per local shard, or the replica.
         group: the process group that the table is sharded over; None on one rank.
         dtype: of the weights, for ranks without a shard.
-        fused: whether a kernel updates the parameters in backward, if they take a gradient.
+        has_optimizer: whether shardrec updates the table, in backward or at the step, unless it is frozen.
     """
 
     def __init__(
@@ -42,15 +42,15 @@ class ShardedTable(nn.Module):
         group: dist.ProcessGroup | None,
         dtype: torch.dtype = torch.float32,
         *,
-        fused: bool = False,
+        has_optimizer: bool = False,
     ) -> None:
         super().__init__()
         self.layout = layout
         self.dtype = dtype
         self.group = group
         self.locals = dict(parameters)
-        self._fused = fused
-        self._kept: list[tuple[str, nn.Parameter, int, bool]] = []  # name, parameter, its memory, whether it learns
+        self._has_optimizer = has_optimizer
+        self._kept: list[tuple[str, nn.Parameter, int, bool]] = []  # name, parameter, memory, requires_grad
         for shard, parameter in self.locals.items():
             alone = shard is None or len(self.locals) == 1
             name = "weight" if alone else f"weight_r{shard.row_start}_c{shard.col_start}"  # type: ignore[union-attr]
@@ -60,9 +60,9 @@ class ShardedTable(nn.Module):
     def fault(self) -> str:
         """What was done to a parameter that the kernels, which read its memory, do not see; "" for nothing."""
         now = self._parameters
-        for name, parameter, memory, learns in self._kept:
+        for name, parameter, memory, requires_grad in self._kept:
             is_kept = now.get(name) is parameter and parameter.data_ptr() == memory
-            if is_kept and parameter.requires_grad is learns:
+            if is_kept and parameter.requires_grad is requires_grad:
                 continue
             if not is_kept:
                 return (
@@ -70,9 +70,9 @@ class ShardedTable(nn.Module):
                     "torch.func.functional_call, of an assignment, or of .data =), which its lookups do not read: copy "
                     "values into the parameter, with torch.no_grad(): parameter.copy_(values)"
                 )
-            # A table without a fused optimizer may be frozen later; one that was frozen before is sent no gradients.
-            if torch.is_grad_enabled() and (self._fused or not learns):
-                was, remedy = ("frozen", ", or call it in torch.no_grad()") if learns else ("unfrozen", "")
+            # A table without an optimizer may be frozen later; one that was frozen before is sent no gradients.
+            if torch.is_grad_enabled() and (self._has_optimizer or not requires_grad):
+                was, remedy = ("frozen", ", or call it in torch.no_grad()") if requires_grad else ("unfrozen", "")
                 return (
                     f"{name} of table {self.layout.name!r} was {was} (requires_grad) after shardrec.shard, and "
                     "backward goes on as before: save a checkpoint and load it into a model whose table is "

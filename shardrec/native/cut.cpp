@@ -3,7 +3,7 @@
 // "units" describes what is cut, from left to right. A unit is
 //     number of its key, hashed, blocks n, edges (n + 1), then for each block: slots m, their numbers (m)
 // and the ids of its key that are in the block [edge k, edge k + 1) go to each slot of block k, less edge k. Where they
-// are hashed, it is their home rows (ids.h) that are in the block, and the ids go there as they are. Two passes
+// are hashed, it is their home rows (hashing.h) that are in the block, and the ids go there as they are. Two passes
 // over a unit's ids: the first counts, bag by bag, the second writes to where the counts of the slots before it end.
 
 #include <ATen/ATen.h>
@@ -15,7 +15,7 @@
 #include <tuple>
 #include <vector>
 
-#include "ids.h"
+#include "hashing.h"
 #include "slots.h"
 
 namespace shardrec {

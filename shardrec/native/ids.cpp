@@ -9,7 +9,7 @@
 //
 // What a step does, which docs/dynamic_ids.md states, is held to a dict in Python by tests/ids/test_id_map.py.
 
-#include "ids.h"
+#include "hashing.h"
 
 #include <ATen/ATen.h>
 #include <torch/library.h>
@@ -268,7 +268,7 @@ void find_all(const Map& given, const int64_t* ids, int64_t count, const Hit& hi
 std::tuple<at::Tensor, int64_t> map_ids(
     const at::Tensor& ids, at::Tensor& out, at::Tensor& records, at::Tensor& buckets, at::Tensor& candidates,
     at::Tensor& candidate_buckets, at::Tensor& state, int64_t fallback_rows, int64_t admit_after, int64_t policy,
-    int64_t ttl, int64_t step, int64_t protect, bool learn) {
+    int64_t ttl, int64_t step, int64_t protect, bool assign_new_ids) {
   check_numbers(ids, at::kLong, "ids");
   check_numbers(out, at::kInt, "out");
   check_numbers(state, at::kLong, "state");
@@ -288,7 +288,7 @@ std::tuple<at::Tensor, int64_t> map_ids(
     return fallback_rows == 0 ? int32_t(-1) : int32_t(uint32_t(mixed(one)) % uint64_t(fallback_rows));
   };
   std::vector<int64_t> missing;
-  if (!learn) {
+  if (!assign_new_ids) {
     int64_t lacking = 0;
     find_all(map, id, count, [&](int64_t i, int64_t row) {
       to[i] = row < 0 ? fallback(id[i]) : int32_t(row);
@@ -389,7 +389,7 @@ TORCH_LIBRARY_FRAGMENT(shardrec, library) {
   library.def(
       "map_ids(Tensor ids, Tensor(a!) out, Tensor(b!) records, Tensor(c!) buckets, Tensor(d!) candidates, "
       "Tensor(e!) candidate_buckets, Tensor(f!) state, int fallback_rows, int admit_after, int policy, int ttl, "
-      "int step, int protect, bool learn) -> (Tensor, int)");
+      "int step, int protect, bool assign_new_ids) -> (Tensor, int)");
   library.def("index_ids(Tensor records, Tensor(a!) buckets) -> ()");
 }
 

@@ -14,7 +14,7 @@ ParentW = TypeVar("ParentW")
 KT = TypeVar("KT")
 VT_co = TypeVar("VT_co", covariant=True)
 
-_MOST_KEYS = 8  # in a message
+_MAX_KEYS = 8  # in a message
 
 
 class LazyGetItemMixin(Generic[KT, VT_co]):
@@ -61,5 +61,5 @@ def _its_keys(collection: Any) -> str:
     if not callable(getattr(collection, "keys", None)):
         return f"; its length is {len(collection)}" if hasattr(collection, "__len__") else ""
     keys = list(map(repr, collection.keys()))
-    more = f" and {len(keys) - _MOST_KEYS} more" if len(keys) > _MOST_KEYS else ""
-    return f"; it has {', '.join(keys[:_MOST_KEYS]) or 'none'}{more}"
+    more = f" and {len(keys) - _MAX_KEYS} more" if len(keys) > _MAX_KEYS else ""
+    return f"; it has {', '.join(keys[:_MAX_KEYS]) or 'none'}{more}"

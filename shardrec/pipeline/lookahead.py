@@ -15,7 +15,7 @@ from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor, Keyed
 
 from shardrec.errors import AnomalyError, InputError, PeerError, ShardrecError
 from shardrec.exchange.ahead import Ahead
-from shardrec.exchange.context import ModelContext, StepState
+from shardrec.exchange.context import ForwardState, ModelContext
 from shardrec.exchange.headers import FORWARD_FAILED, ForwardFailed
 from shardrec.exchange.step import Caller
 from shardrec.modules.model import dense_signature
@@ -81,7 +81,7 @@ class Lookahead:
         self._device = device
         self._gradients = gradients
         self._slots: deque[_Slot] = deque()
-        self._learnt: list[tuple[Caller, Path]] | None = None
+        self._input_paths: list[tuple[Caller, Path]] | None = None
         self._has_warned = False
         on_gpu = device.type == "cuda"
         # Their short kernels go before those of the step under way.
@@ -103,7 +103,7 @@ class Lookahead:
         if slot.ahead is not None and slot.ahead.is_stale:  # its ids went where the rows were
             slot.let_go()
             slot.exchanged = False
-        if self._learnt and not slot.exchanged and not slot.told:
+        if self._input_paths and not slot.exchanged and not slot.told:
             self._exchange(slot)
         if slot.error is not None:
             if not slot.told and self._context is not None:
@@ -116,7 +116,7 @@ class Lookahead:
             self._prepare(following)
         try:
             result = self._forward(slot, forward)
-            if self._learnt:
+            if self._input_paths:
                 self._exchange(following)
         except BaseException:
             if following is not None:
@@ -148,19 +148,19 @@ class Lookahead:
 
     def _prepare(self, slot: _Slot) -> None:
         """Check and cut the features that its step will look up."""
-        if self._context is None or not self._learnt or slot.error is not None or slot.ahead is not None:
+        if self._context is None or not self._input_paths or slot.error is not None or slot.ahead is not None:
             return
         context = self._context
-        before, context.step = context.step, StepState(dense_signature(slot.batch))
+        before, context.forward_state = context.forward_state, ForwardState(dense_signature(slot.batch))
         try:
             with _on(self._ids, slot.ready), torch.set_grad_enabled(self._gradients):
                 _keep(slot.batch, self._ids)
-                calls = [(module, _at(slot.batch, path)) for module, path in self._learnt]
+                calls = [(module, _at(slot.batch, path)) for module, path in self._input_paths]
                 slot.ahead = Ahead(context.headers, calls)
         except Exception as error:
             slot.error = error
         finally:
-            context.step = before
+            context.forward_state = before
 
     def _exchange(self, slot: _Slot | None) -> None:
         """Exchange the headers of the next batch; every rank does so in every step, even without a batch.
@@ -170,7 +170,7 @@ class Lookahead:
             PeerError: if another rank is gone.
         """
         context = self._context
-        assert context is not None, "what is learnt is of a sharded model"
+        assert context is not None, "input paths are of a sharded model"
         if context.collectives.world_size == 1 and (slot is None or slot.error is not None):
             return
         try:
@@ -187,7 +187,7 @@ class Lookahead:
                 slot.exchanged = True
                 slot.ready = None if self._ids is None else self._ids.record_event()
         except ForwardFailed:
-            context.queue.forget_runs()
+            context.queue.forget_call_batching()
             raise
         except InputError as error:
             if slot is None:
@@ -212,7 +212,7 @@ class Lookahead:
                 # What was made on the other stream is read on this one, and freed when the host is done with it.
                 _keep(slot.ahead.arrived(), main)
             result = forward(slot.batch)
-            self._learn(slot, observed)
+            self._find_input_paths(slot, observed)
         except (InputError, AnomalyError, PeerError):
             raise  # on every rank
         except Exception as error:
@@ -232,27 +232,27 @@ class Lookahead:
         """
         context = self._context
         assert context is not None, "only a sharded model waits"
-        if self._learnt is None and observed:
-            self._learn(slot, observed)
-        if not self._learnt or context.collectives.world_size == 1:
+        if self._input_paths is None and observed:
+            self._find_input_paths(slot, observed)
+        if not self._input_paths or context.collectives.world_size == 1:
             return
         if slot.ahead is not None:
             context.queue.serve(slot.ahead)
-        context.queue.forget_runs()
+        context.queue.forget_call_batching()
         try:
             context.headers.fail_all(f"the model's forward failed: {_words(error)}", FORWARD_FAILED)
         except InputError as shared:
             raise shared from error
 
-    def _learn(self, slot: _Slot, observed: list[tuple[Caller, object]] | None) -> None:
-        """Learn the path of each call's features in a batch, from the calls of this step."""
+    def _find_input_paths(self, slot: _Slot, observed: list[tuple[Caller, object]] | None) -> None:
+        """Find the path in the batch of the features of each call of this step."""
         if observed is None:
             return
         if slot.ahead is not None and slot.ahead.is_used_up and len(observed) == len(slot.ahead.calls):
             return
         paths = [(module, _path(slot.batch, features)) for module, features in observed]
         lost = [type(module).__name__ for module, path in paths if path is None]
-        self._learnt = [] if lost else [(module, path) for module, path in paths if path is not None]
+        self._input_paths = [] if lost else [(module, path) for module, path in paths if path is not None]
         if lost:
             reason = (
                 f"{lost[0]} is called with features that are made in the model's forward: call it with a "

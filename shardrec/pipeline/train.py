@@ -46,7 +46,7 @@ class TrainPipeline:
         for loss in pipeline:
             ...
 
-    Which features each sharded module is called with is learnt from the first step: they have to be KeyedJaggedTensors
+    Which features each sharded module is called with is read from the first step: they have to be KeyedJaggedTensors
     that the batch holds (in a tuple, list, dict, dataclass or other object), not made in the model's forward. Where
     that is not so, nothing is exchanged ahead, which a warning says once.
 

@@ -15,7 +15,7 @@ from shardrec.planner.solve.problem import FIRST_PLAN
 __all__ = ["least_capacity", "refuse"]
 
 _GIB = 2**30
-_MOST_RANKS = 4096
+_MAX_RANKS = 4096
 
 
 def refuse(planner: Planner) -> NoReturn:
@@ -101,7 +101,7 @@ def _fewest_ranks(planner: Planner) -> int | None:
     low, high = old.hosts, 2 * old.hosts
     while not fits(high):
         low, high = high, 2 * high
-        if high * old.ranks_per_host > _MOST_RANKS:
+        if high * old.ranks_per_host > _MAX_RANKS:
             return None
     while high - low > 1:
         middle = (low + high) // 2

@@ -25,7 +25,7 @@ __all__ = ["Planner"]
 
 _MANY = 3000
 """Tables that differ, beyond which they are not cut into the smallest shards."""
-_LEAST_SHARE = 0.02
+_MIN_SHARE = 0.02
 """The smallest shard then, against a rank's load and memory."""
 _LACKING = " memory that a rank lacks"
 """Name of what is a table to the solver only; names of a model's tables have no space in front."""
@@ -80,7 +80,7 @@ class Planner:
             self.model.shard(table, rows=table.num_embeddings, cols=table.embedding_dim, share=1.0).ms
             for table in self.tables.values()
         )
-        return _LEAST_SHARE * sum(loads) / self.topology.world_size, _LEAST_SHARE * self.capacity
+        return _MIN_SHARE * sum(loads) / self.topology.world_size, _MIN_SHARE * self.capacity
 
     @property
     def capacities(self) -> Floats:

@@ -19,7 +19,7 @@ from shardrec.planner.solve.problem import Place
 __all__ = ["moved_bytes", "replan_tables"]
 
 _NORM = 60
-_MOST_MOVES = 500
+_MAX_MOVES = 500
 
 
 def replan_tables(
@@ -43,7 +43,7 @@ def replan_tables(
         if sum(moved) <= max_moved_bytes:
             return anew
     moves = _Moves(planner, old, max_moved_bytes)
-    for _ in range(_MOST_MOVES):
+    for _ in range(_MAX_MOVES):
         if not moves.best():
             break
     layouts = tuple(moves.layouts[table.name] for table in old.tables)

@@ -16,7 +16,7 @@ from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
 from shardrec._torchscript import counts_of, list_of
 from shardrec.exchange.bad_ids import places_of_rows
 from shardrec.exchange.dedup import distinct
-from shardrec.exchange.row_output import unit_targets
+from shardrec.exchange.row_output import column_unit_targets
 from shardrec.modules.live_twins import parameters_of
 from shardrec.pending import Await, awaitable
 from shardrec.portable.input import Received, constant
@@ -45,7 +45,7 @@ IssuedRows = NamedTuple(  # noqa: UP014
 )
 """Rows under way, and what puts them in place.
 
-``pending``: the all-to-all; ``target``: (units,) int64, where each unit that comes goes; ``rows``: number of rows in
+``pending``: the all-to-all; ``target``: (n,) int64, where each column unit that comes goes; ``rows``: number of rows in
 which the units go; ``places``: (M,) int64, the place of each id's row among them, None if they are the ids'; ``zeros``:
 the places count from a zero row before the rows. ``sizes``: rows of each output of a cut table; ``replicas``: rows of
 each of a replicated one; ``ids``, ``lengths``: of each output.
@@ -63,12 +63,12 @@ class PortableSequences(PortableTwin):
         self.embeddings = parameters_of(collection.embeddings)
         self.dim = collection.embedding_dim()
         self.need_indices = collection.need_indices()
-        rows = collection.row_exchange
-        self.unit = rows.unit
+        rows = collection.output_layout
+        self.column_unit = rows.column_unit
         self.slot_lookups = list_of(int, [slot.lookup for slots in route.slots for slot in slots])
         self.widths = list_of(int, list(rows.widths))
         self.slot_firsts = list_of(int, rows.slot_firsts)
-        self.slot_units = torch.tensor(list(rows.slot_units), dtype=torch.int64, device=device)
+        self.slot_column_units = torch.tensor(list(rows.slot_column_units), dtype=torch.int64, device=device)
         self.sent_features = list_of(str, [one.feature for one in sent])
         self.dedup = collection.dedup and len(sent) > 0
         starts = [0, *accumulate(one.layout.num_embeddings for one in sent)]
@@ -96,7 +96,7 @@ class PortableSequences(PortableTwin):
             self.begin(features),
             self.world_size,
             self.dim,
-            self.unit,
+            self.column_unit,
             self.names,
             self.replicated,
             self.need_indices,
@@ -126,7 +126,7 @@ class PortableSequences(PortableTwin):
         sent_ids = key_ids
         if self.dedup:
             sent_ids = counts_of(sent_lengths.sum(dim=1), sent_values.size(0))
-        target, rows_back = self.targets(sent_keys, sent_ids, got, sum(into) // self.unit)
+        target, rows_back = self.targets(sent_keys, sent_ids, got, sum(into) // self.column_unit)
         raw_values, raw_lengths = features.values(), features.lengths()
         if raw_values.size(0) != values.size(0):
             # A batch with a fault, of which a tracer takes the empty one that was sent.
@@ -195,7 +195,7 @@ class PortableSequences(PortableTwin):
         return distinct(index, lengths, values, self.dedup_firsts, self.dedup_edges, total)
 
     def targets(self, keys: list[str], key_ids: list[int], sent: Received, total: int) -> tuple[Tensor, int]:
-        """Where each of the ``total`` received units goes, and the number of rows in which they go."""
+        """Where each of the ``total`` received column units goes, and the number of rows in which they go."""
         key_starts: list[int] = [0]
         for count in key_ids:
             key_starts.append(key_starts[-1] + count)
@@ -205,27 +205,27 @@ class PortableSequences(PortableTwin):
             key = keys.index(feature)
             offsets.append(row - key_starts[key])
             row += key_ids[key]
-        units = self.dim // self.unit
+        units = self.dim // self.column_unit
         firsts = [offsets[one] * units + self.slot_firsts[slot] for slot, one in enumerate(self.slot_lookups)]
         positions = sent.positions
         assert positions is not None
         first_S = constant(firsts, torch.int64, positions.device)
-        return unit_targets(positions, sent.slot_ids, first_S, self.slot_units, units, total), row
+        return column_unit_targets(positions, sent.slot_ids, first_S, self.slot_column_units, units, total), row
 
 
 def finish_sequences(
     issued: IssuedRows,
     world_size: int,
     dim: int,
-    unit: int,
+    column_unit: int,
     names: list[str],
     replicated: list[int],
     need_indices: bool,
     dtype: torch.dtype,
 ) -> dict[str, JaggedTensor]:
     """Wait for the rows and put each in its place."""
-    received = arrived_rows(issued.pending, world_size).view(issued.target.size(0), unit)
-    rows = received.new_zeros([issued.rows * (dim // unit), unit]).index_copy(0, issued.target, received)
+    received = arrived_rows(issued.pending, world_size).view(issued.target.size(0), column_unit)
+    rows = received.new_zeros([issued.rows * (dim // column_unit), column_unit]).index_copy(0, issued.target, received)
     rows = rows.view(issued.rows, dim)
     if issued.zeros:
         rows = nn.functional.pad(rows, [0, 0, 1, 0])

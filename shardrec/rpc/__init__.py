@@ -9,7 +9,7 @@
     backward goes on            ◄────────────────────┘
 
 A trainer's modules are the sharded ones. They are given another object for the collectives
-(:mod:`shardrec.rpc.collectives`), and another storage (:mod:`shardrec.rpc.storage`). See docs/rpc.md.
+(:mod:`shardrec.rpc.collectives`), and another storage (:mod:`shardrec.rpc.remote_storage`). See docs/rpc.md.
 """
 
 from shardrec.rpc.model import RemoteModel

@@ -90,7 +90,7 @@ class RemoteCollectives(Collectives):
         self.session = 0
         self.rates: dict[FusedOptimizer, float] = {}
         self.kept: KeptGradients | None = None
-        self._asked: list[list[Part]] = []  # per module of the exchange that is to come, the part for each server
+        self._requests: list[list[Part]] = []  # per module of the exchange that is to come, the part for each server
         self._updates = 0
         self._pushed: deque[list[Answers]] = deque()  # per update, of each server
 
@@ -98,9 +98,9 @@ class RemoteCollectives(Collectives):
     def mean_over(self) -> int:
         return self.trainers.world_size
 
-    def ask(self, parts: list[Part]) -> None:
+    def add_request(self, parts: list[Part]) -> None:
         """Add a module's ids to the lookup that is to come: its part for each server."""
-        self._asked.append(parts)
+        self._requests.append(parts)
 
     def header(self, rows: Tensor) -> Tensor:
         of_trainers = self.trainers.header(rows[: self.trainers.world_size])
@@ -121,10 +121,10 @@ class RemoteCollectives(Collectives):
     ) -> Pending:
         assert not sum(receive[: self.trainers.world_size]), f"trainers have no shards, and {what} is to come from one"
         like = parts[0][0]
-        asked, self._asked = self._asked, []
-        if not asked:  # nothing of the servers: sums of squares of rows that no trainer holds
+        modules, self._requests = self._requests, []
+        if not modules:  # nothing of the servers: sums of squares of rows that no trainer holds
             return Later(lambda: [like.new_zeros(size) for size in receive])
-        requests = [[parts[server] for parts in asked] for server in range(len(self.servers))]
+        requests = [[parts[server] for parts in modules] for server in range(len(self.servers))]
         answers = [self.servers.ask(server, look_up, one, what="lookup") for server, one in enumerate(requests)]
         way_back = None if streams is None else _Gradients(self, requests, streams, like.device)
         return Later(partial(self._rows, answers, like.device), way_back)

@@ -30,8 +30,8 @@ from shardrec.modules.model import ShardedModel
 from shardrec.modules.servers import Servers
 from shardrec.rpc.client import Connections
 from shardrec.rpc.collectives import KeptGradients, RemoteCollectives
+from shardrec.rpc.remote_storage import RemoteTable, remote_storage
 from shardrec.rpc.server import fused_optimizers_of
-from shardrec.rpc.storage import RemoteTable, remote_storage
 
 __all__ = ["RemoteModel", "shard_over_servers"]
 
@@ -96,7 +96,7 @@ def shard_over_servers(
     on_bad_id: OnBadId | Mapping[str, OnBadId],
     updates_at_step: bool,
 ) -> RemoteModel:
-    """:func:`shardrec.shard` with servers, on a trainer whose RPC agent is up; :mod:`shardrec._above` provides it."""
+    """:func:`shardrec.shard` with servers, on a trainer whose RPC agent is up (:mod:`shardrec._late_imports`)."""
     trainers = collectives_of(group)
     connections = Connections(servers)
     if plan is None:

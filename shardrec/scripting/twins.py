@@ -25,7 +25,7 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from shardrec._above import from_above
+from shardrec._late_imports import late_import
 from shardrec._torchscript import defer
 from shardrec.pending import Await
 from shardrec.scripting.error import ScriptError
@@ -143,7 +143,7 @@ class _Copier:
 
     def _ask(self, module: Any) -> Any:
         if self._portable and getattr(module, "portable", False):
-            twin = from_above("portable_twin")(module, self._parallel_lookups)
+            twin = late_import("portable_twin")(module, self._parallel_lookups)
             if twin is not None:
                 self.infers = True
                 return twin

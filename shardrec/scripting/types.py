@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from shardrec._torchscript import Type, await_type
-from shardrec.scripting.shapes import NOTHING, Shape
+from shardrec.scripting.pending_types import NOTHING, Shape
 
 __all__ = ["has_optional", "pending_type", "shape_of"]
 

@@ -105,16 +105,16 @@ class ServedShards(ShardLookup):
             self.memory.update(zip(places, tables.rows, strict=True))
         self.shards = tuple(self.memory)
 
-    def rows(self, ids: ShardInput) -> list[Tensor]:
+    def rows(self, shard_input: ShardInput) -> list[Tensor]:
         """Per group, (B_all, D_group) pooled columns, or (n, w) rows without pooling."""
-        starts = [0, *accumulate(ids.group_ids)]
+        starts = [0, *accumulate(shard_input.group_ids)]
         slots = [0, *accumulate(self.group_slots)]
         looked_up = []
         for group, module in enumerate(self.modules):
             span = slice(starts[group], starts[group + 1])
-            lengths = ids.lengths[slots[group] : slots[group + 1]]
-            weights = None if ids.weights is None else ids.weights[span]
-            looked_up.append(module(ids.ids[span], lengths, weights))
+            lengths = shard_input.lengths[slots[group] : slots[group + 1]]
+            weights = None if shard_input.weights is None else shard_input.weights[span]
+            looked_up.append(module(shard_input.ids[span], lengths, weights))
         return looked_up
 
     def scripted(self) -> tuple[nn.ModuleList, list[int]]:

@@ -12,6 +12,7 @@ from torch import nn
 
 from shardrec._torchscript import quiet
 from shardrec.errors import ConfigError
+from shardrec.files import os_fault
 from shardrec.modules import ShardedModel
 from shardrec.modules.collection import ShardedCollection
 from shardrec.scripting import script
@@ -67,6 +68,10 @@ def save(model: nn.Module, path: str | os.PathLike[str], *, features: Features) 
     notes = json.dumps(notes_of(entry, held[0]))
     # Written beside the target and then renamed: a program that loads the path never sees an incomplete file.
     beside = target.with_name(f".{target.name}.{os.getpid()}")
+    try:
+        beside.touch()
+    except OSError as error:
+        raise ConfigError(f"{os_fault(error)}; give a file in a folder that can be written to") from error
     try:
         with quiet():
             torch.jit.save(scripted, str(beside), _extra_files={NOTES: notes})

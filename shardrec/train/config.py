@@ -397,6 +397,8 @@ class TrainConfig(Options):
     def check_resumes(self, started: Mapping[str, Any]) -> None:
         """Check that options of data, model and learning are unchanged; the others may differ when a run is resumed.
 
+        So may ``on_bad_row``: a row that is left out moves no other.
+
         Args:
             started: the options that the run was started with, as :meth:`to_mapping` gives them.
 
@@ -409,7 +411,7 @@ class TrainConfig(Options):
             f"{name} ({flag(name)}) is {given[name]!r} and the run in {self.out} was started with "
             f"{started[name]!r}: leave it out, or start a new run in another folder (--out)"
             for name, field in TrainConfig.model_fields.items()
-            if shown_as(field)["panel"] in _OF_THE_RUN and given[name] != started[name]
+            if shown_as(field)["panel"] in _OF_THE_RUN and name != "on_bad_row" and given[name] != started[name]
         ]
         if faults:
             raise ConfigError(together(faults))

@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Endpoint", "open_server"]
 
-_MOST_BYTES = 4 << 20
+_MAX_BYTES = 4 << 20
 """Of a request; while one is parsed, the others wait."""
 _THREADS = 8
 _CONNECTIONS = 100
@@ -67,7 +67,7 @@ class Endpoint:
     def __call__(self, environ: WSGIEnvironment, start_response: StartResponse) -> Iterable[bytes]:
         """The WSGI call."""
         request = Request(environ)
-        request.max_content_length = _MOST_BYTES
+        request.max_content_length = _MAX_BYTES
         try:
             answer, status = self._answer(request), 200
         except DataError as error:
@@ -196,7 +196,7 @@ def open_server(endpoint: Endpoint, host: str, port: int) -> BaseWSGIServer:
         connection_limit=2 * _CONNECTIONS,  # waitress accepts no more while this many wait for the model
         channel_timeout=_REQUEST_S,
         cleanup_interval=_REQUEST_S // 3,
-        max_request_body_size=_MOST_BYTES,
+        max_request_body_size=_MAX_BYTES,
         ident="shardrec",
         _dispatcher=_Threads(),
     )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from shardrec.checkpoint import Checkpoints
@@ -38,8 +38,8 @@ def start_from(config: TrainConfig, spec: FeatureSpec, model: ShardedModel, rank
     before, after = _features(run.config, run.spec), _features(config, spec)
 
     def accept(tables: Mapping[str, str]) -> None:
-        pairs = [(before[old], after[new]) for new, old in tables.items() if old in before and new in after]
-        faults = [*_other_ids(pairs), *_other_places(pairs, run.spec, spec)]
+        pairs = [pair for new, old in tables.items() for pair in _pairs(before.get(old, ()), after.get(new, ()))]
+        faults = [*_other_ids(pairs), *_other_places(pairs, run.spec, spec), *_other_values(pairs, run.spec, spec)]
         if faults:
             raise ConfigError(f"init_from (--init-from) is {config.init_from!r}: " + "; ".join(faults[:5]))
 
@@ -47,16 +47,26 @@ def start_from(config: TrainConfig, spec: FeatureSpec, model: ShardedModel, rank
     return warm_start(path, model, rename=rename, resize=("grow", "truncate"), accept=accept)
 
 
-def _features(config: TrainConfig, spec: FeatureSpec) -> dict[str, Feature]:
-    """A feature that is looked up in each table, by the table's name in a plan."""
+def _features(config: TrainConfig, spec: FeatureSpec) -> dict[str, list[Feature]]:
+    """The features that are looked up in each table, by the table's name in a plan."""
     by_name = {feature.name: feature for feature in spec.sparse}
     tables = table_configs(build_model(config, spec.schema_))
-    return {table: by_name[name] for table, one in tables.items() for name in one.feature_names[:1] if name in by_name}
+    return {name: [by_name[key] for key in table.feature_names if key in by_name] for name, table in tables.items()}
+
+
+def _pairs(before: Sequence[Feature], after: Sequence[Feature]) -> Iterator[tuple[Feature, Feature]]:
+    """A feature of a table with that of its former table: the one whose table it is, and others by their names."""
+    old = {feature.share and feature.name: feature for feature in before}
+    for feature in after:
+        if (key := feature.share and feature.name) in old:
+            yield old[key], feature
 
 
 def _other_ids(pairs: list[tuple[Feature, Feature]]) -> Iterator[str]:
     """What would make a row of a table that of another id."""
     for old, new in pairs:
+        if new.share is not None:  # the same as of the feature whose table it is
+            continue
         common = min(len(old.values), len(new.values))
         was, rule = (
             {
@@ -77,7 +87,10 @@ def _other_ids(pairs: list[tuple[Feature, Feature]]) -> Iterator[str]:
 
 
 def _other_places(pairs: list[tuple[Feature, Feature]], before: FeatureSpec, after: FeatureSpec) -> Iterator[str]:
-    """Features that a dense layer would take for one another: of as many as before, each has to be in its place."""
+    """Features that a dense layer would take for one another: of as many as before, each has to be in its place.
+
+    So has a label that was there before, for layers go by its number.
+    """
     dense = {feature.name: feature for feature in before.dense}
     names = {new.name: old.name for old, new in pairs}, {name: name for name in dense}
     for were, are, old_of in zip((before.sparse, before.dense), (after.sparse, after.dense), names, strict=True):
@@ -89,7 +102,29 @@ def _other_places(pairs: list[tuple[Feature, Feature]], before: FeatureSpec, aft
             wanted = [kept.get(place) or next(new) for place in range(len(were))]
         if wanted != [feature.name for feature in are if feature.name in wanted]:
             yield f"the features are in another order, which dense layers depend on; give it as {', '.join(wanted)}"
-    for feature in after.dense:
-        old = dense.get(feature.name, feature)
-        if old.transform != feature.transform:
-            yield f"feature {feature.name!r} has transform: {feature.transform}, and had {old.transform}; give that"
+    old_places = {task.name: place for place, task in enumerate(before.labels)}
+    for place, task in enumerate(after.labels):
+        if old_places.get(task.name, place) != place:
+            yield (
+                f"label {task.name!r} is number {place + 1} of the labels, and was number {old_places[task.name] + 1}: "
+                "it would take another one's layers; give it that place, or another name"
+            )
+
+
+def _other_values(pairs: list[tuple[Feature, Feature]], before: FeatureSpec, after: FeatureSpec) -> Iterator[str]:
+    """What would make layers see other numbers for the same row of data.
+
+    Where the values are in the files (column, separator, weights), how many of them are kept (max_length), and rules by
+    which ids come to be known (min_count, those of dynamic_ids) may differ: a value keeps its row, and its number.
+    """
+    dense = {feature.name: feature for feature in before.dense}
+    changed = [(old, new, "kind") for old, new in pairs if (old.kind == "weighted") != (new.kind == "weighted")]
+    for new in after.dense:
+        old = dense.get(new.name, new)
+        names = [name for name in ("transform", "mean", "std") if getattr(old, name) != getattr(new, name)]
+        changed += [(old, new, name) for name in names]
+    for old, new, name in changed:
+        yield (
+            f"feature {new.name!r} has {name}: {getattr(new, name)}, and {old.name!r} of that run had "
+            f"{getattr(old, name)}, so that layers would see other numbers; give that"
+        )

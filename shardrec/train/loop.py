@@ -35,7 +35,7 @@ __all__ = ["Schedule", "StepPart", "failing_together", "step_parts", "train_epoc
 T = TypeVar("T")
 
 _SMOOTHING_STEPS = 20
-_MOST_POINTS = 10_000
+_MAX_POINTS = 10_000
 """Points of the curve that a run without an end keeps."""
 
 
@@ -157,7 +157,7 @@ def train_epoch(
                 ids=run.id_counts(),
                 progressive=run.progressive is not None,
             )
-            progress.curve = [*progress.curve, point][-_MOST_POINTS:]
+            progress.curve = [*progress.curve, point][-_MAX_POINTS:]
             display.evaluated(point)
         after_point()
 

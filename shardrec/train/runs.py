@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from shardrec.errors import ConfigError
 from shardrec.files import read_json
-from shardrec.train.config import CHECKPOINTS, FILE, METRICS, PLAN, SPEC, TrainConfig, load_config
+from shardrec.train.config import CHECKPOINTS, FEED, FILE, METRICS, PLAN, SPEC, TrainConfig, load_config
 
 if TYPE_CHECKING:
     import torch
@@ -146,6 +146,8 @@ class RunFolder:
         config = self.config
         if data is None and config.feed is not None and config.test is None:
             raise ConfigError(f"{self.path} was trained on a feed, which has no held-out rows: give files (--data)")
+        if data is not None and data.startswith(FEED):
+            raise ConfigError(f"data (--data) is {data!r}, and only shardrec train takes a feed: leave 'feed:' out")
         if data is not None:
             # The file's rows alone: what the run was trained on need not be there any more.
             alone = dict.fromkeys(("test", "samples", "holdout_samples", "feed_idle"))
@@ -209,6 +211,8 @@ class RunFolder:
 
         from shardrec import serve  # with torch, too
 
+        if not out.parent.is_dir():
+            raise ConfigError(f"{out} cannot be written, for {out.parent} is no folder: make it first")
         schema = self.schema
         served = serve.quantize(self.model(), weights)
         keys = list(schema.sparse_names)

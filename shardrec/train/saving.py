@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 __all__ = ["Saver"]
 
 _AGREE_S = 0.5
-_MOST_STEPS = 1000
+_MAX_STEPS = 1000
 
 
 class Saver:
@@ -186,7 +186,7 @@ class Saver:
                 self._pending is not None and not self._pending.done,
                 publish_s is not None and now - self._published_at >= publish_s,
                 not self._published.done,
-                min(_MOST_STEPS, int(_AGREE_S / max(pace, 1e-6))),
+                min(_MAX_STEPS, int(_AGREE_S / max(pace, 1e-6))),
             ],
             dtype=torch.int64,
         )

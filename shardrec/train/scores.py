@@ -17,7 +17,7 @@ import io
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import groupby
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -33,10 +33,9 @@ from shardrec.data.tables import FileInfo, check_file, counted, rows_between
 from shardrec.data.urls import files_of
 from shardrec.errors import ConfigError, DataError
 from shardrec.files import os_fault, parse_json
-from shardrec.launch.ranks import RankInfo, joined_run, meet, same_everywhere
+from shardrec.launch.ranks import RankInfo, joined_run, meet, on_first_rank
 from shardrec.pipeline.train import TrainPipeline
 from shardrec.serve.store import Store
-from shardrec.train.loop import failing_together
 from shardrec.train.prefetch import Prefetcher
 from shardrec.train.runs import RunFolder
 from shardrec.train.tasks import predictions
@@ -95,10 +94,7 @@ def predict_rank(options: Mapping[str, Any]) -> dict[str, Any] | None:
         columns = {task.name: f"score_{task.name}" for task in spec.labels} or {"": "score"}
         job = {"run": str(folder.path.resolve()), "checkpoint": checkpoint, "keys": options["keys"]}
         job |= {"columns": list(columns.values()), "on_bad_row": options["on_bad_row"] or config.on_bad_row}
-        begun = _begin(out, options, job, keyed, rank_info.world_size) if rank_info.is_lead else {}
-        job = json.loads(same_everywhere(json.dumps(begun), rank_info))
-        if "fault" in job:
-            raise (DataError if job["of_data"] else ConfigError)(job["fault"])
+        job = on_first_rank(partial(_begin, out, options, job, keyed, rank_info.world_size), rank_info, "start")
         done, parts = job.pop("done"), _parts(job)
         left = [part for part in parts if part.name not in done]
 
@@ -107,23 +103,33 @@ def predict_rank(options: Mapping[str, Any]) -> dict[str, Any] | None:
             return predictions(logits, item.batch.size, spec.labels, config.loss), item
 
         steps = TrainPipeline(model, (), (), depth=0, device=rank_info.device)
-        tables = []
+        tables: list[Any] = []
+        complete: list[str] = []
+
+        def written(batches: Iterator[_Scored]) -> Iterator[_Scored]:
+            """The batches; a part is written before the next one, at which all ranks raise what a rank raises."""
+            for item in batches:
+                while complete:
+                    out.write(complete.pop(), _parquet(tables))
+                    tables.clear()
+                yield item
+
         with Prefetcher(_batches(left, keyed, rank_info, skips=job["on_bad_row"] == "skip")) as batches:
-            for values, item in steps.predict(failing_together(batches, model), forward):
+            for values, item in steps.predict(written(batches), forward):
                 if item.part is None:
                     continue
                 tables.append(_with_scores(item.keys, {columns[name]: value for name, value in values.items()}))
                 if item.ends:
-                    out.write(item.part.name, _parquet(tables))
-                    tables = []
+                    complete.append(item.part.name)
         meet(rank_info, "end of the predictions")
-        return _finish(out, job, parts) if rank_info.is_lead else None
+        manifest = on_first_rank(partial(_finish, out, job, parts), rank_info, "manifest")
+        return manifest if rank_info.is_lead else None
 
 
 def _begin(
     out: Store, options: Mapping[str, Any], job: dict[str, Any], spec: FeatureSpec, ranks: int
 ) -> dict[str, Any]:
-    """What is to be done, and which parts are; written down at the first start. All ranks raise a fault."""
+    """What is to be done, and which parts are; written down at the first start."""
     try:
         files = []
         for path in files_of(options["data"]):
@@ -149,11 +155,10 @@ def _begin(
         else:
             out.write(_JOB, json.dumps(job, indent=1).encode())
         return {**job, "done": names}
-    except (ConfigError, DataError) as error:
-        return {"fault": str(error), "of_data": isinstance(error, DataError)}
     except OSError as error:
-        fault = f"out (--out) is {options['out']!r}, which cannot be used ({os_fault(error)}): give another"
-        return {"fault": fault, "of_data": False}
+        raise ConfigError(
+            f"out (--out) is {options['out']!r}, which cannot be used ({os_fault(error)}): give another"
+        ) from error
 
 
 def _finish(out: Store, job: Mapping[str, Any], parts: Sequence[_Part]) -> dict[str, Any]:
@@ -181,7 +186,7 @@ def _parts(job: Mapping[str, Any]) -> list[_Part]:
 
 
 def _batches(parts: Sequence[_Part], spec: _Keyed, rank_info: RankInfo, *, skips: bool) -> Iterator[_Scored]:
-    """This rank's batches, and empty ones until it has as many as every other rank."""
+    """This rank's batches, and empty ones, at least one, until it has as many as every other rank."""
     sizes = np.array([-(-(part.stop - part.start) // _ROWS) for part in parts], dtype=np.int64)
     rank_of = (np.cumsum(sizes) - sizes) * rank_info.world_size // max(1, sizes.sum())
     yield from _scored([part for part, rank in zip(parts, rank_of, strict=True) if rank == rank_info.rank], spec, skips)
@@ -193,7 +198,7 @@ def _batches(parts: Sequence[_Part], spec: _Keyed, rank_info: RankInfo, *, skips
         lengths=np.zeros((0, len(spec.sparse)), np.int64),
         weights=np.zeros(0, np.float32) if spec.schema_.weighted else None,
     )
-    for _ in range(counts.max() - counts[rank_info.rank]):
+    for _ in range(counts.max() - counts[rank_info.rank] + 1):
         yield _Scored(empty.to_batch(spec.schema_))
 
 

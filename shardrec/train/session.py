@@ -22,7 +22,7 @@ from shardrec.data import ClickBatch, ClickMetrics, FeatureSpec
 from shardrec.data.spec import VOCABULARIES, parse_spec, read_spec
 from shardrec.errors import ConfigError, DataError
 from shardrec.files import naming, os_fault, parse_json, read_text
-from shardrec.launch.ranks import RankInfo, joined_run, meet, over_ranks, same_everywhere
+from shardrec.launch.ranks import RankInfo, joined_run, meet, on_first_rank, over_ranks, same_everywhere
 from shardrec.layout import ShardingPlan
 from shardrec.modules import ShardedModel, shard
 from shardrec.modules.annotate import annotate_for_dynamo
@@ -140,7 +140,8 @@ def _run(config: TrainConfig, rank_info: RankInfo, folder: Path, resume: bool) -
         announcer.say(f"there is no checkpoint in {folder} to go on from: the run begins")
     if config.init_from is not None and not goes_on:
         announcer.say(f"from {config.init_from}:\n{start_from(config, spec, model, rank_info)}")
-    if rank_info.is_lead:
+
+    def describe() -> None:
         with _replacing(folder / FILE) as file:
             file.write_text(config.to_yaml(), encoding="utf-8")
         if config.features is not None:
@@ -148,6 +149,8 @@ def _run(config: TrainConfig, rank_info: RankInfo, folder: Path, resume: bool) -
                 file.write_text(Path(config.features).read_text(encoding="utf-8"), encoding="utf-8")
         with _replacing(folder / PLAN) as file:
             model.plan.save(file)
+
+    on_first_rank(describe, rank_info, "options and plan")
     anomalies = detect_anomaly(model) if config.detect_anomaly == "on" else nullcontext()
     with saver.watching(), anomalies:
         _train(run, saver, evaluate)
@@ -225,9 +228,12 @@ def _own_spec(config: TrainConfig, rank_info: RankInfo, folder: Path, resume: bo
     if not text:
         with working("counting vocabularies") if rank_info.is_lead else nullcontext():
             text = json.dumps(counted_vocabularies(config, spec, uncounted, rank_info), ensure_ascii=False, indent=0)
-        if rank_info.is_lead:
+
+        def keep() -> None:
             with _replacing(file) as partial:
                 partial.write_text(text, encoding="utf-8")
+
+        on_first_rank(keep, rank_info, "vocabularies")
     return uncounted.with_vocabularies(parse_json(text))
 
 
@@ -284,17 +290,19 @@ def _own_folder(config: TrainConfig, rank_info: RankInfo, lock: ExitStack) -> Pa
     Raises:
         ConfigError: on every rank, if it cannot be written to or another run has it.
     """
-    folder, fault = Path(str(config.out)), ""
-    if rank_info.is_lead:
+    folder = Path(str(config.out))
+
+    def lock_folder() -> None:
         try:
             folder.mkdir(parents=True, exist_ok=True)
             if not lock.enter_context(locked(folder, _LOCK_S)):
-                fault = "another run writes to it; wait for its end, or give another folder"
+                raise ConfigError(
+                    f"out (--out) is {config.out!r}: another run writes to it; wait for its end, or give another folder"
+                )
         except OSError as error:
-            fault = f"{error.strerror}; give a folder to write to"
-    fault = same_everywhere(fault, rank_info)
-    if fault:
-        raise ConfigError(f"out (--out) is {config.out!r}: {fault}")
+            raise ConfigError(f"out (--out) is {config.out!r}: {error.strerror}; give a folder to write to") from error
+
+    on_first_rank(lock_folder, rank_info, "start")
     return folder
 
 
@@ -380,7 +388,7 @@ def _epochs(run: Run, saver: Saver) -> Iterator[int]:
 def _arrived(source: Source, config: TrainConfig, wait: Callable[[float], None]) -> bool:
     """Wait until rows of the feed have arrived; False, on all ranks after as many looks, if it has ended."""
     waited_s = 0.0
-    while not source.poll():
+    while not source.poll(wait):
         if config.feed_idle is not None and waited_s >= config.feed_idle:
             return False
         wait(_POLL_S)

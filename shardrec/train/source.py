@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
@@ -25,7 +27,7 @@ from shardrec.data import (
     open_click_data,
 )
 from shardrec.data.feed import Arrival, Feed, FolderFeed
-from shardrec.data.urls import files_of
+from shardrec.data.urls import UnreachableError, files_of
 from shardrec.errors import ConfigError, DataError
 from shardrec.exchange.peers import peers
 from shardrec.exchange.safe_pickle import gather
@@ -38,6 +40,9 @@ _SYNTHETIC_ROWS = 2_400_000
 _SYNTHETIC_HOLDOUT_ROWS = 100_000
 _SCORED_ROWS = 2048
 """Rows to score at once on a rank, where a step has fewer: without gradients they need little memory."""
+
+_RETRY_S, _MOST_WAITS = 0.5, 60
+"""A wait before a feed that could not be reached is tried again, and how many there are at most before a try."""
 
 
 class Source:
@@ -80,16 +85,20 @@ class Source:
         assert self._data is not None, "rows have arrived"
         return self._data
 
-    def poll(self) -> bool:
+    def poll(self, wait: Callable[[float], None] = time.sleep) -> bool:
         """Whether there are rows of a feed to train on: those of the arrival under way, or else the next. Collective.
 
+        Args:
+            wait: waits some seconds, before a feed that could not be reached is tried again.
+
         Raises:
-            DataError: on every rank, for a file that cannot be read.
+            DataError: on every rank, for a file that cannot be read, or a feed that could not be reached for as long as
+                a rank waits for the others.
         """
         assert self._feed is not None, "the data is a feed"
         while self._arrival is None:
             before = self._feed.left_out
-            self._arrival = self._feed.poll()
+            self._arrival = self._polled(self._feed, wait)
             counts = Counter(self.left_out.get("train 0", {}))
             counts["file that cannot be read"] += self._feed.left_out - before if self._rank_info.is_lead else 0
             self.left_out = {"train 0": dict(+counts)}
@@ -101,6 +110,22 @@ class Source:
             if not self.train_rows:
                 self.end_arrival()
         return True
+
+    def _polled(self, feed: Feed, wait: Callable[[float], None]) -> Arrival | None:
+        waits, waited_s = 1, 0.0
+        while True:
+            last = waited_s >= self._rank_info.timeout
+            try:
+                return feed.poll(last=last)
+            except UnreachableError as error:
+                if last:
+                    raise DataError(f"{error} (it was tried again for {waited_s:g} s, --timeout)") from error
+                if self._rank_info.is_lead:
+                    warnings.warn(f"{error}; it is tried again in {waits * _RETRY_S:g} s", stacklevel=2)
+            for _ in range(waits):  # in parts, in which a run saves, and notices that it is to end
+                wait(_RETRY_S)
+            waited_s += waits * _RETRY_S
+            waits = min(2 * waits, _MOST_WAITS)
 
     def end_arrival(self) -> None:
         """The arrival under way has been trained on."""
@@ -119,8 +144,15 @@ class Source:
         assert self._feed is not None, "the data is a feed"
         self._data, self._arrival = None, None
         self._feed.seek(position)
-        if in_arrival:
+        if not in_arrival:
+            return
+        try:
             self.poll()
+        except DataError as error:
+            raise DataError(
+                f"{error}. The last checkpoint is in the middle of this file's rows: put the file back as it was, or "
+                "start a new run with the weights of this one (--init-from) on the files that are left"
+            ) from error
 
     def _opened_feed(self, config: TrainConfig, folder: str, spec: FeatureSpec) -> FolderFeed:
         if spec.labels:
@@ -132,9 +164,8 @@ class Source:
             folder,
             spec,
             lambda files: _opened(config, files, spec, shuffle=config.shuffle or 0, needs_rows=False),
-            on_first_rank=lambda function: str(
-                _gathered(self._rank_info, function() if self._rank_info.is_lead else "")[0]
-            ),
+            gathered=partial(_gathered, self._rank_info),
+            is_lead=self._rank_info.is_lead,
             most=config.streams,
             skips=config.on_bad_row == "skip",
         )
@@ -194,7 +225,8 @@ class Source:
                 if digest != old:
                     raise DataError(
                         f"data file {path} is not the one with which the run was started (checksum {digest}, then "
-                        f"{old}): give that one, or start a new run in another folder (--out)"
+                        f"{old}): give that one, or start a new run in another folder (--out), which may have the "
+                        "weights of this one (--init-from)"
                     )
 
     @property

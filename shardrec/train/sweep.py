@@ -97,6 +97,11 @@ def run_sweep(
         raise ConfigError(
             "a sweep starts the ranks of its runs itself (nproc in the file of options): leave torchrun out"
         )
+    if config.feed is not None:
+        raise ConfigError(
+            f"data is {config.data!r}, and a sweep compares runs by the same held-out rows, which a feed has none of: "
+            "give its files, without 'feed:', and monitor (--monitor)"
+        )
     labels = config.features is not None and bool(read_spec(Path(config.features)).labels)
     if labels and config.monitor is not None:
         raise ConfigError("runs of several labels are compared by their held-out loss: leave monitor (--monitor) out")

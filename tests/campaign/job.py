@@ -25,7 +25,7 @@ _MARK = "SHARDREC_CAMPAIGN"
 _POLL_S = 0.005
 _STEPPING_S, _SAVING_S = 0.3, 0.04
 """About how long a run makes steps between two saves, and saves."""
-_MOST_SAVES = 3
+_MAX_SAVES = 3
 
 _SAVED = re.compile(r"^saved the checkpoint of step ([\d,]+)", re.MULTILINE)
 _RESUMED = re.compile(r"^going on from the checkpoint of step ([\d,]+)", re.MULTILINE)
@@ -161,7 +161,7 @@ class Job:
         self._until(lambda: self.phase() != "load", limit)
         self._load_s = 0.5 * (self._load_s + time.monotonic() - begin)
         # After some saves, so that a run comes to its end however slow the machine is.
-        saves, share = divmod(share * _MOST_SAVES, 1.0)
+        saves, share = divmod(share * _MAX_SAVES, 1.0)
         self._until(lambda: len(_SAVED.findall(self._attempt())) >= saves, limit)
         if phase == "step":
             self._until(lambda: False, share * _STEPPING_S)

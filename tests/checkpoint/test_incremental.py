@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shardrec import Checkpoints, load_checkpoint, native, save_checkpoint, shard
-from shardrec.checkpoint.changes import _MOST_CHANGED, SavedBefore, _words, different_rows, shards_of
+from shardrec.checkpoint.changes import _MAX_CHANGED, SavedBefore, _words, different_rows, shards_of
 from shardrec.checkpoint.load import verify_checkpoint
 from shardrec.checkpoint.manifest import read_manifest
 from shardrec.checkpoint.parts import HeldTensor, Part, Rect
@@ -170,7 +170,7 @@ def test_only_changed_rows_are_written_until_there_are_too_many(tmp_path: Path) 
         }
         sizes.append([found[f"model.bags.embedding_bags.t_{key}.weight"] for key in ROWS])
     # Tables of 13, 9 and 21 rows, of 64 bytes with their states and 8 with their numbers: at most 5, 4 and 9 of them.
-    assert _MOST_CHANGED == 0.5
+    assert _MAX_CHANGED == 0.5
     one = [1]
     assert sizes == [
         [[], [], []],

@@ -48,6 +48,12 @@ def test_yaml_faults_are_named_by_their_line(tmp_path: Path, text: str, words: s
         read_tables(write(tmp_path, "t.yaml", text))
 
 
+def test_files_that_are_not_there_or_folders(tmp_path: Path) -> None:
+    for path, reason in ((tmp_path / "t.csv", "No such file"), (tmp_path, "Is a directory")):
+        with pytest.raises(ConfigError, match=f"{path}: {reason}.*; give a CSV or YAML file of tables"):
+            read_tables(path)
+
+
 def test_a_calibration_with_too_few_workloads_does_not_begin() -> None:
     """In a process that imports torch and TorchRec for the first time, whose warnings are not ours to show."""
     done = shell("calibrate", "--workloads", "6")

@@ -18,15 +18,22 @@ from shardrec.train.sweep import mean_and_deviation, parse_grid, run_sweep
 from tests.cli.command import Run
 
 
+@pytest.fixture(scope="module")
+def rows(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a few rows of training, validation and test."""
+    folder = tmp_path_factory.mktemp("rows")
+    for seed, (name, count) in enumerate({"train": 300, "valid": 200, "test": 200}.items()):
+        write_criteo_tsv(folder / f"{name}.tsv", count, seed=seed)
+    return folder
+
+
 @pytest.fixture
-def options(tmp_path: Path) -> Path:
-    """A file of options for a few rows of training, validation and test."""
-    for seed, (name, rows) in enumerate({"train": 300, "valid": 200, "test": 200}.items()):
-        write_criteo_tsv(tmp_path / f"{name}.tsv", rows, seed=seed)
+def options(rows: Path, tmp_path: Path) -> Path:
+    """A file of options for those rows."""
     path = tmp_path / "run.yaml"
-    files = "".join(f"{key}: {tmp_path}/{name}.tsv\n" for key, name in (("data", "train"), ("valid", "valid")))
+    files = "".join(f"{key}: {rows}/{name}.tsv\n" for key, name in (("data", "train"), ("valid", "valid")))
     small = "max_embeddings: 50\nembedding_dim: 4\nbatch_size: 64\nevaluations: 1\nmodel: dnn\n"
-    path.write_text(f"{files}test: {tmp_path}/test.tsv\n{small}", encoding="utf-8")
+    path.write_text(f"{files}test: {rows}/test.tsv\n{small}", encoding="utf-8")
     return path
 
 
@@ -52,7 +59,9 @@ def final_of(folder: Path, metric: str) -> float:
     return float(metrics["final"][metric])
 
 
-def test_each_run_is_made_once(run: Run, options: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_run_is_made_once(
+    run: Run, options: Path, rows: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     out = tmp_path / "out"
     grid = ("--grid", "lr=0.001,0.1", "--grid", "model_args.hidden=[4, 4]")
     command = ("sweep", str(options), *grid, "--seeds", "2", "--monitor", "ne", "--out", str(out))
@@ -76,7 +85,7 @@ def test_each_run_is_made_once(run: Run, options: Path, tmp_path: Path, monkeypa
     assert results["best"] == settings[best]
     assert [*out.rglob("test.json")] == [*(out / settings[best]).rglob("test.json")]
     tested = [
-        RunFolder(out / settings[best] / f"seed{seed}").evaluate(str(tmp_path / "test.tsv"))[0].auc for seed in (0, 1)
+        RunFolder(out / settings[best] / f"seed{seed}").evaluate(str(rows / "test.tsv"))[0].auc for seed in (0, 1)
     ]
     assert results["test"]["auc"] == tested
     assert mean_and_deviation(tested) in shown
@@ -109,6 +118,13 @@ def test_a_sweep_without_test_files_says_so(run: Run, options: Path, tmp_path: P
     code, shown, _ = run("sweep", str(options), *flags)
     assert code == 0
     assert "names no test files" in shown
+
+
+def test_a_feed_has_no_rows_to_compare_by(run: Run, options: Path, tmp_path: Path) -> None:
+    options.write_text(f"data: feed:{tmp_path}\nfeed_idle: 0\n", encoding="utf-8")
+    code, _, said = run("sweep", str(options), "--grid", "lr=0.1", "--monitor", "auc", "--out", str(tmp_path / "out"))
+    assert code != 0
+    assert "a sweep compares runs by the same held-out rows, which a feed has none of: give its files" in said
 
 
 @pytest.mark.parametrize(

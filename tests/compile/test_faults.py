@@ -111,7 +111,7 @@ def test_ranks_that_disagree_are_told() -> None:
 def compiled_here_and_not_there() -> None:
     with fresh():
         model, eager = make("least", "traced"), make("least", None)
-        run = torch.compile(model, backend="aot_eager") if dist.get_rank() else model
+        run = torch.compile(model, backend="aot_eager", dynamic=True) if dist.get_rank() else model
         for step in range(2):
             for one in (run, eager):
                 one(*batch(Random(step), 4)).sum().backward()

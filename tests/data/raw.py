@@ -42,6 +42,16 @@ def write(path: Path, text: bytes) -> Path:
     return path
 
 
+def damage(path: Path, group: int, column: int) -> None:
+    """Writes zeros over the end of a Parquet file's column chunk."""
+    import pyarrow.parquet as pq
+
+    chunk = pq.read_metadata(path).row_group(group).column(column)
+    with path.open("r+b") as file:
+        file.seek((chunk.dictionary_page_offset or chunk.data_page_offset) + chunk.total_compressed_size * 2 // 3)
+        file.write(bytes(chunk.total_compressed_size // 3))
+
+
 def equal(left: ClickBatch, right: ClickBatch) -> bool:
     """Whether two batches are the same, bit for bit."""
     return (

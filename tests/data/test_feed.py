@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from fsspec.implementations.arrow import ArrowFSWrapper
 from shardrec.data import urls
 from shardrec.data.feed import FolderFeed
 from shardrec.data.files import FileClickData
+from shardrec.data.urls import UnreachableError
 from tests.data.raw import SPEC, lines, write
 
 SOURCES = ["{}", "{}/*", "file://{}", "file://{}/*"]
@@ -38,14 +40,47 @@ def test_a_file_has_arrived_when_it_has_its_name(source: str, tmp_path: Path) ->
     assert arrived(folder) == ["a.tsv"]
 
 
+def fails(*_: object, **__: object) -> None:
+    raise OSError("not now")
+
+
+@pytest.mark.parametrize("source", SOURCES)
+def test_what_cannot_be_reached_is_there_later(source: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = feed(source.format(tmp_path / "in"), skips=True)
+    (tmp_path / "in").mkdir()
+    assert arrived(folder) == []
+    with monkeypatch.context() as patched:  # a folder that may not be read
+        for module, name in ((urls.os, "scandir"), (ArrowFSWrapper, "ls")):
+            patched.setattr(module, name, fails)
+        with pytest.raises(UnreachableError, match=r"data files .* cannot be listed \(not now\): check the name"):
+            folder.poll()
+    for name in ("a.tsv", "b.tsv"):
+        write(tmp_path / "in" / name, lines(2))
+    with monkeypatch.context() as patched:  # a file
+        patched.setattr(pa, "OSFile", fails)
+        if "://" not in source:
+            with pytest.raises(UnreachableError, match=r"a.tsv cannot be opened \(not now\)"):
+                folder.poll()
+    (tmp_path / "in").rename(tmp_path / "away")
+    if not source.endswith("*"):
+        with pytest.raises(UnreachableError, match="is no folder and no pattern"):
+            folder.poll()
+    assert folder.position() == {"taken": [], "kinds": {}, "files": []}
+    (tmp_path / "away").rename(tmp_path / "in")
+    assert arrived(folder) == ["a.tsv", "b.tsv"]
+    # A folder that is not there says nothing of its files.
+    (tmp_path / "in").rename(tmp_path / "away")
+    with suppress(UnreachableError):
+        folder.poll()
+    (tmp_path / "away").rename(tmp_path / "in")
+    assert arrived(folder) == []
+
+
 @pytest.mark.parametrize("source", SOURCES)
 def test_a_list_that_lacks_files_forgets_those_that_were_removed_alone(
     source: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As where a folder, or a server, cannot be read for a moment: glob and fsspec then give no names."""
-
-    def fails(*_: object, **__: object) -> None:
-        raise OSError("not now")
 
     for name in ("a.tsv", "b.tsv"):
         write(tmp_path / name, lines(3))
@@ -55,7 +90,8 @@ def test_a_list_that_lacks_files_forgets_those_that_were_removed_alone(
     with monkeypatch.context() as patched:
         patched.setattr(urls, "glob", lambda path: [])
         patched.setattr(ArrowFSWrapper, "ls", fails)
-        assert arrived(folder) == []
+        with nullcontext() if "://" not in source else pytest.raises(UnreachableError, match=r"listed \(not now\)"):
+            assert arrived(folder) == []
     assert arrived(folder) == []
     write(tmp_path / "a.tsv", lines(2))
     assert arrived(folder) == ["a.tsv"]

@@ -1,14 +1,20 @@
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shardrec.data import FileClickData, open_click_data, tables
+from shardrec.data.convert import convert
+from shardrec.data.tables import rows_between
 from shardrec.errors import ConfigError, DataError
-from tests.data.raw import SPEC, equal, first_integers, line, lines, write
+from tests.data.raw import SPEC, damage, equal, first_integers, line, lines, write
 
 
 @pytest.fixture(scope="module")
@@ -60,6 +66,57 @@ def test_a_broken_row_is_told_with_file_line_field_value_and_remedy(folder: Path
         f"{path}:12: field 'label': value '7' is not 0 or 1; correct it, or leave such rows out (on_bad_row: skip, "
         "--on-bad-row skip)"
     )
+
+
+def test_a_damaged_row_group_is_broken_rows_from_there(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On any number of ranks, from any batch on, and in what predict and convert read."""
+    monkeypatch.setattr(tables, "_ROWS_AT_ONCE", 20)
+    path = folder / "damaged.parquet"
+    columns = {"label": [0, 1] * 150, "int_1": [*range(300)], "int_2": [1] * 300}
+    table = pa.table({**columns, **{name: [f"{row:x}" for row in range(300)] for name in ("cat_1", "cat_2")}})
+    pq.write_table(table, path, row_group_size=100, data_page_size=64, write_batch_size=10, use_dictionary=False)
+    damage(path, 1, 3)
+    data = open_click_data(path, spec=SPEC, holdout=0.0, on_bad_row="skip")
+    whole = list(data.train_batches(0, 1, 24))
+    left = sorted(first_integers(whole))
+    first = left.index(200)  # the place of the first row that is there after the damaged ones
+    assert 100 < first < 180
+    assert first % 20 == 0
+    assert left == [*range(first), *range(200, 300)]
+    assert data.skipped == {"damaged part of a file": 200 - first}
+    ranks = [list(data.train_batches(rank, 2, 12, first_batch=3)) for rank in range(2)]
+    parts = [first_integers(batches) for batches in zip(*ranks, strict=True)]
+    assert list(map(sorted, parts)) == [sorted(first_integers([batch])) for batch in whole[3:]]
+    words = rf"{path}: row group 1, row {first + 1}: the file is damaged from here to the end of its row group \(.*\)"
+    with pytest.raises(DataError, match=words + r"; copy the file again, as it was, or leave such rows out"):
+        list(open_click_data(path, spec=SPEC, holdout=0.0).train_batches(0, 1, 24))
+    block = next(rows_between(tables.counted(data.files[0], SPEC), SPEC, [(90, 290)]))
+    assert block.numbers.tolist() == [*range(90, first), *range(200, 290)]
+    assert sorted(block.faults) == [*range(first, 200)]
+    with pytest.raises(DataError, match="the file is damaged from here"):
+        convert(str(path), SPEC, folder / "converted.parquet")
+    grouped = SPEC.model_copy(update={"group": "cat_2"})
+    with pytest.raises(DataError, match="the file is damaged from here"):
+        list(open_click_data(path, spec=grouped, holdout=0.1, on_bad_row="skip").train_batches(0, 1, 24))
+
+
+def test_a_read_that_fails_once_is_made_again(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path, failed = folder / "once.parquet", []
+    columns = {"label": [0, 1] * 50, "int_1": [*range(100)], "int_2": [1] * 100, "cat_1": ["a"] * 100}
+    pq.write_table(pa.table({**columns, "cat_2": ["b"] * 100}), path)
+    iter_batches = pq.ParquetFile.iter_batches
+
+    def once(file: pq.ParquetFile, *args: Any, **how: Any) -> Iterator[pa.RecordBatch]:
+        for number, batch in enumerate(iter_batches(file, *args, **how)):
+            if number == 2 and not failed:
+                failed.append(number)
+                raise OSError("connection lost")
+            yield batch
+
+    monkeypatch.setattr(tables, "_ROWS_AT_ONCE", 30)
+    monkeypatch.setattr(pq.ParquetFile, "iter_batches", once)
+    batches = list(open_click_data(path, spec=SPEC, holdout=0.0).train_batches(0, 1, 16))
+    assert (first_integers(batches), failed) == ([*range(100)], [2])
 
 
 def test_several_files_are_one_stream(folder: Path) -> None:

@@ -143,8 +143,8 @@ def test_each_step_has_the_same_rows_on_every_number_of_ranks_and_after_a_resume
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(tables, "_BLOCK_BYTES", 20 * block)
         patch.setattr(tables, "_ROWS_AT_ONCE", block)
-        patch.setattr(order, "_LEAST_ROWS", 1)
-        patch.setattr(order, "_LEAST_GROUPED", 1)
+        patch.setattr(order, "_MIN_ROWS", 1)
+        patch.setattr(order, "_MIN_GROUPED", 1)
         source = FileClickData(paths, GROUPED if grouped else SPEC, **options)
         steps = steps_of(source, 1, rows, epoch=1)
         for world_size in (2, 4):

@@ -35,7 +35,7 @@ class Asking(Call):
     def finish(self, flight: Any, stream: int) -> NoReturn:
         raise AssertionError("no rows come")
 
-    def learned(self, value: Any) -> NoReturn:
+    def differentiable_output(self, value: Any) -> NoReturn:
         raise AssertionError("no rows come")
 
 

@@ -8,7 +8,7 @@ import torch
 from hypothesis import given
 from torch import Tensor
 
-from shardrec.exchange.blocks import BlockExchange, Stream
+from shardrec.exchange.blocks import RowAllToAll, Stream
 from shardrec.exchange.collectives import joined
 from shardrec.exchange.wire import QuantizedComms
 from tests.plans import randoms
@@ -32,7 +32,7 @@ def test_each_part_and_its_gradient_find_their_way(rng: Random) -> None:
     def rank_main(collectives: ThreadCollectives) -> tuple[list[list[Tensor]], list[Tensor | None]]:
         rank = collectives.rank
         flats = [torch.cat(parts[stream][rank]).requires_grad_() for stream in range(streams)]
-        exchange = BlockExchange(collectives, QuantizedComms())
+        exchange = RowAllToAll(collectives, QuantizedComms())
         flight = exchange.start(
             [
                 Stream(

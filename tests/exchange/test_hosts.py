@@ -10,11 +10,11 @@ from hypothesis import given
 from torch import Tensor
 
 from shardrec.exchange.assemble import Columns
-from shardrec.exchange.blocks import BlockExchange
+from shardrec.exchange.blocks import RowAllToAll
 from shardrec.exchange.collectives import Collectives, Pending, StreamSizes
 from shardrec.exchange.hosts import host_sums
 from shardrec.exchange.payload import ShardInput
-from shardrec.exchange.pooled_output import OutputExchange
+from shardrec.exchange.pooled_output import PooledOutputLayout
 from shardrec.exchange.route import Lookup, build_route, output_pieces
 from shardrec.exchange.wire import QuantizedComms
 from shardrec.layout import ShardingPlan, Topology, cuts
@@ -66,16 +66,16 @@ def exchange(
     def rank_main(threads: ThreadCollectives) -> tuple[Tensor, Tensor, int, list[str]]:
         rank = threads.rank
         collectives = Counting(threads, per_host or world_size)
-        output = OutputExchange(case.route, case.lookups, rank, per_host)
+        output = PooledOutputLayout(case.route, case.lookups, rank, per_host)
         mine = pooled[rank].clone().requires_grad_()
         rows: Tensor = mine
         sums: list[Tensor] = []
         if output.hosts is not None:
             rows, stream = output.hosts.divide(mine, sizes)
-            inside = BlockExchange(collectives, QuantizedComms(), "partial sums").start([stream])
+            inside = RowAllToAll(collectives, QuantizedComms(), "partial sums").start([stream])
             sums = output.hosts.finish(inside, 0, sizes)
             assert collectives.crossing == 0, "the first exchange stays inside hosts"
-        flight = BlockExchange(collectives, QuantizedComms()).start([output.stream(rows, served(sizes), None, sums)])
+        flight = RowAllToAll(collectives, QuantizedComms()).start([output.stream(rows, served(sizes), None, sums)])
         found = output.finish(flight, 0, sizes[rank], None, own[rank] if own[rank].size(1) else None)
         crossing = collectives.crossing
         found.backward(gradients[rank])

@@ -32,7 +32,7 @@ class Exchange:
         self.input = InputExchange(case.route, expect, self.context.headers)
 
     def __call__(self, features: object, agreement: str) -> ShardInput:
-        call = Asking(self.context.queue.used, self.input, self.input.prepare(features, agreement), learns=True)
+        call = Asking(self.context.queue.used, self.input, self.input.prepare(features, agreement), requires_grad=True)
         exchange_ids(self.context.headers, [call])
         return call.received()
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import time
 from datetime import timedelta
 from unittest.mock import patch
 
@@ -93,12 +92,14 @@ def test_a_rank_of_another_host_that_does_not_answer() -> None:
         with patch.object(module, "_process_host", lambda: f"host {rank}"):
             with peers(None, "start"):
                 dist.barrier()
+            store = dist.distributed_c10d._get_default_store()
             dist.distributed_c10d._set_pg_timeout(timedelta(seconds=1))
             if rank == 1:
-                time.sleep(5)
+                store.wait(["given up"])
                 return ""
             with pytest.raises(PeerError) as caught, peers(None, "load"):
                 dist.barrier()
+            store.set("given up", "")
         assert caught.value.ranks == (1,)
         return str(caught.value)
 

@@ -8,9 +8,9 @@ import torch
 from hypothesis import given, settings
 from torch import Tensor
 
-from shardrec.exchange.blocks import BlockExchange, BlocksInFlight
+from shardrec.exchange.blocks import BlocksInFlight, RowAllToAll
 from shardrec.exchange.payload import ShardInput
-from shardrec.exchange.pooled_output import OutputExchange
+from shardrec.exchange.pooled_output import PooledOutputLayout
 from shardrec.exchange.route import output_pieces
 from shardrec.exchange.wire import QuantizedComms
 from tests.exchange.lookups import Case, draw, random_case
@@ -22,8 +22,8 @@ class Exchange:
     """The output exchange of one module by itself."""
 
     def __init__(self, case: Case, collectives: ThreadCollectives) -> None:
-        self.output = OutputExchange(case.route, case.lookups, collectives.rank)
-        self.blocks = BlockExchange(collectives, QuantizedComms())
+        self.output = PooledOutputLayout(case.route, case.lookups, collectives.rank)
+        self.blocks = RowAllToAll(collectives, QuantizedComms())
         self.rank = collectives.rank
 
     def start(self, pooled: Tensor, sizes: list[int]) -> tuple[BlocksInFlight, int]:

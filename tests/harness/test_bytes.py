@@ -32,6 +32,7 @@ def report_of(world_size: int, **options: Any) -> ByteReport:
     return first
 
 
+@pytest.mark.some(4)
 @pytest.mark.parametrize("cut", CUTS)
 def test_every_cut(cut: str) -> None:
     report = report_of(4, **SMALL, cut=cut, hosts=2)

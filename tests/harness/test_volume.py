@@ -240,7 +240,7 @@ def test_ids_that_need_64_bits(rng: Random) -> None:
         exchange = InputExchange(
             case.route, Expectation(tables=lookups, weighted=weighted, device=CPU), context.headers
         )
-        call = Asking(context.queue.used, exchange, exchange.prepare(batches[threads.rank], ""), learns=True)
+        call = Asking(context.queue.used, exchange, exchange.prepare(batches[threads.rank], ""), requires_grad=True)
         exchange_ids(context.headers, [call])
         call.received()
         return counting.take()

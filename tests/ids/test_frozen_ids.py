@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from hypothesis import given
 from torch import Tensor
 
@@ -53,10 +54,12 @@ def batch(seed: int) -> Any:
 def test_a_saved_program_serves_raw_ids(cut: str, world_size: int, pooled: bool) -> None:
     def run() -> None:
         model = trained(cut, world_size, pooled)
-        saved = io.BytesIO()
-        torch.jit.save(shardrec.script(model), saved)
-        saved.seek(0)
-        loaded = torch.jit.load(saved)
+        loaded = shardrec.script(model)
+        if not dist.is_initialized() or dist.get_rank() == 0:  # to load a program takes torch seconds
+            saved = io.BytesIO()
+            torch.jit.save(loaded, saved)
+            saved.seek(0)
+            loaded = torch.jit.load(saved)
         for seed in range(4):
             with torch.no_grad():
                 torch.testing.assert_close(loaded(batch(seed)), model(batch(seed)), rtol=1e-6, atol=1e-6)
@@ -105,7 +108,7 @@ def test_as_the_live_maps(rng: Random) -> None:
         lengths[before + rng.randrange(slots)] = ids.numel()
         rows, kept = frozen(lengths, ids)
         expected = torch.empty(ids.numel(), dtype=torch.int32)
-        one.look_up(ids, expected, step=99, learn=False)
+        one.look_up(ids, expected, step=99, assign_new_ids=False)
         assert torch.equal(kept == 0, expected < 0)
         assert rows.tolist() == expected.clamp(min=0).tolist()
 
@@ -125,6 +128,7 @@ def in_both_modes(run: Any, model: Any, batches: Batches) -> list[Tensor]:
     return [*found, *model.parameters(), *(one.records for one in collection.id_maps.maps.values())]
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize(("pooled", "dedup"), [(True, False), (False, True), (False, False)])
 def test_a_live_program_learns_in_its_own_training_mode(pooled: bool, dedup: bool) -> None:
     """As the eager model does, to the bit, whatever mode that is in."""

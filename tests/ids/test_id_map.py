@@ -35,9 +35,13 @@ def options_of(rng: Random, evict: Evict | None = None) -> DynamicIds:
     )
 
 
-def look_up(one: IdMap, ids: list[int], step: int, *, learn: bool, protect: int | None = None) -> tuple[Tensor, Tensor]:
+def look_up(
+    one: IdMap, ids: list[int], step: int, *, assign_new_ids: bool, protect: int | None = None
+) -> tuple[Tensor, Tensor]:
     rows = torch.full((len(ids),), 99, dtype=torch.int32)
-    found = one.look_up(torch.tensor(ids, dtype=torch.int64), rows, step=step, learn=learn, protect=protect)
+    found = one.look_up(
+        torch.tensor(ids, dtype=torch.int64), rows, step=step, assign_new_ids=assign_new_ids, protect=protect
+    )
     assert found.lacking == int((rows < 0).sum())
     return rows, found.evicted
 
@@ -52,12 +56,12 @@ def test_as_a_dict(rng: Random) -> None:
     for step in range(1, 30):
         ids = rng.choices(pool, k=rng.choice([0, 1, 7, 60]))
         if rng.random() < 0.2:
-            found, evicted = look_up(one, ids, step, learn=False)
+            found, evicted = look_up(one, ids, step, assign_new_ids=False)
             assert found.tolist() == other.frozen(ids)
             assert not evicted.numel()
             continue
         protect = max(1, step - rng.randint(0, 2))
-        found, evicted = look_up(one, ids, step, learn=True, protect=protect)
+        found, evicted = look_up(one, ids, step, assign_new_ids=True, protect=protect)
         assert (found.tolist(), evicted.tolist()) == other.learn(ids, step, protect)
         counts = one.counts()
         assert {name: counts[name] for name in other.counts} == other.counts
@@ -76,7 +80,7 @@ def test_a_million_ids(evict: Evict) -> None:
         uniform = torch.rand(20_000, generator=rng)
         ids = mixed((uniform**-1.2).clamp(max=1e15).to(torch.int64) + 1_000 * (step // 5))
         rows = torch.empty(ids.numel(), dtype=torch.int32)
-        found = one.look_up(ids, rows, step=step, learn=True)
+        found = one.look_up(ids, rows, step=step, assign_new_ids=True)
         assert (rows.tolist(), found.evicted.tolist()) == other.learn(ids.tolist(), step)
     counts = one.counts()
     assert {name: counts[name] for name in other.counts} == other.counts
@@ -85,11 +89,11 @@ def test_a_million_ids(evict: Evict) -> None:
 
 def test_ids_in_use_keep_their_rows() -> None:
     one = IdMap(4, DynamicIds(evict="lru"), 4)
-    look_up(one, [1, 2, 3, 4], 1, learn=True)
-    rows, evicted = look_up(one, [1, 5, 6], 2, learn=True)
+    look_up(one, [1, 2, 3, 4], 1, assign_new_ids=True)
+    rows, evicted = look_up(one, [1, 5, 6], 2, assign_new_ids=True)
     assert rows.tolist() == [0, 1, 2]
     assert evicted.tolist() == [1, 2]
-    rows, evicted = look_up(one, [7, 8], 3, learn=True, protect=2)
+    rows, evicted = look_up(one, [7, 8], 3, assign_new_ids=True, protect=2)
     assert rows.tolist() == [3, -1]
     assert evicted.tolist() == [3]
     assert one.counts()["no_room"] == 1
@@ -97,19 +101,19 @@ def test_ids_in_use_keep_their_rows() -> None:
 
 def test_the_reserve_is_opened() -> None:
     one = IdMap(6, DynamicIds(capacity=2, evict="never", fallback_rows=1), 2)
-    assert look_up(one, [1, 2, 3], 1, learn=True)[0].tolist() == [1, 2, 0]
+    assert look_up(one, [1, 2, 3], 1, assign_new_ids=True)[0].tolist() == [1, 2, 0]
     one.open_reserve(4)
-    assert look_up(one, [3, 4, 5], 2, learn=True)[0].tolist() == [3, 4, 0]
+    assert look_up(one, [3, 4, 5], 2, assign_new_ids=True)[0].tolist() == [3, 4, 0]
     assert one.counts()["rows"] == 4
 
 
 def test_a_copy_goes_on_alike() -> None:
     one = IdMap(8, DynamicIds(), 8)
-    look_up(one, list(range(8)), 1, learn=True)
+    look_up(one, list(range(8)), 1, assign_new_ids=True)
     other = IdMap(8, DynamicIds(), 8)
     other.copy_(one)
-    again = look_up(one, [3, 90, 91], 2, learn=True)
-    for mine, copied in zip(again, look_up(other, [3, 90, 91], 2, learn=True), strict=True):
+    again = look_up(one, [3, 90, 91], 2, assign_new_ids=True)
+    for mine, copied in zip(again, look_up(other, [3, 90, 91], 2, assign_new_ids=True), strict=True):
         assert torch.equal(mine, copied)
 
 
@@ -130,7 +134,9 @@ def test_hashes(rng: Random) -> None:
     homes = home_rows(given, torch.tensor(rows)).tolist()
     assert homes == [(reference.mixed(one) >> 32) * rows >> 32 for one in ids]
     one = IdMap(5, DynamicIds(fallback_rows=4), 1)
-    assert look_up(one, ids, 1, learn=False)[0].tolist() == [(reference.mixed(i) & 0xFFFFFFFF) % 4 for i in ids]
+    assert look_up(one, ids, 1, assign_new_ids=False)[0].tolist() == [
+        (reference.mixed(i) & 0xFFFFFFFF) % 4 for i in ids
+    ]
     assert one.records[:, 1].tolist() == [FALLBACK] * 4 + [0]
 
 

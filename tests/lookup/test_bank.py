@@ -103,7 +103,7 @@ def test_row_gradients_are_those_of_autograd(rng: Random) -> None:
     drawn = Drawn(rng, None, rng.choice(DTYPES))
     leaves = [weight.float().requires_grad_() for weight in drawn.bank.weights]
     drawn.reference(leaves).backward(drawn.gradient)
-    given = {"ids": drawn.ids, "lengths": drawn.lengths, "weights": drawn.weights, "gradient": drawn.gradient}
+    given = {"ids": drawn.ids, "lengths": drawn.lengths, "id_weights": drawn.weights, "gradient": drawn.gradient}
     found = drawn.bank.row_gradients([LookupGradient(**given)])
     assert len(found) == len(drawn.bank.classes)
     seen = []
@@ -235,7 +235,7 @@ def test_a_fused_bank_on_cuda_learns_as_rows_do_on_the_cpu(kind: OptimizerKind, 
         pooled = cuda.look_up(ids.cuda(), lengths.cuda(), None)
         assert torch.allclose(pooled.cpu(), cpu.look_up(ids, lengths, None), atol=1e-4)
         pooled.backward(gradient.cuda())
-        rows.step(cpu.row_gradients([LookupGradient(ids=ids, lengths=lengths, weights=None, gradient=gradient)]))
+        rows.step(cpu.row_gradients([LookupGradient(ids=ids, lengths=lengths, id_weights=None, gradient=gradient)]))
         found, expected = cuda.weights[0].cpu().float(), cpu.weights[0].float()
         assert torch.allclose(found, expected, rtol=1.01 * max(torch.finfo(dtype).eps, 1e-5), atol=1e-5)
         cuda.weights[0].copy_(cpu.weights[0])

@@ -52,7 +52,7 @@ def a_lookup(rng: Random, *, weighted: bool) -> LookupGradient:
     return LookupGradient(
         ids=torch.tensor(ids, dtype=rng.choice([torch.int32, torch.int64])),
         lengths=lengths.view(len(SLOTS), samples),
-        weights=torch.tensor([rng.choice([0.5, 1.0, 2.0]) for _ in ids]) if weighted else None,
+        id_weights=torch.tensor([rng.choice([0.5, 1.0, 2.0]) for _ in ids]) if weighted else None,
         gradient=torch.tensor([[float(rng.randint(-8, 8)) for _ in range(columns)] for _ in range(samples)]).view(
             samples, columns
         ),
@@ -74,7 +74,7 @@ def dense(bank: TableBank, gradients: list[RowGradient]) -> list[Tensor]:
 def expected_of(bank: TableBank, lookups: list[LookupGradient]) -> list[Tensor]:
     total = [torch.zeros(cls.weight.shape) for cls in bank.classes]
     for one in lookups:
-        parts = bank.dense_gradients(one.ids, one.lengths, one.weights, one.gradient)
+        parts = bank.dense_gradients(one.ids, one.lengths, one.id_weights, one.gradient)
         for whole, part in zip(total, parts, strict=True):
             whole += part
     return total

@@ -123,6 +123,7 @@ def test_gives_what_torch_and_fbgemm_give(rng: Random) -> None:
         assert bool((whole[:, :5] == 3.0).all() & (whole[:, 5 + columns :] == 3.0).all()), "and nothing beside it"
 
 
+@pytest.mark.some(3)
 @pytest.mark.parametrize("optimizer", OPTIMIZERS, ids=lambda one: f"{one.kind.value}-{one.lr:.2f}")
 @settings(max_examples=12)
 @given(rng=randoms())

@@ -21,7 +21,7 @@ ROWS, DIM = 5, 4
 
 
 def gradients(*, are_reduced: bool = True) -> Gradients:
-    return Gradients(LocalCollectives().tell, are_reduced=are_reduced)
+    return Gradients(LocalCollectives().report_failure, are_reduced=are_reduced)
 
 
 def replicated(

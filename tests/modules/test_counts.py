@@ -56,7 +56,7 @@ def count_click_steps(configs: list[EmbeddingBagConfig], plan: ShardingPlan, opt
         assert evaluation == {"all_to_all": 3 + inside}
 
 
-@pytest.mark.some(5)
+@pytest.mark.some(3)
 @pytest.mark.parametrize("world_size", [2, 4])
 @pytest.mark.parametrize("cut", sorted(CUTS))
 def test_every_cut(cut: str, world_size: int) -> None:

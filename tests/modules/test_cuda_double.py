@@ -308,7 +308,7 @@ def test_deterministic_algorithms_keep_the_order_of_ids(deterministic: bool) -> 
 @pytest.mark.parametrize(("rows", "dtype"), [(2**31 - 1, torch.int32), (15, torch.int64)])
 def test_lookups_take_ids_as_they_are(rows: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     """Unless fbgemm could not number the rows of all tables in the ids' dtype."""
-    monkeypatch.setattr(bank, "_MOST_INT32", rows)
+    monkeypatch.setattr(bank, "_MAX_INT32", rows)
     with cuda_is_there(), cuda_double() as double, double.may_wait():
         model = shard(collection(ROW_BLOCKS, optimizers="sgd"), row_blocks(None), device="cuda:0")
         model(to_double(random_bags(Random(0), {"a": 9, "b": 7}, 3).kjt())).values()

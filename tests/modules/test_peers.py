@@ -299,8 +299,8 @@ def test_a_rank_that_raises_and_lives_is_named_with_its_error(world_size: int, w
         assert kind == "PeerError"
         assert re.fullmatch(
             rf"rank {rank} of {world_size}: the gradient (exchange|all-reduce) failed, because rank {world_size - 1} "
-            rf"raised in {word}: ValueError: a loss that this rank cannot compute\. Mend that, and start all the ranks "
-            "again",
+            rf"raised in {word}: ValueError: a loss that this rank cannot compute\. Fix the cause and restart all "
+            "ranks",
             text,
         ), text
 

@@ -342,10 +342,10 @@ def test_in_a_part_of_the_world() -> None:
         if dist.get_rank() not in (1, 2):
             return
         groups = make_groups(part, 2, torch.device("cpu"))
-        assert groups.inside is None
+        assert groups.within is None
         assert groups.replica == dist.get_rank() - 1
-        assert dist.get_process_group_ranks(groups.peers) == [1, 2]
-        assert groups.peers._get_backend(torch.device("cpu")).options._timeout == timedelta(seconds=37)
+        assert dist.get_process_group_ranks(groups.across) == [1, 2]
+        assert groups.across._get_backend(torch.device("cpu")).options._timeout == timedelta(seconds=37)
         model = replicated(click_model(CONFIGS), mixed_plan(1), group=part, replicas=Replicas(2))
         reference = click_model(CONFIGS)
         rng = Random(0)

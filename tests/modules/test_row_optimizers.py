@@ -119,6 +119,7 @@ def compare(optimizer: str, update: str, cut_of: list[str], folder: str) -> tupl
     return first, furthest(other, again)
 
 
+@pytest.mark.some(4)
 @pytest.mark.parametrize("update", ["backward", "step"])
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_every_cut_makes_the_unsharded_steps_and_goes_on_cut_otherwise(

@@ -149,7 +149,7 @@ def train_clipped(optimizer: str, norm_type: float) -> list[float]:
     return differences
 
 
-@pytest.mark.some(6)
+@pytest.mark.some(4)
 @pytest.mark.parametrize("norm_type", [2.0, 1.0, torch.inf])
 @pytest.mark.parametrize("optimizer", [*OPTIMIZERS, "none"])
 def test_clipped_steps_are_the_unsharded_model_s(optimizer: str, norm_type: float) -> None:
@@ -516,7 +516,7 @@ def train_by(executor: str, update: str, replicates: bool) -> float:
     return furthest(model, reference)
 
 
-@pytest.mark.some(6)
+@pytest.mark.some(4)
 @pytest.mark.parametrize("update", ["backward", "step"])
 @pytest.mark.parametrize("replicates", [True, False])
 @pytest.mark.parametrize("executor", TRAINING)

@@ -162,7 +162,7 @@ def test_the_gradient_of_each_row(rng: Random) -> None:
     columns = sum(shapes[table][1] for table in tables)
     gradient = whole(rng, batch, columns) if pooled else whole(rng, ids.numel(), 4)
     weights = whole(rng, ids.numel()) if weighted else None
-    lookup = LookupGradient(ids=ids, lengths=lengths, weights=weights, gradient=gradient)
+    lookup = LookupGradient(ids=ids, lengths=lengths, id_weights=weights, gradient=gradient)
     ours = bank.row_gradients([lookup])
     with InTorch():
         theirs = bank.row_gradients([lookup])

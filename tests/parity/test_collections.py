@@ -42,7 +42,7 @@ def test_the_product_is_whole() -> None:
         assert len(set(names)) == len(names) == len(all_cells(pooled=kind.pooled)) == CELLS[kind.pooled]
 
 
-@pytest.mark.some(2)
+@pytest.mark.some(1)
 @pytest.mark.parametrize(
     ("executor", "world_size", "kind", "sizes"),
     some_of(
@@ -71,7 +71,7 @@ def test_every_cell(executor: str, world_size: int, kind: Kind, sizes: str) -> N
     assert checked == [CELLS[kind.pooled]] * world_size
 
 
-@pytest.mark.some(2)
+@pytest.mark.some(1)
 @pytest.mark.parametrize(
     ("executor", "pooled", "world_size", "comms"),
     some_of(
@@ -89,7 +89,7 @@ def test_every_format_on_the_wire(executor: str, pooled: bool, world_size: int, 
     ranks(world_size, check_all, cases, timeout=300)
 
 
-@settings(max_examples=8)
+@settings(max_examples=5)
 @given(case=drawn_cases())
 def test_a_drawn_collection(case: Case) -> None:
     """Few tables, on any topology and transport, by any executor but the compiler."""

@@ -112,7 +112,7 @@ def train(name: str, executor: str) -> None:
         compare(model, reference, where)
 
 
-@pytest.mark.some(3)
+@pytest.mark.some(2)
 @pytest.mark.parametrize(
     ("name", "executor", "world_size"),
     some_of(

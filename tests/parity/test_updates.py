@@ -29,7 +29,7 @@ def exact(cases: Iterable[Case]) -> Iterator[Case]:
             yield replace(case, cells=kept)
 
 
-@pytest.mark.some(2)
+@pytest.mark.some(1)
 @pytest.mark.parametrize(
     ("executor", "world_size", "kind", "micro_batches"),
     some_of(

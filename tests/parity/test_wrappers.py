@@ -201,7 +201,7 @@ def test_managed_collision_that_dynamic_ids_cannot_replace() -> None:
     (config,) = model._embedding_module.embedding_bag_configs()  # type: ignore[operator,union-attr]
     assert config.name == "t0"
     model._return_remapped_features = True
-    attempt("returns remapped features", model)
+    attempt("return_remapped_features=False", model)
     model = managed_collision()
     keys = config.feature_names
     for _ in range(3):

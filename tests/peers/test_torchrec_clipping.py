@@ -101,6 +101,7 @@ MIXED = {"first": [12.0, 15.0, 18.0], "dense": [20.0, 30.0, 15.0]}
 TABLES = {"first": [12.0, 15.0, 18.0], "second": [20.0, 30.0, 15.0]}
 
 
+@pytest.mark.some(8)
 @pytest.mark.parametrize(
     ("test", "gradients", "how", "most", "norm_type"),
     [

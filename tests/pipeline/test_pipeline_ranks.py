@@ -59,6 +59,7 @@ def train_both(steps: int, schedule: Any, checkpoint: Any) -> None:
         torch.testing.assert_close(output, model(x).detach(), rtol=1e-6, atol=1e-9)
 
 
+@pytest.mark.some(2)
 @pytest.mark.parametrize(
     ("n", "schedule", "checkpoint"),
     [(1, "1f1b", "always"), (2, "1f1b", "except_last"), (3, "gpipe", "always"), (3, "1f1b", "never")],

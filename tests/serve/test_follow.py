@@ -177,12 +177,14 @@ def strikes(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
     yield left
 
 
-def test_a_publisher_that_is_killed_anywhere(tmp_path: Path, strikes: list[int]) -> None:
-    """At each operation on files, of bases and deltas: followers see the version before or the one after."""
+@pytest.mark.some(1)
+@pytest.mark.parametrize("first", [1, 2, 3])
+def test_a_publisher_that_is_killed_anywhere(first: int, tmp_path: Path, strikes: list[int]) -> None:
+    """At every third operation on files, of bases and deltas: followers see the version before or the one after."""
     model, _, served = models(tmp_path / "none")
     follower = Follower(served, served.formats, tmp_path / "published", interval=1.0)
     tick = survived = 0
-    for strike in range(1, 130):
+    for strike in range(first, 130, 3):
         strikes[0] = strike
         publisher = Publisher(model, tmp_path / "published", "int8", keep_bases=1)  # of a trainer started again
         try:
@@ -199,7 +201,7 @@ def test_a_publisher_that_is_killed_anywhere(tmp_path: Path, strikes: list[int])
         assert state_of(served) in (tick, tick - 1) or state_of(served) == before, strike
         assert follower.fault == ""
         assert follower.version == max(versions_in([path.name for path in tmp_path.glob("*/*.json")]), default=0)
-    assert 0 < survived < 90
+    assert 0 < survived < 30
     assert len([path for path in (tmp_path / "published").iterdir() if path.is_dir()]) <= 3
 
 

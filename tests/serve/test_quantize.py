@@ -63,13 +63,11 @@ def compare(seed: int) -> None:
                 assert torch.allclose(found, model(features), atol=1e-6), where
 
 
+@pytest.mark.some(2)
+@pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize("world_size", [2, *(pytest.param(size, marks=pytest.mark.slow) for size in (1, 4))])
-def test_rows_are_the_whole_tables_and_scripted_is_eager_exactly(world_size: int) -> None:
-    def rank_main() -> None:
-        for seed in range(4):
-            compare(seed)
-
-    ranks(world_size, rank_main)
+def test_rows_are_the_whole_tables_and_scripted_is_eager_exactly(world_size: int, seed: int) -> None:
+    ranks(world_size, compare, seed)
 
 
 def answers(seed: int, weights: str) -> list[Tensor]:
@@ -91,14 +89,15 @@ def answers(seed: int, weights: str) -> list[Tensor]:
     return found
 
 
+@pytest.mark.some(2)
+@pytest.mark.parametrize(("seed", "weights"), enumerate(FORMATS))
 @pytest.mark.parametrize("world_size", [pytest.param(2, marks=pytest.mark.slow), 4])
-def test_many_ranks_answer_exactly_what_one_does(world_size: int) -> None:
-    for seed, weights in enumerate(FORMATS):
-        alone = ranks(1, answers, seed, weights)[0]
-        together = ranks(world_size, answers, seed, weights)
-        for rank, found in enumerate(together):
-            for one, other in zip(found, alone[rank::world_size], strict=True):
-                assert torch.equal(one, other), f"seed {seed}, rank {rank}"
+def test_many_ranks_answer_exactly_what_one_does(world_size: int, seed: int, weights: str) -> None:
+    alone = ranks(1, answers, seed, weights)[0]
+    together = ranks(world_size, answers, seed, weights)
+    for rank, found in enumerate(together):
+        for one, other in zip(found, alone[rank::world_size], strict=True):
+            assert torch.equal(one, other), f"rank {rank}"
 
 
 TABLES = [

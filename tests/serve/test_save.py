@@ -118,6 +118,12 @@ def test_a_half_written_file_replaces_nothing(tmp_path: Path, monkeypatch: pytes
     assert list(tmp_path.iterdir()) == [path]
 
 
+def test_a_folder_that_is_not_there(tmp_path: Path) -> None:
+    model, rows = click_model()
+    with pytest.raises(ConfigError, match="No such file or directory; give a file in a folder that can be"):
+        save(model, tmp_path / "x" / "m.pt", features=list(rows))
+
+
 def test_ranks_do_not_write_one_file(tmp_path: Path) -> None:
     def rank_main() -> None:
         model, configs, _ = click_scorer(Random(5), Topology(ranks_per_host=2))
@@ -143,7 +149,7 @@ class TakesValues(nn.Module):
 
 
 class TakesMore(nn.Module):
-    def forward(self, dense: Tensor, features: KeyedJaggedTensor, scale: float = 2.0) -> Tensor:
+    def forward(self, dense: Tensor, scale: float = 2.0, *, features: KeyedJaggedTensor) -> Tensor:
         return dense * scale + features.lengths().sum()
 
 

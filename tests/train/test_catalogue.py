@@ -148,6 +148,7 @@ def sequences(count: int) -> ClickBatch:
     return ClickBatch(dense=torch.zeros(count, 1), sparse=sparse, labels=torch.ones(count))
 
 
+@pytest.mark.some(2)
 @pytest.mark.parametrize(
     ("name", "arguments"),
     [("sasrec", {"dim": 8}), ("hstu", {"dim": 8}), ("two_tower", {"hidden": [8], "columns": 4})],

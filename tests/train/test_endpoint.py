@@ -55,7 +55,7 @@ class Slow(nn.Module):
 @pytest.fixture
 def served(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[tuple[str, int], Slow]]:
     """A server with one thread for the model, 20 connections and a long description; its address, and its model."""
-    for name, value in (("_CONNECTIONS", 20), ("_MOST_BYTES", 1 << 16), ("_THREADS", 1)):
+    for name, value in (("_CONNECTIONS", 20), ("_MAX_BYTES", 1 << 16), ("_THREADS", 1)):
         monkeypatch.setattr(f"shardrec.train.endpoint.{name}", value)
     spec, model = FeatureSpec(features=(Feature(name="u", kind="id", rows=9),)), Slow()
     server = open_server(Endpoint(model, spec, {"text": "x" * (8 << 20)}), "127.0.0.1", 0)

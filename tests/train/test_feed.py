@@ -5,20 +5,29 @@ from __future__ import annotations
 import hashlib
 import os
 import random
+import shutil
 import signal
+import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import torch
 
-from shardrec.data import ClickMetrics
+from shardrec.data import ClickMetrics, tables
+from shardrec.data.urls import UnreachableError
 from shardrec.errors import ConfigError, DataError
+from shardrec.launch.ranks import RankInfo
 from shardrec.train import RunStopped, TrainConfig
 from shardrec.train.progressive import Progressive
 from shardrec.train.runs import RunFolder
+from shardrec.train.source import Source
 from tests.campaign.results import differences
+from tests.data.raw import damage
 from tests.ranks import ranks
 from tests.train.broken_off import SMALL, broken_off
 
@@ -141,6 +150,65 @@ def test_a_run_waits_for_files_saves_when_told_to_end_and_goes_on_without_those_
     assert trained(config.changed(feed_idle=0), resume=True) == {7: list(range(150, 182)), 8: list(range(182, 200))}
 
 
+def test_what_cannot_be_reached_for_a_moment_is_tried_again(tmp_path: Path) -> None:
+    """The list on the first rank, then a file on the other: no row is lost or repeated, also over a restart."""
+    config = feed(tmp_path).changed(batch_size=16, checkpoint_every="3")
+    all_rows = delivered(tmp_path)
+
+    def flaky(cut_after: int | None, resume: bool) -> tuple[dict[int, list[int]], list[str]]:
+        from shardrec.data import feed as feeds
+        from shardrec.data import files
+
+        failed: list[str] = []
+
+        def failing(function: Any, *, rank: int) -> Any:
+            def call(*args: Any, **kwargs: Any) -> Any:
+                if os.environ["RANK"] == str(rank) and function.__name__ not in failed:
+                    failed.append(function.__name__)
+                    raise UnreachableError(f"{function.__name__} does not answer")
+                return function(*args, **kwargs)
+
+            return call
+
+        with (
+            mock.patch.object(feeds, "files_of", failing(feeds.files_of, rank=0)),
+            mock.patch.object(files, "check_file", failing(files.check_file, rank=1)),
+            mock.patch("time.sleep", lambda seconds: None),
+            warnings.catch_warnings(record=True) as warned,
+        ):
+            warnings.simplefilter("always")
+            rows = trained(config, cut_after=cut_after, resume=resume)
+        return rows, [str(warning.message) for warning in warned if "does not answer" in str(warning.message)]
+
+    (first, said), (second, silent) = ranks(2, flaky, 11, False)
+    assert (said, silent) == (
+        [
+            "files_of does not answer; it is tried again in 0.5 s",
+            "rank 1: check_file does not answer; it is tried again in 1 s",
+        ],
+        [],
+    )
+    rows = {step: [*first[step], *second[step]] for step in range(1, 10)}  # the last checkpoint is that of step 9
+    (first, said), (second, _) = ranks(2, flaky, None, True)
+    assert len(said) == 2
+    rows |= {step: [*first[step], *second[step]] for step in first}
+    assert numbers(rows) == all_rows
+
+
+def test_a_feed_that_cannot_be_reached_ends_the_run_after_a_while(tmp_path: Path) -> None:
+    config = feed(tmp_path, timeout=100.0)
+    source = Source(config, RankInfo(rank=0, world_size=1, device=torch.device("cpu"), threads=1, timeout=100.0))
+    assert not source.poll()
+    (tmp_path / "in").rmdir()
+    waits: list[float] = []
+    with (
+        pytest.warns(UserWarning, match="is no folder and no pattern.* it is tried again in") as warned,
+        pytest.raises(DataError, match=r"feed:.*in, which is no folder .*\(it was tried again for 121.5 s, --timeout"),
+    ):
+        source.poll(waits.append)
+    assert [float(str(warning.message).split()[-2]) for warning in warned] == [0.5, 1, 2, 4, 8, 16, 30, 30, 30]
+
+
 def test_a_run_goes_on_with_another_number_of_ranks(tmp_path: Path) -> None:
     config = feed(tmp_path)
     all_rows = delivered(tmp_path)
@@ -169,6 +237,8 @@ def test_rows_are_scored_before_they_are_trained_on(tmp_path: Path) -> None:
     assert run.metrics["final"]["logloss"] == pytest.approx(held_out.logloss, rel=1e-4)
     with pytest.raises(ConfigError, match="was trained on a feed, which has no held-out rows"):
         run.evaluate()
+    with pytest.raises(ConfigError, match=r"is 'feed:x', and only shardrec train takes a feed: leave 'feed:' out"):
+        run.evaluate("feed:x")
 
 
 def test_broken_rows_and_files_are_counted_or_end_the_run(tmp_path: Path) -> None:
@@ -184,6 +254,41 @@ def test_broken_rows_and_files_are_counted_or_end_the_run(tmp_path: Path) -> Non
     (tmp_path / "in" / "a.csv").unlink()
     with pytest.raises(DataError, match=r"column 'number' is missing"):
         trained(config.changed(on_bad_row="error", out=str(tmp_path / "error")))
+
+
+def test_a_file_that_breaks_in_the_middle_of_an_arrival(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Some of its rows were trained on: what the errors say to do lets the run go on with all others, each once."""
+    monkeypatch.setattr(tables, "_ROWS_AT_ONCE", 10)
+    config = feed(tmp_path)
+    path = tmp_path / "in" / "a.parquet"
+    draws = random.Random(0)
+    table = pa.table({"click": [0, 1] * 150, "number": range(300), "site": [str(draws.random()) for _ in range(300)]})
+    pq.write_table(table, path, row_group_size=100, use_dictionary=False, data_page_size=200, write_batch_size=10)
+    deliver(tmp_path / "in", "b.csv", range(300, 350))
+    whole = path.read_bytes()
+    trained(config, cut_after=8)
+    damage(path, 2, 2)
+    with pytest.raises(DataError, match=r"a.parquet: row group 2, row \d+: the file is damaged .*--on-bad-row skip"):
+        trained(config, resume=True)
+    shutil.copytree(tmp_path / "run", tmp_path / "restored")
+    rows = trained(config.changed(on_bad_row="skip"), resume=True)
+    skipped = RunFolder(tmp_path / "run").metrics["skipped_rows"]["damaged part of a file"]
+    path.write_bytes(whole)
+    restored = trained(config.changed(out=str(tmp_path / "restored")), resume=True)
+    left_out = set(numbers(restored)) - set(numbers(rows))
+    assert sorted(rows) == sorted(restored)
+    assert (len(left_out), left_out < set(range(200, 300))) == (skipped, True)
+    assert 0 < skipped < 100
+    # One that is gone.
+    gone = config.changed(out=str(tmp_path / "gone"))
+    trained(gone, cut_after=8)
+    path.unlink()
+    with pytest.raises(
+        DataError, match=r"a.parquet does not exist.* put the file back as it was, or .*\(--init-from\)"
+    ):
+        trained(gone, resume=True)
+    new = config.changed(out=str(tmp_path / "new"), init_from=str(tmp_path / "gone"))
+    assert numbers(trained(new)) == [*range(300, 350)]
 
 
 def test_options_that_do_not_go_with_a_feed(tmp_path: Path) -> None:

@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 import torch
 
+from shardrec.data.spec import parse_spec
 from shardrec.errors import ConfigError
-from shardrec.train import TrainConfig
+from shardrec.train import TrainConfig, initial
 from shardrec.train.runs import RunFolder
 from tests.ranks import ranks
 from tests.train.broken_off import SMALL, broken_off
@@ -86,7 +87,8 @@ REFUSED = {
     "country": ("kind: id, vocabulary: [de, it, fr]", r"feature 'country' has vocabulary: \('de', 'it', 'fr'\)"),
     "age": ("kind: id, boundaries: [18, 35, 50]", r"feature 'age' has boundaries: \(18.0, 35.0, 50.0\)"),
     "shop": ("kind: id, rows: 20", "feature 'shop' has dynamic_ids: False|t_shop.weight has dynamic ids in the"),
-    "count": ("kind: dense", "feature 'count' has transform: none, and had log; give that"),
+    "count": ("kind: dense", "feature 'count' has transform: none, and 'count' of that run had log, .*; give that"),
+    "price": ("kind: dense, std: 2", "feature 'price' has std: 2.0, and 'price' of that run had 1.0"),
 }
 
 
@@ -121,6 +123,40 @@ def test_other_orders_and_names_are_refused(before: Path, tmp_path: Path) -> Non
         TrainConfig(rename=("a=b",))
     with pytest.raises(ConfigError, match="give OLD=NEW, each OLD once"):
         TrainConfig(rename=("a=b", "a=c"), init_from="run")
+
+
+BEFORE = """
+labels: [{name: click}, {name: buy}]
+features:
+  - {name: history, kind: sequence, share: video, max_length: 5}
+  - {name: price, kind: dense, mean: 3}
+  - {name: video, kind: id, rows: 40}
+  - {name: tags, kind: multi_hot, share: video}
+  - {name: seen, kind: multi_hot, share: video}
+"""
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "fault"),
+    [
+        ("mean: 3", "mean: 4", "feature 'price' has mean: 4.0, and 'price' of that run had 3.0"),
+        ("tags, kind: multi_hot", "tags, kind: weighted, weights: w", "feature 'tags' has kind: weighted, and 'tags'"),
+        ("{name: click}, {name: buy}", "{name: buy}", "label 'buy' is number 1 of the labels, and was number 2"),
+        # Neither has a table of its own.
+        ("name: tags, kind: multi_hot, share: video}\n  - {name: seen", "name: seen, kind: multi_hot, share: video}\n"
+         "  - {name: tags", "in another order, .*; give it as history, video, tags, seen$"),
+        # What says where values are, or how many are kept.
+        ("max_length: 5", "max_length: 9, separator: ;, column: h", ""),
+        ("{name: click}, {name: buy}", "{name: click}, {name: sold}", ""),
+    ],
+)  # fmt: skip
+def test_specs_that_layers_would_take_for_another(old: str, new: str, fault: str) -> None:
+    before, after = (parse_spec(text, "x") for text in (BEFORE, BEFORE.replace(old, new)))
+    assert before != after
+    pairs = list(initial._pairs(before.sparse, after.sparse))
+    faults = [*initial._other_places(pairs, before, after), *initial._other_values(pairs, before, after)]
+    assert len(faults) == bool(fault)
+    assert re.search(fault, "; ".join(faults))
 
 
 def test_a_number_becomes_buckets(before: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -249,14 +249,14 @@ def own_run(config: TrainConfig, folder: str) -> Any:
     return report and report.final
 
 
-def test_a_models_own_loss_runs_inside_of_its_forward(own_models: Path, tmp_path: Path) -> None:
+@pytest.mark.some(1)
+@pytest.mark.parametrize("pipeline", [0, 2])
+def test_a_models_own_loss_runs_inside_of_its_forward(pipeline: int, own_models: Path, tmp_path: Path) -> None:
     """On two ranks, the last of an epoch's batches uneven: gradients are averaged as those of another loss are."""
     of_rows = OWN_RUN.changed(model="own_losses:Clicks", out=str(tmp_path / "rows"))
     expected, _ = ranks(2, own_run, of_rows, str(own_models))
-    for pipeline in (0, 2):
-        out = str(tmp_path / str(pipeline))
-        own = OWN_RUN.changed(model="own_losses:Own", loss="model", pipeline=pipeline, out=out)
-        assert ranks(2, own_run, own, str(own_models))[0] == expected
+    own = OWN_RUN.changed(model="own_losses:Own", loss="model", pipeline=pipeline, out=str(tmp_path / "own"))
+    assert ranks(2, own_run, own, str(own_models))[0] == expected
     assert expected.auc > 0.55
 
 

@@ -172,7 +172,7 @@ def test_what_is_refused(run: Path, tmp_path: Path) -> None:
         scored(run, out, keys=["who"])
     with pytest.raises(ConfigError, match="holds scores of another files"):
         scored(run, out, keys=["number"], data=str(run / "rows" / "a.parquet"))
-    with pytest.raises(DataError, match="column 'nobody' is missing"):
+    with pytest.raises(DataError, match="column 'nobody' is missing: leave it out of the keys"):
         scored(run, str(tmp_path / "other"), keys=["nobody"])
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "mine.txt").touch()
@@ -180,6 +180,23 @@ def test_what_is_refused(run: Path, tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(ConfigError, match="cannot be used"):
         scored(run, str(tmp_path / "file" / "scores"))
+
+
+@pytest.mark.parametrize("name", ["part-00001.parquet", "part-00014.parquet", "_manifest.json"])
+def test_a_rank_that_cannot_write(run: Path, tmp_path: Path, name: str) -> None:
+    """A part in the middle, the last one, and what names them: all ranks end with its error."""
+    write = Store.write
+
+    def full(self: Store, wanted: str, data: bytes) -> None:
+        if wanted == name:
+            raise ConfigError(f"no room for {wanted}")
+        write(self, wanted, data)
+
+    def predicted() -> None:
+        with mock.patch.object(Store, "write", full):
+            scored(run, str(tmp_path / "scores"))
+
+    raises_on_all(2, ShardrecError, f"no room for {name}", predicted, timeout=60)
 
 
 def test_a_file_that_has_shrunk(run: Path, tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from shardrec.errors import AnomalyError, ConfigError, PlanError
 from shardrec.layout import ShardingPlan
 from shardrec.train import TrainConfig, load_config
 from shardrec.train.report import RunReport
-from tests.ranks import ranks
+from tests.ranks import raises_on_all, ranks
 
 TINY = TrainConfig(
     samples=24_000,
@@ -197,6 +197,8 @@ def test_a_folder_that_cannot_be_written(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("", encoding="utf-8")
     with pytest.raises(ConfigError, match=r"out \(--out\) is .*give a folder to write to"):
         run(TINY, samples=600, out=str(tmp_path / "file"))
+    (tmp_path / "run" / "config.yaml").mkdir(parents=True)
+    raises_on_all(2, ConfigError, "give a folder to write to", run, TINY, samples=600, out=str(tmp_path / "run"))
 
 
 def test_a_constraint_for_no_table(tmp_path: Path) -> None:

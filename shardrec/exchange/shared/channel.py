@@ -39,9 +39,9 @@ _WENT_ON = (
     "sharded model, or it did not call backward. Give every rank's loss a part of the model's output, such as "
     "output.sum() * 0"
 )
-_MOST_BYTES = 1 << 16
-_MOST_RELEASED = 4096
-_MOST_TOLD = 4000
+_MAX_BYTES = 1 << 16
+_MAX_RELEASED = 4096
+_MAX_FAULT = 4000
 
 
 _OPEN: WeakSet[Channel] = WeakSet()
@@ -83,7 +83,7 @@ class Channel:
         self._inbox: dict[int, dict[Key, Message]] = {peer: {} for peer in sockets}
         self._forgotten: dict[int, dict[Key, Callable[[Message], list[int]]]] = {peer: {} for peer in sockets}
         self.windows = {peer: PeerWindows() for peer in sockets}
-        self._told: dict[int, tuple[int, int, str]] = {}  # by peer: exchanges begun, global rank, its fault
+        self._reported: dict[int, tuple[int, int, str]] = {}  # by peer: exchanges begun, global rank, its fault
         self._begun, self._peer_begun = 0, dict.fromkeys(sockets, 0)  # numbers of exchanges
         self._released: dict[int, deque[int]] = {peer: deque() for peer in sockets}  # filled by finalizers
         self._returned: dict[int, list[int]] = {peer: [] for peer in sockets}
@@ -115,29 +115,28 @@ class Channel:
         """
         self._begun = max(self._begun, key[0] + 1)
         waiting = self._released[peer]
-        released = tuple(waiting.popleft() for _ in range(min(len(waiting), _MOST_RELEASED)))
+        released = tuple(waiting.popleft() for _ in range(min(len(waiting), _MAX_RELEASED)))
         data = marshal.dumps((*key, released, what, *message))
         try:
             self._sockets[peer].send(data)
         except (OSError, KeyError) as error:
             self._fail(peer, what, error)
 
-    def tell(self, begun: int, fault: str, rank: int | None = None) -> None:
-        """Tell the peers that this rank does not continue the first ``begun`` exchanges; peers that are gone are
-        skipped.
+    def report_failure(self, begun: int, fault: str, rank: int | None = None) -> None:
+        """Tell the peers that are left that this rank does not continue the first ``begun`` exchanges.
 
         Args:
             begun: number of exchanges.
             fault: why, as a predicate.
             rank: whose fault it is, in the default group; default: this one's.
         """
-        data = marshal.dumps((_FAULT, 0, (), begun, dist.get_rank() if rank is None else rank, fault[:_MOST_TOLD]))
+        data = marshal.dumps((_FAULT, 0, (), begun, dist.get_rank() if rank is None else rank, fault[:_MAX_FAULT]))
         for connection in self._sockets.values():
             with contextlib.suppress(OSError):
                 connection.send(data)
 
-    def raise_told(self, begun: int, what: str) -> None:
-        """Raise what a peer has told that had begun at least ``begun`` exchanges, without waiting.
+    def raise_reported_failure(self, begun: int, what: str) -> None:
+        """Raise the failure that a peer has reported that had begun at least ``begun`` exchanges, without waiting.
 
         Raises:
             PeerError: naming the rank and its fault.
@@ -148,17 +147,16 @@ class Channel:
             # A peer that has ended may have sent the message that this rank waits for.
             while ready.poll(0) and connection.recv(1, socket.MSG_PEEK):
                 self._take(peer, what)
-            self._raise_told(peer, begun, what)
+            self._raise_reported_failure(peer, begun, what)
 
-    def _raise_told(self, peer: int, begun: int, what: str) -> None:
-        told, rank, fault = self._told.get(peer, (-1, 0, ""))
-        if told >= begun:
-            # This rank does not continue them either; others may wait for it before they hear of the first rank's
-            # fault.
-            self.tell(told, fault, rank)
+    def _raise_reported_failure(self, peer: int, begun: int, what: str) -> None:
+        reported, rank, fault = self._reported.get(peer, (-1, 0, ""))
+        if reported >= begun:
+            # This rank does not continue them either; others may wait for it before they hear of the fault.
+            self.report_failure(reported, fault, rank)
             raise PeerError(
                 f"rank {dist.get_rank()} of {dist.get_world_size()}: the {what} failed, because rank {rank} {fault}. "
-                "Mend that, and start all the ranks again",
+                "Fix the cause and restart all ranks",
                 ranks=(rank,),
                 waited_for=what,
             )
@@ -174,8 +172,8 @@ class Channel:
         while key not in inbox:
             if key[1] and self._peer_begun[peer] > self._begun:
                 # It would have sent its part first: ranks make the same exchanges in the same order.
-                self._told[peer] = self._peer_begun[peer], dist.get_global_rank(self._group, peer), _WENT_ON
-            self._raise_told(peer, key[0] + 1, f"{what} exchange")
+                self._reported[peer] = self._peer_begun[peer], dist.get_global_rank(self._group, peer), _WENT_ON
+            self._raise_reported_failure(peer, key[0] + 1, f"{what} exchange")
             self._take(peer, what)
         sent, *body = inbox.pop(key)
         if sent != what:
@@ -192,7 +190,7 @@ class Channel:
         """Wait for the next message of a peer, whatever it is."""
         try:
             self._sockets[peer].settimeout(self._timeout_s())
-            data, descriptors, _, _ = socket.recv_fds(self._sockets[peer], _MOST_BYTES, 1)
+            data, descriptors, _, _ = socket.recv_fds(self._sockets[peer], _MAX_BYTES, 1)
         except (OSError, KeyError) as error:
             self._fail(peer, what, error)
         if not data:
@@ -203,7 +201,7 @@ class Channel:
             self.windows[peer].add(index, size, descriptors[0])
         elif number == _FAULT:
             begun, rank, fault = message
-            self._told[peer] = begun, rank, fault
+            self._reported[peer] = begun, rank, fault
         else:
             self._returned[peer].extend(released)
             self._peer_begun[peer] = max(self._peer_begun[peer], number + 1)

@@ -95,13 +95,13 @@ class SharedCollectives(Collectives):
             recorded=recorded,
         )
 
-    def tell(self, fault: str) -> None:
+    def report_failure(self, fault: str) -> None:
         with self.channel.lock:
-            self.channel.tell(self._number, fault)
+            self.channel.report_failure(self._number, fault)
 
-    def raise_told(self, what: str) -> None:
+    def raise_reported_failure(self, what: str) -> None:
         with self.channel.lock:
-            self.channel.raise_told(self._number, what)
+            self.channel.raise_reported_failure(self._number, what)
 
     def allocate(self, numel: int, device: torch.device) -> Tensor:
         if not numel or device.type != "cpu":

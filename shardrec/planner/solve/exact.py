@@ -12,7 +12,7 @@ from shardrec.planner.solve.packing import Packing
 
 __all__ = ["Exact", "solve_exactly"]
 
-_MOST_VARIABLES = 400
+_MAX_VARIABLES = 400
 _SMALL = 1e-3
 """Of the largest load: below it a bound is no scale for loads."""
 
@@ -46,7 +46,7 @@ def solve_exactly(
     for block in used:
         starts[block] = count
         count += len(encoded.blocks[block].names)
-    if count > _MOST_VARIABLES:
+    if count > _MAX_VARIABLES:
         return None
     ranks, tiers = encoded.ranks, [tier for tier, size in enumerate(encoded.capacity) if np.isfinite(size)]
     groups = len(encoded.groups)

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from shardrec.errors import ConfigError, PeerError
-from shardrec.exchange.blocks import BlockExchange, Stream
+from shardrec.exchange.blocks import RowAllToAll, Stream
 from shardrec.exchange.shared.collectives import SharedCollectives
 from shardrec.exchange.transport import transport_of
 from shardrec.exchange.wire import QuantizedComms
@@ -92,7 +92,7 @@ def test_gradients_find_their_way_twice(world_size: int, per_host: int | None) -
     def rank_main() -> None:
         collectives = shared(per_host)
         rank = collectives.rank
-        exchange = BlockExchange(collectives, QuantizedComms())
+        exchange = RowAllToAll(collectives, QuantizedComms())
         kept = []
         for step in range(4):
             flats = [
@@ -124,7 +124,7 @@ def test_gradients_find_their_way_twice(world_size: int, per_host: int | None) -
 def test_a_forward_without_a_backward_leaves_nothing_behind() -> None:
     def rank_main() -> int:
         collectives = shared()
-        exchange = BlockExchange(collectives, QuantizedComms())
+        exchange = RowAllToAll(collectives, QuantizedComms())
         for _ in range(20):
             flat = torch.zeros(20_000).requires_grad_()
             shapes = [[(10_000, 1)]] * 2
@@ -138,7 +138,7 @@ def test_a_forward_without_a_backward_leaves_nothing_behind() -> None:
 def test_what_nobody_waits_for_is_given_back() -> None:
     def rank_main() -> int:
         collectives = shared()
-        exchange = BlockExchange(collectives, QuantizedComms())
+        exchange = RowAllToAll(collectives, QuantizedComms())
         for _ in range(20):
             flat = torch.zeros(20_000).requires_grad_()
             shapes = [[(10_000, 1)]] * 2

@@ -39,7 +39,7 @@ def test_small_problems_are_solved_as_by_trying_everything(rng: Random) -> None:
 def test_small_problems_without_the_exact_program(most_groups: int, rng: Random) -> None:
     problem = random_problem(rng, most_tables=3)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(exact, "_MOST_VARIABLES", 0)
+        patch.setattr(exact, "_MAX_VARIABLES", 0)
         patch.setattr(solver, "_MANY_GROUPS", most_groups)
         solution = solve(problem, SolveLimits(gap=0.01, effort=4))
     best = best_cost(problem)

@@ -90,7 +90,7 @@ def test_repair_brings_every_rank_within_its_memory(rng: Random) -> None:
     np.testing.assert_allclose(found.loads * encoded.capacity[0], packing.memory[:, 0])
 
 
-@settings(max_examples=10, deadline=None)
+@settings(max_examples=5, deadline=None)
 @given(rng=randoms())
 def test_first_packings_fit_and_hold_each_table(rng: Random) -> None:
     """First plans keep to the memory, hold each table, and are the same every time."""
@@ -130,7 +130,7 @@ def test_what_greedy_packing_misses() -> None:
     assert found is not None and found.of(encoded).fits()
 
 
-@settings(max_examples=4, deadline=None)
+@settings(max_examples=2, deadline=None)
 @given(rng=randoms())
 def test_crowded_ranks(rng: Random) -> None:
     problem = crowded(rng, 4)

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from enum import Enum, auto
 
-__all__ = ["Phase", "Runs"]
+__all__ = ["CallBatching", "Phase"]
 
 
 class Phase(Enum):
@@ -29,7 +29,7 @@ class Phase(Enum):
     """Outside, after a forward that raised: ranks that failed at different places must not go on with other runs."""
 
 
-class Runs:
+class CallBatching:
     """Which call of a model is the last one of its run.
 
     Attributes:

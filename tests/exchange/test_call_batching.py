@@ -5,13 +5,13 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardrec.exchange.runs import Runs
+from shardrec.exchange.call_batching import CallBatching
 
 MODULES = 7
 LENGTHS = st.lists(st.integers(1, MODULES - 1), max_size=4)
 
 
-def sent(runs: Runs, lengths: list[int], *, by_program: bool = False) -> list[list[bool]]:
+def sent(runs: CallBatching, lengths: list[int], *, by_program: bool = False) -> list[list[bool]]:
     """Of each run, after which of its calls the queue would send; a value is used after each run."""
     result = []
     for number, length in enumerate(lengths):
@@ -20,7 +20,7 @@ def sent(runs: Runs, lengths: list[int], *, by_program: bool = False) -> list[li
     return result
 
 
-def forward(runs: Runs, lengths: list[int]) -> list[list[bool]]:
+def forward(runs: CallBatching, lengths: list[int]) -> list[list[bool]]:
     runs.begin()
     result = sent(runs, lengths)
     runs.end()
@@ -37,7 +37,7 @@ def never(lengths: list[int]) -> list[list[bool]]:
 
 @given(LENGTHS)
 def test_the_second_forward_sends_each_run_with_its_last_call(lengths: list[int]) -> None:
-    runs = Runs()
+    runs = CallBatching()
     assert forward(runs, lengths) == never(lengths), "fewer calls than modules: the first use sends them"
     for _ in range(2):
         assert forward(runs, lengths) == with_last_calls(lengths)
@@ -45,20 +45,20 @@ def test_the_second_forward_sends_each_run_with_its_last_call(lengths: list[int]
 
 @given(LENGTHS, LENGTHS)
 def test_runs_beyond_those_known_wait_for_every_module(lengths: list[int], more: list[int]) -> None:
-    runs = Runs()
+    runs = CallBatching()
     forward(runs, lengths)
     assert forward(runs, lengths + more) == with_last_calls(lengths) + never(more)
     assert forward(runs, lengths + more) == with_last_calls(lengths + more)
 
 
 def test_a_first_forward_sends_when_each_module_has_been_called() -> None:
-    runs = Runs()
+    runs = CallBatching()
     assert forward(runs, [MODULES]) == with_last_calls([MODULES])
 
 
 @given(LENGTHS)
 def test_after_a_forward_that_failed_nothing_is_known(lengths: list[int]) -> None:
-    runs = Runs()
+    runs = CallBatching()
     forward(runs, lengths)
     runs.begin()
     runs.call(0, MODULES, by_program=False)
@@ -71,12 +71,12 @@ def test_after_a_forward_that_failed_nothing_is_known(lengths: list[int]) -> Non
 
 @given(LENGTHS)
 def test_outside_of_a_forward_each_call_is_sent_at_once(lengths: list[int]) -> None:
-    assert sent(Runs(), lengths) == [[True] * length for length in lengths]
+    assert sent(CallBatching(), lengths) == [[True] * length for length in lengths]
 
 
 @given(LENGTHS)
 def test_a_program_repeats_the_runs_that_began_with_the_same_module(lengths: list[int]) -> None:
-    runs = Runs()
+    runs = CallBatching()
     assert sent(runs, lengths, by_program=True) == never(lengths)
     assert sent(runs, lengths, by_program=True) == with_last_calls(lengths)
     forward(runs, [1, 2])

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardrec.scripting.shapes import NOTHING, Shape, solve
+from shardrec.scripting.pending_types import NOTHING, Shape, solve
 
 COUNT = 7
 

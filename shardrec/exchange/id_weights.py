@@ -9,7 +9,7 @@ Shapes: N ids of this rank's batch, N_sent ids that it sent (one per column stri
 
 This takes one more all-to-all in backward, if weights take a gradient. Such weights are computed on their own rank
 (position weights, attention), so their gradient is not averaged: the division by the number of ranks in the output's
-gradient (see :mod:`shardrec.exchange.pooled_output`), is reversed."""
+gradient (see :mod:`shardrec.exchange.pooled_output`) is reversed."""
 
 from __future__ import annotations
 
@@ -23,19 +23,19 @@ from shardrec.exchange.collectives import Collectives, joined
 from shardrec.exchange.input import SentIds
 from shardrec.exchange.payload import ShardInput
 
-__all__ = ["received_weights", "tied"]
+__all__ = ["received_id_weights", "tied"]
 
 
-def received_weights(weights: Tensor, sent: SentIds, asked: ShardInput, collectives: Collectives) -> Tensor:
-    """``asked.weights`` (n,) as a function of the local batch's weights.
+def received_id_weights(weights: Tensor, sent: SentIds, shard_input: ShardInput, collectives: Collectives) -> Tensor:
+    """``shard_input.weights`` (n,) as a function of the local batch's weights.
 
     Args:
         weights: (N,) of the local batch, which take a gradient.
         sent: the local batch as it was sent.
-        asked: the ids to look up.
+        shard_input: the ids to look up.
         collectives: the ones that exchanged the batch.
     """
-    received: Tensor = _Received.apply(weights, sent, asked, collectives)  # type: ignore[no-untyped-call]
+    received: Tensor = _Received.apply(weights, sent, shard_input, collectives)  # type: ignore[no-untyped-call]
     return received
 
 
@@ -48,15 +48,15 @@ def tied(rows: Tensor, weights: Tensor) -> Tensor:
 class _Received(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: FunctionCtx, weights: Tensor, sent: SentIds, asked: ShardInput, collectives: Collectives
+        ctx: FunctionCtx, weights: Tensor, sent: SentIds, shard_input: ShardInput, collectives: Collectives
     ) -> Tensor:
-        ctx.order, ctx.collectives = asked.order, collectives  # type: ignore[attr-defined]
-        ctx.went_to, ctx.came_from = sent.counts, asked.counts  # type: ignore[attr-defined]
+        ctx.order, ctx.collectives = shard_input.order, collectives  # type: ignore[attr-defined]
+        ctx.went_to, ctx.came_from = sent.counts, shard_input.counts  # type: ignore[attr-defined]
         ctx.positions = sent.positions  # type: ignore[attr-defined]
         ctx.like = weights.detach()[:0]  # type: ignore[attr-defined]
         ctx.count = weights.numel()  # type: ignore[attr-defined]
-        assert asked.weights is not None, "they came with the ids"
-        return asked.weights.view_as(asked.weights)
+        assert shard_input.weights is not None, "they came with the ids"
+        return shard_input.weights.view_as(shard_input.weights)
 
     @staticmethod
     @once_differentiable

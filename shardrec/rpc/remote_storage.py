@@ -28,11 +28,11 @@ class RemoteTable(ShardedTable):
     Args:
         collectives: of the trainer.
         table: arguments of :class:`ShardedTable`.
-        fused: argument of :class:`ShardedTable`.
+        has_optimizer: argument of :class:`ShardedTable`.
     """
 
-    def __init__(self, collectives: RemoteCollectives, *table: Any, fused: bool) -> None:
-        super().__init__(*table, fused=fused)
+    def __init__(self, collectives: RemoteCollectives, *table: Any, has_optimizer: bool) -> None:
+        super().__init__(*table, has_optimizer=has_optimizer)
         self._collectives = collectives
 
     def _save_to_state_dict(self, destination: MutableMapping[str, Any], prefix: str, keep_vars: bool) -> None:
@@ -119,9 +119,9 @@ def remote_storage(collectives: RemoteCollectives, number: int) -> Storage:
     def table(layout: TableLayout, *given: Any, **named: Any) -> ShardedTable:
         return (ShardedTable if layout.replicated else partial(RemoteTable, collectives))(layout, *given, **named)
 
-    def ask(input: InputExchange, prepared: Prepared, sent: SentIds) -> None:
+    def add_request(input: InputExchange, prepared: Prepared, sent: SentIds) -> None:
         """Let a batch's ids go with the lookup that is to come."""
-        if prepared.differentiable:
+        if prepared.weights_require_grad:
             tables = ", ".join(repr(table) for _, table, _ in input.expect.tables)
             raise ConfigError(
                 f"the ids of tables {tables} have weights that take a gradient, which servers do not send back; detach "
@@ -130,6 +130,7 @@ def remote_storage(collectives: RemoteCollectives, number: int) -> Storage:
         size, bag_words = prepared.lengths.size(1), input.payload.bag_words(prepared.slot_sizes)
         of_ranks = zip(bag_words, sent.counts, sent.parts, strict=True)
         parts = [(number, [size, bags, *counts], words(pieces)) for bags, counts, pieces in of_ranks]
-        collectives.ask(parts[collectives.trainers.world_size :])
+        collectives.add_request(parts[collectives.trainers.world_size :])
 
-    return Storage(shards=partial(RemoteShards, collectives, number), table=table, portable=False, ask=ask)
+    shards = partial(RemoteShards, collectives, number)
+    return Storage(shards=shards, table=table, portable=False, on_row_exchange=add_request)
