@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from torch._C._dynamo.eval_frame import get_eval_frame_callback
 
 from shardrec._dynamo import left_alone, passed_over
-from shardrec._late_imports import from_above
+from shardrec._late_imports import late_import
 from shardrec.errors import ConfigError, InputError, ShardrecError
 from shardrec.exchange.context import ForwardState, ModelContext
 from shardrec.exchange.peers import failed_in_a_collective, peer_error
@@ -229,7 +229,7 @@ class ShardedModel(nn.Module):
                 f"this {type(self).__name__} cannot be given another plan: tables on servers, replicas, FSDP2 and "
                 "served tables have parts that do not move; save a checkpoint, shard the model anew, and load it"
             )
-        moved: int = from_above("reshard_model")(self, plan, optimizer)
+        moved: int = late_import("reshard_model")(self, plan, optimizer)
         return moved
 
     def follow_plan(self, plan: ShardingPlan) -> None:
