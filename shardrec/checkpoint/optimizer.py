@@ -66,9 +66,11 @@ def _parameter_info(infos: Mapping[int, ParameterInfo], parameter: Tensor) -> Pa
 
 
 def _add(tensors: dict[str, HeldTensor], name: str, tensor: HeldTensor) -> None:
-    """Add a part to a state; a rank may hold several shards of a table."""
+    """Add a part to a state; a rank may hold several shards of a table, whose numbers are equal: the first counts."""
     known = tensors[name].parts if name in tensors else ()
-    tensors[name] = replace(tensor, parts=known + tensor.parts)
+    rects = {part.rect for part in known}
+    added = tuple(replace(part, saved=part.saved and part.rect not in rects) for part in tensor.parts)
+    tensors[name] = replace(tensor, parts=known + added)
 
 
 def _state(info: ParameterInfo, parameter: Tensor, value: Tensor, name: str) -> HeldTensor:

@@ -83,6 +83,15 @@ def on_rank(name: str, rows: int, rank: int) -> TableLayout:
     return cuts.table_wise(f"bags.{name}", rows, DIM, rank=rank)
 
 
+def test_two_shards_of_a_table_on_a_rank() -> None:
+    """Whose ordinary optimizer has two counts of the same steps."""
+    halves = cuts.row_wise("bags.a", 8, DIM, ranks=[0, 0], boundaries=[0, 4, 8])
+    plans = [
+        ShardingPlan(topology=Topology(ranks_per_host=1), tables=(layout,)) for layout in (halves, on_rank("a", 8, 0))
+    ]
+    equal_to_a_load(Case(tables={"a": Table(rows=8, optimizer="none")}, plans=[*plans, plans[0]]))
+
+
 def test_what_stays_is_neither_moved_nor_copied() -> None:
     """Table a goes from rank 0 to rank 1; b, of another optimizer, stays, and c on rank 2 sees nothing of it."""
     tables = {"a": Table(rows=1000), "b": Table(rows=200, optimizer="sgd"), "c": Table(rows=100)}
