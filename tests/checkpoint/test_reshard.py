@@ -50,7 +50,7 @@ def equal_to_a_load(case: Case) -> None:
 
 
 @given(cases(changes=1))
-@settings(max_examples=10)
+@settings(max_examples=4)
 def test_any_plans(case: Case) -> None:
     equal_to_a_load(case)
 
