@@ -21,6 +21,7 @@ from shardrec.data.urls import files_of, open_input
 from shardrec.errors import ConfigError, DataError, ShardrecError
 from shardrec.serve.store import Store
 from shardrec.train import RunFolder, TrainConfig, predict
+from shardrec.train.tasks import predictions
 from tests.ranks import raises_on_all, ranks
 
 SPEC = """
@@ -131,6 +132,19 @@ def test_any_number_of_ranks_writes_the_same(run: Path, expected: pa.Table, tmp_
     result = table(out)
     assert result.drop(["score"]) == expected.drop(["score"])
     np.testing.assert_allclose(result["score"].to_numpy(), expected["score"].to_numpy(), atol=1e-6)
+
+
+def test_one_rank_alone_has_no_empty_batch(run: Path, tmp_path: Path) -> None:
+    """Which a model may not take: ranks that share the rows have them."""
+    sizes = []
+
+    def noted(logits: Any, size: int, *others: Any) -> Any:
+        sizes.append(size)
+        return predictions(logits, size, *others)
+
+    with mock.patch("shardrec.train.scores.predictions", noted):
+        scored(run, str(tmp_path / "scores"), data=str(run / "rows" / "b.parquet"))
+    assert sizes == [1]
 
 
 @pytest.fixture
