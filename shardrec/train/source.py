@@ -41,7 +41,7 @@ _SYNTHETIC_HOLDOUT_ROWS = 100_000
 _SCORED_ROWS = 2048
 """Rows to score at once on a rank, where a step has fewer: without gradients they need little memory."""
 
-_RETRY_S, _MOST_WAITS = 0.5, 60
+_RETRY_S, _MAX_WAITS = 0.5, 60
 """A wait before a feed that could not be reached is tried again, and how many there are at most before a try."""
 
 
@@ -125,7 +125,7 @@ class Source:
             for _ in range(waits):  # in parts, in which a run saves, and notices that it is to end
                 wait(_RETRY_S)
             waited_s += waits * _RETRY_S
-            waits = min(2 * waits, _MOST_WAITS)
+            waits = min(2 * waits, _MAX_WAITS)
 
     def end_arrival(self) -> None:
         """The arrival under way has been trained on."""
