@@ -281,6 +281,8 @@ def _row_group(
                         yield batch.slice(start - first), {}
                         start, fault = stop, None
                 return
+            except MemoryError:  # which says nothing of the file
+                raise
             except (pa.ArrowException, OSError) as error:
                 failed_before = fault is not None
                 reason = (str(error) or type(error).__name__).splitlines()[0]
