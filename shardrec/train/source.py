@@ -373,9 +373,9 @@ def counted_vocabularies(
 
 
 def _on_ranks(rank_info: RankInfo, function: Callable[[Any], Any], items: Sequence[Any]) -> list[Any]:
-    """The function's value for each item, of which each rank computes some, if there are enough of them."""
+    """The function's value for each item, which one of the ranks computes; its error is raised on all."""
     rank, ranks = rank_info.rank, rank_info.world_size
-    if ranks == 1 or len(items) < ranks:
+    if ranks == 1:
         return list(map(function, items))
     values, fault = [], ""
     with ThreadPoolExecutor(1) as thread:
