@@ -144,13 +144,14 @@ def _begin(
         names = sorted(name for name in out.names() if not name.startswith("."))
         if _JOB in names:
             begun = parse_json(out.read(_JOB))
-            changed = [name for name in job if name != "part_rows" and begun.get(name) != job[name]]
+            free = ("part_rows", "on_bad_row")  # as when training: a row that is left out moves no other
+            changed = [name for name in job if name not in free and begun.get(name) != job[name]]
             if changed:
                 raise ConfigError(
                     f"out (--out) is {options['out']!r}, which holds scores of another {changed[0]}: give another "
                     f"folder. There it is {begun.get(changed[0])}, here {job[changed[0]]}"
                 )
-            job = begun
+            job = {**begun, "on_bad_row": job["on_bad_row"]}
         elif names:
             raise ConfigError(f"out (--out) is {options['out']!r}, which holds {names[0]}: give an empty folder")
         else:

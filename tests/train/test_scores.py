@@ -173,10 +173,11 @@ def test_text_files_without_labels_and_rows_that_cannot_be_read(run: Path, tmp_p
         scored(run, str(tmp_path / "a"), data=str(path), keys=["key"])
     said = r"rows.csv:72: field 'price': value 'x'"
     raises_on_all(2, ShardrecError, said, scored, run, str(tmp_path / "c"), data=str(path))
-    manifest = scored(run, str(tmp_path / "b"), data=str(path), keys=["key"], on_bad_row="skip")
+    manifest = scored(run, str(tmp_path / "a"), data=str(path), keys=["key"], on_bad_row="skip")
     assert manifest is not None
+    assert manifest["on_bad_row"] == "skip"
     assert (manifest["rows"], manifest["left_out"]) == (149, 1)
-    assert table(str(tmp_path / "b"))["key"].to_pylist() == [f"k{row}" for row in range(150) if row != 70]
+    assert table(str(tmp_path / "a"))["key"].to_pylist() == [f"k{row}" for row in range(150) if row != 70]
 
 
 def test_what_is_refused(run: Path, tmp_path: Path) -> None:
