@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 __all__ = ["ByteReport"]
 
-_MOST_RANKS = 16
+_MAX_RANKS = 16
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,7 +104,7 @@ class ByteReport:
 
         hosts = self.plan.topology.hosts
         ranks = sorted(range(self.plan.world_size), key=lambda rank: (-self.measured.sent(rank=rank), rank))
-        shown = sorted(ranks[:_MOST_RANKS])
+        shown = sorted(ranks[:_MAX_RANKS])
         left = len(ranks) - len(shown)
         table = Table(
             title="Bytes sent in a step by each rank",

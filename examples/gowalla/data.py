@@ -21,7 +21,7 @@ from shardrec.errors import DataError
 
 __all__ = ["Dataset", "Interactions", "read_dataset"]
 
-_MOST_IDS = 2**31
+_MAX_IDS = 2**31
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -170,8 +170,8 @@ def _parse_id(field: str, where: str) -> int:
     if not (field.isascii() and field.isdecimal()):
         raise DataError(f"{where} is {field!r}; an id is a whole number from 0")
     value = int(field)
-    if value >= _MOST_IDS:
-        raise DataError(f"{where} is {value}; ids count from 0 and must be below {_MOST_IDS}")
+    if value >= _MAX_IDS:
+        raise DataError(f"{where} is {value}; ids count from 0 and must be below {_MAX_IDS}")
     return value
 
 

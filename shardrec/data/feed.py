@@ -106,17 +106,17 @@ class FolderFeed:
 
     def poll(self, *, last: bool = False) -> Arrival | None:
         """See :class:`Feed`."""
-        if not self._again:
+        files, kinds = self._again, self._kinds
+        if not files:
             listing = self._gathered(self._listing(last) if self._is_lead else None)[0]
             if isinstance(listing, DataError):
                 raise listing
-            self._kinds = listing["kinds"]
             self._taken = self._taken.difference(listing["gone"]).union(listing["bad"])
             self.left_out += len(listing["bad"])
-            self._again = listing["files"]
-        if not self._again:
+            files, kinds = listing["files"], listing["kinds"]
+        if not files:
             return None
-        files, position = self._again, self.position()
+        position = {**self.position(), "kinds": dict(kinds), "files": files}
         rows, fault = None, None
         try:
             rows = self._opened(files)
@@ -129,7 +129,7 @@ class FolderFeed:
             raise UnreachableError(f"rank {rank}: {fault}")
         assert rows is not None, "no rank has a fault"
         self._taken.update(files)
-        self._again = []
+        self._again, self._kinds = [], kinds
         return Arrival(rows=rows, position=position)
 
     def position(self) -> dict[str, Any]:

@@ -23,7 +23,7 @@ from shardrec.data import svmlight
 from shardrec.data.encode import column_fault
 from shardrec.data.fault import Reason, RowFault
 from shardrec.data.spec import FeatureSpec
-from shardrec.data.urls import open_input, path_of
+from shardrec.data.urls import UnreachableError, open_input, path_of
 from shardrec.errors import DataError
 from shardrec.layout.presets import host_memory
 
@@ -91,26 +91,31 @@ def check_file(path: str, spec: FeatureSpec) -> FileInfo:
 
     Raises:
         DataError: naming all that is wrong.
+        UnreachableError: if it cannot be read now.
     """
     schema, digest, groups, first = None, "", (), 1
-    with open_input(path) as file:
-        size = file.size()
-    match _kind(path):
-        case "parquet":
-            with _parquet(path) as parquet:
-                schema, metadata = parquet.schema_arrow, parquet.metadata
-                groups = tuple(metadata.row_group(group).num_rows for group in range(metadata.num_row_groups))
-            digest, names = _footer_digest(path), schema.names
-        case "archive":
-            schema = _table_of(_arrays(path, spec.sources), 0, 0).schema
-            names = schema.names
-        case "svmlight":
-            with _opened(path):
-                names = list(svmlight.COLUMNS)
-        case _:
-            with _opened(path) as stream, _undamaged(path, size, 1):
-                names = _header(path, stream.read(_BLOCK_BYTES), spec)[0]
-            first = 1 if spec.columns is not None else 2
+    try:
+        with open_input(path) as file:
+            size = file.size()
+            file.read(1)  # so that a failure to read is not taken for a damaged file
+        match _kind(path):
+            case "parquet":
+                with _parquet(path) as parquet:
+                    schema, metadata = parquet.schema_arrow, parquet.metadata
+                    groups = tuple(metadata.row_group(group).num_rows for group in range(metadata.num_row_groups))
+                digest, names = _footer_digest(path), schema.names
+            case "archive":
+                schema = _table_of(_arrays(path, spec.sources), 0, 0).schema
+                names = schema.names
+            case "svmlight":
+                with _opened(path):
+                    names = list(svmlight.COLUMNS)
+            case _:
+                with _opened(path) as stream, _undamaged(path, size, 1):
+                    names = _header(path, stream.read(_BLOCK_BYTES), spec)[0]
+                first = 1 if spec.columns is not None else 2
+    except OSError as error:
+        raise UnreachableError(f"data file {path} cannot be read ({error}): give a file that can") from error
     of_spec = {*spec.label_sources, spec.group, *spec.feature_sources}
     faults = [
         f"column {name!r} is missing: "
@@ -276,6 +281,8 @@ def _row_group(
                         yield batch.slice(start - first), {}
                         start, fault = stop, None
                 return
+            except MemoryError:  # which says nothing of the file
+                raise
             except (pa.ArrowException, OSError) as error:
                 failed_before = fault is not None
                 reason = (str(error) or type(error).__name__).splitlines()[0]

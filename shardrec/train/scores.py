@@ -18,7 +18,7 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from functools import cached_property, partial
-from itertools import groupby
+from itertools import chain, groupby
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -108,11 +108,12 @@ def predict_rank(options: Mapping[str, Any]) -> dict[str, Any] | None:
 
         def written(batches: Iterator[_Scored]) -> Iterator[_Scored]:
             """The batches; a part is written before the next one, at which all ranks raise what a rank raises."""
-            for item in batches:
+            for item in chain(batches, (None,)):
                 while complete:
                     out.write(complete.pop(), _parquet(tables))
                     tables.clear()
-                yield item
+                if item is not None:
+                    yield item
 
         with Prefetcher(_batches(left, keyed, rank_info, skips=job["on_bad_row"] == "skip")) as batches:
             for values, item in steps.predict(written(batches), forward):
@@ -143,13 +144,14 @@ def _begin(
         names = sorted(name for name in out.names() if not name.startswith("."))
         if _JOB in names:
             begun = parse_json(out.read(_JOB))
-            changed = [name for name in job if name != "part_rows" and begun.get(name) != job[name]]
+            free = ("part_rows", "on_bad_row")  # as when training: a row that is left out moves no other
+            changed = [name for name in job if name not in free and begun.get(name) != job[name]]
             if changed:
                 raise ConfigError(
                     f"out (--out) is {options['out']!r}, which holds scores of another {changed[0]}: give another "
                     f"folder. There it is {begun.get(changed[0])}, here {job[changed[0]]}"
                 )
-            job = begun
+            job = {**begun, "on_bad_row": job["on_bad_row"]}
         elif names:
             raise ConfigError(f"out (--out) is {options['out']!r}, which holds {names[0]}: give an empty folder")
         else:
@@ -186,7 +188,7 @@ def _parts(job: Mapping[str, Any]) -> list[_Part]:
 
 
 def _batches(parts: Sequence[_Part], spec: _Keyed, rank_info: RankInfo, *, skips: bool) -> Iterator[_Scored]:
-    """This rank's batches, and empty ones, at least one, until it has as many as every other rank."""
+    """This rank's batches, and empty ones until it has as many as every other rank; of several ranks at least one."""
     sizes = np.array([-(-(part.stop - part.start) // _ROWS) for part in parts], dtype=np.int64)
     rank_of = (np.cumsum(sizes) - sizes) * rank_info.world_size // max(1, sizes.sum())
     yield from _scored([part for part, rank in zip(parts, rank_of, strict=True) if rank == rank_info.rank], spec, skips)
@@ -198,7 +200,7 @@ def _batches(parts: Sequence[_Part], spec: _Keyed, rank_info: RankInfo, *, skips
         lengths=np.zeros((0, len(spec.sparse)), np.int64),
         weights=np.zeros(0, np.float32) if spec.schema_.weighted else None,
     )
-    for _ in range(counts.max() - counts[rank_info.rank] + 1):
+    for _ in range(counts.max() - counts[rank_info.rank] + (rank_info.world_size > 1)):
         yield _Scored(empty.to_batch(spec.schema_))
 
 

@@ -41,7 +41,7 @@ _SYNTHETIC_HOLDOUT_ROWS = 100_000
 _SCORED_ROWS = 2048
 """Rows to score at once on a rank, where a step has fewer: without gradients they need little memory."""
 
-_RETRY_S, _MOST_WAITS = 0.5, 60
+_RETRY_S, _MAX_WAITS = 0.5, 60
 """A wait before a feed that could not be reached is tried again, and how many there are at most before a try."""
 
 
@@ -125,7 +125,7 @@ class Source:
             for _ in range(waits):  # in parts, in which a run saves, and notices that it is to end
                 wait(_RETRY_S)
             waited_s += waits * _RETRY_S
-            waits = min(2 * waits, _MOST_WAITS)
+            waits = min(2 * waits, _MAX_WAITS)
 
     def end_arrival(self) -> None:
         """The arrival under way has been trained on."""
@@ -373,9 +373,9 @@ def counted_vocabularies(
 
 
 def _on_ranks(rank_info: RankInfo, function: Callable[[Any], Any], items: Sequence[Any]) -> list[Any]:
-    """The function's value for each item, of which each rank computes some, if there are enough of them."""
+    """The function's value for each item, which one of the ranks computes; its error is raised on all."""
     rank, ranks = rank_info.rank, rank_info.world_size
-    if ranks == 1 or len(items) < ranks:
+    if ranks == 1:
         return list(map(function, items))
     values, fault = [], ""
     with ThreadPoolExecutor(1) as thread:

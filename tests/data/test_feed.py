@@ -76,6 +76,43 @@ def test_what_cannot_be_reached_is_there_later(source: str, tmp_path: Path, monk
     assert arrived(folder) == []
 
 
+def test_what_another_rank_cannot_open_may_be_replaced(tmp_path: Path) -> None:
+    """What was not read is looked for anew: by the next poll, and by a run that goes on from in between."""
+    columns = {"label": [1], "int_1": [1], "int_2": [1], "cat_1": ["x"], "cat_2": ["x"]}
+    pq.write_table(pa.table(columns), tmp_path / "a.parquet")
+    sees = False
+
+    def gathered(value: Any) -> list[Any]:
+        return [value, None if sees or value is not None else UnreachableError("is not seen here")]
+
+    folder = feed(tmp_path, gathered=gathered)
+    with pytest.raises(UnreachableError, match="rank 1: is not seen here"):
+        folder.poll()
+    assert folder.position() == {"taken": [], "kinds": {}, "files": []}
+    (tmp_path / "a.parquet").unlink()
+    pq.write_table(pa.table(columns | {"cat_2": [1]}), tmp_path / "b.parquet")
+    sees = True
+    assert arrived(folder) == ["b.parquet"]
+
+
+@pytest.mark.parametrize("name", ["a.tsv", "a.parquet"])
+def test_a_read_that_fails_is_made_again(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It says nothing of the file, which is not left out."""
+    (tmp_path / name).write_bytes(b"x" * 20)
+    folder = feed(tmp_path, skips=True)
+
+    class Unread(pa.OSFile):  # type: ignore[misc]
+        read = fails
+
+    with monkeypatch.context() as patched:
+        patched.setattr(pa, "OSFile", Unread)
+        with pytest.raises(UnreachableError, match=r"data file .* cannot be read \(not now\)"):
+            folder.poll()
+        with pytest.warns(UserWarning, match="a file was left out"):
+            assert folder.poll(last=True) is None
+    assert folder.left_out == 1
+
+
 @pytest.mark.parametrize("source", SOURCES)
 def test_a_list_that_lacks_files_forgets_those_that_were_removed_alone(
     source: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

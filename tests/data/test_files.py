@@ -119,6 +119,19 @@ def test_a_read_that_fails_once_is_made_again(folder: Path, monkeypatch: pytest.
     assert (first_integers(batches), failed) == ([*range(100)], [2])
 
 
+def test_rows_are_not_left_out_for_want_of_memory(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = folder / "memory.parquet"
+    columns = {"label": [0, 1], "int_1": [1, 2], "int_2": [1, 1], "cat_1": ["a"] * 2, "cat_2": ["b"] * 2}
+    pq.write_table(pa.table(columns), path)
+
+    def fails(*_: object, **__: object) -> None:
+        raise pa.ArrowMemoryError("malloc of size 128 failed")
+
+    monkeypatch.setattr(pq.ParquetFile, "iter_batches", fails)
+    with pytest.raises(DataError, match="malloc of size 128 failed"):
+        list(open_click_data(path, spec=SPEC, holdout=0.0, on_bad_row="skip").train_batches(0, 1, 16))
+
+
 def test_several_files_are_one_stream(folder: Path) -> None:
     parts = [
         write(folder / "a.tsv.gz", lines(30)),

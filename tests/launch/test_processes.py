@@ -271,9 +271,9 @@ def test_a_program_that_ranks_cannot_import(kind: str, tmp_path: Path) -> None:
 def test_a_program_that_ranks_need_not_import(kind: str, tmp_path: Path) -> None:
     """As that of train() with options alone: no guard, and no file either."""
     program = (
-        "from shardrec.launch.processes import spawn_alone\n"
-        "from shardrec.launch.run import run_on_ranks\n"
-        "print(run_on_ranks(sorted, {'b': 1, 'a': 2}, nproc=1, start=spawn_alone))\n"
+        "from shardrec.launch.processes import RankProcesses, spawn_alone\n"
+        "options = {'b': 1, 'a': 2}\n"
+        "print(RankProcesses(sorted, options, nproc=1, timeout=60, debug=True, start=spawn_alone).result())\n"
     )
     (tmp_path / "program.py").write_text(program)
     command = [sys.executable, str(tmp_path / "program.py") if kind == "file" else "-"]

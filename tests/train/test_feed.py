@@ -9,6 +9,7 @@ import shutil
 import signal
 import warnings
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -28,7 +29,7 @@ from shardrec.train.runs import RunFolder
 from shardrec.train.source import Source
 from tests.campaign.results import differences
 from tests.data.raw import damage
-from tests.ranks import ranks
+from tests.ranks import raises_on_all, ranks
 from tests.train.broken_off import SMALL, broken_off
 
 SPEC = """
@@ -207,6 +208,20 @@ def test_a_feed_that_cannot_be_reached_ends_the_run_after_a_while(tmp_path: Path
     ):
         source.poll(waits.append)
     assert [float(str(warning.message).split()[-2]) for warning in warned] == [0.5, 1, 2, 4, 8, 16, 30, 30, 30]
+
+
+def test_rows_that_one_rank_cannot_count_end_all_ranks(tmp_path: Path) -> None:
+    """Also where there are fewer files than ranks."""
+    config = feed(tmp_path)
+    deliver(tmp_path / "in", "a.csv", range(20))
+
+    def polled() -> None:
+        rank = RankInfo(rank=int(os.environ["RANK"]), world_size=2, device=torch.device("cpu"), threads=1)
+        fails = mock.patch("shardrec.data.files.counted", side_effect=DataError("no lines"))
+        with fails if rank.is_lead else nullcontext():
+            Source(config, rank).poll()
+
+    raises_on_all(2, DataError, "no lines", polled, timeout=60)
 
 
 def test_a_run_goes_on_with_another_number_of_ranks(tmp_path: Path) -> None:

@@ -21,6 +21,7 @@ from shardrec.data.urls import files_of, open_input
 from shardrec.errors import ConfigError, DataError, ShardrecError
 from shardrec.serve.store import Store
 from shardrec.train import RunFolder, TrainConfig, predict
+from shardrec.train.tasks import predictions
 from tests.ranks import raises_on_all, ranks
 
 SPEC = """
@@ -133,6 +134,19 @@ def test_any_number_of_ranks_writes_the_same(run: Path, expected: pa.Table, tmp_
     np.testing.assert_allclose(result["score"].to_numpy(), expected["score"].to_numpy(), atol=1e-6)
 
 
+def test_one_rank_alone_has_no_empty_batch(run: Path, tmp_path: Path) -> None:
+    """Which a model may not take: ranks that share the rows have them."""
+    sizes = []
+
+    def noted(logits: Any, size: int, *others: Any) -> Any:
+        sizes.append(size)
+        return predictions(logits, size, *others)
+
+    with mock.patch("shardrec.train.scores.predictions", noted):
+        scored(run, str(tmp_path / "scores"), data=str(run / "rows" / "b.parquet"))
+    assert sizes == [1]
+
+
 @pytest.fixture
 def memory() -> Iterator[None]:
     yield
@@ -159,10 +173,11 @@ def test_text_files_without_labels_and_rows_that_cannot_be_read(run: Path, tmp_p
         scored(run, str(tmp_path / "a"), data=str(path), keys=["key"])
     said = r"rows.csv:72: field 'price': value 'x'"
     raises_on_all(2, ShardrecError, said, scored, run, str(tmp_path / "c"), data=str(path))
-    manifest = scored(run, str(tmp_path / "b"), data=str(path), keys=["key"], on_bad_row="skip")
+    manifest = scored(run, str(tmp_path / "a"), data=str(path), keys=["key"], on_bad_row="skip")
     assert manifest is not None
+    assert manifest["on_bad_row"] == "skip"
     assert (manifest["rows"], manifest["left_out"]) == (149, 1)
-    assert table(str(tmp_path / "b"))["key"].to_pylist() == [f"k{row}" for row in range(150) if row != 70]
+    assert table(str(tmp_path / "a"))["key"].to_pylist() == [f"k{row}" for row in range(150) if row != 70]
 
 
 def test_what_is_refused(run: Path, tmp_path: Path) -> None:

@@ -105,7 +105,7 @@ class Case:
 
 _NOT_IN_KEY = ("sides", "group")
 
-_MOST_REPLICATED_BYTES = 64 * 2**20
+_MAX_REPLICATED_BYTES = 64 * 2**20
 """Of tables whose gradients are averaged as they are, in each step."""
 
 
@@ -114,7 +114,7 @@ def fits(case: Case, side: str) -> bool:
     size = sum(4 * table.rows * table.dim for table in case.tables)
     match side:
         case "torch":
-            alone_or_small = case.ranks == 1 or size <= _MOST_REPLICATED_BYTES
+            alone_or_small = case.ranks == 1 or size <= _MAX_REPLICATED_BYTES
             return case.mode != "dlrm" and case.optimizer in ("sgd", "rowwise_adagrad") and alone_or_small
         case "kernels":
             return case.mode != "dlrm" and case.optimizer != "adam" and case.ranks == 1

@@ -22,7 +22,7 @@ from benchmarks.harness.timing.case import Case
 
 __all__ = ["Batch", "draw_batches", "draw_inputs", "fill_gradient", "fill_weight", "number_of_batches", "read_batches"]
 
-_MOST_IDS = 4_000_000
+_MAX_IDS = 4_000_000
 """Of a rank's batches together; above it there are fewer of them."""
 _SMALL = 8192
 """Rows of a piece; the temporaries of one stay below the smallest mmap threshold."""
@@ -52,7 +52,7 @@ class Batch:
 def number_of_batches(case: Case) -> int:
     """How many different batches a rank goes through: 2 to 4, and no fewer than parity needs."""
     ids = case.batch_size * sum(table.pooling for table in case.tables)
-    return max(2, min(4, _MOST_IDS // max(ids, 1)))
+    return max(2, min(4, _MAX_IDS // max(ids, 1)))
 
 
 def draw_inputs(case: Case, folder: Path, seed: int) -> Path:
