@@ -243,7 +243,7 @@ def test_all_features_of_two_ranks_are_in_some_cell_together() -> None:
     assert {feature for cell in TOGETHER for feature in cell} == {feature for (feature,) in ON_TWO}
 
 
-@pytest.mark.some(2)
+@pytest.mark.some(1)
 @pytest.mark.parametrize(
     ("executor", "cells"),
     [

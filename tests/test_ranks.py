@@ -162,6 +162,7 @@ def test_only_warnings_of_third_parties_are_silenced(module: str, heard: int) ->
     assert len(seen) == heard
 
 
+@pytest.mark.slow
 def test_programs_without_shardrec_have_torch_and_a_group() -> None:
     program = """
 import sys

@@ -44,6 +44,7 @@ def test_an_install_without_operators_says_so(monkeypatch: pytest.MonkeyPatch) -
         assert not native.is_loaded.__wrapped__()
 
 
+@pytest.mark.slow
 def test_mypy_finds_an_editable_install_of_these_settings(tmp_path: Path) -> None:
     """Type checkers follow a path; the import hook of other editable installs they do not see."""
     root = Path(shardrec.__file__).parents[1]

@@ -325,7 +325,7 @@ def parameters(cases: Sequence[Case]) -> list[Any]:
     return [pytest.param(case, id=str(case), marks=[pytest.mark.slow] * (case.number > 2)) for case in cases]
 
 
-@pytest.mark.some(12)
+@pytest.mark.some(8)
 @pytest.mark.parametrize("case", parameters([*ON_RANKS, *ON_ONE, *FIVE_STEPS]))
 def test_sharded_as_unsharded(case: Case) -> None:
     ranks(case.ranks, check, case, hosts=case.hosts)

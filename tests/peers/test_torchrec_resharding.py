@@ -100,6 +100,7 @@ def compare(cases: Sequence[tuple[Any, ...]]) -> None:
             torch.testing.assert_close(one, other, **close)
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize("world_size", [2, 3, 4])
 def test_a_resharded_model_is_the_one_of_the_new_plan(world_size: int) -> None:
     rng = Random(world_size)

@@ -160,7 +160,7 @@ def against_unsharded(case: str) -> None:
     assert not torch.equal(compare(), expected)
 
 
-@pytest.mark.some(3)
+@pytest.mark.some(2)
 @pytest.mark.parametrize("case", CASES)
 def test_sharded_is_unsharded(case: str) -> None:
     ranks(2, against_unsharded, case)
