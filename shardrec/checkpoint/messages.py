@@ -3,6 +3,7 @@
 ::
 
     agree      each rank writes what came in the round before, and says what it wants next, and of which rank
+    agree      each rank has made its answers
     answers    to rank q: the values that it asked for, each from a multiple of 8 bytes on
 
 A rank asks another one for its share of a round at most, so that no rank has to send more than a round either.
