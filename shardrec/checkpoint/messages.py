@@ -3,6 +3,7 @@
 ::
 
     agree      each rank writes what came in the round before, and says what it wants next, and of which rank
+    agree      each rank has made its answers
     answers    to rank q: the values that it asked for, each from a multiple of 8 bytes on
 
 A rank asks another one for its share of a round at most, so that no rank has to send more than a round either.
@@ -75,6 +76,7 @@ class Messages:
         """Carry out the reads, in their order; every rank calls it. Raises what :meth:`Ranks.agree` does."""
         blocks, left = self._blocks(reads), list[_Block]()
         of_round, answers = list[_Block](), list[Tensor]()
+        sent = list[list[Tensor]]()
 
         def go_on() -> tuple[bool, list[_Request]]:
             nonlocal left, of_round
@@ -83,11 +85,15 @@ class Messages:
             of_round, left = self._next(chain(left, blocks))
             return bool(of_round), [block.request for block in of_round if block.request.rank != self._ranks.rank]
 
+        def answer() -> None:
+            sent[:] = [[self._answer(requests)] for _, requests in asked]
+
         while True:
             asked = self._ranks.agree("reshard", go_on, remedy=self._remedy)
             if not any(wants for wants, _ in asked):
                 return
-            answers = self._exchange([requests for _, requests in asked])
+            self._ranks.agree("reshard", answer, remedy=self._remedy)  # its memory may not be there
+            answers = self._exchange(sent, asked[self._ranks.rank][1])
 
     def _blocks(self, reads: Iterable[Read]) -> Iterator[_Block]:
         for read in reads:
@@ -121,20 +127,22 @@ class Messages:
             of_round.append(block)
         return of_round, []
 
-    def _exchange(self, asked: Sequence[Sequence[_Request]]) -> list[Tensor]:
-        """Answer what each rank has asked of this one; gives the answers of each rank, words of 8 bytes."""
-        answers, sizes = [], [0] * self._ranks.size
-        for request in asked[self._ranks.rank]:
+    def _answer(self, requests: Sequence[_Request]) -> Tensor:
+        """What a rank has asked of this one, words of 8 bytes."""
+        mine = [request for request in requests if request.rank == self._ranks.rank]
+        words = [request.words for request in mine]
+        answer = self._context.collectives.allocate(2 * sum(words), self._context.device).view(torch.int64)
+        for request, part in zip(mine, answer.split(words) if words else (), strict=True):
+            values = self._values(request)
+            _as_values(part, values.dtype, request.rect).copy_(values)
+        return answer
+
+    def _exchange(self, sent: Sequence[Sequence[Tensor]], requests: Sequence[_Request]) -> list[Tensor]:
+        """Send the answers; gives those of each rank to the requests of this one."""
+        sizes = [0] * self._ranks.size
+        for request in requests:
             sizes[request.rank] += request.words
-        for requests in asked:
-            mine = [request for request in requests if request.rank == self._ranks.rank]
-            words = [request.words for request in mine]
-            answer = self._context.collectives.allocate(2 * sum(words), self._context.device).view(torch.int64)
-            for request, part in zip(mine, answer.split(words) if words else (), strict=True):
-                values = self._values(request)
-                _as_values(part, values.dtype, request.rect).copy_(values)
-            answers.append([answer])
-        return self._context.collectives.send(answers, sizes, "reshard").wait()
+        return self._context.collectives.send(sent, sizes, "reshard").wait()
 
     def _values(self, request: _Request) -> Tensor:
         """What is asked of a part of this rank."""

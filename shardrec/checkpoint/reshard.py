@@ -13,7 +13,7 @@ Until the last agreement an error on any rank undoes what was built, and nothing
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import replace
 
@@ -36,6 +36,7 @@ from shardrec.modules.annotate import annotate_for_dynamo
 from shardrec.modules.collection import ShardedCollection
 from shardrec.modules.convert import agree_on_plan
 from shardrec.modules.model import ShardedModel
+from shardrec.modules.table import ShardedTable
 
 __all__ = ["reshard_model"]
 
@@ -45,6 +46,7 @@ _REMEDY = "the model has its old plan and goes on"
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
+@torch.inference_mode(mode=False)  # in which no new table could be trained
 def reshard_model(model: ShardedModel, plan: ShardingPlan, optimizer: Optimizer | None = None) -> int:
     """See :meth:`ShardedModel.reshard`."""
     wait_for_save(model)
@@ -69,10 +71,13 @@ def reshard_model(model: ShardedModel, plan: ShardingPlan, optimizer: Optimizer 
         for table in dynamic_tables(model):
             if table.layout.name in changes:
                 held.update(table.held())
-        tensors = _described(held, ranks.rank)
-        groups = optimizer_groups(model, optimizer)
         return Manifest(
-            data="", tensors=tensors, numbers=numbers, step_counts=step_counts(model), param_groups=groups, extra={}
+            data="",
+            tensors=_described(held, ranks.rank),
+            numbers=numbers,
+            step_counts=step_counts(model),
+            param_groups=optimizer_groups(model, optimizer),
+            extra={"frozen": [table.layout.name for table in _tables(changed) if _is_frozen(table)]},
         )
 
     described = ranks.agree("reshard", describe, remedy=_REMEDY)
@@ -87,6 +92,9 @@ def reshard_model(model: ShardedModel, plan: ShardingPlan, optimizer: Optimizer 
         trained = {one for one in model.dense_parameters() if one.requires_grad}
         for collection in changed:
             collection.replan(plan, stack)
+        for table in _tables(changed):
+            if any(table.layout.name in one.extra["frozen"] for one in described):
+                table.requires_grad_(False)
         known = set() if optimizer is None else _follow(model, optimizer, manifest, stack)
         fresh = {one for one in model.dense_parameters() if one.requires_grad} - trained - known
         if fresh:
@@ -120,6 +128,15 @@ def reshard_model(model: ShardedModel, plan: ShardingPlan, optimizer: Optimizer 
         _let_go(collection, tables, has_replicas=replicas is collection.replicas)
     model.follow_plan(plan)
     return messages.received
+
+
+def _tables(collections: Iterable[ShardedCollection]) -> Iterator[ShardedTable]:
+    for collection in collections:
+        yield from collection.tables().values()
+
+
+def _is_frozen(table: ShardedTable) -> bool:
+    return any(not parameter.requires_grad for parameter in table.parameters())
 
 
 def _plan_faults(model: ShardedModel, plan: ShardingPlan) -> list[str]:
@@ -207,8 +224,8 @@ def _follow(model: ShardedModel, optimizer: Optimizer, manifest: Manifest, stack
     for parameter in state.keys() - names.keys():
         del optimizer.state[parameter]
     for (params, before), group in zip(groups, manifest.param_groups or (), strict=True):
-        stays = [one for one in before if one in names]
-        params[:] = stays + [one for one, name in names.items() if name in group["parameters"] and one not in {*stays}]
+        stays, trained = dict.fromkeys(one for one in before if one in names), set(group["parameters"])
+        params[:] = stays | dict.fromkeys(one for one, name in names.items() if name in trained)
     return {one for params, _ in groups for one in params}
 
 

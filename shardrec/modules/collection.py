@@ -343,8 +343,9 @@ class ShardedCollection(nn.Module, abc.ABC):
             parameters: dict[Shard | None, nn.Parameter] = {}
             if layout.replicated and self.storage.trains:
                 assert self.replicas is not None, "a replicated table has a lookup"
-                parameters[None] = self.replicas.parameters[self.replica_number[layout.name]]
-                parameters[None].requires_grad_(trained)
+                parameters[None] = replica = self.replicas.parameters[self.replica_number[layout.name]]
+                if before is None or replica is not before[name].locals.get(None):
+                    replica.requires_grad_(trained)
             for shard in layout.on_rank(self.context.collectives.rank) if self.storage.trains else ():
                 weight = self.shards.weight(shard)
                 known = None if before is None else before[name].locals.get(shard)

@@ -74,12 +74,15 @@ class ShardedModel(nn.Module):
         self._has_warned = False
         self._dense = dense
         self._reducer: DenseReducer | None = None
-        if self.has_fused_tables and not context.options.updates_at_step:
-            refuse_scalers(self.dense_parameters())
+        self._refuse_scalers()
         if group is not None:
             cut, replicated = self._table_parameters()
             self._reducer = average_dense(module, dense, group, cut, replicated, context)
             context.gradients.reducer, context.gradients.are_reduced = self._reducer, True
+
+    def _refuse_scalers(self) -> None:
+        if self.has_fused_tables and not self.context.options.updates_at_step:
+            refuse_scalers(self.dense_parameters())
 
     def _table_parameters(self) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
         """Those of cut tables, and those of replicated ones."""
@@ -238,6 +241,7 @@ class ShardedModel(nn.Module):
         for collection in self._sharded:
             collection.plan = plan
         self.context.queue.replan()
+        self._refuse_scalers()
         if self._reducer is not None:
             cut = set(self._table_parameters()[0])
             self._reducer.average(one for one in self.module.parameters() if one not in cut)

@@ -99,8 +99,9 @@ class FusedOptimizers(KeyedOptimizer):  # type: ignore[misc]  # torchrec has no 
         before, (_, params) = set(self._table_of), self._by_spec()
         for spec, group in zip(self._specs, self.param_groups, strict=True):
             group["params"][:] = params[spec] + [one for one in group["params"] if one not in before]
-        self.params = {name: one for name, one in self.params.items() if one not in before}
-        self.params |= {names[id(one)]: one for of_spec in params.values() for one in of_spec}
+        others = {name: one for name, one in self.params.items() if one not in before}
+        self.params.clear()  # in place: wrappers have it, such as WarmupOptimizer
+        self.params.update(others | {names[id(one)]: one for of_spec in params.values() for one in of_spec})
         for parameter in before:
             self.state.pop(parameter, None)
         self._table_of.clear()

@@ -15,6 +15,8 @@ import torch
 import torch.distributed as dist
 from hypothesis import given, settings
 from torch import Tensor
+from torchrec.optim.keyed import CombinedOptimizer
+from torchrec.optim.warmup import WarmupOptimizer, WarmupStage
 
 from shardrec import Checkpoints, Publisher, Replicas, annotate_for_dynamo, script, shard
 from shardrec.checkpoint import messages as messages_module
@@ -160,9 +162,11 @@ def test_errors_leave_the_old_plan_on_all_ranks() -> None:
         refused(ConfigError, new, optimizer)
         model.zero_grad()
         with pytest.MonkeyPatch.context() as patch:
-            if rank:
-                patch.setattr(Messages, "_write", failing)
-            refused(CheckpointError, new, optimizer)
+            for method in ("_write", "_values"):  # before and while it answers the others
+                if rank:
+                    patch.setattr(Messages, method, failing)
+                refused(CheckpointError, new, optimizer)
+                patch.undo()
         losses = [train(case, *pair, range(2, 4)) for pair in ((model, optimizer), (other, others_optimizer))]
         assert losses[0] == losses[1]
         assert not differences(contents(model, optimizer), contents(other, others_optimizer))
@@ -170,8 +174,8 @@ def test_errors_leave_the_old_plan_on_all_ranks() -> None:
         train(case, model, optimizer, range(1))
         return messages
 
-    def failing(self: Messages, blocks: Sequence[Any], answers: Sequence[Tensor]) -> None:
-        if blocks:
+    def failing(self: Messages, work: Sequence[Any], *args: Any) -> None:
+        if work:
             raise MemoryError("no memory left")
 
     for texts in ranks(2, rank_main):
@@ -182,7 +186,7 @@ def test_errors_leave_the_old_plan_on_all_ranks() -> None:
             "call model.reshard(plan, optimizer) with that one",
             "the values of 1 lookups were not used yet",
             "call model.fused_optimizer.step() before reshard",
-            "rank 1: MemoryError: no memory left",
+            *["rank 1: MemoryError: no memory left"] * 2,
         )
         assert all(part in text for part, text in zip(expected, texts, strict=True)), texts
 
@@ -338,6 +342,38 @@ def test_what_reads_the_model_reads_the_new_plan(tmp_path: Path) -> None:
     follower = Follower(served, served.formats, tmp_path / "published", interval=1.0)
     follower.poll()
     assert_same(served, of_ranks)
+
+
+def test_what_callers_have_set_goes_on() -> None:
+    """A warm-up, tables that were frozen later, the refusal of a scaler; and reshard in inference mode."""
+    replicated = Table(rows=10, optimizer="none", cuts=("data_parallel", "data_parallel"))
+    tables = {name: TABLES[name] for name in "abc"}
+    tables |= {"q": replace(replicated, cuts=("data_parallel", "row_wise")), "k": replicated}
+    case = case_of(tables)
+
+    def rank_main() -> None:
+        model, optimizer = make(case, case.plans[0])
+        warm_up = WarmupOptimizer(model.fused_optimizer, [WarmupStage(max_iters=9)], lr=0.1)
+        combined = CombinedOptimizer([("tables", warm_up)])
+        train(case, model, optimizer, range(2))
+        combined.step()
+        for name in "qk":
+            model.bags.embedding_bags[name].requires_grad_(False)
+        with torch.inference_mode():
+            model.reshard(case.plans[1], optimizer)
+        paths = [name for name, one in model.named_parameters() if not one.requires_grad]
+        assert sorted(path.split(".")[2] for path in paths) == ["k", "q"]
+        train(case, model, optimizer, range(2))
+        combined.step()
+        assert len({*combined.params.values()} - {*model.parameters()}) == 1, "the warm-up's own"
+        combined.state_dict()
+        of_b = torch.optim.SGD(model.bags.embedding_bags["b"].parameters())
+        scaler = torch.amp.GradScaler("cpu")  # type: ignore[attr-defined,unused-ignore]
+        scaler.scale(model(batch_of(case, 0)).sum()).backward()
+        with pytest.raises(ConfigError, match="GradScaler"):
+            scaler.step(of_b)
+
+    ranks(2, rank_main)
 
 
 def test_models_and_programs_without_another_plan() -> None:
