@@ -81,6 +81,9 @@ def reshard_model(model: ShardedModel, plan: ShardingPlan, optimizer: Optimizer 
         )
 
     described = ranks.agree("reshard", describe, remedy=_REMEDY)
+    without = [rank for rank, one in enumerate(described) if one.param_groups is None]
+    if 0 < len(without) < len(described):
+        raise ConfigError(f"model.reshard was not given the optimizer on ranks {without}, and was on the others")
     manifest = replace(of_all_ranks(described, model), tensors=_tensors(described, held, ranks.rank))
     before = [(one, one.tables(), one.replicas) for one in changed]
     targets: dict[str, HeldTensor] = {}

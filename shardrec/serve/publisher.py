@@ -123,9 +123,7 @@ class Publisher:
             self._ranks = Ranks(group, torch.device("cpu"))
         if isinstance(model, ReplicatedModel):
             model.sync_replicas()
-        if (
-            self._plan is not model.plan
-        ):  # after a reshard, what is kept of a shard that comes back is older than others
+        if self._plan is not model.plan:  # what is kept of a shard that comes back is older than others
             self._plan, self._before.complete = model.plan, False
             self._kept.clear()
             self._ranges.clear()

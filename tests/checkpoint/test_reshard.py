@@ -155,6 +155,7 @@ def test_errors_leave_the_old_plan_on_all_ranks() -> None:
         refused(PlanError, replace(new, tables=new.tables[:-1]), optimizer)
         refused(PlanError, ShardingPlan(topology=Topology(ranks_per_host=1)), optimizer)
         refused(ConfigError, new)
+        refused(ConfigError, new, *([optimizer] if rank else []))
         pending = model.bags(batch_of(case, 90))
         refused(ConfigError, new, optimizer)
         pending.wait()
@@ -184,6 +185,7 @@ def test_errors_leave_the_old_plan_on_all_ranks() -> None:
             "the plan has no table 'sequences.d'",
             "the plan is for 1 ranks and the model is on 2",
             "call model.reshard(plan, optimizer) with that one",
+            "was not given the optimizer on ranks [0], and was on the others",
             "the values of 1 lookups were not used yet",
             "call model.fused_optimizer.step() before reshard",
             *["rank 1: MemoryError: no memory left"] * 2,
