@@ -47,8 +47,8 @@ from tests.serve.published import assert_same, held
 def equal_to_a_load(case: Case) -> None:
     topology = case.plans[0].topology
     with tempfile.TemporaryDirectory() as folder:
-        for found in ranks(topology.world_size, check, case, Path(folder), hosts=topology.hosts):
-            assert not found, "\n".join(found[:5])
+        for faults in ranks(topology.world_size, check, case, Path(folder), hosts=topology.hosts):
+            assert not faults, "\n".join(faults[:5])
 
 
 @given(cases(changes=1))
