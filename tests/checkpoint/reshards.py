@@ -251,20 +251,20 @@ def contents(model: ShardedModel, optimizer: torch.optim.Optimizer) -> Contents:
 
 def differences(actual: Contents, expected: Contents) -> list[str]:
     """What is not there, or not equal to the last bit."""
-    found = [f"{'un' * (key in actual)}expected {key}" for key in actual.keys() ^ expected.keys()]
+    faults = [f"{'un' * (key in actual)}expected {key}" for key in actual.keys() ^ expected.keys()]
     for key in actual.keys() & expected.keys():
         pair = actual[key], expected[key]
         bits = [one.contiguous().view(-1).view(torch.uint8) for one in pair]
         if pair[0].dtype is not pair[1].dtype or not torch.equal(*bits):
-            found.append(f"{key}: {pair[0]} for {pair[1]}")
-    return sorted(found)
+            faults.append(f"{key}: {pair[0]} for {pair[1]}")
+    return sorted(faults)
 
 
 def check(case: Case, folder: Path) -> list[str]:
     """On a rank: reshard a model from plan to plan, beside loads; gives the differences."""
     model, optimizer = make(case, case.plans[0])
     train(case, model, optimizer, range(2))
-    found = []
+    faults = []
     for number, plan in enumerate(case.plans[1:], 1):
         save_checkpoint(folder / str(number), model, optimizer)
         other, others_optimizer = make(case, plan)
@@ -275,7 +275,7 @@ def check(case: Case, folder: Path) -> list[str]:
             if stage == "trained":
                 steps = range(10 * number, 10 * number + 2)
                 losses = [train(case, *pair, steps) for pair in ((model, optimizer), (other, others_optimizer))]
-                found += [] if torch.equal(*map(torch.stack, losses)) else [f"plan {number}: losses {losses}"]
+                faults += [] if torch.equal(*map(torch.stack, losses)) else [f"plan {number}: losses {losses}"]
             pair = contents(model, optimizer), contents(other, others_optimizer)
-            found += [f"plan {number}, {stage}: {text}" for text in differences(*pair)]
-    return found
+            faults += [f"plan {number}, {stage}: {text}" for text in differences(*pair)]
+    return faults
