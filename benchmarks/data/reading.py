@@ -47,7 +47,8 @@ def beside_a_scan(path: Path, spec: FeatureSpec, rounds: int) -> None:
     times = [(cpu(lambda: scan(path, spec)), cpu(lambda: read(data))) for _ in range(rounds + 1)][1:]
     scanned, ours = (rows / median(column) for column in zip(*times, strict=True))
     ratio = median(one / other for one, other in times)
-    print(f"| {path.stem} | {scanned:,.0f} | {ours:,.0f} | {ratio:.2f} |", flush=True)
+    group = pq.read_metadata(path).row_group(0).num_rows
+    print(f"| {path.stem} | {group:,} | {scanned:,.0f} | {ours:,.0f} | {ratio:.2f} |", flush=True)
 
 
 def bytes_decoded(path: Path, spec: FeatureSpec) -> None:
@@ -102,11 +103,15 @@ def main() -> None:
             ("shop", load_spec(shop), write_shop),
         ):
             write(folder / "one.parquet", given.rows)
-            convert(str(folder / "one.parquet"), spec, folder / f"{data}.parquet", group_rows=given.rows // 64)
-            cases.append((folder / f"{data}.parquet", spec))
-        print("| columns | bare scan, rows/s | batches, rows/s | ratio |\n|---|---:|---:|---:|")
+            for groups in (64, 4):
+                path = folder / f"{groups}" / f"{data}.parquet"
+                path.parent.mkdir(exist_ok=True)
+                convert(str(folder / "one.parquet"), spec, path, group_rows=given.rows // groups)
+                cases.append((path, spec))
+        print("| columns | rows of a group | bare scan, rows/s | batches, rows/s | ratio |\n|---|---:|---:|---:|---:|")
         for path, spec in cases:
             beside_a_scan(path, spec, given.rounds)
+        cases = cases[::2]
         print("\n| columns | ranks | share of the bytes that each decodes |\n|---|---:|---|")
         for path, spec in cases:
             bytes_decoded(path, spec)

@@ -15,7 +15,7 @@ from shardrec.data.tables import check_file, counted, read_blocks
 from shardrec.data.write import complete_or_absent
 from shardrec.errors import DataError
 
-__all__ = ["convert"]
+__all__ = ["convert", "plain_column"]
 
 
 def convert(
@@ -48,7 +48,7 @@ def convert(
                 for number, fault in block.faults.items():
                     raise DataError(f"{source}:{number + info.first_line}: {fault.where}; {fault.remedy}")
                 columns_of = zip(block.table.schema.names, block.table.columns, strict=True)
-                yield pa.table({name: _plain(column) for name, column in columns_of})
+                yield pa.table({name: plain_column(column) for name, column in columns_of})
 
     read, written, rows = _Checksum(), _Checksum(), 0
     with complete_or_absent(target) as partial:
@@ -76,11 +76,18 @@ def convert(
     return rows, str(read)
 
 
-def _plain(column: Any) -> Any:
-    """The column without a dictionary, which could differ from block to block."""
+def plain_column(column: Any) -> Any:
+    """The column, of values or lists of them, without a dictionary, which could differ from block to block."""
     import pyarrow as pa
 
-    return column.cast(column.type.value_type) if pa.types.is_dictionary(column.type) else column
+    kind, types = column.type, pa.types
+    if types.is_dictionary(kind):
+        return column.cast(kind.value_type)
+    if not types.is_nested(kind) or not types.is_dictionary(kind.value_type):
+        return column
+    size = kind.list_size if types.is_fixed_size_list(kind) else -1
+    new_list = pa.large_list if types.is_large_list(kind) else lambda values: pa.list_(values, size)
+    return column.cast(new_list(kind.value_type.value_type))
 
 
 class _Checksum:

@@ -25,7 +25,7 @@ from shardrec.data.rows import ClickRows, bags_at
 from shardrec.data.spec import Feature, FeatureSpec
 from shardrec.data.tasks import Task
 
-__all__ = ["Encoded", "column_fault", "count_values", "encode", "group_keys", "hash_texts"]
+__all__ = ["Dictionary", "Encoded", "column_fault", "count_values", "encode", "group_keys", "hash_texts"]
 
 _NO_NUMBER = "is not a finite number among numbers, nor a date among dates"
 _MAX = float(np.finfo(np.float32).max)
@@ -50,6 +50,21 @@ class Encoded:
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
+class Dictionary:
+    """The distinct values of a column, an Arrow array (D,), and what they are with a null after them.
+
+    Attributes:
+        values: without the null.
+        ids: int64 (D + 1,).
+        bad: bool (D + 1,), which are no ids.
+    """
+
+    values: Any
+    ids: NDArray[np.int64]
+    bad: NDArray[np.bool_]
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
 class _Bags:
     """One feature: ``ids`` int64 (V,), ``lengths`` int64 (N,) or None for ones, ``weights`` float32 (V,) or None."""
 
@@ -59,13 +74,17 @@ class _Bags:
     bad: NDArray[np.bool_]
 
 
-def encode(table: Any, spec: FeatureSpec, *, labelled: bool = True) -> Encoded:
+def encode(
+    table: Any, spec: FeatureSpec, *, labelled: bool = True, dictionaries: dict[str, Dictionary] | None = None
+) -> Encoded:
     """The rows of a table (N rows) that has the spec's columns.
 
     Args:
         table: a ``pyarrow.Table`` or ``RecordBatch``.
         spec: what the columns are.
         labelled: whether the label's and the group's columns are there; without, labels are 0.
+        dictionaries: by name of the feature, those of the table before, whose ids are not made again where a column
+            has the same values; replaced by this table's.
     """
     count = int(table.num_rows)
     bads: list[tuple[str, Reason, str, NDArray[np.bool_]]] = []
@@ -98,7 +117,8 @@ def encode(table: Any, spec: FeatureSpec, *, labelled: bool = True) -> Encoded:
         large = np.abs(transformed) > _MAX
         dense[:, index] = np.where(large, 0.0, transformed)
         bads += [(feature.source, Reason.NUMBER, _NO_NUMBER, bad), (feature.source, Reason.NUMBER, _TOO_LARGE, large)]
-    bags = [_bags(table, feature) for feature in spec.sparse]
+    known = {} if dictionaries is None else dictionaries
+    bags = [_bags(table, feature, known) for feature in spec.sparse]
     for feature, bag in zip(spec.sparse, bags, strict=True):
         bads.append((feature.source, Reason.ID, _id_words(feature), bag.bad))
     weighted = spec.schema_.weighted
@@ -233,19 +253,20 @@ def _transformed(feature: Feature, values: NDArray[np.float64], missing: NDArray
         return np.where(missing, 0.0, (transformed - feature.mean) / feature.std)
 
 
-def _bags(table: Any, feature: Feature) -> _Bags:
+def _bags(table: Any, feature: Feature, dictionaries: dict[str, Dictionary]) -> _Bags:
     """A feature with a table, one id a row or any number."""
     import pyarrow as pa
 
-    column = table[feature.source]
-    if isinstance(column, pa.DictionaryArray) and not feature.is_list and len(column.dictionary) < len(column):
-        # Each distinct value once, and a null after them.
-        values = pa.concat_arrays([column.dictionary, pa.nulls(1, column.dictionary.type)])
-        distinct, bad_distinct = _ids(values, feature)
-        places = column.indices.fill_null(len(distinct) - 1).to_numpy(zero_copy_only=False)
-        return _Bags(ids=distinct[places], lengths=None, weights=None, bad=bad_distinct[places])
-    array, lengths = _flat(column, feature)
-    ids, bad_V = _ids(array, feature)
+    array, lengths = _flat(table[feature.source], feature)
+    if isinstance(array, pa.DictionaryArray):
+        distinct = dictionaries.get(feature.name)
+        if distinct is None or not distinct.values.equals(array.dictionary):
+            ids, bad = _ids(pa.concat_arrays([array.dictionary, pa.nulls(1, array.dictionary.type)]), feature)
+            distinct = dictionaries[feature.name] = Dictionary(values=array.dictionary, ids=ids, bad=bad)
+        places = array.indices.fill_null(len(array.dictionary)).to_numpy(zero_copy_only=False)
+        ids, bad_V = distinct.ids[places], distinct.bad[places]
+    else:
+        ids, bad_V = _ids(array, feature)
     if lengths is None:
         return _Bags(ids=ids, lengths=None, weights=None, bad=bad_V)
     row_V = np.repeat(np.arange(len(lengths)), lengths)
@@ -278,7 +299,9 @@ def _flat(array: Any, feature: Feature) -> tuple[Any, NDArray[np.int64] | None]:
     import pyarrow as pa
     import pyarrow.compute as pc
 
-    array = _plain(array)
+    array = _whole(array)
+    if feature.is_list and pa.types.is_dictionary(array.type):  # of texts with separators
+        array = array.dictionary_decode()
     if feature.is_list and _is_text(array.type):
         texts = array.cast(pa.large_binary())
         array = pc.split_pattern(pc.if_else(pc.equal(texts, b""), None, texts), feature.separator)
@@ -457,17 +480,21 @@ def _interleave(
 
 
 def _plain(array: Any) -> Any:
-    """One array, without a dictionary."""
+    """One array of values, without a dictionary."""
+    import pyarrow as pa
+
+    array = _whole(array)
+    return array.dictionary_decode() if pa.types.is_dictionary(array.type) else array
+
+
+def _whole(array: Any) -> Any:
+    """One array, of values, a dictionary, or lists of any length."""
     import pyarrow as pa
 
     if isinstance(array, pa.ChunkedArray):
         array = array.combine_chunks()
-    if pa.types.is_dictionary(array.type):
-        return array.dictionary_decode()
     if pa.types.is_fixed_size_list(array.type):
         array = array.cast(pa.large_list(array.type.value_type))
-    if _is_list(array.type) and pa.types.is_dictionary(array.type.value_type):
-        return array.cast(pa.large_list(array.type.value_type.value_type))
     return array
 
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from shardrec.data.encode import encode
+from shardrec.data.encode import Dictionary, encode
 from shardrec.data.fault import Reason
 from shardrec.data.order import Chunk
 from shardrec.data.rows import ClickRows, bags_at, join_rows
@@ -105,9 +105,10 @@ class Reader:
                 start, at = int(np.flatnonzero(sides)[at]), 0
             info = self.files[chunk.file]
             offset = chunk.row - sum(info.groups[: chunk.group])
+            dictionaries: dict[str, Dictionary] = {}
             for block in read_blocks(info, self.spec, group=chunk.group, start=start, part=self.part):
                 self.decoded[stream] = self.decoded.get(stream, 0) + block.table.nbytes
-                part = self._encoded(block, info, chunk.group, offset)
+                part = self._encoded(block, info, chunk.group, offset, dictionaries)
                 dropped = min(at, len(part))
                 at -= dropped
                 if dropped < len(part):
@@ -123,11 +124,13 @@ class Reader:
         held = held_out(units, self.holdout)
         return held if self.held else ~held
 
-    def _encoded(self, block: TableBlock, info: FileInfo, group: int, offset: int) -> Part:
+    def _encoded(
+        self, block: TableBlock, info: FileInfo, group: int, offset: int, dictionaries: dict[str, Dictionary]
+    ) -> Part:
         if self._by_group and any(fault.reason is Reason.DAMAGED for fault in block.faults.values()):
             fault = next(iter(block.faults.values()))  # it is not known which groups have its rows
             raise DataError(f"{info.path}:{block.first + info.first_line}: {fault.where}; {fault.remedy}")
-        encoded = encode(block.table, self.spec)
+        encoded = encode(block.table, self.spec, dictionaries=dictionaries)
         self.good = self.good or len(encoded.faults) < len(block.numbers)
         faults = {int(block.numbers[row]): fault for row, fault in encoded.faults.items()} | block.faults
         if not (self.holdout or self.held or faults):

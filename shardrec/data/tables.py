@@ -12,6 +12,7 @@ import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -266,11 +267,14 @@ def _row_group(
     """
     import pyarrow as pa
 
-    texts = [feature.source for feature in spec.sparse if info.kinds[feature.source] == "texts"]
+    of_texts = {one.source for one in spec.sparse if info.kinds[one.source] in ("texts", "lists of texts")}
     fault: RowFault | None = None
     while True:
         if _footer_digest(info.path) != info.digest:
             raise _changed(info.path, "it has another footer")
+        # A column of lists has values of a path like tags.list.element.
+        leaves = _leaves(info.path, info.digest)
+        texts = [leaf for leaf in leaves if leaf in of_texts or leaf.rsplit(".", 2)[0] in of_texts]
         with _parquet(info.path, texts) as file:
             stop = 0
             try:
@@ -368,8 +372,16 @@ def _plain_suffix(path: str) -> str:
     return Path(Path(path_of(path)).stem).suffix.lower() if suffix in _COMPRESSED else suffix
 
 
+@lru_cache(1024)
+def _leaves(path: str, digest: str) -> list[str]:
+    """Paths of the columns in the schema of a Parquet file, whose footer has this digest."""
+    with _parquet(path) as file:
+        return [file.schema.column(index).path for index in range(len(file.schema))]
+
+
 def _parquet(path: str, texts: Sequence[str] = ()) -> Any:
-    """The file, of which columns of texts are read as dictionaries, through small buffers, for many are open."""
+    """The file, of which the columns with these paths are read as dictionaries, through small buffers, for many are
+    open."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 

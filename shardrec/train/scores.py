@@ -27,6 +27,7 @@ from pydantic import model_validator
 from torch import Tensor, nn
 
 from shardrec.data import ClickBatch, FeatureSpec
+from shardrec.data.convert import plain_column
 from shardrec.data.encode import encode
 from shardrec.data.rows import ClickRows
 from shardrec.data.tables import FileInfo, check_file, counted, rows_between
@@ -229,7 +230,7 @@ def _with_scores(keys: Any, scores: Mapping[str, Tensor]) -> Any:
     """A table of keys, texts of text files as texts, and of scores: float32, of several classes lists of it."""
     import pyarrow as pa
 
-    columns = {name: keys[name] for name in keys.column_names}
+    columns = {name: plain_column(keys[name]) for name in keys.column_names}
     columns = {name: one.cast(pa.string()) if pa.types.is_binary(one.type) else one for name, one in columns.items()}
     for name, values in scores.items():
         flat = pa.array(values.cpu().reshape(-1).numpy())

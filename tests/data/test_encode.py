@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 
 import shardrec.data
 from shardrec.data import ClickBatch, Feature, FeatureSpec, criteo_spec, open_click_data, tables
-from shardrec.data.encode import encode, hash_texts
+from shardrec.data.encode import Dictionary, Encoded, encode, hash_texts
 from shardrec.errors import ConfigError, DataError
 from tests.data.drawn import SPECS, rows_of, save, score
 from tests.data.raw import SPEC, equal, line, lines, write
@@ -172,6 +172,37 @@ def test_dictionaries_numbers_and_booleans_are_ids(tmp_path: Path) -> None:
     assert b[0] == b[2] > 0 == b[1]
     assert (d[2], len(set(d))) == (0, 3)
     assert batch.dense.tolist() == [[1.0]] * 3  # a column of ones where there is no dense one
+
+
+VALUES = st.lists(st.sampled_from(["1", "a", "fe", "", None, "zz"]), min_size=1, max_size=5)
+
+
+@given(st.lists(VALUES, min_size=1, max_size=4))
+def test_blocks_with_and_without_the_dictionary_of_the_block_before(blocks: list[list[str | None]]) -> None:
+    """A dictionary that is known already, one that has grown as where a page of values follows, and others."""
+    spec = FeatureSpec(
+        features=(
+            Feature(name="text", column="t", kind="id", rows=10**6),
+            Feature(name="hex", column="t", kind="id", rows=10**6, ids="hexadecimal"),
+            Feature(name="texts", column="l", kind="multi_hot", rows=10**6),
+        )
+    )
+
+    def encoded(column: Any, dictionaries: dict[str, Dictionary] | None) -> Encoded:
+        ends = [min(3 * row, len(column)) for row in range(len(column) + 1)]
+        lists = pa.ListArray.from_arrays(pa.array(ends, pa.int32()), column)
+        batch = pa.RecordBatch.from_arrays([column, lists], names=["t", "l"])
+        return encode(batch, spec, labelled=False, dictionaries=dictionaries)
+
+    dictionaries: dict[str, Dictionary] = {}
+    joined = [value for values in blocks for value in values]
+    for values in [*blocks, *blocks, joined, blocks[0]]:
+        column = pa.array(values, pa.string())
+        plain, known = encoded(column, None), encoded(column.dictionary_encode(), dictionaries)
+        assert known.faults == plain.faults
+        good = np.array([row for row in range(len(values)) if row not in plain.faults], dtype=np.int64)
+        assert known.rows.take(good).ids.tolist() == plain.rows.take(good).ids.tolist()
+        assert dictionaries["hex"].values.equals(column.dictionary_encode().dictionary)
 
 
 def test_decimals_and_lists_of_one_length(tmp_path: Path) -> None:
