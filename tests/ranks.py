@@ -66,6 +66,9 @@ _BY_NAME = frozenset(
     }
 )
 
+_SEEN: set[str] = set()
+"""Names of the modules that `_send_tests_by_value` has looked at."""
+
 
 class RankDied(RuntimeError):
     """A rank's process ended inside the function.
@@ -299,7 +302,8 @@ def _error(outcome: Outcome) -> BaseException:
 
 def _send_tests_by_value() -> None:
     """Mark the test modules: pytest rewrites their assertions, and a rank that imported them would not."""
-    for name, module in list(sys.modules.items()):
+    for name in sys.modules.keys() - _SEEN:
         # A package would take all its modules with it.
-        if name.startswith("tests.") and name not in _BY_NAME and not hasattr(module, "__path__"):
-            cloudpickle.register_pickle_by_value(module)
+        if name.startswith("tests.") and name not in _BY_NAME and not hasattr(sys.modules[name], "__path__"):
+            cloudpickle.register_pickle_by_value(sys.modules[name])
+        _SEEN.add(name)
