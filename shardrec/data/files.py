@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import os
+import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 
 from shardrec.data.batch import ClickBatch
 from shardrec.data.encode import encode
+from shardrec.data.fault import Reason
 from shardrec.data.order import STREAMS, Chunk, deal, slices, stream_count, stream_share
 from shardrec.data.reading import Part, Reader, StreamRows, shuffled
 from shardrec.data.rows import join_rows
@@ -22,7 +23,7 @@ from shardrec.data.schema import ClickSchema
 from shardrec.data.source import ClickData
 from shardrec.data.spec import FeatureSpec
 from shardrec.data.split import BatchRequest
-from shardrec.data.tables import FileInfo, check_file, counted
+from shardrec.data.tables import FileInfo, check_file, counted, is_of_file
 from shardrec.errors import ConfigError, DataError
 
 __all__ = ["FileClickData", "check_kinds"]
@@ -51,6 +52,8 @@ class FileClickData(ClickData):
         streams: most row groups, or files of another format, that a global batch has rows of. With 1, rows are in
             exactly the files' order, and every rank decodes all.
         needs_rows: whether a pass in which no row can be read is an error.
+        known: ``files`` of another time, whose order of rows this is to have; with ``"skip"`` all rows of a file that is
+            gone or has changed since are broken.
 
     Attributes:
         paths: the files.
@@ -73,6 +76,7 @@ class FileClickData(ClickData):
         seed: int = 0,
         streams: int = STREAMS,
         needs_rows: bool = True,
+        known: Sequence[FileInfo] = (),
     ) -> None:
         if not 0 <= holdout < 1:
             raise ConfigError(f"holdout is {holdout}: give a share from 0 to 1 (not included)")
@@ -90,7 +94,8 @@ class FileClickData(ClickData):
         self._skipped: Counter[str] = Counter()
         self._reader: Reader | None = None
         self._chunks: dict[bool, list[Chunk]] = {}
-        self.files: Sequence[FileInfo] = [check_file(path, spec) for path in self.paths]
+        self._known = dict(zip(self.paths, known, strict=False)) if on_bad_row == "skip" else {}
+        self.files: Sequence[FileInfo] = [self._checked(path) for path in self.paths]
         check_kinds(self.files, {})
 
     @property
@@ -117,7 +122,7 @@ class FileClickData(ClickData):
         """
         if self._chunks:
             return
-        self.files = list(each(partial(counted, spec=self.spec), self.files))
+        self.files = list(each(self._counted, self.files))
         chunks, row = [], 0
         for number, info in enumerate(self.files):
             for group, rows in enumerate(info.groups):
@@ -171,8 +176,40 @@ class FileClickData(ClickData):
             f"groups (shardrec convert {name} --out DIR)"
         )
 
+    def _checked(self, path: str) -> FileInfo:
+        try:
+            return check_file(path, self.spec)
+        except DataError as error:
+            if path not in self._known or not is_of_file(error):
+                raise
+            return _lost(self._known[path], error)
+
+    def _counted(self, info: FileInfo) -> FileInfo:
+        """The file with its rows; one that is damaged or another than before has none that can be read."""
+        known = self._known.get(info.path)
+        for again in (False, True):  # for it may be a network that fails
+            if info.lost:
+                return info
+            try:
+                info = counted(info, self.spec)
+                break
+            except DataError as error:
+                if self._on_bad_row == "raise" or not is_of_file(error):
+                    raise
+                info = _lost(replace(info, groups=(1,)), error) if again else info
+        if known is None or (known.digest, known.groups) == (info.digest, info.groups):
+            return info
+        return _lost(known, f"data file {info.path} is not the one that was begun with")
+
     def _new_reader(self, *, held: bool, part: float = 1.0) -> Reader:
-        return Reader(files=self.files, spec=self.spec, holdout=self._holdout, held=held, part=part)
+        return Reader(
+            files=self.files,
+            spec=self.spec,
+            holdout=self._holdout,
+            held=held,
+            part=part,
+            skips=self._on_bad_row == "skip",
+        )
 
     def _dealt(self, batch_rows: int, epoch: int | None, *, held: bool) -> tuple[list[list[Chunk]], NDArray[np.int64]]:
         """The chunks of each stream, and its rows."""
@@ -230,7 +267,7 @@ class FileClickData(ClickData):
             )
 
     def _batch(self, parts: Sequence[Part], skipped: Counter[str]) -> ClickBatch:
-        for fault in (fault for part in parts for fault in part.faults):
+        for fault in (fault for part in parts for fault in part.faults if fault.reason is not Reason.ABSENT):
             if self._on_bad_row == "raise":
                 raise DataError(fault.message)
             skipped[fault.reason.value] += 1
@@ -246,6 +283,11 @@ class FileClickData(ClickData):
 def _part_of_block(streams: int) -> float:
     """Of a usual block, the part that is read of each stream at a time."""
     return min(1.0, _ROWS_AHEAD / 16_384 / max(1, streams))
+
+
+def _lost(info: FileInfo, reason: object) -> FileInfo:
+    warnings.warn(f"the rows of a file are left out: {reason}", stacklevel=2)
+    return replace(info, lost=str(reason))
 
 
 def check_kinds(files: Sequence[FileInfo], kinds: dict[str, tuple[str, str]]) -> None:

@@ -22,12 +22,13 @@ from numpy.typing import NDArray
 from shardrec.data import svmlight
 from shardrec.data.encode import column_fault
 from shardrec.data.fault import Reason, RowFault
+from shardrec.data.kafka import range_of, read_range
 from shardrec.data.spec import FeatureSpec
-from shardrec.data.urls import UnreachableError, open_input, path_of
+from shardrec.data.urls import UnreachableError, is_topic, open_input, path_of
 from shardrec.errors import DataError
 from shardrec.layout.presets import host_memory
 
-__all__ = ["FileInfo", "TableBlock", "check_file", "counted", "read_blocks", "rows_between"]
+__all__ = ["FileInfo", "TableBlock", "check_file", "counted", "is_of_file", "read_blocks", "rows_between"]
 
 _ROWS_AT_ONCE = 16_384
 _BLOCK_BYTES = 4 << 20
@@ -48,7 +49,8 @@ class FileInfo:
         digest: checksum of Parquet's footer, or of the bytes of another file; "" while its rows are not counted.
         groups: rows of each row group, broken ones included; a file of another format has one group.
         kinds: what the values of each column of the spec are, of formats with types; "" for nulls only.
-        first_line: the line of row 0; 1 for Parquet and archives, of which rows are counted.
+        first_line: the line, or the offset in a topic, of row 0; 1 for Parquet and archives, of which rows are counted.
+        lost: why none of the rows can be read; "" if they can.
     """
 
     path: str
@@ -57,6 +59,7 @@ class FileInfo:
     groups: tuple[int, ...] = ()
     kinds: Mapping[str, str]
     first_line: int = 1
+    lost: str = ""
 
     @property
     def divisible(self) -> bool:
@@ -94,6 +97,10 @@ def check_file(path: str, spec: FeatureSpec) -> FileInfo:
         UnreachableError: if it cannot be read now.
     """
     schema, digest, groups, first = None, "", (), 1
+    if is_topic(path):
+        if (records := range_of(path)) is None:
+            raise DataError(f"data (--data) is {path}, a topic, whose records go on arriving: give feed:{path}")
+        return FileInfo(path=path, size=0, groups=(records.stop - records.start,), kinds={}, first_line=records.start)
     try:
         with open_input(path) as file:
             size = file.size()
@@ -144,7 +151,7 @@ def counted(info: FileInfo, spec: FeatureSpec) -> FileInfo:
         DataError: for a file that is damaged.
     """
     kind, lines, end, digest = _kind(info.path), 0, b"\n", 0
-    if kind == "parquet":
+    if kind in ("parquet", "kafka"):
         return info
     archive = kind == "archive"
     with _undamaged(info.path, info.size, 1), open_input(info.path) if archive else _opened(info.path) as stream:
@@ -238,6 +245,8 @@ def _tables(
 ) -> Iterator[tuple[Any, dict[int, RowFault]]]:
     """Tables of the rows that could be read, each with the faults of the others by their place among both."""
     path, at_once, size = info.path, max(1, int(_ROWS_AT_ONCE * part)), max(1, int(_BLOCK_BYTES * part))
+    if info.lost:
+        raise DataError(info.lost)
     match _kind(path):
         case "parquet":
             yield from _row_group(info, spec, group, start, at_once, columns)
@@ -245,6 +254,8 @@ def _tables(
             arrays = _arrays(path, columns)  # an array of an archive is read as a whole
             for first in range(start, len(next(iter(arrays.values()))), at_once):
                 yield _table_of(arrays, first, first + at_once), {}
+        case "kafka":
+            yield from read_range(path, spec, start, at_once)
         case "svmlight":
             with _opened(path) as stream:
                 yield from map(svmlight.parse_svmlight, _without(_whole_lines(path, stream, size), start))
@@ -294,6 +305,11 @@ def _row_group(
                 for first in range(start, rows, at_once):
                     yield empty, dict.fromkeys(range(min(at_once, rows - first)), fault)
                 return
+
+
+def is_of_file(error: DataError) -> bool:
+    """Whether reading a file again would raise the error again."""
+    return not isinstance(error, UnreachableError) and not isinstance(error.__cause__, MemoryError)
 
 
 @contextmanager
@@ -350,7 +366,9 @@ def _is_number(kind: Any) -> bool:
 
 
 def _kind(path: str) -> str:
-    """What a file is by the end of its name: ``parquet``, ``archive`` (of NumPy), ``svmlight`` or ``text``."""
+    """What a file is by its name: ``kafka``, ``parquet``, ``archive`` (of NumPy), ``svmlight`` or ``text``."""
+    if is_topic(path):
+        return "kafka"
     if _suffix(path) in _PARQUET:
         return "parquet"
     if _suffix(path) == ".npz":

@@ -10,7 +10,16 @@ from typing import Any
 
 from shardrec.errors import DataError
 
-__all__ = ["UnreachableError", "check_listable", "file_system", "files_of", "gone_from", "open_input", "path_of"]
+__all__ = [
+    "UnreachableError",
+    "check_listable",
+    "file_system",
+    "files_of",
+    "gone_from",
+    "is_topic",
+    "open_input",
+    "path_of",
+]
 
 _BY_PYARROW = ("file", "s3", "gs", "gcs", "abfs", "abfss", "hdfs", "viewfs")
 
@@ -35,6 +44,8 @@ def files_of(pattern: str, *, least: int = 1) -> list[str]:
         raise DataError(
             f"data files {pattern}: only shardrec train --data takes a feed; give its files, without 'feed:'"
         )
+    if is_topic(pattern):
+        return [pattern]
     if "://" not in pattern:
         return _found(pattern, os.path.isfile, os.path.isdir, lambda path: filter(os.path.isfile, glob(path)), least)
     import pyarrow as pa
@@ -83,13 +94,21 @@ def _not_listed(pattern: str, error: Exception) -> UnreachableError:
     return UnreachableError(f"data files {pattern} cannot be listed ({error}): check the name and your access")
 
 
+def is_topic(path: str) -> bool:
+    """Whether the name is one of a topic of Kafka, or of a range of it."""
+    return path.startswith("kafka://")
+
+
 def path_of(path: str) -> str:
     """A path, or that of a URL: without its options, so that the end says what the file is."""
     return path.partition("?")[0] if "://" in path else path
 
 
 def gone_from(paths: Iterable[str]) -> Iterator[str]:
-    """The files that surely are not there: a list also lacks those of a folder that cannot be reached."""
+    """The files that surely are not there: a list also lacks those of a folder that cannot be reached.
+
+    An empty folder may be one that another file system is mounted on at other times.
+    """
     import pyarrow as pa
 
     is_there: dict[str, bool] = {}
@@ -97,7 +116,7 @@ def gone_from(paths: Iterable[str]) -> Iterator[str]:
         system, name = file_system(path) if "://" in path else (None, path)
         folder = os.path.dirname(name)
         if folder not in is_there:
-            is_there[folder] = os.path.isdir(folder or ".") if system is None else system.isdir(folder)
+            is_there[folder] = _has_names(system, folder)
         try:
             if is_there[folder]:
                 os.stat(name) if system is None else system.info(name)
@@ -105,6 +124,15 @@ def gone_from(paths: Iterable[str]) -> Iterator[str]:
             yield path
         except (OSError, pa.ArrowException):
             pass
+
+
+def _has_names(system: Any, folder: str) -> bool:
+    import pyarrow as pa
+
+    try:
+        return bool(os.listdir(folder or ".") if system is None else system.ls(folder, detail=False))
+    except (OSError, pa.ArrowException):
+        return False
 
 
 def open_input(path: str) -> Any:
@@ -126,7 +154,8 @@ def open_input(path: str) -> Any:
             arrow_system = fs.PyFileSystem(fs.FSSpecHandler(system))
         return arrow_system.open_input_file(name)
     except FileNotFoundError:
-        raise DataError(f"data file {path} does not exist: check the path") from None
+        kind = DataError if [*gone_from([path])] else UnreachableError
+        raise kind(f"data file {path} does not exist: check the path") from None
     except (OSError, pa.ArrowException) as error:
         raise UnreachableError(f"data file {path} cannot be opened ({error}): give a file that can") from error
 

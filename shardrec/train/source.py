@@ -26,8 +26,10 @@ from shardrec.data import (
     load_spec,
     open_click_data,
 )
-from shardrec.data.feed import Arrival, Feed, FolderFeed
-from shardrec.data.urls import UnreachableError, files_of
+from shardrec.data.feed import Arrival, Feed
+from shardrec.data.request import named_spec
+from shardrec.data.tables import FileInfo
+from shardrec.data.urls import UnreachableError, files_of, is_topic
 from shardrec.errors import ConfigError, DataError
 from shardrec.exchange.peers import peers
 from shardrec.exchange.safe_pickle import gather
@@ -154,16 +156,27 @@ class Source:
                 "start a new run with the weights of this one (--init-from) on the files that are left"
             ) from error
 
-    def _opened_feed(self, config: TrainConfig, folder: str, spec: FeatureSpec) -> FolderFeed:
+    def _opened_feed(self, config: TrainConfig, source: str, spec: FeatureSpec) -> Feed:
         if spec.labels:
             raise ConfigError(
                 f"data (--data) is {config.data!r}, and the features (--features) name several labels: the rows of a "
                 "feed are scored by one; give label: COLUMN"
             )
-        return FolderFeed(
-            folder,
+        if is_topic(source):
+            spec = named_spec(spec)
+            if clash := {*spec.label_sources, spec.group}.intersection(feature.name for feature in spec.features):
+                raise ConfigError(
+                    f"the features (--features) have a feature {min(map(str, clash))!r}, which a record's label or "
+                    "group is named, too: rename the feature"
+                )
+
+        def opened(files: Sequence[str], known: Sequence[FileInfo]) -> FileClickData:
+            return _opened(config, files, spec, shuffle=config.shuffle or 0, needs_rows=False, known=known)
+
+        return Feed(
+            source,
             spec,
-            lambda files: _opened(config, files, spec, shuffle=config.shuffle or 0, needs_rows=False),
+            opened,
             gathered=partial(_gathered, self._rank_info),
             is_lead=self._rank_info.is_lead,
             most=config.streams,
@@ -252,7 +265,7 @@ class Source:
     def describe(self) -> str:
         """The rows in words, and what would make reading them faster."""
         if self._feed is not None:
-            return "rows of files, as they arrive"
+            return "rows, as they arrive"
         lines = [self.data.describe()]
         if isinstance(self.data, FileClickData):
             lines.append(self.data.uneven(self._rank_info.world_size, self._batch_rows))
@@ -414,6 +427,7 @@ def _opened(
     holdout: float = 0.0,
     shuffle: int = 0,
     needs_rows: bool = True,
+    known: Sequence[FileInfo] = (),
 ) -> FileClickData:
     if config.needs_groups and spec.group is None:
         raise ConfigError(
@@ -431,6 +445,7 @@ def _opened(
         seed=config.seed,
         streams=config.streams,
         needs_rows=needs_rows,
+        known=known,
     )
     assert isinstance(data, FileClickData), "only a SyntheticConfig gives generated rows"
     return data

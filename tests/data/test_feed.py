@@ -1,4 +1,4 @@
-"""``FolderFeed``: what of a folder arrives, and when."""
+"""``Feed``: what of a folder arrives, and when."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 from fsspec.implementations.arrow import ArrowFSWrapper
 
 from shardrec.data import urls
-from shardrec.data.feed import FolderFeed
+from shardrec.data.feed import Feed
 from shardrec.data.files import FileClickData
 from shardrec.data.urls import UnreachableError
 from tests.data.raw import SPEC, lines, write
@@ -20,11 +20,11 @@ from tests.data.raw import SPEC, lines, write
 SOURCES = ["{}", "{}/*", "file://{}", "file://{}/*"]
 
 
-def feed(source: str | Path, **options: Any) -> FolderFeed:
-    return FolderFeed(str(source), SPEC, lambda files: FileClickData(files, SPEC, holdout=0.0), **options)
+def feed(source: str | Path, **options: Any) -> Feed:
+    return Feed(str(source), SPEC, lambda files, known: FileClickData(files, SPEC, holdout=0.0), **options)
 
 
-def arrived(feed: FolderFeed) -> list[str]:
+def arrived(feed: Feed) -> list[str]:
     """The names of an arrival's files."""
     arrival = feed.poll()
     return [] if arrival is None else [Path(path).name for path in arrival.rows.paths]
@@ -65,7 +65,7 @@ def test_what_cannot_be_reached_is_there_later(source: str, tmp_path: Path, monk
     if not source.endswith("*"):
         with pytest.raises(UnreachableError, match="is no folder and no pattern"):
             folder.poll()
-    assert folder.position() == {"taken": [], "kinds": {}, "files": []}
+    assert folder.position() == {"taken": [], "kinds": {}, "files": [], "left_out": 0}
     (tmp_path / "away").rename(tmp_path / "in")
     assert arrived(folder) == ["a.tsv", "b.tsv"]
     # A folder that is not there says nothing of its files.
@@ -88,7 +88,7 @@ def test_what_another_rank_cannot_open_may_be_replaced(tmp_path: Path) -> None:
     folder = feed(tmp_path, gathered=gathered)
     with pytest.raises(UnreachableError, match="rank 1: is not seen here"):
         folder.poll()
-    assert folder.position() == {"taken": [], "kinds": {}, "files": []}
+    assert folder.position() == {"taken": [], "kinds": {}, "files": [], "left_out": 0}
     (tmp_path / "a.parquet").unlink()
     pq.write_table(pa.table(columns | {"cat_2": [1]}), tmp_path / "b.parquet")
     sees = True

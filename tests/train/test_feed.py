@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import hashlib
 import os
 import random
 import shutil
 import signal
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -30,14 +29,7 @@ from shardrec.train.source import Source
 from tests.campaign.results import differences
 from tests.data.raw import damage
 from tests.ranks import raises_on_all, ranks
-from tests.train.broken_off import SMALL, broken_off
-
-SPEC = """
-label: click
-features:
-  - {name: number, kind: dense, mean: 0, std: 1000}
-  - {name: site, kind: id, rows: 50}
-"""
+from tests.train.fed import SPEC, digests, feed, numbers, trained
 
 
 def deliver(folder: Path, name: str, numbers: Sequence[int], *, broken: Sequence[int] = ()) -> None:
@@ -47,46 +39,6 @@ def deliver(folder: Path, name: str, numbers: Sequence[int], *, broken: Sequence
     beside = folder / f".{name}"
     beside.write_text("click,number,site\n" + "\n".join(lines) + "\n", encoding="utf-8")
     beside.rename(folder / name)
-
-
-def feed(folder: Path, **options: Any) -> TrainConfig:
-    """A run on the files in ``folder/in``, three an arrival, which ends when there are no more."""
-    (folder / "in").mkdir()
-    (folder / "spec.yaml").write_text(SPEC, encoding="utf-8")
-    common = {"data": f"feed:{folder / 'in'}", "features": str(folder / "spec.yaml"), "out": str(folder / "run")}
-    options = {"streams": 3, "batch_size": 32, "checkpoint_every": "4", "feed_idle": 0, **options}
-    return SMALL.changed(samples=None, evaluations=10, holdout_samples=200, **common, **options)
-
-
-def trained(config: TrainConfig, **how: Any) -> dict[int, list[int]]:
-    """The numbers of this rank's rows in each step that a run made until it was broken off, or ended."""
-    from shardrec.train import loop, session
-
-    batches: list[list[int]] = []
-    original, poll_s = loop.batch_loss, session._POLL_S
-
-    def batch_loss(name: str, model: Any, batch: Any, *rest: Any) -> Any:
-        batches.append([round(1000 * number) for number in batch.dense[:, 0].tolist()])
-        return original(name, model, batch, *rest)
-
-    loop.batch_loss, session._POLL_S = batch_loss, 0.001
-    try:
-        steps = broken_off(config, **how)
-    finally:
-        loop.batch_loss, session._POLL_S = original, poll_s
-    assert len(steps) == len(batches)
-    return dict(zip(steps, batches, strict=True))
-
-
-def digests(rows: Mapping[int, Sequence[int]], every: int) -> list[str]:
-    """Of the rows between a checkpoint and the next."""
-    steps = sorted(rows)
-    intervals = [steps[start : start + every] for start in range(0, len(steps), every)]
-    return [hashlib.sha256(repr([rows[step] for step in steps]).encode()).hexdigest() for steps in intervals]
-
-
-def numbers(rows: Mapping[int, Sequence[int]]) -> list[int]:
-    return sorted(number for step in rows.values() for number in step)
 
 
 def delivered(folder: Path) -> list[int]:
@@ -312,7 +264,7 @@ def test_options_that_do_not_go_with_a_feed(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"feed_idle \(--feed-idle\) is 1.0, and data \(--data\) is no feed"):
         TrainConfig(feed_idle=1)
     config = feed(tmp_path)
-    with pytest.raises(DataError, match="has had no file for 0 s"):
+    with pytest.raises(DataError, match="has had nothing for 0 s"):
         trained(config)
     with pytest.raises(DataError, match="is no folder and no pattern: make it first"):
         trained(config.changed(data=f"feed:{tmp_path / 'other'}"))
