@@ -145,6 +145,8 @@ class Feed:
             arrived = self._arrived([name for name in names if name not in self._taken and not _hidden(name)], last)
             gone = gone_from(self._taken.difference(names))
             return {**arrived, "taken": sorted(self._taken.difference(gone).union(arrived["taken"]))}
+        except OSError as error:
+            return UnreachableError(f"{self._source} cannot be read ({error}): give a name that can")
         except DataError as error:
             return error
 
@@ -185,20 +187,11 @@ class Feed:
 
     def _lines(self, start: int) -> list[bytes]:
         """The whole lines of the manifest from a byte on."""
-        try:
-            with open_input(self._source) as file:
-                size = file.size()
-                file.seek(min(start, size))
-                lines: list[bytes] = file.read().split(b"\n")[:-1]
-        except OSError as error:
-            raise UnreachableError(
-                f"data files {self._source} cannot be read ({error}): give a file that can"
-            ) from error
-        if size < start:
-            raise UnreachableError(
-                f"data files {self._source} had {start:,} bytes and now has {size:,}: only add lines to a manifest"
-            )
-        return lines
+        with open_input(self._source) as file:
+            if file.size() < start:  # as while it is written again
+                raise UnreachableError(f"{self._source} has less than {start:,} bytes: only add lines to a manifest")
+            file.seek(start)
+            return file.read().split(b"\n")[:-1]  # type: ignore[no-any-return]
 
 
 def _beside(path: str, name: str) -> str:

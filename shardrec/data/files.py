@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -52,8 +53,8 @@ class FileClickData(ClickData):
         streams: most row groups, or files of another format, that a global batch has rows of. With 1, rows are in
             exactly the files' order, and every rank decodes all.
         needs_rows: whether a pass in which no row can be read is an error.
-        known: ``files`` of another time, whose order of rows this is to have; with ``"skip"`` all rows of a file that is
-            gone or has changed since are broken.
+        known: ``files`` of another time, whose order of rows this is to have; with ``"skip"`` all rows of a file that
+            is gone or has changed since are broken.
 
     Attributes:
         paths: the files.
@@ -95,7 +96,9 @@ class FileClickData(ClickData):
         self._reader: Reader | None = None
         self._chunks: dict[bool, list[Chunk]] = {}
         self._known = dict(zip(self.paths, known, strict=False)) if on_bad_row == "skip" else {}
-        self.files: Sequence[FileInfo] = [self._checked(path) for path in self.paths]
+        self.files: Sequence[FileInfo] = [
+            self._or_lost(partial(check_file, path, spec), self._known.get(path)) for path in self.paths
+        ]
         check_kinds(self.files, {})
 
     @property
@@ -176,30 +179,26 @@ class FileClickData(ClickData):
             f"groups (shardrec convert {name} --out DIR)"
         )
 
-    def _checked(self, path: str) -> FileInfo:
-        try:
-            return check_file(path, self.spec)
-        except DataError as error:
-            if path not in self._known or not is_of_file(error):
-                raise
-            return _lost(self._known[path], error)
-
     def _counted(self, info: FileInfo) -> FileInfo:
-        """The file with its rows; one that is damaged or another than before has none that can be read."""
         known = self._known.get(info.path)
-        for again in (False, True):  # for it may be a network that fails
-            if info.lost:
-                return info
-            try:
-                info = counted(info, self.spec)
-                break
-            except DataError as error:
-                if self._on_bad_row == "raise" or not is_of_file(error):
-                    raise
-                info = _lost(replace(info, groups=(1,)), error) if again else info
-        if known is None or (known.digest, known.groups) == (info.digest, info.groups):
-            return info
-        return _lost(known, f"data file {info.path} is not the one that was begun with")
+
+        def as_known() -> FileInfo:
+            now = counted(info, self.spec)
+            if known is not None and (known.digest, known.groups) != (now.digest, now.groups):
+                raise DataError(f"data file {info.path} is not the one that was begun with")
+            return now
+
+        return info if info.lost else self._or_lost(as_known, known or replace(info, groups=(1,)))
+
+    def _or_lost(self, look: Callable[[], FileInfo], known: FileInfo | None) -> FileInfo:
+        """What ``look`` gives; or, where broken rows are left out, for a fault of the file what is known, all lost."""
+        try:
+            return look()
+        except DataError as error:
+            if known is None or self._on_bad_row == "raise" or not is_of_file(error):
+                raise
+            warnings.warn(f"the rows of a file are left out: {error}", stacklevel=2)
+            return replace(known, lost=str(error))
 
     def _new_reader(self, *, held: bool, part: float = 1.0) -> Reader:
         return Reader(
@@ -283,11 +282,6 @@ class FileClickData(ClickData):
 def _part_of_block(streams: int) -> float:
     """Of a usual block, the part that is read of each stream at a time."""
     return min(1.0, _ROWS_AHEAD / 16_384 / max(1, streams))
-
-
-def _lost(info: FileInfo, reason: object) -> FileInfo:
-    warnings.warn(f"the rows of a file are left out: {reason}", stacklevel=2)
-    return replace(info, lost=str(reason))
 
 
 def check_kinds(files: Sequence[FileInfo], kinds: dict[str, tuple[str, str]]) -> None:

@@ -10,11 +10,8 @@ import os
 import re
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-from shardrec._versions import check_extra
 from shardrec.data.fault import Reason, RowFault
 from shardrec.data.request import table_of
 from shardrec.data.spec import FeatureSpec
@@ -22,7 +19,7 @@ from shardrec.data.urls import UnreachableError
 from shardrec.errors import DataError
 from shardrec.files import parse_json
 
-__all__ = ["OffsetRange", "new_ranges", "range_of", "read_range"]
+__all__ = ["new_ranges", "range_of", "read_range"]
 
 _MOST = 1 << 16
 """Offsets of a range."""
@@ -33,7 +30,7 @@ _REQUEST_S, _SILENT_S, _LOOK_S = 10.0, 60.0, 0.2
 _ABSENT = RowFault(reason=Reason.ABSENT, where="there is no record", remedy="")
 _REACH = (
     "check that the topic exists, that its brokers run, that this host reaches them by the names that they go by, and "
-    f"the options in the file that the environment variable {_OPTIONS} names"
+    f"the options in the environment variable {_OPTIONS}"
 )
 _KEEP = (
     "keep records for longer (retention.ms, retention.bytes); leave out those that are gone (--on-bad-row skip), or, "
@@ -43,26 +40,14 @@ _idle: dict[str, list[Any]] = {}
 """Consumers that read nothing now, by their brokers: a new one takes threads and connections."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class OffsetRange:
-    """Offsets ``start`` to ``stop`` (not included) of a partition."""
-
-    partition: int
-    start: int
-    stop: int
-
-
-def range_of(path: str) -> OffsetRange | None:
-    """The range of this name; None for the name of a whole topic.
-
-    Raises:
-        DataError: if it is neither.
-    """
-    _, _, *numbers = _parts(path)
-    if numbers[0] is None:
-        return None
-    partition, start, stop = map(int, numbers)
-    return OffsetRange(partition=partition, start=start, stop=stop)
+def range_of(path: str) -> tuple[str, str, int, int, int]:
+    """Brokers, topic, partition, first offset and end of a range; of a topic's name the numbers are 0."""
+    match = _NAME.fullmatch(path)
+    if match is None:
+        raise DataError(f"data (--data) is {path}, which is no topic: give feed:kafka://HOST:PORT/TOPIC")
+    brokers, topic, *numbers = match.groups()
+    partition, start, stop = (int(number or 0) for number in numbers)
+    return brokers, topic, partition, start, stop
 
 
 def new_ranges(source: str, before: Iterable[str], *, skips: bool) -> list[str]:
@@ -79,8 +64,8 @@ def new_ranges(source: str, before: Iterable[str], *, skips: bool) -> list[str]:
     """
     from confluent_kafka import TopicPartition  # an extra
 
-    starts = {known.partition: known.stop for known in map(range_of, before) if known is not None}
-    topic, ranges = _parts(source)[1], []
+    starts = {partition: stop for _, _, partition, _, stop in map(range_of, before)}
+    topic, ranges = range_of(source)[1], []
     with _consumer(source) as consumer:
         about = consumer.list_topics(topic, timeout=_REQUEST_S).topics[topic]
         if about.error is not None:
@@ -118,11 +103,10 @@ def read_range(path: str, spec: FeatureSpec, start: int, at_once: int) -> Iterat
     """
     from confluent_kafka import KafkaError, TopicPartition  # an extra
 
-    topic, offsets, silent_s = _parts(path)[1], range_of(path), 0.0
-    assert offsets is not None, "a range is read"
-    at, stop = offsets.start + start, offsets.stop
+    _, topic, partition, at, stop = range_of(path)
+    at, silent_s = at + start, 0.0
     with _consumer(path) as consumer:
-        consumer.assign([TopicPartition(topic, offsets.partition, at)])
+        consumer.assign([TopicPartition(topic, partition, at)])
         while at < stop:
             messages = consumer.consume(min(at_once, stop - at), timeout=_LOOK_S)
             silent_s = 0.0 if messages else silent_s + _LOOK_S
@@ -130,9 +114,10 @@ def read_range(path: str, spec: FeatureSpec, start: int, at_once: int) -> Iterat
                 raise UnreachableError(f"{path} cannot be read (offset {at} has not come in {_SILENT_S:g} s): {_REACH}")
             rows: list[Any] = []
             for message in messages:
-                error, place = message.error(), min(message.offset(), stop) - at
+                error = message.error()
                 if error is not None and error.code() != KafkaError._PARTITION_EOF:
                     raise _fault(path, error)
+                place = min(message.offset(), stop) - at
                 rows += [_ABSENT] * (place - len(rows))
                 if error is None and len(rows) == place < stop - at:
                     rows.append(_row(message.value()))
@@ -149,28 +134,20 @@ def _row(value: bytes | None) -> Any:
         return value
 
 
-def _parts(path: str) -> tuple[str, ...]:
-    """Brokers, topic, partition, first offset and end; of a topic's name the last three are None."""
-    match = _NAME.fullmatch(path)
-    if match is None:
-        raise DataError(f"data (--data) is {path}, which is no topic: give feed:kafka://HOST:PORT/TOPIC")
-    return match.groups()
-
-
 @contextmanager
 def _consumer(path: str) -> Iterator[Any]:
     """A consumer, of which errors are those of reading ``path``."""
-    check_extra("kafka")
     from confluent_kafka import Consumer, KafkaException  # an extra
 
-    brokers = _parts(path)[0]
-    idle, consumer = _idle.setdefault(brokers, []), None
+    brokers, consumer = range_of(path)[0], None
+    idle = _idle.setdefault(brokers, [])
     try:
         try:
             consumer = idle.pop()
-        except IndexError:
+        except IndexError:  # no other thread has put one back
             usual = {"group.id": "shardrec", "queued.max.messages.kbytes": 8192, "fetch.queue.backoff.ms": 50}
             usual["fetch.wait.max.ms"] = 50  # a range is there: a longer wait at its end would be that of the next
+            usual |= {"log_level": 3, "reconnect.backoff.ms": 1000}  # a line a second where there is no broker
             fixed = {"bootstrap.servers": brokers, "enable.auto.commit": False, "enable.partition.eof": True}
             consumer = Consumer({**usual, **_options(), **fixed, "auto.offset.reset": "error"})
         yield consumer
@@ -182,15 +159,12 @@ def _consumer(path: str) -> Iterator[Any]:
             idle.append(consumer)
 
 
-def _options() -> dict[str, str]:
-    """Options of librdkafka, such as those of TLS and SASL: lines ``name=value`` of a file."""
-    path = os.environ.get(_OPTIONS, os.devnull)
+def _options() -> dict[str, Any]:
+    """Options of librdkafka, such as those of TLS and SASL."""
     try:
-        lines = Path(path).read_text(encoding="utf-8").splitlines()
-    except (OSError, ValueError) as error:
-        raise DataError(f"{_OPTIONS} is {path!r}, which cannot be read ({error}): give a file of options") from error
-    pairs = (line.partition("=") for line in lines if line.strip() and not line.startswith("#"))
-    return {name.strip(): value.strip() for name, _, value in pairs}
+        return dict(parse_json(os.environ.get(_OPTIONS, "{}")))
+    except (TypeError, ValueError) as error:
+        raise DataError(f"{_OPTIONS} is no JSON object of librdkafka's options ({error}): correct it") from error
 
 
 def _fault(path: str, error: Any) -> DataError:
@@ -198,6 +172,6 @@ def _fault(path: str, error: Any) -> DataError:
 
     if error.code() in (KafkaError._AUTO_OFFSET_RESET, KafkaError.OFFSET_OUT_OF_RANGE):
         return DataError(f"{path} lacks records that were not trained on ({error.str()}): {_KEEP}")
-    refused = ("UNKNOWN_TOPIC_OR_PART", "_UNKNOWN_TOPIC", "_UNKNOWN_PARTITION", "TOPIC_EXCEPTION", "_INVALID_ARG")
-    is_refused = error.code() in (getattr(KafkaError, name) for name in (*refused, "TOPIC_AUTHORIZATION_FAILED"))
-    return (DataError if is_refused else UnreachableError)(f"{path} cannot be read ({error.str()}): {_REACH}")
+    refused = "UNKNOWN_TOPIC_OR_PART _UNKNOWN_PARTITION TOPIC_EXCEPTION TOPIC_AUTHORIZATION_FAILED _INVALID_ARG"
+    kind = DataError if error.code() in (getattr(KafkaError, name) for name in refused.split()) else UnreachableError
+    return kind(f"{path} cannot be read ({error.str()}): {_REACH}")

@@ -120,27 +120,20 @@ class Reader:
     def _blocks(self, info: FileInfo, group: int, start: int) -> Iterator[TableBlock]:
         import pyarrow as pa
 
-        before, failed_at = sum(info.groups[:group]), -1
+        before = sum(info.groups[:group])
         first, stop = before + start, before + info.groups[group]
-        while True:
-            try:
-                for block in read_blocks(info, self.spec, group=group, start=first - before, part=self.part):
-                    yield block
-                    first = block.stop
-            except DataError as error:
-                if not self.skips or not is_of_file(error):
-                    raise
-                if failed_at == first:
-                    fault = RowFault(reason=Reason.DAMAGED, where=str(error), remedy="")
-                    break
-                failed_at = first  # and is read once more, for it may have been a network that failed
-            else:
-                return
-        empty = pa.table({name: pa.array([], pa.string()) for name in self.spec.sources})
-        for at in range(first, stop, _BROKEN_AT_ONCE):
-            end = min(at + _BROKEN_AT_ONCE, stop)
-            faults = dict.fromkeys(range(at, end), fault)
-            yield TableBlock(table=empty, numbers=np.zeros(0, np.int64), faults=faults, first=at, stop=end)
+        try:
+            for block in read_blocks(info, self.spec, group=group, start=start, part=self.part):
+                yield block
+                first = block.stop
+        except DataError as error:
+            if not self.skips or not is_of_file(error):
+                raise
+            fault = RowFault(reason=Reason.DAMAGED, where=str(error), remedy="")
+            empty = pa.table({name: pa.array([], pa.string()) for name in self.spec.sources})
+            for at in range(first, stop, _BROKEN_AT_ONCE):
+                faults = dict.fromkeys(range(at, end := min(at + _BROKEN_AT_ONCE, stop)), fault)
+                yield TableBlock(table=empty, numbers=np.zeros(0, np.int64), faults=faults, first=at, stop=end)
 
     @property
     def _by_group(self) -> bool:

@@ -74,16 +74,14 @@ def table_of(rows: Sequence[Any], spec: FeatureSpec, *, labelled: bool) -> tuple
     types |= {feature.weights: pa.list_(pa.float64()) for feature in spec.features if feature.weights}
     columns: dict[str, list[Any]] = {name: [] for name in types}
     for number, row in enumerate(rows):
-        values: Any
         try:
-            values = row if isinstance(row, RowFault) else _values(row, features, more=labelled)
+            values = {} if isinstance(row, RowFault) else _values(row, features, more=labelled)
         except DataError as error:
-            values = RowFault(reason=Reason.OBJECT, where=str(error), remedy="correct it")
-        if isinstance(values, RowFault):
-            faults[number] = values
-        else:
-            for name, column in columns.items():
-                column.append(values[name])
+            values, row = {}, RowFault(reason=Reason.OBJECT, where=str(error), remedy="correct it")
+        if isinstance(row, RowFault):
+            faults[number] = row
+        for name, value in values.items():
+            columns[name].append(value)
     return pa.table({name: pa.array(column, types[name]) for name, column in columns.items()}), faults
 
 

@@ -98,9 +98,10 @@ def check_file(path: str, spec: FeatureSpec) -> FileInfo:
     """
     schema, digest, groups, first = None, "", (), 1
     if is_topic(path):
-        if (records := range_of(path)) is None:
+        *_, first, stop = range_of(path)
+        if not stop:
             raise DataError(f"data (--data) is {path}, a topic, whose records go on arriving: give feed:{path}")
-        return FileInfo(path=path, size=0, groups=(records.stop - records.start,), kinds={}, first_line=records.start)
+        return FileInfo(path=path, size=0, groups=(stop - first,), kinds={}, first_line=first)
     try:
         with open_input(path) as file:
             size = file.size()
@@ -308,8 +309,9 @@ def _row_group(
 
 
 def is_of_file(error: DataError) -> bool:
-    """Whether reading a file again would raise the error again."""
-    return not isinstance(error, UnreachableError) and not isinstance(error.__cause__, MemoryError)
+    """Whether the error says something of a file, and not of memory or of the way to the file."""
+    of_system = isinstance(error.__cause__, OSError) and error.__cause__.errno is not None  # a decompressor gives none
+    return not (of_system or isinstance(error, UnreachableError) or isinstance(error.__cause__, MemoryError))
 
 
 @contextmanager

@@ -111,28 +111,22 @@ def gone_from(paths: Iterable[str]) -> Iterator[str]:
     """
     import pyarrow as pa
 
-    is_there: dict[str, bool] = {}
+    has_names: dict[str, bool] = {}
     for path in paths:
         system, name = file_system(path) if "://" in path else (None, path)
         folder = os.path.dirname(name)
-        if folder not in is_there:
-            is_there[folder] = _has_names(system, folder)
         try:
-            if is_there[folder]:
-                os.stat(name) if system is None else system.info(name)
+            if folder not in has_names:
+                has_names[folder] = False
+                has_names[folder] = bool(
+                    os.listdir(folder or ".") if system is None else system.ls(folder, detail=False)
+                )
+            os.stat(name) if system is None else system.info(name)
         except FileNotFoundError:
-            yield path
+            if has_names[folder]:
+                yield path
         except (OSError, pa.ArrowException):
             pass
-
-
-def _has_names(system: Any, folder: str) -> bool:
-    import pyarrow as pa
-
-    try:
-        return bool(os.listdir(folder or ".") if system is None else system.ls(folder, detail=False))
-    except (OSError, pa.ArrowException):
-        return False
 
 
 def open_input(path: str) -> Any:

@@ -14,6 +14,7 @@ from typing import Any
 
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
+from shardrec._versions import check_extra
 from shardrec.data import (
     ClickBatch,
     ClickMetrics,
@@ -153,7 +154,8 @@ class Source:
         except DataError as error:
             raise DataError(
                 f"{error}. The last checkpoint is in the middle of this file's rows: put the file back as it was, or "
-                "start a new run with the weights of this one (--init-from) on the files that are left"
+                "leave its rows out (--on-bad-row skip), or start a new run with the weights of this one (--init-from) "
+                "on the files that are left"
             ) from error
 
     def _opened_feed(self, config: TrainConfig, source: str, spec: FeatureSpec) -> Feed:
@@ -163,6 +165,7 @@ class Source:
                 "feed are scored by one; give label: COLUMN"
             )
         if is_topic(source):
+            check_extra("kafka")
             spec = named_spec(spec)
             if clash := {*spec.label_sources, spec.group}.intersection(feature.name for feature in spec.features):
                 raise ConfigError(

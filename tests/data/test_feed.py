@@ -6,6 +6,7 @@ from contextlib import nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
+import fsspec
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -15,6 +16,7 @@ from shardrec.data import urls
 from shardrec.data.feed import Feed
 from shardrec.data.files import FileClickData
 from shardrec.data.urls import UnreachableError
+from shardrec.errors import DataError
 from tests.data.raw import SPEC, lines, write
 
 SOURCES = ["{}", "{}/*", "file://{}", "file://{}/*"]
@@ -146,3 +148,60 @@ def test_a_file_that_is_left_out_says_nothing_of_others(tmp_path: Path) -> None:
     other = feed(tmp_path, skips=True)
     other.seek(folder.position())
     assert (folder.left_out, arrived(other), other.left_out) == (1, [], 0)
+
+
+@pytest.mark.parametrize("root", ["{}", "file://{}", "memory://{}"])
+def test_files_of_a_manifest_arrive_in_the_order_of_its_whole_lines(root: str, tmp_path: Path) -> None:
+    def add(name: str, data: bytes) -> None:
+        with fsspec.open(f"{root.format(tmp_path)}/{name}", "ab") as file:
+            file.write(data)
+
+    source = f"{root.format(tmp_path)}/manifest.txt"
+    with pytest.raises(DataError, match=r"manifest.txt"):
+        feed(source).poll()
+    for name in ("c.tsv", "_b.tsv", "a.tsv"):
+        add(name, lines(2))
+    add("manifest.txt", b"c.tsv\nbroken.tsv\n_b.t")
+    add("broken.tsv", b"")
+    folder = feed(source, skips=True)
+    with pytest.warns(UserWarning, match="a file was left out: data file .*broken.tsv is empty"):
+        assert arrived(folder) == ["c.tsv"]
+    assert arrived(folder) == []
+    other = feed(source, skips=True, most=1)
+    other.seek(folder.position())
+    add("manifest.txt", b"sv\n" + f"{root.format(tmp_path)}/a.tsv\n".encode())
+    assert [arrived(other), arrived(other), arrived(other)] == [["_b.tsv"], ["a.tsv"], []]
+    with fsspec.open(source, "wb") as file:
+        file.write(b"c.tsv\n")
+    with pytest.raises(UnreachableError, match=r"manifest.txt has less than \d+ bytes: only add lines to a manifest"):
+        other.poll()
+
+
+def test_an_object_store_is_a_feed() -> None:
+    """Where folders are names, and a file appears whole."""
+    with fsspec.open("memory://feed/a.tsv", "wb") as file:
+        file.write(lines(3))
+    folder = feed("memory://feed/*.tsv")
+    arrival = folder.poll()
+    assert arrival is not None
+    assert (arrival.rows.paths, arrival.rows.train_rows) == (("memory://feed/a.tsv",), 3)
+    with fsspec.open("memory://feed/b.tsv", "wb") as file:
+        file.write(lines(2))
+    fsspec.filesystem("memory").rm("/feed/a.tsv")
+    other = feed("memory://feed/*.tsv")
+    other.seek(folder.position())
+    assert (arrived(other), arrived(other)) == (["b.tsv"], [])
+    assert other.position()["taken"] == ["memory://feed/b.tsv"]
+
+
+def test_an_empty_folder_may_be_one_that_is_not_mounted(tmp_path: Path) -> None:
+    (tmp_path / "in").mkdir()
+    write(tmp_path / "in" / "a.tsv", lines(2))
+    folder = feed(tmp_path / "in")
+    assert arrived(folder) == ["a.tsv"]
+    (tmp_path / "in").rename(tmp_path / "away")
+    (tmp_path / "in").mkdir()
+    assert arrived(folder) == []
+    (tmp_path / "in").rmdir()
+    (tmp_path / "away").rename(tmp_path / "in")
+    assert arrived(folder) == []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import os
 import random
 import shutil
@@ -256,6 +257,55 @@ def test_a_file_that_breaks_in_the_middle_of_an_arrival(tmp_path: Path, monkeypa
         trained(gone, resume=True)
     new = config.changed(out=str(tmp_path / "new"), init_from=str(tmp_path / "gone"))
     assert numbers(trained(new)) == [*range(300, 350)]
+
+
+@pytest.mark.parametrize("how", ["gone", "replaced", "not mounted"])
+def test_rows_of_a_lost_file_are_left_out_of_an_arrival(how: str, tmp_path: Path) -> None:
+    """In the middle of it: all others are trained on, each once, in the steps that they would have been in."""
+    config = feed(tmp_path, checkpoint_every="1", on_bad_row="skip")
+    for name, first in (("a.csv", 0), ("b.csv", 200)):
+        deliver(tmp_path / "in", name, range(first, first + 200))
+    whole = feed_without(config, tmp_path)
+    before = trained(config, cut_after=5)
+    if how == "not mounted":
+        (tmp_path / "in").rename(tmp_path / "away")
+        (tmp_path / "in").mkdir()
+        with pytest.warns(UserWarning, match=r"\.csv does not exist.*tried again"), pytest.raises(DataError):
+            trained(config.changed(timeout=0.1), resume=True)
+        (tmp_path / "in").rmdir()
+        (tmp_path / "away").rename(tmp_path / "in")
+        assert trained(config, resume=True) == {step: whole[step] for step in range(6, 14)}
+        return
+    (tmp_path / "in" / "b.csv").unlink()
+    if how == "replaced":
+        deliver(tmp_path / "in", "b.csv", range(1000, 1300))
+    with pytest.warns(UserWarning, match="the rows of a file are left out: data file .*b.csv"):
+        after = trained(config, resume=True)
+    assert after == {step: [row for row in whole[step] if row < 200] for step in range(6, 14)}
+    left_out = 200 - sum(row >= 200 for row in numbers(before))
+    assert RunFolder(tmp_path / "run").metrics["skipped_rows"] == {"damaged part of a file": left_out}
+
+
+def feed_without(config: TrainConfig, folder: Path) -> dict[int, list[int]]:
+    """The rows of a run of its own."""
+    return trained(config.changed(out=str(folder / "whole")))
+
+
+def test_a_damaged_text_is_left_out_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is found when the lines are counted, before any was trained on."""
+    monkeypatch.setattr(tables, "_BLOCK_BYTES", 1000)
+    config = feed(tmp_path, on_bad_row="skip")
+    deliver(tmp_path / "in", "a.csv", range(64))
+    data = gzip.compress(("click,number,site\n" + "".join(f"1,{n},2\n" for n in range(9999))).encode())
+    (tmp_path / "in" / "b.csv.gz").write_bytes(data[: len(data) // 2])
+    (tmp_path / "in" / "c.csv").write_bytes("click,number,site\n1,2,3\n".encode("utf-16"))
+    with pytest.warns(UserWarning, match="left out: .*b.csv.gz:1: the file is damaged"):
+        assert numbers(trained(config)) == list(range(64))
+    skipped = RunFolder(tmp_path / "run").metrics["skipped_rows"]
+    assert skipped == {"damaged part of a file": 1, "file that cannot be read": 1}
+    with pytest.raises(DataError, match=r"b.csv.gz:1: the file is damaged"):
+        (tmp_path / "in" / "c.csv").unlink()
+        trained(config.changed(on_bad_row="error", out=str(tmp_path / "error")))
 
 
 def test_options_that_do_not_go_with_a_feed(tmp_path: Path) -> None:

@@ -4,19 +4,24 @@ from __future__ import annotations
 
 import random
 import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from shardrec import _versions
 from shardrec.data import FeatureSpec, kafka
-from shardrec.data import feed as feeds
 from shardrec.data.request import named_spec
 from shardrec.data.spec import parse_spec
-from shardrec.errors import DataError, ShardrecError, VersionError
+from shardrec.data.tables import check_file
+from shardrec.data.urls import UnreachableError
+from shardrec.errors import ConfigError, DataError, ShardrecError, VersionError
+from shardrec.launch.ranks import RankInfo
 from shardrec.train import TrainConfig
 from shardrec.train.runs import RunFolder
+from shardrec.train.source import Source
 from tests.campaign.results import differences
 from tests.ranks import raises_on_all, ranks
 from tests.train.fed import SPEC, digests, feed, numbers, trained
@@ -24,9 +29,10 @@ from tests.train.topics import Brokers
 
 
 @pytest.fixture(scope="module")
-def brokers() -> Brokers:
+def brokers() -> Iterator[Brokers]:
     pytest.importorskip("confluent_kafka", reason="shardrec is installed without its extra kafka")
-    return Brokers()
+    yield Brokers()
+    kafka._idle.clear()
 
 
 def row(number: int) -> dict[str, Any]:
@@ -42,7 +48,7 @@ def test_a_kill_loses_and_repeats_no_record(
     kills: int, brokers: Brokers, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Struck between checkpoints, at them, at the ends of arrivals, before the first: the state is the same, too."""
-    monkeypatch.setattr(feeds, "_MOST_OFFSETS", 70)  # three arrivals: 280, 280 and 140 rows
+    monkeypatch.setattr(kafka, "_MOST", 70)  # three arrivals: 280, 280 and 140 rows
     draws = random.Random(kills)
     whole = on_topic(tmp_path, brokers.deliver(f"kills-{kills}", list(map(row, range(700)))))
     undisturbed = trained(whole)
@@ -83,31 +89,40 @@ def test_broken_records_are_counted_or_end_the_run(brokers: Brokers, tmp_path: P
     raises_on_all(2, ShardrecError, place + "correct it, or leave such rows out", trained, config)
 
 
-def test_what_cannot_be_read_is_an_error_on_all_ranks(brokers: Brokers, tmp_path: Path) -> None:
-    def refused(config: TrainConfig, **how: Any) -> None:
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(kafka, "_WAIT_S", 1.0)
-            trained(config, **how)
-
+def test_records_that_are_gone_end_the_run_or_are_counted(brokers: Brokers, tmp_path: Path) -> None:
+    """Those of the range under way, and those that no arrival had."""
     url = brokers.deliver("kept", list(map(row, range(64))), partition=2)
-    config = on_topic(tmp_path, url, global_batch_size=32, batch_size=16, checkpoint_every="1")
-    none = config.changed(data=f"feed:{url}-not", out=str(tmp_path / "none"))
-    raises_on_all(
-        2, ShardrecError, r"kept-not cannot be read \(.*nknown topic.*\): check that the topic", refused, none
-    )
-    away = config.changed(data="feed:kafka://127.0.0.1:1/kept", out=str(tmp_path / "away"))
-    raises_on_all(
-        2, ShardrecError, r"127.0.0.1:1/kept cannot be read \(.*\): check that .* its brokers run", refused, away
-    )
-    ranks(2, trained, config, cut_after=1)
-    ranks(2, trained, config.changed(out=str(tmp_path / "whole")))
+    config = on_topic(tmp_path, url, batch_size=16, checkpoint_every="1")
+    trained(config, cut_after=1)
+    trained(config.changed(out=str(tmp_path / "whole")))
+    brokers.deliver("kept", [row(64)], partition=2)
     brokers.deliver("kept", [b" " * 900_000] * 8, partition=2)  # more than the brokers keep
-    raises_on_all(
-        2, ShardrecError, r"offsets=0-64 cannot be read \(.*, at offset 0\): rows were", refused, config, resume=True
-    )
-    later = config.changed(out=str(tmp_path / "whole"))
-    gone = r"kept\?partition=2 cannot be read \(it has offsets \d+ to 72, and 64 is the next to read\): rows were"
-    raises_on_all(2, ShardrecError, gone, refused, later, resume=True)
+    brokers.deliver("kept", list(map(row, range(65, 81))), partition=2)
+    for out, words in (
+        ("run", r"offsets=0-64 lacks records that were not trained on \(.*\): keep records for longer"),
+        ("whole", r"partition=2 lacks .* \(it has offsets \d+ to 89, and 64 is the next to read\): keep records"),
+    ):
+        with pytest.raises(DataError, match=words):
+            trained(config.changed(out=str(tmp_path / out)), resume=True)
+        rows = trained(config.changed(out=str(tmp_path / out), on_bad_row="skip"), resume=True)
+        assert numbers(rows) == list(range(65, 81))
+        skipped = RunFolder(tmp_path / out).metrics["skipped_rows"]
+        assert sum(skipped.values()) == {"run": 48, "whole": 0}[out] + 1 + 8
+
+
+def test_what_may_come_later_is_another_error(brokers: Brokers, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kafka, "_REQUEST_S", 0.5)
+    monkeypatch.setattr(kafka, "_SILENT_S", 0.3)
+    url = brokers.deliver("silent", list(map(row, range(3))), partition=0)
+    with pytest.raises(
+        UnreachableError, match=r"kafka://127.0.0.1:1/silent cannot be read \(.*\): check that the topic"
+    ):
+        kafka.new_ranges("kafka://127.0.0.1:1/silent", [], skips=True)
+    with pytest.raises(UnreachableError, match=r"offsets=3-5 cannot be read \(offset 3 has not come in 0.3 s\): check"):
+        list(kafka.read_range(f"{url}?partition=0&offsets=3-5", named_spec(parse_spec(SPEC, "spec")), 0, 4))
+    with pytest.raises(DataError, match=r"silent-not cannot be read \(.*nknown topic.*\)") as refused:
+        kafka.new_ranges(f"{url}-not", [], skips=True)
+    assert not isinstance(refused.value, UnreachableError)
 
 
 class Scripted:
@@ -162,14 +177,23 @@ def test_offsets_without_records_have_places(offsets: list[int], records: list[i
 def test_options_and_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(DataError, match="is no topic: give feed:kafka://HOST:PORT/TOPIC"):
         kafka.range_of("kafka://host/topic/more")
-    monkeypatch.setattr(_versions.util, "find_spec", lambda name: None)
-    _versions.check_extra.cache_clear()
-    with pytest.raises(VersionError, match=r"without confluent_kafka, .* pip install 'shardrec\[kafka\]'"):
-        kafka.new_ranges("kafka://host/topic", {}, 10)
-    monkeypatch.undo()
+    with pytest.raises(DataError, match="a topic, whose records go on arriving: give feed:kafka://host/topic"):
+        check_file("kafka://host/topic", parse_spec(SPEC, "spec"))
+    config = on_topic(tmp_path, "kafka://host/topic")
+    lead = RankInfo(rank=0, world_size=1, device=torch.device("cpu"), threads=1)
+    with monkeypatch.context() as patched:
+        patched.setattr(_versions.util, "find_spec", lambda name: None)
+        _versions.check_extra.cache_clear()
+        with pytest.raises(VersionError, match=r"without confluent_kafka, .* pip install 'shardrec\[kafka\]'"):
+            Source(config, lead)
     pytest.importorskip("confluent_kafka", reason="shardrec is installed without its extra kafka")
-    (tmp_path / "options").write_text("# of this cluster\nsecurity.protocl = ssl\n", encoding="utf-8")
-    for name, words in (("options", 'No such configuration property: "security.protocl"'), ("none", "cannot be read")):
-        monkeypatch.setenv("SHARDREC_KAFKA", str(tmp_path / name))
+    clash = parse_spec(SPEC.replace("name: site", "name: click, column: site"), "spec")
+    with pytest.raises(ConfigError, match="have a feature 'click', which a record's label or group is named, too"):
+        Source(config, lead, clash)
+    for options, words in (
+        ('{"security.protocl": "ssl"}', 'No such configuration property: "security.protocl"'),
+        ("3", "SHARDREC_KAFKA is no JSON object"),
+    ):
+        monkeypatch.setenv("SHARDREC_KAFKA", options)
         with pytest.raises(DataError, match=words):
-            kafka.new_ranges("kafka://host:1/topic", {}, 10)
+            kafka.new_ranges("kafka://host:1/topic", [], skips=False)
