@@ -81,8 +81,8 @@ class TrainConfig(Options):
         SYNTHETIC,
         _DATA,
         "Files of rows: a name, a pattern such as 'day_*.parquet', a folder or a URL (.parquet, .csv, .tsv; text also "
-        ".gz, .xz, .bz2, .zst); 'feed:' before a folder, a pattern or kafka://HOST:PORT/TOPIC, to train on files or "
-        "records as they arrive, without an end; or 'synthetic' for generated rows.",
+        ".gz, .xz, .bz2, .zst); 'feed:' before a folder, a pattern, a manifest or kafka://HOST:PORT/TOPIC, to train on "
+        "files or records as they arrive, without an end; or 'synthetic' for generated rows.",
     )
     features: str | None = option(
         None, _DATA, "YAML file that says what the columns are (default: those of Criteo's files)", metavar="YAML"
