@@ -23,7 +23,7 @@ from shardrec.data.files import FileClickData, check_kinds
 from shardrec.data.kafka import new_ranges
 from shardrec.data.spec import FeatureSpec
 from shardrec.data.tables import FileInfo, check_file
-from shardrec.data.urls import UnreachableError, check_listable, files_of, gone_from, is_topic, open_input, path_of
+from shardrec.data.urls import TOPIC, UnreachableError, check_listable, files_of, gone_of, open_input, path_of
 from shardrec.errors import DataError
 
 __all__ = ["Arrival", "Feed"]
@@ -131,7 +131,7 @@ class Feed:
     def _listing(self, last: bool) -> dict[str, Any] | DataError:
         """The position of what has arrived, after which ``taken`` is taken; or the fault."""
         try:
-            if is_topic(self._source):
+            if self._source.startswith(TOPIC):
                 ranges = new_ranges(self._source, self._taken, skips=self._skips)
                 of_partitions = {path.partition("&")[0]: path for path in [*self._taken, *ranges]}
                 return {"files": ranges, "taken": [*of_partitions.values()], "kinds": {}, "left_out": 0}
@@ -143,7 +143,7 @@ class Feed:
                 return {**arrived, "taken": [str(start + sum(len(line) + 1 for line in lines[:count]))]}
             names = self._names()
             arrived = self._arrived([name for name in names if name not in self._taken and not _hidden(name)], last)
-            gone = gone_from(self._taken.difference(names))
+            gone = gone_of(self._taken.difference(names))
             return {**arrived, "taken": sorted(self._taken.difference(gone).union(arrived["taken"]))}
         except OSError as error:
             return UnreachableError(f"{self._source} cannot be read ({error}): give a name that can")

@@ -89,13 +89,13 @@ class FileClickData(ClickData):
             raise ConfigError("paths is empty: give at least one file")
         self.paths = tuple(os.fspath(path) for path in paths)
         self.spec = spec
-        self._holdout, self._on_bad_row, self._streams = holdout, on_bad_row, streams
+        self._holdout, self._skips, self._streams = holdout, on_bad_row == "skip", streams
         self._shuffle, self._keep_groups, self._seed = shuffle, keep_groups, seed
         self._needs_rows = needs_rows
         self._skipped: Counter[str] = Counter()
         self._reader: Reader | None = None
         self._chunks: dict[bool, list[Chunk]] = {}
-        self._known = dict(zip(self.paths, known, strict=False)) if on_bad_row == "skip" else {}
+        self._known = dict(zip(self.paths, known, strict=False)) if self._skips else {}
         self.files: Sequence[FileInfo] = [
             self._or_lost(partial(check_file, path, spec), self._known.get(path)) for path in self.paths
         ]
@@ -158,7 +158,7 @@ class FileClickData(ClickData):
                 f"rows, the largest table {max(tables):,}",
                 (f"{self._holdout:.1%} of the rows held out; " if self._holdout else "")
                 + "a broken row "
-                + ("ends the run" if self._on_bad_row == "raise" else "is left out and counted")
+                + ("is left out and counted" if self._skips else "ends the run")
                 + order,
             ]
         )
@@ -195,20 +195,13 @@ class FileClickData(ClickData):
         try:
             return look()
         except DataError as error:
-            if known is None or self._on_bad_row == "raise" or not is_of_file(error):
+            if known is None or not self._skips or not is_of_file(error):
                 raise
             warnings.warn(f"the rows of a file are left out: {error}", stacklevel=2)
             return replace(known, lost=str(error))
 
     def _new_reader(self, *, held: bool, part: float = 1.0) -> Reader:
-        return Reader(
-            files=self.files,
-            spec=self.spec,
-            holdout=self._holdout,
-            held=held,
-            part=part,
-            skips=self._on_bad_row == "skip",
-        )
+        return Reader(files=self.files, spec=self.spec, holdout=self._holdout, held=held, part=part, skips=self._skips)
 
     def _dealt(self, batch_rows: int, epoch: int | None, *, held: bool) -> tuple[list[list[Chunk]], NDArray[np.int64]]:
         """The chunks of each stream, and its rows."""
@@ -267,7 +260,7 @@ class FileClickData(ClickData):
 
     def _batch(self, parts: Sequence[Part], skipped: Counter[str]) -> ClickBatch:
         for fault in (fault for part in parts for fault in part.faults if fault.reason is not Reason.ABSENT):
-            if self._on_bad_row == "raise":
+            if not self._skips:
                 raise DataError(fault.message)
             skipped[fault.reason.value] += 1
         rows = [part.rows for part in parts] or [self._no_rows()]

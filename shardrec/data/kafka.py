@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 from shardrec.data.fault import Reason, RowFault
@@ -26,6 +26,11 @@ _MOST = 1 << 16
 
 _OPTIONS = "SHARDREC_KAFKA"
 _NAME = re.compile(r"kafka://([^/?\s]+)/([\w.-]+)(?:\?partition=(\d+)&offsets=(\d+)-(\d+))?")
+_USUAL = {
+    **{"group.id": "shardrec", "queued.max.messages.kbytes": 8192},
+    **{"log_level": 3, "reconnect.backoff.ms": 1000},  # a line a second where there is no broker
+    **{"fetch.queue.backoff.ms": 50, "fetch.wait.max.ms": 50},  # a wait at a range's end would be that of the next
+}
 _REQUEST_S, _SILENT_S, _LOOK_S = 10.0, 60.0, 0.2
 _ABSENT = RowFault(reason=Reason.ABSENT, where="there is no record", remedy="")
 _REACH = (
@@ -120,18 +125,12 @@ def read_range(path: str, spec: FeatureSpec, start: int, at_once: int) -> Iterat
                 place = min(message.offset(), stop) - at
                 rows += [_ABSENT] * (place - len(rows))
                 if error is None and len(rows) == place < stop - at:
-                    rows.append(_row(message.value()))
+                    rows.append(message.value())
+                    with suppress(ValueError):  # of which bytes are left, which are no object
+                        rows[-1] = parse_json(rows[-1] or b"")
             if rows:
                 yield table_of(rows, spec, labelled=True)
                 at += len(rows)
-
-
-def _row(value: bytes | None) -> Any:
-    """What a record says, or else its bytes."""
-    try:
-        return parse_json(value or b"")
-    except ValueError:
-        return value
 
 
 @contextmanager
@@ -145,11 +144,8 @@ def _consumer(path: str) -> Iterator[Any]:
         try:
             consumer = idle.pop()
         except IndexError:  # no other thread has put one back
-            usual = {"group.id": "shardrec", "queued.max.messages.kbytes": 8192, "fetch.queue.backoff.ms": 50}
-            usual["fetch.wait.max.ms"] = 50  # a range is there: a longer wait at its end would be that of the next
-            usual |= {"log_level": 3, "reconnect.backoff.ms": 1000}  # a line a second where there is no broker
             fixed = {"bootstrap.servers": brokers, "enable.auto.commit": False, "enable.partition.eof": True}
-            consumer = Consumer({**usual, **_options(), **fixed, "auto.offset.reset": "error"})
+            consumer = Consumer({**_USUAL, **_options(), **fixed, "auto.offset.reset": "error"})
         yield consumer
     except KafkaException as error:
         raise _fault(path, error.args[0]) from error

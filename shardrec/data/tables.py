@@ -24,7 +24,7 @@ from shardrec.data.encode import column_fault
 from shardrec.data.fault import Reason, RowFault
 from shardrec.data.kafka import range_of, read_range
 from shardrec.data.spec import FeatureSpec
-from shardrec.data.urls import UnreachableError, is_topic, open_input, path_of
+from shardrec.data.urls import TOPIC, UnreachableError, open_input, path_of
 from shardrec.errors import DataError
 from shardrec.layout.presets import host_memory
 
@@ -97,7 +97,7 @@ def check_file(path: str, spec: FeatureSpec) -> FileInfo:
         UnreachableError: if it cannot be read now.
     """
     schema, digest, groups, first = None, "", (), 1
-    if is_topic(path):
+    if path.startswith(TOPIC):
         *_, first, stop = range_of(path)
         if not stop:
             raise DataError(f"data (--data) is {path}, a topic, whose records go on arriving: give feed:{path}")
@@ -369,7 +369,7 @@ def _is_number(kind: Any) -> bool:
 
 def _kind(path: str) -> str:
     """What a file is by its name: ``kafka``, ``parquet``, ``archive`` (of NumPy), ``svmlight`` or ``text``."""
-    if is_topic(path):
+    if path.startswith(TOPIC):
         return "kafka"
     if _suffix(path) in _PARQUET:
         return "parquet"

@@ -10,16 +10,10 @@ from typing import Any
 
 from shardrec.errors import DataError
 
-__all__ = [
-    "UnreachableError",
-    "check_listable",
-    "file_system",
-    "files_of",
-    "gone_from",
-    "is_topic",
-    "open_input",
-    "path_of",
-]
+__all__ = ["TOPIC", "UnreachableError", "check_listable", "file_system", "files_of", "gone_of", "open_input", "path_of"]
+
+TOPIC = "kafka://"
+"""What the names of a topic of Kafka, and of a range of it, begin with."""
 
 _BY_PYARROW = ("file", "s3", "gs", "gcs", "abfs", "abfss", "hdfs", "viewfs")
 
@@ -44,7 +38,7 @@ def files_of(pattern: str, *, least: int = 1) -> list[str]:
         raise DataError(
             f"data files {pattern}: only shardrec train --data takes a feed; give its files, without 'feed:'"
         )
-    if is_topic(pattern):
+    if pattern.startswith(TOPIC):
         return [pattern]
     if "://" not in pattern:
         return _found(pattern, os.path.isfile, os.path.isdir, lambda path: filter(os.path.isfile, glob(path)), least)
@@ -94,17 +88,12 @@ def _not_listed(pattern: str, error: Exception) -> UnreachableError:
     return UnreachableError(f"data files {pattern} cannot be listed ({error}): check the name and your access")
 
 
-def is_topic(path: str) -> bool:
-    """Whether the name is one of a topic of Kafka, or of a range of it."""
-    return path.startswith("kafka://")
-
-
 def path_of(path: str) -> str:
     """A path, or that of a URL: without its options, so that the end says what the file is."""
     return path.partition("?")[0] if "://" in path else path
 
 
-def gone_from(paths: Iterable[str]) -> Iterator[str]:
+def gone_of(paths: Iterable[str]) -> Iterator[str]:
     """The files that surely are not there: a list also lacks those of a folder that cannot be reached.
 
     An empty folder may be one that another file system is mounted on at other times.
@@ -118,9 +107,8 @@ def gone_from(paths: Iterable[str]) -> Iterator[str]:
         try:
             if folder not in has_names:
                 has_names[folder] = False
-                has_names[folder] = bool(
-                    os.listdir(folder or ".") if system is None else system.ls(folder, detail=False)
-                )
+                names = os.listdir(folder or ".") if system is None else system.ls(folder, detail=False)
+                has_names[folder] = bool(names)
             os.stat(name) if system is None else system.info(name)
         except FileNotFoundError:
             if has_names[folder]:
@@ -148,7 +136,7 @@ def open_input(path: str) -> Any:
             arrow_system = fs.PyFileSystem(fs.FSSpecHandler(system))
         return arrow_system.open_input_file(name)
     except FileNotFoundError:
-        kind = DataError if [*gone_from([path])] else UnreachableError
+        kind = DataError if [*gone_of([path])] else UnreachableError
         raise kind(f"data file {path} does not exist: check the path") from None
     except (OSError, pa.ArrowException) as error:
         raise UnreachableError(f"data file {path} cannot be opened ({error}): give a file that can") from error

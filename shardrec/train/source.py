@@ -30,7 +30,7 @@ from shardrec.data import (
 from shardrec.data.feed import Arrival, Feed
 from shardrec.data.request import named_spec
 from shardrec.data.tables import FileInfo
-from shardrec.data.urls import UnreachableError, files_of, is_topic
+from shardrec.data.urls import TOPIC, UnreachableError, files_of
 from shardrec.errors import ConfigError, DataError
 from shardrec.exchange.peers import peers
 from shardrec.exchange.safe_pickle import gather
@@ -164,7 +164,7 @@ class Source:
                 f"data (--data) is {config.data!r}, and the features (--features) name several labels: the rows of a "
                 "feed are scored by one; give label: COLUMN"
             )
-        if is_topic(source):
+        if source.startswith(TOPIC):
             check_extra("kafka")
             spec = named_spec(spec)
             if clash := {*spec.label_sources, spec.group}.intersection(feature.name for feature in spec.features):
