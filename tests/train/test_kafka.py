@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from shardrec import _versions
-from shardrec.data import FeatureSpec, kafka
+from shardrec.data import FeatureSpec, FileClickData, kafka
 from shardrec.data.request import named_spec
 from shardrec.data.spec import parse_spec
 from shardrec.data.tables import check_file
@@ -43,7 +43,7 @@ def on_topic(folder: Path, url: str, **options: Any) -> TrainConfig:
     return feed(folder, data=f"feed:{url}", **options)
 
 
-@pytest.mark.parametrize("kills", [3, pytest.param(100, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("kills", [2, pytest.param(100, marks=pytest.mark.slow)])
 def test_a_kill_loses_and_repeats_no_record(
     kills: int, brokers: Brokers, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -123,6 +123,8 @@ def test_what_may_come_later_is_another_error(brokers: Brokers, monkeypatch: pyt
     with pytest.raises(DataError, match=r"silent-not cannot be read \(.*nknown topic.*\)") as refused:
         kafka.new_ranges(f"{url}-not", [], skips=True)
     assert not isinstance(refused.value, UnreachableError)
+    with pytest.raises(DataError, match=r"partition=0 lacks .*\(it has offsets 0 to 3, and 9 is the next .*made anew"):
+        kafka.new_ranges(url, [f"{url}?partition=0&offsets=0-9"], skips=True)
 
 
 class Scripted:
@@ -172,6 +174,11 @@ def test_offsets_without_records_have_places(offsets: list[int], records: list[i
         places += [at + place for place in held]
         at += table.num_rows + len(faults)
     assert (places, at) == (records, 10)
+    # Such a place is no broken row.
+    kafka._idle["scripted:1"] = [Scripted(offsets)]
+    data = FileClickData(["kafka://scripted:1/t?partition=0&offsets=4-10"], spec, holdout=0.0, needs_rows=False)
+    batches = data.train_batches(0, 1, 4)
+    assert [round(1000 * float(number)) for batch in batches for number in batch.dense[:, 0]] == records
 
 
 def test_options_and_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
