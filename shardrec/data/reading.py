@@ -6,6 +6,7 @@ batches:            rows of block 0 …     │ rows of block 1 …
 
 from __future__ import annotations
 
+import warnings
 from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Executor
@@ -129,6 +130,7 @@ class Reader:
         except DataError as error:
             if not self.skips or not is_of_file(error):
                 raise
+            warnings.warn(f"rows of a file are left out: {error}", stacklevel=2)
             fault = RowFault(reason=Reason.DAMAGED, where=str(error), remedy="")
             empty = pa.table({name: pa.array([], pa.string()) for name in self.spec.sources})
             for at in range(first, stop, _BROKEN_AT_ONCE):
