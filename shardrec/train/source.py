@@ -172,14 +172,11 @@ class Source:
                     f"the features (--features) have a feature {min(map(str, clash))!r}, which a record's label or "
                     "group is named, too: rename the feature"
                 )
-
-        def opened(files: Sequence[str], known: Sequence[FileInfo]) -> FileClickData:
-            return _opened(config, files, spec, shuffle=config.shuffle or 0, needs_rows=False, known=known)
-
+        shuffle = config.shuffle or 0
         return Feed(
             source,
             spec,
-            opened,
+            lambda names, known: _opened(config, names, spec, shuffle=shuffle, needs_rows=False, known=known),
             gathered=partial(_gathered, self._rank_info),
             is_lead=self._rank_info.is_lead,
             most=config.streams,
