@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import re
+from collections import deque
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
@@ -26,9 +27,12 @@ _MOST = 1 << 16
 
 _OPTIONS = "SHARDREC_KAFKA"
 _NAME = re.compile(r"kafka://([^/?\s]+)/([\w.-]+)(?:\?partition=(\d+)&offsets=(\d+)-(\d+))?")
+_heard = deque[str](maxlen=2)
+"""What a consumer said last of its brokers, such as that they refuse the password."""
+
 _USUAL = {
-    **{"group.id": "shardrec", "queued.max.messages.kbytes": 8192},
-    **{"log_level": 3, "reconnect.backoff.ms": 1000},  # a line a second where there is no broker
+    **{"group.id": "shardrec", "queued.max.messages.kbytes": 8192, "reconnect.backoff.ms": 1000},
+    **{"log_level": 2, "error_cb": lambda error: _heard.append(error.str())},  # in place of lines on stderr
     **{"fetch.queue.backoff.ms": 50, "fetch.wait.max.ms": 50},  # a wait at a range's end would be that of the next
 }
 _REQUEST_S, _SILENT_S, _LOOK_S = 10.0, 60.0, 0.2
@@ -146,8 +150,12 @@ def _consumer(path: str) -> Iterator[Any]:
         except IndexError:  # no other thread has put one back
             fixed = {"bootstrap.servers": brokers, "enable.auto.commit": False, "enable.partition.eof": True}
             consumer = Consumer({**_USUAL, **_options(), **fixed, "auto.offset.reset": "error"})
+        consumer.poll(0)  # the callbacks that wait
+        _heard.clear()
         yield consumer
     except KafkaException as error:
+        if consumer is not None:
+            consumer.poll(0)
         raise _fault(path, error.args[0]) from error
     finally:
         if consumer is not None:
@@ -170,4 +178,4 @@ def _fault(path: str, error: Any) -> DataError:
         return DataError(f"{path} lacks records that were not trained on ({error.str()}): {_KEEP}")
     refused = "UNKNOWN_TOPIC_OR_PART _UNKNOWN_PARTITION TOPIC_EXCEPTION TOPIC_AUTHORIZATION_FAILED _INVALID_ARG"
     kind = DataError if error.code() in (getattr(KafkaError, name) for name in refused.split()) else UnreachableError
-    return kind(f"{path} cannot be read ({error.str()}): {_REACH}")
+    return kind(f"{path} cannot be read ({'; '.join([error.str(), *_heard])}): {_REACH}")
