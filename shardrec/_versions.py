@@ -67,6 +67,7 @@ _PLANNER, _PLOTS = ("highspy", "scipy"), ("matplotlib",)
 EXTRAS = {
     "planner": _PLANNER,
     "plots": _PLOTS,
+    "kafka": ("confluent_kafka",),
     "train": (*_PLANNER, *_PLOTS, "fsspec", "pyarrow", "tensorboard", "waitress", "werkzeug"),
 }
 """The modules that each extra of the package brings; of extras that bring the same one, the smallest comes first."""

@@ -45,8 +45,8 @@ def install(monkeypatch: pytest.MonkeyPatch) -> Iterator[Install]:
 
 
 def test_an_extra_that_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
-    for extra in _versions.EXTRAS:
-        check_extra(extra)  # all of them are, where the tests run
+    for extra in _versions.EXTRAS.keys() - {"kafka"}:
+        check_extra(extra)  # all of these are, where the tests run
     check_extra.cache_clear()
     monkeypatch.setattr(_versions.util, "find_spec", lambda name: None if name in ("scipy", "highspy") else name)
     with pytest.raises(VersionError, match=r"without highspy, scipy, .* pip install 'shardrec\[planner\]'"):
@@ -61,7 +61,7 @@ def test_extras_are_those_of_the_package() -> None:
     extras = config["options.extras_require"]
     for extra, modules in _versions.EXTRAS.items():
         named = extras[extra].replace("shardrec[planner, plots]", extras["planner"] + extras["plots"]).split("\n")
-        assert {line.split()[0] for line in named if line} == set(modules)
+        assert {line.split()[0].replace("-", "_") for line in named if line} == set(modules)
 
 
 def message() -> str:

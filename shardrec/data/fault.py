@@ -18,6 +18,8 @@ class Reason(StrEnum):
     NUMBER = "bad number"
     ID = "bad id"
     DAMAGED = "damaged part of a file"
+    OBJECT = "bad JSON object"
+    ABSENT = "no record"
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -15,6 +16,7 @@ from numpy.typing import NDArray
 
 from shardrec.data.batch import ClickBatch
 from shardrec.data.encode import encode
+from shardrec.data.fault import Reason
 from shardrec.data.order import STREAMS, Chunk, deal, slices, stream_count, stream_share
 from shardrec.data.reading import Part, Reader, StreamRows, shuffled
 from shardrec.data.rows import join_rows
@@ -22,7 +24,7 @@ from shardrec.data.schema import ClickSchema
 from shardrec.data.source import ClickData
 from shardrec.data.spec import FeatureSpec
 from shardrec.data.split import BatchRequest
-from shardrec.data.tables import FileInfo, check_file, counted
+from shardrec.data.tables import FileInfo, check_file, counted, is_of_file
 from shardrec.errors import ConfigError, DataError
 
 __all__ = ["FileClickData", "check_kinds"]
@@ -51,6 +53,8 @@ class FileClickData(ClickData):
         streams: most row groups, or files of another format, that a global batch has rows of. With 1, rows are in
             exactly the files' order, and every rank decodes all.
         needs_rows: whether a pass in which no row can be read is an error.
+        known: ``files`` of another time, whose order of rows this is to have; with ``"skip"`` all rows of a file that
+            is gone or has changed since are broken.
 
     Attributes:
         paths: the files.
@@ -73,6 +77,7 @@ class FileClickData(ClickData):
         seed: int = 0,
         streams: int = STREAMS,
         needs_rows: bool = True,
+        known: Sequence[FileInfo] = (),
     ) -> None:
         if not 0 <= holdout < 1:
             raise ConfigError(f"holdout is {holdout}: give a share from 0 to 1 (not included)")
@@ -84,13 +89,16 @@ class FileClickData(ClickData):
             raise ConfigError("paths is empty: give at least one file")
         self.paths = tuple(os.fspath(path) for path in paths)
         self.spec = spec
-        self._holdout, self._on_bad_row, self._streams = holdout, on_bad_row, streams
+        self._holdout, self._skips, self._streams = holdout, on_bad_row == "skip", streams
         self._shuffle, self._keep_groups, self._seed = shuffle, keep_groups, seed
         self._needs_rows = needs_rows
         self._skipped: Counter[str] = Counter()
         self._reader: Reader | None = None
         self._chunks: dict[bool, list[Chunk]] = {}
-        self.files: Sequence[FileInfo] = [check_file(path, spec) for path in self.paths]
+        self._known = dict(zip(self.paths, known, strict=False)) if self._skips else {}
+        self.files: Sequence[FileInfo] = [
+            self._or_lost(partial(check_file, path, spec), self._known.get(path)) for path in self.paths
+        ]
         check_kinds(self.files, {})
 
     @property
@@ -117,7 +125,7 @@ class FileClickData(ClickData):
         """
         if self._chunks:
             return
-        self.files = list(each(partial(counted, spec=self.spec), self.files))
+        self.files = list(each(self._counted, self.files))
         chunks, row = [], 0
         for number, info in enumerate(self.files):
             for group, rows in enumerate(info.groups):
@@ -150,7 +158,7 @@ class FileClickData(ClickData):
                 f"rows, the largest table {max(tables):,}",
                 (f"{self._holdout:.1%} of the rows held out; " if self._holdout else "")
                 + "a broken row "
-                + ("ends the run" if self._on_bad_row == "raise" else "is left out and counted")
+                + ("is left out and counted" if self._skips else "ends the run")
                 + order,
             ]
         )
@@ -171,8 +179,29 @@ class FileClickData(ClickData):
             f"groups (shardrec convert {name} --out DIR)"
         )
 
+    def _counted(self, info: FileInfo) -> FileInfo:
+        known = self._known.get(info.path)
+
+        def as_known() -> FileInfo:
+            now = counted(info, self.spec)
+            if known is not None and (known.digest, known.groups) != (now.digest, now.groups):
+                raise DataError(f"data file {info.path} is not the one that was begun with")
+            return now
+
+        return info if info.lost else self._or_lost(as_known, known or replace(info, groups=(1,)))
+
+    def _or_lost(self, look: Callable[[], FileInfo], known: FileInfo | None) -> FileInfo:
+        """What ``look`` gives; or, where broken rows are left out, for a fault of the file what is known, all lost."""
+        try:
+            return look()
+        except DataError as error:
+            if known is None or not self._skips or not is_of_file(error):
+                raise
+            warnings.warn(f"the rows of a file are left out: {error}", stacklevel=2)
+            return replace(known, lost=str(error))
+
     def _new_reader(self, *, held: bool, part: float = 1.0) -> Reader:
-        return Reader(files=self.files, spec=self.spec, holdout=self._holdout, held=held, part=part)
+        return Reader(files=self.files, spec=self.spec, holdout=self._holdout, held=held, part=part, skips=self._skips)
 
     def _dealt(self, batch_rows: int, epoch: int | None, *, held: bool) -> tuple[list[list[Chunk]], NDArray[np.int64]]:
         """The chunks of each stream, and its rows."""
@@ -230,8 +259,8 @@ class FileClickData(ClickData):
             )
 
     def _batch(self, parts: Sequence[Part], skipped: Counter[str]) -> ClickBatch:
-        for fault in (fault for part in parts for fault in part.faults):
-            if self._on_bad_row == "raise":
+        for fault in (fault for part in parts for fault in part.faults if fault.reason is not Reason.ABSENT):
+            if not self._skips:
                 raise DataError(fault.message)
             skipped[fault.reason.value] += 1
         rows = [part.rows for part in parts] or [self._no_rows()]

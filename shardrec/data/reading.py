@@ -6,6 +6,7 @@ batches:            rows of block 0 …     │ rows of block 1 …
 
 from __future__ import annotations
 
+import warnings
 from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Executor
@@ -15,15 +16,17 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shardrec.data.encode import Dictionary, encode
-from shardrec.data.fault import Reason
+from shardrec.data.fault import Reason, RowFault
 from shardrec.data.order import Chunk
 from shardrec.data.rows import ClickRows, bags_at, join_rows
 from shardrec.data.spec import FeatureSpec
 from shardrec.data.split import held_out
-from shardrec.data.tables import FileInfo, TableBlock, read_blocks
+from shardrec.data.tables import FileInfo, TableBlock, is_of_file, read_blocks
 from shardrec.errors import DataError
 
 __all__ = ["Fault", "Part", "Reader", "StreamRows", "shuffled"]
+
+_BROKEN_AT_ONCE = 16_384
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,6 +76,7 @@ class Reader:
         holdout: share of the rows that is held out.
         held: whether to read the held-out rows, or the others.
         part: of the usual size of a block, where many streams are read at once.
+        skips: whether what follows in a chunk that is gone, damaged or changed is broken rows, in place of an error.
         decoded: bytes of the Arrow tables that were decoded so far, by the number of the stream.
         good: whether any row could be read.
     """
@@ -82,6 +86,7 @@ class Reader:
     holdout: float
     held: bool
     part: float = 1.0
+    skips: bool = False
 
     def __post_init__(self) -> None:
         self.decoded: dict[int, int] = {}
@@ -106,13 +111,32 @@ class Reader:
             info = self.files[chunk.file]
             offset = chunk.row - sum(info.groups[: chunk.group])
             dictionaries: dict[str, Dictionary] = {}
-            for block in read_blocks(info, self.spec, group=chunk.group, start=start, part=self.part):
+            for block in self._blocks(info, chunk.group, start):
                 self.decoded[stream] = self.decoded.get(stream, 0) + block.table.nbytes
                 part = self._encoded(block, info, chunk.group, offset, dictionaries)
                 dropped = min(at, len(part))
                 at -= dropped
                 if dropped < len(part):
                     yield part.between(dropped, len(part)) if dropped else part
+
+    def _blocks(self, info: FileInfo, group: int, start: int) -> Iterator[TableBlock]:
+        import pyarrow as pa
+
+        before = sum(info.groups[:group])
+        first, stop = before + start, before + info.groups[group]
+        try:
+            for block in read_blocks(info, self.spec, group=group, start=start, part=self.part):
+                yield block
+                first = block.stop
+        except DataError as error:
+            if not self.skips or not is_of_file(error):
+                raise
+            warnings.warn(f"rows of a file are left out: {error}", stacklevel=2)
+            fault = RowFault(reason=Reason.DAMAGED, where=str(error), remedy="")
+            empty = pa.table({name: pa.array([], pa.string()) for name in self.spec.sources})
+            for at in range(first, stop, _BROKEN_AT_ONCE):
+                faults = dict.fromkeys(range(at, end := min(at + _BROKEN_AT_ONCE, stop)), fault)
+                yield TableBlock(table=empty, numbers=np.zeros(0, np.int64), faults=faults, first=at, stop=end)
 
     @property
     def _by_group(self) -> bool:

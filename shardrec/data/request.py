@@ -1,4 +1,4 @@
-"""Rows that a program asks about, as JSON objects by the features' names, in place of a file's columns."""
+"""Rows as JSON objects by the features' names, in place of a file's columns: of a request, or of a topic."""
 
 from __future__ import annotations
 
@@ -8,11 +8,14 @@ from typing import Any
 
 from shardrec.data.batch import ClickBatch
 from shardrec.data.encode import encode
-from shardrec.data.fault import shown
+from shardrec.data.fault import Reason, RowFault, shown
 from shardrec.data.spec import Feature, FeatureSpec
 from shardrec.errors import DataError
 
-__all__ = ["batch_of_request", "request_example"]
+__all__ = ["batch_of_request", "named_spec", "request_example", "table_of"]
+
+_PLAIN = Feature(name="label", kind="dense")
+"""How a label, a weight or a group is written."""
 
 
 def batch_of_request(rows: Any, spec: FeatureSpec) -> ClickBatch:
@@ -32,27 +35,54 @@ def batch_of_request(rows: Any, spec: FeatureSpec) -> ClickBatch:
     Raises:
         DataError: naming row, feature and value of the first fault.
     """
-    import pyarrow as pa
-
     if not isinstance(rows, Sequence) or isinstance(rows, (str, bytes)) or not rows:
         raise DataError(f"rows is {shown(rows)}: give a list of at least one object")
-    for number, row in enumerate(rows):
-        _check_names(number, row, spec)
-    columns = {}
+    named = named_spec(spec)
+    table, faults = table_of(rows, named, labelled=False)
+    encoded = encode(table, named, labelled=False)
+    for number, fault in (faults or encoded.faults).items():
+        raise DataError(f"row {number}: {fault.where}; {fault.remedy}")
+    return encoded.rows.to_batch(spec.schema_)
+
+
+def named_spec(spec: FeatureSpec) -> FeatureSpec:
+    """The spec of a table of :func:`table_of`, whose columns have the features' names."""
+    given = {name: getattr(spec, name) for name in spec.model_fields_set}
     features = []
     for feature in spec.features:
         weights = f"weights of {feature.name}" if feature.weights else None
         features.append(feature.model_copy(update={"column": feature.name, "weights": weights}))
-        values = [_value(number, row[feature.name], feature) for number, row in enumerate(rows)]
-        if weights is None:
-            columns[feature.name] = pa.array(values, pa.list_(pa.string()) if feature.is_list else pa.string())
-        else:
-            columns[feature.name] = pa.array([list(bag) for bag in values], pa.list_(pa.string()))
-            columns[weights] = pa.array([list(bag.values()) for bag in values], pa.list_(pa.float64()))
-    encoded = encode(pa.table(columns), FeatureSpec(features=tuple(features)), labelled=False)
-    for number, fault in encoded.faults.items():
-        raise DataError(f"row {number}: {fault.where}; {fault.remedy}")
-    return encoded.rows.to_batch(spec.schema_)
+    return FeatureSpec(**{**given, "features": tuple(features), "columns": None})
+
+
+def table_of(rows: Sequence[Any], spec: FeatureSpec, *, labelled: bool) -> tuple[Any, dict[int, RowFault]]:
+    """Rows as a ``pyarrow.Table`` of those without faults, and the faults of the others by their numbers.
+
+    Args:
+        rows: objects as :func:`batch_of_request` takes them; or, of a row that is none, its fault.
+        spec: of :func:`named_spec`.
+        labelled: whether each also has the columns of labels, weight and group, and may have other fields.
+    """
+    import pyarrow as pa
+
+    features = {feature.name: feature for feature in spec.features}
+    if labelled:
+        others = (*spec.label_sources, *([spec.group] if spec.group else []))
+        features = {name: _PLAIN.model_copy(update={"name": name}) for name in others} | features
+    texts, faults = pa.string(), dict[int, RowFault]()
+    types = {name: pa.list_(texts) if feature.is_list else texts for name, feature in features.items()}
+    types |= {feature.weights: pa.list_(pa.float64()) for feature in spec.features if feature.weights}
+    columns: dict[str, list[Any]] = {name: [] for name in types}
+    for number, row in enumerate(rows):
+        try:
+            values = {} if isinstance(row, RowFault) else _values(row, features, more=labelled)
+        except DataError as error:
+            values, row = {}, RowFault(reason=Reason.OBJECT, where=str(error), remedy="correct it")
+        if isinstance(row, RowFault):
+            faults[number] = row
+        for name, value in values.items():
+            columns[name].append(value)
+    return pa.table({name: pa.array(column, types[name]) for name, column in columns.items()}), faults
 
 
 def request_example(spec: FeatureSpec) -> dict[str, Any]:
@@ -60,19 +90,28 @@ def request_example(spec: FeatureSpec) -> dict[str, Any]:
     return {feature.name: _example(feature) for feature in spec.features}
 
 
-def _check_names(number: int, row: Any, spec: FeatureSpec) -> None:
-    names = [feature.name for feature in spec.features]
+def _values(row: Any, features: Mapping[str, Feature], *, more: bool) -> dict[str, Any]:
+    """What the columns have of a row, which may have more fields or not.
+
+    Raises:
+        DataError: for a field that is missing, or a value of another type.
+    """
     if not isinstance(row, Mapping):
-        raise DataError(f"row {number} is {shown(row)}: give an object with the fields {', '.join(names)}")
-    for name in names:
+        raise DataError(f"{shown(row)} is no object with the fields {', '.join(features)}")
+    for name in row if not more else ():
+        if name not in features:
+            raise DataError(f"field {name!r} is no feature: the features are {', '.join(features)}")
+    values = {}
+    for name, feature in features.items():
         if name not in row:
-            raise DataError(f"row {number}: field {name!r} is missing: give it, or null for a missing value")
-    for name in row:
-        if name not in names:
-            raise DataError(f"row {number}: field {name!r} is no feature: the features are {', '.join(names)}")
+            raise DataError(f"field {name!r} is missing: give it, or null for a missing value")
+        value = values[name] = _value(row[name], feature)
+        if feature.weights is not None:
+            values[name], values[feature.weights] = list(value), list(value.values())
+    return values
 
 
-def _value(number: int, value: Any, feature: Feature) -> Any:
+def _value(value: Any, feature: Feature) -> Any:
     """A feature of a row as its column has it.
 
     Raises:
@@ -80,7 +119,7 @@ def _value(number: int, value: Any, feature: Feature) -> Any:
     """
 
     def refused(wanted: str) -> DataError:
-        return DataError(f"row {number}: field {feature.name!r}: value {shown(value)} is not {wanted}; correct it")
+        return DataError(f"field {feature.name!r}: value {shown(value)} is not {wanted}")
 
     as_text = _hexadecimal if feature.coding == "hexadecimal" else _text
     if not feature.is_list:

@@ -23,12 +23,13 @@ from numpy.typing import NDArray
 from shardrec.data import svmlight
 from shardrec.data.encode import column_fault
 from shardrec.data.fault import Reason, RowFault
+from shardrec.data.kafka import range_of, read_range
 from shardrec.data.spec import FeatureSpec
-from shardrec.data.urls import UnreachableError, open_input, path_of
+from shardrec.data.urls import TOPIC, UnreachableError, open_input, path_of
 from shardrec.errors import DataError
 from shardrec.layout.presets import host_memory
 
-__all__ = ["FileInfo", "TableBlock", "check_file", "counted", "read_blocks", "rows_between"]
+__all__ = ["FileInfo", "TableBlock", "check_file", "counted", "is_of_file", "read_blocks", "rows_between"]
 
 _ROWS_AT_ONCE = 16_384
 _BLOCK_BYTES = 4 << 20
@@ -49,7 +50,8 @@ class FileInfo:
         digest: checksum of Parquet's footer, or of the bytes of another file; "" while its rows are not counted.
         groups: rows of each row group, broken ones included; a file of another format has one group.
         kinds: what the values of each column of the spec are, of formats with types; "" for nulls only.
-        first_line: the line of row 0; 1 for Parquet and archives, of which rows are counted.
+        first_line: the line, or the offset in a topic, of row 0; 1 for Parquet and archives, of which rows are counted.
+        lost: why none of the rows can be read; "" if they can.
     """
 
     path: str
@@ -58,6 +60,7 @@ class FileInfo:
     groups: tuple[int, ...] = ()
     kinds: Mapping[str, str]
     first_line: int = 1
+    lost: str = ""
 
     @property
     def divisible(self) -> bool:
@@ -95,6 +98,11 @@ def check_file(path: str, spec: FeatureSpec) -> FileInfo:
         UnreachableError: if it cannot be read now.
     """
     schema, digest, groups, first = None, "", (), 1
+    if path.startswith(TOPIC):
+        *_, first, stop = range_of(path)
+        if not stop:
+            raise DataError(f"data (--data) is {path}, a topic, whose records go on arriving: give feed:{path}")
+        return FileInfo(path=path, size=0, groups=(stop - first,), kinds={}, first_line=first)
     try:
         with open_input(path) as file:
             size = file.size()
@@ -145,7 +153,7 @@ def counted(info: FileInfo, spec: FeatureSpec) -> FileInfo:
         DataError: for a file that is damaged.
     """
     kind, lines, end, digest = _kind(info.path), 0, b"\n", 0
-    if kind == "parquet":
+    if kind in ("parquet", "kafka"):
         return info
     archive = kind == "archive"
     with _undamaged(info.path, info.size, 1), open_input(info.path) if archive else _opened(info.path) as stream:
@@ -239,6 +247,8 @@ def _tables(
 ) -> Iterator[tuple[Any, dict[int, RowFault]]]:
     """Tables of the rows that could be read, each with the faults of the others by their place among both."""
     path, at_once, size = info.path, max(1, int(_ROWS_AT_ONCE * part)), max(1, int(_BLOCK_BYTES * part))
+    if info.lost:
+        raise DataError(info.lost)
     match _kind(path):
         case "parquet":
             yield from _row_group(info, spec, group, start, at_once, columns)
@@ -246,6 +256,8 @@ def _tables(
             arrays = _arrays(path, columns)  # an array of an archive is read as a whole
             for first in range(start, len(next(iter(arrays.values()))), at_once):
                 yield _table_of(arrays, first, first + at_once), {}
+        case "kafka":
+            yield from read_range(path, spec, start, at_once)
         case "svmlight":
             with _opened(path) as stream:
                 yield from map(svmlight.parse_svmlight, _without(_whole_lines(path, stream, size), start))
@@ -298,6 +310,12 @@ def _row_group(
                 for first in range(start, rows, at_once):
                     yield empty, dict.fromkeys(range(min(at_once, rows - first)), fault)
                 return
+
+
+def is_of_file(error: DataError) -> bool:
+    """Whether the error says something of a file, and not of memory or of the way to the file."""
+    of_system = isinstance(error.__cause__, OSError) and error.__cause__.errno is not None  # a decompressor gives none
+    return not (of_system or isinstance(error, UnreachableError) or isinstance(error.__cause__, MemoryError))
 
 
 @contextmanager
@@ -354,7 +372,9 @@ def _is_number(kind: Any) -> bool:
 
 
 def _kind(path: str) -> str:
-    """What a file is by the end of its name: ``parquet``, ``archive`` (of NumPy), ``svmlight`` or ``text``."""
+    """What a file is by its name: ``kafka``, ``parquet``, ``archive`` (of NumPy), ``svmlight`` or ``text``."""
+    if path.startswith(TOPIC):
+        return "kafka"
     if _suffix(path) in _PARQUET:
         return "parquet"
     if _suffix(path) == ".npz":

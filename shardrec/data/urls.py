@@ -10,7 +10,10 @@ from typing import Any
 
 from shardrec.errors import DataError
 
-__all__ = ["UnreachableError", "check_listable", "file_system", "files_of", "gone_from", "open_input", "path_of"]
+__all__ = ["TOPIC", "UnreachableError", "check_listable", "file_system", "files_of", "gone_of", "open_input", "path_of"]
+
+TOPIC = "kafka://"
+"""What the names of a topic of Kafka, and of a range of it, begin with."""
 
 _BY_PYARROW = ("file", "s3", "gs", "gcs", "abfs", "abfss", "hdfs", "viewfs")
 
@@ -35,6 +38,8 @@ def files_of(pattern: str, *, least: int = 1) -> list[str]:
         raise DataError(
             f"data files {pattern}: only shardrec train --data takes a feed; give its files, without 'feed:'"
         )
+    if pattern.startswith(TOPIC):
+        return [pattern]
     if "://" not in pattern:
         return _found(pattern, os.path.isfile, os.path.isdir, lambda path: filter(os.path.isfile, glob(path)), least)
     import pyarrow as pa
@@ -88,21 +93,26 @@ def path_of(path: str) -> str:
     return path.partition("?")[0] if "://" in path else path
 
 
-def gone_from(paths: Iterable[str]) -> Iterator[str]:
-    """The files that surely are not there: a list also lacks those of a folder that cannot be reached."""
+def gone_of(paths: Iterable[str]) -> Iterator[str]:
+    """The files that surely are not there: a list also lacks those of a folder that cannot be reached.
+
+    An empty folder may be one that another file system is mounted on at other times.
+    """
     import pyarrow as pa
 
-    is_there: dict[str, bool] = {}
+    has_names: dict[str, bool] = {}
     for path in paths:
         system, name = file_system(path) if "://" in path else (None, path)
         folder = os.path.dirname(name)
-        if folder not in is_there:
-            is_there[folder] = os.path.isdir(folder or ".") if system is None else system.isdir(folder)
         try:
-            if is_there[folder]:
-                os.stat(name) if system is None else system.info(name)
+            if folder not in has_names:
+                has_names[folder] = False
+                names = os.listdir(folder or ".") if system is None else system.ls(folder, detail=False)
+                has_names[folder] = bool(names)
+            os.stat(name) if system is None else system.info(name)
         except FileNotFoundError:
-            yield path
+            if has_names[folder]:
+                yield path
         except (OSError, pa.ArrowException):
             pass
 
@@ -126,7 +136,8 @@ def open_input(path: str) -> Any:
             arrow_system = fs.PyFileSystem(fs.FSSpecHandler(system))
         return arrow_system.open_input_file(name)
     except FileNotFoundError:
-        raise DataError(f"data file {path} does not exist: check the path") from None
+        kind = DataError if [*gone_of([path])] else UnreachableError
+        raise kind(f"data file {path} does not exist: check the path") from None
     except (OSError, pa.ArrowException) as error:
         raise UnreachableError(f"data file {path} cannot be opened ({error}): give a file that can") from error
 

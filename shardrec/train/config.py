@@ -36,7 +36,7 @@ SYNTHETIC = "synthetic"
 """The value of ``data`` that asks for generated rows."""
 
 FEED = "feed:"
-"""What ``data`` begins with if its files go on arriving."""
+"""What ``data`` begins with if its rows go on arriving."""
 
 CHECKPOINTS = "checkpoints"
 """The folder of a run's checkpoints, in its results."""
@@ -81,8 +81,8 @@ class TrainConfig(Options):
         SYNTHETIC,
         _DATA,
         "Files of rows: a name, a pattern such as 'day_*.parquet', a folder or a URL (.parquet, .csv, .tsv; text also "
-        ".gz, .xz, .bz2, .zst); 'feed:' before a folder or a pattern, to train on its files as they arrive, without an "
-        "end; or 'synthetic' for generated rows.",
+        ".gz, .xz, .bz2, .zst); 'feed:' before a folder, a pattern, a manifest or kafka://HOST:PORT/TOPIC, to train on "
+        "files or records as they arrive, without an end; or 'synthetic' for generated rows.",
     )
     features: str | None = option(
         None, _DATA, "YAML file that says what the columns are (default: those of Criteo's files)", metavar="YAML"
@@ -264,7 +264,7 @@ class TrainConfig(Options):
 
     out: str | None = option(None, _OUTPUT, "Folder for the results (default: runs/<date-time>)", metavar="DIR")
     feed_idle: float | None = option(
-        None, _OUTPUT, "Seconds without a new file after which a feed has ended (default: it has no end)", ge=0
+        None, _OUTPUT, "Seconds without new rows after which a feed has ended (default: it has no end)", ge=0
     )
     evaluations: int = option(10, _OUTPUT, "Points of the held-out curve.", ge=1)
     top_k: int = option(
@@ -428,7 +428,7 @@ class TrainConfig(Options):
 
     @property
     def feed(self) -> str | None:
-        """The folder or pattern whose files are trained on as they arrive, if the data is one."""
+        """The folder, pattern or topic whose rows are trained on as they arrive, if the data is one."""
         return self.data.removeprefix(FEED) if self.data.startswith(FEED) else None
 
     def to_yaml(self) -> str:

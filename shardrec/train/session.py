@@ -106,7 +106,7 @@ def _run(config: TrainConfig, rank_info: RankInfo, folder: Path, resume: bool) -
         announcer.say(source.describe())
     if config.feed is not None and plan is None and not _arrived(source, config, time.sleep):
         raise DataError(
-            f"{config.feed} has had no file for {config.feed_idle:g} s (--feed-idle): there is nothing to train on"
+            f"{config.feed} has had nothing for {config.feed_idle:g} s (--feed-idle): there is nothing to train on"
         )
     model = _sharded_model(config, source, spec, rank_info, plan)
     if rank_info.is_lead and plan is None:

@@ -14,6 +14,7 @@ from typing import Any
 
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
+from shardrec._versions import check_extra
 from shardrec.data import (
     ClickBatch,
     ClickMetrics,
@@ -26,8 +27,10 @@ from shardrec.data import (
     load_spec,
     open_click_data,
 )
-from shardrec.data.feed import Arrival, Feed, FolderFeed
-from shardrec.data.urls import UnreachableError, files_of
+from shardrec.data.feed import Arrival, Feed
+from shardrec.data.request import named_spec
+from shardrec.data.tables import FileInfo
+from shardrec.data.urls import TOPIC, UnreachableError, files_of
 from shardrec.errors import ConfigError, DataError
 from shardrec.exchange.peers import peers
 from shardrec.exchange.safe_pickle import gather
@@ -151,19 +154,29 @@ class Source:
         except DataError as error:
             raise DataError(
                 f"{error}. The last checkpoint is in the middle of this file's rows: put the file back as it was, or "
-                "start a new run with the weights of this one (--init-from) on the files that are left"
+                "leave its rows out (--on-bad-row skip), or start a new run with the weights of this one (--init-from) "
+                "on the files that are left"
             ) from error
 
-    def _opened_feed(self, config: TrainConfig, folder: str, spec: FeatureSpec) -> FolderFeed:
+    def _opened_feed(self, config: TrainConfig, source: str, spec: FeatureSpec) -> Feed:
         if spec.labels:
             raise ConfigError(
                 f"data (--data) is {config.data!r}, and the features (--features) name several labels: the rows of a "
                 "feed are scored by one; give label: COLUMN"
             )
-        return FolderFeed(
-            folder,
+        if source.startswith(TOPIC):
+            check_extra("kafka")
+            spec = named_spec(spec)
+            if clash := {*spec.label_sources, spec.group}.intersection(feature.name for feature in spec.features):
+                raise ConfigError(
+                    f"the features (--features) have a feature {min(map(str, clash))!r}, which a record's label or "
+                    "group is named, too: rename the feature"
+                )
+        shuffle = config.shuffle or 0
+        return Feed(
+            source,
             spec,
-            lambda files: _opened(config, files, spec, shuffle=config.shuffle or 0, needs_rows=False),
+            lambda names, known: _opened(config, names, spec, shuffle=shuffle, needs_rows=False, known=known),
             gathered=partial(_gathered, self._rank_info),
             is_lead=self._rank_info.is_lead,
             most=config.streams,
@@ -252,7 +265,7 @@ class Source:
     def describe(self) -> str:
         """The rows in words, and what would make reading them faster."""
         if self._feed is not None:
-            return "rows of files, as they arrive"
+            return "rows, as they arrive"
         lines = [self.data.describe()]
         if isinstance(self.data, FileClickData):
             lines.append(self.data.uneven(self._rank_info.world_size, self._batch_rows))
@@ -414,6 +427,7 @@ def _opened(
     holdout: float = 0.0,
     shuffle: int = 0,
     needs_rows: bool = True,
+    known: Sequence[FileInfo] = (),
 ) -> FileClickData:
     if config.needs_groups and spec.group is None:
         raise ConfigError(
@@ -431,6 +445,7 @@ def _opened(
         seed=config.seed,
         streams=config.streams,
         needs_rows=needs_rows,
+        known=known,
     )
     assert isinstance(data, FileClickData), "only a SyntheticConfig gives generated rows"
     return data

@@ -2,13 +2,13 @@
 
 ::
 
-    python -m tests.campaign.feed --kills 100 --seed 0
+    python -m tests.campaign.feed --kills 100 --seed 0 [--topic]
 
-A producer delivers files. Ranks, one or two from attempt to attempt, train on them, save and publish; a server follows.
-A rank, all of them or the server are killed (SIGKILL), from their start to their end, and started again. When a run has
-come to its end, each row must have been trained on once, in the steps that count (those that a later attempt does not
-make again); what the servers had of a version must be equal, whichever versions they came from; and the last version
-must be, bit for bit, what ``quantize`` gives of the last checkpoint.
+A producer delivers files, or records of a topic. Ranks, one or two from attempt to attempt, train on them, save and
+publish; a server follows. A rank, all of them or the server are killed (SIGKILL), from their start to their end, and
+started again. When a run has come to its end, each row must have been trained on once, in the steps that count (those
+that a later attempt does not make again); what the servers had of a version must be equal, whichever versions they came
+from; and the last version must be, bit for bit, what ``quantize`` gives of the last checkpoint.
 
 Processes are forked from one that has imported torch (:class:`RankTemplate`).
 """
@@ -31,6 +31,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.harness.template import RankTemplate
+from tests.train.topics import Brokers
 
 __all__ = ["Campaign"]
 
@@ -49,10 +50,11 @@ class Campaign:
     Args:
         folder: for everything.
         seed: of what is done when.
+        topic: whether rows are records of a topic, in place of files.
     """
 
-    def __init__(self, folder: Path, seed: int) -> None:
-        self._folder, self._random = folder, random.Random(seed)
+    def __init__(self, folder: Path, seed: int, *, topic: bool = False) -> None:
+        self._folder, self._random, self._topic = folder, random.Random(seed), topic
         self._template = RankTemplate(_MODULES)
         self._server: BaseProcess | None = None
         self.blows: Counter[str] = Counter()
@@ -62,6 +64,7 @@ class Campaign:
     def run(self, kills: int) -> None:
         """Strike ``kills`` times, and look at each run that comes to its end."""
         with self._template:
+            brokers = Brokers() if self._topic else None
             while self.blows.total() < kills:
                 folder = self._folder / str(self.runs)
                 (folder / "in").mkdir(parents=True)
@@ -71,18 +74,20 @@ class Campaign:
                     "  - {name: user, kind: id, rows: 60, dynamic_ids: {evict: lru}}\n",
                     encoding="utf-8",
                 )
-                producer = threading.Thread(target=_produce, args=(folder / "in",))
+                data = f"feed:{folder / 'in'}"
+                if brokers is not None:
+                    data = f"feed:{brokers.deliver(f'run-{self.runs}', [])}"
+                producer = threading.Thread(target=_produce, args=(folder / "in", brokers, f"run-{self.runs}"))
                 producer.start()
-                self._to_its_end(folder, kills)
-                producer.join()
+                self._to_its_end(folder, data, producer, kills)
                 self._look_at(folder)
                 self.runs += 1
 
-    def _to_its_end(self, folder: Path, kills: int) -> None:
+    def _to_its_end(self, folder: Path, data: str, producer: threading.Thread, kills: int) -> None:
         attempt, size = 0, 2
         while True:
             size, port = size if self._random.random() < 0.75 else 3 - size, _free_port()
-            ranks = [self._template.start(_train, folder, rank, size, port, attempt) for rank in range(size)]
+            ranks = [self._template.start(_train, folder, data, rank, size, port, attempt) for rank in range(size)]
             if self._server is None or not self._server.is_alive():
                 self._server = self._template.start(_serve, folder)
             if self._struck(folder, ranks, attempt, kills):
@@ -91,7 +96,7 @@ class Campaign:
                     if rank.is_alive() and not (folder / f"rows-{attempt}-0").exists():
                         rank.kill()
                 self._ended(ranks, folder)
-            elif self._ended(ranks, folder) == [0] * size and len(_names(folder)) == _FILES:
+            elif self._ended(ranks, folder) == [0] * size and not producer.is_alive():
                 break
             attempt += 1
         self._server.kill()
@@ -164,18 +169,19 @@ class Campaign:
         )
 
 
-def _produce(folder: Path) -> None:
+def _produce(folder: Path, brokers: Brokers | None, topic: str) -> None:
     for file in range(_FILES):
         numbers = range(file * _ROWS, (file + 1) * _ROWS)
+        if brokers is not None:
+            rows = [{"click": int(n % 3 == 0), "number": n, "site": n % 40, "user": n // 30} for n in numbers]
+            brokers.deliver(topic, rows)
+            time.sleep(_PERIOD_S)
+            continue
         lines = [f"{number % 3 == 0:d},{number},{number % 40},{number // 30}" for number in numbers]
         beside = folder / f".{file:03}.csv"
         beside.write_text("\n".join(["click,number,site,user", *lines]) + "\n", encoding="utf-8")
         beside.rename(folder / f"{file:03}.csv")
         time.sleep(_PERIOD_S)
-
-
-def _names(folder: Path) -> list[str]:
-    return [name for name in os.listdir(folder / "in") if not name.startswith(".")]
 
 
 def _counted_rows(folder: Path) -> dict[int, dict[int, list[int]]]:
@@ -199,7 +205,7 @@ def _free_port() -> int:
         return int(sock.getsockname()[1])
 
 
-def _train(folder: Path, rank: int, size: int, port: int, attempt: int) -> None:
+def _train(folder: Path, data: str, rank: int, size: int, port: int, attempt: int) -> None:
     """A rank, which writes down the rows of each step before the step can be saved."""
     if size > 1:
         names = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size, "MASTER_PORT": port}
@@ -210,7 +216,7 @@ def _train(folder: Path, rank: int, size: int, port: int, attempt: int) -> None:
     from shardrec.train.saving import Saver
 
     config = TrainConfig(
-        data=f"feed:{folder / 'in'}",
+        data=data,
         features=str(folder / "features.yaml"),
         out=str(folder / "run"),
         publish=str(folder / "published"),
@@ -287,10 +293,11 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description="Kill a run on a feed and its server at random; say what was lost.")
     parser.add_argument("--kills", type=int, default=100, help="of ranks and servers (100)")
     parser.add_argument("--seed", type=int, default=0, help="of what is done when (0)")
+    parser.add_argument("--topic", action="store_true", help="records of a topic, in place of files")
     parser.add_argument("--keep", type=Path, help="folder to work in, which stays (a temporary one)")
     given = parser.parse_args(arguments)
     with tempfile.TemporaryDirectory(prefix="shardrec-feed-") as folder:
-        campaign = Campaign(given.keep or Path(folder), given.seed)
+        campaign = Campaign(given.keep or Path(folder), given.seed, topic=given.topic)
         campaign.run(given.kills)
     print("\n".join(campaign.lost))
     print(

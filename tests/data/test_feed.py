@@ -1,4 +1,4 @@
-"""``FolderFeed``: what of a folder arrives, and when."""
+"""``Feed``: what of a folder arrives, and when."""
 
 from __future__ import annotations
 
@@ -6,25 +6,27 @@ from contextlib import nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
+import fsspec
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from fsspec.implementations.arrow import ArrowFSWrapper
 
 from shardrec.data import urls
-from shardrec.data.feed import FolderFeed
+from shardrec.data.feed import Feed
 from shardrec.data.files import FileClickData
 from shardrec.data.urls import UnreachableError
+from shardrec.errors import DataError
 from tests.data.raw import SPEC, lines, write
 
 SOURCES = ["{}", "{}/*", "file://{}", "file://{}/*"]
 
 
-def feed(source: str | Path, **options: Any) -> FolderFeed:
-    return FolderFeed(str(source), SPEC, lambda files: FileClickData(files, SPEC, holdout=0.0), **options)
+def feed(source: str | Path, **options: Any) -> Feed:
+    return Feed(str(source), SPEC, lambda files, known: FileClickData(files, SPEC, holdout=0.0), **options)
 
 
-def arrived(feed: FolderFeed) -> list[str]:
+def arrived(feed: Feed) -> list[str]:
     """The names of an arrival's files."""
     arrival = feed.poll()
     return [] if arrival is None else [Path(path).name for path in arrival.rows.paths]
@@ -65,7 +67,7 @@ def test_what_cannot_be_reached_is_there_later(source: str, tmp_path: Path, monk
     if not source.endswith("*"):
         with pytest.raises(UnreachableError, match="is no folder and no pattern"):
             folder.poll()
-    assert folder.position() == {"taken": [], "kinds": {}, "files": []}
+    assert folder.position() == {"taken": [], "kinds": {}, "files": [], "left_out": 0}
     (tmp_path / "away").rename(tmp_path / "in")
     assert arrived(folder) == ["a.tsv", "b.tsv"]
     # A folder that is not there says nothing of its files.
@@ -88,7 +90,7 @@ def test_what_another_rank_cannot_open_may_be_replaced(tmp_path: Path) -> None:
     folder = feed(tmp_path, gathered=gathered)
     with pytest.raises(UnreachableError, match="rank 1: is not seen here"):
         folder.poll()
-    assert folder.position() == {"taken": [], "kinds": {}, "files": []}
+    assert folder.position() == {"taken": [], "kinds": {}, "files": [], "left_out": 0}
     (tmp_path / "a.parquet").unlink()
     pq.write_table(pa.table(columns | {"cat_2": [1]}), tmp_path / "b.parquet")
     sees = True
@@ -146,3 +148,60 @@ def test_a_file_that_is_left_out_says_nothing_of_others(tmp_path: Path) -> None:
     other = feed(tmp_path, skips=True)
     other.seek(folder.position())
     assert (folder.left_out, arrived(other), other.left_out) == (1, [], 0)
+
+
+@pytest.mark.parametrize("root", ["{}", "file://{}", "memory://{}"])
+def test_files_of_a_manifest_arrive_in_the_order_of_its_whole_lines(root: str, tmp_path: Path) -> None:
+    def add(name: str, data: bytes) -> None:
+        with fsspec.open(f"{root.format(tmp_path)}/{name}", "ab") as file:
+            file.write(data)
+
+    source = f"{root.format(tmp_path)}/manifest.txt"
+    with pytest.raises(DataError, match=r"manifest.txt"):
+        feed(source).poll()
+    for name in ("c.tsv", "_b.tsv", "a.tsv"):
+        add(name, lines(2))
+    add("manifest.txt", b"c.tsv\nbroken.tsv\n_b.t")
+    add("broken.tsv", b"")
+    folder = feed(source, skips=True)
+    with pytest.warns(UserWarning, match="a file was left out: data file .*broken.tsv is empty"):
+        assert arrived(folder) == ["c.tsv"]
+    assert arrived(folder) == []
+    other = feed(source, skips=True, most=1)
+    other.seek(folder.position())
+    add("manifest.txt", b"sv\n" + f"{root.format(tmp_path)}/a.tsv\n".encode())
+    assert [arrived(other), arrived(other), arrived(other)] == [["_b.tsv"], ["a.tsv"], []]
+    with fsspec.open(source, "wb") as file:
+        file.write(b"c.tsv\n")
+    with pytest.raises(UnreachableError, match=r"manifest.txt has less than \d+ bytes: only add lines to a manifest"):
+        other.poll()
+
+
+def test_an_object_store_is_a_feed() -> None:
+    """Where folders are names, and a file appears whole."""
+    with fsspec.open("memory://feed/a.tsv", "wb") as file:
+        file.write(lines(3))
+    folder = feed("memory://feed/*.tsv")
+    arrival = folder.poll()
+    assert arrival is not None
+    assert (arrival.rows.paths, arrival.rows.train_rows) == (("memory://feed/a.tsv",), 3)
+    with fsspec.open("memory://feed/b.tsv", "wb") as file:
+        file.write(lines(2))
+    fsspec.filesystem("memory").rm("/feed/a.tsv")
+    other = feed("memory://feed/*.tsv")
+    other.seek(folder.position())
+    assert (arrived(other), arrived(other)) == (["b.tsv"], [])
+    assert other.position()["taken"] == ["memory://feed/b.tsv"]
+
+
+def test_an_empty_folder_may_be_one_that_is_not_mounted(tmp_path: Path) -> None:
+    (tmp_path / "in").mkdir()
+    write(tmp_path / "in" / "a.tsv", lines(2))
+    folder = feed(tmp_path / "in")
+    assert arrived(folder) == ["a.tsv"]
+    (tmp_path / "in").rename(tmp_path / "away")
+    (tmp_path / "in").mkdir()
+    assert arrived(folder) == []
+    (tmp_path / "in").rmdir()
+    (tmp_path / "away").rename(tmp_path / "in")
+    assert arrived(folder) == []

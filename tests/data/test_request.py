@@ -83,7 +83,7 @@ GOOD = {"user": "a", "country": "de", "age": 3, "code": 7, "tags": {}, "history"
     [
         ([], r"rows is \[\]: give a list of at least one object"),
         ("abc", r"rows is 'abc'"),
-        ([GOOD, 3], r"row 1 is 3: give an object with the fields user, country"),
+        ([GOOD, 3], r"row 1: 3 is no object with the fields user, country"),
         ([{**GOOD, "usr": "a"}], r"row 0: field 'usr' is no feature: the features are user, country"),
         ([{"user": "a"}], r"row 0: field 'country' is missing"),
         ([GOOD, {**GOOD, "price": "dear"}], r"row 1: field 'price': value 'dear' is not a finite number among numbers"),

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import hashlib
+import gzip
 import os
 import random
 import shutil
 import signal
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -30,14 +30,7 @@ from shardrec.train.source import Source
 from tests.campaign.results import differences
 from tests.data.raw import damage
 from tests.ranks import raises_on_all, ranks
-from tests.train.broken_off import SMALL, broken_off
-
-SPEC = """
-label: click
-features:
-  - {name: number, kind: dense, mean: 0, std: 1000}
-  - {name: site, kind: id, rows: 50}
-"""
+from tests.train.fed import SPEC, digests, feed, numbers, trained
 
 
 def deliver(folder: Path, name: str, numbers: Sequence[int], *, broken: Sequence[int] = ()) -> None:
@@ -47,46 +40,6 @@ def deliver(folder: Path, name: str, numbers: Sequence[int], *, broken: Sequence
     beside = folder / f".{name}"
     beside.write_text("click,number,site\n" + "\n".join(lines) + "\n", encoding="utf-8")
     beside.rename(folder / name)
-
-
-def feed(folder: Path, **options: Any) -> TrainConfig:
-    """A run on the files in ``folder/in``, three an arrival, which ends when there are no more."""
-    (folder / "in").mkdir()
-    (folder / "spec.yaml").write_text(SPEC, encoding="utf-8")
-    common = {"data": f"feed:{folder / 'in'}", "features": str(folder / "spec.yaml"), "out": str(folder / "run")}
-    options = {"streams": 3, "batch_size": 32, "checkpoint_every": "4", "feed_idle": 0, **options}
-    return SMALL.changed(samples=None, evaluations=10, holdout_samples=200, **common, **options)
-
-
-def trained(config: TrainConfig, **how: Any) -> dict[int, list[int]]:
-    """The numbers of this rank's rows in each step that a run made until it was broken off, or ended."""
-    from shardrec.train import loop, session
-
-    batches: list[list[int]] = []
-    original, poll_s = loop.batch_loss, session._POLL_S
-
-    def batch_loss(name: str, model: Any, batch: Any, *rest: Any) -> Any:
-        batches.append([round(1000 * number) for number in batch.dense[:, 0].tolist()])
-        return original(name, model, batch, *rest)
-
-    loop.batch_loss, session._POLL_S = batch_loss, 0.001
-    try:
-        steps = broken_off(config, **how)
-    finally:
-        loop.batch_loss, session._POLL_S = original, poll_s
-    assert len(steps) == len(batches)
-    return dict(zip(steps, batches, strict=True))
-
-
-def digests(rows: Mapping[int, Sequence[int]], every: int) -> list[str]:
-    """Of the rows between a checkpoint and the next."""
-    steps = sorted(rows)
-    intervals = [steps[start : start + every] for start in range(0, len(steps), every)]
-    return [hashlib.sha256(repr([rows[step] for step in steps]).encode()).hexdigest() for steps in intervals]
-
-
-def numbers(rows: Mapping[int, Sequence[int]]) -> list[int]:
-    return sorted(number for step in rows.values() for number in step)
 
 
 def delivered(folder: Path) -> list[int]:
@@ -306,13 +259,57 @@ def test_a_file_that_breaks_in_the_middle_of_an_arrival(tmp_path: Path, monkeypa
     assert numbers(trained(new)) == [*range(300, 350)]
 
 
+@pytest.mark.parametrize("how", ["gone", "replaced", "not mounted"])
+def test_rows_of_a_lost_file_are_left_out_of_an_arrival(how: str, tmp_path: Path) -> None:
+    """In the middle of it: all others are trained on, each once, in the steps that they would have been in."""
+    config = feed(tmp_path, checkpoint_every="1", on_bad_row="skip")
+    for name, first in (("a.csv", 0), ("b.csv", 200)):
+        deliver(tmp_path / "in", name, range(first, first + 200))
+    whole = trained(config.changed(out=str(tmp_path / "whole")))
+    before = trained(config.changed(on_bad_row="error"), cut_after=5)
+    if how == "not mounted":
+        (tmp_path / "in").rename(tmp_path / "away")
+        (tmp_path / "in").mkdir()
+        with pytest.warns(UserWarning, match=r"\.csv does not exist.*tried again"), pytest.raises(DataError):
+            trained(config.changed(timeout=0.1), resume=True)
+        (tmp_path / "in").rmdir()
+        (tmp_path / "away").rename(tmp_path / "in")
+        assert trained(config, resume=True) == {step: whole[step] for step in range(6, 14)}
+        return
+    (tmp_path / "in" / "b.csv").unlink()
+    if how == "replaced":
+        deliver(tmp_path / "in", "b.csv", range(1000, 1300))
+    with pytest.warns(UserWarning, match="the rows of a file are left out: data file .*b.csv"):
+        after = trained(config, resume=True)
+    assert after == {step: [row for row in whole[step] if row < 200] for step in range(6, 14)}
+    left_out = 200 - sum(row >= 200 for row in numbers(before))
+    assert RunFolder(tmp_path / "run").metrics["skipped_rows"] == {"damaged part of a file": left_out}
+
+
+def test_a_damaged_text_is_left_out_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is found when the lines are counted, before any was trained on."""
+    monkeypatch.setattr(tables, "_BLOCK_BYTES", 1000)
+    config = feed(tmp_path, on_bad_row="skip")
+    deliver(tmp_path / "in", "a.csv", range(64))
+    data = gzip.compress(("click,number,site\n" + "".join(f"1,{n},2\n" for n in range(9999))).encode())
+    (tmp_path / "in" / "b.csv.gz").write_bytes(data[: len(data) // 2])
+    (tmp_path / "in" / "c.csv").write_bytes("click,number,site\n1,2,3\n".encode("utf-16"))
+    with pytest.warns(UserWarning, match="left out: .*b.csv.gz:1: the file is damaged"):
+        assert numbers(trained(config)) == list(range(64))
+    skipped = RunFolder(tmp_path / "run").metrics["skipped_rows"]
+    assert skipped == {"damaged part of a file": 1, "file that cannot be read": 1}
+    with pytest.raises(DataError, match=r"b.csv.gz:1: the file is damaged"):
+        (tmp_path / "in" / "c.csv").unlink()
+        trained(config.changed(on_bad_row="error", out=str(tmp_path / "error")))
+
+
 def test_options_that_do_not_go_with_a_feed(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"(?s)epochs \(--epochs\) is 2, and data.*give checkpoint_every"):
         TrainConfig(data="feed:x", epochs=2)
     with pytest.raises(ConfigError, match=r"feed_idle \(--feed-idle\) is 1.0, and data \(--data\) is no feed"):
         TrainConfig(feed_idle=1)
     config = feed(tmp_path)
-    with pytest.raises(DataError, match="has had no file for 0 s"):
+    with pytest.raises(DataError, match="has had nothing for 0 s"):
         trained(config)
     with pytest.raises(DataError, match="is no folder and no pattern: make it first"):
         trained(config.changed(data=f"feed:{tmp_path / 'other'}"))

@@ -1,0 +1,181 @@
+"""Records of a Kafka topic, each of them a row as a JSON object, by ranges of a partition's offsets.
+
+A range is read as a file is, whose name is ``kafka://host:9092/clicks?partition=3&offsets=100-200`` (200 not included).
+An offset without a record, as transactions and compaction leave them, has a place among the rows and no row.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections import deque
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
+from typing import Any
+
+from shardrec.data.fault import Reason, RowFault
+from shardrec.data.request import table_of
+from shardrec.data.spec import FeatureSpec
+from shardrec.data.urls import UnreachableError
+from shardrec.errors import DataError
+from shardrec.files import parse_json
+
+__all__ = ["new_ranges", "range_of", "read_range"]
+
+_MOST = 1 << 16
+"""Offsets of a range."""
+
+_OPTIONS = "SHARDREC_KAFKA"
+_NAME = re.compile(r"kafka://([^/?\s]+)/([\w.-]+)(?:\?partition=(\d+)&offsets=(\d+)-(\d+))?")
+_heard = deque[str](maxlen=2)
+"""What a consumer said last of its brokers, such as that they refuse the password."""
+
+_USUAL = {
+    **{"group.id": "shardrec", "queued.max.messages.kbytes": 8192, "reconnect.backoff.ms": 1000},
+    **{"log_level": 2, "error_cb": lambda error: _heard.append(error.str())},  # in place of lines on stderr
+    **{"fetch.queue.backoff.ms": 50, "fetch.wait.max.ms": 50},  # a wait at a range's end would be that of the next
+}
+_REQUEST_S, _SILENT_S, _LOOK_S = 10.0, 60.0, 0.2
+_ABSENT = RowFault(reason=Reason.ABSENT, where="there is no record", remedy="")
+_REACH = (
+    "check that the topic exists, that its brokers run, that this host reaches them by the names that they go by, and "
+    f"the options in the environment variable {_OPTIONS}"
+)
+_KEEP = (
+    "keep records for longer (retention.ms, retention.bytes); leave out those that are gone (--on-bad-row skip), or, "
+    "if the topic was made anew, start a new run in another folder (--out)"
+)
+_idle: dict[str, list[Any]] = {}
+"""Consumers that read nothing now, by their brokers: a new one takes threads and connections."""
+
+
+def range_of(path: str) -> tuple[str, str, int, int, int]:
+    """Brokers, topic, partition, first offset and end of a range; of a topic's name the numbers are 0."""
+    match = _NAME.fullmatch(path)
+    if match is None:
+        raise DataError(f"data (--data) is {path}, which is no topic: give feed:kafka://HOST:PORT/TOPIC")
+    brokers, topic, *numbers = match.groups()
+    partition, start, stop = (int(number or 0) for number in numbers)
+    return brokers, topic, partition, start, stop
+
+
+def new_ranges(source: str, before: Iterable[str], *, skips: bool) -> list[str]:
+    """The names of the next ranges of a topic's partitions, at most one of each.
+
+    Args:
+        source: the name of the topic.
+        before: the last range of each partition that was read; one of which none was begins with its oldest record.
+        skips: whether records that are gone have a range, of rows that cannot be read.
+
+    Raises:
+        DataError: if there is no such topic or offset.
+        UnreachableError: for no answer.
+    """
+    from confluent_kafka import TopicPartition  # an extra
+
+    starts = {partition: stop for _, _, partition, _, stop in map(range_of, before)}
+    topic, ranges = range_of(source)[1], []
+    with _consumer(source) as consumer:
+        about = consumer.list_topics(topic, timeout=_REQUEST_S).topics[topic]
+        if about.error is not None:
+            raise _fault(source, about.error)
+        partitions = sorted({*about.partitions, *starts})
+        lows, highs = (
+            consumer.offsets_for_times([TopicPartition(topic, number, at) for number in partitions], timeout=_REQUEST_S)
+            for at in (-2, -1)  # the oldest offset, and the end
+        )
+    for low, high in zip(lows, highs, strict=True):
+        for error in filter(None, (low.error, high.error)):
+            raise _fault(source, error)
+        here, start = f"{source}?partition={low.partition}", starts.get(low.partition, low.offset)
+        if start > high.offset or (start < low.offset and not skips):
+            has = f"it has offsets {low.offset} to {high.offset}, and {start} is the next to read"
+            raise DataError(f"{here} lacks records that were not trained on ({has}): {_KEEP}")
+        stop = min(start + _MOST, low.offset if start < low.offset else high.offset)
+        if start < stop:
+            ranges.append(f"{here}&offsets={start}-{stop}")
+    return ranges
+
+
+def read_range(path: str, spec: FeatureSpec, start: int, at_once: int) -> Iterator[tuple[Any, dict[int, RowFault]]]:
+    """Tables of a range's records, without those of the first ``start`` offsets, and faults of the others by place.
+
+    Args:
+        path: the name of the range.
+        spec: of :func:`~shardrec.data.request.named_spec`.
+        start: offsets to leave out.
+        at_once: offsets of a table, at most.
+
+    Raises:
+        DataError: for records that are gone.
+        UnreachableError: for those that do not come.
+    """
+    from confluent_kafka import KafkaError, TopicPartition  # an extra
+
+    _, topic, partition, at, stop = range_of(path)
+    at, silent_s = at + start, 0.0
+    with _consumer(path) as consumer:
+        consumer.assign([TopicPartition(topic, partition, at)])
+        while at < stop:
+            messages = consumer.consume(min(at_once, stop - at), timeout=_LOOK_S)
+            silent_s = 0.0 if messages else silent_s + _LOOK_S
+            if silent_s > _SILENT_S:
+                raise UnreachableError(f"{path} cannot be read (offset {at} has not come in {_SILENT_S:g} s): {_REACH}")
+            rows: list[Any] = []
+            for message in messages:
+                error = message.error()
+                if error is not None and error.code() != KafkaError._PARTITION_EOF:
+                    raise _fault(path, error)
+                place = min(message.offset(), stop) - at
+                rows += [_ABSENT] * (place - len(rows))
+                if error is None and len(rows) == place < stop - at:
+                    rows.append(message.value())
+                    with suppress(ValueError):  # of which bytes are left, which are no object
+                        rows[-1] = parse_json(rows[-1] or b"")
+            if rows:
+                yield table_of(rows, spec, labelled=True)
+                at += len(rows)
+
+
+@contextmanager
+def _consumer(path: str) -> Iterator[Any]:
+    """A consumer, of which errors are those of reading ``path``."""
+    from confluent_kafka import Consumer, KafkaException  # an extra
+
+    brokers, consumer = range_of(path)[0], None
+    idle = _idle.setdefault(brokers, [])
+    try:
+        try:
+            consumer = idle.pop()
+        except IndexError:  # no other thread has put one back
+            fixed = {"bootstrap.servers": brokers, "enable.auto.commit": False, "enable.partition.eof": True}
+            consumer = Consumer({**_USUAL, **_options(), **fixed, "auto.offset.reset": "error"})
+        consumer.poll(0)  # the callbacks that wait
+        _heard.clear()
+        yield consumer
+    except KafkaException as error:
+        if consumer is not None:
+            consumer.poll(0)
+        raise _fault(path, error.args[0]) from error
+    finally:
+        if consumer is not None:
+            consumer.unassign()
+            idle.append(consumer)
+
+
+def _options() -> dict[str, Any]:
+    """Options of librdkafka, such as those of TLS and SASL."""
+    try:
+        return dict(parse_json(os.environ.get(_OPTIONS, "{}")))
+    except (TypeError, ValueError) as error:
+        raise DataError(f"{_OPTIONS} is no JSON object of librdkafka's options ({error}): correct it") from error
+
+
+def _fault(path: str, error: Any) -> DataError:
+    from confluent_kafka import KafkaError  # an extra
+
+    if error.code() in (KafkaError._AUTO_OFFSET_RESET, KafkaError.OFFSET_OUT_OF_RANGE):
+        return DataError(f"{path} lacks records that were not trained on ({error.str()}): {_KEEP}")
+    refused = "UNKNOWN_TOPIC_OR_PART _UNKNOWN_PARTITION TOPIC_EXCEPTION TOPIC_AUTHORIZATION_FAILED _INVALID_ARG"
+    kind = DataError if error.code() in (getattr(KafkaError, name) for name in refused.split()) else UnreachableError
+    return kind(f"{path} cannot be read ({'; '.join([error.str(), *_heard])}): {_REACH}")

@@ -1,0 +1,209 @@
+"""Runs on a topic: each record is trained on once, and what cannot be read is named on all ranks."""
+
+from __future__ import annotations
+
+import random
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from shardrec import _versions
+from shardrec.data import FeatureSpec, FileClickData, kafka
+from shardrec.data.request import named_spec
+from shardrec.data.spec import parse_spec
+from shardrec.data.tables import check_file
+from shardrec.data.urls import UnreachableError
+from shardrec.errors import ConfigError, DataError, ShardrecError, VersionError
+from shardrec.launch.ranks import RankInfo
+from shardrec.train import TrainConfig
+from shardrec.train.runs import RunFolder
+from shardrec.train.source import Source
+from tests.campaign.results import differences
+from tests.ranks import raises_on_all, ranks
+from tests.train.fed import SPEC, digests, feed, numbers, trained
+from tests.train.topics import Brokers
+
+
+@pytest.fixture(scope="module")
+def brokers() -> Iterator[Brokers]:
+    pytest.importorskip("confluent_kafka", reason="shardrec is installed without its extra kafka")
+    yield Brokers()
+    kafka._idle.clear()
+
+
+def row(number: int) -> dict[str, Any]:
+    return {"click": int(number % 3 == 0), "number": number, "site": number % 40, "more": "of another reader"}
+
+
+def on_topic(folder: Path, url: str, **options: Any) -> TrainConfig:
+    return feed(folder, data=f"feed:{url}", **options)
+
+
+@pytest.mark.parametrize("kills", [2, pytest.param(100, marks=pytest.mark.slow)])
+def test_a_kill_loses_and_repeats_no_record(
+    kills: int, brokers: Brokers, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Struck between checkpoints, at them, at the ends of arrivals, before the first: the state is the same, too."""
+    monkeypatch.setattr(kafka, "_MOST", 70)  # three arrivals: 280, 280 and 140 rows
+    draws = random.Random(kills)
+    whole = on_topic(tmp_path, brokers.deliver(f"kills-{kills}", list(map(row, range(700)))))
+    undisturbed = trained(whole)
+    assert (numbers(undisturbed), len(undisturbed)) == (list(range(700)), 23)
+    struck, run = 0, 0
+    while struck < kills:
+        run += 1
+        config = whole.changed(out=str(tmp_path / f"run-{run}"))
+        rows: dict[int, list[int]] = {}
+        last = 0
+        while last <= 23 and (struck < kills or last):
+            cut = draws.randint(last // 4 * 4 + 1, 25) if struck < kills else 25
+            rows |= trained(config, resume=last > 0, cut_after=cut)
+            last, struck = cut, struck + (cut <= 23)
+        assert digests(rows, 4) == digests(undisturbed, 4)
+        assert differences(tmp_path / f"run-{run}", tmp_path / "run") == []
+
+
+def test_a_run_goes_on_with_another_number_of_ranks_and_with_what_has_come(brokers: Brokers, tmp_path: Path) -> None:
+    config = on_topic(tmp_path, brokers.deliver("ranks", list(map(row, range(600)))), global_batch_size=64)
+    shares = ranks(2, trained, config.changed(batch_size=32), cut_after=5)
+    rows = {step: [*shares[0][step], *shares[1][step]] for step in range(1, 5)}
+    assert {len(share) for rank in shares for share in rank.values()} == {32}
+    brokers.deliver("ranks", list(map(row, range(600, 700))))
+    rows |= trained(config.changed(batch_size=32), resume=True)
+    assert numbers(rows) == list(range(700))
+
+
+def test_broken_records_are_counted_or_end_the_run(brokers: Brokers, tmp_path: Path) -> None:
+    broken = [b"{", None, b"\xff", [3], {"click": 0}, {**row(7), "number": "what"}, {**row(8), "click": 2}]
+    url = brokers.deliver("broken", [*map(row, range(40)), *broken], partition=1)
+    config = on_topic(tmp_path, url, on_bad_row="skip")
+    assert numbers(trained(config)) == list(range(40))
+    skipped = RunFolder(tmp_path / "run").metrics["skipped_rows"]
+    assert skipped == {"bad label": 1, "bad number": 1, "bad JSON object": 5}
+    place = re.escape(f"{url}?partition=1&offsets=0-47:40: '{{' is no object with the fields click, number, site; ")
+    config = config.changed(on_bad_row="error", out=str(tmp_path / "error"), global_batch_size=32, batch_size=16)
+    raises_on_all(2, ShardrecError, place + "correct it, or leave such rows out", trained, config)
+
+
+def test_records_that_are_gone_end_the_run_or_are_counted(brokers: Brokers, tmp_path: Path) -> None:
+    """Those of the range under way, and those that no arrival had."""
+    url = brokers.deliver("kept", list(map(row, range(64))), partition=2)
+    config = on_topic(tmp_path, url, batch_size=16, checkpoint_every="1")
+    trained(config, cut_after=1)
+    trained(config.changed(out=str(tmp_path / "whole")))
+    brokers.deliver("kept", [row(64)], partition=2)
+    brokers.deliver("kept", [b" " * 900_000] * 8, partition=2)  # more than the brokers keep
+    brokers.deliver("kept", list(map(row, range(65, 81))), partition=2)
+    for out, words in (
+        ("run", r"offsets=0-64 lacks records that were not trained on \(.*\): keep records for longer"),
+        ("whole", r"partition=2 lacks .* \(it has offsets \d+ to 89, and 64 is the next to read\): keep records"),
+    ):
+        with pytest.raises(DataError, match=words):
+            trained(config.changed(out=str(tmp_path / out)), resume=True)
+        rows = trained(config.changed(out=str(tmp_path / out), on_bad_row="skip"), resume=True)
+        assert numbers(rows) == list(range(65, 81))
+        skipped = RunFolder(tmp_path / out).metrics["skipped_rows"]
+        assert sum(skipped.values()) == {"run": 48, "whole": 0}[out] + 1 + 8
+
+
+def test_what_may_come_later_is_another_error(brokers: Brokers, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kafka, "_REQUEST_S", 0.5)
+    monkeypatch.setattr(kafka, "_SILENT_S", 0.3)
+    url = brokers.deliver("silent", list(map(row, range(3))), partition=0)
+    with pytest.raises(
+        UnreachableError, match=r"kafka://127.0.0.1:1/silent cannot be read \(.*Connection refused.*\): check that the"
+    ):
+        kafka.new_ranges("kafka://127.0.0.1:1/silent", [], skips=True)
+    with pytest.raises(UnreachableError, match=r"offsets=3-5 cannot be read \(offset 3 has not come in 0.3 s\): check"):
+        list(kafka.read_range(f"{url}?partition=0&offsets=3-5", named_spec(parse_spec(SPEC, "spec")), 0, 4))
+    with pytest.raises(DataError, match=r"silent-not cannot be read \(.*nknown topic.*\)") as refused:
+        kafka.new_ranges(f"{url}-not", [], skips=True)
+    assert not isinstance(refused.value, UnreachableError)
+    with pytest.raises(DataError, match=r"partition=0 lacks .*\(it has offsets 0 to 3, and 9 is the next .*made anew"):
+        kafka.new_ranges(url, [f"{url}?partition=0&offsets=0-9"], skips=True)
+
+
+class Scripted:
+    """A consumer of given messages: offsets with records, and the end of the partition, negative."""
+
+    def __init__(self, offsets: list[int]) -> None:
+        self._offsets = offsets
+
+    def assign(self, partitions: list[Any]) -> None:
+        self._offsets = [offset for offset in self._offsets if abs(offset) >= partitions[0].offset]
+
+    def unassign(self) -> None:
+        pass
+
+    def poll(self, timeout: float) -> None:
+        pass
+
+    def consume(self, count: int, timeout: float) -> list[Any]:
+        taken, self._offsets = self._offsets[:count], self._offsets[count:]
+        return [Message(offset) for offset in taken]
+
+
+class Message:
+    def __init__(self, offset: int) -> None:
+        self._offset = offset
+
+    def offset(self) -> int:
+        return abs(self._offset)
+
+    def error(self) -> Any:
+        from confluent_kafka import KafkaError
+
+        return KafkaError(KafkaError._PARTITION_EOF) if self._offset < 0 else None
+
+    def value(self) -> bytes:
+        return f'{{"click": 0, "number": {self._offset}, "site": null}}'.encode()
+
+
+@pytest.mark.parametrize(
+    ("offsets", "records"), [([3, 4, 7, -10], [4, 7]), ([4, 5, 12], [4, 5]), ([-10], []), ([9], [9])]
+)
+def test_offsets_without_records_have_places(offsets: list[int], records: list[int]) -> None:
+    pytest.importorskip("confluent_kafka", reason="shardrec is installed without its extra kafka")
+    spec: FeatureSpec = named_spec(parse_spec(SPEC, "spec"))
+    kafka._idle["scripted:1"] = [Scripted(offsets)]
+    places, at = [], 4
+    for table, faults in kafka.read_range("kafka://scripted:1/t?partition=0&offsets=3-10", spec, 1, 4):
+        held = [place for place in range(table.num_rows + len(faults)) if place not in faults]
+        assert table["number"].to_pylist() == [str(at + place) for place in held]
+        places += [at + place for place in held]
+        at += table.num_rows + len(faults)
+    assert (places, at) == (records, 10)
+    # Such a place is no broken row.
+    kafka._idle["scripted:1"] = [Scripted(offsets)]
+    data = FileClickData(["kafka://scripted:1/t?partition=0&offsets=4-10"], spec, holdout=0.0, needs_rows=False)
+    batches = data.train_batches(0, 1, 4)
+    assert [round(1000 * float(number)) for batch in batches for number in batch.dense[:, 0]] == records
+
+
+def test_options_and_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(DataError, match="is no topic: give feed:kafka://HOST:PORT/TOPIC"):
+        kafka.range_of("kafka://host/topic/more")
+    with pytest.raises(DataError, match="a topic, whose records go on arriving: give feed:kafka://host/topic"):
+        check_file("kafka://host/topic", parse_spec(SPEC, "spec"))
+    config = on_topic(tmp_path, "kafka://host/topic")
+    lead = RankInfo(rank=0, world_size=1, device=torch.device("cpu"), threads=1)
+    with monkeypatch.context() as patched:
+        patched.setattr(_versions.util, "find_spec", lambda name: None)
+        _versions.check_extra.cache_clear()
+        with pytest.raises(VersionError, match=r"without confluent_kafka, .* pip install 'shardrec\[kafka\]'"):
+            Source(config, lead)
+    pytest.importorskip("confluent_kafka", reason="shardrec is installed without its extra kafka")
+    clash = parse_spec(SPEC.replace("name: site", "name: click, column: site"), "spec")
+    with pytest.raises(ConfigError, match="have a feature 'click', which a record's label or group is named, too"):
+        Source(config, lead, clash)
+    for options, words in (
+        ('{"security.protocl": "ssl"}', 'No such configuration property: "security.protocl"'),
+        ("3", "SHARDREC_KAFKA is no JSON object"),
+    ):
+        monkeypatch.setenv("SHARDREC_KAFKA", options)
+        with pytest.raises(DataError, match=words):
+            kafka.new_ranges("kafka://host:1/topic", [], skips=False)
