@@ -29,7 +29,7 @@ from shardrec.train import RunFolder
 
 __all__ = ["main", "run"]
 
-_START_S = 90.0
+_START_S = 180.0
 _SMOOTHED = 5
 _STYLES = {
     "best possible": {"color": "tab:green", "linestyle": ":"},
@@ -41,7 +41,7 @@ _STYLES = {
 
 
 def run(
-    out: Path, *, seconds: int = 45, rows: int = 4096, warm_up: int = 24, export_s: int = 20, seed: int = 0
+    out: Path, *, seconds: int = 36, rows: int = 4096, warm_up: int = 24, export_s: int = 15, seed: int = 0
 ) -> dict[str, float]:
     """Train and serve.
 
@@ -99,7 +99,7 @@ def _start_trainer(
         "--out": run_folder,
         "--publish": published,
         "--publish-every": "0.025m",
-        "--feed-idle": 6,
+        "--feed-idle": 4,
         "--streams": 1,
         "--holdout-samples": rows,
         "--nproc": 2,
@@ -176,7 +176,7 @@ def main() -> None:
     parser.add_argument(
         "--out", type=Path, default=Path("runs/online"), help="a folder that is not there yet (runs/online)"
     )
-    parser.add_argument("--seconds", type=int, default=45, help="of serving (45)")
+    parser.add_argument("--seconds", type=int, default=36, help="of serving (36)")
     parser.add_argument("--seed", type=int, default=0, help="of the clicks (0)")
     given = parser.parse_args()
     if given.out.exists():

@@ -5,6 +5,7 @@
 #include <cstring>
 #include <filesystem>
 #include <fstream>
+#include <functional>
 #include <iostream>
 #include <numeric>
 #include <regex>
@@ -22,9 +23,9 @@ constexpr double kLongestWait = 60;
 
 // Rows of a part of which a version changes some, from `place` on, `width` bytes each.
 struct Change {
-  char* place;
-  std::int64_t stride;
-  std::size_t width;
+  char* place = nullptr;
+  std::int64_t stride = 0;
+  std::size_t width = 0;
   std::vector<std::int64_t> rows;
   std::vector<char> values;
 
@@ -91,6 +92,45 @@ class DataFile {
   std::ifstream file_;
 };
 
+// Reads what a version changes of a part that the program has. If the program has an earlier state of it, these are the rows of the
+// deltas since. Else, say of a new base, they are those of the base that differ from the program's, and of all of its deltas.
+//
+// `states` are the base and the deltas of the published rectangle `saved`: file, first byte, and of a delta the byte of the rows'
+// numbers and how many there are. The program has the first `known` of them.
+Change changed_rows(const Target& target, const Rect& saved, const std::vector<json::Array>& states, std::size_t known,
+                    const std::function<DataFile&(const json::Value&)>& file) {
+  const std::int64_t top = std::max(saved[0], target.rect[0]), bottom = std::min(saved[1], target.rect[1]);
+  const std::int64_t left = std::max(saved[2], target.rect[2]), right = std::min(saved[3], target.rect[3]);
+  if (top >= bottom || left >= right) return {};
+  Change change{target.rows + (left - target.rect[2]) * target.itemsize, target.stride,
+                static_cast<std::size_t>((right - left) * target.itemsize), {}, {}};
+  const std::int64_t row_bytes = (saved[3] - saved[2]) * target.itemsize;
+  const std::int64_t most = std::max<std::int64_t>(1, kBlockBytes / row_bytes);
+  for (std::size_t at = known; at < states.size(); ++at) {
+    const json::Array& state = states[at];
+    DataFile& from = file(state[0]);
+    const std::int64_t count = at == 0 ? saved[1] - saved[0] : whole(state.at(3));
+    for (std::int64_t first = 0; first < count; first += most) {
+      const std::int64_t length = std::min(most, count - first);
+      std::vector<std::int64_t> numbers(static_cast<std::size_t>(length));
+      std::iota(numbers.begin(), numbers.end(), first);
+      if (at > 0) from.read(whole(state.at(2)) + 8 * first, 8 * length, numbers.data());
+      std::vector<char> block(static_cast<std::size_t>(length * row_bytes));
+      from.read(whole(state[1]) + first * row_bytes, length * row_bytes, block.data());
+      const char* values = block.data() + (left - saved[2]) * target.itemsize;
+      for (std::size_t number = 0; number < numbers.size(); ++number, values += row_bytes) {
+        const std::int64_t row = saved[0] + numbers[number];
+        if (row < top || row >= bottom) continue;
+        const char* present = change.place + (row - target.rect[0]) * change.stride;
+        if (at == 0 && std::memcmp(present, values, change.width) == 0) continue;
+        change.rows.push_back(row - target.rect[0]);
+        change.values.insert(change.values.end(), values, values + change.width);
+      }
+    }
+  }
+  return change;
+}
+
 }  // namespace
 
 Follower::Follower(torch::jit::Module program, const json::Object& notes, const Follow& follow)
@@ -102,7 +142,7 @@ Follower::Follower(torch::jit::Module program, const json::Object& notes, const 
     for (const json::Value& entry : parts(note.get<json::Object>())) {
       const auto& part = entry.get<json::Array>();
       const std::string& path = part.at(4).get<std::string>();
-      Target target{rect_of(part), whole(member(member(notes, "published"), name).at("itemsize")), nullptr, 16};
+      Target target{rect_of(part), whole(member(member(notes, "published"), name).at("itemsize"))};
       if (part.size() == 6) {
         auto& records = records_[path];
         const auto number = static_cast<std::size_t>(whole(part[5]));
@@ -189,70 +229,41 @@ void Follower::check_fits(const json::Object& manifest) const {
   }
 }
 
-// All that may fail comes before the first byte of the model changes. If the model has an earlier state of a part, its rows are those
-// of the deltas since. Else, say of a new base, they are those of the base that differ from the model's, and of all of its deltas.
+// All that may fail comes before the first byte of the model changes.
 void Follower::take(const std::string& path, std::int64_t version) {
   const json::Object manifest = read_manifest(path);
   const json::Object& extra = member(manifest, "extra");
   if (whole(extra.at("version")) != version) fail(path + " is the manifest of another version");
   check_fits(manifest);
   const auto published = extra.at("published").get<double>();
-  const std::string folder = follow_.folder + "/" + manifest.at("data").get<std::string>() + "/";
   json::Array files = manifest.at("files").get<json::Array>();
   if (manifest.count("linked") != 0) {
     for (const json::Value& note : manifest.at("linked").get<json::Array>()) files.push_back(note);
   }
-  std::map<std::int64_t, DataFile> opened;
   const auto note_of = [&](const json::Value& number) -> const json::Object& {
     return files.at(static_cast<std::size_t>(whole(number))).get<json::Object>();
   };
-  const auto path_of = [&](const json::Value& number) { return folder + note_of(number).at("name").get<std::string>(); };
+  const auto path_of = [&](const json::Value& number) {
+    return follow_.folder + "/" + manifest.at("data").get<std::string>() + "/" + note_of(number).at("name").get<std::string>();
+  };
+  std::map<std::int64_t, DataFile> opened;
   const auto file = [&](const json::Value& number) -> DataFile& {
     return opened.try_emplace(whole(number), path_of(number), note_of(number)).first->second;
   };
   std::vector<Change> changes, of_ids;
-  std::map<std::string, std::vector<std::string>> contents;
+  std::map<std::pair<std::string, Rect>, std::vector<std::string>> contents;
   for (const auto& [name, tensor] : member(manifest, "tensors")) {
     for (const json::Value& entry : parts(tensor.get<json::Object>())) {
       const auto& part = entry.get<json::Array>();
-      const Rect saved = rect_of(part);
-      // The base, and then the deltas: file, first byte, and of a delta the byte of the rows' numbers, and how many.
+      const std::pair key(name, rect_of(part));
       std::vector<json::Array> states{{part.at(4), part.at(5)}};
       for (std::size_t at = 6; at < part.size(); ++at) states.push_back(part[at].get<json::Array>());
-      const std::string key = name + " " + std::to_string(saved[0]) + " " + std::to_string(saved[2]);
-      for (const auto& state : states) contents[key].push_back(path_of(state.at(0)) + ":" + std::to_string(whole(state.at(1))));
-      const auto &has = applied_[key], &now = contents[key];
-      const bool is_later = has.size() <= now.size() && std::equal(has.begin(), has.end(), now.begin());
+      auto& content = contents[key];
+      for (const auto& state : states) content.push_back(path_of(state.at(0)) + ":" + std::to_string(whole(state.at(1))));
+      const auto& known = applied_[key];
+      const bool is_later = known.size() <= content.size() && std::equal(known.begin(), known.end(), content.begin());
       for (const Target& target : targets_.at(name)) {
-        const std::int64_t top = std::max(saved[0], target.rect[0]), bottom = std::min(saved[1], target.rect[1]);
-        const std::int64_t left = std::max(saved[2], target.rect[2]), right = std::min(saved[3], target.rect[3]);
-        if (top >= bottom || left >= right) continue;
-        Change change{target.rows + (left - target.rect[2]) * target.itemsize, target.stride,
-                      static_cast<std::size_t>((right - left) * target.itemsize), {}, {}};
-        const std::int64_t row_bytes = (saved[3] - saved[2]) * target.itemsize;
-        for (std::size_t at = is_later ? has.size() : 0; at < states.size(); ++at) {
-          const auto& state = states[at];
-          const std::int64_t count = at == 0 ? saved[1] - saved[0] : whole(state.at(3));
-          const std::int64_t length = std::max<std::int64_t>(1, kBlockBytes / row_bytes);
-          for (std::int64_t first = 0; first < count; first += length) {
-            std::vector<std::int64_t> numbers(static_cast<std::size_t>(std::min(length, count - first)));
-            const auto size = static_cast<std::int64_t>(numbers.size());
-            std::vector<char> block(static_cast<std::size_t>(size * row_bytes));
-            file(state[0]).read(whole(state[1]) + first * row_bytes, size * row_bytes, block.data());
-            std::iota(numbers.begin(), numbers.end(), first);
-            if (at > 0) file(state[0]).read(whole(state.at(2)) + 8 * first, 8 * size, numbers.data());
-            const char* values = block.data() + (left - saved[2]) * target.itemsize;
-            for (const std::int64_t number : numbers) {
-              const std::int64_t row = saved[0] + number - target.rect[0];
-              const bool is_here = top <= saved[0] + number && saved[0] + number < bottom;
-              if (is_here && (at > 0 || std::memcmp(change.place + row * change.stride, values, change.width) != 0)) {
-                change.rows.push_back(row);
-                change.values.insert(change.values.end(), values, values + change.width);
-              }
-              values += row_bytes;
-            }
-          }
-        }
+        Change change = changed_rows(target, key.second, states, is_later ? known.size() : 0, file);
         (name.rfind("ids.", 0) == 0 ? of_ids : changes).push_back(std::move(change));
       }
     }

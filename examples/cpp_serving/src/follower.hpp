@@ -24,8 +24,8 @@ using Rect = std::array<std::int64_t, 4>;
 struct Target {
   Rect rect;
   std::int64_t itemsize;
-  char* rows;
-  std::int64_t stride;
+  char* rows = nullptr;
+  std::int64_t stride = 16;
 };
 
 class Follower {
@@ -49,10 +49,11 @@ class Follower {
   torch::jit::Module program_;
   const json::Object notes_;
   const Follow follow_;
-  std::map<std::string, std::vector<Target>> targets_;       // of each published tensor
-  std::map<std::string, std::vector<at::Tensor>> records_;   // ids of rows, by the module that looks ids up
-  std::map<std::string, std::vector<std::string>> applied_;  // what the program has of a published part: base and deltas
-  std::mutex turnstile_;                                     // else readers that overlap would keep a version waiting
+  std::map<std::string, std::vector<Target>> targets_;      // of each published tensor
+  std::map<std::string, std::vector<at::Tensor>> records_;  // ids of rows, by the module that looks ids up
+  // What the program has of each published part: the base and the deltas.
+  std::map<std::pair<std::string, Rect>, std::vector<std::string>> applied_;
+  std::mutex turnstile_;  // else readers that overlap would keep a version waiting
   std::shared_mutex lock_;
   std::int64_t version_ = 0;
   double published_ = 0;

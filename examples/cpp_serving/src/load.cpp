@@ -57,5 +57,6 @@ void put_under_load(Model& model, const std::vector<std::string>& requests, int 
   std::sort(all.begin(), all.end());
   into << "{\"clients\":" << clients << ",\"requests\":" << all.size()
        << ",\"requests_per_second\":" << static_cast<double>(all.size()) / took << ",\"p50_ms\":" << quantile(all, 0.5)
-       << ",\"p99_ms\":" << quantile(all, 0.99) << ",\"worst_ms\":" << all.back() << "}" << std::endl;
+       << ",\"p99_ms\":" << quantile(all, 0.99) << ",\"worst_ms\":" << all.back()
+       << ",\"last\":" << model.answer(requests[0]) << "}" << std::endl;
 }
