@@ -30,7 +30,6 @@ from shardrec.checkpoint.manifest import read_manifest
 from shardrec.serve import Follower, ServedModel, quantize, save
 from shardrec.serve.published import version_name, versions_in
 
-
 CPP_BUILD = Path(__file__).parents[2] / "examples" / "cpp_serving" / "build"
 
 
@@ -204,7 +203,9 @@ def follow_in_cpp(options: argparse.Namespace, weights: str, source: Path, folde
     versions = hidden(source, folder)
     half = len(versions) // 2
     reveal(source, folder, versions[half - 1])
-    file = save(quantize(build(options), weights), folder / "model.pt", features=[f"f{n}" for n in range(options.tables)])
+    file = save(
+        quantize(build(options), weights), folder / "model.pt", features=[f"f{n}" for n in range(options.tables)]
+    )
     generator, lines = torch.Generator().manual_seed(2), []
     for _ in range(50):
         features = batch(options, options.samples, generator)
@@ -274,7 +275,8 @@ def main() -> None:
             print(f"\nnot served from C++: {missing_tool()}")
             return
         print(
-            "\n| served from C++ | without versions: p50 / p99 / most | with one a window | p99 ratio |\n|---|---|---|---|"
+            "\n| served from C++ | without versions: p50 / p99 / most | with one a window | p99 ratio |\n"
+            "|---|---|---|---|"
         )
         for weights in options.weights:
             follow_in_cpp(options, weights, Path(temporary) / weights, Path(temporary) / f"{weights} in C++")

@@ -39,37 +39,34 @@ class FrozenMaps(nn.Module):
         self.slot_maps = torch.tensor(numbers or [self.plain], device=device)
         fallback = [one.options.fallback_rows for one in known]
         self.fallback_rows = torch.tensor([*fallback, 0], dtype=torch.int64, device=device)
-        self.keys, self.owners, self.rows, self.salts = self.prepared(list_of(Tensor, (one.records for one in known)).value)
+        self.keys, self.owners, self.rows, self.salts = self.prepared([one.records for one in known])
 
     @torch.jit.export
     def prepared(self, records: list[Tensor]) -> list[Tensor]:
-        """What :meth:`replace` takes, of maps that have these records, (R, 2) int64 each: the id, and above 0 if used.
+        """What :meth:`replace` takes, of maps with other records: (R, 2) int64 each, the ids, and above 0 if in use.
 
-        Programs call it that follow a publisher (:mod:`shardrec.serve.published`).
+        Programs call both that follow a publisher, see :func:`shardrec.serve.published.places_in`.
         """
-        used = [(table[:, 1] > 0).nonzero().squeeze(1) for table in records]
+        salts = torch.zeros(0, dtype=torch.int64)
+        hashes, owners, rows = [salts], [salts], [salts]
+        for number, table in enumerate(records):
+            used = (table[:, 1] > 0).nonzero().squeeze(1)
+            hashes.append(mixed(table[:, 0].index_select(0, used)))
+            owners.append(torch.full_like(used, number))
+            rows.append(used)
+        hash_n, owner_n = torch.cat(hashes), torch.cat(owners)
+        keys = order = hash_n
         attempt, clash = 0, True
-        salts = keys = torch.zeros(0, dtype=torch.int64)
-        nothing = salts
         while clash:
             salts = mixed(torch.arange(self.plain + 1) + attempt * (self.plain + 1))
-            parts = [nothing]
-            for number, table in enumerate(records):
-                parts.append(mixed(table[:, 0].index_select(0, used[number])) ^ salts[number])
-            keys = torch.cat(parts)
-            clash = bool((keys.sort()[0].diff() == 0).any())
+            keys, order = (hash_n ^ salts[owner_n]).sort()
+            clash = bool((keys.diff() == 0).any())
             attempt += 1
-        owners = torch.cat([nothing] + [torch.full_like(rows, number) for number, rows in enumerate(used)])
-        keys, order = keys.sort()
         # One entry more, of no map, so that there is one to look at.
         last, no_map = torch.tensor([0x7FFFFFFFFFFFFFFF]), torch.tensor([-1])
-        tensors = [
-            torch.cat([keys, last]),
-            torch.cat([owners[order], no_map]),
-            torch.cat([torch.cat([nothing] + used)[order], no_map]),
-            salts,
-        ]
-        return [tensor.to(self.slot_maps.device) for tensor in tensors]
+        keys, owner_n = torch.cat([keys, last]), torch.cat([owner_n[order], no_map])
+        row_n = torch.cat([torch.cat(rows)[order], no_map])
+        return [tensor.to(self.slot_maps.device) for tensor in [keys, owner_n, row_n, salts]]
 
     @torch.jit.export
     def replace(self, prepared: list[Tensor]) -> None:

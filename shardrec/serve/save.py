@@ -32,7 +32,8 @@ def save(model: nn.Module, path: str | os.PathLike[str], *, features: Features) 
     file holds ``shardrec.json``: ``features``, ``inputs`` (the names of the arguments, in order), ``formats`` (of the
     quantized tables), ``rank``, ``world_size`` and ``group`` (the name of the process group that a program with several
     ranks must register); of a model of ``quantize`` on one rank also ``published``, for programs that follow a
-    :class:`shardrec.Publisher` (:func:`shardrec.serve.published.places_in`). Loading needs torch and fbgemm's operators: ``import fbgemm_gpu``, or in C++ its libraries.
+    :class:`shardrec.Publisher` (:func:`shardrec.serve.published.places_in`). Loading needs torch and fbgemm's
+    operators: ``import fbgemm_gpu``, or in C++ its libraries.
 
     Args:
         model: a sharded model, one made by :func:`shardrec.serve.quantize`, or a module that holds one of these; in

@@ -325,7 +325,13 @@ def test_it_applies_nothing_that_is_damaged_or_of_another_model(program: Path, t
         assert tick_of(server.at(request, version=6)["output"]) == 6
         said = server.end()
     (shown / version_name(7)).unlink()
-    for words in ("is damaged", "another size", "its checksum is not", "manifest of another version", "keeps version 5"):
+    for words in (
+        "is damaged",
+        "another size",
+        "its checksum is not",
+        "manifest of another version",
+        "keeps version 5",
+    ):
         assert words in said, said
     for weights, words in (("int8", "other formats"), ("fp32", "model cannot follow")):
         served = models(tmp_path, weights)[2] if weights == "int8" else model.eval()

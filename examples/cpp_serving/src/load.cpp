@@ -4,6 +4,7 @@
 #include <atomic>
 #include <chrono>
 #include <mutex>
+#include <sstream>
 #include <stdexcept>
 #include <thread>
 
@@ -38,8 +39,10 @@ void put_under_load(Model& model, const std::vector<std::string>& requests, int 
     for (std::size_t turn = client; before < end; ++turn) {
       const std::string answer = model.answer(requests[turn % requests.size()]);
       if (answers != nullptr) {
+        std::ostringstream line;
+        line << '[' << turn % requests.size() << ',' << answer.substr(0, answer.find(",\"age\"")) << "}]";
         const std::lock_guard turn_of(collecting);
-        answers->insert("[" + std::to_string(turn % requests.size()) + "," + answer.substr(0, answer.find(",\"age\"")) + "}]");
+        answers->insert(line.str());
       }
       const Clock::time_point after = Clock::now();
       found[client].push_back(std::chrono::duration<double, std::milli>(after - before).count());
