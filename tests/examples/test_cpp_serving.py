@@ -33,7 +33,7 @@ from tests.ids.oracle import DIM, FEATURES, dynamic_step, model_of, raw_batches
 from tests.ids.oracle import ROWS as TABLES
 from tests.plans import cut_plan
 from tests.serve.published import reveal
-from tests.serve.test_follow import ROWS, models, rows_at, set_tick
+from tests.serve.ticks import ROWS, models, rows_at, set_tick
 
 ASKED = list(requests([1, 5, 33]))
 
