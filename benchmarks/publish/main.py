@@ -1,13 +1,14 @@
 """Publishing a model while it trains, and following it while it answers: rates, what a step waits for, latencies.
 
 One process and one rank, so that the CPU seconds of each side are its own: first a trainer makes steps and publishes
-each few of them, then a served model answers requests while the versions appear one after the other. Requests with and
-without versions alternate in one run.
+each few of them, then a served model answers requests while the versions appear one after the other, and so does the
+C++ program of examples/cpp_serving. Requests with and without versions alternate in one run.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import shutil
 import statistics
 import tempfile
@@ -23,9 +24,13 @@ from torchrec.modules.embedding_modules import EmbeddingBagCollection
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 import shardrec
+from examples.cpp_serving.build import build as build_program
+from examples.cpp_serving.build import missing_tool, start
 from shardrec.checkpoint.manifest import read_manifest
-from shardrec.serve import Follower, ServedModel, quantize
+from shardrec.serve import Follower, ServedModel, quantize, save
 from shardrec.serve.published import version_name, versions_in
+
+CPP_BUILD = Path(__file__).parents[2] / "examples" / "cpp_serving" / "build"
 
 
 class Model(nn.Module):
@@ -132,15 +137,11 @@ def written(folder: Path, version: int) -> tuple[int, int]:
 def follow(options: argparse.Namespace, weights: str, source: Path, folder: Path) -> None:
     """Follow what was published while requests are answered, and print rates and latencies."""
     served = quantize(build(options), weights)
-    folder.mkdir()
-    for data in source.glob("data-*"):
-        (folder / data.name).symlink_to(data)
+    versions = hidden(source, folder)
     follower = Follower(served, served.formats, folder, interval=0.02)
-    versions = versions_in([path.name for path in source.iterdir()])
 
     def show(version: int) -> None:
-        shutil.copy(source / version_name(version), folder / "partial")
-        (folder / "partial").rename(folder / version_name(version))
+        reveal(source, folder, version)
 
     show(versions[0])
     begin = time.perf_counter()
@@ -183,6 +184,54 @@ def follow(options: argparse.Namespace, weights: str, source: Path, folder: Path
     )
 
 
+def hidden(source: Path, folder: Path) -> list[int]:
+    """Make a folder with the data of what was published, but none of the versions, which are returned."""
+    folder.mkdir()
+    for data in source.glob("data-*"):
+        (folder / data.name).symlink_to(data)
+    return versions_in([path.name for path in source.iterdir()])
+
+
+def reveal(source: Path, folder: Path, version: int) -> None:
+    """Show a version in such a folder."""
+    shutil.copy(source / version_name(version), folder / "partial")
+    (folder / "partial").rename(folder / version_name(version))
+
+
+def follow_in_cpp(options: argparse.Namespace, weights: str, source: Path, folder: Path) -> None:
+    """The same requests to the C++ program, and the medians of its windows."""
+    versions = hidden(source, folder)
+    half = len(versions) // 2
+    reveal(source, folder, versions[half - 1])
+    file = save(
+        quantize(build(options), weights), folder / "model.pt", features=[f"f{n}" for n in range(options.tables)]
+    )
+    generator, lines = torch.Generator().manual_seed(2), []
+    for _ in range(50):
+        features = batch(options, options.samples, generator)
+        lines.append(json.dumps({"values": features.values().tolist(), "lengths": features.lengths().tolist()}) + "\n")
+    load = ("--clients", "1", "--seconds", str(options.window), "--windows", str(2 * (len(versions) - half)))
+    program = start(build_program(CPP_BUILD), file, "--follow", str(folder), "--interval", "0.02", *load)
+    assert program.stdin is not None and program.stdout is not None
+    program.stdin.writelines(lines)
+    program.stdin.close()
+    quiet, busy = [], []
+    for version in versions[half:]:
+        quiet.append(json.loads(program.stdout.readline()))
+        reveal(source, folder, version)
+        busy.append(json.loads(program.stdout.readline()))
+        last = busy[-1]["last"]
+        assert (last["version"], last["faults"]) == (version, 0), "the window is too short for a delta"
+    assert program.wait() == 0
+    texts, p99 = [], []
+    for windows in (quiet, busy):
+        p50, p99_ms = (statistics.median(window[name] for window in windows) for name in ("p50_ms", "p99_ms"))
+        texts.append(f"{p50:.2f} / {p99_ms:.2f} / {max(window['worst_ms'] for window in windows):.1f} ms")
+        p99.append(p99_ms)
+    count = sum(window["requests"] for window in busy)
+    print(f"| {weights} | {texts[0]} | {texts[1]} | {p99[1] / p99[0]:.2f} ({count:,} requests) |", flush=True)
+
+
 def requests(options: argparse.Namespace, served: ServedModel, times: list[float]) -> None:
     """Answer requests of a few samples, one after the other, for a window of time."""
     generator = torch.Generator().manual_seed(2)
@@ -222,6 +271,15 @@ def main() -> None:
         )
         for weights in options.weights:
             follow(options, weights, Path(temporary) / weights, Path(temporary) / f"{weights} shown")
+        if missing_tool() is not None:
+            print(f"\nnot served from C++: {missing_tool()}")
+            return
+        print(
+            "\n| served from C++ | without versions: p50 / p99 / most | with one a window | p99 ratio |\n"
+            "|---|---|---|---|"
+        )
+        for weights in options.weights:
+            follow_in_cpp(options, weights, Path(temporary) / weights, Path(temporary) / f"{weights} in C++")
 
 
 if __name__ == "__main__":

@@ -9,7 +9,7 @@ from pathlib import Path
 import fbgemm_gpu
 import torch
 
-__all__ = ["OPERATORS", "BuildError", "build", "missing_tool", "run"]
+__all__ = ["OPERATORS", "BuildError", "build", "missing_tool", "run", "start"]
 
 HERE = Path(__file__).parent
 OPERATORS = Path(fbgemm_gpu.__file__).parent
@@ -56,7 +56,17 @@ def run(program: Path, model: Path, lines: str, *options: str) -> str:
     Raises:
         BuildError: if it ends with an error.
     """
-    return _succeed([str(program), "--model", str(model), "--operators", str(OPERATORS), *options], lines)
+    return _succeed(_command(program, model, *options), lines)
+
+
+def start(program: Path, model: Path, *options: str) -> subprocess.Popen[str]:
+    """The program, which answers a line on its stdin by one on its stdout; what it says besides is on its stderr."""
+    pipe = subprocess.PIPE
+    return subprocess.Popen(_command(program, model, *options), stdin=pipe, stdout=pipe, stderr=pipe, text=True)
+
+
+def _command(program: Path, model: Path, *options: str) -> list[str]:
+    return [str(program), "--model", str(model), "--operators", str(OPERATORS), *options]
 
 
 def _succeed(command: list[str], lines: str = "") -> str:

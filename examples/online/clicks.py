@@ -10,26 +10,11 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
+from examples.online.columns import SIZES
 from shardrec.data import ClickSchema, SyntheticConfig
 from shardrec.data.planted import PlantedModel, RandomStream
 
-__all__ = ["SPEC", "Clicks"]
-
-_SIZES = {
-    "site": 100,
-    "city": 60,
-    "category": 40,
-    "hour": 24,
-    "browser": 16,
-    "format": 12,
-    "advertiser": 10,
-    "device": 8,
-}
-
-SPEC = "label: click\nfeatures:\n" + "".join(
-    f"  - {{name: {name}, kind: id, rows: {size}, ids: number}}\n" for name, size in _SIZES.items()
-)
-"""The features, for ``shardrec train --features``."""
+__all__ = ["Clicks"]
 
 
 class Clicks:
@@ -41,7 +26,7 @@ class Clicks:
     """
 
     def __init__(self, rows: int, seed: int = 0) -> None:
-        names, sizes = tuple(_SIZES), tuple(_SIZES.values())
+        names, sizes = tuple(SIZES), tuple(SIZES.values())
         schema = ClickSchema(dense_names=(), sparse_names=names, num_embeddings=sizes)
         config = SyntheticConfig(
             schema=schema, seed=seed, logit_std=2.0, exponent=0.7, interaction_share=0.0, pairs=0, dense_share=0.0
@@ -66,6 +51,6 @@ class Clicks:
         probabilities = 1 / (1 + np.exp(-(math.cos(angle) * first + math.sin(angle) * second)))
         draws = np.random.default_rng([self._seed, number])
         columns = {"click": (draws.random(self._rows) < probabilities).astype(np.int64)}
-        columns |= {name: planted[0].ids[:, place] for place, name in enumerate(_SIZES)}
+        columns |= {name: planted[0].ids[:, place] for place, name in enumerate(SIZES)}
         pq.write_table(pa.table(columns), path)
         return np.asarray(probabilities)

@@ -10,38 +10,18 @@
 from __future__ import annotations
 
 import argparse
-import json
-import math
+import os
 import subprocess
 import sys
-import time
-from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-import numpy as np
-import torch
-from numpy.typing import NDArray
-
-from examples.online.clicks import SPEC, Clicks
-from shardrec.data import area_under_roc, load_spec, open_click_data
-from shardrec.serve import ServedModel
-from shardrec.train import RunFolder
+from examples.online.columns import SPEC
 
 __all__ = ["main", "run"]
 
-_START_S = 90.0
-_SMOOTHED = 5
-_STYLES = {
-    "best possible": {"color": "tab:green", "linestyle": ":"},
-    "trainer": {"color": "black", "linestyle": "--"},
-    "deltas": {"color": "tab:blue"},
-    "full exports": {"color": "tab:orange"},
-    "frozen": {"color": "tab:red"},
-}
-
 
 def run(
-    out: Path, *, seconds: int = 45, rows: int = 4096, warm_up: int = 24, export_s: int = 20, seed: int = 0
+    out: Path, *, seconds: int = 36, rows: int = 4096, warm_up: int = 24, export_s: int = 15, seed: int = 0
 ) -> dict[str, float]:
     """Train and serve.
 
@@ -56,50 +36,26 @@ def run(
     Returns:
         The mean AUC over the files served, of each server, the trainer and the true probabilities.
     """
-    incoming, published, run_folder = out / "incoming", out / "published", out / "run"
-    incoming.mkdir(parents=True)
-    features = out / "features.yaml"
-    features.write_text(SPEC, encoding="utf-8")
-    clicks = Clicks(rows, seed)
-    for number in range(warm_up):
-        _deliver(_written(incoming, clicks, number, 0.0)[0])
-    trainer = _start_trainer(incoming, features, run_folder, published, rows)
+    (out / "incoming").mkdir(parents=True)
+    (out / "features.yaml").write_text(SPEC, encoding="utf-8")
+    trainer = _start_trainer(out, rows)
     try:
-        servers = _servers(run_folder, published, trainer, version_of_steps=warm_up * rows // 512)
-        aucs: dict[str, list[float]] = {name: [] for name in ("best possible", *servers)}
-        begin = time.monotonic()
-        for second in range(seconds):
-            time.sleep(max(0.0, begin + second - time.monotonic()))
-            hidden, probabilities = _written(incoming, clicks, warm_up + second, math.radians(90 * second / 60))
-            if second and second % export_s == 0:
-                servers["full exports"].follower.poll()
-            labels, scores = _scored(hidden, features, servers)
-            for name, values in {"best possible": probabilities, **scores}.items():
-                aucs[name].append(area_under_roc(labels, values))
-            _deliver(hidden)
-        if trainer.wait(_START_S):
-            raise SystemExit(f"the trainer failed; {out / 'trainer.log'} says why")
+        from examples.online.servers import serve  # with torch, while the trainer loads it, too
+
+        return serve(out, trainer, seconds=seconds, rows=rows, warm_up=warm_up, export_s=export_s, seed=seed)
     finally:
         trainer.kill()
         trainer.wait()
-    curve = RunFolder(run_folder).metrics["curve"]
-    aucs["trainer"] = [point["auc"] for point in curve][warm_up : warm_up + seconds]
-    _draw(aucs, out / "online.png")
-    means = {name: float(np.mean(values)) for name, values in aucs.items()}
-    (out / "online.json").write_text(json.dumps({"means": means, "aucs": aucs}, indent=1) + "\n", encoding="utf-8")
-    return means
 
 
-def _start_trainer(
-    incoming: Path, features: Path, run_folder: Path, published: Path, rows: int
-) -> subprocess.Popen[bytes]:
+def _start_trainer(out: Path, rows: int) -> subprocess.Popen[bytes]:
     options = {
-        "--data": f"feed:{incoming}",
-        "--features": features,
-        "--out": run_folder,
-        "--publish": published,
+        "--data": f"feed:{out / 'incoming'}",
+        "--features": out / "features.yaml",
+        "--out": out / "run",
+        "--publish": out / "published",
         "--publish-every": "0.025m",
-        "--feed-idle": 6,
+        "--feed-idle": 5,
         "--streams": 1,
         "--holdout-samples": rows,
         "--nproc": 2,
@@ -110,64 +66,8 @@ def _start_trainer(
         "--lr": 0.005,
     }
     command = [sys.executable, "-m", "shardrec.cli", "train", *(str(part) for pair in options.items() for part in pair)]
-    with (run_folder.parent / "trainer.log").open("wb") as log:
+    with (out / "trainer.log").open("wb") as log:
         return subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT)
-
-
-def _servers(
-    run_folder: Path, published: Path, trainer: subprocess.Popen[bytes], version_of_steps: int
-) -> dict[str, ServedModel]:
-    """Three served models, which have the weights after the warm-up; the first alone goes on to follow by itself."""
-    give_up = time.monotonic() + _START_S
-    servers: dict[str, ServedModel] = {}
-    while time.monotonic() < give_up and trainer.poll() is None:
-        time.sleep(0.2)
-        if not servers and any(published.glob("version-*")):
-            servers = {
-                name: RunFolder(run_folder).following(str(published)) for name in ("deltas", "full exports", "frozen")
-            }
-            for name in ("full exports", "frozen"):
-                servers[name].follower.close()
-        if servers and servers["deltas"].follower.extra.get("step", 0) >= version_of_steps:
-            servers["full exports"].follower.poll()
-            servers["frozen"].follower.poll()
-            return servers
-    raise SystemExit(f"nothing was published; {run_folder.parent / 'trainer.log'} says why")
-
-
-def _written(incoming: Path, clicks: Clicks, number: int, angle: float) -> tuple[Path, NDArray[np.float64]]:
-    hidden = incoming / f".{number:06}.parquet"
-    return hidden, clicks.write(hidden, number, angle)
-
-
-def _deliver(hidden: Path) -> None:
-    hidden.rename(hidden.with_name(hidden.name[1:]))
-
-
-def _scored(
-    file: Path, features: Path, servers: Mapping[str, ServedModel]
-) -> tuple[NDArray[np.float32], dict[str, NDArray[np.float32]]]:
-    """The labels of a file's rows, and the scores of each server, (rows,)."""
-    data = open_click_data(file, load_spec(features), holdout=0.0)
-    (batch,) = data.train_batches(0, 1, data.train_rows)
-    with torch.no_grad():
-        scores = {name: server(batch.dense, batch.sparse).view(-1).numpy() for name, server in servers.items()}
-    return batch.labels.numpy(), scores
-
-
-def _draw(aucs: Mapping[str, Sequence[float]], path: Path) -> None:
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(9, 4.5), layout="constrained")
-    axes = figure.subplots()
-    for name, style in _STYLES.items():
-        smooth = np.convolve(aucs[name], np.ones(_SMOOTHED) / _SMOOTHED, "valid")
-        axes.plot(np.arange(len(smooth)) + _SMOOTHED / 2, smooth, label=f"{name} {np.mean(aucs[name]):.4f}", **style)
-    axes.set(xlabel="seconds", ylabel=f"AUC, mean over {_SMOOTHED} s", title="AUC of clicks that drift")
-    axes.grid(alpha=0.3)
-    axes.legend(loc="lower left")
-    FigureCanvasAgg(figure).print_figure(path, dpi=120)
 
 
 def main() -> None:
@@ -176,15 +76,15 @@ def main() -> None:
     parser.add_argument(
         "--out", type=Path, default=Path("runs/online"), help="a folder that is not there yet (runs/online)"
     )
-    parser.add_argument("--seconds", type=int, default=45, help="of serving (45)")
+    parser.add_argument("--seconds", type=int, default=36, help="of serving (36)")
     parser.add_argument("--seed", type=int, default=0, help="of the clicks (0)")
     given = parser.parse_args()
     if given.out.exists():
         raise SystemExit(f"{given.out} is there: remove it, or give another folder (--out)")
-    torch.set_num_threads(1)
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
     means = run(given.out, seconds=given.seconds, seed=given.seed)
-    for name in _STYLES:
-        print(f"AUC {means[name]:.4f}  {name}")
+    for name, mean in sorted(means.items(), key=lambda item: -item[1]):
+        print(f"AUC {mean:.4f}  {name}")
     print(
         f"deltas are {means['trainer'] - means['deltas']:+.4f} behind the trainer; plot in {given.out / 'online.png'}"
     )

@@ -9,11 +9,10 @@ found is that of the id if it is of the map that was asked.
 
 from __future__ import annotations
 
-from itertools import count
-
 import torch
 from torch import Tensor, nn
 
+from shardrec._torchscript import list_of
 from shardrec.errors import ConfigError
 from shardrec.exchange.hashing import mixed
 from shardrec.ids.maps import IdMaps
@@ -32,29 +31,47 @@ class FrozenMaps(nn.Module):
 
     def __init__(self, maps: IdMaps, device: torch.device) -> None:
         super().__init__()
-        known = list(dict.fromkeys(one for one, _ in maps.runs() if one is not None))
         # A number for each map, and at the end one for plain rows.
-        numbers = [len(known) if one is None else known.index(one) for one, slots in maps.runs() for _ in range(slots)]
-        used = [(one.records[:, 1] > 0).nonzero().squeeze(1) for one in known]
-        ids = [one.records[rows, 0] for one, rows in zip(known, used, strict=True)]
-        for attempt in count():
-            salts = mixed(torch.arange(len(known) + 1) + attempt * (len(known) + 1))
-            keys = torch.cat([salts[:0], *(mixed(one) ^ salt for one, salt in zip(ids, salts[:-1], strict=True))])
-            keys, order = keys.sort()
-            if not bool((keys.diff() == 0).any()):
-                break
-        owners = torch.cat([salts[:0], *(torch.full_like(one, number) for number, one in enumerate(ids))])
-        rows = torch.cat([salts[:0], *used])
-        # One entry more, of no map, so that there is one to look at.
-        last, no_map = torch.tensor([2**63 - 1]), torch.tensor([-1])
-        self.keys = torch.cat([keys, last]).to(device)
-        self.owners = torch.cat([owners[order], no_map]).to(device)
-        self.rows = torch.cat([rows[order], no_map]).to(device)
-        self.salts = salts.to(device)
+        known = list(maps.maps.values())
+        self.blocks = list_of(tuple[str, int], maps.maps)
+        self.plain = len(known)
+        numbers = [self.plain if one is None else known.index(one) for one, slots in maps.runs() for _ in range(slots)]
+        self.slot_maps = torch.tensor(numbers or [self.plain], device=device)
         fallback = [one.options.fallback_rows for one in known]
         self.fallback_rows = torch.tensor([*fallback, 0], dtype=torch.int64, device=device)
-        self.plain = len(known)
-        self.slot_maps = torch.tensor(numbers or [self.plain], device=device)
+        self.keys, self.owners, self.rows, self.salts = self.prepared([one.records for one in known])
+
+    @torch.jit.export
+    def prepared(self, records: list[Tensor]) -> list[Tensor]:
+        """What :meth:`replace` takes, of maps with other records: (R, 2) int64 each, the ids, and above 0 if in use.
+
+        Programs call both that follow a publisher, see :func:`shardrec.serve.published.places_in`.
+        """
+        salts = torch.zeros(0, dtype=torch.int64)
+        hashes, owners, rows = [salts], [salts], [salts]
+        for number, table in enumerate(records):
+            used = (table[:, 1] > 0).nonzero().squeeze(1)
+            hashes.append(mixed(table[:, 0].index_select(0, used)))
+            owners.append(torch.full_like(used, number))
+            rows.append(used)
+        hash_n, owner_n = torch.cat(hashes), torch.cat(owners)
+        keys = order = hash_n
+        attempt, clash = 0, True
+        while clash:
+            salts = mixed(torch.arange(self.plain + 1) + attempt * (self.plain + 1))
+            keys, order = (hash_n ^ salts[owner_n]).sort()
+            clash = bool((keys.diff() == 0).any())
+            attempt += 1
+        # One entry more, of no map, so that there is one to look at.
+        last, no_map = torch.tensor([0x7FFFFFFFFFFFFFFF]), torch.tensor([-1])
+        keys, owner_n = torch.cat([keys, last]), torch.cat([owner_n[order], no_map])
+        row_n = torch.cat([torch.cat(rows)[order], no_map])
+        return [tensor.to(self.slot_maps.device) for tensor in [keys, owner_n, row_n, salts]]
+
+    @torch.jit.export
+    def replace(self, prepared: list[Tensor]) -> None:
+        """Have other maps from now on."""
+        self.keys, self.owners, self.rows, self.salts = prepared[0], prepared[1], prepared[2], prepared[3]
 
     def forward(self, lengths: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
         """The rows of ids; reads no value on the host.

@@ -17,6 +17,8 @@ follower reads of it what it has not yet applied.
 Tables have one tensor each, (rows, columns) of float32 or float16, or the (rows, bytes) uint8 of served rows in INT8
 or INT4: scale and bias, then the codes. Rows with dynamic ids have (rows, 2) int64: the id, and 1 if the row has an id,
 0 if it is free, below 0 if no id may have it. A row whose id was evicted has another id, or none.
+
+A program without shardrec that follows (examples/cpp_serving) is told where its tensors are, see :func:`places_in`.
 """
 
 from __future__ import annotations
@@ -25,11 +27,15 @@ import re
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
+from itertools import chain
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from shardrec.checkpoint.parts import HeldTensor, Part, Rect
+from shardrec.checkpoint.files import DTYPES
+from shardrec.checkpoint.ids import dynamic_tables
+from shardrec.checkpoint.parts import HeldTensor, Part, Rect, as_matrix
 from shardrec.checkpoint.state import model_tensors
 from shardrec.errors import ConfigError
 from shardrec.modules.model import ShardedModel
@@ -41,6 +47,7 @@ __all__ = [
     "base_of",
     "data_name",
     "encoded",
+    "places_in",
     "published_tensors",
     "served_tensors",
     "version_name",
@@ -170,3 +177,55 @@ def served_tensors(model: ShardedModel, formats: Mapping[str, WeightFormat]) -> 
                 parts.append(Part(rect=place, values=rows.view(_dtype(form)), saved=False))
             tensors[name] = replace(_whole(tensors[name], form), parts=tuple(parts))
     return tensors
+
+
+def places_in(program: torch.jit.ScriptModule, model: ShardedModel, formats: Mapping[str, WeightFormat]) -> Any:
+    """Where a program has the tensors that are published of its model.
+
+    Args:
+        program: scripted of the model, with whose memory it shares.
+        model: see :func:`served_tensors`.
+        formats: of its tables.
+
+    Returns: As JSON values, by name: ``dtype`` and ``shape`` as in a manifest, ``itemsize`` in bytes, and ``parts``,
+        which have ``[row_start, row_end, col_start, col_end, attribute, offset, stride]`` each: the part's first row
+        is ``offset`` bytes behind the first of the attribute, and its rows are ``stride`` bytes apart. For ids of rows
+        ``[..., path, number]``: the method ``prepared`` of the module takes them as records with this number. With
+        ``same_cut``, the published tensor must be cut into the same parts. Empty if a tensor has no such place in the
+        program.
+    """
+    fallback = {
+        f"ids.{table.path}.records": table.maps.options[table.layout.name].fallback_rows > 0
+        for table in dynamic_tables(model)
+    }
+    maps = {
+        block: [path, number]
+        for path, module in program.named_modules()
+        if module.original_name == "FrozenMaps"
+        for number, block in enumerate(module.blocks)
+    }
+    attributes = list(chain(program.named_parameters(), program.named_buffers()))
+    dtypes = {dtype: name for name, dtype in DTYPES.items()}
+    places: dict[str, Any] = {}
+    for name, tensor in served_tensors(model, formats).items():
+        parts: list[list[Any]] = []
+        for part in tensor.parts:
+            if name in fallback:
+                parts.append([*part.rect, *maps[tensor.rows_of, part.rect.row_start]])
+                continue
+            rows = as_matrix(part.values)
+            for attribute, memory in attributes:
+                offset = rows.data_ptr() - memory.data_ptr()
+                if 0 <= offset < memory.nbytes and rows[0].is_contiguous():
+                    parts.append([*part.rect, attribute, offset, rows.stride(0) * rows.itemsize])
+                    break
+            else:
+                return {}
+        places[name] = {
+            "dtype": dtypes[tensor.dtype],
+            "shape": tensor.shape,
+            "itemsize": tensor.dtype.itemsize,
+            "same_cut": name in fallback and (fallback[name] or len(parts) > 1),
+            "parts": parts,
+        }
+    return places

@@ -31,7 +31,9 @@ def save(model: nn.Module, path: str | os.PathLike[str], *, features: Features) 
     The file's ``forward`` takes the arguments of :func:`shardrec.serve.from_tensors`'s entry. Besides the model the
     file holds ``shardrec.json``: ``features``, ``inputs`` (the names of the arguments, in order), ``formats`` (of the
     quantized tables), ``rank``, ``world_size`` and ``group`` (the name of the process group that a program with several
-    ranks must register). Loading needs torch and fbgemm's operators: ``import fbgemm_gpu``, or in C++ its libraries.
+    ranks must register); of a model of ``quantize`` on one rank also ``published``, for programs that follow a
+    :class:`shardrec.Publisher` (:func:`shardrec.serve.published.places_in`). Loading needs torch and fbgemm's
+    operators: ``import fbgemm_gpu``, or in C++ its libraries.
 
     Args:
         model: a sharded model, one made by :func:`shardrec.serve.quantize`, or a module that holds one of these; in
@@ -65,7 +67,11 @@ def save(model: nn.Module, path: str | os.PathLike[str], *, features: Features) 
     target = Path(str(path).replace("{rank}", str(collectives.rank)))
     entry = from_tensors(model, features)
     scripted = script(entry, portable=True)
-    notes = json.dumps(notes_of(entry, held[0]))
+    notes = notes_of(entry, held[0])
+    if isinstance(held[0], ServedModel) and collectives.world_size == 1:
+        from shardrec.serve.published import places_in  # with all of shardrec.checkpoint
+
+        notes["published"] = places_in(scripted, held[0], held[0].formats)
     # Written beside the target and then renamed: a program that loads the path never sees an incomplete file.
     beside = target.with_name(f".{target.name}.{os.getpid()}")
     try:
@@ -74,7 +80,7 @@ def save(model: nn.Module, path: str | os.PathLike[str], *, features: Features) 
         raise ConfigError(f"{os_fault(error)}; give a file in a folder that can be written to") from error
     try:
         with quiet():
-            torch.jit.save(scripted, str(beside), _extra_files={NOTES: notes})
+            torch.jit.save(scripted, str(beside), _extra_files={NOTES: json.dumps(notes)})
         beside.replace(target)
     finally:
         beside.unlink(missing_ok=True)

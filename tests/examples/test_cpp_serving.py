@@ -4,19 +4,36 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 import subprocess
+import time
 from collections.abc import Iterator
+from contextlib import contextmanager
+from itertools import pairwise
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import pytest
 import torch
+from torchrec import KeyedJaggedTensor
 
 from examples.cpp_serving import build as building
-from examples.cpp_serving.build import OPERATORS, build, missing_tool, run
+from examples.cpp_serving.build import OPERATORS, build, missing_tool, run, start
 from examples.cpp_serving.export import Saved, export, requests
 from examples.cpp_serving.main import TOLERANCE, compare
 from examples.cpp_serving.model import DENSE
+from shardrec import Publisher, shard
+from shardrec.ids import DynamicIds
+from shardrec.layout import Topology
+from shardrec.modules import ShardedModel
+from shardrec.serve import Follower, quantize, save
+from shardrec.serve.published import version_name
+from tests.ids.oracle import DIM, FEATURES, dynamic_step, model_of, raw_batches
+from tests.ids.oracle import ROWS as TABLES
+from tests.plans import cut_plan
+from tests.serve.published import reveal
+from tests.serve.ticks import ROWS, models, rows_at, set_tick
 
 ASKED = list(requests([1, 5, 33]))
 
@@ -160,3 +177,188 @@ def test_what_it_cannot_start_with_is_said(program: Path, saved: dict[str, Saved
     (tmp_path / "other.pt2").write_bytes((tmp_path / "other.pt").read_bytes())
     code, said = start("--model", str(tmp_path / "other.pt2"), "--operators", str(OPERATORS))
     assert (code, "cannot load" in said) == (1, True)
+
+
+class Server:
+    """The program, asked line by line."""
+
+    def __init__(self, process: subprocess.Popen[str]) -> None:
+        self.process = process
+
+    def ask(self, request: Any) -> dict[str, Any]:
+        assert self.process.stdin is not None and self.process.stdout is not None
+        print(json.dumps(request), file=self.process.stdin, flush=True)
+        answer: dict[str, Any] = json.loads(self.process.stdout.readline())
+        return answer
+
+    def at(self, request: Any, version: int, faults: int = 0) -> dict[str, Any]:
+        """The first answer of this version, with so many faults at least."""
+        while True:
+            answer = self.ask(request)
+            assert answer["version"] <= version
+            if answer["version"] == version and answer["faults"] >= faults:
+                return answer
+            time.sleep(0.01)
+
+    def end(self) -> str:
+        """What it said on stderr."""
+        _, said = self.process.communicate()
+        assert self.process.returncode == 0, said
+        return said
+
+
+@contextmanager
+def following(program: Path, model: Path, folder: Path) -> Iterator[Server]:
+    process = start(program, model, "--follow", str(folder), "--interval", "0.01")
+    try:
+        yield Server(process)
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def dynamic(cut: str) -> ShardedModel:
+    """Tables with dynamic ids, in the blocks of two ranks."""
+    sizes = {f"sparse.{name}": (rows, DIM) for name, rows in TABLES.items()}
+    plan = cut_plan(cut, Random(1), sizes, Topology(ranks_per_host=2)).on_one_rank()
+    options = {"users": DynamicIds(evict="lru", fallback_rows=1), "goods": DynamicIds(evict="lru")}
+    return shard(model_of(True, "sgd"), plan, dynamic_ids=options)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize(
+    ("weights", "cut", "served_cut"),
+    [("fp32", "row_wise", "row_wise"), ("fp16", "column_wise", "table_wise"), ("int8", "table_wise", "column_wise")],
+)
+def test_it_follows_as_python_does(
+    one_thread: None, program: Path, tmp_path: Path, weights: str, cut: str, served_cut: str
+) -> None:
+    """Bases and deltas, ids that are evicted: to the bit, by each version in turn, and from a later one on."""
+    model, served = dynamic(cut), quantize(dynamic(served_cut), weights)
+    publisher = Publisher(model, tmp_path / "published", weights, keep_bases=9)
+    steps = raw_batches(Random(3), 24, 1)
+    for number, (bags,) in enumerate(steps):
+        dynamic_step(model, bags, number)
+        if number % 3 == 2:
+            publisher.publish(full=number == 14)
+    shown = tmp_path / "shown"
+    follower = Follower(served, served.formats, shown, interval=1.0)
+    file = save(served, tmp_path / "model.pt", features=list(FEATURES))
+    ids = sorted({raw for (bags,) in steps for feature in "fgh" for bag in bags[feature] for raw in bag})
+    plain = [number % TABLES["plain"] for number in range(len(ids))]
+    request = {"values": [*ids, *ids, *ids, *plain], "lengths": [1] * (4 * len(ids))}
+    features = KeyedJaggedTensor(
+        list(FEATURES), torch.tensor(request["values"]), lengths=torch.tensor(request["lengths"])
+    )
+    has_row = []
+    with following(program, file, shown) as server:
+        first = server.ask(request)
+        assert (first["version"], first["age"], first["faults"]) == (0, None, 0)
+        for version in range(1, publisher.version + 1):
+            reveal(tmp_path / "published", version, shown)
+            assert follower.poll()
+            answer, expected = server.at(request, version), served(features)
+            assert torch.equal(torch.tensor(answer["output"]), expected), version
+            assert (answer["faults"], answer["age"] > 0) == (0, True)
+            has_row.append(expected[:, DIM : 2 * DIM].any(dim=1))
+        with following(program, file, shown) as late:
+            assert late.at(request, version)["output"] == answer["output"]
+            assert late.end() == ""
+        assert server.end() == ""
+    assert len(has_row) == 8
+    assert any(bool((before & ~after).any()) for before, after in pairwise(has_row)), "no id was evicted"
+
+
+ALL_ROWS = {"values": [*range(ROWS), *range(ROWS)], "lengths": [1] * (2 * ROWS)}
+
+
+def tick_of(output: Any) -> int:
+    tick, *tables = output
+    for table in tables:
+        assert torch.equal(torch.tensor(table), rows_at(int(tick))), f"half of {tick}"
+    return int(tick)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_it_applies_nothing_that_is_damaged_or_of_another_model(program: Path, tmp_path: Path) -> None:
+    model, publisher, served = models(tmp_path / "good", "fp32")
+    file = save(served, tmp_path / "model.pt", features=["a", "b"])
+    shown, request = tmp_path / "shown", ALL_ROWS
+    for tick in range(1, 7):
+        set_tick(model, tick)
+        publisher.publish(full=tick == 4)
+    shutil.copytree(tmp_path / "good", shown)
+    for version in range(2, 7):
+        (shown / version_name(version)).unlink()
+
+    def show(version: int, data: bytes | None = None) -> None:
+        (shown / "partial").write_bytes(data or (tmp_path / "good" / version_name(version)).read_bytes())
+        (shown / "partial").rename(shown / version_name(version))
+
+    with following(program, file, shown) as server:
+        assert tick_of(server.at(request, version=1)["output"]) == 1
+        (delta,) = shown.glob("*/*.000000000002.safetensors")
+        good = delta.read_bytes()
+        delta.write_bytes(good[:-1] + bytes([good[-1] ^ 4]))
+        show(3)  # which takes that file, too
+        answer = server.at(request, version=1, faults=1)
+        delta.write_bytes(good[:-1])
+        server.at(request, version=1, faults=answer["faults"] + 2)
+        delta.write_bytes(good)
+        assert tick_of(server.at(request, version=3)["output"]) == 3  # version 2 never was there
+        (delta,) = shown.glob("*/*.000000000005.safetensors")
+        delta.rename(shown / "delta")
+        show(5)
+        server.at(request, version=3, faults=server.ask(request)["faults"] + 1)
+        show(4)  # a base, which is not the newest version
+        assert tick_of(server.at(request, version=4)["output"]) == 4
+        (shown / "delta").rename(delta)
+        assert tick_of(server.at(request, version=5)["output"]) == 5
+        text = (tmp_path / "good" / version_name(6)).read_bytes()
+        show(6, text.replace(b'"version": 6', b'"version": 7'))
+        answer = server.at(request, version=5, faults=server.ask(request)["faults"] + 1)
+        show(7, text)
+        server.at(request, version=5, faults=answer["faults"] + 2)
+        show(6)
+        assert tick_of(server.at(request, version=6)["output"]) == 6
+        said = server.end()
+    (shown / version_name(7)).unlink()
+    for words in (
+        "is damaged",
+        "another size",
+        "its checksum is not",
+        "manifest of another version",
+        "keeps version 5",
+    ):
+        assert words in said, said
+    for weights, words in (("int8", "other formats"), ("fp32", "model cannot follow")):
+        served = models(tmp_path, weights)[2] if weights == "int8" else model.eval()
+        file = save(served, tmp_path / "other.pt", features=["a", "b"])
+        process = start(program, file, "--follow", str(shown))
+        assert words in process.communicate("")[1]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_no_request_sees_half_of_a_version(program: Path, tmp_path: Path) -> None:
+    model, publisher, served = models(tmp_path / "published", "int8", keep_bases=99)
+    file = save(served, tmp_path / "model.pt", features=["a", "b"])
+    options = ("--follow", str(tmp_path / "published"), "--interval", "0.001", "--clients", "3", "--answers")
+    process = start(program, file, *options, "--seconds", "1", "--windows", "6")
+    assert process.stdin is not None and process.stdout is not None
+    print(json.dumps(ALL_ROWS), file=process.stdin)
+    process.stdin.close()
+    tick = 0
+    for _ in range(6):
+        process.stdout.readline()
+        for _ in range(5):
+            tick += 1
+            set_tick(model, tick)
+            publisher.publish(full=tick % 5 == 0)
+    answers = [json.loads(line)[1] for line in process.stdout]
+    assert process.wait() == 0
+    for answer in answers:
+        assert tick_of(answer["output"]) == answer["version"]
+    assert len(answers) > 4

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from examples.online.clicks import SPEC, Clicks
+from examples.online.clicks import Clicks
+from examples.online.columns import SPEC
 from examples.online.main import run
 from shardrec.data import area_under_roc, load_spec, open_click_data
 

@@ -113,6 +113,18 @@ def test_as_the_live_maps(rng: Random) -> None:
         assert rows.tolist() == expected.clamp(min=0).tolist()
 
 
+def test_maps_are_replaced() -> None:
+    """What a program that follows a publisher does."""
+    before, after = (trained("row_wise", 1, True, seed=seed)._sharded[0].id_maps for seed in range(2))
+    frozen, expected = (FrozenMaps(maps, torch.device("cpu")) for maps in (before, after))
+    assert not torch.equal(frozen.keys, expected.keys)
+    scripted = torch.jit.script(frozen)
+    assert scripted.blocks == list(after.maps)
+    scripted.replace(scripted.prepared([id_map.records[:, :2] for id_map in after.maps.values()]))
+    for name in ("keys", "owners", "rows", "salts"):
+        assert torch.equal(getattr(scripted, name), getattr(expected, name)), name
+
+
 def in_both_modes(run: Any, model: Any, batches: Batches) -> list[Tensor]:
     """Outputs in training and, each third step, in evaluation; then the weights and the records of the maps."""
     found = []

@@ -145,7 +145,8 @@ def reveal(source: Path, version: int, target: Path) -> None:
     for path in source.glob("data-*"):
         if not (target / path.name).exists():
             (target / path.name).symlink_to(path)
-    shutil.copy(source / version_name(version), target)
+    shutil.copy(source / version_name(version), target / "partial")
+    (target / "partial").rename(target / version_name(version))
 
 
 def publish_some(folder: Path, kind: str, cut: str, weights: str, optimizer: str, seed: int) -> list[tuple[int, Held]]:

@@ -14,48 +14,13 @@ from typing import Any
 import fsspec
 import pytest
 import torch
-from torch import Tensor, nn
 from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, KeyedJaggedTensor
 
 from shardrec import CheckpointError, ConfigError, Publisher, shard
 from shardrec.checkpoint.files import _Writer
-from shardrec.modules import ShardedModel
 from shardrec.serve import Follower, ServedModel, quantize
 from shardrec.serve.published import version_name, versions_in
-
-ROWS, SAMPLES = 40, 3
-
-
-class Ticks(nn.Module):
-    """Two tables and a dense part, all of which say when they were last changed."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        tables = [
-            EmbeddingBagConfig(name=f"t_{key}", num_embeddings=ROWS, embedding_dim=8, feature_names=[key])
-            for key in "ab"
-        ]
-        self.bags = EmbeddingBagCollection(tables=tables)
-        self.top = nn.Linear(16, 1)
-        self.register_buffer("tick", torch.zeros(()))
-
-    def forward(self, features: KeyedJaggedTensor) -> tuple[Tensor, Tensor, Tensor]:
-        sums = self.bags(features)
-        return self.tick + 0, sums["a"], sums["b"]
-
-
-def rows_at(tick: int) -> Tensor:
-    """(ROWS, 8): each tick changes every fifth row."""
-    last = torch.tensor([max((t for t in range(1, tick + 1) if (row - t) % 5 == 0), default=0) for row in range(ROWS)])
-    return last.float().unsqueeze(1).expand(ROWS, 8).contiguous()
-
-
-def set_tick(model: ShardedModel, tick: int) -> None:
-    with torch.no_grad():
-        for table in model.module.bags.tables().values():
-            for weight in table.locals.values():
-                weight.copy_(rows_at(tick))
-        model.module.tick.fill_(tick)
+from tests.serve.ticks import ROWS, models, rows_at, set_tick
 
 
 def state_of(served: ServedModel) -> int:
@@ -66,12 +31,6 @@ def state_of(served: ServedModel) -> int:
     for table in tables:
         assert torch.equal(table, rows_at(int(tick))), f"half of {int(tick)}"
     return int(tick)
-
-
-def models(folder: str | Path, weights: str = "int8", **kwargs: Any) -> tuple[ShardedModel, Publisher, ServedModel]:
-    model = shard(Ticks())
-    set_tick(model, 0)
-    return model, Publisher(model, folder, weights, **kwargs), quantize(model, weights)
 
 
 def flip(rng: Random, path: Path) -> None:

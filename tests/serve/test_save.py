@@ -14,11 +14,13 @@ from torchrec import EmbeddingBagCollection, EmbeddingBagConfig
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from shardrec._torchscript import quiet
+from shardrec.checkpoint.parts import as_matrix
 from shardrec.errors import ConfigError
 from shardrec.layout import Topology
 from shardrec.modules import ShardedModel, shard
 from shardrec.serve import from_tensors, quantize, save
 from shardrec.serve.export import export
+from shardrec.serve.published import served_tensors
 from tests.batches import random_bags
 from tests.models import ClickModel, collection, feature_rows, random_configs, table_sizes
 from tests.plans import random_plan
@@ -269,3 +271,27 @@ def test_one_weighted_request_serves_weighted_and_unweighted_collections(tmp_pat
         export(around, (KeyedJaggedTensor(keys, **given),))
     program = export(model, (KeyedJaggedTensor(keys, **given),))
     torch.testing.assert_close(program.module()(*given.values()), expected.detach())
+
+
+@pytest.mark.some(1)
+@pytest.mark.parametrize("weights", ["fp32", "fp16", "int8", "int4"])
+def test_a_file_says_where_it_has_what_is_published(tmp_path: Path, weights: str) -> None:
+    model, rows = click_model()
+    served = quantize(model, weights)
+    notes = {"shardrec.json": ""}
+    with quiet():
+        loaded = torch.jit.load(save(served, tmp_path / "m.pt", features=list(rows)), _extra_files=notes)
+    attributes = {**dict(loaded.named_parameters()), **dict(loaded.named_buffers())}
+    published = json.loads(notes["shardrec.json"])["published"]
+    tensors = served_tensors(served, served.formats)
+    assert published.keys() == tensors.keys()
+    for name, note in published.items():
+        assert (note["shape"], note["same_cut"]) == (list(tensors[name].shape), False)
+        for (top, bottom, left, right, attribute, offset, stride), part in zip(
+            note["parts"], tensors[name].parts, strict=True
+        ):
+            assert (top, bottom, left, right) == part.rect
+            memory = attributes[attribute].detach().view(-1).view(torch.uint8)
+            width = (right - left) * note["itemsize"]
+            found = memory.as_strided((bottom - top, width), (stride, 1), offset)
+            assert torch.equal(found, as_matrix(part.values).contiguous().view(torch.uint8)), name

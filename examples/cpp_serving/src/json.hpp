@@ -23,12 +23,24 @@ struct Value {
   const T* as() const {
     return std::get_if<T>(&held);
   }
+
+  // Throws Error for a value of another kind.
+  template <typename T>
+  const T& get() const;
+
+  bool operator==(const Value&) const = default;
 };
 
 // What is wrong with a text; says at which character.
 struct Error : std::runtime_error {
   using std::runtime_error::runtime_error;
 };
+
+template <typename T>
+const T& Value::get() const {
+  if (const T* value = as<T>()) return *value;
+  throw Error("a value in it is of another kind than it has to be");
+}
 
 // The value that a text is. Throws Error for anything else, for more than 64 nested brackets, for a key that comes twice,
 // and for a whole number beyond 64 bits.

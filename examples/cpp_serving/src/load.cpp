@@ -3,6 +3,8 @@
 #include <algorithm>
 #include <atomic>
 #include <chrono>
+#include <mutex>
+#include <sstream>
 #include <stdexcept>
 #include <thread>
 
@@ -20,12 +22,13 @@ double quantile(const std::vector<double>& sorted, double part) {
 }  // namespace
 
 void put_under_load(Model& model, const std::vector<std::string>& requests, int clients, double seconds, int threads,
-                    std::ostream& into) {
+                    std::ostream& into, std::set<std::string>* answers) {
   if (requests.empty()) throw std::runtime_error("no requests are on stdin to ask");
   for (std::size_t turn = 0; turn < 2 * requests.size(); ++turn) {
     const std::string answer = model.answer(requests[turn % requests.size()]);
     if (answer.rfind("{\"error\"", 0) == 0) throw std::runtime_error("a request cannot be answered: " + answer);
   }
+  std::mutex collecting;
   std::vector<std::vector<double>> found(static_cast<std::size_t>(clients));
   std::atomic<bool> is_on{false};
   const auto ask = [&](std::size_t client) {
@@ -34,7 +37,13 @@ void put_under_load(Model& model, const std::vector<std::string>& requests, int 
     const auto end = Clock::now() + std::chrono::duration<double>(seconds);
     Clock::time_point before = Clock::now();
     for (std::size_t turn = client; before < end; ++turn) {
-      model.answer(requests[turn % requests.size()]);
+      const std::string answer = model.answer(requests[turn % requests.size()]);
+      if (answers != nullptr) {
+        std::ostringstream line;
+        line << '[' << turn % requests.size() << ',' << answer.substr(0, answer.find(",\"age\"")) << "}]";
+        const std::lock_guard turn_of(collecting);
+        answers->insert(line.str());
+      }
       const Clock::time_point after = Clock::now();
       found[client].push_back(std::chrono::duration<double, std::milli>(after - before).count());
       before = after;
@@ -51,5 +60,6 @@ void put_under_load(Model& model, const std::vector<std::string>& requests, int 
   std::sort(all.begin(), all.end());
   into << "{\"clients\":" << clients << ",\"requests\":" << all.size()
        << ",\"requests_per_second\":" << static_cast<double>(all.size()) / took << ",\"p50_ms\":" << quantile(all, 0.5)
-       << ",\"p99_ms\":" << quantile(all, 0.99) << "}" << std::endl;
+       << ",\"p99_ms\":" << quantile(all, 0.99) << ",\"worst_ms\":" << all.back()
+       << ",\"last\":" << model.answer(requests[0]) << "}" << std::endl;
 }

@@ -58,9 +58,10 @@ std::string Model::answer(std::string_view request) {
   }
 }
 
-std::unique_ptr<Model> load_model(const std::string& path, int clients) {
+std::unique_ptr<Model> load_model(const std::string& path, int clients, const Follow& follow) {
   constexpr std::string_view kPackage = ".pt2";
   const bool is_package =
       path.size() > kPackage.size() && path.compare(path.size() - kPackage.size(), kPackage.size(), kPackage) == 0;
-  return is_package ? load_package(path, clients) : load_scripted(path);
+  if (is_package && !follow.folder.empty()) throw std::runtime_error(path + " is compiled with its weights, and cannot follow: save the model");
+  return is_package ? load_package(path, clients) : load_scripted(path, follow);
 }

@@ -28,13 +28,19 @@ class Model {
   std::vector<TensorSpec> specs_;
 };
 
+// A folder to which versions of the model are published, "" for none, and the seconds between two looks.
+struct Follow {
+  std::string folder;
+  double interval = 1;
+};
+
 // A model in TorchScript, or for a path that ends in .pt2 one compiled by AOTInductor, which up to this number of clients may call at a
-// time. Throws std::runtime_error for a file that cannot be loaded, was written by something else, or needs other ranks.
-std::unique_ptr<Model> load_model(const std::string& path, int clients);
+// time, and whose tensors become those of the published versions. Throws std::runtime_error for a file that cannot be loaded, was written by something else, or needs other ranks.
+std::unique_ptr<Model> load_model(const std::string& path, int clients, const Follow& follow);
 
 // The name under which a file has its notes.
 constexpr char kNotes[] = "shardrec.json";
 
 // load_model for each of the two.
-std::unique_ptr<Model> load_scripted(const std::string& path);
+std::unique_ptr<Model> load_scripted(const std::string& path, const Follow& follow);
 std::unique_ptr<Model> load_package(const std::string& path, int clients);

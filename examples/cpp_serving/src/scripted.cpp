@@ -1,8 +1,10 @@
 // Models in TorchScript, which shardrec.serve.save wrote.
+#include <optional>
 #include <unordered_map>
 
 #include <torch/script.h>
 
+#include "follower.hpp"
 #include "model.hpp"
 
 namespace {
@@ -40,25 +42,30 @@ void compose(const torch::IValue& value, std::string& into) {
 
 class Scripted : public Model {
  public:
-  Scripted(const std::string& path, const json::Object& notes, torch::jit::Module module)
+  Scripted(const std::string& path, const json::Object& notes, torch::jit::Module module, const Follow& follow)
       : Model(path, notes), module_(std::move(module)) {
     module_.eval();
+    if (!follow.folder.empty()) follower_.emplace(module_, notes, follow);
   }
 
  protected:
   void run(std::vector<at::Tensor> arguments, std::string& into) override {
     // Not InferenceMode, which leaves out fbgemm's training kernels; tables that are not quantized are looked up by them.
     const torch::NoGradGuard no_gradients;
+    std::shared_lock<std::shared_mutex> reading;
+    if (follower_) reading = follower_->reading();
     compose(module_.forward({arguments.begin(), arguments.end()}), into);
+    if (follower_) into += follower_->state();
   }
 
  private:
   torch::jit::Module module_;
+  std::optional<Follower> follower_;
 };
 
 }  // namespace
 
-std::unique_ptr<Model> load_scripted(const std::string& path) {
+std::unique_ptr<Model> load_scripted(const std::string& path, const Follow& follow) {
   std::unordered_map<std::string, std::string> files{{kNotes, ""}};
   torch::jit::Module module;
   try {
@@ -71,5 +78,5 @@ std::unique_ptr<Model> load_scripted(const std::string& path) {
   }
   if (files[kNotes].empty()) throw std::runtime_error(path + " was not written by shardrec.serve.save");
   const json::Value notes = json::read(files[kNotes]);
-  return std::make_unique<Scripted>(path, *notes.as<json::Object>(), std::move(module));
+  return std::make_unique<Scripted>(path, *notes.as<json::Object>(), std::move(module), follow);
 }
