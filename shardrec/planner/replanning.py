@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from math import inf
 
 import numpy as np
 
@@ -11,15 +13,50 @@ from shardrec.layout import ShardingPlan, TableLayout
 from shardrec.planner.candidate import Candidate, add_option, lay_out
 from shardrec.planner.cost import CostModel, TableLoad
 from shardrec.planner.planner import Planner
-from shardrec.planner.price import priced_layout
+from shardrec.planner.price import predicted_ms, priced_layout
 from shardrec.planner.solve import SolveLimits, solve
 from shardrec.planner.solve.encode import Floats, Ints
 from shardrec.planner.solve.problem import Place
 
-__all__ = ["moved_bytes", "replan_tables"]
+__all__ = ["Replanned", "moved_bytes", "paying_plan", "replan_tables"]
 
 _NORM = 60
 _MAX_MOVES = 500
+_FEW_MOVES = 32
+"""Of a model that trains, whose other ranks wait; the next time there may be more."""
+_COPIES = 2
+"""Times that a byte which moves is written, each taken to be as slow as a byte of an exchange."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Replanned:
+    """Another plan for a model that trains, and what it wins.
+
+    Args:
+        old: the plan before.
+        new: the plan now.
+        old_ms: predicted time of a step under the old plan, of its tables and with the ids that were seen.
+        new_ms: the same under the new plan.
+        moved_bytes: of weights and optimizer states that ranks receive.
+        pause_ms: time of the move, predicted; after it, measured.
+    """
+
+    old: ShardingPlan
+    new: ShardingPlan
+    old_ms: float
+    new_ms: float
+    moved_bytes: float
+    pause_ms: float
+
+    def __str__(self) -> str:
+        """What was moved and what it wins, as a line."""
+        names = [change.name for change in self.old.diff(self.new)]
+        shown = ", ".join(names[:3]) + ", ..." * (len(names) > 3)
+        return (
+            f"moved {len(names)} table{'s' * (len(names) > 1)} ({shown}), {self.moved_bytes / 2**20:,.1f} MiB, in "
+            f"{self.pause_ms / 1e3:.2f} s: their part of a step is predicted to take {self.new_ms:.2f} ms in place of "
+            f"{self.old_ms:.2f}"
+        )
 
 
 def replan_tables(
@@ -49,6 +86,47 @@ def replan_tables(
     layouts = tuple(moves.layouts[table.name] for table in old.tables)
     bare = ShardingPlan(topology=old.topology, tables=layouts)
     return planner.reported(bare, free, bound=bound, labels=moves.labels)
+
+
+def paying_plan(
+    planner: Planner, old: ShardingPlan, *, steps: float, min_gain: float, limits: SolveLimits | None = None
+) -> Replanned | None:
+    """The plan that wins most time in a number of steps, less the time of the move to it.
+
+    A new plan, and those on the way that :func:`replan_tables` goes from the old one, are compared.
+
+    Args:
+        planner: of the same tables and ranks.
+        old: the plan in use.
+        steps: in which the move has to pay for itself.
+        min_gain: least part of the predicted time of a step that is to be won.
+        limits: of the search for the new plan.
+
+    Returns:
+        None if the old plan is to stay.
+    """
+    model, tables = planner.model, planner.tables
+    free = solve(planner.problem(), limits)
+    plans = [] if free is None else [planner.finished(free)]
+    moves = _Moves(planner, old, inf)
+    while len(plans) <= _FEW_MOVES and moves.best():
+        plans.append(replace(old, tables=tuple(moves.layouts[table.name] for table in old.tables), report=None))
+    old_ms = predicted_ms(model, tables, old)
+    byte_ns = max(planner.profile.exchange_byte_ns, (old.topology.hosts > 1) * planner.profile.host_exchange_byte_ns)
+
+    def replanned(plan: ShardingPlan) -> Replanned:
+        size = sum(moved_bytes(tables[t.name], old.by_name[t.name], t, old.world_size) for t in plan.tables)
+        new_ms, pause_ms = predicted_ms(model, tables, plan), _COPIES * size * byte_ns * 1e-6
+        return Replanned(old=old, new=plan, old_ms=old_ms, new_ms=new_ms, moved_bytes=size, pause_ms=pause_ms)
+
+    def won_ms(change: Replanned) -> float:
+        return (old_ms - change.new_ms) * steps - change.pause_ms
+
+    best = max(map(replanned, plans), key=won_ms, default=None)
+    if best is None or old_ms - best.new_ms < min_gain * old_ms or won_ms(best) <= 0:
+        return None
+    bound = best.new_ms if free is None else free.bound
+    return best if best.new.report else replace(best, new=planner.reported(best.new, free, bound=bound))
 
 
 def moved_bytes(table: TableLoad, old: TableLayout, new: TableLayout, world: int) -> float:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from torch.optim import Optimizer
 
 from shardrec.train.config import BOARD
@@ -9,13 +11,16 @@ from shardrec.train.display import Display
 from shardrec.train.report import CurvePoint
 from shardrec.train.run import Run
 
+if TYPE_CHECKING:
+    from shardrec.planner.replanning import Replanned
+
 __all__ = ["Board"]
 
 _HELD_OUT = ("auc", "logloss", "normalized_entropy", "gauc", "ndcg")
 
 
 class Board(Display):
-    """A display that also writes event files: losses, samples a second, rates, norms, held-out metrics, id counts.
+    """A display that also writes event files: losses, samples a second, rates, norms, held-out metrics, ids, plans.
 
     Args:
         shown: a display that also gets everything.
@@ -56,6 +61,10 @@ class Board(Display):
             for name, count in counts.items():
                 self._write(f"ids/{table}/{name}", count, point.samples)
             self._write(f"ids/{table}/load", counts["used"] / counts["rows"], point.samples)
+
+    def replanned(self, change: Replanned, samples: int) -> None:
+        for name in ("old_ms", "new_ms", "moved_bytes", "pause_ms"):
+            self._write(f"replan/{name}", getattr(change, name), samples)
 
     def close(self) -> None:
         self._shown.close()

@@ -14,23 +14,27 @@ import json
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
+from functools import partial
 from pathlib import Path
 
+from shardrec.checkpoint import Checkpoints
+from shardrec.checkpoint.manifest import read_manifest
 from shardrec.console import working
 from shardrec.data import ClickBatch, ClickMetrics, FeatureSpec
 from shardrec.data.spec import VOCABULARIES, parse_spec, read_spec
-from shardrec.errors import ConfigError, DataError
+from shardrec.errors import CheckpointError, ConfigError, DataError
 from shardrec.files import naming, os_fault, parse_json, read_text
 from shardrec.launch.ranks import RankInfo, joined_run, meet, on_first_rank, over_ranks, same_everywhere
 from shardrec.layout import ShardingPlan
 from shardrec.modules import ShardedModel, shard
 from shardrec.modules.annotate import annotate_for_dynamo
 from shardrec.modules.anomaly import detect_anomaly
+from shardrec.planner.constraint import Constraint
 from shardrec.train.average import Average
 from shardrec.train.board import Board
 from shardrec.train.catalogue import evaluator
-from shardrec.train.config import FILE, METRICS, PLAN, SPEC, TrainConfig, load_config_text
+from shardrec.train.config import CHECKPOINTS, FILE, METRICS, PLAN, SPEC, TrainConfig, load_config_text
 from shardrec.train.display import Announcer
 from shardrec.train.initial import start_from
 from shardrec.train.locking import locked
@@ -47,6 +51,7 @@ from shardrec.train.model import (
 from shardrec.train.prefetch import Prefetcher
 from shardrec.train.progress import Progress, RecentMean
 from shardrec.train.progressive import Progressive
+from shardrec.train.replan import Replanner
 from shardrec.train.report import RunReport, environment, write_curve, write_metrics
 from shardrec.train.run import Run
 from shardrec.train.saving import Saver
@@ -108,7 +113,7 @@ def _run(config: TrainConfig, rank_info: RankInfo, folder: Path, resume: bool) -
         raise DataError(
             f"{config.feed} has had no file for {config.feed_idle:g} s (--feed-idle): there is nothing to train on"
         )
-    model = _sharded_model(config, source, spec, rank_info, plan)
+    model, constraints = _sharded_model(config, source, spec, rank_info, plan)
     if rank_info.is_lead and plan is None:
         announcer.plan(model.plan)
     announcer.run(config, rank_info, source.batch_size)
@@ -130,6 +135,7 @@ def _run(config: TrainConfig, rank_info: RankInfo, folder: Path, resume: bool) -
             watched=_watched(config),
         ),
         announcer=announcer,
+        constraints=constraints,
         progressive=None if config.feed is None else Progressive(-(-_progressive_rows(config) // rank_info.world_size)),
     )
     saver = Saver(run)
@@ -147,8 +153,7 @@ def _run(config: TrainConfig, rank_info: RankInfo, folder: Path, resume: bool) -
         if config.features is not None:
             with _replacing(folder / SPEC) as file:
                 file.write_text(Path(config.features).read_text(encoding="utf-8"), encoding="utf-8")
-        with _replacing(folder / PLAN) as file:
-            model.plan.save(file)
+        _save_plan(run)
 
     on_first_rank(describe, rank_info, "options and plan")
     anomalies = detect_anomaly(model) if config.detect_anomaly == "on" else nullcontext()
@@ -198,6 +203,8 @@ def _as_started(config: TrainConfig, rank_info: RankInfo, folder: Path) -> Shard
     )
     if not options:
         return None
+    if config.replan is not None:  # the plan of the checkpoint, for a plan adds up in its own order
+        plan = same_everywhere(_last_plan(folder) if there else "", rank_info) or plan
     started = load_config_text(options, files[0])
     config.check_resumes(started.to_mapping())
     if config.features is not None and parse_spec(spec, str(files[2])) != read_spec(Path(config.features)):
@@ -211,6 +218,19 @@ def _as_started(config: TrainConfig, rank_info: RankInfo, folder: Path) -> Shard
         raise ConfigError(f"{files[1]} is not the run's plan ({error}); start a new run in another folder") from error
     same = (config.plan, config.constraint) == (started.plan, started.constraint)
     return saved_plan if same and saved_plan.world_size == rank_info.world_size else None
+
+
+def _last_plan(folder: Path) -> str:
+    """The plan of a run's last checkpoint; empty if there is none, or it is damaged."""
+    paths = list(Checkpoints(folder / CHECKPOINTS).paths().values())
+    with suppress(CheckpointError):
+        return json.dumps(read_manifest(paths[-1]).plan) if paths else ""
+    return ""
+
+
+def _save_plan(run: Run) -> None:
+    with _replacing(run.folder / PLAN) as file:
+        run.model.plan.save(file)
 
 
 def _own_spec(config: TrainConfig, rank_info: RankInfo, folder: Path, resume: bool) -> FeatureSpec:
@@ -239,7 +259,8 @@ def _own_spec(config: TrainConfig, rank_info: RankInfo, folder: Path, resume: bo
 
 def _sharded_model(
     config: TrainConfig, source: Source, spec: FeatureSpec, rank_info: RankInfo, plan: ShardingPlan | None
-) -> ShardedModel:
+) -> tuple[ShardedModel, dict[str, Constraint]]:
+    """The model, and the constraints that its plan has to meet."""
     model = build_model(config, spec.schema_)
     fault = export_fault(config, model, spec.schema_) if rank_info.is_lead else ""
     if fault:
@@ -248,6 +269,7 @@ def _sharded_model(
         model = with_own_loss(model, config.model)
     fuse_optimizer(model, config)
     dynamic = dynamic_tables(spec, model)
+    constraints = planner_constraints(config, model, dynamic)
     if plan is None and config.plan is not None:
         try:
             plan = ShardingPlan.load(config.plan)
@@ -265,7 +287,7 @@ def _sharded_model(
             plan = make_plan(
                 model,
                 batch_size=source.batch_size,
-                constraints=planner_constraints(config, model, dynamic),
+                constraints=constraints,
                 sample_batches=source.sampled(_SAMPLED) or None,  # of a feed, all rows so far may be broken
                 device=rank_info.device,
             )
@@ -281,7 +303,7 @@ def _sharded_model(
         full = config.compile == "full"
         annotate_for_dynamo(sharded, mode="traced" if full else "boundary")
         sharded.compile(fullgraph=full)
-    return sharded
+    return sharded, constraints
 
 
 def _own_folder(config: TrainConfig, rank_info: RankInfo, lock: ExitStack) -> Path:
@@ -349,6 +371,10 @@ def _train(run: Run, saver: Saver, evaluate: Callable[[Iterable[ClickBatch]], Cl
             1, _progressive_rows(config) // (source.batch_size * run.rank_info.world_size * config.accumulate)
         )
     with run.announcer.display(total_rows, lambda shown: Board(shown, run)) as display:
+        replanner = None
+        if config.replan is not None:
+            saved = partial(on_first_rank, partial(_save_plan, run), run.rank_info, "plan")
+            replanner = Replanner(run, config.replan, display, saved)
         for epoch in _epochs(run, saver):
             made = source.train_batches(progress.epoch_steps, epoch)
             parts = step_parts(made, config.accumulate, lambda: source.skipped, weighs_labels=run.spec.weighs_labels)
@@ -367,6 +393,7 @@ def _train(run: Run, saver: Saver, evaluate: Callable[[Iterable[ClickBatch]], Cl
                     display=display,
                     after_point=saver.after_point,
                     after_step=saver.after_step,
+                    replanner=replanner,
                 )
 
 
