@@ -42,7 +42,6 @@ from shardrec.modules.optim import FusedOptimizers
 if TYPE_CHECKING:
     from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-    from shardrec.planner import Constraint, Profile, SolveLimits
     from shardrec.planner.replanning import Replanned
 
 __all__ = ["ShardedModel", "dense_signature", "require_sharded"]
@@ -241,50 +240,38 @@ class ShardedModel(nn.Module):
     def replan(
         self,
         sample_batches: Iterable[KeyedJaggedTensor],
+        optimizer: torch.optim.Optimizer | None = None,
         *,
         steps: float = 10_000,
         min_gain: float = 0.05,
-        optimizer: torch.optim.Optimizer | None = None,
-        constraints: Mapping[str, Constraint] | None = None,
-        profile: Profile | None = None,
-        limits: SolveLimits | None = None,
+        **planning: Any,
     ) -> Replanned | None:
         """Plan anew for the ids that training sees now, and :meth:`reshard` if that pays.
 
         The cost model prices the present plan and others with the ids of the batches. The plan changes if a step is
-        predicted to be shorter by ``min_gain``, and ``steps`` steps win more than the move takes. Every rank calls this
-        after the same step, as ``reshard``; the first rank plans for all.
+        predicted to be shorter by ``min_gain``, and ``steps`` steps win more than the move takes. Every rank calls it
+        after the same step; the first rank plans for all.
 
         Args:
-            sample_batches: of this rank: what the collections were called with in the last few steps. A few thousand
-                samples are enough. The ids of a sample are the means over the ranks; how often ids repeat, and which
-                rows they hit, are those of the first rank.
+            sample_batches: of this rank: what the collections were called with in the last few steps; a few thousand
+                samples are enough. Ids per sample are means over the ranks; how often ids repeat, and which rows they
+                hit, is taken from the first rank.
+            optimizer: as for ``reshard``.
             steps: in which a move has to pay for itself, such as those to the next call.
             min_gain: least part of the predicted time of a step, without the dense part, that has to be won.
-            optimizer: as for ``reshard``.
-            constraints: as for :func:`shardrec.plan`; give the same as there.
-            profile: time coefficients, as for :func:`shardrec.plan`.
-            limits: when to stop searching.
+            planning: ``constraints``, ``profile`` and ``limits`` as for :func:`shardrec.plan`.
 
         Returns:
-            What was moved and what it wins, as text with ``str``; None if the plan stays.
+            What was moved and what it wins, as a line with ``str``; None if the plan stays.
 
         Raises:
-            ConfigError: on every rank, if no rank has a sample, or as ``reshard``.
+            ConfigError: on every rank, if one has no sample, or as ``reshard``.
             CheckpointError: on every rank, if planning fails, or as ``reshard``.
             PeerError: if another rank is gone. After each of these errors the model has its old plan and values.
         """
         self._check_plan_may_change()
-        replanned: Replanned | None = late_import("replan_model")(
-            self,
-            sample_batches,
-            steps=steps,
-            min_gain=min_gain,
-            optimizer=optimizer,
-            constraints=constraints,
-            profile=profile,
-            limits=limits,
-        )
+        given = {"steps": steps, "min_gain": min_gain, **planning}
+        replanned: Replanned | None = late_import("replan_model")(self, sample_batches, optimizer, **given)
         return replanned
 
     def _check_plan_may_change(self) -> None:

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from math import inf
+from typing import NamedTuple
 
 import numpy as np
 
@@ -22,23 +21,20 @@ __all__ = ["Replanned", "moved_bytes", "paying_plan", "replan_tables"]
 
 _NORM = 60
 _MAX_MOVES = 500
-_FEW_MOVES = 32
-"""Of a model that trains, whose other ranks wait; the next time there may be more."""
 _COPIES = 2
 """Times that a byte which moves is written, each taken to be as slow as a byte of an exchange."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Replanned:
-    """Another plan for a model that trains, and what it wins.
+class Replanned(NamedTuple):
+    """A change of the plan of a model that trains.
 
-    Args:
+    Attributes:
         old: the plan before.
         new: the plan now.
-        old_ms: predicted time of a step under the old plan, of its tables and with the ids that were seen.
+        old_ms: predicted time of a step under the old plan, with the ids that were seen; without the dense part.
         new_ms: the same under the new plan.
         moved_bytes: of weights and optimizer states that ranks receive.
-        pause_ms: time of the move, predicted; after it, measured.
+        pause_ms: time of the move; as predicted, until it was made.
     """
 
     old: ShardingPlan
@@ -91,42 +87,17 @@ def replan_tables(
 def paying_plan(
     planner: Planner, old: ShardingPlan, *, steps: float, min_gain: float, limits: SolveLimits | None = None
 ) -> Replanned | None:
-    """The plan that wins most time in a number of steps, less the time of the move to it.
-
-    A new plan, and those on the way that :func:`replan_tables` goes from the old one, are compared.
-
-    Args:
-        planner: of the same tables and ranks.
-        old: the plan in use.
-        steps: in which the move has to pay for itself.
-        min_gain: least part of the predicted time of a step that is to be won.
-        limits: of the search for the new plan.
-
-    Returns:
-        None if the old plan is to stay.
+    """A plan whose step is shorter by the part ``min_gain``, which so many steps win more of than the move to it takes;
+    None if the old plan is to stay. Args: those of :meth:`shardrec.ShardedModel.replan`, and of :func:`replan_tables`.
     """
-    model, tables = planner.model, planner.tables
-    free = solve(planner.problem(), limits)
-    plans = [] if free is None else [planner.finished(free)]
-    moves = _Moves(planner, old, inf)
-    while len(plans) <= _FEW_MOVES and moves.best():
-        plans.append(replace(old, tables=tuple(moves.layouts[table.name] for table in old.tables), report=None))
-    old_ms = predicted_ms(model, tables, old)
-    byte_ns = max(planner.profile.exchange_byte_ns, (old.topology.hosts > 1) * planner.profile.host_exchange_byte_ns)
-
-    def replanned(plan: ShardingPlan) -> Replanned:
-        size = sum(moved_bytes(tables[t.name], old.by_name[t.name], t, old.world_size) for t in plan.tables)
-        new_ms, pause_ms = predicted_ms(model, tables, plan), _COPIES * size * byte_ns * 1e-6
-        return Replanned(old=old, new=plan, old_ms=old_ms, new_ms=new_ms, moved_bytes=size, pause_ms=pause_ms)
-
-    def won_ms(change: Replanned) -> float:
-        return (old_ms - change.new_ms) * steps - change.pause_ms
-
-    best = max(map(replanned, plans), key=won_ms, default=None)
-    if best is None or old_ms - best.new_ms < min_gain * old_ms or won_ms(best) <= 0:
-        return None
-    bound = best.new_ms if free is None else free.bound
-    return best if best.new.report else replace(best, new=planner.reported(best.new, free, bound=bound))
+    model, tables, world = planner.model, planner.tables, old.world_size
+    links = (model.profile.exchange_byte_ns, (old.topology.hosts > 1) * model.profile.host_exchange_byte_ns, 1e-9)
+    byte_ms, old_ms = _COPIES * max(links) * 1e-6, predicted_ms(model, tables, old)
+    new = replan_tables(planner, old, max_moved_bytes=min_gain * old_ms * steps / byte_ms, limits=limits)
+    new_ms = predicted_ms(model, tables, new)
+    size = sum(moved_bytes(tables[each.name], old.by_name[each.name], each, world) for each in new.tables)
+    change = Replanned(old, new, old_ms, new_ms, size, size * byte_ms)
+    return change if old.diff(new) and old_ms - new_ms >= min_gain * old_ms else None
 
 
 def moved_bytes(table: TableLoad, old: TableLayout, new: TableLayout, world: int) -> float:

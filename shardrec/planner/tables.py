@@ -23,16 +23,8 @@ __all__ = ["PlannedTable", "Sampled", "loads_of", "sampled_features", "table_loa
 
 
 class PlannedTable(NamedTuple):
-    """A table of a collection, sharded or not.
-
-    Attributes:
-        name: in the plan.
-        config: of the unsharded collection.
-        optimizer: that is fused, if there is one.
-        pooled: a sum per bag; else a row per id.
-        dedup: of a row per id, each distinct id of a batch is sent once.
-        dynamic: ids are raw, and spread evenly over the rows by their hashes.
-    """
+    """A table of a collection: its name in the plan; ``pooled``, or a row per id, of which each distinct id of a batch
+    is sent once (``dedup``); raw ids, which are spread evenly over its rows (``dynamic``)."""
 
     name: str
     config: Any

@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from torch.optim import Optimizer
 
 from shardrec.train.config import BOARD
 from shardrec.train.display import Display
 from shardrec.train.report import CurvePoint
 from shardrec.train.run import Run
-
-if TYPE_CHECKING:
-    from shardrec.planner.replanning import Replanned
 
 __all__ = ["Board"]
 
@@ -62,9 +57,8 @@ class Board(Display):
                 self._write(f"ids/{table}/{name}", count, point.samples)
             self._write(f"ids/{table}/load", counts["used"] / counts["rows"], point.samples)
 
-    def replanned(self, change: Replanned, samples: int) -> None:
-        for name in ("old_ms", "new_ms", "moved_bytes", "pause_ms"):
-            self._write(f"replan/{name}", getattr(change, name), samples)
+    def keep(self, name: str, value: float, samples: int) -> None:
+        self._write(name, value, samples)
 
     def close(self) -> None:
         self._shown.close()

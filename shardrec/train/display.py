@@ -21,7 +21,6 @@ from shardrec.train.tasks import TaskMetrics
 if TYPE_CHECKING:
     from shardrec.launch.ranks import RankInfo
     from shardrec.layout import ShardingPlan
-    from shardrec.planner.replanning import Replanned
 
 __all__ = ["Announcer", "Display", "LogDisplay", "TerminalDisplay", "duration"]
 
@@ -46,8 +45,8 @@ class Display:
     def evaluated(self, point: CurvePoint) -> None:
         """Show held-out metrics."""
 
-    def replanned(self, change: Replanned, samples: int) -> None:
-        """Show that the plan has changed, after ``samples`` rows over all ranks."""
+    def keep(self, name: str, value: float, samples: int) -> None:
+        """Keep a figure, after ``samples`` rows over all ranks."""
 
     def close(self) -> None:
         """The loop is over, or broken."""

@@ -23,7 +23,7 @@ class Replanner:
     Args:
         run: its model gets the plans, and its announcer is told of them.
         every: steps from one plan to the next, in which a change has to pay for itself.
-        display: shows what a change was.
+        display: keeps the figures of a change.
         save: writes the model's plan; is called on every rank after a change.
     """
 
@@ -48,13 +48,14 @@ class Replanner:
         self._old_ms, change = None, None
         try:
             change = self._run.model.replan(
-                self._recent, steps=self._every, optimizer=self._run.optimizer, constraints=self._run.constraints
+                self._recent, self._run.optimizer, steps=self._every, constraints=self._run.constraints
             )
         except (CheckpointError, ConfigError, PlanError) as error:
             say(f"warning: the plan stays ({error})")
         if change is not None:
             say(f"step {progress.steps:,}: {change}")
             self._old_ms = step_ms
-            self._display.replanned(change, progress.samples)
+            self._display.keep("replan/predicted_ms", change.new_ms - change.old_ms, progress.samples)
+            self._display.keep("replan/moved_bytes", change.moved_bytes, progress.samples)
             self._save()
         self._begin = progress.steps, progress.seconds_now()

@@ -19,10 +19,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shardrec.checkpoint import Checkpoints, PendingSave, load_checkpoint
+from shardrec.checkpoint.manifest import read_manifest
 from shardrec.errors import CheckpointError, ConfigError
 from shardrec.exchange.peers import peers
 from shardrec.launch.ranks import over_ranks, same_everywhere
 from shardrec.launch.stop import RunStopped, StopRequest
+from shardrec.layout import ShardingPlan
 from shardrec.train.config import CHECKPOINTS
 from shardrec.train.model import changed_source, source_digest
 from shardrec.train.run import Run
@@ -84,6 +86,14 @@ class Saver:
         loaded = self._checkpoints.load_last(self._run.model, self._run.optimizer)
         assert loaded is not None, "there was a checkpoint when this was called, and this run has locked the folder"
         self._config.check_resumes(loaded.extra["config"])
+        started = self._config.changed(**loaded.extra["config"])
+        plan = ShardingPlan.from_json(read_manifest(loaded.path).plan)
+        if (
+            self._config.replan is not None
+            and plan.world_size == self._place.world_size
+            and (started.plan, started.constraint) == (self._config.plan, self._config.constraint)
+        ):
+            self._run.model.reshard(plan, self._run.optimizer)  # under which the sums are those of before
         feed = loaded.extra.get("feed")
         if feed is not None:
             self._run.source.seek(feed[0], in_arrival=feed[1])

@@ -14,16 +14,14 @@ import json
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager, nullcontext, suppress
+from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 
-from shardrec.checkpoint import Checkpoints
-from shardrec.checkpoint.manifest import read_manifest
 from shardrec.console import working
 from shardrec.data import ClickBatch, ClickMetrics, FeatureSpec
 from shardrec.data.spec import VOCABULARIES, parse_spec, read_spec
-from shardrec.errors import CheckpointError, ConfigError, DataError
+from shardrec.errors import ConfigError, DataError
 from shardrec.files import naming, os_fault, parse_json, read_text
 from shardrec.launch.ranks import RankInfo, joined_run, meet, on_first_rank, over_ranks, same_everywhere
 from shardrec.layout import ShardingPlan
@@ -34,7 +32,7 @@ from shardrec.planner.constraint import Constraint
 from shardrec.train.average import Average
 from shardrec.train.board import Board
 from shardrec.train.catalogue import evaluator
-from shardrec.train.config import CHECKPOINTS, FILE, METRICS, PLAN, SPEC, TrainConfig, load_config_text
+from shardrec.train.config import FILE, METRICS, PLAN, SPEC, TrainConfig, load_config_text
 from shardrec.train.display import Announcer
 from shardrec.train.initial import start_from
 from shardrec.train.locking import locked
@@ -203,8 +201,6 @@ def _as_started(config: TrainConfig, rank_info: RankInfo, folder: Path) -> Shard
     )
     if not options:
         return None
-    if config.replan is not None:  # the plan of the checkpoint, for a plan adds up in its own order
-        plan = same_everywhere(_last_plan(folder) if there else "", rank_info) or plan
     started = load_config_text(options, files[0])
     config.check_resumes(started.to_mapping())
     if config.features is not None and parse_spec(spec, str(files[2])) != read_spec(Path(config.features)):
@@ -218,14 +214,6 @@ def _as_started(config: TrainConfig, rank_info: RankInfo, folder: Path) -> Shard
         raise ConfigError(f"{files[1]} is not the run's plan ({error}); start a new run in another folder") from error
     same = (config.plan, config.constraint) == (started.plan, started.constraint)
     return saved_plan if same and saved_plan.world_size == rank_info.world_size else None
-
-
-def _last_plan(folder: Path) -> str:
-    """The plan of a run's last checkpoint; empty if there is none, or it is damaged."""
-    paths = list(Checkpoints(folder / CHECKPOINTS).paths().values())
-    with suppress(CheckpointError):
-        return json.dumps(read_manifest(paths[-1]).plan) if paths else ""
-    return ""
 
 
 def _save_plan(run: Run) -> None:
