@@ -15,7 +15,6 @@ from shardrec.layout import ShardingPlan
 from shardrec.modules.dynamic import constraints_of
 from shardrec.modules.model import ShardedModel
 from shardrec.planner.constraint import Constraint, constraints_by_table
-from shardrec.planner.cost import Profile
 from shardrec.planner.planner import Planner
 from shardrec.planner.replanning import Replanned, paying_plan
 from shardrec.planner.solve import SolveLimits
@@ -34,8 +33,8 @@ def replan_model(
     steps: float,
     min_gain: float,
     constraints: Mapping[str, Constraint] | None = None,
-    profile: Profile | None = None,
     limits: SolveLimits | None = None,
+    **prices: Any,
 ) -> Replanned | None:
     """See :meth:`ShardedModel.replan`."""
     ranks, batches = Ranks(model.group, model.context.device), list[KeyedJaggedTensor]()
@@ -59,8 +58,8 @@ def replan_model(
             batch_size=max(1, round(fmean(batch.stride() for batch in batches))),
             constraints=constraints_of(model.context.options.dynamic_ids)
             | constraints_by_table(loads, constraints, ranks.size),
-            profile=profile,
             device=model.context.device.type,
+            **prices,
         )
         change = paying_plan(planner, model.plan, steps=steps, min_gain=min_gain, limits=limits)
         return None if change is None else (change.new.to_json(), *change[2:])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
 
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
@@ -21,14 +20,13 @@ class Replanner:
     """Plans a run's model anew every so many steps. Every rank has one and calls it at the same steps.
 
     Args:
-        run: its model gets the plans, and its announcer is told of them.
+        run: its model gets the plans, its announcer is told of them.
         every: steps from one plan to the next, in which a change has to pay for itself.
         display: keeps the figures of a change.
-        save: writes the model's plan; is called on every rank after a change.
     """
 
-    def __init__(self, run: Run, every: int, display: Display, save: Callable[[], None]) -> None:
-        self._run, self._every, self._display, self._save = run, every, display, save
+    def __init__(self, run: Run, every: int, display: Display) -> None:
+        self._run, self._every, self._display = run, every, display
         self._recent = deque[KeyedJaggedTensor](maxlen=_SAMPLED)
         self._begin = run.progress.steps, run.progress.seconds
         self._old_ms: float | None = None  # a step before the last change, if its interval is not over
@@ -57,5 +55,4 @@ class Replanner:
             self._old_ms = step_ms
             self._display.keep("replan/predicted_ms", change.new_ms - change.old_ms, progress.samples)
             self._display.keep("replan/moved_bytes", change.moved_bytes, progress.samples)
-            self._save()
         self._begin = progress.steps, progress.seconds_now()

@@ -86,14 +86,11 @@ class Saver:
         loaded = self._checkpoints.load_last(self._run.model, self._run.optimizer)
         assert loaded is not None, "there was a checkpoint when this was called, and this run has locked the folder"
         self._config.check_resumes(loaded.extra["config"])
-        started = self._config.changed(**loaded.extra["config"])
-        plan = ShardingPlan.from_json(read_manifest(loaded.path).plan)
-        if (
-            self._config.replan is not None
-            and plan.world_size == self._place.world_size
-            and (started.plan, started.constraint) == (self._config.plan, self._config.constraint)
-        ):
-            self._run.model.reshard(plan, self._run.optimizer)  # under which the sums are those of before
+        given, started = self._config.to_mapping(), loaded.extra["config"]
+        if self._config.replan and all(started.get(name) == given[name] for name in ("plan", "constraint")):
+            plan = ShardingPlan.from_json(read_manifest(loaded.path).plan)
+            if plan.world_size == self._place.world_size:  # a plan adds up in its own order
+                self._run.model.reshard(plan, self._run.optimizer)
         feed = loaded.extra.get("feed")
         if feed is not None:
             self._run.source.seek(feed[0], in_arrival=feed[1])

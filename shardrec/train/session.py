@@ -15,7 +15,6 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext
-from functools import partial
 from pathlib import Path
 
 from shardrec.console import working
@@ -145,13 +144,17 @@ def _run(config: TrainConfig, rank_info: RankInfo, folder: Path, resume: bool) -
     if config.init_from is not None and not goes_on:
         announcer.say(f"from {config.init_from}:\n{start_from(config, spec, model, rank_info)}")
 
+    def save_plan() -> None:
+        with _replacing(folder / PLAN) as file:
+            model.plan.save(file)
+
     def describe() -> None:
         with _replacing(folder / FILE) as file:
             file.write_text(config.to_yaml(), encoding="utf-8")
         if config.features is not None:
             with _replacing(folder / SPEC) as file:
                 file.write_text(Path(config.features).read_text(encoding="utf-8"), encoding="utf-8")
-        _save_plan(run)
+        save_plan()
 
     on_first_rank(describe, rank_info, "options and plan")
     anomalies = detect_anomaly(model) if config.detect_anomaly == "on" else nullcontext()
@@ -176,6 +179,7 @@ def _run(config: TrainConfig, rank_info: RankInfo, folder: Path, resume: bool) -
     def finish() -> RunReport | None:
         if not rank_info.is_lead:
             return None
+        save_plan()  # which may have changed
         report = _report(run, samples, final, final_step, left_out)
         with _replacing(folder / METRICS) as file:
             write_metrics(report, file)
@@ -214,11 +218,6 @@ def _as_started(config: TrainConfig, rank_info: RankInfo, folder: Path) -> Shard
         raise ConfigError(f"{files[1]} is not the run's plan ({error}); start a new run in another folder") from error
     same = (config.plan, config.constraint) == (started.plan, started.constraint)
     return saved_plan if same and saved_plan.world_size == rank_info.world_size else None
-
-
-def _save_plan(run: Run) -> None:
-    with _replacing(run.folder / PLAN) as file:
-        run.model.plan.save(file)
 
 
 def _own_spec(config: TrainConfig, rank_info: RankInfo, folder: Path, resume: bool) -> FeatureSpec:
@@ -359,10 +358,7 @@ def _train(run: Run, saver: Saver, evaluate: Callable[[Iterable[ClickBatch]], Cl
             1, _progressive_rows(config) // (source.batch_size * run.rank_info.world_size * config.accumulate)
         )
     with run.announcer.display(total_rows, lambda shown: Board(shown, run)) as display:
-        replanner = None
-        if config.replan is not None:
-            saved = partial(on_first_rank, partial(_save_plan, run), run.rank_info, "plan")
-            replanner = Replanner(run, config.replan, display, saved)
+        replanner = None if config.replan is None else Replanner(run, config.replan, display)
         for epoch in _epochs(run, saver):
             made = source.train_batches(progress.epoch_steps, epoch)
             parts = step_parts(made, config.accumulate, lambda: source.skipped, weighs_labels=run.spec.weighs_labels)
