@@ -1,4 +1,4 @@
-"""`model.replan`: the plan follows the ids of the last batches, if that pays, and what is learned does not depend on it."""
+"""`model.replan`: the plan follows the ids of the last batches, if that pays; losses do not depend on it."""
 
 from __future__ import annotations
 
