@@ -87,9 +87,8 @@ def replan_tables(
 def paying_plan(
     planner: Planner, old: ShardingPlan, *, steps: float, min_gain: float, limits: SolveLimits | None = None
 ) -> Replanned | None:
-    """A plan whose step is shorter by the part ``min_gain``, which so many steps win more of than the move to it takes;
-    None if the old plan is to stay. Args: those of :meth:`shardrec.ShardedModel.replan`, and of :func:`replan_tables`.
-    """
+    """A plan whose step is shorter by the part ``min_gain``, and whose move takes no longer than this part of ``steps``
+    steps; None if the old plan is to stay. Args: of :meth:`shardrec.ShardedModel.replan` and :func:`replan_tables`."""
     model, tables, world = planner.model, planner.tables, old.world_size
     links = (model.profile.exchange_byte_ns, (old.topology.hosts > 1) * model.profile.host_exchange_byte_ns, 1e-9)
     byte_ms, old_ms = _COPIES * max(links) * 1e-6, predicted_ms(model, tables, old)

@@ -17,16 +17,16 @@ _SAMPLED = 4
 
 
 class Replanner:
-    """Plans a run's model anew every so many steps. Every rank has one and calls it at the same steps.
+    """Plans a run's model anew at an interval of steps. Every rank has one and calls it at the same steps.
 
     Args:
         run: its model gets the plans, its announcer is told of them.
-        every: steps from one plan to the next, in which a change has to pay for itself.
+        interval: steps from one plan to the next, in which a change has to pay for itself.
         display: keeps the figures of a change.
     """
 
-    def __init__(self, run: Run, every: int, display: Display) -> None:
-        self._run, self._every, self._display = run, every, display
+    def __init__(self, run: Run, interval: int, display: Display) -> None:
+        self._run, self._interval, self._display = run, interval, display
         self._recent = deque[KeyedJaggedTensor](maxlen=_SAMPLED)
         self._begin = run.progress.steps, run.progress.seconds
         self._old_ms: float | None = None  # a step before the last change, if its interval is not over
@@ -38,7 +38,7 @@ class Replanner:
     def after_step(self) -> None:
         """Plan anew if it is time; training goes on under the old plan if that fails."""
         progress, say = self._run.progress, self._run.announcer.say
-        if progress.steps % self._every:
+        if progress.steps % self._interval:
             return
         step_ms = 1e3 * (progress.seconds_now() - self._begin[1]) / max(1, progress.steps - self._begin[0])
         if self._old_ms is not None:
@@ -46,7 +46,7 @@ class Replanner:
         self._old_ms, change = None, None
         try:
             change = self._run.model.replan(
-                self._recent, self._run.optimizer, steps=self._every, constraints=self._run.constraints
+                self._recent, self._run.optimizer, steps=self._interval, constraints=self._run.constraints
             )
         except (CheckpointError, ConfigError, PlanError) as error:
             say(f"warning: the plan stays ({error})")
