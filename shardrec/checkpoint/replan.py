@@ -22,6 +22,8 @@ from shardrec.planner.tables import Sampled, loads_of, sampled_features
 
 __all__ = ["replan_model"]
 
+_LIMITS = SolveLimits(seconds=10)
+"""Of each of the two searches: the other ranks wait."""
 _REMEDY = "the model has its old plan and goes on"
 
 
@@ -33,7 +35,7 @@ def replan_model(
     steps: float,
     min_gain: float,
     constraints: Mapping[str, Constraint] | None = None,
-    limits: SolveLimits | None = None,
+    limits: SolveLimits | None = _LIMITS,
     **prices: Any,
 ) -> Replanned | None:
     """See :meth:`ShardedModel.replan`."""

@@ -259,7 +259,7 @@ class ShardedModel(nn.Module):
             optimizer: as for ``reshard``.
             steps: in which a move has to pay for itself, such as those to the next call.
             min_gain: least part of the predicted time of a step, without the dense part, that has to be won.
-            planning: ``constraints``, ``profile`` and ``limits`` as for :func:`shardrec.plan`.
+            planning: ``constraints``, ``profile`` and ``limits`` (default: 10 seconds) as for :func:`shardrec.plan`.
 
         Returns:
             What was moved and what it wins, as a line with ``str``; None if the plan stays.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -64,7 +65,7 @@ def replan_tables(
         planner: of the same tables and ranks.
         old: the plan in use.
         max_moved_bytes: that ranks may have to receive.
-        limits: when to stop the search for the plan that is free to move anything.
+        limits: when to stop the search for the plan that is free to move anything, and after it that for moves.
     """
     if not max_moved_bytes >= 0:
         raise ConfigError(f"max_moved_bytes is {max_moved_bytes}; give a number of bytes, at least 0")
@@ -75,9 +76,9 @@ def replan_tables(
         moved = (moved_bytes(planner.tables[t.name], old.by_name[t.name], t, old.world_size) for t in anew.tables)
         if sum(moved) <= max_moved_bytes:
             return anew
-    moves = _Moves(planner, old, max_moved_bytes)
+    moves, begin = _Moves(planner, old, max_moved_bytes), time.thread_time()
     for _ in range(_MAX_MOVES):
-        if not moves.best():
+        if time.thread_time() - begin > (limits or SolveLimits()).seconds or not moves.best():
             break
     layouts = tuple(moves.layouts[table.name] for table in old.tables)
     bare = ShardingPlan(topology=old.topology, tables=layouts)

@@ -65,6 +65,8 @@ def test_nothing_moves_without_a_budget() -> None:
     planner, old = skewed()
     new = replan_tables(planner, old, max_moved_bytes=0, limits=QUICK)
     assert moved(planner, old, new) == 0
+    new = replan_tables(planner, old, max_moved_bytes=7e6, limits=SolveLimits(seconds=1e-9))
+    assert moved(planner, old, new) == 0, "nor without time"
     with pytest.raises(ConfigError, match="max_moved_bytes is -1"):
         replan_tables(planner, old, max_moved_bytes=-1)
 
