@@ -115,6 +115,7 @@ _WITHOUT_FBGEMM = {"errors", "ids", "layout", "pending", "scripting"}
 
 PROVIDED |= {
     "portable_twin": "shardrec.portable.twins",
+    "replan_model": "shardrec.checkpoint.replan",
     "reshard_model": "shardrec.checkpoint.reshard",
     "shard_over_servers": "shardrec.rpc.model",
 }

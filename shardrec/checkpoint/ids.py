@@ -95,10 +95,15 @@ class Moves:
         model: that loads.
         manifest: of the checkpoint.
         kept: maps of the model that have the saved ids already.
+        warned: gets the names of the tables whose ids are warned about for want of rows; those in it are not again.
     """
 
-    def __init__(self, model: ShardedModel, manifest: Manifest, kept: Collection[IdMap] = ()) -> None:
+    def __init__(
+        self, model: ShardedModel, manifest: Manifest, kept: Collection[IdMap] = (), warned: set[str] | None = None
+    ) -> None:
         self._manifest = manifest
+        self._warned = set() if warned is None else warned
+        self._silent = frozenset(self._warned)
         self._kept = {id(id_map) for id_map in kept}
         self._tables = [table for table in dynamic_tables(model) if f"ids.{table.path}.records" in manifest.tensors]
         self._placed: dict[tuple[str, int], RestoredIds] = {}  # by path and first row
@@ -224,7 +229,8 @@ class Moves:
             blocks = [(read.place.row_start, read.into) for read in reads]
             restored = restored_ids(blocks, old, fresh, shard, layout, evict, self._step(table))
             placed[table.path, shard.row_start] = restored
-            if restored.lost and placed is self._placed:
+            if restored.lost and placed is self._placed and layout.name not in self._silent:
+                self._warned.add(layout.name)
                 warnings.warn(
                     f"table {layout.name!r}: rows {shard.row_start} to {shard.row_end} have no room for "
                     f"{restored.lost} of the saved ids, which are left out, those first that evict={evict!r} evicts "

@@ -16,6 +16,7 @@ import gc
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import replace
+from itertools import count
 
 import torch
 
@@ -25,7 +26,7 @@ from shardrec.checkpoint.ids import Moves, dynamic_tables
 from shardrec.checkpoint.manifest import Manifest, Read, SavedPart, SavedTensor
 from shardrec.checkpoint.messages import Messages
 from shardrec.checkpoint.optimizer import optimizer_groups, optimizer_state, state_targets
-from shardrec.checkpoint.parts import HeldTensor, Rect, as_matrix
+from shardrec.checkpoint.parts import HeldTensor, as_matrix
 from shardrec.checkpoint.save import merged, of_all_ranks, step_counts, wait_for_save
 from shardrec.checkpoint.state import parameter_infos, table_tensors
 from shardrec.errors import ConfigError, PlanError
@@ -73,7 +74,7 @@ def reshard_model(model: ShardedModel, plan: ShardingPlan, optimizer: Optimizer 
                 held.update(table.held())
         return Manifest(
             data="",
-            tensors=_described(held, ranks.rank),
+            tensors=_described(held, ranks.rank, saved=True),
             numbers=numbers,
             step_counts=step_counts(model),
             param_groups=optimizer_groups(model, optimizer),
@@ -84,7 +85,10 @@ def reshard_model(model: ShardedModel, plan: ShardingPlan, optimizer: Optimizer 
     without = [rank for rank, one in enumerate(described) if one.param_groups is None]
     if 0 < len(without) < len(described):
         raise ConfigError(f"model.reshard was not given the optimizer on ranks {without}, and was on the others")
-    manifest = replace(of_all_ranks(described, model), tensors=_tensors(described, held, ranks.rank))
+    tensors = _described(held, ranks.rank, saved=False)  # which is read here, and not from others that hold the same
+    for name, tensor in (item for other in described for item in other.tensors.items()):
+        tensors[name] = merged(tensors.get(name, tensor), tensor, name)
+    manifest = replace(of_all_ranks(described, model), tensors=tensors)
     before = [(one, one.tables(), one.replicas) for one in changed]
     targets: dict[str, HeldTensor] = {}
 
@@ -120,7 +124,7 @@ def reshard_model(model: ShardedModel, plan: ShardingPlan, optimizer: Optimizer 
     with ExitStack() as stack, torch.no_grad():
         kept = [id_map for maps in (each.id_maps for each in changed) if maps for id_map in maps.maps.values()]
         ranks.agree("reshard", build, remedy=_REMEDY)
-        moves = Moves(model, manifest, kept)
+        moves = Moves(model, manifest, kept, model.tables_without_room)
         parts = [part for tensor in held.values() for part in tensor.parts]
         messages = Messages(parts, ranks, model.context, _REMEDY)
         messages.run(moves.finding())
@@ -177,37 +181,25 @@ def _refuse_unused(model: ShardedModel) -> None:
         raise ConfigError(f"the values of {unused} lookups were not used yet; use or drop them before reshard")
 
 
-def _numbered(held: Mapping[str, HeldTensor], rank: int) -> dict[tuple[str, Rect], tuple[SavedPart, bool]]:
-    """Each part of this rank, as others find it: its rank as the file, its number as the first byte; if it counts."""
-    parts = [(name, part) for name, tensor in held.items() for part in tensor.parts]
-    return {
-        (name, part.rect): (SavedPart(rect=part.rect, file=rank, start=number), part.saved)
-        for number, (name, part) in enumerate(parts)
-    }
+def _described(held: Mapping[str, HeldTensor], rank: int, *, saved: bool) -> dict[str, SavedTensor]:
+    """What this rank holds, each part with the rank as its file and its number as the first byte.
 
-
-def _described(held: Mapping[str, HeldTensor], rank: int) -> dict[str, SavedTensor]:
-    """What this rank holds, for the others."""
-    numbered = _numbered(held, rank)
-    tensors = {}
+    Args:
+        held: its tensors.
+        rank: this one.
+        saved: leave out what other ranks hold alike, and is read from them.
+    """
+    numbers, tensors = count(), dict[str, SavedTensor]()
     for name, tensor in held.items():
         if tensor.dtype not in _NAMES:
             raise ConfigError(f"{name} is {tensor.dtype}, which cannot be moved; convert it before reshard")
-        parts = dict.fromkeys(numbered[name, part.rect][0] for part in tensor.parts if part.saved)
-        tensors[name] = SavedTensor(dtype=_NAMES[tensor.dtype], shape=tensor.shape, parts=tuple(parts))
+        parts = {
+            part.rect: SavedPart(rect=part.rect, file=rank, start=number)
+            for part, number in zip(tensor.parts, numbers, strict=False)
+            if part.saved or not saved
+        }
+        tensors[name] = SavedTensor(dtype=_NAMES[tensor.dtype], shape=tensor.shape, parts=tuple(parts.values()))
     return tensors
-
-
-def _tensors(described: list[Manifest], held: Mapping[str, HeldTensor], rank: int) -> dict[str, SavedTensor]:
-    """What all ranks hold; from this rank, if it holds the same."""
-    tensors: dict[str, SavedTensor] = {}
-    for name, tensor in ((name, one) for manifest in described for name, one in manifest.tensors.items()):
-        tensors[name] = merged(tensors.get(name, tensor), tensor, name)
-    here = {key: part for key, (part, _) in _numbered(held, rank).items()}
-    return {
-        name: replace(tensor, parts=tuple(here.get((name, part.rect), part) for part in tensor.parts))
-        for name, tensor in tensors.items()
-    }
 
 
 def _follow(model: ShardedModel, optimizer: Optimizer, manifest: Manifest, stack: ExitStack) -> set[torch.nn.Parameter]:

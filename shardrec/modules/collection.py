@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import abc
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Self, TypeAlias
@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.fx import Proxy
-from torchrec.modules.embedding_configs import BaseEmbeddingConfig, DataType
+from torchrec.modules.embedding_configs import BaseEmbeddingConfig, DataType, EmbeddingBagConfig
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from shardrec._dynamo import left_alone
@@ -41,6 +41,7 @@ from shardrec.modules.initial import TableDraw, check_init_fn, draw_rows, first_
 from shardrec.modules.storage import Storage
 from shardrec.modules.table import ShardedTable, load_table
 from shardrec.pending import LazyAwaitable
+from shardrec.planner.tables import PlannedTable
 
 __all__ = ["TABLE_DTYPES", "ShardedCollection", "Values"]
 
@@ -453,6 +454,13 @@ class ShardedCollection(nn.Module, abc.ABC):
         except PlanError as error:
             faults += error.faults
         return [fault for fault in faults if fault]
+
+    def planned_tables(self) -> Iterator[PlannedTable]:
+        """The tables as the planner takes them."""
+        for name, table in self._lookup_tables.items():
+            config, layout = self._config_of[name], table.layout
+            pooled, dedup = isinstance(config, EmbeddingBagConfig), bool(vars(self).get("dedup"))
+            yield PlannedTable(layout.name, config, table.optimizer, pooled, dedup, self._is_dynamic(layout))
 
     def _under(self, plan: ShardingPlan) -> dict[str, LookupTable]:
         tables = self._lookup_tables

@@ -14,10 +14,10 @@ import dataclasses
 import inspect
 import warnings
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import TYPE_CHECKING, Any, Literal, Self
 
 import torch
 import torch.distributed as dist
@@ -38,6 +38,11 @@ from shardrec.modules.dense import DenseOptions, DenseReducer, DenseWrap, averag
 from shardrec.modules.fx_calls import recorded_call
 from shardrec.modules.grad_scaler import refuse_scalers
 from shardrec.modules.optim import FusedOptimizers
+
+if TYPE_CHECKING:
+    from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+
+    from shardrec.planner.replanning import Replanned
 
 __all__ = ["ShardedModel", "dense_signature", "require_sharded"]
 
@@ -72,6 +77,7 @@ class ShardedModel(nn.Module):
         self._headers = min(1, len(self._sharded))
         self.made_fused_optimizer: FusedOptimizers | None = None
         self._has_warned = False
+        self.tables_without_room: set[str] = set()  # of which a reshard has warned
         self._dense = dense
         self._reducer: DenseReducer | None = None
         self._refuse_scalers()
@@ -227,13 +233,53 @@ class ShardedModel(nn.Module):
             CheckpointError: on every rank, if one fails, for want of memory for example.
             PeerError: if another rank is gone. After each of these errors the model has its old plan and values.
         """
+        self._check_plan_may_change()
+        moved: int = late_import("reshard_model")(self, plan, optimizer)
+        return moved
+
+    def replan(
+        self,
+        sample_batches: Iterable[KeyedJaggedTensor],
+        optimizer: torch.optim.Optimizer | None = None,
+        *,
+        steps: float = 10_000,
+        min_gain: float = 0.05,
+        **planning: Any,
+    ) -> Replanned | None:
+        """Plan anew for the ids that training sees now, and :meth:`reshard` if that pays.
+
+        The cost model prices the present plan and others with the ids of the batches. The plan changes if a step is
+        predicted to be shorter by ``min_gain``, and ``steps`` steps win more than the move takes. Every rank calls it
+        after the same step; the first rank plans for all.
+
+        Args:
+            sample_batches: of this rank: what the collections were called with in the last few steps; a few thousand
+                samples are enough. Ids per sample are means over the ranks; how often ids repeat, and which rows they
+                hit, is taken from the first rank.
+            optimizer: as for ``reshard``.
+            steps: in which a move has to pay for itself, such as those to the next call.
+            min_gain: least part of the predicted time of a step, without the dense part, that has to be won.
+            planning: ``constraints``, ``profile`` and ``limits`` (default: 10 seconds) as for :func:`shardrec.plan`.
+
+        Returns:
+            What was moved and what it wins, as a line with ``str``; None if the plan stays.
+
+        Raises:
+            ConfigError: on every rank, if one has no sample, or as ``reshard``.
+            CheckpointError: on every rank, if planning fails, or as ``reshard``.
+            PeerError: if another rank is gone. After each of these errors the model has its old plan and values.
+        """
+        self._check_plan_may_change()
+        given = {"steps": steps, "min_gain": min_gain, **planning}
+        replanned: Replanned | None = late_import("replan_model")(self, sample_batches, optimizer, **given)
+        return replanned
+
+    def _check_plan_may_change(self) -> None:
         if not self._is_plain:
             raise ConfigError(
                 f"this {type(self).__name__} cannot be given another plan: tables on servers, replicas, FSDP2 and "
                 "served tables have parts that do not move; save a checkpoint, shard the model anew, and load it"
             )
-        moved: int = late_import("reshard_model")(self, plan, optimizer)
-        return moved
 
     def follow_plan(self, plan: ShardingPlan) -> None:
         """The collections have the shards of another plan: all that knows their parameters follows."""

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 
@@ -11,15 +13,47 @@ from shardrec.layout import ShardingPlan, TableLayout
 from shardrec.planner.candidate import Candidate, add_option, lay_out
 from shardrec.planner.cost import CostModel, TableLoad
 from shardrec.planner.planner import Planner
-from shardrec.planner.price import priced_layout
+from shardrec.planner.price import predicted_ms, priced_layout
 from shardrec.planner.solve import SolveLimits, solve
 from shardrec.planner.solve.encode import Floats, Ints
 from shardrec.planner.solve.problem import Place
 
-__all__ = ["moved_bytes", "replan_tables"]
+__all__ = ["Replanned", "moved_bytes", "paying_plan", "replan_tables"]
 
 _NORM = 60
 _MAX_MOVES = 500
+_COPIES = 2
+"""Times that a byte which moves is written, each taken to be as slow as a byte of an exchange."""
+
+
+class Replanned(NamedTuple):
+    """A change of the plan of a model that trains.
+
+    Attributes:
+        old: the plan before.
+        new: the plan now.
+        old_ms: predicted time of a step under the old plan, with the ids that were seen; without the dense part.
+        new_ms: the same under the new plan.
+        moved_bytes: of weights and optimizer states that ranks receive.
+        pause_ms: time of the move; as predicted, until it was made.
+    """
+
+    old: ShardingPlan
+    new: ShardingPlan
+    old_ms: float
+    new_ms: float
+    moved_bytes: float
+    pause_ms: float
+
+    def __str__(self) -> str:
+        """What was moved and what it wins, as a line."""
+        names = [change.name for change in self.old.diff(self.new)]
+        shown = ", ".join(names[:3]) + ", ..." * (len(names) > 3)
+        return (
+            f"moved {len(names)} table{'s' * (len(names) > 1)} ({shown}), {self.moved_bytes / 2**20:,.1f} MiB, in "
+            f"{self.pause_ms / 1e3:.2f} s: their part of a step is predicted to take {self.new_ms:.2f} ms in place of "
+            f"{self.old_ms:.2f}"
+        )
 
 
 def replan_tables(
@@ -31,7 +65,7 @@ def replan_tables(
         planner: of the same tables and ranks.
         old: the plan in use.
         max_moved_bytes: that ranks may have to receive.
-        limits: when to stop the search for the plan that is free to move anything.
+        limits: when to stop the search for the plan that is free to move anything, and after it that for moves.
     """
     if not max_moved_bytes >= 0:
         raise ConfigError(f"max_moved_bytes is {max_moved_bytes}; give a number of bytes, at least 0")
@@ -42,13 +76,28 @@ def replan_tables(
         moved = (moved_bytes(planner.tables[t.name], old.by_name[t.name], t, old.world_size) for t in anew.tables)
         if sum(moved) <= max_moved_bytes:
             return anew
-    moves = _Moves(planner, old, max_moved_bytes)
+    moves, begin = _Moves(planner, old, max_moved_bytes), time.thread_time()
     for _ in range(_MAX_MOVES):
-        if not moves.best():
+        if time.thread_time() - begin > (limits or SolveLimits()).seconds or not moves.best():
             break
     layouts = tuple(moves.layouts[table.name] for table in old.tables)
     bare = ShardingPlan(topology=old.topology, tables=layouts)
     return planner.reported(bare, free, bound=bound, labels=moves.labels)
+
+
+def paying_plan(
+    planner: Planner, old: ShardingPlan, *, steps: float, min_gain: float, limits: SolveLimits | None = None
+) -> Replanned | None:
+    """A plan whose step is shorter by the part ``min_gain``, and whose move takes no longer than this part of ``steps``
+    steps; None if the old plan is to stay. Args: of :meth:`shardrec.ShardedModel.replan` and :func:`replan_tables`."""
+    model, tables, world = planner.model, planner.tables, old.world_size
+    links = (model.profile.exchange_byte_ns, (old.topology.hosts > 1) * model.profile.host_exchange_byte_ns, 1e-9)
+    byte_ms, old_ms = _COPIES * max(links) * 1e-6, predicted_ms(model, tables, old)
+    new = replan_tables(planner, old, max_moved_bytes=min_gain * old_ms * steps / byte_ms, limits=limits)
+    new_ms = predicted_ms(model, tables, new)
+    size = sum(moved_bytes(tables[each.name], old.by_name[each.name], each, world) for each in new.tables)
+    change = Replanned(old, new, old_ms, new_ms, size, size * byte_ms)
+    return change if old.diff(new) and old_ms - new_ms >= min_gain * old_ms else None
 
 
 def moved_bytes(table: TableLoad, old: TableLayout, new: TableLayout, world: int) -> float:

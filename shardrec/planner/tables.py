@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from math import log
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,7 +17,21 @@ if TYPE_CHECKING:
     from torch import nn
     from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-__all__ = ["Sampled", "sampled_features", "table_loads"]
+    from shardrec.lookup.optimizers import FusedOptimizer
+
+__all__ = ["PlannedTable", "Sampled", "loads_of", "sampled_features", "table_loads"]
+
+
+class PlannedTable(NamedTuple):
+    """A table of a collection: its name in the plan; ``pooled``, or a row per id, of which each distinct id of a batch
+    is sent once (``dedup``); raw ids, which are spread evenly over its rows (``dynamic``)."""
+
+    name: str
+    config: Any
+    optimizer: FusedOptimizer | None
+    pooled: bool
+    dedup: bool
+    dynamic: bool = False
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -56,45 +70,59 @@ def table_loads(
     from torchrec.modules.embedding_modules import EmbeddingBagCollection
 
     # With torch and torchrec, which the planner of tables does without.
-    from shardrec.layout.discover import collections_of, qualified_name
-    from shardrec.lookup.optimizers import OptimizerKind, fused_optimizer_of
+    from shardrec.layout.discover import collections_of, configs_of, qualified_name
+    from shardrec.lookup.optimizers import fused_optimizer_of
+
+    tables = []
+    for path, collection in collections_of(model).items():
+        pooled = isinstance(collection, EmbeddingBagCollection)
+        modules: Any = collection.embedding_bags if pooled else collection.embeddings
+        for config in configs_of(collection):
+            name = qualified_name(path, config.name)
+            optimizer = fused_optimizer_of(modules[config.name].weight, name) if config.name in modules else None
+            tables.append(PlannedTable(name, config, optimizer, pooled, dedup))
+    return loads_of(tables, poolings=poolings, sampled=sampled)
+
+
+def loads_of(
+    tables: Iterable[PlannedTable],
+    *,
+    poolings: Mapping[str, float] | None = None,
+    sampled: Mapping[str, Sampled] | None = None,
+) -> dict[str, TableLoad]:
+    """The same of tables of any collections."""
+    from shardrec.lookup.optimizers import OptimizerKind  # with torch
 
     given = dict(poolings or {})
     used: set[str] = set()
     loads = {}
-    for path, collection in collections_of(model).items():
-        pooled = isinstance(collection, EmbeddingBagCollection)
-        configs = collection.embedding_bag_configs() if pooled else collection.embedding_configs()
-        tables: Any = collection.embedding_bags if pooled else collection.embeddings
-        for config in configs:
-            name = qualified_name(path, config.name)
-            optimizer = fused_optimizer_of(tables[config.name].weight, name) if config.name in tables else None
-            growth = None
-            poolings_here, ids = [], []
-            for feature in config.feature_names:
-                value = given.get(feature, given.get(name))
-                used |= {feature, name} & given.keys()
-                seen = (sampled or {}).get(feature)
-                poolings_here.append(value if value is not None else seen.pooling if seen else 1.0)
-                if seen is not None:
-                    growth = growth or seen.growth
-                    ids.append(seen.ids)
-            states, row_states = ((), ()) if optimizer is None else (optimizer.states, optimizer.row_states)
-            loads[name] = TableLoad(
-                num_embeddings=config.num_embeddings,
-                embedding_dim=config.embedding_dim,
-                poolings=tuple(map(float, poolings_here)),
-                growth=growth,
-                histogram=Histogram.of_ids(np.concatenate(ids), config.num_embeddings) if ids else None,
-                pooled=pooled,
-                dedup=dedup,
-                weight_bytes=2 if "16" in str(config.data_type) else 4,
-                state_bytes=4 * (len(states) - len(row_states)),
-                row_state_bytes=4 * len(row_states),
-                whole_row_state=bool(row_states),
-                cuts_columns=optimizer is None or optimizer.kind is not OptimizerKind.LAMB,
-                fused=optimizer is not None,
-            )
+    for name, config, optimizer, pooled, dedup, dynamic in tables:
+        growth = None
+        poolings_here, ids = [], []
+        for feature in config.feature_names:
+            value = given.get(feature, given.get(name))
+            used |= {feature, name} & given.keys()
+            seen = (sampled or {}).get(feature)
+            poolings_here.append(value if value is not None else seen.pooling if seen else 1.0)
+            if seen is not None:
+                growth = growth or seen.growth
+                ids.append(seen.ids)
+        states, row_states = ((), ()) if optimizer is None else (optimizer.states, optimizer.row_states)
+        loads[name] = TableLoad(
+            num_embeddings=config.num_embeddings,
+            embedding_dim=config.embedding_dim,
+            poolings=tuple(map(float, poolings_here)),
+            growth=growth,
+            histogram=Histogram.of_ids(np.concatenate(ids), config.num_embeddings) if ids and not dynamic else None,
+            pooled=pooled,
+            dedup=dedup,
+            weight_bytes=2 if "16" in str(config.data_type) else 4,
+            state_bytes=4 * (len(states) - len(row_states)),
+            row_state_bytes=4 * len(row_states),
+            whole_row_state=bool(row_states),
+            cuts_columns=optimizer is None or optimizer.kind is not OptimizerKind.LAMB,
+            fused=optimizer is not None,
+        )
     unknown = sorted(given.keys() - used)
     if unknown:
         raise ConfigError(f"poolings names {unknown[0]!r}, which is no feature and no table of the model")

@@ -15,7 +15,7 @@ _HELD_OUT = ("auc", "logloss", "normalized_entropy", "gauc", "ndcg")
 
 
 class Board(Display):
-    """A display that also writes event files: losses, samples a second, rates, norms, held-out metrics, id counts.
+    """A display that also writes event files: losses, samples a second, rates, norms, held-out metrics, ids, plans.
 
     Args:
         shown: a display that also gets everything.
@@ -56,6 +56,9 @@ class Board(Display):
             for name, count in counts.items():
                 self._write(f"ids/{table}/{name}", count, point.samples)
             self._write(f"ids/{table}/load", counts["used"] / counts["rows"], point.samples)
+
+    def keep(self, name: str, value: float, samples: int) -> None:
+        self._write(name, value, samples)
 
     def close(self) -> None:
         self._shown.close()

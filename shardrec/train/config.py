@@ -251,6 +251,13 @@ class TrainConfig(Options):
         metavar="TABLE=CUT[,CUT][@RANK,RANK]",
     )
     plan: str | None = option(None, _RANKS, "Use this plan.json instead of planning.", metavar="PATH")
+    replan: int | None = option(
+        None,
+        _RANKS,
+        "Plan anew every N steps for the ids of the last of them, and move tables between ranks if that pays within N "
+        "steps (default: the plan stays)",
+        ge=1,
+    )
     timeout: float = option(
         300.0, _RANKS, "Seconds that a rank waits for the others before it takes them for dead.", gt=0
     )
@@ -321,6 +328,11 @@ class TrainConfig(Options):
             faults.append(
                 "detect_anomaly (--detect-anomaly) is 'on', which cannot look into one graph of compile (--compile) "
                 "'full': give compile 'dense' or 'off'"
+            )
+        if self.detect_anomaly == "on" and self.replan is not None:
+            faults.append(
+                f"replan (--replan) is {self.replan!r} and detect_anomaly (--detect-anomaly) is 'on', which watches "
+                "the tables of one plan: leave one out"
             )
         if self.model not in MODELS and _OWN_MODEL.fullmatch(self.model) is None:
             faults.append(

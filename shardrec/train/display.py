@@ -45,6 +45,9 @@ class Display:
     def evaluated(self, point: CurvePoint) -> None:
         """Show held-out metrics."""
 
+    def keep(self, name: str, value: float, samples: int) -> None:
+        """Keep a figure, after ``samples`` rows over all ranks."""
+
     def close(self) -> None:
         """The loop is over, or broken."""
 

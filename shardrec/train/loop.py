@@ -26,6 +26,7 @@ from shardrec.pipeline.train import TrainPipeline
 from shardrec.train.display import Display
 from shardrec.train.losses import batch_loss
 from shardrec.train.prefetch import Prefetcher
+from shardrec.train.replan import Replanner
 from shardrec.train.report import CurvePoint, held_out_values
 from shardrec.train.run import Run
 from shardrec.train.tasks import LabelWeights, TaskMetrics, label_weights
@@ -122,6 +123,7 @@ def train_epoch(
     display: Display,
     after_point: Callable[[], None],
     after_step: Callable[[], None],
+    replanner: Replanner | None = None,
 ) -> None:
     """Make the steps of some batches; every rank calls it with equally many batches.
 
@@ -133,6 +135,7 @@ def train_epoch(
         display: is told of every step.
         after_point: is called when a point of the curve has been added.
         after_step: is called when a step and its evaluation are over; may end the run by raising.
+        replanner: changes the plan before that.
     """
     progress = run.progress
     optimizers = (run.optimizer, run.model.fused_optimizer)
@@ -185,6 +188,8 @@ def train_epoch(
             progress.loss.add(loss)
             progress.rows += part.batch.size
             run.source.left_out_of(progress.epoch, part.left_out)
+            if replanner is not None:
+                replanner.saw(part.batch.sparse)
             if not part.ends:
                 continue
             steps.update()  # the last step of an epoch may have fewer batches
@@ -203,6 +208,8 @@ def train_epoch(
                 display.advance(progress.samples, now[1], mean, waits)
             if due:
                 add_point()
+            if replanner is not None:
+                replanner.after_step()
             try:
                 after_step()
             except RunStopped:

@@ -13,6 +13,7 @@ from shardrec.data import FeatureSpec
 from shardrec.ids.id_map import COUNTED
 from shardrec.launch.ranks import RankInfo
 from shardrec.modules import ShardedModel
+from shardrec.planner.constraint import Constraint
 from shardrec.train.average import Average
 from shardrec.train.config import TrainConfig
 from shardrec.train.display import Announcer
@@ -38,6 +39,7 @@ class Run:
         average: of the weights, if they are averaged.
         progress: what was done so far.
         announcer: is told what people should know.
+        constraints: of the planner, by the names of tables or patterns.
         progressive: of a feed, the scores of its last rows.
     """
 
@@ -51,6 +53,7 @@ class Run:
     average: Average | None
     progress: Progress
     announcer: Announcer
+    constraints: Mapping[str, Constraint]
     progressive: Progressive | None = None
     _ids_before: dict[str, dict[str, int]] = field(default_factory=dict, init=False)
 

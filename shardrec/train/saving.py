@@ -19,10 +19,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shardrec.checkpoint import Checkpoints, PendingSave, load_checkpoint
+from shardrec.checkpoint.manifest import read_manifest
 from shardrec.errors import CheckpointError, ConfigError
 from shardrec.exchange.peers import peers
 from shardrec.launch.ranks import over_ranks, same_everywhere
 from shardrec.launch.stop import RunStopped, StopRequest
+from shardrec.layout import ShardingPlan
 from shardrec.train.config import CHECKPOINTS
 from shardrec.train.model import changed_source, source_digest
 from shardrec.train.run import Run
@@ -84,6 +86,11 @@ class Saver:
         loaded = self._checkpoints.load_last(self._run.model, self._run.optimizer)
         assert loaded is not None, "there was a checkpoint when this was called, and this run has locked the folder"
         self._config.check_resumes(loaded.extra["config"])
+        given, started = self._config.to_mapping(), loaded.extra["config"]
+        if self._config.replan and all(started.get(name) == given[name] for name in ("plan", "constraint")):
+            plan = ShardingPlan.from_json(read_manifest(loaded.path).plan)
+            if plan.world_size == self._place.world_size:  # a plan adds up in its own order
+                self._run.model.reshard(plan, self._run.optimizer)
         feed = loaded.extra.get("feed")
         if feed is not None:
             self._run.source.seek(feed[0], in_arrival=feed[1])

@@ -27,6 +27,7 @@ from shardrec.layout import ShardingPlan
 from shardrec.modules import ShardedModel, shard
 from shardrec.modules.annotate import annotate_for_dynamo
 from shardrec.modules.anomaly import detect_anomaly
+from shardrec.planner.constraint import Constraint
 from shardrec.train.average import Average
 from shardrec.train.board import Board
 from shardrec.train.catalogue import evaluator
@@ -47,6 +48,7 @@ from shardrec.train.model import (
 from shardrec.train.prefetch import Prefetcher
 from shardrec.train.progress import Progress, RecentMean
 from shardrec.train.progressive import Progressive
+from shardrec.train.replan import Replanner
 from shardrec.train.report import RunReport, environment, write_curve, write_metrics
 from shardrec.train.run import Run
 from shardrec.train.saving import Saver
@@ -108,7 +110,7 @@ def _run(config: TrainConfig, rank_info: RankInfo, folder: Path, resume: bool) -
         raise DataError(
             f"{config.feed} has had nothing for {config.feed_idle:g} s (--feed-idle): there is nothing to train on"
         )
-    model = _sharded_model(config, source, spec, rank_info, plan)
+    model, constraints = _sharded_model(config, source, spec, rank_info, plan)
     if rank_info.is_lead and plan is None:
         announcer.plan(model.plan)
     announcer.run(config, rank_info, source.batch_size)
@@ -130,6 +132,7 @@ def _run(config: TrainConfig, rank_info: RankInfo, folder: Path, resume: bool) -
             watched=_watched(config),
         ),
         announcer=announcer,
+        constraints=constraints,
         progressive=None if config.feed is None else Progressive(-(-_progressive_rows(config) // rank_info.world_size)),
     )
     saver = Saver(run)
@@ -141,14 +144,17 @@ def _run(config: TrainConfig, rank_info: RankInfo, folder: Path, resume: bool) -
     if config.init_from is not None and not goes_on:
         announcer.say(f"from {config.init_from}:\n{start_from(config, spec, model, rank_info)}")
 
+    def save_plan() -> None:
+        with _replacing(folder / PLAN) as file:
+            model.plan.save(file)
+
     def describe() -> None:
         with _replacing(folder / FILE) as file:
             file.write_text(config.to_yaml(), encoding="utf-8")
         if config.features is not None:
             with _replacing(folder / SPEC) as file:
                 file.write_text(Path(config.features).read_text(encoding="utf-8"), encoding="utf-8")
-        with _replacing(folder / PLAN) as file:
-            model.plan.save(file)
+        save_plan()
 
     on_first_rank(describe, rank_info, "options and plan")
     anomalies = detect_anomaly(model) if config.detect_anomaly == "on" else nullcontext()
@@ -173,6 +179,7 @@ def _run(config: TrainConfig, rank_info: RankInfo, folder: Path, resume: bool) -
     def finish() -> RunReport | None:
         if not rank_info.is_lead:
             return None
+        save_plan()  # which may have changed
         report = _report(run, samples, final, final_step, left_out)
         with _replacing(folder / METRICS) as file:
             write_metrics(report, file)
@@ -239,7 +246,8 @@ def _own_spec(config: TrainConfig, rank_info: RankInfo, folder: Path, resume: bo
 
 def _sharded_model(
     config: TrainConfig, source: Source, spec: FeatureSpec, rank_info: RankInfo, plan: ShardingPlan | None
-) -> ShardedModel:
+) -> tuple[ShardedModel, dict[str, Constraint]]:
+    """The model, and the constraints that its plan has to meet."""
     model = build_model(config, spec.schema_)
     fault = export_fault(config, model, spec.schema_) if rank_info.is_lead else ""
     if fault:
@@ -248,6 +256,7 @@ def _sharded_model(
         model = with_own_loss(model, config.model)
     fuse_optimizer(model, config)
     dynamic = dynamic_tables(spec, model)
+    constraints = planner_constraints(config, model, dynamic)
     if plan is None and config.plan is not None:
         try:
             plan = ShardingPlan.load(config.plan)
@@ -265,7 +274,7 @@ def _sharded_model(
             plan = make_plan(
                 model,
                 batch_size=source.batch_size,
-                constraints=planner_constraints(config, model, dynamic),
+                constraints=constraints,
                 sample_batches=source.sampled(_SAMPLED) or None,  # of a feed, all rows so far may be broken
                 device=rank_info.device,
             )
@@ -281,7 +290,7 @@ def _sharded_model(
         full = config.compile == "full"
         annotate_for_dynamo(sharded, mode="traced" if full else "boundary")
         sharded.compile(fullgraph=full)
-    return sharded
+    return sharded, constraints
 
 
 def _own_folder(config: TrainConfig, rank_info: RankInfo, lock: ExitStack) -> Path:
@@ -349,6 +358,7 @@ def _train(run: Run, saver: Saver, evaluate: Callable[[Iterable[ClickBatch]], Cl
             1, _progressive_rows(config) // (source.batch_size * run.rank_info.world_size * config.accumulate)
         )
     with run.announcer.display(total_rows, lambda shown: Board(shown, run)) as display:
+        replanner = None if config.replan is None else Replanner(run, config.replan, display)
         for epoch in _epochs(run, saver):
             made = source.train_batches(progress.epoch_steps, epoch)
             parts = step_parts(made, config.accumulate, lambda: source.skipped, weighs_labels=run.spec.weighs_labels)
@@ -367,6 +377,7 @@ def _train(run: Run, saver: Saver, evaluate: Callable[[Iterable[ClickBatch]], Cl
                     display=display,
                     after_point=saver.after_point,
                     after_step=saver.after_step,
+                    replanner=replanner,
                 )
 
 

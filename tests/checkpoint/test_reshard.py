@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import tempfile
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -294,6 +295,26 @@ def test_programs_and_pipelines_go_on(ways: tuple[str, ...]) -> None:
             assert losses_of(how) == (pytest.approx(expected, rel=1e-5) if how == "script" else expected), how
 
     ranks(2, rank_main)
+
+
+def test_a_table_without_room_is_warned_about_once() -> None:
+    """Whose ids do not fit the rows of their new blocks, each time that these change."""
+    layouts = [
+        cuts.row_wise("bags.a", 24, DIM, ranks=[0] * blocks, boundaries=[*range(0, 24, 24 // blocks), 24])
+        for blocks in (1, 4, 2, 3)
+    ]
+    plans = [ShardingPlan(topology=Topology(ranks_per_host=1), tables=(layout,)) for layout in layouts]
+    case = Case(tables={"a": Table(rows=24, dynamic=True)}, plans=plans)
+    model, optimizer = make(case, plans[0])
+    warned = []
+    for number, plan in enumerate(plans[1:]):
+        train(case, model, optimizer, range(10 * number, 10 * number + 10))
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            model.reshard(plan)
+        warned.append(sum("have no room for" in str(one.message) for one in caught))
+    assert warned[0] > 0 and warned[1:] == [0, 0]
+    assert model.tables_without_room == {"bags.a"}
 
 
 def test_a_program_with_other_replicas_says_so() -> None:

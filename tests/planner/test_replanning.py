@@ -12,7 +12,7 @@ from shardrec.layout import ShardingPlan, Topology, cuts
 from shardrec.planner import SolveLimits, TableLoad
 from shardrec.planner.planner import Planner
 from shardrec.planner.price import priced_plan
-from shardrec.planner.replanning import moved_bytes, replan_tables
+from shardrec.planner.replanning import moved_bytes, paying_plan, replan_tables
 from tests.plans import random_layout, randoms
 
 QUICK = SolveLimits(gap=0.05, effort=3)
@@ -65,8 +65,25 @@ def test_nothing_moves_without_a_budget() -> None:
     planner, old = skewed()
     new = replan_tables(planner, old, max_moved_bytes=0, limits=QUICK)
     assert moved(planner, old, new) == 0
+    new = replan_tables(planner, old, max_moved_bytes=7e6, limits=SolveLimits(seconds=1e-9))
+    assert moved(planner, old, new) == 0, "nor without time"
     with pytest.raises(ConfigError, match="max_moved_bytes is -1"):
         replan_tables(planner, old, max_moved_bytes=-1)
+
+
+def test_a_plan_pays_if_its_steps_win_more_than_the_move_takes() -> None:
+    planner, old = skewed()
+    change = paying_plan(planner, old, steps=10_000, min_gain=0.05, limits=QUICK)
+    assert change is not None
+    assert change.moved_bytes == moved(planner, old, change.new)
+    assert change.old_ms - change.new_ms == pytest.approx(cost(planner, old) - cost(planner, change.new), rel=0.1)
+    assert change.pause_ms <= 10_000 * 0.05 * change.old_ms
+    assert paying_plan(planner, change.new, steps=10_000, min_gain=0.05, limits=QUICK) is None, "it is as good as any"
+    assert paying_plan(planner, old, steps=10_000, min_gain=0.9, limits=QUICK) is None
+    assert paying_plan(planner, old, steps=1, min_gain=0.05, limits=QUICK) is None, "the least table takes longer"
+    fewer = paying_plan(planner, old, steps=change.pause_ms / (0.1 * change.old_ms), min_gain=0.05, limits=QUICK)
+    assert fewer is not None and fewer.moved_bytes < change.moved_bytes
+    assert fewer.pause_ms <= change.pause_ms / 2
 
 
 @given(rng=randoms())

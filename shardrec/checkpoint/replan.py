@@ -1,0 +1,76 @@
+"""``model.replan``: a plan for the ids that training sees now, if the move to it pays. The first rank decides."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Mapping
+from statistics import fmean
+from typing import Any
+
+import torch
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+
+from shardrec.checkpoint.agree import Ranks
+from shardrec.layout import ShardingPlan
+from shardrec.modules.dynamic import constraints_of
+from shardrec.modules.model import ShardedModel
+from shardrec.planner.constraint import Constraint, constraints_by_table
+from shardrec.planner.planner import Planner
+from shardrec.planner.replanning import Replanned, paying_plan
+from shardrec.planner.solve import SolveLimits
+from shardrec.planner.tables import Sampled, loads_of, sampled_features
+
+__all__ = ["replan_model"]
+
+_LIMITS = SolveLimits(seconds=10)
+"""Of each of the two searches: the other ranks wait."""
+_REMEDY = "the model has its old plan and goes on"
+
+
+def replan_model(
+    model: ShardedModel,
+    sample_batches: Iterable[KeyedJaggedTensor],
+    optimizer: torch.optim.Optimizer | None,
+    *,
+    steps: float,
+    min_gain: float,
+    constraints: Mapping[str, Constraint] | None = None,
+    limits: SolveLimits | None = _LIMITS,
+    **prices: Any,
+) -> Replanned | None:
+    """See :meth:`ShardedModel.replan`."""
+    ranks, batches = Ranks(model.group, model.context.device), list[KeyedJaggedTensor]()
+    tables = [table for collection in model.sharded_collections for table in collection.planned_tables()]
+    features = {feature for table in tables for feature in table.config.feature_names}
+    sampled = dict[str, Sampled]()
+
+    def look() -> dict[str, float]:
+        """The ids of a sample of this rank, by feature."""
+        batches.extend(sample_batches)
+        sampled.update(sampled_features(batches))
+        return {feature: each.pooling for feature, each in sampled.items() if feature in features}
+
+    def decide() -> tuple[Any, ...] | None:
+        """The fields of the change after the old plan, as values that can be sent."""
+        poolings = {feature: fmean(of_rank[feature] for of_rank in seen) for feature in seen[0]}
+        loads = loads_of(tables, poolings=poolings, sampled=sampled)
+        planner = Planner(
+            loads,
+            model.plan.topology,
+            batch_size=max(1, round(fmean(batch.stride() for batch in batches))),
+            constraints=constraints_of(model.context.options.dynamic_ids)
+            | constraints_by_table(loads, constraints, ranks.size),
+            device=model.context.device.type,
+            **prices,
+        )
+        change = paying_plan(planner, model.plan, steps=steps, min_gain=min_gain, limits=limits)
+        return None if change is None else (change.new.to_json(), *change[2:])
+
+    seen = ranks.agree("replan", look, remedy=_REMEDY)
+    decided = ranks.agree("replan", lambda: None if ranks.rank else decide(), remedy=_REMEDY)[0]
+    if decided is None:
+        return None
+    change = Replanned(model.plan, ShardingPlan.from_json(decided[0]), *decided[1:])
+    begin = time.perf_counter()
+    model.reshard(change.new, optimizer)
+    return change._replace(pause_ms=1e3 * (time.perf_counter() - begin))
