@@ -1,4 +1,4 @@
-"""Each test that docs/parity.md or docs/elastic.md names as a proof exists, and each claim that needs a proof has one."""
+"""Each test that docs/parity.md or docs/elastic.md names as a proof exists, and each claim that needs one has one."""
 
 from __future__ import annotations
 
