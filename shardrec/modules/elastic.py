@@ -1,0 +1,416 @@
+"""Replicas that come and go: which of them train together, and the collectives between ranks that hold the same shards.
+
+Each replica is a job of its own, with its own process group, where a rank that dies ends the others. What ties the jobs
+together is a store outside of them (a ``TCPStore``) and, for each rank of a replica, a gloo group with the same rank of
+the other replicas, its *column*, made anew for each *generation*: a list of replicas that train together::
+
+    replica 1 (job, ranks 0 1)    store:  2/arrived   "1 3 4 "     replicas that want to be in generation 2
+    replica 3 (job, ranks 0 1)            2/3         count, operation, agreement of replica 3
+            |  |                          2/members   [1, 3, 4]    as the first of them has decided, once
+      column 0  column 1                  beat/3      a number that grows while replica 3 lives
+
+Rank 0 of each replica speaks to the store for it. A collective that fails, or a replica whose beat stops, breaks the
+generation: all of its members that live arrive for the next one. A replica that wants to join arrives, too, and is
+taken when all the members are between two steps.
+
+[Note: who is ahead]
+A replica counts the operations between replicas that it has completed. One that has failed in an operation which
+another has completed is behind, as is a replica that joins. Those behind take the whole state of the first replica that
+is furthest, and none of them adds to the operation that follows. An operation changes nothing before it is complete on
+all ranks of a replica, except the tables, of which any part may have been averaged: they are averaged again.
+
+The idea of a group that is made anew without the default process group is that of torchft (meta-pytorch/torchft).
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+import weakref
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from datetime import timedelta
+from time import monotonic, sleep
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from shardrec.errors import ConfigError, PeerError, ShardrecError
+from shardrec.exchange.peers import peers
+from shardrec.modules.replicas import Replicas, dtype_buckets
+
+__all__ = ["Arrival", "ElasticGroup"]
+
+_POLL_S = 0.01
+_LOOK_EVERY = timedelta(seconds=0.1)
+"""How long to wait for a collective before looking whether the generation is broken."""
+
+
+class Arrival(NamedTuple):
+    """What a replica says of itself when it arrives for a generation.
+
+    Args:
+        replica: its number; each start of a replica has another one.
+        completed: number of operations that it has completed; -1 before it has any state.
+        operation: that it is about to make; "" between two steps.
+        agreement: what must be equal in all replicas, in words.
+    """
+
+    replica: int
+    completed: int
+    operation: str
+    agreement: str
+
+
+class Broken(Exception):
+    """A member of the generation is gone, or has left it."""
+
+
+@dataclass
+class _Watch:
+    """What a thread knows of the other members, and what it says to them.
+
+    Args:
+        patience_s: after which a replica whose beat has stopped is taken for dead.
+        generation: the present one.
+        members: numbers of its replicas.
+        beats: per replica, the last beat and when it was first seen.
+        broken: the last generation that was seen to be broken.
+        requests: how often a replica has asked to join.
+        lost: whether the store no longer answers.
+    """
+
+    patience_s: float
+    generation: int = 0
+    members: Sequence[int] = ()
+    beats: dict[int, tuple[bytes, float]] = field(default_factory=dict)
+    broken: int = -1
+    requests: int = 0
+    lost: bool = False
+
+    def lives(self, store: dist.Store, replica: int) -> bool:
+        """Whether the replica's beat has changed lately."""
+        key = f"beat/{replica}"
+        beat = store.get(key) if store.check([key]) else b""
+        if replica not in self.beats or self.beats[replica][0] != beat:
+            self.beats[replica] = beat, monotonic()
+        return monotonic() - self.beats[replica][1] < self.patience_s
+
+    def run(self, store: dist.Store, replica: int | None, over: threading.Event) -> None:
+        """Beat for ``replica``, if it is given, and look at the others."""
+        beat = 0
+        try:
+            while not over.wait(self.patience_s / 20):
+                if replica is not None:
+                    store.set(f"beat/{replica}", str(beat := beat + 1))
+                generation, members = self.generation, self.members
+                self.requests = store.add("requests", 0)
+                if not all([self.lives(store, member) for member in members]) or store.check(
+                    [f"{generation + 1}/left"]
+                ):
+                    self.broken = generation
+        except RuntimeError:
+            self.lost = True
+
+
+class ElasticGroup:
+    """This rank's column, and the generation that it belongs to. All ranks of a replica make the same calls.
+
+    Args:
+        options: of the replicas; ``elastic`` names the store.
+        within: a gloo group of this replica's ranks; None for one rank.
+        agreement: what must be equal in all replicas, in words.
+        timeout_s: how long to wait for a replica that lives.
+
+    Attributes:
+        me: this replica's place in the generation.
+        size: number of replicas in it.
+        is_asked: whether a replica wants to join; alike in all replicas after an operation.
+
+    Raises:
+        PeerError: if no store answers.
+    """
+
+    def __init__(self, options: Replicas, within: dist.ProcessGroup | None, agreement: str, timeout_s: float) -> None:
+        assert options.elastic is not None, "the caller has checked"
+        self._within, self._agreement, self._timeout_s, self._wanted = within, agreement, timeout_s, options.count
+        self._rank = 0 if within is None else dist.get_rank(within)
+        address, _, run = options.elastic.partition("/")
+        host, _, port = address.rpartition(":")
+        self._name, limit = options.elastic, timedelta(seconds=min(timeout_s, 60.0))
+        self._watch = _Watch(options.patience_s)
+        self._replica = self._handled = 0
+        self.me, self.size, self.is_asked, self._failed = 0, 1, False, False
+        self._column: Any = None
+
+        def connect() -> int:
+            store = dist.TCPStore(host, int(port), is_master=False, wait_for_workers=False, timeout=limit)
+            self._store: Any = dist.PrefixStore(f"shardrec/{run}", store)
+            return int(self._store.add("replicas", 1)) if self._rank == 0 else 0
+
+        self._replica = self._told(lambda: self._asked(connect))
+        if self._rank:
+            self._asked(connect)
+        over = threading.Event()
+        weakref.finalize(self, over.set)
+        beats = self._replica if self._rank == 0 else None
+        given = self._store.clone(), beats, over
+        threading.Thread(target=self._watch.run, args=given, name="shardrec-replicas", daemon=True).start()
+
+    # ------------------------------------------------------------------------------------------------- generations
+
+    def meet(self, completed: int, operation: str) -> list[Arrival]:
+        """Leave the present generation for the next one; returns its members, this replica among them.
+
+        Args:
+            count: operations that this replica has completed; -1 before it has any state.
+            operation: that it is about to make; "" between two steps.
+
+        Raises:
+            PeerError: in all ranks of this replica, if no replica is left that has the tables, if one that lives did
+                not arrive in time, or if the store is gone.
+            ConfigError: if this replica's plan, options or parameters are not those of the others.
+        """
+        while True:
+            self._column = None
+            arrivals: list[Arrival]
+            arrivals, number = self._told(lambda: self._asked(lambda: self._arrive(completed, operation)))
+            members = [arrival.replica for arrival in arrivals]
+            self._watch.members, self._watch.generation = members, number
+            self.me, self.size, self.is_asked = members.index(self._replica), len(members), False
+            if self.tried(self._make_column, number, members):
+                return arrivals
+
+    def _arrive(self, completed: int, operation: str) -> tuple[list[Arrival], int]:
+        store, watch = self._store, self._watch
+        give_up = monotonic() + self._timeout_s
+        while True:
+            number, members = watch.generation, watch.members
+            while store.check([f"{number + 1}/members"]):
+                number, members = number + 1, json.loads(store.get(f"{number + 1}/members"))
+            if self._replica not in members:
+                completed, operation = -1, ""
+            number += 1
+            # In this order: who has counted a request also finds the arrival.
+            arrival = Arrival(self._replica, completed, operation, self._agreement)
+            self._handled = store.add("requests", 0)
+            store.set(f"{number}/{self._replica}", json.dumps(arrival))
+            store.append(f"{number}/arrived", f"{self._replica} ")
+            if self._replica not in members:
+                store.add("requests", 1)
+            if self._failed:
+                store.set(f"{number}/left", "")
+            while not store.check([f"{number}/members"]):
+                self._decide(number, members)
+                if monotonic() > give_up:
+                    raise PeerError(
+                        f"replica {self._replica} waited {self._timeout_s:.3g} s for the others to regroup at "
+                        f"{self._name}; generation {number - 1} has the replicas {list(members)}, and "
+                        f"{self._wanted} start together",
+                        waited_for="regrouping",
+                    )
+                sleep(_POLL_S)
+            chosen = json.loads(store.get(f"{number}/members"))
+            if self._replica in chosen:
+                return [Arrival(*json.loads(store.get(f"{number}/{replica}"))) for replica in chosen], number
+
+    def _decide(self, number: int, members: Sequence[int]) -> None:
+        """Decide who is in a generation, if that falls to this replica and all have arrived that it waits for."""
+        store = self._store
+        arrived = [int(text) for text in store.get(f"{number}/arrived").split()]
+        living = [one for one in {*arrived, *members} if one == self._replica or self._watch.lives(store, one)]
+        candidates = sorted(replica for replica in living if replica in arrived and (replica in members or not members))
+        if members and not any(member in living for member in members):
+            raise PeerError(
+                f"replicas {list(members)} of generation {number - 1} are gone, and no other has the tables' state: "
+                "load a checkpoint in each replica and start them with another name behind the store's address "
+                f"({self._name.partition('/')[0]}/NAME)",
+                waited_for="regrouping",
+            )
+        waits = any(member in living and member not in arrived for member in members)
+        if waits or len(candidates) < (1 if members else self._wanted) or candidates[0] != self._replica:
+            if store.check([f"refused/{self._replica}"]):
+                raise ConfigError(store.get(f"refused/{self._replica}").decode())
+            return
+        arrivals = {
+            replica: Arrival(*json.loads(store.get(f"{number}/{replica}"))) for replica in living if replica in arrived
+        }
+        operations = {arrivals[replica].operation for replica in candidates}
+        if operations == {""}:
+            for replica, arrival in sorted(arrivals.items()):
+                if arrival.agreement != self._agreement:
+                    text = f"this replica has {arrival.agreement}, and the others have {self._agreement}"
+                    store.set(f"refused/{replica}", f"{text}: give all of them the same")
+                    candidates = [one for one in candidates if one != replica]
+                elif replica not in candidates:
+                    candidates.append(replica)
+        if len(candidates) >= (1 if members else self._wanted):
+            store.set(f"{number}/left", "")
+            store.compare_set(f"{number}/members", "", json.dumps(sorted(candidates)))
+
+    def _make_column(self, number: int, members: Sequence[int]) -> None:
+        if len(members) == 1:
+            return
+        store, keys = self._store, [f"{number}/{self._rank}/{member}" for member in members]
+        try:
+            # The group's constructor waits for others and cannot be interrupted: see first that they are there.
+            store.set(keys[self.me], "")
+            while not store.check(keys):
+                self._look()
+                sleep(_POLL_S)
+            prefixed = dist.PrefixStore(f"{number}/column{self._rank}", store)
+            limit = timedelta(seconds=max(10.0, 2 * self._watch.patience_s))
+            column: Any = dist.ProcessGroupGloo(prefixed, self.me, len(members), limit)
+            column._set_default_timeout(timedelta(seconds=self._timeout_s))
+            self._column = column
+        except RuntimeError as error:
+            raise Broken from error
+
+    def _told(self, ask: Callable[[], Any]) -> Any:
+        """What rank 0 of this replica has been answered; its error on all ranks."""
+        if self._within is None:
+            return ask()
+        answer: list[Any] = [None]
+        if self._rank == 0:
+            try:
+                answer = [ask()]
+            except ShardrecError as error:
+                answer = [error]
+        with peers(self._within, "regrouping"):
+            dist.broadcast_object_list(answer, group=self._within, group_src=0)
+        if isinstance(answer[0], ShardrecError):
+            raise answer[0]
+        return answer[0]
+
+    def _asked(self, ask: Callable[[], Any]) -> Any:
+        try:
+            return ask()
+        except RuntimeError as error:
+            if isinstance(error, ShardrecError):
+                raise
+            raise PeerError(
+                f"the replicas' store at {self._name} does not answer ({str(error).splitlines()[0]}): start a "
+                "torch.distributed.TCPStore there, in a process that outlives the replicas",
+                waited_for="regrouping",
+            ) from error
+
+    # -------------------------------------------------------------------------------------------------- operations
+
+    def tried(self, run: Callable[..., None], *given: Any) -> bool:
+        """Run an operation; whether all ranks of this replica have completed it."""
+        try:
+            run(*given)
+            completed = True
+        except Broken:
+            completed = False
+        if self._within is not None:
+            flags = torch.tensor([completed, not self.is_asked], dtype=torch.int32)
+            with peers(self._within, "vote of the replica"):
+                dist.all_reduce(flags, dist.ReduceOp.MIN, group=self._within)
+            completed, self.is_asked = bool(flags[0]), not flags[1]
+        self._failed = not completed
+        return completed
+
+    def average_tables(self, tensors: Iterable[Tensor]) -> None:
+        """Replace contiguous tensors by their means over the replicas, bit-identical in all of them.
+
+        Raises:
+            Broken: if a replica is gone; any part of the tensors may be averaged then.
+        """
+        for parts in dtype_buckets(tensors if self.size > 1 else ()):
+            self._spread(self._sum(torch.cat(parts).div_(self.size)), parts)
+
+    def average_gradients(
+        self, gradients: Sequence[Tensor | None], like: Sequence[Tensor], weight: float
+    ) -> list[Tensor | None]:
+        """The means of the replicas' gradients.
+
+        Args:
+            gradients: of this replica; a missing one counts as zero.
+            like: tensors with their shapes and dtypes.
+            weight: 1; 0 if this replica has none to add.
+
+        Returns:
+            Per gradient, the mean, or None if it is missing everywhere.
+
+        Raises:
+            Broken: if a replica is gone; nothing has changed then.
+        """
+        asked = self._rank == 0 and self._watch.requests > self._handled
+        if self.size == 1:
+            self.is_asked = asked
+            return list(gradients)
+        header = self._sum(torch.tensor([weight, asked, *(one is not None and weight > 0 for one in gradients)]))
+        means = [
+            torch.zeros_like(one, memory_format=torch.contiguous_format)
+            if gradient is None
+            else gradient.to_dense().contiguous()
+            for one, gradient in zip(like, gradients, strict=True)
+        ]
+        means = [mean * (weight / float(header[0])) for mean in means]
+        for parts in dtype_buckets(means):
+            self._spread(self._sum(torch.cat(parts)), parts)
+        self.is_asked = bool(header[1])
+        return [mean if present else None for mean, present in zip(means, header[2:].tolist(), strict=True)]
+
+    def send(self, tensors: Iterable[Tensor], replica: int) -> None:
+        """Send tensors' values to another replica, by its place in the generation."""
+        for parts in dtype_buckets(map(_bytes, tensors)):
+            buffer = torch.cat(parts).cpu()
+            self._done("send", [buffer], replica, 0)
+
+    def receive(self, tensors: Iterable[Tensor], replica: int) -> None:
+        """Take the values of contiguous tensors from another replica."""
+        for parts in dtype_buckets(map(_bytes, tensors)):
+            buffer = torch.empty(sum(part.numel() for part in parts), dtype=torch.uint8)
+            self._done("recv", [buffer], replica, 0)
+            self._spread(buffer, parts)
+
+    def _sum(self, buffer: Tensor) -> Tensor:
+        buffer = buffer.cpu()
+        self._done("allreduce", [buffer])
+        return buffer
+
+    @staticmethod
+    def _spread(buffer: Tensor, parts: Sequence[Tensor]) -> None:
+        for part, values in zip(parts, buffer.split([part.numel() for part in parts]), strict=True):
+            part.copy_(values)
+
+    def _done(self, collective: str, *given: Any) -> None:
+        column = self._column
+        if column is None:
+            raise Broken
+        try:
+            work = getattr(column, collective)(*given)
+            while True:
+                try:
+                    work.wait(_LOOK_EVERY)
+                    return
+                except RuntimeError:
+                    if work.is_completed():
+                        work.wait()
+                        return
+                try:
+                    self._look()
+                except Broken:
+                    # The group's destructor waits for the collective, which cannot be interrupted.
+                    threading.Thread(target=_outlive, args=(column, work), daemon=True).start()
+                    raise
+        except RuntimeError as error:
+            raise Broken from error
+
+    def _look(self) -> None:
+        if self._watch.broken == self._watch.generation:
+            raise Broken
+
+
+def _outlive(column: Any, work: Any) -> None:
+    with suppress(RuntimeError):
+        work.wait()
+
+
+def _bytes(tensor: Tensor) -> Tensor:
+    return tensor.detach().view(-1).view(torch.uint8)

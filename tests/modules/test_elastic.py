@@ -1,0 +1,118 @@
+"""Elastic replicas: those that are left go on when one dies, and one that joins takes their state."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+from random import Random
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from shardrec.modules import Replicas, shard
+from shardrec.modules.elastic_model import ElasticModel
+from tests.batches import Bags, joined, random_bags
+from tests.models import click_model
+from tests.modules.clicks import CONFIGS, ROWS, assert_dense_equal, assert_tables_equal, dense_parameters, mixed_plan
+from tests.ranks import RankDied, ranks
+
+PATIENCE_S = 1.0
+SIZE = 3
+
+
+@pytest.fixture
+def store() -> Any:
+    return dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+
+
+def batch_of(step: int, replica: int, rank: int = 0) -> tuple[Tensor, Bags, Tensor]:
+    seed = 100 * step + 10 * replica + rank
+    generator = torch.Generator().manual_seed(seed)
+    dense = torch.randn(SIZE, 3, generator=generator)
+    labels = torch.rand(SIZE, generator=generator).round()
+    return dense, random_bags(Random(seed), ROWS, SIZE, shuffled=False), labels
+
+
+def loss_of(model: nn.Module, parts: list[tuple[Tensor, Bags, Tensor]]) -> Tensor:
+    dense, bags, labels = zip(*parts, strict=True)
+    logits = model(torch.cat(dense), (joined(list(bags)) if len(bags) > 1 else bags[0]).kjt())
+    return nn.functional.binary_cross_entropy_with_logits(logits, torch.cat(labels))
+
+
+class Replica:
+    """A replica of some ranks of the pool, trained by Adam (dense part) beside its tables' optimizer."""
+
+    def __init__(self, address: str, size: int = 1, *, seed: int = 0, optimizer: str = "sgd", **options: Any) -> None:
+        groups = [dist.new_group(list(range(first, first + size))) for first in range(0, dist.get_world_size(), size)]
+        self.number, self.rank = divmod(dist.get_rank(), size)
+        elastic = Replicas(**{"count": 2, "elastic": address, "patience_s": PATIENCE_S, **options})
+        made = shard(
+            click_model(CONFIGS, optimizer=optimizer, seed=seed),
+            mixed_plan(size),
+            replicas=elastic,
+            group=groups[self.number],
+        )
+        assert isinstance(made, ElasticModel)
+        self.model = made
+        self.dense = torch.optim.Adam(dense_parameters(made), lr=0.05)
+
+    def step(self) -> float:
+        loss = loss_of(self.model, [batch_of(self.model.steps, self.number, self.rank)])
+        loss.backward()
+        self.dense.step()
+        self.dense.zero_grad()
+        return loss.item()
+
+    def state(self) -> list[Tensor]:
+        """All that replicas have alike after an averaging."""
+        adam = [value for entry in self.dense.state.values() for value in entry.values()]
+        return [one.detach().clone() for one in (*self.model._tensors(), *adam)]
+
+
+def wait_for(condition: Callable[[], bool]) -> None:
+    give_up = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < give_up
+        time.sleep(0.01)
+
+
+def test_the_others_go_on_and_one_that_joins_has_their_state(store: Any) -> None:
+    """With SGD and an averaging in each step, replicas are the unsharded model on the batches that were there."""
+
+    def rank_main(address: str) -> Any:
+        replica = Replica(address, seed=dist.get_rank())
+        model, mark = replica.model, dist.distributed_c10d._get_default_store()
+        if replica.number == 2:
+            wait_for(lambda: mark.check(["come"]))
+        model.join(replica.dense)
+        first, there = model.steps, []
+        while model.steps < 8:
+            if replica.number == 1 and model.steps == 3:
+                os._exit(9)
+            replica.step()
+            if replica.number == 0 and model.steps == 5:
+                mark.set("come", "")
+                wait_for(lambda: model._group._watch.requests > model._group._handled)
+            there.append(model.replicas)
+        model.sync_replicas()
+        if replica.number == 0:
+            reference = click_model(CONFIGS)
+            adam = torch.optim.Adam(dense_parameters(reference), lr=0.05)
+            for step, count in enumerate(there):
+                others = [0] if count == 1 else [0, 1] if step < 3 else [0, 2]
+                loss_of(reference, [batch_of(step, number) for number in others]).backward()
+                adam.step()
+                adam.zero_grad()
+            assert_tables_equal(model.module, reference, "tables")
+            assert_dense_equal(model, reference, "dense")
+        return first, there, replica.state()
+
+    outcomes = ranks(3, rank_main, f"127.0.0.1:{store.port}", expect_death={1}, timeout=25.0)
+    assert isinstance(outcomes.pop(1), RankDied)
+    (first, there, state), (_, late, taken) = outcomes
+    assert (first, there, late) == (0, [2, 2, 2, 1, 1, 1, 2, 2], [2, 2])
+    assert all(torch.equal(one, other) for one, other in zip(state, taken, strict=True))
