@@ -4,14 +4,15 @@
 
     python -m tests.campaign.elastic --kills 20 --ranks 2 --seeds 5
 
-For each seed, replicas train a click model with a known truth, once undisturbed and once under kills: SIGKILL of a rank of
-a replica that trains, or of one that joins, or SIGSTOP of one until the others have gone on. At least one replica is left
-each time. Printed are the longest pause between two steps of the run, the kills, and the loss on rows that are held out.
+For each seed, replicas train a click model with a known truth, once undisturbed and once under kills: SIGKILL of a rank
+of a replica that trains, or of one that joins, or SIGSTOP of one until the others have gone on. At least one replica is
+left each time. Printed are the longest pauses between two steps of the run, the kills, and the loss on held-out rows.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
 import random
@@ -107,7 +108,7 @@ def run_rank(job: Job, rank: int) -> None:
 
         try:
             train(job, rank, say)
-        except Exception as error:  # noqa: BLE001  # the campaign reads it
+        except Exception as error:  # the campaign reads it
             say(error=f"{type(error).__name__}: {error}")
             os._exit(1)
 
@@ -217,9 +218,7 @@ class Run:
                     times[line["step"]] = min(line["time"], times.get(line["step"], line["time"]))
         steps = sorted(times)
         assert steps == list(range(1, self._job["steps"] + 1)), f"steps are missing; errors {self.errors()}"
-        pauses = sorted(
-            (times[after] - times[before] for before, after in zip(steps, steps[1:], strict=False)), reverse=True
-        )
+        pauses = sorted((times[after] - times[before] for before, after in itertools.pairwise(steps)), reverse=True)
         assert all("loss" in end for end in ends), (ends, self.errors())
         return {
             "loss": ends[0]["loss"],

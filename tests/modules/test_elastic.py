@@ -84,7 +84,7 @@ def test_the_others_go_on_and_one_that_joins_has_their_state(store: Any) -> None
     """With SGD and an averaging in each step, replicas are the unsharded model on the batches that were there."""
 
     def rank_main(address: str) -> Any:
-        replica = Replica(address, seed=dist.get_rank())
+        replica = Replica(address, seed=dist.get_rank() // 2)
         model, mark = replica.model, dist.distributed_c10d._get_default_store()
         if replica.number == 2:
             wait_for(lambda: mark.check(["come"]))
@@ -92,6 +92,7 @@ def test_the_others_go_on_and_one_that_joins_has_their_state(store: Any) -> None
         first, there = model.steps, []
         while model.steps < 8:
             if replica.number == 1 and model.steps == 3:
+                loss_of(model, [batch_of(3, 1)])  # its tables have been averaged then
                 os._exit(9)
             replica.step()
             if replica.number == 0 and model.steps == 5:
@@ -113,6 +114,9 @@ def test_the_others_go_on_and_one_that_joins_has_their_state(store: Any) -> None
 
     outcomes = ranks(3, rank_main, f"127.0.0.1:{store.port}", expect_death={1}, timeout=25.0)
     assert isinstance(outcomes.pop(1), RankDied)
+    for outcome in outcomes:
+        if isinstance(outcome, BaseException):
+            raise outcome
     (first, there, state), (_, late, taken) = outcomes
     assert (first, there, late) == (0, [2, 2, 2, 1, 1, 1, 2, 2], [2, 2])
     assert all(torch.equal(one, other) for one, other in zip(state, taken, strict=True))
