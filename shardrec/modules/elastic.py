@@ -32,7 +32,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
 from time import monotonic, sleep
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -50,14 +50,9 @@ _LOOK_EVERY = timedelta(seconds=0.1)
 
 
 class Arrival(NamedTuple):
-    """What a replica says of itself when it arrives for a generation.
-
-    Args:
-        replica: its number; each start of a replica has another one.
-        completed: number of operations that it has completed; -1 before it has any state.
-        operation: that it is about to make; "" between two steps.
-        agreement: what must be equal in all replicas, in words.
-    """
+    """What a replica says of itself when it arrives: its number (each start has another one), how many operations it
+    has completed (-1 before it has any state), the one that it is about to make ("" between two steps), and what must
+    be equal in all replicas, in words."""
 
     replica: int
     completed: int
@@ -71,17 +66,8 @@ class Broken(Exception):
 
 @dataclass
 class _Watch:
-    """What a thread knows of the other members, and what it says to them.
-
-    Args:
-        patience_s: after which a replica whose beat has stopped is taken for dead.
-        generation: the present one.
-        members: numbers of its replicas.
-        beats: per replica, the last beat and when it was first seen.
-        broken: the last generation that was seen to be broken.
-        requests: how often a replica has asked to join.
-        lost: whether the store no longer answers.
-    """
+    """What a thread sees in the store. Per replica, the last beat and since when; the last generation that was seen to
+    be broken; how often a replica has asked to join; whether the store no longer answers."""
 
     patience_s: float
     generation: int = 0
@@ -262,7 +248,7 @@ class ElasticGroup:
                 self._look()
                 sleep(_POLL_S)
             prefixed = dist.PrefixStore(f"{number}/column{self._rank}", store)
-            limit = timedelta(seconds=max(10.0, 2 * self._watch.patience_s))
+            limit = timedelta(seconds=max(2.0, self._watch.patience_s))
             column: Any = dist.ProcessGroupGloo(prefixed, self.me, len(members), limit)
             column._set_default_timeout(timedelta(seconds=self._timeout_s))
             self._column = column
@@ -321,7 +307,7 @@ class ElasticGroup:
             Broken: if a replica is gone; any part of the tensors may be averaged then.
         """
         for parts in dtype_buckets(tensors if self.size > 1 else ()):
-            self._spread(self._sum(torch.cat(parts).div_(self.size)), parts)
+            _spread(self._sum(torch.cat(parts).div_(self.size)), parts)
 
     def average_gradients(
         self, gradients: Sequence[Tensor | None], like: Sequence[Tensor], weight: float
@@ -352,32 +338,22 @@ class ElasticGroup:
         ]
         means = [mean * (weight / float(header[0])) for mean in means]
         for parts in dtype_buckets(means):
-            self._spread(self._sum(torch.cat(parts)), parts)
+            _spread(self._sum(torch.cat(parts)), parts)
         self.is_asked = bool(header[1])
         return [mean if present else None for mean, present in zip(means, header[2:].tolist(), strict=True)]
 
-    def send(self, tensors: Iterable[Tensor], replica: int) -> None:
-        """Send tensors' values to another replica, by its place in the generation."""
-        for parts in dtype_buckets(map(_bytes, tensors)):
+    def copy(self, collective: Literal["send", "recv"], tensors: Iterable[Tensor], place: int) -> None:
+        """Send contiguous tensors to the replica at a place in the generation, or take them from there."""
+        for parts in dtype_buckets(tensor.detach().view(-1).view(torch.uint8) for tensor in tensors):
             buffer = torch.cat(parts).cpu()
-            self._done("send", [buffer], replica, 0)
-
-    def receive(self, tensors: Iterable[Tensor], replica: int) -> None:
-        """Take the values of contiguous tensors from another replica."""
-        for parts in dtype_buckets(map(_bytes, tensors)):
-            buffer = torch.empty(sum(part.numel() for part in parts), dtype=torch.uint8)
-            self._done("recv", [buffer], replica, 0)
-            self._spread(buffer, parts)
+            self._done(collective, [buffer], place, 0)
+            if collective == "recv":
+                _spread(buffer, parts)
 
     def _sum(self, buffer: Tensor) -> Tensor:
         buffer = buffer.cpu()
         self._done("allreduce", [buffer])
         return buffer
-
-    @staticmethod
-    def _spread(buffer: Tensor, parts: Sequence[Tensor]) -> None:
-        for part, values in zip(parts, buffer.split([part.numel() for part in parts]), strict=True):
-            part.copy_(values)
 
     def _done(self, collective: str, *given: Any) -> None:
         column = self._column
@@ -412,5 +388,6 @@ def _outlive(column: Any, work: Any) -> None:
         work.wait()
 
 
-def _bytes(tensor: Tensor) -> Tensor:
-    return tensor.detach().view(-1).view(torch.uint8)
+def _spread(buffer: Tensor, parts: Sequence[Tensor]) -> None:
+    for part, values in zip(parts, buffer.split([part.numel() for part in parts]), strict=True):
+        part.copy_(values)

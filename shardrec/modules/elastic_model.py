@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import io
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -33,17 +33,10 @@ from shardrec.modules.elastic import ElasticGroup
 from shardrec.modules.model import ShardedModel
 from shardrec.modules.replicas import Replicas, subgroup
 
-__all__ = ["ElasticModel", "Stateful"]
+if TYPE_CHECKING:
+    from torch.distributed.checkpoint.stateful import Stateful
 
-
-class Stateful(Protocol):
-    """An optimizer, a scheduler or a data loader: what has a state."""
-
-    def state_dict(self) -> dict[str, Any]:
-        """The state: tensors, numbers and texts, in dicts and lists."""
-
-    def load_state_dict(self, state_dict: dict[str, Any], /) -> Any:
-        """Take a state."""
+__all__ = ["ElasticModel"]
 
 
 class ElasticModel(ShardedModel):
@@ -196,14 +189,6 @@ class ElasticModel(ShardedModel):
                 self._operations = max(0, furthest)
                 return takes
 
-    # ------------------------------------------------------------------------------------------------------- the state
-
-    def _tensors(self) -> list[Tensor]:
-        """What a replica that joins takes in place: shards, dense parameters, buffers, states of fused optimizers."""
-        fused = self.fused_optimizer.state_dict()["state"] if self.has_fused_tables else {}
-        states = [value for name in sorted(fused) for value in fused[name].values()]
-        return [*self.parameters(), *self.buffers(), *(one for one in states if isinstance(one, Tensor))]
-
     def _share(self, first: int, behind: Sequence[int]) -> None:
         """Send the state of the first replica to those behind, if this is one of them."""
         for place in behind:
@@ -213,45 +198,40 @@ class ElasticModel(ShardedModel):
                 self._receive(first)
 
     def _send(self, place: int) -> None:
-        settings = [_settings(group) for group in self._fused_groups()]
-        rest = [one.state_dict() for one in self._stateful]
-        numbers = (self.steps, self._since_sync, self._is_in_step)
+        state = self._other_state()
         file = io.BytesIO()
-        torch.save((numbers, settings, pytree.tree_map_only(Tensor, lambda one: one.to("meta"), rest)), file)
+        torch.save(pytree.tree_map_only(Tensor, lambda tensor: tensor.to("meta"), state), file)
         text = torch.frombuffer(file.getbuffer(), dtype=torch.uint8)
-        self._group.send([torch.tensor([len(text)])], place)
-        self._group.send([text], place)
-        self._group.send([one.contiguous() for one in (*self._tensors(), *_leaves(rest))], place)
+        for tensors in ([torch.tensor([len(text)])], [text], [*self._tensors(), *_tensors_of(state)]):
+            self._group.copy("send", [tensor.contiguous() for tensor in tensors], place)
 
     @torch.no_grad()
     def _receive(self, place: int) -> None:
-        length = torch.zeros(1, dtype=torch.int64)
-        self._group.receive([length], place)
-        text = torch.empty(int(length), dtype=torch.uint8)
-        self._group.receive([text], place)
-        numbers, settings, rest = torch.load(io.BytesIO(text.numpy().tobytes()), weights_only=True)
-        rest = pytree.tree_map_only(Tensor, lambda one: torch.empty(one.shape, dtype=one.dtype), rest)
-        tensors = [*self._tensors(), *_leaves(rest)]
-        taken = [one.detach().contiguous() for one in tensors]
-        self._group.receive(taken, place)
-        for tensor, values in zip(tensors, taken, strict=True):
-            if tensor.data_ptr() != values.data_ptr():
+        self._group.copy("recv", [length := torch.zeros(1, dtype=torch.int64)], place)
+        self._group.copy("recv", [text := torch.empty(int(length), dtype=torch.uint8)], place)
+        state = torch.load(io.BytesIO(text.numpy().tobytes()), weights_only=True)
+        state = pytree.tree_map_only(Tensor, lambda tensor: torch.empty_like(tensor, device="cpu"), state)
+        tensors = [*self._tensors(), *_tensors_of(state)]
+        received = [tensor.detach().contiguous() for tensor in tensors]
+        self._group.copy("recv", received, place)
+        for tensor, values in zip(tensors, received, strict=True):
+            if not tensor.is_contiguous():
                 tensor.copy_(values)
-        for stateful, state in zip(self._stateful, rest, strict=True):
-            stateful.load_state_dict(state)
-        for group, values in zip(self._fused_groups(), settings, strict=True):
-            group.update(values)
-        if self.has_fused_tables:
-            self.fused_optimizer.push()
-        self.steps, self._since_sync, self._is_in_step = numbers
+        (self.steps, self._since_sync, self._is_in_step), states = state
+        for stateful, values in zip(self._all_stateful(), states, strict=True):
+            stateful.load_state_dict(values)
 
-    def _fused_groups(self) -> list[dict[str, Any]]:
-        return self.fused_optimizer.param_groups if self.has_fused_tables else []
+    def _tensors(self) -> list[Tensor]:
+        """What a replica that joins takes in place."""
+        return [*self.parameters(), *self.buffers()]
+
+    def _other_state(self) -> Any:
+        states = [stateful.state_dict() for stateful in self._all_stateful()]
+        return (self.steps, self._since_sync, self._is_in_step), states
+
+    def _all_stateful(self) -> tuple[Stateful, ...]:
+        return (self.fused_optimizer, *self._stateful) if self.has_fused_tables else self._stateful
 
 
-def _leaves(states: Any) -> list[Tensor]:
-    return [leaf for leaf in pytree.tree_leaves(states) if isinstance(leaf, Tensor)]
-
-
-def _settings(group: dict[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in group.items() if name not in ("params", "tables")}
+def _tensors_of(state: Any) -> list[Tensor]:
+    return [leaf for leaf in pytree.tree_leaves(state) if isinstance(leaf, Tensor)]

@@ -145,7 +145,7 @@ def train(job: Job, rank: int, say: Any) -> None:
     with torch.no_grad():
         features, clicks = batch_of(held_out, truth, 8192)
         loss = nn.functional.binary_cross_entropy_with_logits(model(features), clicks)
-    say(loss=loss.item(), sums=[float(one.detach().double().sum()) for one in model._tensors()])
+    say(loss=loss.item(), sums=[float(one.detach().double().sum()) for one in (*model._tensors(), *model._states())])
 
 
 @dataclass

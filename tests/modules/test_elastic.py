@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from shardrec.errors import ConfigError, PeerError
 from shardrec.modules import Replicas, shard
 from shardrec.modules.elastic_model import ElasticModel
 from tests.batches import Bags, joined, random_bags
@@ -70,7 +71,31 @@ class Replica:
     def state(self) -> list[Tensor]:
         """All that replicas have alike after an averaging."""
         adam = [value for entry in self.dense.state.values() for value in entry.values()]
-        return [one.detach().clone() for one in (*self.model._tensors(), *adam)]
+        return [one.detach().clone() for one in (*self.model._tensors(), *self.model._states(), *adam)]
+
+
+def values_of(outcomes: list[Any]) -> list[Any]:
+    for outcome in outcomes:
+        if isinstance(outcome, BaseException):
+            raise outcome
+    return outcomes
+
+
+def assert_alike(states: list[list[Tensor]]) -> None:
+    for state in states[1:]:
+        assert all(torch.equal(one, other) for one, other in zip(states[0], state, strict=True))
+
+
+def dying(owner: Any, method: str, moment: int) -> None:
+    """From now on, this rank ends before call number ``moment`` of a method."""
+    real, count = getattr(owner, method), iter(range(1000))
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if next(count) == moment:
+            os._exit(9)
+        return real(*args, **kwargs)
+
+    setattr(owner, method, call)
 
 
 def wait_for(condition: Callable[[], bool]) -> None:
@@ -114,9 +139,91 @@ def test_the_others_go_on_and_one_that_joins_has_their_state(store: Any) -> None
 
     outcomes = ranks(3, rank_main, f"127.0.0.1:{store.port}", expect_death={1}, timeout=25.0)
     assert isinstance(outcomes.pop(1), RankDied)
-    for outcome in outcomes:
-        if isinstance(outcome, BaseException):
-            raise outcome
-    (first, there, state), (_, late, taken) = outcomes
+    (first, there, state), (_, late, taken) = values_of(outcomes)
     assert (first, there, late) == (0, [2, 2, 2, 1, 1, 1, 2, 2], [2, 2])
-    assert all(torch.equal(one, other) for one, other in zip(state, taken, strict=True))
+    assert_alike([state, taken])
+
+
+@pytest.mark.some(2)
+@pytest.mark.parametrize(
+    ("method", "moment"),
+    [
+        ("meet", 1),  # between two steps, for the first time
+        ("_sum", 0),  # of the first averaging of gradients: before its header
+        ("_sum", 1),  # after its header
+        ("average_tables", 0),
+        ("_make_column", 1),
+    ],
+)
+def test_one_that_dies_anywhere(method: str, moment: int, store: Any) -> None:
+    """The other goes on with its own batches; one that joins afterwards has its state."""
+
+    def rank_main(address: str) -> Any:
+        replica = Replica(address, optimizer="adagrad", sync_every=2)
+        model, mark = replica.model, dist.distributed_c10d._get_default_store()
+        if replica.number == 2:
+            wait_for(lambda: mark.check(["come"]))
+        if replica.number == 1:
+            dying(model._group, method, moment)
+        model.join(replica.dense)
+        while model.steps < 12:
+            if replica.number == 0 and model.steps == 4:
+                mark.set("come", "")
+                wait_for(lambda: model._group._watch.requests > model._group._handled)
+            replica.step()
+        model.sync_replicas()
+        return replica.state()
+
+    outcomes = ranks(3, rank_main, f"127.0.0.1:{store.port}", expect_death={1}, timeout=60.0)
+    assert isinstance(outcomes.pop(1), RankDied)
+    assert_alike(values_of(outcomes))
+
+
+def test_joins_that_fail() -> None:
+    """Of one that dies while it receives, one with other options, and one that comes when all are gone."""
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+
+    def rank_main(address: str) -> Any:
+        number, mark = dist.get_rank(), dist.distributed_c10d._get_default_store()
+        replica = Replica(address, count=1, seed=number, sync_every=7 if number == 3 else 1)
+        model = replica.model
+        if number:
+            wait_for(lambda: mark.check([f"come {number}"]))
+        if number == 1:
+            dying(model._group, "copy", 2)
+        if number == 3:
+            with pytest.raises(ConfigError, match=r"this replica has plan .* sync_every=7, .* the others have plan"):
+                model.join(replica.dense)
+            mark.set("refused", "")
+            wait_for(lambda: mark.check(["gone"]))
+            late = shard(click_model(CONFIGS), mixed_plan(1), replicas=model._options, group=model.group)
+            with pytest.raises(PeerError, match=r"replicas \[\d, \d\] of generation \d are gone, and no other has"):
+                late.join()  # type: ignore[operator]
+            return "told"
+        with pytest.raises(ConfigError, match=r"call model\.join"):
+            replica.step()
+        model.join(replica.dense)
+        comes = {2: "1", 4: "3", 6: "2"} if number == 0 else {}
+        while model.steps < 10:
+            if model.steps in comes:
+                mark.set(f"come {comes[model.steps]}", "")
+                wait_for(lambda: model._group._watch.requests > model._group._handled)
+            replica.step()
+        mark.set("gone" if number == 2 else "left", "")
+        os._exit(9)
+
+    outcomes = ranks(4, rank_main, f"127.0.0.1:{store.port}", expect_death={0, 1, 2}, timeout=60.0)
+    assert outcomes[3] == "told", outcomes[3]
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"elastic": "nowhere"}, "elastic='nowhere'; give the address of a TCPStore as 'host:port'"),
+        ({"elastic": "host:1", "patience_s": 0}, "patience_s=0; give a number of seconds above 0"),
+        ({"elastic": "host:1"}, "call torch.distributed.init_process_group"),
+    ],
+)
+def test_options_that_do_not_fit(options: dict[str, Any], words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        shard(click_model(CONFIGS), mixed_plan(1), replicas=Replicas(2, **options))
