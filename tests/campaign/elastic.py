@@ -58,6 +58,7 @@ class Job:
         seed: of the model and the data.
         steps: of the run.
         folder: for the logs of the ranks.
+        pause_s: after each step.
     """
 
     port: int
@@ -69,6 +70,7 @@ class Job:
     seed: int
     steps: int
     folder: Path
+    pause_s: float
 
     def log(self, rank: int) -> Path:
         return self.folder / f"{self.run}-{self.number}-{rank}.jsonl"
@@ -140,6 +142,7 @@ def train(job: Job, rank: int, say: Any) -> None:
         dense.step()
         dense.zero_grad()
         say(step=model.steps, replicas=model.replicas)
+        time.sleep(job.pause_s)
     model.sync_replicas()
     held_out = torch.Generator().manual_seed(7)
     with torch.no_grad():
@@ -262,13 +265,20 @@ def main(arguments: list[str] | None = None) -> list[dict[str, Any]]:
     parser.add_argument("--sync-every", type=int, default=1)
     parser.add_argument("--seeds", type=int, default=1)
     parser.add_argument("--steps", type=int, default=3000)
+    parser.add_argument("--pause", type=float, default=0.06, help="seconds after each step of a run under kills")
     options = parser.parse_args(arguments)
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     results = []
     with RankTemplate(TEMPLATE) as template, tempfile.TemporaryDirectory() as folder:
         for seed in range(options.seeds):
             for kills in (0, options.kills):
-                job = {"replicas": options.replicas, "ranks": options.ranks, "sync_every": options.sync_every}
+                pause = options.pause if kills else 0.0
+                job: dict[str, Any] = {
+                    "pause_s": pause,
+                    "replicas": options.replicas,
+                    "ranks": options.ranks,
+                    "sync_every": options.sync_every,
+                }
                 run = Run(template, Path(folder), kills=kills, seed=seed, steps=options.steps, **job)
                 results.append({"seed": seed, "kills": kills, **run.run()})
                 print(results[-1], flush=True)
