@@ -67,7 +67,7 @@ class Broken(Exception):
 @dataclass
 class _Watch:
     """What a thread sees in the store. Per replica, the last beat and since when; the last generation that was seen to
-    be broken; how often a replica has asked to join; whether the store no longer answers."""
+    be broken; how often a replica has asked to join."""
 
     patience_s: float
     generation: int = 0
@@ -75,7 +75,6 @@ class _Watch:
     beats: dict[int, tuple[bytes, float]] = field(default_factory=dict)
     broken: int = -1
     requests: int = 0
-    lost: bool = False
 
     def lives(self, store: dist.Store, replica: int) -> bool:
         """Whether the replica's beat has changed lately."""
@@ -88,7 +87,7 @@ class _Watch:
     def run(self, store: dist.Store, replica: int | None, over: threading.Event) -> None:
         """Beat for ``replica``, if it is given, and look at the others."""
         beat = 0
-        try:
+        with suppress(RuntimeError):  # of a store that is gone, which the next meeting will notice
             while not over.wait(self.patience_s / 20):
                 if replica is not None:
                     store.set(f"beat/{replica}", str(beat := beat + 1))
@@ -98,8 +97,6 @@ class _Watch:
                     [f"{generation + 1}/left"]
                 ):
                     self.broken = generation
-        except RuntimeError:
-            self.lost = True
 
 
 class ElasticGroup:

@@ -179,6 +179,63 @@ def test_one_that_dies_anywhere(method: str, moment: int, store: Any) -> None:
     assert_alike(values_of(outcomes))
 
 
+def test_replicas_of_two_ranks(store: Any) -> None:
+    """The second joins the first. When a rank of it dies, its other rank raises PeerError, and the first goes on."""
+
+    def rank_main(address: str) -> Any:
+        replica = Replica(address, size=2, count=1, seed=dist.get_rank() // 2)
+        model, mark = replica.model, dist.distributed_c10d._get_default_store()
+        if replica.number == 1:
+            wait_for(lambda: mark.check(["come"]))
+        model.join(replica.dense)
+        there = []
+        while model.steps < 9:
+            if dist.get_rank() == 0 and model.steps == 3:
+                mark.set("come", "")
+                wait_for(lambda: model._group._watch.requests > model._group._handled)
+            if model.steps == 7 and replica.number == 1:
+                outputs = loss_of(model, [batch_of(7, 1, replica.rank)])
+                model._group.tried(lambda: None)  # the tables have been averaged in both ranks
+                if replica.rank == 1:
+                    os._exit(9)
+                with pytest.raises(PeerError):
+                    outputs.backward()
+                mark.set("told", "")
+                os._exit(9)
+            replica.step()
+            there.append(model.replicas)
+        model.sync_replicas()
+        reference = click_model(CONFIGS)
+        adam = torch.optim.Adam(dense_parameters(reference), lr=0.05)
+        for step, count in enumerate(there):
+            loss_of(
+                reference, [batch_of(step, number, rank) for number in range(count) for rank in range(2)]
+            ).backward()
+            adam.step()
+            adam.zero_grad()
+        assert_tables_equal(model.module, reference, "tables")
+        assert_dense_equal(model, reference, "dense")
+        assert mark.check(["told"])
+        return there
+
+    outcomes = ranks(4, rank_main, f"127.0.0.1:{store.port}", expect_death={2, 3}, timeout=60.0)
+    assert values_of(outcomes[:2]) == [[1, 1, 1, 1, 2, 2, 2, 1, 1]] * 2
+
+
+def test_the_store_may_go_while_it_is_not_needed() -> None:
+    def rank_main() -> None:
+        store: Any = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        replica = Replica(f"127.0.0.1:{store.port}", count=1)
+        replica.model.join(replica.dense)
+        replica.step()
+        del store
+        replica.step()
+        with pytest.raises(PeerError, match=r"the replicas' store at 127\.0\.0\.1:\d+ does not answer"):
+            replica.model.join(replica.dense)
+
+    ranks(1, rank_main)
+
+
 def test_joins_that_fail() -> None:
     """Of one that dies while it receives, one with other options, and one that comes when all are gone."""
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
