@@ -4,9 +4,9 @@ Each replica is a job of its own, with its own process group, where a rank that 
 together is a store outside of them (a ``TCPStore``) and, for each rank of a replica, a gloo group with the same rank of
 the other replicas, its *column*, made anew for each *generation*: a list of replicas that train together::
 
-    replica 1 (job, ranks 0 1)    store:  2/arrived   "1 3 4 "     replicas that want to be in generation 2
-    replica 3 (job, ranks 0 1)            2/3         count, operation, agreement of replica 3
-            |  |                          2/members   [1, 3, 4]    as the first of them has decided, once
+    replica 1 (job, ranks 0 1)    store:  2/arrived   what replicas that want to be in generation 2 say of themselves
+    replica 3 (job, ranks 0 1)            2/members   those in it, as the first of them has decided, once
+            |  |                          2/left      set when a member of generation 1 has left it
       column 0  column 1                  beat/3      a number that grows while replica 3 lives
 
 Rank 0 of each replica speaks to the store for it. A collective that fails, or a replica whose beat stops, breaks the
@@ -121,27 +121,23 @@ class ElasticGroup:
         assert options.elastic is not None, "the caller has checked"
         self._within, self._agreement, self._timeout_s, self._wanted = within, agreement, timeout_s, options.count
         self._rank = 0 if within is None else dist.get_rank(within)
-        address, _, run = options.elastic.partition("/")
-        host, _, port = address.rpartition(":")
-        self._name, limit = options.elastic, timedelta(seconds=min(timeout_s, 60.0))
-        self._watch = _Watch(options.patience_s)
-        self._replica = self._handled = 0
-        self.me, self.size, self.is_asked, self._failed = 0, 1, False, False
+        self._name, self._watch = options.elastic, _Watch(options.patience_s)
+        self.me, self.size, self.is_asked = 0, 1, False
         self._column: Any = None
-
-        def connect() -> int:
-            store = dist.TCPStore(host, int(port), is_master=False, wait_for_workers=False, timeout=limit)
-            self._store: Any = dist.PrefixStore(f"shardrec/{run}", store)
-            return int(self._store.add("replicas", 1)) if self._rank == 0 else 0
-
-        self._replica = self._told(lambda: self._asked(connect))
-        if self._rank:
-            self._asked(connect)
+        self._handled, self._failed = 0, False
+        self._store = self._asked(self._connect)
+        self._replica = self._told(lambda: self._store.add("replicas", 1))
         over = threading.Event()
         weakref.finalize(self, over.set)
-        beats = self._replica if self._rank == 0 else None
-        given = self._store.clone(), beats, over
+        given = self._store.clone(), None if self._rank else self._replica, over
         threading.Thread(target=self._watch.run, args=given, name="shardrec-replicas", daemon=True).start()
+
+    def _connect(self) -> Any:
+        address, _, run = self._name.partition("/")
+        host, _, port = address.rpartition(":")
+        limit = timedelta(seconds=min(self._timeout_s, 60.0))
+        store = dist.TCPStore(host, int(port), is_master=False, wait_for_workers=False, timeout=limit)
+        return dist.PrefixStore(f"shardrec/{run}", store)
 
     # ------------------------------------------------------------------------------------------------- generations
 
@@ -149,7 +145,7 @@ class ElasticGroup:
         """Leave the present generation for the next one; returns its members, this replica among them.
 
         Args:
-            count: operations that this replica has completed; -1 before it has any state.
+            completed: number of operations that this replica has completed; -1 before it has any state.
             operation: that it is about to make; "" between two steps.
 
         Raises:
@@ -160,7 +156,7 @@ class ElasticGroup:
         while True:
             self._column = None
             arrivals: list[Arrival]
-            arrivals, number = self._told(lambda: self._asked(lambda: self._arrive(completed, operation)))
+            arrivals, number = self._told(lambda: self._arrive(completed, operation))
             members = [arrival.replica for arrival in arrivals]
             self._watch.members, self._watch.generation = members, number
             self.me, self.size, self.is_asked = members.index(self._replica), len(members), False
@@ -171,19 +167,16 @@ class ElasticGroup:
         store, watch = self._store, self._watch
         give_up = monotonic() + self._timeout_s
         while True:
-            number, members = watch.generation, watch.members
-            while store.check([f"{number + 1}/members"]):
-                number, members = number + 1, json.loads(store.get(f"{number + 1}/members"))
+            number, members = watch.generation + 1, watch.members
+            while store.check([f"{number}/members"]):
+                number, members = number + 1, [arrival.replica for arrival in self._said(f"{number}/members")]
             if self._replica not in members:
                 completed, operation = -1, ""
-            number += 1
             # In this order: who has counted a request also finds the arrival.
-            arrival = Arrival(self._replica, completed, operation, self._agreement)
             self._handled = store.add("requests", 0)
-            store.set(f"{number}/{self._replica}", json.dumps(arrival))
-            store.append(f"{number}/arrived", f"{self._replica} ")
-            if self._replica not in members:
-                store.add("requests", 1)
+            arrival = Arrival(self._replica, completed, operation, self._agreement)
+            store.append(f"{number}/arrived", json.dumps(arrival) + "\n")
+            store.add("requests", int(self._replica not in members))
             if self._failed:
                 store.set(f"{number}/left", "")
             while not store.check([f"{number}/members"]):
@@ -196,43 +189,45 @@ class ElasticGroup:
                         waited_for="regrouping",
                     )
                 sleep(_POLL_S)
-            chosen = json.loads(store.get(f"{number}/members"))
-            if self._replica in chosen:
-                return [Arrival(*json.loads(store.get(f"{number}/{replica}"))) for replica in chosen], number
+            arrivals = self._said(f"{number}/members")
+            if any(arrival.replica == self._replica for arrival in arrivals):
+                return arrivals, number
+
+    def _said(self, key: str) -> list[Arrival]:
+        return [Arrival(*json.loads(line)) for line in self._store.get(key).splitlines()]
 
     def _decide(self, number: int, members: Sequence[int]) -> None:
         """Decide who is in a generation, if that falls to this replica and all have arrived that it waits for."""
-        store = self._store
-        arrived = [int(text) for text in store.get(f"{number}/arrived").split()]
-        living = [one for one in {*arrived, *members} if one == self._replica or self._watch.lives(store, one)]
-        candidates = sorted(replica for replica in living if replica in arrived and (replica in members or not members))
-        if members and not any(member in living for member in members):
+        store, arrived = self._store, {arrival.replica: arrival for arrival in self._said(f"{number}/arrived")}
+        living = [
+            replica
+            for replica in sorted({*arrived, *members})
+            if replica == self._replica or self._watch.lives(store, replica)
+        ]
+        if members and not set(members) & set(living):
             raise PeerError(
                 f"replicas {list(members)} of generation {number - 1} are gone, and no other has the tables' state: "
                 "load a checkpoint in each replica and start them with another name behind the store's address "
                 f"({self._name.partition('/')[0]}/NAME)",
                 waited_for="regrouping",
             )
-        waits = any(member in living and member not in arrived for member in members)
-        if waits or len(candidates) < (1 if members else self._wanted) or candidates[0] != self._replica:
-            if store.check([f"refused/{self._replica}"]):
-                raise ConfigError(store.get(f"refused/{self._replica}").decode())
+        if store.check([f"refused/{self._replica}"]):
+            raise ConfigError(store.get(f"refused/{self._replica}").decode())
+        awaited = set(members) & set(living) if members else set(living)
+        if awaited - arrived.keys() or min(awaited) != self._replica:
             return
-        arrivals = {
-            replica: Arrival(*json.loads(store.get(f"{number}/{replica}"))) for replica in living if replica in arrived
-        }
-        operations = {arrivals[replica].operation for replica in candidates}
-        if operations == {""}:
-            for replica, arrival in sorted(arrivals.items()):
-                if arrival.agreement != self._agreement:
-                    text = f"this replica has {arrival.agreement}, and the others have {self._agreement}"
-                    store.set(f"refused/{replica}", f"{text}: give all of them the same")
-                    candidates = [one for one in candidates if one != replica]
-                elif replica not in candidates:
-                    candidates.append(replica)
-        if len(candidates) >= (1 if members else self._wanted):
+        if not any(arrived[replica].operation for replica in awaited):
+            for replica in living:
+                if arrived[replica].agreement == self._agreement:
+                    awaited.add(replica)
+                    continue
+                text = f"this replica has {arrived[replica].agreement}, and the others have {self._agreement}"
+                store.set(f"refused/{replica}", f"{text}: give all of them the same")
+                awaited.discard(replica)
+        if len(awaited) >= (1 if members else self._wanted):
             store.set(f"{number}/left", "")
-            store.compare_set(f"{number}/members", "", json.dumps(sorted(candidates)))
+            lines = [json.dumps(arrived[replica]) for replica in sorted(awaited)]
+            store.compare_set(f"{number}/members", "", "\n".join(lines))
 
     def _make_column(self, number: int, members: Sequence[int]) -> None:
         if len(members) == 1:
@@ -253,17 +248,16 @@ class ElasticGroup:
             raise Broken from error
 
     def _told(self, ask: Callable[[], Any]) -> Any:
-        """What rank 0 of this replica has been answered; its error on all ranks."""
-        if self._within is None:
-            return ask()
+        """What the store has answered rank 0 of this replica; its error on all ranks."""
         answer: list[Any] = [None]
         if self._rank == 0:
             try:
-                answer = [ask()]
+                answer = [self._asked(ask)]
             except ShardrecError as error:
                 answer = [error]
-        with peers(self._within, "regrouping"):
-            dist.broadcast_object_list(answer, group=self._within, group_src=0)
+        if self._within is not None:
+            with peers(self._within, "regrouping"):
+                dist.broadcast_object_list(answer, group=self._within, group_src=0)
         if isinstance(answer[0], ShardrecError):
             raise answer[0]
         return answer[0]
@@ -271,9 +265,7 @@ class ElasticGroup:
     def _asked(self, ask: Callable[[], Any]) -> Any:
         try:
             return ask()
-        except RuntimeError as error:
-            if isinstance(error, ShardrecError):
-                raise
+        except (dist.DistNetworkError, dist.DistStoreError) as error:
             raise PeerError(
                 f"the replicas' store at {self._name} does not answer ({str(error).splitlines()[0]}): start a "
                 "torch.distributed.TCPStore there, in a process that outlives the replicas",
@@ -298,46 +290,37 @@ class ElasticGroup:
         return completed
 
     def average_tables(self, tensors: Iterable[Tensor]) -> None:
-        """Replace contiguous tensors by their means over the replicas, bit-identical in all of them.
-
-        Raises:
-            Broken: if a replica is gone; any part of the tensors may be averaged then.
-        """
+        """Replace contiguous tensors by their means over the replicas, bit-identical in all of them. After Broken, any
+        part of them may be averaged."""
         for parts in dtype_buckets(tensors if self.size > 1 else ()):
             _spread(self._sum(torch.cat(parts).div_(self.size)), parts)
 
     def average_gradients(
         self, gradients: Sequence[Tensor | None], like: Sequence[Tensor], weight: float
     ) -> list[Tensor | None]:
-        """The means of the replicas' gradients.
+        """The means of the replicas' gradients. A missing gradient counts as zero, if it is not missing everywhere.
 
         Args:
-            gradients: of this replica; a missing one counts as zero.
+            gradients: of this replica.
             like: tensors with their shapes and dtypes.
             weight: 1; 0 if this replica has none to add.
-
-        Returns:
-            Per gradient, the mean, or None if it is missing everywhere.
-
-        Raises:
-            Broken: if a replica is gone; nothing has changed then.
         """
         asked = self._rank == 0 and self._watch.requests > self._handled
         if self.size == 1:
             self.is_asked = asked
             return list(gradients)
-        header = self._sum(torch.tensor([weight, asked, *(one is not None and weight > 0 for one in gradients)]))
+        given = [gradient if weight else None for gradient in gradients]
+        header = self._sum(torch.tensor([weight, asked, *(gradient is not None for gradient in given)]))
         means = [
-            torch.zeros_like(one, memory_format=torch.contiguous_format)
+            torch.zeros(tensor.shape, dtype=tensor.dtype, device=tensor.device)
             if gradient is None
-            else gradient.to_dense().contiguous()
-            for one, gradient in zip(like, gradients, strict=True)
+            else gradient.to_dense().contiguous() / float(header[0])
+            for tensor, gradient in zip(like, given, strict=True)
         ]
-        means = [mean * (weight / float(header[0])) for mean in means]
         for parts in dtype_buckets(means):
             _spread(self._sum(torch.cat(parts)), parts)
         self.is_asked = bool(header[1])
-        return [mean if present else None for mean, present in zip(means, header[2:].tolist(), strict=True)]
+        return [mean if count else None for mean, count in zip(means, header[2:].tolist(), strict=True)]
 
     def copy(self, collective: Literal["send", "recv"], tensors: Iterable[Tensor], place: int) -> None:
         """Send contiguous tensors to the replica at a place in the generation, or take them from there."""

@@ -42,6 +42,7 @@ ROWS, FEATURES, DIM, BATCH = 200, 4, 8, 64
 TEMPLATE = ("torch.distributed", "torch.distributed.optim", "fbgemm_gpu", "torchrec", "tests.campaign.elastic")
 _PATIENCE_S = 1.0
 _REACTION_S = 120.0
+_REST_S = 900.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -186,8 +187,8 @@ class Run:
         self.jobs.append(job)
         return Replica(job, [self._template.start(run_rank, job, rank) for rank in range(job.ranks)])
 
-    def _wait(self, condition: Any, what: str) -> None:
-        give_up = time.monotonic() + _REACTION_S
+    def _wait(self, condition: Any, what: str, most_s: float = _REACTION_S) -> None:
+        give_up = time.monotonic() + most_s
         while not condition():
             if time.monotonic() > give_up:
                 raise AssertionError(f"waited for {what}; errors {self.errors()}")
@@ -208,6 +209,7 @@ class Run:
             self._wait(
                 lambda: not any(process.is_alive() for replica in self.replicas for process in replica.processes),
                 "the end",
+                _REST_S,
             )
         finally:
             for replica in self.replicas:
@@ -234,14 +236,19 @@ class Run:
     def _strike(self) -> None:
         time.sleep(self._rng.uniform(0, 0.5))
         place = self._rng.randrange(len(self.replicas))
-        blow = self._rng.choice(("kill", "kill", "kill one that joins", "stop"))
+        blow = self._rng.choice(("kill", "kill", "kill one that joins", "stop and kill", "stop and continue"))
         victim = self.replicas[place]
         target = self._rng.choice(victim.processes)
         assert target.pid is not None
         self.blows[blow] += 1
-        if blow == "stop":
+        if blow.startswith("stop"):
             os.kill(target.pid, signal.SIGSTOP)
             time.sleep(2 * _PATIENCE_S)
+        if blow == "stop and continue":
+            os.kill(target.pid, signal.SIGCONT)
+            seen = len(victim.lines())
+            self._wait(lambda: victim.lines()[seen + 10 :], "the replica to go on")
+            return
         for process in [target] if blow == "kill" else victim.processes:
             process.kill()
         for process in victim.processes:
