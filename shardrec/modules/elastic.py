@@ -305,11 +305,11 @@ class ElasticGroup:
             like: tensors with their shapes and dtypes.
             weight: 1; 0 if this replica has none to add.
         """
+        given = [gradient if weight else None for gradient in gradients]
         asked = self._rank == 0 and self._watch.requests > self._handled
         if self.size == 1:
             self.is_asked = asked
-            return list(gradients)
-        given = [gradient if weight else None for gradient in gradients]
+            return given
         header = self._sum(torch.tensor([weight, asked, *(gradient is not None for gradient in given)]))
         means = [
             torch.zeros(tensor.shape, dtype=tensor.dtype, device=tensor.device)

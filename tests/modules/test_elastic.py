@@ -21,7 +21,7 @@ from tests.models import click_model
 from tests.modules.clicks import CONFIGS, ROWS, assert_dense_equal, assert_tables_equal, dense_parameters, mixed_plan
 from tests.ranks import RankDied, ranks
 
-PATIENCE_S = 1.0
+PATIENCE_S = 0.7
 SIZE = 3
 
 
