@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from shardrec.errors import ConfigError, PeerError
 from shardrec.modules import Replicas, shard
+from shardrec.modules.elastic import Broken
 from shardrec.modules.elastic_model import ElasticModel
 from tests.batches import Bags, joined, random_bags
 from tests.models import click_model
@@ -177,6 +178,43 @@ def test_one_that_dies_anywhere(method: str, moment: int, store: Any) -> None:
     outcomes = ranks(3, rank_main, f"127.0.0.1:{store.port}", expect_death={1}, timeout=60.0)
     assert isinstance(outcomes.pop(1), RankDied)
     assert_alike(values_of(outcomes))
+
+
+@pytest.mark.parametrize("method", ["average_gradients", "average_tables"])
+def test_one_that_has_failed_where_the_other_has_not(method: str, store: Any) -> None:
+    """It is behind: it takes the other's state, and adds no gradients to the step in which the other is."""
+
+    def rank_main(address: str) -> Any:
+        replica = Replica(address, optimizer="adagrad")
+        model = replica.model
+        model.join(replica.dense)
+        if replica.number == 1:
+            real, count = getattr(model._group, method), iter(range(100))
+
+            def failing(*given: Any) -> Any:
+                result = real(*given)
+                if next(count) == 3:
+                    raise Broken
+                return result
+
+            setattr(model._group, method, failing)
+        weights = []
+        average = model._group.average_gradients
+
+        def weighed(*given: Any) -> Any:
+            weights.append(given[2])
+            return average(*given)
+
+        model._group.average_gradients = weighed  # type: ignore[method-assign]
+        while model.steps < 8:
+            replica.step()
+        model.sync_replicas()
+        return weights, replica.state()
+
+    (all_ones, state), (weights, other) = ranks(2, rank_main, f"127.0.0.1:{store.port}", timeout=60.0)
+    assert set(all_ones) == {1.0}
+    assert weights.count(0.0) == (method == "average_gradients")
+    assert_alike([state, other])
 
 
 def test_replicas_of_two_ranks(store: Any) -> None:
