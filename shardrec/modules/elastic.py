@@ -177,17 +177,20 @@ class ElasticGroup:
             arrival = Arrival(self._replica, completed, operation, self._agreement)
             store.append(f"{number}/arrived", json.dumps(arrival) + "\n")
             store.add("requests", int(self._replica not in members))
+            first = self._said(f"{number - 1}/members" if members else f"{number}/arrived")[0]
+            if first.agreement != self._agreement:
+                raise ConfigError(
+                    f"this replica has {self._agreement}, and replica {first.replica} has {first.agreement}: give all "
+                    "of them the same"
+                )
             if self._failed:
                 store.set(f"{number}/left", "")
             while not store.check([f"{number}/members"]):
                 self._decide(number, members)
                 if monotonic() > give_up:
-                    raise PeerError(
-                        f"replica {self._replica} waited {self._timeout_s:.3g} s for the others to regroup at "
-                        f"{self._name}; generation {number - 1} has the replicas {list(members)}, and "
-                        f"{self._wanted} start together",
-                        waited_for="regrouping",
-                    )
+                    others = f"replicas {list(members)} at" if members else f"{self._wanted} replicas to begin at"
+                    text = f"replica {self._replica} waited {self._timeout_s:.3g} s for {others} {self._name}"
+                    raise PeerError(text, waited_for="regrouping")
                 sleep(_POLL_S)
             arrivals = self._said(f"{number}/members")
             if any(arrival.replica == self._replica for arrival in arrivals):
@@ -199,31 +202,20 @@ class ElasticGroup:
     def _decide(self, number: int, members: Sequence[int]) -> None:
         """Decide who is in a generation, if that falls to this replica and all have arrived that it waits for."""
         store, arrived = self._store, {arrival.replica: arrival for arrival in self._said(f"{number}/arrived")}
-        living = [
-            replica
-            for replica in sorted({*arrived, *members})
-            if replica == self._replica or self._watch.lives(store, replica)
-        ]
-        if members and not set(members) & set(living):
+        living = {one for one in {*arrived, *members} if one == self._replica or self._watch.lives(store, one)}
+        if members and not living.intersection(members):
             raise PeerError(
                 f"replicas {list(members)} of generation {number - 1} are gone, and no other has the tables' state: "
                 "load a checkpoint in each replica and start them with another name behind the store's address "
                 f"({self._name.partition('/')[0]}/NAME)",
                 waited_for="regrouping",
             )
-        if store.check([f"refused/{self._replica}"]):
-            raise ConfigError(store.get(f"refused/{self._replica}").decode())
-        awaited = set(members) & set(living) if members else set(living)
+        alike = {one for one in living if one in arrived and arrived[one].agreement == self._agreement}
+        awaited = living.intersection(members) if members else alike
         if awaited - arrived.keys() or min(awaited) != self._replica:
             return
         if not any(arrived[replica].operation for replica in awaited):
-            for replica in living:
-                if arrived[replica].agreement == self._agreement:
-                    awaited.add(replica)
-                    continue
-                text = f"this replica has {arrived[replica].agreement}, and the others have {self._agreement}"
-                store.set(f"refused/{replica}", f"{text}: give all of them the same")
-                awaited.discard(replica)
+            awaited = alike  # between two steps
         if len(awaited) >= (1 if members else self._wanted):
             store.set(f"{number}/left", "")
             lines = [json.dumps(arrived[replica]) for replica in sorted(awaited)]

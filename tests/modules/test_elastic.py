@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from random import Random
 from typing import Any
 
@@ -287,11 +288,15 @@ def test_joins_that_fail() -> None:
         if number == 1:
             dying(model._group, "copy", 2)
         if number == 3:
-            with pytest.raises(ConfigError, match=r"this replica has plan .* sync_every=7, .* the others have plan"):
+            with pytest.raises(
+                ConfigError,
+                match=r"this replica has plan .* sync_every=7, .*, and replica \d has plan .* sync_every=1, ",
+            ):
                 model.join(replica.dense)
             mark.set("refused", "")
             wait_for(lambda: mark.check(["gone"]))
-            late = shard(click_model(CONFIGS), mixed_plan(1), replicas=model._options, group=model.group)
+            options = replace(model._options, sync_every=1)
+            late = shard(click_model(CONFIGS), mixed_plan(1), replicas=options, group=model.group)
             with pytest.raises(PeerError, match=r"replicas \[\d, \d\] of generation \d are gone, and no other has"):
                 late.join()  # type: ignore[operator]
             return "told"
