@@ -215,6 +215,8 @@ class Run:
             for replica in self.replicas:
                 for process in replica.processes:
                     process.kill()
+        codes = [process.exitcode for replica in self.replicas for process in replica.processes]
+        assert not any(codes), (codes, self.errors())
         ends = [replica.lines()[-1] for replica in self.replicas]
         times: dict[int, float] = {}
         for job in self.jobs:
