@@ -107,7 +107,8 @@ def shard(
             ``"group"``: through the process group, as between hosts. Default: the environment variable
             ``SHARDREC_TRANSPORT``, or else ``auto``.
         replicas: copies of the tables, as a :class:`shardrec.Replicas`; the result is then a
-            :class:`shardrec.modules.ReplicatedModel`, for ``Replicas(1)`` too. Default: one copy.
+            :class:`shardrec.modules.ReplicatedModel`, for ``Replicas(1)`` too, or, with ``elastic``, a
+            :class:`shardrec.modules.ElasticModel`. Default: one copy.
         dense: ``"ddp"``: every rank holds the dense part, whose gradients are averaged at the end of each backward as
             by DistributedDataParallel, but losses may use different parameters on each rank. ``"fsdp"``: FSDP2
             (``fully_shard``) shards the dense part's parameters; replicated tables stay unsharded. ``"none"``: its
