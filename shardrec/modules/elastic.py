@@ -224,20 +224,23 @@ class ElasticGroup:
     def _make_column(self, number: int, members: Sequence[int]) -> None:
         if len(members) == 1:
             return
-        store, keys = self._store, [f"{number}/{self._rank}/{member}" for member in members]
-        try:
-            # The group's constructor waits for others and cannot be interrupted: see first that they are there.
-            store.set(keys[self.me], "")
-            while not store.check(keys):
-                self._look()
-                sleep(_POLL_S)
-            prefixed = dist.PrefixStore(f"{number}/column{self._rank}", store)
-            limit = timedelta(seconds=max(2.0, self._watch.patience_s))
-            column: Any = dist.ProcessGroupGloo(prefixed, self.me, len(members), limit)
-            column._set_default_timeout(timedelta(seconds=self._timeout_s))
-            self._column = column
-        except RuntimeError as error:
-            raise Broken from error
+        limit, made = timedelta(seconds=max(2.0, self._watch.patience_s)), list[Any]()
+        prefixed = dist.PrefixStore(f"{number}/column{self._rank}", self._store.clone())
+
+        def make() -> None:
+            with suppress(RuntimeError):
+                made.append(dist.ProcessGroupGloo(prefixed, self.me, len(members), limit))
+
+        # The constructor waits for the others, and cannot be interrupted.
+        thread = threading.Thread(target=make, daemon=True)
+        thread.start()
+        while thread.is_alive():
+            self._look()
+            thread.join(_POLL_S)
+        if not made:
+            raise Broken
+        self._column = made[0]
+        self._column._set_default_timeout(timedelta(seconds=self._timeout_s))
 
     def _told(self, ask: Callable[[], Any]) -> Any:
         """What the store has answered rank 0 of this replica; its error on all ranks."""
