@@ -48,6 +48,7 @@ NAVIGATION = {
         "docs/updates",
         "docs/dynamic_ids",
         "docs/checkpoints",
+        "docs/elastic",
         "docs/pipelines",
         "docs/rpc",
         "docs/compile",

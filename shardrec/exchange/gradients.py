@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import torch
+from torch import nn
 
 from shardrec.exchange.backward_watch import BackwardWatch
 
@@ -38,6 +39,7 @@ class Gradients:
 
     Attributes:
         reducer: averages them over the ranks, unless that is left to the user, or there is one rank.
+        across: called with the parameters whose gradients the reducer has averaged, before they are used.
         updates: called at the end of each backward in which the reducer has averaged gradients.
         forwards: called when a forward with gradients begins.
         accumulates: forwards are in ``no_sync``.
@@ -48,6 +50,7 @@ class Gradients:
     def __init__(self, report_failure: Callable[[str], None], *, are_reduced: bool) -> None:
         self.reducer: Reducer | None = None
         self.are_reduced = are_reduced
+        self.across: Callable[[Sequence[nn.Parameter]], None] | None = None
         self.updates: list[Callable[[], None]] = []
         self.forwards: list[Callable[[], None]] = []
         self.accumulates = False

@@ -6,6 +6,7 @@ from shardrec.modules.bags import ShardedEmbeddingBagCollection
 from shardrec.modules.clipping import clip_grad_norm_, clip_grad_value_
 from shardrec.modules.convert import shard
 from shardrec.modules.drop_in import DistributedModelParallel
+from shardrec.modules.elastic_model import ElasticModel
 from shardrec.modules.model import ShardedModel
 from shardrec.modules.replicas import Replicas
 from shardrec.modules.replicated_model import ReplicatedModel
@@ -14,6 +15,7 @@ from shardrec.modules.servers import Servers
 
 __all__ = [
     "DistributedModelParallel",
+    "ElasticModel",
     "Replicas",
     "ReplicatedModel",
     "Servers",

@@ -37,6 +37,7 @@ from shardrec.modules.dynamic import (
     refuse_remappers,
     without_managed_collision,
 )
+from shardrec.modules.elastic_model import ElasticModel
 from shardrec.modules.model import ShardedModel
 from shardrec.modules.replicas import Replicas, make_groups
 from shardrec.modules.replicated_model import ReplicatedModel
@@ -106,7 +107,8 @@ def shard(
             ``"group"``: through the process group, as between hosts. Default: the environment variable
             ``SHARDREC_TRANSPORT``, or else ``auto``.
         replicas: copies of the tables, as a :class:`shardrec.Replicas`; the result is then a
-            :class:`shardrec.modules.ReplicatedModel`, for ``Replicas(1)`` too. Default: one copy.
+            :class:`shardrec.modules.ReplicatedModel`, for ``Replicas(1)`` too, or, with ``elastic``, a
+            :class:`shardrec.modules.ElasticModel`. Default: one copy.
         dense: ``"ddp"``: every rank holds the dense part, whose gradients are averaged at the end of each backward as
             by DistributedDataParallel, but losses may use different parameters on each rank. ``"fsdp"``: FSDP2
             (``fully_shard``) shards the dense part's parameters; replicated tables stay unsharded. ``"none"``: its
@@ -189,14 +191,20 @@ def shard(
     refuse_remappers(model, raw, collectives.world_size)
     world = Headers(collectives, target)
     _agree_on_replicas(replicas, world)
-    copies = 1 if replicas is None else replicas.count
+    elastic = replicas is not None and replicas.elastic is not None
+    if elastic and (dense_options(dense)[0] != "ddp" or not dist.is_initialized()):
+        raise ConfigError(
+            f"elastic replicas average the dense part's gradients (dense='ddp', not {dense!r}) in a process group of "
+            "each replica: call torch.distributed.init_process_group, on a single rank too"
+        )
+    copies = 1 if replicas is None or elastic else replicas.count
     size = collectives.world_size // copies
     if plan is None:
         from shardrec.planner import plan as make_plan  # imports scipy and HiGHS, which a given plan does not need
 
         limits = constraints_of(dynamic_ids or {})
         plan = make_plan(model, Topology.of_world(size), device=target, constraints=limits, dedup=dedup)
-    tables, faults = dynamic_tables(model, plan, dynamic_ids or {}, copies)
+    tables, faults = dynamic_tables(model, plan, dynamic_ids or {}, 1 if replicas is None else replicas.count)
     agree_on_plan(plan, _plan_faults(plan, model, copies, collectives.world_size) or faults, world)
     groups = make_groups(group, copies, target)
     if target.type == "cpu":
@@ -216,9 +224,12 @@ def shard(
         given: dict[str, Any] = {"path": path, "device": target, "group": groups.within, "context": context}
         replaced[id(module)] = sharded_collection(module, plan, dedup=dedup, **given)
     model = with_sharded(put_in_place(model, raw), replaced, target)
-    everyone = (group or dist.group.WORLD) if collectives.world_size > 1 else None
+    everyone = (group or dist.group.WORLD) if collectives.world_size > 1 or elastic else None
     if replicas is None:
         return ShardedModel(model, plan, context, everyone, dense=dense)
+    if elastic:
+        assert everyone is not None, "checked above"
+        return ElasticModel(model, plan, context, everyone, options=replicas, dense=dense)
     return ReplicatedModel(model, plan, context, everyone, groups=groups, options=replicas, dense=dense)
 
 

@@ -377,6 +377,8 @@ class DenseReducer:
         self._write()
         for parameter, mean in means:
             parameter.grad = mean
+        if self._context.gradients.across is not None:
+            self._context.gradients.across([one for one in self._parameters if one.requires_grad])
         for parameter in self._stepped:
             if parameter.grad is not None:
                 for optimizer in parameter._in_backward_optimizers:  # type: ignore[attr-defined]

@@ -294,6 +294,21 @@ class ShardedModel(nn.Module):
         if self.made_fused_optimizer is not None:
             self.made_fused_optimizer.follow({id(parameter): name for name, parameter in self.named_parameters()})
 
+    def _weights(self, *, frozen: bool) -> Iterator[Tensor]:
+        """This rank's shards; data-parallel tables, which are equal on all ranks, have none."""
+        for collection in self._sharded:
+            for table in collection.tables().values():
+                for shard, parameter in table.locals.items():
+                    if shard is not None and (frozen or parameter.requires_grad):
+                        yield parameter.detach()
+
+    def _states(self) -> Iterator[Tensor]:
+        for collection in self._sharded:
+            for name, optimizer in collection.fused_optimizers().items():
+                for state in optimizer.states:
+                    parts = collection.fused_state(name, state)
+                    yield from (part for shard, part in parts.items() if shard is not None)
+
     servers = 0
     """Number of servers that hold the tables (:mod:`shardrec.rpc`)."""
 

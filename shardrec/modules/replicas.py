@@ -15,6 +15,7 @@ The idea is that of local SGD (Stich, 2019) on the sharded part only, as in Torc
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import KW_ONLY, dataclass
 from datetime import timedelta
@@ -32,6 +33,7 @@ __all__ = [
     "Averager",
     "ReplicaGroups",
     "Replicas",
+    "dtype_buckets",
     "make_groups",
     "replica_ranks",
     "stream_buckets",
@@ -51,18 +53,29 @@ class Replicas:
         count: number of copies R, a divisor of the number of ranks.
         sync_every: training steps between two averagings of the copies.
         sync_optimizer: average the states of the fused optimizers with the tables.
+        elastic: ``"host:port"`` or ``"host:port/name"`` of a ``torch.distributed.TCPStore`` in a process that outlives
+            the replicas: each is then a job of its own, with a process group of its own, and may die and come back
+            (docs/elastic.md). ``count`` of them begin together.
+        patience_s: seconds after which an elastic replica that shows no sign of life is taken for dead.
     """
 
     count: int
     _: KW_ONLY
     sync_every: int = 1
     sync_optimizer: bool = True
+    elastic: str | None = None
+    patience_s: float = 3.0
 
     def faults(self, world_size: int) -> list[str]:
         """The faults of the options for a number of ranks, one sentence each; all ranks raise them together."""
         faults = []
         if self.count < 1:
             faults.append(f"Replicas({self.count}); there is at least one copy of the tables: give 1 or more")
+        elif self.elastic is not None:
+            if not re.fullmatch(r".+:\d+(/.*)?", self.elastic):
+                faults.append(f"elastic={self.elastic!r}; give the address of a TCPStore as 'host:port'")
+            if not self.patience_s > 0:
+                faults.append(f"patience_s={self.patience_s}; give a number of seconds above 0")
         elif world_size % self.count:
             fitting = [count for count in range(1, world_size + 1) if world_size % count == 0]
             faults.append(
@@ -176,6 +189,15 @@ def stream_buckets(tensors: Iterable[Tensor], most: int) -> Iterator[list[Tensor
         yield bucket
 
 
+def dtype_buckets(tensors: Iterable[Tensor], bucket_bytes: int = BUCKET_BYTES) -> Iterator[list[Tensor]]:
+    """:func:`stream_buckets` of contiguous tensors, those of each dtype together."""
+    by_dtype: dict[torch.dtype, list[Tensor]] = {}
+    for tensor in tensors:
+        by_dtype.setdefault(tensor.dtype, []).append(tensor.detach().view(-1))
+    for dtype, flat in by_dtype.items():
+        yield from stream_buckets(flat, max(1, bucket_bytes // dtype.itemsize))
+
+
 class Averager:
     """Averages tensors over the ranks of a group, in few large collectives per dtype.
 
@@ -215,7 +237,7 @@ class Averager:
     def _run(self, tensors: Iterable[Tensor], start: Callable[[Tensor], dist.Work | None]) -> None:
         in_flight: list[tuple[dist.Work, Tensor, list[Tensor]]] = []  # each with a buffer of its parts
         with peers(self._group, "averaging of the replicas' tables"):
-            for parts in self._buckets(tensors):
+            for parts in dtype_buckets(tensors, self._bucket_bytes):
                 buffer = parts[0] if len(parts) == 1 else torch.cat(parts)
                 work = start(buffer)
                 assert work is not None, "an asynchronous collective of a member gives its work"
@@ -224,13 +246,6 @@ class Averager:
                     _wait_for(*in_flight.pop(0))
             for flight in in_flight:
                 _wait_for(*flight)
-
-    def _buckets(self, tensors: Iterable[Tensor]) -> Iterator[list[Tensor]]:
-        by_dtype: dict[torch.dtype, list[Tensor]] = {}
-        for tensor in tensors:
-            by_dtype.setdefault(tensor.dtype, []).append(tensor.detach().view(-1))
-        for dtype, flat in by_dtype.items():
-            yield from stream_buckets(flat, max(1, self._bucket_bytes // dtype.itemsize))
 
 
 def _wait_for(work: dist.Work, buffer: Tensor, parts: list[Tensor]) -> None:

@@ -23,7 +23,7 @@ from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 
 from shardrec._dynamo import left_alone, passed_over
 from shardrec.errors import InputError, PeerError
@@ -138,21 +138,6 @@ class ReplicatedModel(ShardedModel):
                 yield
         finally:
             self._counts_steps = True
-
-    def _weights(self, *, frozen: bool) -> Iterator[Tensor]:
-        """This rank's shards; data-parallel tables, which are equal on all ranks, have none."""
-        for collection in self._sharded:
-            for table in collection.tables().values():
-                for shard, parameter in table.locals.items():
-                    if shard is not None and (frozen or parameter.requires_grad):
-                        yield parameter.detach()
-
-    def _states(self) -> Iterator[Tensor]:
-        for collection in self._sharded:
-            for name, optimizer in collection.fused_optimizers().items():
-                for state in optimizer.states:
-                    parts = collection.fused_state(name, state)
-                    yield from (part for shard, part in parts.items() if shard is not None)
 
     @left_alone
     def _agree(self, everyone: Headers, error: Exception | None) -> None:

@@ -1,4 +1,4 @@
-"""Every test that docs/parity.md names as a proof exists, and every claim that has to have one has one."""
+"""Each test that docs/parity.md or docs/elastic.md names as a proof exists, and each claim that needs one has one."""
 
 from __future__ import annotations
 
@@ -10,21 +10,21 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-PAGE = (ROOT / "docs" / "parity.md").read_text(encoding="utf-8")
-NAMED = sorted(set(re.findall(r"`(tests/[\w/]+\.py)::(\w+)`", PAGE)))
+PAGE, ELASTIC = ((ROOT / "docs" / name).read_text(encoding="utf-8") for name in ("parity.md", "elastic.md"))
+NAMED = sorted(set(re.findall(r"`(tests/[\w/]+\.py)::(\w+)`", PAGE + ELASTIC)))
 VERDICTS = ("**same**", "**more**", "**differs**", "**left out**", "*(to come)*")
 
 
 @cache
 def functions(path: str) -> frozenset[str]:
     tree = ast.parse((ROOT / path).read_text(encoding="utf-8"))
-    return frozenset(node.name for node in tree.body if isinstance(node, ast.FunctionDef))
+    return frozenset(node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef))
 
 
 @pytest.mark.parametrize(("path", "test"), NAMED, ids="::".join)
 def test_the_named_tests_exist(path: str, test: str) -> None:
-    assert (ROOT / path).is_file(), f"docs/parity.md names {path}, which is not there"
-    assert test in functions(path), f"docs/parity.md names {test}, which {path} does not have"
+    assert (ROOT / path).is_file(), f"a page names {path}, which is not there"
+    assert test in functions(path), f"a page names {test}, which {path} does not have"
 
 
 def test_nothing_that_looks_like_a_test_is_spelled_another_way() -> None:
@@ -40,3 +40,10 @@ def test_every_row_says_what_holds_and_claims_have_a_proof() -> None:
         assert ours.startswith(VERDICTS), f"{feature}: {ours}"
         if ours.startswith(VERDICTS[:3]):
             assert "::" in proof, f"{feature}: {ours} is claimed without a test"
+
+
+def test_every_row_of_what_dies_has_a_test() -> None:
+    rows = [line for line in ELASTIC.splitlines() if line.startswith("| ") and not line.startswith("| what dies |")]
+    assert len(rows) > 25
+    for line in rows:
+        assert len(re.findall(r"`tests/[\w/]+\.py::\w+`", line.split("|")[-2])) >= 1, line

@@ -1,0 +1,237 @@
+"""A sharded model whose replicas are jobs of their own, which may die and come back (:mod:`shardrec.modules.elastic`).
+
+::
+
+    forward    a replica asks to join: all take it in here, between two steps; the tables are averaged, if that is due
+    backward   the tables are updated; the dense gradients are averaged, in the replica, then over the replicas
+    step       the optimizers of the dense part
+
+A replica that dies breaks the operation between replicas that is under way, or the next one. The others make it again
+without it: of gradients, which each still has, the mean is then that of the replicas that are left.
+"""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from shardrec._dynamo import left_alone, passed_over
+from shardrec.errors import ConfigError
+from shardrec.exchange.backward_watch import weak_hook
+from shardrec.exchange.context import ModelContext
+from shardrec.exchange.headers import checksum
+from shardrec.exchange.transport import timeout_s
+from shardrec.layout import ShardingPlan
+from shardrec.modules.dense import DenseOptions, DenseWrap
+from shardrec.modules.elastic import ElasticGroup
+from shardrec.modules.model import ShardedModel
+from shardrec.modules.replicas import Replicas, subgroup
+
+if TYPE_CHECKING:
+    from torch.distributed.checkpoint.stateful import Stateful
+
+__all__ = ["ElasticModel"]
+
+
+class ElasticModel(ShardedModel):
+    """The result of :func:`shardrec.shard` with ``replicas=Replicas(..., elastic=...)``: a :class:`ShardedModel` that
+    is trained together with those of other jobs, which may die and come back.
+
+    Call :meth:`join` before the first step, and train while :attr:`steps` is below the number of steps. Gradients and
+    tables are averaged as in a :class:`ReplicatedModel`, over the replicas that are there. Each averaging of gradients
+    is a step. A checkpoint of one replica has its copy of the tables.
+
+    Args:
+        module: the model, its collections already sharded inside the replica.
+        plan: where the tables are inside a replica.
+        context: shared by the sharded collections.
+        group: the process group of this replica's ranks; one of a single rank, too.
+        options: the store's address, and how often the tables are averaged.
+        dense: who averages the dense part's gradients inside the replica.
+
+    Attributes:
+        steps: training steps that this replica and those that it has joined have completed.
+        replicas: number of replicas that trained together in the last step.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        plan: ShardingPlan,
+        context: ModelContext,
+        group: dist.ProcessGroup,
+        *,
+        options: Replicas,
+        dense: DenseWrap | DenseOptions = "ddp",
+    ) -> None:
+        super().__init__(module, plan, context, group, dense=dense)
+        context.gradients.across = weak_hook(self._average_gradients)
+        self._options = options
+        self._stateful: tuple[Stateful, ...] = ()
+        self.steps, self._since_sync, self._is_in_step, self._operations = 0, 0, False, -1
+        names = [f"{name} {tuple(one.shape)} {one.dtype}" for name, one in self.named_parameters()]
+        agreement = (
+            f"plan {plan.fingerprint:x} for {dist.get_world_size(group)} rank(s), sync_every={options.sync_every}, "
+            f"sync_optimizer={options.sync_optimizer}, parameters {checksum(' '.join(names)):x}"
+        )
+        ranks, cpu = range(dist.get_world_size(group)), torch.device("cpu")
+        within = subgroup(group, ranks, cpu, backend="gloo") if len(ranks) > 1 else None
+        self._group = ElasticGroup(options, within, agreement, timeout_s(group, context.device))
+
+    @property
+    def replicas(self) -> int:
+        return self._group.size
+
+    @left_alone
+    def join(self, *stateful: Stateful) -> None:
+        """Join the other replicas. Every rank calls it, once, before the first step.
+
+        At the start it waits until ``Replicas.count`` replicas have come; all take the state of the first of them.
+        Later it waits until the others are between two steps, and takes their state: tables, states of fused
+        optimizers, dense parameters, buffers, :attr:`steps`, and that of ``stateful``.
+
+        Args:
+            stateful: the ordinary optimizers, and whatever else has a state that a replica takes when it joins.
+
+        Raises:
+            PeerError: if the replicas that trained together are all gone, do not answer, or there is no store.
+            ConfigError: if plan, options or parameters are not those of the others.
+        """
+        self._stateful = stateful
+        self._regroup("")
+
+    @passed_over  # as ShardedModel.forward
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """The model's forward; the first one of a step takes in replicas that want to join, and averages the tables
+        if that is due.
+
+        Raises:
+            InputError: on every rank of this replica, as in a :class:`ShardedModel`.
+            PeerError: if another rank of this replica is gone, or the store is when it is needed.
+        """
+        if torch.is_grad_enabled():
+            self._begin()
+        return super().forward(*args, **kwargs)
+
+    @left_alone
+    def sync_replicas(self) -> None:
+        """Average the tables, and their fused optimizers' states, over the replicas now. Every replica calls it, after
+        the same step."""
+        self._operate("averaging of tables", self._average_tables)
+
+    @left_alone
+    def _begin(self) -> None:
+        """Begin a step, if none is under way."""
+        if self._operations < 0:
+            raise ConfigError("this replica has joined no other: call model.join(optimizer) before the first step")
+        if not self._is_in_step and self._group.is_asked:
+            self._regroup("")
+        while not self._is_in_step and self._since_sync >= self._options.sync_every:
+            self.sync_replicas()
+        self._since_sync += not self._is_in_step
+        self._is_in_step = True
+
+    def _average_tables(self) -> None:
+        states = self._states() if self._options.sync_optimizer else ()
+        self._group.average_tables([*self._weights(frozen=False), *states])
+        self._since_sync = 0
+
+    @torch.no_grad()
+    def _average_gradients(self, parameters: Sequence[nn.Parameter]) -> None:
+        weight, means = 1.0, list[Tensor | None]()
+
+        def average() -> None:
+            means[:] = self._group.average_gradients([one.grad for one in parameters], parameters, weight)
+
+        self._begin()
+        while not self._operate("averaging of gradients", average):
+            # It is where the others are: maybe before a step, of which it has no gradients.
+            weight = 0.0
+            self._begin()
+        for parameter, mean in zip(parameters, means, strict=True):
+            parameter.grad = mean
+        self.steps, self._is_in_step = self.steps + 1, False
+
+    def _operate(self, operation: str, run: Callable[[], None]) -> bool:
+        """Make an operation between replicas; again, if a replica dies. False if this one has taken a state instead."""
+        while not self._group.tried(run):
+            if self._regroup(operation):
+                return False
+        self._operations += 1
+        return True
+
+    def _regroup(self, operation: str) -> bool:
+        """Meet the replicas that are there; whether this one has taken the state of another."""
+        while True:
+            arrivals, group = self._group.meet(self._operations, operation), self._group
+            furthest = max(arrival.completed for arrival in arrivals)
+            first = next(place for place, arrival in enumerate(arrivals) if arrival.completed == furthest)
+            there = {arrival.operation for arrival in arrivals if arrival.completed == furthest} - {""}
+            if len(there) > 1:
+                raise ConfigError(
+                    f"the replicas are at different operations: {', '.join(sorted(there))}; make the same"
+                )
+            behind = [
+                place
+                for place, arrival in enumerate(arrivals)
+                if place != first and (arrival.completed < furthest or furthest < 0)
+            ]
+            takes = group.me in behind
+            if takes:
+                self._operations = -1  # until it has all of it
+            if group.tried(self._share, first, behind):
+                self._operations = max(0, furthest)
+                return takes
+
+    def _share(self, first: int, behind: Sequence[int]) -> None:
+        """Send the state of the first replica to those behind, if this is one of them."""
+        for place in behind:
+            if self._group.me == first:
+                self._send(place)
+            elif self._group.me == place:
+                self._receive(first)
+
+    def _send(self, place: int) -> None:
+        state = self._other_state()
+        file = io.BytesIO()
+        torch.save(pytree.tree_map_only(Tensor, lambda tensor: tensor.to("meta"), state), file)
+        text = torch.frombuffer(file.getbuffer(), dtype=torch.uint8)
+        for tensors in ([torch.tensor([len(text)])], [text], [*self._tensors(), *_tensors_of(state)]):
+            self._group.copy("send", [tensor.contiguous() for tensor in tensors], place)
+
+    @torch.no_grad()
+    def _receive(self, place: int) -> None:
+        self._group.copy("recv", [length := torch.zeros(1, dtype=torch.int64)], place)
+        self._group.copy("recv", [text := torch.empty(int(length), dtype=torch.uint8)], place)
+        state = torch.load(io.BytesIO(text.numpy().tobytes()), weights_only=True)
+        state = pytree.tree_map_only(Tensor, lambda tensor: torch.empty_like(tensor, device="cpu"), state)
+        tensors = [*self._tensors(), *_tensors_of(state)]
+        received = [tensor.detach().contiguous() for tensor in tensors]
+        self._group.copy("recv", received, place)
+        for tensor, values in zip(tensors, received, strict=True):
+            if not tensor.is_contiguous():
+                tensor.copy_(values)
+        (self.steps, self._since_sync, self._is_in_step), states = state
+        for stateful, values in zip(self._all_stateful(), states, strict=True):
+            stateful.load_state_dict(values)
+
+    def _tensors(self) -> list[Tensor]:
+        """What a replica that joins takes in place."""
+        return [*self.parameters(), *self.buffers()]
+
+    def _other_state(self) -> Any:
+        states = [stateful.state_dict() for stateful in self._all_stateful()]
+        return (self.steps, self._since_sync, self._is_in_step), states
+
+    def _all_stateful(self) -> tuple[Stateful, ...]:
+        return (self.fused_optimizer, *self._stateful) if self.has_fused_tables else self._stateful
+
+
+def _tensors_of(state: Any) -> list[Tensor]:
+    return [leaf for leaf in pytree.tree_leaves(state) if isinstance(leaf, Tensor)]

@@ -1,0 +1,329 @@
+"""Elastic replicas: those that are left go on when one dies, and one that joins takes their state."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from random import Random
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from shardrec.errors import ConfigError, PeerError
+from shardrec.modules import Replicas, shard
+from shardrec.modules.elastic import Broken
+from shardrec.modules.elastic_model import ElasticModel
+from tests.batches import Bags, joined, random_bags
+from tests.models import click_model
+from tests.modules.clicks import CONFIGS, ROWS, assert_dense_equal, assert_tables_equal, dense_parameters, mixed_plan
+from tests.ranks import RankDied, ranks
+
+PATIENCE_S = 0.7
+SIZE = 3
+
+
+@pytest.fixture
+def store() -> Any:
+    return dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+
+
+def batch_of(step: int, replica: int, rank: int = 0) -> tuple[Tensor, Bags, Tensor]:
+    seed = 100 * step + 10 * replica + rank
+    generator = torch.Generator().manual_seed(seed)
+    dense = torch.randn(SIZE, 3, generator=generator)
+    labels = torch.rand(SIZE, generator=generator).round()
+    return dense, random_bags(Random(seed), ROWS, SIZE, shuffled=False), labels
+
+
+def loss_of(model: nn.Module, parts: list[tuple[Tensor, Bags, Tensor]]) -> Tensor:
+    dense, bags, labels = zip(*parts, strict=True)
+    logits = model(torch.cat(dense), (joined(list(bags)) if len(bags) > 1 else bags[0]).kjt())
+    return nn.functional.binary_cross_entropy_with_logits(logits, torch.cat(labels))
+
+
+class Replica:
+    """A replica of some ranks of the pool, trained by Adam (dense part) beside its tables' optimizer."""
+
+    def __init__(self, address: str, size: int = 1, *, seed: int = 0, optimizer: str = "sgd", **options: Any) -> None:
+        groups = [dist.new_group(list(range(first, first + size))) for first in range(0, dist.get_world_size(), size)]
+        self.number, self.rank = divmod(dist.get_rank(), size)
+        elastic = Replicas(**{"count": 2, "elastic": address, "patience_s": PATIENCE_S, **options})
+        made = shard(
+            click_model(CONFIGS, optimizer=optimizer, seed=seed),
+            mixed_plan(size),
+            replicas=elastic,
+            group=groups[self.number],
+        )
+        assert isinstance(made, ElasticModel)
+        self.model = made
+        self.dense = torch.optim.Adam(dense_parameters(made), lr=0.05)
+
+    def step(self) -> float:
+        loss = loss_of(self.model, [batch_of(self.model.steps, self.number, self.rank)])
+        loss.backward()
+        self.dense.step()
+        self.dense.zero_grad()
+        return loss.item()
+
+    def state(self) -> list[Tensor]:
+        """All that replicas have alike after an averaging."""
+        adam = [value for entry in self.dense.state.values() for value in entry.values()]
+        return [one.detach().clone() for one in (*self.model._tensors(), *self.model._states(), *adam)]
+
+
+def values_of(outcomes: list[Any]) -> list[Any]:
+    for outcome in outcomes:
+        if isinstance(outcome, BaseException):
+            raise outcome
+    return outcomes
+
+
+def assert_alike(states: list[list[Tensor]]) -> None:
+    for state in states[1:]:
+        assert all(torch.equal(one, other) for one, other in zip(states[0], state, strict=True))
+
+
+def dying(owner: Any, method: str, moment: int) -> None:
+    """From now on, this rank ends before call number ``moment`` of a method."""
+    real, count = getattr(owner, method), iter(range(1000))
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if next(count) == moment:
+            os._exit(9)
+        return real(*args, **kwargs)
+
+    setattr(owner, method, call)
+
+
+def wait_for(condition: Callable[[], bool]) -> None:
+    give_up = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < give_up
+        time.sleep(0.01)
+
+
+def test_the_others_go_on_and_one_that_joins_has_their_state(store: Any) -> None:
+    """With SGD and an averaging in each step, replicas are the unsharded model on the batches that were there."""
+
+    def rank_main(address: str) -> Any:
+        replica = Replica(address, seed=dist.get_rank() // 2)
+        model, mark = replica.model, dist.distributed_c10d._get_default_store()
+        if replica.number == 2:
+            wait_for(lambda: mark.check(["come"]))
+        model.join(replica.dense)
+        first, there = model.steps, []
+        while model.steps < 8:
+            if replica.number == 1 and model.steps == 3:
+                loss_of(model, [batch_of(3, 1)])  # its tables have been averaged then
+                os._exit(9)
+            replica.step()
+            if replica.number == 0 and model.steps == 5:
+                mark.set("come", "")
+                wait_for(lambda: model._group._watch.requests > model._group._handled)
+            there.append(model.replicas)
+        model.sync_replicas()
+        if replica.number == 0:
+            reference = click_model(CONFIGS)
+            adam = torch.optim.Adam(dense_parameters(reference), lr=0.05)
+            for step, count in enumerate(there):
+                others = [0] if count == 1 else [0, 1] if step < 3 else [0, 2]
+                loss_of(reference, [batch_of(step, number) for number in others]).backward()
+                adam.step()
+                adam.zero_grad()
+            assert_tables_equal(model.module, reference, "tables")
+            assert_dense_equal(model, reference, "dense")
+        return first, there, replica.state()
+
+    outcomes = ranks(3, rank_main, f"127.0.0.1:{store.port}", expect_death={1}, timeout=25.0)
+    assert isinstance(outcomes.pop(1), RankDied)
+    (first, there, state), (_, late, taken) = values_of(outcomes)
+    assert (first, there, late) == (0, [2, 2, 2, 1, 1, 1, 2, 2], [2, 2])
+    assert_alike([state, taken])
+
+
+@pytest.mark.some(2)
+@pytest.mark.parametrize(
+    ("method", "moment"),
+    [
+        ("meet", 1),  # between two steps, for the first time
+        ("_sum", 0),  # of the first averaging of gradients: before its header
+        ("_sum", 1),  # after its header
+        ("average_tables", 0),
+        ("_make_column", 1),
+    ],
+)
+def test_one_that_dies_anywhere(method: str, moment: int, store: Any) -> None:
+    """The other goes on with its own batches; one that joins afterwards has its state."""
+
+    def rank_main(address: str) -> Any:
+        replica = Replica(address, optimizer="adagrad", sync_every=2)
+        model, mark = replica.model, dist.distributed_c10d._get_default_store()
+        if replica.number == 2:
+            wait_for(lambda: mark.check(["come"]))
+        if replica.number == 1:
+            dying(model._group, method, moment)
+        model.join(replica.dense)
+        while model.steps < 12:
+            if replica.number == 0 and model.steps == 4:
+                mark.set("come", "")
+                wait_for(lambda: model._group._watch.requests > model._group._handled)
+            replica.step()
+        model.sync_replicas()
+        return replica.state()
+
+    outcomes = ranks(3, rank_main, f"127.0.0.1:{store.port}", expect_death={1}, timeout=60.0)
+    assert isinstance(outcomes.pop(1), RankDied)
+    assert_alike(values_of(outcomes))
+
+
+@pytest.mark.parametrize("method", ["average_gradients", "average_tables"])
+def test_one_that_has_failed_where_the_other_has_not(method: str, store: Any) -> None:
+    """It is behind: it takes the other's state, and adds no gradients to the step in which the other is."""
+
+    def rank_main(address: str) -> Any:
+        replica = Replica(address, optimizer="adagrad")
+        model = replica.model
+        model.join(replica.dense)
+        if replica.number == 1:
+            real, count = getattr(model._group, method), iter(range(100))
+
+            def failing(*given: Any) -> Any:
+                result = real(*given)
+                if next(count) == 3:
+                    raise Broken
+                return result
+
+            setattr(model._group, method, failing)
+        weights = []
+        average = model._group.average_gradients
+
+        def weighed(*given: Any) -> Any:
+            weights.append(given[2])
+            return average(*given)
+
+        model._group.average_gradients = weighed  # type: ignore[method-assign]
+        while model.steps < 8:
+            replica.step()
+        model.sync_replicas()
+        return weights, replica.state()
+
+    (all_ones, state), (weights, other) = ranks(2, rank_main, f"127.0.0.1:{store.port}", timeout=60.0)
+    assert set(all_ones) == {1.0}
+    assert weights.count(0.0) == (method == "average_gradients")
+    assert_alike([state, other])
+
+
+def test_replicas_of_two_ranks(store: Any) -> None:
+    """The second joins the first. When a rank of it dies, its other rank raises PeerError, and the first goes on."""
+
+    def rank_main(address: str) -> Any:
+        replica = Replica(address, size=2, count=1, seed=dist.get_rank() // 2)
+        model, mark = replica.model, dist.distributed_c10d._get_default_store()
+        if replica.number == 1:
+            wait_for(lambda: mark.check(["come"]))
+        model.join(replica.dense)
+        there = []
+        while model.steps < 9:
+            if dist.get_rank() == 0 and model.steps == 3:
+                mark.set("come", "")
+                wait_for(lambda: model._group._watch.requests > model._group._handled)
+            if model.steps == 7 and replica.number == 1:
+                outputs = loss_of(model, [batch_of(7, 1, replica.rank)])
+                model._group.tried(lambda: None)  # the tables have been averaged in both ranks
+                if replica.rank == 1:
+                    os._exit(9)
+                with pytest.raises(PeerError):
+                    outputs.backward()
+                mark.set("told", "")
+                os._exit(9)
+            replica.step()
+            there.append(model.replicas)
+        model.sync_replicas()
+        reference = click_model(CONFIGS)
+        adam = torch.optim.Adam(dense_parameters(reference), lr=0.05)
+        for step, count in enumerate(there):
+            loss_of(
+                reference, [batch_of(step, number, rank) for number in range(count) for rank in range(2)]
+            ).backward()
+            adam.step()
+            adam.zero_grad()
+        assert_tables_equal(model.module, reference, "tables")
+        assert_dense_equal(model, reference, "dense")
+        assert mark.check(["told"])
+        return there
+
+    outcomes = ranks(4, rank_main, f"127.0.0.1:{store.port}", expect_death={2, 3}, timeout=60.0)
+    assert values_of(outcomes[:2]) == [[1, 1, 1, 1, 2, 2, 2, 1, 1]] * 2
+
+
+def test_the_store_may_go_while_it_is_not_needed() -> None:
+    def rank_main() -> None:
+        store: Any = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        replica = Replica(f"127.0.0.1:{store.port}", count=1)
+        replica.model.join(replica.dense)
+        replica.step()
+        del store
+        replica.step()
+        with pytest.raises(PeerError, match=r"the replicas' store at 127\.0\.0\.1:\d+ does not answer"):
+            replica.model.join(replica.dense)
+
+    ranks(1, rank_main)
+
+
+def test_joins_that_fail() -> None:
+    """Of one that dies while it receives, one with other options, and one that comes when all are gone."""
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+
+    def rank_main(address: str) -> Any:
+        number, mark = dist.get_rank(), dist.distributed_c10d._get_default_store()
+        replica = Replica(address, count=1, seed=number, sync_every=7 if number == 3 else 1)
+        model = replica.model
+        if number:
+            wait_for(lambda: mark.check([f"come {number}"]))
+        if number == 1:
+            dying(model._group, "copy", 2)
+        if number == 3:
+            with pytest.raises(
+                ConfigError,
+                match=r"this replica has plan .* sync_every=7, .*, and replica \d has plan .* sync_every=1, ",
+            ):
+                model.join(replica.dense)
+            mark.set("refused", "")
+            wait_for(lambda: mark.check(["gone"]))
+            options = replace(model._options, sync_every=1)
+            late = shard(click_model(CONFIGS), mixed_plan(1), replicas=options, group=model.group)
+            with pytest.raises(PeerError, match=r"replicas \[\d, \d\] of generation \d are gone, and no other has"):
+                late.join()  # type: ignore[operator]
+            return "told"
+        with pytest.raises(ConfigError, match=r"call model\.join"):
+            replica.step()
+        model.join(replica.dense)
+        comes = {2: "1", 4: "3", 6: "2"} if number == 0 else {}
+        while model.steps < 10:
+            if model.steps in comes:
+                mark.set(f"come {comes[model.steps]}", "")
+                wait_for(lambda: model._group._watch.requests > model._group._handled)
+            replica.step()
+        mark.set("gone" if number == 2 else "left", "")
+        os._exit(9)
+
+    outcomes = ranks(4, rank_main, f"127.0.0.1:{store.port}", expect_death={0, 1, 2}, timeout=60.0)
+    assert outcomes[3] == "told", outcomes[3]
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"elastic": "nowhere"}, "elastic='nowhere'; give the address of a TCPStore as 'host:port'"),
+        ({"elastic": "host:1", "patience_s": 0}, "patience_s=0; give a number of seconds above 0"),
+        ({"elastic": "host:1"}, "call torch.distributed.init_process_group"),
+    ],
+)
+def test_options_that_do_not_fit(options: dict[str, Any], words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        shard(click_model(CONFIGS), mixed_plan(1), replicas=Replicas(2, **options))
