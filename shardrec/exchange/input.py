@@ -34,7 +34,7 @@ from shardrec.exchange.payload import HEADER_SIZES, Payload
 from shardrec.exchange.route import Route
 from shardrec.exchange.staging import staged
 
-__all__ = ["FullBatch", "InputExchange", "Prepared", "SentIds"]
+__all__ = ["FullBatch", "InputPacker", "Prepared", "SentIds"]
 
 _REPEATS = 4  # calls of one module that a header has room for; further ones go into another exchange
 
@@ -117,7 +117,7 @@ class SentIds:
     replica_ids: tuple[int, ...]
 
 
-class InputExchange:
+class InputPacker:
     """Prepares a module's ids for the ranks that hold their rows.
 
     Args:

@@ -30,7 +30,7 @@ from torch import Tensor
 from shardrec.exchange.blocks import BlocksInFlight, RowAllToAll, Stream
 from shardrec.exchange.collectives import Collectives, Pending
 from shardrec.exchange.headers import FIXED_COLUMNS, Headers, checksum
-from shardrec.exchange.input import InputExchange, Prepared, SentIds
+from shardrec.exchange.input import InputPacker, Prepared, SentIds
 from shardrec.exchange.payload import ShardInput
 from shardrec.exchange.route import Lookup
 
@@ -50,8 +50,8 @@ def exchange_and_look_up(headers: Headers, inside: RowAllToAll, output: RowAllTo
 
     What happens to a batch's ``values``, in order (docs/design.md also has the backward):
 
-    1. ``InputExchange.prepare``, when the call was made, checks them, removes duplicates (for sequences), and cuts them
-       in blocks of rows; the C++ operator puts them directly into slots, else ``InputExchange.pack`` does.
+    1. ``InputPacker.prepare``, when the call was made, checks them, removes duplicates (for sequences), and cuts them
+       in blocks of rows; the C++ operator puts them directly into slots, else ``InputPacker.pack`` does.
     2. :func:`exchange_ids` (before the forward, for calls made ahead): the header tells each rank how many ids it will
        receive, the payload carries them, and :meth:`Call.received` waits for them.
     3. ``Call.look_up``: dynamic ids become rows of their shard; one kernel call per lookup group gives float rows.
@@ -131,7 +131,7 @@ class Call(abc.ABC):
     """
 
     def __init__(
-        self, on_use: Callable[[Call], None], input: InputExchange, prepared: Prepared, *, requires_grad: bool
+        self, on_use: Callable[[Call], None], input: InputPacker, prepared: Prepared, *, requires_grad: bool
     ) -> None:
         self.input = input
         self.prepared = prepared

@@ -22,7 +22,7 @@ from shardrec.exchange.batch import NO_LIMIT, Expectation
 from shardrec.exchange.blocks import Stream
 from shardrec.exchange.context import ModelContext
 from shardrec.exchange.dedup import DistinctIds
-from shardrec.exchange.input import InputExchange
+from shardrec.exchange.input import InputPacker
 from shardrec.exchange.payload import ShardInput
 from shardrec.exchange.route import Lookup, Route, build_route
 from shardrec.exchange.step import Call
@@ -35,7 +35,7 @@ from shardrec.lookup.optimizers import FusedOptimizer, fused_optimizer_of
 from shardrec.lookup.replicated import ReplicatedLookup
 from shardrec.lookup.row_optimizers import RowOptimizer
 from shardrec.lookup.shards import ShardLookup
-from shardrec.modules.deferred import Deferred, DeferredKeyedTensor
+from shardrec.modules.compiled_outputs import Deferred, DeferredKeyedTensor
 from shardrec.modules.fx_calls import recorded_call
 from shardrec.modules.initial import TableDraw, check_init_fn, draw_rows, first_values
 from shardrec.modules.storage import Storage
@@ -65,7 +65,7 @@ class ShardedCollection(nn.Module, abc.ABC):
     Args: those of :class:`ShardedEmbeddingBagCollection`, for a collection of either kind.
     """
 
-    input: InputExchange
+    input: InputPacker
     shards: ShardLookup
     replicas: ReplicatedLookup | None
     _replicated: list[LookupTable]
@@ -313,7 +313,7 @@ class ShardedCollection(nn.Module, abc.ABC):
             pooled=pooled,
             on_bad_id={feature: policy for feature, policy in context.options.on_bad_id.items() if feature in plain},
         )
-        self.input = InputExchange(route, expect, context.headers, per_id=not pooled, distinct=distinct)
+        self.input = InputPacker(route, expect, context.headers, per_id=not pooled, distinct=distinct)
         dynamic = {table.layout.name: table.layout for table in tables if self._is_dynamic(table.layout)}
         options = {name: context.options.dynamic_ids[name] for name in dynamic}
         self.id_maps = IdMaps(slots, options, dynamic, self.renew_rows) if dynamic else None

@@ -18,7 +18,7 @@ from shardrec._torchscript import counts_of, list_of
 from shardrec.exchange.operators import Program
 from shardrec.exchange.route import Lookup
 from shardrec.modules.collection import ShardedCollection
-from shardrec.modules.deferred import Deferred, DeferredJaggedTensor, DeferredKeyedTensor
+from shardrec.modules.compiled_outputs import Deferred, DeferredJaggedTensor, DeferredKeyedTensor
 from shardrec.pending import Await, awaitable
 
 __all__ = ["LiveBags", "LiveSequences", "parameters_of"]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from shardrec.exchange.input import InputExchange, Prepared, SentIds
+from shardrec.exchange.input import InputPacker, Prepared, SentIds
 from shardrec.lookup.replicated import ReplicatedLookup
 from shardrec.lookup.shards import ShardLookup
 from shardrec.modules.table import ShardedTable
@@ -31,4 +31,4 @@ class Storage:
     table: Callable[..., ShardedTable] = ShardedTable
     trains: bool = True
     portable: bool = True
-    on_row_exchange: Callable[[InputExchange, Prepared, SentIds], None] | None = None
+    on_row_exchange: Callable[[InputPacker, Prepared, SentIds], None] | None = None

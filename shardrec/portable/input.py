@@ -31,7 +31,7 @@ from shardrec.exchange.batch import NO_LIMIT, fit
 from shardrec.exchange.check import add_up, are_sound
 from shardrec.exchange.collectives import Collectives
 from shardrec.exchange.cut import in_blocks, permuted
-from shardrec.exchange.input import InputExchange
+from shardrec.exchange.input import InputPacker
 from shardrec.exchange.staging import staged
 
 __all__ = ["FAULTS", "Checked", "PortableInput", "Received", "constant"]
@@ -108,7 +108,7 @@ class PortableInput(nn.Module):
         group_name: of the process group; a process that loads the saved program may set another.
     """
 
-    def __init__(self, exchange: InputExchange, collectives: Collectives) -> None:
+    def __init__(self, exchange: InputPacker, collectives: Collectives) -> None:
         super().__init__()
         route, cutter, expect = exchange.route, exchange.cutter, exchange.expect
         self.policies = dict_of(int, {feature: POLICIES.index(one) for feature, one in expect.on_bad_id.items()})

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from shardrec.errors import ConfigError
-from shardrec.exchange.input import InputExchange, Prepared, SentIds
+from shardrec.exchange.input import InputPacker, Prepared, SentIds
 from shardrec.layout import Shard, TableLayout
 from shardrec.lookup.deferred import DeferredGradients
 from shardrec.lookup.optimizers import FusedOptimizer
@@ -119,7 +119,7 @@ def remote_storage(collectives: RemoteCollectives, number: int) -> Storage:
     def table(layout: TableLayout, *given: Any, **named: Any) -> ShardedTable:
         return (ShardedTable if layout.replicated else partial(RemoteTable, collectives))(layout, *given, **named)
 
-    def add_request(input: InputExchange, prepared: Prepared, sent: SentIds) -> None:
+    def add_request(input: InputPacker, prepared: Prepared, sent: SentIds) -> None:
         """Let a batch's ids go with the lookup that is to come."""
         if prepared.weights_require_grad:
             tables = ", ".join(repr(table) for _, table, _ in input.expect.tables)

@@ -11,7 +11,7 @@ from hypothesis import given
 from shardrec.errors import InputError
 from shardrec.exchange.batch import Expectation
 from shardrec.exchange.context import ModelContext
-from shardrec.exchange.input import InputExchange
+from shardrec.exchange.input import InputPacker
 from shardrec.exchange.payload import ShardInput
 from shardrec.exchange.step import exchange_ids
 from tests.batches import Bags, random_bags
@@ -29,7 +29,7 @@ class Exchange:
         tables = tuple((one.feature, one.layout.name, one.layout.num_embeddings) for one in case.lookups)
         expect = Expectation(tables=tables, weighted=weighted, device=CPU)
         self.context = ModelContext(collectives, CPU)
-        self.input = InputExchange(case.route, expect, self.context.headers)
+        self.input = InputPacker(case.route, expect, self.context.headers)
 
     def __call__(self, features: object, agreement: str) -> ShardInput:
         call = Asking(self.context.queue.used, self.input, self.input.prepare(features, agreement), requires_grad=True)

@@ -29,7 +29,7 @@ from benchmarks.harness.volume import (
 )
 from shardrec.exchange.batch import Expectation
 from shardrec.exchange.context import ExchangeOptions, ModelContext
-from shardrec.exchange.input import InputExchange
+from shardrec.exchange.input import InputPacker
 from shardrec.exchange.step import exchange_ids
 from shardrec.exchange.wire import QuantizedComms
 from shardrec.layout import ShardingPlan, Topology, cuts
@@ -237,9 +237,7 @@ def test_ids_that_need_64_bits(rng: Random) -> None:
         counting = CountingCollectives(threads)
         context = ModelContext(counting, CPU)
         lookups = tuple((one.feature, one.layout.name, one.layout.num_embeddings) for one in case.lookups)
-        exchange = InputExchange(
-            case.route, Expectation(tables=lookups, weighted=weighted, device=CPU), context.headers
-        )
+        exchange = InputPacker(case.route, Expectation(tables=lookups, weighted=weighted, device=CPU), context.headers)
         call = Asking(context.queue.used, exchange, exchange.prepare(batches[threads.rank], ""), requires_grad=True)
         exchange_ids(context.headers, [call])
         call.received()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedTensor
 
-from shardrec.modules.deferred import Deferred, DeferredJaggedTensor, DeferredKeyedTensor
+from shardrec.modules.compiled_outputs import Deferred, DeferredJaggedTensor, DeferredKeyedTensor
 
 ROWS = torch.arange(12.0).view(3, 4)
 LENGTHS = torch.tensor([2, 1], dtype=torch.int32)
