@@ -78,6 +78,7 @@ def test_sequences_traced() -> None:
     fails_together("traced", "sequences", 0, "missing_length")
 
 
+@pytest.mark.slow
 def test_two_ranks_traced() -> None:
     ranks(2, fails_together, "traced", "least", 1, "too_large", "missing_key", timeout=120)
 

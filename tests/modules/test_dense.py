@@ -238,7 +238,7 @@ def accumulated(dense: Any) -> None:
     assert_gradients_equal(model, reference, "after a second backward")
 
 
-@pytest.mark.parametrize("dense", ["ddp", "fsdp"])
+@pytest.mark.parametrize("dense", ["ddp", pytest.param("fsdp", marks=pytest.mark.slow)])
 def test_accumulated_gradients(dense: str) -> None:
     ranks(2, accumulated, dense)
 

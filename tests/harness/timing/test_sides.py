@@ -139,6 +139,7 @@ def test_the_sides_agree(case: Case, sides: tuple[str, ...]) -> None:
         assert differences(case, mine, on_ranks(case, side)) == {when: [] for when in whens}, side
 
 
+@pytest.mark.slow
 def test_torchrec_has_another_rule_on_column_cuts_only() -> None:
     case = Case(layout="mixed", mode="train", **TINY)
     found = differences(case, on_ranks(case, "shardrec"), on_ranks(case, "torchrec"))
