@@ -12,8 +12,8 @@ import pyarrow.parquet as pq
 import pytest
 from fsspec.implementations.arrow import ArrowFSWrapper
 
-from shardrec.data import urls
 from shardrec.data import feed as feed_module
+from shardrec.data import urls
 from shardrec.data.feed import Feed, _beside
 from shardrec.data.files import FileClickData
 from shardrec.data.urls import UnreachableError
