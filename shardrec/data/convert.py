@@ -83,9 +83,9 @@ def plain_column(column: Any) -> Any:
     kind, types = column.type, pa.types
     if types.is_dictionary(kind):
         return column.cast(kind.value_type)
-    if not types.is_nested(kind) or not types.is_dictionary(kind.value_type):
-        return column
     size = kind.list_size if types.is_fixed_size_list(kind) else -1
+    if not (types.is_list(kind) or types.is_large_list(kind) or size >= 0) or not types.is_dictionary(kind.value_type):
+        return column
     new_list = pa.large_list if types.is_large_list(kind) else lambda values: pa.list_(values, size)
     return column.cast(new_list(kind.value_type.value_type))
 

@@ -84,7 +84,7 @@ def encode(
         spec: what the columns are.
         labelled: whether the label's and the group's columns are there; without, labels are 0.
         dictionaries: by name of the feature, those of the table before, whose ids are not made again where a column
-            has the same values; replaced by this table's.
+            has the same values; replaced by this table's, but for a dictionary that is larger than the table.
     """
     count = int(table.num_rows)
     bads: list[tuple[str, Reason, str, NDArray[np.bool_]]] = []
@@ -117,8 +117,7 @@ def encode(
         large = np.abs(transformed) > _MAX
         dense[:, index] = np.where(large, 0.0, transformed)
         bads += [(feature.source, Reason.NUMBER, _NO_NUMBER, bad), (feature.source, Reason.NUMBER, _TOO_LARGE, large)]
-    known = {} if dictionaries is None else dictionaries
-    bags = [_bags(table, feature, known) for feature in spec.sparse]
+    bags = [_bags(table, feature, dictionaries) for feature in spec.sparse]
     for feature, bag in zip(spec.sparse, bags, strict=True):
         bads.append((feature.source, Reason.ID, _id_words(feature), bag.bad))
     weighted = spec.schema_.weighted
@@ -253,16 +252,24 @@ def _transformed(feature: Feature, values: NDArray[np.float64], missing: NDArray
         return np.where(missing, 0.0, (transformed - feature.mean) / feature.std)
 
 
-def _bags(table: Any, feature: Feature, dictionaries: dict[str, Dictionary]) -> _Bags:
+def _bags(table: Any, feature: Feature, dictionaries: dict[str, Dictionary] | None) -> _Bags:
     """A feature with a table, one id a row or any number."""
     import pyarrow as pa
 
     array, lengths = _flat(table[feature.source], feature)
     if isinstance(array, pa.DictionaryArray):
-        distinct = dictionaries.get(feature.name)
+        distinct = None if dictionaries is None else dictionaries.get(feature.name)
+        is_first = dictionaries is not None and distinct is None
         if distinct is None or not distinct.values.equals(array.dictionary):
+            distinct = None
+            if len(array.dictionary) >= len(array) and not is_first:  # as one that grows with each block
+                array = array.dictionary_decode()
+    if isinstance(array, pa.DictionaryArray):
+        if distinct is None:
             ids, bad = _ids(pa.concat_arrays([array.dictionary, pa.nulls(1, array.dictionary.type)]), feature)
-            distinct = dictionaries[feature.name] = Dictionary(values=array.dictionary, ids=ids, bad=bad)
+            distinct = Dictionary(values=array.dictionary, ids=ids, bad=bad)
+            if dictionaries is not None:
+                dictionaries[feature.name] = distinct
         places = array.indices.fill_null(len(array.dictionary)).to_numpy(zero_copy_only=False)
         ids, bad_V = distinct.ids[places], distinct.bad[places]
     else:

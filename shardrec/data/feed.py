@@ -17,6 +17,7 @@ import os
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from itertools import accumulate, islice
 from typing import Any
 
 from shardrec.data.files import FileClickData, check_kinds
@@ -27,6 +28,9 @@ from shardrec.data.urls import TOPIC, UnreachableError, check_listable, files_of
 from shardrec.errors import DataError
 
 __all__ = ["Arrival", "Feed"]
+
+_MANIFEST_BYTES = 1 << 20
+"""Bytes of a manifest that are read at once."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -138,9 +142,9 @@ class Feed:
             if path_of(self._source).endswith("manifest.txt"):
                 start = int(next(iter(self._taken), 0))
                 lines = self._lines(start)
-                arrived = self._arrived([_beside(self._source, line.decode(errors="replace")) for line in lines], last)
+                arrived = self._arrived([_beside(self._source, name) for _, name in lines], last)
                 count = len(arrived["files"]) + arrived["left_out"]
-                return {**arrived, "taken": [str(start + sum(len(line) + 1 for line in lines[:count]))]}
+                return {**arrived, "taken": [str(lines[count - 1][0] if count else start)]}
             names = self._names()
             arrived = self._arrived([name for name in names if name not in self._taken and not _hidden(name)], last)
             gone = gone_of(self._taken.difference(names))
@@ -160,6 +164,10 @@ class Feed:
                 break
             kinds_with_file = dict(kinds)
             try:
+                if name.startswith(TOPIC):
+                    raise DataError(
+                        f"{name} is no file: leave it out of the manifest, and give feed:{TOPIC}HOST:PORT/TOPIC"
+                    )
                 check_kinds([check_file(name, self._spec)], kinds_with_file)
             except DataError as error:
                 if not self._skips or (isinstance(error, UnreachableError) and not last):
@@ -185,19 +193,30 @@ class Feed:
         self._was_there = True
         return names
 
-    def _lines(self, start: int) -> list[bytes]:
-        """The whole lines of the manifest from a byte on."""
+    def _lines(self, start: int) -> list[tuple[int, str]]:
+        """The next whole lines of the manifest from a byte on that are not empty, each with the byte after it."""
         with open_input(self._source) as file:
-            if file.size() < start:  # as while it is written again
-                raise UnreachableError(f"{self._source} has less than {start:,} bytes: only add lines to a manifest")
-            file.seek(start)
-            return file.read().split(b"\n")[:-1]  # type: ignore[no-any-return]
+            file.seek(max(start - 1, 0))
+            text = (b"" if start else b"\n") + file.read(_MANIFEST_BYTES)
+        if text[:1] != b"\n":  # as while it is written again
+            raise UnreachableError(
+                f"{self._source} has no line that ends at byte {start:,}, up to which it was read: only add lines to a "
+                "manifest"
+            )
+        lines = text[1:].split(b"\n")[:-1]
+        ends = accumulate((len(line) + 1 for line in lines), initial=start)
+        names = (line.decode(errors="replace").removesuffix("\r") for line in lines)
+        return [(end, name) for end, name in zip(islice(ends, 1, None), names, strict=True) if name]
 
 
 def _beside(path: str, name: str) -> str:
     """The URL or the path that a line of a manifest names."""
-    folder, options = path_of(path).rpartition("/")[0], path.removeprefix(path_of(path))
-    return name if "://" in name or os.path.isabs(name) else os.path.join(folder, name) + options
+    plain = path_of(path)
+    return (
+        name
+        if "://" in name or os.path.isabs(name)
+        else plain[: plain.rfind("/") + 1] + name + path.removeprefix(plain)
+    )
 
 
 def _hidden(name: str) -> bool:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import re
+import warnings
 from collections import deque
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
@@ -37,6 +38,11 @@ _USUAL = {
 }
 _REQUEST_S, _SILENT_S, _LOOK_S = 10.0, 60.0, 0.2
 _ABSENT = RowFault(reason=Reason.ABSENT, where="there is no record", remedy="")
+_GONE = RowFault(
+    reason=Reason.DAMAGED,
+    where="the record is gone",
+    remedy="keep records for longer (retention.ms, retention.bytes)",
+)
 _REACH = (
     "check that the topic exists, that its brokers run, that this host reaches them by the names that they go by, and "
     f"the options in the environment variable {_OPTIONS}"
@@ -104,10 +110,10 @@ def read_range(path: str, spec: FeatureSpec, start: int, at_once: int) -> Iterat
         path: the name of the range.
         spec: of :func:`~shardrec.data.request.named_spec`.
         start: offsets to leave out.
-        at_once: offsets of a table, at most.
+        at_once: offsets of a table, at most, but for records that are gone, which are faults.
 
     Raises:
-        DataError: for records that are gone.
+        DataError: for offsets after the end of the partition, which was made anew.
         UnreachableError: for those that do not come.
     """
     from confluent_kafka import KafkaError, TopicPartition  # an extra
@@ -125,7 +131,17 @@ def read_range(path: str, spec: FeatureSpec, start: int, at_once: int) -> Iterat
             for message in messages:
                 error = message.error()
                 if error is not None and error.code() != KafkaError._PARTITION_EOF:
-                    raise _fault(path, error)
+                    oldest = 0
+                    if _is_gone(error):
+                        oldest = consumer.offsets_for_times([TopicPartition(topic, partition, -2)], _REQUEST_S)[
+                            0
+                        ].offset
+                    if oldest <= at + len(rows):
+                        raise _fault(path, error)
+                    warnings.warn(f"{path} lacks its records before offset {oldest}", stacklevel=2)
+                    rows += [_GONE] * (min(oldest, stop) - at - len(rows))
+                    consumer.assign([TopicPartition(topic, partition, oldest)])
+                    break
                 place = min(message.offset(), stop) - at
                 rows += [_ABSENT] * (place - len(rows))
                 if error is None and len(rows) == place < stop - at:
@@ -166,15 +182,28 @@ def _consumer(path: str) -> Iterator[Any]:
 def _options() -> dict[str, Any]:
     """Options of librdkafka, such as those of TLS and SASL."""
     try:
-        return dict(parse_json(os.environ.get(_OPTIONS, "{}")))
-    except (TypeError, ValueError) as error:
+        options = parse_json(os.environ.get(_OPTIONS, "{}"))
+    except ValueError as error:
         raise DataError(f"{_OPTIONS} is no JSON object of librdkafka's options ({error}): correct it") from error
+    if not isinstance(options, dict):
+        raise DataError(f"{_OPTIONS} is no JSON object of librdkafka's options: correct it")
+    for name, value in options.items():  # the client ends the process for some others
+        if not isinstance(value, str | int | float) or name.endswith("_cb"):
+            raise DataError(f"{_OPTIONS}: option {name!r} is no text, number or boolean of librdkafka's: correct it")
+    return options
+
+
+def _is_gone(error: Any) -> bool:
+    """Whether a partition has no such offset."""
+    from confluent_kafka import KafkaError  # an extra
+
+    return error.code() in (KafkaError._AUTO_OFFSET_RESET, KafkaError.OFFSET_OUT_OF_RANGE)
 
 
 def _fault(path: str, error: Any) -> DataError:
     from confluent_kafka import KafkaError  # an extra
 
-    if error.code() in (KafkaError._AUTO_OFFSET_RESET, KafkaError.OFFSET_OUT_OF_RANGE):
+    if _is_gone(error):
         return DataError(f"{path} lacks records that were not trained on ({error.str()}): {_KEEP}")
     refused = "UNKNOWN_TOPIC_OR_PART _UNKNOWN_PARTITION TOPIC_EXCEPTION TOPIC_AUTHORIZATION_FAILED _INVALID_ARG"
     kind = DataError if error.code() in (getattr(KafkaError, name) for name in refused.split()) else UnreachableError

@@ -107,7 +107,7 @@ def _values(row: Any, features: Mapping[str, Feature], *, more: bool) -> dict[st
             raise DataError(f"field {name!r} is missing: give it, or null for a missing value")
         value = values[name] = _value(row[name], feature)
         if feature.weights is not None:
-            values[name], values[feature.weights] = list(value), list(value.values())
+            values[name], values[feature.weights] = list(value), list(map(float, value.values()))
     return values
 
 

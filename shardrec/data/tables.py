@@ -100,8 +100,9 @@ def check_file(path: str, spec: FeatureSpec) -> FileInfo:
     schema, digest, groups, first = None, "", (), 1
     if path.startswith(TOPIC):
         *_, first, stop = range_of(path)
-        if not stop:
-            raise DataError(f"data (--data) is {path}, a topic, whose records go on arriving: give feed:{path}")
+        if not stop or any(feature.source != feature.name for feature in spec.features):  # not of a feed
+            topic = path.partition("?")[0]
+            raise DataError(f"data (--data) is {path}, of a topic, whose records go on arriving: give feed:{topic}")
         return FileInfo(path=path, size=0, groups=(stop - first,), kinds={}, first_line=first)
     try:
         with open_input(path) as file:

@@ -2,11 +2,12 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
 from shardrec.data import criteo_spec, open_click_data, tables, write_criteo_tsv
-from shardrec.data.convert import convert
+from shardrec.data.convert import convert, plain_column
 from shardrec.errors import DataError
 from tests.data.raw import LINES, SPEC, equal, lines, write
 
@@ -51,3 +52,17 @@ def test_nothing_is_left_of_what_cannot_be_converted(tmp_path: Path, monkeypatch
         patch.setattr(pq.ParquetFile, "iter_batches", lambda self: iter(()))
         convert(str(path), SPEC, tmp_path / "rows.parquet")
     assert [entry.name for entry in tmp_path.iterdir()] == ["rows.tsv"]
+
+
+def test_columns_without_their_dictionaries() -> None:
+    """And those that have none, such as a key of scores may be."""
+    values = pa.array(["a", "b", "a", "b"]).dictionary_encode()
+    lists = pa.ListArray.from_arrays(pa.array([0, 1, 4]), values)
+    large = pa.LargeListArray.from_arrays(pa.array([0, 1, 4], pa.int64()), values)
+    for column in (values, lists, large, pa.FixedSizeListArray.from_arrays(values, 2)):
+        plain = plain_column(column)
+        assert plain.to_pylist() == column.to_pylist()
+        assert "dictionary" not in str(plain.type)
+        assert type(plain.type) is type(column.type) or column is values
+    for column in (pa.array([{"x": 1}]), pa.array([[("x", 1)]], pa.map_(pa.string(), pa.int64())), pa.array([[["x"]]])):
+        assert plain_column(column) is column

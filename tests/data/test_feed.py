@@ -12,8 +12,9 @@ import pyarrow.parquet as pq
 import pytest
 from fsspec.implementations.arrow import ArrowFSWrapper
 
+from shardrec.data import feed as feed_module
 from shardrec.data import urls
-from shardrec.data.feed import Feed
+from shardrec.data.feed import Feed, _beside
 from shardrec.data.files import FileClickData
 from shardrec.data.urls import UnreachableError
 from shardrec.errors import DataError
@@ -173,8 +174,33 @@ def test_files_of_a_manifest_arrive_in_the_order_of_its_whole_lines(root: str, t
     assert [arrived(other), arrived(other), arrived(other)] == [["_b.tsv"], ["a.tsv"], []]
     with fsspec.open(source, "wb") as file:
         file.write(b"c.tsv\n")
-    with pytest.raises(UnreachableError, match=r"manifest.txt has less than \d+ bytes: only add lines to a manifest"):
+    with pytest.raises(
+        UnreachableError, match=r"manifest.txt has no line that ends at byte \d+, up .*: only add lines"
+    ):
         other.poll()
+
+
+def test_lines_of_a_manifest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As other systems end them, empty ones, ones with spaces, more than are read at once, and what is no file."""
+    monkeypatch.setattr(feed_module, "_MANIFEST_BYTES", 32)
+    names = ["a.tsv", "b c.tsv", "d.tsv", "e.tsv"]
+    for name in names:
+        write(tmp_path / name, lines(2))
+    manifest = tmp_path / "manifest.txt"
+    manifest.write_bytes(b"\na.tsv\r\n\r\n\nb c.tsv\nd.tsv\r\nkafka://host/t\n\ne.tsv\n\n")
+    folder = feed(manifest, most=1)
+    assert [*arrived(folder), *arrived(folder), *arrived(folder)] == names[:3]
+    with pytest.raises(DataError, match=r"kafka://host/t is no file: leave it out of the manifest, and give feed:"):
+        folder.poll()
+    other = feed(manifest, most=1, skips=True)
+    other.seek(folder.position())
+    with pytest.warns(UserWarning, match="is no file"):
+        assert [arrived(other), arrived(other), other.left_out] == [["e.tsv"], [], 1]
+    manifest.write_bytes(b"other names, each of which is long\n" * 4)
+    with pytest.raises(UnreachableError, match="has no line that ends at byte"):
+        other.poll()
+    assert _beside("/manifest.txt", "a.tsv") == "/a.tsv"
+    assert _beside("s3://bucket/in/manifest.txt?region=x", "a.tsv") == "s3://bucket/in/a.tsv?region=x"
 
 
 def test_an_object_store_is_a_feed() -> None:

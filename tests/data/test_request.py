@@ -75,6 +75,12 @@ def test_dates_are_those_of_a_csv_file(tmp_path: Path) -> None:
     assert alone == pytest.approx([1.48])
 
 
+def test_weights_may_be_integers_that_a_float_rounds() -> None:
+    spec = FeatureSpec(features=(Feature(name="tags", kind="weighted", rows=50, weights="w"),))
+    batch = batch_of_request([{"tags": {"a": 2**70, "b": 2**53 + 1, "c": 0.5}}], spec)
+    assert batch.sparse.weights().tolist() == [2.0**70, 2.0**53, 0.5]
+
+
 GOOD = {"user": "a", "country": "de", "age": 3, "code": 7, "tags": {}, "history": ["x"], "price": 1, "size": None}
 
 

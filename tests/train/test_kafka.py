@@ -99,7 +99,7 @@ def test_records_that_are_gone_end_the_run_or_are_counted(brokers: Brokers, tmp_
     brokers.deliver("kept", [b" " * 900_000] * 8, partition=2)  # more than the brokers keep
     brokers.deliver("kept", list(map(row, range(65, 81))), partition=2)
     for out, words in (
-        ("run", r"offsets=0-64 lacks records that were not trained on \(.*\): keep records for longer"),
+        ("run", r"offsets=0-64:16: the record is gone; keep records for longer .*, or leave such rows out"),
         ("whole", r"partition=2 lacks .* \(it has offsets \d+ to 89, and 64 is the next to read\): keep records"),
     ):
         with pytest.raises(DataError, match=words):
@@ -108,6 +108,20 @@ def test_records_that_are_gone_end_the_run_or_are_counted(brokers: Brokers, tmp_
         assert numbers(rows) == list(range(65, 81))
         skipped = RunFolder(tmp_path / out).metrics["skipped_rows"]
         assert sum(skipped.values()) == {"run": 48, "whole": 0}[out] + 1 + 8
+
+
+def test_records_that_are_left_of_a_range_are_read(brokers: Brokers) -> None:
+    """Where the oldest of a range under way are gone."""
+    brokers.deliver("left", [b" " * 900_000] * 8, partition=0)  # more than the brokers keep
+    url = brokers.deliver("left", list(map(row, range(8, 16))), partition=0)
+    oldest = int(kafka.new_ranges(url, [], skips=False)[0].rpartition("=")[2].partition("-")[0])
+    assert 0 < oldest <= 8
+    spec = named_spec(parse_spec(SPEC, "spec"))
+    data = FileClickData([f"{url}?partition=0&offsets=0-16"], spec, holdout=0.0, on_bad_row="skip")
+    with pytest.warns(UserWarning, match=rf"offsets=0-16 lacks its records before offset {oldest}$"):
+        batches = list(data.train_batches(0, 1, 4))
+    assert [round(1000 * float(number)) for batch in batches for number in batch.dense[:, 0]] == list(range(8, 16))
+    assert data.skipped == {"damaged part of a file": oldest, "bad JSON object": 8 - oldest}
 
 
 def test_what_may_come_later_is_another_error(brokers: Brokers, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -187,8 +201,12 @@ def test_offsets_without_records_have_places(offsets: list[int], records: list[i
 def test_options_and_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(DataError, match="is no topic: give feed:kafka://HOST:PORT/TOPIC"):
         kafka.range_of("kafka://host/topic/more")
-    with pytest.raises(DataError, match="a topic, whose records go on arriving: give feed:kafka://host/topic"):
-        check_file("kafka://host/topic", parse_spec(SPEC, "spec"))
+    for name, spec in (
+        ("kafka://host/topic", SPEC),
+        ("kafka://host/topic?partition=0&offsets=0-5", SPEC.replace("name: site", "name: place, column: site")),
+    ):
+        with pytest.raises(DataError, match=r"a topic, whose .*: give feed:kafka://host/topic$"):
+            check_file(name, parse_spec(spec, "spec"))
     config = on_topic(tmp_path, "kafka://host/topic")
     lead = RankInfo(rank=0, world_size=1, device=torch.device("cpu"), threads=1)
     with monkeypatch.context() as patched:
@@ -203,6 +221,9 @@ def test_options_and_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     for options, words in (
         ('{"security.protocl": "ssl"}', 'No such configuration property: "security.protocl"'),
         ("3", "SHARDREC_KAFKA is no JSON object"),
+        ("[]", "SHARDREC_KAFKA is no JSON object"),
+        ('{"group.id": null}', "option 'group.id' is no text, number or boolean of librdkafka's: correct it"),
+        ('{"error_cb": 3}', "option 'error_cb' is no text, number or boolean"),
     ):
         monkeypatch.setenv("SHARDREC_KAFKA", options)
         with pytest.raises(DataError, match=words):
