@@ -235,8 +235,9 @@ void Follower::check_fits(const json::Object& manifest) const {
     }
     for (const json::Value& part : parts(theirs)) {
       const Rect rect = rect_of(part.get<json::Array>());
-      const bool is_inside = 0 <= rect[0] && rect[0] <= rect[1] && rect[1] <= rows && 0 <= rect[2] && rect[2] <= rect[3] && rect[3] <= columns;
-      if (!is_inside) fail("a part of " + name + " is outside of it");
+      const bool has_rows = 0 <= rect[0] && rect[0] <= rect[1] && rect[1] <= rows;
+      const bool has_columns = 0 <= rect[2] && rect[2] <= rect[3] && rect[3] <= columns;
+      if (!has_rows || !has_columns) fail("a part of " + name + " is outside of it");
       covered += (rect[1] - rect[0]) * (rect[3] - rect[2]);
     }
     if (covered != rows * columns) fail("the parts of " + name + " are not all of it");
