@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Mapping
+from itertools import chain
 from statistics import fmean
 from typing import Any
 
@@ -11,6 +12,7 @@ import torch
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from shardrec.checkpoint.agree import Ranks
+from shardrec.errors import ConfigError
 from shardrec.layout import ShardingPlan
 from shardrec.modules.dynamic import constraints_of
 from shardrec.modules.model import ShardedModel
@@ -46,13 +48,19 @@ def replan_model(
 
     def look() -> dict[str, float]:
         """The ids of a sample of this rank, by feature."""
+        for name, value in (("steps", steps), ("min_gain", min_gain)):
+            if not value > 0:
+                raise ConfigError(f"{name} is {value}; give a number above 0")
         batches.extend(sample_batches)
         sampled.update(sampled_features(batches))
         return {feature: each.pooling for feature, each in sampled.items() if feature in features}
 
     def decide() -> tuple[Any, ...] | None:
         """The fields of the change after the old plan, as values that can be sent."""
-        poolings = {feature: fmean(of_rank[feature] for of_rank in seen) for feature in seen[0]}
+        of_ranks: dict[str, list[float]] = {}
+        for feature, pooling in chain.from_iterable(each.items() for each in seen):
+            of_ranks.setdefault(feature, []).append(pooling)
+        poolings = {feature: fmean(each) for feature, each in of_ranks.items()}
         loads = loads_of(tables, poolings=poolings, sampled=sampled)
         planner = Planner(
             loads,

@@ -265,7 +265,7 @@ class ShardedModel(nn.Module):
             What was moved and what it wins, as a line with ``str``; None if the plan stays.
 
         Raises:
-            ConfigError: on every rank, if one has no sample, or as ``reshard``.
+            ConfigError: on every rank, if one has no sample, if a number is not above 0, or as ``reshard``.
             CheckpointError: on every rank, if planning fails, or as ``reshard``.
             PeerError: if another rank is gone. After each of these errors the model has its old plan and values.
         """

@@ -58,6 +58,7 @@ class FrozenMaps(nn.Module):
         keys = order = hash_n
         attempt, clash = 0, True
         while clash:
+            assert attempt < 64, "two rows of a table have the same id"
             salts = mixed(torch.arange(self.plain + 1) + attempt * (self.plain + 1))
             keys, order = (hash_n ^ salts[owner_n]).sort()
             clash = bool((keys.diff() == 0).any())

@@ -135,7 +135,7 @@ def train_epoch(
         display: is told of every step.
         after_point: is called when a point of the curve has been added.
         after_step: is called when a step and its evaluation are over; may end the run by raising.
-        replanner: changes the plan before that.
+        replanner: changes the plan before the step's evaluation.
     """
     progress = run.progress
     optimizers = (run.optimizer, run.model.fused_optimizer)
@@ -206,10 +206,10 @@ def train_epoch(
                 waits = (now[0] - shown[0]) / max(now[1] - shown[1], 1e-9)
                 shown = now
                 display.advance(progress.samples, now[1], mean, waits)
+            if replanner is not None:
+                replanner.after_step()  # before the point, whose checkpoint is to have the new plan
             if due:
                 add_point()
-            if replanner is not None:
-                replanner.after_step()
             try:
                 after_step()
             except RunStopped:

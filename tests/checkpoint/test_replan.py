@@ -89,11 +89,13 @@ def test_the_plan_follows_ids_that_drift() -> None:
 
 
 def test_ids_of_all_ranks_count() -> None:
-    """Of which the first rank, which plans, has seen only some."""
+    """Of which the first rank, which plans, has seen only some, and of some features none."""
 
     def rank_main() -> bool:
         model, _ = make(Case(tables=TABLES, plans=[OLD]), OLD)
-        return model.replan([batch(0, "acs" if dist.get_rank() else "")], steps=1e6, constraints=WHOLE) is not None
+        seen = batch(0, "acs" if dist.get_rank() else "")
+        halves = seen.split([1, len(TABLES) - 1])
+        return model.replan([seen, halves[dist.get_rank()]], steps=1e6, constraints=WHOLE) is not None
 
     assert ranks(2, rank_main) == [True, True]
 
@@ -124,6 +126,7 @@ def test_a_failure_leaves_the_plan() -> None:
         refused(CheckpointError, [batch(0, "acs")], "paying_plan")
         refused(ConfigError, [batch(0, "acs", samples=dist.get_rank())])
         refused(ConfigError, [batch(0, "acs")], constraints={"nothing": WHOLE["*"]})
+        refused(ConfigError, [batch(0, "acs")], min_gain=-1.0)
         pending = model.bags(batch(0, ""))
         refused(ConfigError, [batch(0, "acs")])
         pending.wait()
@@ -135,6 +138,7 @@ def test_a_failure_leaves_the_plan() -> None:
         "rank 0: MemoryError: no memory left",
         "rank 0: sample_batches holds no sample",
         "'nothing'",
+        "min_gain is -1.0; give a number above 0",
         "were not used",
     )
     assert all(part in text for part, text in zip(expected, one, strict=True)), one

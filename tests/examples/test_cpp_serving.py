@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import re
 import shutil
 import subprocess
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from itertools import pairwise
 from pathlib import Path
@@ -338,6 +339,38 @@ def test_it_applies_nothing_that_is_damaged_or_of_another_model(program: Path, t
         file = save(served, tmp_path / "other.pt", features=["a", "b"])
         process = start(program, file, "--follow", str(shown))
         assert words in process.communicate("")[1]
+
+
+Lie = Callable[[dict[str, Any], list[Any]], object]
+LIES: dict[str, Lie] = {
+    "is outside of it": lambda manifest, part: part.__setitem__(slice(2, 4), [-(2**61), 2**61]),
+    "are not all of it": lambda manifest, part: part.__setitem__(1, part[1] - 1),
+    "checksums for": lambda manifest, part: manifest["files"][part[4]].update(checksums=[]),
+    "as many rows as that": lambda manifest, part: part.append([*part[4:6], 0, part[1] + 1]),
+    "another kind": lambda manifest, part: part.__setitem__(0, [[]]),
+}
+"""By what is said of it: changes of a manifest, and of a part in it, that its writer signs."""
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_a_signed_manifest_that_lies_is_refused(program: Path, tmp_path: Path) -> None:
+    model, publisher, served = models(tmp_path / "good", "fp32")
+    file = save(served, tmp_path / "model.pt", features=["a", "b"])
+    set_tick(model, 1)
+    publisher.publish()
+    text = (tmp_path / "good" / version_name(1)).read_text()
+    shown = tmp_path / "good" / version_name(2)
+    for words, lie in LIES.items():
+        manifest = json.loads(text)
+        del manifest["sha256"]
+        manifest["extra"]["version"] = 2
+        lie(manifest, next(iter(manifest["tensors"].values()))["parts"][0])
+        body = json.dumps(manifest).encode().removesuffix(b"}")
+        shown.write_bytes(body + b',\n"sha256": "%s"}\n' % hashlib.sha256(body).hexdigest().encode())
+        answer, said = start(program, file, "--follow", str(shown.parent)).communicate(json.dumps(ALL_ROWS))
+        assert tick_of(json.loads(answer)["output"]) == 1
+        assert "version 2 is not applied" in said and words in said, said
 
 
 @pytest.mark.slow

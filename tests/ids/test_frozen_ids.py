@@ -125,6 +125,16 @@ def test_maps_are_replaced() -> None:
         assert torch.equal(getattr(scripted, name), getattr(expected, name)), name
 
 
+def test_an_id_that_two_rows_have_is_refused() -> None:
+    """It would be looked for without end, by a program that follows a publisher."""
+    records = torch.tensor([[3, 1], [5, 1], [3, 1], [7, 0], [7, 0]])
+    frozen = FrozenMaps(trained("row_wise", 1, True, seed=0)._sharded[0].id_maps, torch.device("cpu"))
+    others = [torch.zeros((0, 2), dtype=torch.int64)] * (frozen.plain - 1)
+    for of_map in (frozen, torch.jit.script(frozen)):
+        with pytest.raises(Exception, match="two rows of a table have the same id"):
+            of_map.prepared([records, *others])
+
+
 def in_both_modes(run: Any, model: Any, batches: Batches) -> list[Tensor]:
     """Outputs in training and, each third step, in evaluation; then the weights and the records of the maps."""
     found = []

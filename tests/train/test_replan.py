@@ -10,6 +10,7 @@ from unittest import mock
 
 import pytest
 
+from shardrec.checkpoint.manifest import read_manifest
 from shardrec.data import criteo_schema
 from shardrec.errors import ConfigError
 from shardrec.layout import ShardingPlan, Topology, cuts
@@ -105,3 +106,12 @@ def test_ordinary_steps_do_nothing_but_keep_batches() -> None:
 def test_what_watches_one_plan_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"replan \(--replan\) is 5 and detect_anomaly"):
         TrainConfig(replan=5, detect_anomaly="on")
+
+
+@pytest.mark.slow
+def test_the_checkpoint_of_the_best_point_has_the_plan_of_its_step(tmp_path: Path) -> None:
+    """Where a point and a change of the plan fall on one step; a run that goes on from it has that plan."""
+    config = REPLANNED.changed(plan=on_one_rank(REPLANNED, tmp_path), replan=8, checkpoint="best", out=str(tmp_path))
+    ranks(2, said_in, config, cut_after=8)
+    (saved,) = (tmp_path / "checkpoints").iterdir()
+    assert ShardingPlan.from_json(read_manifest(saved).plan) != ShardingPlan.load(tmp_path / ON_ONE)

@@ -73,9 +73,13 @@ class DataFile {
   DataFile(const std::string& path, const json::Object& note) : path_(path), file_(path, std::ios::binary | std::ios::ate) {
     const std::int64_t size = whole(note.at("size"));
     if (!file_ || file_.tellg() != size) fail(path + " is missing, or has another size than was written");
-    std::vector<char> block(static_cast<std::size_t>(std::min(size, kBlockBytes)));
+    const json::Array& checksums = note.at("checksums").get<json::Array>();
+    if (static_cast<std::int64_t>(checksums.size()) != (size + kBlockBytes - 1) / kBlockBytes) {
+      fail(path + " has " + std::to_string(checksums.size()) + " checksums for " + std::to_string(size) + " bytes");
+    }
+    std::vector<char> block;
     std::int64_t start = 0;
-    for (const json::Value& checksum : note.at("checksums").get<json::Array>()) {
+    for (const json::Value& checksum : checksums) {
       block.resize(static_cast<std::size_t>(std::min(size - start, kBlockBytes)));
       read(start, static_cast<std::int64_t>(block.size()), block.data());
       if (crc32_fast(block.data(), block.size()) != whole(checksum)) fail(path + " is damaged: it is not what was written");
@@ -109,7 +113,8 @@ Change changed_rows(const Target& target, const Rect& saved, const std::vector<j
   for (std::size_t at = known; at < states.size(); ++at) {
     const json::Array& state = states[at];
     DataFile& from = file(state[0]);
-    const std::int64_t count = at == 0 ? saved[1] - saved[0] : whole(state.at(3));
+    const std::int64_t height = saved[1] - saved[0], count = at == 0 ? height : whole(state.at(3));
+    if (count < 0 || count > height) fail("in a part of " + std::to_string(height) + " rows, as many rows as that cannot have changed");
     for (std::int64_t first = 0; first < count; first += most) {
       const std::int64_t length = std::min(most, count - first);
       std::vector<std::int64_t> numbers(static_cast<std::size_t>(length));
@@ -119,6 +124,7 @@ Change changed_rows(const Target& target, const Rect& saved, const std::vector<j
       from.read(whole(state[1]) + first * row_bytes, length * row_bytes, block.data());
       const char* values = block.data() + (left - saved[2]) * target.itemsize;
       for (std::size_t number = 0; number < numbers.size(); ++number, values += row_bytes) {
+        if (numbers[number] < 0 || numbers[number] >= height) fail("a row that has changed is outside of its part");
         const std::int64_t row = saved[0] + numbers[number];
         if (row < top || row >= bottom) continue;
         const char* present = change.place + (row - target.rect[0]) * change.stride;
@@ -204,6 +210,8 @@ void Follower::poll() {
     }
   } catch (const std::filesystem::filesystem_error& error) {
     if (error.code() != std::errc::no_such_file_or_directory) fault = follow_.folder + " cannot be listed: " + error.what();
+  } catch (const std::exception& error) {  // which would end the program
+    fault = error.what();
   }
   faults_ += !fault.empty();
   if (!fault.empty() && fault != fault_) {
@@ -220,6 +228,19 @@ void Follower::check_fits(const json::Object& manifest) const {
     if (published.count(name) == 0 || served.count(name) == 0) refuse(name + " is not in both");
     const json::Object &theirs = member(published, name), &here = member(served, name);
     if (theirs.at("dtype") != here.at("dtype") || theirs.at("shape") != here.at("shape")) refuse(name + " is another tensor");
+    std::int64_t rows = 0, columns = 0, covered = 0;
+    for (const json::Value& part : parts(here)) {
+      const Rect rect = rect_of(part.get<json::Array>());
+      rows = std::max(rows, rect[1]), columns = std::max(columns, rect[3]);
+    }
+    for (const json::Value& part : parts(theirs)) {
+      const Rect rect = rect_of(part.get<json::Array>());
+      const bool has_rows = 0 <= rect[0] && rect[0] <= rect[1] && rect[1] <= rows;
+      const bool has_columns = 0 <= rect[2] && rect[2] <= rect[3] && rect[3] <= columns;
+      if (!has_rows || !has_columns) fail("a part of " + name + " is outside of it");
+      covered += (rect[1] - rect[0]) * (rect[3] - rect[2]);
+    }
+    if (covered != rows * columns) fail("the parts of " + name + " are not all of it");
     const auto cut = [](const json::Object& tensor) {
       std::set<Rect> rects;
       for (const json::Value& part : parts(tensor)) rects.insert(rect_of(part.get<json::Array>()));
