@@ -51,7 +51,7 @@ class Replanned(NamedTuple):
         shown = ", ".join(names[:3]) + ", ..." * (len(names) > 3)
         return (
             f"moved {len(names)} table{'s' * (len(names) > 1)} ({shown}), {self.moved_bytes / 2**20:,.1f} MiB, in "
-            f"{self.pause_ms / 1e3:.2f} s: their part of a step is predicted to take {self.new_ms:.2f} ms in place of "
+            f"{self.pause_ms / 1e3:.2f} s: the tables' part of a step is predicted to take {self.new_ms:.2f} ms in place of "
             f"{self.old_ms:.2f}"
         )
 

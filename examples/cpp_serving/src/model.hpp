@@ -34,8 +34,9 @@ struct Follow {
   double interval = 1;
 };
 
-// A model in TorchScript, or for a path that ends in .pt2 one compiled by AOTInductor, which up to this number of clients may call at a
-// time, and whose tensors become those of the published versions. Throws std::runtime_error for a file that cannot be loaded, was written by something else, or needs other ranks.
+// A model in TorchScript, whose tensors become those of the versions in the folder; or for a path that ends in .pt2 one compiled by
+// AOTInductor, which up to this number of clients may call at a time. Throws std::runtime_error for a file that cannot be loaded, was
+// written by something else, or needs other ranks.
 std::unique_ptr<Model> load_model(const std::string& path, int clients, const Follow& follow);
 
 // The name under which a file has its notes.
