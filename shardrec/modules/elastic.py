@@ -31,6 +31,7 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
+from functools import partial
 from time import monotonic, sleep
 from typing import Any, Literal, NamedTuple
 
@@ -47,8 +48,6 @@ from shardrec.modules.replicas import Replicas, dtype_buckets
 __all__ = ["Arrival", "ElasticGroup"]
 
 _POLL_S = 0.01
-_LOOK_EVERY = timedelta(seconds=0.1)
-"""How long to wait for a collective before looking whether the generation is broken."""
 
 
 class Arrival(NamedTuple):
@@ -228,23 +227,11 @@ class ElasticGroup:
     def _make_column(self, number: int, members: Sequence[int]) -> None:
         if len(members) == 1:
             return
-        limit, made = timedelta(seconds=max(2.0, self._watch.patience_s)), list[Any]()
+        limit = timedelta(seconds=max(2.0, self._watch.patience_s))
         prefixed = dist.PrefixStore(f"{number}/column{self._rank}", self._store.clone())
-
-        def make() -> None:
-            with suppress(RuntimeError):
-                made.append(dist.ProcessGroupGloo(prefixed, self.me, len(members), limit))
-
-        # The constructor waits for the others, and cannot be interrupted.
-        thread = threading.Thread(target=make, daemon=True)
-        thread.start()
-        while thread.is_alive():
-            self._look()
-            thread.join(_POLL_S)
-        if not made:
-            raise Broken
-        self._column = made[0]
-        self._column._set_default_timeout(timedelta(seconds=self._timeout_s))
+        column = self._watched(partial(dist.ProcessGroupGloo, prefixed, self.me, len(members), limit))
+        column._set_default_timeout(timedelta(seconds=self._timeout_s))
+        self._column = column
 
     def _told(self, ask: Callable[[], Any]) -> Any:
         """What the store has answered rank 0 of this replica; its error on all ranks."""
@@ -363,36 +350,30 @@ class ElasticGroup:
         return buffer
 
     def _done(self, collective: str, *given: Any) -> None:
-        column = self._column
+        column, limit = self._column, timedelta(seconds=self._timeout_s)
         if column is None:
             raise Broken
-        try:
-            work = getattr(column, collective)(*given)
-            while True:
-                try:
-                    work.wait(_LOOK_EVERY)
-                    return
-                except RuntimeError:
-                    if work.is_completed():
-                        work.wait()
-                        return
-                try:
-                    self._look()
-                except Broken:
-                    # The group's destructor waits for the collective, which cannot be interrupted.
-                    threading.Thread(target=_outlive, args=(column, work), daemon=True).start()
-                    raise
-        except RuntimeError as error:
-            raise Broken from error
+        # A wait with a short limit would close the connections of a send.
+        self._watched(lambda: getattr(column, collective)(*given).wait(limit))
 
-    def _look(self) -> None:
-        if self._watch.broken == self._watch.generation:
+    def _watched(self, run: Callable[[], Any]) -> Any:
+        """What a call returns that waits for other replicas. It cannot be interrupted, and so can the destructor of a
+        group not, which waits, too: a thread that has both outlives a generation that is broken."""
+        results = list[Any]()
+
+        def call() -> None:
+            with suppress(RuntimeError):
+                results.append(run())
+
+        thread = threading.Thread(target=call, daemon=True)
+        thread.start()
+        while thread.is_alive():
+            if self._watch.broken == self._watch.generation:
+                raise Broken
+            thread.join(_POLL_S)
+        if not results:
             raise Broken
-
-
-def _outlive(column: Any, work: Any) -> None:
-    with suppress(RuntimeError):
-        work.wait()
+        return results[0]
 
 
 def _spread(buffer: Tensor, parts: Sequence[Tensor]) -> None:

@@ -14,7 +14,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from shardrec.errors import ConfigError, PeerError
+from shardrec.errors import ConfigError, PeerError, PlanError
+from shardrec.ids import DynamicIds
 from shardrec.modules import Replicas, shard
 from shardrec.modules.elastic import Broken
 from shardrec.modules.elastic_model import ElasticModel
@@ -228,8 +229,17 @@ def test_replicas_that_do_not_do_the_same(store: Any) -> None:
     def rank_main(address: str) -> Any:
         replica = Replica(address, sync_every=5)
         model = replica.model
+        send, sent = model._send, list[int]()
+
+        def send_late(place: int) -> None:
+            sent.append(place)
+            time.sleep(0.3)
+            send(place)
+
+        model._send = send_late  # type: ignore[method-assign]
         bias = dense_parameters(model)[0].requires_grad_(replica.number == 0)
         model.join(replica.dense)
+        assert len(sent) < 2, "a sender may take its time"
         before = bias.detach().clone()
         replica.step()
         assert not torch.equal(bias, before)
@@ -352,3 +362,12 @@ def test_joins_that_fail() -> None:
 def test_options_that_do_not_fit(options: dict[str, Any], words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         shard(click_model(CONFIGS), mixed_plan(1), replicas=Replicas(2, **options))
+
+
+def test_dynamic_ids_do_not_fit_one_replica_that_others_may_join(store: Any) -> None:
+    def rank_main(address: str) -> None:
+        replicas = Replicas(1, elastic=address)
+        with pytest.raises(PlanError, match="with dynamic_ids: each copy of a table would give its rows to other"):
+            shard(click_model(CONFIGS), mixed_plan(1), replicas=replicas, dynamic_ids={"movies": DynamicIds()})
+
+    ranks(1, rank_main, f"127.0.0.1:{store.port}")
