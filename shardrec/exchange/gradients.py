@@ -39,7 +39,7 @@ class Gradients:
 
     Attributes:
         reducer: averages them over the ranks, unless that is left to the user, or there is one rank.
-        across: called with the parameters whose gradients the reducer has averaged, before they are used.
+        across: called with the reducer's parameters, frozen ones too, when it has averaged and before they are used.
         updates: called at the end of each backward in which the reducer has averaged gradients.
         forwards: called when a forward with gradients begins.
         accumulates: forwards are in ``no_sync``.

@@ -204,7 +204,7 @@ def shard(
 
         limits = constraints_of(dynamic_ids or {})
         plan = make_plan(model, Topology.of_world(size), device=target, constraints=limits, dedup=dedup)
-    tables, faults = dynamic_tables(model, plan, dynamic_ids or {}, 1 if replicas is None else replicas.count)
+    tables, faults = dynamic_tables(model, plan, dynamic_ids or {}, 1 if replicas is None else replicas.count + elastic)
     agree_on_plan(plan, _plan_faults(plan, model, copies, collectives.world_size) or faults, world)
     groups = make_groups(group, copies, target)
     if target.type == "cpu":

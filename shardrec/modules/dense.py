@@ -378,7 +378,7 @@ class DenseReducer:
         for parameter, mean in means:
             parameter.grad = mean
         if self._context.gradients.across is not None:
-            self._context.gradients.across([one for one in self._parameters if one.requires_grad])
+            self._context.gradients.across(self._parameters)
         for parameter in self._stepped:
             if parameter.grad is not None:
                 for optimizer in parameter._in_backward_optimizers:  # type: ignore[attr-defined]

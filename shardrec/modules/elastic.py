@@ -31,6 +31,7 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
+from functools import partial
 from time import monotonic, sleep
 from typing import Any, Literal, NamedTuple
 
@@ -39,14 +40,14 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shardrec.errors import ConfigError, PeerError, ShardrecError
+from shardrec.exchange.headers import checksum
 from shardrec.exchange.peers import peers
+from shardrec.exchange.safe_pickle import gather
 from shardrec.modules.replicas import Replicas, dtype_buckets
 
 __all__ = ["Arrival", "ElasticGroup"]
 
 _POLL_S = 0.01
-_LOOK_EVERY = timedelta(seconds=0.1)
-"""How long to wait for a collective before looking whether the generation is broken."""
 
 
 class Arrival(NamedTuple):
@@ -105,10 +106,11 @@ class ElasticGroup:
     Args:
         options: of the replicas; ``elastic`` names the store.
         within: a gloo group of this replica's ranks; None for one rank.
-        agreement: what must be equal in all replicas, in words.
         timeout_s: how long to wait for a replica that lives.
 
     Attributes:
+        agreement: what must be equal in all replicas, in words; set before they meet.
+        most: number of gradients, or more, alike in all replicas; set before they meet.
         me: this replica's place in the generation.
         size: number of replicas in it.
         is_asked: whether a replica wants to join; alike in all replicas after an operation.
@@ -117,9 +119,10 @@ class ElasticGroup:
         PeerError: if no store answers.
     """
 
-    def __init__(self, options: Replicas, within: dist.ProcessGroup | None, agreement: str, timeout_s: float) -> None:
+    def __init__(self, options: Replicas, within: dist.ProcessGroup | None, timeout_s: float) -> None:
         assert options.elastic is not None, "the caller has checked"
-        self._within, self._agreement, self._timeout_s, self._wanted = within, agreement, timeout_s, options.count
+        self._within, self._timeout_s, self._wanted = within, timeout_s, options.count
+        self.agreement, self.most = "", 0
         self._rank = 0 if within is None else dist.get_rank(within)
         self._name, self._watch = options.elastic, _Watch(options.patience_s)
         self.me, self.size, self.is_asked = 0, 1, False
@@ -174,13 +177,13 @@ class ElasticGroup:
                 completed, operation = -1, ""
             # In this order: who has counted a request also finds the arrival.
             self._handled = store.add("requests", 0)
-            arrival = Arrival(self._replica, completed, operation, self._agreement)
+            arrival = Arrival(self._replica, completed, operation, self.agreement)
             store.append(f"{number}/arrived", json.dumps(arrival) + "\n")
             store.add("requests", int(self._replica not in members))
             first = self._said(f"{number - 1}/members" if members else f"{number}/arrived")[0]
-            if first.agreement != self._agreement:
+            if first.agreement != self.agreement:
                 raise ConfigError(
-                    f"this replica has {self._agreement}, and replica {first.replica} has {first.agreement}: give all "
+                    f"this replica has {self.agreement}, and replica {first.replica} has {first.agreement}: give all "
                     "of them the same"
                 )
             if self._failed:
@@ -210,7 +213,7 @@ class ElasticGroup:
                 f"({self._name.partition('/')[0]}/NAME)",
                 waited_for="regrouping",
             )
-        alike = {one for one in living if one in arrived and arrived[one].agreement == self._agreement}
+        alike = {one for one in living if one in arrived and arrived[one].agreement == self.agreement}
         awaited = living.intersection(members) if members else alike
         if awaited - arrived.keys() or min(awaited) != self._replica:
             return
@@ -224,23 +227,11 @@ class ElasticGroup:
     def _make_column(self, number: int, members: Sequence[int]) -> None:
         if len(members) == 1:
             return
-        limit, made = timedelta(seconds=max(2.0, self._watch.patience_s)), list[Any]()
+        limit = timedelta(seconds=max(2.0, self._watch.patience_s))
         prefixed = dist.PrefixStore(f"{number}/column{self._rank}", self._store.clone())
-
-        def make() -> None:
-            with suppress(RuntimeError):
-                made.append(dist.ProcessGroupGloo(prefixed, self.me, len(members), limit))
-
-        # The constructor waits for the others, and cannot be interrupted.
-        thread = threading.Thread(target=make, daemon=True)
-        thread.start()
-        while thread.is_alive():
-            self._look()
-            thread.join(_POLL_S)
-        if not made:
-            raise Broken
-        self._column = made[0]
-        self._column._set_default_timeout(timedelta(seconds=self._timeout_s))
+        column = self._watched(partial(dist.ProcessGroupGloo, prefixed, self.me, len(members), limit))
+        column._set_default_timeout(timedelta(seconds=self._timeout_s))
+        self._column = column
 
     def _told(self, ask: Callable[[], Any]) -> Any:
         """What the store has answered rank 0 of this replica; its error on all ranks."""
@@ -252,7 +243,7 @@ class ElasticGroup:
                 answer = [error]
         if self._within is not None:
             with peers(self._within, "regrouping"):
-                dist.broadcast_object_list(answer, group=self._within, group_src=0)
+                answer = gather(answer[0], self._within)
         if isinstance(answer[0], ShardrecError):
             raise answer[0]
         return answer[0]
@@ -286,8 +277,15 @@ class ElasticGroup:
 
     def average_tables(self, tensors: Iterable[Tensor]) -> None:
         """Replace contiguous tensors by their means over the replicas, bit-identical in all of them. After Broken, any
-        part of them may be averaged."""
-        for parts in dtype_buckets(tensors if self.size > 1 else ()):
+        part of them may be averaged.
+
+        Raises:
+            ConfigError: in all replicas, if another makes another operation.
+        """
+        if self.size == 1:
+            return
+        self._sum_header("tables", tensors := list(tensors))
+        for parts in dtype_buckets(tensors):
             _spread(self._sum(torch.cat(parts).div_(self.size)), parts)
 
     def average_gradients(
@@ -299,23 +297,44 @@ class ElasticGroup:
             gradients: of this replica.
             like: tensors with their shapes and dtypes.
             weight: 1; 0 if this replica has none to add.
+
+        Raises:
+            ConfigError: in all replicas, if another makes another operation.
         """
         given = [gradient if weight else None for gradient in gradients]
         asked = self._rank == 0 and self._watch.requests > self._handled
         if self.size == 1:
             self.is_asked = asked
             return given
-        header = self._sum(torch.tensor([weight, asked, *(gradient is not None for gradient in given)]))
+        flags = [weight, asked, *(gradient is not None for gradient in given)]
+        total, requests, *counts = self._sum_header("gradients", like, flags)
         means = [
-            torch.zeros(tensor.shape, dtype=tensor.dtype, device=tensor.device)
+            None
+            if not count
+            else torch.zeros(tensor.shape, dtype=tensor.dtype, device=tensor.device)
             if gradient is None
-            else gradient.to_dense().contiguous() / float(header[0])
-            for tensor, gradient in zip(like, given, strict=True)
+            else gradient.to_dense().contiguous() / total
+            for tensor, gradient, count in zip(like, given, counts, strict=False)
         ]
-        for parts in dtype_buckets(means):
+        for parts in dtype_buckets(mean for mean in means if mean is not None):
             _spread(self._sum(torch.cat(parts)), parts)
-        self.is_asked = bool(header[1])
-        return [mean if count else None for mean, count in zip(means, header[2:].tolist(), strict=True)]
+        self.is_asked = bool(requests)
+        return means
+
+    def _sum_header(self, what: str, tensors: Sequence[Tensor], flags: Sequence[float] = ()) -> list[float]:
+        """The sums of the replicas' flags, if all are about to average the same: gloo ends a process that receives
+        more than it waits for. Headers have one size, whatever follows them."""
+        size = sum(tensor.numel() for tensor in tensors)
+        number = checksum(f"{what} {size}") % 2**20
+        header = torch.zeros(4 + self.most, dtype=torch.float64)
+        header[: 2 + len(flags)] = torch.tensor([number, number**2, *flags], dtype=torch.float64)
+        total, squares, *sums = self._sum(header).tolist()
+        if self.size * squares != total**2:
+            raise ConfigError(
+                f"this replica averages {size} elements of {what}, and another replica something else: train the same "
+                "parameters in all replicas, and call sync_replicas in all of them after the same step"
+            )
+        return sums
 
     def copy(self, collective: Literal["send", "recv"], tensors: Iterable[Tensor], place: int) -> None:
         """Send contiguous tensors to the replica at a place in the generation, or take them from there."""
@@ -331,36 +350,30 @@ class ElasticGroup:
         return buffer
 
     def _done(self, collective: str, *given: Any) -> None:
-        column = self._column
+        column, limit = self._column, timedelta(seconds=self._timeout_s)
         if column is None:
             raise Broken
-        try:
-            work = getattr(column, collective)(*given)
-            while True:
-                try:
-                    work.wait(_LOOK_EVERY)
-                    return
-                except RuntimeError:
-                    if work.is_completed():
-                        work.wait()
-                        return
-                try:
-                    self._look()
-                except Broken:
-                    # The group's destructor waits for the collective, which cannot be interrupted.
-                    threading.Thread(target=_outlive, args=(column, work), daemon=True).start()
-                    raise
-        except RuntimeError as error:
-            raise Broken from error
+        # A wait with a short limit would close the connections of a send.
+        self._watched(lambda: getattr(column, collective)(*given).wait(limit))
 
-    def _look(self) -> None:
-        if self._watch.broken == self._watch.generation:
+    def _watched(self, run: Callable[[], Any]) -> Any:
+        """What a call returns that waits for other replicas. It cannot be interrupted, and so can the destructor of a
+        group not, which waits, too: a thread that has both outlives a generation that is broken."""
+        results = list[Any]()
+
+        def call() -> None:
+            with suppress(RuntimeError):
+                results.append(run())
+
+        thread = threading.Thread(target=call, daemon=True)
+        thread.start()
+        while thread.is_alive():
+            if self._watch.broken == self._watch.generation:
+                raise Broken
+            thread.join(_POLL_S)
+        if not results:
             raise Broken
-
-
-def _outlive(column: Any, work: Any) -> None:
-    with suppress(RuntimeError):
-        work.wait()
+        return results[0]
 
 
 def _spread(buffer: Tensor, parts: Sequence[Tensor]) -> None:

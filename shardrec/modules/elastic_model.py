@@ -75,14 +75,9 @@ class ElasticModel(ShardedModel):
         self._options = options
         self._stateful: tuple[Stateful, ...] = ()
         self.steps, self._since_sync, self._is_in_step, self._operations = 0, 0, False, -1
-        names = [f"{name} {tuple(one.shape)} {one.dtype}" for name, one in self.named_parameters()]
-        agreement = (
-            f"plan {plan.fingerprint:x} for {dist.get_world_size(group)} rank(s), sync_every={options.sync_every}, "
-            f"sync_optimizer={options.sync_optimizer}, parameters {checksum(' '.join(names)):x}"
-        )
         ranks, cpu = range(dist.get_world_size(group)), torch.device("cpu")
         within = subgroup(group, ranks, cpu, backend="gloo") if len(ranks) > 1 else None
-        self._group = ElasticGroup(options, within, agreement, timeout_s(group, context.device))
+        self._group = ElasticGroup(options, within, timeout_s(group, context.device))
 
     @property
     def replicas(self) -> int:
@@ -103,7 +98,17 @@ class ElasticModel(ShardedModel):
             PeerError: if the replicas that trained together are all gone, do not answer, or there is no store.
             ConfigError: if plan, options or parameters are not those of the others.
         """
-        self._stateful = stateful
+        self._stateful, plan, options = stateful, self.plan, self._options
+        tensors = [*self.named_parameters(), *self.named_buffers()]
+        names = [f"{name} {tuple(one.shape)} {one.dtype}" for name, one in tensors]
+        fused = [one for collection in self._sharded for one in collection.fused_optimizers().values()]
+        kinds = sorted({one.kind.value for one in fused}), [type(one).__name__ for one in stateful]
+        self._group.agreement = (
+            f"plan {plan.fingerprint:x} for {plan.topology.world_size} rank(s), sync_every={options.sync_every}, "
+            f"sync_optimizer={options.sync_optimizer}, parameters and buffers {checksum(' '.join(names)):x}, fused "
+            f"optimizers {', '.join(kinds[0])}; join({', '.join(kinds[1])})"
+        )
+        self._group.most = len(tensors)
         self._regroup("")
 
     @passed_over  # as ShardedModel.forward
@@ -217,6 +222,7 @@ class ElasticModel(ShardedModel):
         for tensor, values in zip(tensors, received, strict=True):
             if not tensor.is_contiguous():
                 tensor.copy_(values)
+        self.zero_grad()  # of a step that is lost
         (self.steps, self._since_sync, self._is_in_step), states = state
         for stateful, values in zip(self._all_stateful(), states, strict=True):
             stateful.load_state_dict(values)

@@ -14,7 +14,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from shardrec.errors import ConfigError, PeerError
+from shardrec.errors import ConfigError, PeerError, PlanError
+from shardrec.ids import DynamicIds
 from shardrec.modules import Replicas, shard
 from shardrec.modules.elastic import Broken
 from shardrec.modules.elastic_model import ElasticModel
@@ -189,12 +190,14 @@ def test_one_that_has_failed_where_the_other_has_not(method: str, store: Any) ->
         replica = Replica(address, optimizer="adagrad")
         model = replica.model
         model.join(replica.dense)
+        cut = next(table for name, table in model.named_parameters() if "movies" in name)
         if replica.number == 1:
             real, count = getattr(model._group, method), iter(range(100))
 
             def failing(*given: Any) -> Any:
                 result = real(*given)
                 if next(count) == 3:
+                    cut.grad = torch.full_like(cut, 1e9)  # as of a table that an ordinary optimizer trains
                     raise Broken
                 return result
 
@@ -210,12 +213,42 @@ def test_one_that_has_failed_where_the_other_has_not(method: str, store: Any) ->
         while model.steps < 8:
             replica.step()
         model.sync_replicas()
+        assert cut.grad is None, "that of the step that was lost"
         return weights, replica.state()
 
     (all_ones, state), (weights, other) = ranks(2, rank_main, f"127.0.0.1:{store.port}", timeout=60.0)
     assert set(all_ones) == {1.0}
     assert weights.count(0.0) == (method == "average_gradients")
     assert_alike([state, other])
+
+
+def test_replicas_that_do_not_do_the_same(store: Any) -> None:
+    """A parameter that only one trains counts as zero in the other. Another operation raises an error in both, where
+    gloo would end the process that gets more than it waits for."""
+
+    def rank_main(address: str) -> Any:
+        replica = Replica(address, sync_every=5)
+        model = replica.model
+        send, sent = model._send, list[int]()
+
+        def send_late(place: int) -> None:
+            sent.append(place)
+            time.sleep(0.3)
+            send(place)
+
+        model._send = send_late  # type: ignore[method-assign]
+        bias = dense_parameters(model)[0].requires_grad_(replica.number == 0)
+        model.join(replica.dense)
+        assert len(sent) < 2, "a sender may take its time"
+        before = bias.detach().clone()
+        replica.step()
+        assert not torch.equal(bias, before)
+        alike = [one.detach().clone() for one in dense_parameters(model)]
+        with pytest.raises(ConfigError, match=r"averages \d+ elements of .*, and another replica something else"):
+            model.sync_replicas() if replica.number else replica.step()
+        return alike
+
+    assert_alike(ranks(2, rank_main, f"127.0.0.1:{store.port}"))
 
 
 def test_replicas_of_two_ranks(store: Any) -> None:
@@ -293,12 +326,14 @@ def test_joins_that_fail() -> None:
                 match=r"this replica has plan .* sync_every=7, .*, and replica \d has plan .* sync_every=1, ",
             ):
                 model.join(replica.dense)
-            mark.set("refused", "")
-            wait_for(lambda: mark.check(["gone"]))
             options = replace(model._options, sync_every=1)
-            late = shard(click_model(CONFIGS), mixed_plan(1), replicas=options, group=model.group)
+            late = shard(click_model(CONFIGS, optimizer="sgd"), mixed_plan(1), replicas=options, group=model.group)
+            assert isinstance(late, ElasticModel)
+            with pytest.raises(ConfigError, match=r"; join\(\), and replica \d has .* SGD; join\(Adam\):"):
+                late.join()
+            wait_for(lambda: mark.check(["gone"]))
             with pytest.raises(PeerError, match=r"replicas \[\d, \d\] of generation \d are gone, and no other has"):
-                late.join()  # type: ignore[operator]
+                late.join(replica.dense)
             return "told"
         with pytest.raises(ConfigError, match=r"call model\.join"):
             replica.step()
@@ -327,3 +362,12 @@ def test_joins_that_fail() -> None:
 def test_options_that_do_not_fit(options: dict[str, Any], words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         shard(click_model(CONFIGS), mixed_plan(1), replicas=Replicas(2, **options))
+
+
+def test_dynamic_ids_do_not_fit_one_replica_that_others_may_join(store: Any) -> None:
+    def rank_main(address: str) -> None:
+        replicas = Replicas(1, elastic=address)
+        with pytest.raises(PlanError, match="with dynamic_ids: each copy of a table would give its rows to other"):
+            shard(click_model(CONFIGS), mixed_plan(1), replicas=replicas, dynamic_ids={"movies": DynamicIds()})
+
+    ranks(1, rank_main, f"127.0.0.1:{store.port}")
