@@ -51,8 +51,8 @@ class Replanned(NamedTuple):
         shown = ", ".join(names[:3]) + ", ..." * (len(names) > 3)
         return (
             f"moved {len(names)} table{'s' * (len(names) > 1)} ({shown}), {self.moved_bytes / 2**20:,.1f} MiB, in "
-            f"{self.pause_ms / 1e3:.2f} s: the tables' part of a step is predicted to take {self.new_ms:.2f} ms in place of "
-            f"{self.old_ms:.2f}"
+            f"{self.pause_ms / 1e3:.2f} s: the tables' part of a step is predicted to take {self.new_ms:.2f} ms in "
+            f"place of {self.old_ms:.2f}"
         )
 
 
