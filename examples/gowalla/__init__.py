@@ -1,1 +1,1 @@
-"""LightGCN on the Gowalla check-ins, its tables sharded over the ranks; see README.md."""
+"""LightGCN on the Gowalla check-ins by ``shardrec train``; see README.md."""

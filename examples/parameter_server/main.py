@@ -21,7 +21,7 @@ from examples.parameter_server.model import DIM, FEATURES, batch, build
 from shardrec.launch.ranks import RankInfo
 from shardrec.launch.run import on_new_ranks
 from shardrec.layout import ShardingPlan, Topology, cuts
-from shardrec.rpc import RpcWorld
+from shardrec.rpc import RemoteModel, RpcWorld
 from shardrec.rpc.serve import open_store
 
 __all__ = ["compare", "main", "make_plan", "train"]
@@ -57,20 +57,22 @@ def train(model: shardrec.ShardedModel, trainer: int, steps: int) -> list[float]
     return losses
 
 
-def compare(rank_info: RankInfo, store: str, steps: int) -> tuple[list[float], list[float]]:
-    """On one of two trainers: its losses with servers, and by collectives."""
+def compare(rank_info: RankInfo, store: str, steps: int, staleness: int) -> tuple[list[float], list[float]]:
+    """On one of two trainers: its losses with servers, up to ``staleness`` updates late, and by collectives."""
     world = RpcWorld(open_store(store), trainers=2, servers=SERVERS, name=f"trainer{rank_info.rank}")
     with world.joined():
-        remote = train(
-            shardrec.shard(build(), make_plan(), servers=shardrec.Servers(world.servers)), rank_info.rank, steps
-        )
+        servers = shardrec.Servers(world.servers, staleness=staleness)
+        model = shardrec.shard(build(), make_plan(), servers=servers)
+        remote = train(model, rank_info.rank, steps)
+        if isinstance(model, RemoteModel):
+            model.flush()
         dist.barrier()
         world.end()
     local = train(shardrec.shard(build(), make_plan()), rank_info.rank, steps)
     return remote, local
 
 
-def main(steps: int = STEPS) -> None:
+def main(steps: int = STEPS, staleness: int = 0) -> None:
     """Start the servers, and train on two ranks."""
     with tempfile.TemporaryDirectory() as folder:
         store, plan = f"file://{folder}/store", Path(folder) / "plan.json"
@@ -81,7 +83,7 @@ def main(steps: int = STEPS) -> None:
         quiet = {**os.environ, "TORCH_CPP_LOG_LEVEL": "ERROR"}  # what agents say of those that leave before them
         servers = [subprocess.Popen([*serve, "--rank", str(rank)], env=quiet) for rank in range(len(SERVERS))]
         try:
-            remote, local = on_new_ranks(compare, store, steps, nproc=2)
+            remote, local = on_new_ranks(compare, store, steps, staleness, nproc=2)
             if any([server.wait() for server in servers]):
                 raise SystemExit("an embedding server failed")
         finally:

@@ -43,7 +43,7 @@ def eval_command(
     ] = None,
     on_bad_row: _OnBadRow = None,
     ranking: Annotated[
-        Literal["rows", "catalogue"] | None,
+        Literal["rows", "catalogue", "unseen"] | None,
         typer.Option(help="What clicked rows' items are ranked among (default: the run's option)"),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the metrics as JSON.")] = False,

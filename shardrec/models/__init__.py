@@ -20,7 +20,7 @@ __all__ = ["MODELS"]
 
 _NAMES = (
     "dlrm=DLRM dcn=DCN dnn=DNN deepfm=DeepFM finalmlp=FinalMLP din=DIN sasrec=SASRec hstu=HSTU two_tower=TwoTower "
-    "mmoe=MMoE ple=PLE"
+    "lightgcn=LightGCN mmoe=MMoE ple=PLE"
 )
 MODELS: dict[str, str] = dict(pair.split("=") for pair in _NAMES.split())
 """The class of each model, by the model's name on the command line, which is also its file's."""

@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Annotated, Any, TypeAlias
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from pydantic import Field
@@ -26,6 +27,8 @@ __all__ = [
     "FactorizationMachine",
     "FeatureVectors",
     "ItemCounts",
+    "ItemNeighbors",
+    "Positive",
     "Share",
     "Size",
     "Sizes",
@@ -38,6 +41,7 @@ __all__ = [
 Size: TypeAlias = Annotated[int, Field(gt=0)]
 Sizes: TypeAlias = tuple[Size, ...]
 Share: TypeAlias = Annotated[float, Field(ge=0, lt=1)]
+Positive: TypeAlias = Annotated[float, Field(gt=0)]
 """What the constructors' arguments are, as shardrec.train.model checks them."""
 
 
@@ -226,3 +230,35 @@ class ItemCounts(nn.Module):
     def log_q(self, ids_N: Tensor) -> Tensor:
         """Logs of the items' shares: float32 (N,)."""
         return (self.counts[ids_N].float() / self.counts.sum()).log()
+
+
+class ItemNeighbors(nn.Module):
+    """The users of each item, and ``weight`` times what both weigh by LightGCN's symmetric normalization.
+
+    By a Parquet file's ``columns``, numbers of users and lists of numbers of items, each below the given one. On the
+    CPU, and not in buffers, which each step would broadcast.
+    """
+
+    def __init__(self, path: str, columns: Sequence[str], num_users: int, num_items: int, weight: float) -> None:
+        import pyarrow.parquet as pq  # which no other model needs
+
+        super().__init__()
+        try:
+            user, lists = (column.combine_chunks() for column in pq.read_table(path, columns=[*columns]).columns)
+            users, items = np.repeat(user.to_numpy(), lists.value_lengths().to_numpy()), lists.flatten().to_numpy()
+            if users.max() >= num_users or items.max() >= num_items:
+                raise ValueError(f"numbers of {columns} are above the features' rows")
+            counts = np.bincount(items, minlength=num_items), np.bincount(users, minlength=num_users)
+        except (OSError, TypeError, ValueError, AttributeError) as error:
+            raise ConfigError(f"graph (--model-arg graph=FILE) is {path!r}: {error}; give the training data") from error
+        self.users, self.visits_I, sizes = (torch.tensor(of) for of in (users[np.argsort(items)], *counts))
+        self.num_users, self.ends_I = int((sizes > 0).sum()), self.visits_I.cumsum(0)
+        self.scale_I = weight * self.visits_I.clamp(min=1).rsqrt()
+        self.weights = sizes.clamp(min=1).rsqrt()[self.users.long()] * self.scale_I.repeat_interleave(self.visits_I)
+
+    def forward(self, items_C: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Users of some items, int64 (M,); their weights, float32 (M,); how many each item has, int64 (C,)."""
+        visits_C = self.visits_I[items_C.cpu()]
+        shifts = (self.ends_I[items_C.cpu()] - visits_C.cumsum(0)).repeat_interleave(visits_C)
+        places = torch.arange(shifts.numel()) + shifts
+        return self.users[places].to(items_C), self.weights[places].to(items_C.device), visits_C.to(items_C)

@@ -9,18 +9,17 @@ Legend: B rows, D columns of the towers' outputs.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Annotated, Any
+from typing import Any
 
 import torch
 import torch.nn.functional as F
-from pydantic import Field
 from torch import Tensor, nn
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from shardrec.data import ClickSchema
 from shardrec.errors import ConfigError
-from shardrec.models.parts import MLP, ItemCounts, Share, Size, Sizes, columns_of, pooled_features
+from shardrec.models.parts import MLP, ItemCounts, Positive, Share, Size, Sizes, columns_of, pooled_features
 
 __all__ = ["TwoTower"]
 
@@ -44,7 +43,7 @@ class TwoTower(nn.Module):
         dim: Size = 16,
         hidden: Sizes = (128, 64),
         columns: Size = 32,
-        temperature: Annotated[float, Field(gt=0)] = 0.1,
+        temperature: Positive = 0.1,
         log_q: bool = False,
         dropout: Share = 0.0,
         batch_norm: bool = False,

@@ -283,8 +283,9 @@ class TrainConfig(Options):
     ranking: str = option(
         "rows",
         _OUTPUT,
-        "What the item of a clicked held-out row is ranked among: the rows of its group, or all items (catalogue).",
-        choices=("rows", "catalogue"),
+        "What the item of a clicked held-out row is ranked among: the rows of its group, all items (catalogue), or "
+        "those but the row's own, of features that share the item's table (unseen).",
+        choices=("rows", "catalogue", "unseen"),
     )
     checkpoint: str = option(
         "last",

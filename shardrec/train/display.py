@@ -163,7 +163,7 @@ class Announcer:
     def results(self, report: RunReport, folder: Path) -> None:
         """The final metrics and, in the last line, the gap to the best possible."""
         final, rows = report.final, f"{report.final.rows:,}"
-        if report.config["ranking"] == "catalogue" and isinstance(final, ClickMetrics):
+        if report.config["ranking"] != "rows" and isinstance(final, ClickMetrics):
             self.say(f"{rows} clicked {report.final_rows}, each item ranked among {1 / final.click_rate:,.0f}")
         else:
             clicked = "" if isinstance(final, TaskMetrics) else f", {final.click_rate:.1%} clicked"

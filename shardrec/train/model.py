@@ -236,7 +236,8 @@ def dense_optimizer(model: ShardedModel, config: TrainConfig) -> torch.optim.Opt
     """The optimizer of everything that is not a table."""
     cls: Any = _DENSE_OPTIMIZERS[config.optimizer]
     parameters = model.dense_parameters()
-    optimizer: torch.optim.Optimizer = cls(parameters, lr=config.lr, weight_decay=config.weight_decay)
+    groups = [{"params": parameters}]  # of none, where tables are all that a model has
+    optimizer: torch.optim.Optimizer = cls(groups, lr=config.lr, weight_decay=config.weight_decay)
     return optimizer
 
 

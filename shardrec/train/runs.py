@@ -130,7 +130,7 @@ class RunFolder:
             data: files, as the run's; None for the rows that the run's final metrics are of.
             on_bad_row: "error" or "skip"; None for what the run was told.
             scored: is told of each batch's rows.
-            ranking: "rows" or "catalogue"; None for what the run was told.
+            ranking: "rows", "catalogue" or "unseen"; None for what the run was told.
 
         Returns:
             The metrics, and the rows that were left out, by reason.

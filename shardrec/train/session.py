@@ -329,7 +329,7 @@ def _watched(config: TrainConfig) -> str:
                 f"{config.loss!r}, monitor (--monitor) {config.monitor!r}: leave both out"
             )
         return "loss"
-    grouped = spec.group is not None or config.ranking == "catalogue"
+    grouped = spec.group is not None or config.ranking != "rows"
     watched = config.monitor or ("gauc" if grouped and config.loss != "bce" else "logloss")
     if watched in ("gauc", "ndcg") and not grouped:
         raise ConfigError(

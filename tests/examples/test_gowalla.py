@@ -1,42 +1,40 @@
-"""The Gowalla example: what it refuses, its metrics by hand, and that its recipe learns."""
+"""The Gowalla example: what it refuses, its files against a naive reading, and its options on few users."""
 
 from __future__ import annotations
 
-import json
 import lzma
-import math
-from collections.abc import Sequence
 from pathlib import Path
+from random import Random
 
+import pyarrow.parquet as pq
 import pytest
-import torch
-import torch.distributed as dist
 
-from examples.gowalla import main as gowalla
-from examples.gowalla.data import Dataset, Interactions, read_dataset
-from examples.gowalla.evaluate import Metrics, recall_and_ndcg, top_items
-from examples.gowalla.main import Settings, Trainer
-from shardrec.errors import ConfigError, DataError
+from examples.gowalla.prepare import main, prepare
+from shardrec.errors import DataError
+from shardrec.train import RunFolder, load_config
 from tests.ranks import ranks
+from tests.train.broken_off import broken_off
 
-TINY = Settings(epochs=8, users_per_batch=40, num_negatives=30, dim=16, cut="row_wise", eval_every=8)
+CONFIG = Path(__file__).parents[2] / "examples" / "gowalla" / "run.yaml"
+TOWNS, PLACES = 10, 16
 
-
-def interactions(rows: Sequence[Sequence[int]], num_items: int) -> Interactions:
-    offsets = torch.tensor([0, *map(len, rows)]).cumsum(0)
-    items = torch.tensor([item for row in rows for item in row], dtype=torch.int64)
-    return Interactions(offsets=offsets, items=items, num_items=num_items)
+Sets = dict[int, list[int]]
 
 
-def towns(users: int = 121, count: int = 10, places: int = 16) -> Dataset:
+def towns(users: int = 121) -> tuple[Sets, Sets]:
     """Users visit places of their own town only: half of them in train, a quarter in test."""
-    generator = torch.Generator().manual_seed(1)
-    train, test = [], []
+    train, test, rng = {}, {}, Random(1)
     for user in range(users):
-        order = (torch.randperm(places, generator=generator) + places * (user % count)).tolist()
-        train.append(order[: places // 2])
-        test.append(order[places // 2 : 3 * places // 4])
-    return Dataset(train=interactions(train, count * places), test=interactions(test, count * places))
+        order = rng.sample(range(PLACES * (user % TOWNS), PLACES * (user % TOWNS + 1)), PLACES)
+        train[user], test[user] = order[: PLACES // 2], order[PLACES // 2 : 3 * PLACES // 4]
+    return train, test
+
+
+def write(folder: Path, *halves: Sets) -> Path:
+    for name, half in zip(("train", "test"), halves, strict=True):
+        lines = "".join(f"{' '.join(map(str, [user, *items]))}\n" for user, items in half.items())
+        (folder / f"{name}.txt.xz").write_bytes(lzma.compress(lines.encode()))
+    return folder
 
 
 @pytest.mark.parametrize(
@@ -55,59 +53,38 @@ def test_broken_files_are_refused(tmp_path: Path, train: str, test: str, message
     (tmp_path / "train.txt").write_text(train, encoding="utf-8")
     (tmp_path / "test.txt").write_text(test, encoding="utf-8")
     with pytest.raises(DataError, match=message):
-        read_dataset(tmp_path)
+        prepare(tmp_path, tmp_path / "out")
 
 
-def test_metrics_by_hand() -> None:
-    """Three items of four found at places 1 and 3, and one of one at place 2, of two that count."""
-    test = interactions([[5, 6, 7, 8], [1]], 10)
-    recall, ndcg = recall_and_ndcg(torch.tensor([[7, 0, 5], [0, 1, 2]]), test, torch.tensor([0, 1]))
-    assert recall.tolist() == [0.5, 1.0]
-    best = 1 + 1 / math.log2(3) + 1 / math.log2(4)
-    assert ndcg.tolist() == pytest.approx([(1 + 0.5) / best, 1 / math.log2(3)])
-    scores = torch.tensor([[5.0, 4.0, 3.0, 2.0], [1.0, 2.0, 3.0, 4.0]])
-    top = top_items(scores, interactions([[0], [], [3, 2]], 4), torch.tensor([0, 2]), k=2)
-    assert top.tolist() == [[1, 2], [1, 0]], "items of train come last"
+def test_files_hold_the_split(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Also of users in no order, in one half only, or without items."""
+    train, test = {7: [3, 1], 2: [5], 4: []}, {2: [1, 0], 9: [6], 7: []}
+    rows = prepare(write(tmp_path, train, test), tmp_path)
+    assert rows == {"fit": rows["fit"], "valid": rows["valid"], "train": 2, "test": 3}
+    columns = ["user", "history", "item", "label"]
+    files = {name: pq.read_table(tmp_path / f"{name}.parquet", columns=columns).to_pylist() for name in rows}
+    assert [[*row.values()] for row in files["train"]] == [[3, [6], 6, 1], [8, [4, 2], 2, 1]]
+    assert [[*row.values()] for row in files["test"]] == [[3, [6], 2, 1], [3, [6], 1, 1], [10, [], 7, 1]]
+    fitted = {row["user"]: row["history"] for row in files["fit"]}
+    assert sorted(sum(fitted.values(), [row["item"] for row in files["valid"]])) == [2, 4, 6]
+    assert all(row["history"] == fitted.get(row["user"], []) for row in files["valid"])
+    assert "rows: 11" in (tmp_path / "features.yaml").read_text(encoding="utf-8")
+    with pytest.raises(SystemExit):
+        main(["--data", str(tmp_path / "none"), "--out", str(tmp_path)])
+    assert "has neither train.txt.xz nor train.txt" in capsys.readouterr().err
 
 
-def test_two_ranks_learn_and_agree() -> None:
-    def learn() -> tuple[Metrics, int]:
-        trainer = Trainer(towns(), TINY, rank=dist.get_rank(), world_size=2)
-        samples = sum(positives for _ in range(TINY.epochs) for _, positives in trainer.steps())
-        return trainer.evaluate(), samples
-
-    (first, first_samples), (second, second_samples) = ranks(2, learn)
-    assert first == second
-    assert first.users == 121
-    assert first.recall > 0.9
-    assert first_samples + second_samples == 121 * 8 * TINY.epochs
-
-
-def write(folder: Path, dataset: Dataset) -> None:
-    folder.mkdir()
-    for half in ("train", "test"):
-        rows: Interactions = getattr(dataset, half)
-        items = rows.items.split(rows.counts().tolist())
-        lines = "".join(" ".join(map(str, [user, *of.tolist()])) + "\n" for user, of in enumerate(items))
-        (folder / f"{half}.txt.xz").write_bytes(lzma.compress(lines.encode()))
-
-
-@pytest.mark.parametrize("servers", [[], pytest.param(["--servers", "2", "--staleness", "2"], marks=pytest.mark.slow)])
-def test_a_run_from_the_command_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, servers: list[str]) -> None:
-    monkeypatch.delenv("WORLD_SIZE", raising=False)
-    write(tmp_path / "gowalla_m1", towns())
-    out = tmp_path / "run" / "metrics.json"
-    small = ["--users-per-batch", "40", "--num-negatives", "30", "--dim", "16", "--epochs", "8", "--eval-every", "5"]
-    gowalla.main(["--data", str(tmp_path), "--out", str(out), *small, *servers])
-    report = json.loads(out.read_text())
-    assert report["settings"]["dim"] == 16
-    assert [record["epoch"] for record in report["evaluations"]] == [5, 8]
-    assert report["evaluations"][-1]["recall"] > 0.9
-    (tmp_path / "gowalla_m1" / "test.txt.xz").unlink()
-    assert read_dataset(tmp_path / "gowalla_m1", validate=0.25).test.num_users == 121, "test is not read"
-
-
-@pytest.mark.parametrize(("name", "value"), [("servers", -1), ("staleness", 2), ("lr", 0.0), ("validate", 1.0)])
-def test_settings_are_checked(name: str, value: float) -> None:
-    with pytest.raises(ConfigError, match=f"--{name} is"):
-        Settings(**{name: value})  # type: ignore[arg-type]
+def test_a_run_by_its_files_learns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each user's four places among the eight that are left of the town, of 160; and ``eval`` finds the same."""
+    monkeypatch.chdir(tmp_path)
+    prepare(write(tmp_path, *towns()), Path("runs/gowalla/data"))
+    arguments = {**load_config(CONFIG).model_args, "dim": 16, "negatives": 30}
+    small = {"model_args": arguments, "global_batch_size": 80, "epochs": 8, "top_k": 8, "out": str(tmp_path / "run")}
+    ranks(2, broken_off, load_config(CONFIG, small))
+    run = RunFolder(tmp_path / "run")
+    final = run.metrics["final"]
+    assert (final["rows"], final["groups"]) == (484, 121)
+    assert final["recall@8"] > 0.9
+    assert run.evaluate()[0].to_mapping() == pytest.approx(final, abs=1e-6)
+    among_all, _ = run.evaluate(ranking="catalogue")
+    assert among_all.to_mapping()["recall@8"] < 0.9, "places of train are among the first"

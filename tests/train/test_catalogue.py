@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from random import Random
 
 import pytest
@@ -28,6 +29,8 @@ SPEC = FeatureSpec(
     features=(
         Feature(name="user", kind="multi_hot", rows=USERS, ids="number"),
         Feature(name="item", kind="id", rows=ITEMS, ids="number"),
+        Feature(name="known", kind="multi_hot", share="item"),
+        Feature(name="bought", kind="multi_hot", share="item"),
     ),
 )
 
@@ -57,26 +60,32 @@ class Products(nn.Module):
         return vectors
 
 
-def drawn(rng: Random) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Tables, and rows: users, items and labels; a user may have an item twice."""
+def drawn(rng: Random) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Tables, and rows: users, items, labels and numbers of known items; a user may have an item twice."""
     draws = torch.Generator().manual_seed(rng.randrange(2**31))
     users_UD, items_ND = (torch.randint(-1, 2, (rows, DIM), generator=draws).float() for rows in (USERS, ITEMS))
     count = rng.randint(1, 40)
     users, items = torch.randint(USERS, (count,), generator=draws), torch.randint(1, ITEMS, (count,), generator=draws)
     labels = (torch.rand(count, generator=draws) < 0.7).float()
     labels[0] = 1
-    return users_UD, items_ND, users, items, labels
+    return users_UD, items_ND, users, items, labels, torch.randint(0, ITEMS // 3, (count,), generator=draws)
 
 
-def batch_of(users: Tensor, items: Tensor, labels: Tensor) -> ClickBatch:
-    ones = torch.ones_like(users)
-    sparse = KeyedJaggedTensor(["user", "item"], torch.cat([users, items]), lengths=torch.cat([ones, ones]))
+def batch_of(users: Tensor, items: Tensor, labels: Tensor, sizes: Tensor | None = None) -> ClickBatch:
+    """Each row's known items are some multiples of 3, maybe its own, and 0; those that it bought are its own."""
+    ones, sizes = torch.ones_like(users), torch.zeros_like(users) if sizes is None else sizes
+    known = torch.cat([3 * torch.arange(size) for size in sizes.tolist()] or [sizes])
+    sparse = KeyedJaggedTensor(
+        ["user", "item", "known", "bought"],
+        torch.cat([users, items, known, items]),
+        lengths=torch.cat([ones, ones, sizes, ones]),
+    )
     return ClickBatch(dense=torch.zeros(len(users), 1), sparse=sparse, labels=labels, groups=users)
 
 
 def by_score_matrix(drawn: tuple[Tensor, ...]) -> tuple[float, ...]:
     """NDCG, recall, hit rate, AUC and logloss: each user's clicked items beside all others, by the plain metrics."""
-    users_UD, items_ND, users, items, labels = drawn
+    users_UD, items_ND, users, items, labels, _ = drawn
     scores_UN = users_UD @ items_ND.t()
     users, items = users[labels == 1], items[labels == 1]
     clicked_UN = torch.zeros(USERS, ITEMS)
@@ -89,6 +98,20 @@ def by_score_matrix(drawn: tuple[Tensor, ...]) -> tuple[float, ...]:
     below_B = (others_BN < score_B[:, None]).sum(1) + ((others_BN == score_B[:, None]).sum(1) - 1) / 2
     logloss = float((others_BN.logsumexp(1) - score_B).mean())
     return (expected.ndcg, expected.recall, expected.hit_rate, float(below_B.mean()) / (ITEMS - 2), logloss)
+
+
+def unseen_by_score_matrix(drawn: tuple[Tensor, ...]) -> tuple[float, float]:
+    """Hit rate of single rows and AUC: each row's item beside the others that it does not know."""
+    users_UD, items_ND, labels = drawn[0], drawn[1], drawn[4]
+    users, items, sizes = (drawn[number][labels == 1] for number in (2, 3, 5))
+    scores_BN = users_UD[users] @ items_ND.t()
+    item_N = torch.arange(ITEMS)
+    is_known_BN = (item_N % 3 == 0) & (item_N < 3 * sizes[:, None])
+    others_BN = ~is_known_BN & (item_N > 0) & (item_N != items[:, None])
+    score_B1 = scores_BN.gather(1, items[:, None])
+    above_B, equal_B = (((scores_BN > score_B1) & others_BN).sum(1), ((scores_BN == score_B1) & others_BN).sum(1))
+    hits = (above_B + equal_B < K).double().mean()
+    return float(hits), float((1 - (above_B + equal_B / 2) / others_BN.sum(1)).mean())
 
 
 def against_score_matrix(world_size: int) -> None:
@@ -108,6 +131,11 @@ def against_score_matrix(world_size: int) -> None:
             patch.setattr(catalogue, "_SCORES", rng.choice([1, 50, 1 << 22]))
             patch.setattr(catalogue, "_LOOKED_UP", rng.choice([1, 7, 8192]))
             metrics = CatalogueRanking(model, SPEC, torch.device("cpu"), k=K)(batches)
+            single = [replace(batch, groups=None) for batch in batches]
+            unseen = CatalogueRanking(model, SPEC, torch.device("cpu"), k=K, unseen=True)(single)
+        assert unseen.ranking is not None
+        assert (unseen.ranking.hit_rate, unseen.auc) == pytest.approx(unseen_by_score_matrix(data), abs=1e-6)
+        assert unseen.logloss == pytest.approx(metrics.logloss)
         assert metrics.ranking is not None
         got = (metrics.ranking.ndcg, metrics.ranking.recall, metrics.ranking.hit_rate, metrics.auc, metrics.logloss)
         assert got == pytest.approx(by_score_matrix(data), abs=1e-6), (number, plan)
@@ -216,6 +244,8 @@ def test_what_cannot_be_ranked() -> None:
     )
     with pytest.raises(ConfigError, match="dynamic ids of 'item'"):
         CatalogueRanking(model, dynamic, cpu)
+    with pytest.raises(ConfigError, match="'unseen' needs a feature with the items of a row that are left out"):
+        CatalogueRanking(model, FeatureSpec(features=SPEC.features[:2]), cpu, unseen=True)
     model.item_features = ("item", "price")  # type: ignore[assignment]
     with pytest.raises(ConfigError, match=r"are \['item', 'price'\]"):
         CatalogueRanking(model, SPEC, cpu)

@@ -6,8 +6,11 @@ import copy
 import inspect
 from dataclasses import replace
 from importlib import import_module
+from tempfile import TemporaryDirectory
 from typing import Any
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import torch
 from torch import Tensor, nn
@@ -53,6 +56,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "sasrec": ("sasrec", SEQUENTIAL),
     "hstu": ("hstu", SEQUENTIAL),
     "two_tower": ("two_tower", {"item": ["item", "price"], **REGULAR}),
+    "lightgcn": ("lightgcn", {"dim": 24, "neighbor_weight": 2.0, "negatives": 16, "prior": 0.1}),
     "mmoe": ("mmoe", {"experts": 3, "hidden": [16, 8], "tower": [], **REGULAR}),
     "ple": ("ple", {"hidden": [16, 8]}),
 }
@@ -60,7 +64,12 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
 
 def made(case: str, schema: ClickSchema = SCHEMA, **changes: Any) -> nn.Module:
     name, arguments = CASES[case]
-    return build_model(TrainConfig(model=name, model_args={**arguments, **changes}), schema)
+    with TemporaryDirectory() as folder:
+        if name == "lightgcn":  # its users have the items of their own half
+            lists = [[item for item in range(1, ITEMS) if item % 2 != user % 2][: user % 9] for user in range(USERS)]
+            arguments = {"graph": f"{folder}/graph.parquet", **arguments}
+            pq.write_table(pa.table({"user": range(USERS), "history": lists}), arguments["graph"])
+        return build_model(TrainConfig(model=name, model_args={**arguments, **changes}), schema)
 
 
 def batch_of(size: int, seed: int) -> tuple[Tensor, KeyedJaggedTensor, Tensor]:
@@ -89,7 +98,9 @@ def off_meta(model: nn.Module) -> nn.Module:
             bags = isinstance(module, EmbeddingBagCollection)
             tables = module.embedding_bag_configs() if bags else module.embedding_configs()
             parent, _, child = name.rpartition(".")
-            setattr(model.get_submodule(parent), child, type(module)(tables=tables, device=torch.device("cpu")))
+            weighted = {"is_weighted": module.is_weighted()} if bags else {}
+            on_cpu = type(module)(tables=tables, device=torch.device("cpu"), **weighted)
+            setattr(model.get_submodule(parent), child, on_cpu)
     return model
 
 
@@ -107,13 +118,15 @@ def against_unsharded(case: str) -> None:
     """On a rank: tables are the schema's; outputs, also scripted and after two steps, are the unsharded model's."""
     rank = torch.distributed.get_rank()
     torch.manual_seed(0)
-    model = made(case, WIDTHS)
+    model = made(case, replace(WIDTHS, dims=()) if case == "lightgcn" else WIDTHS)
     reference = copy.deepcopy(model)
     fuse_optimizer(model, TrainConfig(embedding_optimizer="sgd", embedding_lr=LR))
     torch.manual_seed(1)
     sharded = shardrec.shard(model)
     looked_up = {"t_film": (ITEMS, 24)}
-    if case not in ("sasrec", "hstu"):
+    if case == "lightgcn":
+        looked_up |= {"t_user": (USERS, 24)}
+    elif case not in ("sasrec", "hstu"):
         looked_up |= {"t_user": (USERS, 8), "t_tags": (9, 4)}
     tables = {
         table.name.rpartition(".")[2]: (table.num_embeddings, table.embedding_dim) for table in sharded.plan.tables
@@ -146,7 +159,7 @@ def against_unsharded(case: str) -> None:
         for module in part.modules():
             if isinstance(module, (nn.Dropout, BatchNorm)):
                 module.eval()
-    dense = torch.optim.SGD(sharded.dense_parameters(), lr=LR)
+    dense = torch.optim.SGD([{"params": sharded.dense_parameters()}], lr=LR)  # there may be none
     whole = torch.optim.SGD(reference.parameters(), lr=LR)
     for step in (2, 4):
         dense.zero_grad()
@@ -271,6 +284,8 @@ def test_a_history_that_is_too_long(name: str) -> None:
         ("finalmlp", {"heads": 5}, "multiple of 5 heads"),
         ("finalmlp", {"context1": ["age"]}, r"name \['age'\], which are no features"),
         ("two_tower", {"item": ["price", "item"]}, "the item's id first"),
+        ("lightgcn", {"graph": "none.parquet"}, "graph=FILE.* is 'none.parquet'.*give the training data"),
+        ("lightgcn", {"item": "tags"}, "numbers of .* are above the features' rows"),
         ("dlrm", {"hidden": []}, r"dlrm\(schema, dim=8, hidden=\(\)\) fails"),
     ],
 )
