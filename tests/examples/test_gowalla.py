@@ -74,12 +74,15 @@ def test_files_hold_the_split(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     assert "has neither train.txt.xz nor train.txt" in capsys.readouterr().err
 
 
-def test_a_run_by_its_files_learns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_by_its_files_learns(tmp_path: Path) -> None:
     """Each user's four places among the eight that are left of the town, of 160; and ``eval`` finds the same."""
-    monkeypatch.chdir(tmp_path)
-    prepare(write(tmp_path, *towns()), Path("runs/gowalla/data"))
-    arguments = {**load_config(CONFIG).model_args, "dim": 16, "negatives": 30}
-    small = {"model_args": arguments, "global_batch_size": 80, "epochs": 8, "top_k": 8, "out": str(tmp_path / "run")}
+    config, files = load_config(CONFIG), tmp_path / "data"
+    prepare(write(tmp_path, *towns()), files)
+    # Ranks run in another folder than this test's.
+    paths = {name: str(files / Path(getattr(config, name)).name) for name in ("data", "valid", "features")}
+    arguments = {**config.model_args, "graph": paths["data"], "dim": 16, "negatives": 30}
+    sizes = {"global_batch_size": 80, "epochs": 8, "top_k": 8}
+    small = {**paths, "model_args": arguments, **sizes, "out": str(tmp_path / "run")}
     ranks(2, broken_off, load_config(CONFIG, small))
     run = RunFolder(tmp_path / "run")
     final = run.metrics["final"]
