@@ -133,9 +133,8 @@ def read_range(path: str, spec: FeatureSpec, start: int, at_once: int) -> Iterat
                 if error is not None and error.code() != KafkaError._PARTITION_EOF:
                     oldest = 0
                     if _is_gone(error):
-                        oldest = consumer.offsets_for_times([TopicPartition(topic, partition, -2)], _REQUEST_S)[
-                            0
-                        ].offset
+                        (low,) = consumer.offsets_for_times([TopicPartition(topic, partition, -2)], timeout=_REQUEST_S)
+                        oldest = low.offset
                     if oldest <= at + len(rows):
                         raise _fault(path, error)
                     warnings.warn(f"{path} lacks its records before offset {oldest}", stacklevel=2)
