@@ -47,12 +47,12 @@ def batch_of_request(rows: Any, spec: FeatureSpec) -> ClickBatch:
 
 def named_spec(spec: FeatureSpec) -> FeatureSpec:
     """The spec of a table of :func:`table_of`, whose columns have the features' names."""
-    given = {name: getattr(spec, name) for name in spec.model_fields_set}
+    fields = {name: getattr(spec, name) for name in spec.model_fields_set}
     features = []
     for feature in spec.features:
         weights = f"weights of {feature.name}" if feature.weights else None
         features.append(feature.model_copy(update={"column": feature.name, "weights": weights}))
-    return FeatureSpec(**{**given, "features": tuple(features), "columns": None})
+    return FeatureSpec(**{**fields, "features": tuple(features), "columns": None})
 
 
 def table_of(rows: Sequence[Any], spec: FeatureSpec, *, labelled: bool) -> tuple[Any, dict[int, RowFault]]:

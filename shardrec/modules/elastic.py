@@ -132,8 +132,8 @@ class ElasticGroup:
         self._replica = self._told(lambda: self._store.add("replicas", 1))
         over = threading.Event()
         weakref.finalize(self, over.set)
-        given = self._store.clone(), None if self._rank else self._replica, over
-        threading.Thread(target=self._watch.run, args=given, name="shardrec-replicas", daemon=True).start()
+        watched = self._store.clone(), None if self._rank else self._replica, over
+        threading.Thread(target=self._watch.run, args=watched, name="shardrec-replicas", daemon=True).start()
 
     def _connect(self) -> Any:
         address, _, run = self._name.partition("/")
@@ -301,12 +301,12 @@ class ElasticGroup:
         Raises:
             ConfigError: in all replicas, if another makes another operation.
         """
-        given = [gradient if weight else None for gradient in gradients]
+        gradients_here = [gradient if weight else None for gradient in gradients]
         asked = self._rank == 0 and self._watch.requests > self._handled
         if self.size == 1:
             self.is_asked = asked
-            return given
-        flags = [weight, asked, *(gradient is not None for gradient in given)]
+            return gradients_here
+        flags = [weight, asked, *(gradient is not None for gradient in gradients_here)]
         total, requests, *counts = self._sum_header("gradients", like, flags)
         means = [
             None
@@ -314,7 +314,7 @@ class ElasticGroup:
             else torch.zeros(tensor.shape, dtype=tensor.dtype, device=tensor.device)
             if gradient is None
             else gradient.to_dense().contiguous() / total
-            for tensor, gradient, count in zip(like, given, counts, strict=False)
+            for tensor, gradient, count in zip(like, gradients_here, counts, strict=False)
         ]
         for parts in dtype_buckets(mean for mean in means if mean is not None):
             _spread(self._sum(torch.cat(parts)), parts)

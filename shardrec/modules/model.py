@@ -270,8 +270,8 @@ class ShardedModel(nn.Module):
             PeerError: if another rank is gone. After each of these errors the model has its old plan and values.
         """
         self._check_plan_may_change()
-        given = {"steps": steps, "min_gain": min_gain, **planning}
-        replanned: Replanned | None = late_import("replan_model")(self, sample_batches, optimizer, **given)
+        options = {"steps": steps, "min_gain": min_gain, **planning}
+        replanned: Replanned | None = late_import("replan_model")(self, sample_batches, optimizer, **options)
         return replanned
 
     def _check_plan_may_change(self) -> None:
