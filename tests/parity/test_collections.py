@@ -58,8 +58,6 @@ def test_the_product_is_whole() -> None:
             ("live script", 2, Kind(weights="learned"), "each"),
             ("live script", 2, Kind(pooled=False, dedup=True), "one"),
             ("traced", 2, Kind(weights="learned"), "each"),
-            ("portable", 2, Kind(), "one"),
-            ("portable", 2, Kind(pooled=False, dedup=True), "one"),
         },
     ),
 )
