@@ -25,8 +25,11 @@ class _Block(nn.Module):
     def __init__(self, dim: int, heads: int, max_length: int, dropout: float) -> None:
         super().__init__()
         self.dim, self.heads, self.columns, self.max_length = dim, heads, dim // heads, max_length
-        self.norm, self.attended_norm = nn.LayerNorm(dim), nn.LayerNorm(dim)
-        self.project_in, self.project_out = nn.Linear(dim, 4 * dim), nn.Linear(dim, dim)
+        # Norms without a learned scale, and first values, as in the authors' code.
+        self.norm, self.attended_norm = (nn.LayerNorm(dim, eps=1e-6, elementwise_affine=False) for _ in range(2))
+        self.project_in, self.project_out = nn.Linear(dim, 4 * dim, bias=False), nn.Linear(dim, dim)
+        nn.init.normal_(self.project_in.weight, std=0.02)
+        nn.init.xavier_uniform_(self.project_out.weight)
         self.bias = nn.Parameter(torch.zeros(heads, max_length))
         self.dropout = nn.Dropout(dropout)
 
@@ -44,7 +47,7 @@ class _Block(nn.Module):
             flat = (weights_RHWW @ value).transpose(1, 2).flatten(2)
             jagged = torch.ops.fbgemm.dense_to_jagged(flat, [offsets], tokens.size(0))[0]
             attended_TD = attended_TD.index_copy(0, tokens, jagged)
-        mixed_TD: Tensor = x_TD + self.dropout(self.project_out(self.attended_norm(attended_TD) * gate_TD))
+        mixed_TD: Tensor = x_TD + self.project_out(self.dropout(self.attended_norm(attended_TD) * gate_TD))
         return mixed_TD
 
 
