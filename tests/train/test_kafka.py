@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 import re
 from collections.abc import Iterator
@@ -13,6 +14,7 @@ import torch
 
 from shardrec import _versions
 from shardrec.data import FeatureSpec, FileClickData, kafka
+from shardrec.data.feed import Feed
 from shardrec.data.request import named_spec
 from shardrec.data.spec import parse_spec
 from shardrec.data.tables import check_file
@@ -114,7 +116,7 @@ def test_records_that_are_left_of_a_range_are_read(brokers: Brokers) -> None:
     """Where the oldest of a range under way are gone."""
     brokers.deliver("left", [b" " * 900_000] * 8, partition=0)  # more than the brokers keep
     url = brokers.deliver("left", list(map(row, range(8, 16))), partition=0)
-    oldest = int(kafka.new_ranges(url, [], skips=False)[0].rpartition("=")[2].partition("-")[0])
+    oldest = kafka.range_of(kafka.new_ranges(url, [], skips=False)[0]).start
     assert 0 < oldest <= 8
     spec = named_spec(parse_spec(SPEC, "spec"))
     data = FileClickData([f"{url}?partition=0&offsets=0-16"], spec, holdout=0.0, on_bad_row="skip")
@@ -143,6 +145,32 @@ def test_what_may_come_later_is_another_error(brokers: Brokers, monkeypatch: pyt
     assert not isinstance(refused.value, UnreachableError)
     with pytest.raises(DataError, match=r"partition=0 lacks .*\(it has offsets 0 to 3, and 9 is the next .*made anew"):
         kafka.new_ranges(url, [f"{url}?partition=0&offsets=0-9"], skips=True)
+
+
+def fed_by(url: str) -> Feed:
+    spec = named_spec(parse_spec(SPEC, "spec"))
+    return Feed(url, spec, lambda names, _: FileClickData(names, spec, holdout=0.0), skips=True)
+
+
+def test_a_topic_that_was_made_anew_is_noticed(brokers: Brokers) -> None:
+    """With more records than were read: by the next poll, and where it goes on with an arrival of the old one."""
+    url = brokers.deliver("anew", list(map(row, range(64))), partition=2)
+    whole = fed_by(url)
+    arrival = whole.poll()
+    assert arrival is not None
+    others = Brokers()
+    again = others.deliver("anew", list(map(row, range(100))), partition=2)
+    for position in (arrival.position, whole.position()):
+        other = fed_by(again)
+        other.seek(json.loads(json.dumps(position)))
+        with pytest.raises(DataError, match=r"/anew was made anew: partition 2 has another record at offset 63"):
+            other.poll()
+        going_on = fed_by(url)
+        going_on.seek(position)
+        polled = going_on.poll()
+        assert (polled is None) == (position is not arrival.position)
+    brokers.deliver("anew", [row(64)], partition=2)
+    assert going_on.poll() is not None
 
 
 class Scripted:
