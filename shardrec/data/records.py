@@ -82,7 +82,7 @@ def _avro(path: str) -> tuple[Decode, bytes]:
 
     try:
         schema = parse_schema(read_json(Path(path)))
-    except (AttributeError, LookupError, SchemaParseException, TypeError, UnknownType, ValueError) as error:
+    except (AttributeError, LookupError, OSError, SchemaParseException, TypeError, UnknownType, ValueError) as error:
         raise DataError(f"schema {path} is no schema of Avro ({type(error).__name__}: {error}): correct it") from error
 
     def decode(data: bytes) -> Any:
