@@ -110,7 +110,8 @@ def open_rows(path: str, stack: ExitStack) -> tuple[RowFile, Any]:
         if path.endswith((".parquet", ".pq")):
             parquet = pq.ParquetFile(file)
             kinds = parquet.schema_arrow
-            ids = pa.chunked_array(parquet.read(columns=kinds.names[:1]).column(0)).combine_chunks()
+            ids = parquet.read(columns=kinds.names[:1]).column(0).combine_chunks()
+            ids = ids.dictionary_decode() if pa.types.is_dictionary(ids.type) else ids
             columns, is_list = kinds.names[1:], len(kinds) == 2 and pa.types.is_nested(kinds.field(1).type)
             width = len(columns)
             if is_list:

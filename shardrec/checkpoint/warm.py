@@ -280,8 +280,8 @@ def _in_file(
     count, width = file.shape
     if not tensor.rows_of or tensor.shape[1] != width:
         raise ConfigError(
-            f"rows: {path} has rows of {width} values, and {key} of the model shape {tensor.shape}: give a table's name "
-            "and rows of its width"
+            f"rows: {path} has rows of {width} values, and {key} of the model shape {tensor.shape}: give a table, and "
+            "rows of its width"
         )
     numbers, bad = (number or _as_they_are)(_table_names(table)[0], ids)
     dynamic = next((each for each in dynamic_tables(model) if each.path == table), None)
@@ -309,9 +309,7 @@ def _in_file(
     note = f": {len(first):,} rows"
     for ids_without, words in ((count - fits.sum(), "are not in the table"), (fits.sum() - len(first), "share a row")):
         note += f", {ids_without:,} ids {words}" if ids_without else ""
-    report = WarmTensor(
-        name=key, outcome="loaded", source=path, saved_shape=file.shape, shape=tensor.shape, note=note
-    )
+    report = WarmTensor(name=key, outcome="loaded", source=path, saved_shape=file.shape, shape=tensor.shape, note=note)
     return tensors, report
 
 

@@ -230,9 +230,7 @@ class Protobuf:
         click.field.add(name="click", number=1, type=Field.TYPE_BOOL, label=one)
         click.field.add(name="number", number=2, type=Field.TYPE_INT64, label=one)
         click.oneof_decl.add(name="_site")
-        click.field.add(
-            name="site", number=3, type=Field.TYPE_STRING, label=one, proto3_optional=True, oneof_index=0
-        )
+        click.field.add(name="site", number=3, type=Field.TYPE_STRING, label=one, proto3_optional=True, oneof_index=0)
         click.field.add(name="at", number=4, type=Field.TYPE_MESSAGE, type_name=".google.protobuf.Timestamp", label=one)
         click.field.add(
             name="tags", number=5, type=Field.TYPE_MESSAGE, type_name=".shop.Shop.Click.TagsEntry", label=many
@@ -257,7 +255,7 @@ class Protobuf:
 def test_records_of_avro_and_protobuf_are_rows_as_json_is(
     kind: Callable[[Path], Any], brokers: Brokers, tmp_path: Path
 ) -> None:
-    """The same batches, bit for bit, on the same places; broken ones are counted, those with a header have it checked."""
+    """The same batches, bit for bit; broken ones are counted, and headers are checked where there are some."""
     record, features = kind(tmp_path), SPEC + "  - {name: at, kind: dense}\n  - {name: price, kind: dense}\n"
     spec = named_spec(parse_spec(features + "  - {name: tags, kind: weighted, rows: 9, weights: w}\n", "spec"))
     objects = [{**row(number), "site": str(number % 40)} for number in range(40)]
