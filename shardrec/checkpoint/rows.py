@@ -43,11 +43,11 @@ class RowFile(OpenFile):
         blocks: begins to read it; writable blocks of at most 16 MiB, or one row.
 
     Attributes:
-        rows: (n,) int64, the row of the saved rectangle that each is, or negative; None for their own numbers.
+        targets: (n,) int64, the row of the saved rectangle that each is, or negative; None for their own numbers.
         checksum: of the ids.
     """
 
-    rows: Tensor | None = None
+    targets: Tensor | None = None
     checksum = ""
 
     def __init__(self, path: str, shape: tuple[int, int], blocks: Callable[[], Iterator[NDArray[Any]]]) -> None:
@@ -56,9 +56,9 @@ class RowFile(OpenFile):
         self._at, self._rest = shape[0], np.empty(0)
 
     def read(self, start: int, saved: Rect, dtype: torch.dtype, into: Tensor, place: Rect, buffer: Tensor) -> None:
-        first, end = (place.row_start, place.row_end) if self.rows is None else (0, self.shape[0])
+        first, end = (place.row_start, place.row_end) if self.targets is None else (0, self.shape[0])
         for at, block in self._between(first, end):
-            rows = torch.arange(at, at + len(block)) if self.rows is None else self.rows[at : at + len(block)]
+            rows = torch.arange(at, at + len(block)) if self.targets is None else self.targets[at : at + len(block)]
             mine = ((rows >= place.row_start) & (rows < place.row_end)).nonzero().squeeze(1)
             values = torch.from_numpy(block)[mine, place.cols_in(saved)]
             into[(rows[mine] - place.row_start).to(into.device)] = values.to(into.device, into.dtype)
@@ -66,10 +66,9 @@ class RowFile(OpenFile):
     def check(self, start: int, end: int) -> None:
         """Raise a ConfigError if one of some rows cannot be read, or has a value that is no finite float32."""
         for at, block in self._between(start, end):
-            bad = ~np.isfinite(block).all(axis=1)
-            if bad.any():
-                row = int(bad.argmax())
-                raise ConfigError(f"row {at + row} of {self.path} has {block[row][:5]}...: write finite numbers")
+            for row, column in np.argwhere(~np.isfinite(block))[:1].tolist():
+                value = f"row {at + row} of {self.path} has {block[row, column]} in column {column}"
+                raise ConfigError(f"{value}: write finite numbers")
 
     def _between(self, start: int, end: int) -> Iterator[tuple[int, NDArray[Any]]]:
         """Blocks of rows, each with the number of its first."""

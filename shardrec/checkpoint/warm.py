@@ -304,7 +304,7 @@ def _in_file(
         tensors = {_MODEL + key: saved("F32", (count, width), file)}
         tensors[f"ids.{table}.records"] = saved("I64", (count, 3), id_file)
     else:
-        file.rows = torch.from_numpy(numbers)
+        file.targets = torch.from_numpy(numbers)
         tensors = {_MODEL + key: saved("F32", tensor.shape, file)}
     note = f": {len(first):,} rows"
     for ids_without, words in ((count - fits.sum(), "are not in the table"), (fits.sum() - len(first), "share a row")):
