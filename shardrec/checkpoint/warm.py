@@ -167,7 +167,9 @@ def warm_start(
         for key, file in row_paths.items():
             in_file, of_files[key] = _in_file(key, file, model, held[_MODEL + key], source_of_all, stack, number)
             tensors |= in_file
-        report = WarmStart(tensors=tuple(of_files.get(each.name, each) for each in report.tensors))
+        report = WarmStart(
+            tensors=tuple(of_files.get(each.name, each) if each.outcome == "new" else each for each in report.tensors)
+        )
         surprises = report.names("new", "left out")
         if strict and surprises:
             raise ConfigError(

@@ -89,7 +89,8 @@ def range_of(path: str) -> Range:
     if match is None:
         raise DataError(f"data (--data) is {path}, which is no topic: give feed:kafka://HOST:PORT/TOPIC")
     source, brokers, topic, options, *numbers, last = match.groups()
-    return Range(source, brokers, topic, options or "", *(int(number or 0) for number in numbers), last or "")
+    partition, start, stop = (int(number or 0) for number in numbers)
+    return Range(source, brokers, topic, options or "", partition, start, stop, last or "")
 
 
 def new_ranges(source: str, before: Iterable[str], *, skips: bool) -> list[str]:

@@ -59,8 +59,7 @@ def start_from(config: TrainConfig, spec: FeatureSpec, model: ShardedModel, rank
             raise ConfigError(f"init_from (--init-from) is {config.init_from!r}: " + "; ".join(faults[:5]))
 
     rename = dict(pair.split("=", 1) for pair in config.rename)
-    sizes = ("grow", "truncate")
-    return warm_start(path, model, rows=rows, rename=rename, resize=sizes, accept=accept, number=number)
+    return warm_start(path, model, rows=rows, rename=rename, resize=("grow", "truncate"), accept=accept, number=number)
 
 
 def _row_files(config: TrainConfig, tables: Mapping[str, Sequence[Feature]]) -> Iterator[tuple[str, str]]:
