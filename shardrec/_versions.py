@@ -68,6 +68,7 @@ EXTRAS = {
     "planner": _PLANNER,
     "plots": _PLOTS,
     "kafka": ("confluent_kafka",),
+    "avro": ("fastavro",),
     "train": (*_PLANNER, *_PLOTS, "fsspec", "pyarrow", "tensorboard", "waitress", "werkzeug"),
 }
 """The modules that each extra of the package brings; of extras that bring the same one, the smallest comes first."""

@@ -31,6 +31,7 @@ from shardrec.checkpoint.manifest import (
 )
 from shardrec.checkpoint.optimizer import load_settings, optimizer_faults, state_targets
 from shardrec.checkpoint.parts import HeldTensor, Rect, as_matrix, held
+from shardrec.checkpoint.rows import RowFile
 from shardrec.checkpoint.save import rank_name, wait_for_save
 from shardrec.checkpoint.state import model_tensors, sharded_collections
 from shardrec.errors import CheckpointError, ConfigError
@@ -128,16 +129,27 @@ class Source:
         stack: closes the files. They stay open from the verification on, so that what is read is what was verified,
             also if the checkpoint is replaced or removed meanwhile.
         select: see :data:`Select`; by default all of the checkpoint is loaded, and must fit the model.
+        manifest: in place of the folder's.
 
     Attributes:
+        row_files: that the selected manifest has, by their numbers, besides its data files.
         manifest: after :meth:`verify`.
         rank_state: this rank's own tensors, after :meth:`read`.
     """
 
     manifest: Manifest
 
-    def __init__(self, folder: Path, ranks: Ranks, stack: ExitStack, select: Select | None = None) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        ranks: Ranks,
+        stack: ExitStack,
+        select: Select | None = None,
+        manifest: Manifest | None = None,
+    ) -> None:
         self.folder = folder
+        self.row_files: dict[int, RowFile] = {}
+        self._given = manifest
         self.ranks = ranks
         self._stack = stack
         self._select = select
@@ -151,9 +163,9 @@ class Source:
         """Verify the manifest and this rank's share of the files, and open those that it will read.
 
         Returns:
-            The data folder's name, which is another one for each save.
+            The data folder's name, which is another one for each save, and the checksums of the files of rows.
         """
-        self.manifest, self._held = read_manifest(self.folder), model_tensors(model)
+        self.manifest, self._held = self._given or read_manifest(self.folder), model_tensors(model)
         if self._select is not None:
             self.manifest, self._held = self._select(self.manifest, self._held)
         wanted = self._held
@@ -165,7 +177,7 @@ class Source:
                     f"{self.folder} is a checkpoint of another model than this {type(model.module).__name__} (or of "
                     f"other optimizers): {'; '.join(faults[:5])}"
                 )
-        if self.ranks.rank == 0:
+        if self.ranks.rank == 0 and self._given is None:
             self._find_strangers()
         files = self.manifest.all_files
         blocks = [(number, block) for number, file in enumerate(files) for block in range(file.blocks)]
@@ -176,6 +188,8 @@ class Source:
             self._file(number).verify(block, buffer)
             if block == 0:
                 self._file(number).check_contents(contents.get(number, {}))
+        for file in self.row_files.values():
+            file.check(file.shape[0] * rank // size, file.shape[0] * (rank + 1) // size)
         for read in self._moves.finding():
             self._serve(read)
         for name, tensor in wanted.items():
@@ -184,7 +198,7 @@ class Source:
                 if moved or any(saved.rect.common(part.rect) for part in tensor.parts):
                     for number in saved.files:
                         self._file(number)
-        return self.manifest.data
+        return " ".join([self.manifest.data, *(file.checksum for file in self.row_files.values())])
 
     def _find_strangers(self) -> None:
         data = self.folder / self.manifest.data
@@ -204,6 +218,8 @@ class Source:
             )
 
     def _file(self, number: int) -> OpenFile:
+        if number in self.row_files:
+            return self.row_files[number]
         if number not in self._open:
             self._open[number] = OpenFile(
                 self.folder / self.manifest.data, self.manifest.all_files[number], self._stack

@@ -14,22 +14,31 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from zlib_ng.zlib_ng import crc32
 
 from shardrec.checkpoint.agree import Ranks
 from shardrec.checkpoint.files import DTYPES
+from shardrec.checkpoint.ids import dynamic_tables
 from shardrec.checkpoint.load import Source, load_source
-from shardrec.checkpoint.manifest import Manifest, SavedTensor
+from shardrec.checkpoint.manifest import Manifest, SavedPart, SavedTensor
 from shardrec.checkpoint.optimizer import fused_settings
-from shardrec.checkpoint.parts import HeldTensor
+from shardrec.checkpoint.parts import HeldTensor, Rect
+from shardrec.checkpoint.rows import RowFile, open_rows
 from shardrec.checkpoint.save import wait_for_save
 from shardrec.checkpoint.state import sharded_collections
 from shardrec.errors import ConfigError
+from shardrec.ids.id_map import RESERVE
 from shardrec.modules.model import ShardedModel
 
 __all__ = ["Resize", "WarmStart", "WarmTensor", "match", "warm_start"]
 
 Resize = Literal["grow", "truncate"]
+Number = Callable[[str, Any], tuple[NDArray[np.int64], NDArray[np.bool_]]]
 Outcome = Literal["loaded", "resized", "new", "left out"]
 
 _TABLE = re.compile(r"((?:.*\.)?)(?:embedding_bags|embeddings)\.([^.]+)")
@@ -47,6 +56,7 @@ class WarmTensor:
         source: its key in the checkpoint; "" if it is new.
         saved_shape: its shape in the checkpoint, if it is there.
         shape: its shape in the model, if it is there.
+        note: of rows from a file, how many were loaded, and which not.
     """
 
     name: str
@@ -54,11 +64,12 @@ class WarmTensor:
     source: str = ""
     saved_shape: tuple[int, ...] | None = None
     shape: tuple[int, ...] | None = None
+    note: str = ""
 
     def __str__(self) -> str:
         sizes = [str(size) for size in dict.fromkeys((self.saved_shape, self.shape)) if size is not None]
         renamed = f" from {self.source}" if self.source not in ("", self.name) else ""
-        return f"{self.outcome:<8}  {self.name} {' -> '.join(sizes)}{renamed}"
+        return f"{self.outcome:<8}  {self.name} {' -> '.join(sizes)}{renamed}{self.note}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,15 +92,17 @@ class WarmStart:
 
 
 def warm_start(
-    path: str | Path,
+    path: str | Path | None,
     model: ShardedModel,
     *,
+    rows: Mapping[str, str | Path] | None = None,
     rename: Mapping[str, str] | None = None,
     only: Collection[str] | None = None,
     resize: Resize | Collection[Resize] = (),
     optimizer: bool = False,
     strict: bool = False,
     accept: Callable[[Mapping[str, str]], None] | None = None,
+    number: Number | None = None,
 ) -> WarmStart:
     """Give a model the weights that it shares with a checkpoint of another model. Every rank calls it.
 
@@ -99,8 +112,14 @@ def warm_start(
     everything is verified on all ranks before the model changes.
 
     Args:
-        path: the checkpoint's folder.
+        path: the checkpoint's folder; None with ``rows`` alone.
         model: from :func:`shardrec.shard`.
+        rows: tables, named as in ``rename``, and files of rows that they get in place of the checkpoint's: Parquet
+            (``.parquet``) with the ids in its first column, and after it a column of lists, or one for each value;
+            ``.npz`` with arrays ``ids`` (n,) and ``rows`` (n, columns); ``.npy`` (n, columns), of which the id of a
+            row is its number. An id is a row's number; of a table with dynamic ids, which then has these and no
+            others, an int64. Ids that are null or not in the table are counted. States of optimizers begin anew, and
+            rows that are not in the file keep their values.
         rename: names in the checkpoint, and those that they have in the model. A name is a state_dict key, the path of
             a module, or a table's name.
         only: names of the model, as in ``rename``: what is loaded; default: all.
@@ -114,14 +133,16 @@ def warm_start(
         strict: whether it is an error that a tensor is new or left out.
         accept: is called on every rank, before anything is loaded, with the names in the checkpoint's plan of the
             tables that will be, by those in the model's; raises a ConfigError if they are not the same tables.
+        number: gives the ids of ``rows`` their meaning: of a table's name in the model's plan and its file's ids, a
+            ``pyarrow.Array`` (n,), the row, or the dynamic id, of each, (n,) int64; and which have none, (n,) bool.
 
     Returns:
         What was loaded, resized, new and left out; it is equal on all ranks.
 
     Raises:
         CheckpointError: on every rank, naming the file, if the checkpoint is damaged or incomplete.
-        ConfigError: on every rank, for names that neither has or that name several, and for differences that are not
-            accepted.
+        ConfigError: on every rank, for names that neither has or that name several, for differences that are not
+            accepted, and for rows of another width, with an id twice, or with values that are no finite numbers.
         PeerError: if another rank is gone or did not answer in time.
     """
     wait_for_save(model)
@@ -130,10 +151,25 @@ def warm_start(
     sizes = (resize,) if isinstance(resize, str) else tuple(resize)
     if not set(sizes) <= {"grow", "truncate"}:
         raise ConfigError(f"resize={resize!r}; give 'grow', 'truncate' or both in a list")
+    if path is None and not rows:
+        raise ConfigError("there is nothing to start from: give path, a checkpoint, or rows, files of rows")
     reports: list[WarmStart] = []
 
     def select(manifest: Manifest, held: dict[str, HeldTensor]) -> tuple[Manifest, dict[str, HeldTensor]]:
-        sources, report = match(manifest, held, rename=rename or {}, only=only, resize=sizes, optimizer=optimizer)
+        wanted = _weights(held)
+        row_paths = {
+            key: str(file) for name, file in (rows or {}).items() for key in _keys(name, wanted, "rows", "the model")
+        }
+        sources, report = match(
+            manifest, held, rename=rename or {}, only=only, resize=sizes, optimizer=optimizer, filled=row_paths
+        )
+        tensors, of_files = {name: manifest.tensors[source] for name, source in sources.items()}, {}
+        for key, file in row_paths.items():
+            in_file, of_files[key] = _in_file(key, file, model, held[_MODEL + key], source_of_all, stack, number)
+            tensors |= in_file
+        report = WarmStart(
+            tensors=tuple(of_files.get(each.name, each) if each.outcome == "new" else each for each in report.tensors)
+        )
         surprises = report.names("new", "left out")
         if strict and surprises:
             raise ConfigError(
@@ -148,17 +184,20 @@ def warm_start(
         counts = {name: count for one in sharded_collections(model) for name, count in one.step_counts().items()}
         selected = replace(
             manifest,
-            tensors={name: manifest.tensors[source] for name, source in sources.items()},
+            tensors=tensors,
             step_counts=counts | _step_counts(manifest, sources, counts),
             fused_settings=fused_settings(model),
             param_groups=None,
             numbers={},
         )
-        return selected, {name: held[name] for name in sources}
+        return selected, {name: held[name] for name in tensors}
 
     with ExitStack() as stack:
-        ranks = Ranks(model.group, model.context.device)
-        load_source(Source(Path(path), ranks, stack, select), model, None)
+        ranks, empty = Ranks(model.group, model.context.device), None
+        if path is None:
+            empty = Manifest(data="", numbers={}, step_counts={}, param_groups=None, extra={})
+        source_of_all = Source(Path(path or ""), ranks, stack, select, empty)
+        load_source(source_of_all, model, None)
     return reports[0]
 
 
@@ -170,12 +209,14 @@ def match(
     only: Collection[str] | None,
     resize: Collection[Resize],
     optimizer: bool,
+    filled: Collection[str] = (),
 ) -> tuple[dict[str, str], WarmStart]:
     """Match a model's tensors with a checkpoint's; arguments as for :func:`warm_start`.
 
     Args:
         manifest: of the checkpoint.
         held: the model's tensors, by name.
+        filled: tables of the model that get rows of files, and none of the checkpoint.
 
     Returns:
         The name in the checkpoint of each tensor to load, by the model's name; and the report.
@@ -193,7 +234,7 @@ def match(
     tensors, faults = [], []
     for name in wanted:
         tensor, source = held[_MODEL + name], source_of.get(name, "")
-        if not source or name not in chosen:
+        if not source or name not in chosen or name in filled:
             tensors.append(WarmTensor(name=name, outcome="new", shape=tensor.shape))
             continue
         saved_tensor = manifest.tensors[_MODEL + source]
@@ -219,12 +260,68 @@ def match(
         for name in saved
         if name not in used
     ]
-    if not sources:
+    if not sources and not filled:
         raise ConfigError(
             f"the checkpoint has nothing under a name of the model's: it has {_listed(saved)}, and the model "
             f"{_listed(wanted)}; rename= maps the former to the latter"
         )
     return sources, WarmStart(tensors=tuple(tensors))
+
+
+def _in_file(
+    key: str,
+    path: str,
+    model: ShardedModel,
+    tensor: HeldTensor,
+    source: Source,
+    stack: ExitStack,
+    number: Number | None,
+) -> tuple[dict[str, SavedTensor], WarmTensor]:
+    """A table's rows in a file, as tensors of a checkpoint by the model's names, and what becomes of them."""
+    (file, ids), table = open_rows(path, stack), key.removesuffix(".weight")
+    count, width = file.shape
+    if not tensor.rows_of or tensor.shape[1] != width:
+        raise ConfigError(
+            f"rows: {path} has rows of {width} values, and {key} of the model shape {tensor.shape}: give a table, and "
+            "rows of its width"
+        )
+    numbers, bad = (number or _as_they_are)(_table_names(table)[0], ids)
+    dynamic = next((each for each in dynamic_tables(model) if each.path == table), None)
+    fits = ~bad if dynamic else ~bad & (numbers >= 0) & (numbers < tensor.shape[0])
+    first = np.flatnonzero(fits)[np.unique(numbers[fits], return_index=True)[1]]
+    if not len(first):
+        raise ConfigError(f"rows: no id of {path} is in {key} of the model: give the file of this table")
+    loads = np.isin(np.arange(count), first)
+    numbers = np.where(loads, numbers, -1)
+    file.checksum = f"{crc32(numbers.tobytes()):08x}"
+
+    def saved(dtype: str, shape: tuple[int, ...], values: RowFile) -> SavedTensor:
+        source.row_files[place := -1 - len(source.row_files)] = values
+        return SavedTensor(dtype=dtype, shape=shape, parts=(SavedPart(rect=Rect.whole(shape), file=place, start=0),))
+
+    if dynamic:
+        uses = np.where(loads, 1, RESERVE)  # of a row that no id has
+        records = np.column_stack([numbers, uses, np.full(count, dynamic.maps.step)])
+        id_file = RowFile(path, (count, 3), lambda: iter([records]))
+        tensors = {_MODEL + key: saved("F32", (count, width), file)}
+        tensors[f"ids.{table}.records"] = saved("I64", (count, 3), id_file)
+    else:
+        file.targets = torch.from_numpy(numbers)
+        tensors = {_MODEL + key: saved("F32", tensor.shape, file)}
+    note = f": {len(first):,} rows"
+    for ids_without, words in ((count - fits.sum(), "are not in the table"), (fits.sum() - len(first), "share a row")):
+        note += f", {ids_without:,} ids {words}" if ids_without else ""
+    report = WarmTensor(name=key, outcome="loaded", source=path, saved_shape=file.shape, shape=tensor.shape, note=note)
+    return tensors, report
+
+
+def _as_they_are(table: str, ids: Any) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
+    """Ids that are whole numbers."""
+    import pyarrow as pa
+
+    if not pa.types.is_integer(ids.type):
+        raise ConfigError(f"rows: the ids of table {table!r} are of type {ids.type}: give whole numbers")
+    return ids.fill_null(0).cast(pa.int64()).to_numpy(), ids.is_null().to_numpy(zero_copy_only=False)
 
 
 def _weights(names: Iterable[str]) -> dict[str, None]:

@@ -25,7 +25,7 @@ from shardrec.data.rows import ClickRows, bags_at
 from shardrec.data.spec import Feature, FeatureSpec
 from shardrec.data.tasks import Task
 
-__all__ = ["Dictionary", "Encoded", "column_fault", "count_values", "encode", "group_keys", "hash_texts"]
+__all__ = ["Dictionary", "Encoded", "column_fault", "count_values", "encode", "group_keys", "hash_texts", "row_numbers"]
 
 _NO_NUMBER = "is not a finite number among numbers, nor a date among dates"
 _MAX = float(np.finfo(np.float32).max)
@@ -354,6 +354,14 @@ def _ids(array: Any, feature: Feature) -> tuple[NDArray[np.int64], NDArray[np.bo
     if feature.dynamic_ids is not None:
         return np.where(missing, feature.missing_id, keys.view(np.int64)), bad
     return hash_categories(keys, missing, np.asarray(feature.num_embeddings, dtype=np.uint64)), bad
+
+
+def row_numbers(array: Any, feature: Feature) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
+    """The row of each value of an Arrow array (V,), or its dynamic id, (V,); and which are missing or have none."""
+    array = _plain(array)
+    rows, bad = _ids(array, feature)
+    bad = bad | np.asarray(array.is_null().to_numpy(zero_copy_only=False))
+    return rows, bad if feature.coding == "number" else bad | (rows == feature.missing_id)
 
 
 def _texts(array: Any) -> Any:

@@ -21,7 +21,7 @@ from itertools import accumulate, islice
 from typing import Any
 
 from shardrec.data.files import FileClickData, check_kinds
-from shardrec.data.kafka import new_ranges
+from shardrec.data.kafka import check_last, new_ranges, range_of
 from shardrec.data.spec import FeatureSpec
 from shardrec.data.tables import FileInfo, check_file
 from shardrec.data.urls import TOPIC, UnreachableError, check_listable, files_of, gone_of, open_input, path_of
@@ -105,7 +105,7 @@ class Feed:
             UnreachableError: on every rank, for what may be read later: the next poll goes on as if this one had not
                 been.
         """
-        listing = self._next or self._gathered(self._listing(last) if self._is_lead else None)[0]
+        listing = self._gathered(self._listing(last) if self._is_lead else None)[0]
         if isinstance(listing, DataError):
             raise listing
         rows, fault = None, None
@@ -135,10 +135,18 @@ class Feed:
     def _listing(self, last: bool) -> dict[str, Any] | DataError:
         """The position of what has arrived, after which ``taken`` is taken; or the fault."""
         try:
-            if self._source.startswith(TOPIC):
-                ranges = new_ranges(self._source, self._taken, skips=self._skips)
-                of_partitions = {path.partition("&")[0]: path for path in [*self._taken, *ranges]}
-                return {"files": ranges, "taken": [*of_partitions.values()], "kinds": {}, "left_out": 0}
+            is_topic = self._source.startswith(TOPIC)
+            if self._next is not None:
+                if is_topic:
+                    check_last(self._source, self._next["taken"])
+                return dict(self._next)
+            if is_topic:
+                names = new_ranges(self._source, self._taken, skips=self._skips)
+                if names:
+                    check_last(self._source, self._taken)
+                last_of = {range_of(name).partition: name for name in [*self._taken, *names]}
+                files = [name.partition("&last=")[0] for name in names]
+                return {"files": files, "taken": [*last_of.values()], "kinds": {}, "left_out": 0}
             if path_of(self._source).endswith("manifest.txt"):
                 start = int(next(iter(self._taken), 0))
                 lines = self._lines(start)

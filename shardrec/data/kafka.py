@@ -1,7 +1,11 @@
-"""Records of a Kafka topic, each of them a row as a JSON object, by ranges of a partition's offsets.
+"""Records of a Kafka topic, each of them a row, by ranges of a partition's offsets.
 
-A range is read as a file is, whose name is ``kafka://host:9092/clicks?partition=3&offsets=100-200`` (200 not included).
-An offset without a record, as transactions and compaction leave them, has a place among the rows and no row.
+A range is read as a file is, whose name is ``kafka://host:9092/clicks?partition=3&offsets=100-200`` (200 not included),
+after the options of the topic's URL (:mod:`shardrec.data.records`). An offset without a record, as transactions and
+compaction leave them, has a place among the rows and no row.
+
+A topic that is deleted and made anew has other records at the same offsets, and brokers tell no client. So what was
+read last of a partition ends with a mark of its last record, its time and checksum: ``&last=19ac3f0d1c2-8f3a90b1``.
 """
 
 from __future__ import annotations
@@ -11,23 +15,28 @@ import re
 import warnings
 from collections import deque
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager, suppress
-from typing import Any
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+from zlib import crc32
 
 from shardrec.data.fault import Reason, RowFault
+from shardrec.data.records import decoder_of
 from shardrec.data.request import table_of
 from shardrec.data.spec import FeatureSpec
 from shardrec.data.urls import UnreachableError
 from shardrec.errors import DataError
 from shardrec.files import parse_json
 
-__all__ = ["new_ranges", "range_of", "read_range"]
+__all__ = ["Range", "check_last", "new_ranges", "range_of", "read_range"]
 
 _MOST = 1 << 16
 """Offsets of a range."""
 
 _OPTIONS = "SHARDREC_KAFKA"
-_NAME = re.compile(r"kafka://([^/?\s]+)/([\w.-]+)(?:\?partition=(\d+)&offsets=(\d+)-(\d+))?")
+_NAME = re.compile(
+    r"(kafka://([^/?\s]+)/([\w.-]+)(?:\?((?!partition=)[^?\s]+?))?)"
+    r"(?:[?&]partition=(\d+)&offsets=(\d+)-(\d+)(?:&last=([\w-]*))?)?"
+)
 _heard = deque[str](maxlen=2)
 """What a consumer said last of its brokers, such as that they refuse the password."""
 
@@ -55,18 +64,37 @@ _idle: dict[str, list[Any]] = {}
 """Consumers that read nothing now, by their brokers: a new one takes threads and connections."""
 
 
-def range_of(path: str) -> tuple[str, str, int, int, int]:
-    """Brokers, topic, partition, first offset and end of a range; of a topic's name the numbers are 0."""
+class Range(NamedTuple):
+    """Offsets ``[start, stop)`` of a partition; of a topic's name, the numbers are 0.
+
+    Attributes:
+        source: the name of the topic.
+        options: what records are, for :func:`~shardrec.data.records.decoder_of`.
+        last: the mark of the last record; "" if it is not known.
+    """
+
+    source: str
+    brokers: str
+    topic: str
+    options: str
+    partition: int
+    start: int
+    stop: int
+    last: str
+
+
+def range_of(path: str) -> Range:
+    """The range of a name."""
     match = _NAME.fullmatch(path)
     if match is None:
         raise DataError(f"data (--data) is {path}, which is no topic: give feed:kafka://HOST:PORT/TOPIC")
-    brokers, topic, *numbers = match.groups()
+    source, brokers, topic, options, *numbers, last = match.groups()
     partition, start, stop = (int(number or 0) for number in numbers)
-    return brokers, topic, partition, start, stop
+    return Range(source, brokers, topic, options or "", partition, start, stop, last or "")
 
 
 def new_ranges(source: str, before: Iterable[str], *, skips: bool) -> list[str]:
-    """The names of the next ranges of a topic's partitions, at most one of each.
+    """The names of the next ranges of a topic's partitions, at most one of each, with the marks of their last records.
 
     Args:
         source: the name of the topic.
@@ -79,8 +107,8 @@ def new_ranges(source: str, before: Iterable[str], *, skips: bool) -> list[str]:
     """
     from confluent_kafka import TopicPartition  # an extra
 
-    starts = {partition: stop for _, _, partition, _, stop in map(range_of, before)}
-    topic, ranges = range_of(source)[1], []
+    starts = {read.partition: read.stop for read in map(range_of, before)}
+    topic, ranges = range_of(source).topic, dict[int, str]()
     with _consumer(source) as consumer:
         about = consumer.list_topics(topic, timeout=_REQUEST_S).topics[topic]
         if about.error is not None:
@@ -93,14 +121,60 @@ def new_ranges(source: str, before: Iterable[str], *, skips: bool) -> list[str]:
     for low, high in zip(lows, highs, strict=True):
         for error in filter(None, (low.error, high.error)):
             raise _fault(source, error)
-        here, start = f"{source}?partition={low.partition}", starts.get(low.partition, low.offset)
+        here = f"{source}{'&' if '?' in source else '?'}partition={low.partition}"
+        start = starts.get(low.partition, low.offset)
         if start > high.offset or (start < low.offset and not skips):
             has = f"it has offsets {low.offset} to {high.offset}, and {start} is the next to read"
             raise DataError(f"{here} lacks records that were not trained on ({has}): {_KEEP}")
         stop = min(start + _MOST, low.offset if start < low.offset else high.offset)
         if start < stop:
-            ranges.append(f"{here}&offsets={start}-{stop}")
-    return ranges
+            ranges[low.partition] = f"{here}&offsets={start}-{stop}"
+    marks = _last_of(source, map(range_of, ranges.values()))
+    return [f"{name}&last={marks.get(partition, '')}" for partition, name in ranges.items()]
+
+
+def check_last(source: str, before: Iterable[str]) -> None:
+    """Raise if a partition has another record than the last that was read of it.
+
+    Args:
+        source: the name of the topic.
+        before: the last range of each partition that was read. One without a mark, or whose last record is gone, is not
+            compared.
+
+    Raises:
+        DataError: for another record.
+        UnreachableError: for no answer.
+    """
+    marked = [read for read in map(range_of, before) if read.last]
+    marks = _last_of(source, marked)
+    for read in marked:
+        if marks.get(read.partition, read.last) != read.last:
+            raise DataError(
+                f"{source} was made anew: partition {read.partition} has another record at offset {read.stop - 1} than "
+                "was read there; start a new run in another folder (--out), which may have the weights of this one "
+                "(--init-from)"
+            )
+
+
+def _last_of(source: str, ranges: Iterable[Range]) -> dict[int, str]:
+    """Marks of the last records of ranges, one of a partition, which another record would hardly have."""
+    from confluent_kafka import TopicPartition  # an extra
+
+    left = {each.partition: each.stop - 1 for each in ranges}
+    marks, silent_s = dict[int, str](), 0.0
+    with _consumer(source) as consumer:
+        consumer.assign([TopicPartition(range_of(source).topic, *place) for place in left.items()])
+        while left:
+            messages = consumer.consume(len(left), timeout=_LOOK_S)
+            silent_s = 0.0 if messages else silent_s + _LOOK_S
+            if silent_s > _REQUEST_S:
+                raise UnreachableError(f"{source} cannot be read (no record comes of partitions {[*left]}): {_REACH}")
+            for message in messages:
+                offset = left.pop(message.partition(), None)
+                if message.error() is None and message.offset() == offset:
+                    value = crc32(message.value() or b"", crc32(message.key() or b""))
+                    marks[message.partition()] = f"{max(0, message.timestamp()[1]):x}-{value:08x}"
+    return marks
 
 
 def read_range(path: str, spec: FeatureSpec, start: int, at_once: int) -> Iterator[tuple[Any, dict[int, RowFault]]]:
@@ -118,8 +192,8 @@ def read_range(path: str, spec: FeatureSpec, start: int, at_once: int) -> Iterat
     """
     from confluent_kafka import KafkaError, TopicPartition  # an extra
 
-    _, topic, partition, at, stop = range_of(path)
-    at, silent_s = at + start, 0.0
+    _, _, topic, options, partition, at, stop, _ = range_of(path)
+    decode, at, silent_s = decoder_of(options), at + start, 0.0
     with _consumer(path) as consumer:
         consumer.assign([TopicPartition(topic, partition, at)])
         while at < stop:
@@ -144,9 +218,7 @@ def read_range(path: str, spec: FeatureSpec, start: int, at_once: int) -> Iterat
                 place = min(message.offset(), stop) - at
                 rows += [_ABSENT] * (place - len(rows))
                 if error is None and len(rows) == place < stop - at:
-                    rows.append(message.value())
-                    with suppress(ValueError):  # of which bytes are left, which are no object
-                        rows[-1] = parse_json(rows[-1] or b"")
+                    rows.append(decode(message.value() or b""))
             if rows:
                 yield table_of(rows, spec, labelled=True)
                 at += len(rows)
@@ -157,7 +229,7 @@ def _consumer(path: str) -> Iterator[Any]:
     """A consumer, of which errors are those of reading ``path``."""
     from confluent_kafka import Consumer, KafkaException  # an extra
 
-    brokers, consumer = range_of(path)[0], None
+    brokers, consumer = range_of(path).brokers, None
     idle = _idle.setdefault(brokers, [])
     try:
         try:

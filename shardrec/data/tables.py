@@ -99,11 +99,11 @@ def check_file(path: str, spec: FeatureSpec) -> FileInfo:
     """
     schema, digest, groups, first = None, "", (), 1
     if path.startswith(TOPIC):
-        *_, first, stop = range_of(path)
-        if not stop or any(feature.source != feature.name for feature in spec.features):  # not of a feed
-            topic = path.partition("?")[0]
-            raise DataError(f"data (--data) is {path}, of a topic, whose records go on arriving: give feed:{topic}")
-        return FileInfo(path=path, size=0, groups=(stop - first,), kinds={}, first_line=first)
+        read = range_of(path)
+        if not read.stop or any(feature.source != feature.name for feature in spec.features):  # not of a feed
+            where = f"data (--data) is {path}, of a topic, whose records go on arriving"
+            raise DataError(f"{where}: give feed:{read.source}")
+        return FileInfo(path=path, size=0, groups=(read.stop - read.start,), kinds={}, first_line=read.start)
     try:
         with open_input(path) as file:
             size = file.size()

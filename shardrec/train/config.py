@@ -219,6 +219,13 @@ class TrainConfig(Options):
         "With --init-from: a table, or a layer, that has another name now; can be repeated.",
         metavar="OLD=NEW",
     )
+    init_rows: tuple[str, ...] = option(
+        (),
+        _LEARNING,
+        "Begin with the rows of a file (.parquet, .npz, .npy), by id, in a table, named as for --constraint; can be "
+        "repeated.",
+        metavar="TABLE=FILE",
+    )
     seed: int = option(0, _LEARNING, "Seed of the first weights and of generated rows.", ge=0)
 
     nproc: int = option(1, _RANKS, "Ranks to start on this machine; under torchrun, its ranks are joined.", ge=1)
@@ -323,6 +330,9 @@ class TrainConfig(Options):
             faults.append(
                 f"rename (--rename) is {self.rename!r}: give OLD=NEW, each OLD once, with init_from (--init-from)"
             )
+        filled = {pair.partition("=")[0] for pair in self.init_rows if pair.partition("=")[2]}
+        if len(filled) < len(self.init_rows):
+            faults.append(f"init_rows (--init-rows) is {self.init_rows!r}: give TABLE=FILE, each TABLE once")
         if self.plan is not None and self.constraint:
             faults.append("constraint (--constraint) is for the planner and plan (--plan) replaces it: leave one out")
         if self.detect_anomaly == "on" and self.compile == "full":

@@ -1,13 +1,18 @@
-"""``start_from``: a new run begins with the weights that it shares with another (``--init-from``)."""
+"""``start_from``: a new run begins with the weights that it shares with another, or with rows of files."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
 
 from shardrec.checkpoint import Checkpoints
 from shardrec.checkpoint.warm import WarmStart, warm_start
 from shardrec.data import Feature, FeatureSpec
+from shardrec.data.encode import row_numbers
 from shardrec.errors import ConfigError
 from shardrec.launch.ranks import RankInfo, same_everywhere
 from shardrec.layout.discover import table_configs
@@ -20,14 +25,24 @@ __all__ = ["start_from"]
 
 
 def start_from(config: TrainConfig, spec: FeatureSpec, model: ShardedModel, rank_info: RankInfo) -> WarmStart:
-    """Load what the model shares with the last checkpoint of a run, or with a given one. Every rank calls it.
+    """Load what the model shares with the last checkpoint of a run, or with a given one, and rows of files.
+
+    Every rank calls it.
 
     Raises:
         ConfigError: on every rank, if there is none, or the rows of a table are of other ids there; as
             :func:`shardrec.warm_start`.
         CheckpointError: on every rank, if it is damaged.
     """
-    given = Path(str(config.init_from))
+    after = _features(config, spec)
+    rows = dict(_row_files(config, after))
+
+    def number(table: str, ids: Any) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
+        return row_numbers(ids, after[table][0])
+
+    if config.init_from is None:
+        return warm_start(None, model, rows=rows, number=number)
+    given = Path(config.init_from)
     run = RunFolder(given.parents[1] if given.parent.name == CHECKPOINTS else given)
     saved = [given] if run.path != given else [*Checkpoints(run.path / CHECKPOINTS).paths().values()]
     path = same_everywhere(str(max(saved, default="")), rank_info)
@@ -35,7 +50,7 @@ def start_from(config: TrainConfig, spec: FeatureSpec, model: ShardedModel, rank
         raise ConfigError(
             f"init_from (--init-from) is {config.init_from!r}, a run without a checkpoint: train it first"
         )
-    before, after = _features(run.config, run.spec), _features(config, spec)
+    before = _features(run.config, run.spec)
 
     def accept(tables: Mapping[str, str]) -> None:
         pairs = [pair for new, old in tables.items() for pair in _pairs(before.get(old, ()), after.get(new, ()))]
@@ -44,7 +59,21 @@ def start_from(config: TrainConfig, spec: FeatureSpec, model: ShardedModel, rank
             raise ConfigError(f"init_from (--init-from) is {config.init_from!r}: " + "; ".join(faults[:5]))
 
     rename = dict(pair.split("=", 1) for pair in config.rename)
-    return warm_start(path, model, rename=rename, resize=("grow", "truncate"), accept=accept)
+    return warm_start(path, model, rows=rows, rename=rename, resize=("grow", "truncate"), accept=accept, number=number)
+
+
+def _row_files(config: TrainConfig, tables: Mapping[str, Sequence[Feature]]) -> Iterator[tuple[str, str]]:
+    """Each table that begins with rows of a file, by its name in a plan, and the file."""
+    for pair in config.init_rows:
+        name, _, path = pair.partition("=")
+        named = [table for table in tables if name in (table, table.rpartition(".")[2]) and tables[table]]
+        named = named or [table for table, features in tables.items() if name in [each.name for each in features]]
+        if len(named) != 1:
+            raise ConfigError(
+                f"init_rows (--init-rows) is {pair!r}, and {name!r} is the name of {len(named)} tables: give one of "
+                f"{', '.join(tables)}, or of a feature that one table alone has"
+            )
+        yield named[0], path
 
 
 def _features(config: TrainConfig, spec: FeatureSpec) -> dict[str, list[Feature]]:

@@ -141,8 +141,9 @@ def _run(config: TrainConfig, rank_info: RankInfo, folder: Path, resume: bool) -
         saver.load()
     elif resume:  # as at the first start of a command with --resume, or in a folder by mistake
         announcer.say(f"there is no checkpoint in {folder} to go on from: the run begins")
-    if config.init_from is not None and not goes_on:
-        announcer.say(f"from {config.init_from}:\n{start_from(config, spec, model, rank_info)}")
+    if (config.init_from is not None or config.init_rows) and not goes_on:
+        origin = ", ".join(filter(None, [config.init_from, *config.init_rows]))
+        announcer.say(f"from {origin}:\n{start_from(config, spec, model, rank_info)}")
 
     def save_plan() -> None:
         with _replacing(folder / PLAN) as file:

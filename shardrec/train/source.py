@@ -28,6 +28,8 @@ from shardrec.data import (
     open_click_data,
 )
 from shardrec.data.feed import Arrival, Feed
+from shardrec.data.kafka import range_of
+from shardrec.data.records import decoder_of
 from shardrec.data.request import named_spec
 from shardrec.data.tables import FileInfo
 from shardrec.data.urls import TOPIC, UnreachableError, files_of
@@ -166,6 +168,7 @@ class Source:
             )
         if source.startswith(TOPIC):
             check_extra("kafka")
+            decoder_of(range_of(source).options)
             spec = named_spec(spec)
             if clash := {*spec.label_sources, spec.group}.intersection(feature.name for feature in spec.features):
                 raise ConfigError(

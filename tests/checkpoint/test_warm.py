@@ -8,6 +8,9 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import torch
 import torch.distributed as dist
@@ -16,7 +19,16 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, KeyedJaggedTensor
 
-from shardrec import CheckpointError, ConfigError, DynamicIds, load_checkpoint, save_checkpoint, shard, warm_start
+from shardrec import (
+    CheckpointError,
+    ConfigError,
+    DynamicIds,
+    ShardrecError,
+    load_checkpoint,
+    save_checkpoint,
+    shard,
+    warm_start,
+)
 from shardrec.checkpoint.manifest import read_manifest
 from shardrec.checkpoint.state import model_tensors
 from shardrec.checkpoint.warm import match
@@ -24,7 +36,7 @@ from shardrec.modules import ShardedModel
 from tests.batches import random_bags
 from tests.models import OPTIMIZERS, apply_optimizer_in_backward
 from tests.plans import cut_plan, topologies_of
-from tests.ranks import ranks
+from tests.ranks import raises_on_all, ranks
 
 Sizes = Mapping[str, tuple[int, int]]
 """Rows and columns of tables."""
@@ -320,3 +332,148 @@ def test_states_of_another_kind_of_optimizer_are_not_loaded(tmp_path: Path, save
     after = whole([(shapes(model), values(model))])
     assert all(torch.equal(after[name], before[name]) for name in after if name.startswith("fused."))
     assert not torch.equal(*(of["model.bags.embedding_bags.users.weight"] for of in (after, before)))
+
+
+def row_files(folder: Path) -> dict[str, tuple[Path, Tensor]]:
+    """Files with the same rows, in each form, of the ids -1 to 20 (0 to 20) in any order; and the rows of 0 to 20."""
+    ids = torch.randperm(22, generator=torch.Generator().manual_seed(3)) - 1
+    rows = torch.arange(22 * 8).view(22, 8).float()
+    in_order = rows[ids.argsort()]
+    lists = pa.FixedSizeListArray.from_arrays(pa.array(rows.view(-1).numpy(), pa.float64()), 8)
+    pq.write_table(pa.table({"id": ids.numpy(), "row": lists}), folder / "fixed.parquet", row_group_size=5)
+    pq.write_table(pa.table({"id": ids.int().numpy(), "row": lists.to_pylist()}), folder / "lists.parquet")
+    columns = {f"c{number}": rows[:, number].numpy() for number in range(8)}
+    pq.write_table(pa.table({"id": pa.array(ids.numpy()).dictionary_encode()} | columns), folder / "columns.parquet")
+    np.savez(folder / "plain.npz", ids=ids.numpy(), rows=rows.half().numpy())
+    np.savez_compressed(folder / "packed.npz", ids=ids.numpy(), rows=rows.int().numpy())
+    np.save(folder / "numbered.npy", in_order[1:].double().numpy())  # ids 0 to 20
+    names = ["fixed.parquet", "columns.parquet", "lists.parquet", "plain.npz", "packed.npz", "numbered.npy"]
+    return {name: (folder / name, in_order[1:]) for name in names}
+
+
+def rows_main(folder: Path, cut: str, paths: list[str]) -> list[tuple[str, tuple[Any, Any]]]:
+    started = []
+    for path in paths:
+        model = make(OLD | {"tall": (30, 8)}, cut)
+        report = warm_start(None, model, rows={"books": path, "bags.tall": path})
+        started.append((str(report), (shapes(model), values(model))))
+    model = make(OLD, cut)
+    report = warm_start(folder / "ckpt", model, rows={"books": paths[0]})
+    return [*started, (str(report), (shapes(model), values(model)))]
+
+
+@pytest.mark.parametrize(("cut", "world"), [("grid", 2), ("data_parallel", 1), ("row_wise_uneven", 4)])
+def test_rows_of_files_by_id(tmp_path: Path, cut: str, world: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("shardrec.checkpoint.rows.BLOCK_BYTES", 7 * 8 * 4 + 1)  # of one rank; seven rows
+    files = row_files(tmp_path)
+    save_checkpoint(tmp_path / "ckpt", make(OLD, seed=5))
+    of_ranks = ranks(world, rows_main, tmp_path, cut, [str(path) for path, _ in files.values()])
+    before = whole([(shapes(one), values(one)) for one in [make(OLD | {"tall": (30, 8)})]])
+    key = "model.bags.embedding_bags.{}.weight".format
+    for number, (path, rows) in enumerate(files.values()):
+        started = whole([rank[number][1] for rank in of_ranks])
+        assert torch.equal(started[key("books")], rows)
+        assert torch.equal(started[key("tall")][:21], rows)
+        assert torch.equal(started[key("tall")][21:], before[key("tall")][21:])
+        assert torch.equal(started[key("users")], before[key("users")])
+        report = of_ranks[0][number][0]
+        without = "" if path.suffix == ".npy" else ", 1 ids are not in the table"
+        size = 21 if path.suffix == ".npy" else 22
+        shown = f"({size}, 8) -> (21, 8)" if size == 22 else "(21, 8)"
+        assert f"loaded    bags.embedding_bags.books.weight {shown} from {path}: 21 rows{without}\n" in report
+        assert report.endswith("6 new, 2 loaded")
+    with_checkpoint = whole([rank[-1][1] for rank in of_ranks])
+    saved = whole([(shapes(one), values(one)) for one in [make(OLD, seed=5)]])
+    assert torch.equal(with_checkpoint[key("books")], next(iter(files.values()))[1])
+    assert torch.equal(with_checkpoint[key("users")], saved[key("users")])
+    assert "left out  bags.embedding_bags.books.weight (21, 8)" in of_ranks[0][-1][0]
+
+
+def dynamic_rows_main(path: str) -> tuple[str, dict[int, list[float]]]:
+    model = make({"users": (64, 8)}, "row_wise", dynamic_ids={"bags.users": DynamicIds(fallback_rows=1)})
+    train_on = torch.tensor([5, 6])
+    for seed in range(2):  # whose ids go
+        batch = KeyedJaggedTensor.from_lengths_sync(
+            keys=["users"], values=train_on + seed, lengths=torch.tensor([1, 1])
+        )
+        (model(batch) - 1.0).square().mean().backward()
+    report = warm_start(None, model, rows={"users": path})
+    collection = model.module.bags
+    assert collection.id_maps is not None
+    rows: dict[int, list[float]] = {}
+    for (shard_, *_), id_map in collection.id_maps.blocks("bags.users"):
+        weight = collection.tables()["users"].locals[shard_]
+        for row in (id_map.records[:, 1] > 0).nonzero().flatten().tolist():
+            rows[int(id_map.records[row, 0])] = weight[row].tolist()
+    return str(report), rows
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_rows_of_dynamic_ids(tmp_path: Path, world: int) -> None:
+    ids = [10**12, -5, None, *range(7, 27)]
+    rows = torch.arange(23 * 8).view(23, 8).float()
+    table = pa.table({"id": pa.array(ids, pa.int64()), "row": rows.tolist()})
+    pq.write_table(table, tmp_path / "rows.parquet", row_group_size=4)
+    loaded: dict[int, list[float]] = {}
+    for report, of_rank in ranks(world, dynamic_rows_main, str(tmp_path / "rows.parquet")):
+        assert "(23, 8) -> (64, 8)" in report
+        assert ": 22 rows, 1 ids are not in the table\n" in report
+        loaded |= of_rank
+    assert loaded == {each: row for each, row in zip(ids, rows.tolist(), strict=True) if each is not None}
+
+
+def refused_rows_main(folder: Path, name: str) -> bool:
+    model = make(OLD, "row_wise")
+    before = values(model)
+    try:
+        warm_start(None, model, rows={"books": folder / name})
+    finally:
+        assert all(
+            torch.equal(old[1], new[1])
+            for key in before
+            for old, new in zip(before[key], values(model)[key], strict=True)
+        )
+    return True
+
+
+REFUSED_ROWS = {
+    "wide.npy": "wide.npy has rows of 9 values, and bags.embedding_bags.books.weight of the model shape .21, 8.: give",
+    "nan.npy": "row 20 of .*nan.npy has nan in column 1: write finite numbers",
+    "large.npy": "row 3 of .*large.npy has inf in column 7: write",
+    "twice.npz": "twice.npz .it has id 7 twice.: give Parquet with",
+    "short.npz": r"its rows have shape \(4, 8\), for 3 ids",
+    "texts.npz": "the ids of table 'bags.books' are of type .*string: give whole numbers",
+    "far.npz": "no id of .*far.npz is in bags.embedding_bags.books.weight",
+    "lacks.npz": "There is no item named 'rows.npy' in the archive",
+    "objects.npy": "its rows are of object, by row, not numbers by row",
+    "turned.npy": "its rows are of float64, by column",
+    "ragged.parquet": "its lists have other lengths than 8",
+    "cut.parquet": "cannot be read from .*cut.parquet",
+    "cut.npy": "cannot be read from .*cut.npy",
+    "rows.csv": "its name says no format",
+    "absent.npy": "absent.npy: No such file",
+}
+
+
+@pytest.mark.parametrize("name", REFUSED_ROWS)
+def test_rows_that_are_refused_change_nothing(name: str, tmp_path: Path) -> None:
+    rows = np.zeros((21, 8))
+    arrays: dict[str, Any] = {"wide": np.zeros((21, 9)), "nan": rows.copy(), "large": rows.copy()}
+    arrays["nan"][20, 1], arrays["large"][3, 7] = np.nan, 1e39
+    arrays |= {"objects": np.array([[None] * 8]), "turned": np.asfortranarray(rows)}
+    for stem, array in arrays.items():
+        np.save(tmp_path / f"{stem}.npy", array)
+    np.savez(tmp_path / "twice.npz", ids=np.array([1, 7, 7]), rows=rows[:3])
+    np.savez(tmp_path / "short.npz", ids=np.array([1, 7, 8]), rows=rows[:4])
+    np.savez(tmp_path / "texts.npz", ids=np.array(["a", "b", "c"]), rows=rows[:3])
+    np.savez(tmp_path / "far.npz", ids=np.array([-1, 21, 99]), rows=rows[:3])
+    np.savez(tmp_path / "lacks.npz", ids=np.array([1]))
+    lists = [[0.0] * 8, [0.0] * 9, [0.0] * 7]
+    pq.write_table(pa.table({"id": [1, 2, 3], "row": lists}), tmp_path / "ragged.parquet")
+    (tmp_path / "cut.parquet").write_bytes((tmp_path / "ragged.parquet").read_bytes()[:-20])
+    (tmp_path / "cut.npy").write_bytes((tmp_path / "nan.npy").read_bytes()[:900])
+    (tmp_path / "rows.csv").write_bytes(b"1,2")
+    with pytest.raises(ShardrecError, match=REFUSED_ROWS[name]):
+        refused_rows_main(tmp_path, name)
+    if name in ("nan.npy", "twice.npz"):
+        raises_on_all(2, ConfigError, REFUSED_ROWS[name], refused_rows_main, tmp_path, name)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import re
 import shutil
 import subprocess
@@ -165,6 +166,8 @@ def test_what_it_cannot_start_with_is_said(program: Path, saved: dict[str, Saved
         return done.returncode, done.stderr
 
     assert start()[0] == 2
+    for interval in ("0", "nan", "inf", "1e7"):
+        assert start("--model", "model.pt", "--follow", str(tmp_path), "--interval", interval)[0] == 2
     model = str(saved["int8.pt"].path)
     code, said = start("--model", model, "--operators", str(tmp_path))
     assert (code, "give the folder of the Python package fbgemm_gpu" in said) == (1, True)
@@ -324,9 +327,13 @@ def test_it_applies_nothing_that_is_damaged_or_of_another_model(program: Path, t
         server.at(request, version=5, faults=answer["faults"] + 2)
         show(6)
         assert tick_of(server.at(request, version=6)["output"]) == 6
+        os.mkfifo(shown / version_name(8))
+        server.at(request, version=6, faults=server.ask(request)["faults"] + 1)
         said = server.end()
-    (shown / version_name(7)).unlink()
+    for version in (7, 8):
+        (shown / version_name(version)).unlink()
     for words in (
+        "no regular file",
         "is damaged",
         "another size",
         "its checksum is not",

@@ -6,11 +6,14 @@ import re
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import torch
 
+from shardrec.data.encode import encode, row_numbers
 from shardrec.data.spec import parse_spec
-from shardrec.errors import ConfigError
+from shardrec.errors import ConfigError, ShardrecError
 from shardrec.train import TrainConfig, initial
 from shardrec.train.runs import RunFolder
 from tests.ranks import ranks
@@ -163,3 +166,59 @@ def test_a_number_becomes_buckets(before: Path, tmp_path: Path, capsys: pytest.C
     features = FEATURES | {"price": "kind: id, boundaries: [10, 100]"}
     broken_off(config(tmp_path, "run", features, init_from=str(before)), cut_after=1)
     assert re.search(r"new .*t_price\.weight", capsys.readouterr().out)
+
+
+def test_rows_by_the_ids_of_features(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Hashed, numbers, a vocabulary, dynamic ids; and what is said of the others."""
+    ids = {
+        "user": pa.array(["u1", "u2", None, "u3"]),
+        "item": pa.array([3, 29, 30, -1]),
+        "country": pa.array(["it", "es", "de", ""]).dictionary_encode(),
+        "shop": pa.array(["s1", "s2", "s3", "s4"]),
+    }
+    rows = torch.arange(16).view(4, 4).float() + 100
+    files = []
+    for name, column in ids.items():
+        path = tmp_path / f"{name}.parquet"
+        pq.write_table(pa.table({"id": column, "row": rows.tolist()}), path)
+        files.append(f"{'t_' * (name == 'item')}{name}={path}")
+    run = config(tmp_path, "run", FEATURES, init_rows=files, lr=1e-12, embedding_lr=1e-12)
+    broken_off(run.changed(embedding_optimizer="sgd"), cut_after=1)
+    shown = re.sub(r" +", " ", capsys.readouterr().out)
+    assert f"from {', '.join(files)}:\n" in shown
+    counts = {"user": "3 rows, 1 ids are not", "item": "2 rows, 2 ids are not", "country": "2 rows, 2 ids are not"}
+    for name, words in (counts | {"shop": "4 rows"}).items():
+        assert re.search(rf"loaded \S+t_{name}.weight \(4, 4\)( -> \S+ 4\))? from \S+{name}.parquet: {words}", shown)
+
+
+def test_rows_have_the_places_of_ids_in_data(tmp_path: Path) -> None:
+    """The row of each id is the one that the same value in a file of rows looks up."""
+    config(tmp_path, "run", FEATURES)
+    spec = parse_spec((tmp_path / "run.yaml").read_text(encoding="utf-8"), "spec")
+    columns = {
+        "user": [f"u{n}" for n in range(30)],
+        "item": list(range(30)),
+        "country": ["de", "fr", "it"] * 10,
+        "age": [18.0, 20, 60] * 10,
+        "shop": [f"s{n}" for n in range(30)],
+    }
+    table = pa.table(columns | {"price": [0.0] * 30, "count": [0.0] * 30})
+    looked_up = encode(table, spec, labelled=False).rows.ids.reshape(30, 5)
+    for place, feature in enumerate(spec.sparse):
+        numbers, bad = row_numbers(pa.array(columns[feature.name]), feature)
+        assert numbers.tolist() == looked_up[:, place].tolist()
+        assert not bad.any()
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        (["user=a.npy", "user=b.npy"], "give TABLE=FILE, each TABLE once"),
+        (["user="], "give TABLE=FILE, each TABLE once"),
+        (["usr=a.npy"], "init_rows .* is 'usr=a.npy', and 'usr' is the name of 0 tables: give one of .*t_user"),
+        (["user=none.npy"], "none.npy: No such file"),
+    ],
+)
+def test_rows_that_are_refused(given: list[str], words: str, tmp_path: Path) -> None:
+    with pytest.raises(ShardrecError, match=words):
+        broken_off(config(tmp_path, "run", FEATURES, init_rows=given))

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import io
+import json
 import random
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from datetime import UTC, datetime
+from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +17,8 @@ import torch
 
 from shardrec import _versions
 from shardrec.data import FeatureSpec, FileClickData, kafka
+from shardrec.data.feed import Feed
+from shardrec.data.records import decoder_of
 from shardrec.data.request import named_spec
 from shardrec.data.spec import parse_spec
 from shardrec.data.tables import check_file
@@ -114,7 +120,7 @@ def test_records_that_are_left_of_a_range_are_read(brokers: Brokers) -> None:
     """Where the oldest of a range under way are gone."""
     brokers.deliver("left", [b" " * 900_000] * 8, partition=0)  # more than the brokers keep
     url = brokers.deliver("left", list(map(row, range(8, 16))), partition=0)
-    oldest = int(kafka.new_ranges(url, [], skips=False)[0].rpartition("=")[2].partition("-")[0])
+    oldest = kafka.range_of(kafka.new_ranges(url, [], skips=False)[0]).start
     assert 0 < oldest <= 8
     spec = named_spec(parse_spec(SPEC, "spec"))
     data = FileClickData([f"{url}?partition=0&offsets=0-16"], spec, holdout=0.0, on_bad_row="skip")
@@ -143,6 +149,172 @@ def test_what_may_come_later_is_another_error(brokers: Brokers, monkeypatch: pyt
     assert not isinstance(refused.value, UnreachableError)
     with pytest.raises(DataError, match=r"partition=0 lacks .*\(it has offsets 0 to 3, and 9 is the next .*made anew"):
         kafka.new_ranges(url, [f"{url}?partition=0&offsets=0-9"], skips=True)
+
+
+def fed_by(url: str) -> Feed:
+    spec = named_spec(parse_spec(SPEC, "spec"))
+    return Feed(url, spec, lambda names, _: FileClickData(names, spec, holdout=0.0), skips=True)
+
+
+def test_a_topic_that_was_made_anew_is_noticed(brokers: Brokers) -> None:
+    """With more records than were read: by the next poll, and where it goes on with an arrival of the old one."""
+    url = brokers.deliver("anew", list(map(row, range(64))), partition=2)
+    whole = fed_by(url)
+    arrival = whole.poll()
+    assert arrival is not None
+    others = Brokers()
+    again = others.deliver("anew", list(map(row, range(100))), partition=2)
+    for position, goes_on in ((arrival.position, True), (whole.position(), False)):
+        other = fed_by(again)
+        other.seek(json.loads(json.dumps(position)))
+        with pytest.raises(DataError, match=r"/anew was made anew: partition 2 has another record at offset 63"):
+            other.poll()
+        going_on = fed_by(url)
+        going_on.seek(position)
+        assert (going_on.poll() is not None) == goes_on
+    brokers.deliver("anew", [row(64)], partition=2)
+    assert going_on.poll() is not None
+
+
+AVRO = {
+    "type": "record",
+    "name": "Click",
+    "fields": [
+        {"name": "click", "type": "boolean"},
+        {"name": "number", "type": ["null", "long"]},
+        {"name": "site", "type": ["null", "string"]},
+        {"name": "tags", "type": {"type": "map", "values": "float"}},
+        {"name": "at", "type": {"type": "long", "logicalType": "timestamp-millis"}},
+        {"name": "price", "type": {"type": "bytes", "logicalType": "decimal", "precision": 9, "scale": 2}},
+        {"name": "more", "type": "bytes"},
+    ],
+}
+
+
+class Avro:
+    """Clicks by a schema in a file."""
+
+    def __init__(self, folder: Path) -> None:
+        fastavro = pytest.importorskip("fastavro", reason="shardrec is installed without its extra avro")
+        self._write, self._schema = fastavro.schemaless_writer, fastavro.parse_schema(AVRO)
+        (folder / "clicks.avsc").write_text(json.dumps(AVRO), encoding="utf-8")
+        self.options, self.header = f"format=avro&schema={folder / 'clicks.avsc'}", b"\0\0\0\x01\x02"
+
+    def __call__(self, number: int) -> bytes:
+        record = {"click": number % 3 == 0, "number": number, "site": str(number % 40), "tags": {"a": 0.5}}
+        more = {"at": datetime(2026, 1, 2, 3, tzinfo=UTC), "price": Decimal("1.25"), "more": b"of another reader"}
+        self._write(stream := io.BytesIO(), self._schema, record | more)
+        return stream.getvalue()
+
+
+class Protobuf:
+    """The same as the second message inside the first of a file; ``site`` is optional, ``at`` a message."""
+
+    def __init__(self, folder: Path) -> None:
+        from google.protobuf import descriptor_pool, message_factory, timestamp_pb2
+        from google.protobuf.descriptor_pb2 import FieldDescriptorProto as Field
+        from google.protobuf.descriptor_pb2 import FileDescriptorProto, FileDescriptorSet
+
+        described = FileDescriptorSet()
+        described.file.append(FileDescriptorProto.FromString(timestamp_pb2.DESCRIPTOR.serialized_pb))
+        file = described.file.add(name="shop.proto", package="shop", syntax="proto3")
+        file.dependency.append("google/protobuf/timestamp.proto")
+        shop = file.message_type.add(name="Shop")
+        shop.nested_type.add(name="Other")
+        click = shop.nested_type.add(name="Click")
+        entry = click.nested_type.add(name="TagsEntry")
+        entry.options.map_entry = True
+        one, many = Field.LABEL_OPTIONAL, Field.LABEL_REPEATED
+        entry.field.add(name="key", number=1, type=Field.TYPE_STRING, label=one)
+        entry.field.add(name="value", number=2, type=Field.TYPE_FLOAT, label=one)
+        click.field.add(name="click", number=1, type=Field.TYPE_BOOL, label=one)
+        click.field.add(name="number", number=2, type=Field.TYPE_INT64, label=one)
+        click.oneof_decl.add(name="_site")
+        click.field.add(name="site", number=3, type=Field.TYPE_STRING, label=one, proto3_optional=True, oneof_index=0)
+        click.field.add(name="at", number=4, type=Field.TYPE_MESSAGE, type_name=".google.protobuf.Timestamp", label=one)
+        click.field.add(
+            name="tags", number=5, type=Field.TYPE_MESSAGE, type_name=".shop.Shop.Click.TagsEntry", label=many
+        )
+        click.field.add(name="price", number=6, type=Field.TYPE_DOUBLE, label=one)
+        (folder / "clicks.desc").write_bytes(described.SerializeToString())
+        pool = descriptor_pool.DescriptorPool()
+        for each in described.file:
+            pool.Add(each)
+        self.message = message_factory.GetMessageClass(pool.FindMessageTypeByName("shop.Shop.Click"))
+        self.options = f"format=protobuf&schema={folder / 'clicks.desc'}&message=shop.Shop.Click"
+        self.header = b"\0\0\0\x01\x02\x04\x00\x02"
+
+    def __call__(self, number: int) -> bytes:
+        record = self.message(click=number % 3 == 0, number=number, site=str(number % 40), tags={"a": 0.5}, price=1.25)
+        record.at.FromJsonString("2026-01-02T03:00:00Z")
+        data: bytes = record.SerializeToString()
+        return data
+
+
+@pytest.mark.parametrize("kind", [Avro, Protobuf])
+def test_records_of_avro_and_protobuf_are_rows_as_json_is(
+    kind: Callable[[Path], Any], brokers: Brokers, tmp_path: Path
+) -> None:
+    """The same batches, bit for bit; broken ones are counted, and headers are checked where there are some."""
+    record, features = kind(tmp_path), SPEC + "  - {name: at, kind: dense}\n  - {name: price, kind: dense}\n"
+    spec = named_spec(parse_spec(features + "  - {name: tags, kind: weighted, rows: 9, weights: w}\n", "spec"))
+    objects = [{**row(number), "site": str(number % 40)} for number in range(40)]
+    objects = [{**each, "at": "2026-01-02T03:00:00Z", "price": 1.25, "tags": {"a": 0.5}} for each in objects]
+    name = kind.__name__.lower()
+    urls = [brokers.deliver(f"{name}-json", [*objects, b"{", b""], partition=1)]
+    broken = [record(3)[:-1], b"\xff"]
+    url = brokers.deliver(f"{name}-plain", [*map(record, range(40)), *broken], partition=1)
+    urls.append(f"{url}?{record.options}")
+    framed = [record.header + data for data in [*map(record, range(40)), broken[0]]]
+    framed.append(record.header[:4] + b"\x03" + framed[0][5:])
+    urls.append(f"{brokers.deliver(f'{name}-framed', framed, partition=1)}?{record.options}&schema_id=258")
+    made = []
+    for url in urls:
+        feed_ = Feed(
+            url, spec, lambda names, _: FileClickData(names, spec, holdout=0.0, on_bad_row="skip", needs_rows=False)
+        )
+        arrival = feed_.poll()
+        assert arrival is not None
+        made.append([*arrival.rows.train_batches(0, 1, 16)])
+        assert arrival.rows.skipped == {"bad JSON object": 2}
+        assert feed_.poll() is None
+    for batches in made[1:]:
+        for batch, expected in zip(batches, made[0], strict=True):
+            assert torch.equal(batch.dense, expected.dense)
+            assert torch.equal(batch.labels, expected.labels)
+            assert torch.equal(batch.sparse.values(), expected.sparse.values())
+            assert torch.equal(batch.sparse.weights(), expected.sparse.weights())
+    decode = decoder_of(record.options + "&schema_id=258")
+    assert "does not begin with the header" in decode(framed[-1]).where
+    assert f"is none of {tmp_path}" in decode(framed[-2]).where
+    assert decode(record.header + record(7))["number"] in (7, "7")
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ("format=xml", "a topic with the options 'format=xml': give format=avro&schema=FILE, or"),
+        ("schema=a", "a topic with the options"),
+        ("format=avro", "a topic with the options"),
+        ("format=avro&schema=", "a topic with the options"),
+        ("format=avro&schema=a&message=b", "a topic with the options"),
+        ("format=avro&schema=a&schema_id=-1", "a topic with the options"),
+        ("format=json&schema_id=1", "a topic with the options"),
+        ("format=protobuf&schema=FOLDER/empty&message=a.B", "empty is no descriptor set with message 'a.B'"),
+        ("format=protobuf&schema=FOLDER/none&message=a.B", "none is no descriptor set with message 'a.B' .*No such"),
+        ("format=protobuf&schema=FOLDER/text&message=a.B", "text is no descriptor set with message 'a.B'"),
+        ("format=avro&schema=FOLDER/empty", "empty is no schema of Avro"),
+        ("format=avro&schema=FOLDER/text", "text is no schema of Avro .UnknownType: recrd"),
+        ("format=avro&schema=FOLDER/none", "none is no schema of Avro .FileNotFoundError"),
+    ],
+)
+def test_formats_that_are_refused(options: str, words: str, tmp_path: Path) -> None:
+    if "FOLDER" in options and "avro" in options:
+        pytest.importorskip("fastavro", reason="shardrec is installed without its extra avro")
+    (tmp_path / "empty").write_bytes(b"")
+    (tmp_path / "text").write_text('"recrd"', encoding="utf-8")
+    with pytest.raises(ShardrecError, match=words):
+        decoder_of(options.replace("FOLDER", str(tmp_path)))
 
 
 class Scripted:

@@ -56,8 +56,14 @@ torch::IValue attribute(torch::IValue value, std::istringstream path) {
   return value;
 }
 
+// The path of a regular file; a pipe would be waited for.
+const std::string& regular(const std::string& path) {
+  if (!std::filesystem::is_regular_file(path)) fail(path + " is missing, or no regular file");
+  return path;
+}
+
 json::Object read_manifest(const std::string& path) {
-  std::ifstream file(path, std::ios::binary);
+  std::ifstream file(regular(path), std::ios::binary);
   const std::string text{std::istreambuf_iterator<char>(file), {}};
   const std::string body = text.substr(0, text.rfind(",\n\"sha256\": "));
   if (text != body + ",\n\"sha256\": \"" + sha256(body) + "\"}\n") fail(path + ": its checksum is not that of its text");
@@ -70,9 +76,9 @@ json::Object read_manifest(const std::string& path) {
 // A data file, every byte of which is verified when it is opened.
 class DataFile {
  public:
-  DataFile(const std::string& path, const json::Object& note) : path_(path), file_(path, std::ios::binary | std::ios::ate) {
+  DataFile(const std::string& path, const json::Object& note) : path_(path), file_(regular(path), std::ios::binary | std::ios::ate) {
     const std::int64_t size = whole(note.at("size"));
-    if (!file_ || file_.tellg() != size) fail(path + " is missing, or has another size than was written");
+    if (!file_ || file_.tellg() != size) fail(path + " cannot be read, or has another size than was written");
     const json::Array& checksums = note.at("checksums").get<json::Array>();
     if (static_cast<std::int64_t>(checksums.size()) != (size + kBlockBytes - 1) / kBlockBytes) {
       fail(path + " has " + std::to_string(checksums.size()) + " checksums for " + std::to_string(size) + " bytes");

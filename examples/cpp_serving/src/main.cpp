@@ -16,6 +16,8 @@
 
 namespace {
 
+constexpr double kLongestInterval = 1e6;  // seconds
+
 constexpr char kUsage[] =
     "usage: serve --model FILE [--operators FOLDER] [--threads N] [--follow FOLDER [--interval S]] [--libraries]\n"
     "             [--clients N [--seconds S] [--windows N] [--answers]]\n"
@@ -23,7 +25,7 @@ constexpr char kUsage[] =
     "  --operators  the folder of the Python package fbgemm_gpu, with its .so files; not needed if these are preloaded\n"
     "  --threads    for one request; default 1\n"
     "  --follow     the folder of a shardrec.Publisher, whose versions are applied between requests\n"
-    "  --interval   seconds between two looks into it; default 1\n"
+    "  --interval   seconds between two looks into it, at most a million; default 1\n"
     "  --libraries  list the shared libraries of the process, and answer nothing\n"
     "  --clients    measure: this many threads send the requests on stdin without pause; prints requests a second and times\n"
     "  --seconds    how long they do; default 10\n"
@@ -78,7 +80,7 @@ bool parse(int count, char** words, Options& options) {
     }
   }
   return !options.model.empty() && options.threads > 0 && options.clients >= 0 && options.seconds > 0 &&
-         options.follow.interval > 0;
+         options.follow.interval > 0 && options.follow.interval <= kLongestInterval;
 }
 
 }  // namespace
