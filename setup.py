@@ -70,7 +70,7 @@ def operators() -> list[Extension]:
     return [
         Extension(
             f"shardrec.native.ops_for_torch_{version}",
-            [f"shardrec/native/{name}.cpp" for name in ("ops", "cut", "ids", "lookup", "update")],
+            [f"shardrec/native/{name}.cpp" for name in ("ops", "cut", "ids", "lookup", "texts", "update")],
             depends=["setup.py", *map("shardrec/native/{}.h".format, ("gradient", "hashing", "slots", "vectors"))],
             include_dirs=cpp_extension.include_paths(),
             library_dirs=cpp_extension.library_paths(),

@@ -17,8 +17,10 @@ from datetime import UTC, datetime
 from typing import Any
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
+from shardrec import native
 from shardrec.data.fault import Reason, RowFault, shown
 from shardrec.data.preprocess import hash_categories, mixed, transform_dense
 from shardrec.data.rows import ClickRows, bags_at
@@ -113,9 +115,9 @@ def encode(
     dense = np.ones((count, len(spec.dense) or 1), dtype=np.float32)
     for index, feature in enumerate(spec.dense):
         values, missing, bad = _numbers(table[feature.source])
-        transformed = _transformed(feature, np.where(bad, 0.0, values), missing)
+        transformed = _transformed(feature, np.where(bad, 0.0, values) if bad.any() else values, missing)
         large = np.abs(transformed) > _MAX
-        dense[:, index] = np.where(large, 0.0, transformed)
+        dense[:, index] = np.where(large, 0.0, transformed) if large.any() else transformed
         bads += [(feature.source, Reason.NUMBER, _NO_NUMBER, bad), (feature.source, Reason.NUMBER, _TOO_LARGE, large)]
     bags = [_bags(table, feature, dictionaries) for feature in spec.sparse]
     for feature, bag in zip(spec.sparse, bags, strict=True):
@@ -206,10 +208,9 @@ def _numbers(array: Any) -> tuple[NDArray[np.float64], NDArray[np.bool_], NDArra
     import pyarrow.compute as pc
 
     array = _plain(array)
-    empty = np.asarray(array.is_null().to_numpy(zero_copy_only=False))
     if _is_text(array.type):
         array = array.cast(pa.large_binary())
-        missing = empty | np.asarray(pc.equal(array, b"").fill_null(True).to_numpy(zero_copy_only=False))
+        missing = np.asarray(pc.equal(array, b"").fill_null(True).to_numpy(zero_copy_only=False))
         bad = np.zeros(len(array), dtype=np.bool_)
         zero = pa.scalar(b"0", pa.large_binary())
         try:
@@ -227,12 +228,12 @@ def _numbers(array: Any) -> tuple[NDArray[np.float64], NDArray[np.bool_], NDArra
             values[numbers if dates.sum() > numbers.sum() else dates] = np.nan
         return np.where(np.isnan(values), 0.0, values), missing, ~np.isfinite(values)
     if pa.types.is_null(array.type):
-        return np.zeros(len(array)), empty, np.zeros(len(array), dtype=np.bool_)
+        return np.zeros(len(array)), np.ones(len(array), np.bool_), np.zeros(len(array), np.bool_)
     if pa.types.is_date(array.type) or pa.types.is_timestamp(array.type):
         zone = array.type.tz if pa.types.is_timestamp(array.type) else None
         array = pc.divide(array.cast(pa.timestamp("us", zone)).cast(pa.int64()).cast(pa.float64()), 86_400e6)
     values = np.asarray(array.cast(pa.float64(), safe=False).to_numpy(zero_copy_only=False), dtype=np.float64)
-    missing = empty | np.isnan(values)
+    missing = np.isnan(values)  # as a null is now
     return np.where(missing, 0.0, values), missing, np.isinf(values)
 
 
@@ -254,26 +255,8 @@ def _transformed(feature: Feature, values: NDArray[np.float64], missing: NDArray
 
 def _bags(table: Any, feature: Feature, dictionaries: dict[str, Dictionary] | None) -> _Bags:
     """A feature with a table, one id a row or any number."""
-    import pyarrow as pa
-
     array, lengths = _flat(table[feature.source], feature)
-    if isinstance(array, pa.DictionaryArray):
-        distinct = None if dictionaries is None else dictionaries.get(feature.name)
-        is_first = dictionaries is not None and distinct is None
-        if distinct is None or not distinct.values.equals(array.dictionary):
-            distinct = None
-            if len(array.dictionary) >= len(array) and not is_first:  # as one that grows with each block
-                array = array.dictionary_decode()
-    if isinstance(array, pa.DictionaryArray):
-        if distinct is None:
-            ids, bad = _ids(pa.concat_arrays([array.dictionary, pa.nulls(1, array.dictionary.type)]), feature)
-            distinct = Dictionary(values=array.dictionary, ids=ids, bad=bad)
-            if dictionaries is not None:
-                dictionaries[feature.name] = distinct
-        places = array.indices.fill_null(len(array.dictionary)).to_numpy(zero_copy_only=False)
-        ids, bad_V = distinct.ids[places], distinct.bad[places]
-    else:
-        ids, bad_V = _ids(array, feature)
+    ids, bad_V = _ids_by_value(array, feature, dictionaries)
     if lengths is None:
         return _Bags(ids=ids, lengths=None, weights=None, bad=bad_V)
     row_V = np.repeat(np.arange(len(lengths)), lengths)
@@ -325,6 +308,29 @@ def _flat(array: Any, feature: Feature) -> tuple[Any, NDArray[np.int64] | None]:
     return values.take(pa.array(places, mask=~present)), lengths
 
 
+def _ids_by_value(
+    array: Any, feature: Feature, dictionaries: dict[str, Dictionary] | None
+) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
+    """:func:`_ids`, of a column with a dictionary made for its distinct values and gathered."""
+    import pyarrow as pa
+
+    if not pa.types.is_dictionary(array.type):
+        return _ids(array, feature)
+    values, indices = array.dictionary, array.indices
+    distinct = None if dictionaries is None else dictionaries.get(feature.name)
+    if distinct is None or not distinct.values.equals(values):
+        is_first = dictionaries is not None and distinct is None
+        if len(values) >= len(array) and not is_first:  # as one that grows with each block
+            return _ids(array.dictionary_decode(), feature)
+        ids, bad = _ids(pa.concat_arrays([values, pa.nulls(1, values.type)]), feature)
+        distinct = Dictionary(values=values, ids=ids, bad=bad)
+        if dictionaries is not None:
+            dictionaries[feature.name] = distinct
+    places = (indices.fill_null(len(values)) if indices.null_count else indices).to_numpy()
+    none = np.zeros(len(places), dtype=np.bool_)
+    return distinct.ids.take(places), distinct.bad.take(places) if distinct.bad.any() else none
+
+
 def _ids(array: Any, feature: Feature) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
     """Embedding rows (V,), or 64-bit ids of a feature with dynamic ids; and which values are bad."""
     import pyarrow as pa
@@ -345,10 +351,7 @@ def _ids(array: Any, feature: Feature) -> tuple[NDArray[np.int64], NDArray[np.bo
         places = pc.index_in(texts, value_set=pa.array(feature.values, pa.string()).cast(texts.type)).fill_null(-1)
         return places.to_numpy(zero_copy_only=False).astype(np.int64) + 1, np.zeros(len(array), dtype=np.bool_)
     if coding == "hexadecimal" and _is_text(array.type):
-        data, starts, lengths = _bytes(array.cast(pa.large_binary()))
-        keys, bad = _hexadecimal(data, starts, lengths)
-        missing = lengths == 0
-        bad &= ~missing
+        keys, missing, bad = _text_keys(array, hexadecimal=True)
     else:
         keys, missing, bad = _keys(array, spread=coding != "hexadecimal" and feature.dynamic_ids is None)
     if feature.dynamic_ids is not None:
@@ -405,12 +408,8 @@ def _keys(array: Any, *, spread: bool = True) -> tuple[NDArray[np.uint64], NDArr
     if pa.types.is_null(array.type):
         return np.zeros(len(array), dtype=np.uint64), ~none, none
     if _is_text(array.type):
-        data, starts, lengths = _bytes(array.cast(pa.large_binary()))
-        raw, number = _decimal(data, starts, lengths)
-        text = np.flatnonzero(~number)
-        raw = mixed(raw) if spread else raw
-        raw[text] = hash_texts(data, starts[text], lengths[text])
-        return raw, null | (lengths == 0), none
+        raw, missing, _ = _text_keys(array, spread=spread)
+        return raw, null | missing, none
     if _is_fraction(array.type):
         values, missing, bad = _numbers(array)
         bad |= values != np.floor(values)
@@ -420,6 +419,34 @@ def _keys(array: Any, *, spread: bool = True) -> tuple[NDArray[np.uint64], NDArr
     whole = np.asarray(kept.fill_null(0).to_numpy(zero_copy_only=False))
     raw = whole.astype(np.int64, copy=False).astype(np.uint64)  # of unsigned ones the same bits
     return (mixed(raw) if spread else raw), null, none
+
+
+def _text_keys(
+    array: Any, *, hexadecimal: bool = False, spread: bool = False
+) -> tuple[NDArray[np.uint64], NDArray[np.bool_], NDArray[np.bool_]]:
+    """Texts as 64-bit keys (N,), which are empty, and which are no hexadecimal numbers although they are to be."""
+    import pyarrow as pa
+
+    if native.is_loaded():
+        is_large = pa.types.is_large_string(array.type) or pa.types.is_large_binary(array.type)
+        _, offsets_buffer, data_buffer = array.buffers()
+        kind, count = pa.int64() if is_large else pa.int32(), array.offset + len(array) + 1
+        offsets = torch.from_dlpack(pa.Array.from_buffers(kind, count, [None, offsets_buffer]))[array.offset :]
+        data = torch.empty(0, dtype=torch.uint8)
+        if data_buffer is not None and data_buffer.size:
+            data = torch.from_dlpack(pa.Array.from_buffers(pa.uint8(), data_buffer.size, [None, data_buffer]))
+        keys, bad = torch.ops.shardrec.text_keys(data, offsets, hexadecimal, spread)
+        return keys.numpy().view(np.uint64), (offsets[1:] == offsets[:-1]).numpy(), bad.numpy()
+    data, starts, lengths = _bytes(array.cast(pa.large_binary()))
+    missing = lengths == 0
+    if hexadecimal:
+        raw, bad = _hexadecimal(data, starts, lengths)
+        return raw, missing, bad & ~missing
+    raw, number = _decimal(data, starts, lengths)
+    text = np.flatnonzero(~number)
+    raw = mixed(raw) if spread else raw
+    raw[text] = hash_texts(data, starts[text], lengths[text])
+    return raw, missing, np.zeros(len(raw), dtype=np.bool_)
 
 
 def _decimal(

@@ -115,14 +115,13 @@ def slices(lengths: NDArray[np.int64], start: int, stop: int, share: tuple[int, 
         stop: its end (not included).
         share: the rank's first row in the batch, and its end.
     """
-    before = rows_before(lengths, start)
-    taken = rows_before(lengths, stop) - before
-    ends = np.cumsum(taken)
-    for stream in np.flatnonzero((ends > share[0]) & (ends - taken < share[1]) & (taken > 0)).tolist():
-        begin = int(ends[stream] - taken[stream])
-        first, last = max(share[0], begin) - begin, min(share[1], int(ends[stream])) - begin
+    begin = 0
+    rows = zip(*(rows_before(lengths, count).tolist() for count in (start, stop)), strict=True)
+    for stream, (row, stop_row) in enumerate(rows):
+        first, last = max(share[0] - begin, 0), min(share[1] - begin, stop_row - row)
         if last > first:
-            yield Slice(stream=stream, start=int(before[stream]) + first, stop=int(before[stream]) + last)
+            yield Slice(stream=stream, start=row + first, stop=row + last)
+        begin += stop_row - row
 
 
 def stream_share(lengths: NDArray[np.int64], world_size: int) -> float:

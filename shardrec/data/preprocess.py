@@ -32,8 +32,7 @@ def transform_dense(raw: NDArray[np.float64], missing: NDArray[np.bool_]) -> NDA
     """
     present = np.where(missing, 0.0, raw).astype(np.float32)
     out = np.log(np.maximum(present, np.float32(-1.0)) + np.float32(3.0))
-    out[missing] = 0.0
-    return np.asarray(out, dtype=np.float32)
+    return np.where(missing, np.float32(0.0), out)
 
 
 def hash_categories(

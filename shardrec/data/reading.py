@@ -194,18 +194,19 @@ class StreamRows:
     def __init__(self, parts: Iterator[Part], at: int, pool: Executor) -> None:
         self._parts, self._at, self._pool = parts, at, pool
         self._current: Part | None = None
+        self._end = at  # of the current part
         self._ahead = pool.submit(next, parts, None)
 
     def take(self, start: int, stop: int) -> Iterator[Part]:
         """Rows ``start`` to ``stop`` (not included) of the stream, which are not before those taken last."""
         while start < stop:
-            if self._current is None or self._at + len(self._current) <= start:
-                self._at += 0 if self._current is None else len(self._current)
+            if self._current is None or self._end <= start:
                 self._current = self._ahead.result()
                 assert self._current is not None, "chunks have the rows that were counted, or raise"
+                self._at, self._end = self._end, self._end + len(self._current)
                 self._ahead = self._pool.submit(next, self._parts, None)
                 continue
-            end = min(stop, self._at + len(self._current))
+            end = min(stop, self._end)
             yield self._current.between(start - self._at, end - self._at)
             start = end
 

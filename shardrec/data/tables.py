@@ -286,9 +286,9 @@ def _row_group(
         if _footer_digest(info.path) != info.digest:
             raise _changed(info.path, "it has another footer")
         # A column of lists has values of a path like tags.list.element.
-        leaves = _leaves(info.path, info.digest)
+        footer, leaves = _footer(info.path, info.digest)
         texts = [leaf for leaf in leaves if leaf in of_texts or leaf.rsplit(".", 2)[0] in of_texts]
-        with _parquet(info.path, texts) as file:
+        with _parquet(info.path, texts, footer) as file:
             stop = 0
             try:
                 batches = file.iter_batches(at_once, row_groups=[group], columns=list(columns), use_threads=False)
@@ -393,22 +393,26 @@ def _plain_suffix(path: str) -> str:
     return Path(Path(path_of(path)).stem).suffix.lower() if suffix in _COMPRESSED else suffix
 
 
-@lru_cache(1024)
-def _leaves(path: str, digest: str) -> list[str]:
-    """Paths of the columns in the schema of a Parquet file, whose footer has this digest."""
+@lru_cache(64)
+def _footer(path: str, digest: str) -> tuple[Any, list[str]]:
+    """The footer of a Parquet file, which has this digest, and the paths of the columns in its schema.
+
+    To parse it takes as long as it has row groups, each of which is opened anew.
+    """
     with _parquet(path) as file:
-        return [file.schema.column(index).path for index in range(len(file.schema))]
+        return file.metadata, [file.schema.column(index).path for index in range(len(file.schema))]
 
 
-def _parquet(path: str, texts: Sequence[str] = ()) -> Any:
+def _parquet(path: str, texts: Sequence[str] = (), footer: Any = None) -> Any:
     """The file, of which the columns with these paths are read as dictionaries, through small buffers, for many are
-    open."""
+    open; it has this footer, if that was read before."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 
     file = open_input(path)
     try:
-        return pq.ParquetFile(file, read_dictionary=list(texts), buffer_size=_BUFFER_BYTES, pre_buffer=False)
+        options = {"read_dictionary": list(texts), "buffer_size": _BUFFER_BYTES, "pre_buffer": False}
+        return pq.ParquetFile(file, metadata=footer, **options)
     except (pa.ArrowException, OSError) as error:
         text = str(error).splitlines()[0]
         raise DataError(f"data file {path} is not a complete Parquet file ({text}): copy or write it again") from error

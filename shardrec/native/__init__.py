@@ -24,6 +24,8 @@
     an optimizer's step with the gradients of several backwards, for :mod:`shardrec.lookup.row_optimizers`
 ``update_rows(weight, state, rows, values, mean_squares, scale, rule, lr, eps)``
     the update of some rows, for the same
+``text_keys(data, offsets, hexadecimal, spread)``
+    64-bit keys of texts, for :mod:`shardrec.data.encode`
 
 Without them torch's operators and fbgemm's kernels do the same, with equal results and more passes over memory.
 
@@ -54,7 +56,7 @@ from shardrec.errors import ConfigError
 
 __all__ = ["has_kernels", "is_loaded", "library_path"]
 
-_NEWEST = "update_matrix"  # an operator that libraries built from older sources do not have
+_NEWEST = "text_keys"  # an operator that libraries built from older sources do not have
 
 
 def library_path() -> Path | None:

@@ -10,6 +10,7 @@ from datetime import date, datetime
 from decimal import Decimal
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import pyarrow as pa
@@ -20,6 +21,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import shardrec.data
+from shardrec import native
 from shardrec.data import ClickBatch, Feature, FeatureSpec, criteo_spec, open_click_data, tables
 from shardrec.data import encode as encode_module
 from shardrec.data.encode import Dictionary, Encoded, encode, hash_texts
@@ -368,6 +370,30 @@ def test_other_texts_are_no_numbers(text: str) -> None:
     table = pa.table({"label": [0], "id": [text]})
     digest = int(hash_texts(data, np.array([0]), np.array([len(data)]))[0])
     assert encode(table, KEYS).rows.ids.tolist() == [digest % (2**31 - 2) + 1]
+
+
+NUMBERS = st.integers(-(2**64), 2**65).map(str)
+TEXTS = st.one_of(NUMBERS, st.text("-0179afFg", max_size=18), st.text(max_size=25), st.just("9" * 20), st.none())
+
+
+@pytest.mark.skipif(not native.is_loaded(), reason="the C++ operators were not compiled")
+@given(
+    texts=st.lists(TEXTS, max_size=9),
+    kind=st.sampled_from([pa.string(), pa.large_string(), pa.binary(), pa.large_binary()]),
+    start=st.integers(0, 3),
+    hexadecimal=st.booleans(),
+    spread=st.booleans(),
+)
+def test_keys_of_texts_are_those_without_the_operator(
+    texts: list[str | None], kind: pa.DataType, start: int, hexadecimal: bool, spread: bool
+) -> None:
+    encoded = [None if text is None else text.encode() for text in texts]
+    array = pa.array(encoded, pa.large_binary()).cast(kind)[start:]
+    keys, missing, bad = encode_module._text_keys(array, hexadecimal=hexadecimal, spread=spread)
+    with patch.object(native, "is_loaded", lambda: False):
+        expected_keys, *expected = encode_module._text_keys(array, hexadecimal=hexadecimal, spread=spread)
+    assert [missing.tolist(), bad.tolist()] == [each.tolist() for each in expected]
+    assert keys[~bad].tolist() == expected_keys[~bad].tolist()
 
 
 def test_hashes_are_the_same_everywhere_and_spread() -> None:

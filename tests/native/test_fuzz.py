@@ -205,9 +205,16 @@ def index_ids(rng: Random, guarded: Guarded) -> list[object]:
     return map_ids(rng, guarded)[2:4]
 
 
+def text_keys(rng: Random, guarded: Guarded) -> list[object]:
+    data = torch.tensor([rng.choice(b"-0179afF x") for _ in range(rng.randrange(60))], dtype=torch.uint8)
+    offsets = sorted(rng.randrange(data.numel() + 1) for _ in range(rng.randint(1, 9)))
+    offset_dtype = rng.choice([torch.int32, torch.int64])
+    return [data, torch.tensor(offsets, dtype=offset_dtype), rng.random() < 0.5, rng.random() < 0.5]
+
+
 OPERATORS: list[Callable[[Random, Guarded], list[object]]] = [
     assemble, distribute, are_sound, cut_ids, look_up, look_up_out, update, weight_gradient, sum_gradient,
-    update_matrix, update_rows, map_ids, index_ids,
+    update_matrix, update_rows, map_ids, index_ids, text_keys,
 ]  # fmt: skip
 
 
