@@ -41,6 +41,7 @@ __all__ = ["ElasticModel"]
 
 _SYNC = "sync_replicas"
 
+
 class ElasticModel(ShardedModel):
     """The result of :func:`shardrec.shard` with ``replicas=Replicas(..., elastic=...)``: a :class:`ShardedModel` that
     is trained together with those of other jobs, which may die and come back.
