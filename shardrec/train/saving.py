@@ -91,9 +91,10 @@ class Saver:
         assert loaded is not None, "there was a checkpoint when this was called, and this run has locked the folder"
         self._config.check_resumes(loaded.extra["config"])
         given, started = self._config.to_mapping(), loaded.extra["config"]
-        if self._config.replan and all(started.get(name) == given[name] for name in ("plan", "constraint")):
-            plan = ShardingPlan.from_json(read_manifest(loaded.path).plan)
-            if plan.world_size == self._place.world_size:  # a plan adds up in its own order
+        if all(started.get(name) == given[name] for name in ("plan", "constraint")):
+            saved_plan = on_first_rank(lambda: read_manifest(loaded.path).plan, self._place, "plan of the checkpoint")
+            plan = ShardingPlan.from_json(saved_plan)  # which --replan may have changed since plan.json was written
+            if plan.world_size == self._place.world_size and plan != self._run.model.plan:
                 self._run.model.reshard(plan, self._run.optimizer)
         feed = loaded.extra.get("feed")
         if feed is not None:

@@ -396,7 +396,8 @@ def _train(run: Run, saver: Saver, evaluate: Callable[[Iterable[ClickBatch]], Cl
         return shown if run.elastic is not None and run.elastic.place else Board(shown, run)
 
     with run.announcer.display(total_rows, board) as display:
-        replanner = None if config.replan is None else Replanner(run, config.replan, display)
+        last_step = 0 if progressive else source.steps * config.epochs
+        replanner = None if config.replan is None else Replanner(run, config.replan, display, last_step)
         for _ in _epochs(run, saver):
 
             def read(replica: int = 0, replicas: int = 1) -> Iterator[StepPart]:
@@ -408,7 +409,7 @@ def _train(run: Run, saver: Saver, evaluate: Callable[[Iterable[ClickBatch]], Cl
                     run,
                     batches,
                     schedule=Schedule(
-                        total_steps=0 if progressive else source.steps * config.epochs,
+                        total_steps=last_step,
                         evaluations=evaluations,
                         warmup=config.warmup,
                         shape=config.schedule,
