@@ -180,10 +180,11 @@ class ElasticGroup:
             if self._replica not in members:
                 completed, operation = -1, ""
             # In this order: who has counted a request also finds the arrival.
-            self._handled = store.add("requests", 0)
+            is_new = int(self._replica not in members)
+            self._handled = store.add("requests", 0) + is_new
             arrival = Arrival(self._replica, completed, operation, self.agreement)
             store.append(f"{number}/arrived", json.dumps(arrival) + "\n")
-            store.add("requests", int(self._replica not in members))
+            store.add("requests", is_new)
             first = self._said(f"{number - 1}/members" if members else f"{number}/arrived")[0]
             if first.agreement != self.agreement:
                 raise ConfigError(

@@ -93,7 +93,7 @@ def test_a_run_goes_on_under_the_plan_of_its_checkpoint(tmp_path: Path) -> None:
 def test_ordinary_steps_and_the_last_one_do_nothing_but_keep_batches() -> None:
     from shardrec.train.replan import Replanner
 
-    progress = SimpleNamespace(steps=0, seconds=0.0)
+    progress = SimpleNamespace(steps=0, seconds=0.0, seconds_now=lambda: 0.0)
     run: Any = SimpleNamespace(progress=progress, announcer=SimpleNamespace(say=None), model=None)
     replanner = Replanner(run, 10, Display(), last_step=20)
     features: Any = object()
