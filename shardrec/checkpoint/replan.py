@@ -83,7 +83,7 @@ def replan_model(
         # The searches may take longer than a rank may be silent.
         while not ranks.agree("replan", lambda: bool(decision and wait([decision], wait_s).done), remedy=_REMEDY)[0]:
             pass
-        decided = ranks.agree("replan", lambda: decision and decision.result(), remedy=_REMEDY)[0]
+        decided = ranks.agree("replan", lambda: decision.result() if decision else None, remedy=_REMEDY)[0]
     if decided is None:
         return None
     change = Replanned(model.plan, ShardingPlan.from_json(decided[0]), *decided[1:])

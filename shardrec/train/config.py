@@ -383,8 +383,8 @@ class TrainConfig(Options):
                 )
         if (self.elastic is None) != (self.replicas == 1):
             faults.append(
-                f"replicas (--replicas) is {self.replicas} and elastic (--elastic) {self.elastic!r}: give 2 or more and "
-                "the address of their store, or neither"
+                f"replicas (--replicas) is {self.replicas} and elastic (--elastic) {self.elastic!r}: give 2 or more "
+                "and the address of their store, or neither"
             )
         if self.elastic is not None:
             faults += [

@@ -24,8 +24,8 @@ T = TypeVar("T")
 
 
 class DealtParts(Generic[T]):
-    """An iterator over this rank's batches, in place of a :class:`Prefetcher`. They are read anew whenever replicas have
-    come or gone, or the progress has become that of another replica; it ends where that ends an epoch.
+    """An iterator over this rank's batches, in place of a :class:`Prefetcher`. They are read anew whenever replicas
+    have come or gone, or the progress has become that of another replica; it ends where that ends an epoch.
 
     Args:
         run: whose progress says which step is next.

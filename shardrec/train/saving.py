@@ -37,7 +37,7 @@ __all__ = ["Saver"]
 
 _AGREE_S = 0.5
 _MAX_STEPS = 1000
-_LOCK_S = 1.0
+_LOCK_S = 10.0
 """How long a replica waits for another one that has saved before it."""
 
 

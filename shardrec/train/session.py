@@ -337,11 +337,14 @@ def _own_folder(config: TrainConfig, rank_info: RankInfo, lock: ExitStack) -> Pa
     def lock_folder() -> None:
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            # Another replica makes its plan meanwhile, or waits in turn.
-            if not lock.enter_context(locked(folder, _LOCK_S if config.elastic is None else config.timeout)):
+            # Another replica may be making the plan meanwhile, and this one's other ranks wait for the first.
+            wait_s = _LOCK_S if config.elastic is None else config.timeout / 2
+            if not lock.enter_context(locked(folder, wait_s)):
                 raise ConfigError(
                     f"out (--out) is {config.out!r}: another run writes to it; wait for its end, or give another folder"
                 )
+            if config.elastic is not None and (folder / PLAN).exists():
+                lock.close()  # the replica that saves takes it
         except OSError as error:
             raise ConfigError(f"out (--out) is {config.out!r}: {error.strerror}; give a folder to write to") from error
 
