@@ -49,7 +49,7 @@ ROOT = Path(__file__).parents[2]
 _PATIENCE_S = 300.0
 _ROWS = 64
 _CONFIG: dict[str, Any] = {
-    "samples": 800 * _ROWS,
+    "samples": 600 * _ROWS,
     "global_batch_size": _ROWS,
     "max_embeddings": 60,
     "embedding_dim": 4,
@@ -58,7 +58,7 @@ _CONFIG: dict[str, Any] = {
     "holdout_samples": 4096,
     "evaluations": 2,
     "threads": 1,
-    "checkpoint_every": "20",
+    "checkpoint_every": "5",
     "timeout": 60.0,
 }
 _FOLDER = "SHARDREC_CAMPAIGN_FOLDER"
@@ -82,7 +82,7 @@ class Counted(DLRM):
         if folder is not None and self.training:
             with Path(folder, f"rows-{os.getpid()}.jsonl").open("a", encoding="utf-8") as file:
                 file.write(json.dumps({"time": time.time(), "rows": keys_of(dense)}) + "\n")
-            time.sleep(0.1 if Path(folder, "slow").exists() else 0.0)
+            time.sleep(0.5 if Path(folder, "slow").exists() else 0.0)
         logits: Tensor = super().forward(dense, sparse)
         return logits
 
