@@ -91,7 +91,7 @@ class Saver:
         assert loaded is not None, "there was a checkpoint when this was called, and this run has locked the folder"
         self._config.check_resumes(loaded.extra["config"])
         given, started = self._config.to_mapping(), loaded.extra["config"]
-        if all(started.get(name) == given[name] for name in ("plan", "constraint")):
+        if self._run.elastic is None and all(started.get(name) == given[name] for name in ("plan", "constraint")):
             saved_plan = on_first_rank(lambda: read_manifest(loaded.path).plan, self._place, "plan of the checkpoint")
             plan = ShardingPlan.from_json(saved_plan)  # which --replan may have changed since plan.json was written
             if plan.world_size == self._place.world_size and plan != self._run.model.plan:

@@ -46,7 +46,7 @@ from shardrec.train.source import Source
 __all__ = ["Counted", "main"]
 
 ROOT = Path(__file__).parents[2]
-_PATIENCE_S = 300.0
+_PATIENCE_S = 900.0
 _ROWS = 64
 _CONFIG: dict[str, Any] = {
     "samples": 600 * _ROWS,
