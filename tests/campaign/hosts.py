@@ -258,6 +258,7 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--noise", type=float, default=0.005)
     options = parser.parse_args(arguments)
+    before = signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended by SIGTERM"))  # and so its hosts
     with tempfile.TemporaryDirectory() as folder:
         undisturbed = subprocess.run(
             [
@@ -275,6 +276,7 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
             figures = campaign.run(options.blows)
         finally:
             campaign.end()
+            signal.signal(signal.SIGTERM, before)
         faults, lost = _faults(campaign.folder, options.blows * _ROWS if options.form == "replicas" else 0)
         losses = [
             json.loads(Path(folder, out, "metrics.json").read_text(encoding="utf-8"))["final"]["logloss"]
