@@ -59,7 +59,6 @@ _CONFIG: dict[str, Any] = {
     "evaluations": 2,
     "threads": 1,
     "checkpoint_every": "5",
-    "timeout": 60.0,
 }
 _FOLDER = "SHARDREC_CAMPAIGN_FOLDER"
 _SAVED = re.compile(r"^saved the checkpoint of step ([\d,]+)", re.MULTILINE)
