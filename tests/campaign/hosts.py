@@ -9,7 +9,8 @@ A host is a torchrun with a rank, in a session of its own; there are two. With `
 (``--nnodes 1:2``), which goes on from the last checkpoint on the hosts that are there; with ``replicas`` each is a
 replica (``--elastic``), and training does not stop. A blow is SIGKILL of a rank, which its torchrun starts again, or of
 a host, which comes back after a while, also of the one that writes. The agents and the replicas meet at stores of this
-process, so that each host may be lost.
+process, so that each host may be lost. A torchrun that fails by itself is started again, as a scheduler does: it does,
+after a minute, where another one is lost in the middle of their rendezvous.
 
 At the end each host has ended well, the loss on held-out rows is that of an undisturbed run within ``--noise``, and
 rows were trained on as they should be: each forward had rows of one step, and none was left out, but with ``replicas``
@@ -97,10 +98,12 @@ class Host:
 
     def __init__(self, folder: Path, options: list[str], flags: list[str]) -> None:
         self.folder, self._options, self._flags = folder, options, flags
+        self.is_lost = False
         self.start()
 
     def start(self) -> None:
         """Again, if it was killed."""
+        self.is_lost = False
         with (self.folder / f"host-{time.time_ns()}.log").open("wb") as log:
             self.process = subprocess.Popen(
                 [
@@ -126,6 +129,7 @@ class Host:
 
     def kill(self) -> None:
         """With its ranks, as a host that fails."""
+        self.is_lost = True
         for pid in [*self.ranks(), self.process.pid]:
             os.kill(pid, signal.SIGKILL)
         self.process.wait()
@@ -163,7 +167,7 @@ class Campaign:
             time.sleep(self._rng.uniform(0, 3))
             pauses.append(self._strike())
         (self.folder / "slow").unlink()
-        self._wait(lambda: None not in [host.process.poll() for host in self.hosts], "the end")
+        self._wait(lambda: all(host.process.poll() == 0 for host in self.hosts), "the end")
         assert [host.process.poll() for host in self.hosts] == [0, 0], self._logs()
         return {"blows": dict(self.blows), "pauses": [round(pause, 1) for pause in pauses]}
 
@@ -179,7 +183,7 @@ class Campaign:
         self.blows[blow] += 1
         self._wait(lambda: any(_last(path) > begin + 0.2 for path in self.folder.glob("rows-*")), "a step")
         pause = time.time() - begin
-        print(f"{sum(self.blows.values()):>3}  {blow}: a step after {pause:.1f} s", flush=True)
+        print(f"{self.blows['rank'] + self.blows['host']:>3}  {blow}: a step after {pause:.1f} s", flush=True)
         if blow == "host":
             time.sleep(self._rng.uniform(0, 10))
             host.start()
@@ -201,6 +205,10 @@ class Campaign:
         give_up = time.monotonic() + _PATIENCE_S
         while not condition():
             assert time.monotonic() < give_up, f"waited for {what}:\n{self._logs()}"
+            for host in self.hosts:
+                if not host.is_lost and host.process.poll() not in (None, 0):
+                    self.blows["torchrun that failed by itself"] += 1
+                    host.start()
             time.sleep(0.05)
 
     def _logs(self) -> str:
