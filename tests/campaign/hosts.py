@@ -9,8 +9,8 @@ A host is a torchrun with a rank, in a session of its own; there are two. With `
 (``--nnodes 1:2``), which goes on from the last checkpoint on the hosts that are there; with ``replicas`` each is a
 replica (``--elastic``), and training does not stop. A blow is SIGKILL of a rank, which its torchrun starts again, or of
 a host, which comes back after a while, also of the one that writes. The agents and the replicas meet at stores of this
-process, so that each host may be lost. A torchrun that fails by itself is started again, as a scheduler does: it does,
-after a minute, where another one is lost in the middle of their rendezvous.
+process, so that each host may be lost. Where another host is lost in the middle of a rendezvous, a torchrun fails by
+itself after a minute, and closes the rendezvous of its id for all: the job is then started again under another id.
 
 At the end each host has ended well, the loss on held-out rows is that of an undisturbed run within ``--noise``, and
 rows were trained on as they should be: each forward had rows of one step, and none was left out, but with ``replicas``
@@ -97,7 +97,7 @@ class Host:
     """
 
     def __init__(self, folder: Path, options: list[str], flags: list[str]) -> None:
-        self.folder, self._options, self._flags = folder, options, flags
+        self.folder, self.options, self._flags = folder, options, flags
         self.is_lost = False
         self.start()
 
@@ -107,7 +107,7 @@ class Host:
         with (self.folder / f"host-{time.time_ns()}.log").open("wb") as log:
             self.process = subprocess.Popen(
                 [
-                    *(sys.executable, "-m", "torch.distributed.run", "--max-restarts", "1000", *self._options),
+                    *(sys.executable, "-m", "torch.distributed.run", "--max-restarts", "1000", *self.options),
                     *("-m", "shardrec.cli", "train", "--resume", *self._flags),
                 ],
                 cwd=ROOT,
@@ -205,9 +205,11 @@ class Campaign:
         give_up = time.monotonic() + _PATIENCE_S
         while not condition():
             assert time.monotonic() < give_up, f"waited for {what}:\n{self._logs()}"
-            for host in self.hosts:
-                if not host.is_lost and host.process.poll() not in (None, 0):
-                    self.blows["torchrun that failed by itself"] += 1
+            if any(not host.is_lost and host.process.poll() not in (None, 0) for host in self.hosts):
+                self.blows["job that failed by itself"] += 1
+                self.end()
+                for host in self.hosts:
+                    host.options += ["--rdzv-id", f"run{time.time_ns()}"]
                     host.start()
             time.sleep(0.05)
 
