@@ -17,6 +17,7 @@ from shardrec.checkpoint.load import load_checkpoint
 from shardrec.checkpoint.manifest import MANIFEST
 from shardrec.checkpoint.save import PendingSave, check_incremental, remove, save, wait_for_save
 from shardrec.errors import CheckpointError, ConfigError
+from shardrec.modules.elastic_model import ElasticModel
 from shardrec.modules.model import ShardedModel
 
 __all__ = ["Checkpoints", "LoadedCheckpoint"]
@@ -127,6 +128,8 @@ class Checkpoints:
                 faults.append(str(error))
                 warnings.warn(f"the checkpoint of step {step} is skipped: {error}", stacklevel=2)
             else:
+                if isinstance(model, ElasticModel):
+                    model.steps = step
                 return LoadedCheckpoint(step=step, path=path, extra=extra, rank_state=rank_state)
         if faults:
             raise CheckpointError(

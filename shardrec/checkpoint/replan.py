@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor, wait
 from itertools import chain
 from statistics import fmean
 from typing import Any
@@ -13,6 +14,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from shardrec.checkpoint.agree import Ranks
 from shardrec.errors import ConfigError
+from shardrec.exchange.transport import timeout_s
 from shardrec.layout import ShardingPlan
 from shardrec.modules.dynamic import constraints_of
 from shardrec.modules.model import ShardedModel
@@ -75,7 +77,13 @@ def replan_model(
         return None if change is None else (change.new.to_json(), *change[2:])
 
     seen = ranks.agree("replan", look, remedy=_REMEDY)
-    decided = ranks.agree("replan", lambda: None if ranks.rank else decide(), remedy=_REMEDY)[0]
+    wait_s = 60.0 if ranks.group is None else timeout_s(ranks.group, model.context.device) / 4
+    with ThreadPoolExecutor(1) as thread:
+        decision = None if ranks.rank else thread.submit(decide)
+        # The searches may take longer than a rank may be silent.
+        while not ranks.agree("replan", lambda: bool(decision and wait([decision], wait_s).done), remedy=_REMEDY)[0]:
+            pass
+        decided = ranks.agree("replan", lambda: decision.result() if decision else None, remedy=_REMEDY)[0]
     if decided is None:
         return None
     change = Replanned(model.plan, ShardingPlan.from_json(decided[0]), *decided[1:])

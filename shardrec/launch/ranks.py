@@ -71,7 +71,7 @@ def joined_run(
         threads: torch's threads per rank; None for an even share of the cores.
         seed: seed of torch's random number generators.
         timeout: seconds that a rank waits for the others, at the start and in each collective.
-        alone: also make a group if a launcher started a single rank.
+        alone: also make a group of a single rank.
 
     Raises:
         ConfigError: if the device does not exist.
@@ -87,7 +87,7 @@ def joined_run(
     torch.set_num_threads(threads)
     torch.manual_seed(seed)
     rank_info = RankInfo(rank=rank, world_size=world_size, device=own_device, threads=threads, timeout=timeout)
-    joins = (world_size > 1 or (alone and "RANK" in os.environ)) and not dist.is_initialized()
+    joins = (world_size > 1 or alone) and not dist.is_initialized()
     stopped: RunStopped | None = None
     try:
         if joins:
@@ -206,6 +206,8 @@ def _join(rank_info: RankInfo) -> None:
 
 def _store(rank_info: RankInfo, seconds: float) -> dist.Store:
     """The store of the ranks: that of an elastic launcher's agent, or one that rank 0 serves."""
+    if "RANK" not in os.environ:
+        return dist.HashStore()
     timeout = timedelta(seconds=seconds)
     address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":

@@ -7,6 +7,7 @@ the other replicas, its *column*, made anew for each *generation*: a list of rep
     replica 1 (job, ranks 0 1)    store:  2/arrived   what replicas that want to be in generation 2 say of themselves
     replica 3 (job, ranks 0 1)            2/members   those in it, as the first of them has decided, once
             |  |                          2/left      set when a member of generation 1 has left it
+                                          ended       set when the run is over
       column 0  column 1                  beat/3      a number that grows while replica 3 lives
 
 Rank 0 of each replica speaks to the store for it. A collective that fails, or a replica whose beat stops, breaks the
@@ -45,7 +46,10 @@ from shardrec.exchange.peers import peers
 from shardrec.exchange.safe_pickle import gather
 from shardrec.modules.replicas import Replicas, dtype_buckets
 
-__all__ = ["Arrival", "ElasticGroup"]
+__all__ = ["Arrival", "ElasticGroup", "Phase"]
+
+Phase = Literal["new", "trains", "ended"]
+"""Of a run: before its replicas have met for the first time, while they train, and after its end."""
 
 _POLL_S = 0.01
 
@@ -176,10 +180,11 @@ class ElasticGroup:
             if self._replica not in members:
                 completed, operation = -1, ""
             # In this order: who has counted a request also finds the arrival.
-            self._handled = store.add("requests", 0)
+            is_new = int(self._replica not in members)
+            self._handled = store.add("requests", 0) + is_new
             arrival = Arrival(self._replica, completed, operation, self.agreement)
             store.append(f"{number}/arrived", json.dumps(arrival) + "\n")
-            store.add("requests", int(self._replica not in members))
+            store.add("requests", is_new)
             first = self._said(f"{number - 1}/members" if members else f"{number}/arrived")[0]
             if first.agreement != self.agreement:
                 raise ConfigError(
@@ -199,6 +204,37 @@ class ElasticGroup:
             if any(arrival.replica == self._replica for arrival in arrivals):
                 return arrivals, number
 
+    def phase(self) -> Phase:
+        """Whether the replicas have met, and ended the run; alike in all ranks of this one."""
+
+        def look() -> Phase:
+            return "ended" if self._store.check(["ended"]) else "trains" if self._store.check(["1/members"]) else "new"
+
+        phase: Phase = self._told(look)
+        return phase
+
+    def end(self) -> None:
+        """Set that the run is over."""
+        self._told(lambda: self._store.set("ended", ""))
+
+    def awaits_end(self) -> bool:
+        """Wait until the first replica has ended the run; False if this is the first, or the first is gone."""
+
+        def look() -> bool | None:
+            give_up = monotonic() + self._timeout_s / 4  # this replica's other ranks wait for the answer
+            while monotonic() < give_up:
+                if self._store.check(["ended"]):
+                    return True
+                if not self._watch.lives(self._store, self._watch.members[0]):
+                    return False
+                sleep(_POLL_S)
+            return None
+
+        answer: bool | None = None
+        while self.me and answer is None:
+            answer = self._told(look)
+        return bool(answer)
+
     def _said(self, key: str) -> list[Arrival]:
         return [Arrival(*json.loads(line)) for line in self._store.get(key).splitlines()]
 
@@ -208,8 +244,10 @@ class ElasticGroup:
         living = {one for one in {*arrived, *members} if one == self._replica or self._watch.lives(store, one)}
         if members and not living.intersection(members):
             raise PeerError(
-                f"replicas {list(members)} of generation {number - 1} are gone, and no other has the tables' state: "
-                "load a checkpoint in each replica and start them with another name behind the store's address "
+                f"the run at {self._name} has ended: there is nothing to join"
+                if store.check(["ended"])
+                else f"replicas {list(members)} of generation {number - 1} are gone, and no other has the tables' "
+                "state: load a checkpoint in each replica and start them with another name behind the store's address "
                 f"({self._name.partition('/')[0]}/NAME)",
                 waited_for="regrouping",
             )

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import io
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -22,14 +23,14 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from shardrec._dynamo import left_alone, passed_over
-from shardrec.errors import ConfigError
+from shardrec.errors import ConfigError, PeerError
 from shardrec.exchange.backward_watch import weak_hook
 from shardrec.exchange.context import ModelContext
 from shardrec.exchange.headers import checksum
 from shardrec.exchange.transport import timeout_s
 from shardrec.layout import ShardingPlan
 from shardrec.modules.dense import DenseOptions, DenseWrap
-from shardrec.modules.elastic import ElasticGroup
+from shardrec.modules.elastic import ElasticGroup, Phase
 from shardrec.modules.model import ShardedModel
 from shardrec.modules.replicas import Replicas, subgroup
 
@@ -37,6 +38,8 @@ if TYPE_CHECKING:
     from torch.distributed.checkpoint.stateful import Stateful
 
 __all__ = ["ElasticModel"]
+
+_SYNC = "sync_replicas"
 
 
 class ElasticModel(ShardedModel):
@@ -57,7 +60,11 @@ class ElasticModel(ShardedModel):
 
     Attributes:
         steps: training steps that this replica and those that it has joined have completed.
-        replicas: number of replicas that trained together in the last step.
+            :meth:`Checkpoints.load_last` sets it; after :func:`load_checkpoint`, set it before :meth:`join`.
+        replicas: number of replicas that train together: in the step under way, or in the last one.
+        place: of this one among them, from 0; the first one is the one to save.
+        phase: ``"new"`` before the replicas have met for the first time, ``"trains"``, or ``"ended"`` after
+            :meth:`end`. All ranks of a replica read it together.
     """
 
     def __init__(
@@ -75,6 +82,9 @@ class ElasticModel(ShardedModel):
         self._options = options
         self._stateful: tuple[Stateful, ...] = ()
         self.steps, self._since_sync, self._is_in_step, self._operations = 0, 0, False, -1
+        self._next = ""  # what the furthest replica was about to do when this one took its state
+        embeddings = (one for one in module.modules() if isinstance(one, (nn.Embedding, nn.EmbeddingBag)))
+        self._sparse = {one.weight for one in embeddings if one.sparse}
         ranks, cpu = range(dist.get_world_size(group)), torch.device("cpu")
         within = subgroup(group, ranks, cpu, backend="gloo") if len(ranks) > 1 else None
         self._group = ElasticGroup(options, within, timeout_s(group, context.device))
@@ -82,6 +92,14 @@ class ElasticModel(ShardedModel):
     @property
     def replicas(self) -> int:
         return self._group.size
+
+    @property
+    def place(self) -> int:
+        return self._group.me
+
+    @property
+    def phase(self) -> Phase:
+        return self._group.phase()
 
     @left_alone
     def join(self, *stateful: Stateful) -> None:
@@ -96,9 +114,21 @@ class ElasticModel(ShardedModel):
 
         Raises:
             PeerError: if the replicas that trained together are all gone, do not answer, or there is no store.
-            ConfigError: if plan, options or parameters are not those of the others.
+            ConfigError: if plan, options or parameters are not those of the others, or an optimizer that
+                ``apply_optimizer_in_backward`` has given to the dense part is not among ``stateful``.
         """
         self._stateful, plan, options = stateful, self.plan, self._options
+        missing = [
+            f"{name} ({type(optimizer).__name__})"
+            for name, parameter in self.named_parameters()
+            for optimizer in getattr(parameter, "_in_backward_optimizers", ())
+            if not any(optimizer is one for one in stateful)
+        ]
+        if missing:
+            raise ConfigError(
+                f"apply_optimizer_in_backward has given optimizers to {', '.join(missing[:3])}, whose states a replica "
+                "takes when it joins: pass those of each parameter's _in_backward_optimizers to join, too"
+            )
         tensors = [*self.named_parameters(), *self.named_buffers()]
         names = [f"{name} {tuple(one.shape)} {one.dtype}" for name, one in tensors]
         fused = [one for collection in self._sharded for one in collection.fused_optimizers().values()]
@@ -121,24 +151,44 @@ class ElasticModel(ShardedModel):
             PeerError: if another rank of this replica is gone, or the store is when it is needed.
         """
         if torch.is_grad_enabled():
-            self._begin()
+            self.begin()
         return super().forward(*args, **kwargs)
 
     @left_alone
     def sync_replicas(self) -> None:
         """Average the tables, and their fused optimizers' states, over the replicas now. Every replica calls it, after
         the same step."""
-        self._operate("averaging of tables", self._average_tables)
+        self._operate(_SYNC, self._average_tables)
 
     @left_alone
-    def _begin(self) -> None:
-        """Begin a step, if none is under way."""
+    def end(self, finish: Callable[[], None]) -> None:
+        """End the run: every replica calls it after the last step. The tables are averaged; the first replica calls
+        ``finish``, to save and to evaluate, for which the others wait; the next one, if that dies in it.
+
+        Args:
+            finish: is called on all ranks of one replica.
+        """
+        self.sync_replicas()
+        while not self._group.awaits_end():
+            if self.place:
+                self._regroup("end of the run")
+                continue
+            finish()
+            with suppress(PeerError):  # of the store, which no other replica needs if it is gone
+                self._group.end()
+            return
+
+    @left_alone
+    def begin(self) -> None:
+        """Begin a step, if none is under way: take in replicas that want to join, and average the tables if that is
+        due. The first forward of a step calls it; a loop whose batches depend on :attr:`place` and :attr:`replicas`
+        calls it before it takes one."""
         if self._operations < 0:
             raise ConfigError("this replica has joined no other: call model.join(optimizer) before the first step")
         if not self._is_in_step and self._group.is_asked:
             self._regroup("")
         while not self._is_in_step and self._since_sync >= self._options.sync_every:
-            self.sync_replicas()
+            self._operate("averaging of tables", self._average_tables)
         self._since_sync += not self._is_in_step
         self._is_in_step = True
 
@@ -154,13 +204,17 @@ class ElasticModel(ShardedModel):
         def average() -> None:
             means[:] = self._group.average_gradients([one.grad for one in parameters], parameters, weight)
 
-        self._begin()
+        self.begin()
         while not self._operate("averaging of gradients", average):
+            if self._next == _SYNC:  # the others are behind the last step: there is no next one to take part in
+                for parameter in parameters:
+                    parameter.grad = None
+                return
             # It is where the others are: maybe before a step, of which it has no gradients.
             weight = 0.0
-            self._begin()
+            self.begin()
         for parameter, mean in zip(parameters, means, strict=True):
-            parameter.grad = mean
+            parameter.grad = mean if mean is None or parameter not in self._sparse else mean.to_sparse(1)
         self.steps, self._is_in_step = self.steps + 1, False
 
     def _operate(self, operation: str, run: Callable[[], None]) -> bool:
@@ -192,6 +246,7 @@ class ElasticModel(ShardedModel):
                 self._operations = -1  # until it has all of it
             if group.tried(self._share, first, behind):
                 self._operations = max(0, furthest)
+                self._next = max(there, default="")
                 return takes
 
     def _share(self, first: int, behind: Sequence[int]) -> None:

@@ -65,6 +65,10 @@ _NOT_OF_FEEDS = (
     *("valid", "samples", "epochs", "holdout", "loss", "decay", "schedule"),
     *("patience", "monitor", "evaluations", "ranking"),
 )
+_NOT_ELASTIC = (
+    *("replan", "patience", "clip", "ema", "accumulate", "pipeline", "compile", "detect_anomaly"),
+    "publish",
+)
 _OVER_GROUPS = ("softmax", "pairwise")
 _OWN_MODEL = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
 _EVERY = re.compile(r"0*[1-9][0-9]*|(?=.*[1-9])[0-9]+(\.[0-9]+)?m")
@@ -265,6 +269,21 @@ class TrainConfig(Options):
         "steps (default: the plan stays)",
         ge=1,
     )
+    replicas: int = option(
+        1,
+        _RANKS,
+        "Copies of the tables, each trained by a command of its own on ranks of its own (--elastic), over which the "
+        "rows of a batch are spread, too.",
+        ge=1,
+    )
+    elastic: str | None = option(
+        None,
+        _RANKS,
+        "Address of the store in which the replicas find each other; one that dies leaves the others training, and "
+        "takes their state when it is started again.",
+        metavar="HOST:PORT[/NAME]",
+    )
+    sync_every: int = option(1, _RANKS, "Steps from one averaging of the replicas' tables to the next.", ge=1)
     timeout: float = option(
         300.0, _RANKS, "Seconds that a rank waits for the others before it takes them for dead.", gt=0
     )
@@ -272,7 +291,7 @@ class TrainConfig(Options):
         None,
         _RANKS,
         "Times in a row, without a new checkpoint, that ranks of this machine are started again after a death "
-        f"(default: {_RESTARTS} with --checkpoint-every, else 0)",
+        f"(default: {_RESTARTS} with --checkpoint-every or --elastic, else 0)",
         ge=0,
     )
 
@@ -372,7 +391,28 @@ class TrainConfig(Options):
                     "data (--data) is a feed, whose run saves what it has learned at intervals and when it is told to "
                     "end: give checkpoint_every (--checkpoint-every), or feed_idle (--feed-idle) for an end"
                 )
-        elif self.feed_idle is not None:
+        if (self.elastic is None) != (self.replicas == 1):
+            faults.append(
+                f"replicas (--replicas) is {self.replicas} and elastic (--elastic) {self.elastic!r}: give 2 or more "
+                "and the address of their store, or neither"
+            )
+        if self.elastic is not None:
+            faults += [
+                f"{name} ({flag(name)}) is {getattr(self, name)!r}, which does not go with replicas that come and go "
+                "(--elastic): leave it out"
+                for name in _NOT_ELASTIC
+                if getattr(self, name) != type(self).model_fields[name].default
+            ]
+            if self.feed is not None:
+                faults.append(
+                    f"data (--data) is {self.data!r}, whose files replicas (--elastic) would not see at the same step: "
+                    "name files"
+                )
+            if self.checkpoint == "best":
+                faults.append("checkpoint (--checkpoint) is 'best', which each replica would decide: give 'last'")
+            if self.out is None:
+                faults.append("out (--out) is left out: name the folder that all replicas (--elastic) share")
+        if self.feed is None and self.feed_idle is not None:
             faults.append(f"feed_idle (--feed-idle) is {self.feed_idle!r}, and data (--data) is no feed: leave it out")
         if self.out is not None and "://" in self.out:
             faults.append(
@@ -415,7 +455,8 @@ class TrainConfig(Options):
     @property
     def allowed_restarts(self) -> int:
         """``max_restarts``, or its default."""
-        return self.max_restarts if self.max_restarts is not None else _RESTARTS * (self.checkpoint_every is not None)
+        comes_back = self.checkpoint_every is not None or self.elastic is not None
+        return self.max_restarts if self.max_restarts is not None else _RESTARTS * comes_back
 
     def check_resumes(self, started: Mapping[str, Any]) -> None:
         """Check that options of data, model and learning are unchanged; the others may differ when a run is resumed.

@@ -30,7 +30,7 @@ def train(config: TrainConfig, *, resume: bool = False, debug: bool = False) -> 
     Args:
         config: the run.
         resume: continue from the last checkpoint in ``config.out``, or begin if there is none. Implied if torchrun
-            restarts the run.
+            restarts the run, and for elastic replicas, which share the folder.
         debug: keep the ranks' tracebacks.
 
     Raises:
@@ -41,7 +41,7 @@ def train(config: TrainConfig, *, resume: bool = False, debug: bool = False) -> 
         KeyboardInterrupt: if they ended it without a save.
     """
     check_extra("train")
-    resume = resume or int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)) > 0
+    resume = resume or int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)) > 0 or config.elastic is not None
     _check_out(config, resume)
     config = config.changed(out=config.out or _new_folder())  # of several ranks' the first one's holds
     restarts = 0

@@ -23,6 +23,7 @@ from shardrec.launch.stop import RunStopped
 from shardrec.modules import ShardedModel
 from shardrec.pipeline.lookahead import tell_others
 from shardrec.pipeline.train import TrainPipeline
+from shardrec.train.dealing import DealtParts
 from shardrec.train.display import Display
 from shardrec.train.losses import batch_loss
 from shardrec.train.prefetch import Prefetcher
@@ -116,7 +117,7 @@ def step_parts(
 
 def train_epoch(
     run: Run,
-    batches: Prefetcher[StepPart],
+    batches: Prefetcher[StepPart] | DealtParts[StepPart],
     *,
     schedule: Schedule,
     evaluate: Callable[[], ClickMetrics | TaskMetrics | None],
@@ -185,8 +186,10 @@ def train_epoch(
     shown = (0.0, progress.seconds)
     with progress.on_the_clock():
         for _, loss, part in steps:
+            if run.elastic is not None and run.elastic.steps == progress.steps:
+                continue  # the step is lost, and progress is that of another replica
             progress.loss.add(loss)
-            progress.rows += part.batch.size
+            progress.rows += part.batch.size * (1 if run.elastic is None else run.elastic.replicas)
             run.source.left_out_of(progress.epoch, part.left_out)
             if replanner is not None:
                 replanner.saw(part.batch.sparse)
@@ -199,6 +202,7 @@ def train_epoch(
             progress.steps += 1
             progress.epoch_steps += 1
             for scheduler in schedulers:
+                scheduler.last_epoch = progress.steps - 1  # progress may be that of another replica
                 scheduler.step()
             due = schedule.is_due(progress.steps)
             if due or progress.steps % _SMOOTHING_STEPS == 0:
@@ -218,7 +222,8 @@ def train_epoch(
             if due and progress.stalled(run.config.patience):
                 steps.close()  # here, too: their metrics are the same
                 return
-    progress.next_epoch()
+    if run.elastic is None or progress.epoch_steps:  # progress may be that of a replica whose epoch is over
+        progress.next_epoch()
 
 
 def failing_together(batches: Iterator[T], model: ShardedModel) -> Iterator[T]:

@@ -150,6 +150,14 @@ class Progress:
         curve = [dataclasses.asdict(point) for point in self.curve]
         return kept | {"loss": self.loss.state(), "grad_norms": norms, "curve": curve}
 
+    def state_dict(self) -> dict[str, Any]:
+        """All of it, as a replica takes it that joins."""
+        return {**self.state(), "rows": self.rows}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from what :meth:`state_dict` gave."""
+        self.load(state, state["rows"])
+
     def load(self, state: Mapping[str, Any], rows: int) -> None:
         """Go on from what :meth:`state` gave."""
         for name in _KEPT:

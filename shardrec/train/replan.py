@@ -23,10 +23,11 @@ class Replanner:
         run: its model gets the plans, its announcer is told of them.
         interval: steps from one plan to the next, in which a change has to pay for itself.
         display: keeps the figures of a change.
+        last_step: of the run, after which no plan is made; 0 if it has no end.
     """
 
-    def __init__(self, run: Run, interval: int, display: Display) -> None:
-        self._run, self._interval, self._display = run, interval, display
+    def __init__(self, run: Run, interval: int, display: Display, last_step: int = 0) -> None:
+        self._run, self._interval, self._display, self._last_step = run, interval, display, last_step
         self._recent = deque[KeyedJaggedTensor](maxlen=_SAMPLED)
         self._begin = run.progress.steps, run.progress.seconds
         self._old_ms: float | None = None  # a step before the last change, if its interval is not over
@@ -44,6 +45,8 @@ class Replanner:
         if self._old_ms is not None:
             say(f"since the plan has changed, a step takes {step_ms:.2f} ms; before, it took {self._old_ms:.2f} ms")
         self._old_ms, change = None, None
+        if progress.steps == self._last_step:
+            return
         try:
             change = self._run.model.replan(
                 self._recent, self._run.optimizer, steps=self._interval, constraints=self._run.constraints

@@ -12,7 +12,7 @@ import torch
 from shardrec.data import FeatureSpec
 from shardrec.ids.id_map import COUNTED
 from shardrec.launch.ranks import RankInfo
-from shardrec.modules import ShardedModel
+from shardrec.modules import ElasticModel, ShardedModel
 from shardrec.planner.constraint import Constraint
 from shardrec.train.average import Average
 from shardrec.train.config import TrainConfig
@@ -56,6 +56,11 @@ class Run:
     constraints: Mapping[str, Constraint]
     progressive: Progressive | None = None
     _ids_before: dict[str, dict[str, int]] = field(default_factory=dict, init=False)
+
+    @property
+    def elastic(self) -> ElasticModel | None:
+        """The model, if it is one of replicas that come and go."""
+        return self.model if isinstance(self.model, ElasticModel) else None
 
     def evaluated(self) -> AbstractContextManager[None]:
         """Inside, the model has the weights that are evaluated."""

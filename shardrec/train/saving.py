@@ -11,7 +11,7 @@ twice a second, in one all-reduce of six numbers, whose result also says after h
 from __future__ import annotations
 
 import time
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -22,10 +22,11 @@ from shardrec.checkpoint import Checkpoints, PendingSave, load_checkpoint
 from shardrec.checkpoint.manifest import read_manifest
 from shardrec.errors import CheckpointError, ConfigError
 from shardrec.exchange.peers import peers
-from shardrec.launch.ranks import over_ranks, same_everywhere
+from shardrec.launch.ranks import on_first_rank, over_ranks, same_everywhere
 from shardrec.launch.stop import RunStopped, StopRequest
 from shardrec.layout import ShardingPlan
 from shardrec.train.config import CHECKPOINTS
+from shardrec.train.locking import locked
 from shardrec.train.model import changed_source, source_digest
 from shardrec.train.run import Run
 
@@ -36,6 +37,8 @@ __all__ = ["Saver"]
 
 _AGREE_S = 0.5
 _MAX_STEPS = 1000
+_LOCK_S = 10.0
+"""How long a replica waits for another one that has saved before it."""
 
 
 class Saver:
@@ -64,6 +67,7 @@ class Saver:
         self._published_step: int | None = None
         self._stop = StopRequest()
         self._pending: PendingSave | None = None
+        self._lock = ExitStack()  # of the folder, while one of several replicas saves
         self._saved_step: int | None = None
         self._saved_at = self._agreed_at = time.monotonic()
         self._agreed_step = self._agree_at = 0
@@ -87,9 +91,10 @@ class Saver:
         assert loaded is not None, "there was a checkpoint when this was called, and this run has locked the folder"
         self._config.check_resumes(loaded.extra["config"])
         given, started = self._config.to_mapping(), loaded.extra["config"]
-        if self._config.replan and all(started.get(name) == given[name] for name in ("plan", "constraint")):
-            plan = ShardingPlan.from_json(read_manifest(loaded.path).plan)
-            if plan.world_size == self._place.world_size:  # a plan adds up in its own order
+        if self._run.elastic is None and all(started.get(name) == given[name] for name in ("plan", "constraint")):
+            saved_plan = on_first_rank(lambda: read_manifest(loaded.path).plan, self._place, "plan of the checkpoint")
+            plan = ShardingPlan.from_json(saved_plan)  # which --replan may have changed since plan.json was written
+            if plan.world_size == self._place.world_size and plan != self._run.model.plan:
                 self._run.model.reshard(plan, self._run.optimizer)
         feed = loaded.extra.get("feed")
         if feed is not None:
@@ -228,6 +233,8 @@ class Saver:
             return
         with self._progress.off_the_clock():
             self._acknowledge()
+            if not self._is_to_save():
+                return
             samples = over_ranks(self._progress.rows, self._place)
             extra = {
                 "config": self._config.to_mapping(),
@@ -245,6 +252,19 @@ class Saver:
             )
         self._saved_step, self._saved_at = steps, time.monotonic()
 
+    def _is_to_save(self) -> bool:
+        """Whether this replica saves, which the first one does; it has then locked the folder."""
+        if self._run.elastic is None:
+            return True
+        if self._run.elastic.place:
+            return False
+        taken = on_first_rank(
+            lambda: self._lock.enter_context(locked(self._run.folder, _LOCK_S)), self._place, "lock of the folder"
+        )
+        if not taken:
+            self._run.announcer.say("warning: another replica is still saving: this one does not save now")
+        return taken
+
     def _own_state(self) -> dict[str, Tensor]:
         state: dict[str, Any] = {"rows": torch.tensor(self._progress.rows), "random": torch.get_rng_state()}
         if self._run.progressive is not None:
@@ -259,4 +279,5 @@ class Saver:
             return
         self._pending.wait()
         self._pending = None
+        self._lock.close()
         self._run.announcer.say(f"saved the checkpoint of step {self._saved_step:,}")

@@ -24,7 +24,7 @@ from shardrec.errors import ConfigError, DataError
 from shardrec.files import naming, os_fault, parse_json, read_text
 from shardrec.launch.ranks import RankInfo, joined_run, meet, on_first_rank, over_ranks, same_everywhere
 from shardrec.layout import ShardingPlan
-from shardrec.modules import ShardedModel, shard
+from shardrec.modules import Replicas, ShardedModel, shard
 from shardrec.modules.annotate import annotate_for_dynamo
 from shardrec.modules.anomaly import detect_anomaly
 from shardrec.planner.constraint import Constraint
@@ -32,10 +32,11 @@ from shardrec.train.average import Average
 from shardrec.train.board import Board
 from shardrec.train.catalogue import evaluator
 from shardrec.train.config import FILE, METRICS, PLAN, SPEC, TrainConfig, load_config_text
-from shardrec.train.display import Announcer
+from shardrec.train.dealing import DealtParts
+from shardrec.train.display import Announcer, Display
 from shardrec.train.initial import start_from
 from shardrec.train.locking import locked
-from shardrec.train.loop import Schedule, failing_together, step_parts, train_epoch
+from shardrec.train.loop import Schedule, StepPart, failing_together, step_parts, train_epoch
 from shardrec.train.losses import with_own_loss
 from shardrec.train.model import (
     build_model,
@@ -88,16 +89,24 @@ def run_rank(config: TrainConfig, *, resume: bool = False) -> RunReport | None:
         RunStopped: the run was told to end, and has saved.
     """
     with ExitStack() as lock:
-        with joined_run(config.device, config.threads, seed=config.seed, timeout=config.timeout) as rank_info:
-            rows = config.global_batch_size or config.batch_size * rank_info.world_size
+        alone = config.elastic is not None
+        with joined_run(
+            config.device, config.threads, seed=config.seed, timeout=config.timeout, alone=alone
+        ) as rank_info:
+            rows = config.global_batch_size or config.batch_size * rank_info.world_size * config.replicas
             config = config.changed(out=same_everywhere(str(config.out), rank_info), global_batch_size=rows)
             folder = _own_folder(config, rank_info, lock)
-            finish = _run(config, rank_info, folder, resume)
+            finish = _run(config, rank_info, folder, resume, lock)
         return finish()
 
 
-def _run(config: TrainConfig, rank_info: RankInfo, folder: Path, resume: bool) -> Callable[[], RunReport | None]:
-    """All that takes every rank; returns what is left to do for each alone, when the others are gone."""
+def _run(
+    config: TrainConfig, rank_info: RankInfo, folder: Path, resume: bool, lock: ExitStack
+) -> Callable[[], RunReport | None]:
+    """All that takes every rank; returns what is left to do for each alone, when the others are gone.
+
+    Of elastic replicas the first one to start makes the plan, while it holds ``lock``; the others find it.
+    """
     announcer = Announcer(speaks=rank_info.is_lead)
     plan = _as_started(config, rank_info, folder) if resume else None
     spec = _own_spec(config, rank_info, folder, resume)
@@ -135,19 +144,19 @@ def _run(config: TrainConfig, rank_info: RankInfo, folder: Path, resume: bool) -
         constraints=constraints,
         progressive=None if config.feed is None else Progressive(-(-_progressive_rows(config) // rank_info.world_size)),
     )
+    elastic, phase = run.elastic, "new" if run.elastic is None else run.elastic.phase
+    if phase == "ended":
+        announcer.say(f"the run at {config.elastic} has ended: there is nothing to join")
+        return lambda: None
     saver = Saver(run)
-    goes_on = resume and saver.has_checkpoints()
-    if goes_on:
+    goes_on = phase == "trains" or (resume and saver.has_checkpoints())
+    if goes_on and phase == "new":
         saver.load()
-    elif resume:  # as at the first start of a command with --resume, or in a folder by mistake
+    elif resume and elastic is None:  # as at the first start of a command with --resume, or in a folder by mistake
         announcer.say(f"there is no checkpoint in {folder} to go on from: the run begins")
     if (config.init_from is not None or config.init_rows) and not goes_on:
         origin = ", ".join(filter(None, [config.init_from, *config.init_rows]))
         announcer.say(f"from {origin}:\n{start_from(config, spec, model, rank_info)}")
-
-    def save_plan() -> None:
-        with _replacing(folder / PLAN) as file:
-            model.plan.save(file)
 
     def describe() -> None:
         with _replacing(folder / FILE) as file:
@@ -155,12 +164,28 @@ def _run(config: TrainConfig, rank_info: RankInfo, folder: Path, resume: bool) -
         if config.features is not None:
             with _replacing(folder / SPEC) as file:
                 file.write_text(Path(config.features).read_text(encoding="utf-8"), encoding="utf-8")
-        save_plan()
+        _save_plan(run)
 
     on_first_rank(describe, rank_info, "options and plan")
+    if elastic is not None:
+        lock.close()
+        elastic.join(optimizer, run.progress)
+        announcer.say(f"{elastic.replicas} replica(s) train, this one from step {elastic.steps:,}")
     anomalies = detect_anomaly(model) if config.detect_anomaly == "on" else nullcontext()
     with saver.watching(), anomalies:
         _train(run, saver, evaluate)
+    if elastic is None:
+        return _concluded(run, saver, evaluate)
+    reports = list[RunReport | None]()
+    elastic.end(lambda: reports.append(_concluded(run, saver, evaluate)()))
+    return lambda: reports[0] if reports else None
+
+
+def _concluded(
+    run: Run, saver: Saver, evaluate: Callable[[Iterable[ClickBatch]], ClickMetrics | TaskMetrics]
+) -> Callable[[], RunReport | None]:
+    """Save and evaluate the trained model; returns the writing of the results, for each rank alone."""
+    config, rank_info, source, model, announcer = run.config, run.rank_info, run.source, run.model, run.announcer
     final_step = saver.finish()
     if run.progressive is not None and config.test is None:
         scored = run.progressive.metrics()
@@ -180,16 +205,21 @@ def _run(config: TrainConfig, rank_info: RankInfo, folder: Path, resume: bool) -
     def finish() -> RunReport | None:
         if not rank_info.is_lead:
             return None
-        save_plan()  # which may have changed
+        _save_plan(run)  # which may have changed
         report = _report(run, samples, final, final_step, left_out)
-        with _replacing(folder / METRICS) as file:
+        with _replacing(run.folder / METRICS) as file:
             write_metrics(report, file)
-        with _replacing(folder / "curve.png") as file:
+        with _replacing(run.folder / "curve.png") as file:
             write_curve(report, file)
-        announcer.results(report, folder)
+        announcer.results(report, run.folder)
         return report
 
     return finish
+
+
+def _save_plan(run: Run) -> None:
+    with _replacing(run.folder / PLAN) as file:
+        run.model.plan.save(file)
 
 
 def _as_started(config: TrainConfig, rank_info: RankInfo, folder: Path) -> ShardingPlan | None:
@@ -286,6 +316,9 @@ def _sharded_model(
         device=rank_info.device,
         dynamic_ids=dynamic,
         update="step" if config.clip or config.accumulate > 1 or config.ema else "backward",
+        replicas=None
+        if config.elastic is None
+        else Replicas(config.replicas, elastic=config.elastic, sync_every=config.sync_every),
     )
     if config.compile != "off":  # in rank_info, so that the model stays what the loop and the checkpoint know
         full = config.compile == "full"
@@ -305,10 +338,14 @@ def _own_folder(config: TrainConfig, rank_info: RankInfo, lock: ExitStack) -> Pa
     def lock_folder() -> None:
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            if not lock.enter_context(locked(folder, _LOCK_S)):
+            # Another replica may be making the plan meanwhile, and this one's other ranks wait for the first.
+            wait_s = _LOCK_S if config.elastic is None else config.timeout / 2
+            if not lock.enter_context(locked(folder, wait_s)):
                 raise ConfigError(
                     f"out (--out) is {config.out!r}: another run writes to it; wait for its end, or give another folder"
                 )
+            if config.elastic is not None and (folder / PLAN).exists():
+                lock.close()  # the replica that saves takes it
         except OSError as error:
             raise ConfigError(f"out (--out) is {config.out!r}: {error.strerror}; give a folder to write to") from error
 
@@ -358,17 +395,25 @@ def _train(run: Run, saver: Saver, evaluate: Callable[[Iterable[ClickBatch]], Cl
         evaluations = max(
             1, _progressive_rows(config) // (source.batch_size * run.rank_info.world_size * config.accumulate)
         )
-    with run.announcer.display(total_rows, lambda shown: Board(shown, run)) as display:
-        replanner = None if config.replan is None else Replanner(run, config.replan, display)
-        for epoch in _epochs(run, saver):
-            made = source.train_batches(progress.epoch_steps, epoch)
-            parts = step_parts(made, config.accumulate, lambda: source.skipped, weighs_labels=run.spec.weighs_labels)
-            with Prefetcher(parts) as batches:
+
+    def board(shown: Display) -> Display:
+        return shown if run.elastic is not None and run.elastic.place else Board(shown, run)
+
+    with run.announcer.display(total_rows, board) as display:
+        last_step = 0 if progressive else source.steps * config.epochs
+        replanner = None if config.replan is None else Replanner(run, config.replan, display, last_step)
+        for _ in _epochs(run, saver):
+
+            def read(replica: int = 0, replicas: int = 1) -> Iterator[StepPart]:
+                made = source.train_batches(progress.epoch_steps, progress.epoch, replica=replica, replicas=replicas)
+                return step_parts(made, config.accumulate, lambda: source.skipped, weighs_labels=run.spec.weighs_labels)
+
+            with Prefetcher(read()) if run.elastic is None else DealtParts(run, run.elastic, read) as batches:
                 train_epoch(
                     run,
                     batches,
                     schedule=Schedule(
-                        total_steps=0 if progressive else source.steps * config.epochs,
+                        total_steps=last_step,
                         evaluations=evaluations,
                         warmup=config.warmup,
                         shape=config.schedule,

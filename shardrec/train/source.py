@@ -69,7 +69,8 @@ class Source:
 
     def __init__(self, config: TrainConfig, rank_info: RankInfo, spec: FeatureSpec | None = None) -> None:
         self._rank_info = rank_info
-        self._batch_rows = config.global_batch_size or config.batch_size * rank_info.world_size
+        self._ranks = rank_info.world_size * config.replicas
+        self._batch_rows = config.global_batch_size or config.batch_size * self._ranks
         self._accumulate = config.accumulate
         self._samples = config.samples
         self._holdout_samples = config.holdout_samples
@@ -281,16 +282,20 @@ class Source:
 
     @property
     def batch_size(self) -> int:
-        """Most rows of a batch on a rank."""
-        return -(-self._batch_rows // self._rank_info.world_size)
+        """Most rows of a batch on a rank, with all replicas."""
+        return -(-self._batch_rows // self._ranks)
 
-    def train_batches(self, first_step: int = 0, epoch: int = 0) -> Iterator[ClickBatch]:
-        """This rank's batches of an epoch, as many as every other rank has, without those of the first steps."""
+    def train_batches(
+        self, first_step: int = 0, epoch: int = 0, *, replica: int = 0, replicas: int = 1
+    ) -> Iterator[ClickBatch]:
+        """This rank's batches of an epoch, as many as every other rank has, without those of the first steps. The rows
+        of a step are spread over the ranks of all replicas that there are, ``replica`` is the place of this one."""
         rank_info, first = self._rank_info, first_step * self._accumulate
+        ranks = rank_info.world_size * replicas
         batches = self.data.train_batches(
-            rank_info.rank,
-            rank_info.world_size,
-            self.batch_size,
+            rank_info.world_size * replica + rank_info.rank,
+            ranks,
+            -(-self._batch_rows // ranks),
             first_batch=first,
             global_rows=self._batch_rows,
             epoch=epoch,
@@ -305,7 +310,7 @@ class Source:
             DataError: if no row of any rank can be read.
         """
         sampled: list[KeyedJaggedTensor] = []
-        for ranks in (self._rank_info.world_size, 1):  # rank 0 may have none but broken rows
+        for ranks in (self._ranks, 1):  # rank 0 may have none but broken rows
             if not sampled:
                 batches = self.data.train_batches(0, ranks, self.batch_size, global_rows=self._batch_rows)
                 sampled = [batch.sparse for batch in islice((made for made in batches if made.size), count)]

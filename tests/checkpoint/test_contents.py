@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -21,6 +20,7 @@ from shardrec import load_checkpoint, save_checkpoint
 from shardrec.checkpoint import files
 from shardrec.modules import ShardedModel
 from tests.batches import random_bags
+from tests.checkpoint.memory import peak
 from tests.checkpoint.models import CUTS, DIM, ROWS, Click, adam, held, make, train, whole
 from tests.ranks import ranks
 
@@ -172,10 +172,6 @@ def test_a_checkpoint_of_torchrec_comes_and_goes(tmp_path: Path) -> None:
         return [part.tensor.tolist() for part in parts] if parts else str(type(value))
 
     ranks(2, rank_main)
-
-
-def peak(path: str = "/proc/self/status") -> int:
-    return int(re.search(r"VmHWM:\s+(\d+)", Path(path).read_text())[1]) * 1024  # type: ignore[index]
 
 
 @pytest.mark.parametrize("optimizer", ["adam", "none"])

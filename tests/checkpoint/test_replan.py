@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping
+from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -142,3 +144,15 @@ def test_a_failure_leaves_the_plan() -> None:
         "were not used",
     )
     assert all(part in text for part, text in zip(expected, one, strict=True)), one
+
+
+def test_planning_may_take_longer_than_a_rank_may_be_silent() -> None:
+    def rank_main() -> bool:
+        model, _ = make(Case(tables=TABLES, plans=[OLD]), OLD)
+        dist.distributed_c10d._set_pg_timeout(timedelta(seconds=0.6), dist.group.WORLD)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(replan_module, "paying_plan", lambda *_, **__: time.sleep(1))
+            patch.setattr(replan_module, "timeout_s", lambda *_: 0.6)
+            return model.replan([batch(0, "acs")], steps=1e6, constraints=WHOLE) is None
+
+    assert ranks(2, rank_main) == [True, True]

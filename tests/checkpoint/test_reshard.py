@@ -27,6 +27,7 @@ from shardrec.errors import CheckpointError, ConfigError, PeerError, PlanError
 from shardrec.layout import ShardingPlan, TableLayout, Topology, cuts
 from shardrec.pipeline import TrainPipeline
 from shardrec.serve import Follower, quantize
+from tests.checkpoint.memory import peak
 from tests.checkpoint.reshards import (
     DIM,
     Case,
@@ -412,3 +413,30 @@ def test_models_and_programs_without_another_plan() -> None:
         model.reshard(new)
     del program
     assert model.reshard(new) == model.reshard(new) == 0 and model.plan == new
+
+
+@pytest.mark.slow
+def test_memory_stays_within_the_new_shards_and_64_mib() -> None:
+    """Two ranks exchange tables of 96 MiB, of two lookup groups; of the resident memory, as Linux counts it."""
+    if not os.access("/proc/self/clear_refs", os.W_OK):
+        pytest.skip("the peak of the resident memory cannot be reset here")
+    rows = 3 * 2**19
+    tables = {"a": Table(rows=rows, optimizer="sgd"), "b": Table(rows=rows, optimizer="rowwise_adagrad")}
+    plans = [
+        ShardingPlan(
+            topology=Topology(ranks_per_host=2), tables=(on_rank("a", rows, rank), on_rank("b", rows, 1 - rank))
+        )
+        for rank in range(2)
+    ]
+
+    def grown(case: Case) -> tuple[int, int]:
+        model, optimizer = make(case, case.plans[0])
+        Path("/proc/self/clear_refs").write_text("5")
+        before = peak()
+        received = model.reshard(case.plans[1], optimizer)
+        return peak() - before, received
+
+    shard_bytes = rows * DIM * 4
+    for grown_bytes, received in ranks(2, grown, Case(tables=tables, plans=plans)):
+        assert received >= shard_bytes
+        assert shard_bytes // 2 < grown_bytes < shard_bytes + rows * 4 + 64 * 2**20

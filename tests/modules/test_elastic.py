@@ -6,6 +6,7 @@ import os
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from random import Random
 from typing import Any
 
@@ -14,13 +15,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from shardrec.checkpoint import Checkpoints
 from shardrec.errors import ConfigError, PeerError, PlanError
 from shardrec.ids import DynamicIds
 from shardrec.modules import Replicas, shard
 from shardrec.modules.elastic import Broken
 from shardrec.modules.elastic_model import ElasticModel
 from tests.batches import Bags, joined, random_bags
-from tests.models import click_model
+from tests.models import apply_optimizer_in_backward, click_model
 from tests.modules.clicks import CONFIGS, ROWS, assert_dense_equal, assert_tables_equal, dense_parameters, mixed_plan
 from tests.ranks import RankDied, ranks
 
@@ -334,6 +336,9 @@ def test_joins_that_fail() -> None:
             wait_for(lambda: mark.check(["gone"]))
             with pytest.raises(PeerError, match=r"replicas \[\d, \d\] of generation \d are gone, and no other has"):
                 late.join(replica.dense)
+            late._group._store.set("ended", "")
+            with pytest.raises(PeerError, match=r"the run at 127\.0\.0\.1:\d+ has ended: there is nothing to join"):
+                late.join(replica.dense)
             return "told"
         with pytest.raises(ConfigError, match=r"call model\.join"):
             replica.step()
@@ -371,3 +376,93 @@ def test_dynamic_ids_do_not_fit_one_replica_that_others_may_join(store: Any) -> 
             shard(click_model(CONFIGS), mixed_plan(1), replicas=replicas, dynamic_ids={"movies": DynamicIds()})
 
     ranks(1, rank_main, f"127.0.0.1:{store.port}")
+
+
+def test_the_end_of_a_run(store: Any) -> None:
+    """One fails in the last averaging, which the others complete: it has the last step, and makes none after it. The
+    first dies where it saves: the next one saves."""
+
+    def rank_main(address: str) -> Any:
+        rank, mark = dist.get_rank(), dist.distributed_c10d._get_default_store()
+        wait_for(lambda: not rank or mark.check([f"made {rank - 1}"]))
+        replica = Replica(address, count=3, optimizer="adagrad", sync_every=2)
+        mark.set(f"made {rank}", "")
+        model = replica.model
+        assert model.phase == "new"
+        model.join(replica.dense)
+        average, count = model._group.average_gradients, iter(range(100))
+
+        def failing(*given: Any) -> Any:
+            result = average(*given)
+            if next(count) == 2 and rank == 2:
+                raise Broken
+            return result
+
+        model._group.average_gradients = failing  # type: ignore[method-assign]
+        steps = 0
+        while model.steps < 3:
+            replica.step()
+            steps += 1
+        finished = []
+
+        def finish() -> None:
+            if rank == 0:
+                os._exit(9)
+            finished.append(model.place)
+
+        model.end(finish)
+        assert (steps, model.steps, model.phase) == (3, 3, "ended")
+        return finished, replica.state()
+
+    outcomes = ranks(3, rank_main, f"127.0.0.1:{store.port}", expect_death={0}, timeout=60.0)
+    assert isinstance(outcomes.pop(0), RankDied)
+    (finished, state), (none, other) = values_of(outcomes)
+    assert (finished, none) == ([0], [])
+    assert_alike([state, other])
+
+
+class Both(nn.Module):
+    """The bags, and an ordinary embedding with sparse gradients."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.clicks = click_model(CONFIGS, optimizer="sgd")
+        self.bias = nn.Embedding(9, 1, sparse=True)
+
+    def forward(self, dense: Tensor, bags: Any) -> Tensor:
+        logits: Tensor = self.clicks(dense, bags) + self.bias(torch.arange(len(dense)) * 2).squeeze(1)
+        return logits
+
+
+def test_sparse_gradients_and_optimizers_of_the_dense_part(store: Any, tmp_path: Path) -> None:
+    """SparseAdam gets the means as sparse gradients, also where a replica adds none. The optimizers in backward must be
+    given. A model that has loaded a checkpoint is at its step."""
+
+    def rank_main(address: str) -> None:
+        rank = dist.get_rank()
+        alone = [dist.new_group([one]) for one in range(2)][rank]
+        torch.manual_seed(0)
+        reference, module = Both(), Both()
+        module.load_state_dict(reference.state_dict())
+        in_backward = module.clicks.top.bias
+        apply_optimizer_in_backward(torch.optim.SGD, [in_backward], {"lr": 0.1})
+        replicas = Replicas(2, elastic=address, patience_s=PATIENCE_S)
+        model: Any = shard(module, mixed_plan(1, "clicks.sparse"), replicas=replicas, group=alone)
+        model.bias.weight.requires_grad_(rank == 0)
+        sparse = torch.optim.SparseAdam([model.bias.weight], lr=0.1)
+        with pytest.raises(ConfigError, match=r"has given optimizers to .*clicks\.top\.bias \(SGD\), whose states"):
+            model.join(sparse)
+        checkpoints = Checkpoints(tmp_path / str(rank))
+        checkpoints.save(7, model, sparse)
+        checkpoints.load_last(model, sparse)
+        model.join(sparse, *in_backward._in_backward_optimizers)
+        assert model.steps == 7
+        loss_of(model, [batch_of(0, rank)]).backward()
+        assert model.bias.weight.grad.is_sparse
+        sparse.step()
+        (loss_of(reference, [batch_of(0, 0)]) / 2).backward()
+        torch.optim.SparseAdam([reference.bias.weight], lr=0.1).step()
+        assert torch.allclose(model.bias.weight, reference.bias.weight)
+        assert (model.steps, sparse.state[model.bias.weight]["step"]) == (8, 1)
+
+    ranks(2, rank_main, f"127.0.0.1:{store.port}")

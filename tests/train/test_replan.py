@@ -86,18 +86,19 @@ def test_a_run_goes_on_under_the_plan_of_its_checkpoint(tmp_path: Path) -> None:
     (moved, _), _ = ranks(2, said_in, whole)
     assert moved.startswith("step 7: moved ")
     ranks(2, said_in, broken, cut_after=13)
-    assert ranks(2, said_in, broken, resume=True) == [[], []], "nothing is to be moved"
+    assert ranks(2, said_in, broken, resume=True, cut_after=18) == [[], []], "nothing is to be moved"
+    ranks(2, said_in, broken.changed(replan=None), resume=True)
     assert differences(tmp_path / "broken", tmp_path / "whole") == []
 
 
-def test_ordinary_steps_do_nothing_but_keep_batches() -> None:
+def test_ordinary_steps_and_the_last_one_do_nothing_but_keep_batches() -> None:
     from shardrec.train.replan import Replanner
 
-    progress = SimpleNamespace(steps=0, seconds=0.0)
+    progress = SimpleNamespace(steps=0, seconds=0.0, seconds_now=lambda: 0.0)
     run: Any = SimpleNamespace(progress=progress, announcer=SimpleNamespace(say=None), model=None)
-    replanner = Replanner(run, 10, Display())
+    replanner = Replanner(run, 10, Display(), last_step=20)
     features: Any = object()
-    for step in range(11, 20):
+    for step in range(11, 21):
         progress.steps = step
         replanner.saw(features)
         replanner.after_step()
