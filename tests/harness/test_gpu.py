@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import os
 import subprocess
@@ -29,7 +30,7 @@ def test_a_step_the_dense_part_and_a_profile(tmp_path: Path) -> None:
     assert found["eager"]["ms"] > 0
     assert found["cuda_graph"]["kernels_ms"] > 0
     assert len(found["profile"]["microseconds"]) == 10
-    assert json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    assert json.loads(gzip.decompress((tmp_path / "trace.json.gz").read_bytes()))["traceEvents"]
 
 
 @pytest.mark.slow
@@ -47,7 +48,7 @@ def test_parts_are_kept_as_they_end(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         "tests": (["-c", "print('half'); raise SystemExit(3)"], 1.0),
         "programs": (["-c", f"open({str(left)!r}, 'w').write('{{\"eager\": 7}}'); import time; time.sleep(60)"], 0.05),
     }
-    monkeypatch.setattr(gpu, "_commands", lambda options: commands)
+    monkeypatch.setattr(gpu, "commands", lambda options: commands)
     names = ["--parts", "doctor", "tests", "programs", "--out", str(tmp_path)]
     assert gpu.main(names) == 1
     found = json.loads((tmp_path / "gpu.json").read_text())
@@ -76,14 +77,14 @@ def test_what_a_part_prints_is_in_its_file_at_once(tmp_path: Path, monkeypatch: 
         f"while 'first' not in pathlib.Path({str(tmp_path / 'doctor.txt')!r}).read_text(): time.sleep(0.01)\n"
         "print('seen')"
     )
-    monkeypatch.setattr(gpu, "_commands", lambda options: {"doctor": (["-c", waits_for_its_line], 1.0)})
+    monkeypatch.setattr(gpu, "commands", lambda options: {"doctor": (["-c", waits_for_its_line], 1.0)})
     assert gpu.main(["--parts", "doctor", "--out", str(tmp_path)]) == 0
     assert (tmp_path / "doctor.txt").read_text() == "first\nseen\n"
 
 
 def test_no_part_is_begun_when_the_minutes_are_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     commands = {"doctor": (["-c", "print('begun')"], 1.0), "tests": (["-c", "print('begun')"], 1.0)}
-    monkeypatch.setattr(gpu, "_commands", lambda options: commands)
+    monkeypatch.setattr(gpu, "commands", lambda options: commands)
     options = ["--parts", "doctor", "tests", "--out", str(tmp_path)]
     assert gpu.main([*options, "--minutes", "0.01"]) == 1
     found = json.loads((tmp_path / "gpu.json").read_text())

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.gpu.pack import main, without_other_architectures
+from benchmarks.gpu.pack import main, thin_library
 
 CODE, PTX = 2, 1
 
@@ -38,8 +38,8 @@ def test_code_of_other_architectures_is_cleared() -> None:
             container(entry(CODE, 80, of_80)),
         )
 
-    assert without_other_architectures(made(b"A" * 50), 90) == made(bytes(50))
-    assert without_other_architectures(made(b"A" * 50), 80) != made(b"A" * 50)
+    assert thin_library(made(b"A" * 50), 90) == made(bytes(50))
+    assert thin_library(made(b"A" * 50), 80) != made(b"A" * 50)
 
 
 @pytest.mark.parametrize("cut", [3, 40, 90])
@@ -47,11 +47,11 @@ def test_what_is_no_container_is_left_alone(cut: int) -> None:
     """The number may stand anywhere in a library, and be followed by anything."""
     whole = library(container(entry(CODE, 80, b"A" * 50)))
     spoiled = whole[: whole.index(struct.pack("<I", 0xBA55ED50)) + cut]
-    assert without_other_architectures(spoiled, 90) == spoiled
+    assert thin_library(spoiled, 90) == spoiled
     wrong = container(entry(CODE, 80, b"A" * 50))
     wrong = wrong[:8] + struct.pack("<Q", 2**60) + wrong[16:]
     both = wrong + container(entry(CODE, 80, b"B" * 50))
-    assert without_other_architectures(both, 90) == wrong + container(entry(CODE, 80, bytes(50)))
+    assert thin_library(both, 90) == wrong + container(entry(CODE, 80, bytes(50)))
 
 
 def test_parts_give_the_needed_files(tmp_path: Path) -> None:
