@@ -32,9 +32,9 @@ __all__ = ["UNUSED", "main", "pack", "thin_library"]
 _MAGIC = struct.pack("<I", 0xBA55ED50)
 _CONTAINER, _ENTRY = struct.Struct("<IHHQ"), struct.Struct("<HHIQ12xI")
 _CODE = 2  # kind of an entry with code of one architecture; 1 is PTX
-UNUSED = "with_counter|_lamb_|_lars_sgd_|_ssd_|backward_(vbe|gwd|dense)|tbe_inference"
+UNUSED = "with_counter|_lamb_|_lars_sgd_|_none_|_ssd_|backward_(vbe|gwd|dense)|tbe_(inference|index_select|optimizers)"
 """In the names of libraries, or of kernels, of fbgemm's that are not run: other optimizers, tables on disks, a batch
-size per feature, quantized tables."""
+size per feature, quantized tables, rows selected from tensors."""
 
 _LEFT_OUT = (".a", ".h", ".cuh", ".cu", ".cpp", ".pyi", ".pyc")
 _LEFT_OUT_FOLDERS = ("include", "test", "tests", "examples")  # fbgemm_gpu imports its docs

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import re
 import struct
 import tarfile
 import zipfile
@@ -10,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.gpu.pack import main, thin_library
+from benchmarks.gpu.pack import UNUSED, main, pack, thin_library
 
 CODE, PTX = 2, 1
 
@@ -40,6 +41,25 @@ def test_code_of_other_architectures_is_cleared() -> None:
 
     assert thin_library(made(b"A" * 50), 90) == made(bytes(50))
     assert thin_library(made(b"A" * 50), 80) != made(b"A" * 50)
+
+
+def test_code_of_kernels_that_are_not_run_is_cleared(tmp_path: Path) -> None:
+    """By their names, or by the library's."""
+
+    def made(kernel: bytes) -> bytes:
+        return library(container(entry(CODE, 90, b"backward_adam_kernel"), entry(CODE, 90, kernel)))
+
+    lamb = b"\x7fbackward_lamb_kernel"
+    assert re.search(UNUSED, lamb.decode())
+    assert thin_library(made(lamb), 90, UNUSED) == made(bytes(len(lamb)))
+    wheel = tmp_path / "one-1.0-py3-none-any.whl"
+    with zipfile.ZipFile(wheel, "w") as packed:
+        packed.writestr("one/tbe_training_backward_vbe.so", library(container(entry(CODE, 90, b"H" * 40))))
+    parts = pack([wheel], tmp_path / "parts", architecture=90, part_bytes=10**6, unused=UNUSED)
+    with tarfile.open(parts[0]) as archive:
+        found = archive.extractfile("one/tbe_training_backward_vbe.so")
+        assert found is not None
+        assert found.read() == library(container(entry(CODE, 90, bytes(40))))
 
 
 @pytest.mark.parametrize("cut", [3, 40, 90])
