@@ -41,7 +41,15 @@ __all__ = ["CALLS", "commands", "main", "new_parser", "page"]
 
 _ROOT = Path(__file__).resolve().parents[2]
 _TAIL = 4000
-_CUDA_TESTS = ("tests/modules/test_cuda.py", "tests/compile/test_cuda.py", "tests/modules/test_cuda_double.py")
+_CUDA_TESTS = (
+    "tests/modules/test_cuda.py",
+    "tests/compile/test_cuda.py",
+    "tests/lookup/test_bank.py::test_a_fused_bank_on_cuda_learns_as_rows_do_on_the_cpu",
+    "tests/pipeline/test_pipeline.py::test_stages_on_a_gpu",
+    "tests/pipeline/test_train.py::test_on_a_gpu_losses_are_the_plain_loop_s",
+    "tests/pipeline/test_timeline.py::test_on_a_gpu_spans_are_those_of_its_work_and_not_of_the_host_s",
+    "tests/modules/test_cuda_double.py",
+)
 
 
 CALLS = {

@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from dataclasses import replace
 from random import Random
-from typing import Any
 
 import pytest
 import torch
 from hypothesis import given
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from shardrec import native
 from shardrec.layout import COLUMN_UNIT
@@ -22,6 +18,7 @@ from shardrec.lookup.kernels import has_fused_kernel
 from shardrec.lookup.optimizers import FusedOptimizer, OptimizerKind
 from shardrec.lookup.row_optimizers import RowOptimizer
 from shardrec.lookup.shards import dense_lookup
+from tests.large_tensors import LargeTensors
 from tests.plans import randoms
 
 CPU = torch.device("cpu")
@@ -245,22 +242,6 @@ def test_a_fused_bank_on_cuda_learns_as_rows_do_on_the_cpu(kind: OptimizerKind, 
         found, expected = cuda.weights[0].cpu().float(), cpu.weights[0].float()
         assert torch.allclose(found, expected, rtol=1.01 * max(torch.finfo(dtype).eps, 1e-5), atol=1e-5)
         cuda.weights[0].copy_(cpu.weights[0])
-
-
-class LargeTensors(TorchDispatchMode):
-    """Counts the floating-point tensors of some bytes or more that operators make."""
-
-    def __init__(self, size: int) -> None:
-        super().__init__()
-        self.size, self.made = size, Counter[str]()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        given = {one.data_ptr() for one in tree_leaves((args, kwargs)) if isinstance(one, Tensor)}
-        found = func(*args, **(kwargs or {}))
-        for one in tree_leaves(found):
-            if isinstance(one, Tensor) and one.is_floating_point() and one.data_ptr() not in given:
-                self.made[str(func)] += one.nbytes >= self.size
-        return found
 
 
 @pytest.mark.parametrize("mode", ["rows", "dense", "id weights", "in torch"])
