@@ -63,7 +63,7 @@ def _thin_container(library: bytearray, place: int, architecture: int, unused: r
     if place + _CONTAINER.size > len(library):
         return place
     _, version, header, size = _CONTAINER.unpack_from(library, place)
-    begin, end = place + header, place + header + size
+    begin, end = place + int(header), place + int(header) + int(size)
     if version != 1 or header < _CONTAINER.size or end > len(library):
         return place
     entries = []

@@ -11,6 +11,7 @@ import torchrec
 from torchrec import KeyedJaggedTensor
 
 from shardrec.errors import InputError, PlanError
+from shardrec.exchange.row_output import _Pack
 from shardrec.layout import ShardingPlan, Topology, cuts
 from shardrec.modules import ShardedEmbeddingCollection, shard
 from tests.collective_counts import CountCollectives
@@ -150,3 +151,16 @@ def test_rows_of_one_rank_are_not_put_in_another_order(optimizer: type[torch.opt
         torch.autograd.backward(rows, [torch.ones_like(one) for one in rows])
     # The rows, those of the output, and two gradients: of the output's parts, side by side, and of the sent rows.
     assert sum(made.made.values()) == 4, made.made
+
+
+def test_the_gradient_of_one_group_s_rows_is_not_copied_before_it_is_put_in_order() -> None:
+    """Two ranks have asked for 3 and 5 of them."""
+    order = torch.randperm(8, generator=torch.Generator().manual_seed(0))
+    rows = torch.rand(8, 4, requires_grad=True)
+    flat = _Pack.apply(((3,), (5,)), [order], rows)  # type: ignore[no-untyped-call]
+    gradient = torch.rand(32)
+    with LargeTensors(4 * 32) as made:
+        flat.backward(gradient)
+    assert sum(made.made.values()) == 1, made.made
+    assert rows.grad is not None
+    assert torch.equal(rows.grad[order].flatten(), gradient)
