@@ -23,6 +23,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import lzma
 import math
 import os
 import re
@@ -117,7 +118,9 @@ def _unpacked(parts: Path) -> Path:
     if not whole.exists() or whole.read_text(encoding="utf-8").splitlines() != names:
         begin = time.monotonic()
         joined = subprocess.Popen(["cat", *(str(parts / one.split()[0]) for one in names)], stdout=subprocess.PIPE)
-        with tarfile.open(fileobj=joined.stdout, mode="r|xz") as archive:
+        assert joined.stdout is not None, "it is a pipe"
+        # Not tarfile's own "r|xz", which copies all that a few bytes expand to, again and again: zeros are many.
+        with lzma.open(joined.stdout) as packed, tarfile.open(fileobj=packed, mode="r|") as archive:
             archive.extractall(site, filter="data")
         joined.wait()
         whole.write_text("\n".join(names), encoding="utf-8")

@@ -185,8 +185,8 @@ def _device(kind: str, local_rank: int) -> torch.device:
     if local_rank >= count:
         if os.environ.get(SHARE_DEVICES) != "1":
             raise ConfigError(
-                f"there are more ranks than CUDA devices on this machine ({count}): start at most {count} (--nproc), or "
-                f"let ranks share a device, which is slow, with {SHARE_DEVICES}=1"
+                f"there are more ranks than CUDA devices on this machine ({count}): start at most {count} (--nproc), "
+                f"or let ranks share a device, which is slow, with {SHARE_DEVICES}=1"
             )
         # NCCL takes one rank of a host for a device: each appears to be on a host of its own.
         os.environ.setdefault("NCCL_HOSTID", f"shardrec-{local_rank}")
