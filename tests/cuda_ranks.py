@@ -2,19 +2,26 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 
-from shardrec.launch.ranks import RankInfo
+from shardrec.launch.ranks import SHARE_DEVICES, RankInfo
 from shardrec.launch.run import on_new_ranks
 
 DEVICES = torch.cuda.device_count()
 WORLDS = [
     1,
-    pytest.param(2, marks=pytest.mark.skipif(DEVICES < 2, reason="needs two CUDA devices")),
+    pytest.param(
+        2,
+        marks=pytest.mark.skipif(
+            DEVICES < 2 and os.environ.get(SHARE_DEVICES) != "1",
+            reason=f"needs two CUDA devices, or one that ranks may share ({SHARE_DEVICES}=1)",
+        ),
+    ),
 ]
 
 

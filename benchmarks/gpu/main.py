@@ -2,41 +2,71 @@
 
 ::
 
+    ceilings   copies, random rows, launches (benchmarks/gpu/ceilings.py)
     doctor     versions, device, driver, NCCL through the exchange's code, a training lookup, a scripted one
+    edges      small steps on empty batches, unused and repeated keys, under compute-sanitizer (benchmarks/gpu/edges.py)
     tests      those that need a CUDA device
     timings    shardrec bench --preset gpu: shardrec, TorchRec and bare kernels in turn
+    variants   sequences, pipelines, row blocks, Adam, FP16 (benchmarks/gpu/variants.py)
+    two_ranks  two NCCL ranks on one device: parity, empty exchanges, a rank that dies (benchmarks/gpu/two_ranks.py)
     programs   eager, compiled, as a CUDA graph, profiled (benchmarks/gpu/programs.py)
+    tests_two  the tests that need two ranks, which share the device
 
 Each part is a process of its own with a time limit. What it prints goes at once to a file of its name, and what it
 measures to its own JSON; ``gpu.json`` and ``gpu.md`` are written anew after each part. ``--minutes`` ends the whole
 call in time; ``--resume`` goes on: it leaves out the parts that are done, and of the others the tests that passed, the
-rounds that are timed and the programs that have run.
+rounds that are timed and the programs that have run. ``--call`` runs the parts of one of the five calls of README.md,
+in nine minutes; ``--libraries`` unpacks what ``benchmarks.gpu.pack`` has packed, once, for the parts.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import lzma
 import math
 import os
 import re
 import signal
 import subprocess
 import sys
+import tarfile
+import tempfile
 import threading
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-__all__ = ["main", "page"]
+__all__ = ["CALLS", "commands", "main", "new_parser", "page"]
 
 _ROOT = Path(__file__).resolve().parents[2]
 _TAIL = 4000
-_CUDA_TESTS = ("tests/modules/test_cuda.py", "tests/compile/test_cuda.py", "tests/modules/test_cuda_double.py")
+_CUDA_TESTS = (
+    "tests/modules/test_cuda.py",
+    "tests/compile/test_cuda.py",
+    "tests/lookup/test_bank.py::test_a_fused_bank_on_cuda_learns_as_rows_do_on_the_cpu",
+    "tests/pipeline/test_pipeline.py::test_stages_on_a_gpu",
+    "tests/pipeline/test_train.py::test_on_a_gpu_losses_are_the_plain_loop_s",
+    "tests/pipeline/test_timeline.py::test_on_a_gpu_spans_are_those_of_its_work_and_not_of_the_host_s",
+    "tests/modules/test_cuda_double.py",
+)
 
 
-def _commands(options: argparse.Namespace) -> dict[str, tuple[list[str], float]]:
+CALLS = {
+    1: ("ceilings", "doctor", "edges"),
+    2: ("tests",),
+    3: ("timings",),
+    4: ("variants",),
+    5: ("two_ranks", "programs", "tests_two"),
+}
+"""The parts of the five calls of README.md."""
+
+_CALL_MINUTES = 9.0
+_ENVIRONMENTS = {"tests_two": {"SHARDREC_SHARE_DEVICES": "1"}}  # which importing shardrec's name would need torch for
+
+
+def commands(options: argparse.Namespace) -> dict[str, tuple[list[str], float]]:
     """Of each part, the arguments of Python and the minutes that it may take."""
     out, device = options.out, ["--device", options.device]
     sizes = ["--max-rows", str(options.max_rows)]
@@ -44,21 +74,27 @@ def _commands(options: argparse.Namespace) -> dict[str, tuple[list[str], float]]
     timings = [*device, *sizes, *batch, "--nproc", "1", "--resume", "--out", str(out / "timings")]
     timings += ["--rounds", str(options.rounds), "--steps", str(options.steps), "--seconds", "5"]
     timings += ["--minutes", str(_TIMINGS_MINUTES)]
-    programs = [*device, *sizes, *batch, "--steps", str(options.steps), "--out", str(out / "programs.json"), "--resume"]
+    again = [*device, *sizes, *batch, "--steps", str(options.steps), "--resume"]
+    variants = [*again, "--rounds", str(options.rounds), "--out", str(out / "variants.json")]
     tests = ["-v", "-n", "4", "-p", "no:cacheprovider", "-p", "benchmarks.gpu.unpassed", "-m", ""]
     return {
+        "ceilings": (["-m", "benchmarks.gpu.ceilings", *device, "--out", str(out / "ceilings.json")], 2),
         "doctor": (["-m", "shardrec.cli", "doctor", *device], 5),
+        "edges": (["-m", "benchmarks.gpu.edges", *device, "--sanitize"], 6),
         "tests": (["-m", "pytest", *tests, *_CUDA_TESTS], 10),
         "timings": (["-m", "shardrec.cli", "bench", "--preset", "gpu", *timings], _TIMINGS_MINUTES + 4),
-        "programs": (["-m", "benchmarks.gpu.programs", *programs], 10),
+        "variants": (["-m", "benchmarks.gpu.variants", *variants], 10),
+        "two_ranks": (["-m", "benchmarks.gpu.two_ranks", *device, "--out", str(out / "two_ranks.json")], 4),
+        "programs": (["-m", "benchmarks.gpu.programs", *again, "--out", str(out / "programs.json")], 10),
+        "tests_two": (["-m", "pytest", *tests, *_CUDA_TESTS[:2]], 10),
     }
 
 
 def _passed(out: Path) -> Path:
-    """Write a file with the tests that an earlier call has run or skipped without a failure."""
-    printed, passed = out / "tests.txt", out / "passed.txt"
-    lines = printed.read_text(encoding="utf-8").splitlines() if printed.exists() else []
-    found = [test for line in lines for status, test in re.findall(r"(PASSED|SKIPPED) (\S+::.*\S)", line)]
+    """Write a file with the tests that an earlier call has run without a failure."""
+    passed = out / "passed.txt"
+    lines = [line for path in out.glob("tests*.txt") for line in path.read_text(encoding="utf-8").splitlines()]
+    found = [test for line in lines for test in re.findall(r"PASSED (\S+::.*\S)", line)]
     passed.write_text("\n".join(found), encoding="utf-8")
     return passed
 
@@ -66,11 +102,35 @@ def _passed(out: Path) -> Path:
 _TIMINGS_MINUTES = 8
 _FEWEST_MINUTES = 0.2  # of a part that is still begun
 
-_LEFT = {"timings": "timings/timings.json", "programs": "programs.json"}
+_LEFT = {"timings": "timings/timings.json"} | {
+    name: f"{name}.json" for name in ("ceilings", "variants", "two_ranks", "programs")
+}
 """Files that parts leave."""
 
 
-def _run(arguments: Sequence[str], minutes: float, printed: Path) -> dict[str, Any]:
+def _unpacked(parts: Path) -> Path:
+    """The folder of what ``benchmarks.gpu.pack`` has packed; it is made once."""
+    site = Path(tempfile.gettempdir()) / "shardrec-libraries"
+    whole = site / "whole.txt"
+    names = [f"{path.name} {path.stat().st_size}" for path in sorted(parts.glob("libraries.tar.xz.*"))]
+    if not names:
+        raise SystemExit(f"--libraries {parts} has no libraries.tar.xz.000: see benchmarks/gpu/README.md")
+    if not whole.exists() or whole.read_text(encoding="utf-8").splitlines() != names:
+        begin = time.monotonic()
+        joined = subprocess.Popen(["cat", *(str(parts / one.split()[0]) for one in names)], stdout=subprocess.PIPE)
+        assert joined.stdout is not None, "it is a pipe"
+        # Not tarfile's own "r|xz", which copies all that a few bytes expand to, again and again: zeros are many.
+        with lzma.open(joined.stdout) as packed, tarfile.open(fileobj=packed, mode="r|") as archive:
+            archive.extractall(site, filter="data")
+        joined.wait()
+        whole.write_text("\n".join(names), encoding="utf-8")
+        print(f"unpacked {len(names)} files in {time.monotonic() - begin:.0f} s", flush=True)
+    return site
+
+
+def _run(
+    arguments: Sequence[str], minutes: float, printed: Path, environment: Mapping[str, str] | None = None
+) -> dict[str, Any]:
     """Run a part; what it prints is shown, and added to a file, line by line."""
     begin = time.monotonic()
     process = subprocess.Popen(
@@ -80,7 +140,7 @@ def _run(arguments: Sequence[str], minutes: float, printed: Path) -> dict[str, A
         stderr=subprocess.STDOUT,
         text=True,
         start_new_session=True,
-        env={**os.environ, "SHARDREC_PASSED": str(_passed(printed.parent))},
+        env={**os.environ, "SHARDREC_PASSED": str(_passed(printed.parent)), **(environment or {})},
     )
     output = process.stdout
     assert output is not None, "it is a pipe"
@@ -123,11 +183,15 @@ def page(found: Mapping[str, Any]) -> Iterable[str]:
         found: what ``gpu.json`` holds.
     """
     yield "# One GPU"
-    for name in ("doctor", "tests"):
+    for name in ("ceilings", "doctor", "edges", "tests", "two_ranks", "tests_two"):
         if name in found:
             yield from ("", f"## {name}", "", "```", found[name]["printed"].strip(), "```")
     if "timings" in found:
         yield from ("", "## Steps", "", *_timings(found["timings"].get("left") or {}))
+    if "variants" in found:
+        yield from ("", "## Variants of a step, in milliseconds by round", "")
+        for name, values in (found["variants"].get("left") or {}).items():
+            yield f"- {name}: {json.dumps(values)}"
     if "programs" in found:
         yield from ("", "## A DLRM step by each executor", "")
         for name, values in (found["programs"].get("left") or {}).items():
@@ -160,11 +224,15 @@ def _row(cells: Sequence[object]) -> str:
     return f"| {' | '.join(map(str, cells))} |"
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the parts; 1 if any was not whole."""
+def new_parser() -> argparse.ArgumentParser:
+    """Of the command."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0] if __doc__ else None)
     parser.add_argument("--device", default="cuda", choices=["cpu", "cuda"])
-    parser.add_argument("--parts", nargs="+", default=["doctor", "tests", "timings", "programs"])
+    parts = [part for call in CALLS.values() for part in call]
+    chosen = parser.add_mutually_exclusive_group()
+    chosen.add_argument("--parts", nargs="+", default=parts, choices=parts)
+    chosen.add_argument("--call", type=int, choices=list(CALLS), help=f"its parts, in {_CALL_MINUTES:g} minutes")
+    parser.add_argument("--libraries", type=Path, help="folder of what benchmarks.gpu.pack has packed")
     parser.add_argument("--max-rows", type=int, default=1_000_000, help="most rows of a table: what the memory holds")
     parser.add_argument("--batch", type=int, help="only this batch size")
     parser.add_argument("--rounds", type=int, default=3)
@@ -172,16 +240,31 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--minutes", type=float, help="of all the parts; default: each has its own limit")
     parser.add_argument("--out", type=Path, default=Path("runs/gpu"))
     parser.add_argument("--resume", action="store_true")
-    options = parser.parse_args(arguments)
+    return parser
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the parts; 1 if any was not whole."""
+    options = new_parser().parse_args(arguments)
+    if options.call:
+        options.parts = CALLS[options.call]
+        options.minutes = options.minutes or _CALL_MINUTES
     options.out = options.out.resolve()
     options.out.mkdir(parents=True, exist_ok=True)
     path = options.out / "gpu.json"
-    found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8")) if options.resume and path.exists() else {}
+    kept = (options.resume or options.call) and path.exists()
+    found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8")) if kept else {}
+    if not options.resume:
+        found = {name: part for name, part in found.items() if name not in options.parts}
     end = time.monotonic() + 60 * (options.minutes or math.inf)
+    libraries: dict[str, str] = {}
+    if options.libraries is not None:
+        folders = [str(_unpacked(options.libraries)), os.environ.get("PYTHONPATH", "")]
+        libraries["PYTHONPATH"] = os.pathsep.join(filter(None, folders))
     for name in () if options.resume else options.parts:
         for file in (f"{name}.txt", _LEFT.get(name, f"{name}.txt")):
             (options.out / file).unlink(missing_ok=True)
-    for name, (command, minutes) in _commands(options).items():
+    for name, (command, minutes) in commands(options).items():
         if name not in options.parts or (name in found and not found[name]["ended"]):
             continue
         left_over = (end - time.monotonic()) / 60
@@ -191,7 +274,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             continue
         print(f"==> {name}", flush=True)
         left = options.out / _LEFT[name] if name in _LEFT else None
-        found[name] = _run(command, min(minutes, left_over), options.out / f"{name}.txt")
+        environment = libraries | _ENVIRONMENTS.get(name, {})
+        found[name] = _run(command, min(minutes, left_over), options.out / f"{name}.txt", environment)
         if left is not None:
             found[name]["left"] = json.loads(left.read_text(encoding="utf-8")) if left.exists() else None
         _write(found, options.out)

@@ -1,14 +1,11 @@
 """Libraries for a GPU machine that reaches no package index: wheels as parts small enough to be carried there.
 
-    python -m pip download --no-deps --only-binary=:all: --python-version 3.12 -d wheels \\
-        fbgemm-gpu==1.6.0 torchrec==1.6.1 tensordict==0.15.3 ...
-    python -m pip wheel --no-deps -w wheels iopath==0.1.9                          # published as source
-    python -m benchmarks.gpu.pack wheels --arch 90 --out parts
-    cat parts/libraries.tar.xz.* | tar xJ -C site        # on the machine, whose PYTHONPATH gets site
+``wheels.txt`` names those that go with requirements/set-2.11.txt; README.md has the commands.
 
 Headers, static libraries and tests stay behind. Of the device code in shared libraries, that of other architectures is
 written over with zeros, which take no room once compressed: the libraries keep their layout, and CUDA's loader never
-reads code for another architecture. PTX stays, from which the driver compiles what there is no code for.
+reads code for another architecture. So is that of kernels which no part of the benchmark runs (:data:`UNUSED`): CUDA
+loads a kernel's code when it is first called. PTX stays, from which the driver compiles what there is no code for.
 
 ::
 
@@ -21,6 +18,7 @@ from __future__ import annotations
 import argparse
 import io
 import lzma
+import re
 import struct
 import sys
 import tarfile
@@ -29,36 +27,43 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
 
-__all__ = ["main", "pack", "without_other_architectures"]
+__all__ = ["UNUSED", "main", "pack", "thin_library"]
 
 _MAGIC = struct.pack("<I", 0xBA55ED50)
 _CONTAINER, _ENTRY = struct.Struct("<IHHQ"), struct.Struct("<HHIQ12xI")
 _CODE = 2  # kind of an entry with code of one architecture; 1 is PTX
+UNUSED = "with_counter|_lamb_|_lars_sgd_|_none_|_ssd_|backward_(vbe|gwd|dense)|tbe_(inference|index_select|optimizers)"
+"""In the names of libraries, or of kernels, of fbgemm's that are not run: other optimizers, tables on disks, a batch
+size per feature, quantized tables, rows selected from tensors."""
+
 _LEFT_OUT = (".a", ".h", ".cuh", ".cu", ".cpp", ".pyi", ".pyc")
 _LEFT_OUT_FOLDERS = ("include", "test", "tests", "examples")  # fbgemm_gpu imports its docs
 _NAME = "libraries.tar.xz"
+_FILTER = {"id": lzma.FILTER_LZMA2, "preset": 4, "dict_size": 2**26}  # kernels for other types are much alike
 
 
-def without_other_architectures(library: bytes, architecture: int) -> bytes:
+def thin_library(library: bytes, architecture: int, unused: str | None = None) -> bytes:
     """A shared library with the device code of one architecture, of the same size.
 
     Args:
         library: ELF, or anything.
         architecture: compute capability, such as 90; its code is all that stays, besides PTX.
+        unused: a regular expression; code in which it matches does not stay either.
     """
+    pattern = None if unused is None else re.compile(unused.encode())
     found = bytearray(library)
     place = library.find(_MAGIC)
     while place >= 0:
-        place = library.find(_MAGIC, max(place + 4, _thin_container(found, place, architecture)))
+        place = library.find(_MAGIC, max(place + 4, _thin_container(found, place, architecture, pattern)))
     return bytes(found)
 
 
-def _thin_container(library: bytearray, place: int, architecture: int) -> int:
+def _thin_container(library: bytearray, place: int, architecture: int, unused: re.Pattern[bytes] | None) -> int:
     """Clear the container at ``place``; returns its end, or ``place`` if it is none."""
     if place + _CONTAINER.size > len(library):
         return place
     _, version, header, size = _CONTAINER.unpack_from(library, place)
-    begin, end = place + header, place + header + size
+    begin, end = place + int(header), place + int(header) + int(size)
     if version != 1 or header < _CONTAINER.size or end > len(library):
         return place
     entries = []
@@ -72,7 +77,8 @@ def _thin_container(library: bytearray, place: int, architecture: int) -> int:
         begin += header + size
     for kind, of, code, size in entries:
         # Where there is none for the architecture itself, code of the same generation would be taken: it stays.
-        if kind == _CODE and of // 10 != architecture // 10:
+        other = of // 10 != architecture // 10
+        if kind == _CODE and (other or (unused is not None and unused.search(library, code, code + size))):
             library[code : code + size] = bytes(size)
     return end
 
@@ -114,7 +120,9 @@ class _Parts(io.RawIOBase):
         self._left = self._size
 
 
-def pack(wheels: Sequence[Path], folder: Path, *, architecture: int, part_bytes: int) -> list[Path]:
+def pack(
+    wheels: Sequence[Path], folder: Path, *, architecture: int, part_bytes: int, unused: str | None = None
+) -> list[Path]:
     """Write the files of some wheels as one compressed archive, in parts.
 
     Args:
@@ -122,6 +130,7 @@ def pack(wheels: Sequence[Path], folder: Path, *, architecture: int, part_bytes:
         folder: of the parts; those of an earlier run are deleted.
         architecture: compute capability of the machine's GPU, such as 90.
         part_bytes: most bytes of a part.
+        unused: a regular expression for the names of libraries, or of kernels, whose device code stays behind.
 
     Returns:
         The parts; joined they are a ``.tar.xz``.
@@ -132,17 +141,17 @@ def pack(wheels: Sequence[Path], folder: Path, *, architecture: int, part_bytes:
     parts = _Parts(folder, part_bytes)
     with (
         io.BufferedWriter(parts) as buffered,
-        lzma.LZMAFile(buffered, "wb", preset=4) as packed,
+        lzma.LZMAFile(buffered, "wb", filters=[_FILTER]) as packed,
         tarfile.open(fileobj=packed, mode="w|") as archive,
     ):
-        for name, data in _files(wheels, architecture):
+        for name, data in _files(wheels, architecture, unused):
             entry = tarfile.TarInfo(name)
             entry.size, entry.mode = len(data), 0o755
             archive.addfile(entry, io.BytesIO(data))
     return parts.paths
 
 
-def _files(wheels: Sequence[Path], architecture: int) -> Iterator[tuple[str, bytes]]:
+def _files(wheels: Sequence[Path], architecture: int, unused: str | None) -> Iterator[tuple[str, bytes]]:
     for wheel in wheels:
         with zipfile.ZipFile(wheel) as opened:
             for name in opened.namelist():
@@ -151,7 +160,10 @@ def _files(wheels: Sequence[Path], architecture: int) -> Iterator[tuple[str, byt
                     continue
                 data = opened.read(name)
                 is_library = path.suffix == ".so" or ".so." in path.name
-                yield name, without_other_architectures(data, architecture) if is_library else data
+                if is_library:
+                    in_name = unused is not None and re.search(unused, path.name)
+                    data = thin_library(data, architecture, "" if in_name else unused)
+                yield name, data
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -160,6 +172,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("wheels", type=Path, help="folder of wheels")
     parser.add_argument("--arch", type=int, default=90, help="compute capability of the GPU, such as 80 or 90")
     parser.add_argument("--part-mb", type=int, default=60, help="most megabytes (10^6 bytes) of a part")
+    parser.add_argument("--unused", default=UNUSED, help="libraries and kernels whose device code stays behind")
     parser.add_argument("--out", type=Path, default=Path("parts"))
     options = parser.parse_args(arguments)
     wheels = sorted(options.wheels.glob("*.whl"))
@@ -172,7 +185,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
             f"{', '.join(others)}: no wheel, and would be left out: make one with pip wheel --no-deps", file=sys.stderr
         )
         return 1
-    parts = pack(wheels, options.out, architecture=options.arch, part_bytes=options.part_mb * 10**6)
+    parts = pack(
+        wheels, options.out, architecture=options.arch, part_bytes=options.part_mb * 10**6, unused=options.unused
+    )
     for path in parts:
         print(f"{path}  {path.stat().st_size / 1e6:.1f} MB")
     return 0

@@ -32,7 +32,7 @@ from benchmarks.harness.workload import parse_tables
 from shardrec.launch.ranks import RankInfo
 from shardrec.layout import Topology
 
-__all__ = ["PARTS", "Step", "is_wait", "main"]
+__all__ = ["PARTS", "Step", "is_wait", "main", "new_parser"]
 
 _WARM_UP, _OTHER_SIZES = 4, 4
 
@@ -167,7 +167,7 @@ def profile(options: argparse.Namespace) -> dict[str, Any]:
             step(features)
         if on_cuda:
             torch.cuda.synchronize()
-    path = Path(options.out).with_name("trace.json")
+    path = Path(options.out).with_name("trace.json.gz")
     recorded.export_chrome_trace(str(path))
     key = "self_device_time_total" if on_cuda else "self_cpu_time_total"
     most = sorted(recorded.key_averages(), key=lambda one: -getattr(one, key))[:10]
@@ -184,9 +184,9 @@ PARTS: dict[str, Callable[[argparse.Namespace], dict[str, Any]]] = {
 """By name, in the order of the run."""
 
 
-def main(arguments: list[str] | None = None) -> None:
-    """Run the parts, and write what they find."""
-    parser = argparse.ArgumentParser(description=__doc__)
+def new_parser() -> argparse.ArgumentParser:
+    """Of the command."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0] if __doc__ else None)
     parser.add_argument("--device", default="cuda", choices=["cpu", "cuda"])
     parser.add_argument("--workload", default="criteo_128")
     parser.add_argument("--max-rows", type=int, default=1_000_000)
@@ -195,7 +195,12 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--parts", nargs="+", default=list(PARTS), choices=list(PARTS))
     parser.add_argument("--out", type=Path, default=Path("runs/gpu/programs.json"))
     parser.add_argument("--resume", action="store_true", help="leave out the parts that --out has")
-    options = parser.parse_args(arguments)
+    return parser
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Run the parts, and write what they find."""
+    options = new_parser().parse_args(arguments)
     options.out.parent.mkdir(parents=True, exist_ok=True)
     found: dict[str, Any] = {}
     if options.resume and options.out.exists():

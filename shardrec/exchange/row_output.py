@@ -86,7 +86,9 @@ class SequenceOutputLayout:
         """
         flat = torch.zeros(0, device=self._device)
         if rows:
-            flat = _Pack.apply(shard_input.counts, self._orders(shard_input), *rows)  # type: ignore[no-untyped-call]
+            orders = self._orders(shard_input)
+            pack = rows[0].reshape(-1) if len(orders) == 1 and orders[0] is None else None
+            flat = _Pack.apply(shard_input.counts, orders, *rows) if pack is None else pack  # type: ignore[no-untyped-call]
         return Stream(
             flat=flat,
             out=[self._parts(counts) for counts in shard_input.counts],
@@ -127,13 +129,18 @@ class SequenceOutputLayout:
     def _parts(self, counts: Sequence[int]) -> list[Shape]:
         return list(zip(counts, self.widths, strict=True))
 
-    def _orders(self, shard_input: ShardInput) -> list[Tensor]:
-        orders, slot = [], 0
+    def _orders(self, shard_input: ShardInput) -> list[Tensor | None]:
+        """Per group, (n,) the slot-major place of each row in rank-major order; None if the two orders are one."""
+        orders: list[Tensor | None] = []
+        slot = 0
         rank_major = self.rank_major(len(shard_input.batch_sizes))
         for group, count in enumerate(shard_input.group_ids):
             slots = self._group_slots[group]
             lengths = shard_input.lengths[slot : slot + slots].reshape(-1)
             slot += slots
+            if slots <= 1 or len(shard_input.batch_sizes) == 1:
+                orders.append(None)
+                continue
             places = torch.arange(count, device=self._device)
             if count:
                 _, places, _ = torch.ops.fbgemm.permute_1D_sparse_data(rank_major[group], lengths, places, None, count)
@@ -174,15 +181,19 @@ def column_unit_targets(
 class _Pack(torch.autograd.Function):
     """The send buffer: per rank, each group's rows.
 
-    ``counts``: per rank and group, the ids that the rank asked of this one. ``orders``: per group, (n,) the slot-major
-    place of each row in rank-major order. ``rows``: per group, (n, w) slot-major.
+    ``counts``: per rank and group, the ids that the rank asked of this one. ``orders``: per group, the slot-major
+    place of each row in rank-major order, or None. ``rows``: per group, (n, w) slot-major.
     """
 
     @staticmethod
-    def forward(ctx: FunctionCtx, counts: tuple[tuple[int, ...], ...], orders: list[Tensor], *rows: Tensor) -> Tensor:
+    def forward(
+        ctx: FunctionCtx, counts: tuple[tuple[int, ...], ...], orders: list[Tensor | None], *rows: Tensor
+    ) -> Tensor:
         ctx.counts, ctx.orders = counts, orders  # type: ignore[attr-defined]
         ctx.widths = [part.size(1) for part in rows]  # type: ignore[attr-defined]
-        ordered = [part.index_select(0, order) for part, order in zip(rows, orders, strict=True)]
+        ordered = [
+            part if order is None else part.index_select(0, order) for part, order in zip(rows, orders, strict=True)
+        ]
         if len(ordered) == 1:
             return ordered[0].reshape(-1)
         per_group = [part.split([of_rank[group] for of_rank in counts]) for group, part in enumerate(ordered)]
@@ -195,8 +206,12 @@ class _Pack(torch.autograd.Function):
         parts = gradient.split(sizes)
         gradients = []
         for group, (order, width) in enumerate(zip(ctx.orders, ctx.widths, strict=True)):
-            rank_major = torch.cat(parts[group :: len(ctx.widths)]).view(-1, width)
-            gradients.append(torch.empty_like(rank_major).index_copy_(0, order, rank_major))
+            of_group = parts[group :: len(ctx.widths)]
+            whole = gradient if len(ctx.widths) == 1 else of_group[0] if len(of_group) == 1 else torch.cat(of_group)
+            rank_major = whole.view(-1, width)
+            if order is not None:
+                rank_major = torch.empty_like(rank_major).index_copy_(0, order, rank_major)
+            gradients.append(rank_major)
         return None, None, *gradients
 
 

@@ -21,13 +21,16 @@ from shardrec.exchange.safe_pickle import gather
 from shardrec.launch.processes import LISTENER
 from shardrec.launch.stop import RunStopped
 
-__all__ = ["RankInfo", "joined_run", "meet", "on_first_rank", "over_ranks", "same_everywhere"]
+__all__ = ["SHARE_DEVICES", "RankInfo", "joined_run", "meet", "on_first_rank", "over_ranks", "same_everywhere"]
 
 T = TypeVar("T")
 
 _TIMEOUT_S = 300.0
 """Default seconds that a rank waits for the others, at the start and in a collective. Ranks do equal work, so a wait of
 minutes means that a rank is gone."""
+
+SHARE_DEVICES = "SHARDREC_SHARE_DEVICES"
+"""An environment variable; with 1, more ranks than CUDA devices may be started, for tests."""
 
 _ASK_S = 0.05
 """The interval in seconds at which rank 0 checks whether the others have joined."""
@@ -180,11 +183,15 @@ def _device(kind: str, local_rank: int) -> torch.device:
         )
     count = torch.cuda.device_count()
     if local_rank >= count:
-        raise ConfigError(
-            f"there are more ranks than CUDA devices on this machine ({count}): start at most {count} (--nproc)"
-        )
-    torch.cuda.set_device(local_rank)
-    return torch.device("cuda", local_rank)
+        if os.environ.get(SHARE_DEVICES) != "1":
+            raise ConfigError(
+                f"there are more ranks than CUDA devices on this machine ({count}): start at most {count} (--nproc), "
+                f"or let ranks share a device, which is slow, with {SHARE_DEVICES}=1"
+            )
+        # NCCL takes one rank of a host for a device: each appears to be on a host of its own.
+        os.environ.setdefault("NCCL_HOSTID", f"shardrec-{local_rank}")
+    torch.cuda.set_device(local_rank % count)
+    return torch.device("cuda", local_rank % count)
 
 
 def _join(rank_info: RankInfo) -> None:

@@ -33,6 +33,8 @@ from shardrec.lookup.optimizers import FusedOptimizer
 __all__ = ["LookupGradient", "RowGradient", "TableBank", "WidthClass", "summed"]
 
 _MAX_INT32 = 2**31 - 1
+_FLOATS_AT_ONCE = 2**24
+"""Of rows or gradients of single ids, which are made for a few ids at a time: those of long bags take much memory."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -128,6 +130,15 @@ class _ClassIds:
     slots: Tensor
     samples: Tensor
     id_weights: Tensor | None
+
+    def pieces(self, width: int) -> Iterator[tuple[slice, _ClassIds]]:
+        """A few ids at a time (with ``width`` floats for each), and their indices among the n."""
+        size = max(1, _FLOATS_AT_ONCE // width)
+        for start in range(0, self.rows.numel(), size):
+            span = slice(start, start + size)
+            places, id_weights = (None if one is None else one[span] for one in (self.places, self.id_weights))
+            given = {"rows": self.rows[span], "slots": self.slots[span], "samples": self.samples[span]}
+            yield span, _ClassIds(places=places, id_weights=id_weights, **given)
 
 
 class TableBank:
@@ -275,10 +286,11 @@ class TableBank:
                 row_gradients.append(RowGradient(rows=rows, values=values, squares=squares))
             return row_gradients
         for lookup in lookups:
-            given = lookup.ids, lookup.lengths, lookup.id_weights, lookup.gradient
-            for number, (cls, rows_n, values_n) in enumerate(self._gradients_of_ids(*given)):
-                rows, place_n = torch.unique(rows_n, sorted=True, return_inverse=True)
-                values = values_n.new_zeros((rows.numel(), cls.width)).index_add_(0, place_n, values_n)
+            parts = self._ids_by_class(lookup.ids, lookup.lengths, lookup.id_weights)
+            for number, (cls, part) in enumerate(zip(self.classes, parts, strict=True)):
+                rows, place_n = torch.unique(part.rows, sorted=True, return_inverse=True)
+                values = lookup.gradient.new_zeros((rows.numel(), cls.width))
+                self._add_gradients(values, place_n, cls, part, lookup.gradient)
                 if number < len(row_gradients):
                     before = row_gradients[number]
                     row_gradients[number] = summed(
@@ -292,24 +304,24 @@ class TableBank:
         self, ids: Tensor, lengths: Tensor, id_weights: Tensor | None, gradient: Tensor
     ) -> list[Tensor]:
         """Per width class, the gradient (rows, w) of its matrix; arguments as of :class:`LookupGradient`."""
-        by_class: Iterator[tuple[WidthClass, Tensor, Tensor]]
+        whole = [gradient.new_zeros(cls.weight.shape) for cls in self.classes]
         if gradient.device.type == "cpu":
             lookup = LookupGradient(ids=ids, lengths=lengths, id_weights=id_weights, gradient=gradient)
-            sums = self.row_gradients([lookup])
-            by_class = ((cls, part.rows, part.values) for cls, part in zip(self.classes, sums, strict=True))
-            put = Tensor.index_copy_
-        else:
-            # Without computing the distinct rows: the host would wait for their number.
-            by_class, put = self._gradients_of_ids(ids, lengths, id_weights, gradient), Tensor.index_add_
-        return [put(gradient.new_zeros(cls.weight.shape), 0, rows, values) for cls, rows, values in by_class]
+            for sums, part in zip(whole, self.row_gradients([lookup]), strict=True):
+                sums.index_copy_(0, part.rows, part.values)
+            return whole
+        # Without computing the distinct rows: the host would wait for their number.
+        for sums, cls, of_cls in zip(whole, self.classes, self._ids_by_class(ids, lengths, id_weights), strict=True):
+            self._add_gradients(sums, of_cls.rows, cls, of_cls, gradient)
+        return whole
 
-    def _gradients_of_ids(
-        self, ids: Tensor, lengths: Tensor, id_weights: Tensor | None, gradient: Tensor
-    ) -> Iterator[tuple[WidthClass, Tensor, Tensor]]:
-        """Per width class, the matrix row (n,) of each id, and its gradient (n, w)."""
-        for cls, part in zip(self.classes, self._ids_by_class(ids, lengths, id_weights), strict=True):
-            values = self._bag_gradient(cls, part, gradient)
-            yield cls, part.rows, values if part.id_weights is None else values * part.id_weights.unsqueeze(1)
+    def _add_gradients(self, sums: Tensor, places: Tensor, cls: WidthClass, part: _ClassIds, gradient: Tensor) -> None:
+        """Add the gradient of each of a width class's ids to the row of ``sums`` (U, w) at its place (n,)."""
+        for span, piece in part.pieces(cls.width):
+            values = self._bag_gradient(cls, piece, span, gradient)
+            if piece.id_weights is not None:
+                values = values * piece.id_weights.unsqueeze(1)
+            sums.index_add_(0, places[span], values)
 
     def id_weight_gradient(self, ids: Tensor, lengths: Tensor, gradient: Tensor) -> Tensor:
         """(N,) gradient of the ids' weights; arguments as of :class:`LookupGradient`."""
@@ -317,17 +329,19 @@ class TableBank:
             return self._native.id_weight_gradient(ids.contiguous(), lengths.to(torch.int32).contiguous(), gradient)
         gradients = gradient.new_zeros(ids.numel())
         for cls, part in zip(self.classes, self._ids_by_class(ids, lengths, None), strict=True):
-            values = self._bag_gradient(cls, part, gradient)
-            products = (values * cls.weight.index_select(0, part.rows)).sum(dim=1)
+            products = gradient.new_empty(part.rows.numel())
+            for span, piece in part.pieces(cls.width):
+                values = self._bag_gradient(cls, piece, span, gradient)
+                products[span] = (values * cls.weight.index_select(0, piece.rows)).sum(dim=1)
             if part.places is None:
                 return products
             gradients.index_copy_(0, part.places, products)
         return gradients
 
-    def _bag_gradient(self, cls: WidthClass, part: _ClassIds, gradient: Tensor) -> Tensor:
-        """(n, w) gradient of the bag (or row) of each id."""
+    def _bag_gradient(self, cls: WidthClass, part: _ClassIds, span: slice, gradient: Tensor) -> Tensor:
+        """(n, w) gradient of the bag (or row) of each id; without pooling, ``span`` are the ids' indices."""
         if not self.pooled:
-            return gradient
+            return gradient[span]
         # Each run of w neighbours in memory, of which a bag's columns are one.
         runs = gradient.reshape(-1).unfold(0, cls.width, 1) if gradient.numel() else gradient.view(0, cls.width)
         return runs.index_select(0, part.samples * gradient.size(1) + self.columns[part.slots])
@@ -337,13 +351,14 @@ class TableBank:
         batch, slots = lengths.size(1), len(self.slot_tables)
         sums: dict[int, Tensor] = {}  # by width
         for cls, part in zip(self.classes, self._ids_by_class(ids, lengths, id_weights), strict=True):
-            values = cls.weight.index_select(0, part.rows).to(torch.float32)
             if not self.pooled:
-                return values
-            if part.id_weights is not None:
-                values.mul_(part.id_weights.unsqueeze(1))
-            pooled = values.new_zeros((batch * slots, cls.width))
-            pooled.index_add_(0, part.samples * slots + part.slots, values)
+                return cls.weight.index_select(0, part.rows).to(torch.float32)
+            pooled = torch.zeros((batch * slots, cls.width), device=ids.device)
+            for _, piece in part.pieces(cls.width):
+                values = cls.weight.index_select(0, piece.rows).to(torch.float32)
+                if piece.id_weights is not None:
+                    values.mul_(piece.id_weights.unsqueeze(1))
+                pooled.index_add_(0, piece.samples * slots + piece.slots, values)
             sums[cls.width] = pooled.view(batch, slots, cls.width)
             if len(self.classes) == 1:
                 return pooled.view(batch, slots * cls.width)

@@ -184,7 +184,8 @@ class RowOptimizer:
             case OptimizerKind.ADAGRAD:
                 total = states["sum"].index_select(0, rows).addcmul_(values, values)
                 states["sum"].index_copy_(0, rows, total)
-                change = values / total.sqrt_().add_(options.eps)
+                total.sqrt_().add_(options.eps)
+                change = torch.div(values, total, out=total)
             case OptimizerKind.ROWWISE_ADAGRAD:
                 assert mean_square is not None, "computed above"
                 total = states["sum"].index_select(0, rows).add_(mean_square)
@@ -221,4 +222,4 @@ class RowOptimizer:
         states["exp_avg"].index_copy_(0, rows, first)
         states["exp_avg_sq"].index_copy_(0, rows, second)
         root = second.div_(1 - beta2**self.step_count).sqrt_().add_(self.optimizer.eps)
-        return first.div_(1 - beta1**self.step_count) / (root if mean_square is None else root.unsqueeze(1))
+        return first.div_(1 - beta1**self.step_count).div_(root if mean_square is None else root.unsqueeze(1))

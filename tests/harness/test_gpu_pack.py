@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import re
 import struct
 import tarfile
 import zipfile
@@ -10,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.gpu.pack import main, without_other_architectures
+from benchmarks.gpu.pack import UNUSED, main, pack, thin_library
 
 CODE, PTX = 2, 1
 
@@ -38,8 +39,27 @@ def test_code_of_other_architectures_is_cleared() -> None:
             container(entry(CODE, 80, of_80)),
         )
 
-    assert without_other_architectures(made(b"A" * 50), 90) == made(bytes(50))
-    assert without_other_architectures(made(b"A" * 50), 80) != made(b"A" * 50)
+    assert thin_library(made(b"A" * 50), 90) == made(bytes(50))
+    assert thin_library(made(b"A" * 50), 80) != made(b"A" * 50)
+
+
+def test_code_of_kernels_that_are_not_run_is_cleared(tmp_path: Path) -> None:
+    """By their names, or by the library's."""
+
+    def made(kernel: bytes) -> bytes:
+        return library(container(entry(CODE, 90, b"backward_adam_kernel"), entry(CODE, 90, kernel)))
+
+    lamb = b"\x7fbackward_lamb_kernel"
+    assert re.search(UNUSED, lamb.decode())
+    assert thin_library(made(lamb), 90, UNUSED) == made(bytes(len(lamb)))
+    wheel = tmp_path / "one-1.0-py3-none-any.whl"
+    with zipfile.ZipFile(wheel, "w") as packed:
+        packed.writestr("one/tbe_training_backward_vbe.so", library(container(entry(CODE, 90, b"H" * 40))))
+    parts = pack([wheel], tmp_path / "parts", architecture=90, part_bytes=10**6, unused=UNUSED)
+    with tarfile.open(parts[0]) as archive:
+        found = archive.extractfile("one/tbe_training_backward_vbe.so")
+        assert found is not None
+        assert found.read() == library(container(entry(CODE, 90, bytes(40))))
 
 
 @pytest.mark.parametrize("cut", [3, 40, 90])
@@ -47,11 +67,11 @@ def test_what_is_no_container_is_left_alone(cut: int) -> None:
     """The number may stand anywhere in a library, and be followed by anything."""
     whole = library(container(entry(CODE, 80, b"A" * 50)))
     spoiled = whole[: whole.index(struct.pack("<I", 0xBA55ED50)) + cut]
-    assert without_other_architectures(spoiled, 90) == spoiled
+    assert thin_library(spoiled, 90) == spoiled
     wrong = container(entry(CODE, 80, b"A" * 50))
     wrong = wrong[:8] + struct.pack("<Q", 2**60) + wrong[16:]
     both = wrong + container(entry(CODE, 80, b"B" * 50))
-    assert without_other_architectures(both, 90) == wrong + container(entry(CODE, 80, bytes(50)))
+    assert thin_library(both, 90) == wrong + container(entry(CODE, 80, bytes(50)))
 
 
 def test_parts_give_the_needed_files(tmp_path: Path) -> None:

@@ -10,12 +10,15 @@ import torch
 from hypothesis import given
 from torch import Tensor, nn
 
+from shardrec import native
 from shardrec.layout import COLUMN_UNIT
+from shardrec.lookup import bank as bank_module
 from shardrec.lookup.bank import LookupGradient, TableBank
 from shardrec.lookup.kernels import has_fused_kernel
 from shardrec.lookup.optimizers import FusedOptimizer, OptimizerKind
 from shardrec.lookup.row_optimizers import RowOptimizer
 from shardrec.lookup.shards import dense_lookup
+from tests.large_tensors import LargeTensors
 from tests.plans import randoms
 
 CPU = torch.device("cpu")
@@ -239,3 +242,37 @@ def test_a_fused_bank_on_cuda_learns_as_rows_do_on_the_cpu(kind: OptimizerKind, 
         found, expected = cuda.weights[0].cpu().float(), cpu.weights[0].float()
         assert torch.allclose(found, expected, rtol=1.01 * max(torch.finfo(dtype).eps, 1e-5), atol=1e-5)
         cuda.weights[0].copy_(cpu.weights[0])
+
+
+@pytest.mark.parametrize("mode", ["rows", "dense", "id weights", "in torch"])
+def test_no_tensor_has_a_row_of_floats_for_each_id_of_bags(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By torch's operators, as on CUDA: 64 bags of 50 ids."""
+    monkeypatch.setattr(native, "is_loaded", lambda: False)
+    monkeypatch.setattr(native, "has_kernels", lambda: False)
+    monkeypatch.setattr(bank_module, "_FLOATS_AT_ONCE", 50 * 8)
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(0, 20, (64 * 50,), generator=generator)
+    lengths, id_weights = torch.full((1, 64), 50), torch.rand(len(ids), generator=generator)
+    gradient = torch.rand(64, 8, generator=generator)
+    bank = TableBank([(20, 8)], [0], None, CPU, dtype=torch.bfloat16)
+    bank.weights[0].copy_(torch.rand(20, 8, generator=generator))
+    rows = bank.weights[0].float()
+    of_ids = gradient.repeat_interleave(50, dim=0)
+    sums = torch.zeros(20, 8).index_add_(0, ids, of_ids * id_weights.unsqueeze(1))
+    of_bags = torch.zeros(64, 20).scatter_add_(1, ids.view(64, 50), id_weights.view(64, 50)) @ rows
+    of_weights = (of_ids * rows[ids]).sum(dim=1)
+    expected = {"in torch": of_bags, "id weights": of_weights}.get(mode, sums)
+    with LargeTensors(4 * 8 * len(ids) // 2) as large:
+        match mode:
+            case "in torch":
+                found = bank.look_up(ids, lengths, id_weights)
+            case "id weights":
+                found = bank.id_weight_gradient(ids, lengths, gradient)
+            case "dense":
+                (found,) = bank.dense_gradients(ids, lengths, id_weights, gradient)
+            case _:
+                lookup = LookupGradient(ids=ids, lengths=lengths, id_weights=id_weights, gradient=gradient)
+                (whole,) = bank.row_gradients([lookup])
+                found = torch.zeros(20, 8).index_copy_(0, whole.rows, whole.values)
+    assert not +large.made
+    torch.testing.assert_close(found, expected)

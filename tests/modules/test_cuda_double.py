@@ -386,6 +386,7 @@ def test_a_rank_that_is_gone_while_the_device_waits() -> None:
             patch.setattr(double, "wait", lambda why: aborted.wait(20))
             with pytest.raises(PeerError, match=r"rank 1's process \d+ has ended") as caught:
                 model(features)
+        assert aborted.is_set()
         assert caught.value.ranks == (1,)
         return caught.value.waited_for
 

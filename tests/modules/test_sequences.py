@@ -11,9 +11,11 @@ import torchrec
 from torchrec import KeyedJaggedTensor
 
 from shardrec.errors import InputError, PlanError
+from shardrec.exchange.row_output import _Pack
 from shardrec.layout import ShardingPlan, Topology, cuts
 from shardrec.modules import ShardedEmbeddingCollection, shard
 from tests.collective_counts import CountCollectives
+from tests.large_tensors import LargeTensors
 from tests.modules.sequence_models import DIM, ROWS, Holder, batch, collection
 from tests.ranks import ranks
 
@@ -133,3 +135,32 @@ def all_frozen_on_one_rank() -> bool:
 
 def test_ranks_agree_on_a_backward_when_one_holds_all_the_tables_and_they_are_frozen() -> None:
     assert ranks(2, all_frozen_on_one_rank, timeout=20) == [True, True]
+
+
+@pytest.mark.parametrize("optimizer", [torch.optim.SGD, None])
+def test_rows_of_one_rank_are_not_put_in_another_order(optimizer: type[torch.optim.Optimizer] | None) -> None:
+    """One rank's rows, in the order of the tables, are in the order in which they are sent."""
+    names = {name: (rows, DIM) for name, rows in ROWS.items()}
+    layouts = tuple(cuts.table_wise(f"sequences.{name}", *shape, rank=0) for name, shape in names.items())
+    model = shard(Holder(collection(optimizer, 0.1)), ShardingPlan(topology=Topology(), tables=layouts), dedup=False)
+    features = batch(random.Random(0), ["a", "b", "c"], 200)
+    rows = [one.values() for one in model(features).values()]
+    count = sum(one.numel() for one in rows)
+    with LargeTensors(4 * count // 2) as made:
+        rows = [one.values() for one in model(features).values()]
+        torch.autograd.backward(rows, [torch.ones_like(one) for one in rows])
+    # The rows, those of the output, and two gradients: of the output's parts, side by side, and of the sent rows.
+    assert sum(made.made.values()) == 4, made.made
+
+
+def test_the_gradient_of_one_group_s_rows_is_not_copied_before_it_is_put_in_order() -> None:
+    """Two ranks have asked for 3 and 5 of them."""
+    order = torch.randperm(8, generator=torch.Generator().manual_seed(0))
+    rows = torch.rand(8, 4, requires_grad=True)
+    flat = _Pack.apply(((3,), (5,)), [order], rows)  # type: ignore[no-untyped-call]
+    gradient = torch.rand(32)
+    with LargeTensors(4 * 32) as made:
+        flat.backward(gradient)
+    assert sum(made.made.values()) == 1, made.made
+    assert rows.grad is not None
+    assert torch.equal(rows.grad[order].flatten(), gradient)

@@ -162,6 +162,7 @@ def _gpu() -> list[Case]:
         *_some(["criteo_128"], ["table_wise"], [16384], ["train", "forward"]),
         *_some(["criteo_128"], ["table_wise"], [16384], ["dlrm"]),
         *_some(["criteo_128"], ["table_wise"], [4096, 65536], ["train", "forward"]),
+        *_some(["criteo_128"], ["table_wise"], [4096, 16384, 65536], ids="zipf"),
         *_some(["multi_hot"], ["table_wise"], [4096], ["train", "forward"]),
         *_some(["small"], ["table_wise"], [4096], ["train", "forward"]),
     ]

@@ -6,6 +6,7 @@ import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -147,7 +148,8 @@ class _Run:
                     write_report(self.report(), self._path)
         report = self.report()
         write_report(report, self._path)
-        if any(result.is_measured for result in report.results):
+        # A machine that measures may have no matplotlib.
+        if any(result.is_measured for result in report.results) and find_spec("matplotlib") is not None:
             from benchmarks.harness.timing.png import draw
 
             draw(report, self._path.with_name(PICTURE))

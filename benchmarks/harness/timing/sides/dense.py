@@ -32,7 +32,7 @@ class DenseSide:
         collection = unsharded_module(case.tables, pooled=True, weighted=False, optimizer=case.optimizer)
         part: nn.Module = DensePart(click_model(collection, rank_info.device))
         if dist.get_world_size() > 1:
-            part = DistributedDataParallel(part)
+            part = DistributedDataParallel(part, gradient_as_bucket_view=True, broadcast_buffers=False)
         self._part = part
         self._inputs = DenseInputs(case.batch_size, rank_info)
         self._optimizer = torch.optim.SGD(part.parameters(), lr=DENSE_LR)

@@ -43,7 +43,7 @@ class PlainSide:
             fill_weight(bag.weight, number)
         self._model: nn.Module = self._bags
         if rank_info.world_size > 1 and case.trains:
-            self._model = DistributedDataParallel(self._bags)
+            self._model = DistributedDataParallel(self._bags, gradient_as_bucket_view=True, broadcast_buffers=False)
         self._rowwise = case.optimizer == "rowwise_adagrad"
         self._sums = [torch.zeros(table.rows, device=rank_info.device) for table in case.tables]
         self._trains = case.trains

@@ -131,6 +131,8 @@ class TorchRecSide(_ShardedSide):
             device=rank_info.device,
             plan=to_torchrec(plan, device=rank_info.device.type, paths=paths),
             sharders=[EmbeddingBagCollectionSharder()],
+            # On one rank shardrec averages no gradients, and so does TorchRec without DDP.
+            init_data_parallel=rank_info.world_size > 1,
         )
         return sharded
 

@@ -1,0 +1,124 @@
+"""Small steps on batches at the edges of what kernels take: a key that no table has, one of two tables, and no ids.
+
+Made for compute-sanitizer, which finds reads and writes out of bounds; with PYTORCH_NO_CUDA_MEMORY_CACHING=1 each
+tensor is an allocation of its own, whose end it knows. Rows and trained weights are compared with those of the same
+model on the CPU.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torchrec.modules.embedding_configs import EmbeddingBagConfig, EmbeddingConfig
+from torchrec.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
+from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+
+import shardrec
+from shardrec.layout import ShardingPlan, TableLayout, Topology, cuts
+
+__all__ = ["compare", "edge_batches", "main", "new_parser"]
+
+_ROWS, _DIM = {"t0": 40, "t1": 24, "t2": 16}, 8
+_FEATURES = {"t0": ["a", "b"], "t1": ["b"], "t2": ["c"]}  # b is looked up in two tables
+_KEYS = ("unused", "c", "a", "b")
+_NAME = "benchmarks.gpu.edges"
+_LAYOUTS = ("table_wise", "row_blocks", "replicated")
+
+
+def edge_batches() -> Iterator[tuple[str, KeyedJaggedTensor]]:
+    """Batches of all the keys, by what is special about them."""
+    generator = torch.Generator().manual_seed(0)
+    for name, size, most in (("ids", 5, 4), ("no ids", 3, 0), ("one id", 1, 1), ("no samples", 0, 0), ("more", 9, 30)):
+        lengths = torch.randint(0, most + 1, (len(_KEYS) * size,), generator=generator, dtype=torch.int32)
+        values = torch.randint(0, 16, (int(lengths.sum()),), generator=generator)
+        yield name, KeyedJaggedTensor(list(_KEYS), values, lengths=lengths, stride=size)
+
+
+def compare(kind: str, layout: str, device: str) -> list[str]:
+    """Train on both devices; what differs.
+
+    Args:
+        kind: ``"bags"``, ``"sequences"`` or ``"distinct"`` (sequences whose distinct ids are looked up).
+        layout: ``"table_wise"``, ``"row_blocks"`` (eight on the one rank) or ``"replicated"``.
+        device: compared with the CPU.
+    """
+    plan = ShardingPlan(topology=Topology(ranks_per_host=1), tables=tuple(_layout(layout, name) for name in _ROWS))
+    here, there = (shardrec.shard(_module(kind), plan, device=one, dedup=kind == "distinct") for one in ("cpu", device))
+    wrong = []
+    for name, features in edge_batches():
+        expected, found = _values(here(features)), _values(there(features.to(torch.device(device))))
+        if not torch.allclose(found.cpu(), expected, atol=1e-5):
+            wrong.append(f"rows of {name}")
+        gradient = torch.randn(expected.shape, generator=torch.Generator().manual_seed(1))
+        expected.backward(gradient)
+        found.backward(gradient.to(device))
+    for (name, weight), (_, other) in zip(here.named_parameters(), there.named_parameters(), strict=True):
+        if not torch.allclose(weight, other.cpu(), atol=1e-5):
+            wrong.append(f"weights of {name}")
+    return wrong
+
+
+def _module(kind: str) -> Any:
+    torch.manual_seed(0)
+    tables = [
+        {"name": name, "num_embeddings": rows, "embedding_dim": _DIM, "feature_names": _FEATURES[name]}
+        for name, rows in _ROWS.items()
+    ]
+    module = (
+        EmbeddingBagCollection([EmbeddingBagConfig(**one) for one in tables])  # type: ignore[arg-type]
+        if kind == "bags"
+        else EmbeddingCollection([EmbeddingConfig(**one) for one in tables])  # type: ignore[arg-type]
+    )
+    apply_optimizer_in_backward(torch.optim.Adagrad, module.parameters(), {"lr": 0.1, "eps": 1e-8})
+    return module
+
+
+def _layout(layout: str, name: str) -> TableLayout:
+    if layout == "row_blocks":
+        return cuts.row_wise(name, _ROWS[name], _DIM, ranks=[0] * 8)
+    if layout == "replicated":
+        return cuts.data_parallel(name, _ROWS[name], _DIM)
+    return cuts.table_wise(name, _ROWS[name], _DIM, rank=0)
+
+
+def _values(output: Any) -> Tensor:
+    values = output.values()
+    return values if isinstance(values, Tensor) else torch.cat([one.values() for one in values])
+
+
+def new_parser() -> argparse.ArgumentParser:
+    """Of the command."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0] if __doc__ else None)
+    parser.add_argument("--device", default="cuda", choices=["cpu", "cuda"])
+    parser.add_argument("--sanitize", action="store_true", help="under compute-sanitizer, where there is one")
+    return parser
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Compare all of them; 1 if anything differs."""
+    options = new_parser().parse_args(arguments)
+    if options.sanitize:
+        tool = shutil.which("compute-sanitizer") or shutil.which("compute-sanitizer", path="/usr/local/cuda/bin")
+        if tool is not None and options.device == "cuda":
+            command = [tool, "--tool", "memcheck", "--error-exitcode", "9", sys.executable, "-u", "-m", _NAME]
+            os.execve(tool, command, {**os.environ, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1"})
+        print("without compute-sanitizer: it is not there, or there is no device", flush=True)
+    differ = False
+    for kind in ("bags", "sequences", "distinct"):
+        for layout in _LAYOUTS:
+            wrong = compare(kind, layout, options.device)
+            print(f"{kind} {layout}: {', '.join(wrong) or 'as on the CPU'}", flush=True)
+            differ |= bool(wrong)
+    return int(differ)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
