@@ -108,7 +108,7 @@ class DeviceMaps:
                 self._first_buckets, places, self._first_rows, sizes, maps, strict=False
             )
         ]
-        self._tables_M = torch.tensor(tables, dtype=torch.int64, device=device)
+        self._tables_M = torch.tensor(tables, dtype=torch.int64, device=device).view(-1, 6)
         self._maps_S = torch.tensor([*slot_maps, -1], dtype=torch.int32, device=device)
         of_counts = [number if counts else len(maps) for number, counts in zip(slot_maps, counted, strict=True)]
         self._counts_S = torch.tensor(of_counts, dtype=torch.int64, device=device)

@@ -103,10 +103,13 @@ class IdMap:
     @property
     def records(self) -> Tensor:
         """(R, 3) int64, see above. With a copy on a GPU, the host waits for what was counted there."""
+        self._fetch()
+        return self._records
+
+    def _fetch(self) -> None:
         if self.fetch is not None:
             for place, count in zip(_COUNTED_ON_DEVICE, self.fetch(self._records), strict=True):
                 self._state[place] += count
-        return self._records
 
     def rebuild(self) -> None:
         """Rebuild the hash table, after records or candidates were written from outside."""
@@ -119,7 +122,7 @@ class IdMap:
         buckets = _buckets_of(records)
 
         def replace() -> None:
-            assert self.records.shape == records.shape, "a map keeps its size"
+            self._fetch()
             self._records, self.buckets = records, buckets
             self._state[:2] = 0
             self.version += 1

@@ -27,6 +27,7 @@ from shardrec.exchange.payload import ShardInput
 from shardrec.exchange.route import Lookup, Route, build_route
 from shardrec.exchange.step import Call
 from shardrec.exchange.transport import transport_of
+from shardrec.ids.device_maps import FoundRows
 from shardrec.ids.maps import IdMaps, Mapped, cut_faults
 from shardrec.layout import Shard, ShardingPlan, TableLayout
 from shardrec.layout.discover import Collection, configs_of, qualified_name
@@ -250,10 +251,13 @@ class ShardedCollection(nn.Module, abc.ABC):
             self.id_maps is not None and self.training and self.storage.trains and torch._C._current_graph_task_id() < 0
         )
 
-    def mapped(self, shard_input: ShardInput, *, assign_new_ids: bool) -> Mapped:
+    def mapped(
+        self, shard_input: ShardInput, *, assign_new_ids: bool, found_rows: FoundRows | None = None
+    ) -> Mapped:
         """The ids that all ranks requested, with rows in place of dynamic ids."""
-        maps = self.id_maps
-        return Mapped(shard_input=shard_input) if maps is None else maps(shard_input, assign_new_ids=assign_new_ids)
+        if self.id_maps is None:
+            return Mapped(shard_input=shard_input)
+        return self.id_maps(shard_input, assign_new_ids=assign_new_ids, found_rows=found_rows)
 
     @torch.no_grad()
     def renew_rows(self, shard: Shard, rows: Tensor, step: int) -> None:
@@ -316,7 +320,7 @@ class ShardedCollection(nn.Module, abc.ABC):
         self.input = InputPacker(route, expect, context.headers, per_id=not pooled, distinct=distinct)
         dynamic = {table.layout.name: table.layout for table in tables if self._is_dynamic(table.layout)}
         options = {name: context.options.dynamic_ids[name] for name in dynamic}
-        self.id_maps = IdMaps(slots, options, dynamic, self.renew_rows) if dynamic else None
+        self.id_maps = IdMaps(slots, options, dynamic, self.renew_rows, self.device) if dynamic else None
         before = {"before": self.shards} if "shards" in vars(self) else {}
         self.shards = self.storage.shards(groups, slots, collectives, self.device, pooled=pooled, **before)
         numbers = [self.replica_number[one.layout.name] for one in lookups if one.layout.replicated]
