@@ -36,7 +36,7 @@ from shardrec.portable.bags import PortableBags
 from shardrec.portable.sequences import PortableSequences
 from shardrec.train.metrics import evaluate
 from tests.batches import Bags, random_bags, random_sizes_bags
-from tests.cuda_double import _ACTIVE, DeviceTensor, EventDouble, HiddenWait, Race, cuda_double, cuda_is_there
+from tests.cuda_double import _ACTIVE, INTERPRETS_TRITON, DeviceTensor, EventDouble, HiddenWait, Race, cuda_double, cuda_is_there
 from tests.models import click_model, collection, feature_rows, random_configs, table_sizes
 from tests.modules import clicks
 from tests.modules import sequence_models as sequences
@@ -582,3 +582,23 @@ def test_the_double_finds_races() -> None:
             more + 1
         with pytest.raises(HiddenWait):
             done.synchronize()
+
+
+def dynamic_batches(ids: list[list[int]]) -> list[KeyedJaggedTensor]:
+    """A bag of each feature per number of ids."""
+    return [Bags(keys=("a", "b"), size=1, ids={"a": [raw], "b": [raw[:1]]}).kjt() for raw in ids]
+
+
+@pytest.mark.skipif(not INTERPRETS_TRITON, reason="needs Triton and TRITON_INTERPRET=1")
+@pytest.mark.parametrize(
+    ("options", "ids", "waits"),
+    [
+        (DynamicIds(fallback_rows=1), [[1, 2, 3], [2, 3, 3, 1], [2, -7, 2]], ["copied"]),
+        (DynamicIds(fallback_rows=0, admit_after=2), [[1, 2], [1, 2], [2, 1]], ["copied"]),
+    ],
+)
+def test_dynamic_ids_wait_for_ids_without_a_row(options: DynamicIds, ids: Any, waits: list[str]) -> None:
+    """The hits' path has one wait, which the pipeline hides; see docs/dynamic_ids.md."""
+    plan = ShardingPlan(topology=Topology(), tables=(cuts.row_wise("t0", 9, 8, ranks=[0, 0]), cuts.table_wise("t1", 7, 8, rank=0)))
+    with cuda_is_there():
+        compare(lambda: collection(ROW_BLOCKS, optimizers="adagrad"), plan, dynamic_batches(ids), waits=2, dynamic_ids={"t0": options})
