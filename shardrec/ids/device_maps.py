@@ -28,6 +28,7 @@ import torch
 from torch import Tensor, nn
 
 from shardrec.exchange.payload import ShardInput
+from shardrec.exchange.staging import moved
 from shardrec.ids.id_map import IdMap
 
 __all__ = ["DeviceMaps", "FoundRows", "has_kernels", "launch"]
@@ -234,12 +235,9 @@ class DeviceMaps:
         if rows.numel():
             records = torch.cat([maps[number].written(rows) for number, rows, _ in changes])
             buckets = torch.cat([maps[number].buckets[places] for number, _, places in changes])
-            self._records_R.index_copy_(0, self._staged(rows), self._staged(records))
-            self._buckets.index_copy_(0, self._staged(places), self._staged(buckets))
+            self._records_R.index_copy_(0, moved(rows, self._device), moved(records, self._device))
+            self._buckets.index_copy_(0, moved(places, self._device), moved(buckets, self._device))
             self._version += 1
-
-    def _staged(self, values: Tensor) -> Tensor:
-        return values.pin_memory().to(self._device, non_blocking=True) if self._device.type == "cuda" else values
 
     def _upload(self) -> None:
         """Copy the maps that were written on the host since."""

@@ -25,6 +25,7 @@ from shardrec.exchange.dedup import DistinctIds
 from shardrec.exchange.input import InputPacker
 from shardrec.exchange.payload import ShardInput
 from shardrec.exchange.route import Lookup, Route, build_route
+from shardrec.exchange.staging import moved
 from shardrec.exchange.step import Call
 from shardrec.exchange.transport import transport_of
 from shardrec.ids.device_maps import FoundRows
@@ -270,13 +271,14 @@ class ShardedCollection(nn.Module, abc.ABC):
         """
         (name,) = (name for name, layout in self.table_layouts.items() if layout.name == shard.table)
         weight, optimizer = self.shards.weight(shard), self._optimizers.get(name)
-        drawn = draw_rows(self._config_of[name], shard, rows.numel(), step)
-        weight.index_copy_(0, rows.to(weight.device), drawn.to(weight))
+        drawn = draw_rows(self._config_of[name], shard, rows.numel(), step).to(weight.dtype)
+        device_rows = moved(rows, weight.device)
+        weight.index_copy_(0, device_rows, moved(drawn, weight.device))
         if optimizer is not None:
-            self.shards.drop_rows(shard, rows)
+            self.shards.drop_rows(shard, device_rows)
             for state_name, state in self.shards.states(shard).items():
                 first = optimizer.initial_accumulator_value if state_name in optimizer.states else 0
-                state.index_fill_(0, rows.to(state.device), first)
+                state.index_fill_(0, device_rows, first)
 
     @abc.abstractmethod
     def _build_lookups(self) -> None:
