@@ -149,6 +149,7 @@ class Call(abc.ABC):
         self._flight: BlocksInFlight | None = None
         self._stream = 0
 
+    @abc.abstractmethod
     def find_rows(self) -> None:
         """Called on a GPU for a call made ahead, once its ids are being sent, for work that changes nothing."""
 

@@ -1,4 +1,4 @@
-"""The id maps of a rank whose tables are on a GPU: ids with rows are found and counted there, the host decides on the rest.
+"""The id maps of a rank with tables on a GPU: ids are found and counted there, and the host decides on new ones.
 
 Shapes: N ids, S slots, M maps, R rows of all maps, E evicted rows. The kernels: :mod:`shardrec.ids.kernels`.
 
@@ -216,7 +216,9 @@ class DeviceMaps:
         if options.ttl is not None:
             tied &= age > options.ttl
         # The bits of a double above 0 are in the order of its value.
-        worth = {"lfu": uses, "score": (uses / age.double()).view(torch.int64)}.get(options.evict, torch.zeros_like(row))
+        worth = {"lfu": uses, "score": (uses / age.double()).view(torch.int64)}.get(
+            options.evict, torch.zeros_like(row)
+        )
         count = min(max(lacking, self._capacities[number] // 64), row.numel())
         sure = torch.zeros_like(tied)
         for key in (worth, last, row):

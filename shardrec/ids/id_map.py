@@ -7,8 +7,8 @@
 
 Uses are 0 for a free row and negative for a row that no id may have: a row of the fallback, or of the reserve. The
 lookup, which also admits, inserts and evicts, is one C++ operator; :mod:`shardrec.portable.frozen_ids` looks ids up
-with torch's operators. With tables on a GPU, :mod:`shardrec.ids.device_maps` looks up in a copy, and :meth:`IdMap.admit`
-does the rest.
+with torch's operators. With tables on a GPU, :mod:`shardrec.ids.device_maps` looks up in a copy on the GPU, and
+:meth:`IdMap.admit` does the rest.
 """
 
 from __future__ import annotations

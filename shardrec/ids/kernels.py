@@ -14,6 +14,9 @@ buckets come with each sector of memory that is read, and at most half of them a
     missing     int64   (N + 1, 2): the number of these ids | 0, then in any order: map and position | id
 """
 
+# Types of the kernels' arguments are Triton's, and it is not there without CUDA.
+# mypy: disable-error-code="untyped-decorator, no-untyped-def"
+
 from __future__ import annotations
 
 import triton
@@ -23,8 +26,18 @@ __all__ = ["emit", "find", "stamp"]
 
 
 @triton.jit
-def find(  # type: ignore[no-untyped-def]
-    ids_N, maps_N, tables_M, buckets, records_R, rows_N, claims, claim_mask, count, CLAIM: tl.constexpr, BLOCK: tl.constexpr
+def find(
+    ids_N,
+    maps_N,
+    tables_M,
+    buckets,
+    records_R,
+    rows_N,
+    claims,
+    claim_mask,
+    count,
+    CLAIM: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):
     """Write the row of each id to ``rows_N``, int32; the map does not change.
 
@@ -82,7 +95,7 @@ def find(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def emit(ids_N, maps_N, claims, missing, count, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+def emit(ids_N, maps_N, claims, missing, count, BLOCK: tl.constexpr):
     """Put the ids that :func:`find` entered into the first ``count`` claims into ``missing``."""
     place = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     claim = tl.load(claims + place, mask=place < count, other=0)
@@ -97,7 +110,7 @@ def emit(ids_N, maps_N, claims, missing, count, BLOCK: tl.constexpr):  # type: i
 
 
 @triton.jit(do_not_specialize=["step"])
-def stamp(maps_N, tables_M, records_R, rows_N, step, count, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+def stamp(maps_N, tables_M, records_R, rows_N, step, count, BLOCK: tl.constexpr):
     """Let step ``step`` use the rows that :func:`find` wrote: each counts once, however often it is there."""
     position = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     number = tl.load(maps_N + position, mask=position < count, other=-1)

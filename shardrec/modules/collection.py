@@ -252,9 +252,7 @@ class ShardedCollection(nn.Module, abc.ABC):
             self.id_maps is not None and self.training and self.storage.trains and torch._C._current_graph_task_id() < 0
         )
 
-    def mapped(
-        self, shard_input: ShardInput, *, assign_new_ids: bool, found_rows: FoundRows | None = None
-    ) -> Mapped:
+    def mapped(self, shard_input: ShardInput, *, assign_new_ids: bool, found_rows: FoundRows | None = None) -> Mapped:
         """The ids that all ranks requested, with rows in place of dynamic ids."""
         if self.id_maps is None:
             return Mapped(shard_input=shard_input)

@@ -36,7 +36,16 @@ from shardrec.portable.bags import PortableBags
 from shardrec.portable.sequences import PortableSequences
 from shardrec.train.metrics import evaluate
 from tests.batches import Bags, random_bags, random_sizes_bags
-from tests.cuda_double import _ACTIVE, INTERPRETS_TRITON, DeviceTensor, EventDouble, HiddenWait, Race, cuda_double, cuda_is_there
+from tests.cuda_double import (
+    _ACTIVE,
+    INTERPRETS_TRITON,
+    DeviceTensor,
+    EventDouble,
+    HiddenWait,
+    Race,
+    cuda_double,
+    cuda_is_there,
+)
 from tests.models import click_model, collection, feature_rows, random_configs, table_sizes
 from tests.modules import clicks
 from tests.modules import sequence_models as sequences
@@ -559,7 +568,9 @@ def test_a_pipeline_finds_dynamic_ids_ahead() -> None:
     options = DynamicIds(evict="lru", fallback_rows=1)
 
     def steps(device: str) -> tuple[ShardedModel, TrainPipeline]:
-        model = shard(click_model([config], optimizer="adagrad"), plan, device=device, dynamic_ids={"sparse.t": options})
+        model = shard(
+            click_model([config], optimizer="adagrad"), plan, device=device, dynamic_ids={"sparse.t": options}
+        )
         optimizer = torch.optim.SGD(dense_parameters(model), lr=0.1, foreach=False)
         return model, TrainPipeline(model, optimizer, batches, loss_fn=clicks.loss_fn, depth=1)
 
@@ -573,7 +584,7 @@ def test_a_pipeline_finds_dynamic_ids_ahead() -> None:
         for loss in pipeline:
             losses.append(loss.detach())
             finds.append(double.operators["find"])
-        # Once for the step, once more where ids had no row, and once for the next step. The last one has known ids only.
+        # Once for the step, once more where ids had no row, and once for the next step. The last ids are known.
         assert finds == [3, 5, 7, 9, 11, 11]
         assert [float(loss) for loss in losses] == pytest.approx(expected, abs=1e-4)
         assert model.id_stats()["sparse.t"] == counts
@@ -638,7 +649,10 @@ def test_waits_of_dynamic_ids(options: dict[str, Any], ids: list[list[int]], wai
     batches = [Bags(keys=("a", "b"), size=1, ids={"a": [raw], "b": [[0]]}).kjt() for raw in ids]
     with cuda_is_there(), cuda_double() as double, double.may_wait():
         model = shard(
-            collection(ROW_BLOCKS, optimizers="adagrad"), plan, device="cuda:0", dynamic_ids={"t0": DynamicIds(**options)}
+            collection(ROW_BLOCKS, optimizers="adagrad"),
+            plan,
+            device="cuda:0",
+            dynamic_ids={"t0": DynamicIds(**options)},
         )
         for features in batches:
             on_device = to_double(features)
