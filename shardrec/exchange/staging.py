@@ -21,5 +21,5 @@ def staged(values: list[int], dtype: torch.dtype, device: torch.device) -> Tenso
 
 
 def moved(values: Tensor, device: torch.device) -> Tensor:
-    """Values of the host on ``device``, likewise."""
+    """Values of the host on ``device``, for which the host does not wait either."""
     return values.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else values

@@ -120,7 +120,7 @@ class DeviceMaps:
         self._capacities = [0] * len(maps)
         self._versions = [-1] * len(maps)
         self._used = [False] * len(maps)  # by steps since the host's records were those of the device
-        self._version = 0
+        self._writes = 0
         self._written: Any = None
 
     def find(self, shard_input: ShardInput, *, frozen: bool = False) -> FoundRows:
@@ -150,7 +150,7 @@ class DeviceMaps:
             copied = torch.cuda.Event()
             copied.record()
         return FoundRows(
-            rows=rows_N, maps=maps_N, ends=ends, missing=missing, head=head, copied=copied, version=self._version
+            rows=rows_N, maps=maps_N, ends=ends, missing=missing, head=head, copied=copied, version=self._writes
         )
 
     def assign(
@@ -169,7 +169,7 @@ class DeviceMaps:
             host; and whether any row is -1.
         """
         self._upload()
-        if found_rows is None or found_rows.version != self._version:
+        if found_rows is None or found_rows.version != self._writes:
             found_rows = self.find(shard_input)
         rows, maps_N, count = found_rows.rows, found_rows.maps, found_rows.rows.numel()
         none = torch.empty(0, dtype=torch.int64)
@@ -239,7 +239,7 @@ class DeviceMaps:
             buckets = torch.cat([maps[number].buckets[places] for number, _, places in changes])
             self._records_R.index_copy_(0, moved(rows, self._device), moved(records, self._device))
             self._buckets.index_copy_(0, moved(places, self._device), moved(buckets, self._device))
-            self._version += 1
+            self._writes += 1
 
     def _upload(self) -> None:
         """Copy the maps that were written on the host since."""
@@ -250,7 +250,7 @@ class DeviceMaps:
                 self._buckets[self._first_buckets[number] : self._first_buckets[number + 1]].copy_(id_map.buckets)
                 self._capacities[number] = int((records[:, 1] >= 0).sum())
                 self._versions[number] = id_map.version
-                self._version += 1
+                self._writes += 1
                 id_map.fetch = partial(self._fetch, number)
 
     def _fetch(self, number: int, records: Tensor) -> tuple[int, int, int]:

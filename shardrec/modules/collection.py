@@ -28,8 +28,7 @@ from shardrec.exchange.route import Lookup, Route, build_route
 from shardrec.exchange.staging import moved
 from shardrec.exchange.step import Call
 from shardrec.exchange.transport import transport_of
-from shardrec.ids.device_maps import FoundRows
-from shardrec.ids.maps import IdMaps, Mapped, cut_faults
+from shardrec.ids.maps import FoundRows, IdMaps, Mapped, cut_faults
 from shardrec.layout import Shard, ShardingPlan, TableLayout
 from shardrec.layout.discover import Collection, configs_of, qualified_name
 from shardrec.lookup.groups import LookupGroup, LookupTable, group_tables
@@ -254,9 +253,12 @@ class ShardedCollection(nn.Module, abc.ABC):
 
     def mapped(self, shard_input: ShardInput, *, assign_new_ids: bool, found_rows: FoundRows | None = None) -> Mapped:
         """The ids that all ranks requested, with rows in place of dynamic ids."""
-        if self.id_maps is None:
-            return Mapped(shard_input=shard_input)
-        return self.id_maps(shard_input, assign_new_ids=assign_new_ids, found_rows=found_rows)
+        maps = self.id_maps
+        return (
+            Mapped(shard_input=shard_input)
+            if maps is None
+            else maps(shard_input, assign_new_ids=assign_new_ids, found_rows=found_rows)
+        )
 
     @torch.no_grad()
     def renew_rows(self, shard: Shard, rows: Tensor, step: int) -> None:
@@ -270,13 +272,13 @@ class ShardedCollection(nn.Module, abc.ABC):
         (name,) = (name for name, layout in self.table_layouts.items() if layout.name == shard.table)
         weight, optimizer = self.shards.weight(shard), self._optimizers.get(name)
         drawn = draw_rows(self._config_of[name], shard, rows.numel(), step).to(weight.dtype)
-        device_rows = moved(rows, weight.device)
-        weight.index_copy_(0, device_rows, moved(drawn, weight.device))
+        rows = moved(rows, weight.device)
+        weight.index_copy_(0, rows, moved(drawn, weight.device))
         if optimizer is not None:
-            self.shards.drop_rows(shard, device_rows)
+            self.shards.drop_rows(shard, rows)
             for state_name, state in self.shards.states(shard).items():
                 first = optimizer.initial_accumulator_value if state_name in optimizer.states else 0
-                state.index_fill_(0, device_rows, first)
+                state.index_fill_(0, rows, first)
 
     @abc.abstractmethod
     def _build_lookups(self) -> None:
