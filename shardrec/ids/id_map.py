@@ -165,7 +165,7 @@ class IdMap:
 
         Args:
             ids: (n,) int64, distinct ids without a row, in the order in which they first come.
-            victims: chooses the rows to evict if so many lack: (E,) int64, ascending, and the last step of each.
+            victims: chooses the rows to evict, given how many lack: (E,) int64, ascending, and the last step of each.
             step: number of this step.
         """
         options, evicted = self.options, None

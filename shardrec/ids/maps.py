@@ -124,7 +124,7 @@ class IdMaps:
         """With maps on a GPU, begin to look ids up before the step that will assign rows to new ones."""
         return self._on_device.find(shard_input) if has_kernels(self._device) else None
 
-    def __call__(self, shard_input: ShardInput, *, assign_new_ids: bool, found_rows: FoundRows | None = None) -> Mapped:
+    def __call__(self, shard_input: ShardInput, assign_new_ids: bool, found_rows: FoundRows | None = None) -> Mapped:
         """Map the ids that the ranks requested.
 
         Args:

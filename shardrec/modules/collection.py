@@ -254,11 +254,7 @@ class ShardedCollection(nn.Module, abc.ABC):
     def mapped(self, shard_input: ShardInput, *, assign_new_ids: bool, found_rows: FoundRows | None = None) -> Mapped:
         """The ids that all ranks requested, with rows in place of dynamic ids."""
         maps = self.id_maps
-        return (
-            Mapped(shard_input=shard_input)
-            if maps is None
-            else maps(shard_input, assign_new_ids=assign_new_ids, found_rows=found_rows)
-        )
+        return maps(shard_input, assign_new_ids, found_rows) if maps else Mapped(shard_input=shard_input)
 
     @torch.no_grad()
     def renew_rows(self, shard: Shard, rows: Tensor, step: int) -> None:
@@ -271,9 +267,8 @@ class ShardedCollection(nn.Module, abc.ABC):
         """
         (name,) = (name for name, layout in self.table_layouts.items() if layout.name == shard.table)
         weight, optimizer = self.shards.weight(shard), self._optimizers.get(name)
-        drawn = draw_rows(self._config_of[name], shard, rows.numel(), step).to(weight.dtype)
-        rows = moved(rows, weight.device)
-        weight.index_copy_(0, rows, moved(drawn, weight.device))
+        drawn, rows = draw_rows(self._config_of[name], shard, rows.numel(), step), moved(rows, weight.device)
+        weight.index_copy_(0, rows, moved(drawn.to(weight.dtype), weight.device))
         if optimizer is not None:
             self.shards.drop_rows(shard, rows)
             for state_name, state in self.shards.states(shard).items():
