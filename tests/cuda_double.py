@@ -17,15 +17,19 @@ a tensor of another stream that was not waited for       half-written memory
 
 Where the host waits is noted in :attr:`CudaDouble.waits`, or is an error outside of :meth:`CudaDouble.may_wait`.
 fbgemm's operators get inputs of the size that the lengths say, as its CPU build demands, and give outputs of the size
-that CUDA's would have; what is left over is poison, so that code which reads it is found out.
+that CUDA's would have; what is left over is poison, so that code which reads it is found out. So is what a copy into
+pinned memory has not brought yet, because the host has not waited. Kernels in Triton run in its interpreter, or not
+at all (:data:`INTERPRETS_TRITON`).
 """
 
 from __future__ import annotations
 
+import os
 import traceback
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -37,14 +41,19 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_any, tree_leaves, tree_map
 
 import shardrec
+from shardrec.ids import device_maps, maps
 from shardrec.lookup import bank, kernels
 
-__all__ = ["CudaDouble", "DeviceTensor", "HiddenWait", "Race", "cuda_double", "cuda_is_there"]
+__all__ = ["INTERPRETS_TRITON", "CudaDouble", "DeviceTensor", "HiddenWait", "Race", "cuda_double", "cuda_is_there"]
 
 CUDA = torch.device("cuda", 0)
 _CPU = torch.device("cpu")
 _PACKAGE = Path(shardrec.__file__).parent
 _make_kernel = kernels.make_kernel
+_launch = device_maps.launch
+INTERPRETS_TRITON = find_spec("triton") is not None and os.environ.get("TRITON_INTERPRET") == "1"
+"""Triton reads the variable when it is imported, which others may do before a test."""
+
 _POISON = 2**30 + 7  # no table has such a row
 _aten = torch.ops.aten
 
@@ -184,6 +193,7 @@ class CudaDouble(TorchFunctionMode):
         self.orders_kept = self.longest_loop = self.pageable_copies = self.pinned_bytes = 0
         self.stream = StreamDouble()
         self._in_backward = False
+        self._copies: list[tuple[Tensor, Tensor]] = []  # into pinned memory, under way
         self.waits: list[str] = []
         self._leave = 0
 
@@ -262,16 +272,11 @@ class CudaDouble(TorchFunctionMode):
         name = str(func)
         if name.startswith("shardrec."):
             raise AssertionError(f"{name} is compiled for the CPU and was given a tensor of the device")
-        self.stream.issued += 1
-        self.operators[name] += 1
-        given = _tensors((args, kwargs))
-        for one in given:
-            stream, issued = one.written
-            # In backward autograd itself makes the streams wait for each other.
-            late = stream is not self.stream and max(stream.completed, self.stream.waits_for.get(stream, 0)) < issued
-            if late and not self._in_backward:
-                raise Race(f"{func} reads a tensor of another stream, for which this one does not wait")
+        given = self._issue(name, (args, kwargs))
         self._judge(func, args, kwargs)
+        if func is _aten.copy_.default and _is_async(args, kwargs):
+            self._copies.append((args[0], args[1].inner.clone()))
+            return args[0].fill_(_POISON)
         if name.startswith("fbgemm.permute_2D_sparse_data"):
             return _permute_2d(func, *args, **kwargs)
         if name.startswith("fbgemm.permute_1D_sparse_data") and not (args[0].numel() and args[1].numel()):
@@ -288,8 +293,31 @@ class CudaDouble(TorchFunctionMode):
                 written[id(one)].written = self.stream, self.stream.issued
         return tree_map(lambda one: written[id(one)] if id(one) in written else _to_device(one), found)
 
+    def launch(self, kernel: str, count: int, *values: Any, **constants: Any) -> None:
+        """As :func:`shardrec.ids.device_maps.launch` does."""
+        self._issue(kernel, values)
+        _launch(kernel, count, *tree_map(_inner, values), **constants)
+        for place in {"find": (5, 6), "emit": (3,), "stamp": (2,)}[kernel]:
+            values[place].written = self.stream, self.stream.issued
+
+    def _issue(self, name: str, values: Any) -> list[DeviceTensor]:
+        """Issue what reads these values on the current stream; returns the tensors of the device among them."""
+        self.stream.issued += 1
+        self.operators[name] += 1
+        given = _tensors(values)
+        for tensor in given:
+            stream, issued = tensor.written
+            # In backward autograd itself makes the streams wait for each other.
+            late = stream is not self.stream and max(stream.completed, self.stream.waits_for.get(stream, 0)) < issued
+            if late and not self._in_backward:
+                raise Race(f"{name} reads a tensor of another stream, for which this one does not wait")
+        return given
+
     def wait(self, why: str) -> None:
         """The host would wait here."""
+        for pinned, values in self._copies:
+            pinned.copy_(values)
+        self._copies.clear()
         lines = [line for line in traceback.extract_stack() if Path(line.filename).is_relative_to(_PACKAGE)]
         where = f"{Path(lines[-1].filename).relative_to(_PACKAGE)}:{lines[-1].lineno}" if lines else "the test"
         if not self._leave:
@@ -315,7 +343,7 @@ class CudaDouble(TorchFunctionMode):
                 isinstance(args[0], DeviceTensor),
                 isinstance(args[1] if len(args) > 1 else args[0], DeviceTensor),
             )
-            if here != there:
+            if here != there and not _is_async(args, kwargs):
                 self.wait("a copy between host and device")
             return
         for one in _tensors((args, kwargs), every=True):
@@ -352,6 +380,8 @@ def cuda_is_there() -> Iterator[None]:
         patch.setattr(torch.cuda, "set_rng_state", lambda state, device=None: None)
         patch.setattr(torch, "Generator", lambda device=None, of_cpu=torch.Generator: of_cpu())
         patch.setattr(bank, "make_kernel", KernelDouble.make)
+        patch.setattr(maps, "has_kernels", lambda device: device.type == "cuda" and INTERPRETS_TRITON)
+        patch.setattr(device_maps, "launch", lambda *args, **constants: _ACTIVE[-1].launch(*args, **constants))
         # A module that moves gets new parameters: the memory of its own cannot become a double's.
         patch.setattr(torch.__future__, "get_overwrite_module_params_on_conversion", lambda: True)
         yield
@@ -497,6 +527,12 @@ def _inner(value: Any) -> Any:
     if isinstance(value, DeviceTensor):
         return value.inner
     return _CPU if isinstance(value, torch.device) and value.type == "cuda" else value
+
+
+def _is_async(args: Any, kwargs: Any) -> bool:
+    """Whether a ``copy_`` is into pinned memory, and one for which the host does not wait."""
+    wanted = kwargs.get("non_blocking") or args[2:] == (True,)
+    return bool(wanted) and getattr(args[0], "was_pinned", False) and isinstance(args[1], DeviceTensor)
 
 
 def _to_device(value: Any) -> Any:

@@ -66,7 +66,7 @@ def test_unknown_name() -> None:
 
 
 def test_import_is_light() -> None:
-    heavy = "{'torch', 'fbgemm_gpu', 'torchrec', 'numpy', 'scipy', 'matplotlib'}"
+    heavy = "{'torch', 'fbgemm_gpu', 'torchrec', 'numpy', 'scipy', 'matplotlib', 'triton'}"
     assert run(f"import sys, shardrec; print(sorted({heavy} & set(sys.modules)))") == "[]"
 
 

@@ -64,9 +64,17 @@ class Ahead:
         for calls in split_by_compatibility(self._headers, self.calls):
             exchange_ids(self._headers, calls)
 
+    def find_rows(self) -> None:
+        """On a GPU: begin what a lookup does without the tables, on the current stream."""
+        for call in self.calls:
+            call.find_rows()
+
     def arrived(self) -> list[Any]:
         """The calls' records of tensors; waits for the ids that were exchanged."""
-        return [(one.prepared, one.sent, None if one.sent is None else one.received()) for one in self.calls]
+        return [
+            (call.prepared, call.sent, call.found_rows, None if call.sent is None else call.received())
+            for call in self.calls
+        ]
 
     def close(self) -> None:
         """Drop the calls that the forward did not make."""

@@ -1,11 +1,11 @@
-"""Copies of small host numbers to the device without waiting."""
+"""Copies of host numbers to the device without waiting."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
-__all__ = ["staged"]
+__all__ = ["moved", "staged"]
 
 
 def staged(values: list[int], dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -18,3 +18,8 @@ def staged(values: list[int], dtype: torch.dtype, device: torch.device) -> Tenso
     if device.type != "cuda":
         return torch.tensor(values, dtype=dtype, device=device)
     return torch.tensor(values, dtype=dtype).pin_memory().to(device, non_blocking=True)
+
+
+def moved(values: Tensor, device: torch.device) -> Tensor:
+    """Values of the host on ``device``, for which the host does not wait either."""
+    return values.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else values

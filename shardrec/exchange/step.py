@@ -125,6 +125,7 @@ class Call(abc.ABC):
 
     Attributes:
         sent: the batch as it was sent, from the header exchange until the row exchange begins; else None.
+        found_rows: of dynamic ids, what :meth:`find_rows` has found; else None.
         by_operator: made by an operator (:mod:`shardrec.exchange.operators`), whose backward differs.
         on_value: called with the call and its value.
         error: why its exchange failed; set it to None to exchange the call again.
@@ -137,6 +138,7 @@ class Call(abc.ABC):
         self.prepared = prepared
         self.requires_grad = requires_grad
         self.sent: SentIds | None = None
+        self.found_rows: Any = None
         self.by_operator = False
         self.on_value: Callable[[Call, Any], None] | None = None
         self.error: BaseException | None = None
@@ -146,6 +148,10 @@ class Call(abc.ABC):
         self._receive: Callable[[], ShardInput] | None = None
         self._flight: BlocksInFlight | None = None
         self._stream = 0
+
+    @abc.abstractmethod
+    def find_rows(self) -> None:
+        """Called on a GPU for a call made ahead, once its ids are being sent, for work that changes nothing."""
 
     @abc.abstractmethod
     def look_up(self, shard_input: ShardInput) -> Stream | None:
@@ -221,7 +227,7 @@ class Call(abc.ABC):
         """Record that its rows are being sent, as stream number ``stream`` of ``flight``."""
         self._flight, self._stream = flight, stream
         self.issued()
-        self.sent = self._receive = None
+        self.sent = self._receive = self.found_rows = None
 
 
 def can_share(headers: Headers, call: Call, calls: Sequence[Call]) -> bool:

@@ -7,12 +7,13 @@
 
 Uses are 0 for a free row and negative for a row that no id may have: a row of the fallback, or of the reserve. The
 lookup, which also admits, inserts and evicts, is one C++ operator; :mod:`shardrec.portable.frozen_ids` looks ids up
-with torch's operators.
+with torch's operators. With tables on a GPU, :mod:`shardrec.ids.device_maps` looks up in a copy on the GPU, and
+:meth:`IdMap.admit` does the rest.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -23,7 +24,7 @@ from shardrec.errors import ConfigError
 from shardrec.ids.options import POLICIES, DynamicIds
 from shardrec.lookup.huge_pages import zeros_in_huge_pages
 
-__all__ = ["COUNTED", "FALLBACK", "RESERVE", "IdMap", "Looked"]
+__all__ = ["COUNTED", "FALLBACK", "RESERVE", "Admitted", "IdMap", "Looked"]
 
 FALLBACK, RESERVE = -1, -2
 """In place of the uses of a row: it is one of the fallback's; it may be given to ids when the capacity is raised."""
@@ -32,6 +33,7 @@ COUNTED = ("lookups", "hits", "inserts", "evictions", "fallbacks", "no_room", "c
 """What a map counts while it assigns rows to new ids."""
 
 _FIRST_COUNT = 3  # numbers of the state before those
+_COUNTED_ON_DEVICE = [_FIRST_COUNT + COUNTED.index(name) for name in ("lookups", "hits", "fallbacks")]
 
 
 class Looked(NamedTuple):
@@ -46,6 +48,22 @@ class Looked(NamedTuple):
     lacking: int
 
 
+class Admitted(NamedTuple):
+    """The result of :meth:`IdMap.admit`.
+
+    Args:
+        rows: (n,) int32, the row of each id, or its row of the fallback; -1 for a row of zeros.
+        evicted: (E,) int64, rows that were taken from their ids, ascending.
+        changed: (c,) int64, rows whose records have changed.
+        buckets: int64, places of the buckets that have changed, some several times.
+    """
+
+    rows: Tensor
+    evicted: Tensor
+    changed: Tensor
+    buckets: Tensor
+
+
 class IdMap:
     """The row of each id.
 
@@ -57,6 +75,10 @@ class IdMap:
     Attributes:
         records: (R, 3) int64, see above.
         candidates: (R, 3) int64 in the same form, ids that wait for a row; (0, 3) if ids need not wait.
+        buckets: see above.
+        version: changes where records were written from outside.
+        fetch: where the map has a copy that looks up, brings the records given up to date, and returns lookups, hits
+            and fallbacks since the last time.
 
     Raises:
         ConfigError: without the C++ operators.
@@ -69,25 +91,41 @@ class IdMap:
                 "a C++ compiler (pip install --no-build-isolation .), and leave SHARDREC_NATIVE unset"
             )
         self.options = options
-        self.records = zeros_in_huge_pages(rows, 3, dtype=torch.int64)
-        self.records[: options.fallback_rows, 1] = FALLBACK
-        self.records[options.fallback_rows + capacity :, 1] = RESERVE
+        self._records = zeros_in_huge_pages(rows, 3, dtype=torch.int64)
+        self._records[: options.fallback_rows, 1] = FALLBACK
+        self._records[options.fallback_rows + capacity :, 1] = RESERVE
         self.candidates = torch.zeros((rows if options.admit_after > 1 else 0, 3), dtype=torch.int64)
         self._state = torch.zeros(_FIRST_COUNT + len(COUNTED), dtype=torch.int64)
+        self.version = 0
+        self.fetch: Callable[[Tensor], Sequence[int]] | None = None
         self.rebuild()
+
+    @property
+    def records(self) -> Tensor:
+        """(R, 3) int64, see above. With a copy on a GPU, the host waits for what was counted there."""
+        self._fetch()
+        return self._records
+
+    def _fetch(self) -> None:
+        if self.fetch is not None:
+            for place, count in zip(_COUNTED_ON_DEVICE, self.fetch(self._records), strict=True):
+                self._state[place] += count
 
     def rebuild(self) -> None:
         """Rebuild the hash table, after records or candidates were written from outside."""
-        self._buckets, self._candidate_buckets = _buckets_of(self.records), _buckets_of(self.candidates)
+        self.buckets, self._candidate_buckets = _buckets_of(self.records), _buckets_of(self.candidates)
         self._state[:2] = 0
+        self.version += 1
 
     def prepared(self, records: Tensor) -> Callable[[], None]:
         """Make the hash table of other records (R, 3) int64; what is returned then replaces the map's, at once."""
         buckets = _buckets_of(records)
 
         def replace() -> None:
-            self.records, self._buckets = records, buckets
+            self._fetch()
+            self._records, self.buckets = records, buckets
             self._state[:2] = 0
+            self.version += 1
 
         return replace
 
@@ -108,7 +146,7 @@ class IdMap:
             ids,
             rows,
             self.records,
-            self._buckets,
+            self.buckets,
             self.candidates,
             self._candidate_buckets,
             self._state,
@@ -122,17 +160,58 @@ class IdMap:
         )
         return Looked(*mapped)
 
+    def admit(self, ids: Tensor, victims: Callable[[int], tuple[Tensor, Tensor]], *, step: int) -> Admitted:
+        """Do the part of :meth:`look_up` that is for new ids, where a copy of the map has looked up and counted.
+
+        Args:
+            ids: (n,) int64, distinct ids without a row, in the order in which they first come.
+            victims: chooses the rows to evict, given how many lack: (E,) int64, ascending, and the last step of each.
+            step: number of this step.
+        """
+        options, evicted = self.options, None
+
+        def admitted() -> tuple[Tensor, Tensor, int]:
+            result: tuple[Tensor, Tensor, int] = torch.ops.shardrec.admit_ids(
+                ids,
+                self._records,
+                self.buckets,
+                self.candidates,
+                self._candidate_buckets,
+                self._state,
+                options.fallback_rows,
+                options.admit_after,
+                POLICIES.index(options.evict),
+                step,
+                evicted,
+            )
+            return result
+
+        rows, buckets, lacking = admitted()
+        if lacking:
+            evicted, last_steps = victims(lacking)
+            self._records[evicted, 2] = last_steps
+            rows, buckets, _ = admitted()
+        taken = ids.new_empty(0) if evicted is None else evicted
+        inserted = rows[rows >= options.fallback_rows].to(torch.int64)
+        return Admitted(rows=rows, evicted=taken, changed=torch.cat([taken, inserted]), buckets=buckets)
+
+    def written(self, rows: Tensor) -> Tensor:
+        """(c, 3) the records of rows that :meth:`admit` has changed in this step."""
+        return self._records[rows]
+
     def open_reserve(self, capacity: int) -> None:
         """Allow ids to have ``capacity`` rows from now on, at least as many as before."""
         uses = self.records[:, 1]
         closed = (uses == RESERVE).nonzero().squeeze(1)
         uses[closed[: max(0, capacity - int((uses >= 0).sum()))]] = 0
         self._state[0] = 0
+        self.version += 1
 
     def copy_(self, other: IdMap) -> None:
         """Become a copy of another map of the same form."""
-        for name in ("records", "candidates", "_buckets", "_candidate_buckets", "_state"):
+        for name in ("records", "candidates", "buckets", "_candidate_buckets", "_state"):
             getattr(self, name).copy_(getattr(other, name))
+        self.version += 1
 
     @property
     def last_of_evicted(self) -> int:

@@ -16,6 +16,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import accumulate, groupby
 
 import torch
@@ -25,11 +26,13 @@ from shardrec.errors import ConfigError
 from shardrec.exchange.collectives import Collectives
 from shardrec.exchange.payload import ShardInput
 from shardrec.exchange.route import Slot
+from shardrec.exchange.staging import staged
+from shardrec.ids.device_maps import DeviceMaps, FoundRows, has_kernels
 from shardrec.ids.id_map import COUNTED, IdMap
 from shardrec.ids.options import DynamicIds
 from shardrec.layout import Shard, TableLayout
 
-__all__ = ["IdMaps", "Mapped", "Renew", "block_capacity", "collective_stats", "cut_faults"]
+__all__ = ["FoundRows", "IdMaps", "Mapped", "Renew", "block_capacity", "collective_stats", "cut_faults"]
 
 Renew = Callable[[Shard, Tensor, int], None]
 """Draws rows of a shard anew, which were taken from their ids in a step: shard, rows (E,), step."""
@@ -77,6 +80,7 @@ class IdMaps:
         options: of the tables with dynamic ids, by their names in the plan.
         layouts: of these tables.
         renew: draws new values for evicted rows.
+        device: of the tables.
 
     Attributes:
         step: steps so far.
@@ -89,8 +93,10 @@ class IdMaps:
         options: Mapping[str, DynamicIds],
         layouts: Mapping[str, TableLayout],
         renew: Renew,
+        device: torch.device,
     ) -> None:
         self.step = 0
+        self._device = device
         self.options = dict(options)
         self.maps: dict[_Key, IdMap] = {}
         self._renew = renew
@@ -114,19 +120,40 @@ class IdMaps:
         """The map of each run of slots of this rank, None for plain rows, and its number of slots."""
         return [(None if key is None else self.maps[key], count) for key, count in self._runs]
 
-    def __call__(self, shard_input: ShardInput, *, assign_new_ids: bool) -> Mapped:
+    def find_rows(self, shard_input: ShardInput) -> FoundRows | None:
+        """With maps on a GPU, begin to look ids up before the step that will assign rows to new ones."""
+        return self._on_device.find(shard_input) if has_kernels(self._device) else None
+
+    def __call__(self, shard_input: ShardInput, assign_new_ids: bool, found_rows: FoundRows | None = None) -> Mapped:
         """Map the ids that the ranks requested.
 
         Args:
             shard_input: with raw ids, int64. Ids of tables without dynamic ids are rows.
             assign_new_ids: count a step, and assign rows to new ids; otherwise nothing changes.
+            found_rows: what :meth:`find_rows` returned for the ids.
         """
         self.step += assign_new_ids
-        ids = shard_input.ids.cpu()  # the maps are on the host: with tables on a GPU, it waits for the device here
+        protect = min((open_step.step for open_step in self._open), default=self.step)
+        if not has_kernels(self._device):
+            rows, lacking = self._on_host(shard_input, assign_new_ids, protect)
+        elif assign_new_ids:
+            rows, evicted, lacking = self._on_device.assign(shard_input, found_rows, step=self.step, protect=protect)
+            for shards, evicted_rows in zip(self._shards.values(), evicted, strict=True):
+                self._renew_all(shards, evicted_rows)
+        else:
+            rows = self._on_device.find(shard_input, frozen=True).rows
+            lacking = any(options.fallback_rows == 0 for options in self.options.values())
+        step = self.step if assign_new_ids else 0
+        if not lacking:
+            return Mapped(shard_input=replace(shard_input, ids=rows.to(shard_input.ids.device)), step=step)
+        return self._without_zeros(shard_input, rows, step)
+
+    def _on_host(self, shard_input: ShardInput, assign_new_ids: bool, protect: int) -> tuple[Tensor, bool]:
+        """(N,) rows, on the host, and whether any is -1."""
+        ids = shard_input.ids.cpu()  # with tables on a GPU, the host waits for the device here
         rows = torch.empty(ids.numel(), dtype=torch.int32)
         # A slot's ids fit 32 bits, and torch adds int32 up as int32 ten times as fast as it does as int64.
         ends = [0, *accumulate(shard_input.lengths.sum(dim=1, dtype=torch.int32).tolist())]
-        protect = min((one.step for one in self._open), default=self.step)
         done: dict[_Key, slice] = {}
         slot, lacking = 0, 0
         for key, count in self._runs:
@@ -142,28 +169,46 @@ class IdMaps:
                 )
                 done[key] = span
                 lacking += looked.lacking
-                for shard in self._shards[key] if looked.evicted.numel() else ():
-                    self._renew(shard, looked.evicted, self.step)
-        step = self.step if assign_new_ids else 0
-        if not lacking or not bool((rows < 0).any()):
-            return Mapped(shard_input=replace(shard_input, ids=rows.to(shard_input.ids.device)), step=step)
-        return self._without_zeros(shard_input, rows, step)
+                self._renew_all(self._shards[key], looked.evicted)
+        return rows, bool(lacking) and bool((rows < 0).any())
+
+    @cached_property
+    def _on_device(self) -> DeviceMaps:
+        numbers = {key: number for number, key in enumerate(self._shards)}
+        slot_maps = [-1 if key is None else numbers[key] for key, count in self._runs for _ in range(count)]
+        counted: list[bool] = []
+        done: set[_Key] = set()
+        for key, count in self._runs:
+            counted += [key is not None and key not in done] * count
+            done |= set() if key is None else {key}
+        return DeviceMaps([self.maps[key] for key in self._shards], slot_maps, counted, self._device)
+
+    def _renew_all(self, shards: Sequence[Shard], rows: Tensor) -> None:
+        for shard in shards if rows.numel() else ():
+            self._renew(shard, rows, self.step)
 
     def _without_zeros(self, shard_input: ShardInput, rows: Tensor, step: int) -> Mapped:
-        """Leave the ids out that are looked up as rows of zeros."""
-        device = shard_input.ids.device
+        """Leave the ids out that are looked up as rows of zeros. The host waits for their number."""
+        device, here = shard_input.ids.device, rows.device
         kept = rows >= 0
         before = nn.functional.pad(kept.cumsum(0), [1, 0])
-        edges = nn.functional.pad(shard_input.lengths.reshape(-1).cumsum(0).cpu(), [1, 0])
+        edges = nn.functional.pad(shard_input.lengths.reshape(-1).cumsum(0).to(here), [1, 0])
         lengths = before[edges].diff().to(torch.int32).view(shard_input.lengths.shape)
-        groups = [0, *accumulate(shard_input.group_ids)]
-        places = kept.nonzero().squeeze(1).to(device)
+        groups = staged([0, *accumulate(shard_input.group_ids)], torch.int64, here)
+        group_ids = before[groups].diff().tolist()
+        count = sum(group_ids)
+        if count == rows.numel():
+            return Mapped(shard_input=replace(shard_input, ids=rows.to(device)), step=step)
+        # As `kept.nonzero()`, for which the host need not wait again.
+        places = torch.empty(count + 1, dtype=torch.int64, device=here)
+        places.scatter_(0, torch.where(kept, before[:-1], count), torch.arange(rows.numel(), device=here))
+        places = places[:count]
         looked_up = replace(
             shard_input,
             lengths=lengths.to(device),
-            ids=rows[kept].to(device),
-            weights=None if shard_input.weights is None else shard_input.weights.index_select(0, places),
-            group_ids=tuple(before[groups].diff().tolist()),
+            ids=rows.index_select(0, places).to(device),
+            weights=None if shard_input.weights is None else shard_input.weights.index_select(0, places.to(device)),
+            group_ids=tuple(group_ids),
             order=None,
         )
         return Mapped(shard_input=looked_up, kept=list(kept.split(list(shard_input.group_ids))), step=step)
@@ -182,6 +227,7 @@ class IdMaps:
         for key, id_map in others.maps.items():
             if key in self.maps and self.maps[key].records.shape == id_map.records.shape:
                 self.maps[key] = id_map
+        self.__dict__.pop("_on_device", None)
 
     def set_options(self, layout: TableLayout, options: DynamicIds) -> None:
         """Set the capacity of a table's maps from ``options``; it is not lower than before."""

@@ -213,6 +213,11 @@ class BagCall(Call):
         self._replicated: Tensor | None = None
         self._lengths: Tensor | None = None
 
+    def find_rows(self) -> None:
+        """Begin to map ids, behind the computation of the previous batch."""
+        if self._collection.id_maps is not None and self._assigns_new_ids:
+            self.found_rows = self._collection.id_maps.find_rows(self.received())
+
     def look_up(self, shard_input: ShardInput) -> Stream | None:
         """Look up the pooled rows of this rank's shards; returns the ones to be summed inside hosts."""
         collection = self._collection
@@ -222,7 +227,7 @@ class BagCall(Call):
             assert self.sent is not None, "ids are sent before they are looked up"
             received = received_id_weights(weights, self.sent, shard_input, collection.context.collectives)
             weighted = replace(shard_input, weights=received)
-        mapped = collection.mapped(weighted, assign_new_ids=self._assigns_new_ids)
+        mapped = collection.mapped(weighted, assign_new_ids=self._assigns_new_ids, found_rows=self.found_rows)
         # Memory from which pooled rows can usually be sent without a copy.
         allocate = collection.context.collectives.allocate
         self._pooled = collection.shards(mapped.shard_input, lambda numel: allocate(numel, collection.device))

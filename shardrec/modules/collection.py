@@ -25,9 +25,10 @@ from shardrec.exchange.dedup import DistinctIds
 from shardrec.exchange.input import InputPacker
 from shardrec.exchange.payload import ShardInput
 from shardrec.exchange.route import Lookup, Route, build_route
+from shardrec.exchange.staging import moved
 from shardrec.exchange.step import Call
 from shardrec.exchange.transport import transport_of
-from shardrec.ids.maps import IdMaps, Mapped, cut_faults
+from shardrec.ids.maps import FoundRows, IdMaps, Mapped, cut_faults
 from shardrec.layout import Shard, ShardingPlan, TableLayout
 from shardrec.layout.discover import Collection, configs_of, qualified_name
 from shardrec.lookup.groups import LookupGroup, LookupTable, group_tables
@@ -250,10 +251,10 @@ class ShardedCollection(nn.Module, abc.ABC):
             self.id_maps is not None and self.training and self.storage.trains and torch._C._current_graph_task_id() < 0
         )
 
-    def mapped(self, shard_input: ShardInput, *, assign_new_ids: bool) -> Mapped:
+    def mapped(self, shard_input: ShardInput, *, assign_new_ids: bool, found_rows: FoundRows | None = None) -> Mapped:
         """The ids that all ranks requested, with rows in place of dynamic ids."""
         maps = self.id_maps
-        return Mapped(shard_input=shard_input) if maps is None else maps(shard_input, assign_new_ids=assign_new_ids)
+        return maps(shard_input, assign_new_ids, found_rows) if maps else Mapped(shard_input=shard_input)
 
     @torch.no_grad()
     def renew_rows(self, shard: Shard, rows: Tensor, step: int) -> None:
@@ -266,13 +267,13 @@ class ShardedCollection(nn.Module, abc.ABC):
         """
         (name,) = (name for name, layout in self.table_layouts.items() if layout.name == shard.table)
         weight, optimizer = self.shards.weight(shard), self._optimizers.get(name)
-        drawn = draw_rows(self._config_of[name], shard, rows.numel(), step)
-        weight.index_copy_(0, rows.to(weight.device), drawn.to(weight))
+        drawn, rows = draw_rows(self._config_of[name], shard, rows.numel(), step), moved(rows, weight.device)
+        weight.index_copy_(0, rows, moved(drawn.to(weight.dtype), weight.device))
         if optimizer is not None:
             self.shards.drop_rows(shard, rows)
             for state_name, state in self.shards.states(shard).items():
                 first = optimizer.initial_accumulator_value if state_name in optimizer.states else 0
-                state.index_fill_(0, rows.to(state.device), first)
+                state.index_fill_(0, rows, first)
 
     @abc.abstractmethod
     def _build_lookups(self) -> None:
@@ -316,7 +317,7 @@ class ShardedCollection(nn.Module, abc.ABC):
         self.input = InputPacker(route, expect, context.headers, per_id=not pooled, distinct=distinct)
         dynamic = {table.layout.name: table.layout for table in tables if self._is_dynamic(table.layout)}
         options = {name: context.options.dynamic_ids[name] for name in dynamic}
-        self.id_maps = IdMaps(slots, options, dynamic, self.renew_rows) if dynamic else None
+        self.id_maps = IdMaps(slots, options, dynamic, self.renew_rows, self.device) if dynamic else None
         before = {"before": self.shards} if "shards" in vars(self) else {}
         self.shards = self.storage.shards(groups, slots, collectives, self.device, pooled=pooled, **before)
         numbers = [self.replica_number[one.layout.name] for one in lookups if one.layout.replicated]

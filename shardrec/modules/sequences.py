@@ -282,11 +282,16 @@ class SequenceCall(Call):
         self._output_rows = 0
         self._entries: list[SequenceKey] = []
 
+    def find_rows(self) -> None:
+        """Begin to map ids, behind the computation of the previous batch."""
+        if self._collection.id_maps is not None and self._assigns_new_ids:
+            self.found_rows = self._collection.id_maps.find_rows(self.received())
+
     def look_up(self, shard_input: ShardInput) -> None:
         """The rows of this rank's shards."""
         assert self.sent is not None, "ids are sent before they are looked up"
         collection = self._collection
-        mapped = collection.mapped(shard_input, assign_new_ids=self._assigns_new_ids)
+        mapped = collection.mapped(shard_input, assign_new_ids=self._assigns_new_ids, found_rows=self.found_rows)
         looked_up = collection.shards.rows(mapped.shard_input)
         if collection.id_maps is not None:
             collection.id_maps.hold(looked_up, mapped)

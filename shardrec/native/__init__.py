@@ -10,7 +10,7 @@
     whether lengths and ids are valid, for :mod:`shardrec.exchange.check`
 ``cut_ids(ids, lengths, weights, units, slots, positions)``
     a batch cut by rows, slot by slot, for :mod:`shardrec.exchange.cut`
-``map_ids(ids, out, records, buckets, ...)``, ``index_ids(records, buckets)``
+``map_ids(ids, out, records, buckets, ...)``, ``admit_ids(ids, records, buckets, ...)``, ``index_ids(records, buckets)``
     raw ids mapped to rows, for :mod:`shardrec.ids.id_map`
 ``look_up(weights, slots, ids, lengths, id_weights, columns, pooled)``
     sums of rows, or rows, of many tables, for :mod:`shardrec.lookup.native_kernel`

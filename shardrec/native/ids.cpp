@@ -19,7 +19,9 @@
 #include <cstddef>
 #include <cstdint>
 #include <limits>
+#include <optional>
 #include <tuple>
+#include <utility>
 #include <vector>
 
 namespace shardrec {
@@ -75,6 +77,9 @@ class Map {
     __builtin_prefetch(reinterpret_cast<const void*>(record + offsetof(Record, last)), 1);
   }
 
+  // Note in `places` each bucket that changes from now on.
+  void log_into(std::vector<int64_t>* places) { log_ = places; }
+
   // The first row whose id has this hash's tag, or -1; from the bucket `place` on, which becomes the row's.
   int64_t probe(uint64_t hash, uint64_t& place) const {
     for (uint64_t left = mask_ + 1; left > 0; --left) {
@@ -117,7 +122,7 @@ class Map {
     for (uint64_t left = mask_; buckets_[place] != 0; place = (place + 1) & mask_, --left) {
       TORCH_CHECK(left > 0, "shardrec: the buckets of an id map are full");
     }
-    buckets_[place] = tag_of(hash) | uint32_t(row + 1);
+    set_bucket(place, tag_of(hash) | uint32_t(row + 1));
   }
 
   // The free row of the least number, or -1.
@@ -145,11 +150,11 @@ class Map {
       if (other == 0) break;
       const uint64_t home = mixed(records_[row_of(other)].id) & mask_;
       if (((next - home) & mask_) >= ((next - place) & mask_)) {
-        buckets_[place] = other;
+        set_bucket(place, other);
         place = next;
       }
     }
-    buckets_[place] = 0;
+    set_bucket(place, 0);
     records_[row] = {0, 0, 0};
     *hint_ = std::min(*hint_, row);
   }
@@ -196,6 +201,11 @@ class Map {
   }
 
  private:
+  void set_bucket(uint64_t place, uint32_t bucket) {
+    buckets_[place] = bucket;
+    if (log_ != nullptr) log_->push_back(int64_t(place));
+  }
+
   uint32_t tag_of(uint64_t hash) const { return uint32_t(hash >> 32) << row_bits_; }
 
   // -1 of an empty bucket.
@@ -213,6 +223,7 @@ class Map {
   uint64_t mask_;
   int row_bits_;
   int64_t* hint_;
+  std::vector<int64_t>* log_ = nullptr;
 };
 
 // Distinct ids in the order in which they first come; transient, of one step.
@@ -264,6 +275,87 @@ void find_all(const Map& given, const int64_t* ids, int64_t count, const Hit& hi
   }
 }
 
+// Distinct ids without a row, with the uses of each and its row among those that wait, or -1.
+struct Fresh {
+  std::vector<int64_t> ids;
+  std::vector<int64_t> uses;
+  std::vector<int64_t> candidate;
+  int64_t due = 0;  // ids that are to get a row
+};
+
+// Changes nothing.
+Fresh fresh_of(std::vector<int64_t> ids, Map& waiting, int64_t admit_after) {
+  Fresh fresh{std::move(ids), {}, {}, 0};
+  for (const int64_t id : fresh.ids) {
+    const int64_t row = admit_after > 1 ? waiting.find(id, mixed(id)) : -1;
+    int64_t uses = 1;
+    if (row >= 0) add(uses, waiting.at(row).uses);
+    fresh.candidate.push_back(row);
+    fresh.uses.push_back(uses);
+    fresh.due += uses >= admit_after;
+  }
+  return fresh;
+}
+
+int32_t fallback_of(int64_t id, int64_t rows) {
+  return rows == 0 ? int32_t(-1) : int32_t(uint32_t(mixed(id)) % uint64_t(rows));
+}
+
+// Let the ids wait, or give them the rows that are free once `evicted` are. Returns the row of each, or its fallback.
+std::vector<int32_t> admit(
+    Map& map, Map& waiting, int64_t* counts, const Fresh& fresh, const std::vector<int64_t>& evicted,
+    int64_t fallback_rows, int64_t admit_after, int64_t step) {
+  const size_t count = fresh.ids.size();
+  if (admit_after > 1) {
+    int64_t unknown = 0;
+    for (size_t i = 0; i < count; ++i) {
+      unknown += fresh.candidate[i] < 0;
+      if (fresh.candidate[i] < 0) continue;
+      Record& one = waiting.at(fresh.candidate[i]);
+      one.uses = fresh.uses[i];
+      one.last = step;
+    }
+    for (const int64_t row : waiting.make_room(unknown, kLru, 0, step, step)) waiting.erase(row);
+    for (size_t i = 0; i < count; ++i) {
+      const int64_t row = fresh.candidate[i] < 0 ? waiting.free_row() : -1;
+      if (row >= 0) waiting.insert(row, {fresh.ids[i], 1, step});
+    }
+  }
+  for (const int64_t row : evicted) {
+    counts[kEvictedLast] = std::max(counts[kEvictedLast], map.at(row).last);
+    map.erase(row);
+  }
+  std::vector<int32_t> row_of(count);
+  std::vector<bool> taken(fallback_rows);
+  for (size_t i = 0; i < count; ++i) {
+    const bool due = fresh.uses[i] >= admit_after;
+    const int64_t row = due ? map.free_row() : -1;
+    if (row < 0) {
+      row_of[i] = fallback_of(fresh.ids[i], fallback_rows);
+      add(counts[kNoRoom], due);
+      if (fallback_rows == 0) continue;
+      add(counts[kCollisions], taken[row_of[i]]);
+      taken[row_of[i]] = true;
+      continue;
+    }
+    map.insert(row, {fresh.ids[i], fresh.uses[i], step});
+    if (fresh.candidate[i] >= 0) waiting.erase(fresh.candidate[i]);
+    row_of[i] = int32_t(row);
+    add(counts[kInserts], 1);
+  }
+  add(counts[kEvictions], int64_t(evicted.size()));
+  return row_of;
+}
+
+int64_t* counts_of(at::Tensor& state, const at::Tensor& records, int64_t policy, int64_t fallback_rows) {
+  check_numbers(state, at::kLong, "state");
+  TORCH_CHECK(state.numel() == kState, "shardrec: state has ", int64_t(kState), " numbers");
+  TORCH_CHECK(policy >= kNever && policy <= kScore, "shardrec: no policy has number ", policy);
+  TORCH_CHECK(
+      fallback_rows >= 0 && fallback_rows <= records.size(0), "shardrec: ", fallback_rows, " rows of the fallback");
+  return state.data_ptr<int64_t>();
+}
+
 // Returns the rows that were taken from their ids, and how many places of `out` are -1.
 std::tuple<at::Tensor, int64_t> map_ids(
     const at::Tensor& ids, at::Tensor& out, at::Tensor& records, at::Tensor& buckets, at::Tensor& candidates,
@@ -271,31 +363,23 @@ std::tuple<at::Tensor, int64_t> map_ids(
     int64_t ttl, int64_t step, int64_t protect, bool assign_new_ids) {
   check_numbers(ids, at::kLong, "ids");
   check_numbers(out, at::kInt, "out");
-  check_numbers(state, at::kLong, "state");
   TORCH_CHECK(ids.dim() == 1 && out.numel() == ids.numel(), "shardrec: ids and out are (N,)");
   TORCH_CHECK(ids.numel() < std::numeric_limits<int32_t>::max(), "shardrec: ", ids.numel(), " ids are too many");
-  TORCH_CHECK(state.numel() == kState, "shardrec: state has ", int64_t(kState), " numbers");
-  TORCH_CHECK(policy >= kNever && policy <= kScore, "shardrec: no policy has number ", policy);
-  TORCH_CHECK(
-      fallback_rows >= 0 && fallback_rows <= records.size(0), "shardrec: ", fallback_rows, " rows of the fallback");
-  int64_t* const counts = state.data_ptr<int64_t>();
+  int64_t* const counts = counts_of(state, records, policy, fallback_rows);
   Map map(records, buckets, counts + kHint);
   Map waiting(candidates, candidate_buckets, counts + kCandidateHint);
   const int64_t* const id = ids.const_data_ptr<int64_t>();
   int32_t* const to = out.data_ptr<int32_t>();
   const int64_t count = ids.numel();
-  const auto fallback = [&](int64_t one) {
-    return fallback_rows == 0 ? int32_t(-1) : int32_t(uint32_t(mixed(one)) % uint64_t(fallback_rows));
-  };
-  std::vector<int64_t> missing;
   if (!assign_new_ids) {
     int64_t lacking = 0;
     find_all(map, id, count, [&](int64_t i, int64_t row) {
-      to[i] = row < 0 ? fallback(id[i]) : int32_t(row);
+      to[i] = row < 0 ? fallback_of(id[i], fallback_rows) : int32_t(row);
       lacking += to[i] < 0;
     });
     return {at::empty({0}, ids.options()), lacking};
   }
+  std::vector<int64_t> missing;
   find_all(map, id, count, [&](int64_t i, int64_t row) {
     to[i] = int32_t(row);
     if (row < 0) {
@@ -309,54 +393,9 @@ std::tuple<at::Tensor, int64_t> map_ids(
   FirstSeen seen(int64_t(missing.size()));
   std::vector<int32_t> number;
   for (const int64_t i : missing) number.push_back(int32_t(seen.number_of(id[i])));
-  const int64_t fresh = int64_t(seen.ids.size());
-  // Uses of each, where it is to get a row; else 0.
-  std::vector<int64_t> uses(fresh, 1);
-  std::vector<int64_t> candidate(fresh, -1);
-  int64_t wanted = 0;
-  if (admit_after > 1) {
-    int64_t unknown = 0;
-    for (int64_t i = 0; i < fresh; ++i) {
-      candidate[i] = waiting.find(seen.ids[i], mixed(seen.ids[i]));
-      unknown += candidate[i] < 0;
-      if (candidate[i] < 0) continue;
-      Record& one = waiting.at(candidate[i]);
-      add(one.uses, 1);
-      one.last = step;
-      uses[i] = one.uses;
-    }
-    for (const int64_t row : waiting.make_room(unknown, kLru, 0, step, step)) waiting.erase(row);
-    for (int64_t i = 0; i < fresh; ++i) {
-      if (candidate[i] < 0) {
-        const int64_t row = waiting.free_row();
-        if (row >= 0) waiting.insert(row, {seen.ids[i], 1, step});
-      }
-      if (uses[i] < admit_after) uses[i] = 0;
-    }
-  }
-  for (const int64_t one : uses) wanted += one > 0;
-  const auto evicted = map.make_room(wanted, Policy(policy), ttl, step, protect);
-  for (const int64_t row : evicted) {
-    counts[kEvictedLast] = std::max(counts[kEvictedLast], map.at(row).last);
-    map.erase(row);
-  }
-  std::vector<int32_t> row_of(fresh);
-  std::vector<bool> taken(fallback_rows);
-  for (int64_t i = 0; i < fresh; ++i) {
-    const int64_t row = uses[i] == 0 ? -1 : map.free_row();
-    if (row < 0) {
-      row_of[i] = fallback(seen.ids[i]);
-      add(counts[kNoRoom], uses[i] != 0);
-      if (fallback_rows == 0) continue;
-      add(counts[kCollisions], taken[row_of[i]]);
-      taken[row_of[i]] = true;
-      continue;
-    }
-    map.insert(row, {seen.ids[i], uses[i], step});
-    if (candidate[i] >= 0) waiting.erase(candidate[i]);
-    row_of[i] = int32_t(row);
-    add(counts[kInserts], 1);
-  }
+  const Fresh fresh = fresh_of(std::move(seen.ids), waiting, admit_after);
+  const auto evicted = map.make_room(fresh.due, Policy(policy), ttl, step, protect);
+  const auto row_of = admit(map, waiting, counts, fresh, evicted, fallback_rows, admit_after, step);
   int64_t lacking = 0;
   for (size_t i = 0; i < missing.size(); ++i) {
     const int32_t row = row_of[number[i]];
@@ -366,8 +405,39 @@ std::tuple<at::Tensor, int64_t> map_ids(
   }
   add(counts[kLookups], count);
   add(counts[kHits], count - int64_t(missing.size()));
-  add(counts[kEvictions], int64_t(evicted.size()));
   return {at::tensor(evicted, ids.options()), lacking};
+}
+
+// The part of map_ids that is for distinct ids without a row, in the order in which they first came; hits, lookups and
+// fallbacks are counted by the caller. Returns the row of each id, or its fallback; the buckets that changed; and 0. If
+// rows lack and `evicted` (E,) is not given, it changes nothing and returns how many lack.
+std::tuple<at::Tensor, at::Tensor, int64_t> admit_ids(
+    const at::Tensor& ids, at::Tensor& records, at::Tensor& buckets, at::Tensor& candidates,
+    at::Tensor& candidate_buckets, at::Tensor& state, int64_t fallback_rows, int64_t admit_after, int64_t policy,
+    int64_t step, const std::optional<at::Tensor>& evicted) {
+  check_numbers(ids, at::kLong, "ids");
+  int64_t* const counts = counts_of(state, records, policy, fallback_rows);
+  Map map(records, buckets, counts + kHint);
+  Map waiting(candidates, candidate_buckets, counts + kCandidateHint);
+  const auto values = [](const at::Tensor& one) {
+    return std::vector<int64_t>(one.const_data_ptr<int64_t>(), one.const_data_ptr<int64_t>() + one.numel());
+  };
+  const Fresh fresh = fresh_of(values(ids), waiting, admit_after);
+  std::vector<int64_t> taken;
+  if (evicted) {
+    check_numbers(*evicted, at::kLong, "evicted");
+    taken = values(*evicted);
+    for (const int64_t row : taken) {
+      TORCH_CHECK(row >= 0 && row < map.size() && map.at(row).uses > 0, "shardrec: row ", row, " has no id to evict");
+    }
+  } else if (policy != kNever) {
+    const int64_t lacking = fresh.due - map.free_rows(fresh.due);
+    if (lacking > 0) return {at::empty({0}, at::kInt), at::empty({0}, at::kLong), lacking};
+  }
+  std::vector<int64_t> places;
+  map.log_into(&places);
+  const auto row_of = admit(map, waiting, counts, fresh, taken, fallback_rows, admit_after, step);
+  return {at::tensor(row_of, at::kInt), at::tensor(places, at::kLong), 0};
 }
 
 void index_ids(const at::Tensor& records, at::Tensor& buckets) {
@@ -390,10 +460,15 @@ TORCH_LIBRARY_FRAGMENT(shardrec, library) {
       "map_ids(Tensor ids, Tensor(a!) out, Tensor(b!) records, Tensor(c!) buckets, Tensor(d!) candidates, "
       "Tensor(e!) candidate_buckets, Tensor(f!) state, int fallback_rows, int admit_after, int policy, int ttl, "
       "int step, int protect, bool assign_new_ids) -> (Tensor, int)");
+  library.def(
+      "admit_ids(Tensor ids, Tensor(a!) records, Tensor(b!) buckets, Tensor(c!) candidates, "
+      "Tensor(d!) candidate_buckets, Tensor(e!) state, int fallback_rows, int admit_after, int policy, int step, "
+      "Tensor? evicted) -> (Tensor, Tensor, int)");
   library.def("index_ids(Tensor records, Tensor(a!) buckets) -> ()");
 }
 
 TORCH_LIBRARY_IMPL(shardrec, CPU, library) {
   library.impl("map_ids", shardrec::map_ids);
+  library.impl("admit_ids", shardrec::admit_ids);
   library.impl("index_ids", shardrec::index_ids);
 }

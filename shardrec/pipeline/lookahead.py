@@ -185,6 +185,8 @@ class Lookahead:
             with _on(self._ids, slot.ready):
                 slot.ahead.exchange()
                 slot.exchanged = True
+                if self._ids is not None:
+                    slot.ahead.find_rows()
                 slot.ready = None if self._ids is None else self._ids.record_event()
         except ForwardFailed:
             context.queue.forget_call_batching()

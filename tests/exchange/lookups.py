@@ -23,6 +23,9 @@ HUGE = (2**31 - 1, 2**31, 2**31 + 5, 5 * 10**9)
 class Asking(Call):
     """A call of which only the ids are exchanged."""
 
+    def find_rows(self) -> NoReturn:
+        raise AssertionError("nothing is looked up")
+
     def look_up(self, ids: Any) -> NoReturn:
         raise AssertionError("nothing is looked up")
 

@@ -36,7 +36,16 @@ from shardrec.portable.bags import PortableBags
 from shardrec.portable.sequences import PortableSequences
 from shardrec.train.metrics import evaluate
 from tests.batches import Bags, random_bags, random_sizes_bags
-from tests.cuda_double import _ACTIVE, DeviceTensor, EventDouble, HiddenWait, Race, cuda_double, cuda_is_there
+from tests.cuda_double import (
+    _ACTIVE,
+    INTERPRETS_TRITON,
+    DeviceTensor,
+    EventDouble,
+    HiddenWait,
+    Race,
+    cuda_double,
+    cuda_is_there,
+)
 from tests.models import click_model, collection, feature_rows, random_configs, table_sizes
 from tests.modules import clicks
 from tests.modules import sequence_models as sequences
@@ -545,6 +554,43 @@ def test_a_pipeline_waits_between_its_streams(depth: int) -> None:
         assert losses == pytest.approx(expected, abs=1e-4)
 
 
+@pytest.mark.skipif(not INTERPRETS_TRITON, reason="needs Triton and TRITON_INTERPRET=1")
+def test_a_pipeline_finds_dynamic_ids_ahead() -> None:
+    """On the stream that exchanges ids: no step looks its ids up again, unless some had no row."""
+    rng, batches = Random(0), []
+    for step in range(6):
+        ids = {key: [[rng.randrange(6 + 3 * step) for _ in range(3)] for _ in range(3)] for key in ("f", "g")}
+        if step > 3:
+            ids = {key: [[0]] * 3 for key in ids}
+        sparse = Bags(keys=("f", "g"), size=3, ids=ids).kjt()
+        batches.append(ClickBatch(dense=torch.rand(3, 3), sparse=sparse, labels=torch.ones(3)))
+    config = EmbeddingBagConfig(name="t", num_embeddings=12, embedding_dim=8, feature_names=["f", "g"])
+    plan = ShardingPlan(topology=Topology(), tables=(cuts.row_wise("sparse.t", 12, 8, ranks=[0, 0]),))
+    options = DynamicIds(evict="lru", fallback_rows=1)
+
+    def steps(device: str) -> tuple[ShardedModel, TrainPipeline]:
+        model = shard(
+            click_model([config], optimizer="adagrad"), plan, device=device, dynamic_ids={"sparse.t": options}
+        )
+        optimizer = torch.optim.SGD(dense_parameters(model), lr=0.1, foreach=False)
+        return model, TrainPipeline(model, optimizer, batches, loss_fn=clicks.loss_fn, depth=1)
+
+    model, pipeline = steps("cpu")
+    expected = [float(loss.detach()) for loss in pipeline]
+    counts = model.id_stats()["sparse.t"]
+    assert counts["evictions"] and counts["fallbacks"]
+    with cuda_is_there(), cuda_double() as double, double.may_wait():
+        model, pipeline = steps("cuda:0")
+        losses, finds = [], []
+        for loss in pipeline:
+            losses.append(loss.detach())
+            finds.append(double.operators["find"])
+        # Once for the step, once more where ids had no row, and once for the next step. The last ids are known.
+        assert finds == [3, 5, 7, 9, 11, 11]
+        assert [float(loss) for loss in losses] == pytest.approx(expected, abs=1e-4)
+        assert model.id_stats()["sparse.t"] == counts
+
+
 def test_held_out_metrics_are_read_once() -> None:
     batches = []
     for step in range(4):
@@ -583,3 +629,36 @@ def test_the_double_finds_races() -> None:
             more + 1
         with pytest.raises(HiddenWait):
             done.synchronize()
+
+
+@pytest.mark.skipif(not INTERPRETS_TRITON, reason="needs Triton and TRITON_INTERPRET=1")
+@pytest.mark.parametrize(
+    ("options", "ids", "waits"),
+    [
+        ({"fallback_rows": 1}, [[1, 2, 3], [2, 3, 3, 1], [2, -7, 2]], []),
+        ({"admit_after": 2}, [[1, 2], [1, 2], [2, 1]], []),
+        ({"admit_after": 2}, [[1, 2], [1, 2], [2, 5]], ["ids/maps.py"]),
+        ({"evict": "lru"}, [list(range(9)), [3, 4], [3, 11, 12, 13]], ["ids/device_maps.py"]),
+    ],
+    ids=["new", "hits", "zeros", "evicted"],
+)
+def test_waits_of_dynamic_ids(options: dict[str, Any], ids: list[list[int]], waits: list[str]) -> None:
+    """The host waits for the list of ids without a row; for zeros and evictions once more, as docs/gpu.md says."""
+    plan = ShardingPlan(
+        topology=Topology(), tables=(cuts.table_wise("t0", 9, 8, rank=0), cuts.table_wise("t1", 7, 8, rank=0))
+    )
+    batches = [Bags(keys=("a", "b"), size=1, ids={"a": [raw], "b": [[0]]}).kjt() for raw in ids]
+    with cuda_is_there(), cuda_double() as double, double.may_wait():
+        model = shard(
+            collection(ROW_BLOCKS, optimizers="adagrad"),
+            plan,
+            device="cuda:0",
+            dynamic_ids={"t0": DynamicIds(**options)},
+        )
+        for features in batches:
+            on_device = to_double(features)
+            double.waits.clear()
+            value_of(model(on_device))
+        files = [line.partition(":")[0] for line in double.waits]
+        assert list(dict.fromkeys(files[2:])) == waits, double.waits
+        assert files[:2] == [HEADER, "ids/device_maps.py"]

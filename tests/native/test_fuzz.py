@@ -201,6 +201,16 @@ def map_ids(rng: Random, guarded: Guarded) -> list[object]:
     return [ids, out, records, buckets, waiting, of_waiting, state, *numbers, rng.random() < 0.8]
 
 
+def admit_ids(rng: Random, guarded: Guarded) -> list[object]:
+    _, _, records, *others = map_ids(rng, guarded)[:7]
+    assert isinstance(records, Tensor)
+    ids = torch.randperm(40)[: rng.randrange(12)] + 1
+    used = (records[:, 1] > 0).nonzero().squeeze(1)
+    evicted = rng.choice([None, used[: rng.randrange(len(used) + 1)]])
+    numbers = [rng.choice([0, 0, 1]), rng.randint(1, 2), rng.randrange(5), 6]
+    return [ids, records, *others, *numbers, evicted]
+
+
 def index_ids(rng: Random, guarded: Guarded) -> list[object]:
     return map_ids(rng, guarded)[2:4]
 
@@ -214,7 +224,7 @@ def text_keys(rng: Random, guarded: Guarded) -> list[object]:
 
 OPERATORS: list[Callable[[Random, Guarded], list[object]]] = [
     assemble, distribute, are_sound, cut_ids, look_up, look_up_out, update, weight_gradient, sum_gradient,
-    update_matrix, update_rows, map_ids, index_ids, text_keys,
+    update_matrix, update_rows, map_ids, admit_ids, index_ids, text_keys,
 ]  # fmt: skip
 
 
