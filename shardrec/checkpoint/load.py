@@ -153,7 +153,7 @@ class Source:
         Returns:
             The data folder's name, which is another one for each save.
         """
-        self.manifest, self._held = read_manifest(self.folder), model_tensors(model)
+        self.manifest, self._held = read_manifest(self.folder), model_tensors(model, to_write=True)
         if self._select is not None:
             self.manifest, self._held = self._select(self.manifest, self._held)
         wanted = self._held

@@ -4,6 +4,7 @@
 
     ahead = Ahead(headers, calls)   the batches are checked and cut; needs no other rank
     ahead.exchange()                header, which all ranks wait for; the payload is on its way
+    ahead.prefetch()                rows of tables behind a cache are loaded, when the ids are there
     module(features)                in the forward: takes the prepared call, only its rows are exchanged
     ahead.close()                   drops the calls that the forward did not make
 
@@ -63,6 +64,11 @@ class Ahead:
         """
         for calls in split_by_compatibility(self._headers, self.calls):
             exchange_ids(self._headers, calls)
+
+    def prefetch(self) -> None:
+        """Load rows into the caches of tables that have one; the ids have to be under way."""
+        for module, _, call in self._left:
+            module.prefetch(call)
 
     def arrived(self) -> list[Any]:
         """The calls' records of tensors; waits for the ids that were exchanged."""

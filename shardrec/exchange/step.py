@@ -93,6 +93,9 @@ class Caller(Protocol):
     def new_call(self, features: object) -> Call:
         """A call with these features, which are checked and cut."""
 
+    def prefetch(self, call: Call) -> None:
+        """Load the rows of a call whose forward is to come into the caches of the tables that have one."""
+
     def fault(self) -> str:
         """What is wrong with the module, regardless of the features; "" for nothing."""
 

@@ -126,7 +126,7 @@ class ShardedCollection(nn.Module, abc.ABC):
         if sharded is None:
             setattr(self, self._holder, self._build_parameters(first_values(module)))
             return
-        values = ((name, table.locals) for name, table in sharded.tables().items())
+        values = ((name, table.tensors()) for name, table in sharded.tables().items())
         setattr(self, self._holder, self._build_parameters(values))
         self._copy_states(sharded)
 
@@ -169,6 +169,11 @@ class ShardedCollection(nn.Module, abc.ABC):
     @abc.abstractmethod
     def new_call(self, features: Any) -> Call:
         """A forward's call, whose ids are not under way yet."""
+
+    def prefetch(self, call: Call) -> None:
+        """Load the rows of a call whose forward is to come into the caches of the tables that have one."""
+        if self._has_cache and self.id_maps is None:  # which give ids their rows in the forward
+            self.shards.prefetch(call.received())
 
     def before_row_exchange(self, call: Call) -> None:
         """Called just before the exchange of a call's rows; embedding servers use it to attach the ids."""
@@ -265,6 +270,7 @@ class ShardedCollection(nn.Module, abc.ABC):
             step: part of the seed, so that the values differ from those of other steps.
         """
         (name,) = (name for name, layout in self.table_layouts.items() if layout.name == shard.table)
+        self.shards.settle([shard], to_write=True)
         weight, optimizer = self.shards.weight(shard), self._optimizers.get(name)
         drawn = draw_rows(self._config_of[name], shard, rows.numel(), step)
         weight.index_copy_(0, rows.to(weight.device), drawn.to(weight))
@@ -318,6 +324,7 @@ class ShardedCollection(nn.Module, abc.ABC):
         options = {name: context.options.dynamic_ids[name] for name in dynamic}
         self.id_maps = IdMaps(slots, options, dynamic, self.renew_rows) if dynamic else None
         before = {"before": self.shards} if "shards" in vars(self) else {}
+        self._has_cache = self.storage.trains and any(group.tier == "cached" for group in groups)
         self.shards = self.storage.shards(groups, slots, collectives, self.device, pooled=pooled, **before)
         numbers = [self.replica_number[one.layout.name] for one in lookups if one.layout.replicated]
         replicated = self._replicated_tables()
@@ -367,6 +374,8 @@ class ShardedCollection(nn.Module, abc.ABC):
                 load_table(layout, tensors, values)
             dtype, has_optimizer = self._lookup_tables[name].dtype, name in self._given.optimizers
             modules[name] = self.storage.table(layout, parameters, self.group, dtype, has_optimizer=has_optimizer)
+            if self._has_cache:
+                modules[name].settle = self.shards.settle
         self.shards.own_parameters(by_shard)
         return modules
 

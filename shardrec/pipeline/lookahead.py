@@ -184,6 +184,7 @@ class Lookahead:
             assert slot.ahead is not None, "what has no error has its calls"
             with _on(self._ids, slot.ready):
                 slot.ahead.exchange()
+                slot.ahead.prefetch()
                 slot.exchanged = True
                 slot.ready = None if self._ids is None else self._ids.record_event()
         except ForwardFailed:
