@@ -285,7 +285,7 @@ class CudaDouble(TorchFunctionMode):
         if name.startswith("fbgemm.linearize_cache_indices"):
             return _to_device(_rows_of_ids(*map(_inner, args)))
         if name.startswith("fbgemm.lxu_cache_lookup"):
-            return self._places(*args, **kwargs)
+            return self.places(*args[:2], args[6] if len(args) > 6 else None)
         taken = tree_map(_inner, (args, kwargs))
         found = func(*taken[0], **taken[1])
         if func is _aten._local_scalar_dense.default:
@@ -296,14 +296,14 @@ class CudaDouble(TorchFunctionMode):
                 written[id(one)].written = self.stream, self.stream.issued
         return tree_map(lambda one: written[id(one)] if id(one) in written else _to_device(one), found)
 
-    def _places(self, rows: Any, state: Any, none: int, *, lxu_cache_locations_output: Any) -> Any:
+    def places(self, rows: Any, state: Any, out: Any = None) -> Any:
         found = (_inner(state)[_inner(rows) % len(_inner(state))] == _inner(rows).unsqueeze(1)).int()
         places = (_inner(rows) % len(_inner(state)) * _WAYS + found.argmax(1)).where(found.any(1), -1).int()
-        if lxu_cache_locations_output is None:
+        if out is None:
             return _to_device(places)
-        lxu_cache_locations_output.inner.copy_(places)
-        lxu_cache_locations_output.written = self.stream, self.stream.issued
-        return lxu_cache_locations_output
+        out.inner.copy_(places)
+        out.written = self.stream, self.stream.issued
+        return out
 
     def touch(self, tensor: Any) -> None:
         """Written, or read so that it must not be written meanwhile, on the current stream."""
@@ -490,9 +490,7 @@ class CachedKernelDouble(KernelDouble):
             held = self.behind[table][number]
             self.cache[row % len(state) * _WAYS + way, : len(held)] = held
             self.loads += 1
-        self.lxu_cache_locations_list.append(
-            double._places(_to_device(rows), self.lxu_cache_state, 0, lxu_cache_locations_output=None)
-        )
+        self.lxu_cache_locations_list.append(double.places(rows, self.lxu_cache_state))
 
     def flush(self) -> None:
         _ACTIVE[-1].touch(self.lxu_cache_state)

@@ -120,7 +120,9 @@ def group_tables(
             )
         tier = _tier(table, mode, device)
         # All rows of a cache are as wide as the widest.
-        widest = max((stripe.col_end - stripe.col_start for stripe in table.layout.stripes()) if tier == "cached" else [0])
+        widest = max(
+            (stripe.col_end - stripe.col_start for stripe in table.layout.stripes()) if tier == "cached" else [0]
+        )
         for width in widths:
             key = (mode, table.optimizer, width, table.dtype, table.at_step, tier, widest)
             members.setdefault(key, []).append(table.layout)
