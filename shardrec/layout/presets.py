@@ -37,18 +37,12 @@ __all__ = ["PRESETS", "default_machine", "detect_machine", "host_memory", "prese
 
 _GIB = 2.0**30
 _PCIE3, _PCIE4, _PCIE5 = 16e9, 32e9, 64e9
+_LINKS = {"t4": _PCIE3, "v100": _PCIE3, "h100": _PCIE5, "h100-pcie": _PCIE5, "h200": _PCIE5, "b200": _PCIE5}
 _LATENCY = 20e-6
 
 
 def _gpu(
-    name: str,
-    gib: float,
-    bandwidth: float,
-    host_link: float,
-    gigabits: float,
-    cache_mib: float,
-    source: str,
-    pcie: float = _PCIE4,
+    name: str, gib: float, bandwidth: float, host_link: float, gigabits: float, cache_mib: float, source: str
 ) -> Machine:
     return Machine(
         name=name,
@@ -59,7 +53,7 @@ def _gpu(
         network=gigabits / 8 * 1e9,
         latency=_LATENCY,
         cache=cache_mib * 2**20,
-        memory_link=pcie,
+        memory_link=_LINKS.get(name, _PCIE4),
         source=source,
     )
 
@@ -67,28 +61,17 @@ def _gpu(
 PRESETS = {
     machine.name: machine
     for machine in (
-        _gpu("t4", 16, 320, _PCIE3, 50, 4, "NVIDIA T4 data sheet; PCIe 3.0 x16", _PCIE3),
-        _gpu("v100", 32, 900, 150e9, 100, 6, "NVIDIA V100 data sheet (SXM2 32 GB, NVLink 300 GB/s both ways)", _PCIE3),
+        _gpu("t4", 16, 320, _PCIE3, 50, 4, "NVIDIA T4 data sheet; PCIe 3.0 x16"),
+        _gpu("v100", 32, 900, 150e9, 100, 6, "NVIDIA V100 data sheet (SXM2 32 GB, NVLink 300 GB/s both ways)"),
         _gpu("a10g", 24, 600, _PCIE4, 50, 6, "NVIDIA A10 data sheet; PCIe 4.0 x16"),
         _gpu("a100-40gb", 40, 1555, 300e9, 200, 40, "NVIDIA A100 data sheet (SXM 40 GB, NVLink 600 GB/s both ways)"),
         _gpu("a100-80gb", 80, 2039, 300e9, 200, 40, "NVIDIA A100 data sheet (SXM 80 GB, NVLink 600 GB/s both ways)"),
         _gpu("l4", 24, 300, _PCIE4, 50, 48, "NVIDIA L4 data sheet; PCIe 4.0 x16"),
         _gpu("l40s", 48, 864, _PCIE4, 100, 96, "NVIDIA L40S data sheet; PCIe 4.0 x16"),
-        _gpu("h100", 80, 3350, 450e9, 400, 50, "NVIDIA H100 data sheet (SXM, NVLink 900 GB/s both ways)", _PCIE5),
-        _gpu("h100-pcie", 80, 2000, _PCIE5, 200, 50, "NVIDIA H100 data sheet (PCIe); PCIe 5.0 x16", _PCIE5),
-        _gpu(
-            "h200",
-            141e9 / _GIB,
-            4800,
-            450e9,
-            400,
-            50,
-            "NVIDIA H200 data sheet (SXM, NVLink 900 GB/s both ways)",
-            _PCIE5,
-        ),
-        _gpu(
-            "b200", 180e9 / _GIB, 8000, 900e9, 400, 50, "NVIDIA DGX B200 data sheet (8 GPUs: 1,440 GB, 64 TB/s)", _PCIE5
-        ),
+        _gpu("h100", 80, 3350, 450e9, 400, 50, "NVIDIA H100 data sheet (SXM, NVLink 900 GB/s both ways)"),
+        _gpu("h100-pcie", 80, 2000, _PCIE5, 200, 50, "NVIDIA H100 data sheet (PCIe); PCIe 5.0 x16"),
+        _gpu("h200", 141e9 / _GIB, 4800, 450e9, 400, 50, "NVIDIA H200 data sheet (SXM, NVLink 900 GB/s both ways)"),
+        _gpu("b200", 180e9 / _GIB, 8000, 900e9, 400, 50, "NVIDIA DGX B200 data sheet (8 GPUs: 1,440 GB, 64 TB/s)"),
         Machine(
             name="cpu",
             kind="cpu",

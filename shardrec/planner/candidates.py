@@ -56,9 +56,7 @@ class CandidateMaker:
         tiers: where a table without a constraint on it may be; empty for a CPU, which has none.
     """
 
-    def __init__(
-        self, model: CostModel, least: tuple[float, float] | None = None, tiers: tuple[str, ...] = ()
-    ) -> None:
+    def __init__(self, model: CostModel, least: tuple[float, float] | None = None, tiers: tuple[str, ...] = ()) -> None:
         self._model = model
         self._tiers = tiers
         self._least = least

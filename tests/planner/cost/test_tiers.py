@@ -17,10 +17,10 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from shardrec.errors import ConfigError, PlanError
 from shardrec.layout import ShardingPlan, Topology, cuts
 from shardrec.layout.presets import preset
-from shardrec.planner import Constraint, CostModel, Profile, TableLoad, explain, plan, plan_tables
+from shardrec.planner import Constraint, CostModel, Profile, TableLoad, plan, plan_tables
 from shardrec.planner.price import priced_plan
+from shardrec.planner.report.content import content
 from shardrec.planner.tables import sampled_features
-from tests.documents import plain_text
 from tests.models import collection
 from tests.plans import randoms
 
@@ -140,8 +140,8 @@ def test_a_table_that_fits_nowhere_gets_a_cache() -> None:
     assert made.report is not None and made.report.host_bytes == (512e6,)
     assert max(made.report.rank_bytes) <= GPU.device_memory
     assert ShardingPlan.from_json(made.to_json()) == made
-    shown = plain_text(explain(made))
-    assert "cached 0." in shown and "GiB in the host's memory" in shown
+    shown = content(made)
+    assert "cached 0." in str(shown.columns) and "GiB in the host's memory per rank: 0: 0.477" in shown.facts
     # On more ranks there is room for it.
     roomy = plan_tables(loads, Topology(ranks_per_host=4, machine=GPU), batch_size=256)
     assert {one.tier for one in roomy.tables} == {"device"}
