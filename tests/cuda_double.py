@@ -461,6 +461,7 @@ class CachedKernelDouble(KernelDouble):
         self.stamps = torch.zeros(sets, _WAYS, dtype=torch.int64)
         self.cache = torch.full((sets * _WAYS, max(columns for _, columns, *_ in specs)), torch.nan)
         self.timestep, self.loads, self.populated = 1, 0, 0
+        self.local_uvm_cache_stats = _to_device(torch.zeros(6, dtype=torch.int32))
         self.timesteps_prefetched: list[int] = []
         self.lxu_cache_locations_list: list[Any] = []
         self.lxu_cache_locations: Any = None
@@ -476,12 +477,16 @@ class CachedKernelDouble(KernelDouble):
         self.populated += 1
         rows = _rows_of_ids(self.cache_hash_size_cumsum.inner, ids.inner, offsets.inner)
         distinct = rows.unique().tolist()
+        self.local_uvm_cache_stats.inner.zero_()
         for row in distinct:
             self.stamps[row % len(state)][state[row % len(state)] == row] = self.timestep
         for row in distinct:
             ways, stamps = state[row % len(state)], self.stamps[row % len(state)]
             way = int(stamps.argmin())
-            if (ways == row).any() or stamps[way] == self.timestep:
+            if (ways == row).any():
+                continue
+            if stamps[way] == self.timestep:
+                self.local_uvm_cache_stats.inner[4] += 1
                 continue
             if ways[way] >= 0:
                 self._write_back(row % len(state), way)
@@ -556,6 +561,8 @@ class _Lookup(torch.autograd.Function):
         if isinstance(double, CachedKernelDouble):
             ctx.rows = _rows_of_ids(double.cache_hash_size_cumsum.inner, ids.inner[:count], offsets.inner)
             ctx.places = double.lxu_cache_locations
+            lacking = int((ctx.places.inner < 0).sum())
+            assert not lacking or double.local_uvm_cache_stats.inner[4], "the kernel would read outside of the cache"
             double.load(ctx.rows, ctx.places)
         assert count <= ids.numel(), "the kernel would read past the ids"
         given = (

@@ -3,12 +3,11 @@
 from shardrec.layout import cuts
 from shardrec.layout.machine import Machine
 from shardrec.layout.plan import ShardingPlan, TableChange
-from shardrec.layout.shard import COLUMN_UNIT, TIERS, Shard, Stripe, TableLayout, tier_fault
+from shardrec.layout.shard import COLUMN_UNIT, Shard, Stripe, TableLayout, tier_fault
 from shardrec.layout.topology import Topology
 
 __all__ = [
     "COLUMN_UNIT",
-    "TIERS",
     "Machine",
     "Shard",
     "ShardingPlan",

@@ -19,13 +19,11 @@ from dataclasses import dataclass
 from itertools import pairwise
 from operator import attrgetter
 
-__all__ = ["COLUMN_UNIT", "TIERS", "Shard", "Stripe", "TableLayout", "tier_fault"]
+__all__ = ["COLUMN_UNIT", "Shard", "Stripe", "TableLayout", "tier_fault"]
 
 COLUMN_UNIT = 4
 """Kernels move four floats at a time: tables are cut between columns at multiples of this."""
-TIERS = ("device", "cached", "host")
-"""Where the rows of a table on CUDA are: in the device's memory, in the host's behind a cache on the device, or in the
-host's alone."""
+_TIERS = ("device", "cached", "host")
 
 
 def tier_fault(tier: str, load_factor: float) -> str:
@@ -35,8 +33,8 @@ def tier_fault(tier: str, load_factor: float) -> str:
             "there is no tier 'ssd': fbgemm's tables on an SSD are rows of a key-value store, and no memory that a "
             "checkpoint, a reshard or a publisher could read; use tier 'cached' or 'host'"
         )
-    if tier not in TIERS:
-        return f"there is no tier {tier!r}; the tiers are {', '.join(TIERS)}"
+    if tier not in _TIERS:
+        return f"there is no tier {tier!r}; the tiers are {', '.join(_TIERS)}"
     if tier == "cached" and not 0 < load_factor <= 1:
         return f"load_factor is {load_factor}; a cache has room for a part of the rows, above 0 and at most 1"
     if tier != "cached" and load_factor:
@@ -99,7 +97,8 @@ class TableLayout:
         shards: the rectangles, which cover the table exactly once; empty when ``replicated``.
         replicated: every rank holds the whole table (data-parallel); gradients are all-reduced.
         cut: the name of the cut that made the layout, for reports; the run time does not read it.
-        tier: of its shards on CUDA: ``"device"``, ``"cached"`` or ``"host"`` (docs/gpu.md).
+        tier: where its rows are on CUDA: in memory of the ``"device"``, of the ``"host"``, or of the host behind a cache
+            on the device (``"cached"``).
         load_factor: of tier ``"cached"``, the part of a shard's rows that its cache has room for.
     """
 

@@ -142,8 +142,7 @@ class TableBank:
         device: CPU or CUDA.
         pooled: look up sums of bags; else one row per id, which takes tables of one width.
         dtype: of the weights: float32, float16 or, without ``optimizer``, bfloat16.
-        tier: with ``optimizer`` on CUDA, where the rows are.
-        cache_rows: rows that the cache of tier ``"cached"`` has room for.
+        placed: with ``optimizer`` on CUDA, where the rows are, as :func:`make_kernel` takes it.
 
     Attributes:
         weights: per table, its (rows, columns) weights, a view of the bank's memory.
@@ -162,8 +161,7 @@ class TableBank:
         *,
         pooled: bool = True,
         dtype: torch.dtype = torch.float32,
-        tier: str = "device",
-        cache_rows: int = 0,
+        **placed: Any,
     ) -> None:
         self.pooled = pooled
         self.dtype = dtype
@@ -182,7 +180,6 @@ class TableBank:
         self.kernel: Any = None
         if has_kernel(device, dtype, (columns for _, columns in shapes)):
             features = [place[table] for table in slot_tables]
-            placed = {"tier": tier, "cache_rows": cache_rows} if tier != "device" else {}
             self.kernel = make_kernel(in_order, features, optimizer, device, pooled=pooled, dtype=dtype, **placed)
             flat = self.kernel.weights_dev if device.type == "cuda" else self.kernel.weights_host
             stored = self.kernel.split_embedding_weights()
@@ -193,7 +190,7 @@ class TableBank:
             stored = [part.view(shape) for part, shape in zip(parts, in_order, strict=True)]
         self.weights: list[Tensor] = [stored[place[table]] for table in range(len(shapes))]
         self.classes = self._classes(order, flat.detach()) if optimizer is None else ()
-        self.cache = RowCache(self.kernel, device) if cache_rows else None
+        self.cache = RowCache(self.kernel, device) if placed.get("cache_rows") else None
         widths = [self.shapes[table][1] for table in self.slot_tables]
         self.columns = torch.tensor([0, *accumulate(widths)][:-1], dtype=torch.int64, device=device)
         # fbgemm's backward numbers the rows of all tables in the ids' dtype.

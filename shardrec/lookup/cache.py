@@ -70,6 +70,8 @@ class RowCache:
         if self._was_prefetched(key):
             kernel.timesteps_prefetched.append(kernel.timestep)
             kernel.lxu_cache_locations_list.append(self._places(ids, offsets))
+            # Where this says that no row lacked a place when rows were last loaded, the kernel takes each to have one.
+            kernel.local_uvm_cache_stats.fill_(1)
         values: Tensor = kernel(ids, offsets, id_weights)
         places = kernel.lxu_cache_locations
         self._stream, self._read = stream, stream.record_event()

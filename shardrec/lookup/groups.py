@@ -17,10 +17,9 @@ number the groups in the same way.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 from math import ceil
-from typing import Any
 
 import torch
 
@@ -105,7 +104,7 @@ def group_tables(
         PlanError: for row-wise states of a table whose stripes would be in different groups; for LAMB and stripes; for
             a tier that the table's optimizer cannot have.
     """
-    members: dict[tuple[Any, ...], list[TableLayout]] = {}
+    members: dict[tuple[LookupGroup, int], list[TableLayout]] = {}
     for table in tables:
         if table.layout.replicated:
             continue
@@ -120,24 +119,19 @@ def group_tables(
             )
         tier = _tier(table, mode, device)
         # All rows of a cache are as wide as the widest.
-        widest = max(
-            (stripe.col_end - stripe.col_start for stripe in table.layout.stripes()) if tier == "cached" else [0]
-        )
+        widest = max(stripe.col_end - stripe.col_start for stripe in table.layout.stripes()) * (tier == "cached")
         for width in widths:
-            key = (mode, table.optimizer, width, table.dtype, table.at_step, tier, widest)
-            members.setdefault(key, []).append(table.layout)
-    return tuple(
-        LookupGroup(
-            mode=mode,
-            optimizer=optimizer,
-            layouts=tuple(layouts),
-            width=width,
-            dtype=dtype,
-            at_step=at_step,
-            tier=tier,
-        )
-        for (mode, optimizer, width, dtype, at_step, tier, _), layouts in members.items()
-    )
+            group = LookupGroup(
+                mode=mode,
+                optimizer=table.optimizer,
+                layouts=(),
+                width=width,
+                dtype=table.dtype,
+                at_step=table.at_step,
+                tier=tier,
+            )
+            members.setdefault((group, widest), []).append(table.layout)
+    return tuple(replace(group, layouts=tuple(layouts)) for (group, _), layouts in members.items())
 
 
 def _tier(table: LookupTable, mode: GroupMode, device: torch.device) -> str:

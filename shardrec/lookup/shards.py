@@ -63,23 +63,14 @@ class _LocalGroup:
         self.parameters: tuple[nn.Parameter, ...] = ()
         self.bank: TableBank | None = None
         self.rows: RowOptimizer | None = None
-        self.cache_rows = 0
+        self.cache_rows = group.cache_rows(collectives.rank)
         if self.shards:
             number = {shard: index for index, shard in enumerate(self.shards)}
             shapes = [(shard.rows, shard.cols) for shard in self.shards]
             tables = [number[slot.shard] for slot in slots]
             fused = group.optimizer if group.mode is GroupMode.FUSED else None
-            self.cache_rows = group.cache_rows(collectives.rank)
-            self.bank = TableBank(
-                shapes,
-                tables,
-                fused,
-                device,
-                pooled=pooled,
-                dtype=group.dtype,
-                tier=group.tier,
-                cache_rows=self.cache_rows,
-            )
+            placed = {"tier": group.tier, "cache_rows": self.cache_rows} if group.tier != "device" else {}
+            self.bank = TableBank(shapes, tables, fused, device, pooled=pooled, dtype=group.dtype, **placed)
             if group.mode in (GroupMode.ROWS, GroupMode.WHOLE_ROWS):
                 assert group.optimizer is not None, "a group that updates by rows has an optimizer"
                 self.rows = RowOptimizer(self.bank.classes, len(self.shards), group.optimizer)

@@ -373,9 +373,10 @@ class ShardedCollection(nn.Module, abc.ABC):
             elif tensors and values is not None:
                 load_table(layout, tensors, values)
             dtype, has_optimizer = self._lookup_tables[name].dtype, name in self._given.optimizers
-            modules[name] = self.storage.table(layout, parameters, self.group, dtype, has_optimizer=has_optimizer)
-            if self._has_cache:
-                modules[name].settle = self.shards.settle
+            modules[name] = table = self.storage.table(
+                layout, parameters, self.group, dtype, has_optimizer=has_optimizer
+            )
+            table.settle = self.shards.settle if self._has_cache else None
         self.shards.own_parameters(by_shard)
         return modules
 

@@ -97,12 +97,12 @@ class CandidateMaker:
             )
             raise ConfigError(f"table {name!r} is to be in tier {tiers[0]!r}, and {reason}; allow tier 'device'")
         if self._tiers and table.leaves_device:
-            cut = {"cuts_columns": table.cuts_columns and not table.whole_row_state}
+            cuts_columns = table.cuts_columns and not table.whole_row_state
             if "cached" in tiers:
                 for factor in (limit.load_factor,) if limit.load_factor else _LOAD_FACTORS:
-                    yield replace(table, tier="cached", load_factor=factor, **cut)
+                    yield replace(table, tier="cached", load_factor=factor, cuts_columns=cuts_columns)
             if "host" in tiers:
-                yield replace(table, tier="host", **cut)
+                yield replace(table, tier="host", cuts_columns=cuts_columns)
 
     def _all(self, table: TableLoad, limit: Constraint) -> Iterator[Candidate]:
         topology, world = self._topology, self._topology.world_size

@@ -162,21 +162,29 @@ def test_a_pipeline_prefetches(between: str) -> None:
     def steps(model: ShardedModel, double: CudaDouble | None) -> list[float]:
         optimizer = torch.optim.SGD(model.dense_parameters(), lr=0.01, foreach=False)
         pipeline, found = TrainPipeline(model, optimizer, given, loss_fn=loss_of), []
-        for step, loss in enumerate(pipeline):
+
+        def note(loss: Tensor) -> None:
             found.append(float(loss))
+            populated.append([one.populated for one in kernels_of(model)] if double else [])
+
+        for step, loss in enumerate(pipeline):
+            note(loss)
             if between == "evaluation" and step == 2:
-                found += map(float, pipeline.evaluate(held_out))
+                for held_out_loss in pipeline.evaluate(held_out):
+                    note(held_out_loss)
             if between == "load" and step == 2:
                 model.load_state_dict({name: 0.5 * one for name, one in values(model).items()})
         return found
 
+    populated: list[list[int]] = []
     expected = steps(shard(Clicks(), plan_of(layouts)), None)
     with cuda_is_there(), cuda_double() as double, double.may_wait():
         model = shard(Clicks(), plan_of(layouts, **SMALL), device="cuda:0")
+        populated.clear()
         assert steps(model, double) == pytest.approx(expected, rel=1e-4)
-        # Each batch is loaded once, the last held-out one ahead of its step, too.
-        more = {"nothing": 0, "evaluation": 2, "load": 1}[between]
-        assert [one.populated for one in kernels_of(model)] == [5 + more] * 2
+    # Each batch is loaded once, all but the first of each loop ahead of their steps; after a load, once more.
+    loaded = {"nothing": [2, 3, 4, 5, 5], "evaluation": [2, 3, 4, 6, 6, 7, 7], "load": [2, 3, 4, 6, 6]}[between]
+    assert populated == [[count] * 2 for count in loaded]
 
 
 def test_readers_and_writers(tmp_path: Path) -> None:

@@ -38,7 +38,7 @@ class Growth:
         if after < 1 or ids <= 0:
             return self.distinct(ids)
         (few, first), (many, last) = self.points[after - 1 : after + 1]
-        return min(ids, last * (ids / many) ** (log(last / first) / log(many / few)))
+        return min(ids, last * exp(log(ids / many) * log(last / first) / log(many / few)))
 
 
 @dataclass(frozen=True, kw_only=True)
