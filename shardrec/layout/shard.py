@@ -97,8 +97,7 @@ class TableLayout:
         shards: the rectangles, which cover the table exactly once; empty when ``replicated``.
         replicated: every rank holds the whole table (data-parallel); gradients are all-reduced.
         cut: the name of the cut that made the layout, for reports; the run time does not read it.
-        tier: where its rows are on CUDA: in memory of the ``"device"``, of the ``"host"``, or of the host behind a cache
-            on the device (``"cached"``).
+        tier: where its rows are on CUDA: on the ``"device"``, the ``"host"``, or there behind a cache (``"cached"``).
         load_factor: of tier ``"cached"``, the part of a shard's rows that its cache has room for.
     """
 

@@ -18,7 +18,6 @@ that nothing moves in the cache while rows are read or written there.
 
 from __future__ import annotations
 
-from collections import deque
 from typing import Any
 
 import torch
@@ -42,7 +41,8 @@ class RowCache:
     def __init__(self, kernel: Any, device: torch.device) -> None:
         self._kernel = kernel
         self._device = device
-        self._prefetched: deque[Tensor] = deque(maxlen=_MOST_PREFETCHED)
+        # By address and number of ids, which are held until they are looked up: no other call has that address.
+        self._prefetched: dict[tuple[int, int], Tensor] = {}
         self._is_dirty = False
         # The stream of forwards and backwards; the end of the last forward on it, unless something came after it.
         self._stream, self._read = torch.cuda.current_stream(device), None
@@ -61,13 +61,15 @@ class RowCache:
         self._kernel.timesteps_prefetched.clear()
         self._kernel.lxu_cache_locations_list.clear()
         self._loaded = stream.record_event()
-        self._prefetched.append(key)
+        self._prefetched[key.data_ptr(), key.numel()] = key
+        while len(self._prefetched) > _MOST_PREFETCHED:
+            self._prefetched.pop(next(iter(self._prefetched)))
 
     def look_up(self, key: Tensor, ids: Tensor, offsets: Tensor, id_weights: Tensor | None) -> Tensor:
         """What the kernel gives for the other arguments; ``key`` (N,) are the ids as :meth:`prefetch` got them."""
         kernel = self._kernel
         stream = self._joined()
-        if self._was_prefetched(key):
+        if self._prefetched.pop((key.data_ptr(), key.numel()), None) is not None:
             kernel.timesteps_prefetched.append(kernel.timestep)
             kernel.lxu_cache_locations_list.append(self._places(ids, offsets))
             # Where this says that no row lacked a place when rows were last loaded, the kernel takes each to have one.
@@ -86,11 +88,8 @@ class RowCache:
         return values
 
     def settle(self, *, to_write: bool) -> None:
-        """Have the host's memory hold all rows, and the device done with it, until the next forward.
-
-        Args:
-            to_write: rows will be written there: empty the cache.
-        """
+        """Have the host's memory hold all rows until the next forward, and wait for the device. ``to_write``: rows will
+        be written there, so that the cache is emptied."""
         if not (self._is_dirty or to_write):
             return
         self._stream, self._read = self._joined(), None
@@ -113,15 +112,6 @@ class RowCache:
         if self._loaded is not None:
             stream.wait_event(self._loaded)
         return stream
-
-    def _was_prefetched(self, key: Tensor) -> bool:
-        """Whether a call was, which is then no longer remembered. Its memory is held until here, so that no other call
-        has ids at the same address."""
-        for number, known in enumerate(self._prefetched):
-            if known.data_ptr() == key.data_ptr() and known.numel() == key.numel():
-                del self._prefetched[number]
-                return True
-        return False
 
     def _places(self, ids: Tensor, offsets: Tensor, out: Tensor | None = None) -> Tensor:
         """(N,) int32: where each id's row is in the cache, -1 for nowhere; written to ``out`` if it is given."""

@@ -42,11 +42,7 @@ __all__ = ["has_fused_kernel", "has_kernel", "kernel_states", "make_kernel"]
 
 _PRECISIONS = {torch.float32: SparseType.FP32, torch.float16: SparseType.FP16}
 
-_LOCATIONS = {
-    "device": EmbeddingLocation.DEVICE,
-    "cached": EmbeddingLocation.MANAGED_CACHING,
-    "host": EmbeddingLocation.MANAGED,
-}
+_LOCATIONS = {"device": "DEVICE", "cached": "MANAGED_CACHING", "host": "MANAGED"}
 
 _MAX_COLUMNS = 2048
 """Of a table, for fbgemm's kernels on CUDA."""
@@ -108,7 +104,7 @@ def make_kernel(
         cache_rows: of tier ``"cached"``, the rows that its cache has room for, rounded up to whole sets.
     """
     on_cuda = device.type == "cuda"
-    location = _LOCATIONS[tier] if on_cuda else EmbeddingLocation.HOST
+    location = EmbeddingLocation[_LOCATIONS[tier]] if on_cuda else EmbeddingLocation.HOST
     compute = ComputeDevice.CUDA if on_cuda else ComputeDevice.CPU
     rule = optimizer or FusedOptimizer(kind=OptimizerKind.SGD, lr=0.0)
     memory: dict[str, Tensor] | None = None

@@ -203,12 +203,8 @@ class ShardLookup:
         return bank.weights[number]
 
     def settle(self, shards: Iterable[Shard | None], *, to_write: bool) -> None:
-        """Have the weights of some of this rank's shards be where :meth:`weight` says, until the next forward.
-
-        Args:
-            shards: others are left out.
-            to_write: they will be written; if False, read only.
-        """
+        """Have weights of this rank's shards be where :meth:`weight` says, to read them or ``to_write`` them, until the
+        next forward; other shards are left out."""
         wanted = set(shards)
         for local in self._local_groups:
             if local.bank is not None and local.bank.cache is not None and wanted.intersection(local.shards):

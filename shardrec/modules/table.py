@@ -82,11 +82,7 @@ class ShardedTable(nn.Module):
         return ""
 
     def tensors(self, *, to_write: bool = False) -> dict[Shard | None, Tensor]:
-        """This rank's weights, as views; between here and the next forward they are what the lookups use.
-
-        Args:
-            to_write: they will be written; if False, read only.
-        """
+        """This rank's weights as views, to read them or ``to_write`` them before the next forward."""
         if self.settle is not None:
             self.settle(self.locals, to_write=to_write)
         return {shard: parameter.detach() for shard, parameter in self.locals.items()}

@@ -92,9 +92,7 @@ class CandidateMaker:
         if "device" in tiers:
             yield table
         elif not (self._tiers and table.leaves_device):
-            reason = (
-                "its optimizer is run by no kernel of fbgemm's in backward" if self._tiers else "a CPU has no tiers"
-            )
+            reason = "no kernel of fbgemm's runs its optimizer in backward" if self._tiers else "a CPU has no tiers"
             raise ConfigError(f"table {name!r} is to be in tier {tiers[0]!r}, and {reason}; allow tier 'device'")
         if self._tiers and table.leaves_device:
             cuts_columns = table.cuts_columns and not table.whole_row_state
@@ -261,6 +259,7 @@ class CandidateMaker:
                 return _on_all(table, "row_wise", (cols,), edges, everywhere, items[0])
         else:
             layout = cuts.row_wise("", table.num_embeddings, cols, ranks=ranks[:blocks], boundaries=edges)
+            layout = replace(layout, tier=table.tier, load_factor=table.load_factor)
             shared, shards = priced_layout(self._model, table, layout)
             everywhere, items = _item(shared), tuple(_item(cost) for _, cost in shards)
             places = (tuple(rank for rank, _ in shards),)
@@ -364,8 +363,9 @@ def _candidate(
     label = _label(table, cut, widths, edges)
     if table.tier != "device":
         label += f", {table.tier}" + f" {table.load_factor:.2g}" * (table.tier == "cached")
-    option, tier = Option(label=label, everywhere=everywhere, gangs=gangs), (table.tier, table.load_factor)
-    return Candidate(cut=cut, widths=widths, edges=edges, option=option, tier=tier[0], load_factor=tier[1], **more)  # type: ignore[arg-type]
+    option = Option(label=label, everywhere=everywhere, gangs=gangs)
+    made = Candidate(cut=cut, widths=widths, edges=edges, option=option, **more)  # type: ignore[arg-type]
+    return replace(made, tier=table.tier, load_factor=table.load_factor)
 
 
 def _row_edges(table: TableLoad, blocks: int) -> list[Ints]:

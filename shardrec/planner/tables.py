@@ -19,9 +19,6 @@ if TYPE_CHECKING:
 
     from shardrec.lookup.optimizers import FusedOptimizer
 
-_FEWEST_IDS = 16
-"""From which the growth of distinct ids is told."""
-
 __all__ = ["PlannedTable", "Sampled", "loads_of", "sampled_features", "table_loads"]
 
 
@@ -166,7 +163,7 @@ def sampled_features(batches: Iterable[KeyedJaggedTensor]) -> dict[str, Sampled]
             elif distinct < total:
                 power = log(max(distinct, 2)) / log(max(total, 3))
             new = np.sort(np.unique(everything.cpu().numpy(), return_index=True)[1])
-            sizes = [total >> halvings for halvings in range(total.bit_length()) if total >> halvings >= _FEWEST_IDS]
+            sizes = [total >> halvings for halvings in range(max(1, total.bit_length() - 4))]  # at least 16 ids
             points = tuple((float(size), float(np.searchsorted(new, size))) for size in reversed(sizes))
             growth = Growth(scale=distinct / total**power, power=power, points=points)
         numbers = everything.to(device="cpu", dtype=torch.int64).numpy()

@@ -88,7 +88,7 @@ def test_bags(optimizer: str, placed: dict[str, Any]) -> None:
         # One kernel for each width of rows; rows come back to a small cache.
         found = kernels_of(model)
         assert len(found) == 2 * (placed["tier"] == "cached")
-        assert all((one.loads > one.first[-1]) == (placed is SMALL) for one in found)
+        assert any(one.loads > one.first[-1] for one in found) == (placed is SMALL)
         for tables, numbers in model.sharded_collections[0].shards.cache_statistics():
             assert tables in (("t0", "t1"), ("t2",)) and numbers["calls"] == 5 and numbers["misses"]
 
@@ -205,7 +205,7 @@ def test_readers_and_writers(tmp_path: Path) -> None:
         assert same(model, expected)
         train(model, moved[3:])
         train(expected, given[3:])
-        for tier in ({}, SMALL, {"tier": "host"}, {"tier": "cached", "load_factor": 0.5}):
+        for tier in ({"tier": "cached", "load_factor": 0.5}, {"tier": "host"}, {}):
             model.reshard(row_blocks(**tier))
             assert same(model, expected)
             train(model, moved[:2])

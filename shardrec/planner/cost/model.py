@@ -178,35 +178,27 @@ class CostModel:
         if not table.fused:
             state += rows * cols * table.weight_bytes
         if table.tier != "device":
-            loaded, stored = (
-                size * profile.memory_link_byte_ns * _NS for size in self._moved(table, rows, cols, ids, share)
-            )
-            read_ms, written_ms = read_ms + loaded, written_ms + stored
-            on_host, state = weights + state, 0
+            loaded_ms, stored_ms = self._link(table, rows, cols, ids, share)
+            read_ms, written_ms = read_ms + loaded_ms, written_ms + stored_ms
+            on_host, state = weights + state, 0.0
             weights = ceil(table.load_factor * rows) * (cols * table.weight_bytes + _SLOT)
             weights += rows * _CACHED_ROW * (table.tier == "cached")
         return Cost(
             times=(received_ms, read_ms + each, sent_ms, returned_ms, written_ms + each, copied_ms),
-            memory=(
-                weights,
-                state + rows * table.row_state_bytes,
-                2 * out + ids * (_ID + _WIDE_ID) + bags * _ID,
-            ),
+            memory=(weights, state + rows * table.row_state_bytes, 2 * out + ids * (_ID + _WIDE_ID) + bags * _ID),
             host_bytes=on_host,
         )
 
-    def _moved(self, table: TableLoad, rows: int, cols: int, ids: float, share: float) -> tuple[float, float]:
-        """Bytes from the host's memory in the lookup of rows, and both ways in their update.
-
-        Rows that a cache misses come in, and as many go back; states kept per weight have no cache.
-        """
-        row_bytes = cols * table.weight_bytes
+    def _link(self, table: TableLoad, rows: int, cols: int, ids: float, share: float) -> tuple[float, float]:
+        """ms of the link to the host's memory, for the lookup of rows, and for their update. As many rows leave a cache
+        as it misses; states kept per weight have none."""
+        row_ms = cols * table.weight_bytes * self.profile.memory_link_byte_ns * _NS
+        state_ms = cols * table.state_bytes * self.profile.memory_link_byte_ns * _NS
         distinct = self._distinct(table, rows, ids, share)
-        states = 2 * distinct * cols * table.state_bytes
         if table.tier == "host":
-            return ids * row_bytes, 2 * distinct * row_bytes + states
-        missed = table.misses(ids, share, rows, table.load_factor * rows) * row_bytes
-        return missed, missed + states
+            return ids * row_ms, 2 * distinct * (row_ms + state_ms)
+        missed = table.misses(ids, share, rows, table.load_factor * rows)
+        return missed * row_ms, missed * row_ms + 2 * distinct * state_ms
 
     def host_sum(self, table: TableLoad, *, cols: int, blocks: int) -> Cost:
         """The cost for each rank of a host of summing row blocks there, whether it holds a block or not.

@@ -128,10 +128,8 @@ class Profile:
             raise ConfigError(f"not a profile of format {_FORMAT} (format: {data.get('format')!r}); calibrate again")
         values = {name: value for name, value in data.items() if name != "format"}
         known = {each.name: each for each in fields(cls)}
-        unknown, missing = (
-            values.keys() - known.keys(),
-            known.keys() - values.keys() - {"errors", "memory_link_byte_ns"},
-        )
+        unknown = values.keys() - known.keys()
+        missing = known.keys() - values.keys() - {"errors", "memory_link_byte_ns"}
         if unknown or missing:
             what = [f"unknown: {', '.join(sorted(unknown))}"] * bool(unknown)
             what += [f"missing: {', '.join(sorted(missing))}"] * bool(missing)

@@ -121,17 +121,12 @@ class TableLoad:
         return self._evenly(ids)
 
     def misses(self, ids: float, share: float, rows: int, cached: float) -> float:
-        """Expected number of distinct rows of a batch that a cache does not have.
+        """Expected number of distinct rows, among ``ids`` ids of a batch in a block of ``rows`` rows with ``share`` of
+        the table's ids, that a cache with room for ``cached`` rows does not have.
 
-        A cache that drops the row not used for the longest time has the rows of the last ids: of as many as have
-        ``cached`` distinct rows. Missing are the rows that the batch adds to these (Che, Tung and Wang, *Hierarchical
-        Web caching systems*, 2002).
-
-        Args:
-            ids: of the batch, in a block of the table's rows.
-            share: of the table's ids that are in the block.
-            rows: of the block.
-            cached: rows that the cache has room for.
+        If it drops the row not used for the longest time, it has the rows of the last ids, of as many as have
+        ``cached`` distinct rows. It lacks those that the batch adds (Che, Tung and Wang, *Hierarchical Web caching
+        systems*, 2002).
         """
 
         def distinct(seen: float) -> float:
