@@ -110,7 +110,7 @@ def reshard_model(model: ShardedModel, plan: ShardingPlan, optimizer: Optimizer 
                 f"{', '.join(sorted({infos[id(one)].name for one in fresh})[:3])} move and are trained by an ordinary "
                 "optimizer, whose states move with them: call model.reshard(plan, optimizer) with that one"
             )
-        targets.update(table_tensors(model, to_write=True) | state_targets(model, optimizer, manifest))
+        targets.update(table_tensors(model) | state_targets(model, optimizer, manifest))
 
     def wanted() -> Iterator[Read]:
         """What this rank does not have where it wants it."""

@@ -280,6 +280,18 @@ def test_what_fbgemm_is_told(tier: str, rows: int, sets: int, monkeypatch: pytes
     )
 
 
+def test_a_prefetch_waits_for_the_backward_before_it() -> None:
+    with cuda_is_there(), cuda_double() as double, double.may_wait():
+        model = shard(collection(CONFIGS, optimizers="sgd"), row_blocks(**SMALL), device="cuda:0")
+        moved = [to_double(one) for one in batches(2)]
+        for features in moved:
+            train(model, [features])
+            ids, lengths = torch.zeros(6, dtype=torch.int32, device="cuda"), torch.ones(6, 1, device="cuda").int()
+            with torch.cuda.stream(side := torch.cuda.Stream()):
+                side.wait_stream(double.streams[0])  # for the ids
+                model.sharded_collections[0].shards._local_groups[0].bank.prefetch(ids, lengths)  # type: ignore[union-attr]
+
+
 def test_calls_that_are_prefetched_and_dropped_are_forgotten() -> None:
     with cuda_is_there(), cuda_double() as double, double.may_wait():
         model = shard(collection(CONFIGS, optimizers="sgd"), row_blocks(**SMALL), device="cuda:0")
