@@ -93,8 +93,8 @@ def loads_of(
     """The same of tables of any collections."""
     import torch  # which the planner of tables does without
 
-    from shardrec.lookup.kernels import has_fused_kernel
-    from shardrec.lookup.optimizers import OptimizerKind
+    from shardrec.lookup.kernels import has_fused_kernel  # with torch
+    from shardrec.lookup.optimizers import OptimizerKind  # with torch
 
     given = dict(poolings or {})
     used: set[str] = set()
