@@ -85,10 +85,10 @@ def test_bags(optimizer: str, placed: dict[str, Any]) -> None:
         train(model, moved[1:])
         assert {one.partition(":")[0] for one in double.waits} == {"exchange/step.py"}
         assert same(model, expected)
-        # One kernel for each width of rows; rows come back to a small cache.
+        # One kernel for each width of rows; in a small cache rows make room for others.
         found = kernels_of(model)
         assert len(found) == 2 * (placed["tier"] == "cached")
-        assert any(one.loads > one.first[-1] for one in found) == (placed is SMALL)
+        assert placed is not SMALL or all(one.loads > one.lxu_cache_state.numel() for one in found)
         for tables, numbers in model.sharded_collections[0].shards.cache_statistics():
             assert tables in (("t0", "t1"), ("t2",)) and numbers["calls"] == 5 and numbers["misses"]
 
@@ -286,9 +286,8 @@ def test_a_prefetch_waits_for_the_backward_before_it() -> None:
         moved = [to_double(one) for one in batches(2)]
         for features in moved:
             train(model, [features])
-            ids, lengths = torch.zeros(6, dtype=torch.int32, device="cuda"), torch.ones(6, 1, device="cuda").int()
-            with torch.cuda.stream(side := torch.cuda.Stream()):
-                side.wait_stream(double.streams[0])  # for the ids
+            with torch.cuda.stream(torch.cuda.Stream()):
+                ids, lengths = torch.zeros(6, device="cuda").int(), torch.ones(6, 1, device="cuda").int()
                 model.sharded_collections[0].shards._local_groups[0].bank.prefetch(ids, lengths)  # type: ignore[union-attr]
 
 
