@@ -38,11 +38,22 @@ from fbgemm_gpu.split_table_batched_embeddings_ops_common import PoolingMode
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_any, tree_leaves, tree_map
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 import shardrec
 from shardrec.lookup import bank, kernels
 
-__all__ = ["CachedKernelDouble", "CudaDouble", "DeviceTensor", "HiddenWait", "Race", "cuda_double", "cuda_is_there"]
+__all__ = [
+    "CachedKernelDouble",
+    "CudaDouble",
+    "DeviceTensor",
+    "HiddenWait",
+    "Race",
+    "cuda_double",
+    "cuda_is_there",
+    "to_double",
+    "value_of",
+]
 
 CUDA = torch.device("cuda", 0)
 _CPU = torch.device("cpu")
@@ -392,6 +403,25 @@ def cuda_double() -> Iterator[CudaDouble]:
             yield double
     finally:
         _ACTIVE.pop()
+
+
+def to_double(features: KeyedJaggedTensor) -> KeyedJaggedTensor:
+    weights, inverse = features.weights_or_none(), features.inverse_indices_or_none()
+    return KeyedJaggedTensor(
+        keys=features.keys(),
+        values=features.values().to("cuda"),
+        lengths=features.lengths().to("cuda"),
+        weights=None if weights is None else weights.to("cuda"),
+        stride=None if features.variable_stride_per_key() else features.stride(),
+        stride_per_key_per_rank=features.stride_per_key_per_rank() if features.variable_stride_per_key() else None,
+        inverse_indices=None if inverse is None else (inverse[0], inverse[1].to("cuda")),
+    )
+
+
+def value_of(found: Any) -> Tensor:
+    """The values of a KeyedTensor, or of a dict of JaggedTensors, side by side."""
+    values = found.values()
+    return values if isinstance(values, Tensor) else torch.cat([one.values() for one in values])
 
 
 class KernelDouble:

@@ -68,7 +68,8 @@ class Ahead:
     def prefetch(self) -> None:
         """Load rows into the caches of tables that have one; the ids have to be under way."""
         for module, _, call in self._left:
-            module.prefetch(call)
+            if module.id_maps is None:  # which give ids their rows in the forward
+                module.shards.prefetch(call.received)
 
     def arrived(self) -> list[Any]:
         """The calls' records of tensors; waits for the ids that were exchanged."""

@@ -89,12 +89,11 @@ class Caller(Protocol):
     """A sharded module, which makes calls."""
 
     training: bool
+    shards: Any
+    id_maps: Any
 
     def new_call(self, features: object) -> Call:
         """A call with these features, which are checked and cut."""
-
-    def prefetch(self, call: Call) -> None:
-        """Load the rows of a call whose forward is to come into the caches of the tables that have one."""
 
     def fault(self) -> str:
         """What is wrong with the module, regardless of the features; "" for nothing."""

@@ -210,11 +210,12 @@ class ShardLookup:
             if local.bank is not None and local.bank.cache is not None and wanted.intersection(local.shards):
                 local.bank.cache.settle(to_write=to_write)
 
-    def prefetch(self, shard_input: ShardInput) -> None:
-        """Load the rows of a call to come into the caches of the tables that have one, on the current stream."""
-        for local, ids, lengths, _ in self._inputs(shard_input):
-            if local.bank is not None:
-                local.bank.prefetch(ids, lengths)
+    def prefetch(self, received: Callable[[], ShardInput]) -> None:
+        """Load the rows of a call to come into caches, on the current stream; without any, nothing is received."""
+        if any(local.cache_rows for local in self._local_groups):
+            for local, ids, lengths, _ in self._inputs(received()):
+                if local.bank is not None:
+                    local.bank.prefetch(ids, lengths)
 
     def cache_statistics(self) -> Iterator[tuple[tuple[str, ...], dict[str, int]]]:
         """Of each cache, the tables of which this rank has rows in it, and :meth:`RowCache.statistics`."""

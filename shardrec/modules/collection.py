@@ -170,11 +170,6 @@ class ShardedCollection(nn.Module, abc.ABC):
     def new_call(self, features: Any) -> Call:
         """A forward's call, whose ids are not under way yet."""
 
-    def prefetch(self, call: Call) -> None:
-        """Load the rows of a call whose forward is to come into the caches of the tables that have one."""
-        if self._has_cache and self.id_maps is None:  # which give ids their rows in the forward
-            self.shards.prefetch(call.received())
-
     def before_row_exchange(self, call: Call) -> None:
         """Called just before the exchange of a call's rows; embedding servers use it to attach the ids."""
         if self.storage.on_row_exchange is not None and call.sent is not None:
@@ -324,7 +319,6 @@ class ShardedCollection(nn.Module, abc.ABC):
         options = {name: context.options.dynamic_ids[name] for name in dynamic}
         self.id_maps = IdMaps(slots, options, dynamic, self.renew_rows) if dynamic else None
         before = {"before": self.shards} if "shards" in vars(self) else {}
-        self._has_cache = self.storage.trains and any(group.tier == "cached" for group in groups)
         self.shards = self.storage.shards(groups, slots, collectives, self.device, pooled=pooled, **before)
         numbers = [self.replica_number[one.layout.name] for one in lookups if one.layout.replicated]
         replicated = self._replicated_tables()
@@ -373,10 +367,8 @@ class ShardedCollection(nn.Module, abc.ABC):
             elif tensors and values is not None:
                 load_table(layout, tensors, values)
             dtype, has_optimizer = self._lookup_tables[name].dtype, name in self._given.optimizers
-            modules[name] = table = self.storage.table(
-                layout, parameters, self.group, dtype, has_optimizer=has_optimizer
-            )
-            table.settle = self.shards.settle if self._has_cache else None
+            table = self.storage.table(layout, parameters, self.group, dtype, has_optimizer=has_optimizer)
+            table.settle, modules[name] = self.shards.settle, table
         self.shards.own_parameters(by_shard)
         return modules
 

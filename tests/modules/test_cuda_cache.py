@@ -25,10 +25,9 @@ from shardrec.modules import ShardedModel
 from shardrec.pipeline import TrainPipeline
 from shardrec.serve import Publisher
 from tests.batches import random_bags
-from tests.cuda_double import CachedKernelDouble, CudaDouble, cuda_double, cuda_is_there
+from tests.cuda_double import CachedKernelDouble, CudaDouble, cuda_double, cuda_is_there, to_double, value_of
 from tests.models import collection, feature_rows, table_sizes
 from tests.modules import sequence_models as sequences
-from tests.modules.test_cuda_double import to_double, value_of
 
 CONFIGS = [
     EmbeddingBagConfig(name="t0", num_embeddings=29, embedding_dim=8, feature_names=["a", "b"]),

@@ -180,7 +180,7 @@ class CostModel:
         if table.tier != "device":
             loaded_ms, stored_ms = self._link(table, rows, cols, ids, share)
             read_ms, written_ms = read_ms + loaded_ms, written_ms + stored_ms
-            on_host, state = weights + state, 0.0
+            on_host, state = weights + state, 0
             weights = ceil(table.load_factor * rows) * (cols * table.weight_bytes + _SLOT)
             weights += rows * _CACHED_ROW * (table.tier == "cached")
         return Cost(
