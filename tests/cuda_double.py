@@ -13,6 +13,7 @@ copies to the host, copies from pageable memory          likewise
 a CPU tensor (of a dimension or more) beside one         an error, or a copy
 an operator of ours that is compiled for the CPU         memory that the host cannot read
 a tensor of another stream that was not waited for       half-written memory
+rows that are newer in the cache, read behind it         old values
 =======================================================  ==========================================
 
 Where the host waits is noted in :attr:`CudaDouble.waits`, or is an error outside of :meth:`CudaDouble.may_wait`.
@@ -26,10 +27,12 @@ from __future__ import annotations
 
 import os
 import traceback
+from bisect import bisect_right
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib.util import find_spec
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -39,12 +42,24 @@ from fbgemm_gpu.split_table_batched_embeddings_ops_common import PoolingMode
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_any, tree_leaves, tree_map
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 import shardrec
 from shardrec.ids import device_maps, maps
 from shardrec.lookup import bank, kernels
 
-__all__ = ["INTERPRETS_TRITON", "CudaDouble", "DeviceTensor", "HiddenWait", "Race", "cuda_double", "cuda_is_there"]
+__all__ = [
+    "INTERPRETS_TRITON",
+    "CachedKernelDouble",
+    "CudaDouble",
+    "DeviceTensor",
+    "HiddenWait",
+    "Race",
+    "cuda_double",
+    "cuda_is_there",
+    "to_double",
+    "value_of",
+]
 
 CUDA = torch.device("cuda", 0)
 _CPU = torch.device("cpu")
@@ -55,6 +70,7 @@ INTERPRETS_TRITON = find_spec("triton") is not None and os.environ.get("TRITON_I
 """Triton reads the variable when it is imported, which others may do before a test."""
 
 _POISON = 2**30 + 7  # no table has such a row
+_WAYS = 2  # of a set of the cache
 _aten = torch.ops.aten
 
 
@@ -283,6 +299,10 @@ class CudaDouble(TorchFunctionMode):
             return tuple(None if one is None else one.clone() for one in args[1:4])
         if name.startswith("fbgemm.block_bucketize_sparse_features"):
             return _bucketize(func, args, kwargs)
+        if name.startswith("fbgemm.linearize_cache_indices"):
+            return _to_device(_rows_of_ids(*map(_inner, args)))
+        if name.startswith("fbgemm.lxu_cache_lookup"):
+            return self.places(*args[:2], args[6] if len(args) > 6 else None)
         taken = tree_map(_inner, (args, kwargs))
         found = func(*taken[0], **taken[1])
         if func is _aten._local_scalar_dense.default:
@@ -312,6 +332,23 @@ class CudaDouble(TorchFunctionMode):
             if late and not self._in_backward:
                 raise Race(f"{name} reads a tensor of another stream, for which this one does not wait")
         return given
+
+    def places(self, rows: Any, state: Any, out: Any = None) -> Any:
+        found = (_inner(state)[_inner(rows) % len(_inner(state))] == _inner(rows).unsqueeze(1)).int()
+        places = (_inner(rows) % len(_inner(state)) * _WAYS + found.argmax(1)).where(found.any(1), -1).int()
+        if out is None:
+            return _to_device(places)
+        out.inner.copy_(places)
+        out.written = self.stream, self.stream.issued
+        return out
+
+    def touch(self, tensor: Any) -> None:
+        """Written, or read so that it must not be written meanwhile, on the current stream."""
+        stream, issued = tensor.written
+        if stream is not self.stream and max(stream.completed, self.stream.waits_for.get(stream, 0)) < issued:
+            raise Race("the cache is used on another stream, for which this one does not wait")
+        self.stream.issued += 1
+        tensor.written = self.stream, self.stream.issued
 
     def wait(self, why: str) -> None:
         """The host would wait here."""
@@ -399,6 +436,25 @@ def cuda_double() -> Iterator[CudaDouble]:
         _ACTIVE.pop()
 
 
+def to_double(features: KeyedJaggedTensor) -> KeyedJaggedTensor:
+    weights, inverse = features.weights_or_none(), features.inverse_indices_or_none()
+    return KeyedJaggedTensor(
+        keys=features.keys(),
+        values=features.values().to("cuda"),
+        lengths=features.lengths().to("cuda"),
+        weights=None if weights is None else weights.to("cuda"),
+        stride=None if features.variable_stride_per_key() else features.stride(),
+        stride_per_key_per_rank=features.stride_per_key_per_rank() if features.variable_stride_per_key() else None,
+        inverse_indices=None if inverse is None else (inverse[0], inverse[1].to("cuda")),
+    )
+
+
+def value_of(found: Any) -> Tensor:
+    """The values of a KeyedTensor, or of a dict of JaggedTensors, side by side."""
+    values = found.values()
+    return values if isinstance(values, Tensor) else torch.cat([one.values() for one in values])
+
+
 class KernelDouble:
     """fbgemm's kernel for CUDA, of which its CPU build does the work.
 
@@ -415,8 +471,11 @@ class KernelDouble:
     def make(shapes: Any, tables: Any, optimizer: Any, device: torch.device, **options: Any) -> Any:
         """As :func:`shardrec.lookup.kernels.make_kernel` does."""
         assert device.type != "cuda" or max(columns for _, columns in shapes) <= 2048, "max_D is 2048 at most"
+        rows, _ = options.pop("cache_rows", 0), options.pop("tier", "")
         kernel = _make_kernel(shapes, tables, optimizer, _CPU, **options)
-        return KernelDouble(kernel) if device.type == "cuda" else kernel
+        if device.type != "cuda":
+            return kernel
+        return CachedKernelDouble(kernel, -(-rows // _WAYS)) if rows else KernelDouble(kernel)
 
     def split_embedding_weights(self) -> list[Any]:
         return [_to_device(one) for one in self.kernel.split_embedding_weights()]
@@ -437,13 +496,135 @@ class KernelDouble:
         _ACTIVE[-1].index_dtypes.add(ids.dtype)
         if self.kernel.pooling_mode is PoolingMode.NONE and offsets.numel() > 1:
             _ACTIVE[-1].longest_loop = max(_ACTIVE[-1].longest_loop, int(offsets.inner.diff().max()))
-        return _Lookup.apply(self.kernel, ids, offsets, weights, torch.zeros((), requires_grad=True))  # type: ignore[no-untyped-call]
+        return _Lookup.apply(self, ids, offsets, weights, torch.zeros((), requires_grad=True))  # type: ignore[no-untyped-call]
+
+
+class CachedKernelDouble(KernelDouble):
+    """A kernel with a cache: an update in the cache poisons the row behind it, until it is flushed or evicted.
+
+    The CPU's kernel computes with rows that are put into its memory from the cache, or from behind it, by the places
+    that the call was told, right or wrong.
+
+    Attributes:
+        loads: rows that were put into the cache.
+        populated: batches for which it was looked which rows to load.
+    """
+
+    def __init__(self, kernel: Any, sets: int) -> None:
+        super().__init__(kernel)
+        specs = kernel.embedding_specs
+        self.behind = [torch.zeros(rows, columns) for rows, columns, *_ in specs]
+        self.first = [0, *accumulate(rows for rows, *_ in specs)]
+        self.total_cache_hash_size = self.first[-1]
+        bases = [self.first[table] for table in kernel.feature_table_map]
+        self.cache_hash_size_cumsum = _to_device(torch.tensor([*bases, self.first[-1]]))
+        self.lxu_cache_state = _to_device(torch.full((sets, _WAYS), -1))
+        self.stamps = torch.zeros(sets, _WAYS, dtype=torch.int64)
+        self.cache = torch.full((sets * _WAYS, max(columns for _, columns, *_ in specs)), torch.nan)
+        self.timestep, self.loads, self.populated = 1, 0, 0
+        self.local_uvm_cache_stats = _to_device(torch.zeros(6, dtype=torch.int32))
+        self.timesteps_prefetched: list[int] = []
+        self.lxu_cache_locations_list: list[Any] = []
+        self.lxu_cache_locations: Any = None
+
+    def split_embedding_weights(self) -> list[Any]:
+        return [_to_device(one) for one in self.behind]
+
+    def prefetch(self, ids: Any, offsets: Any) -> None:
+        double, state = _ACTIVE[-1], self.lxu_cache_state.inner
+        double.touch(self.lxu_cache_state)
+        self.timestep += 1
+        self.timesteps_prefetched.append(self.timestep)
+        self.populated += 1
+        rows = _rows_of_ids(self.cache_hash_size_cumsum.inner, ids.inner, offsets.inner)
+        distinct = rows.unique().tolist()
+        self.local_uvm_cache_stats.inner.zero_()
+        for row in distinct:
+            self.stamps[row % len(state)][state[row % len(state)] == row] = self.timestep
+        for row in distinct:
+            ways, stamps = state[row % len(state)], self.stamps[row % len(state)]
+            way = int(stamps.argmin())
+            if (ways == row).any():
+                continue
+            if stamps[way] == self.timestep:
+                self.local_uvm_cache_stats.inner[4] += 1
+                continue
+            if ways[way] >= 0:
+                self._write_back(row % len(state), way)
+            ways[way], stamps[way] = row, self.timestep
+            table, number = self._of(row)
+            held = self.behind[table][number]
+            self.cache[row % len(state) * _WAYS + way, : len(held)] = held
+            self.loads += 1
+        self.lxu_cache_locations_list.append(double.places(rows, self.lxu_cache_state))
+
+    def flush(self) -> None:
+        _ACTIVE[-1].touch(self.lxu_cache_state)
+        for cache_set, way in (self.lxu_cache_state.inner >= 0).nonzero().tolist():
+            self._write_back(cache_set, way)
+
+    def reset_cache_states(self) -> None:
+        _ACTIVE[-1].touch(self.lxu_cache_state)
+        self.lxu_cache_state.inner.fill_(-1)
+        self.stamps.zero_()
+        self.timestep = 1
+
+    def get_uvm_cache_stats(self) -> Any:
+        return _to_device(torch.tensor([self.populated, 0, 0, self.loads, 0, 0]))
+
+    def __call__(self, ids: Any, offsets: Any, weights: Tensor | None) -> Any:
+        if not self.timesteps_prefetched:
+            self.prefetch(ids, offsets)
+        self.timesteps_prefetched.pop(0)
+        self.lxu_cache_locations = self.lxu_cache_locations_list.pop(0)
+        return super().__call__(ids, offsets, weights)
+
+    def load(self, rows: Tensor, places: Any) -> None:
+        _ACTIVE[-1].touch(self.lxu_cache_state)
+        memory = [one.data for one in self.kernel.split_embedding_weights()]
+        for row, place in zip(rows.tolist(), places.inner.tolist(), strict=True):
+            table, number = self._of(row)
+            width = memory[table].size(1)
+            memory[table][number] = self.behind[table][number] if place < 0 else self.cache[place, :width]
+
+    def store(self, rows: Tensor, places: Any) -> None:
+        memory = [one.data for one in self.kernel.split_embedding_weights()]
+        for row, place in zip(rows.tolist(), places.inner.tolist(), strict=True):
+            table, number = self._of(row)
+            if place < 0:
+                self.behind[table][number] = memory[table][number]
+            else:
+                self.cache[place, : memory[table].size(1)] = memory[table][number]
+                self.behind[table][number] = torch.nan
+
+    def _of(self, row: int) -> tuple[int, int]:
+        table = bisect_right(self.first, row) - 1
+        return table, row - self.first[table]
+
+    def _write_back(self, cache_set: int, way: int) -> None:
+        table, number = self._of(int(self.lxu_cache_state.inner[cache_set, way]))
+        held = self.behind[table][number]
+        held.copy_(self.cache[cache_set * _WAYS + way, : len(held)])
+
+
+def _rows_of_ids(bases: Tensor, ids: Tensor, offsets: Tensor) -> Tensor:
+    """The row of each id, counted over all tables, by the bags of its feature."""
+    bags = (len(offsets) - 1) // (len(bases) - 1)
+    feature = torch.searchsorted(offsets[bags:-1:bags].contiguous(), torch.arange(len(ids)), right=True)
+    return ids.long() + bases[feature]
 
 
 class _Lookup(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, kernel: Any, ids: Any, offsets: Any, weights: Any, _: Tensor) -> Any:
-        count = int(offsets.inner[-1])
+    def forward(ctx: Any, double: Any, ids: Any, offsets: Any, weights: Any, _: Tensor) -> Any:
+        kernel, count = double.kernel, int(offsets.inner[-1])
+        ctx.double, ctx.rows = double, None
+        if isinstance(double, CachedKernelDouble):
+            ctx.rows = _rows_of_ids(double.cache_hash_size_cumsum.inner, ids.inner[:count], offsets.inner)
+            ctx.places = double.lxu_cache_locations
+            lacking = int((ctx.places.inner < 0).sum())
+            assert not lacking or double.local_uvm_cache_stats.inner[4], "the kernel would read outside of the cache"
+            double.load(ctx.rows, ctx.places)
         assert count <= ids.numel(), "the kernel would read past the ids"
         given = (
             None if weights is None else weights.inner[:count].detach().clone().requires_grad_(weights.requires_grad)
@@ -455,7 +636,11 @@ class _Lookup(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Any) -> Any:
+        if ctx.rows is not None:
+            ctx.double.load(ctx.rows, ctx.places)
         ctx.found.backward(gradient.inner)
+        if ctx.rows is not None:
+            ctx.double.store(ctx.rows, ctx.places)
         of_weights = ctx.given.grad if ctx.given is not None and ctx.given.requires_grad else None
         return None, None, None, None if of_weights is None else _to_device(of_weights), torch.zeros(())
 

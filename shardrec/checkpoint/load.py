@@ -165,7 +165,8 @@ class Source:
         Returns:
             The data folder's name, which is another one for each save, and the checksums of the files of rows.
         """
-        self.manifest, self._held = self._given or read_manifest(self.folder), model_tensors(model)
+        self.manifest = self._given or read_manifest(self.folder)
+        self._held = model_tensors(model, to_write=True)
         if self._select is not None:
             self.manifest, self._held = self._select(self.manifest, self._held)
         wanted = self._held

@@ -67,27 +67,27 @@ def parameter_infos(model: ShardedModel) -> dict[int, ParameterInfo]:
     return infos
 
 
-def model_tensors(model: ShardedModel) -> dict[str, HeldTensor]:
-    """All tensors but those of an ordinary optimizer, by name; the names are the same on every rank.
+def model_tensors(model: ShardedModel, *, to_write: bool = False) -> dict[str, HeldTensor]:
+    """All tensors but those of an ordinary optimizer, by name; the names are the same on every rank. They are to be
+    read before the next forward, or if ``to_write``, written.
 
     Raises:
         ConfigError: if the model's state_dict has an entry that is not a tensor.
     """
-    tensors = table_tensors(model)
+    tensors = table_tensors(model, to_write=to_write)
     for table in dynamic_tables(model):
         tensors |= table.held()
     tensors |= {f"model.{name}": held(value, saved=_is_lead(model)) for name, value in _dense_values(model)}
     return tensors
 
 
-def table_tensors(model: ShardedModel) -> dict[str, HeldTensor]:
+def table_tensors(model: ShardedModel, *, to_write: bool = False) -> dict[str, HeldTensor]:
     """Of these, the tables and the states of their fused optimizers."""
     tensors: dict[str, HeldTensor] = {}
     paths: dict[int, str] = {}
     for path, table in _tables(model):
         paths[id(table)] = path
-        weights = {shard: parameter.detach() for shard, parameter in table.locals.items()}
-        tensors[f"model.{path}.weight"] = _of_table(model, table, weights, table.dtype)
+        tensors[f"model.{path}.weight"] = _of_table(model, table, table.tensors(to_write=to_write), table.dtype)
     for collection in sharded_collections(model):
         for name, optimizer in collection.fused_optimizers().items():
             table = collection.tables()[name]

@@ -4,6 +4,7 @@
 
     ahead = Ahead(headers, calls)   the batches are checked and cut; needs no other rank
     ahead.exchange()                header, which all ranks wait for; the payload is on its way
+    ahead.prefetch()                rows of tables behind a cache are loaded, when the ids are there
     module(features)                in the forward: takes the prepared call, only its rows are exchanged
     ahead.close()                   drops the calls that the forward did not make
 
@@ -68,6 +69,12 @@ class Ahead:
         """On a GPU: begin what a lookup does without the tables, on the current stream."""
         for call in self.calls:
             call.find_rows()
+
+    def prefetch(self) -> None:
+        """Load rows into the caches of tables that have one; the ids have to be under way."""
+        for module, _, call in self._left:
+            if module.id_maps is None:  # which give ids their rows in the forward
+                module.shards.prefetch(call.received)
 
     def arrived(self) -> list[Any]:
         """The calls' records of tensors; waits for the ids that were exchanged."""

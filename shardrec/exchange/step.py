@@ -89,6 +89,8 @@ class Caller(Protocol):
     """A sharded module, which makes calls."""
 
     training: bool
+    shards: Any
+    id_maps: Any
 
     def new_call(self, features: object) -> Call:
         """A call with these features, which are checked and cut."""

@@ -3,7 +3,7 @@
 from shardrec.layout import cuts
 from shardrec.layout.machine import Machine
 from shardrec.layout.plan import ShardingPlan, TableChange
-from shardrec.layout.shard import COLUMN_UNIT, Shard, Stripe, TableLayout
+from shardrec.layout.shard import COLUMN_UNIT, Shard, Stripe, TableLayout, tier_fault
 from shardrec.layout.topology import Topology
 
 __all__ = [
@@ -16,4 +16,5 @@ __all__ = [
     "TableLayout",
     "Topology",
     "cuts",
+    "tier_fault",
 ]

@@ -26,6 +26,7 @@ class Machine:
         memory_bandwidth: bytes per second of the tier that the tables are in.
         host_link: bytes per second between two ranks of a host, each way.
         network: bytes per second of a rank to other hosts, each way.
+        memory_link: bytes per second between the device and its host's memory, each way (PCIe).
         latency: seconds of a collective.
         cache: bytes of the last-level cache, a rank's share.
         source: the origin of the figures.
@@ -40,6 +41,7 @@ class Machine:
     network: float
     latency: float
     cache: float = 0
+    memory_link: float = 32e9
     source: str = ""
 
     def __post_init__(self) -> None:
@@ -47,7 +49,7 @@ class Machine:
             raise ConfigError(
                 f"machine {self.name!r}: there is no kind {self.kind!r}; the kinds are {', '.join(_KINDS)}"
             )
-        for name in ("memory_bandwidth", "host_link", "network"):
+        for name in ("memory_bandwidth", "host_link", "network", "memory_link"):
             if not getattr(self, name) > 0:
                 raise ConfigError(f"machine {self.name!r}: {name} is {getattr(self, name)}; give bytes per second")
         for name in ("device_memory", "host_memory", "latency", "cache"):

@@ -173,6 +173,8 @@ class ShardingPlan:
                     "cut": table.cut,
                     "replicated": table.replicated,
                     "shards": [[s.row_start, s.row_end, s.col_start, s.col_end, s.rank] for s in table.shards],
+                    # Without these, a plan is what earlier versions wrote and read.
+                    **({} if table.tier == "device" else {"tier": table.tier, "load_factor": table.load_factor}),
                 }
                 for table in self.tables
             ],
@@ -238,7 +240,7 @@ _T = TypeVar("_T")
 
 def _held(table: TableLayout) -> tuple[object, ...]:
     """The fields that are equal if a table is cut and placed in the same way."""
-    return set(table.shards), table.replicated
+    return set(table.shards), table.replicated, table.tier, table.load_factor
 
 
 def _field(data: Mapping[str, Any], key: str, kind: type[_T]) -> _T:
@@ -260,6 +262,8 @@ def _table_from_json(data: Mapping[str, Any]) -> TableLayout:
         embedding_dim=_field(data, "embedding_dim", int),
         cut=_field(data, "cut", str),
         replicated=_field(data, "replicated", bool),
+        tier=_checked(data.get("tier", "device"), str, "tier"),
+        load_factor=float(data.get("load_factor", 0)),
         shards=tuple(_shards_from_json(name, _field(data, "shards", list))),
     )
 

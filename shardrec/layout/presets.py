@@ -37,6 +37,7 @@ __all__ = ["PRESETS", "default_machine", "detect_machine", "host_memory", "prese
 
 _GIB = 2.0**30
 _PCIE3, _PCIE4, _PCIE5 = 16e9, 32e9, 64e9
+_LINKS = {"t4": _PCIE3, "v100": _PCIE3, "h100": _PCIE5, "h100-pcie": _PCIE5, "h200": _PCIE5, "b200": _PCIE5}
 _LATENCY = 20e-6
 
 
@@ -52,6 +53,7 @@ def _gpu(
         network=gigabits / 8 * 1e9,
         latency=_LATENCY,
         cache=cache_mib * 2**20,
+        memory_link=_LINKS.get(name, _PCIE4),
         source=source,
     )
 

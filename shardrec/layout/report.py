@@ -49,6 +49,7 @@ class PlanReport:
         times: per rank, ms of each component.
         uses: names of the parts of a rank's memory.
         memory: per rank, bytes of each use.
+        host_bytes: per rank, bytes of tables on CUDA that are in the host's memory; empty in older reports.
         tables: one report per table.
     """
 
@@ -66,6 +67,7 @@ class PlanReport:
     memory: tuple[tuple[float, ...], ...]
     tables: tuple[TableReport, ...]
     exhausted: bool = False
+    host_bytes: tuple[float, ...] = ()
 
     @property
     def gap(self) -> float:
@@ -96,6 +98,6 @@ class PlanReport:
         values["tables"] = tuple(TableReport(**each) for each in data["tables"])
         for name in ("times", "memory"):
             values[name] = tuple(map(tuple, data[name]))
-        for name in ("components", "uses"):
-            values[name] = tuple(data[name])
+        for name in ("components", "uses", "host_bytes"):
+            values[name] = tuple(data.get(name, ()))
         return cls(**values)

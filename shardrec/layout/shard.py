@@ -19,10 +19,27 @@ from dataclasses import dataclass
 from itertools import pairwise
 from operator import attrgetter
 
-__all__ = ["COLUMN_UNIT", "Shard", "Stripe", "TableLayout"]
+__all__ = ["COLUMN_UNIT", "Shard", "Stripe", "TableLayout", "tier_fault"]
 
 COLUMN_UNIT = 4
 """Kernels move four floats at a time: tables are cut between columns at multiples of this."""
+_TIERS = ("device", "cached", "host")
+
+
+def tier_fault(tier: str, load_factor: float) -> str:
+    """What is wrong with a tier and the size of its cache; "" for nothing."""
+    if tier == "ssd":
+        return (
+            "there is no tier 'ssd': fbgemm's tables on an SSD are rows of a key-value store, and no memory that a "
+            "checkpoint, a reshard or a publisher could read; use tier 'cached' or 'host'"
+        )
+    if tier not in _TIERS:
+        return f"there is no tier {tier!r}; the tiers are {', '.join(_TIERS)}"
+    if tier == "cached" and not 0 < load_factor <= 1:
+        return f"load_factor is {load_factor}; a cache has room for a part of the rows, above 0 and at most 1"
+    if tier != "cached" and load_factor:
+        return f"load_factor is {load_factor} in tier {tier!r}, which has no cache; set it to 0, or tier to 'cached'"
+    return ""
 
 
 @dataclass(frozen=True, kw_only=True, order=True)
@@ -80,6 +97,8 @@ class TableLayout:
         shards: the rectangles, which cover the table exactly once; empty when ``replicated``.
         replicated: every rank holds the whole table (data-parallel); gradients are all-reduced.
         cut: the name of the cut that made the layout, for reports; the run time does not read it.
+        tier: where its rows are on CUDA: on the ``"device"``, the ``"host"``, or there behind a cache (``"cached"``).
+        load_factor: of tier ``"cached"``, the part of a shard's rows that its cache has room for.
     """
 
     name: str
@@ -88,6 +107,8 @@ class TableLayout:
     shards: tuple[Shard, ...] = ()
     replicated: bool = False
     cut: str = "mixed"
+    tier: str = "device"
+    load_factor: float = 0.0
 
     @property
     def ranks(self) -> tuple[int, ...]:
@@ -143,6 +164,8 @@ class TableLayout:
                 f"table {self.name!r} has shape ({self.num_embeddings}, {self.embedding_dim}); "
                 "both sizes must be at least 1"
             ]
+        if fault := tier_fault(self.tier, self.load_factor):
+            return [f"table {self.name!r}: {fault}"]
         if self.replicated:
             return list(self._replica_faults())
         if not self.shards:
@@ -154,6 +177,8 @@ class TableLayout:
         return faults
 
     def _replica_faults(self) -> Iterable[str]:
+        if self.tier != "device":
+            yield f"table {self.name!r} is replicated, and in tier {self.tier!r}; cut it, or set the tier to 'device'"
         if self.shards:
             yield (
                 f"table {self.name!r} is replicated and has {len(self.shards)} shards as well; "

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import accumulate, groupby
 from typing import Any
 
@@ -26,6 +27,7 @@ from torch import Tensor
 
 from shardrec import native
 from shardrec.exchange.cut import chunked
+from shardrec.lookup.cache import RowCache
 from shardrec.lookup.kernels import has_kernel, kernel_states, make_kernel
 from shardrec.lookup.native_kernel import NativeKernel, native_kernel, with_neighbouring_columns
 from shardrec.lookup.optimizers import FusedOptimizer
@@ -151,12 +153,14 @@ class TableBank:
         device: CPU or CUDA.
         pooled: look up sums of bags; else one row per id, which takes tables of one width.
         dtype: of the weights: float32, float16 or, without ``optimizer``, bfloat16.
+        placed: with ``optimizer`` on CUDA, where the rows are, as :func:`make_kernel` takes it.
 
     Attributes:
         weights: per table, its (rows, columns) weights, a view of the bank's memory.
         classes: the same memory by width; empty with a fused optimizer.
         columns: (S,) int64, the first output column of each slot.
         step_count: updates made by a fused Adam.
+        cache: of tier ``"cached"``, whose ``weights`` lack what is in it; else None.
     """
 
     def __init__(
@@ -168,6 +172,7 @@ class TableBank:
         *,
         pooled: bool = True,
         dtype: torch.dtype = torch.float32,
+        **placed: Any,
     ) -> None:
         self.pooled = pooled
         self.dtype = dtype
@@ -186,7 +191,7 @@ class TableBank:
         self.kernel: Any = None
         if has_kernel(device, dtype, (columns for _, columns in shapes)):
             features = [place[table] for table in slot_tables]
-            self.kernel = make_kernel(in_order, features, optimizer, device, pooled=pooled, dtype=dtype)
+            self.kernel = make_kernel(in_order, features, optimizer, device, pooled=pooled, dtype=dtype, **placed)
             flat = self.kernel.weights_dev if device.type == "cuda" else self.kernel.weights_host
             stored = self.kernel.split_embedding_weights()
         else:
@@ -196,6 +201,7 @@ class TableBank:
             stored = [part.view(shape) for part, shape in zip(parts, in_order, strict=True)]
         self.weights: list[Tensor] = [stored[place[table]] for table in range(len(shapes))]
         self.classes = self._classes(order, flat.detach()) if optimizer is None else ()
+        self.cache = RowCache(self.kernel, device) if placed.get("cache_rows") else None
         widths = [self.shapes[table][1] for table in self.slot_tables]
         self.columns = torch.tensor([0, *accumulate(widths)][:-1], dtype=torch.int64, device=device)
         # fbgemm's backward numbers the rows of all tables in the ids' dtype.
@@ -236,11 +242,8 @@ class TableBank:
         assert out is None, "only kernels of our own write in place"
         if self.kernel is None:
             return self._look_up_in_torch(ids, lengths, id_weights)
-        if self.device.type == "cuda" and not self.pooled:
-            lengths = chunked(lengths, ids.numel())
-        offsets = torch.ops.fbgemm.asynchronous_complete_cumsum(lengths.reshape(-1))
-        if not self._takes_int32 or ids.dtype is not torch.int32:
-            ids, offsets = ids.to(torch.int64), offsets.to(torch.int64)
+        given = *self._kernel_ids(ids, lengths), id_weights
+        look_up = self.kernel if self.cache is None else partial(self.cache.look_up, ids)
         counts_steps = self.optimizer is not None and self.optimizer.counts_steps
         if counts_steps:
             # The kernel would count each forward as a step of Adam; a forward without a backward must not count.
@@ -249,12 +252,26 @@ class TableBank:
         if torch.is_inference_mode_enabled():
             # fbgemm registers its training kernels for autograd only, which inference mode leaves out.
             with torch.inference_mode(False), torch.no_grad():
-                values: Tensor = self.kernel(ids, offsets, id_weights)
+                values: Tensor = look_up(*given)
             return values
-        pooled: Tensor = self.kernel(ids, offsets, id_weights)
+        pooled: Tensor = look_up(*given)
         if counts_steps and pooled.requires_grad:
             pooled.register_hook(self._count_step)
         return pooled
+
+    def prefetch(self, ids: Tensor, lengths: Tensor) -> None:
+        """Load the rows of a :meth:`look_up` to come into the cache, on the current stream."""
+        if self.cache is not None:
+            self.cache.prefetch(ids, *self._kernel_ids(ids, lengths))
+
+    def _kernel_ids(self, ids: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor]:
+        """Ids and offsets as fbgemm's kernel takes them."""
+        if self.device.type == "cuda" and not self.pooled:
+            lengths = chunked(lengths, ids.numel())
+        offsets = torch.ops.fbgemm.asynchronous_complete_cumsum(lengths.reshape(-1))
+        if not self._takes_int32 or ids.dtype is not torch.int32:
+            return ids.to(torch.int64), offsets.to(torch.int64)
+        return ids, offsets
 
     def set_learning_rate(self, lr: float) -> None:
         """Use ``lr`` from the next look-up on."""

@@ -17,8 +17,9 @@ number the groups in the same way.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
+from math import ceil
 
 import torch
 
@@ -67,6 +68,7 @@ class LookupGroup:
         width: columns of the group's shards, if they have one width; else None.
         dtype: of the weights.
         at_step: they are updated by the optimizer's step, not in backward.
+        tier: where their rows are.
     """
 
     mode: GroupMode
@@ -75,11 +77,17 @@ class LookupGroup:
     width: int | None = None
     dtype: torch.dtype = torch.float32
     at_step: bool = False
+    tier: str = "device"
 
     def local_shards(self, rank: int) -> tuple[Shard, ...]:
         """The shards of this group that ``rank`` holds."""
         shards = (shard for layout in self.layouts for shard in layout.on_rank(rank))
         return tuple(shard for shard in shards if self.width in (None, shard.cols))
+
+    def cache_rows(self, rank: int) -> int:
+        """The rows that the cache of ``rank`` has room for; 0 without a cache."""
+        factors = {layout.name: layout.load_factor for layout in self.layouts if self.tier == "cached"}
+        return sum(ceil(factors.get(shard.table, 0.0) * shard.rows) for shard in self.local_shards(rank))
 
 
 def group_tables(
@@ -93,9 +101,10 @@ def group_tables(
         by_width: shards of different widths go into different groups.
 
     Raises:
-        PlanError: for row-wise states of a table whose stripes would be in different groups; for LAMB and stripes.
+        PlanError: for row-wise states of a table whose stripes would be in different groups; for LAMB and stripes; for
+            a tier that the table's optimizer cannot have.
     """
-    members: dict[tuple[GroupMode, FusedOptimizer | None, int | None, torch.dtype, bool], list[TableLayout]] = {}
+    members: dict[tuple[LookupGroup, int], list[TableLayout]] = {}
     for table in tables:
         if table.layout.replicated:
             continue
@@ -108,12 +117,35 @@ def group_tables(
                 f"table {table.layout.name!r} is cut into column stripes of {', '.join(map(str, widths))} columns; "
                 "row-wise states on sequence embeddings take stripes of one width: cut it evenly"
             )
+        tier = _tier(table, mode, device)
+        # All rows of a cache are as wide as the widest.
+        widest = max(stripe.col_end - stripe.col_start for stripe in table.layout.stripes()) * (tier == "cached")
         for width in widths:
-            members.setdefault((mode, table.optimizer, width, table.dtype, table.at_step), []).append(table.layout)
-    return tuple(
-        LookupGroup(mode=mode, optimizer=optimizer, layouts=tuple(layouts), width=width, dtype=dtype, at_step=at_step)
-        for (mode, optimizer, width, dtype, at_step), layouts in members.items()
-    )
+            group = LookupGroup(
+                mode=mode,
+                optimizer=table.optimizer,
+                layouts=(),
+                width=width,
+                dtype=table.dtype,
+                at_step=table.at_step,
+                tier=tier,
+            )
+            members.setdefault((group, widest), []).append(table.layout)
+    return tuple(replace(group, layouts=tuple(layouts)) for (group, _), layouts in members.items())
+
+
+def _tier(table: LookupTable, mode: GroupMode, device: torch.device) -> str:
+    """Where the rows are: on the CPU in its memory, whatever the plan says."""
+    tier = table.layout.tier
+    if tier == "device" or device.type != "cuda":
+        return "device"
+    if mode is not GroupMode.FUSED:
+        raise PlanError(
+            f"table {table.layout.name!r} is in tier {tier!r}, which takes an optimizer that fbgemm's kernels run in "
+            "backward, on float32 or float16, and for row-wise states uncut columns: give it one, or plan it in tier "
+            "'device'"
+        )
+    return tier
 
 
 def _mode(table: LookupTable, device: torch.device) -> GroupMode:

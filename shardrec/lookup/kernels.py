@@ -28,6 +28,7 @@ from fbgemm_gpu.split_table_batched_embeddings_ops_common import (
     PoolingMode,
 )
 from fbgemm_gpu.split_table_batched_embeddings_ops_training import (
+    DEFAULT_ASSOC,
     ComputeDevice,
     SplitTableBatchedEmbeddingBagsCodegen,
 )
@@ -40,6 +41,8 @@ from shardrec.lookup.optimizers import FusedOptimizer, OptimizerKind
 __all__ = ["has_fused_kernel", "has_kernel", "kernel_states", "make_kernel"]
 
 _PRECISIONS = {torch.float32: SparseType.FP32, torch.float16: SparseType.FP16}
+
+_LOCATIONS = {"device": "DEVICE", "cached": "MANAGED_CACHING", "host": "MANAGED"}
 
 _MAX_COLUMNS = 2048
 """Of a table, for fbgemm's kernels on CUDA."""
@@ -85,6 +88,8 @@ def make_kernel(
     *,
     pooled: bool = True,
     dtype: torch.dtype = torch.float32,
+    tier: str = "device",
+    cache_rows: int = 0,
 ) -> SplitTableBatchedEmbeddingBagsCodegen:
     """A table-batched embedding lookup with sum pooling or none, with uninitialised weights and initial states.
 
@@ -95,9 +100,11 @@ def make_kernel(
         device: CPU or CUDA.
         pooled: sum each bag; else give a row per id, for tables of one width.
         dtype: of the weights, float32 or float16; output and optimizer states are float32.
+        tier: where weights are on CUDA; but for ``"device"``, states kept per weight are in the host's memory as well.
+        cache_rows: of tier ``"cached"``, the rows that its cache has room for, rounded up to whole sets.
     """
     on_cuda = device.type == "cuda"
-    location = EmbeddingLocation.DEVICE if on_cuda else EmbeddingLocation.HOST
+    location = EmbeddingLocation[_LOCATIONS[tier]] if on_cuda else EmbeddingLocation.HOST
     compute = ComputeDevice.CUDA if on_cuda else ComputeDevice.CPU
     rule = optimizer or FusedOptimizer(kind=OptimizerKind.SGD, lr=0.0)
     memory: dict[str, Tensor] | None = None
@@ -124,7 +131,12 @@ def make_kernel(
         beta2=rule.betas[1],
         weight_decay=rule.weight_decay,
         preallocated_host_buffers=memory,
+        cache_sets=-(-cache_rows // DEFAULT_ASSOC),
+        uvm_host_mapped=True,
+        gather_uvm_cache_stats=cache_rows > 0,
     )
+    if cache_rows:
+        kernel.should_log = lambda: False  # of the cache's numbers, for which the host would wait
     if rule.initial_accumulator_value:
         for states in kernel_states(kernel, rule):
             for state in states.values():

@@ -5,7 +5,7 @@ Shapes: S slots of this rank, B_all the samples of all ranks, N ids, D pooled co
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from copy import copy
 from dataclasses import replace
 from itertools import accumulate, pairwise
@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import FunctionCtx, once_differentiable
 
+from shardrec.errors import ConfigError
 from shardrec.exchange.collectives import Collectives
 from shardrec.exchange.payload import ShardInput
 from shardrec.exchange.route import Slot
@@ -62,12 +63,14 @@ class _LocalGroup:
         self.parameters: tuple[nn.Parameter, ...] = ()
         self.bank: TableBank | None = None
         self.rows: RowOptimizer | None = None
+        self.cache_rows = group.cache_rows(collectives.rank)
         if self.shards:
             number = {shard: index for index, shard in enumerate(self.shards)}
             shapes = [(shard.rows, shard.cols) for shard in self.shards]
             tables = [number[slot.shard] for slot in slots]
             fused = group.optimizer if group.mode is GroupMode.FUSED else None
-            self.bank = TableBank(shapes, tables, fused, device, pooled=pooled, dtype=group.dtype)
+            placed = {"tier": group.tier, "cache_rows": self.cache_rows} if group.tier != "device" else {}
+            self.bank = TableBank(shapes, tables, fused, device, pooled=pooled, dtype=group.dtype, **placed)
             if group.mode in (GroupMode.ROWS, GroupMode.WHOLE_ROWS):
                 assert group.optimizer is not None, "a group that updates by rows has an optimizer"
                 self.rows = RowOptimizer(self.bank.classes, len(self.shards), group.optimizer)
@@ -87,6 +90,8 @@ class _LocalGroup:
         same = replace(group, layouts=self.group.layouts) == self.group and group.local_shards(rank) == self.shards
         same = same and [slot.shard for slot in slots] == [slot.shard for slot in self.slots]
         if not same or (self.whole_rows is not None and group != self.group) or self.bank is None:
+            return None
+        if group.cache_rows(rank) != self.cache_rows:
             return None
         kept = copy(self)
         kept.group, kept.slots = group, slots
@@ -142,6 +147,12 @@ class _LocalGroup:
         """The lookup for TorchScript; see :meth:`ShardLookup.scripted`."""
         if self.bank is None:
             return self._nothing
+        if self.bank.cache is not None:
+            names = ", ".join(repr(layout.name) for layout in self.group.layouts)
+            raise ConfigError(
+                f"a program of its own reads rows where they are, and those of tables {names} are also in a cache; "
+                "plan them in tier 'device' or 'host', or quantize the model first"
+            )
         return Tables(self.bank.weights, self.bank.slot_tables, pooled=self.bank.pooled)
 
 
@@ -190,6 +201,27 @@ class ShardLookup:
         """(rows, cols) weights of one of this rank's shards, a view of the kernel's memory."""
         bank, _, number = self._tables[shard]
         return bank.weights[number]
+
+    def settle(self, shards: Iterable[Shard | None], *, to_write: bool) -> None:
+        """Have weights of this rank's shards be where :meth:`weight` says, to read them or ``to_write`` them, until the
+        next forward; other shards are left out."""
+        wanted = set(shards)
+        for local in self._local_groups:
+            if local.bank is not None and local.bank.cache is not None and wanted.intersection(local.shards):
+                local.bank.cache.settle(to_write=to_write)
+
+    def prefetch(self, received: Callable[[], ShardInput]) -> None:
+        """Load the rows of a call to come into caches, on the current stream; without any, nothing is received."""
+        if any(local.cache_rows for local in self._local_groups):
+            for local, ids, lengths, _ in self._inputs(received()):
+                if local.bank is not None:
+                    local.bank.prefetch(ids, lengths)
+
+    def cache_statistics(self) -> Iterator[tuple[tuple[str, ...], dict[str, int]]]:
+        """Of each cache, the tables of which this rank has rows in it, and :meth:`RowCache.statistics`."""
+        for local in self._local_groups:
+            if local.bank is not None and local.bank.cache is not None:
+                yield tuple(dict.fromkeys(shard.table for shard in local.shards)), local.bank.cache.statistics()
 
     def states(self, shard: Shard) -> dict[str, Tensor]:
         """The fused optimizer's states of one shard, by name, as views: (rows, cols), or (rows,) if rowwise."""
@@ -278,15 +310,16 @@ class ShardLookup:
 
     def _rows(self, shard_input: ShardInput, outs: Sequence[Tensor | None]) -> list[Tensor]:
         """:meth:`rows`, with the memory of each group's pooled columns, if all banks write in place."""
+        inputs = zip(self._inputs(shard_input), outs, strict=True)
+        return [local.look_up(ids, lengths, id_weights, out) for (local, ids, lengths, id_weights), out in inputs]
+
+    def _inputs(self, shard_input: ShardInput) -> Iterator[tuple[_LocalGroup, Tensor, Tensor, Tensor | None]]:
+        """Each group with its ids, lengths and weights of ids."""
         slots = accumulate((len(local.slots) for local in self._local_groups), initial=0)
         edges = zip(pairwise(accumulate(shard_input.group_ids, initial=0)), pairwise(slots), strict=True)
-        group_rows = []
-        for local, out, ((start, end), (first, last)) in zip(self._local_groups, outs, edges, strict=True):
+        for local, ((start, end), (first, last)) in zip(self._local_groups, edges, strict=True):
             id_weights = None if shard_input.weights is None else shard_input.weights[start:end]
-            group_rows.append(
-                local.look_up(shard_input.ids[start:end], shard_input.lengths[first:last], id_weights, out)
-            )
-        return group_rows
+            yield local, shard_input.ids[start:end], shard_input.lengths[first:last], id_weights
 
     def scripted(self) -> tuple[nn.ModuleList, list[int]]:
         """The lookups for TorchScript, one module per group, and the number of this rank's slots in each."""

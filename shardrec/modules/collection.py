@@ -127,7 +127,7 @@ class ShardedCollection(nn.Module, abc.ABC):
         if sharded is None:
             setattr(self, self._holder, self._build_parameters(first_values(module)))
             return
-        values = ((name, table.locals) for name, table in sharded.tables().items())
+        values = ((name, table.tensors()) for name, table in sharded.tables().items())
         setattr(self, self._holder, self._build_parameters(values))
         self._copy_states(sharded)
 
@@ -266,6 +266,7 @@ class ShardedCollection(nn.Module, abc.ABC):
             step: part of the seed, so that the values differ from those of other steps.
         """
         (name,) = (name for name, layout in self.table_layouts.items() if layout.name == shard.table)
+        self.shards.settle([shard], to_write=True)
         weight, optimizer = self.shards.weight(shard), self._optimizers.get(name)
         drawn, rows = draw_rows(self._config_of[name], shard, rows.numel(), step), moved(rows, weight.device)
         weight.index_copy_(0, rows, moved(drawn.to(weight.dtype), weight.device))
@@ -367,7 +368,8 @@ class ShardedCollection(nn.Module, abc.ABC):
             elif tensors and values is not None:
                 load_table(layout, tensors, values)
             dtype, has_optimizer = self._lookup_tables[name].dtype, name in self._given.optimizers
-            modules[name] = self.storage.table(layout, parameters, self.group, dtype, has_optimizer=has_optimizer)
+            table = self.storage.table(layout, parameters, self.group, dtype, has_optimizer=has_optimizer)
+            table.settle, modules[name] = self.shards.settle, table
         self.shards.own_parameters(by_shard)
         return modules
 

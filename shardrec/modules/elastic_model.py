@@ -284,6 +284,7 @@ class ElasticModel(ShardedModel):
 
     def _tensors(self) -> list[Tensor]:
         """What a replica that joins takes in place."""
+        list(self._weights(frozen=True))  # the parameters are what the lookups use, until the next forward
         return [*self.parameters(), *self.buffers()]
 
     def _other_state(self) -> Any:

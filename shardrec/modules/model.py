@@ -298,9 +298,9 @@ class ShardedModel(nn.Module):
         """This rank's shards; data-parallel tables, which are equal on all ranks, have none."""
         for collection in self._sharded:
             for table in collection.tables().values():
-                for shard, parameter in table.locals.items():
-                    if shard is not None and (frozen or parameter.requires_grad):
-                        yield parameter.detach()
+                for shard, weight in table.tensors(to_write=True).items():
+                    if shard is not None and (frozen or table.locals[shard].requires_grad):
+                        yield weight
 
     def _states(self) -> Iterator[Tensor]:
         for collection in self._sharded:

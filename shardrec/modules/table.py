@@ -8,7 +8,7 @@ and an unsharded model's (rows, dim) tensor.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, MutableMapping
+from collections.abc import Callable, Mapping, MutableMapping
 from typing import Any
 
 import torch
@@ -49,6 +49,7 @@ class ShardedTable(nn.Module):
         self.dtype = dtype
         self.group = group
         self.locals = dict(parameters)
+        self.settle: Callable[..., None] | None = None  # of rows that may be in a cache
         self._has_optimizer = has_optimizer
         self._kept: list[tuple[str, nn.Parameter, int, bool]] = []  # name, parameter, memory, requires_grad
         for shard, parameter in self.locals.items():
@@ -80,12 +81,17 @@ class ShardedTable(nn.Module):
                 )
         return ""
 
+    def tensors(self, *, to_write: bool = False) -> dict[Shard | None, Tensor]:
+        """This rank's weights as views, to read them or ``to_write`` them before the next forward."""
+        if self.settle is not None:
+            self.settle(self.locals, to_write=to_write)
+        return {shard: parameter.detach() for shard, parameter in self.locals.items()}
+
     def extra_repr(self) -> str:
         return f"{self.layout.num_embeddings}, {self.layout.embedding_dim}, cut={self.layout.cut}, dtype={self.dtype}"
 
     def _save_to_state_dict(self, destination: MutableMapping[str, Any], prefix: str, keep_vars: bool) -> None:
-        tensors = {shard: parameter.detach() for shard, parameter in self.locals.items()}
-        destination[prefix + "weight"] = as_one_tensor(self.layout, tensors, self.group, dtype=self.dtype)
+        destination[prefix + "weight"] = as_one_tensor(self.layout, self.tensors(), self.group, dtype=self.dtype)
 
     def _load_from_state_dict(
         self,
@@ -116,8 +122,7 @@ class ShardedTable(nn.Module):
         Raises:
             PlanError: if it has another shape.
         """
-        tensors = {shard: parameter.detach() for shard, parameter in self.locals.items()}
-        load_table(self.layout, tensors, value)
+        load_table(self.layout, self.tensors(to_write=True), value)
 
 
 def as_one_tensor(

@@ -184,6 +184,7 @@ class Lookahead:
             assert slot.ahead is not None, "what has no error has its calls"
             with _on(self._ids, slot.ready):
                 slot.ahead.exchange()
+                slot.ahead.prefetch()
                 slot.exchanged = True
                 if self._ids is not None:
                     slot.ahead.find_rows()

@@ -28,6 +28,8 @@ class Candidate:
         on_all: whether it has a block on each rank, all alike, as part of the option's common load.
         holders: number of ranks of a place that hold a shard, the first ones; 0: all of them.
         pinned: the layout, if a constraint gave it.
+        tier: where the rows are.
+        load_factor: of tier ``"cached"``.
     """
 
     cut: str
@@ -37,6 +39,8 @@ class Candidate:
     on_all: bool = False
     holders: int = 0
     pinned: TableLayout | None = None
+    tier: str = "device"
+    load_factor: float = 0.0
 
 
 def lay_out(name: str, table: TableLoad, candidate: Candidate, places: Sequence[Place], world: int) -> TableLayout:
@@ -56,6 +60,8 @@ def lay_out(name: str, table: TableLoad, candidate: Candidate, places: Sequence[
         num_embeddings=rows,
         embedding_dim=cols,
         cut=candidate.cut,
+        tier=candidate.tier,
+        load_factor=candidate.load_factor,
         shards=tuple(
             Shard(table=name, row_start=top, row_end=bottom, col_start=left, col_end=right, rank=rank)
             for (top, bottom, left, right), rank in zip(rectangles, ranks, strict=True)

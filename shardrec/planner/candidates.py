@@ -40,6 +40,8 @@ _HOLDERS = (2, 3, 4, 5, 6)
 """Ranks of a host that hold row blocks, besides all of them, where the host sums them."""
 _HOSTS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
 """Numbers of hosts that a table's row blocks are on, besides all of them."""
+_LOAD_FACTORS = (0.01, 0.03, 0.1, 0.3)
+"""Parts of a table's rows that a cache has room for."""
 _ALIKE = 1.001
 """Row blocks are alike if none has more than this factor times the load and bytes of another."""
 
@@ -51,10 +53,12 @@ class CandidateMaker:
         model: prices them.
         least: a load (ms) and bytes; a table is not cut into shards that are smaller in both, nor into uneven stripes.
             It bounds how many candidates thousands of tables have; what is smaller hardly changes how ranks are filled.
+        tiers: where a table without a constraint on it may be; empty for a CPU, which has none.
     """
 
-    def __init__(self, model: CostModel, least: tuple[float, float] | None = None) -> None:
+    def __init__(self, model: CostModel, least: tuple[float, float] | None = None, tiers: tuple[str, ...] = ()) -> None:
         self._model = model
+        self._tiers = tiers
         self._least = least
         self._topology = model.topology
         self._reaches: dict[Ints, tuple[Ints, Ints]] = {}
@@ -75,15 +79,33 @@ class CandidateMaker:
             if limit.pinned is not None:
                 candidates: tuple[Candidate, ...] = (self._pinned(name, table, limit.pinned),)
             else:
-                candidates = tuple(self._all(table, limit))
+                placed = self._in_tiers(name, table, limit)
+                candidates = tuple(candidate for each in placed for candidate in self._all(each, limit))
             if not candidates:
                 raise ConfigError(_nothing_left(name, table, limit, self._topology))
             self._made[key] = candidates
         return self._made[key]
 
+    def _in_tiers(self, name: str, table: TableLoad, limit: Constraint) -> Iterator[TableLoad]:
+        """The table in each tier that it may be in, and with caches of several sizes."""
+        tiers = limit.tiers or self._tiers or ("device",)
+        if "device" in tiers:
+            yield table
+        elif not (self._tiers and table.leaves_device):
+            reason = "no kernel of fbgemm's runs its optimizer in backward" if self._tiers else "a CPU has no tiers"
+            raise ConfigError(f"table {name!r} is to be in tier {tiers[0]!r}, and {reason}; allow tier 'device'")
+        if self._tiers and table.leaves_device:
+            cuts_columns = table.cuts_columns and not table.whole_row_state
+            if "cached" in tiers:
+                for factor in (limit.load_factor,) if limit.load_factor else _LOAD_FACTORS:
+                    yield replace(table, tier="cached", load_factor=factor, cuts_columns=cuts_columns)
+            if "host" in tiers:
+                yield replace(table, tier="host", cuts_columns=cuts_columns)
+
     def _all(self, table: TableLoad, limit: Constraint) -> Iterator[Candidate]:
         topology, world = self._topology, self._topology.world_size
-        allowed = tuple(cut for cut in (limit.cuts or CUTS) if not (cut == "data_parallel" and limit.ranks))
+        replicates = not limit.ranks and table.tier == "device"
+        allowed = tuple(cut for cut in (limit.cuts or CUTS) if cut != "data_parallel" or replicates)
         ranks, hosts = self._reach(limit.ranks)
         per_host = topology.ranks_per_host
         most = inf if limit.cuts else self._most_shards(table)
@@ -237,6 +259,7 @@ class CandidateMaker:
                 return _on_all(table, "row_wise", (cols,), edges, everywhere, items[0])
         else:
             layout = cuts.row_wise("", table.num_embeddings, cols, ranks=ranks[:blocks], boundaries=edges)
+            layout = replace(layout, tier=table.tier, load_factor=table.load_factor)
             shared, shards = priced_layout(self._model, table, layout)
             everywhere, items = _item(shared), tuple(_item(cost) for _, cost in shards)
             places = (tuple(rank for rank, _ in shards),)
@@ -337,8 +360,12 @@ def _on_all(table: TableLoad, cut: str, widths: Ints, edges: Ints, everywhere: I
 def _candidate(
     table: TableLoad, cut: str, widths: Ints, edges: Ints, everywhere: Item, gangs: tuple[Gang, ...] = (), **more: int
 ) -> Candidate:
-    option = Option(label=_label(table, cut, widths, edges), everywhere=everywhere, gangs=gangs)
-    return Candidate(cut=cut, widths=widths, edges=edges, option=option, **more)  # type: ignore[arg-type]
+    label = _label(table, cut, widths, edges)
+    if table.tier != "device":
+        label += f", {table.tier}" + f" {table.load_factor:.2g}" * (table.tier == "cached")
+    option = Option(label=label, everywhere=everywhere, gangs=gangs)
+    made = Candidate(cut=cut, widths=widths, edges=edges, option=option, **more)  # type: ignore[arg-type]
+    return replace(made, tier=table.tier, load_factor=table.load_factor)
 
 
 def _row_edges(table: TableLoad, blocks: int) -> list[Ints]:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
 from shardrec.errors import ConfigError
-from shardrec.layout import TableLayout
+from shardrec.layout import TableLayout, tier_fault
 
 __all__ = ["CUTS", "Constraint", "constraints_by_table"]
 
@@ -30,6 +30,8 @@ class Constraint:
         cuts: the cuts that may be used; default: any that the planner knows.
         ranks: the ranks that may hold a shard; default: all.
         min_columns: least width of a column stripe; default: the kernels' unit.
+        tiers: where on CUDA the rows may be; default: ``"device"``, and ``"cached"`` if tables fit in no other way.
+        load_factor: part of the rows that a cache has room for; default: what the planner finds best.
         pinned: the table's layout, which the planner does not change.
     """
 
@@ -37,6 +39,8 @@ class Constraint:
     ranks: tuple[int, ...] = ()
     min_columns: int = 0
     pinned: TableLayout | None = None
+    tiers: tuple[str, ...] = ()
+    load_factor: float = 0.0
 
     def __post_init__(self) -> None:
         unknown = [cut for cut in self.cuts if cut not in CUTS]
@@ -46,8 +50,13 @@ class Constraint:
             raise ConfigError("a data_parallel table is on every rank; name no ranks for it")
         if self.min_columns < 0:
             raise ConfigError(f"min_columns is {self.min_columns}; give a number of columns, at least 0")
-        if self.pinned is not None and (self.cuts or self.ranks or self.min_columns):
-            raise ConfigError("a pinned table is laid out already; leave cuts, ranks and min_columns empty")
+        for tier in self.tiers:
+            if fault := tier_fault(tier, (self.load_factor or 1.0) * (tier == "cached")):
+                raise ConfigError(fault)
+        if self.tiers and "device" not in self.tiers and self.cuts and set(self.cuts) <= {"data_parallel"}:
+            raise ConfigError(f"a data_parallel table is in tier 'device'; allow that one, not {self.tiers} alone")
+        if self.pinned is not None and (self.cuts or self.ranks or self.min_columns or self.tiers):
+            raise ConfigError("a pinned table is laid out already; leave cuts, ranks, min_columns and tiers empty")
 
 
 def constraints_by_table(

@@ -134,11 +134,15 @@ def replan(
 
 
 def best_plan(planner: Planner, limits: SolveLimits | None) -> ShardingPlan:
-    """The best plan that is found; raises PlanError if there is none."""
-    solution = solve(planner.problem(), limits)
+    """The best plan that is found; raises PlanError if there is none. Tables are in tier ``"cached"``, without a
+    constraint that says so, only if there is no plan otherwise."""
+    solution, chosen = solve(planner.problem(), limits), planner
+    if solution is None and planner.machine.kind == "cuda":
+        chosen = planner.changed(spills=True)
+        solution = solve(chosen.problem(), limits)
     if solution is None:
         refuse(planner)
-    return planner.finished(solution)
+    return chosen.finished(solution)
 
 
 def _tables_of(

@@ -41,6 +41,7 @@ class Planner:
         constraints: by table name or pattern.
         profile: time coefficients; default: those of the topology's machine.
         device: ``"cpu"`` or ``"cuda"``, for the machine of a topology without one; default: CUDA where torch sees it.
+        spills: whether tables without a constraint on it may be in tier ``"cached"``.
     """
 
     def __init__(
@@ -52,6 +53,7 @@ class Planner:
         constraints: Mapping[str, Constraint] | None = None,
         profile: Profile | None = None,
         device: str | None = None,
+        spills: bool = False,
     ) -> None:
         if batch_size < 1:
             raise ConfigError(f"batch_size must be at least 1, got {batch_size}")
@@ -62,7 +64,9 @@ class Planner:
         self.profile = profile or Profile.of_machine(self.machine)
         self.model = CostModel(profile=self.profile, topology=topology, batch_size=batch_size)
         limits = constraints_by_table(self.tables, constraints, topology.world_size)
-        maker = CandidateMaker(self.model, self._least_shard() if len({*self.tables.values()}) > _MANY else None)
+        tiers = ("device", *["cached"] * spills) if self.machine.kind == "cuda" else ()
+        least = self._least_shard() if len({*self.tables.values()}) > _MANY else None
+        maker = CandidateMaker(self.model, least, tiers)
         # By name: the plan does not depend on the order of the tables.
         self.candidates: dict[str, tuple[Candidate, ...]] = {
             name: maker.candidates(name, self.tables[name], limits.get(name, Constraint()))
@@ -145,6 +149,7 @@ class Planner:
             times=tuple(each.times for each in ranks),
             uses=MEMORY,
             memory=tuple(each.memory for each in ranks),
+            host_bytes=tuple(each.host_bytes for each in ranks),
             tables=tuple(
                 TableReport(
                     name=layout.name,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 
 from shardrec.layout import ShardingPlan, TableLayout
 from shardrec.planner.cost import Cost, CostModel, TableLoad
@@ -67,6 +68,8 @@ def priced_layout(model: CostModel, table: TableLoad, layout: TableLayout) -> tu
     """What any layout costs every rank; and what else it costs some: (rank, cost), the shards' in their order first."""
     if layout.replicated:
         return model.replicated(table), []
+    if (layout.tier, layout.load_factor) != (table.tier, table.load_factor):
+        table = replace(table, tier=layout.tier, load_factor=layout.load_factor)
     topology, stripes = model.topology, layout.stripes()
     shards: list[tuple[int, Cost]] = []
     sums: list[tuple[int, Cost]] = []

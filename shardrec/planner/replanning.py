@@ -69,6 +69,8 @@ def replan_tables(
     """
     if not max_moved_bytes >= 0:
         raise ConfigError(f"max_moved_bytes is {max_moved_bytes}; give a number of bytes, at least 0")
+    if any(table.tier == "cached" for table in old.tables):
+        planner = planner.changed(spills=True)
     free = solve(planner.problem(), limits)
     bound = 0.0 if free is None else free.bound
     if free is not None:

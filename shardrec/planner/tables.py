@@ -91,6 +91,9 @@ def loads_of(
     sampled: Mapping[str, Sampled] | None = None,
 ) -> dict[str, TableLoad]:
     """The same of tables of any collections."""
+    import torch  # which the planner of tables does without
+
+    from shardrec.lookup.kernels import has_fused_kernel  # with torch
     from shardrec.lookup.optimizers import OptimizerKind  # with torch
 
     given = dict(poolings or {})
@@ -122,6 +125,9 @@ def loads_of(
             whole_row_state=bool(row_states),
             cuts_columns=optimizer is None or optimizer.kind is not OptimizerKind.LAMB,
             fused=optimizer is not None,
+            leaves_device=optimizer is not None
+            and "BF16" not in str(config.data_type)
+            and has_fused_kernel(optimizer, torch.device("cuda"), torch.float32, [config.embedding_dim]),
         )
     unknown = sorted(given.keys() - used)
     if unknown:
@@ -132,7 +138,7 @@ def loads_of(
 def sampled_features(batches: Iterable[KeyedJaggedTensor]) -> dict[str, Sampled]:
     """Ids per sample, growth of the distinct ids and the ids, by feature, from batches as one rank gets them.
 
-    The growth is Heaps' law through two points: the first batch, and all of them.
+    The growth is Heaps' law through two points: the first batch, and all of them; and locally, through each half.
     """
     import torch
 
@@ -156,7 +162,10 @@ def sampled_features(batches: Iterable[KeyedJaggedTensor]) -> dict[str, Sampled]
                 power = min(1.0, log(distinct / len(parts[0].unique())) / log(total / first))
             elif distinct < total:
                 power = log(max(distinct, 2)) / log(max(total, 3))
-            growth = Growth(scale=distinct / total**power, power=power)
+            new = np.sort(np.unique(everything.cpu().numpy(), return_index=True)[1])
+            sizes = [total >> halvings for halvings in range(max(1, total.bit_length() - 4))]  # at least 16 ids
+            points = tuple((float(size), float(np.searchsorted(new, size))) for size in reversed(sizes))
+            growth = Growth(scale=distinct / total**power, power=power, points=points)
         numbers = everything.to(device="cpu", dtype=torch.int64).numpy()
         sampled[key] = Sampled(pooling=len(everything) / samples, growth=growth, ids=numbers)
     return sampled

@@ -272,9 +272,7 @@ class EmbeddingServer:
             Per shard, ``[row_start, row_end, col_start, col_end]`` and a copy on the CPU.
         """
         collection, name = self._owner(table)
-        held = {shard: parameter.detach() for shard, parameter in collection.tables()[name].locals.items()}
-        if state:
-            held = collection.fused_state(name, state)
+        held = collection.fused_state(name, state) if state else collection.tables()[name].tensors()
         return [(_rect(shard), values.cpu().clone()) for shard, values in held.items() if shard is not None]
 
     def write(self, table: str, rect: list[int], values: Tensor) -> int:
@@ -286,9 +284,9 @@ class EmbeddingServer:
             values: (rows, cols).
         """
         collection, name = self._owner(table)
-        for shard, parameter in collection.tables()[name].locals.items():
-            if shard is not None and _rect(shard) == rect and tuple(values.shape) == tuple(parameter.shape):
-                parameter.detach().copy_(values)
+        for shard, weight in collection.tables()[name].tensors(to_write=True).items():
+            if shard is not None and _rect(shard) == rect and tuple(values.shape) == tuple(weight.shape):
+                weight.copy_(values)
                 return 0
         raise InputError(f"table {table!r} has no shard {rect} of shape {tuple(values.shape)} on server {self.rank}")
 

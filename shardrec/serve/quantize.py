@@ -113,7 +113,7 @@ def _convert(
     memory = served_memory(target)
     for name, table in source.tables().items():
         layout, form = table.layout, formats[table.layout.name]
-        parts = {shard: parameter.detach() for shard, parameter in table.locals.items()}
+        parts = table.tensors()
         bad = fault_of(name, parts.values(), form)
         if bad:
             yield bad

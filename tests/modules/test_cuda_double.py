@@ -45,6 +45,8 @@ from tests.cuda_double import (
     Race,
     cuda_double,
     cuda_is_there,
+    to_double,
+    value_of,
 )
 from tests.models import click_model, collection, feature_rows, random_configs, table_sizes
 from tests.modules import clicks
@@ -54,25 +56,6 @@ from tests.plans import cut_plan, random_plan
 from tests.ranks import ranks
 
 HEADER = "exchange/step.py"
-
-
-def to_double(features: KeyedJaggedTensor) -> KeyedJaggedTensor:
-    weights, inverse = features.weights_or_none(), features.inverse_indices_or_none()
-    return KeyedJaggedTensor(
-        keys=features.keys(),
-        values=features.values().to("cuda"),
-        lengths=features.lengths().to("cuda"),
-        weights=None if weights is None else weights.to("cuda"),
-        stride=None if features.variable_stride_per_key() else features.stride(),
-        stride_per_key_per_rank=features.stride_per_key_per_rank() if features.variable_stride_per_key() else None,
-        inverse_indices=None if inverse is None else (inverse[0], inverse[1].to("cuda")),
-    )
-
-
-def value_of(found: Any) -> Tensor:
-    """The values of a KeyedTensor, or of a dict of JaggedTensors, side by side."""
-    values = found.values()
-    return values if isinstance(values, Tensor) else torch.cat([one.values() for one in values])
 
 
 def weights(model: ShardedModel) -> dict[str, Tensor]:

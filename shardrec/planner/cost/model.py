@@ -27,6 +27,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
+from math import ceil
 
 from shardrec.layout import Topology
 from shardrec.planner.cost.profile import Profile
@@ -42,6 +43,8 @@ MEMORY = ("weights", "optimizer", "buffers")
 _FLOAT = 4
 _ID = 4
 _WIDE_ID = 8
+_SLOT, _CACHED_ROW = 16, 4
+"""Bytes on the device for each row that a cache has room for, and for each row of a table that has one."""
 _SUMMED_BYTES = 256 << 10
 """Gradients that our kernels on the CPU add up in an array; those of larger shards are sorted by row."""
 _UPDATED, _CACHED = 2.0, 1 / 3
@@ -53,10 +56,11 @@ _US = 1e-3  # ms
 
 @dataclass(frozen=True, kw_only=True)
 class Cost:
-    """Time by component (ms) and memory by use (bytes)."""
+    """Time by component (ms), memory by use (bytes) and bytes of tiers in the host's memory."""
 
     times: tuple[float, ...] = (0.0,) * len(COMPONENTS)
     memory: tuple[float, ...] = (0.0,) * len(MEMORY)
+    host_bytes: float = 0.0
 
     @property
     def ms(self) -> float:
@@ -75,12 +79,17 @@ class Cost:
 
     def times_each(self, factor: float) -> Cost:
         """The cost multiplied by a factor."""
-        return Cost(times=tuple(factor * t for t in self.times), memory=tuple(factor * m for m in self.memory))
+        return Cost(
+            times=tuple(factor * t for t in self.times),
+            memory=tuple(factor * m for m in self.memory),
+            host_bytes=factor * self.host_bytes,
+        )
 
     def __add__(self, other: Cost) -> Cost:
         return Cost(
             times=tuple(a + b for a, b in zip(self.times, other.times, strict=True)),
             memory=tuple(a + b for a, b in zip(self.memory, other.memory, strict=True)),
+            host_bytes=self.host_bytes + other.host_bytes,
         )
 
 
@@ -165,13 +174,31 @@ class CostModel:
         )
         each = profile.shard_us * _US / 2
         received_ms, read_ms, sent_ms, returned_ms, written_ms, copied_ms = (time * _NS for time in times)
-        state = rows * cols * table.state_bytes + rows * table.row_state_bytes
+        weights, state, on_host = rows * cols * table.weight_bytes, rows * cols * table.state_bytes, 0
         if not table.fused:
             state += rows * cols * table.weight_bytes
+        if table.tier != "device":
+            loaded_ms, stored_ms = self._link(table, rows, cols, ids, share)
+            read_ms, written_ms = read_ms + loaded_ms, written_ms + stored_ms
+            on_host, state = weights + state, 0
+            weights = ceil(table.load_factor * rows) * (cols * table.weight_bytes + _SLOT)
+            weights += rows * _CACHED_ROW * (table.tier == "cached")
         return Cost(
             times=(received_ms, read_ms + each, sent_ms, returned_ms, written_ms + each, copied_ms),
-            memory=(rows * cols * table.weight_bytes, state, 2 * out + ids * (_ID + _WIDE_ID) + bags * _ID),
+            memory=(weights, state + rows * table.row_state_bytes, 2 * out + ids * (_ID + _WIDE_ID) + bags * _ID),
+            host_bytes=on_host,
         )
+
+    def _link(self, table: TableLoad, rows: int, cols: int, ids: float, share: float) -> tuple[float, float]:
+        """ms of the link to the host's memory, for the lookup of rows, and for their update. As many rows leave a cache
+        as it misses; states kept per weight have none."""
+        row_ms = cols * table.weight_bytes * self.profile.memory_link_byte_ns * _NS
+        state_ms = cols * table.state_bytes * self.profile.memory_link_byte_ns * _NS
+        distinct = self._distinct(table, rows, ids, share)
+        if table.tier == "host":
+            return ids * row_ms, 2 * distinct * (row_ms + state_ms)
+        missed = table.misses(ids, share, rows, table.load_factor * rows)
+        return missed * row_ms, missed * row_ms + 2 * distinct * state_ms
 
     def host_sum(self, table: TableLoad, *, cols: int, blocks: int) -> Cost:
         """The cost for each rank of a host of summing row blocks there, whether it holds a block or not.
@@ -245,7 +272,7 @@ class CostModel:
     def _rows(self, table: TableLoad, rows: int, cols: int, ids: float, share: float) -> tuple[float, float]:
         """ns of the lookup of rows, and of their update."""
         profile, row_bytes = self.profile, cols * table.weight_bytes
-        distinct = min(table.distinct(ids / share) * share if share else 0.0, ids, float(rows))
+        distinct = self._distinct(table, rows, ids, share)
         beyond = max(0.0, 1 - profile.cache_bytes / max(rows * row_bytes, 1.0))
         from_memory = distinct * beyond * row_bytes
         cached = _CACHED * (ids * row_bytes - from_memory)
@@ -254,6 +281,9 @@ class CostModel:
         if table.weight_bytes < _FLOAT:
             written += (distinct * cols + 2 * ids) * profile.decode_ns
         return read, written
+
+    def _distinct(self, table: TableLoad, rows: int, ids: float, share: float) -> float:
+        return min(table.distinct(ids / share) * share if share else 0.0, ids, float(rows))
 
     def _update_id_ns(self, rows: int, cols: int) -> float:
         return self.profile.summed_id_ns if rows * cols * _FLOAT <= _SUMMED_BYTES else self.profile.update_id_ns

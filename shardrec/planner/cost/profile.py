@@ -43,6 +43,7 @@ class Profile:
         host_exchange_byte_ns: the same for another host.
         exchange_us: a collective without bytes, and the work around it.
         reduce_byte_ns: all-reduce, per byte of the tensor.
+        memory_link_byte_ns: per byte between a device and its host's memory, of tables that are there; not calibrated.
         replica_byte_ns: per byte of a replica's dense gradient, besides the all-reduce.
         shard_us: per shard, or replicated table, and step.
         forward_us: per forward, whatever the plan, besides the collectives.
@@ -69,6 +70,7 @@ class Profile:
     shard_us: float
     forward_us: float
     backward_us: float
+    memory_link_byte_ns: float = 0.045
     errors: Mapping[str, float] = field(default_factory=dict, compare=False)
 
     def __post_init__(self) -> None:
@@ -103,6 +105,7 @@ class Profile:
             host_exchange_byte_ns=network,
             exchange_us=machine.latency * 1e6,
             reduce_byte_ns=2 * link,
+            memory_link_byte_ns=1e9 / (machine.memory_link * _OF_LINK_PEAK),
             # Zeroed, filled, averaged and applied.
             replica_byte_ns=4 * memory,
             shard_us=1.0 if gpu else 20.0,
@@ -125,7 +128,8 @@ class Profile:
             raise ConfigError(f"not a profile of format {_FORMAT} (format: {data.get('format')!r}); calibrate again")
         values = {name: value for name, value in data.items() if name != "format"}
         known = {each.name: each for each in fields(cls)}
-        unknown, missing = values.keys() - known.keys(), known.keys() - values.keys() - {"errors"}
+        unknown = values.keys() - known.keys()
+        missing = known.keys() - values.keys() - {"errors", "memory_link_byte_ns"}
         if unknown or missing:
             what = [f"unknown: {', '.join(sorted(unknown))}"] * bool(unknown)
             what += [f"missing: {', '.join(sorted(missing))}"] * bool(missing)

@@ -146,6 +146,8 @@ def _facts(report: PlanReport, *, uneven: bool) -> list[str]:
         _by_rank("GiB", [size / _GIB for size in report.rank_bytes], 3) + limit,
         f"rank {slowest} is the slowest: " + ", ".join(f"{name} {ms:,.3f}" for name, ms in parts),
     ]
+    if any(report.host_bytes):
+        facts.append(_by_rank("GiB in the host's memory", [size / _GIB for size in report.host_bytes], 3))
     if report.timed_out:
         facts.append("the time limit ended the search; more time may find a better plan or a higher bound")
     if report.exhausted:
