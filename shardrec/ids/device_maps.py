@@ -82,7 +82,8 @@ class FoundRows:
         count = int(self.head[0, 0])
         entries = self.head[1 : count + 1] if count < len(self.head) else self.missing[1 : count + 1].cpu()
         keys, order = entries[:, 0].sort()
-        return entries[:, 1][order].split((keys >> 32).bincount(minlength=maps).tolist())
+        ids: Sequence[Tensor] = entries[:, 1][order].split((keys >> 32).bincount(minlength=maps).tolist())
+        return ids
 
 
 class DeviceMaps:

@@ -253,8 +253,7 @@ class ShardedCollection(nn.Module, abc.ABC):
 
     def mapped(self, shard_input: ShardInput, *, assign_new_ids: bool, found_rows: FoundRows | None = None) -> Mapped:
         """The ids that all ranks requested, with rows in place of dynamic ids."""
-        maps = self.id_maps
-        return maps(shard_input, assign_new_ids, found_rows) if maps else Mapped(shard_input=shard_input)
+        return self.id_maps(shard_input, assign_new_ids, found_rows) if self.id_maps else Mapped(shard_input=shard_input)
 
     @torch.no_grad()
     def renew_rows(self, shard: Shard, rows: Tensor, step: int) -> None:
