@@ -227,7 +227,7 @@ class BagCall(Call):
             assert self.sent is not None, "ids are sent before they are looked up"
             received = received_id_weights(weights, self.sent, shard_input, collection.context.collectives)
             weighted = replace(shard_input, weights=received)
-        mapped = collection.mapped(weighted, assign_new_ids=self._assigns_new_ids, found_rows=self.found_rows)
+        mapped = collection.mapped(weighted, assign_new_ids=self._assigns_new_ids, rows=self.found_rows)
         # Memory from which pooled rows can usually be sent without a copy.
         allocate = collection.context.collectives.allocate
         self._pooled = collection.shards(mapped.shard_input, lambda numel: allocate(numel, collection.device))

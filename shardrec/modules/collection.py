@@ -251,9 +251,9 @@ class ShardedCollection(nn.Module, abc.ABC):
             self.id_maps is not None and self.training and self.storage.trains and torch._C._current_graph_task_id() < 0
         )
 
-    def mapped(self, shard_input: ShardInput, *, assign_new_ids: bool, found_rows: FoundRows | None = None) -> Mapped:
+    def mapped(self, shard_input: ShardInput, *, assign_new_ids: bool, rows: FoundRows | None = None) -> Mapped:
         """The ids that all ranks requested, with rows in place of dynamic ids."""
-        return self.id_maps(shard_input, assign_new_ids, found_rows) if self.id_maps else Mapped(shard_input=shard_input)
+        return self.id_maps(shard_input, assign_new_ids, rows) if self.id_maps else Mapped(shard_input=shard_input)
 
     @torch.no_grad()
     def renew_rows(self, shard: Shard, rows: Tensor, step: int) -> None:

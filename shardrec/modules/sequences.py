@@ -291,7 +291,7 @@ class SequenceCall(Call):
         """The rows of this rank's shards."""
         assert self.sent is not None, "ids are sent before they are looked up"
         collection = self._collection
-        mapped = collection.mapped(shard_input, assign_new_ids=self._assigns_new_ids, found_rows=self.found_rows)
+        mapped = collection.mapped(shard_input, assign_new_ids=self._assigns_new_ids, rows=self.found_rows)
         looked_up = collection.shards.rows(mapped.shard_input)
         if collection.id_maps is not None:
             collection.id_maps.hold(looked_up, mapped)
