@@ -2,7 +2,7 @@
 
 ``wheels.txt`` names those that go with requirements/set-2.11.txt; README.md has the commands.
 
-Headers, static libraries and tests stay behind. Of the device code in shared libraries, that of other architectures is
+Headers and static libraries stay behind. Of the device code in shared libraries, that of other architectures is
 written over with zeros, which take no room once compressed: the libraries keep their layout, and CUDA's loader never
 reads code for another architecture. So is that of kernels which no part of the benchmark runs (:data:`UNUSED`): CUDA
 loads a kernel's code when it is first called. PTX stays, from which the driver compiles what there is no code for.
@@ -37,7 +37,7 @@ UNUSED = "with_counter|_lamb_|_lars_sgd_|_none_|_ssd_|backward_(vbe|gwd|dense)|t
 size per feature, quantized tables, rows selected from tensors."""
 
 _LEFT_OUT = (".a", ".h", ".cuh", ".cu", ".cpp", ".pyi", ".pyc")
-_LEFT_OUT_FOLDERS = ("include", "test", "tests", "examples")  # fbgemm_gpu imports its docs
+_LEFT_OUT_FOLDERS = ("include", "examples")  # fbgemm_gpu imports its docs, pyre_extensions its tests
 _NAME = "libraries.tar.xz"
 _FILTER = {"id": lzma.FILTER_LZMA2, "preset": 4, "dict_size": 2**26}  # kernels for other types are much alike
 
