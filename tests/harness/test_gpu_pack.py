@@ -83,7 +83,7 @@ def test_parts_give_the_needed_files(tmp_path: Path) -> None:
         "one/lib.so": library(container(entry(CODE, 80, noise), entry(CODE, 90, b"H" * 40))),
         "one/data.bin": bytes(reversed(noise)),
         "one/include/one.h": b"// not needed",
-        "one/tests/test_one.py": b"# neither",
+        "one/tests/__init__.py": b"# imported by pyre_extensions",
         "one/docs/one.py": b"# imported by fbgemm_gpu",
     }
     with zipfile.ZipFile(wheels / "one-1.0-py3-none-any.whl", "w") as wheel:
@@ -95,7 +95,7 @@ def test_parts_give_the_needed_files(tmp_path: Path) -> None:
     assert [path.name for path in parts] == ["libraries.tar.xz.000"]
     with tarfile.open(fileobj=io.BytesIO(b"".join(path.read_bytes() for path in parts))) as archive:
         names = archive.getnames()
-        assert names == ["one/__init__.py", "one/lib.so", "one/data.bin", "one/docs/one.py"]
+        assert names == ["one/__init__.py", "one/lib.so", "one/data.bin", "one/tests/__init__.py", "one/docs/one.py"]
         thin = archive.extractfile("one/lib.so")
         assert thin is not None
         assert thin.read() == library(container(entry(CODE, 80, bytes(len(noise))), entry(CODE, 90, b"H" * 40)))
