@@ -5,17 +5,15 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from pydantic import PositiveInt
 
 from shardrec.errors import ConfigError
 from shardrec.files import parse_yaml, read_text, yaml_lines
 from shardrec.models import MODELS
+from shardrec.train.constraints import parse_constraint
 from shardrec.train.options import Options, flag, named_values, option, shown_as, together
-
-if TYPE_CHECKING:
-    from shardrec.planner import Constraint
 
 __all__ = [
     "BOARD",
@@ -29,7 +27,6 @@ __all__ = [
     "TrainConfig",
     "load_config",
     "load_config_text",
-    "parse_constraint",
 ]
 
 SYNTHETIC = "synthetic"
@@ -547,29 +544,6 @@ def load_config(
 def load_config_text(text: str, path: Path) -> TrainConfig:
     """:func:`load_config` of a file that has been read; ``path`` is for messages."""
     return TrainConfig(**{name: value for name, (value, _) in _parse(text, path).items()})
-
-
-def parse_constraint(text: str) -> tuple[str, Constraint]:
-    """``'t_*=row_wise,column_wise@0,1'`` as (pattern of plan names, what it asks for); ``@`` is before ranks.
-
-    Raises:
-        ConfigError: for another form, an unknown cut, or ranks of a table that every rank has.
-    """
-    # Imported here because the planner's package is only wanted by runs with a constraint.
-    from shardrec.planner.constraint import Constraint
-
-    pattern, equals, right = text.rpartition("=")
-    cuts_text, _, ranks_text = right.partition("@")
-    cuts = tuple(cut.strip().replace("-", "_") for cut in cuts_text.split(",") if cut.strip())
-    ranks = [rank.strip() for rank in ranks_text.split(",") if rank.strip()]
-    if not equals or not pattern or not (cuts or ranks) or not all(rank.isdecimal() for rank in ranks):
-        raise ConfigError(
-            f"constraint (--constraint) is {text!r}: give TABLE=CUT[,CUT][@RANK,RANK], such as 't_*=row_wise'"
-        )
-    try:
-        return pattern, Constraint(cuts=cuts, ranks=tuple(map(int, ranks)))
-    except ConfigError as error:
-        raise ConfigError(f"constraint (--constraint) is {text!r}: {error}") from None
 
 
 def _read(path: Path) -> dict[str, tuple[Any, int]]:

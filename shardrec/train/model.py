@@ -28,7 +28,8 @@ from shardrec.modules import ShardedModel
 from shardrec.modules.dynamic import constraints_of
 from shardrec.scripting import script
 from shardrec.serve import from_tensors
-from shardrec.train.config import TrainConfig, parse_constraint
+from shardrec.train.config import TrainConfig
+from shardrec.train.constraints import parse_constraint
 from shardrec.train.options import flag
 
 if TYPE_CHECKING:

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from shardrec.errors import ConfigError
 from shardrec.planner import Constraint
 from shardrec.train import TrainConfig, load_config
-from shardrec.train.config import parse_constraint
+from shardrec.train.constraints import parse_constraint
 
 
 def write(folder: Path, text: str) -> Path:
