@@ -17,8 +17,10 @@ an atomic counter. So two runs on CUDA are equal up to the rounding of float32 s
 
 from __future__ import annotations
 
+import inspect
 import math
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 import torch
 from fbgemm_gpu.split_embedding_configs import EmbOptimType, SparseType
@@ -43,6 +45,9 @@ __all__ = ["has_fused_kernel", "has_kernel", "kernel_states", "make_kernel"]
 _PRECISIONS = {torch.float32: SparseType.FP32, torch.float16: SparseType.FP16}
 
 _LOCATIONS = {"device": "DEVICE", "cached": "MANAGED_CACHING", "host": "MANAGED"}
+
+_TAKES_MEMORY = "preallocated_host_buffers" in inspect.signature(SplitTableBatchedEmbeddingBagsCodegen).parameters
+"""False for fbgemm 1.6, which fills memory of its own with zeros."""
 
 _MAX_COLUMNS = 2048
 """Of a table, for fbgemm's kernels on CUDA."""
@@ -107,13 +112,14 @@ def make_kernel(
     location = EmbeddingLocation[_LOCATIONS[tier]] if on_cuda else EmbeddingLocation.HOST
     compute = ComputeDevice.CUDA if on_cuda else ComputeDevice.CPU
     rule = optimizer or FusedOptimizer(kind=OptimizerKind.SGD, lr=0.0)
-    memory: dict[str, Tensor] | None = None
-    if not on_cuda:
+    given: dict[str, Any] = {}
+    if not on_cuda and _TAKES_MEMORY:
         sizes = [rows * cols for rows, cols in shapes]
         memory = {"weights": zeros_in_huge_pages(sum(sizes), dtype=dtype)}
         if rule.states:
             count = sum(rows for rows, _ in shapes) if rule.row_states else sum(sizes)
             memory["momentum1"] = zeros_in_huge_pages(count, dtype=torch.float32)
+        given["preallocated_host_buffers"] = memory
     kernel = SplitTableBatchedEmbeddingBagsCodegen(
         embedding_specs=[(rows, cols, location, compute) for rows, cols in shapes],
         feature_table_map=list(feature_tables),
@@ -130,7 +136,7 @@ def make_kernel(
         beta1=rule.betas[0],
         beta2=rule.betas[1],
         weight_decay=rule.weight_decay,
-        preallocated_host_buffers=memory,
+        **given,
         cache_sets=-(-cache_rows // DEFAULT_ASSOC),
         uvm_host_mapped=True,
         gather_uvm_cache_stats=cache_rows > 0,
