@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from shardrec import native
 from shardrec.layout import COLUMN_UNIT
 from shardrec.lookup import bank as bank_module
+from shardrec.lookup import kernels
 from shardrec.lookup.bank import LookupGradient, TableBank
 from shardrec.lookup.kernels import has_fused_kernel
 from shardrec.lookup.optimizers import FusedOptimizer, OptimizerKind
@@ -183,8 +184,11 @@ def test_width_classes_are_the_banks_own_memory(rng: Random) -> None:
         assert bool((weight == cols).all())
 
 
+@pytest.mark.parametrize("takes_memory", [True, False])
 @pytest.mark.parametrize("kind", list(OptimizerKind))
-def test_first_states(kind: OptimizerKind) -> None:
+def test_first_states(kind: OptimizerKind, takes_memory: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also with fbgemm's own memory, which is all that 1.6 takes."""
+    monkeypatch.setattr(kernels, "_TAKES_MEMORY", takes_memory)
     if not has_fused_kernel(FusedOptimizer(kind=kind, lr=1.0), CPU, torch.float32, [4, 8]):
         assert kind not in (OptimizerKind.SGD, OptimizerKind.ADAGRAD, OptimizerKind.ROWWISE_ADAGRAD)
         return
