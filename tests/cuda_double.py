@@ -570,6 +570,7 @@ class CachedKernelDouble(KernelDouble):
         self.timestep = 1
 
     def get_uvm_cache_stats(self) -> Any:
+        _ACTIVE[-1].touch(self.lxu_cache_state)  # of a later prefetch than it is of
         return _to_device(torch.tensor([self.populated, 0, 0, self.loads, 0, 0]))
 
     def __call__(self, ids: Any, offsets: Any, weights: Tensor | None) -> Any:

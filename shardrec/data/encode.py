@@ -352,6 +352,8 @@ def _ids(array: Any, feature: Feature) -> tuple[NDArray[np.int64], NDArray[np.bo
         return places.to_numpy(zero_copy_only=False).astype(np.int64) + 1, np.zeros(len(array), dtype=np.bool_)
     if coding == "hexadecimal" and _is_text(array.type):
         keys, missing, bad = _text_keys(array, hexadecimal=True)
+        null = np.asarray(array.is_null().to_numpy(zero_copy_only=False))  # which may have bytes
+        missing, bad = missing | null, bad & ~null
     else:
         keys, missing, bad = _keys(array, spread=coding != "hexadecimal" and feature.dynamic_ids is None)
     if feature.dynamic_ids is not None:
@@ -427,7 +429,7 @@ def _text_keys(
     """Texts as 64-bit keys (N,), which are empty, and which are no hexadecimal numbers although they are to be."""
     import pyarrow as pa
 
-    if native.is_loaded():
+    if native.is_loaded() and len(array):  # an empty column may have no offsets
         is_large = pa.types.is_large_string(array.type) or pa.types.is_large_binary(array.type)
         _, offsets_buffer, data_buffer = array.buffers()
         kind, count = pa.int64() if is_large else pa.int32(), array.offset + len(array) + 1

@@ -61,7 +61,7 @@ def find(
     mixed = (mixed ^ (mixed >> 30)) * 0xBF58476D1CE4E5B9
     mixed = (mixed ^ (mixed >> 27)) * 0x94D049BB133111EB
     mixed = mixed ^ (mixed >> 31)
-    place = (mixed & 0x7FFFFFFF).to(tl.int64) & bucket_mask
+    place = (mixed & 0xFFFFFFFF).to(tl.int64) & bucket_mask
     tag = (((mixed >> 32) << row_bits.to(tl.uint64)) & 0xFFFFFFFF).to(tl.int64)
     row = tl.full([BLOCK], -1, tl.int64)
     probing = mapped

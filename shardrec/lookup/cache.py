@@ -104,6 +104,7 @@ class RowCache:
     def statistics(self) -> dict[str, int]:
         """Since the start: calls; their ids; of each call, the distinct rows, those of them that were not in the cache,
         and those for which it had no place, with their ids. Waits for the device."""
+        self._joined()
         return dict(zip(_STATISTICS, self._kernel.get_uvm_cache_stats().tolist(), strict=True))
 
     def _joined(self) -> Any:

@@ -55,8 +55,12 @@ class Constraint:
                 raise ConfigError(fault)
         if self.tiers and "device" not in self.tiers and self.cuts and set(self.cuts) <= {"data_parallel"}:
             raise ConfigError(f"a data_parallel table is in tier 'device'; allow that one, not {self.tiers} alone")
-        if self.pinned is not None and (self.cuts or self.ranks or self.min_columns or self.tiers):
-            raise ConfigError("a pinned table is laid out already; leave cuts, ranks, min_columns and tiers empty")
+        if self.load_factor and (fault := tier_fault("cached", self.load_factor)):
+            raise ConfigError(fault)
+        if self.pinned is not None and any((self.cuts, self.ranks, self.min_columns, self.tiers, self.load_factor)):
+            raise ConfigError(
+                "a pinned table is laid out already; leave cuts, ranks, min_columns, tiers and load_factor empty"
+            )
 
 
 def constraints_by_table(

@@ -364,6 +364,19 @@ def test_a_whole_number_is_its_own_dynamic_id(numbers: list[int | None]) -> None
     assert encode(table, hexadecimal, labelled=False).rows.ids.tolist() == [-1, 31, -(2**63)]
 
 
+def test_texts_of_nulls_and_of_no_rows() -> None:
+    """A null may have bytes, and a column without rows no offsets: other libraries write such columns."""
+    validity, offsets, letters = (pa.py_buffer(part) for part in (b"\x02", np.array([0, 2, 4], np.int32), b"zz12"))
+    array = pa.Array.from_buffers(pa.string(), 2, [validity, offsets, letters])
+    empty = pa.Array.from_buffers(pa.string(), 0, [None, pa.py_buffer(b""), pa.py_buffer(b"")])
+    for ids, expected in (("hexadecimal", 0x12), ("hash", 12)):
+        column = {"name": "f", "kind": "id", "rows": 7, "dynamic_ids": {}, "ids": ids}
+        spec = FeatureSpec.model_validate({"features": [column]})
+        encoded = encode(pa.table({"f": array}), spec, labelled=False)
+        assert (encoded.rows.ids.tolist(), encoded.faults) == ([-(2**63), expected], {})
+        assert encode(pa.table({"f": empty}), spec, labelled=False).rows.ids.tolist() == []
+
+
 @pytest.mark.parametrize("text", ["07", "+7", "-0", "-", "7 ", "7.0", "18446744073709551616", "-9223372036854775809"])
 def test_other_texts_are_no_numbers(text: str) -> None:
     data = np.frombuffer(text.encode(), np.uint8)

@@ -23,6 +23,7 @@ from shardrec import native
 from shardrec.exchange.payload import ShardInput
 from shardrec.exchange.route import Slot
 from shardrec.ids import DynamicIds, maps
+from shardrec.ids.device_maps import DeviceMaps, launch
 from shardrec.ids.id_map import IdMap
 from shardrec.ids.maps import IdMaps
 from shardrec.ids.options import Evict
@@ -188,6 +189,42 @@ def test_a_rank_without_dynamic_shards() -> None:
     )
     for assign in (True, False):
         assert id_maps(given, assign_new_ids=assign).shard_input.ids.tolist() == [3, 8]
+
+
+@given(rng=randoms())
+def test_the_same_ids_are_evicted(rng: Random) -> None:
+    """Of a full map, in which many have equal uses and last steps."""
+    rows, evict = rng.randint(3, 150), rng.choice(get_args(Evict)[1:])
+    options = DynamicIds(evict=evict, ttl=2 if evict == "ttl" else None, fallback_rows=rng.choice([0, 2]))
+    id_map = IdMap(rows, options, rows - options.fallback_rows)
+    for row in range(options.fallback_rows, rows):
+        id_map.records[row] = torch.tensor([1000 + row, rng.randint(1, 3), rng.randint(1, 4)])
+    id_map.rebuild()
+    on_device = DeviceMaps([id_map], [0], [True], DEVICE)
+    on_device._upload()
+    step, protect, ids = 5, rng.randint(2, 5), torch.arange(rng.randint(1, rows))
+    last = id_map.records[:, 2].clone()
+    evicted, steps = on_device._victims(0, step, protect, len(ids))
+    looked = id_map.look_up(ids, ids.to(torch.int32), step=step, assign_new_ids=True, protect=protect)
+    assert evicted.tolist() == looked.evicted.tolist()
+    assert steps.tolist() == last[evicted].tolist()
+
+
+def test_the_home_of_an_id_is_the_host_s_in_the_largest_table() -> None:
+    """Of 2^32 buckets, of which only the one that the id is in is there."""
+    key = 3
+    mixed = key
+    for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB), (31, 1)):
+        mixed = (mixed ^ (mixed >> shift)) * factor % 2**64
+    home, size = mixed % 2**32, 2**30 + 1
+    assert home >= 2**31
+    bits = size.bit_length()
+    bucket = torch.tensor([(mixed >> 32 << bits) % 2**32 | 1]).to(torch.int32)
+    tables = torch.tensor([[-home, 2**32 - 1, 0, size, bits, 0]])
+    records, rows = torch.tensor([[key, 1, 1]]), torch.empty(1, dtype=torch.int32)
+    ids, numbers = torch.tensor([key]), torch.zeros(1, dtype=torch.int32)
+    launch("find", 1, ids, numbers, tables, bucket, records, rows, rows, 0, CLAIM=False)
+    assert rows.tolist() == [0]
 
 
 COMPILE = """

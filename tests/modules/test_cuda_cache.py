@@ -290,6 +290,16 @@ def test_a_prefetch_waits_for_the_backward_before_it() -> None:
                 model.sharded_collections[0].shards._local_groups[0].bank.prefetch(ids, lengths)  # type: ignore[union-attr]
 
 
+def test_statistics_wait_for_a_prefetch() -> None:
+    with cuda_is_there(), cuda_double() as double, double.may_wait():
+        model = shard(collection(CONFIGS, optimizers="sgd"), row_blocks(**SMALL), device="cuda:0")
+        shards = model.sharded_collections[0].shards
+        with torch.cuda.stream(torch.cuda.Stream()):
+            ids, lengths = torch.zeros(6, device="cuda").int(), torch.ones(6, 1, device="cuda").int()
+            shards._local_groups[0].bank.prefetch(ids, lengths)  # type: ignore[union-attr]
+        assert [numbers["calls"] for _, numbers in shards.cache_statistics()] == [1, 0]
+
+
 def test_calls_that_are_prefetched_and_dropped_are_forgotten() -> None:
     with cuda_is_there(), cuda_double() as double, double.may_wait():
         model = shard(collection(CONFIGS, optimizers="sgd"), row_blocks(**SMALL), device="cuda:0")

@@ -69,6 +69,13 @@ def test_unknown_cuts() -> None:
     assert str(caught.value) == f"there is no cut 'rowwise'; the cuts are {', '.join(CUTS)}"
 
 
+@pytest.mark.parametrize("load_factor", [7.0, -0.5, float("nan")])
+@pytest.mark.parametrize("tiers", [(), ("device",), ("cached",)])
+def test_sizes_that_no_cache_has(tiers: tuple[str, ...], load_factor: float) -> None:
+    with pytest.raises(ConfigError, match=f"load_factor is {load_factor}"):
+        Constraint(tiers=tiers, load_factor=load_factor)
+
+
 def test_no_constraints() -> None:
     assert constraints_by_table(TABLES, None, 2) == {}
     assert constraints_by_table(TABLES, {}, 2) == {}
