@@ -97,15 +97,14 @@ def open_rows(path: str, stack: ExitStack) -> tuple[RowFile, Any]:
         The file, and its ids, a ``pyarrow.Array`` (n,).
 
     Raises:
-        ConfigError: if it is none, or has an id twice.
-        OSError: if it cannot be opened.
+        ConfigError: if it cannot be opened, is none, or has an id twice.
     """
     import pyarrow as pa
     import pyarrow.compute as pc
     import pyarrow.parquet as pq
 
-    file = stack.enter_context(os.fdopen(open_regular(path), "rb"))
     with _readable(path):
+        file = stack.enter_context(os.fdopen(open_regular(path), "rb"))
         if path.endswith((".parquet", ".pq")):
             parquet = pq.ParquetFile(file)
             kinds = parquet.schema_arrow
@@ -182,5 +181,5 @@ def _readable(path: str) -> Iterator[None]:
         with np.errstate(over="ignore"):
             yield
     except _DAMAGE as error:
-        reason = (str(error) or type(error).__name__).splitlines()[0]
+        reason = (getattr(error, "strerror", None) or str(error) or type(error).__name__).splitlines()[0]
         raise ConfigError(f"rows of a table cannot be read from {path} ({reason}): {_FORMS}") from error

@@ -321,7 +321,9 @@ def _as_they_are(table: str, ids: Any) -> tuple[NDArray[np.int64], NDArray[np.bo
 
     if not pa.types.is_integer(ids.type):
         raise ConfigError(f"rows: the ids of table {table!r} are of type {ids.type}: give whole numbers")
-    return ids.fill_null(0).cast(pa.int64()).to_numpy(), ids.is_null().to_numpy(zero_copy_only=False)
+    numbers = ids.fill_null(0).cast(pa.int64(), safe=False).to_numpy()
+    too_large = pa.types.is_uint64(ids.type) & (numbers < 0)  # which would be another id
+    return numbers, too_large | ids.is_null().to_numpy(zero_copy_only=False)
 
 
 def _weights(names: Iterable[str]) -> dict[str, None]:

@@ -434,10 +434,10 @@ def _text_keys(
         _, offsets_buffer, data_buffer = array.buffers()
         kind, count = pa.int64() if is_large else pa.int32(), array.offset + len(array) + 1
         offsets = torch.from_dlpack(pa.Array.from_buffers(kind, count, [None, offsets_buffer]))[array.offset :]
-        letters = torch.empty(0, dtype=torch.uint8)
+        content = torch.empty(0, dtype=torch.uint8)
         if data_buffer is not None and data_buffer.size:
-            letters = torch.from_dlpack(pa.Array.from_buffers(pa.uint8(), data_buffer.size, [None, data_buffer]))
-        keys, bad = torch.ops.shardrec.text_keys(letters, offsets, hexadecimal, spread)
+            content = torch.from_dlpack(pa.Array.from_buffers(pa.uint8(), data_buffer.size, [None, data_buffer]))
+        keys, bad = torch.ops.shardrec.text_keys(content, offsets, hexadecimal, spread)
         return keys.numpy().view(np.uint64), (offsets[1:] == offsets[:-1]).numpy(), bad.numpy()
     data, starts, lengths = _bytes(array.cast(pa.large_binary()))
     missing = lengths == 0

@@ -6,17 +6,18 @@ The options of a topic's URL say which, as in ``kafka://host:9092/clicks?format=
 from __future__ import annotations
 
 import io
+import os
 from collections.abc import Callable, Mapping, Sequence
-from datetime import date
+from datetime import date, time
 from decimal import Decimal
 from functools import lru_cache
-from pathlib import Path
 from typing import Any
+from uuid import UUID
 
 from shardrec._versions import check_extra
 from shardrec.data.fault import Reason, RowFault
 from shardrec.errors import DataError
-from shardrec.files import parse_json, read_json
+from shardrec.files import open_regular, parse_json
 
 __all__ = ["Decode", "decoder_of"]
 
@@ -75,13 +76,20 @@ def _json(data: bytes) -> Any:
         return data  # which is no object
 
 
+def _contents(path: str) -> bytes:
+    with os.fdopen(open_regular(path), "rb") as file:
+        return file.read()
+
+
 def _avro(path: str) -> tuple[Decode, bytes]:
     check_extra("avro")
     from fastavro import parse_schema, schemaless_reader  # an extra
     from fastavro.schema import SchemaParseException, UnknownType  # an extra
 
     try:
-        schema = parse_schema(read_json(Path(path)))
+        written = parse_json(_contents(path))
+        schema = parse_schema(written)
+        _check_ends(written)
     except (AttributeError, LookupError, OSError, SchemaParseException, TypeError, UnknownType, ValueError) as error:
         raise DataError(f"schema {path} is no schema of Avro ({type(error).__name__}: {error}): correct it") from error
 
@@ -95,6 +103,24 @@ def _avro(path: str) -> tuple[Decode, bytes]:
     return decode, b""
 
 
+def _check_ends(schema: Any, inside: frozenset[str] = frozenset(), space: str = "") -> None:
+    """Raise a ValueError if a record can hold another one of its own: many levels of them would end the process."""
+    match schema:
+        case str() if schema in inside or f"{space}.{schema}" in inside:
+            raise ValueError(f"record {schema} is within itself")
+        case {"type": "record" | "error", "name": str(name), "fields": Sequence() as fields}:
+            space, dot, _ = name.rpartition(".") if "." in name else (schema.get("namespace", space), ".", "")
+            full = name if "." in name or not space else f"{space}{dot}{name}"
+            for field in fields:
+                _check_ends(field["type"], inside | {full}, space)
+        case Mapping():
+            for part in ("type", "items", "values"):
+                _check_ends(schema.get(part), inside, space)
+        case Sequence() if not isinstance(schema, str):
+            for part in schema:
+                _check_ends(part, inside, space)
+
+
 def _protobuf(path: str, name: str) -> tuple[Decode, bytes]:
     # All of the extra train.
     from google.protobuf import json_format
@@ -105,7 +131,7 @@ def _protobuf(path: str, name: str) -> tuple[Decode, bytes]:
 
     pool = DescriptorPool()
     try:
-        files = FileDescriptorSet.FromString(Path(path).read_bytes()).file
+        files = FileDescriptorSet.FromString(_contents(path)).file
         for file in files:
             pool.Add(file)
         described = pool.FindMessageTypeByName(name)
@@ -146,8 +172,10 @@ def _plain(value: Any) -> Any:
             return int(value)
         case bytes():
             return value.decode()
-        case date():
+        case date() | time():
             return value.isoformat()
+        case UUID():
+            return str(value)
         case Decimal():
             return float(value)
         case Mapping():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -451,7 +452,9 @@ REFUSED_ROWS = {
     "cut.parquet": "cannot be read from .*cut.parquet",
     "cut.npy": "cannot be read from .*cut.npy",
     "rows.csv": "its name says no format",
-    "absent.npy": "absent.npy: No such file",
+    "absent.npy": "^rows of a table cannot be read from .*absent.npy .No such file or directory.: give Parquet",
+    "pipe.npy": "^rows of a table cannot be read from .*pipe.npy .it is no regular file .*: give Parquet",
+    "unsigned.npz": "no id of .*unsigned.npz is in bags",
 }
 
 
@@ -473,6 +476,8 @@ def test_rows_that_are_refused_change_nothing(name: str, tmp_path: Path) -> None
     (tmp_path / "cut.parquet").write_bytes((tmp_path / "ragged.parquet").read_bytes()[:-20])
     (tmp_path / "cut.npy").write_bytes((tmp_path / "nan.npy").read_bytes()[:900])
     (tmp_path / "rows.csv").write_bytes(b"1,2")
+    os.mkfifo(tmp_path / "pipe.npy")
+    np.savez(tmp_path / "unsigned.npz", ids=np.array([2**63 + 5, 2**64 - 1], np.uint64), rows=rows[:2])
     with pytest.raises(ShardrecError, match=REFUSED_ROWS[name]):
         refused_rows_main(tmp_path, name)
     if name in ("nan.npy", "twice.npz"):

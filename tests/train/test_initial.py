@@ -216,7 +216,7 @@ def test_rows_have_the_places_of_ids_in_data(tmp_path: Path) -> None:
         (["user=a.npy", "user=b.npy"], "give TABLE=FILE, each TABLE once"),
         (["user="], "give TABLE=FILE, each TABLE once"),
         (["usr=a.npy"], "init_rows .* is 'usr=a.npy', and 'usr' is the name of 0 tables: give one of .*t_user"),
-        (["user=none.npy"], "none.npy: No such file"),
+        (["user=none.npy"], "none.npy .No such file"),
     ],
 )
 def test_rows_that_are_refused(given: list[str], words: str, tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import os
 import random
 import re
 from collections.abc import Callable, Iterator
@@ -11,6 +12,7 @@ from datetime import UTC, datetime
 from decimal import Decimal
 from pathlib import Path
 from typing import Any
+from uuid import UUID
 
 import pytest
 import torch
@@ -189,6 +191,25 @@ AVRO = {
         {"name": "more", "type": "bytes"},
     ],
 }
+TIMES = {
+    "type": "record",
+    "name": "Times",
+    "fields": [
+        {"name": "part", "type": {"type": "record", "name": "Part", "fields": [{"name": "a", "type": "int"}]}},
+        {"name": "again", "type": "Part"},
+        {"name": "at", "type": {"type": "int", "logicalType": "time-millis"}},
+        {"name": "id", "type": {"type": "string", "logicalType": "uuid"}},
+    ],
+}
+
+
+def test_times_of_day_and_uuids_are_texts(tmp_path: Path) -> None:
+    pytest.importorskip("fastavro", reason="shardrec is installed without its extra avro")
+    (tmp_path / "times.avsc").write_text(json.dumps(TIMES), encoding="utf-8")
+    decode = decoder_of(f"format=avro&schema={tmp_path}/times.avsc")
+    text = str(UUID(int=7))
+    record = decode(b"\x02\x04" + b"\xd0\x0f" + bytes([2 * len(text)]) + text.encode())
+    assert record == {"part": {"a": 1}, "again": {"a": 2}, "at": "00:00:01", "id": text}
 
 
 class Avro:
@@ -306,6 +327,10 @@ def test_records_of_avro_and_protobuf_are_rows_as_json_is(
         ("format=avro&schema=FOLDER/empty", "empty is no schema of Avro"),
         ("format=avro&schema=FOLDER/text", "text is no schema of Avro .UnknownType: recrd"),
         ("format=avro&schema=FOLDER/none", "none is no schema of Avro .FileNotFoundError"),
+        ("format=avro&schema=FOLDER/pipe", "pipe is no schema of Avro .OSError: .*it is no regular file"),
+        ("format=protobuf&schema=FOLDER/pipe&message=a.B", "pipe is no descriptor set .*it is no regular file"),
+        ("format=avro&schema=FOLDER/tree", "tree is no schema of Avro .ValueError: record Tree is within itself"),
+        ("format=avro&schema=FOLDER/far", "far is no schema of Avro .ValueError: record a.Tree is within itself"),
     ],
 )
 def test_formats_that_are_refused(options: str, words: str, tmp_path: Path) -> None:
@@ -313,6 +338,13 @@ def test_formats_that_are_refused(options: str, words: str, tmp_path: Path) -> N
         pytest.importorskip("fastavro", reason="shardrec is installed without its extra avro")
     (tmp_path / "empty").write_bytes(b"")
     (tmp_path / "text").write_text('"recrd"', encoding="utf-8")
+    os.mkfifo(tmp_path / "pipe")
+    tree = {"type": "record", "name": "Tree", "fields": [{"name": "up", "type": ["null", "Tree"]}]}
+    (tmp_path / "tree").write_text(json.dumps(tree), encoding="utf-8")
+    wood = {"name": "trees", "type": {"type": "array", "items": "a.Tree"}}
+    part = {"type": "record", "name": "Wood", "fields": [wood]}
+    tree |= {"namespace": "a", "fields": [{"name": "wood", "type": part}]}
+    (tmp_path / "far").write_text(json.dumps(tree), encoding="utf-8")
     with pytest.raises(ShardrecError, match=words):
         decoder_of(options.replace("FOLDER", str(tmp_path)))
 
