@@ -106,7 +106,7 @@ def open_rows(path: str, stack: ExitStack) -> tuple[RowFile, Any]:
     with _readable(path):
         file = stack.enter_context(os.fdopen(open_regular(path), "rb"))
         if path.endswith((".parquet", ".pq")):
-            parquet = pq.ParquetFile(file)
+            parquet = pq.ParquetFile(file, page_checksum_verification=True)
             kinds = parquet.schema_arrow
             ids = parquet.read(columns=kinds.names[:1]).column(0).combine_chunks()
             ids = ids.dictionary_decode() if pa.types.is_dictionary(ids.type) else ids

@@ -131,9 +131,9 @@ class DeviceMaps:
             shard_input: with raw ids, int64.
             frozen: ids without a row take the fallback at once, and are not listed.
         """
-        self._upload()
         if self._written is not None:
             torch.cuda.current_stream(self._device).wait_event(self._written)
+        self._upload()
         ids, count = shard_input.ids, shard_input.ids.numel()
         ends = nn.functional.pad(shard_input.lengths.sum(dim=1, dtype=torch.int64).cumsum(0), [1, 0])
         slot_N = torch.searchsorted(ends[1:], torch.arange(count, device=self._device), right=True)

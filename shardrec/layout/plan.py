@@ -263,7 +263,7 @@ def _table_from_json(data: Mapping[str, Any]) -> TableLayout:
         cut=_field(data, "cut", str),
         replicated=_field(data, "replicated", bool),
         tier=_checked(data.get("tier", "device"), str, "tier"),
-        load_factor=float(data.get("load_factor", 0)),
+        load_factor=_checked(data.get("load_factor", 0.0), float, f"load_factor of table {name!r}"),
         shards=tuple(_shards_from_json(name, _field(data, "shards", list))),
     )
 

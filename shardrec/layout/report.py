@@ -98,6 +98,7 @@ class PlanReport:
         values["tables"] = tuple(TableReport(**each) for each in data["tables"])
         for name in ("times", "memory"):
             values[name] = tuple(map(tuple, data[name]))
-        for name in ("components", "uses", "host_bytes"):
-            values[name] = tuple(data.get(name, ()))
+        for name in ("components", "uses"):
+            values[name] = tuple(data[name])
+        values["host_bytes"] = tuple(data.get("host_bytes", ()))
         return cls(**values)

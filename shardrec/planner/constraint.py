@@ -57,6 +57,10 @@ class Constraint:
             raise ConfigError(f"a data_parallel table is in tier 'device'; allow that one, not {self.tiers} alone")
         if self.load_factor and (fault := tier_fault("cached", self.load_factor)):
             raise ConfigError(fault)
+        if self.load_factor and self.tiers and "cached" not in self.tiers:
+            raise ConfigError(
+                f"load_factor is {self.load_factor} and tiers {self.tiers}, of which none has a cache: allow 'cached'"
+            )
         if self.pinned is not None and any((self.cuts, self.ranks, self.min_columns, self.tiers, self.load_factor)):
             raise ConfigError(
                 "a pinned table is laid out already; leave cuts, ranks, min_columns, tiers and load_factor empty"

@@ -189,7 +189,10 @@ def train_epoch(
             if run.elastic is not None and run.elastic.steps == progress.steps:
                 continue  # the step is lost, and progress is that of another replica
             progress.loss.add(loss)
-            progress.rows += part.batch.size * (1 if run.elastic is None else run.elastic.replicas)
+            if run.elastic is None:
+                progress.rows += part.batch.size
+            elif run.rank_info.is_lead:  # for all ranks of all replicas
+                progress.rows += run.source.step_rows(progress.epoch_steps)
             run.source.left_out_of(progress.epoch, part.left_out)
             if replanner is not None:
                 replanner.saw(part.batch.sparse)

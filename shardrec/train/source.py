@@ -257,6 +257,10 @@ class Source:
         rows = self.data.train_rows
         return rows if self._samples is None else min(rows, -(-self._samples // self._batch_rows) * self._batch_rows)
 
+    def step_rows(self, epoch_steps: int) -> int:
+        """Rows of the step after so many of an epoch, over all ranks and replicas, of one batch a step."""
+        return min(self._batch_rows, self.train_rows - epoch_steps * self._batch_rows)
+
     def count(self) -> None:
         """Count the rows of files, each on one of the ranks. Every rank calls it before it asks for rows.
 

@@ -76,6 +76,11 @@ def test_sizes_that_no_cache_has(tiers: tuple[str, ...], load_factor: float) -> 
         Constraint(tiers=tiers, load_factor=load_factor)
 
 
+def test_a_size_without_a_cache() -> None:
+    with pytest.raises(ConfigError, match=r"load_factor is 0.5 and tiers \('host',\), of which none has a cache"):
+        Constraint(tiers=("host",), load_factor=0.5)
+
+
 def test_no_constraints() -> None:
     assert constraints_by_table(TABLES, None, 2) == {}
     assert constraints_by_table(TABLES, {}, 2) == {}
