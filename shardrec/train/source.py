@@ -258,7 +258,7 @@ class Source:
         return rows if self._samples is None else min(rows, -(-self._samples // self._batch_rows) * self._batch_rows)
 
     def step_rows(self, epoch_steps: int) -> int:
-        """Rows of the step after so many of an epoch, over all ranks and replicas, of one batch a step."""
+        """Rows of the step after ``epoch_steps`` of an epoch, of one batch a step, over all ranks and replicas."""
         return min(self._batch_rows, self.train_rows - epoch_steps * self._batch_rows)
 
     def count(self) -> None:

@@ -22,6 +22,7 @@ from torchrec.modules.embedding_configs import DataType, EmbeddingBagConfig, Emb
 from torchrec.modules.embedding_modules import EmbeddingCollection
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
+from shardrec import native
 from shardrec._torchscript import plain
 from shardrec.checkpoint import load_checkpoint, save
 from shardrec.data import ClickBatch, ClickMetrics
@@ -220,6 +221,7 @@ def test_batches_without_samples_or_ids() -> None:
         compare(lambda: sequences.Holder(sequences.collection(torch.optim.SGD, 0.1)), plan, given)
 
 
+@pytest.mark.skipif(not native.is_loaded(), reason="the C++ operators were not compiled")
 @pytest.mark.parametrize("dedup", [True, False])
 def test_dynamic_ids_with_batches_without_samples(dedup: bool) -> None:
     rng = Random(0)
