@@ -34,7 +34,7 @@ _MOST = 1 << 16
 
 _OPTIONS = "SHARDREC_KAFKA"
 _NAME = re.compile(
-    r"(kafka://([^/?\s]+)/([\w.-]+)(?:\?((?!partition=)[^?\s]+?))?)"
+    r"(kafka://([^/?\s]+)/([\w.-]+)(?:\?((?!partition=)[^?\n]+?))?)"
     r"(?:[?&]partition=(\d+)&offsets=(\d+)-(\d+)(?:&last=([\w-]*))?)?"
 )
 _heard = deque[str](maxlen=2)

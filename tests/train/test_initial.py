@@ -188,7 +188,7 @@ def test_rows_by_the_ids_of_features(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert f"from {', '.join(files)}:\n" in shown
     counts = {"user": "3 rows, 1 ids are not", "item": "2 rows, 2 ids are not", "country": "2 rows, 2 ids are not"}
     for name, words in (counts | {"shop": "4 rows"}).items():
-        assert re.search(rf"loaded \S+t_{name}.weight \(4, 4\)( -> \S+ 4\))? from \S+{name}.parquet: {words}", shown)
+        assert re.search(rf"loaded \S+t_{name}.weight \(4, 4\)( -> \S+ 4\))? from .+{name}.parquet: {words}", shown)
 
 
 def test_rows_have_the_places_of_ids_in_data(tmp_path: Path) -> None:
