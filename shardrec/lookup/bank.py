@@ -139,8 +139,8 @@ class _ClassIds:
         for start in range(0, self.rows.numel(), size):
             span = slice(start, start + size)
             places, id_weights = (None if one is None else one[span] for one in (self.places, self.id_weights))
-            given = {"rows": self.rows[span], "slots": self.slots[span], "samples": self.samples[span]}
-            yield span, _ClassIds(places=places, id_weights=id_weights, **given)
+            of_ids = {"rows": self.rows[span], "slots": self.slots[span], "samples": self.samples[span]}
+            yield span, _ClassIds(places=places, id_weights=id_weights, **of_ids)
 
 
 class TableBank:
@@ -242,7 +242,7 @@ class TableBank:
         assert out is None, "only kernels of our own write in place"
         if self.kernel is None:
             return self._look_up_in_torch(ids, lengths, id_weights)
-        given = *self._kernel_ids(ids, lengths), id_weights
+        arguments = *self._kernel_ids(ids, lengths), id_weights
         look_up = self.kernel if self.cache is None else partial(self.cache.look_up, ids)
         counts_steps = self.optimizer is not None and self.optimizer.counts_steps
         if counts_steps:
@@ -252,9 +252,9 @@ class TableBank:
         if torch.is_inference_mode_enabled():
             # fbgemm registers its training kernels for autograd only, which inference mode leaves out.
             with torch.inference_mode(False), torch.no_grad():
-                values: Tensor = look_up(*given)
+                values: Tensor = look_up(*arguments)
             return values
-        pooled: Tensor = look_up(*given)
+        pooled: Tensor = look_up(*arguments)
         if counts_steps and pooled.requires_grad:
             pooled.register_hook(self._count_step)
         return pooled

@@ -112,14 +112,14 @@ def make_kernel(
     location = EmbeddingLocation[_LOCATIONS[tier]] if on_cuda else EmbeddingLocation.HOST
     compute = ComputeDevice.CUDA if on_cuda else ComputeDevice.CPU
     rule = optimizer or FusedOptimizer(kind=OptimizerKind.SGD, lr=0.0)
-    given: dict[str, Any] = {}
+    host_memory: dict[str, Any] = {}
     if not on_cuda and _TAKES_MEMORY:
         sizes = [rows * cols for rows, cols in shapes]
         memory = {"weights": zeros_in_huge_pages(sum(sizes), dtype=dtype)}
         if rule.states:
             count = sum(rows for rows, _ in shapes) if rule.row_states else sum(sizes)
             memory["momentum1"] = zeros_in_huge_pages(count, dtype=torch.float32)
-        given["preallocated_host_buffers"] = memory
+        host_memory["preallocated_host_buffers"] = memory
     kernel = SplitTableBatchedEmbeddingBagsCodegen(
         embedding_specs=[(rows, cols, location, compute) for rows, cols in shapes],
         feature_table_map=list(feature_tables),
@@ -136,7 +136,7 @@ def make_kernel(
         beta1=rule.betas[0],
         beta2=rule.betas[1],
         weight_decay=rule.weight_decay,
-        **given,
+        **host_memory,
         cache_sets=-(-cache_rows // DEFAULT_ASSOC),
         uvm_host_mapped=True,
         gather_uvm_cache_stats=cache_rows > 0,
