@@ -12,6 +12,7 @@ import os
 import shutil
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -22,6 +23,7 @@ from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backwa
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 import shardrec
+from shardrec import native
 from shardrec.layout import ShardingPlan, TableLayout, Topology, cuts
 
 __all__ = ["compare", "edge_batches", "main", "new_parser"]
@@ -30,7 +32,7 @@ _ROWS, _DIM = {"t0": 40, "t1": 24, "t2": 16}, 8
 _FEATURES = {"t0": ["a", "b"], "t1": ["b"], "t2": ["c"]}  # b is looked up in two tables
 _KEYS = ("unused", "c", "a", "b")
 _NAME = "benchmarks.gpu.edges"
-_LAYOUTS = ("table_wise", "row_blocks", "replicated")
+_LAYOUTS = ("table_wise", "row_blocks", "replicated", "cached", "host")
 
 
 def edge_batches() -> Iterator[tuple[str, KeyedJaggedTensor]]:
@@ -46,12 +48,17 @@ def compare(kind: str, layout: str, device: str) -> list[str]:
     """Train on both devices; what differs.
 
     Args:
-        kind: ``"bags"``, ``"sequences"`` or ``"distinct"`` (sequences whose distinct ids are looked up).
-        layout: ``"table_wise"``, ``"row_blocks"`` (eight on the one rank) or ``"replicated"``.
+        kind: ``"bags"``, ``"sequences"``, ``"distinct"`` (sequences whose distinct ids are looked up) or ``"dynamic"``
+            (bags whose ids get rows when they come).
+        layout: ``"table_wise"``, ``"row_blocks"`` (eight on the one rank), ``"replicated"``, or blocks in tier
+            ``"cached"`` or ``"host"``.
         device: compared with the CPU.
     """
     plan = ShardingPlan(topology=Topology(ranks_per_host=1), tables=tuple(_layout(layout, name) for name in _ROWS))
-    here, there = (shardrec.shard(_module(kind), plan, device=one, dedup=kind == "distinct") for one in ("cpu", device))
+    options: dict[str, Any] = {"dedup": kind == "distinct"}
+    if kind == "dynamic":
+        options["dynamic_ids"] = {name: shardrec.DynamicIds() for name in _ROWS}
+    here, there = (shardrec.shard(_module(kind), plan, device=one, **options) for one in ("cpu", device))
     wrong = []
     for name, features in edge_batches():
         expected, found = _values(here(features)), _values(there(features.to(torch.device(device))))
@@ -60,7 +67,9 @@ def compare(kind: str, layout: str, device: str) -> list[str]:
         gradient = torch.randn(expected.shape, generator=torch.Generator().manual_seed(1))
         expected.backward(gradient)
         found.backward(gradient.to(device))
-    for (name, weight), (_, other) in zip(here.named_parameters(), there.named_parameters(), strict=True):
+    state = there.state_dict()
+    for name, weight in here.state_dict().items():
+        other = state[name]
         if not torch.allclose(weight, other.cpu(), atol=1e-5):
             wrong.append(f"weights of {name}")
     return wrong
@@ -74,7 +83,7 @@ def _module(kind: str) -> Any:
     ]
     module = (
         EmbeddingBagCollection([EmbeddingBagConfig(**one) for one in tables])  # type: ignore[arg-type]
-        if kind == "bags"
+        if kind in ("bags", "dynamic")
         else EmbeddingCollection([EmbeddingConfig(**one) for one in tables])  # type: ignore[arg-type]
     )
     apply_optimizer_in_backward(torch.optim.Adagrad, module.parameters(), {"lr": 0.1, "eps": 1e-8})
@@ -82,8 +91,10 @@ def _module(kind: str) -> Any:
 
 
 def _layout(layout: str, name: str) -> TableLayout:
-    if layout == "row_blocks":
-        return cuts.row_wise(name, _ROWS[name], _DIM, ranks=[0] * 8)
+    if layout in ("row_blocks", "cached", "host"):
+        blocks = cuts.row_wise(name, _ROWS[name], _DIM, ranks=[0] * 8)
+        placed = {"cached": {"tier": "cached", "load_factor": 0.5}, "host": {"tier": "host"}}.get(layout, {})
+        return replace(blocks, **placed)  # type: ignore[arg-type]
     if layout == "replicated":
         return cuts.data_parallel(name, _ROWS[name], _DIM)
     return cuts.table_wise(name, _ROWS[name], _DIM, rank=0)
@@ -112,8 +123,10 @@ def main(arguments: list[str] | None = None) -> int:
             os.execve(tool, command, {**os.environ, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1"})
         print("without compute-sanitizer: it is not there, or there is no device", flush=True)
     differ = False
-    for kind in ("bags", "sequences", "distinct"):
+    for kind in ("bags", "sequences", "distinct", *(["dynamic"] * native.is_loaded())):
         for layout in _LAYOUTS:
+            if (kind, layout) == ("dynamic", "replicated"):
+                continue  # which shardrec refuses
             wrong = compare(kind, layout, options.device)
             print(f"{kind} {layout}: {', '.join(wrong) or 'as on the CPU'}", flush=True)
             differ |= bool(wrong)

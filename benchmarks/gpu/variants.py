@@ -5,6 +5,8 @@
     sequences   rows of each id, and of each distinct id, of Zipf-distributed ids
     blocks      tables in eight blocks of rows on the one rank, beside whole ones (shardrec alone)
     adam, fp16  bags with another optimizer, or 16-bit tables
+    tiers       Zipf-distributed ids of tables on the device, behind a cache of a fifth of the rows, and on the host
+    dynamic     ids that have rows already, beside plain ids (shardrec alone)
     pipelines   a DLRM fed from the host, by the plain loop and by each library's pipeline
 
 On one rank neither library averages gradients: TorchRec's model has no DDP, as shardrec's has none.
@@ -16,6 +18,7 @@ import argparse
 import gc
 import json
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from itertools import cycle
 from pathlib import Path
 from statistics import median
@@ -27,10 +30,11 @@ from torch import Tensor, nn
 from torch.nn.functional import binary_cross_entropy_with_logits
 from torchrec.datasets.utils import Batch
 from torchrec.distributed.embedding import EmbeddingCollectionSharder
+from torchrec.distributed.embedding_types import EmbeddingComputeKernel
 from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
 from torchrec.distributed.model_parallel import DistributedModelParallel
 from torchrec.distributed.train_pipeline import TrainPipelineSparseDist
-from torchrec.distributed.types import ShardingEnv
+from torchrec.distributed.types import CacheParams, ShardingEnv
 from torchrec.modules.embedding_configs import DataType
 
 import shardrec
@@ -72,15 +76,23 @@ class _Maker:
     def shardrec(self, module: nn.Module, plan: ShardingPlan, **options: Any) -> nn.Module:
         return shardrec.shard(module, plan, device=self.device, **options)
 
-    def torchrec(self, module: nn.Module, plan: ShardingPlan, sharder: Any = None) -> nn.Module:
+    def torchrec(
+        self, module: nn.Module, plan: ShardingPlan, sharder: Any = None, load_factor: float | None = None
+    ) -> nn.Module:
         group = dist.group.WORLD
         assert group is not None, "a rank that measures is in a process group"
         paths = {layout.name: layout.name.rpartition(".")[0] for layout in plan.tables}
+        their_plan = to_torchrec(plan, device=self.device.type, paths=paths)
+        if load_factor is not None:
+            for of_module in their_plan.plan.values():
+                for table in of_module.values():  # type: ignore[attr-defined]
+                    table.compute_kernel = EmbeddingComputeKernel.FUSED_UVM_CACHING.value
+                    table.cache_params = CacheParams(load_factor=load_factor)
         model: nn.Module = DistributedModelParallel(
             module,
             env=ShardingEnv.from_process_group(group),
             device=self.device,
-            plan=to_torchrec(plan, device=self.device.type, paths=paths),
+            plan=their_plan,
             sharders=[sharder or EmbeddingBagCollectionSharder()],
             init_data_parallel=False,
         )
@@ -151,6 +163,36 @@ def fp16(maker: _Maker) -> Steps:
     return _both(maker, module)
 
 
+def tiers(maker: _Maker) -> Steps:
+    """Tables behind caches of a fifth of their rows in both libraries; shardrec's on the device and the host, too."""
+    tables = maker.criteo()
+    whole, batches = cut_plan(tables, "table_wise", Topology(ranks_per_host=1)), maker.batches(tables, "zipf")
+    steps: Steps = {}
+    for name, placed in (
+        ("device", {}),
+        ("cached", {"tier": "cached", "load_factor": 0.2}),
+        ("host", {"tier": "host"}),
+    ):
+        layouts = tuple(replace(one, **placed) for one in whole.tables)  # type: ignore[arg-type]
+        model = maker.shardrec(_bags(tables, "rowwise_adagrad"), replace(whole, tables=layouts))
+        steps[f"shardrec, {name}"] = maker.step(model, batches)
+    if maker.device.type == "cuda":
+        module = _bags(tables, "rowwise_adagrad")
+        steps["torchrec, cached"] = maker.step(maker.torchrec(module, whole, load_factor=0.2), batches)
+    return steps
+
+
+def dynamic(maker: _Maker) -> Steps:
+    """Ids that have rows after the first steps, and plain ids."""
+    tables = parse_tables([f"8x{min(1_000_000, maker.max_rows)}x64x16"], max_rows=maker.max_rows)
+    plan, batches = cut_plan(tables, "table_wise", Topology(ranks_per_host=1)), maker.batches(tables, "zipf")
+    options = {one.name: shardrec.DynamicIds() for one in tables}
+    return {
+        name: maker.step(maker.shardrec(_bags(tables, "rowwise_adagrad"), plan, dynamic_ids=ids), batches)
+        for name, ids in (("plain", {}), ("dynamic", options))
+    }
+
+
 def _bags(tables: tuple[WorkloadTable, ...], optimizer: str) -> Any:
     return unsharded_module(tables, pooled=True, weighted=False, optimizer=optimizer)
 
@@ -218,6 +260,8 @@ VARIANTS: dict[str, Callable[[_Maker], Steps]] = {
     "blocks": blocks,
     "adam": adam,
     "fp16": fp16,
+    "tiers": tiers,
+    "dynamic": dynamic,
 }
 """By name, in the order of the run."""
 

@@ -1,6 +1,7 @@
-"""Id maps with a copy on a device map, count and evict as those on the CPU do; the kernels run in Triton's interpreter.
+"""Id maps with a copy on a device map, count and evict as those on the CPU do, on a GPU or in Triton's interpreter.
 
-Skipped without Triton, which torch's builds for CUDA bring along, and TRITON_INTERPRET=1: see CONTRIBUTING.md.
+Skipped without either: Triton comes with torch's builds for CUDA, and TRITON_INTERPRET=1 asks for its interpreter
+(CONTRIBUTING.md).
 """
 
 from __future__ import annotations
@@ -33,11 +34,14 @@ from tests.plans import randoms
 
 pytestmark = [
     pytest.mark.skipif(not native.is_loaded(), reason="the C++ operators were not compiled"),
-    pytest.mark.skipif(not INTERPRETS_TRITON, reason="needs Triton and TRITON_INTERPRET=1"),
+    pytest.mark.skipif(
+        not (INTERPRETS_TRITON or torch.cuda.is_available()), reason="needs a CUDA device, or TRITON_INTERPRET=1"
+    ),
 ]
 
 EDGES = (0, -1, 1, 2**63 - 1, -(2**63))
-DEVICE = torch.device("cpu", 0)  # whose maps have a copy here, and those of "cpu" have none
+DEVICE = torch.device("cpu" if INTERPRETS_TRITON else "cuda", 0)
+"""Whose maps have a copy, also where it is ``cpu:0``; those of ``cpu`` have none."""
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -122,13 +126,18 @@ class Pair:
         assert self.renewed[0] == self.renewed[1]
 
 
+def on_device(given: ShardInput) -> ShardInput:
+    weights = None if given.weights is None else given.weights.to(DEVICE)
+    return replace(given, lengths=given.lengths.to(DEVICE), ids=given.ids.to(DEVICE), weights=weights)
+
+
 def assert_equal(mapped: maps.Mapped, other: maps.Mapped) -> None:
     for name in ("ids", "lengths", "weights", "group_ids"):
         value, expected = getattr(other.shard_input, name), getattr(mapped.shard_input, name)
-        assert torch.equal(value, expected) if isinstance(value, Tensor) else value == expected, name
+        assert torch.equal(value.cpu(), expected) if isinstance(value, Tensor) else value == expected, name
     assert (mapped.kept is None) == (other.kept is None)
     for kept, expected in zip(mapped.kept or (), other.kept or (), strict=True):
-        assert torch.equal(kept, expected)
+        assert torch.equal(kept.cpu(), expected.cpu())
 
 
 @given(rng=randoms())
@@ -141,13 +150,16 @@ def test_as_on_the_cpu(rng: Random) -> None:
     for _ in range(12):
         batch = pair.batch(rng, pool)
         if rng.random() < 0.3:
-            ahead = pair.maps[1].find_rows(batch), batch  # for the next step that takes it, which may not be the next
+            ahead = (
+                pair.maps[1].find_rows(on_device(batch)),
+                batch,
+            )  # for the next step that takes it, which may not be the next
         assign = rng.random() < 0.8
         found_rows = None
         if ahead is not None and rng.random() < 0.7:
             (found_rows, batch), ahead = ahead, None
         mapped = pair.maps[0](batch, assign_new_ids=assign)
-        other = pair.maps[1](batch, assign_new_ids=assign, found_rows=found_rows)
+        other = pair.maps[1](on_device(batch), assign_new_ids=assign, found_rows=found_rows)
         assert_equal(mapped, other)
         rows = torch.zeros(1, requires_grad=True)
         pair.maps[0].hold([rows], mapped)
@@ -188,7 +200,7 @@ def test_a_rank_without_dynamic_shards() -> None:
         slot_sizes=(None,),
     )
     for assign in (True, False):
-        assert id_maps(given, assign_new_ids=assign).shard_input.ids.tolist() == [3, 8]
+        assert id_maps(on_device(given), assign_new_ids=assign).shard_input.ids.tolist() == [3, 8]
 
 
 @given(rng=randoms())
@@ -200,11 +212,11 @@ def test_the_same_ids_are_evicted(rng: Random) -> None:
     for row in range(options.fallback_rows, rows):
         id_map.records[row] = torch.tensor([1000 + row, rng.randint(1, 3), rng.randint(1, 4)])
     id_map.rebuild()
-    on_device = DeviceMaps([id_map], [0], [True], DEVICE)
-    on_device._upload()
+    device_maps = DeviceMaps([id_map], [0], [True], DEVICE)
+    device_maps._upload()
     step, protect, ids = 5, rng.randint(2, 5), torch.arange(rng.randint(1, rows))
     last = id_map.records[:, 2].clone()
-    evicted, steps = on_device._victims(0, step, protect, len(ids))
+    evicted, steps = device_maps._victims(0, step, protect, len(ids))
     looked = id_map.look_up(ids, ids.to(torch.int32), step=step, assign_new_ids=True, protect=protect)
     assert evicted.tolist() == looked.evicted.tolist()
     assert steps.tolist() == last[evicted].tolist()
@@ -223,6 +235,9 @@ def test_the_home_of_an_id_is_the_host_s_in_the_largest_table() -> None:
     tables = torch.tensor([[-home, 2**32 - 1, 0, size, bits, 0]])
     records, rows = torch.tensor([[key, 1, 1]]), torch.empty(1, dtype=torch.int32)
     ids, numbers = torch.tensor([key]), torch.zeros(1, dtype=torch.int32)
+    ids, numbers, tables, bucket, records, rows = (
+        one.to(DEVICE) for one in (ids, numbers, tables, bucket, records, rows)
+    )
     launch("find", 1, ids, numbers, tables, bucket, records, rows, rows, 0, CLAIM=False)
     assert rows.tolist() == [0]
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
+from dataclasses import replace
 from random import Random
 from typing import Any
 
@@ -46,6 +47,7 @@ def check_parity(
         gradient = torch.randn(expected.shape, generator=torch.Generator().manual_seed(step))
         (values * gradient[mine].cuda()).sum().backward()
         ((expected * gradient).sum() / world_size).backward()
+    model.state_dict()  # brings rows that are newer in a cache to their tables
     for name, table in model.module.tables().items():  # type: ignore[operator]
         whole: Tensor = reference.embedding_bags[name].weight  # type: ignore[index,union-attr]
         for held, parameter in table.locals.items():
@@ -66,6 +68,18 @@ def train_every_cut(world_size: int) -> None:
             model = shard(collection(configs, optimizers=optimizer), plan, device="cuda")
             reference = collection(configs, optimizers=optimizer, reference=True)
             check_parity(model, reference, feature_rows(configs), rng, f"{cut} {optimizer}")
+
+
+def train_in_every_tier(world_size: int) -> None:
+    for tier, load_factor in (("cached", 0.25), ("cached", 1.0), ("host", 0.0)):
+        for optimizer in ("adam", "adagrad", "rowwise_adagrad", "sgd"):
+            rng = Random(f"{tier} {optimizer}")
+            configs = random_configs(rng)
+            plan = cut_plan("row_wise", rng, table_sizes(configs), Topology(ranks_per_host=world_size))
+            layouts = tuple(replace(one, tier=tier, load_factor=load_factor) for one in plan.tables)
+            model = shard(collection(configs, optimizers=optimizer), replace(plan, tables=layouts), device="cuda")
+            reference = collection(configs, optimizers=optimizer, reference=True)
+            check_parity(model, reference, feature_rows(configs), rng, f"{tier} {load_factor} {optimizer}")
 
 
 def refuse_bad_ids(world_size: int) -> None:
@@ -180,6 +194,11 @@ def test_without_waits_by_script_and_from_meta(world_size: int, check: Callable[
 @pytest.mark.parametrize("world_size", WORLDS)
 def test_every_cut_with_every_optimizer(world_size: int) -> None:
     cuda_ranks(world_size, train_every_cut, world_size)
+
+
+@pytest.mark.parametrize("world_size", WORLDS)
+def test_every_tier(world_size: int) -> None:
+    cuda_ranks(world_size, train_in_every_tier, world_size)
 
 
 @pytest.mark.parametrize("world_size", WORLDS)
