@@ -45,7 +45,7 @@ from torch.utils._pytree import tree_any, tree_leaves, tree_map
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 import shardrec
-from shardrec.ids import device_maps, maps
+from shardrec.exchange import launching
 from shardrec.lookup import bank, kernels
 
 __all__ = [
@@ -65,7 +65,16 @@ CUDA = torch.device("cuda", 0)
 _CPU = torch.device("cpu")
 _PACKAGE = Path(shardrec.__file__).parent
 _make_kernel = kernels.make_kernel
-_launch = device_maps.launch
+_launch = launching.launch
+_WRITTEN = {
+    "find": (5, 6),
+    "emit": (3,),
+    "stamp": (2,),
+    "sum_lengths": (1, 2),
+    "check_ids": (3,),
+    "write_header": (3,),
+}
+"""The arguments that kernels write."""
 INTERPRETS_TRITON = find_spec("triton") is not None and os.environ.get("TRITON_INTERPRET") == "1"
 """Triton reads the variable when it is imported, which others may do before a test."""
 
@@ -313,11 +322,11 @@ class CudaDouble(TorchFunctionMode):
                 written[id(one)].written = self.stream, self.stream.issued
         return tree_map(lambda one: written[id(one)] if id(one) in written else _to_device(one), found)
 
-    def launch(self, kernel: str, count: int, *values: Any, **constants: Any) -> None:
-        """As :func:`shardrec.ids.device_maps.launch` does."""
+    def launch(self, module: str, kernel: str, grid: tuple[int, ...], *values: Any, **constants: Any) -> None:
+        """As :func:`shardrec.exchange.launching.launch` does."""
         self._issue(kernel, values)
-        _launch(kernel, count, *tree_map(_inner, values), **constants)
-        for place in {"find": (5, 6), "emit": (3,), "stamp": (2,)}[kernel]:
+        _launch(module, kernel, grid, *tree_map(_inner, values), **constants)
+        for place in _WRITTEN[kernel]:
             values[place].written = self.stream, self.stream.issued
 
     def _issue(self, name: str, values: Any) -> list[DeviceTensor]:
@@ -417,8 +426,8 @@ def cuda_is_there() -> Iterator[None]:
         patch.setattr(torch.cuda, "set_rng_state", lambda state, device=None: None)
         patch.setattr(torch, "Generator", lambda device=None, of_cpu=torch.Generator: of_cpu())
         patch.setattr(bank, "make_kernel", KernelDouble.make)
-        patch.setattr(maps, "has_kernels", lambda device: device.type == "cuda" and INTERPRETS_TRITON)
-        patch.setattr(device_maps, "launch", lambda *args, **constants: _ACTIVE[-1].launch(*args, **constants))
+        patch.setattr(launching, "has_kernels", lambda device: device.type == "cuda" and INTERPRETS_TRITON)
+        patch.setattr(launching, "launch", lambda *args, **constants: _ACTIVE[-1].launch(*args, **constants))
         # A module that moves gets new parameters: the memory of its own cannot become a double's.
         patch.setattr(torch.__future__, "get_overwrite_module_params_on_conversion", lambda: True)
         yield

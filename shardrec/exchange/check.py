@@ -11,10 +11,13 @@ compose a message (:func:`describe_fault`).
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 from torch import Tensor
 
 from shardrec import native
+from shardrec.exchange import launching
 from shardrec.exchange.batch import NO_LIMIT, Batch, Expectation, shown
 from shardrec.exchange.staging import staged
 
@@ -36,6 +39,8 @@ def ids_are_valid(batch: Batch, limits: Tensor, *, unlimited: bool) -> Tensor:
     if limits.device.type == "cpu" and native.is_loaded():
         lengths, values = batch.lengths.contiguous(), batch.values.contiguous()
         sound: Tensor = torch.ops.shardrec.are_sound(lengths, values, limits)
+    elif limits.numel() and launching.has_kernels(limits.device):
+        sound = _are_sound_on_device(batch.lengths.contiguous(), batch.values.contiguous(), limits)
     else:
         sound = are_sound(batch.lengths, batch.values, limits, unlimited, True)
     if batch.offsets_fit is not None:
@@ -44,6 +49,19 @@ def ids_are_valid(batch: Batch, limits: Tensor, *, unlimited: bool) -> Tensor:
         bags_U = staged(list(batch.bags), torch.int64, batch.inverse.device)
         sound = sound & ((batch.inverse >= 0) & (batch.inverse < bags_U.unsqueeze(1))).all()
     return sound
+
+
+def _are_sound_on_device(lengths: Tensor, values: Tensor, limits: Tensor) -> Tensor:
+    """:func:`are_sound` by two kernels."""
+    (keys, bags), count = lengths.shape, values.numel()
+    sums_F = torch.empty(keys, dtype=torch.int64, device=lengths.device)
+    valid = torch.ones((), dtype=torch.int8, device=lengths.device)
+    run = partial(launching.launch, "shardrec.exchange.kernels")
+    run("sum_lengths", (keys,), lengths, sums_F, valid, bags, count, BLOCK=4096, num_warps=8)
+    shares, padded = min(32, count // 1024 + 1), 1 << (keys - 1).bit_length()
+    constants = {"KEYS": padded, "SHARES": 1 << (shares - 1).bit_length(), "BLOCK": 1024}
+    run("check_ids", (keys, constants["SHARES"]), values, limits, sums_F, valid, keys, count, **constants)
+    return valid.view(torch.bool)
 
 
 def are_sound(lengths: Tensor, values: Tensor, limits: Tensor, unlimited: bool, may_read: bool) -> Tensor:

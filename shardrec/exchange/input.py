@@ -24,6 +24,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
+from shardrec.exchange import launching
 from shardrec.exchange.bad_ids import POLICIES, mended
 from shardrec.exchange.batch import KEY_ORDERS, NO_LIMIT, Batch, Expectation, read_batch
 from shardrec.exchange.check import add_up, describe_fault, ids_are_valid
@@ -64,7 +65,6 @@ class Prepared:
         cut: ``to_send`` cut into blocks.
         lengths: (S, B) int32 lengths of each slot; (S, 1), their sums, if each id gets its own row.
         slot_sizes: batch size of each of the S slots, if they differ; else None.
-        counts: (W, G) int64 ids for each rank and lookup group.
         valid: 0-d bool, whether structure, lengths and ids are sound.
         fault: what is wrong with the structure, or "".
         agreement: the properties that must be equal on all ranks, as text.
@@ -81,7 +81,6 @@ class Prepared:
     cut: Cut
     lengths: Tensor
     slot_sizes: tuple[int, ...] | None
-    counts: Tensor
     valid: Tensor
     fault: str
     agreement: str
@@ -125,7 +124,7 @@ class InputPacker:
         expect: what the input must look like.
         headers: of the model, in each of which this module gets its columns.
         per_id: each id gets a row of its own, so that bags need not travel: all of a rank's samples go as one, and the
-            positions of the ids are kept.
+            positions of the ids are kept, unless they are in order.
         distinct: finds the distinct ids of each table, which are sent in place of all; default: all are sent.
 
     Attributes:
@@ -194,7 +193,8 @@ class InputPacker:
             valid = torch.zeros_like(valid)
         safe = self._safe(whole, valid)
         chosen, distinct_index = (safe, None) if self.distinct is None else self.distinct(safe)
-        cut = self.cutter.cut(chosen, keep_positions=self.per_id or weights_require_grad, given=given)
+        reordered = self.per_id and not self.route.in_whole
+        cut = self.cutter.cut(chosen, keep_positions=reordered or weights_require_grad, given=given)
         lengths_SB = cut.lengths
         slot_sizes = None
         extra_counts: tuple[Tensor, ...] = ()
@@ -217,7 +217,6 @@ class InputPacker:
             cut=cut,
             lengths=lengths_SB,
             slot_sizes=slot_sizes,
-            counts=self._counts(lengths_SB),
             valid=valid,
             fault=fault,
             agreement=agreement,
@@ -227,14 +226,30 @@ class InputPacker:
             full=full,
         )
 
-    def header(self, prepared: Prepared) -> Tensor:
-        """(W, columns) int64: the call's part of the header for each rank."""
-        header = prepared.counts.new_zeros((self._world_size, self.columns))
-        header[:, 0] = prepared.lengths.size(1)
+    def write_header(self, prepared: Prepared, header: Tensor, column: int, checksum: int) -> None:
+        """Write the call's part of the header for each rank, and its fault.
+
+        Args:
+            prepared: the batch.
+            header: (W, C) int64, zeros but for the parts of other calls.
+            column: where the call's part begins.
+            checksum: for the header.
+        """
+        lengths_SB = prepared.lengths
+        if self.route.groups and launching.has_kernels(header.device):
+            grid = self._world_size * self.route.groups, 32
+            valid, place = prepared.valid.view(torch.int8), (header.size(1), column, checksum)
+            values = (lengths_SB, self.group_edges, valid, header, lengths_SB.size(1), self.route.groups, *place)
+            constants = {"SIZES": HEADER_SIZES, "SHARES": grid[1], "BLOCK": 1024}
+            launching.launch("shardrec.exchange.kernels", "write_header", grid, *values, **constants)
+        else:
+            header[:, 0].logical_or_(prepared.valid.logical_not())
+            header[:, 1] = checksum
+            header[:, column] = lengths_SB.size(1)
+            header[:, column + HEADER_SIZES : column + self.columns] = self._counts(lengths_SB)
         if prepared.slot_sizes is not None:
-            header[:, 1] = staged(self.payload.bag_words(prepared.slot_sizes), torch.int64, header.device)
-        header[:, HEADER_SIZES:] = prepared.counts
-        return header
+            words = self.payload.bag_words(prepared.slot_sizes)
+            header[:, column + 1] = staged(words, torch.int64, header.device)
 
     def describe(self, prepared: Prepared) -> str:
         """What is wrong with the batch, or "". Reads tensors on the host."""
@@ -247,7 +262,7 @@ class InputPacker:
 
         Args:
             prepared: the batch.
-            counts: values of ``prepared.counts``.
+            counts: ids for each rank and lookup group, rank after rank: the header's.
             extra_counts: values of ``prepared.extra_counts``.
         """
         if prepared.bad_ids is not None:

@@ -90,6 +90,12 @@ class Route:
         units = len(self.unit_keys)
         return tuple(slot.block * units + slot.unit for rank_slots in self.slots for slot in rank_slots)
 
+    @cached_property
+    def in_whole(self) -> bool:
+        """Whether no table is cut by rows or columns, so that each lookup has one slot, with its ids in order."""
+        slots = [slot.lookup for rank_slots in self.slots for slot in rank_slots]
+        return self.blocks == 1 and 0 < len(slots) == len(set(slots))
+
     def slot_counts(self) -> tuple[int, ...]:
         """Number of slots of each rank."""
         return tuple(len(rank_slots) for rank_slots in self.slots)

@@ -9,13 +9,16 @@ columns of its shards, W ranks, S slots of all ranks, u columns of a column unit
     rows in the order in which the ids were sent ── scatter by column unit ──► output (M, D)
 
 The output is scattered in column units: u is the greatest width that divides every shard's columns, so that a table
-cut by columns needs no additional step.
+cut by columns needs no additional step. Where no table is cut, the rows of each lookup come back in one piece, and are
+copied piece by piece; on one rank with lookups in the order of their slots there is nothing to copy.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import lru_cache
+from itertools import islice
 from math import gcd
 from typing import Any
 
@@ -68,12 +71,16 @@ class SequenceOutputLayout:
         self._device = device
         self._slots = [slot for rank_slots in route.slots for slot in rank_slots]
         self.column_unit = gcd(dim, *self.widths, *(slot.shard.col_start for slot in self._slots))
+        self._rank_slots = route.slot_counts()
         mine = route.slots[rank]
         self._group_slots = [sum(slot.group == group for slot in mine) for group in range(route.groups)]
         self.slot_firsts = [slot.shard.col_start // self.column_unit for slot in self._slots]
         self.slot_column_units = [slot.shard.cols // self.column_unit for slot in self._slots]
         self._slot_width = torch.tensor(self.slot_column_units, dtype=torch.int64, device=device)
         self._units = [width // self.column_unit for width in self.widths]
+        slots = [slot.lookup for slot in self._slots]
+        # Per lookup, in the order of the output, its slot; None if tables are cut.
+        self._pieces = sorted(range(len(slots)), key=slots.__getitem__) if route.in_whole else None
         self.rank_major = lru_cache(maxsize=_SOURCES)(self._new_rank_major)
 
     def stream(self, rows: Sequence[Tensor], shard_input: ShardInput, sent: Sequence[Sequence[int]]) -> Stream:
@@ -95,13 +102,17 @@ class SequenceOutputLayout:
             into=[self._parts(counts) for counts in sent],
         )
 
-    def targets(self, sent: SentIds, starts: Sequence[int]) -> Tensor:
-        """The output's column unit of each received one, (column units of the received rows,) int64.
+    def targets(self, sent: SentIds, starts: Sequence[int], sizes: Sequence[int]) -> Tensor | _Pieces:
+        """The output's column unit of each received one, (column units of the received rows,) int64; where no table
+        is cut, the pieces that the output is made of.
 
         Args:
             sent: the local batch.
             starts: per slot of all ranks, an id's output row minus its position in ``sent.positions``.
+            sizes: number of ids of each lookup.
         """
+        if self._pieces is not None:
+            return _Pieces(slots=self._pieces, sizes=[count * self.dim for count in sizes])
         assert sent.positions is not None and sent.slot_ids is not None, "the positions of the ids were kept"
         units = self.dim // self.column_unit
         firsts = [start * units + first for first, start in zip(self.slot_firsts, starts, strict=True)]
@@ -109,7 +120,7 @@ class SequenceOutputLayout:
         first_S = staged(firsts, torch.int64, self._device)
         return column_unit_targets(sent.positions, sent.slot_ids, first_S, self._slot_width, units, total)
 
-    def finish(self, flight: BlocksInFlight, stream: int, target: Tensor, output_rows: int) -> Tensor:
+    def finish(self, flight: BlocksInFlight, stream: int, target: Tensor | _Pieces, output_rows: int) -> Tensor:
         """Wait for the rows.
 
         Args:
@@ -121,10 +132,23 @@ class SequenceOutputLayout:
         Returns:
             (M, D) float32.
         """
-        output: Tensor = _PutRows.apply(  # type: ignore[no-untyped-call]
-            self, flight, stream, target, output_rows, *flight.blocks(stream)
-        )
-        return output
+        blocks = flight.blocks(stream)
+        if isinstance(target, Tensor):
+            output: Tensor = _PutRows.apply(self, flight, stream, target, output_rows, *blocks)  # type: ignore[no-untyped-call]
+            return output
+        if len(blocks) == 1 and target.slots == sorted(target.slots):
+            return blocks[0].view(output_rows, self.dim)
+        pieces: Tensor = _PutPieces.apply(self, flight, stream, target, *blocks)  # type: ignore[no-untyped-call]
+        return pieces.view(output_rows, self.dim)
+
+    def slots_of(self, blocks: Sequence[Tensor], sizes: Sequence[int]) -> list[Tensor]:
+        """The parts of the blocks that are of each slot of all ranks, whose elements are given."""
+        left = iter(sizes)
+        return [
+            part
+            for block, count in zip(blocks, self._rank_slots, strict=True)
+            for part in block.split(list(islice(left, count)))
+        ]
 
     def _parts(self, counts: Sequence[int]) -> list[Shape]:
         return list(zip(counts, self.widths, strict=True))
@@ -213,6 +237,52 @@ class _Pack(torch.autograd.Function):
                 rank_major = torch.empty_like(rank_major).index_copy_(0, order, rank_major)
             gradients.append(rank_major)
         return None, None, *gradients
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Pieces:
+    """The output as the rows of one lookup after the other.
+
+    Args:
+        slots: per lookup, the number of its slot among those of all ranks.
+        sizes: elements of each lookup.
+    """
+
+    slots: list[int]
+    sizes: list[int]
+
+    @property
+    def slot_sizes(self) -> list[int]:
+        """Elements of each slot."""
+        size_of = dict(zip(self.slots, self.sizes, strict=True))
+        return [size_of[slot] for slot in range(len(self.slots))]
+
+
+class _PutPieces(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: FunctionCtx,
+        layout: SequenceOutputLayout,
+        flight: BlocksInFlight,
+        stream: int,
+        pieces: _Pieces,
+        *blocks: Tensor,
+    ) -> Tensor:
+        ctx.layout, ctx.flight, ctx.stream, ctx.pieces = layout, flight, stream, pieces  # type: ignore[attr-defined]
+        received = layout.slots_of(blocks, pieces.slot_sizes)
+        return torch.cat([received[slot] for slot in pieces.slots])
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        pieces: _Pieces = ctx.pieces
+        views = ctx.flight.gradient_blocks(ctx.stream)
+        received = ctx.layout.slots_of(views, pieces.slot_sizes)
+        for slot, part in zip(pieces.slots, gradient.split(pieces.sizes), strict=True):
+            received[slot].copy_(part)
+        if ctx.layout.mean_over > 1:
+            torch._foreach_div_(views, ctx.layout.mean_over)
+        return None, None, None, None, *views
 
 
 class _PutRows(torch.autograd.Function):

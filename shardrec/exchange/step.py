@@ -20,7 +20,7 @@ from __future__ import annotations
 import abc
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial, reduce
+from functools import partial
 from itertools import islice
 from typing import Any, NamedTuple, Protocol
 
@@ -28,10 +28,10 @@ import torch
 from torch import Tensor
 
 from shardrec.exchange.blocks import BlocksInFlight, RowAllToAll, Stream
-from shardrec.exchange.collectives import Collectives, Pending
+from shardrec.exchange.collectives import Collectives, Pending, joined
 from shardrec.exchange.headers import FIXED_COLUMNS, Headers, checksum
 from shardrec.exchange.input import InputPacker, Prepared, SentIds
-from shardrec.exchange.payload import ShardInput
+from shardrec.exchange.payload import HEADER_SIZES, ShardInput
 from shardrec.exchange.route import Lookup
 
 __all__ = [
@@ -267,14 +267,15 @@ def exchange_ids(headers: Headers, calls: Sequence[Call]) -> None:
     """
     if not calls:
         return
-    numbers, received = _exchange_headers(headers, calls)
+    made, received, numbers = _exchange_headers(headers, calls)
     column = FIXED_COLUMNS
     sent, own_headers = [], []
     for call in calls:
-        tensors = (call.prepared.counts, *call.prepared.extra_counts)
-        counts, *extra_counts = (list(islice(numbers, tensor.numel())) for tensor in tensors)
-        own_headers.append([header[column : column + call.input.columns] for header in received])
-        column += call.input.columns
+        end = column + call.input.columns
+        counts = [count for header in made for count in header[column + HEADER_SIZES : end]]
+        extra_counts = [list(islice(numbers, tensor.numel())) for tensor in call.prepared.extra_counts]
+        own_headers.append([header[column:end] for header in received])
+        column = end
         sent.append(call.input.pack(call.prepared, counts, extra_counts))
     if headers.collectives.world_size == 1:
         for call, sent_ids, rows in zip(calls, sent, own_headers, strict=True):
@@ -322,34 +323,32 @@ class _Payloads:
         return self._arrived[number]
 
 
-def _exchange_headers(headers: Headers, calls: Sequence[Call]) -> tuple[Iterator[int], list[list[int]]]:
-    """Tell all ranks the sizes; all counts, and the headers received, come to the host in one copy.
+def _exchange_headers(
+    headers: Headers, calls: Sequence[Call]
+) -> tuple[list[list[int]], list[list[int]], Iterator[int]]:
+    """Tell all ranks the sizes; all that the host must know comes to it in one copy.
 
     Returns:
-        All counts of the calls, and the header of each rank.
+        The header for each rank, the header of each rank, and the extra counts of the calls.
     """
     agreement = "; ".join(call.prepared.agreement for call in calls)
-    received = headers.exchange(_header(headers, calls, agreement))
-    wanted = [tensor.flatten() for call in calls for tensor in (call.prepared.counts, *call.prepared.extra_counts)]
-    numbers: list[int] = torch.cat([*wanted, received.flatten()]).tolist()
+    world_size, width = headers.collectives.world_size, headers.columns
+    header = torch.zeros((world_size, width), dtype=torch.int64, device=headers.device)
+    column = FIXED_COLUMNS
+    for call in calls:
+        call.input.write_header(call.prepared, header, column, checksum(agreement))
+        column += call.input.columns
+    assert column <= width, "the queue keeps an exchange within the header"
+    received = headers.exchange(header)
+    matrices = [received] if received is header else [received, header]
+    extra_counts = [tensor.flatten() for call in calls for tensor in call.prepared.extra_counts]
+    numbers: list[int] = joined([*(matrix.view(-1) for matrix in matrices), *extra_counts]).tolist()
     if received.is_cuda:
         headers.collectives.raise_reported_failure("header exchange")
-    width = headers.columns
-    first = len(numbers) - headers.collectives.world_size * width
-    rows = [numbers[start : start + width] for start in range(first, len(numbers), width)]
-    flags = [row[0] for row in rows]
-    if any(flags) or any(row[1] != rows[0][1] for row in rows):
+    rows = [numbers[row * width : (row + 1) * width] for row in range(world_size * len(matrices))]
+    of_ranks, made = rows[:world_size], rows[-world_size:]
+    flags = [row[0] for row in of_ranks]
+    if any(flags) or any(row[1] != of_ranks[0][1] for row in of_ranks):
         faults = [call.input.describe(call.prepared) for call in calls] if flags[headers.collectives.rank] else []
         headers.raise_faults("; ".join(filter(None, faults)), agreement, flags)
-    return iter(numbers), rows
-
-
-def _header(headers: Headers, calls: Sequence[Call], agreement: str) -> Tensor:
-    parts = [call.input.header(call.prepared) for call in calls]
-    columns = FIXED_COLUMNS + sum(call.input.columns for call in calls)
-    assert columns <= headers.columns, "the queue keeps an exchange within the header"
-    header = parts[0].new_zeros((headers.collectives.world_size, headers.columns))
-    header[:, 0] = reduce(torch.logical_and, (call.prepared.valid for call in calls)).logical_not()
-    header[:, 1] = checksum(agreement)
-    torch.cat(parts, dim=1, out=header[:, FIXED_COLUMNS:columns])
-    return header
+    return made, of_ranks, iter(numbers[len(rows) * width :])

@@ -20,37 +20,28 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cache, partial
-from importlib.util import find_spec
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from shardrec.exchange import launching
 from shardrec.exchange.payload import ShardInput
 from shardrec.exchange.staging import moved
 from shardrec.ids.id_map import IdMap
 
-__all__ = ["DeviceMaps", "FoundRows", "has_kernels", "launch"]
+__all__ = ["DeviceMaps", "FoundRows", "launch"]
 
 _BLOCK = 256  # ids of a program
 _HEAD = 4096  # ids without a row, at least, that are copied before their number is known
 _MOST, _LEAST = torch.iinfo(torch.int64).max, torch.iinfo(torch.int64).min
 
 
-@cache
-def has_kernels(device: torch.device) -> bool:
-    """Whether maps can be on a device: CUDA, with Triton."""
-    return device.type == "cuda" and find_spec("triton") is not None
-
-
 def launch(kernel: str, count: int, *values: Any, **constants: Any) -> None:
     """Run a kernel of :mod:`shardrec.ids.kernels` on ``count`` ids or places; its arguments are in its order."""
-    from shardrec.ids import kernels  # Triton is not there without CUDA, and takes a second to import
-
-    # Triton launches on the current device.
-    with torch.cuda.device(values[0].device if values[0].is_cuda else -1):
-        getattr(kernels, kernel)[(-(-count // _BLOCK),)](*values, count, BLOCK=_BLOCK, **constants)
+    grid = (-(-count // _BLOCK),)
+    launching.launch("shardrec.ids.kernels", kernel, grid, *values, count, BLOCK=_BLOCK, **constants)
 
 
 @dataclass(frozen=True, kw_only=True)

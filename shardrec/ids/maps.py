@@ -23,11 +23,12 @@ import torch
 from torch import Tensor, nn
 
 from shardrec.errors import ConfigError
+from shardrec.exchange import launching
 from shardrec.exchange.collectives import Collectives
 from shardrec.exchange.payload import ShardInput
 from shardrec.exchange.route import Slot
 from shardrec.exchange.staging import staged
-from shardrec.ids.device_maps import DeviceMaps, FoundRows, has_kernels
+from shardrec.ids.device_maps import DeviceMaps, FoundRows
 from shardrec.ids.id_map import COUNTED, IdMap
 from shardrec.ids.options import DynamicIds
 from shardrec.layout import Shard, TableLayout
@@ -122,7 +123,7 @@ class IdMaps:
 
     def find_rows(self, shard_input: ShardInput) -> FoundRows | None:
         """With maps on a GPU, begin to look ids up before the step that will assign rows to new ones."""
-        return self._on_device.find(shard_input) if has_kernels(self._device) else None
+        return self._on_device.find(shard_input) if launching.has_kernels(self._device) else None
 
     def __call__(self, shard_input: ShardInput, assign_new_ids: bool, found_rows: FoundRows | None = None) -> Mapped:
         """Map the ids that the ranks requested.
@@ -134,7 +135,7 @@ class IdMaps:
         """
         self.step += assign_new_ids
         protect = min((open_step.step for open_step in self._open), default=self.step)
-        if not has_kernels(self._device):
+        if not launching.has_kernels(self._device):
             rows, lacking = self._on_host(shard_input, assign_new_ids, protect)
         elif assign_new_ids:
             rows, evicted, lacking = self._on_device.assign(shard_input, found_rows, step=self.step, protect=protect)

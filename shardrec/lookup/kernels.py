@@ -79,7 +79,8 @@ def has_fused_kernel(
     if optimizer.weight_decay and not optimizer.is_decay_decoupled:
         return False
     if device.type == "cuda":
-        return True
+        # fbgemm's Adam takes its row counters, which are empty here, for float32 and makes them of the weights' type.
+        return dtype is torch.float32 or optimizer.kind not in (OptimizerKind.ADAM, OptimizerKind.ADAMW)
     if dtype is not torch.float32:
         return optimizer.kind is OptimizerKind.ROWWISE_ADAGRAD
     return not optimizer.counts_steps

@@ -100,7 +100,8 @@ class ShardedEmbeddingCollection(ShardedCollection):
         group: the process group; default: the default group, or a single rank without one.
         context: shared by the sharded modules of a model; default: a new one.
         storage: of the tables; default: kernels that train.
-        dedup: send and look up each distinct id of a table once per batch.
+        dedup: send and look up each distinct id of a table once per batch. A single rank on CUDA, which sends nothing,
+            does so only for dynamic ids.
 
     Raises:
         PlanError: if the plan does not fit the tables or the group.
@@ -155,6 +156,9 @@ class ShardedEmbeddingCollection(ShardedCollection):
                 )
         self.lookups = tuple(lookups)
         sharded = [lookup for lookup in lookups if not lookup.layout.replicated]
+        dynamic = any(lookup.dynamic for lookup in lookups)
+        if self.device.type == "cuda" and collectives.world_size == 1 and not dynamic:
+            self.dedup = False  # nothing travels, and kernels read repeated rows faster than distinct ids are found
         if self.dedup:
             by_table = {lookup.layout.name: lookup for lookup in sharded}
             self.sent_lookups = tuple(replace(one, feature=name, output=name) for name, one in by_table.items())
@@ -162,7 +166,6 @@ class ShardedEmbeddingCollection(ShardedCollection):
             self.sent_lookups = tuple(sharded)
         self.dedup_lookups = [(lookup.feature, lookup.layout.name) for lookup in sharded]
         limits = [(one.feature, one.layout.num_embeddings) for one in self.sent_lookups]
-        dynamic = any(lookup.dynamic for lookup in lookups)
         distinct = DistinctIds(self.dedup_lookups, limits, self.device, dynamic) if self.dedup else None
         route = self._make(groups, lookups, self.sent_lookups, weighted=False, pooled=False, distinct=distinct)
         widths = [group.width or 0 for group in groups]
@@ -208,15 +211,16 @@ class ShardedEmbeddingCollection(ShardedCollection):
         """Output keys of each table."""
         return self._names_by_table
 
-    def _targets(self, prepared: Prepared, sent: SentIds) -> tuple[Tensor, int]:
+    def _targets(self, prepared: Prepared, sent: SentIds) -> tuple[Any, int]:
         """Where the rows go that come back; and the number of output rows."""
         key_start = dict(zip(prepared.to_send.keys, [0, *accumulate(sent.sent_key_ids)], strict=False))
         count = dict(zip(prepared.to_send.keys, sent.sent_key_ids, strict=True))
-        starts = [0, *accumulate(count[lookup.feature] for lookup in self.sent_lookups)]
+        sizes = [count[lookup.feature] for lookup in self.sent_lookups]
+        starts = [0, *accumulate(sizes)]
         # Per lookup, an id's output row minus its position in to_send.
         apart = [start - key_start[lookup.feature] for lookup, start in zip(self.sent_lookups, starts, strict=False)]
         of_slots = [apart[slot.lookup] for slots in self.input.route.slots for slot in slots]
-        return self.output_layout.targets(sent, of_slots), starts[-1]
+        return self.output_layout.targets(sent, of_slots, sizes), starts[-1]
 
     def _entries(
         self, prepared: Prepared, sent: SentIds, features: KeyedJaggedTensor, full: tuple[Tensor, Tensor] | None
@@ -278,7 +282,7 @@ class SequenceCall(Call):
         self._places: Tensor | None = None
         self._zero_row = False
         self._rows: Stream | None = None
-        self._target: Tensor | None = None
+        self._target: Any = None
         self._output_rows = 0
         self._entries: list[SequenceKey] = []
 

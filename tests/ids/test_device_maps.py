@@ -21,6 +21,7 @@ from hypothesis import given
 from torch import Tensor
 
 from shardrec import native
+from shardrec.exchange import launching
 from shardrec.exchange.payload import ShardInput
 from shardrec.exchange.route import Slot
 from shardrec.ids import DynamicIds, maps
@@ -47,7 +48,7 @@ DEVICE = torch.device("cpu" if INTERPRETS_TRITON else "cuda", 0)
 @pytest.fixture(autouse=True, scope="module")
 def kernels() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(maps, "has_kernels", lambda device: device == DEVICE)
+        patch.setattr(launching, "has_kernels", lambda device: device == DEVICE)
         yield
 
 

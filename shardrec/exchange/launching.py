@@ -1,0 +1,35 @@
+"""Kernels written in Triton, which torch's builds for CUDA bring along: whether they can run, and their launch."""
+
+from __future__ import annotations
+
+from functools import cache
+from importlib import import_module
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+
+__all__ = ["has_kernels", "launch"]
+
+
+@cache
+def has_kernels(device: torch.device) -> bool:
+    """Whether kernels run on a device: CUDA, with Triton."""
+    return device.type == "cuda" and find_spec("triton") is not None
+
+
+def launch(module: str, kernel: str, grid: tuple[int, ...], *values: Any, **constants: Any) -> None:
+    """Run a kernel on the current stream.
+
+    Args:
+        module: name of the kernel's module, which is imported now: Triton is not there without CUDA, and takes a
+            second to import.
+        kernel: its name there.
+        grid: number of programs along each axis.
+        values: its arguments, in order; the first is a tensor, on whose device it runs.
+        constants: those that it is compiled for.
+    """
+    run = getattr(import_module(module), kernel)[grid]
+    # Triton launches on the current device.
+    with torch.cuda.device(values[0].device if values[0].is_cuda else -1):
+        run(*values, **constants)
