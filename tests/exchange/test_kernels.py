@@ -36,10 +36,8 @@ def test_ids_are_checked(rng: Random) -> None:
     keys, bags = rng.randint(1, 9), rng.choice([0, 1, 5, 70])
     limits = torch.tensor([rng.choice([1, 8, 2**31, NO_LIMIT]) for _ in range(keys)])
     lengths = torch.randint(0, rng.choice([1, 2, 40]), (keys, bags), dtype=rng.choice([torch.int32, torch.int64]))
-    sizes = lengths.sum(1).tolist()
-    values = torch.tensor(
-        [rng.randrange(min(int(limit), 8)) for limit, size in zip(limits, sizes) for _ in range(size)]
-    )
+    most = limits.clamp(max=8).repeat_interleave(lengths.sum(1))
+    values = torch.tensor([rng.randrange(int(limit)) for limit in most], dtype=torch.int64)
     values = values.to(rng.choice([torch.int32, torch.int64]))
     fault = rng.choice(["", "", "id", "length", "sum", "overflow"])
     if fault == "id" and values.numel():
