@@ -36,6 +36,7 @@ from torchrec.distributed.model_parallel import DistributedModelParallel
 from torchrec.distributed.train_pipeline import TrainPipelineSparseDist
 from torchrec.distributed.types import CacheParams, ShardingEnv
 from torchrec.modules.embedding_configs import DataType
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 import shardrec
 from benchmarks.harness.batches import BatchMaker
@@ -104,7 +105,11 @@ class _Maker:
         gradients: list[Tensor] = []
 
         def step() -> None:
-            output = model(next(given))
+            batch = next(given)
+            # A new one, as a reader makes it: one that was used keeps its offsets and the numbers of its ids.
+            output = model(
+                KeyedJaggedTensor(batch.keys(), batch.values(), lengths=batch.lengths(), stride=self.batch_size)
+            )
             values = output.values()
             parts = [values] if isinstance(values, Tensor) else [one.values() for one in values]
             if not gradients:

@@ -202,7 +202,8 @@ class InputPacker:
         if self.per_id:
             lengths_SB = lengths_SB.sum(dim=1, keepdim=True, dtype=torch.int32)
             local = safe.lengths if safe.with_dropped is None else safe.with_dropped.lengths
-            extra_counts = (chosen.lengths.sum(dim=1, dtype=torch.int64), local.sum(dim=1, dtype=torch.int64))
+            sent_ids = chosen.lengths.sum(dim=1, dtype=torch.int64)
+            extra_counts = sent_ids, sent_ids if local is chosen.lengths else local.sum(dim=1, dtype=torch.int64)
             if safe.inverse is not None:
                 full = self._full(given.keys, local, safe.inverse * valid)
                 full_lengths = full.lengths.index_select(0, full.order.flatten()).view_as(full.order)
