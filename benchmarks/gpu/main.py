@@ -49,6 +49,7 @@ _CUDA_TESTS = (
     "tests/pipeline/test_pipeline.py::test_stages_on_a_gpu",
     "tests/pipeline/test_train.py::test_on_a_gpu_losses_are_the_plain_loop_s",
     "tests/pipeline/test_timeline.py::test_on_a_gpu_spans_are_those_of_its_work_and_not_of_the_host_s",
+    "tests/exchange/test_kernels.py",
     "tests/ids/test_device_maps.py",
     "tests/modules/test_cuda_double.py",
 )

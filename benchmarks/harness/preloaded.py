@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import gc
-import os
 import threading
+from pathlib import Path
 
-if len(os.listdir("/proc/self/task")) != 1:
+_threads = [Path(task, "comm").read_text().strip() for task in Path("/proc/self/task").iterdir()]
+# Where there is a GPU, importing fbgemm-gpu starts a thread of its driver, which ranks on the CPU do not use.
+_threads = [name for name in _threads if not name.startswith("cuda")]
+if len(_threads) != 1:
     raise RuntimeError(
-        f"threads run after the imports of the fork server (Python knows of {threading.enumerate()}); ranks are forked "
-        "from it, and would have copies of locks that are never released: start them at first use, not at import"
+        f"threads {_threads} run after the imports of the fork server (Python knows of {threading.enumerate()}); ranks "
+        "are forked from it, and would have copies of locks that are never released: start them at first use, not at "
+        "import"
     )
 # Collected once here and never looked at again: collections in a rank stay cheap and do not copy shared pages.
 gc.collect()
