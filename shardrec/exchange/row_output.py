@@ -136,7 +136,7 @@ class SequenceOutputLayout:
         if isinstance(target, Tensor):
             output: Tensor = _PutRows.apply(self, flight, stream, target, output_rows, *blocks)  # type: ignore[no-untyped-call]
             return output
-        if len(blocks) == 1 and target.slots == sorted(target.slots):
+        if len(blocks) == self.mean_over == 1 and target.slots == sorted(target.slots):
             return blocks[0].view(output_rows, self.dim)
         pieces: Tensor = _PutPieces.apply(self, flight, stream, target, *blocks)  # type: ignore[no-untyped-call]
         return pieces.view(output_rows, self.dim)
