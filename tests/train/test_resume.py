@@ -8,6 +8,7 @@ import shutil
 import signal
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -133,8 +134,8 @@ def rows_of_steps(config: TrainConfig, **options: object) -> dict[tuple[int, int
     rows: dict[tuple[int, int], list[int]] = {}
     original = Source.train_batches
 
-    def train_batches(source: Source, first_step: int = 0, epoch: int = 0) -> Iterator[ClickBatch]:
-        for step, batch in enumerate(original(source, first_step, epoch), first_step):
+    def train_batches(source: Source, first_step: int = 0, epoch: int = 0, **given: Any) -> Iterator[ClickBatch]:
+        for step, batch in enumerate(original(source, first_step, epoch, **given), first_step):
             rows[epoch, step] = [zlib.crc32(row.tobytes()) for row in batch.dense.numpy()]
             yield batch
 
