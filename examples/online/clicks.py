@@ -51,6 +51,7 @@ class Clicks:
         probabilities = 1 / (1 + np.exp(-(math.cos(angle) * first + math.sin(angle) * second)))
         draws = np.random.default_rng([self._seed, number])
         columns = {"click": (draws.random(self._rows) < probabilities).astype(np.int64)}
+        columns["at"] = number + np.arange(self._rows) / self._rows  # seconds of the stream
         columns |= {name: planted[0].ids[:, place] for place, name in enumerate(SIZES)}
         pq.write_table(pa.table(columns), path)
         return np.asarray(probabilities)

@@ -16,7 +16,7 @@ SIZES = {
 }
 """Rows of each feature's table."""
 
-SPEC = "label: click\nfeatures:\n" + "".join(
+SPEC = "label: click\nevent_time: at\nfeatures:\n" + "".join(
     f"  - {{name: {name}, kind: id, rows: {size}, ids: number}}\n" for name, size in SIZES.items()
 )
 """The features, for ``shardrec train --features``."""

@@ -38,7 +38,7 @@ def run(
     """
     (out / "incoming").mkdir(parents=True)
     (out / "features.yaml").write_text(SPEC, encoding="utf-8")
-    trainer = _start_trainer(out, rows)
+    trainer = _start_trainer(out)
     try:
         from examples.online.servers import serve  # with torch, while the trainer loads it, too
 
@@ -48,7 +48,7 @@ def run(
         trainer.wait()
 
 
-def _start_trainer(out: Path, rows: int) -> subprocess.Popen[bytes]:
+def _start_trainer(out: Path) -> subprocess.Popen[bytes]:
     options = {
         "--data": f"feed:{out / 'incoming'}",
         "--features": out / "features.yaml",
@@ -57,7 +57,7 @@ def _start_trainer(out: Path, rows: int) -> subprocess.Popen[bytes]:
         "--publish-every": "0.025m",
         "--feed-idle": 5,
         "--streams": 1,
-        "--holdout-samples": rows,
+        "--event-every": 1,
         "--nproc": 2,
         "--threads": 1,
         "--batch-size": 256,

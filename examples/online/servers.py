@@ -54,7 +54,7 @@ def serve(
     if trainer.wait(_START_S):
         raise SystemExit(f"the trainer failed; {out / 'trainer.log'} says why")
     curve = RunFolder(run_folder).metrics["curve"]
-    aucs["trainer"] = [point["auc"] for point in curve][warm_up : warm_up + seconds]
+    aucs["trainer"] = [point["auc"] for point in curve][warm_up - 1 : warm_up - 1 + seconds]  # the first file has none
     _draw(aucs, out / "online.png")
     means = {name: float(np.mean(values)) for name, values in aucs.items()}
     (out / "online.json").write_text(json.dumps({"means": means, "aucs": aucs}, indent=1) + "\n", encoding="utf-8")

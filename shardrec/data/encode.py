@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 from shardrec import native
 from shardrec.data.fault import Reason, RowFault, shown
 from shardrec.data.preprocess import hash_categories, mixed, transform_dense
-from shardrec.data.rows import ClickRows, bags_at
+from shardrec.data.rows import NO_TIME, ClickRows, bags_at
 from shardrec.data.spec import Feature, FeatureSpec
 from shardrec.data.tasks import Task
 
@@ -84,13 +84,13 @@ def encode(
     Args:
         table: a ``pyarrow.Table`` or ``RecordBatch``.
         spec: what the columns are.
-        labelled: whether the label's and the group's columns are there; without, labels are 0.
+        labelled: whether the columns of label, group and event time are there; without, labels are 0.
         dictionaries: by name of the feature, those of the table before, whose ids are not made again where a column
             has the same values; replaced by this table's, but for a dictionary that is larger than the table.
     """
     count = int(table.num_rows)
     bads: list[tuple[str, Reason, str, NDArray[np.bool_]]] = []
-    labels, groups, row_weights = np.zeros(count, dtype=np.float32), None, None
+    labels, groups, row_weights, times = np.zeros(count, dtype=np.float32), None, None, None
     if labelled and spec.labels:
         labels = np.column_stack([_task_labels(table, task, bads) for task in spec.labels])
         if spec.weight is not None:
@@ -112,6 +112,9 @@ def encode(
     if labelled and spec.group is not None:
         groups, missing, bad = _keys(table[spec.group])
         bads.append((spec.group, Reason.ID, "is no id of a group", bad | missing))
+    if labelled and spec.event_time is not None:
+        times, bad = _event_times(table[spec.event_time])
+        bads.append((spec.event_time, Reason.TIME, "is no date and time, nor seconds or milliseconds since 1970", bad))
     dense = np.ones((count, len(spec.dense) or 1), dtype=np.float32)
     for index, feature in enumerate(spec.dense):
         values, missing, bad = _numbers(table[feature.source])
@@ -132,6 +135,7 @@ def encode(
         weights=weights,
         groups=groups,
         row_weights=row_weights,
+        times=times,
     )
     return Encoded(rows=rows, faults=_faults(table, bads))
 
@@ -176,6 +180,8 @@ def column_fault(kind: Any, name: str, spec: FeatureSpec) -> str:
         return "a date is read as a number of days: give boundaries, or kind: dense" if name in as_ids else ""
     if name in numeric and (_is_list(kind) or not readable):
         return "write numbers"
+    if name == spec.event_time and (_is_list(kind) or pa.types.is_boolean(inner) or not readable):
+        return "write timestamps, seconds or milliseconds since 1970, or texts in ISO 8601"
     if name == spec.group and _is_list(kind):
         return "write one text or whole number for each row"
     return "" if readable else "write ids as texts or numbers, or lists of either"
@@ -231,10 +237,28 @@ def _numbers(array: Any) -> tuple[NDArray[np.float64], NDArray[np.bool_], NDArra
         return np.zeros(len(array)), np.ones(len(array), np.bool_), np.zeros(len(array), np.bool_)
     if pa.types.is_date(array.type) or pa.types.is_timestamp(array.type):
         zone = array.type.tz if pa.types.is_timestamp(array.type) else None
-        array = pc.divide(array.cast(pa.timestamp("us", zone)).cast(pa.int64()).cast(pa.float64()), 86_400e6)
+        array = array.cast(pa.timestamp("us", zone), safe=False)
+        array = pc.divide(array.cast(pa.int64()).cast(pa.float64()), 86_400e6)
     values = np.asarray(array.cast(pa.float64(), safe=False).to_numpy(zero_copy_only=False), dtype=np.float64)
     missing = np.isnan(values)  # as a null is now
     return np.where(missing, 0.0, values), missing, np.isinf(values)
+
+
+def _event_times(array: Any) -> tuple[NDArray[np.float64], NDArray[np.bool_]]:
+    """Seconds since 1970 (N,) of dates and times, numbers, or texts of either; and which are none, whose time is 0."""
+    import pyarrow as pa
+    import pyarrow.compute as pc
+
+    array = _plain(array)
+    times, (missing, bad) = np.zeros(len(array)), np.zeros((2, len(array)), dtype=np.bool_)
+    is_date = np.full(len(array), pa.types.is_temporal(array.type))
+    if _is_text(array.type):
+        is_date = ~np.asarray(pc.match_substring_regex(array, _NUMBER).fill_null(False).to_numpy(zero_copy_only=False))
+    for kind in (is_date, ~is_date):  # so that what a text is does not depend on those beside it
+        times[kind], missing[kind], bad[kind] = _numbers(array.filter(pa.array(kind)))
+    times = np.where(is_date, 86_400 * times, np.where(np.abs(times) < 1e11, times, times / 1000))
+    bad = bad | missing | (np.abs(times) >= -NO_TIME)
+    return np.where(bad, 0, times), bad
 
 
 def _days(text: bytes) -> float:

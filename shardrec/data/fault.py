@@ -17,6 +17,8 @@ class Reason(StrEnum):
     LABEL = "bad label"
     NUMBER = "bad number"
     ID = "bad id"
+    TIME = "bad event time"
+    LATE = "late row"
     DAMAGED = "damaged part of a file"
     OBJECT = "bad JSON object"
     ABSENT = "no record"

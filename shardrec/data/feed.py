@@ -22,12 +22,13 @@ from typing import Any
 
 from shardrec.data.files import FileClickData, check_kinds
 from shardrec.data.kafka import check_last, new_ranges, range_of
+from shardrec.data.rows import NO_TIME
 from shardrec.data.spec import FeatureSpec
 from shardrec.data.tables import FileInfo, check_file
 from shardrec.data.urls import TOPIC, UnreachableError, check_listable, files_of, gone_of, open_input, path_of
 from shardrec.errors import DataError
 
-__all__ = ["Arrival", "Feed"]
+__all__ = ["Arrival", "Feed", "watermark"]
 
 _MANIFEST_BYTES = 1 << 20
 """Bytes of a manifest that are read at once."""
@@ -215,6 +216,13 @@ class Feed:
         ends = accumulate((len(line) + 1 for line in lines), initial=start)
         names = (line.decode(errors="replace").removesuffix("\r") for line in lines)
         return [(end, name) for end, name in zip(islice(ends, 1, None), names, strict=True) if name]
+
+
+def watermark(before: float, latest: Sequence[float], clock: float) -> float:
+    """The least over the ranks of the ``latest`` event times that they have read, or the clock if that is less; but not
+    less than before. ``NO_TIME`` stands for none, and a rank without any does not count."""
+    times = [time for time in latest if time > NO_TIME]
+    return max(before, min([*times, clock])) if times else before
 
 
 def _beside(path: str, name: str) -> str:

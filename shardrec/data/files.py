@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import warnings
 from collections import Counter
@@ -19,7 +20,7 @@ from shardrec.data.encode import encode
 from shardrec.data.fault import Reason
 from shardrec.data.order import STREAMS, Chunk, deal, slices, stream_count, stream_share
 from shardrec.data.reading import Part, Reader, StreamRows, shuffled
-from shardrec.data.rows import join_rows
+from shardrec.data.rows import NO_TIME, join_rows
 from shardrec.data.schema import ClickSchema
 from shardrec.data.source import ClickData
 from shardrec.data.spec import FeatureSpec
@@ -59,6 +60,8 @@ class FileClickData(ClickData):
     Attributes:
         paths: the files.
         files: what is known of each, its rows only after :meth:`count`.
+        event_bounds: event times, in seconds since 1970, before and after which rows are broken.
+        latest: the largest event time of the rows that the pass that started last has had; ``NO_TIME`` for none.
 
     Raises:
         ConfigError: an option that is out of range.
@@ -92,6 +95,7 @@ class FileClickData(ClickData):
         self._holdout, self._skips, self._streams = holdout, on_bad_row == "skip", streams
         self._shuffle, self._keep_groups, self._seed = shuffle, keep_groups, seed
         self._needs_rows = needs_rows
+        self.event_bounds, self.latest = (NO_TIME, math.inf), NO_TIME
         self._skipped: Counter[str] = Counter()
         self._reader: Reader | None = None
         self._chunks: dict[bool, list[Chunk]] = {}
@@ -201,7 +205,8 @@ class FileClickData(ClickData):
             return replace(known, lost=str(error))
 
     def _new_reader(self, *, held: bool, part: float = 1.0) -> Reader:
-        return Reader(files=self.files, spec=self.spec, holdout=self._holdout, held=held, part=part, skips=self._skips)
+        of_files = partial(Reader, files=self.files, spec=self.spec, bounds=self.event_bounds)
+        return of_files(holdout=self._holdout, held=held, part=part, skips=self._skips)
 
     def _dealt(self, batch_rows: int, epoch: int | None, *, held: bool) -> tuple[list[list[Chunk]], NDArray[np.int64]]:
         """The chunks of each stream, and its rows."""
@@ -215,6 +220,7 @@ class FileClickData(ClickData):
 
     def _batches(self, request: BatchRequest, epoch: int | None) -> Iterator[ClickBatch]:
         skipped = self._skipped = Counter()
+        self.latest = NO_TIME
         size = request.global_size
         dealt, lengths = self._dealt(size, epoch, held=epoch is None)
         total, at_once = int(lengths.sum()), -(-int((lengths > 0).sum()) // request.world_size)
@@ -263,8 +269,10 @@ class FileClickData(ClickData):
             if not self._skips:
                 raise DataError(fault.message)
             skipped[fault.reason.value] += 1
-        rows = [part.rows for part in parts] or [self._no_rows()]
-        return join_rows(rows).to_batch(self.schema)
+        rows = join_rows([part.rows for part in parts] or [self._no_rows()])
+        if rows.times is not None:
+            self.latest = float(rows.times.max(initial=self.latest))
+        return rows.to_batch(self.schema)
 
     def _no_rows(self) -> Any:
         import pyarrow as pa

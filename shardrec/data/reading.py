@@ -6,19 +6,21 @@ batches:            rows of block 0 …     │ rows of block 1 …
 
 from __future__ import annotations
 
+import math
 import warnings
 from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass
+from datetime import UTC, datetime
 
 import numpy as np
 from numpy.typing import NDArray
 
-from shardrec.data.encode import Dictionary, encode
+from shardrec.data.encode import Dictionary, Encoded, encode
 from shardrec.data.fault import Reason, RowFault
 from shardrec.data.order import Chunk
-from shardrec.data.rows import ClickRows, bags_at, join_rows
+from shardrec.data.rows import NO_TIME, ClickRows, bags_at, join_rows
 from shardrec.data.spec import FeatureSpec
 from shardrec.data.split import held_out
 from shardrec.data.tables import FileInfo, TableBlock, is_of_file, read_blocks
@@ -77,6 +79,7 @@ class Reader:
         held: whether to read the held-out rows, or the others.
         part: of the usual size of a block, where many streams are read at once.
         skips: whether what follows in a chunk that is gone, damaged or changed is broken rows, in place of an error.
+        bounds: event times, before and after which rows are broken.
         decoded: bytes of the Arrow tables that were decoded so far, by the number of the stream.
         good: whether any row could be read.
     """
@@ -87,6 +90,7 @@ class Reader:
     held: bool
     part: float = 1.0
     skips: bool = False
+    bounds: tuple[float, float] = (NO_TIME, math.inf)
 
     def __post_init__(self) -> None:
         self.decoded: dict[int, int] = {}
@@ -155,6 +159,8 @@ class Reader:
             fault = next(iter(block.faults.values()))  # it is not known which groups have its rows
             raise DataError(f"{info.path}:{block.first + info.first_line}: {fault.where}; {fault.remedy}")
         encoded = encode(block.table, self.spec, dictionaries=dictionaries)
+        if encoded.rows.times is not None:
+            self._add_untimely(encoded, encoded.rows.times)
         self.good = self.good or len(encoded.faults) < len(block.numbers)
         faults = {int(block.numbers[row]): fault for row, fault in encoded.faults.items()} | block.faults
         if not (self.holdout or self.held or faults):
@@ -180,6 +186,17 @@ class Reader:
             if kept[number - block.first]
         )
         return Part(rows=encoded.rows.where(good), faults=tuple(broken))
+
+    def _add_untimely(self, encoded: Encoded, times: NDArray[np.float64]) -> None:
+        """Add the faults of rows with event times out of the bounds."""
+        oldest, newest = self.bounds
+        for row in np.flatnonzero((times < oldest) | (times > newest)).tolist():
+            reason, words, bound = Reason.LATE, "before {}, late by --late-after", oldest
+            if times[row] > newest:
+                reason, words, bound = Reason.TIME, "after {}, an hour after its arrival was first read", newest
+            value, limit = (datetime.fromtimestamp(seconds, UTC).isoformat() for seconds in (times[row], bound))
+            where = f"field {self.spec.event_time!r}: {value} is {words.format(limit)}"
+            encoded.faults.setdefault(row, RowFault(reason=reason, where=where, remedy="correct it"))
 
 
 class StreamRows:

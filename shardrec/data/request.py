@@ -15,7 +15,7 @@ from shardrec.errors import DataError
 __all__ = ["batch_of_request", "named_spec", "request_example", "table_of"]
 
 _PLAIN = Feature(name="label", kind="dense")
-"""How a label, a weight or a group is written."""
+"""How a label, a weight, a group or an event time is written."""
 
 
 def batch_of_request(rows: Any, spec: FeatureSpec) -> ClickBatch:
@@ -61,13 +61,13 @@ def table_of(rows: Sequence[Any], spec: FeatureSpec, *, labelled: bool) -> tuple
     Args:
         rows: objects as :func:`batch_of_request` takes them; or, of a row that is none, its fault.
         spec: of :func:`named_spec`.
-        labelled: whether each also has the columns of labels, weight and group, and may have other fields.
+        labelled: whether each also has the columns of labels, weight, group and event time, and may have other fields.
     """
     import pyarrow as pa
 
     features = {feature.name: feature for feature in spec.features}
     if labelled:
-        others = (*spec.label_sources, *([spec.group] if spec.group else []))
+        others = (*spec.label_sources, *filter(None, (spec.group, spec.event_time)))
         features = {name: _PLAIN.model_copy(update={"name": name}) for name in others} | features
     texts, faults = pa.string(), dict[int, RowFault]()
     types = {name: pa.list_(texts) if feature.is_list else texts for name, feature in features.items()}

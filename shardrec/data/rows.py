@@ -26,7 +26,10 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from shardrec.data.batch import ClickBatch
 from shardrec.data.schema import ClickSchema
 
-__all__ = ["ClickRows", "bags_at", "join_rows"]
+__all__ = ["NO_TIME", "ClickRows", "bags_at", "join_rows"]
+
+NO_TIME = -62_135_596_800.0
+"""The first second of the calendar, which stands for no event time."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -41,6 +44,7 @@ class ClickRows:
         weights: float32 (V,), of the ids; None without.
         groups: uint64 (N,), keys of the groups that the rows are ranked in; None without.
         row_weights: float32 (N,), of the rows in the losses; None without.
+        times: float64 (N,), event times in seconds since 1970; None without.
     """
 
     labels: NDArray[np.float32]
@@ -50,6 +54,7 @@ class ClickRows:
     weights: NDArray[np.float32] | None = None
     groups: NDArray[np.uint64] | None = None
     row_weights: NDArray[np.float32] | None = None
+    times: NDArray[np.float64] | None = None
 
     def __len__(self) -> int:
         return int(self.labels.shape[0])
@@ -100,6 +105,7 @@ class ClickRows:
             weights=weights,
             groups=None if self.groups is None else self.groups[rows],
             row_weights=None if self.row_weights is None else self.row_weights[rows],
+            times=None if self.times is None else self.times[rows],
         )
 
     def to_batch(self, schema: ClickSchema) -> ClickBatch:
@@ -145,6 +151,7 @@ def join_rows(parts: Sequence[ClickRows]) -> ClickRows:
     weights = [part.weights for part in parts if part.weights is not None]
     groups = [part.groups for part in parts if part.groups is not None]
     row_weights = [part.row_weights for part in parts if part.row_weights is not None]
+    times = [part.times for part in parts if part.times is not None]
     return ClickRows(
         labels=np.concatenate([part.labels for part in parts]),
         dense=np.concatenate([part.dense for part in parts]),
@@ -153,4 +160,5 @@ def join_rows(parts: Sequence[ClickRows]) -> ClickRows:
         weights=np.concatenate(weights) if len(weights) == len(parts) else None,
         groups=np.concatenate(groups) if len(groups) == len(parts) else None,
         row_weights=np.concatenate(row_weights) if len(row_weights) == len(parts) else None,
+        times=np.concatenate(times) if len(times) == len(parts) else None,
     )

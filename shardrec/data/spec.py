@@ -4,6 +4,7 @@ As a YAML file::
 
     label: {column: rating, above: 3.5}      # or a column of 0 and 1
     group: session                           # rows that are ranked against each other; may be left out
+    event_time: at                           # when what a row of a feed tells happened; may be left out
     features:
       - {name: user, kind: id, rows: 100_000}                       # any text or number, hashed
       - {name: country, kind: id, vocabulary: [de, fr, it], dim: 4} # a row for each value; 4 columns
@@ -237,6 +238,8 @@ class FeatureSpec(_Strict):
         weight: with ``labels``, the column of the rows' weights in the losses: numbers of at least 0.
         group: column of texts or whole numbers; rows with the same value (a user's, a query's, a session's) are ranked
             against each other by the ranking losses and metrics. None for none.
+        event_time: column of when what a row of a feed tells happened: a date and time, in UTC if it has no zone, or a
+            number of seconds since 1970-01-01, or of milliseconds from 10^11 on, which seconds reach in the year 5138.
         features: dense ones and those with tables, in the order in which the model has them.
         columns: of text files without a header line; None where the first line is the header.
         delimiter: of text files; default: a comma in ``.csv`` files, else a tab.
@@ -247,6 +250,7 @@ class FeatureSpec(_Strict):
     labels: tuple[Task, ...] = ()
     weight: str | None = Field(default=None, min_length=1)
     group: str | None = Field(default=None, min_length=1)
+    event_time: str | None = Field(default=None, min_length=1)
     features: tuple[Feature, ...]
     columns: tuple[str, ...] | None = None
     delimiter: str | None = Field(default=None, min_length=1, max_length=1)
@@ -331,7 +335,8 @@ class FeatureSpec(_Strict):
     @cached_property
     def sources(self) -> tuple[str, ...]:
         """The columns of the files that are read, each once: the labels' first."""
-        return tuple(dict.fromkeys([*self.label_sources, *([self.group] if self.group else []), *self.feature_sources]))
+        of_rows = filter(None, (self.group, self.event_time))
+        return tuple(dict.fromkeys([*self.label_sources, *of_rows, *self.feature_sources]))
 
     @cached_property
     def feature_sources(self) -> tuple[str, ...]:

@@ -126,7 +126,7 @@ def check_file(path: str, spec: FeatureSpec) -> FileInfo:
                 first = 1 if spec.columns is not None else 2
     except OSError as error:
         raise UnreachableError(f"data file {path} cannot be read ({error}): give a file that can") from error
-    of_spec = {*spec.label_sources, spec.group, *spec.feature_sources}
+    of_spec = {*spec.label_sources, spec.group, spec.event_time, *spec.feature_sources}
     faults = [
         f"column {name!r} is missing: "
         + ("name the file's column in the spec (column:)" if name in of_spec else "leave it out of the keys (--keys)")

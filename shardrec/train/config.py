@@ -68,7 +68,7 @@ _NOT_ELASTIC = (
 )
 _OVER_GROUPS = ("softmax", "pairwise")
 _OWN_MODEL = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
-_EVERY = re.compile(r"0*[1-9][0-9]*|(?=.*[1-9])[0-9]+(\.[0-9]+)?m")
+_EVERY = re.compile(r"0*[1-9][0-9]*|(?=.*[1-9])[0-9]+(\.[0-9]+)?m|point")
 
 
 class TrainConfig(Options):
@@ -115,6 +115,9 @@ class TrainConfig(Options):
     )
     on_bad_row: str = option(
         "error", _DATA, "What a row that cannot be read does: end the run, or be left out.", choices=("error", "skip")
+    )
+    late_after: float | None = option(
+        None, _DATA, "Seconds behind the watermark after which a row of a feed is late (default: none is)", ge=0
     )
     max_embeddings: int = option(
         20_000, _DATA, "Most rows of an embedding table; categories are hashed into them.", ge=2
@@ -296,6 +299,9 @@ class TrainConfig(Options):
     feed_idle: float | None = option(
         None, _OUTPUT, "Seconds without new rows after which a feed has ended (default: it has no end)", ge=0
     )
+    event_every: float | None = option(
+        None, _OUTPUT, "Seconds of event time from a point of a feed's curve to the next (default: by rows)", gt=0
+    )
     evaluations: int = option(10, _OUTPUT, "Points of the held-out curve.", ge=1)
     top_k: int = option(
         10,
@@ -317,7 +323,7 @@ class TrainConfig(Options):
         choices=("last", "best", "none"),
     )
     checkpoint_every: str | None = option(
-        None, _OUTPUT, "Save every N steps, or minutes ('10m'), and when told to end.", metavar="STEPS|MINUTESm"
+        None, _OUTPUT, "Save every N steps, or minutes ('10m'), and when told to end.", metavar="STEPS|MINUTESm|point"
     )
     checkpoint_incremental: int = option(
         0, _OUTPUT, "Most saves in a row that write only rows that have changed; 0: all rows, always.", ge=0
@@ -327,7 +333,7 @@ class TrainConfig(Options):
         None, _OUTPUT, "Publish the model here while it trains, for servers that follow it.", metavar="DIR|URL"
     )
     publish_every: str = option(
-        "1m", _OUTPUT, "Publish every N steps, or minutes, and at the end.", metavar="STEPS|MINUTESm"
+        "1m", _OUTPUT, "Publish every N steps, or minutes, and at the end.", metavar="STEPS|MINUTESm|point"
     )
     publish_weights: str = option(
         "fp32", _OUTPUT, "Format of the tables in what is published.", choices=("fp32", "fp16", "int8", "int4")
@@ -409,8 +415,11 @@ class TrainConfig(Options):
                 faults.append("checkpoint (--checkpoint) is 'best', which each replica would decide: give 'last'")
             if self.out is None:
                 faults.append("out (--out) is left out: name the folder that all replicas (--elastic) share")
-        if self.feed is None and self.feed_idle is not None:
-            faults.append(f"feed_idle (--feed-idle) is {self.feed_idle!r}, and data (--data) is no feed: leave it out")
+        faults += [
+            f"{name} ({flag(name)}) is {value!r}, and data (--data) is no feed: leave it out"
+            for name in ("feed_idle", "late_after", "event_every")
+            if (value := getattr(self, name)) is not None and self.feed is None
+        ]
         if self.out is not None and "://" in self.out:
             faults.append(
                 f"out (--out) is {self.out!r}: results and checkpoints go to a folder of a file system that is mounted "
@@ -424,7 +433,7 @@ class TrainConfig(Options):
         if self.model == "dcn" and not self.over_layers:
             faults.append("over_layers (--over-layers) is empty: model dcn needs one layer at least")
         faults += [
-            f"{name} ({flag(name)}) is {interval!r}: give steps, such as 500, or minutes, such as 10m, above 0"
+            f"{name} ({flag(name)}) is {interval!r}: give steps, such as 500, minutes, such as 10m, above 0, or point"
             for name in ("checkpoint_every", "publish_every")
             if (interval := getattr(self, name)) is not None and _EVERY.fullmatch(interval) is None
         ]
@@ -436,7 +445,7 @@ class TrainConfig(Options):
 
     @property
     def checkpoint_steps(self) -> int | None:
-        """Steps from one checkpoint to the next, if they are counted so."""
+        """Steps from one checkpoint to the next, if they are counted so; 0 with each point of the curve."""
         return _interval(self.checkpoint_every)[0]
 
     @property
@@ -501,10 +510,10 @@ class TrainConfig(Options):
 
 
 def _interval(text: str | None) -> tuple[int | None, float | None]:
-    """Steps, or seconds, of an option such as ``500`` or ``10m``."""
+    """Steps, or seconds, of an option such as ``500`` or ``10m``; 0 steps with each ``point`` of the curve."""
     if text is None:
         return None, None
-    return (None, 60 * float(text[:-1])) if text.endswith("m") else (int(text), None)
+    return (None, 60 * float(text[:-1])) if text.endswith("m") else (0 if text == "point" else int(text), None)
 
 
 def load_config(

@@ -142,7 +142,9 @@ def train_epoch(
     optimizers = (run.optimizer, run.model.fused_optimizer)
     schedulers = [LambdaLR(optimizer, schedule.rate, last_epoch=progress.steps - 1) for optimizer in optimizers]
 
-    weights = LabelWeights()
+    weights, event_every = LabelWeights(), run.config.event_every
+    if run.progressive is not None and event_every is not None and progress.evaluated_at == progress.steps:
+        run.progressive.load(torch.zeros((2, 0)))  # a point is of the rows after the last one
 
     def add_point() -> None:
         with progress.off_the_clock():
@@ -208,6 +210,8 @@ def train_epoch(
                 scheduler.last_epoch = progress.steps - 1  # progress may be that of another replica
                 scheduler.step()
             due = schedule.is_due(progress.steps)
+            if event_every is not None:
+                due = run.source.ends_interval(event_every, progress.epoch_steps)
             if due or progress.steps % _SMOOTHING_STEPS == 0:
                 mean, now = progress.loss.mean(), (batches.waited, progress.seconds_now())
                 waits = (now[0] - shown[0]) / max(now[1] - shown[1], 1e-9)

@@ -150,7 +150,7 @@ class RunFolder:
             raise ConfigError(f"data (--data) is {data!r}, and only shardrec train takes a feed: leave 'feed:' out")
         if data is not None:
             # The file's rows alone: what the run was trained on need not be there any more.
-            alone = dict.fromkeys(("test", "samples", "holdout_samples", "feed_idle"))
+            alone = dict.fromkeys(("test", "samples", "holdout_samples", "feed_idle", "late_after", "event_every"))
             config = config.changed(data=data, valid=data, **alone)
         given = {"on_bad_row": on_bad_row, "ranking": ranking}
         config = config.changed(**{name: value for name, value in given.items() if value is not None})

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from shardrec.checkpoint import Checkpoints, PendingSave, load_checkpoint
 from shardrec.checkpoint.manifest import read_manifest
+from shardrec.data.rows import NO_TIME
 from shardrec.errors import CheckpointError, ConfigError
 from shardrec.exchange.peers import peers
 from shardrec.launch.ranks import on_first_rank, over_ranks, same_everywhere
@@ -96,12 +97,12 @@ class Saver:
             plan = ShardingPlan.from_json(saved_plan)  # which --replan may have changed since plan.json was written
             if plan.world_size == self._place.world_size and plan != self._run.model.plan:
                 self._run.model.reshard(plan, self._run.optimizer)
-        feed = loaded.extra.get("feed")
+        feed, rank_state = loaded.extra.get("feed"), loaded.rank_state
         if feed is not None:
-            self._run.source.seek(feed[0], in_arrival=feed[1])
+            self._run.source.seek(feed[0], in_arrival=feed[1], latest=float(rank_state.get("latest", NO_TIME)))
         begun = bool(loaded.extra["progress"]["epoch_steps"])
         self._run.source.check_resumes(loaded.extra.get("data"), in_epoch=begun)
-        rank_state, samples, rank_info = loaded.rank_state, int(loaded.extra["samples"]), self._place
+        samples, rank_info = int(loaded.extra["samples"]), self._place
         rows = samples * (rank_info.rank + 1) // rank_info.world_size - samples * rank_info.rank // rank_info.world_size
         self._progress.load(loaded.extra["progress"], rows=int(rank_state["rows"]) if rank_state else rows)
         if feed is not None and begun and not feed[1]:
@@ -135,9 +136,9 @@ class Saver:
         """
         if self._config.checkpoint_every is None and self._publisher is None:
             return
-        steps = self._progress.steps
+        steps, evaluated_at = self._progress.steps, self._progress.evaluated_at
         due, publish = (
-            interval is not None and not idle and steps % interval == 0
+            interval is not None and not idle and (steps % interval if interval else steps - evaluated_at) == 0
             for interval in (self._config.checkpoint_steps, self._config.publish_interval[0])
         )
         ends = False
@@ -269,6 +270,7 @@ class Saver:
         state: dict[str, Any] = {"rows": torch.tensor(self._progress.rows), "random": torch.get_rng_state()}
         if self._run.progressive is not None:
             state["scored"] = self._run.progressive.state()
+            state["latest"] = torch.tensor(self._run.source.latest(), dtype=torch.float64)
         if self._place.device.type == "cuda":
             state["cuda_random"] = torch.cuda.get_rng_state(self._place.device)
         return state

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 import time
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
+from dataclasses import replace
 from functools import partial
 from itertools import islice
 from pathlib import Path
@@ -27,10 +29,11 @@ from shardrec.data import (
     load_spec,
     open_click_data,
 )
-from shardrec.data.feed import Arrival, Feed
+from shardrec.data.feed import Arrival, Feed, watermark
 from shardrec.data.kafka import range_of
 from shardrec.data.records import decoder_of
 from shardrec.data.request import named_spec
+from shardrec.data.rows import NO_TIME
 from shardrec.data.tables import FileInfo
 from shardrec.data.urls import TOPIC, UnreachableError, files_of
 from shardrec.errors import ConfigError, DataError
@@ -45,6 +48,9 @@ _SYNTHETIC_ROWS = 2_400_000
 _SYNTHETIC_HOLDOUT_ROWS = 100_000
 _SCORED_ROWS = 2048
 """Rows to score at once on a rank, where a step has fewer: without gradients they need little memory."""
+
+_AHEAD_S = 3600.0
+"""How far event times may be ahead of the clock of the first rank."""
 
 _RETRY_S, _MAX_WAITS = 0.5, 60
 """A wait before a feed that could not be reached is tried again, and how many there are at most before a try."""
@@ -84,6 +90,8 @@ class Source:
         )
         self.left_out: dict[str, Mapping[str, int]] = {}
         self._left_out_before: dict[str, Mapping[str, int]] = {}
+        self._late_after = math.inf if config.late_after is None else config.late_after
+        self._latest = self._watermark = NO_TIME
 
     @property
     def data(self) -> FileClickData | SyntheticClickData:
@@ -111,7 +119,11 @@ class Source:
             self._left_out_before = dict(self.left_out)
             if self._arrival is None:
                 return False
+            times = {**self._agreed_times(), **self._arrival.listing}  # those of the first reading, also after a resume
+            self._arrival = replace(self._arrival, listing=times)
             self._data = self._arrival.rows
+            oldest = max(NO_TIME, times["watermark"] - self._late_after)
+            self._data.event_bounds = oldest, times["clock"] + _AHEAD_S
             self._data.count(partial(_on_ranks, self._rank_info))
             if not self.train_rows:
                 self.end_arrival()
@@ -133,22 +145,42 @@ class Source:
             waited_s += waits * _RETRY_S
             waits = min(2 * waits, _MAX_WAITS)
 
+    def latest(self) -> float:
+        """The largest event time of the rows that this rank has read, also ahead of training; ``NO_TIME`` for none."""
+        data = self._data
+        self._latest = max(self._latest, data.latest if isinstance(data, FileClickData) else NO_TIME)
+        return self._latest
+
+    def _agreed_times(self) -> dict[str, float]:
+        """The watermark, and the clock of the first rank. Collective."""
+        latest, clocks = zip(*_gathered(self._rank_info, (self.latest(), time.time())), strict=True)
+        self._watermark = watermark(self._watermark, latest, clocks[0])
+        return {"watermark": self._watermark, "clock": clocks[0]}
+
+    def ends_interval(self, seconds: float, epoch_steps: int) -> bool:
+        """Whether the arrival ends after these steps and moved the watermark past a multiple of seconds. Collective."""
+        if self._arrival is None or epoch_steps < self.steps:
+            return False
+        before, now = self._arrival.listing["watermark"], self._agreed_times()["watermark"]
+        return bool(before > NO_TIME and before // seconds < now // seconds)
+
     def end_arrival(self) -> None:
         """The arrival under way has been trained on."""
         self._arrival = None
 
     def position(self, epoch_steps: int) -> tuple[Any, bool] | None:
-        """Where a feed is after steps of the arrival under way, for a checkpoint, and whether that has further ones."""
+        """Where a feed is after steps of the arrival under way, and whether that has further ones. Collective."""
         if self._feed is None:
             return None
         if self._arrival is None or epoch_steps >= self.steps:
-            return self._feed.position(), False
+            return {**self._feed.position(), "watermark": self._agreed_times()["watermark"]}, False
         return self._arrival.position, True
 
-    def seek(self, position: Any, *, in_arrival: bool) -> None:
-        """Go on from :meth:`position`. Every rank calls it."""
+    def seek(self, position: Any, *, in_arrival: bool, latest: float = NO_TIME) -> None:
+        """Go on from :meth:`position`, and :meth:`latest` of the same number of ranks. Every rank calls it."""
         assert self._feed is not None, "the data is a feed"
-        self._data, self._arrival = None, None
+        self._data, self._arrival, self._latest = None, None, latest
+        self._watermark = position.get("watermark", NO_TIME)
         self._feed.seek(position)
         if not in_arrival:
             return
@@ -167,14 +199,20 @@ class Source:
                 f"data (--data) is {config.data!r}, and the features (--features) name several labels: the rows of a "
                 "feed are scored by one; give label: COLUMN"
             )
+        if spec.event_time is None and (config.late_after, config.event_every) != (None, None):
+            raise ConfigError(
+                "late_after (--late-after) and event_every (--event-every) are for event times, and the features "
+                "(--features) name no column of them: add event_time: COLUMN, or leave both out"
+            )
         if source.startswith(TOPIC):
             check_extra("kafka")
             decoder_of(range_of(source).options)
             spec = named_spec(spec)
-            if clash := {*spec.label_sources, spec.group}.intersection(feature.name for feature in spec.features):
+            names = {feature.name for feature in spec.features}
+            if clash := names.intersection((*spec.label_sources, spec.group, spec.event_time)):
                 raise ConfigError(
-                    f"the features (--features) have a feature {min(map(str, clash))!r}, which a record's label or "
-                    "group is named, too: rename the feature"
+                    f"the features (--features) have a feature {min(clash)!r}, which a record's label, "
+                    "group or event time is named, too: rename the feature"
                 )
         shuffle = config.shuffle or 0
         return Feed(

@@ -6,7 +6,7 @@ import ast
 import lzma
 import math
 import re
-from datetime import date, datetime
+from datetime import UTC, date, datetime, timedelta, timezone
 from decimal import Decimal
 from pathlib import Path
 from typing import Any
@@ -470,6 +470,64 @@ def test_a_spec_from_a_file(tmp_path: Path) -> None:
     assert spec.features[0].vocabulary == ("1", "False", "mon")
     with pytest.raises(ConfigError, match="cannot be read"):
         shardrec.data.load_spec(tmp_path / "nowhere.yaml")
+
+
+NOON = datetime(2026, 1, 2, 12, 0, 0, 250_000, tzinfo=UTC)
+TIMED = FeatureSpec(event_time="at", features=PLAIN.features)
+
+
+def event_times(values: Any) -> list[float | str]:
+    """The event time of each row, or what is wrong with it."""
+    columns = {"label": [0] * len(values), "id": [1] * len(values), "x": [0.5] * len(values), "at": values}
+    encoded = encode(pa.table(columns), TIMED)
+    assert encoded.rows.times is not None
+    return [encoded.faults[row].reason if row in encoded.faults else t for row, t in enumerate(encoded.rows.times)]
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        *(pa.array([NOON], pa.timestamp(unit, zone)) for unit in ("ms", "us", "ns") for zone in (None, "Asia/Tokyo")),
+        pa.array([NOON], pa.timestamp("us")).dictionary_encode(),
+        pa.array([NOON.timestamp()]),
+        pa.array([round(1000 * NOON.timestamp())]),
+        pa.array([str(NOON.timestamp())]),
+        pa.array([str(round(1000 * NOON.timestamp()))], pa.large_binary()),
+        pa.array([NOON.isoformat()]).dictionary_encode(),
+        pa.array([NOON.astimezone(timezone(timedelta(hours=-5))).isoformat()]),
+        pa.array(["2026-01-02 12:00:00.25"]),
+    ],
+    ids=lambda values: str(values.type),
+)
+def test_event_times_are_seconds(values: Any) -> None:
+    assert event_times(values) == [pytest.approx(NOON.timestamp(), abs=1e-5)]
+
+
+def test_event_times_of_dates_of_nanoseconds_and_of_texts_among_numbers() -> None:
+    """What a text is does not depend on the others, as the values beside it may be others after a resume."""
+    assert event_times(pa.array([date(1970, 1, 2)])) == [86_400]
+    assert event_times(pa.array([1_700_000_000_123_456_789], pa.timestamp("ns"))) == [pytest.approx(1.700000000123e9)]
+    texts = ["1970-01-02", "7", "8.5", "", "noon", "inf", "nan", None, "9e98", "-7", "9999-12-31"]
+    bad = "bad event time"
+    assert event_times(texts) == [86_400, 7, 8.5, bad, bad, bad, bad, bad, bad, -7, bad]
+    assert event_times(pa.nulls(2)) == [bad, bad]
+    assert event_times([None, math.inf, 3.0]) == [bad, bad, 3]
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ([[1], [2]], r"column 'at' has type list<.*: write timestamps, seconds or milliseconds since 1970, or texts"),
+        ([True, False], r"column 'at' has type bool: write timestamps"),
+        (pa.array([1, 2], pa.time32("ms")), r"column 'at' has type time32\[ms\]: write timestamps"),
+        (None, r"column 'at' is missing: name the file's column in the spec"),
+    ],
+)
+def test_columns_that_are_no_event_times(values: Any, message: str, tmp_path: Path) -> None:
+    columns = {"label": [0, 1], "id": [1, 2], "x": [0.5, 1.5]} | ({} if values is None else {"at": values})
+    pq.write_table(pa.table(columns), tmp_path / "a.parquet")
+    with pytest.raises(DataError, match=message):
+        open_click_data(tmp_path / "a.parquet", TIMED)
 
 
 def test_real_rows(data_dir: Path) -> None:

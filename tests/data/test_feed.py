@@ -11,11 +11,14 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from fsspec.implementations.arrow import ArrowFSWrapper
+from hypothesis import given
+from hypothesis import strategies as st
 
 from shardrec.data import feed as feed_module
 from shardrec.data import urls
-from shardrec.data.feed import Feed, _beside
+from shardrec.data.feed import Feed, _beside, watermark
 from shardrec.data.files import FileClickData
+from shardrec.data.rows import NO_TIME
 from shardrec.data.urls import UnreachableError
 from shardrec.errors import DataError
 from tests.data.raw import SPEC, lines, write
@@ -231,3 +234,29 @@ def test_an_empty_folder_may_be_one_that_is_not_mounted(tmp_path: Path) -> None:
     (tmp_path / "in").rmdir()
     (tmp_path / "away").rename(tmp_path / "in")
     assert arrived(folder) == []
+
+
+times = st.floats(0, 100) | st.just(NO_TIME)
+
+
+@given(
+    rows=st.lists(st.lists(times, min_size=2, max_size=2), max_size=8),
+    clocks=st.lists(st.floats(0, 100), min_size=8, max_size=8),
+    far=st.floats(100, 1e12),
+)
+def test_a_watermark_is_behind_each_rank_and_the_clock(
+    rows: list[list[float]], clocks: list[float], far: float
+) -> None:
+    """It never falls, agreeing twice changes nothing, and a time in the future on one rank is that of the others."""
+    mark, latest = NO_TIME, [NO_TIME, NO_TIME]
+    for each, clock in zip(rows, clocks, strict=False):
+        latest = list(map(max, latest, each))
+        before, mark = mark, watermark(mark, latest, clock)
+        with_rows = [time for time in latest if time != NO_TIME]
+        assert mark >= before
+        assert mark in (before, min([*with_rows, clock]))
+        assert mark == before or mark <= min([*with_rows, clock])
+        assert watermark(mark, latest, clock) == mark
+        if len(with_rows) == 2:
+            assert watermark(before, [far, latest[1]], clock) == max(before, min(latest[1], clock))
+        assert watermark(before, [far, NO_TIME], clock) <= max(before, clock)

@@ -174,7 +174,7 @@ def test_checkpoints_by_steps_or_minutes(given: Any, steps: int | None, seconds:
 
 @pytest.mark.parametrize("given", ["0", "0m", "-5", "5s", "m", "1.5", "ten"])
 def test_intervals_that_are_none(given: str) -> None:
-    with pytest.raises(ConfigError, match=r"checkpoint_every \(--checkpoint-every\) is .*500, or minutes, such as 10m"):
+    with pytest.raises(ConfigError, match=r"checkpoint_every \(--checkpoint-every\) is .*500, minutes, such as 10m"):
         TrainConfig(checkpoint_every=given)
 
 

@@ -424,7 +424,9 @@ def test_options_and_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
             Source(config, lead)
     pytest.importorskip("confluent_kafka", reason="shardrec is installed without its extra kafka")
     clash = parse_spec(SPEC.replace("name: site", "name: click, column: site"), "spec")
-    with pytest.raises(ConfigError, match="have a feature 'click', which a record's label or group is named, too"):
+    with pytest.raises(
+        ConfigError, match="have a feature 'click', which a record's label, group or event time is named, too"
+    ):
         Source(config, lead, clash)
     for options, words in (
         ('{"security.protocl": "ssl"}', 'No such configuration property: "security.protocl"'),

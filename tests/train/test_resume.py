@@ -100,6 +100,12 @@ def test_checkpoints_by_the_clock(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert [path.name for path in (tmp_path / "later" / "checkpoints").iterdir()] == ["step-000000000005"]
 
 
+def test_checkpoints_with_each_point(tmp_path: Path) -> None:
+    config = SMALL.changed(samples=500, epochs=1, evaluations=2, checkpoint_every="point", out=str(tmp_path))
+    assert broken_off(config) == [1, 2, 3, 4]
+    assert sorted(Checkpoints(tmp_path / "checkpoints").paths()) == [2, 4]
+
+
 def test_a_finished_run_that_is_resumed_tells_its_results_again(undisturbed: Path, tmp_path: Path) -> None:
     copy = shutil.copytree(undisturbed, tmp_path / "copy")
     (copy / "metrics.json").unlink()
