@@ -138,10 +138,13 @@ class _LocalBlocks(BlocksInFlight):
         self._sizes = [stream.flat.numel() for stream in streams]
 
     def blocks(self, stream: int) -> tuple[Tensor, ...]:
-        return (self._flats.pop(stream).reshape(-1),)
+        block = self._flats.pop(stream).reshape(-1)
+        if block.requires_grad:  # its consumer may be a view, which asks for no gradient_blocks
+            exchange = self._exchange
+            block.register_hook(lambda _: exchange.refuse_ended())
+        return (block,)
 
     def gradient_blocks(self, stream: int) -> list[Tensor]:
-        self._exchange.refuse_ended()
         return [self._like[stream].new_empty(self._sizes[stream])]
 
     def cut_graph(self) -> tuple[list[Tensor], list[Tensor]]:

@@ -14,7 +14,13 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-__all__ = ["check_ids", "sum_lengths", "write_header"]
+__all__ = ["check_ids", "clear", "sum_lengths", "write_header"]
+
+
+@triton.jit
+def clear(value):
+    """Write 0: whether anything can be compiled and launched here."""
+    tl.store(value, 0)
 
 
 @triton.jit(do_not_specialize=["bags", "count"])

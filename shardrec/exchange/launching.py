@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from functools import cache
 from importlib import import_module
 from importlib.util import find_spec
@@ -14,8 +15,19 @@ __all__ = ["has_kernels", "launch"]
 
 @cache
 def has_kernels(device: torch.device) -> bool:
-    """Whether kernels run on a device: CUDA, with Triton."""
-    return device.type == "cuda" and find_spec("triton") is not None
+    """Whether kernels run on a device: CUDA, with Triton, which needs a C compiler the first time. Tries one, once."""
+    if device.type != "cuda" or find_spec("triton") is None:
+        return False
+    try:
+        launch("shardrec.exchange.kernels", "clear", (1,), torch.empty(1, dtype=torch.int32, device=device))
+    except Exception as error:
+        warnings.warn(
+            f"Triton compiles no kernel here ({error}); torch's operators take their place, and steps of small batches "
+            "take up to twice as long: install a C compiler, such as gcc",
+            stacklevel=2,
+        )
+        return False
+    return True
 
 
 def launch(module: str, kernel: str, grid: tuple[int, ...], *values: Any, **constants: Any) -> None:

@@ -101,7 +101,7 @@ class ShardedEmbeddingCollection(ShardedCollection):
         context: shared by the sharded modules of a model; default: a new one.
         storage: of the tables; default: kernels that train.
         dedup: send and look up each distinct id of a table once per batch. A single rank on CUDA, which sends nothing,
-            does so only for dynamic ids.
+            does so only for dynamic ids and tables of tier ``"host"``.
 
     Raises:
         PlanError: if the plan does not fit the tables or the group.
@@ -157,16 +157,18 @@ class ShardedEmbeddingCollection(ShardedCollection):
         self.lookups = tuple(lookups)
         sharded = [lookup for lookup in lookups if not lookup.layout.replicated]
         dynamic = any(lookup.dynamic for lookup in lookups)
-        if self.device.type == "cuda" and collectives.world_size == 1 and not dynamic:
-            self.dedup = False  # nothing travels, and kernels read repeated rows faster than distinct ids are found
-        if self.dedup:
+        on_host = any(lookup.layout.tier == "host" for lookup in lookups)
+        # Else nothing travels, and a GPU reads repeated rows of its memory faster than it finds distinct ids.
+        pays = self.device.type != "cuda" or collectives.world_size > 1 or dynamic or on_host
+        self.finds_distinct = self.dedup and pays
+        if self.finds_distinct:
             by_table = {lookup.layout.name: lookup for lookup in sharded}
             self.sent_lookups = tuple(replace(one, feature=name, output=name) for name, one in by_table.items())
         else:
             self.sent_lookups = tuple(sharded)
         self.dedup_lookups = [(lookup.feature, lookup.layout.name) for lookup in sharded]
         limits = [(one.feature, one.layout.num_embeddings) for one in self.sent_lookups]
-        distinct = DistinctIds(self.dedup_lookups, limits, self.device, dynamic) if self.dedup else None
+        distinct = DistinctIds(self.dedup_lookups, limits, self.device, dynamic) if self.finds_distinct else None
         route = self._make(groups, lookups, self.sent_lookups, weighted=False, pooled=False, distinct=distinct)
         widths = [group.width or 0 for group in groups]
         self.output_layout = SequenceOutputLayout(

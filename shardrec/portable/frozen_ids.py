@@ -107,7 +107,7 @@ def frozen_maps(collection: ShardedCollection) -> nn.ModuleList:
     """
     if collection.id_maps is None:
         return nn.ModuleList()
-    if getattr(collection, "dedup", False):
+    if getattr(collection, "finds_distinct", False):
         raise ConfigError(
             f"{type(collection).__name__} has dynamic ids and looks up each distinct id of a batch once; a program "
             "that runs without shardrec does so for plain ids alone: shard the model with dedup=False"

@@ -70,7 +70,7 @@ class PortableSequences(PortableTwin):
         self.slot_firsts = list_of(int, rows.slot_firsts)
         self.slot_column_units = torch.tensor(list(rows.slot_column_units), dtype=torch.int64, device=device)
         self.sent_features = list_of(str, [one.feature for one in sent])
-        self.dedup = collection.dedup and len(sent) > 0
+        self.dedup = collection.finds_distinct and len(sent) > 0
         starts = [0, *accumulate(one.layout.num_embeddings for one in sent)]
         first = dict(zip((one.layout.name for one in sent), starts, strict=False))
         self.dedup_features = list_of(str, [feature for feature, _ in collection.dedup_lookups])

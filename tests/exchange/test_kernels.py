@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from random import Random
 from types import SimpleNamespace
 from typing import Any
@@ -21,36 +20,36 @@ pytestmark = pytest.mark.skipif(
     not (INTERPRETS_TRITON or torch.cuda.is_available()), reason="needs a CUDA device, or TRITON_INTERPRET=1"
 )
 
-DEVICE = torch.device("cpu" if INTERPRETS_TRITON else "cuda", 0)
-
-
-@pytest.fixture(autouse=True, scope="module")
-def kernels() -> Iterator[None]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(launching, "has_kernels", lambda device: device == DEVICE)
-        yield
+DEVICE = torch.device("cpu" if INTERPRETS_TRITON else "cuda")
 
 
 @given(rng=randoms())
 def test_ids_are_checked(rng: Random) -> None:
-    keys, bags = rng.randint(1, 9), rng.choice([0, 1, 5, 70])
+    """With each fault, of a batch without one."""
+    keys, bags = rng.choice([(1, 5000), (3, 0), (1, 1), (2, 5), (9, 70)])
     limits = torch.tensor([rng.choice([1, 8, 2**31, NO_LIMIT]) for _ in range(keys)])
     lengths = torch.randint(0, rng.choice([1, 2, 40]), (keys, bags), dtype=rng.choice([torch.int32, torch.int64]))
-    most = limits.clamp(max=8).repeat_interleave(lengths.sum(1))
-    values = torch.tensor([rng.randrange(int(limit)) for limit in most], dtype=torch.int64)
-    values = values.to(rng.choice([torch.int32, torch.int64]))
-    fault = rng.choice(["", "", "id", "length", "sum", "overflow"])
-    if fault == "id" and values.numel():
-        values[rng.randrange(values.numel())] = rng.choice([-1, 8, 2**31 - 1])
-    if fault == "length" and bags:
-        lengths[rng.randrange(keys), rng.randrange(bags)] += rng.choice([-1, 1, -(2**31), 2**30])
-    if fault == "sum":
-        values = torch.cat([values, values.new_zeros(rng.randint(1, 3))])
-    if fault == "overflow" and bags > 3 and lengths.dtype is torch.int64:
-        lengths[rng.randrange(keys), :4] += 2**62
-    expected = check.are_sound(lengths, values, limits, True, False)
-    found = check._are_sound_on_device(lengths.to(DEVICE), values.to(DEVICE), limits.to(DEVICE))
-    assert found.dtype is torch.bool and bool(found) == bool(expected)
+    limit_of = limits.repeat_interleave(lengths.sum(1))
+    values = (torch.rand(limit_of.numel()) * limit_of.clamp(max=8)).to(rng.choice([torch.int32, torch.int64]))
+    faulty = [(lengths, values), (lengths, torch.cat([values, values.new_zeros(1)]))]
+    for place in {0, rng.randrange(values.numel()), values.numel() - 1} if values.numel() else ():
+        for fault in (-1, int(limit_of[place])):
+            if fault <= torch.iinfo(values.dtype).max:
+                faulty.append((lengths, values.index_fill(0, torch.tensor(place), fault)))
+    if bags > 3:
+        key, bag = rng.randrange(keys), rng.randrange(bags - 1)
+        for more in (1, 2**30, -1 - int(lengths[key, bag])):
+            changed = lengths.clone()
+            changed[key, bag] += more  # the sum with the next is as before
+            changed[key, bag + 1] -= more
+            faulty.append((changed, values))
+        overflowing = lengths.to(torch.int64, copy=True)
+        overflowing[key, :4] += 2**62
+        faulty.append((overflowing, values))
+    for lengths, values in faulty:
+        expected = check.are_sound(lengths, values, limits, True, False)
+        found = check._are_sound_on_device(lengths.to(DEVICE), values.to(DEVICE), limits.to(DEVICE))
+        assert found.dtype is torch.bool and bool(found) == bool(expected)
 
 
 @given(rng=randoms())
@@ -63,7 +62,7 @@ def test_headers_are_written(rng: Random) -> None:
     lengths = torch.randint(0, 50, (sum(counts), bags), dtype=torch.int32)
     headers = []
     valid = [rng.random() < 0.7 for _ in range(2)]
-    for device in (torch.device("cpu"), DEVICE):
+    for device, has_kernels in ((torch.device("cpu"), False), (DEVICE, True)):
         header = torch.zeros((world_size, 2 + 2 * columns + 1), dtype=torch.int64, device=device)
         packer: Any = SimpleNamespace(
             _world_size=world_size,
@@ -76,7 +75,9 @@ def test_headers_are_written(rng: Random) -> None:
             prepared: Any = SimpleNamespace(
                 lengths=lengths.to(device), valid=torch.tensor(is_valid, device=device), slot_sizes=None
             )
-            InputPacker.write_header(packer, prepared, header, 2 + number * columns, 2**32 - 5)
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(launching, "has_kernels", lambda _, answer=has_kernels: answer)
+                InputPacker.write_header(packer, prepared, header, 2 + number * columns, 2**32 - 5)
         headers.append(header.cpu())
     assert torch.equal(*headers)
     assert headers[0][0, 0] == (not all(valid))

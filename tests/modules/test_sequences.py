@@ -10,7 +10,7 @@ import torch.distributed as dist
 import torchrec
 from torchrec import KeyedJaggedTensor
 
-from shardrec.errors import InputError, PlanError
+from shardrec.errors import ConfigError, InputError, PlanError
 from shardrec.exchange.row_output import _Pack
 from shardrec.layout import ShardingPlan, Topology, cuts
 from shardrec.modules import ShardedEmbeddingCollection, shard
@@ -164,3 +164,19 @@ def test_the_gradient_of_one_group_s_rows_is_not_copied_before_it_is_put_in_orde
     assert sum(made.made.values()) == 1, made.made
     assert rows.grad is not None
     assert torch.equal(rows.grad[order].flatten(), gradient)
+
+
+def test_a_backward_of_before_a_reshard_is_refused_where_rows_of_one_rank_stay_in_place() -> None:
+    names = {f"sequences.{name}": rows for name, rows in ROWS.items()}
+    whole, cut = (
+        ShardingPlan(topology=Topology(ranks_per_host=1), tables=tables)
+        for tables in (
+            tuple(cuts.table_wise(name, rows, DIM, rank=0) for name, rows in names.items()),
+            tuple(cuts.row_wise(name, rows, DIM, ranks=[0, 0]) for name, rows in names.items()),
+        )
+    )
+    model = shard(Holder(collection(torch.optim.SGD, 0.1)), whole, dedup=False)
+    loss = sum(one.values().sum() for one in model(batch(random.Random(0), ["a", "b", "c"], 3)).values())
+    model.reshard(cut)
+    with pytest.raises(ConfigError, match=r"that of a forward before model.reshard\(\)"):
+        loss.backward()
