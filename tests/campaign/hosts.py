@@ -114,6 +114,7 @@ class Host:
                 env={
                     **os.environ,
                     "GLOO_SOCKET_IFNAME": "lo",
+                    "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",  # docs/elastic.md
                     "TMPDIR": str(self.folder),
                     _FOLDER: str(self.folder),
                 },
