@@ -209,7 +209,8 @@ def _join(rank_info: RankInfo) -> None:
         raise PeerError(
             f"rank {rank_info.rank} of {rank_info.world_size} could not join the others: {str(error).splitlines()[0]}. "
             "Check that all ranks were started, and that they can reach MASTER_ADDR"
-            + "; where hosts come and go, set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 for torchrun" * shared
+            + "; where hosts come and go, set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 for torchrun"
+            * shared
         ) from error
 
 

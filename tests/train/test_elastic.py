@@ -40,7 +40,12 @@ class Agent:
                 ],
                 cwd=ROOT,
                 # torchrun leaves a folder for its log where temporary files go.
-                env={**os.environ, "GLOO_SOCKET_IFNAME": "lo", "TMPDIR": str(log.parent)},
+                env={
+                    **os.environ,
+                    "GLOO_SOCKET_IFNAME": "lo",
+                    "TMPDIR": str(log.parent),
+                    "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",  # docs/elastic.md
+                },
                 stdout=file,
                 stderr=file,
                 start_new_session=True,
