@@ -353,15 +353,17 @@ def _alike_on_ranks(config: TrainConfig, rank_info: RankInfo, resume: bool) -> t
         return config, resume
     with peers(None, "start"):
         of_ranks, resumes = zip(*gather((config.to_mapping(), resume)), strict=True)
+    first = of_ranks[0]
+    differing = {name: options for options in of_ranks for name in options if options[name] != first[name]}
     faults = [
-        f"{name} ({flag(name)}) is {options[name]!r} on rank {rank} and {value!r} on rank 0: give all ranks the same"
-        for name, value in of_ranks[0].items()
-        for rank, options in enumerate(of_ranks)
-        if name not in ("out", "threads") and options[name] != value
+        f"{name} ({flag(name)}) is {options[name]!r} on rank {of_ranks.index(options)} and {first[name]!r} on rank 0: "
+        "give all ranks the same"
+        for name, options in differing.items()
+        if name not in ("out", "threads")
     ]
     if faults:
         raise ConfigError(together(faults))
-    return config.changed(out=of_ranks[0]["out"]), any(resumes)
+    return config.changed(out=first["out"]), any(resumes)
 
 
 def _own_folder(config: TrainConfig, rank_info: RankInfo, lock: ExitStack) -> tuple[Path, bool]:
