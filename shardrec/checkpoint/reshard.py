@@ -85,9 +85,12 @@ def reshard_model(model: ShardedModel, plan: ShardingPlan, optimizer: Optimizer 
     without = [rank for rank, one in enumerate(described) if one.param_groups is None]
     if 0 < len(without) < len(described):
         raise ConfigError(f"model.reshard was not given the optimizer on ranks {without}, and was on the others")
-    tensors = _described(held, ranks.rank, saved=False)  # which is read here, and not from others that hold the same
+    tensors = dict[str, SavedTensor]()
     for name, tensor in (item for other in described for item in other.tensors.items()):
         tensors[name] = merged(tensors.get(name, tensor), tensor, name)
+    for name, here in _described(held, ranks.rank, saved=False).items():  # read here, and not from others that hold it
+        parts = {part.rect: part for part in here.parts}
+        tensors[name] = replace(here, parts=tuple(parts.get(part.rect, part) for part in tensors[name].parts))
     manifest = replace(of_all_ranks(described, model), tensors=tensors)
     before = [(one, one.tables(), one.replicas) for one in changed]
     targets: dict[str, HeldTensor] = {}

@@ -195,6 +195,7 @@ def _device(kind: str, local_rank: int) -> torch.device:
 
 
 def _join(rank_info: RankInfo) -> None:
+    shared = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     backend = "gloo" if rank_info.device.type == "cpu" else "cpu:gloo,cuda:nccl"
     # Imports take seconds, and not equally long on every rank.
     patience = max(rank_info.timeout, _TIMEOUT_S)
@@ -208,6 +209,8 @@ def _join(rank_info: RankInfo) -> None:
         raise PeerError(
             f"rank {rank_info.rank} of {rank_info.world_size} could not join the others: {str(error).splitlines()[0]}. "
             "Check that all ranks were started, and that they can reach MASTER_ADDR"
+            + "; where hosts come and go, set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 for torchrun"
+            * shared
         ) from error
 
 

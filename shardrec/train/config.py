@@ -57,6 +57,7 @@ _RESTARTS = 3
 
 _DATA, _MODEL, _LEARNING, _RANKS, _OUTPUT = "Data", "Model", "Learning", "Ranks", "Output"
 _OF_THE_RUN = (_DATA, _MODEL, _LEARNING)
+_OF_REPLICAS = ("constraint", "plan", "replicas", "elastic", "sync_every")
 
 _NOT_OF_FEEDS = (
     *("valid", "samples", "epochs", "holdout", "loss", "decay", "schedule"),
@@ -464,13 +465,14 @@ class TrainConfig(Options):
         comes_back = self.checkpoint_every is not None or self.elastic is not None
         return self.max_restarts if self.max_restarts is not None else _RESTARTS * comes_back
 
-    def check_resumes(self, started: Mapping[str, Any]) -> None:
+    def check_resumes(self, started: Mapping[str, Any], *, joins: bool = False) -> None:
         """Check that options of data, model and learning are unchanged; the others may differ when a run is resumed.
 
         So may ``on_bad_row``: a row that is left out moves no other.
 
         Args:
             started: the options that the run was started with, as :meth:`to_mapping` gives them.
+            joins: whether this is a replica of a run that goes on in others, which share more options.
 
         Raises:
             ConfigError: if some differ; names each one and both values.
@@ -481,7 +483,8 @@ class TrainConfig(Options):
             f"{name} ({flag(name)}) is {given[name]!r} and the run in {self.out} was started with "
             f"{started[name]!r}: leave it out, or start a new run in another folder (--out)"
             for name, field in TrainConfig.model_fields.items()
-            if shown_as(field)["panel"] in _OF_THE_RUN and name != "on_bad_row" and given[name] != started[name]
+            if ((shown_as(field)["panel"] in _OF_THE_RUN and name != "on_bad_row") or (joins and name in _OF_REPLICAS))
+            and given[name] != started[name]
         ]
         if faults:
             raise ConfigError(together(faults))

@@ -68,7 +68,7 @@ class Saver:
         self._published_step: int | None = None
         self._stop = StopRequest()
         self._pending: PendingSave | None = None
-        self._lock = ExitStack()  # of the folder, while one of several replicas saves
+        self._lock = ExitStack()  # of the checkpoints, while one of several replicas saves
         self._saved_step: int | None = None
         self._saved_at = self._agreed_at = time.monotonic()
         self._agreed_step = self._agree_at = 0
@@ -254,14 +254,18 @@ class Saver:
         self._saved_step, self._saved_at = steps, time.monotonic()
 
     def _is_to_save(self) -> bool:
-        """Whether this replica saves, which the first one does; it has then locked the folder."""
+        """Whether this replica saves, which the first one does; it has then locked the checkpoints."""
         if self._run.elastic is None:
             return True
         if self._run.elastic.place:
             return False
-        taken = on_first_rank(
-            lambda: self._lock.enter_context(locked(self._run.folder, _LOCK_S)), self._place, "lock of the folder"
-        )
+
+        def lock() -> bool:
+            folder = self._checkpoints.folder
+            folder.mkdir(exist_ok=True)
+            return self._lock.enter_context(locked(folder, _LOCK_S)) is not None
+
+        taken = on_first_rank(lock, self._place, "lock of the checkpoints")
         if not taken:
             self._run.announcer.say("warning: another replica is still saving: this one does not save now")
         return taken

@@ -21,6 +21,8 @@ from shardrec.console import working
 from shardrec.data import ClickBatch, ClickMetrics, FeatureSpec
 from shardrec.data.spec import VOCABULARIES, parse_spec, read_spec
 from shardrec.errors import ConfigError, DataError
+from shardrec.exchange.peers import peers
+from shardrec.exchange.safe_pickle import gather
 from shardrec.files import naming, os_fault, parse_json, read_text
 from shardrec.launch.ranks import RankInfo, joined_run, meet, on_first_rank, over_ranks, same_everywhere
 from shardrec.layout import ShardingPlan
@@ -35,7 +37,7 @@ from shardrec.train.config import FILE, METRICS, PLAN, SPEC, TrainConfig, load_c
 from shardrec.train.dealing import DealtParts
 from shardrec.train.display import Announcer, Display
 from shardrec.train.initial import start_from
-from shardrec.train.locking import locked
+from shardrec.train.locking import Kind, locked
 from shardrec.train.loop import Schedule, StepPart, failing_together, step_parts, train_epoch
 from shardrec.train.losses import with_own_loss
 from shardrec.train.model import (
@@ -46,6 +48,7 @@ from shardrec.train.model import (
     fuse_optimizer,
     planner_constraints,
 )
+from shardrec.train.options import flag, together
 from shardrec.train.prefetch import Prefetcher
 from shardrec.train.progress import Progress, RecentMean
 from shardrec.train.progressive import Progressive
@@ -94,21 +97,21 @@ def run_rank(config: TrainConfig, *, resume: bool = False) -> RunReport | None:
             config.device, config.threads, seed=config.seed, timeout=config.timeout, alone=alone
         ) as rank_info:
             rows = config.global_batch_size or config.batch_size * rank_info.world_size * config.replicas
-            config = config.changed(out=same_everywhere(str(config.out), rank_info), global_batch_size=rows)
-            folder = _own_folder(config, rank_info, lock)
-            finish = _run(config, rank_info, folder, resume, lock)
+            config, resume = _alike_on_ranks(config.changed(global_batch_size=rows), rank_info, resume)
+            folder, is_first = _own_folder(config, rank_info, lock)
+            finish = _run(config, rank_info, folder, resume, lock, is_first)
         return finish()
 
 
 def _run(
-    config: TrainConfig, rank_info: RankInfo, folder: Path, resume: bool, lock: ExitStack
+    config: TrainConfig, rank_info: RankInfo, folder: Path, resume: bool, lock: ExitStack, is_first: bool
 ) -> Callable[[], RunReport | None]:
     """All that takes every rank; returns what is left to do for each alone, when the others are gone.
 
-    Of elastic replicas the first one to start makes the plan, while it holds ``lock``; the others find it.
+    Of elastic replicas the first one to start makes the plan, while it holds ``lock`` alone; the others find it.
     """
     announcer = Announcer(speaks=rank_info.is_lead)
-    plan = _as_started(config, rank_info, folder) if resume else None
+    plan = _as_started(config, rank_info, folder, joins=not is_first) if resume else None
     spec = _own_spec(config, rank_info, folder, resume)
     source = Source(config, rank_info, spec)
     with working("counting rows") if rank_info.is_lead else nullcontext():
@@ -166,9 +169,10 @@ def _run(
                 file.write_text(Path(config.features).read_text(encoding="utf-8"), encoding="utf-8")
         _save_plan(run)
 
-    on_first_rank(describe, rank_info, "options and plan")
+    if is_first and phase == "new":
+        on_first_rank(describe, rank_info, "options and plan")
     if elastic is not None:
-        lock.close()
+        on_first_rank(lambda: _lock_folder(config, lock, "shared"), rank_info, "start of the other replicas")
         elastic.join(optimizer, run.progress)
         announcer.say(f"{elastic.replicas} replica(s) train, this one from step {elastic.steps:,}")
     anomalies = detect_anomaly(model) if config.detect_anomaly == "on" else nullcontext()
@@ -222,8 +226,14 @@ def _save_plan(run: Run) -> None:
         run.model.plan.save(file)
 
 
-def _as_started(config: TrainConfig, rank_info: RankInfo, folder: Path) -> ShardingPlan | None:
+def _as_started(config: TrainConfig, rank_info: RankInfo, folder: Path, *, joins: bool) -> ShardingPlan | None:
     """The plan that the run has had so far, if it is for as many ranks and nothing else is asked for; else None.
+
+    Args:
+        config: of this process.
+        rank_info: this rank.
+        folder: of the run.
+        joins: whether other replicas of the run live.
 
     Raises:
         ConfigError: on every rank, if the run was started with other options.
@@ -237,7 +247,7 @@ def _as_started(config: TrainConfig, rank_info: RankInfo, folder: Path) -> Shard
     if not options:
         return None
     started = load_config_text(options, files[0])
-    config.check_resumes(started.to_mapping())
+    config.check_resumes(started.to_mapping(), joins=joins)
     if config.features is not None and parse_spec(spec, str(files[2])) != read_spec(Path(config.features)):
         raise ConfigError(
             f"features (--features) is {config.features!r}, which says something else than {files[2]}, with which the "
@@ -247,6 +257,11 @@ def _as_started(config: TrainConfig, rank_info: RankInfo, folder: Path) -> Shard
         saved_plan = ShardingPlan.from_json(parse_json(plan))
     except ValueError as error:
         raise ConfigError(f"{files[1]} is not the run's plan ({error}); start a new run in another folder") from error
+    if joins and saved_plan.world_size != rank_info.world_size:
+        raise ConfigError(
+            f"the replicas of the run in {folder} have {saved_plan.world_size} rank(s) each, and this one "
+            f"{rank_info.world_size}: start {saved_plan.world_size}"
+        )
     same = (config.plan, config.constraint) == (started.plan, started.constraint)
     return saved_plan if same and saved_plan.world_size == rank_info.world_size else None
 
@@ -327,30 +342,58 @@ def _sharded_model(
     return sharded, constraints
 
 
-def _own_folder(config: TrainConfig, rank_info: RankInfo, lock: ExitStack) -> Path:
-    """The folder of the results, made and locked on the first rank, so that no two runs write to it.
+def _alike_on_ranks(config: TrainConfig, rank_info: RankInfo, resume: bool) -> tuple[TrainConfig, bool]:
+    """The options, with the folder of the first rank; and whether to go on, which a launcher may tell only the ranks of
+    the host that had a fault.
+
+    Raises:
+        ConfigError: on every rank, if a rank was started with other options.
+    """
+    if rank_info.world_size == 1:
+        return config, resume
+    with peers(None, "start"):
+        of_ranks, resumes = zip(*gather((config.to_mapping(), resume)), strict=True)
+    first = of_ranks[0]
+    differing = {name: options for options in of_ranks for name in options if options[name] != first[name]}
+    faults = [
+        f"{name} ({flag(name)}) is {options[name]!r} on rank {of_ranks.index(options)} and {first[name]!r} on rank 0: "
+        "give all ranks the same"
+        for name, options in differing.items()
+        if name not in ("out", "threads")
+    ]
+    if faults:
+        raise ConfigError(together(faults))
+    return config.changed(out=first["out"]), any(resumes)
+
+
+def _own_folder(config: TrainConfig, rank_info: RankInfo, lock: ExitStack) -> tuple[Path, bool]:
+    """The folder of the results, made and locked on the first rank, so that no two runs write to it; and whether this
+    process's ranks are the only ones in it, and not of a replica that joins others.
 
     Raises:
         ConfigError: on every rank, if it cannot be written to or another run has it.
     """
+    kinds: tuple[Kind, ...] = ("alone",) if config.elastic is None else ("alone", "shared")
+    held = on_first_rank(lambda: _lock_folder(config, lock, *kinds), rank_info, "start")
+    return Path(str(config.out)), held == "alone"
+
+
+def _lock_folder(config: TrainConfig, lock: ExitStack, *kinds: Kind) -> Kind:
+    """Make the folder, and hold its lock in another way than before."""
     folder = Path(str(config.out))
-
-    def lock_folder() -> None:
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
-            # Another replica may be making the plan meanwhile, and this one's other ranks wait for the first.
-            wait_s = _LOCK_S if config.elastic is None else config.timeout / 2
-            if not lock.enter_context(locked(folder, wait_s)):
-                raise ConfigError(
-                    f"out (--out) is {config.out!r}: another run writes to it; wait for its end, or give another folder"
-                )
-            if config.elastic is not None and (folder / PLAN).exists():
-                lock.close()  # the replica that saves takes it
-        except OSError as error:
-            raise ConfigError(f"out (--out) is {config.out!r}: {error.strerror}; give a folder to write to") from error
-
-    on_first_rank(lock_folder, rank_info, "start")
-    return folder
+    # Another replica may be making the plan meanwhile, and this one's other ranks wait for the first.
+    wait_s = _LOCK_S if config.elastic is None else config.timeout / 2
+    lock.close()
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        held = lock.enter_context(locked(folder, wait_s, *kinds))
+    except OSError as error:
+        raise ConfigError(f"out (--out) is {config.out!r}: {error.strerror}; give a folder to write to") from error
+    if held is None:
+        raise ConfigError(
+            f"out (--out) is {config.out!r}: another run writes to it; wait for its end, or give another folder"
+        )
+    return held
 
 
 def _watched(config: TrainConfig) -> str:

@@ -9,8 +9,8 @@ A host is a torchrun with a rank, in a session of its own; there are two. With `
 (``--nnodes 1:2``), which goes on from the last checkpoint on the hosts that are there; with ``replicas`` each is a
 replica (``--elastic``), and training does not stop. A blow is SIGKILL of a rank, which its torchrun starts again, or of
 a host, which comes back after a while, also of the one that writes. The agents and the replicas meet at stores of this
-process, so that each host may be lost. Where another host is lost in the middle of a rendezvous, a torchrun fails by
-itself after a minute, and closes the rendezvous of its id for all: the job is then started again under another id.
+process, so that each host may be lost. A torchrun of ``nnodes`` may fail by itself, a minute after a rendezvous that
+was disturbed, and closes the rendezvous of its id for all: the job is then started again under another id.
 
 At the end each host has ended well, the loss on held-out rows is that of an undisturbed run within ``--noise``, and
 rows were trained on as they should be: each forward had rows of one step, and none was left out, but with ``replicas``
@@ -114,6 +114,7 @@ class Host:
                 env={
                     **os.environ,
                     "GLOO_SOCKET_IFNAME": "lo",
+                    "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",  # docs/elastic.md
                     "TMPDIR": str(self.folder),
                     _FOLDER: str(self.folder),
                 },
@@ -146,6 +147,7 @@ class Campaign:
 
     def __init__(self, folder: Path, form: str, seed: int) -> None:
         (folder / "slow").touch()
+        self._form = form
         self._rng, self.blows, self.folder = random.Random(seed), Counter[str](), folder
         self._stores = [dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False) for _ in range(2)]
         agents, replicas = (f"127.0.0.1:{store.port}" for store in self._stores)
@@ -181,16 +183,24 @@ class Campaign:
             blow = "host"
             host.kill()
         self.blows[blow] += 1
-        self._wait(lambda: any(_last(path) > begin + 0.2 for path in self.folder.glob("rows-*")), "a step")
-        pause = time.time() - begin
+        # A rank that goes on begins at most one more forward before it needs the dead one.
+        self._wait(lambda: bool(self._second_forwards(begin)), "a step")
+        pause = min(self._second_forwards(begin)) - begin
         print(f"{self.blows['rank'] + self.blows['host']:>3}  {blow}: a step after {pause:.1f} s", flush=True)
-        if blow == "host":
+        if host.is_lost:  # else the job was started again
             time.sleep(self._rng.uniform(0, 10))
             host.start()
         return pause
 
+    def _second_forwards(self, begin: float) -> list[float]:
+        """When each process began its second forward after ``begin``, if it has."""
+        paths = [path for path in self.folder.glob("rows-*") if path.stat().st_mtime > begin]
+        times = [[at for at, _ in _forwards(path, last=9) if at > begin] for path in paths]
+        return [after[1] for after in times if len(after) > 1]
+
     def _trains(self, host: Host) -> bool:
-        return all(Path(self.folder, f"rows-{pid}.jsonl").exists() for pid in host.ranks())
+        pids = host.ranks()
+        return bool(pids) and all(Path(self.folder, f"rows-{pid}.jsonl").exists() for pid in pids)
 
     def _wait_for_checkpoints(self, count: int) -> None:
         """That are new."""
@@ -206,10 +216,12 @@ class Campaign:
         while not condition():
             assert time.monotonic() < give_up, f"waited for {what}:\n{self._logs()}"
             if any(not host.is_lost and host.process.poll() not in (None, 0) for host in self.hosts):
+                assert self._form == "nnodes", f"a torchrun has failed:\n{self._logs()}"
                 self.blows["job that failed by itself"] += 1
                 self.end()
+                new_id = f"run{time.time_ns()}"
                 for host in self.hosts:
-                    host.options += ["--rdzv-id", f"run{time.time_ns()}"]
+                    host.options += ["--rdzv-id", new_id]
                     host.start()
             time.sleep(0.05)
 
@@ -232,10 +244,12 @@ def _flags(config: dict[str, Any]) -> Iterator[str]:
             yield from (f"--{name.replace('_', '-')}", str(value))
 
 
-def _last(path: Path) -> float:
-    """When the process of some rows began its last forward."""
-    lines = [line for line in path.read_text(encoding="utf-8").splitlines() if line.endswith("}")]
-    return float(json.loads(lines[-1])["time"]) if lines else 0.0
+def _forwards(path: Path, *, last: int = 0) -> Iterator[tuple[float, list[float]]]:
+    """Of a process, the time and the rows of each forward; or of the last ones."""
+    for line in path.read_text(encoding="utf-8").splitlines()[-last:]:
+        if line.endswith("}"):
+            forward = json.loads(line)
+            yield forward["time"], forward["rows"]
 
 
 def _faults(folder: Path, lost_most: int) -> tuple[list[str], int]:
@@ -248,8 +262,7 @@ def _faults(folder: Path, lost_most: int) -> tuple[list[str], int]:
             steps.setdefault(key, set()).add(step)
     faults, seen = [], Counter[float]()
     for path in folder.glob("rows-*"):
-        for line in path.read_text(encoding="utf-8").splitlines():
-            rows = json.loads(line)["rows"] if line.endswith("}") else []
+        for _, rows in _forwards(path):
             seen.update(rows)
             if rows and not set.intersection(*(steps.get(key, set()) for key in rows)):
                 faults.append(f"{path.name}: {len(rows)} rows that are not of one step")

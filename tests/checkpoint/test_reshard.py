@@ -24,7 +24,7 @@ from shardrec.checkpoint import messages as messages_module
 from shardrec.checkpoint.agree import Ranks
 from shardrec.checkpoint.messages import Messages
 from shardrec.errors import CheckpointError, ConfigError, PeerError, PlanError
-from shardrec.layout import ShardingPlan, TableLayout, Topology, cuts
+from shardrec.layout import Shard, ShardingPlan, TableLayout, Topology, cuts
 from shardrec.pipeline import TrainPipeline
 from shardrec.serve import Follower, quantize
 from tests.checkpoint.memory import peak
@@ -94,6 +94,20 @@ def test_two_shards_of_a_table_on_a_rank() -> None:
         ShardingPlan(topology=Topology(ranks_per_host=1), tables=(layout,)) for layout in (halves, on_rank("a", 8, 0))
     ]
     equal_to_a_load(Case(tables={"a": Table(rows=8, optimizer="none")}, plans=[*plans, plans[0]]))
+
+
+def test_column_stripes_that_are_cut_at_other_rows() -> None:
+    """Of a state kept per row each stripe has a copy, and no copy is made of the blocks of another."""
+    places = [(0, 1, 0, 4), (1, 2, 0, 4), (0, 2, 4, DIM)]
+    shards = tuple(
+        Shard(table="bags.a", row_start=top, row_end=bottom, col_start=left, col_end=right, rank=0)
+        for top, bottom, left, right in places
+    )
+    mixed = TableLayout(name="bags.a", num_embeddings=2, embedding_dim=DIM, shards=shards, cut="mixed")
+    plans = [
+        ShardingPlan(topology=Topology(ranks_per_host=1), tables=(layout,)) for layout in (mixed, on_rank("a", 2, 0))
+    ]
+    equal_to_a_load(Case(tables={"a": Table(rows=2, optimizer="rowwise_adagrad")}, plans=[*plans, plans[0]]))
 
 
 def test_what_stays_is_neither_moved_nor_copied() -> None:

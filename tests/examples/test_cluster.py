@@ -57,9 +57,10 @@ class TestHosts:
 
 def command_of(script: str, folder: Path, **environment: str) -> list[str]:
     """What a script gives torchrun, itself or by srun."""
+    echoes = 'printf "%s\\n" "$@"'
     for name, prints in (
-        ("torchrun", 'printf "%s\\n" "$@"'),
-        ("srun", 'printf "%s\\n" "$@"'),
+        ("torchrun", f'test "$TORCH_DISABLE_SHARE_RDZV_TCP_STORE" = 1 && {echoes}'),
+        ("srun", f'test "$TORCH_DISABLE_SHARE_RDZV_TCP_STORE" = 1 && {echoes}'),
         ("scontrol", "echo n0; echo n1"),
     ):
         (folder / name).write_text(f"#!/bin/sh\n{prints}\n", encoding="utf-8")

@@ -40,7 +40,12 @@ class Agent:
                 ],
                 cwd=ROOT,
                 # torchrun leaves a folder for its log where temporary files go.
-                env={**os.environ, "GLOO_SOCKET_IFNAME": "lo", "TMPDIR": str(log.parent)},
+                env={
+                    **os.environ,
+                    "GLOO_SOCKET_IFNAME": "lo",
+                    "TMPDIR": str(log.parent),
+                    "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",  # docs/elastic.md
+                },
                 stdout=file,
                 stderr=file,
                 start_new_session=True,
@@ -100,11 +105,12 @@ def test_a_run_goes_on_with_the_hosts_that_are_left(agents: list[Agent], tmp_pat
     options = [
         *("--nnodes", "1:2", "--nproc-per-node", "1", "--max-restarts", "3"),
         *("--rdzv-backend", "c10d", "--rdzv-endpoint", f"127.0.0.1:{port}", "--rdzv-id", "run"),
-        *("--rdzv-conf", "last_call_timeout=3", "--local-addr", "127.0.0.1"),
+        *("--local-addr", "127.0.0.1", "--rdzv-conf"),
     ]
-    first = Agent(tmp_path / "out", tmp_path / "first.log", *options)
+    # The agents meet at the first one, which stays, also where the second one is up before it.
+    first = Agent(tmp_path / "out", tmp_path / "first.log", *options, "last_call_timeout=3,is_host=true")
     agents.append(first)
-    second = Agent(tmp_path / "out", tmp_path / "second.log", *options)
+    second = Agent(tmp_path / "out", tmp_path / "second.log", *options, "last_call_timeout=3,is_host=false")
     agents.append(second)
     give_up = time.monotonic() + PATIENCE_S
     while not (tmp_path / "out" / "checkpoints").exists() and time.monotonic() < give_up:

@@ -17,7 +17,9 @@ import torch.distributed as dist
 
 from shardrec.errors import ConfigError
 from shardrec.launch.ranks import RankInfo
-from shardrec.train import TrainConfig
+from shardrec.layout import ShardingPlan, Topology
+from shardrec.train import TrainConfig, session
+from shardrec.train.locking import locked
 from shardrec.train.source import Source
 from tests.ranks import RankDied, ranks
 from tests.train.broken_off import SMALL
@@ -53,7 +55,6 @@ def replica(config: TrainConfig, before_batch: Callable[[Any, Any], None]) -> di
     Returns: The keys of its rows by step, what it has said, the sums of its weights, the samples of its points, and
         whether it has written the results.
     """
-    from shardrec.train import session
     from shardrec.train.dealing import DealtParts
     from shardrec.train.display import Announcer
 
@@ -140,6 +141,25 @@ def test_replicas_come_and_go(store: Any, tmp_path: Path) -> None:
     metrics = json.loads((tmp_path / "metrics.json").read_text(encoding="utf-8"))
     assert (metrics["training"]["steps"], metrics["training"]["samples"]) == (24, 1500)
     assert first["wrote"] and not late["wrote"]
+
+
+def test_one_that_differs_from_those_that_live_changes_nothing(store: Any, tmp_path: Path) -> None:
+    elastic = f"127.0.0.1:{store.port}"
+    config = SMALL.changed(elastic=elastic, replicas=2, global_batch_size=64, out=str(tmp_path))
+    ShardingPlan(topology=Topology(ranks_per_host=2), tables={}).save(tmp_path / "plan.json")
+    (tmp_path / "config.yaml").write_text(config.to_yaml(), encoding="utf-8")
+    before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+    with locked(tmp_path, 0.0, "shared"):  # as one that trains
+        for options, words in (
+            ({"sync_every": 3}, r"sync_every \(--sync-every\) is 3 and the run in .* was started with 1: leave it out"),
+            ({"constraint": ("t_*=row_wise",)}, r"constraint \(--constraint\) is"),
+            ({"elastic": f"{elastic}/other"}, "elastic"),
+            ({"elastic": None, "replicas": 1}, "another run writes to it"),
+            ({}, r"the replicas of the run in .* have 2 rank\(s\) each, and this one 1: start 2"),
+        ):
+            with pytest.raises(ConfigError, match=words), mock.patch.object(session, "_LOCK_S", 0.0):
+                session.run_rank(config.changed(**options), resume=True)
+    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
 
 
 def test_rows_of_a_step_do_not_depend_on_the_replicas_there() -> None:

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from shardrec import Checkpoints
 from shardrec.checkpoint.manifest import read_manifest
@@ -22,7 +23,7 @@ from shardrec.layout import ShardingPlan
 from shardrec.train import RunStopped, TrainConfig, load_config
 from shardrec.train.source import Source
 from tests.campaign.results import differences
-from tests.ranks import ranks
+from tests.ranks import raises_on_all, ranks
 from tests.train.broken_off import broken_off
 
 SMALL = TrainConfig(
@@ -270,14 +271,30 @@ def test_two_runs_do_not_write_to_one_folder(tmp_path: Path, monkeypatch: pytest
     from shardrec.train.locking import locked
 
     monkeypatch.setattr(session, "_LOCK_S", 0.05)
-    with locked(tmp_path, 0.0) as mine, locked(tmp_path, 0.0) as other:
-        assert (mine, other) == (True, False)
+    with locked(tmp_path, 0.0) as mine, locked(tmp_path, 0.0, "alone", "shared") as other:
+        assert (mine, other) == ("alone", None)
         with pytest.raises(ConfigError, match=r"out \(--out\).*another run writes to it"):
             broken_off(SMALL.changed(out=str(tmp_path)))
     assert broken_off(SMALL.changed(out=str(tmp_path), samples=200, epochs=1)) == [1, 2]
 
 
 # ------------------------------------------------------------------------------------------------------- several ranks
+
+
+def test_a_rank_with_other_options_is_named(tmp_path: Path) -> None:
+    """As of a host that was started with other options: nothing is written."""
+    config = SMALL.changed(out=str(tmp_path / "run"))
+
+    def start(config: TrainConfig) -> None:
+        other = {"checkpoint_every": "5", "lr": 0.1, "threads": 2, "out": "elsewhere"} if dist.get_rank() else {}
+        broken_off(config.changed(**other))
+
+    messages = raises_on_all(
+        2, ConfigError, r"lr \(--lr\) is 0.1 on rank 1 and 0.005 on rank 0: give all", start, config
+    )
+    assert all("checkpoint_every (--checkpoint-every) is '5' on rank 1 and '6'" in message for message in messages)
+    assert not any("threads" in message or "elsewhere" in message for message in messages)
+    assert not (tmp_path / "run").exists()
 
 
 @pytest.mark.slow
