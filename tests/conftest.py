@@ -17,7 +17,7 @@ from typing import Any
 import hypothesis
 import pytest
 
-from tests.worker import SEED, quiet_environment
+from tests.worker import SEED, quiet_environment, seed_torch
 
 # Before torch is imported (tests.ranks does so): it reads them once. What the user has set goes first.
 for _name, _value in quiet_environment().items():
@@ -124,7 +124,7 @@ def seed() -> int:
     if "numpy" in sys.modules:
         sys.modules["numpy"].random.seed(SEED)
     if "torch" in sys.modules:
-        sys.modules["torch"].manual_seed(SEED)
+        seed_torch(SEED)
     return SEED
 
 

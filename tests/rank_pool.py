@@ -47,6 +47,7 @@ _PRELOADED = (
     "fbgemm_gpu",
     "torchrec",
     "numpy",
+    "pytest",
     "_pytest.assertion.rewrite",
 )
 # Seconds of importing, which a rank's first torch.compile or torch.export would do.
@@ -249,7 +250,7 @@ class Pool:
 def _usual() -> list[str]:
     """What most tests need: of shardrec, what the tests collected so far have imported."""
     own = sorted(name for name in sys.modules if name.partition(".")[0] == "shardrec")
-    return [*_PRELOADED, *(name for name in _PRELOADED_IF_IMPORTED if name in sys.modules), *own]
+    return [*_PRELOADED, *(name for name in _PRELOADED_IF_IMPORTED if name in sys.modules), *own, "tests.first_uses"]
 
 
 class _Round:
