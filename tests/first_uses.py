@@ -1,7 +1,7 @@
 """What a process does once, when it first uses a model in each way: compile classes, import, look operators up.
 
-Imported by the process that ranks are forked from, so that no rank does it again. Without a backward: autograd's engine
-does not survive a fork.
+Imported by the process that ranks are forked from, so that no rank does it again. Without a backward, for autograd's
+engine does not survive a fork, and not where the compiler would look for CUDA's state, which does not either.
 """
 
 from __future__ import annotations
@@ -24,5 +24,6 @@ def _use() -> None:
     torch._dynamo.reset()
 
 
-with warnings.catch_warnings(action="ignore"):
-    _use()
+if not torch.backends.cuda.is_built():
+    with warnings.catch_warnings(action="ignore"):
+        _use()

@@ -134,10 +134,10 @@ def quiet_environment() -> dict[str, str]:
 
 
 def seed_torch(seed: int) -> None:
-    """As ``torch.manual_seed``, which without a GPU formats the stack for each kind of device: milliseconds."""
+    """As ``torch.manual_seed``, which formats the stack for each kind of device that is not in use: milliseconds."""
     import torch
 
-    (torch.manual_seed if torch.cuda.is_available() else torch.default_generator.manual_seed)(seed)
+    (torch.manual_seed if torch.backends.cuda.is_built() else torch.default_generator.manual_seed)(seed)
 
 
 def serve(port: int, channel: Connection, log: str, stack: str) -> None:
