@@ -158,10 +158,10 @@ class Pool:
         self._owner = os.getpid()
         atexit.register(self.close)
 
-    def prepare(self) -> RankTemplate:
-        """Start importing in the background, for a call that is to come."""
+    def prepare(self, more: Sequence[str] = ()) -> RankTemplate:
+        """Start importing in the background, for a call that is to come; at first also ``more`` modules."""
         if self._template is None:
-            modules = _usual() if self._preloaded is None else self._preloaded
+            modules = [*(_usual() if self._preloaded is None else self._preloaded), *more]
             self._template = RankTemplate(modules, {**os.environ, **quiet_environment()})
         self._template.prepare()
         return self._template
@@ -250,7 +250,7 @@ class Pool:
 def _usual() -> list[str]:
     """What most tests need: of shardrec, what the tests collected so far have imported."""
     own = sorted(name for name in sys.modules if name.partition(".")[0] == "shardrec")
-    return [*_PRELOADED, *(name for name in _PRELOADED_IF_IMPORTED if name in sys.modules), *own, "tests.first_uses"]
+    return [*_PRELOADED, *(name for name in _PRELOADED_IF_IMPORTED if name in sys.modules), *own]
 
 
 class _Round:
