@@ -17,7 +17,7 @@ from typing import Any
 import hypothesis
 import pytest
 
-from tests.worker import SEED, quiet_environment
+from tests.worker import SEED, quiet_environment, seed_torch
 
 # Before torch is imported (tests.ranks does so): it reads them once. What the user has set goes first.
 for _name, _value in quiet_environment().items():
@@ -80,16 +80,21 @@ def pytest_collection() -> Iterator[None]:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Of the parameters of a test marked ``some(n)``, n are drawn; the others are slow."""
+    """Of the parameters of a test marked ``some(n)``, n are drawn; the others are slow.
+
+    Tests of a module whose marks have the same ``of`` are drawn from together.
+    """
     drawn = collections.defaultdict(list)
     for item in items:
         mark = item.get_closest_marker("some")
         if mark is not None and item.get_closest_marker("slow") is None:
-            drawn[item.nodeid.partition("[")[0], mark.args[0]].append(item)
+            test = item.nodeid.partition("[")[0]
+            group = f"{test.partition('::')[0]} {mark.kwargs['of']}" if "of" in mark.kwargs else test
+            drawn[group, mark.args[0]].append(item)
     # The same in all processes of a run; another in the next, as of examples.
     run = "" if os.environ.get("CI") else os.environ.get("PYTEST_XDIST_TESTRUNUID", str(time.time()))
-    for (test, count), variants in drawn.items():
-        for item in random.Random(f"{run} {test}").sample(variants, max(0, len(variants) - count)):
+    for (group, count), variants in drawn.items():
+        for item in random.Random(f"{run} {group}").sample(variants, max(0, len(variants) - count)):
             item.add_marker(pytest.mark.slow)
 
 
@@ -101,7 +106,8 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     if not session.config.option.collectonly and any(map(_uses_ranks, session.items)):
         from tests.ranks import POOL
 
-        POOL.prepare()
+        # Seconds, that a hundred new ranks save.
+        POOL.prepare(["tests.first_uses"] if len(session.items) > 1000 else [])
 
 
 def _uses_ranks(item: pytest.Item) -> bool:
@@ -124,7 +130,7 @@ def seed() -> int:
     if "numpy" in sys.modules:
         sys.modules["numpy"].random.seed(SEED)
     if "torch" in sys.modules:
-        sys.modules["torch"].manual_seed(SEED)
+        seed_torch(SEED)
     return SEED
 
 

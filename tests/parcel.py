@@ -55,15 +55,22 @@ def _submodules_used(code: CodeType, dependencies: Iterable[object]) -> list[Mod
     search, but that it does not go through all modules for each package of each function."""
     names = set(code.co_names)
     packages = {d.__name__ for d in dependencies if isinstance(d, ModuleType) and getattr(d, "__package__", None)}
-    inside = (pair for package in packages for pair in _modules_inside(package, len(sys.modules)))
-    return [sys.modules[name] for name, parts in inside if parts <= names]
+    inside = [_modules_inside(package, len(sys.modules)) for package in packages]
+    named = (pair for modules in inside for last in names for pair in modules.get(last, ()))
+    return [sys.modules[name] for name, parts in named if parts <= names]
 
 
 @lru_cache(1024)
-def _modules_inside(package: str, modules: int) -> list[tuple[str, frozenset[str]]]:
-    """Names of a package's imported modules, and their parts below the package; ``modules`` are imported in all."""
+def _modules_inside(package: str, modules: int) -> dict[str, list[tuple[str, frozenset[str]]]]:
+    """Names of a package's imported modules, and their parts below the package, by the last part; ``modules`` are
+    imported in all."""
     prefix = package + "."
-    return [(name, frozenset(name.removeprefix(prefix).split("."))) for name in sys.modules if name.startswith(prefix)]
+    by_last: dict[str, list[tuple[str, frozenset[str]]]] = {}
+    for name in sys.modules:
+        if name.startswith(prefix):
+            parts = name.removeprefix(prefix).split(".")
+            by_last.setdefault(parts[-1], []).append((name, frozenset(parts)))
+    return by_last
 
 
 cloudpickle.cloudpickle._find_imported_submodules = _submodules_used

@@ -47,6 +47,7 @@ _PRELOADED = (
     "fbgemm_gpu",
     "torchrec",
     "numpy",
+    "pytest",
     "_pytest.assertion.rewrite",
 )
 # Seconds of importing, which a rank's first torch.compile or torch.export would do.
@@ -157,10 +158,10 @@ class Pool:
         self._owner = os.getpid()
         atexit.register(self.close)
 
-    def prepare(self) -> RankTemplate:
-        """Start importing in the background, for a call that is to come."""
+    def prepare(self, more: Sequence[str] = ()) -> RankTemplate:
+        """Start importing in the background, for a call that is to come; at first also ``more`` modules."""
         if self._template is None:
-            modules = _usual() if self._preloaded is None else self._preloaded
+            modules = [*(_usual() if self._preloaded is None else self._preloaded), *more]
             self._template = RankTemplate(modules, {**os.environ, **quiet_environment()})
         self._template.prepare()
         return self._template

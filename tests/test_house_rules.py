@@ -7,6 +7,8 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
+from tests.syntax import tree
+
 ROOT = Path(__file__).parents[1]
 MOST_LINES = 600
 """A hint: a file is split along a seam that a reader would look for, not for its length alone."""
@@ -56,10 +58,10 @@ def test_no_leftovers() -> None:
 def test_modules_and_public_definitions_are_documented() -> None:
     bare = []
     for path in PACKAGE:
-        tree = ast.parse(path.read_text(encoding="utf-8"))
-        if tree.body and not ast.get_docstring(tree):
+        module = tree(path)
+        if module.body and not ast.get_docstring(module):
             bare.append(name(path))
-        bare += [f"{name(path)}: {node.name}" for node in public_definitions(tree) if not ast.get_docstring(node)]
+        bare += [f"{name(path)}: {node.name}" for node in public_definitions(module) if not ast.get_docstring(node)]
     assert bare == [], "these have no docstring"
 
 
@@ -94,8 +96,7 @@ except E as this:
 def test_variables_are_named_for_what_they_hold() -> None:
     uses = []
     for path in python_files("shardrec"):
-        tree = ast.parse(path.read_text(encoding="utf-8"))
-        uses += [f"{name(path)}:{line}: {identifier}" for line, identifier in pronouns(tree)]
+        uses += [f"{name(path)}:{line}: {identifier}" for line, identifier in pronouns(tree(path))]
     assert uses == [], "name the table, shard, lookup, ... that each of these holds"
 
 

@@ -10,6 +10,7 @@ from importlib import import_module
 from pathlib import Path
 
 from shardrec._late_imports import PROVIDED, late_import
+from tests.syntax import nodes, tree
 
 PACKAGE = Path(__file__).parent.parent / "shardrec"
 
@@ -43,9 +44,9 @@ def files() -> dict[str, Path]:
     return found
 
 
-@cache
-def trees() -> dict[str, ast.Module]:
-    return {name: ast.parse(path.read_text()) for name, path in files().items()}
+def trees() -> dict[str, list[ast.AST]]:
+    """The nodes of each file."""
+    return {name: nodes(path) for name, path in files().items()}
 
 
 def imported(nodes: list[ast.stmt], *, for_types: bool) -> Iterator[str]:
@@ -66,11 +67,14 @@ def imported(nodes: list[ast.stmt], *, for_types: bool) -> Iterator[str]:
 
 def graph(*, for_types: bool) -> dict[str, set[str]]:
     """The files that each file imports, or loads by their names, as in ``import_module("shardrec.rpc.model")``."""
-    return {name: {*imported(tree.body, for_types=for_types), *named(tree)} - {name} for name, tree in trees().items()}
+    return {
+        name: {*imported(tree(path).body, for_types=for_types), *named(nodes(path))} - {name}
+        for name, path in files().items()
+    }
 
 
-def named(tree: ast.Module) -> set[str]:
-    strings = {node.value for node in ast.walk(tree) if isinstance(node, ast.Constant) and isinstance(node.value, str)}
+def named(inside: list[ast.AST]) -> set[str]:
+    strings = {node.value for node in inside if isinstance(node, ast.Constant) and isinstance(node.value, str)}
     return (strings & files().keys()) - {"shardrec"}  # which is also the name of the program
 
 
@@ -110,7 +114,7 @@ LATE = {
 def late_imports(name: str) -> Iterator[tuple[int, str]]:
     """Line and module of each import inside a function without a comment on its line, or above it."""
     lines = files()[name].read_text().splitlines()
-    for function in ast.walk(trees()[name]):
+    for function in trees()[name]:
         inside = ast.walk(function) if isinstance(function, ast.FunctionDef | ast.AsyncFunctionDef) else ()
         for node in inside:
             if isinstance(node, ast.Import | ast.ImportFrom):
@@ -140,9 +144,9 @@ def folder_of(name: str) -> str:
     return ".".join(name.split(".")[:2])
 
 
-def defined(tree: ast.Module) -> Iterator[str]:
+def defined(inside: list[ast.AST]) -> Iterator[str]:
     """Names of the attributes that a file's classes have."""
-    for node in ast.walk(tree):
+    for node in inside:
         if isinstance(node, ast.ClassDef):
             for member in node.body:
                 if isinstance(member, ast.FunctionDef | ast.AsyncFunctionDef):
@@ -162,12 +166,12 @@ def is_own(value: ast.expr) -> bool:
 
 def test_private_attributes_stay_in_their_folder() -> None:
     owners: dict[str, set[str]] = {}
-    for name, tree in trees().items():
-        for attribute in defined(tree):
+    for name, inside in trees().items():
+        for attribute in defined(inside):
             owners.setdefault(attribute, set()).add(folder_of(name))
     wrong = []
-    for name, tree in trees().items():
-        for node in ast.walk(tree):
+    for name, inside in trees().items():
+        for node in inside:
             if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("shardrec."):
                 private = [one.name for one in node.names if one.name.startswith("_")]
                 if private and folder_of(str(node.module)) != folder_of(name):
@@ -192,8 +196,8 @@ def test_what_is_provided_from_above_is_asked_for_below_and_there() -> None:
     import_module("shardrec")
     asked = {
         node.args[0].value
-        for tree in trees().values()
-        for node in ast.walk(tree)
+        for inside in trees().values()
+        for node in inside
         if isinstance(node, ast.Call)
         and ast.unparse(node.func) == "late_import"
         and isinstance(node.args[0], ast.Constant)

@@ -47,6 +47,7 @@ __all__ = [
     "Reply",
     "launch_environment",
     "quiet_environment",
+    "seed_torch",
     "serve",
 ]
 
@@ -132,6 +133,13 @@ def quiet_environment() -> dict[str, str]:
     }
 
 
+def seed_torch(seed: int) -> None:
+    """As ``torch.manual_seed``, which formats the stack for each kind of device that is not in use: milliseconds."""
+    import torch
+
+    (torch.manual_seed if torch.backends.cuda.is_built() else torch.default_generator.manual_seed)(seed)
+
+
 def serve(port: int, channel: Connection, log: str, stack: str) -> None:
     """Run calls until the channel closes, then end the process without its clean-up.
 
@@ -214,7 +222,7 @@ class _Rank:
         torch.set_num_threads(1)
         torch.set_grad_enabled(True)
         torch.set_default_dtype(torch.float32)
-        torch.manual_seed(SEED)
+        seed_torch(SEED)
         numpy.random.seed(SEED)
         random.seed(SEED)
 

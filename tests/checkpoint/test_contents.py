@@ -174,6 +174,7 @@ def test_a_checkpoint_of_torchrec_comes_and_goes(tmp_path: Path) -> None:
     ranks(2, rank_main)
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize("optimizer", ["adam", "none"])
 def test_loading_takes_no_more_memory_than_the_shards(tmp_path: Path, optimizer: str) -> None:
     """Saved by columns, loaded by rows, and by the same; the peak of the resident memory, which Linux counts."""

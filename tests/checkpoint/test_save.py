@@ -44,6 +44,7 @@ def test_training_goes_on_under_another_plan(
     assert sorted(entry.name for entry in tmp_path.iterdir()) == ["ckpt"]
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize("name", ["adam", "none"])
 def test_replicated_tables(tmp_path: Path, name: str) -> None:
     path = tmp_path / "ckpt"

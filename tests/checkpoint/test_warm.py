@@ -124,6 +124,7 @@ def start_main(folder: Path, cut: str, trained: int) -> tuple[str, tuple[Any, An
     return str(report), (shapes(model), before), (shapes(model), values(model))
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize(
     ("cuts", "worlds"), [(("grid", "row_wise_uneven"), (2, 4)), (("data_parallel", "column_wise"), (4, 1))]
 )
@@ -363,6 +364,7 @@ def rows_main(folder: Path, cut: str, paths: list[str]) -> list[tuple[str, tuple
     return [*started, (str(report), (shapes(model), values(model)))]
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize(("cut", "world"), [("grid", 2), ("data_parallel", 1), ("row_wise_uneven", 4)])
 def test_rows_of_files_by_id(tmp_path: Path, cut: str, world: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("shardrec.checkpoint.rows.BLOCK_BYTES", 7 * 8 * 4 + 1)  # of one rank; seven rows

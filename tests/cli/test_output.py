@@ -53,6 +53,7 @@ def command(monkeypatch: pytest.MonkeyPatch, stream: TextIO, *arguments: str) ->
     return int(ended.value.code or 0)
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize("stream", [full, without_reader, read_only])
 def test_training_goes_on(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], stream: type[TextIO]

@@ -90,6 +90,7 @@ def test_the_table_for_people(tmp_path: Path) -> None:
     assert "day_1" in shown.output
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize(
     ("options", "reason"),
     [

@@ -70,6 +70,7 @@ def compare(seed: int, *, extra: bool = False) -> None:
     assert torch.equal(program(*plain(features)), served(features)), f"after a fault, {where}"
 
 
+@pytest.mark.some(1, of="exact")
 @pytest.mark.parametrize("world_size", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_a_program_is_the_model_exactly(world_size: int) -> None:
     def rank_main() -> None:
@@ -117,6 +118,7 @@ def compare_sequences(seed: int, *, dedup: bool) -> None:
         assert all(torch.equal(found[key], expected[key]) for key in expected), f"{counts}, seed {seed}: {plan}"
 
 
+@pytest.mark.some(1, of="exact")
 @pytest.mark.parametrize(
     ("world_size", "dedup"),
     [

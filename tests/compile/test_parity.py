@@ -27,14 +27,14 @@ def slow_unless(fast: bool, *values: str) -> Any:
     return pytest.param(*values, marks=[] if fast else pytest.mark.slow)
 
 
-@pytest.mark.some(1)
+@pytest.mark.some(1, of="parity")
 @pytest.mark.parametrize(("name", "mode"), [slow_unless((name, mode) in ONE, name, mode) for name, mode in PAIRS])
 def test_one_rank(name: str, mode: str) -> None:
     # Compiled for all sizes at once, which takes half the time; test_shapes.py has models compiled for one size first.
     assert_trains_alike(name, mode, fullgraph=mode == "traced", dynamic=True)
 
 
-@pytest.mark.some(1)
+@pytest.mark.some(1, of="parity")
 @pytest.mark.parametrize(("name", "mode"), [slow_unless(pair in FAST, *pair) for pair in PAIRS])
 def test_two_ranks(name: str, mode: str) -> None:
     ranks(

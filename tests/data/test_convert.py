@@ -12,6 +12,7 @@ from shardrec.errors import DataError
 from tests.data.raw import LINES, SPEC, equal, lines, write
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize("suffix", ["tsv", "tsv.gz"])
 def test_text_as_parquet_has_the_same_rows_to_the_bit(
     tmp_path: Path, suffix: str, monkeypatch: pytest.MonkeyPatch

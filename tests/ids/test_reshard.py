@@ -55,6 +55,7 @@ def go_on(
     return outputs, model.id_stats()
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize(
     ("cut", "optimizer"),
     [
@@ -181,6 +182,7 @@ def fallback_on(folder: Path, part: int, batches: Batches, plan: ShardingPlan) -
     return loaded, rows()
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize("cut", ["row_wise", "row_wise_uneven"])
 def test_the_fallback_is_cut_and_joined(tmp_path: Path, cut: str) -> None:
     """Each block of 1 -> 2 -> 4 -> 1 ranks has the mean of the fallbacks of the saved blocks that it overlaps."""

@@ -177,6 +177,7 @@ def given_rows(batches: Batches) -> list[list[Bags]]:
     return found
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize("variant", ["variable batches", "learned weights", "fp16 comms"])
 def test_as_plain_rows_with(variant: str) -> None:
     """With enough rows, to the bit; of batch sizes per feature, weights that train, and rounded exchanges."""

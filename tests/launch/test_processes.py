@@ -5,7 +5,6 @@ from __future__ import annotations
 import multiprocessing
 import os
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -19,11 +18,9 @@ import pytest
 
 from benchmarks.harness.template import RankTemplate
 from shardrec.errors import ConfigError, DataError, InputError, PeerError
-from shardrec.launch.processes import LISTENER, RankFailure, RankProcesses, Start, first_cause, spawn
-from shardrec.launch.stop import RunStopped, StopRequest
-
-LONG_S = 120.0
-"""What no test waits for: it is ended before."""
+from shardrec.launch.processes import RankFailure, RankProcesses, Start, first_cause, spawn
+from shardrec.launch.stop import RunStopped
+from tests.launch.jobs import LONG_S, describe, dies_until, end_the_launcher, fail, large, meet_signal
 
 
 def start(
@@ -37,7 +34,7 @@ def starting(request: pytest.FixtureRequest) -> Iterator[Start]:
     if request.param == "spawned":
         yield spawn
         return
-    with RankTemplate(["tests.launch.test_processes"]) as template:
+    with RankTemplate(["tests.launch.jobs"]) as template:
         yield template.start
 
 
@@ -46,52 +43,6 @@ def no_process_is_left() -> Any:
     before = set(multiprocessing.active_children())  # the ranks of other tests
     yield
     assert set(multiprocessing.active_children()) == before
-
-
-# ------------------------------------------------------------------------------------------------------ on the ranks
-
-
-def describe(options: dict[str, Any]) -> dict[str, Any]:
-    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "GLOO_SOCKET_IFNAME")
-    if LISTENER not in os.environ:
-        assert os.environ["RANK"] == "1"
-        return {}
-    listener = socket.socket(fileno=int(os.environ[LISTENER]))
-    address, port = listener.getsockname()
-    listens = listener.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
-    assert (listens, port) == (1, int(os.environ["MASTER_PORT"]))
-    return {name: os.environ[name] for name in names} | options | {"address": address}
-
-
-def fail(options: dict[str, Any]) -> None:
-    if os.environ["RANK"] == "1":
-        raise DataError("rows.tsv:3: field 'label'")
-    time.sleep(0.2)
-    raise PeerError("rank 1 is gone")
-
-
-def meet_signal(options: dict[str, Any]) -> None:
-    if os.environ["RANK"] == "1":
-        os.kill(os.getpid(), options["signal"])
-    time.sleep(LONG_S)
-
-
-def end_the_launcher(options: dict[str, Any]) -> None:
-    """Ask the launcher to end, as a scheduler does; the ranks save."""
-    with StopRequest() as stop:
-        if os.environ["RANK"] == "1":
-            time.sleep(0.3)  # so that the other one is listening, too
-            os.kill(os.getppid(), options["signal"])
-        while not stop.made:
-            time.sleep(0.01)
-    raise RunStopped(7, "here")
-
-
-def large(options: dict[str, Any]) -> bytes:
-    return bytes(options["size"])
-
-
-# ----------------------------------------------------------------------------------------------------- in the launcher
 
 
 def test_ranks_know_who_they_are_and_meet_on_the_loopback_address(starting: Start) -> None:
@@ -288,16 +239,6 @@ def work(place):
     return place.rank
 
 """
-
-
-def dies_until(options: dict[str, Any]) -> None:
-    folder = Path(options["folder"])
-    lives = len(list(folder.iterdir()))
-    (folder / str(lives)).touch()
-    if lives < 2:
-        os.kill(os.getpid(), signal.SIGKILL)
-    if options["fails"]:
-        raise PeerError("trainer0 did not come")
 
 
 @pytest.mark.some(1)

@@ -76,6 +76,7 @@ def test_wrong_dense_dtype_everywhere(world_size: int, dense_first: bool) -> Non
     ranks(world_size, rank_main)
 
 
+@pytest.mark.some(2)
 @pytest.mark.parametrize("guilty", [0, 1])
 @pytest.mark.parametrize("dense_first", [True, False], ids=["dense first", "sparse first"])
 def test_wrong_dense_dtype_on_one_rank(dense_first: bool, guilty: int) -> None:
@@ -90,6 +91,7 @@ def test_wrong_dense_dtype_on_one_rank(dense_first: bool, guilty: int) -> None:
     ranks(2, rank_main)
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize("guilty", [0, 3])
 def test_wrong_dense_shape_before_the_lookup(guilty: int) -> None:
     words = rf"^rank {guilty}: the model's forward failed: RuntimeError: mat1 and mat2 shapes"

@@ -176,6 +176,7 @@ def test_double_weights_are_as_good_as_float() -> None:
 # ------------------------------------------------------------------------------------------------------ disagreements
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize("odd", [0, 1, 3])
 def test_int32_ids_on_one_rank_and_int64_on_the_others(odd: int) -> None:
     def rank_main() -> None:

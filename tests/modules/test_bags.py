@@ -232,6 +232,7 @@ def test_part_of_the_output_in_the_loss() -> None:
 # ------------------------------------------------------------------------------------------------------------ tables
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize("optimizer", ["none", "adagrad"])
 def test_frozen_tables_stay_as_they_are(optimizer: str) -> None:
     """A parameter without requires_grad keeps it, on every cut, and so does a model of such tables only."""

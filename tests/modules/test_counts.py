@@ -69,6 +69,7 @@ def test_every_cut(cut: str, world_size: int) -> None:
     ranks(world_size, rank_main)
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize("world_size", [2, 4])
 def test_random_mixtures(world_size: int) -> None:
     def rank_main() -> None:

@@ -92,6 +92,7 @@ def test_bags(optimizer: str, placed: dict[str, Any]) -> None:
             assert tables in (("t0", "t1"), ("t2",)) and numbers["calls"] == 5 and numbers["misses"]
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize("dynamic", [False, True])
 def test_sequences(dynamic: bool) -> None:
     options = {"dynamic_ids": {f"sequences.{name}": DynamicIds() for name in sequences.ROWS}} if dynamic else {}
@@ -149,6 +150,7 @@ def loss_of(model: nn.Module, features: KeyedJaggedTensor) -> Tensor:
     return loss
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize("between", ["nothing", "evaluation", "load"])
 def test_a_pipeline_prefetches(between: str) -> None:
     """An evaluation between two steps takes the places of the batch that was prefetched, and not what it is told."""

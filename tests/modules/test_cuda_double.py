@@ -145,6 +145,7 @@ def test_sequences(cut: str, dedup: bool) -> None:
         compare(lambda: sequences.Holder(sequences.collection(torch.optim.SGD, 0.1)), plan, batches, dedup=dedup)
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize("dedup", [True, False])
 def test_sequences_with_inverse_indices(dedup: bool) -> None:
     sizes = {f"sequences.{name}": (rows, sequences.DIM) for name, rows in sequences.ROWS.items()}
@@ -156,6 +157,7 @@ def test_sequences_with_inverse_indices(dedup: bool) -> None:
             compare(make, plan, batches, dedup=dedup, **options)
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize("policy", ["zero", "wrap"])
 def test_ids_outside_their_tables(policy: str) -> None:
     rng = Random(policy)
@@ -221,6 +223,7 @@ def test_batches_without_samples_or_ids() -> None:
         compare(lambda: sequences.Holder(sequences.collection(torch.optim.SGD, 0.1)), plan, given)
 
 
+@pytest.mark.some(1)
 @pytest.mark.skipif(not native.is_loaded(), reason="the C++ operators were not compiled")
 @pytest.mark.parametrize("dedup", [True, False])
 def test_dynamic_ids_with_batches_without_samples(dedup: bool) -> None:
@@ -475,6 +478,7 @@ def test_a_background_save_pins_one_block(tmp_path: Path, monkeypatch: pytest.Mo
         assert torch.equal(weight, expected[name]), name
 
 
+@pytest.mark.some(2)
 @pytest.mark.parametrize("policy", ["error", "zero"])
 @pytest.mark.parametrize("cut", ["row_blocks", "table_wise"])
 def test_a_portable_program_waits_for_its_header_and_counts(
@@ -497,6 +501,7 @@ def test_a_portable_program_waits_for_its_header_and_counts(
         assert torch.allclose(found.cpu(), expected)
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize("size", [0, 3])
 def test_portable_sequences(size: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two features of one table, in a batch with and without samples."""

@@ -345,6 +345,7 @@ def skip_backward(skips: int, turns: int) -> None:
             (alone if rank == skips and step else loss).backward(retain_graph=True)
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize(("world_size", "skips", "turns"), [(2, 1, 1), (2, 0, 2), (3, 2, 1)])
 def test_a_loss_without_the_model_is_named_in_the_next_forward(world_size: int, skips: int, turns: int) -> None:
     words = f"because rank {skips} has begun its next forward without the backward"

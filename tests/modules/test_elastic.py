@@ -184,6 +184,7 @@ def test_one_that_dies_anywhere(method: str, moment: int, store: Any) -> None:
     assert_alike(values_of(outcomes))
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize("method", ["average_gradients", "average_tables"])
 def test_one_that_has_failed_where_the_other_has_not(method: str, store: Any) -> None:
     """It is behind: it takes the other's state, and adds no gradients to the step in which the other is."""

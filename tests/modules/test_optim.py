@@ -95,6 +95,7 @@ def schedule(name: str, **settings: Any) -> None:
         torch.testing.assert_close(model(batch()), reference(batch()), atol=2e-5, rtol=2e-5)
 
 
+@pytest.mark.some(3)
 @pytest.mark.parametrize("name", CLASSES)
 @pytest.mark.parametrize("world", [1, 2, pytest.param(4, marks=pytest.mark.slow)])
 def test_a_learning_rate_schedule_reaches_every_kernel(world: int, name: str) -> None:
@@ -106,6 +107,7 @@ def with_weight_decay() -> None:
         schedule(name, weight_decay=0.25)
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize("world", [1, 4])
 def test_weight_decay_is_that_of_the_unsharded_optimizer_on_rows_that_are_looked_up(world: int) -> None:
     ranks(world, with_weight_decay)
@@ -168,6 +170,7 @@ def save_and_load(name: str) -> None:
     torch.testing.assert_close(model(batch()), other(batch()), atol=0, rtol=0)
 
 
+@pytest.mark.some(2)
 @pytest.mark.parametrize("name", CLASSES)
 def test_states_save_and_load(name: str) -> None:
     ranks(2, save_and_load, name)

@@ -42,6 +42,7 @@ def words() -> torch.nn.Module:
     return made
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_the_float32_output_rounded_and_a_rounded_gradient(dtype: torch.dtype) -> None:
     def rank_main() -> None:

@@ -49,6 +49,7 @@ def assert_peer_error(error: PeerError, lost: int = 1) -> None:
 TRANSPORTS = pytest.mark.parametrize("transport", ["auto", "group"])
 
 
+@pytest.mark.some(2)
 @pytest.mark.parametrize(
     ("world_size", "whole_model", "transport"),
     [(2, False, "auto"), (2, True, "group"), (4, True, "auto"), (4, False, "group")],

@@ -115,6 +115,7 @@ def spoiled(bags: Bags) -> Bags:
     return Bags(keys=bags.keys, size=bags.size, ids=ids)
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize("accumulating", [False, True])
 def test_a_bad_batch_fails_in_every_replica(accumulating: bool) -> None:
     """At the same step, with the guilty ranks' own numbers; no weight has changed and training goes on."""

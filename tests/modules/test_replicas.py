@@ -290,6 +290,7 @@ def test_means_in_few_collectives() -> None:
     ranks(2, rank_main)
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize(("sync_optimizer", "optimizer"), [(True, "adagrad"), (False, "adagrad"), (True, "adam")])
 def test_collectives_of_a_step(optimizer: str, sync_optimizer: bool) -> None:
     """A small all-to-all at the end of each training forward; one all-reduce for all tables and states when due."""

@@ -138,6 +138,7 @@ CHANGES = {
 }
 
 
+@pytest.mark.some(4)
 @pytest.mark.parametrize("cut", ["table_wise", "row_wise", "data_parallel"])
 @pytest.mark.parametrize("change", CHANGES)
 def test_a_change_on_one_rank_is_an_error_on_all_at_the_next_forward(
@@ -159,6 +160,7 @@ def test_a_change_on_one_rank_is_an_error_on_all_at_the_next_forward(
     ranks(2, rank_main)
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize("executor", ["live", "traced"])
 def test_a_change_is_an_error_in_every_executor(executor: str) -> None:
     def rank_main() -> None:

@@ -443,6 +443,7 @@ def train_pipelined(depth: int, batches: int) -> float:
     return furthest(model, reference)
 
 
+@pytest.mark.some(2)
 @pytest.mark.parametrize("batches", [6, 7])
 @pytest.mark.parametrize("depth", [0, 1, 2])
 def test_a_pipeline_accumulates(depth: int, batches: int) -> None:

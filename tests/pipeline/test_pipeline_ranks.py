@@ -119,6 +119,7 @@ def test_between_stages_that_a_skip_jumps_over_no_bytes_are_added() -> None:
     assert wide[0] == {1: bytes_of(4), 2: bytes_of(32)}
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
 def test_a_failing_stage_fails_on_every_rank_and_the_next_batch_works(schedule: Any) -> None:
     def run() -> list[str]:

@@ -204,6 +204,7 @@ def test_rows_travel_while_the_dense_features_are_computed() -> None:
     ranks(2, run)
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize("depth", [0, 1, 2])
 def test_a_bad_batch_is_lost_alone_and_on_every_rank(depth: int) -> None:
     def run() -> None:
@@ -291,6 +292,7 @@ def test_a_plain_forward_that_fails_after_pipelined_steps_is_told() -> None:
     assert one.startswith("rank 0: the model's forward failed: ")
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize("depth", [0, 2])
 def test_an_anomaly_is_raised_as_itself_on_every_rank(depth: int) -> None:
     def run() -> None:
@@ -315,6 +317,7 @@ def test_an_anomaly_is_raised_as_itself_on_every_rank(depth: int) -> None:
     ranks(2, run)
 
 
+@pytest.mark.some(4)
 @pytest.mark.parametrize("depth", [0, 1, 2])
 @pytest.mark.parametrize("good", [0, 1, 4])
 def test_a_loader_that_fails_on_one_rank_fails_on_all(depth: int, good: int) -> None:

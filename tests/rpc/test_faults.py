@@ -79,6 +79,7 @@ def test_a_server_that_does_not_answer_in_time(tmp_path: Path) -> None:
     ranks(3, lambda: in_job(str(tmp_path / "s"), trainer, server, trainers=1))
 
 
+@pytest.mark.some(1, of="trainers are gone")
 def test_a_trainer_that_vanishes(tmp_path: Path) -> None:
     gone = tmp_path / "gone"
 
@@ -221,6 +222,7 @@ def test_what_another_user_has_connected_is_closed() -> None:
                 assert len(os.listdir("/proc/self/fd")) == len(descriptors), "looking at them leaves none open"
 
 
+@pytest.mark.some(1, of="trainers are gone")
 def test_a_server_whose_trainers_are_gone_ends(tmp_path: Path) -> None:
     def run() -> Any:
         name = ["trainer0", "trainer1", "server0"][dist.get_rank()]
@@ -236,6 +238,7 @@ def test_a_server_whose_trainers_are_gone_ends(tmp_path: Path) -> None:
     assert found[2] == 1
 
 
+@pytest.mark.some(1, of="processes meet again")
 def test_processes_that_are_late_for_each_other_meet_again(tmp_path: Path) -> None:
     def run() -> Any:
         name = ["trainer0", "server0"][dist.get_rank()]
@@ -271,6 +274,7 @@ def _killed(tmp_path: Path, *, kills: int, steps: int) -> None:
         torch.testing.assert_close(found[name], value, rtol=0, atol=1e-6)
 
 
+@pytest.mark.some(1, of="processes meet again")
 def test_training_goes_on_when_a_server_is_back(tmp_path: Path) -> None:
     _killed(tmp_path, kills=1, steps=24)
 

@@ -35,6 +35,7 @@ def _whole(folder: Path, optimizer: str) -> dict[str, Tensor]:
     return found
 
 
+@pytest.mark.some(1, of="updates as by collectives")
 @pytest.mark.parametrize(
     ("optimizer", "steps"),
     [("rowwise_adagrad", 10), *(pytest.param(one, STEPS, marks=pytest.mark.slow) for one in FUSED)],
@@ -87,6 +88,7 @@ def _train_at_step(model: Any, rank: int) -> list[float]:
     return losses
 
 
+@pytest.mark.some(1, of="updates as by collectives")
 @pytest.mark.parametrize("optimizer", ["rowwise_adagrad", pytest.param("adam", marks=pytest.mark.slow)])
 def test_updates_at_the_step_equal_those_by_collectives(optimizer: str, tmp_path: Path) -> None:
     plan = make_plan()
@@ -126,12 +128,14 @@ def test_updates_at_the_step_equal_those_by_collectives(optimizer: str, tmp_path
         )
 
 
-def test_scripted_and_compiled_trainers_equal_the_eager_one(tmp_path: Path) -> None:
+@pytest.mark.some(1)
+@pytest.mark.parametrize("executor", ["scripted", "compiled"])
+def test_scripted_and_compiled_trainers_equal_the_eager_one(executor: str, tmp_path: Path) -> None:
     plan = make_plan()
 
     def trainer(world: RpcWorld, rank: int, group: Any) -> list[list[float]]:
         found = []
-        for way in ("eager", "scripted", "compiled"):
+        for way in ("eager", executor):
             model = shardrec.shard(make_model("sgd"), plan, servers=shardrec.Servers(world.servers), group=group)
             called: Any = model
             if way == "scripted":
@@ -152,8 +156,8 @@ def test_scripted_and_compiled_trainers_equal_the_eager_one(tmp_path: Path) -> N
         servers = lambda rank: EmbeddingServer(make_model("sgd"), plan, rank)  # noqa: E731
         return in_job(str(tmp_path / "store"), trainer, servers, trainers=1)
 
-    eager, scripted, compiled = ranks(3, run)[0]
-    assert eager == scripted == compiled
+    eager, other = ranks(3, run)[0]
+    assert eager == other
     assert eager[0] != eager[1]
 
 

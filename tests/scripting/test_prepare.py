@@ -88,6 +88,7 @@ def test_torch_jit_script_of_a_sharded_model() -> None:
     assert list(scripted.state_dict()) == list(model.state_dict())
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize("script", [torch.jit.script, shardrec.script])
 def test_a_portable_program_only_infers(script: Any) -> None:
     model = sharded(optimizers="adagrad").eval()

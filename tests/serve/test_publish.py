@@ -89,6 +89,7 @@ def publish_a_few_rows(folder: Path, weights: str) -> list[tuple[int, Held]]:
     return versions
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize("weights", ["int8", "int4"])
 def test_rows_that_have_not_changed_keep_their_scale(tmp_path: Path, weights: str) -> None:
     """A row of a table that is cut by columns is quantized as a whole, also where a delta or a base has all rows."""

@@ -136,6 +136,7 @@ def compare_sequences(seed: int) -> None:
     assert all(torch.equal(scripted[key], found[key]) for key in found), where
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize(
     ("world_size", "seeds"), [(1, 2), (2, 2), *(pytest.param(size, 6, marks=pytest.mark.slow) for size in (1, 2))]
 )
@@ -188,6 +189,7 @@ def test_a_bad_batch_is_an_input_error_on_all_ranks() -> None:
     ranks(2, rank_main)
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), 1e5])
 def test_a_value_that_a_format_cannot_keep_is_refused_on_all_ranks(value: float) -> None:
     def rank_main() -> None:

@@ -259,6 +259,7 @@ def test_a_file_that_breaks_in_the_middle_of_an_arrival(tmp_path: Path, monkeypa
     assert numbers(trained(new)) == [*range(300, 350)]
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize("how", ["gone", "replaced", "not mounted"])
 def test_rows_of_a_lost_file_are_left_out_of_an_arrival(how: str, tmp_path: Path) -> None:
     """In the middle of it: all others are trained on, each once, in the steps that they would have been in."""

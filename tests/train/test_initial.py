@@ -95,6 +95,7 @@ REFUSED = {
 }
 
 
+@pytest.mark.some(3)
 @pytest.mark.parametrize("name", REFUSED)
 def test_rows_that_would_be_of_other_ids_are_refused(name: str, before: Path, tmp_path: Path) -> None:
     text, fault = REFUSED[name]

@@ -87,6 +87,7 @@ def test_intervals_that_are_none(every: str) -> None:
     assert TrainConfig().publish_interval == (None, None)
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize("dynamic", [False, True])
 def test_a_run_goes_on_publishing_with_another_number_of_ranks(dynamic: bool, tmp_path: Path) -> None:
     """And a server follows it; of dynamic ids, whose row blocks are others then, one that is started again."""

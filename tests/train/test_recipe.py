@@ -196,6 +196,7 @@ def test_the_best_weights_are_kept_and_tested(monitor: str, tmp_path: Path) -> N
     assert RunFolder(tmp_path).evaluate()[0].to_mapping()[monitor] == pytest.approx(best[monitor], abs=1e-7)
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize(("monitor", "name"), [(None, "logloss"), ("ne", "normalized_entropy"), ("auc", "auc")])
 def test_patience_goes_by_the_metric_that_is_monitored(monitor: str | None, name: str, tmp_path: Path) -> None:
     steps = broken_off(OVERFITTING.changed(patience=1, monitor=monitor, out=str(tmp_path), checkpoint="none"))

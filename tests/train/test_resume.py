@@ -51,6 +51,7 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.some(2, of="to the bit")
 @pytest.mark.parametrize("cut", [31, *(pytest.param(cut, marks=pytest.mark.slow) for cut in (3, 6, 23, 24, 48))])
 def test_a_run_that_is_broken_off_goes_on_as_if_nothing_had_happened(
     cut: int, undisturbed: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -114,6 +115,7 @@ def test_a_finished_run_that_is_resumed_tells_its_results_again(undisturbed: Pat
     assert differences(copy, undisturbed) == []
 
 
+@pytest.mark.some(2, of="to the bit")
 def test_a_file_of_rows_goes_on_where_it_was(tmp_path: Path) -> None:
     """Its broken rows are counted once."""
     from shardrec.data import write_criteo_tsv
@@ -235,6 +237,7 @@ def as_plain(folder: Path) -> Path:
     return folder
 
 
+@pytest.mark.some(2, of="to the bit")
 @pytest.mark.filterwarnings("error:TrainPipeline exchanges no ids ahead")
 @pytest.mark.parametrize("depth", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_a_run_that_works_ahead_is_the_plain_run_to_the_bit(depth: int, undisturbed: Path, tmp_path: Path) -> None:
@@ -327,7 +330,7 @@ def test_ranks_that_work_ahead_make_the_plain_run_to_the_bit(tmp_path: Path) -> 
     assert differences(as_plain(tmp_path / "ahead"), tmp_path / "whole") == []
 
 
-@pytest.mark.some(1)
+@pytest.mark.some(2, of="to the bit")
 @pytest.mark.parametrize(("before", "after"), [pytest.param(3, 2, marks=pytest.mark.slow), (2, 1), (1, 2)])
 def test_another_number_of_ranks_makes_the_same_steps(
     before: int, after: int, undisturbed: Path, tmp_path: Path

@@ -112,6 +112,7 @@ def test_scores_are_evals(run: Path, expected: pa.Table) -> None:
     np.testing.assert_allclose(expected["score"].to_numpy(), 1 / (1 + np.exp(-logits)), atol=1e-6)
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize("count", [2, 4])
 def test_any_number_of_ranks_writes_the_same(run: Path, expected: pa.Table, tmp_path: Path, count: int) -> None:
     """Interrupted on other ranks, too: parts that are there stay, and the others are made."""
@@ -153,6 +154,7 @@ def memory() -> Iterator[None]:
     fsspec.filesystem("memory").rm("/scores", recursive=True)
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize("scheme", ["memory", "file"])
 @pytest.mark.usefixtures("memory")
 def test_scores_at_a_url(run: Path, expected: pa.Table, tmp_path: Path, scheme: str) -> None:
@@ -197,6 +199,7 @@ def test_what_is_refused(run: Path, tmp_path: Path) -> None:
         scored(run, str(tmp_path / "file" / "scores"))
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize("name", ["part-00001.parquet", "part-00014.parquet", "_manifest.json"])
 def test_a_rank_that_cannot_write(run: Path, tmp_path: Path, name: str) -> None:
     """A part in the middle, the last one, and what names them: all ranks end with its error."""

@@ -348,6 +348,7 @@ def test_negatives_that_are_popular_are_corrected_for(
     assert (fit > 0.9) == corrected, fit
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize("case", [case for case in SKEWED if "uniform" not in case])
 def test_counts_of_items_are_the_first_ranks_and_take_batches_without_rows(case: str) -> None:
     def rank_main() -> tuple[list[float], list[int]]:

@@ -54,6 +54,7 @@ def exchange_at_random(collectives: SharedCollectives, rng: Random, exchanges: i
         pending.wait()
 
 
+@pytest.mark.some(2)
 @pytest.mark.parametrize(("world_size", "per_host"), [(2, None), (4, None), (4, 2), (3, 2)])
 def test_every_part_arrives_and_stays(world_size: int, per_host: int | None) -> None:
     def rank_main() -> None:

@@ -19,6 +19,7 @@ from tests.plans import randoms
 EXACT = SolveLimits(gap=0.0)
 
 
+@pytest.mark.some(1, of="small problems")
 @given(rng=randoms())
 def test_small_problems_are_solved_as_by_trying_everything(rng: Random) -> None:
     problem = random_problem(rng, most_tables=3)
@@ -32,7 +33,7 @@ def test_small_problems_are_solved_as_by_trying_everything(rng: Random) -> None:
     assert not solution.timed_out
 
 
-@pytest.mark.some(1)
+@pytest.mark.some(1, of="small problems")
 @pytest.mark.parametrize("most_groups", [1000, 0], ids=["linear programs", "mean load"])
 @settings(max_examples=20, deadline=None)
 @given(rng=randoms())

@@ -5,6 +5,7 @@ from __future__ import annotations
 from random import Random
 
 import numpy as np
+import pytest
 from hypothesis import given, settings
 
 from shardrec.planner.solve import Gang, Item, Option, Problem, SolveLimits, solve
@@ -130,6 +131,7 @@ def test_what_greedy_packing_misses() -> None:
     assert found is not None and found.of(encoded).fits()
 
 
+@pytest.mark.some(1, of="crowded ranks")
 @settings(max_examples=2, deadline=None)
 @given(rng=randoms())
 def test_crowded_ranks(rng: Random) -> None:
@@ -140,6 +142,7 @@ def test_crowded_ranks(rng: Random) -> None:
     assert solution.gap <= 0.02
 
 
+@pytest.mark.some(1, of="crowded ranks")
 def test_what_was_planted_is_found() -> None:
     problem = planted(Random(1), 16, hosts=1)
     solution = solve(problem, SolveLimits(gap=0.02, effort=10))
