@@ -106,8 +106,7 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     if not session.config.option.collectonly and any(map(_uses_ranks, session.items)):
         from tests.ranks import POOL
 
-        # Seconds, that a hundred new ranks save.
-        POOL.prepare(["tests.first_uses"] if len(session.items) > 1000 else [])
+        POOL.prepare()
 
 
 def _uses_ranks(item: pytest.Item) -> bool:

@@ -158,10 +158,10 @@ class Pool:
         self._owner = os.getpid()
         atexit.register(self.close)
 
-    def prepare(self, more: Sequence[str] = ()) -> RankTemplate:
-        """Start importing in the background, for a call that is to come; at first also ``more`` modules."""
+    def prepare(self) -> RankTemplate:
+        """Start importing in the background, for a call that is to come."""
         if self._template is None:
-            modules = [*(_usual() if self._preloaded is None else self._preloaded), *more]
+            modules = _usual() if self._preloaded is None else self._preloaded
             self._template = RankTemplate(modules, {**os.environ, **quiet_environment()})
         self._template.prepare()
         return self._template

@@ -89,8 +89,8 @@ def reshard_model(model: ShardedModel, plan: ShardingPlan, optimizer: Optimizer 
     for name, tensor in (item for other in described for item in other.tensors.items()):
         tensors[name] = merged(tensors.get(name, tensor), tensor, name)
     for name, here in _described(held, ranks.rank, saved=False).items():  # read here, and not from others that hold it
-        parts = {part.rect: part for part in here.parts}
-        tensors[name] = replace(here, parts=tuple(parts.get(part.rect, part) for part in tensors[name].parts))
+        of_rect = {part.rect: part for part in here.parts}
+        tensors[name] = replace(here, parts=tuple(of_rect.get(part.rect, part) for part in tensors[name].parts))
     manifest = replace(of_all_ranks(described, model), tensors=tensors)
     before = [(one, one.tables(), one.replicas) for one in changed]
     targets: dict[str, HeldTensor] = {}

@@ -63,6 +63,13 @@ _FBGEMM_OPTIMIZERS = {
 }
 
 
+class _Buffers(dict[str, Tensor]):
+    """Does not show its tensors: fbgemm makes a text of all its arguments, for a log that is off."""
+
+    def __repr__(self) -> str:
+        return f"{{{', '.join(self)}}}"
+
+
 def has_kernel(device: torch.device, dtype: torch.dtype, widths: Iterable[int]) -> bool:
     """Whether fbgemm looks up weights of ``dtype`` (see the note above) and these widths on ``device``."""
     most = _MAX_COLUMNS if device.type == "cuda" else math.inf
@@ -116,7 +123,7 @@ def make_kernel(
     host_memory: dict[str, Any] = {}
     if not on_cuda and _TAKES_MEMORY:
         sizes = [rows * cols for rows, cols in shapes]
-        memory = {"weights": zeros_in_huge_pages(sum(sizes), dtype=dtype)}
+        memory = _Buffers(weights=zeros_in_huge_pages(sum(sizes), dtype=dtype))
         if rule.states:
             count = sum(rows for rows, _ in shapes) if rule.row_states else sum(sizes)
             memory["momentum1"] = zeros_in_huge_pages(count, dtype=torch.float32)
