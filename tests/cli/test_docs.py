@@ -53,7 +53,7 @@ def test_defaults(command: str) -> None:
 
 def test_yaml_example(tmp_path: Path) -> None:
     examples = re.findall(r"```yaml\n(.*?)```", PAGE, re.DOTALL)
-    (example,) = (one for one in examples if "features:" not in one and "labels:" not in one)
+    (example,) = (one for one in examples if "nproc:" in one)
     (labels,) = (one for one in examples if "labels:" in one)
     (spec,) = (one for one in examples if "features:" in one)
     path = tmp_path / "run.yaml"

@@ -80,7 +80,7 @@ HALF, BRAIN = torch.float16, torch.bfloat16
         ("cpu", SGD, {torch.float32: GroupMode.FUSED, HALF: GroupMode.ROWS, BRAIN: GroupMode.ROWS}),
         ("cpu", ROWWISE, {torch.float32: GroupMode.FUSED, HALF: GroupMode.FUSED, BRAIN: GroupMode.ROWS}),
         ("cuda", SGD, {torch.float32: GroupMode.FUSED, HALF: GroupMode.FUSED, BRAIN: GroupMode.ROWS}),
-        ("cuda", ADAM, {torch.float32: GroupMode.FUSED, HALF: GroupMode.FUSED, BRAIN: GroupMode.ROWS}),
+        ("cuda", ADAM, {torch.float32: GroupMode.FUSED, HALF: GroupMode.ROWS, BRAIN: GroupMode.ROWS}),
         ("cpu", None, dict.fromkeys((torch.float32, HALF, BRAIN), GroupMode.DENSE)),
     ],
 )
