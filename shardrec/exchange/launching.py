@@ -23,7 +23,7 @@ def has_kernels(device: torch.device) -> bool:
     except Exception as error:
         warnings.warn(
             f"Triton compiles no kernel here ({error}); torch's operators take their place, and steps of small batches "
-            "take up to twice as long: install a C compiler, such as gcc",
+            "take up to 1.4 times as long: install a C compiler, such as gcc",
             stacklevel=2,
         )
         return False
