@@ -158,9 +158,9 @@ class ShardedEmbeddingCollection(ShardedCollection):
         sharded = [lookup for lookup in lookups if not lookup.layout.replicated]
         dynamic = any(lookup.dynamic for lookup in lookups)
         on_host = any(lookup.layout.tier == "host" for lookup in lookups)
-        # Else nothing travels, and a GPU reads repeated rows of its memory faster than it finds distinct ids.
-        pays = self.device.type != "cuda" or collectives.world_size > 1 or dynamic or on_host
-        self.finds_distinct = self.dedup and pays
+        self.finds_distinct = self.dedup and (
+            dynamic or on_host or distinct_ids_pay(self.device, collectives.world_size)
+        )
         if self.finds_distinct:
             by_table = {lookup.layout.name: lookup for lookup in sharded}
             self.sent_lookups = tuple(replace(one, feature=name, output=name) for name, one in by_table.items())
@@ -269,6 +269,12 @@ class ShardedEmbeddingCollection(ShardedCollection):
             parts.append(places_of[feature] + (row - start[feature]))
             row += count[feature]
         return torch.cat(parts)
+
+
+def distinct_ids_pay(device: torch.device, world_size: int) -> bool:
+    """Whether distinct ids are worth finding. On one rank nothing travels, and a GPU reads repeated rows of its memory
+    faster than it finds distinct ids (benchmarks/gpu)."""
+    return device.type != "cuda" or world_size > 1
 
 
 class SequenceCall(Call):

@@ -14,6 +14,7 @@ from shardrec.errors import ConfigError, InputError, PlanError
 from shardrec.exchange.row_output import _Pack
 from shardrec.layout import ShardingPlan, Topology, cuts
 from shardrec.modules import ShardedEmbeddingCollection, shard
+from shardrec.modules.sequences import distinct_ids_pay
 from tests.collective_counts import CountCollectives
 from tests.large_tensors import LargeTensors
 from tests.modules.sequence_models import DIM, ROWS, Holder, batch, collection
@@ -180,3 +181,13 @@ def test_a_backward_of_before_a_reshard_is_refused_where_rows_of_one_rank_stay_i
     model.reshard(cut)
     with pytest.raises(ConfigError, match=r"that of a forward before model.reshard\(\)"):
         loss.backward()
+
+
+def test_distinct_ids_are_found_where_that_pays() -> None:
+    cpu, cuda = torch.device("cpu"), torch.device("cuda")
+    assert [distinct_ids_pay(*where) for where in ((cpu, 1), (cpu, 2), (cuda, 1), (cuda, 2))] == [
+        True,
+        True,
+        False,
+        True,
+    ]
