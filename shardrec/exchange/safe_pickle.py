@@ -23,6 +23,8 @@ from shardrec.errors import PeerError, ShardrecError
 __all__ = ["dump", "gather", "load"]
 
 _BUILTINS = (bool, bytearray, complex, dict, float, frozenset, int, list, set, str, tuple)
+_FIRST = 1024
+"""Bytes of a value that are sent along with its size; longer ones take a second collective."""
 
 
 def gather(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
@@ -35,17 +37,24 @@ def gather(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
     Raises:
         PeerError: if a rank sent anything else.
     """
-    device = _get_object_coll_device(group)
     data = torch.frombuffer(bytearray(dump(value)), dtype=torch.uint8)
-    ranks = dist.get_world_size(group)
-    sizes = torch.empty(ranks, dtype=torch.int64, device=device)
-    dist.all_gather(list(sizes.split(1)), torch.tensor([data.numel()], device=device), group=group)
-    lengths = sizes.tolist()
-    padded = torch.zeros(max(lengths), dtype=torch.uint8, device=device)
+    size = torch.tensor([data.numel()]).view(torch.uint8)
+    firsts = _gather_rows(torch.cat([size, data[:_FIRST]]), len(size) + _FIRST, group)
+    lengths = firsts[:, : len(size)].contiguous().view(torch.int64).flatten().tolist()
+    rows = firsts[:, len(size) :]
+    if max(lengths) > _FIRST:
+        rows = torch.cat([rows, _gather_rows(data[_FIRST:], max(lengths) - _FIRST, group)], dim=1)
+    return [load(row[:length].numpy().tobytes()) for row, length in zip(rows, lengths, strict=True)]
+
+
+def _gather_rows(data: torch.Tensor, length: int, group: dist.ProcessGroup | None) -> torch.Tensor:
+    """(W, length) the bytes of each rank, on the CPU, with zeros behind them."""
+    device = _get_object_coll_device(group)
+    padded = torch.zeros(length, dtype=torch.uint8, device=device)
     padded[: data.numel()] = data.to(device)
-    rows = torch.empty(ranks, max(lengths), dtype=torch.uint8, device=device)
+    rows = padded.new_empty(dist.get_world_size(group), length)
     dist.all_gather(list(rows.unbind()), padded, group=group)
-    return [load(row[:length].numpy().tobytes()) for row, length in zip(rows.cpu(), lengths, strict=True)]
+    return rows.cpu()
 
 
 def dump(value: Any) -> bytes:
