@@ -123,27 +123,27 @@ def test_row_gradients_are_those_of_autograd(rng: Random) -> None:
     assert sorted(seen) == list(range(len(drawn.shapes)))
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
 @given(rng=randoms())
-def test_dense_lookup_gives_dense_gradients(rng: Random) -> None:
+def test_dense_lookup_gives_dense_gradients(dtype: torch.dtype, rng: Random) -> None:
     """Summed in float32, rounded once; those of the ids' weights, too, with and without the kernels in C++."""
-    dtype = rng.choice(DTYPES)
     drawn = Drawn(rng, None, dtype)
-    if rng.random() < 0.5:
-        drawn.bank._native = None
     parameters = [nn.Parameter(weight) for weight in drawn.bank.weights]
     leaves = [weight.float().requires_grad_() for weight in drawn.bank.weights]
-    weights = None if drawn.weights is None else drawn.weights.clone().requires_grad_()
-    dense_lookup(drawn.bank, drawn.ids, drawn.lengths, weights, parameters).backward(drawn.gradient)
-    if drawn.weights is not None:
-        drawn.weights.requires_grad_()
+    drawn.weights = (torch.rand(len(drawn.ids)) + 0.1).requires_grad_()
+    weights = drawn.weights.detach().requires_grad_()
     drawn.reference(leaves).backward(drawn.gradient)
-    if weights is not None and drawn.weights is not None and drawn.ids.numel():
-        assert weights.grad is not None and drawn.weights.grad is not None
-        assert torch.allclose(weights.grad, drawn.weights.grad, atol=1e-4)
-    for parameter, leaf in zip(parameters, leaves, strict=True):
-        assert parameter.grad is not None and leaf.grad is not None
-        assert parameter.grad.dtype is dtype
-        assert torch.allclose(parameter.grad.float(), leaf.grad, rtol=torch.finfo(dtype).eps / 2, atol=1e-5)
+    for kernels in (drawn.bank._native, None):
+        drawn.bank._native, weights.grad = kernels, None
+        dense_lookup(drawn.bank, drawn.ids, drawn.lengths, weights, parameters).backward(drawn.gradient)
+        if drawn.ids.numel():
+            assert weights.grad is not None and drawn.weights.grad is not None
+            assert torch.allclose(weights.grad, drawn.weights.grad, atol=1e-4)
+        for parameter, leaf in zip(parameters, leaves, strict=True):
+            assert parameter.grad is not None and leaf.grad is not None
+            assert parameter.grad.dtype is dtype
+            assert torch.allclose(parameter.grad.float(), leaf.grad, rtol=torch.finfo(dtype).eps / 2, atol=1e-5)
+            parameter.grad = None
 
 
 @given(rng=randoms())
