@@ -40,8 +40,8 @@ from shardrec.checkpoint.optimizer import fused_settings, optimizer_groups, opti
 from shardrec.checkpoint.parts import HeldTensor, Part, Rect, held
 from shardrec.checkpoint.state import model_tensors, sharded_collections
 from shardrec.errors import CheckpointError, ConfigError
+from shardrec.exchange.subgroups import subgroup
 from shardrec.modules.model import ShardedModel, require_sharded
-from shardrec.modules.replicas import subgroup
 from shardrec.modules.replicated_model import ReplicatedModel
 
 __all__ = [
@@ -219,7 +219,9 @@ def save(
         write(ranks, tensors)
         return PendingSave()
     if background.ranks is None:
-        group = model.group and subgroup(model.group, range(ranks.size), model.context.device, "gloo", "save")
+        group = model.group and subgroup(
+            model.group, range(ranks.size), model.context.device, what="save", backend="gloo"
+        )
         background.ranks = Ranks(group, torch.device("cpu"))
     of_threads = background.ranks
     copies = _copied(tensors, background)

@@ -50,7 +50,7 @@ from shardrec.exchange.context import ModelContext
 from shardrec.exchange.flight_record import flight_record
 from shardrec.exchange.peers import meet, peer_error, peers, watch_device
 from shardrec.exchange.shared.collectives import SharedCollectives
-from shardrec.exchange.transport import timeout_s
+from shardrec.exchange.subgroups import subgroup
 from shardrec.modules.fsdp import ShardedByFsdp
 
 __all__ = ["DenseOptions", "DenseReducer", "DenseWrap", "average_dense", "dense_options"]
@@ -538,12 +538,7 @@ def _group_beside(group: dist.ProcessGroup, exchange: Collectives, device: torch
     if not through_group:
         return group
     if group not in _GROUPS:
-        _GROUPS[group] = dist.new_group(
-            dist.get_process_group_ranks(group),
-            timeout=timedelta(seconds=timeout_s(group, device)),
-            backend=dist.get_backend_config(group),
-            use_local_synchronization=True,
-        )
+        _GROUPS[group] = subgroup(group, range(group.size()), device, what="start of the dense part")
     return _GROUPS[group]
 
 

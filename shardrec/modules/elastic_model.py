@@ -27,12 +27,13 @@ from shardrec.errors import ConfigError, PeerError
 from shardrec.exchange.backward_watch import weak_hook
 from shardrec.exchange.context import ModelContext
 from shardrec.exchange.headers import checksum
+from shardrec.exchange.subgroups import subgroup
 from shardrec.exchange.transport import timeout_s
 from shardrec.layout import ShardingPlan
 from shardrec.modules.dense import DenseOptions, DenseWrap
 from shardrec.modules.elastic import ElasticGroup, Phase
 from shardrec.modules.model import ShardedModel
-from shardrec.modules.replicas import Replicas, subgroup
+from shardrec.modules.replicas import Replicas
 
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.stateful import Stateful
@@ -86,7 +87,7 @@ class ElasticModel(ShardedModel):
         embeddings = (one for one in module.modules() if isinstance(one, (nn.Embedding, nn.EmbeddingBag)))
         self._sparse = {one.weight for one in embeddings if one.sparse}
         ranks, cpu = range(dist.get_world_size(group)), torch.device("cpu")
-        within = subgroup(group, ranks, cpu, backend="gloo") if len(ranks) > 1 else None
+        within = subgroup(group, ranks, cpu, what="start of the replicas", backend="gloo") if len(ranks) > 1 else None
         self._group = ElasticGroup(options, within, timeout_s(group, context.device))
 
     @property

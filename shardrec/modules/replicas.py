@@ -18,7 +18,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import KW_ONLY, dataclass
-from datetime import timedelta
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -27,7 +27,7 @@ from torch import Tensor
 from shardrec.exchange.collectives import collectives_of
 from shardrec.exchange.headers import Headers
 from shardrec.exchange.peers import peers
-from shardrec.exchange.transport import timeout_s
+from shardrec.exchange.subgroups import subgroup
 
 __all__ = [
     "Averager",
@@ -37,7 +37,6 @@ __all__ = [
     "make_groups",
     "replica_ranks",
     "stream_buckets",
-    "subgroup",
 ]
 
 BUCKET_BYTES = 64 * 2**20
@@ -127,38 +126,12 @@ def make_groups(group: dist.ProcessGroup | None, replicas: int, device: torch.de
         return ReplicaGroups(ranks=ranks, replica=0, within=whole, across=None, everyone=None)
     size = len(ranks[0])
     replica, replica_rank = divmod(collectives.rank, size)
-    within = subgroup(whole, ranks[replica], device) if size > 1 else None
-    across = subgroup(whole, [row[replica_rank] for row in ranks], device)
-    everyone = subgroup(whole, range(collectives.world_size), device, backend="gloo")
+    of_some = partial(subgroup, whole, device=device, what="start of the replicas")
+    within = of_some(ranks[replica]) if size > 1 else None
+    across = of_some([row[replica_rank] for row in ranks])
+    everyone = of_some(range(collectives.world_size), backend="gloo")
     headers = Headers(collectives_of(everyone), torch.device("cpu"))
     return ReplicaGroups(ranks=ranks, replica=replica, within=within, across=across, everyone=headers)
-
-
-def subgroup(
-    whole: dist.ProcessGroup,
-    ranks: Iterable[int],
-    device: torch.device,
-    backend: str | None = None,
-    what: str = "start of the replicas",
-) -> dist.ProcessGroup:
-    """A new group of some ranks of ``whole``, with its time limit; only the members call this.
-
-    Args:
-        whole: the group that they are in.
-        ranks: of ``whole``.
-        device: of the tensors that ``whole`` is for.
-        backend: default: that of ``whole``.
-        what: the members do, for errors.
-    """
-    with peers(whole, what):
-        made: dist.ProcessGroup = dist.new_group(
-            [dist.get_global_rank(whole, rank) for rank in ranks],
-            # A new group would take the backend's default, not its parent's.
-            timeout=timedelta(seconds=timeout_s(whole, device)),
-            backend=backend or dist.get_backend(whole),
-            use_local_synchronization=True,
-        )
-    return made
 
 
 def stream_buckets(tensors: Iterable[Tensor], most: int) -> Iterator[list[Tensor]]:

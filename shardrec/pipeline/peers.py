@@ -17,7 +17,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
-from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
@@ -26,7 +26,7 @@ from torch import Tensor
 
 from shardrec.errors import PeerError
 from shardrec.exchange import safe_pickle
-from shardrec.exchange.transport import timeout_s
+from shardrec.exchange.subgroups import subgroup
 from shardrec.pipeline.message import Key, Mailbox, Message
 from shardrec.pipeline.timeline import Recorder
 
@@ -53,13 +53,11 @@ class Peers:
         self.device = device
         self.sent_bytes: Counter[int] = Counter()
         self._ranks = [dist.get_global_rank(group, rank) for rank in range(self.size)]
-        timeout = timedelta(seconds=timeout_s(group, device))
-
-        def new_group(backend: str) -> Any:
-            return dist.new_group(self._ranks, timeout=timeout, backend=backend, use_local_synchronization=True)
-
-        self._control = new_group("gloo")
-        self._tensors = [new_group("nccl"), new_group("nccl")] if device.type == "cuda" else [self._control] * 2
+        new_group = partial(subgroup, group, range(self.size), device, what="start of the pipeline")
+        self._control = new_group(backend="gloo")
+        self._tensors = (
+            [new_group(backend="nccl"), new_group(backend="nccl")] if device.type == "cuda" else [self._control] * 2
+        )
         self._threads: dict[tuple[str, int], ThreadPoolExecutor] = {}
 
     def gather(self, value: Any) -> list[Any]:

@@ -27,8 +27,8 @@ from shardrec.checkpoint.parts import HeldTensor, Part, Rect, as_matrix
 from shardrec.checkpoint.save import REMEDY, PendingSave, Written, joined, write_rank
 from shardrec.errors import ConfigError, ShardrecError
 from shardrec.exchange.peers import peers
+from shardrec.exchange.subgroups import subgroup
 from shardrec.modules.model import ShardedModel, require_sharded
-from shardrec.modules.replicas import subgroup
 from shardrec.modules.replicated_model import ReplicatedModel
 from shardrec.serve.model import ServedModel
 from shardrec.serve.published import base_of, data_name, encoded, published_tensors, version_name, versions_in
@@ -119,7 +119,9 @@ class Publisher:
         model = self._model
         if self._ranks is None:
             size = 1 if model.group is None else dist.get_world_size(model.group)
-            group = model.group and subgroup(model.group, range(size), model.context.device, "gloo", "publish")
+            group = model.group and subgroup(
+                model.group, range(size), model.context.device, what="publish", backend="gloo"
+            )
             self._ranks = Ranks(group, torch.device("cpu"))
         if isinstance(model, ReplicatedModel):
             model.sync_replicas()

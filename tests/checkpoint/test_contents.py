@@ -18,6 +18,7 @@ from torchrec import KeyedJaggedTensor
 
 from shardrec import load_checkpoint, save_checkpoint
 from shardrec.checkpoint import files
+from shardrec.errors import CheckpointError, ConfigError
 from shardrec.modules import ShardedModel
 from tests.batches import random_bags
 from tests.checkpoint.memory import peak
@@ -272,3 +273,36 @@ def test_a_learning_rate_that_is_a_tensor(tmp_path: Path) -> None:
     other = adam(model)
     load_checkpoint(tmp_path, model, other)
     assert other.param_groups[0]["lr"] == 0.25
+
+
+@pytest.mark.parametrize(
+    ("key", "state", "message"),
+    [
+        (
+            "note",
+            "slow",
+            r"state 'note' of .* is a str; a checkpoint holds tensors and numbers, under names without dots",
+        ),
+        ("a.b", 1.0, r"state 'a\.b' of .* is a float; a checkpoint holds tensors and numbers"),
+        ("block", torch.zeros(1, 2), r"block has shape \(1, 2\) for a shard of shape \(\d+, \d+\)"),
+    ],
+)
+def test_states_that_a_checkpoint_cannot_hold(tmp_path: Path, key: str, state: object, message: str) -> None:
+    model = make("table_wise", "none")
+    optimizer = adam(model)
+    train(model, optimizer, 1, seed=1)
+    tables = [parameter for parameter in optimizer.state if parameter.shape[0] in ROWS.values()]
+    optimizer.state[tables[0]][key] = state
+    with pytest.raises(ConfigError, match=message):
+        save_checkpoint(tmp_path / "ckpt", model, optimizer)
+    with pytest.raises(CheckpointError):
+        load_checkpoint(tmp_path / "ckpt", model, optimizer)
+
+
+def test_an_optimizer_of_another_model(tmp_path: Path) -> None:
+    model = make("table_wise", "none")
+    optimizer = adam(model)
+    optimizer.add_param_group({"params": [torch.zeros(3, 5, requires_grad=True)]})
+    optimizer.state[optimizer.param_groups[-1]["params"][0]]["sum"] = torch.zeros(3, 5)
+    with pytest.raises(ConfigError, match=r"a parameter of shape \(3, 5\) that the model lacks"):
+        save_checkpoint(tmp_path / "ckpt", model, optimizer)

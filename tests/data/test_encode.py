@@ -257,7 +257,7 @@ def test_decimals_and_lists_of_one_length(tmp_path: Path) -> None:
 def test_dates_and_times_are_days(tmp_path: Path) -> None:
     spec = FeatureSpec(
         features=(
-            Feature(name="day", kind="id", boundaries=(365.0, 730.5)),
+            Feature(name="day", kind="id", boundaries=(-1.0, 365.0, 730.5)),
             Feature(name="day again", column="day", kind="dense"),
             *(Feature(name=unit, kind="dense", mean=1.0, std=2.0) for unit in ("s", "ms", "us", "ns")),
             Feature(name="zone", kind="dense"),
@@ -269,12 +269,12 @@ def test_dates_and_times_are_days(tmp_path: Path) -> None:
     pq.write_table(pa.table({"label": [1, 0], **columns}), tmp_path / "a.parquet")
     batch = read(tmp_path / "a.parquet", spec)
     assert batch.dense.tolist() == [[365.0, 1.25, 1.25, 1.25, 1.25, 3.5], [0.0] * 6]
-    assert bags(batch, "day") == [[2], [0]]
+    assert bags(batch, "day") == [[3], [0]]
     words = "1970-01-04 12:00:00,1970-01-04T12:00,1970-01-04 12:00:00.000000,3.5,1971-01-01,1970-01-04 21:00+09:00"
     (tmp_path / "a.csv").write_text(f"label,s,ms,us,ns,day,zone\n1,{words}\n0,,,,,,\n", encoding="utf-8")
     texts = read(tmp_path / "a.csv", spec)
     assert torch.equal(texts.dense, batch.dense)
-    assert bags(texts, "day") == [[2], [0]]
+    assert bags(texts, "day") == [[3], [0]]
     (tmp_path / "a.csv").write_text("label,s,ms,us,ns,day,zone\n1,1970-02-30,1,1,1,1,1\n", encoding="utf-8")
     with pytest.raises(DataError, match=r"a\.csv:2: field 's': value '1970-02-30' is not a finite number"):
         read(tmp_path / "a.csv", spec)

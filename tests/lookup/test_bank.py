@@ -133,8 +133,8 @@ def test_dense_lookup_gives_dense_gradients(dtype: torch.dtype, rng: Random) -> 
     drawn.weights = (torch.rand(len(drawn.ids)) + 0.1).requires_grad_()
     weights = drawn.weights.detach().requires_grad_()
     drawn.reference(leaves).backward(drawn.gradient)
-    for kernels in (drawn.bank._native, None):
-        drawn.bank._native, weights.grad = kernels, None
+    for kernel in (drawn.bank._native, None):
+        drawn.bank._native, weights.grad = kernel, None
         dense_lookup(drawn.bank, drawn.ids, drawn.lengths, weights, parameters).backward(drawn.gradient)
         if drawn.ids.numel():
             assert weights.grad is not None and drawn.weights.grad is not None

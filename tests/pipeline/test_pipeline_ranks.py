@@ -78,6 +78,27 @@ def test_fifty_steps_of_each_schedule_and_checkpointing_mode(n: int) -> None:
     ranks(n, every)
 
 
+def test_a_pipeline_on_some_of_the_ranks() -> None:
+    """Rank 0 does something else meanwhile, by other collectives."""
+
+    def run() -> None:
+        stages, beside = dist.new_group([1, 2]), dist.new_group([0, 1])
+        model, (x, y) = network(), batch()
+        if dist.get_rank() == 0:
+            dist.all_reduce(torch.ones(3), group=beside)
+            return
+        pipeline = Pipeline(copy.deepcopy(model), [5, 3], group=stages, chunks=2)
+        if dist.get_rank() == 1:
+            dist.all_reduce(torch.ones(3), group=beside)
+        mse_loss(model(x), y).backward()
+        pipeline.step(x, y, loss_fn=mse_loss)
+        expected = dict(model.named_parameters())
+        for name, parameter in pipeline.named_parameters():
+            torch.testing.assert_close(parameter.grad, expected[name].grad, rtol=1e-6, atol=1e-9)
+
+    ranks(3, run)
+
+
 def test_namespaces_nests_and_none() -> None:
     def one(make: Any, balance: list[int]) -> None:
         model, (x, _) = make(), batch()
