@@ -98,15 +98,21 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.slow)
 
 
-def pytest_collection_finish(session: pytest.Session) -> None:
-    """Start the rank processes early, while the tests that do not need them run."""
-    # A full collection need not look at half a million objects again.
+def pytest_collection_finish() -> None:
+    """A full collection need not look at half a million objects again."""
     gc.collect()
     gc.freeze()
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtestloop(session: pytest.Session) -> None:
+    """Start the process that ranks are forked from: itself a fork, where nothing has been computed yet, nor by CUDA."""
     if not session.config.option.collectonly and any(map(_uses_ranks, session.items)):
+        import torch
+
         from tests.ranks import POOL
 
-        POOL.prepare()
+        (POOL.prepare if torch.backends.cuda.is_built() else POOL.fork)()
 
 
 def _uses_ranks(item: pytest.Item) -> bool:
