@@ -107,13 +107,22 @@ def pytest_collection_finish() -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtestloop(session: pytest.Session) -> None:
-    """Start the process that ranks are forked from: itself a fork, where nothing has been computed yet, nor by CUDA."""
-    if not session.config.option.collectonly and any(map(_uses_ranks, session.items)):
-        import torch
+    """Start the process that ranks are forked from: itself a fork, after first uses of a model."""
+    if session.config.option.collectonly or not any(map(_uses_ranks, session.items)):
+        return
+    import torch
 
-        from tests.ranks import POOL
+    from tests.ranks import POOL
 
-        (POOL.prepare if torch.backends.cuda.is_built() else POOL.fork)()
+    if torch.backends.cuda.is_built():  # its state would not survive the fork
+        POOL.prepare()
+        return
+    from tests.executors import EXECUTORS
+    from tests.first_uses import use
+
+    # A program's first use takes a second, which many tests save: also in this process.
+    use(EXECUTORS if len(session.items) > 1000 else ["eager"])
+    POOL.fork()
 
 
 def _uses_ranks(item: pytest.Item) -> bool:
