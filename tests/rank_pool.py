@@ -1,8 +1,8 @@
 """Processes that are kept from one multi-rank test to the next; `tests.ranks` is what tests use.
 
-They are forked from a `RankTemplate`, which has imported torch, fbgemm, torchrec and shardrec, or is a fork of a session
-that has. A rank that raised, hung or died is killed and started again for the next call, because the state of its
-connections is unknown.
+They are forked from a `RankTemplate`, which has imported torch, fbgemm, torchrec and shardrec, or is a fork of the process
+of the tests, which has. A rank that raised, hung or died is killed and started again for the next call, because the
+state of its connections is unknown.
 """
 
 from __future__ import annotations
@@ -172,7 +172,7 @@ class Pool:
         return self._template
 
     def fork(self) -> None:
-        """As `prepare`, for a process that has imported what ranks need, and has not computed yet: without importing."""
+        """As `prepare`, but with what this process has imported, which has started no threads of torch yet."""
         resource_tracker.ensure_running()
         with mock.patch("multiprocessing.util.spawnv_passfds", _fork_to_run):
             self.prepare()
@@ -267,7 +267,7 @@ def _fork_to_run(path: bytes, args: Sequence[str], passfds: Sequence[int]) -> in
     if process != 0:
         return process
     try:
-        sys.stdout, sys.stderr = (open(number, "w", buffering=1, closefd=False) for number in (1, 2))
+        sys.stdout, sys.stderr = (os.fdopen(number, "w", buffering=1, closefd=False) for number in (1, 2))
         logging.root.handlers.clear()
         nothing = os.open(os.devnull, os.O_RDWR)
         for number in map(int, os.listdir("/proc/self/fd")):
