@@ -1,8 +1,8 @@
 """Processes that are kept from one multi-rank test to the next; `tests.ranks` is what tests use.
 
-They are forked from a `RankTemplate`, which has imported torch, fbgemm, torchrec and shardrec, or is a fork of the process
-of the tests, which has. A rank that raised, hung or died is killed and started again for the next call, because the
-state of its connections is unknown.
+They are forked from a `RankTemplate`, which has imported torch, fbgemm, torchrec and shardrec, or is a fork of pytest's
+process, which has. A rank that raised, hung or died is killed and started again for the next call, because the state of
+its connections is unknown.
 """
 
 from __future__ import annotations
