@@ -98,15 +98,31 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.slow)
 
 
-def pytest_collection_finish(session: pytest.Session) -> None:
-    """Start the rank processes early, while the tests that do not need them run."""
-    # A full collection need not look at half a million objects again.
+def pytest_collection_finish() -> None:
+    """A full collection need not look at half a million objects again, and tests leave little: collect now and then."""
     gc.collect()
     gc.freeze()
-    if not session.config.option.collectonly and any(map(_uses_ranks, session.items)):
-        from tests.ranks import POOL
+    gc.set_threshold(20_000)
 
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtestloop(session: pytest.Session) -> None:
+    """Start the process that ranks are forked from: itself a fork, after first uses of a model."""
+    if session.config.option.collectonly or not any(map(_uses_ranks, session.items)):
+        return
+    import torch
+
+    from tests.ranks import POOL
+
+    if torch.backends.cuda.is_built():  # its state would not survive the fork
         POOL.prepare()
+        return
+    from tests.executors import EXECUTORS
+    from tests.first_uses import use
+
+    # A program's first use takes a second, which many tests save: also in this process.
+    use(EXECUTORS if len(session.items) > 1000 else ["eager"])
+    POOL.fork()
 
 
 def _uses_ranks(item: pytest.Item) -> bool:

@@ -16,6 +16,7 @@ from torchrec.modules.embedding_modules import EmbeddingBagCollection
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from shardrec.layout import COLUMN_UNIT
+from tests.worker import seed_torch
 
 __all__ = [
     "OPTIMIZERS",
@@ -116,7 +117,7 @@ def collection(
         seed: of the first values.
         device: where the tables are.
     """
-    torch.manual_seed(seed)
+    seed_torch(seed)
     module = EmbeddingBagCollection(tables=list(configs), is_weighted=weighted, device=torch.device(device))
     names = [optimizers] * len(configs) if isinstance(optimizers, str) else optimizers
     for config, name in zip(configs, names, strict=True):

@@ -1,7 +1,8 @@
 """Processes that are kept from one multi-rank test to the next; `tests.ranks` is what tests use.
 
-They are forked from a `RankTemplate`, which has imported torch, fbgemm, torchrec and shardrec. A rank that raised, hung
-or died is killed and started again for the next call, because the state of its connections is unknown.
+They are forked from a `RankTemplate`, which has imported torch, fbgemm, torchrec and shardrec, or is a fork of pytest's
+process, which has. A rank that raised, hung or died is killed and started again for the next call, because the state of
+its connections is unknown.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import itertools
+import logging
 import multiprocessing
 import os
 import pickle
@@ -16,12 +18,15 @@ import signal
 import sys
 import tempfile
 import time
+import traceback
 from collections.abc import Sequence
 from dataclasses import dataclass
+from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import TYPE_CHECKING
+from unittest import mock
 
 from benchmarks.harness.template import RankTemplate
 from tests.worker import GO, HOST, JOINED, RELEASE, Call, Reply, quiet_environment, serve
@@ -166,6 +171,12 @@ class Pool:
         self._template.prepare()
         return self._template
 
+    def fork(self) -> None:
+        """As `prepare`, but with what this process has imported, which has started no threads of torch yet."""
+        resource_tracker.ensure_running()
+        with mock.patch("multiprocessing.util.spawnv_passfds", _fork_to_run):
+            self.prepare()
+
     def pids(self) -> list[int]:
         """Process ids of the ranks, in order of rank."""
         return [self._workers[rank].pid for rank in sorted(self._workers)]
@@ -245,6 +256,32 @@ class Pool:
         with theirs:
             process = self.prepare().start(serve, port, theirs, str(log), str(stack))
         return RankProcess(process=process, channel=mine, log=log, stack=stack)
+
+
+def _fork_to_run(path: bytes, args: Sequence[str], passfds: Sequence[int]) -> int:
+    """What `multiprocessing.util.spawnv_passfds` does, in a fork of this process instead of another Python.
+
+    Of pytest, which has replaced them, the fork has no output, handlers of logs or open files.
+    """
+    process = os.fork()
+    if process != 0:
+        return process
+    try:
+        sys.stdout, sys.stderr = (os.fdopen(number, "w", buffering=1, closefd=False) for number in (1, 2))
+        logging.root.handlers.clear()
+        nothing = os.open(os.devnull, os.O_RDWR)
+        for number in map(int, os.listdir("/proc/self/fd")):
+            if number > 2 and number not in passfds:
+                with contextlib.suppress(OSError):  # that which listed the folder
+                    os.fstat(number)
+                    os.dup2(nothing, number)  # not closed: another file would have the number, and its owner close it
+        exec(args[-1], {"__name__": "__main__"})
+    except SystemExit:
+        pass
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        os._exit(0)
 
 
 def _usual() -> list[str]:

@@ -164,17 +164,24 @@ def test_a_table_with_dynamic_ids_is_drawn_some_rows_at_a_time() -> None:
 @pytest.mark.some(1)
 @pytest.mark.parametrize("pooled", [True, False], ids=["bags", "sequences"])
 def test_ranks_and_plans_give_a_collection_the_same_values(pooled: bool) -> None:
+    rows = 10_000  # 2.5 blocks
+
     def rank_main() -> None:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(initial, "WHOLE_BYTES", 2**20)
+            compare()
+
+    def compare() -> None:
         for cut in ("table_wise", "row_wise", "column_wise", "data_parallel"):
             plan = cut_plan(
-                cut, Random(cut), {"t": (ROWS, 64), "u": (7, 8 if pooled else 64)}, Topology(ranks_per_host=2)
+                cut, Random(cut), {"t": (rows, 64), "u": (7, 8 if pooled else 64)}, Topology(ranks_per_host=2)
             )
             model = (
-                EmbeddingBagCollection(tables=[config(ROWS, 64), config(7, 8, name="u")], device=torch.device("meta"))
+                EmbeddingBagCollection(tables=[config(rows, 64), config(7, 8, name="u")], device=torch.device("meta"))
                 if pooled
                 else EmbeddingCollection(
                     tables=[
-                        EmbeddingConfig(name="t", num_embeddings=ROWS, embedding_dim=64, feature_names=["f"]),
+                        EmbeddingConfig(name="t", num_embeddings=rows, embedding_dim=64, feature_names=["f"]),
                         EmbeddingConfig(name="u", num_embeddings=7, embedding_dim=64, feature_names=["g"]),
                     ],
                     device=torch.device("meta"),

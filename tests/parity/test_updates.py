@@ -39,9 +39,9 @@ def exact(cases: Iterable[Case]) -> Iterator[Case]:
             ("eager", 2, Kind(weights="none"), 2),
             ("eager", 2, Kind(weights="given"), 1),
             ("live script", 2, Kind(weights="none"), 2),
-            ("eager", 4, Kind(weights="none"), 4),
+            ("eager", 4, Kind(weights="none"), 2),
             ("eager", 2, Kind(pooled=False, dedup=True), 2),
-            ("eager", 4, Kind(pooled=False, dedup=False), 4),
+            ("eager", 4, Kind(pooled=False, dedup=False), 2),
         },
     ),
 )
