@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from typing import Any
 from weakref import WeakSet
 
 import torch
@@ -88,7 +90,7 @@ def move_waits(
     """
     refuse_forked_exchanges(scripted)
     # All are inlined before any is changed, since what is inlined is the called method as it is then.
-    methods = [scripted.forward] if forward_only else methods_of(scripted)
+    methods: Iterable[Any] = [scripted.forward] if forward_only else methods_of(scripted)
     graphs = [method.graph for method in methods if deferred_waits(inlined(method.graph))]
     for graph in graphs:
         inline(graph)
