@@ -40,6 +40,7 @@ def broken_off(
     cut_after: int | None = None,
     told_in: int | None = None,
     rank: int = 0,
+    cardinalities: tuple[int, ...] = FEW_TABLES,
 ) -> Any:
     """Train on this process's rank, up to a step: broken off there, or ``rank`` told to end. Returns the steps made."""
     from shardrec.data import schema, synthetic
@@ -68,7 +69,7 @@ def broken_off(
     synthetic._EXPECTATION_ROWS = 1_000
     session.write_curve = lambda report, path: path.write_bytes(b"")
     if config.is_synthetic:
-        schema.CRITEO_CARDINALITIES = FEW_TABLES
+        schema.CRITEO_CARDINALITIES = cardinalities
     try:
         with contextlib.suppress(PowerCut):
             session.run_rank(config, resume=resume)
