@@ -22,6 +22,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum
+from functools import lru_cache
 from itertools import pairwise
 from statistics import NormalDist
 
@@ -176,15 +177,20 @@ def _dense_values(count: int, rng: np.random.Generator) -> tuple[NDArray[np.int6
     """Counts (D, Q) and which are missing: log-normal, with 0 to 45 % missing; every fourth feature reaches -1."""
     raw = np.zeros((count, _QUANTILES), dtype=np.int64)
     missing = np.zeros((count, _QUANTILES), dtype=np.bool_)
-    normal = NormalDist()
     for feature in range(count):
         centre, spread = rng.uniform(0.0, 5.0), rng.uniform(0.8, 1.8)
         absent = int(_QUANTILES * rng.choice([0.0, 0.05, 0.2, 0.45]))
         present = _QUANTILES - absent
-        levels = [normal.inv_cdf((j + 0.5) / present) for j in range(present)]
         missing[feature, :absent] = True
-        raw[feature, absent:] = np.floor(np.exp(centre + spread * np.array(levels))) - (feature % 4 == 1)
+        raw[feature, absent:] = np.floor(np.exp(centre + spread * _normal_levels(present))) - (feature % 4 == 1)
     return raw, missing
+
+
+@lru_cache
+def _normal_levels(count: int) -> NDArray[np.float64]:
+    """Values of the standard normal distribution with equal probability, (count,)."""
+    normal = NormalDist()
+    return np.array([normal.inv_cdf((j + 0.5) / count) for j in range(count)])
 
 
 def _category_frequencies(size: int, exponent: float, rng: np.random.Generator) -> NDArray[np.float64]:

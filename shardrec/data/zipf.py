@@ -54,16 +54,21 @@ class AliasTables:
 def _alias_table(probabilities: NDArray[np.float64]) -> tuple[NDArray[np.uint32], NDArray[np.int64]]:
     """Thresholds (scaled by 2**32) and aliases of one distribution."""
     count = len(probabilities)
-    share = (probabilities * count).tolist()
-    threshold = np.full(count, 2**32 - 1, dtype=np.uint32)
-    alias = np.arange(count, dtype=np.int64)  # a full slot is its own alias: the missing 2**-32 is harmless
-    small = [j for j in range(count) if share[j] < 1.0]
-    large = [j for j in range(count) if share[j] >= 1.0]
-    while small and large:
-        j, donor = small.pop(), large[-1]
-        threshold[j] = min(int(share[j] * 2**32), 2**32 - 1)
-        alias[j] = donor
-        share[donor] -= 1.0 - share[j]
-        if share[donor] < 1.0:
-            small.append(large.pop())
+    share, alias = probabilities * count, np.arange(count)  # a full slot is its own alias: 2**-32 less is harmless
+    small, large = np.flatnonzero(share < 1.0)[::-1], np.flatnonzero(share >= 1.0).tolist()
+    donors, donor = [], large.pop() if large else 0
+    left = float(share[donor])
+    for deficit in (1.0 - share[small]).tolist():
+        if left < 1.0:
+            break
+        donors.append(donor)
+        left -= deficit
+        while left < 1.0 and large:  # the donor's slot is the next to be filled up
+            share[donor], alias[donor] = left, large[-1]
+            donor = large.pop()
+            left = float(share[donor]) - (1.0 - left)
+    share[donor] = left
+    alias[small[: len(donors)]] = donors
+    threshold = np.minimum(share * 2.0**32, 2**32 - 1).astype(np.uint32)
+    threshold[alias == np.arange(count)] = 2**32 - 1
     return threshold, alias

@@ -15,7 +15,7 @@ from shardrec.errors import ConfigError
 from shardrec.files import os_fault
 from shardrec.modules import ShardedModel
 from shardrec.modules.collection import ShardedCollection
-from shardrec.scripting import script
+from shardrec.scripting.convert import compiled
 from shardrec.serve.entry import Entry, Features, from_tensors
 from shardrec.serve.model import ServedModel
 
@@ -66,7 +66,7 @@ def save(model: nn.Module, path: str | os.PathLike[str], *, features: Features) 
     # Not str.format, which would also replace other braces in the path.
     target = Path(str(path).replace("{rank}", str(collectives.rank)))
     entry = from_tensors(model, features)
-    scripted = script(entry, portable=True)
+    scripted = compiled(entry, portable=True, forward_only=True)
     notes = notes_of(entry, held[0])
     if isinstance(held[0], ServedModel) and collectives.world_size == 1:
         from shardrec.serve.published import places_in  # with all of shardrec.checkpoint

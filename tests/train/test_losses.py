@@ -20,6 +20,7 @@ from shardrec.errors import ConfigError
 from shardrec.train import RunFolder, TrainConfig
 from shardrec.train.losses import pairwise_loss, softmax_loss
 from tests.ranks import ranks
+from tests.train.broken_off import FEW_TABLES
 
 batches = st.lists(st.tuples(st.integers(-3, 3), st.booleans()), max_size=12)
 
@@ -237,13 +238,14 @@ def own_run(config: TrainConfig, folder: str) -> Any:
     import sys
     from unittest import mock
 
-    from shardrec.data import synthetic
+    from shardrec.data import schema, synthetic
     from shardrec.train import session
 
     with (
         mock.patch.object(sys, "path", [*sys.path, folder]),
         mock.patch.object(session, "write_curve", lambda report, path: path.touch()),
         mock.patch.object(synthetic, "_EXPECTATION_ROWS", 1_000),
+        mock.patch.object(schema, "CRITEO_CARDINALITIES", FEW_TABLES),
     ):
         report = session.run_rank(config)
     return report and report.final
@@ -260,6 +262,7 @@ def test_a_models_own_loss_runs_inside_of_its_forward(pipeline: int, own_models:
     assert expected.auc > 0.55
 
 
+@pytest.mark.usefixtures("few_tables")
 def test_a_run_with_an_own_loss_is_evaluated_by_its_logits(
     own_models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -31,6 +31,7 @@ def rows_of(model: Any) -> list[torch.Tensor]:
     return [memory for child in model.sharded_collections for memory in served_memory(child).values()]
 
 
+@pytest.mark.usefixtures("few_tables")
 def test_a_server_follows_a_run(tmp_path: Path) -> None:
     out, published = tmp_path / "run", tmp_path / "published"
     config = SMALL.changed(
@@ -89,6 +90,7 @@ def test_intervals_that_are_none(every: str) -> None:
 
 @pytest.mark.some(1)
 @pytest.mark.parametrize("dynamic", [False, True])
+@pytest.mark.usefixtures("few_tables")
 def test_a_run_goes_on_publishing_with_another_number_of_ranks(dynamic: bool, tmp_path: Path) -> None:
     """And a server follows it; of dynamic ids, whose row blocks are others then, one that is started again."""
     text = "\n".join(f"{n % 2},u{n % 70}" for n in range(800))

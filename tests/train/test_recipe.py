@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ import torch
 from torch import Tensor
 
 from shardrec.checkpoint.manifest import read_manifest
-from shardrec.data import write_criteo_tsv
+from shardrec.data import CRITEO_CARDINALITIES, write_criteo_tsv
 from shardrec.errors import ConfigError
 from shardrec.lookup.row_optimizers import RowOptimizer
 from shardrec.train import RunFolder, TrainConfig
@@ -168,6 +169,8 @@ def test_bf16_trains_the_dense_layers_close_to_fp32(tmp_path: Path, monkeypatch:
 
 # --------------------------------------------------------------------------------------------------------- best weights
 
+overfit = partial(broken_off, cardinalities=CRITEO_CARDINALITIES)
+
 OVERFITTING = SMALL.changed(
     samples=640,
     epochs=4,
@@ -184,7 +187,7 @@ OVERFITTING = SMALL.changed(
 @pytest.mark.parametrize("monitor", ["logloss", "auc"])
 def test_the_best_weights_are_kept_and_tested(monitor: str, tmp_path: Path) -> None:
     config = OVERFITTING.changed(monitor=monitor, out=str(tmp_path), ema=0.5 if monitor == "auc" else None)
-    broken_off(config)
+    overfit(config)
     metrics = json.loads((tmp_path / "metrics.json").read_text(encoding="utf-8"))
     curve, final_step = metrics["curve"], metrics["training"]["final_step"]
     best = (max if monitor == "auc" else min)(curve, key=lambda point: point[monitor])
@@ -199,7 +202,7 @@ def test_the_best_weights_are_kept_and_tested(monitor: str, tmp_path: Path) -> N
 @pytest.mark.some(1)
 @pytest.mark.parametrize(("monitor", "name"), [(None, "logloss"), ("ne", "normalized_entropy"), ("auc", "auc")])
 def test_patience_goes_by_the_metric_that_is_monitored(monitor: str | None, name: str, tmp_path: Path) -> None:
-    steps = broken_off(OVERFITTING.changed(patience=1, monitor=monitor, out=str(tmp_path), checkpoint="none"))
+    steps = overfit(OVERFITTING.changed(patience=1, monitor=monitor, out=str(tmp_path), checkpoint="none"))
     curve = json.loads((tmp_path / "metrics.json").read_text(encoding="utf-8"))["curve"]
     worths = [point[name] if monitor == "auc" else -point[name] for point in curve]
     assert len(steps) == (30 if monitor == "auc" else 10)
@@ -212,16 +215,16 @@ def test_a_run_that_is_broken_off_after_its_best_point_goes_on_from_there(tmp_pa
     """The best checkpoint is one to resume from, so that the run cannot go on from before it."""
     config = OVERFITTING.changed(checkpoint_every="8")
     whole, broken = (config.changed(out=str(tmp_path / name)) for name in ("whole", "broken"))
-    broken_off(whole)
+    overfit(whole)
     best = json.loads((tmp_path / "whole" / "metrics.json").read_text())["training"]["final_step"]
     assert best % 8
     for cut, first in ((best + 1, best + 1), (best + 10, (best + 10) // 8 * 8 + 1)):
-        broken_off(broken, resume=True, cut_after=cut)
-        assert broken_off(broken, resume=True, cut_after=cut)[0] == first
-    broken_off(broken, resume=True)
+        overfit(broken, resume=True, cut_after=cut)
+        assert overfit(broken, resume=True, cut_after=cut)[0] == first
+    overfit(broken, resume=True)
     assert differences(tmp_path / "broken", tmp_path / "whole") == []
     again = config.changed(out=str(tmp_path / "broken"), checkpoint="last")
-    assert broken_off(again, resume=True) == []
+    assert overfit(again, resume=True) == []
     assert json.loads((tmp_path / "broken" / "metrics.json").read_text())["training"]["final_step"] == 40
 
 
@@ -229,8 +232,8 @@ def test_a_run_whose_best_point_was_before_it_kept_any_says_so(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     config = OVERFITTING.changed(out=str(tmp_path), checkpoint="last", checkpoint_every="7")
-    broken_off(config, cut_after=36)
-    broken_off(config.changed(checkpoint="best"), resume=True)
+    overfit(config, cut_after=36)
+    overfit(config.changed(checkpoint="best"), resume=True)
     assert "the best point has no checkpoint: the final metrics are of the last" in capsys.readouterr().out
     assert json.loads((tmp_path / "metrics.json").read_text())["training"]["final_step"] == 40
 

@@ -11,7 +11,7 @@ from unittest import mock
 import pytest
 
 from shardrec.checkpoint.manifest import read_manifest
-from shardrec.data import criteo_schema
+from shardrec.data import CRITEO_CARDINALITIES, criteo_schema
 from shardrec.errors import ConfigError
 from shardrec.layout import ShardingPlan, Topology, cuts
 from shardrec.train import TrainConfig
@@ -52,7 +52,7 @@ def said_in(config: TrainConfig, *, fails: int = 0, **options: Any) -> list[str]
         mock.patch.object(Announcer, "say", lambda self, text: lines.append(text)),
         mock.patch.object(replan, "paying_plan", paying_plan),
     ):
-        broken_off(config, **options)
+        broken_off(config, cardinalities=CRITEO_CARDINALITIES, **options)
     return [line for line in lines if line.startswith(("step", "since", "warning"))]
 
 

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import pyarrow.parquet as pq
 import pytest
 import torch
 import torch.distributed as dist
@@ -156,13 +157,12 @@ def rows_of_steps(config: TrainConfig, **options: object) -> dict[tuple[int, int
     return rows
 
 
-def files_of_rows(folder: Path) -> None:
+@pytest.fixture(scope="module")
+def made_rows(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Row groups of several sizes, one of them empty, and text that cannot be entered in its middle."""
-    import pyarrow.parquet as pq
-
     from shardrec.data import write_criteo_tsv, write_parquet
 
-    folder.mkdir()
+    folder = tmp_path_factory.mktemp("rows")
     write_parquet(folder / "a.parquet", 900, seed=1)
     table = pq.read_table(folder / "a.parquet")
     with pq.ParquetWriter(folder / "a.parquet", table.schema) as writer:
@@ -170,13 +170,19 @@ def files_of_rows(folder: Path) -> None:
             writer.write_table(table.slice(start, stop - start))
     write_parquet(folder / "b.parquet", 150, seed=2)
     write_criteo_tsv(folder / "c.tsv.gz", 333, seed=3)
+    return folder
+
+
+@pytest.fixture
+def rows(made_rows: Path, tmp_path: Path) -> Path:
+    """These files, which a test may change."""
+    return shutil.copytree(made_rows, tmp_path / "rows")
 
 
 @pytest.mark.slow
-def test_steps_have_the_same_rows_of_files_when_the_number_of_ranks_changes(tmp_path: Path) -> None:
-    files_of_rows(tmp_path / "rows")
+def test_steps_have_the_same_rows_of_files_when_the_number_of_ranks_changes(tmp_path: Path, rows: Path) -> None:
     config = SMALL.changed(
-        **{"data": str(tmp_path / "rows"), "samples": None, "holdout_samples": None, "shuffle": 300},
+        **{"data": str(rows), "samples": None, "holdout_samples": None, "shuffle": 300},
         **{"global_batch_size": 96, "checkpoint_every": "4", "out": str(tmp_path / "whole")},
     )
     (whole,) = ranks(1, rows_of_steps, config)
@@ -190,18 +196,16 @@ def test_steps_have_the_same_rows_of_files_when_the_number_of_ranks_changes(tmp_
     assert max(every[0]) == max(whole)
 
 
-def test_a_run_does_not_go_on_with_other_files(tmp_path: Path) -> None:
-    from shardrec.data import write_parquet
-
-    files_of_rows(tmp_path / "rows")
-    config = SMALL.changed(data=str(tmp_path / "rows"), samples=None, holdout_samples=None, out=str(tmp_path / "run"))
+def test_a_run_does_not_go_on_with_other_files(tmp_path: Path, rows: Path) -> None:
+    config = SMALL.changed(data=str(rows), samples=None, holdout_samples=None, out=str(tmp_path / "run"))
     broken_off(config, cut_after=7)
-    write_parquet(tmp_path / "rows" / "b.parquet", 150, seed=9)
+    table = pq.read_table(rows / "b.parquet")
+    pq.write_table(table.slice(1), rows / "b.parquet")
     with pytest.raises(DataError, match=r"b\.parquet is not the one with which the run was started \(checksum"):
         broken_off(config, resume=True)
 
 
-def test_a_broken_row_of_one_rank_ends_all(tmp_path: Path) -> None:
+def test_a_broken_row_of_one_rank_ends_all(tmp_path: Path, rows: Path) -> None:
     """Of a model with buffers, which are broadcast before the first header of a step."""
 
     def message(config: TrainConfig) -> str:
@@ -211,17 +215,15 @@ def test_a_broken_row_of_one_rank_ends_all(tmp_path: Path) -> None:
             return str(error)
         raise AssertionError("the broken row was read")
 
-    files_of_rows(tmp_path / "rows")
-    lines = gzip.decompress((tmp_path / "rows" / "c.tsv.gz").read_bytes()).splitlines(keepends=True)
+    lines = gzip.decompress((rows / "c.tsv.gz").read_bytes()).splitlines(keepends=True)
     (tmp_path / "rows.tsv").write_bytes(b"".join([*lines[:300], b"broken\n", *lines[301:]]))
     config = SMALL.changed(data=str(tmp_path / "rows.tsv"), samples=None, holdout_samples=None, holdout=0.01)
     messages = ranks(2, message, config.changed(batch_size=16, out=str(tmp_path / "run")))
     assert all("rows.tsv:301: the line has 1 of 40 columns" in message for message in messages), messages
 
 
-def test_an_epoch_of_a_version_that_read_in_another_order_is_not_gone_on_with(tmp_path: Path) -> None:
-    files_of_rows(tmp_path / "rows")
-    config = SMALL.changed(data=str(tmp_path / "rows"), samples=None, holdout_samples=None, batch_size=64)
+def test_an_epoch_of_a_version_that_read_in_another_order_is_not_gone_on_with(rows: Path) -> None:
+    config = SMALL.changed(data=str(rows), samples=None, holdout_samples=None, batch_size=64)
     source = Source(config, RankInfo(rank=0, world_size=1, device=torch.device("cpu"), threads=1))
     source.check_resumes(None, in_epoch=False)
     with pytest.raises(ConfigError, match="in the middle of an epoch by a version of shardrec that read"):

@@ -14,6 +14,7 @@ from shardrec.layout import ShardingPlan
 from shardrec.train import TrainConfig, load_config
 from shardrec.train.report import RunReport
 from tests.ranks import raises_on_all, ranks
+from tests.train.broken_off import FEW_TABLES
 
 TINY = TrainConfig(
     samples=24_000,
@@ -40,7 +41,8 @@ def run(config: TrainConfig, **changes: Any) -> RunReport:
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, RunReport]:
     folder = tmp_path_factory.mktemp("run")
-    return folder, run(TINY, out=str(folder))
+    with mock.patch("shardrec.data.schema.CRITEO_CARDINALITIES", FEW_TABLES):
+        return folder, run(TINY, out=str(folder))
 
 
 @pytest.fixture(autouse=True)
@@ -48,6 +50,7 @@ def no_picture(monkeypatch: pytest.MonkeyPatch) -> None:
     """Drawing takes as long as training, as do rows to say what is best; `trained`, which is made before, has both."""
     monkeypatch.setattr("shardrec.train.session.write_curve", lambda report, path: path.touch())
     monkeypatch.setattr("shardrec.data.synthetic._EXPECTATION_ROWS", 1_000)
+    monkeypatch.setattr("shardrec.data.schema.CRITEO_CARDINALITIES", FEW_TABLES)
 
 
 def test_learns(trained: tuple[Path, RunReport]) -> None:
@@ -74,13 +77,13 @@ def test_writes_its_results(trained: tuple[Path, RunReport]) -> None:
     assert metrics["optimum"]["auc"] > 0.75
     assert len(metrics["curve"]) == 3
     assert load_config(folder / "config.yaml") == TINY.changed(out=str(folder), global_batch_size=512)
-    assert len(ShardingPlan.load(folder / "plan.json").tables) == 26
+    assert len(ShardingPlan.load(folder / "plan.json").tables) == 6
 
 
 def test_shows_plan_optimum_progress_and_gap(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     report = run(TINY, samples=2_000, out=str(tmp_path))
     shown, errors = capfd.readouterr()
-    assert "Sharding plan: 26 tables on 1 rank" in shown
+    assert "Sharding plan: 6 tables on 1 rank" in shown
     assert "best possible on the held-out rows: AUC 0." in shown
     assert "2,000 samples  held out: AUC" in shown
     assert shown.splitlines()[-1].startswith(f"AUC {report.final.auc:.4f}, best possible 0.")
@@ -145,13 +148,14 @@ def test_batches_of_broken_rows_are_no_sample(tmp_path: Path, good: int) -> None
 
 def test_two_ranks_learn_what_one_does(trained: tuple[Path, RunReport], tmp_path: Path) -> None:
     def train(config: TrainConfig, out: str) -> float | None:
-        from shardrec.data import synthetic
+        from shardrec.data import schema, synthetic
         from shardrec.train import session
 
         # For this process only: it has neither the picture nor the rows to say what is best.
         with (
             mock.patch.object(session, "write_curve", lambda report, path: path.touch()),
             mock.patch.object(synthetic, "_EXPECTATION_ROWS", 1_000),
+            mock.patch.object(schema, "CRITEO_CARDINALITIES", FEW_TABLES),
         ):
             report = session.run_rank(config.changed(out=out))
         return None if report is None else report.final.auc
