@@ -63,7 +63,7 @@ def compiled(
     model: nn.Module, *, portable: bool, parallel_lookups: bool = False, forward_only: bool = False
 ) -> torch.jit.ScriptModule:
     """As :func:`script`; if ``forward_only``, the methods that the model's ``forward`` calls wait at the call if they
-    are called by themselves, and are a small part of a file, which takes half as long to load."""
+    are called by themselves, and are a small part of a file, which then loads in less time."""
     copy = scriptable_copy(model, portable=portable, parallel_lookups=parallel_lookups)
     with generic_wait(wait), quiet():
         try:
