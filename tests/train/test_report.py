@@ -125,6 +125,15 @@ def test_the_final_rows_are_named(tmp_path: Path) -> None:
     assert {call.kwargs["label"] for call in plot.call_args_list} == {"training", "before training"}
 
 
+@pytest.mark.parametrize(("loss", "title"), [("bce", "Logloss"), ("softmax", "softmax loss")])
+def test_the_curve_is_of_the_loss(tmp_path: Path, loss: str, title: str) -> None:
+    made = report()
+    made = dataclasses.replace(made, config={**made.config, "loss": loss})
+    with patch.object(Axes, "set", autospec=True, side_effect=Axes.set) as titles:
+        write_curve(made, tmp_path / "curve.png")
+    assert titles.call_args_list[0].kwargs["title"] == title
+
+
 @pytest.mark.parametrize(("compiled", "said"), [("off", False), ("dense", True)])
 def test_a_wait_for_the_compiler_is_said(compiled: str, said: bool, capsys: pytest.CaptureFixture[str]) -> None:
     rank_info = RankInfo(rank=0, world_size=1, device=torch.device("cpu"), threads=1)
@@ -141,6 +150,7 @@ def test_worse_than_a_constant_is_said(capsys: pytest.CaptureFixture[str]) -> No
         final = dataclasses.replace(FINAL, normalized_entropy=entropy)
         Announcer().results(dataclasses.replace(report(), final=final), Path("runs/a"))
         shown = capsys.readouterr().out
+        assert "normalized entropy │" in shown, "the table"
         assert ("normalized entropy 1.0400 is above 1" in shown) == said
         assert shown.splitlines()[-1].startswith("AUC 0.8012")
 
