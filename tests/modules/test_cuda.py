@@ -246,7 +246,7 @@ def local(value: Any) -> Tensor:
 
 
 def train_replicas(world_size: int) -> None:
-    """Of one rank each: with SGD the unsharded model's steps, and after a sync the same bits; a bad batch fails in all."""
+    """With SGD the unsharded model's steps, after a sync the same bits, and a bad batch fails in all."""
     for optimizer in ("sgd", "adagrad", "adam"):
         options = Replicas(world_size, sync_every=1 if optimizer == "sgd" else 2)
         model = replicated(

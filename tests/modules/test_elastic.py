@@ -7,6 +7,7 @@ import os
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -186,7 +187,8 @@ def come_back(address: str, device: str) -> None:
             replica.model.join(replica.dense)
         if number == 0 and replica.model.steps == 5:
             store.set("alone", "")
-            wait_for(lambda: replica.model._group._watch.requests > replica.model._group._handled)
+            group = replica.model._group
+            wait_for(partial(lambda group: group._watch.requests > group._handled, group))
     replica.model.sync_replicas()
     states: list[Any] = [None, None]
     dist.all_gather_object(states, [one.cpu() for one in replica.state()], group=dist.new_group(backend="gloo"))

@@ -185,7 +185,7 @@ def serve_on_cuda(weights: str) -> None:
 
 def serve_sequences_on_cuda(weights: str) -> None:
     world_size = dist.get_world_size()
-    features = random_bags(Random(dist.get_rank()), {"a": 13, "b": 7, "c": 7}, 5).kjt()
+    features, found = random_bags(Random(dist.get_rank()), {"a": 13, "b": 7, "c": 7}, 5).kjt(), list[float]()
     for cut in ("row_wise_uneven", "column_wise", "data_parallel"):
         answers = []
         for device in ("cpu", "cuda"):
@@ -197,8 +197,14 @@ def serve_sequences_on_cuda(weights: str) -> None:
             moved = features.to(served.context.device)
             for model in (served.words, shardrec.script(served.words)):
                 answers.append({key: one.values().cpu() for key, one in model(moved).items()})
+        # fbgemm's CUDA kernel computes scale * code + bias in float16.
+        most = 2**-10 if WeightFormat(weights).is_quantized else 1e-6
         for answer in answers[1:]:
-            assert all(torch.allclose(answer[key], answers[0][key], atol=1e-6) for key in "abc"), cut
+            for key in "abc":
+                worst = (answer[key] - answers[0][key]).abs().max()
+                assert worst <= most * answers[0][key].abs().max(), f"{key}, {cut}: {worst}"
+                found.append(float(worst / answers[0][key].abs().max()))
+    print(f"largest difference, of the largest value: {weights} {max(found):.2e}")
 
 
 @pytest.mark.skipif(DEVICES == 0, reason="needs a CUDA device, and this machine has none")
