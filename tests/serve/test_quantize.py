@@ -185,7 +185,7 @@ def serve_on_cuda(weights: str) -> None:
 
 def serve_sequences_on_cuda(weights: str) -> None:
     world_size = dist.get_world_size()
-    features, found = random_bags(Random(dist.get_rank()), {"a": 13, "b": 7, "c": 7}, 5).kjt(), list[float]()
+    features = random_bags(Random(dist.get_rank()), {"a": 13, "b": 7, "c": 7}, 5).kjt()
     for cut in ("row_wise_uneven", "column_wise", "data_parallel"):
         answers = []
         for device in ("cpu", "cuda"):
@@ -203,8 +203,6 @@ def serve_sequences_on_cuda(weights: str) -> None:
             for key in "abc":
                 worst = (answer[key] - answers[0][key]).abs().max()
                 assert worst <= most * answers[0][key].abs().max(), f"{key}, {cut}: {worst}"
-                found.append(float(worst / answers[0][key].abs().max()))
-    print(f"largest difference, of the largest value: {weights} {max(found):.2e}")
 
 
 @pytest.mark.skipif(DEVICES == 0, reason="needs a CUDA device, and this machine has none")
