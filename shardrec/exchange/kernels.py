@@ -25,7 +25,7 @@ def clear(value):
 
 @triton.jit(do_not_specialize=["bags", "count"])
 def sum_lengths(lengths_FB, sums_F, valid, bags, count, BLOCK: tl.constexpr):
-    """Write the sums of a key's lengths, int64, or -1 if one is negative or above ``count``; and 1 to ``valid`` (int8)."""
+    """Write the sum of a key's lengths, int64, or -1 if one is negative or above ``count``; set ``valid`` (int8)."""
     key = tl.program_id(0)
     total = tl.zeros([BLOCK], tl.int64)
     wrong = tl.zeros([BLOCK], tl.int32)
@@ -44,7 +44,7 @@ def sum_lengths(lengths_FB, sums_F, valid, bags, count, BLOCK: tl.constexpr):
 def check_ids(
     ids_N, limits_F, sums_F, valid, keys, count, KEYS: tl.constexpr, SHARES: tl.constexpr, BLOCK: tl.constexpr
 ):
-    """Clear ``valid`` if an id of a key is not in [0, its limit), or a sum is -1, or they are not those of ``count`` ids.
+    """Clear ``valid`` if an id of a key is not in [0, its limit), a sum is -1, or they are not those of ``count`` ids.
 
     KEYS is a power of two, at least ``keys``; SHARES programs share the ids of a key. Reads no id outside of N.
     """

@@ -110,8 +110,8 @@ class RowCache:
         return dict(zip(_STATISTICS, self._kernel.get_uvm_cache_stats().tolist(), strict=True))
 
     def _keep_statistics(self, stream: Any) -> None:
-        """Have the sums so far, which a load on ``stream`` reads and lets go of, last until it has read them. The kernel
-        adds to them out of place, and they were made on the stream of the load before."""
+        """Have the sums so far last until ``stream`` has read them: a load there adds to them out of place, and lets go
+        of memory that is of the stream of the load before."""
         self._kernel.get_uvm_cache_stats().record_stream(stream)
 
     def _joined(self) -> Any:
