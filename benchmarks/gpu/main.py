@@ -45,6 +45,7 @@ _TAIL = 4000
 _CUDA_TESTS = (
     "tests/modules/test_cuda.py",
     "tests/compile/test_cuda.py",
+    "tests/parity/test_collections.py::test_on_cuda",
     "tests/checkpoint/test_save.py::test_on_cuda",
     "tests/checkpoint/test_reshard.py::test_on_cuda",
     "tests/serve/test_publish.py::test_on_cuda",
@@ -60,7 +61,7 @@ _CUDA_TESTS = (
 )
 
 
-_OF_TWO = 7  # the first of them have tests of two ranks
+_OF_TWO = 8  # the first of them have tests of two ranks
 
 
 CALLS = {
