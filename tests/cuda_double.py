@@ -157,6 +157,7 @@ class DeviceTensor(torch.Tensor):
 
     inner: Tensor
     written: tuple[StreamDouble, int]
+    readers: set[StreamDouble]
 
     @staticmethod
     def __new__(cls, inner: Tensor) -> DeviceTensor:
@@ -172,7 +173,7 @@ class DeviceTensor(torch.Tensor):
         made.inner = inner.detach()
         stream = _ACTIVE[-1].stream
         stream.issued += 1
-        made.written = stream, stream.issued
+        made.written, made.readers = (stream, stream.issued), set()
         return made
 
     device = property(lambda self: CUDA)  # type: ignore[assignment]
@@ -187,6 +188,7 @@ class DeviceTensor(torch.Tensor):
 
     def record_stream(self, stream: Any) -> None:
         assert isinstance(stream, StreamDouble), "streams on the double are doubles"
+        self.readers.add(stream)
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:
         return f"DeviceTensor({self.inner!r})"
@@ -534,6 +536,7 @@ class CachedKernelDouble(KernelDouble):
         self.cache = torch.full((sets * _WAYS, max(columns for _, columns, *_ in specs)), torch.nan)
         self.timestep, self.loads, self.populated = 1, 0, 0
         self.local_uvm_cache_stats = _to_device(torch.zeros(6, dtype=torch.int32))
+        self.uvm_cache_stats: Any = _to_device(torch.zeros(6, dtype=torch.int64))
         self.timesteps_prefetched: list[int] = []
         self.lxu_cache_locations_list: list[Any] = []
         self.lxu_cache_locations: Any = None
@@ -568,6 +571,7 @@ class CachedKernelDouble(KernelDouble):
             self.cache[row % len(state) * _WAYS + way, : len(held)] = held
             self.loads += 1
         self.lxu_cache_locations_list.append(double.places(rows, self.lxu_cache_state))
+        self._count()
 
     def flush(self) -> None:
         _ACTIVE[-1].touch(self.lxu_cache_state)
@@ -582,7 +586,14 @@ class CachedKernelDouble(KernelDouble):
 
     def get_uvm_cache_stats(self) -> Any:
         _ACTIVE[-1].touch(self.lxu_cache_state)  # of a later prefetch than it is of
-        return _to_device(torch.tensor([self.populated, 0, 0, self.loads, 0, 0]))
+        return self.uvm_cache_stats
+
+    def _count(self) -> None:
+        """Add to the statistics, out of place: the sums so far are let go of while this stream is yet to read them."""
+        double, before = _ACTIVE[-1], self.uvm_cache_stats
+        if before.written[0] is not double.stream and double.stream not in before.readers:
+            raise Race("statistics are let go of that another stream has made, whose memory is that stream's")
+        self.uvm_cache_stats = _to_device(torch.tensor([self.populated, 0, 0, self.loads, 0, 0]))
 
     def __call__(self, ids: Any, offsets: Any, weights: Tensor | None) -> Any:
         if not self.timesteps_prefetched:

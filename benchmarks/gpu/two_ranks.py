@@ -1,4 +1,5 @@
-"""Two ranks over NCCL that share one device: the values of one rank, exchanges of nothing, and a rank that dies.
+"""Two ranks over NCCL that share one device: the values of one rank, exchanges of nothing, a rank that dies, and ranks
+that make no backward, and then go on or stay away.
 
 NCCL takes two ranks for a device only if they seem to be on two hosts (shardrec.launch.ranks.SHARE_DEVICES), and so
 sends through sockets: times say nothing. On the CPU the same runs over gloo.
@@ -35,7 +36,8 @@ __all__ = ["main", "new_parser"]
 _RANKS, _ROWS, _DIM, _SAMPLES = 2, 60, 8, 6
 _NAMES = ("t0", "t1", "t2", "t3")
 _LIMIT_S = 150.0
-_AFTER = 3  # steps before the rank dies
+_AFTER = 3  # steps before the rank dies, or makes no backward
+_ACTIONS = ("parity", "kill", "stay away", "go on")
 
 
 def _module() -> EmbeddingBagCollection:
@@ -71,8 +73,9 @@ def _batch(step: int, rank: int, kind: str) -> KeyedJaggedTensor:
 
 
 def _as_rank(device: str, action: str) -> dict[str, Any]:
-    with joined_run(device, 1, timeout=30.0, alone=True) as rank_info:
-        return {"parity": _parity, "kill": _kill}[action](rank_info)
+    limit = 30.0 if action in ("parity", "kill") else 10.0 if device == "cuda" else 2.0
+    with joined_run(device, 1, timeout=limit, alone=True) as rank_info:
+        return _parity(rank_info) if action == "parity" else _fail(rank_info, action)
 
 
 def _parity(rank_info: RankInfo) -> dict[str, Any]:
@@ -97,19 +100,24 @@ def _parity(rank_info: RankInfo) -> dict[str, Any]:
     return {"largest difference": worst, "passed": max(worst.values()) < 1e-5}
 
 
-def _kill(rank_info: RankInfo) -> dict[str, Any]:
-    """Rank 1 dies between two steps; how long rank 0 takes to say so."""
+def _fail(rank_info: RankInfo, action: str) -> dict[str, Any]:
+    """Rank 1 dies between two steps, or makes no backward; how long rank 0 takes to say so."""
     model = shardrec.shard(_module(), _plan(_RANKS), device=rank_info.device)
     began = time.monotonic()
     try:
         for step in range(100 * _AFTER):
-            if step == _AFTER and not rank_info.is_lead:
+            fails = step == _AFTER and not rank_info.is_lead
+            if fails and action == "kill":
                 os.kill(os.getpid(), signal.SIGKILL)
             began = time.monotonic()
-            model(_batch(step, rank_info.rank, "ids").to(rank_info.device)).values().sum().backward()
+            loss = model(_batch(step, rank_info.rank, "ids").to(rank_info.device)).values().sum()
+            if fails and action == "stay away":
+                time.sleep(_LIMIT_S)
+            if not fails:
+                loss.backward()
     except PeerError as error:
-        seconds = time.monotonic() - began
-        _tell({"error": str(error).splitlines()[0], "seconds": round(seconds, 2), "passed": error.ranks == (1,)})
+        seconds, named = time.monotonic() - began, error.ranks == (1,) or action == "go on"
+        _tell({"error": str(error).splitlines()[0], "seconds": round(seconds, 2), "passed": named})
         os._exit(0)  # the group cannot be left in order
     return {"passed": False}
 
@@ -136,15 +144,17 @@ def _run(device: str, action: str) -> dict[str, Any]:
         for rank in range(_RANKS)
     ]
     try:
-        printed = [one.communicate(timeout=_LIMIT_S)[0] for one in ranks]
+        printed = [ranks[0].communicate(timeout=_LIMIT_S)[0]]
+        if action == "stay away":
+            ranks[1].kill()
+        printed += [one.communicate(timeout=_LIMIT_S)[0] for one in ranks[1:]]
     except subprocess.TimeoutExpired:
         return {"passed": False, "error": f"not done after {_LIMIT_S:g} s"}
     finally:
         for one in ranks:
             one.kill()
     told = [json.loads(line[6:]) for text in printed for line in text.splitlines() if line.startswith("FOUND ")]
-    expected = 1 if action == "kill" else _RANKS
-    if len(told) == expected:
+    if len(told) in {"parity": (_RANKS,), "go on": (1, 2)}.get(action, (1,)):
         return {**told[0], "passed": all(one["passed"] for one in told)}
     return {"passed": False, "error": "\n".join(text[-1500:] for text in printed)}
 
@@ -154,19 +164,19 @@ def new_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0] if __doc__ else None)
     parser.add_argument("--device", default="cuda", choices=["cpu", "cuda"])
     parser.add_argument("--out", type=Path, default=Path("runs/gpu/two_ranks.json"))
-    parser.add_argument("--as-rank", choices=["parity", "kill"], help=argparse.SUPPRESS)
+    parser.add_argument("--as-rank", choices=_ACTIONS, help=argparse.SUPPRESS)
     return parser
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run both, and write what they find; 1 if one of them fails."""
+    """Run all of them, and write what they find; 1 if one of them fails."""
     options = new_parser().parse_args(arguments)
     if options.as_rank:
         _tell(_as_rank(options.device, options.as_rank))
         return 0
     found = {}
     options.out.parent.mkdir(parents=True, exist_ok=True)
-    for action in ("parity", "kill"):
+    for action in _ACTIONS:
         found[action] = _run(options.device, action)
         print(f"{action}: {found[action]}", flush=True)
         options.out.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")

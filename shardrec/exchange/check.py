@@ -55,7 +55,7 @@ def _are_sound_on_device(lengths: Tensor, values: Tensor, limits: Tensor) -> Ten
     """:func:`are_sound` by two kernels."""
     (keys, bags), count = lengths.shape, values.numel()
     sums_F = torch.empty(keys, dtype=torch.int64, device=lengths.device)
-    valid = torch.ones((), dtype=torch.int8, device=lengths.device)
+    valid = torch.empty((), dtype=torch.int8, device=lengths.device)
     run = partial(launching.launch, "shardrec.exchange.kernels")
     run("sum_lengths", (keys,), lengths, sums_F, valid, bags, count, BLOCK=4096, num_warps=8)
     shares, padded = min(32, count // 1024 + 1), 1 << (keys - 1).bit_length()

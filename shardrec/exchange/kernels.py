@@ -25,7 +25,7 @@ def clear(value):
 
 @triton.jit(do_not_specialize=["bags", "count"])
 def sum_lengths(lengths_FB, sums_F, valid, bags, count, BLOCK: tl.constexpr):
-    """Write the sums of a key's lengths, int64; clear ``valid`` (int8) if one is negative or above ``count``."""
+    """Write the sum of a key's lengths, int64, or -1 if one is negative or above ``count``; set ``valid`` (int8)."""
     key = tl.program_id(0)
     total = tl.zeros([BLOCK], tl.int64)
     wrong = tl.zeros([BLOCK], tl.int32)
@@ -35,23 +35,23 @@ def sum_lengths(lengths_FB, sums_F, valid, bags, count, BLOCK: tl.constexpr):
         length = tl.load(row + bag, mask=bag < bags, other=0).to(tl.int64)
         total += length
         wrong |= ((length < 0) | (length > count)).to(tl.int32)
-    tl.store(sums_F + key, tl.sum(total, axis=0))
-    if tl.max(wrong, axis=0) > 0:
-        tl.store(valid, 0)
+    tl.store(sums_F + key, tl.where(tl.max(wrong, axis=0) > 0, -1, tl.sum(total, axis=0)))
+    if key == 0:
+        tl.store(valid, 1)
 
 
 @triton.jit(do_not_specialize=["keys", "count"])
 def check_ids(
     ids_N, limits_F, sums_F, valid, keys, count, KEYS: tl.constexpr, SHARES: tl.constexpr, BLOCK: tl.constexpr
 ):
-    """Clear ``valid`` if an id of a key is not in [0, its limit), or the sums are not those of ``count`` ids.
+    """Clear ``valid`` if an id of a key is not in [0, its limit), a sum is -1, or they are not those of ``count`` ids.
 
     KEYS is a power of two, at least ``keys``; SHARES programs share the ids of a key. Reads no id outside of N.
     """
     key, share = tl.program_id(0), tl.program_id(1)
     number = tl.arange(0, KEYS)
     sums = tl.load(sums_F + number, mask=number < keys, other=0)
-    if tl.sum(sums, axis=0) != count:
+    if (tl.sum(sums, axis=0) != count) | (tl.min(sums, axis=0) < 0):
         tl.store(valid, 0)
     begin = tl.minimum(tl.maximum(tl.sum(tl.where(number < key, sums, 0), axis=0), 0), count)
     size = tl.minimum(tl.maximum(tl.sum(tl.where(number == key, sums, 0), axis=0), 0), count - begin)

@@ -41,7 +41,15 @@ def launch(module: str, kernel: str, grid: tuple[int, ...], *values: Any, **cons
         values: its arguments, in order; the first is a tensor, on whose device it runs.
         constants: those that it is compiled for.
     """
-    run = getattr(import_module(module), kernel)[grid]
+    run, device = _kernel(module, kernel)[grid], values[0].device
     # Triton launches on the current device.
-    with torch.cuda.device(values[0].device if values[0].is_cuda else -1):
+    if not values[0].is_cuda or device.index == torch.cuda.current_device():
         run(*values, **constants)
+    else:
+        with torch.cuda.device(device):
+            run(*values, **constants)
+
+
+@cache
+def _kernel(module: str, name: str) -> Any:
+    return getattr(import_module(module), name)

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import abc
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from itertools import islice
 from typing import Any, NamedTuple, Protocol
@@ -175,9 +175,15 @@ class Call(abc.ABC):
     def differentiable_output(self, value: Any) -> DifferentiableOutput:
         """What takes a gradient in the call's value."""
 
-    @contextmanager
-    def mode(self) -> Iterator[None]:
+    def mode(self) -> AbstractContextManager[None]:
         """The grad mode in which the call was made: its value is finished in it, wherever it is first used."""
+        is_on = torch.is_grad_enabled() is self.with_gradients
+        if is_on and torch.is_inference_mode_enabled() is self.in_inference:
+            return nullcontext()
+        return self._mode()
+
+    @contextmanager
+    def _mode(self) -> Iterator[None]:
         with torch.inference_mode(self.in_inference), torch.set_grad_enabled(self.with_gradients):
             yield
 

@@ -57,6 +57,7 @@ class RowCache:
             stream.wait_stream(self._stream)
         else:
             stream.wait_event(self._read)
+        self._keep_statistics(stream)
         self._kernel.prefetch(ids, offsets)
         self._kernel.timesteps_prefetched.clear()
         self._kernel.lxu_cache_locations_list.clear()
@@ -69,6 +70,7 @@ class RowCache:
         """What the kernel gives for the other arguments; ``key`` (N,) are the ids as :meth:`prefetch` got them."""
         kernel = self._kernel
         stream = self._joined()
+        self._keep_statistics(stream)
         if self._prefetched.pop((key.data_ptr(), key.numel()), None) is not None:
             kernel.timesteps_prefetched.append(kernel.timestep)
             kernel.lxu_cache_locations_list.append(self._places(ids, offsets))
@@ -106,6 +108,11 @@ class RowCache:
         and those for which it had no place, with their ids. Waits for the device."""
         self._joined()
         return dict(zip(_STATISTICS, self._kernel.get_uvm_cache_stats().tolist(), strict=True))
+
+    def _keep_statistics(self, stream: Any) -> None:
+        """Have the sums so far last until ``stream`` has read them: a load there adds to them out of place, and lets go
+        of memory that is of the stream of the load before."""
+        self._kernel.get_uvm_cache_stats().record_stream(stream)
 
     def _joined(self) -> Any:
         """The current stream, which waits for what was prefetched."""

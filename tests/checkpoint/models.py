@@ -75,7 +75,7 @@ def train(model: ShardedModel, optimizer: torch.optim.Optimizer, steps: int, see
     rng = Random(1000 * seed + (dist.get_rank() if dist.is_initialized() else 0))
     for _ in range(steps):
         optimizer.zero_grad()
-        (model(random_bags(rng, ROWS, 5).kjt()) - 1.0).square().mean().backward()
+        (model(random_bags(rng, ROWS, 5).kjt().to(model.context.device)) - 1.0).square().mean().backward()
         optimizer.step()
 
 

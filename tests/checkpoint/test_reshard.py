@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from hypothesis import given, settings
 from torch import Tensor
+from torchrec.modules.embedding_configs import DataType
 from torchrec.optim.keyed import CombinedOptimizer
 from torchrec.optim.warmup import WarmupOptimizer, WarmupStage
 
@@ -42,6 +43,7 @@ from tests.checkpoint.reshards import (
     plan_of,
     train,
 )
+from tests.cuda_ranks import DEVICES, WORLDS, cuda_ranks
 from tests.ranks import RankDied, ranks
 from tests.serve.published import assert_same, held
 
@@ -81,6 +83,26 @@ def case_of(tables: Mapping[str, Table] = TABLES, ranks: int = 2, **options: Any
     return Case(
         tables=tables, plans=[plan_of(tables, number, Random(5), topology) for number in range(count)], **options
     )
+
+
+CUDA_TABLES = TABLES | {
+    "e": Table(rows=20, optimizer="adam", cuts=("data_parallel", "row_wise")),
+    "f": Table(rows=20, optimizer="adam", data_type=DataType.FP16, cuts=("row_wise", "table_wise")),
+    "g": Table(collection="sequences", rows=40, dynamic=True, cuts=("table_wise", "row_wise")),
+}
+
+
+def equal_to_a_load_on_cuda(case: Case, folder: Path) -> None:
+    faults = check(case, folder)
+    assert not faults, "\n".join(faults[:5])
+
+
+@pytest.mark.skipif(DEVICES == 0, reason="needs a CUDA device, and this machine has none")
+@pytest.mark.parametrize("world_size", WORLDS)
+@pytest.mark.parametrize("at_step", [False, True])
+def test_on_cuda(at_step: bool, world_size: int, tmp_path: Path) -> None:
+    case = case_of(CUDA_TABLES, world_size, device="cuda", at_step=at_step)
+    cuda_ranks(world_size, equal_to_a_load_on_cuda, replace(case, plans=[*case.plans, case.plans[0]]), tmp_path)
 
 
 def on_rank(name: str, rows: int, rank: int) -> TableLayout:

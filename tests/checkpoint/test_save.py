@@ -6,10 +6,15 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch import Tensor
 
 from shardrec import load_checkpoint, save_checkpoint
+from shardrec.checkpoint import save
 from shardrec.errors import CheckpointError, ConfigError
-from tests.checkpoint.models import ROWS, adam, make, train_alike
+from shardrec.modules import ShardedModel
+from tests.checkpoint.models import ROWS, adam, held, make, train, train_alike
+from tests.cuda_ranks import DEVICES, WORLDS, cuda_ranks
 from tests.ranks import ranks
 
 
@@ -52,6 +57,45 @@ def test_replicated_tables(tmp_path: Path, name: str) -> None:
     actual = ranks(2, load_run, path, "mixed", name)[0]
     torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-5)
     torch.testing.assert_close(ranks(1, load_run, path, "row_wise", name)[0], expected, rtol=1e-4, atol=1e-5)
+
+
+def on_the_cpu(model: ShardedModel, optimizer: torch.optim.Optimizer) -> dict[tuple[str, object], Tensor]:
+    """All the numbers of this rank that a checkpoint has: of BatchNorm those of the first rank."""
+    buffers = dict(model.named_buffers()) if dist.get_rank() else {}
+    return {(name, place): one.cpu() for name, place, one in held(model, optimizer) if name not in buffers}
+
+
+def save_on_cuda(folder: Path, cut: str, name: str) -> None:
+    """In the background, too; loaded on either device, and what the CPU has saved on CUDA."""
+    save._PINNED_BYTES = 100  # so that values pass through the block bit by bit
+    model = make(cut, name, device="cuda")
+    optimizer = adam(model)
+    train(model, optimizer, 3, seed=1)
+    expected = on_the_cpu(model, optimizer)
+    save_checkpoint(folder / "saved", model, optimizer)
+    for number in range(2):  # into the memory of the save before
+        pending = save_checkpoint(folder / f"saved {number}", model, optimizer, wait=False)
+        train(model, optimizer, 2, seed=2 + number)
+        pending.wait()
+        load_checkpoint(folder / f"saved {number}", model, optimizer)
+    for path, device in (("saved", "cpu"), ("saved 0", "cpu"), ("saved 1", "cuda"), ("cpu", "cuda")):
+        other = make(cut, name, device=device)
+        others_optimizer = adam(other)
+        train(other, others_optimizer, 1, seed=4)
+        load_checkpoint(folder / path, other, others_optimizer)
+        loaded = on_the_cpu(other, others_optimizer)
+        assert loaded.keys() == expected.keys()
+        wrong = [key for key in loaded if not torch.equal(loaded[key], expected[key])]
+        assert not wrong, f"{path} on {device}: {wrong}"
+        if device == "cpu":
+            save_checkpoint(folder / "cpu", other, others_optimizer)
+
+
+@pytest.mark.skipif(DEVICES == 0, reason="needs a CUDA device, and this machine has none")
+@pytest.mark.parametrize("world_size", WORLDS)
+@pytest.mark.parametrize(("cut", "name"), [("mixed", "adam"), ("grid", "none"), ("row_wise", "rowwise_adagrad")])
+def test_on_cuda(cut: str, name: str, world_size: int, tmp_path: Path) -> None:
+    cuda_ranks(world_size, save_on_cuda, tmp_path, cut, name)
 
 
 def test_an_older_checkpoint_is_replaced(tmp_path: Path) -> None:

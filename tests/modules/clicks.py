@@ -58,15 +58,15 @@ def assert_tables_equal(model: nn.Module, reference: nn.Module, where: str, atol
                 whole = wholes[path].embedding_bags[name].weight
                 for place, parameter in table.locals.items():
                     part = local_part(whole, place)
-                    difference = (parameter - part).abs().max().item()
-                    assert torch.allclose(parameter, part, atol=atol), f"{where}: {place or name} by {difference}"
+                    difference = (parameter.cpu() - part).abs().max().item()
+                    assert torch.allclose(parameter.cpu(), part, atol=atol), f"{where}: {place or name} by {difference}"
 
 
 def assert_dense_equal(model: nn.Module, reference: nn.Module, where: str, atol: float = 1e-5) -> None:
     mine = dict(model.named_parameters())
     for name, parameter in reference.named_parameters():
         if "embedding_bags" not in name:
-            assert torch.allclose(mine[name], parameter, atol=atol), f"{where}: {name}"
+            assert torch.allclose(mine[name].cpu(), parameter, atol=atol), f"{where}: {name}"
 
 
 def dense_parameters(model: nn.Module) -> list[nn.Parameter]:

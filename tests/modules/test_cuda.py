@@ -12,16 +12,30 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.nn.functional import binary_cross_entropy_with_logits
 from torchrec.modules.embedding_configs import EmbeddingBagConfig
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 import shardrec
 from benchmarks.gpu.programs import is_wait
+from shardrec.data import ClickBatch
 from shardrec.errors import InputError
 from shardrec.layout import ShardingPlan, Topology
-from shardrec.modules import ShardedModel, shard
+from shardrec.modules import Replicas, ShardedModel, shard
+from shardrec.pipeline import TrainPipeline
 from tests.batches import Bags, joined, random_bags
 from tests.cuda_ranks import DEVICES, WORLDS, cuda_ranks
 from tests.models import OPTIMIZERS, click_model, collection, feature_rows, random_configs, table_sizes
+from tests.modules.clicks import (
+    CONFIGS,
+    ROWS,
+    assert_dense_equal,
+    assert_tables_equal,
+    dense_parameters,
+    loss_fn,
+    mixed_plan,
+)
+from tests.modules.replicated import Steps, copies_are_equal, replicated
 from tests.modules.tables import local_part
 from tests.plans import CUTS, cut_plan, random_plan
 
@@ -183,6 +197,94 @@ def draw_on_the_device(world_size: int) -> None:
             assert not torch.equal(first, other)
             assert 0.5 < float(first.abs().max()) * rows**0.5 <= 1.001
             assert first.unique().numel() > 0.8 * rows * min(dim, 8) // world_size
+
+
+LARGE = [
+    EmbeddingBagConfig(name="t0", num_embeddings=900, embedding_dim=8, feature_names=["a", "b"]),
+    EmbeddingBagConfig(name="t1", num_embeddings=700, embedding_dim=16, feature_names=["b"]),
+]
+"""Of more rows than a cache has place for, whose sets are of 32 rows."""
+
+
+def load_ahead(world_size: int) -> None:
+    """A pipeline's losses and weights, with an evaluation between two steps, are those of a loop on the CPU."""
+    plan = cut_plan("row_wise", Random(1), table_sizes(LARGE, "sparse"), Topology(ranks_per_host=world_size))
+    cached = replace(plan, tables=tuple(replace(one, tier="cached", load_factor=0.2) for one in plan.tables))
+    batches = []
+    for step in range(12):
+        rng, generator = Random(100 * step + dist.get_rank()), torch.Generator().manual_seed(step)
+        dense, labels = torch.randn(40, 3, generator=generator), torch.rand(40, generator=generator).round()
+        batches.append(ClickBatch(dense=dense, sparse=random_bags(rng, feature_rows(LARGE), 40).kjt(), labels=labels))
+
+    def run(plan: ShardingPlan, device: str, depth: int) -> tuple[list[float], ShardedModel]:
+        model = shard(click_model(LARGE, optimizer=optimizer), plan, device=device)
+        adam = torch.optim.Adam(dense_parameters(model))
+        pipeline, losses = TrainPipeline(model, adam, batches[:10], loss_fn=loss_fn, depth=depth), []
+        for step, loss in enumerate(pipeline):
+            losses.append(loss.item())
+            if step in (3, 6):
+                losses += [one.item() for one in pipeline.evaluate(batches[10:])]
+        return losses, model
+
+    for optimizer in ("sgd", "adagrad", "adam"):
+        expected, here = run(plan, "cpu", 0)
+        weights = here.state_dict()
+        for depth in (0, 1, 2):
+            losses, model = run(cached, "cuda", depth)
+            assert losses == pytest.approx(expected, rel=1e-3), f"{optimizer}, depth {depth}"
+            for name, value in model.state_dict().items():
+                assert torch.allclose(local(value), local(weights[name]), atol=ATOL), f"{optimizer} {depth} {name}"
+            for _, numbers in model.sharded_collections[0].shards.cache_statistics():
+                # Each batch is loaded once, but for those whose ids an evaluation finds under way.
+                assert numbers["misses"] > 64 and 14 <= numbers["calls"] <= 18, f"{optimizer} {depth} {numbers}"
+
+
+def local(value: Any) -> Tensor:
+    """This rank's part of an entry of a state_dict, on the CPU."""
+    parts = [one.tensor.flatten() for one in value.local_shards()] if hasattr(value, "local_shards") else [value]
+    return torch.cat([one.to_local() if hasattr(one, "to_local") else one for one in parts]).cpu()
+
+
+def train_replicas(world_size: int) -> None:
+    """With SGD the unsharded model's steps, after a sync the same bits, and a bad batch fails in all."""
+    for optimizer in ("sgd", "adagrad", "adam"):
+        options = Replicas(world_size, sync_every=1 if optimizer == "sgd" else 2)
+        model = replicated(
+            click_model(CONFIGS, optimizer=optimizer, seed=dist.get_rank()),
+            mixed_plan(1),
+            replicas=options,
+            device="cuda",
+        )
+        reference, steps = click_model(CONFIGS, optimizer=optimizer), Steps(ROWS)
+        pairs = [(one, torch.optim.Adam(dense_parameters(one), lr=0.05)) for one in (model, reference)]
+        for step in range(4):
+            bags, dense, labels = steps.draw()
+            mine, device = steps.mine, model.context.device
+            features = bags[dist.get_rank()].kjt().to(device)
+            if step == 2 and world_size > 1:
+                ids = features.values() if dist.get_rank() else features.values() * 0 + 10**6
+                bad = KeyedJaggedTensor(features.keys(), ids, lengths=features.lengths())
+                with pytest.raises(InputError, match="id 1000000 in sample"):
+                    model(dense[mine].to(device), bad)
+            logits, expected = model(dense[mine].to(device), features), reference(dense, joined(bags).kjt())
+            binary_cross_entropy_with_logits(logits, labels[mine].to(device)).backward()
+            binary_cross_entropy_with_logits(expected, labels).backward()
+            if optimizer == "sgd":
+                assert torch.allclose(logits.cpu(), expected[mine], atol=ATOL), step
+            for _, adam in pairs:
+                adam.step()
+                adam.zero_grad()
+        model.sync_replicas()
+        assert copies_are_equal(model)
+        if optimizer == "sgd":
+            assert_tables_equal(model.module, reference, "tables", atol=ATOL)
+            assert_dense_equal(model, reference, "dense", atol=ATOL)
+
+
+@pytest.mark.parametrize("world_size", WORLDS)
+@pytest.mark.parametrize("check", [load_ahead, train_replicas])
+def test_loaded_ahead_and_replicas(world_size: int, check: Callable[[int], None]) -> None:
+    cuda_ranks(world_size, check, world_size)
 
 
 @pytest.mark.parametrize("world_size", WORLDS)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -22,6 +24,7 @@ from shardrec.modules import Replicas, shard
 from shardrec.modules.elastic import Broken
 from shardrec.modules.elastic_model import ElasticModel
 from tests.batches import Bags, joined, random_bags
+from tests.cuda_ranks import DEVICES, WORLDS, cuda_ranks
 from tests.models import apply_optimizer_in_backward, click_model
 from tests.modules.clicks import CONFIGS, ROWS, assert_dense_equal, assert_tables_equal, dense_parameters, mixed_plan
 from tests.ranks import RankDied, ranks
@@ -45,15 +48,31 @@ def batch_of(step: int, replica: int, rank: int = 0) -> tuple[Tensor, Bags, Tens
 
 def loss_of(model: nn.Module, parts: list[tuple[Tensor, Bags, Tensor]]) -> Tensor:
     dense, bags, labels = zip(*parts, strict=True)
-    logits = model(torch.cat(dense), (joined(list(bags)) if len(bags) > 1 else bags[0]).kjt())
-    return nn.functional.binary_cross_entropy_with_logits(logits, torch.cat(labels))
+    device = next(model.parameters()).device
+    features = (joined(list(bags)) if len(bags) > 1 else bags[0]).kjt().to(device)
+    logits = model(torch.cat(dense).to(device), features)
+    return nn.functional.binary_cross_entropy_with_logits(logits, torch.cat(labels).to(device))
+
+
+def groups_of(size: int) -> list[Any]:
+    return [dist.new_group(list(range(first, first + size))) for first in range(0, dist.get_world_size(), size)]
 
 
 class Replica:
     """A replica of some ranks of the pool, trained by Adam (dense part) beside its tables' optimizer."""
 
-    def __init__(self, address: str, size: int = 1, *, seed: int = 0, optimizer: str = "sgd", **options: Any) -> None:
-        groups = [dist.new_group(list(range(first, first + size))) for first in range(0, dist.get_world_size(), size)]
+    def __init__(
+        self,
+        address: str,
+        size: int = 1,
+        *,
+        seed: int = 0,
+        optimizer: str = "sgd",
+        device: str = "cpu",
+        groups: list[Any] | None = None,
+        **options: Any,
+    ) -> None:
+        groups = groups or groups_of(size)
         self.number, self.rank = divmod(dist.get_rank(), size)
         elastic = Replicas(**{"count": 2, "elastic": address, "patience_s": PATIENCE_S, **options})
         made = shard(
@@ -61,6 +80,7 @@ class Replica:
             mixed_plan(size),
             replicas=elastic,
             group=groups[self.number],
+            device=device,
         )
         assert isinstance(made, ElasticModel)
         self.model = made
@@ -147,6 +167,48 @@ def test_the_others_go_on_and_one_that_joins_has_their_state(store: Any) -> None
     (first, there, state), (_, late, taken) = values_of(outcomes)
     assert (first, there, late) == (0, [2, 2, 2, 1, 1, 1, 2, 2], [2, 2])
     assert_alike([state, taken])
+
+
+def come_back(address: str, device: str) -> None:
+    """The second replica goes after three steps, as one does whose process has ended, and joins anew for the last."""
+    store, number, groups = dist.distributed_c10d._get_default_store(), dist.get_rank(), groups_of(1)
+    options: Any = {"groups": groups, "device": device, "patience_s": 4.0}  # code is loaded in the first step
+    replica, there = Replica(address, **options), list[int]()
+    replica.model.join(replica.dense)
+    while replica.model.steps < 8:
+        replica.step()
+        there.append(replica.model.replicas)
+        if number == 1 and replica.model.steps == 3:
+            replica.model.begin()  # in which the tables are averaged
+            del replica
+            gc.collect()
+            wait_for(lambda: store.check(["alone"]))
+            replica = Replica(address, seed=1, **options)
+            replica.model.join(replica.dense)
+        if number == 0 and replica.model.steps == 5:
+            store.set("alone", "")
+            group = replica.model._group
+            wait_for(partial(lambda group: group._watch.requests > group._handled, group))
+    replica.model.sync_replicas()
+    states: list[Any] = [None, None]
+    dist.all_gather_object(states, [one.cpu() for one in replica.state()], group=dist.new_group(backend="gloo"))
+    assert_alike(states)
+    assert there == ([2, 2, 2, 1, 1, 1, 2, 2] if number == 0 else [2] * 5), there
+    if number == 0:
+        reference = click_model(CONFIGS)
+        adam = torch.optim.Adam(dense_parameters(reference), lr=0.05)
+        for step, count in enumerate(there):
+            loss_of(reference, [batch_of(step, number) for number in range(count)]).backward()
+            adam.step()
+            adam.zero_grad()
+        assert_tables_equal(replica.model.module, reference, "tables", atol=1e-4)
+        assert_dense_equal(replica.model, reference, "dense", atol=1e-4)
+
+
+@pytest.mark.skipif(DEVICES == 0, reason="needs a CUDA device, and this machine has none")
+@pytest.mark.parametrize("world_size", WORLDS[1:])
+def test_on_cuda_one_that_comes_back_has_the_other_s_state(world_size: int, store: Any) -> None:
+    cuda_ranks(world_size, come_back, f"127.0.0.1:{store.port}", "cuda")
 
 
 @pytest.mark.some(2)

@@ -41,13 +41,14 @@ LEAST_MOVED = 2e-5
 """FP16 moves numbers of about 1 by up to 5e-4; adding up in another order does so by less than 1e-6."""
 
 
-def check_all(cases: Sequence[Case], steps: int = 2, micro_batches: int = 0) -> int:
+def check_all(cases: Sequence[Case], steps: int = 2, micro_batches: int = 0, device: str = "cpu") -> int:
     """Check cases one after the other, on every rank of the process group.
 
     Args:
         cases: alike on every rank.
         steps: of training.
         micro_batches: backward calls of each step, with ``update="step"``; 0: one, with ``update="backward"``.
+        device: of the sharded collection.
 
     Returns:
         The number of cells.
@@ -59,7 +60,7 @@ def check_all(cases: Sequence[Case], steps: int = 2, micro_batches: int = 0) -> 
     for case in cases:
         try:
             with with_native(not case.in_torch):
-                faults += Comparison(case, micro_batches).run(steps)
+                faults += Comparison(case, micro_batches, device).run(steps)
         except Exception as error:
             names = " ".join(cell.name for cell in case.cells)
             raise AssertionError(f"{case}: {type(error).__name__}: {error}, with cells {names}") from error
@@ -85,10 +86,11 @@ class Comparison:
     Args:
         case: describes both.
         micro_batches: as :func:`check_all` takes them.
+        device: of the sharded collection.
     """
 
-    def __init__(self, case: Case, micro_batches: int = 0) -> None:
-        self.case = case
+    def __init__(self, case: Case, micro_batches: int = 0, device: str = "cpu") -> None:
+        self.case, self.device = case, device
         self._micro_batches = micro_batches
         self.faults: list[str] = []
         self._apart = dict.fromkeys((cell.name for cell in case.cells), 0)
@@ -107,6 +109,7 @@ class Comparison:
             transport=case.transport,
             on_bad_id=case.policies() or "error",
             update="step" if micro_batches else "backward",
+            device=device,
         )
         self.run_model = executed(self.model, "eager" if case.executor == "portable" else case.executor)
         self.portable = executed(self.model, "portable") if case.executor == "portable" else None
@@ -160,12 +163,12 @@ class Comparison:
         """A forward and a backward of both."""
         case, rank = self.case, dist.get_rank()
         features, samples = self._batch(step)
-        given, weights = self._with_weights(features)
+        given, weights = self._with_weights(features.to(self.model.context.device))
         same, same_weights = self._with_weights(features)
         if self.portable is not None:
             with torch.no_grad():
                 inferred = outputs(case, self.portable, given)
-        output = outputs(case, self.run_model, given)
+        output = outputs(case, self.run_model, given).on_the_cpu()
         found = output.values
         if any(value.dtype is not torch.float32 for value in found):
             self._fault("all cells", f"step {step}: outputs are {[value.dtype for value in found]}")
@@ -201,7 +204,8 @@ class Comparison:
         else:
             assert flat.numel() == 0, f"an empty batch has an output of {flat.numel()} numbers"
         if weights is not None and same_weights is not None:
-            self._compare_weight_gradients(step, features, weights.grad, same_weights.grad)
+            found_gradient = None if weights.grad is None else weights.grad.cpu()
+            self._compare_weight_gradients(step, features, found_gradient, same_weights.grad)
 
     def _batch(self, step: int) -> tuple[KeyedJaggedTensor, int]:
         """This rank's input of a step, and its samples."""
@@ -253,11 +257,10 @@ class Comparison:
                     self._fault(cell.name, f"step {step}: {place or 'the replica'} has no gradient")
                     continue
                 error = self._wire_error(cell, place)
-                if parameter.grad.dtype is torch.float32:
-                    self._note_moved("gradients", parameter.grad, local_part(whole, place))
-                self._compare(
-                    cell, parameter.grad, local_part(whole, place), error, f"step {step}: gradient of {place}"
-                )
+                found = parameter.grad.cpu()
+                if found.dtype is torch.float32:
+                    self._note_moved("gradients", found, local_part(whole, place))
+                self._compare(cell, found, local_part(whole, place), error, f"step {step}: gradient of {place}")
 
     def _compare_weights(self, what: str) -> None:
         for cell, table in zip(self.case.cells, self.tables, strict=True):
@@ -271,7 +274,7 @@ class Comparison:
                     error = self._wire_error(cell, place) * float(OPTIMIZERS["sgd"].settings["lr"])
                     if cell.optimizer == "adam" and cell.name in self.reference.unsure:
                         error = error + 2 * float(OPTIMIZERS["adam"].settings["lr"]) * self.reference.unsure[cell.name]
-                    self._compare(cell, parameter.detach(), part, error, f"{what}, {place}")
+                    self._compare(cell, parameter.detach().cpu(), part, error, f"{what}, {place}")
                 if parameter.dtype is not torch.float32 or self._wire is not None:
                     with torch.no_grad():
                         parameter.copy_(part)
@@ -318,6 +321,7 @@ class Comparison:
                     self._fault(cell.name, f"states {sorted(found)} instead of {sorted(expected)}")
                     continue
                 for name, state in found.items():
+                    state = state.cpu()
                     part = _state_part(expected[name], place, state)
                     if not torch.allclose(state, part, rtol=1e-4, atol=ATOL + rounding):
                         self._fault(cell.name, f"{place}: state {name!r} is off by {_distance(state, part)}")

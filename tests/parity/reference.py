@@ -85,6 +85,10 @@ class Outputs:
     values: list[Tensor]
     integers: list[Tensor]
 
+    def on_the_cpu(self) -> Outputs:
+        """The same there."""
+        return replace(self, values=[one.cpu() for one in self.values], integers=[one.cpu() for one in self.integers])
+
 
 def outputs(case: Case, module: nn.Module, features: KeyedJaggedTensor) -> Outputs:
     """Call a collection, sharded or not."""

@@ -14,7 +14,10 @@ import pytest
 from hypothesis import given, settings
 
 from shardrec.exchange.wire import WireType
+from tests.cuda_ranks import DEVICES, cuda_ranks
+from tests.cuda_ranks import WORLDS as CUDA_WORLDS
 from tests.executors import EXECUTORS
+from tests.parity import check
 from tests.parity.cases import (
     FORMATS,
     KINDS,
@@ -67,6 +70,22 @@ def test_every_cell(executor: str, world_size: int, kind: Kind, sizes: str) -> N
     cases = [replace(case, executor=executor) for case in every_cell(world_size, kind, sizes, by=by)]
     checked = ranks(world_size, check_all, cases, hosts=topology_of(world_size).hosts, timeout=300)
     assert checked == [CELLS[kind.pooled]] * world_size
+
+
+def check_on_cuda(world_size: int, pooled: bool) -> None:
+    check.ATOL = 1e-4  # the kernels add rows up in an order that is not fixed
+    for kind, sizes in product(KINDS, SIZES):
+        if kind.pooled == pooled:
+            check_all(list(every_cell(world_size, kind, sizes)), device="cuda")
+    for comms in FORMATS:
+        check_all(list(wire_cases(world_size, comms, pooled=pooled)), device="cuda")
+
+
+@pytest.mark.skipif(DEVICES == 0, reason="needs a CUDA device, and this machine has none")
+@pytest.mark.parametrize("world_size", CUDA_WORLDS)
+@pytest.mark.parametrize("pooled", [True, False])
+def test_on_cuda(pooled: bool, world_size: int) -> None:
+    cuda_ranks(world_size, check_on_cuda, world_size, pooled)
 
 
 @pytest.mark.some(1)

@@ -45,7 +45,7 @@ def dynamic_plan(cut: str, world_size: int) -> ShardingPlan:
     return cut_plan(cut, Random(1), sizes, Topology(ranks_per_host=world_size))
 
 
-def trainer(kind: str, cut: str, optimizer: str) -> tuple[ShardedModel, Callable[[Random], None]]:
+def trainer(kind: str, cut: str, optimizer: str, device: str = "cpu") -> tuple[ShardedModel, Callable[[Random], None]]:
     """A model on all ranks, and a step of it."""
     if kind == "dynamic":
         world_size = dist.get_world_size() if dist.is_initialized() else 1
@@ -56,12 +56,12 @@ def trainer(kind: str, cut: str, optimizer: str) -> tuple[ShardedModel, Callable
             dynamic_step(model, of_step[dist.get_rank() if dist.is_initialized() else 0], rng.randrange(1000))
 
         return model, dynamic_steps
-    model = make(cut, optimizer)
+    model = make(cut, optimizer, device=device)
     ordinary = adam(model)
 
     def step(rng: Random) -> None:
         ordinary.zero_grad()
-        (model(random_bags(rng, ROWS, 2).kjt()) - 1.0).square().mean().backward()
+        (model(random_bags(rng, ROWS, 2).kjt().to(torch.device(device))) - 1.0).square().mean().backward()
         ordinary.step()
 
     return model, step

@@ -6,12 +6,15 @@ from pathlib import Path
 from random import Random
 
 import pytest
+import torch
+import torch.distributed as dist
 
 from shardrec import Publisher, native
 from shardrec.checkpoint.manifest import read_manifest
 from shardrec.errors import ConfigError
-from shardrec.serve import quantize
+from shardrec.serve import Follower, quantize
 from shardrec.serve.published import version_name
+from tests.cuda_ranks import DEVICES, WORLDS, cuda_ranks
 from tests.ids.oracle import kjt, raw_batches
 from tests.ranks import ranks
 from tests.serve.published import (
@@ -26,6 +29,38 @@ from tests.serve.published import (
     trainer,
     weights_of,
 )
+
+
+def publish_on_cuda(folder: Path, cut: str, weights: str) -> None:
+    """Those that follow on either device have what a full export has, to the last bit."""
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    model, step = trainer("plain", cut, "adagrad", "cuda")
+    publisher, rng = Publisher(model, folder, weights=weights), Random(rank)
+    followers = []
+    for device in ("cpu", "cuda"):
+        served = quantize(trainer("plain", cut, "sgd", device)[0], weights)
+        followers.append((served, Follower(served, served.formats, folder, interval=1.0)))
+    for version in range(4):
+        step(rng)
+        publisher.publish(full=version == 2)
+        full = held(quantize(model, weights))
+        for served, follower in followers if world_size == 1 else ():  # a follower is one rank
+            assert follower.poll()
+            found = held(served)
+            assert found.keys() == full.keys()
+            for name, parts in full.items():
+                for (_, values), (_, others) in zip(parts, found[name], strict=True):
+                    assert torch.equal(values.cpu(), others.cpu()), (
+                        f"{name}, version {version}, {served.context.device}"
+                    )
+
+
+@pytest.mark.skipif(DEVICES == 0, reason="needs a CUDA device, and this machine has none")
+@pytest.mark.parametrize("world_size", WORLDS)
+@pytest.mark.parametrize(("cut", "weights"), [("row_wise", "int8"), ("mixed", "int4")])
+def test_on_cuda(cut: str, weights: str, world_size: int, tmp_path: Path) -> None:
+    cuda_ranks(world_size, publish_on_cuda, tmp_path, cut, weights)
+
 
 CASES = [("plain", 0, 1), ("plain", 1, 2), ("plain", 2, 4), ("dynamic", 3, 2), ("dynamic", 4, 1)]
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torchrec.modules.embedding_configs import EmbeddingConfig
+from torchrec.modules.embedding_configs import EmbeddingBagConfig, EmbeddingConfig, PoolingType
 from torchrec.modules.embedding_modules import EmbeddingCollection
 
 import shardrec
@@ -21,11 +21,12 @@ from shardrec.modules import shard
 from shardrec.serve import ServedModel, WeightFormat, quantize
 from shardrec.serve.row_bytes import encode
 from tests.batches import Bags, random_bags
-from tests.models import feature_rows
+from tests.cuda_ranks import DEVICES, WORLDS, cuda_ranks
+from tests.models import collection, feature_rows, table_sizes
 from tests.plans import random_plan, topologies_of
 from tests.ranks import raises_on_all, ranks
-from tests.scripting.scorers import Reader
-from tests.serve.served import click_scorer, decode, on_grid, served_rows
+from tests.scripting.scorers import Reader, Scorer
+from tests.serve.served import click_scorer, decode, on_grid, pooled_columns, served_rows, some_plan
 
 FORMATS = [form.value for form in WeightFormat]
 CUTS = [None, "column_wise", "row_wise_uneven", "grid", "data_parallel"]
@@ -146,6 +147,70 @@ def test_sequences_are_the_tables_rows_exactly(world_size: int, seeds: int) -> N
             compare_sequences(seed)
 
     ranks(world_size, rank_main)
+
+
+CUDA_TABLES = [
+    EmbeddingBagConfig(name="t0", num_embeddings=13, embedding_dim=32, feature_names=["a", "b"]),
+    EmbeddingBagConfig(name="t1", num_embeddings=7, embedding_dim=16, feature_names=["b"], pooling=PoolingType.MEAN),
+    EmbeddingBagConfig(name="t2", num_embeddings=9, embedding_dim=16, feature_names=["c"]),
+]
+"""Of widths whose halves INT4's kernel takes."""
+
+
+def serve_on_cuda(weights: str) -> None:
+    """Beside the same model on the CPU: rows to the last bit, and sums, which are exact in any order."""
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    topology = Topology(ranks_per_host=world_size)
+    for cut in CUTS[1:]:
+        served = []
+        for device in ("cpu", "cuda"):
+            rng, bags = Random(cut), collection(CUDA_TABLES, optimizers="sgd")
+            for bag in bags.embedding_bags.values():
+                on_grid(bag.weight, rng)
+            plan = some_plan(rng, table_sizes(CUDA_TABLES, "sparse"), topology, cut)
+            model = shard(Scorer(bags, pooled_columns(CUDA_TABLES)), plan, device=device).eval()
+            served.append(quantize(model, weights, tables={"sparse.t2": FORMATS[-1]}))
+        for here, there in zip(*map(served_rows, served), strict=True):
+            assert here[:3] == there[:3] and torch.equal(here[3], there[3].cpu()), f"{here[0]}, {cut}"
+        scripted = shardrec.script(served[1].sparse)
+        for size in (3, 0, 40):
+            batches = [random_bags(rng, feature_rows(CUDA_TABLES), size) for _ in range(world_size)]
+            features = batches[rank].kjt(rng.choice([torch.int32, torch.int64]))
+            expected, moved = served[0].sparse(features).values(), features.to(served[1].context.device)
+            for collection_ in (served[1].sparse, scripted):
+                values = collection_(moved).values()
+                assert values.is_cuda and torch.equal(values.cpu(), expected), cut
+            assert torch.allclose(served[1](moved).cpu(), served[0](features), atol=1e-2), cut
+
+
+def serve_sequences_on_cuda(weights: str) -> None:
+    world_size = dist.get_world_size()
+    features = random_bags(Random(dist.get_rank()), {"a": 13, "b": 7, "c": 7}, 5).kjt()
+    for cut in ("row_wise_uneven", "column_wise", "data_parallel"):
+        answers = []
+        for device in ("cpu", "cuda"):
+            torch.manual_seed(0)
+            words = EmbeddingCollection(tables=TABLES)
+            sizes = {f"words.{one.name}": (one.num_embeddings, one.embedding_dim) for one in TABLES}
+            plan = some_plan(Random(1), sizes, Topology(ranks_per_host=world_size), cut)
+            served = quantize(shard(Reader(words, 16), plan, device=device).eval(), weights)
+            moved = features.to(served.context.device)
+            for model in (served.words, shardrec.script(served.words)):
+                answers.append({key: one.values().cpu() for key, one in model(moved).items()})
+        # fbgemm's CUDA kernel computes scale * code + bias in float16.
+        most = 2**-10 if WeightFormat(weights).is_quantized else 1e-6
+        for answer in answers[1:]:
+            for key in "abc":
+                worst = (answer[key] - answers[0][key]).abs().max()
+                assert worst <= most * answers[0][key].abs().max(), f"{key}, {cut}: {worst}"
+
+
+@pytest.mark.skipif(DEVICES == 0, reason="needs a CUDA device, and this machine has none")
+@pytest.mark.parametrize("world_size", WORLDS)
+@pytest.mark.parametrize("weights", FORMATS)
+def test_on_cuda(weights: str, world_size: int) -> None:
+    cuda_ranks(world_size, serve_on_cuda, weights)
+    cuda_ranks(world_size, serve_sequences_on_cuda, weights)
 
 
 def small(rng: Random | None = None) -> tuple[Any, Bags]:
