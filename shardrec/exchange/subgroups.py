@@ -57,7 +57,7 @@ def subgroup(
                 list(members),
                 # A new group would take the backend's default, not its parent's.
                 timeout=timedelta(seconds=timeout_s(whole, device)),
-                backend=backend or dist.get_backend_config(whole),
+                backend=backend or dist.get_backend(whole),
                 use_local_synchronization=True,
             )
         finally:

@@ -538,7 +538,8 @@ def _group_beside(group: dist.ProcessGroup, exchange: Collectives, device: torch
     if not through_group:
         return group
     if group not in _GROUPS:
-        _GROUPS[group] = subgroup(group, range(group.size()), device, what="start of the dense part")
+        backend = dist.get_backend_config(group)
+        _GROUPS[group] = subgroup(group, range(group.size()), device, what="start of the dense part", backend=backend)
     return _GROUPS[group]
 
 
