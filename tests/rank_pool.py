@@ -19,6 +19,7 @@ import sys
 import tempfile
 import time
 import traceback
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from multiprocessing import resource_tracker
@@ -172,7 +173,10 @@ class Pool:
         return self._template
 
     def fork(self) -> None:
-        """As `prepare`, but with what this process has imported, which has started no threads of torch yet."""
+        """As `prepare`, but with what this process has imported, if it has no threads but those of pytest's workers."""
+        if len(os.listdir("/proc/self/task")) > 2:
+            self.prepare()
+            return
         resource_tracker.ensure_running()
         with mock.patch("multiprocessing.util.spawnv_passfds", _fork_to_run):
             self.prepare()
@@ -263,7 +267,8 @@ def _fork_to_run(path: bytes, args: Sequence[str], passfds: Sequence[int]) -> in
 
     Of pytest, which has replaced them, the fork has no output, handlers of logs or open files.
     """
-    process = os.fork()
+    with warnings.catch_warnings(action="ignore", category=DeprecationWarning):  # of the thread that reads from pytest
+        process = os.fork()
     if process != 0:
         return process
     try:

@@ -92,6 +92,6 @@ def criteo_schema(*, max_embeddings: int = 100_000) -> ClickSchema:
     """
     return ClickSchema(
         dense_names=tuple(f"int_{i}" for i in range(1, 14)),
-        sparse_names=tuple(f"cat_{i}" for i, _ in enumerate(CRITEO_CARDINALITIES, 1)),
+        sparse_names=tuple(f"cat_{i}" for i in range(1, len(CRITEO_CARDINALITIES) + 1)),
         num_embeddings=tuple(min(size + 1, max_embeddings) for size in CRITEO_CARDINALITIES),
     )

@@ -70,5 +70,4 @@ def _alias_table(probabilities: NDArray[np.float64]) -> tuple[NDArray[np.uint32]
     share[donor] = left
     alias[small[: len(donors)]] = donors
     threshold = np.minimum(share * 2.0**32, 2**32 - 1).astype(np.uint32)
-    threshold[alias == np.arange(count)] = 2**32 - 1
     return threshold, alias

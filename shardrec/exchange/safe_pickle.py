@@ -23,7 +23,7 @@ from shardrec.errors import PeerError, ShardrecError
 __all__ = ["dump", "gather", "load"]
 
 _BUILTINS = (bool, bytearray, complex, dict, float, frozenset, int, list, set, str, tuple)
-_FIRST = 1024
+_FIRST_BYTES = 1024
 """Bytes of a value that are sent along with its size; longer ones take a second collective."""
 
 
@@ -39,11 +39,11 @@ def gather(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
     """
     data = torch.frombuffer(bytearray(dump(value)), dtype=torch.uint8)
     size = torch.tensor([data.numel()]).view(torch.uint8)
-    firsts = _gather_rows(torch.cat([size, data[:_FIRST]]), len(size) + _FIRST, group)
+    firsts = _gather_rows(torch.cat([size, data[:_FIRST_BYTES]]), len(size) + _FIRST_BYTES, group)
     lengths = firsts[:, : len(size)].contiguous().view(torch.int64).flatten().tolist()
     rows = firsts[:, len(size) :]
-    if max(lengths) > _FIRST:
-        rows = torch.cat([rows, _gather_rows(data[_FIRST:], max(lengths) - _FIRST, group)], dim=1)
+    if max(lengths) > _FIRST_BYTES:
+        rows = torch.cat([rows, _gather_rows(data[_FIRST_BYTES:], max(lengths) - _FIRST_BYTES, group)], dim=1)
     return [load(row[:length].numpy().tobytes()) for row, length in zip(rows, lengths, strict=True)]
 
 

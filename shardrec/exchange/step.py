@@ -177,8 +177,8 @@ class Call(abc.ABC):
 
     def mode(self) -> AbstractContextManager[None]:
         """The grad mode in which the call was made: its value is finished in it, wherever it is first used."""
-        is_on = torch.is_grad_enabled() is self.with_gradients
-        if is_on and torch.is_inference_mode_enabled() is self.in_inference:
+        same_grad_mode = torch.is_grad_enabled() is self.with_gradients
+        if same_grad_mode and torch.is_inference_mode_enabled() is self.in_inference:
             return nullcontext()
         return self._mode()
 

@@ -6,12 +6,13 @@ Members of a new group meet at keys of the store that begin with its name. ``new
 Where members are in different numbers of groups, each waits under another name until the time limit; and a group that
 is made after one of the same ranks was destroyed has that one's name, and finds its keys. So the name is made here, of
 the group around it, the ranks, and how many groups of these ranks were made before. ``new_group`` takes no name; it
-calls one function for it, which is replaced for that call.
+calls one function for it, in whose place is one that knows the name that a thread has set.
 """
 
 from __future__ import annotations
 
 import hashlib
+import threading
 from collections import Counter
 from collections.abc import Iterable
 from datetime import timedelta
@@ -27,7 +28,20 @@ from shardrec.exchange.transport import timeout_s
 __all__ = ["subgroup"]
 
 _MADE: WeakKeyDictionary[dist.ProcessGroup, Counter[tuple[int, ...]]] = WeakKeyDictionary()
-"""How many groups of these ranks this process has made of a group."""
+"""How many groups were made of these ranks, by the group around them."""
+
+
+class _Named(threading.local):
+    """The name of the next group that this thread makes."""
+
+    name: str | None = None
+
+    def hash_ranks(self, ranks: list[int]) -> str:
+        return _HASH_RANKS(ranks) if self.name is None else self.name
+
+
+_NAMED, _HASH_RANKS = _Named(), distributed_c10d._hash_ranks_to_str
+distributed_c10d._hash_ranks_to_str = _NAMED.hash_ranks
 
 
 def subgroup(
@@ -39,19 +53,17 @@ def subgroup(
         whole: the group that they are in.
         ranks: of ``whole``.
         device: of the tensors that ``whole`` is for.
-        what: the members do, for errors.
+        what: name of the operation, for errors.
         backend: default: that of ``whole``.
 
     Raises:
         PeerError: if a member does not come.
     """
-    members = tuple(dist.get_global_rank(whole, rank) for rank in ranks)
+    members = tuple(sorted(dist.get_global_rank(whole, rank) for rank in ranks))
     made = _MADE.setdefault(whole, Counter())
-    made[members] += 1
-    name = hashlib.sha1(f"{whole.group_name} {members} {made[members]}".encode(), usedforsecurity=False).hexdigest()
-    name_of_torch = distributed_c10d._hash_ranks_to_str
+    key = f"{whole.group_name} {members} {made[members]}"
     with peers(whole, what):
-        distributed_c10d._hash_ranks_to_str = lambda ranks: name
+        _NAMED.name = hashlib.sha1(key.encode(), usedforsecurity=False).hexdigest()
         try:
             group: dist.ProcessGroup = dist.new_group(
                 list(members),
@@ -61,5 +73,6 @@ def subgroup(
                 use_local_synchronization=True,
             )
         finally:
-            distributed_c10d._hash_ranks_to_str = name_of_torch
+            _NAMED.name = None
+    made[members] += 1
     return group

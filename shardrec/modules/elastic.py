@@ -377,7 +377,7 @@ class ElasticGroup:
     def copy(self, collective: Literal["send", "recv"], tensors: Iterable[Tensor], place: int) -> None:
         """Send contiguous tensors to the replica at a place in the generation, or take them from there."""
         for parts in dtype_buckets(tensor.detach().view(-1).view(torch.uint8) for tensor in tensors):
-            buffer = torch.cat([part.cpu() for part in parts])  # an optimizer's counts of steps are there already
+            buffer = torch.cat([part.cpu() for part in parts])  # Adam's counts of steps are on the CPU already
             self._done(collective, [buffer], place, 0)
             if collective == "recv":
                 _spread(buffer, parts)

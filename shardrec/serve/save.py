@@ -66,7 +66,7 @@ def save(model: nn.Module, path: str | os.PathLike[str], *, features: Features) 
     # Not str.format, which would also replace other braces in the path.
     target = Path(str(path).replace("{rank}", str(collectives.rank)))
     entry = from_tensors(model, features)
-    scripted = compiled(entry, portable=True, forward_only=True)
+    scripted = compiled(entry, portable=True, overlap=collectives.world_size > 1)
     notes = notes_of(entry, held[0])
     if isinstance(held[0], ServedModel) and collectives.world_size == 1:
         from shardrec.serve.published import places_in  # with all of shardrec.checkpoint

@@ -18,7 +18,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from shardrec.checkpoint.files import SavedFile
 from shardrec.checkpoint.manifest import Manifest
 from shardrec.errors import CheckpointError, PeerError
-from shardrec.exchange.safe_pickle import _FIRST, dump, gather, load
+from shardrec.exchange.safe_pickle import _FIRST_BYTES, dump, gather, load
 from shardrec.pipeline.message import Failure
 from tests.ranks import ranks
 
@@ -83,13 +83,13 @@ def test_a_module_that_is_not_loaded_is_not_imported() -> None:
 
 def test_values_of_different_sizes_are_gathered() -> None:
     """Around the size up to which a value takes one collective."""
-    fitting = _FIRST - len(dump("x" * _FIRST)) + _FIRST
-    sizes = [(0, 100), (fitting, 0), (fitting, fitting + 1), (5 * _FIRST, 3)]
+    fitting = _FIRST_BYTES - len(dump("x" * _FIRST_BYTES)) + _FIRST_BYTES
+    sizes = [(0, 100), (fitting, 0), (fitting, fitting + 1), (5 * _FIRST_BYTES, 3)]
 
     def run() -> list[Any]:
         import torch.distributed as dist
 
         return [gather("x" * of_ranks[dist.get_rank()]) for of_ranks in sizes]
 
-    assert len(dump("x" * fitting)) == _FIRST
+    assert len(dump("x" * fitting)) == _FIRST_BYTES
     assert ranks(2, run) == [[["x" * size for size in of_ranks] for of_ranks in sizes]] * 2

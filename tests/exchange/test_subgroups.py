@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from functools import partial
+from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -37,19 +40,42 @@ def test_members_that_are_in_other_groups() -> None:
             found += [sums(pair)] if pair is not None else []
             if pair is not None:
                 dist.destroy_process_group(pair)
-        within = [subgroup(of_torch[1], [1, 0], CPU, what="test")] if rank else []
+        within = [subgroup(of_torch[1], [0, 1], CPU, what="test")] if rank else []
         return [*found, *map(sums, (of_these(range(3)), *within))]
 
     assert ranks(3, run) == [[2.0, 1.0, 1.0, 3.0], [3.0, 1.0, 1.0, 3.0, 3.0], [3.0, 2.0, 3.0, 3.0]]
 
 
-def test_a_group_has_the_time_limit_of_the_one_around_it() -> None:
+def test_a_group_is_as_the_one_around_it() -> None:
     def run() -> None:
-        whole = dist.new_group(timeout=timedelta(seconds=3))
+        whole = dist.new_group(timeout=timedelta(seconds=2))
         group = subgroup(whole, [0, 1], CPU, what="test")
-        assert group._get_backend(CPU).options._timeout == timedelta(seconds=3)
+        assert group._get_backend(CPU).options._timeout == timedelta(seconds=2)
+        assert dist.get_backend(group) == dist.get_backend(whole) == "gloo"
         if dist.get_rank() == 0:
-            with pytest.raises(PeerError, match="test"):
+            with pytest.raises(PeerError, match=r"waited .* for rank 1 .*to take part in the test"):
                 subgroup(whole, [0, 1], CPU, what="test")
+        dist.barrier()
 
     ranks(2, run)
+
+
+def test_a_group_that_another_thread_makes_has_torch_s_name() -> None:
+    """It is made while this thread is in ``new_group``, whose name it must not take."""
+
+    def run() -> None:
+        new_group, names = dist.new_group, []
+
+        def new_groups(*args: Any, **kwargs: Any) -> Any:
+            with ThreadPoolExecutor(1) as pool:
+                names.append(pool.submit(new_group, [0], use_local_synchronization=True).result().group_name)
+            return new_group(*args, **kwargs)
+
+        whole = dist.group.WORLD
+        assert whole is not None
+        with mock.patch.object(dist, "new_group", new_groups):
+            names.append(subgroup(whole, [0], CPU, what="test").group_name)
+        assert len(set(names)) == 2
+        assert dist.new_group([0], use_local_synchronization=True).group_name not in names
+
+    ranks(1, run)
