@@ -46,6 +46,11 @@ def test_ids_are_checked(rng: Random) -> None:
         overflowing = lengths.to(torch.int64, copy=True)
         overflowing[key, :4] += 2**62
         faulty.append((overflowing, values))
+    if keys > 1 and bags > 1:
+        # A negative length, and so many more ids in another key that they add up if the first key has -1.
+        moved = lengths.to(torch.int64, copy=True)
+        moved[0, 0], moved[1, 0] = -1, moved[1, 0] + lengths[0].sum() + 1
+        faulty.append((moved, values))
     for lengths, values in faulty:
         expected = check.are_sound(lengths, values, limits, True, False)
         found = check._are_sound_on_device(lengths.to(DEVICE), values.to(DEVICE), limits.to(DEVICE))

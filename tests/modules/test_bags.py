@@ -144,6 +144,13 @@ def test_evaluation_with_and_without_gradients() -> None:
         late = model(features)
         with torch.no_grad():
             assert late.values().requires_grad
+        with torch.no_grad():
+            late = model(features)
+        with torch.inference_mode():
+            assert not late.values().is_inference()
+            late = model(features)
+        with torch.no_grad():
+            assert late.values().is_inference()
         assert_weights_equal(model.module, reference, "evaluation changes no weight")
 
     ranks(2, rank_main)
