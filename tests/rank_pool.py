@@ -173,8 +173,12 @@ class Pool:
         return self._template
 
     def fork(self) -> None:
-        """As `prepare`, but with what this process has imported, if it has no threads but those of pytest's workers."""
-        if len(os.listdir("/proc/self/task")) > 2:
+        """As `prepare`, but with what this process has imported.
+
+        Not if it has threads other than a pytest worker's two and pyarrow's allocator's, which survives a fork.
+        """
+        threads = [path.read_text() for path in Path("/proc/self/task").glob("*/comm")]
+        if len(threads) - threads.count("jemalloc_bg_thd\n") > 2:
             self.prepare()
             return
         resource_tracker.ensure_running()

@@ -25,7 +25,7 @@ from shardrec._torchscript import quiet
 from shardrec.data import ClickSchema, criteo_schema
 from shardrec.errors import ConfigError
 from shardrec.models import MODELS
-from shardrec.models.parts import BatchNorm, ItemCounts
+from shardrec.models.parts import BatchNorm, ItemCounts, activation
 from shardrec.train import TrainConfig
 from shardrec.train.losses import with_own_loss
 from shardrec.train.model import build_model, fuse_optimizer
@@ -252,6 +252,13 @@ def test_defaults_are_those_of_the_options(name: str) -> None:
     config = TrainConfig()
     values = {"dim": config.embedding_dim, "dense_layers": config.dense_layers, "hidden": config.over_layers}
     assert {key: defaults[key].default for key in values if key in defaults}.items() <= values.items()
+
+
+def test_dropout_and_batch_norm_of_hidden_layers_are_there_if_asked_for() -> None:
+    for dropout, batch_norm in ((0.0, False), (0.3, False), (0.0, True), (0.3, True)):
+        layers = activation(8, dropout, batch_norm)
+        assert [layer.p for layer in layers if isinstance(layer, nn.Dropout)] == ([0.3] if dropout else [])
+        assert any(isinstance(layer, nn.BatchNorm1d) for layer in layers) == batch_norm
 
 
 @pytest.mark.parametrize("size", [0, 1])
