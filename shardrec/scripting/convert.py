@@ -61,7 +61,7 @@ def compiled(
     model: nn.Module, *, portable: bool, parallel_lookups: bool = False, overlap: bool = True
 ) -> torch.jit.ScriptModule:
     """As :func:`script`; without ``overlap`` values are waited for where they are made, for a model whose collectives
-    take no time: its methods are not inlined, and a file of it loads in a sixth of the time."""
+    take no time: its methods are not inlined, and its file loads in less than a tenth of the time."""
     copy = scriptable_copy(model, portable=portable, parallel_lookups=parallel_lookups)
     with generic_wait(wait), quiet():
         try:
