@@ -114,7 +114,7 @@ def pytest_runtestloop(session: pytest.Session) -> None:
 
     from tests.ranks import POOL
 
-    if torch.backends.cuda.is_built():  # its state would not survive the fork
+    if torch.cuda.is_available():  # its state would not survive the fork
         POOL.prepare()
         return
     from tests.executors import EXECUTORS
