@@ -64,7 +64,7 @@ def scriptable_copy(model: nn.Module, *, portable: bool, parallel_lookups: bool 
     Takes what :func:`shardrec.script` does.
 
     Raises:
-        ScriptError: for a twin that breaks the protocol.
+        ScriptError: for a twin that breaks the protocol, and for a scripted module in training mode in a portable copy.
     """
     copier = _Copier(portable=portable, parallel_lookups=parallel_lookups)
     copy = copier.copy(model, "")
@@ -76,10 +76,19 @@ def scriptable_copy(model: nn.Module, *, portable: bool, parallel_lookups: bool 
 
 
 def _freeze(copy: nn.Module) -> None:
-    """Put the modules of a copy in eval mode, with parameters of the same memory that take no gradient."""
+    """Put the modules of a copy in eval mode, with parameters of the same memory that take no gradient.
+
+    Raises:
+        ScriptError: if one that is scripted already, which is not copied, is in training mode.
+    """
     frozen: dict[int, nn.Parameter | None] = {id(None): None}
-    for module in copy.modules():
+    for path, module in copy.named_modules():
         if isinstance(module, torch.jit.ScriptModule):
+            if module.training:
+                raise ScriptError(
+                    f"portable programs only infer, and {path}, which is scripted already, is in training mode: call "
+                    "eval() on the model before"
+                )
             continue
         module.training = False
         parameters = vars(module)["_parameters"]

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torchrec.modules.embedding_configs import EmbeddingConfig
-from torchrec.modules.embedding_modules import EmbeddingCollection
+from torchrec.modules.embedding_configs import EmbeddingBagConfig, EmbeddingConfig
+from torchrec.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 import shardrec
@@ -83,23 +83,27 @@ def test_rows_on_two_ranks(table: str) -> None:
     ranks(2, bad_row, table)
 
 
-def test_rows_of_a_replicated_table_of_sequences() -> None:
-    tables = [
-        EmbeddingConfig(name=name, num_embeddings=5, embedding_dim=4, feature_names=[key])
+@pytest.mark.parametrize("pooled", [False, True])
+def test_rows_of_a_replicated_table(pooled: bool) -> None:
+    config = EmbeddingBagConfig if pooled else EmbeddingConfig
+    tables: list[Any] = [
+        config(name=name, num_embeddings=5, embedding_dim=4, feature_names=[key])
         for name, key in (("cut", "a"), ("r", "b"), ("s", "c"))
     ]
     layouts = (cuts.table_wise("cut", 5, 4, rank=0), cuts.data_parallel("r", 5, 4), cuts.data_parallel("s", 5, 4))
     plan = ShardingPlan(topology=Topology(ranks_per_host=1), tables=layouts)
-    model = shardrec.shard(EmbeddingCollection(tables=tables), plan)
+    collection = EmbeddingBagCollection(tables=tables) if pooled else EmbeddingCollection(tables=tables)
+    model = shardrec.shard(collection, plan)
+    weights = model.state_dict()
     with torch.no_grad():
-        model.state_dict()["embeddings.s.weight"][1, 0] = float("inf")
+        weights[next(key for key in weights if ".s." in key)][1, 0] = float("inf")
     ids = torch.tensor([0, 4, 4, 1])
     with (
         shardrec.detect_anomaly(model),
         pytest.raises(AnomalyError, match=r"^rank 0: what was looked up in table 's' has inf: its rows"),
     ):
-        rows = model(KeyedJaggedTensor(keys=["a", "b", "c"], values=ids, lengths=torch.tensor([2, 1, 1])))
-        sum(rows[key].values().sum() for key in "abc").backward()
+        outputs = model(KeyedJaggedTensor(keys=["a", "b", "c"], values=ids, lengths=torch.tensor([2, 1, 1])))
+        (outputs.values().sum() if pooled else sum(outputs[key].values().sum() for key in "abc")).backward()
 
 
 def test_a_model_without_sharded_modules_is_refused() -> None:

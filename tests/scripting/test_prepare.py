@@ -108,6 +108,47 @@ def test_a_portable_program_only_infers(script: Any) -> None:
     assert torch.equal(program(features()), model(features()))
 
 
+class AroundScripted(nn.Module):
+    """A module that is scripted already, before one that is not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.drop = torch.jit.script(nn.Dropout(0.9))
+        self.scorer = Scorer()
+
+    def forward(self, features: KeyedJaggedTensor) -> Tensor:
+        result: Tensor = self.drop(self.scorer(features))
+        return result
+
+
+def test_scripted_modules_in_a_portable_program_have_to_be_in_eval_mode() -> None:
+    model = shardrec.shard(AroundScripted())
+    with pytest.raises(ScriptError, match=r"^portable programs only infer, and drop, which is scripted already, is in "):
+        shardrec.script(model.train(), portable=True)
+    program = shardrec.script(model.eval(), portable=True)
+    scores = program(features())
+    assert torch.equal(scores, model(features())) and not scores.requires_grad
+
+
+BAD = [
+    ([1], torch.empty(0, dtype=torch.int64), "there are ids and no samples"),
+    ([1], torch.tensor([0]), "lengths and ids do not fit"),
+    ([1, 2], torch.tensor([1]), "lengths and ids do not fit"),
+    ([1], torch.tensor([1, 0]), "there is not exactly one length"),
+    ([1], torch.tensor([1], dtype=torch.int16), "the lengths .or offsets. are not int32"),
+    ([10], torch.tensor([1]), "an id is outside its table"),
+]
+
+
+@pytest.mark.parametrize(("ids", "lengths", "words"), BAD, ids=[words for *_, words in BAD])
+def test_what_a_portable_program_says_of_bad_input(ids: list[int], lengths: Tensor, words: str) -> None:
+    program = shardrec.script(sharded().eval())
+    bad = KeyedJaggedTensor(keys=["f"], values=torch.tensor(ids), lengths=lengths, stride=len(lengths) % 2)
+    with pytest.raises(torch.jit.Error, match=f"bad input: rank 0: .*{words}"):
+        program(bad)
+    assert torch.isfinite(program(features())).all()
+
+
 def test_two_collections_share_their_exchanges_in_torch_jit_script() -> None:
     """One header, payload, output and gradient all-to-all for both."""
 
