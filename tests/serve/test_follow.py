@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import threading
+import time
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -265,6 +266,26 @@ def test_a_failure_is_followed_by_a_base(tmp_path: Path, monkeypatch: pytest.Mon
     with pytest.warns(UserWarning, match=r"has version 1 as its last and the model has 2"):
         Publisher(model, tmp_path, "int8").publish()
         assert not follower.poll()
+
+
+def test_close_waits_for_a_version_that_is_being_applied(tmp_path: Path) -> None:
+    model, publisher, served = models(tmp_path)
+    publisher.publish()
+    follower = served.follow(tmp_path, interval=0.01)
+    set_tick(model, 2)
+    with follower.reading():  # for whose end the next version waits
+        publisher.publish()
+        deadline = time.monotonic() + 60
+        while not follower._turnstile.locked():
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        closing = threading.Thread(target=follower.close)
+        closing.start()
+        while not follower.closed:
+            time.sleep(0.01)
+        assert follower.version == 1
+    closing.join()
+    assert (follower.version, state_of(served)) == (2, 2)
 
 
 def test_a_model_follows_again_after_close(tmp_path: Path) -> None:
