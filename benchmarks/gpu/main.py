@@ -58,6 +58,7 @@ _CUDA_TESTS = (
     "tests/exchange/test_kernels.py",
     "tests/ids/test_device_maps.py",
     "tests/modules/test_cuda_double.py",
+    "tests/pipeline/test_cuda_double.py",
 )
 
 

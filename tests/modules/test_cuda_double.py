@@ -9,7 +9,6 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -32,27 +31,22 @@ from shardrec.ids import DynamicIds
 from shardrec.layout import ShardingPlan, Topology, cuts
 from shardrec.lookup import bank
 from shardrec.modules import ShardedModel, initial, shard
-from shardrec.pipeline import TrainPipeline
 from shardrec.portable.bags import PortableBags
 from shardrec.portable.sequences import PortableSequences
 from shardrec.train.metrics import evaluate
 from tests.batches import Bags, random_bags, random_sizes_bags
 from tests.cuda_double import (
-    _ACTIVE,
     INTERPRETS_TRITON,
     DeviceTensor,
-    EventDouble,
-    HiddenWait,
-    Race,
     cuda_double,
     cuda_is_there,
     to_double,
     value_of,
 )
+from tests.cuda_double.device import ACTIVE, EventDouble
 from tests.models import click_model, collection, feature_rows, random_configs, table_sizes
-from tests.modules import clicks
 from tests.modules import sequence_models as sequences
-from tests.modules.clicks import CONFIGS, dense_parameters, mixed_plan
+from tests.modules.clicks import CONFIGS, mixed_plan
 from tests.plans import cut_plan, random_plan
 from tests.ranks import ranks
 
@@ -406,34 +400,9 @@ def test_a_batch_that_is_refused() -> None:
             model(bad)
 
 
-def test_the_double_finds_what_waits() -> None:
-    with cuda_is_there(), cuda_double() as double:
-        numbers = torch.tensor([1, 2], pin_memory=True).to("cuda", non_blocking=True)
-        for waits in (
-            lambda: int(numbers[0]),
-            lambda: numbers.tolist(),
-            lambda: numbers.nonzero(),
-            lambda: numbers.unique(),
-            lambda: numbers[numbers > 1],
-            lambda: numbers.repeat_interleave(numbers),
-            lambda: numbers.cpu(),
-            lambda: torch.tensor([1], device="cuda"),
-            lambda: torch.ones(2).to("cuda", non_blocking=True),
-            lambda: numbers.copy_(torch.ones(2)),
-        ):
-            with pytest.raises(HiddenWait):
-                waits()
-        assert not double.waits
-        with double.may_wait():
-            assert numbers.tolist() == [1, 2]
-        assert len(double.waits) == 1
-        with pytest.raises(AssertionError, match="a CPU tensor of shape"):
-            numbers + torch.ones(2)
-
-
 def any_normal(values: Tensor) -> None:
     """Draws from torch's own generator, on the device where :func:`check_init_fn` does not call it."""
-    assert values.is_cuda or values.size(0) < 4 or not _ACTIVE
+    assert values.is_cuda or values.size(0) < 4 or not ACTIVE
     nn.init.normal_(values)
 
 
@@ -518,69 +487,6 @@ def test_portable_sequences(size: int, monkeypatch: pytest.MonkeyPatch) -> None:
         assert torch.equal(value_of(twin(moved).wait()).cpu(), value_of(expected))
 
 
-@pytest.mark.some(1)
-@pytest.mark.parametrize("depth", [0, 1, 2])
-def test_a_pipeline_waits_between_its_streams(depth: int) -> None:
-    """The next batch is copied, and its ids are exchanged, on streams of their own."""
-    batches = []
-    for step in range(5):
-        sparse = random_bags(Random(step), feature_rows(CONFIGS), 3, shuffled=False).kjt()
-        batches.append(replace(clicks.batch(step, 0), dense=torch.rand(3, 3), sparse=sparse, labels=torch.ones(3)))
-
-    def steps(device: str) -> TrainPipeline:
-        model = shard(click_model(CONFIGS), mixed_plan(1), device=device)
-        optimizer = torch.optim.SGD(dense_parameters(model), lr=0.1, foreach=False)
-        return TrainPipeline(model, optimizer, batches, loss_fn=clicks.loss_fn, depth=depth)
-
-    expected = [float(loss) for loss in steps("cpu")]
-    with cuda_is_there(), cuda_double() as double, double.may_wait():
-        pipeline = steps("cuda:0")
-        losses = [float(next(pipeline))]
-        double.waits.clear()
-        later = [loss.detach() for loss in pipeline]
-        assert [one.partition(":")[0] for one in double.waits] == [HEADER] * (4 - (depth > 0)), double.waits
-        assert {stream.priority for stream in double.streams} == {-1}
-        losses += map(float, later)
-        assert losses == pytest.approx(expected, abs=1e-4)
-
-
-@pytest.mark.skipif(not INTERPRETS_TRITON, reason="needs Triton and TRITON_INTERPRET=1")
-def test_a_pipeline_finds_dynamic_ids_ahead() -> None:
-    """On the stream that exchanges ids: no step looks its ids up again, unless some had no row."""
-    rng, batches = Random(0), []
-    for step in range(6):
-        ids = {key: [[rng.randrange(6 + 3 * step) for _ in range(3)] for _ in range(3)] for key in ("f", "g")}
-        if step > 3:
-            ids = {key: [[0]] * 3 for key in ids}
-        sparse = Bags(keys=("f", "g"), size=3, ids=ids).kjt()
-        batches.append(ClickBatch(dense=torch.rand(3, 3), sparse=sparse, labels=torch.ones(3)))
-    config = EmbeddingBagConfig(name="t", num_embeddings=12, embedding_dim=8, feature_names=["f", "g"])
-    plan = ShardingPlan(topology=Topology(), tables=(cuts.row_wise("sparse.t", 12, 8, ranks=[0, 0]),))
-    options = DynamicIds(evict="lru", fallback_rows=1)
-
-    def steps(device: str) -> tuple[ShardedModel, TrainPipeline]:
-        model = shard(
-            click_model([config], optimizer="adagrad"), plan, device=device, dynamic_ids={"sparse.t": options}
-        )
-        optimizer = torch.optim.SGD(dense_parameters(model), lr=0.1, foreach=False)
-        return model, TrainPipeline(model, optimizer, batches, loss_fn=clicks.loss_fn, depth=1)
-
-    model, pipeline = steps("cpu")
-    expected = [float(loss.detach()) for loss in pipeline]
-    counts = model.id_stats()["sparse.t"]
-    assert counts["evictions"] and counts["fallbacks"]
-    with cuda_is_there(), cuda_double() as double, double.may_wait():
-        model, pipeline = steps("cuda:0")
-        losses, finds = [], []
-        for loss in pipeline:
-            losses.append(loss.detach())
-            finds.append(double.operators["find"])
-        # Once for the step, once more where ids had no row, and once for the next step. The last ids are known.
-        assert finds == [3, 5, 7, 9, 11, 11]
-        assert [float(loss) for loss in losses] == pytest.approx(expected, abs=1e-4)
-        assert model.id_stats()["sparse.t"] == counts
-
-
 def test_held_out_metrics_are_read_once() -> None:
     batches = []
     for step in range(4):
@@ -598,27 +504,6 @@ def test_held_out_metrics_are_read_once() -> None:
         assert [one.partition(":")[0] for one in double.waits[-5:]] == [HEADER] * 4 + ["train/metrics.py"]
     assert found.rows == 12
     assert (found.auc, found.logloss) == pytest.approx((expected.auc, expected.logloss), abs=1e-5)
-
-
-def test_the_double_finds_races() -> None:
-    with cuda_is_there(), cuda_double():
-        numbers = torch.ones(3, device="cuda")
-        side = torch.cuda.Stream()
-        with torch.cuda.stream(side), pytest.raises(Race, match="reads a tensor of another stream"):
-            numbers + 1
-        side.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(side):
-            more = numbers + 1
-            done = side.record_event()
-            late = more + 1
-        torch.cuda.current_stream().wait_event(done)
-        assert more.add_(1).is_cuda
-        with pytest.raises(Race):
-            late + 1
-        with torch.cuda.stream(side), pytest.raises(Race):
-            more + 1
-        with pytest.raises(HiddenWait):
-            done.synchronize()
 
 
 @pytest.mark.skipif(not INTERPRETS_TRITON, reason="needs Triton and TRITON_INTERPRET=1")

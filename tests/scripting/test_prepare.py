@@ -123,7 +123,9 @@ class AroundScripted(nn.Module):
 
 def test_scripted_modules_in_a_portable_program_have_to_be_in_eval_mode() -> None:
     model = shardrec.shard(AroundScripted())
-    with pytest.raises(ScriptError, match=r"^portable programs only infer, and drop, which is scripted already, is in "):
+    with pytest.raises(
+        ScriptError, match=r"^portable programs only infer, and drop, which is scripted already, is in "
+    ):
         shardrec.script(model.train(), portable=True)
     program = shardrec.script(model.eval(), portable=True)
     scores = program(features())
