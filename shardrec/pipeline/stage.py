@@ -186,7 +186,6 @@ class StageStep:
         messages: list[Message] = []
         try:
             if self.failure is None:
-                self._stop_with_others()
                 with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
                     messages = (self._forward if action.kind == "F" else self._backward)(action)
         except BaseException as error:
@@ -207,15 +206,12 @@ class StageStep:
         self._records.clear()
 
     def _take(self, keys: Sequence[Key]) -> list[Message]:
+        """The messages, unless one has told, be it for a later action, that another stage failed."""
         messages = [self._port.take(key) for key in keys]
-        self._stop_with_others()
-        return messages
-
-    def _stop_with_others(self) -> None:
-        """Compute nothing more once a message, be it of a later action, has told that another stage failed."""
         if self._port.failure is not None:
             self.failure = self._port.failure
             raise PipelineError("another stage has failed")
+        return messages
 
     def _forward(self, action: Action) -> list[Message]:
         stage, step, batch = self._stage, self._step, action.batch
