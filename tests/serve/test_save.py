@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torchrec import EmbeddingBagCollection, EmbeddingBagConfig
+from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, EmbeddingCollection, EmbeddingConfig
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from shardrec._torchscript import quiet
@@ -23,8 +23,9 @@ from shardrec.serve.export import export
 from shardrec.serve.published import served_tensors
 from tests.batches import random_bags
 from tests.models import ClickModel, collection, feature_rows, random_configs, table_sizes
-from tests.plans import random_plan
+from tests.plans import cut_plan, random_plan
 from tests.ranks import ranks, run_without_shardrec
+from tests.scripting.scorers import Three
 from tests.serve.served import click_scorer, pooled_columns
 
 LOADED = """
@@ -295,3 +296,21 @@ def test_a_file_says_where_it_has_what_is_published(tmp_path: Path, weights: str
             width = (right - left) * note["itemsize"]
             found = memory.as_strided((bottom - top, width), (stride, 1), offset)
             assert torch.equal(found, as_matrix(part.values).contiguous().view(torch.uint8)), name
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_the_dense_part_runs_while_something_travels(world_size: int, tmp_path: Path) -> None:
+    """On one rank nothing does, and the program is left as it is, which is faster to load."""
+
+    def rank_main() -> list[str]:
+        bags = [EmbeddingBagConfig(name="t", embedding_dim=4, num_embeddings=9, feature_names=["a"])]
+        words = [EmbeddingConfig(name="t", embedding_dim=4, num_embeddings=9, feature_names=["a"])]
+        model = Three(collection(bags), collection(bags), EmbeddingCollection(tables=words), columns=8, dim=4)
+        tables = {f"{path}.t": (9, 4) for path in ("left", "right", "words")}
+        plan = cut_plan("row_wise", Random(0), tables, Topology(ranks_per_host=world_size))
+        path = save(quantize(shard(model, plan).eval()), tmp_path / "{rank}.pt", features=["a"])
+        nodes = torch.jit.load(str(path)).inlined_graph.nodes()
+        return [kind for node in nodes if (kind := node.kind()) in ("aten::relu", "prim::awaitable_wait")]
+
+    first, *others = ranks(world_size, rank_main)[0]
+    assert others and (first == "aten::relu") == (world_size > 1)
