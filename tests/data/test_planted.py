@@ -118,3 +118,10 @@ def test_ids_follow_zipfs_law(rows: PlantedRows) -> None:
     expected = np.arange(1, 200) ** -SMALL_CONFIG.exponent
     expected *= counts.sum() / expected.sum()
     assert np.abs(counts[:50] - expected[:50]).max() < 5 * np.sqrt(expected[0])
+
+
+def test_rows_stay_the_same(model: PlantedModel) -> None:
+    """From version to version: runs are compared by what they were trained on."""
+    rows = model.rows(RandomStream.TRAIN, 5, 9)
+    assert rows.ids.tolist() == [[21, 0, 21, 2], [26, 0, 18, 3], [24, 195, 9, 2], [15, 0, 16, 3]]
+    assert rows.labels.tolist() == [0.0, 0.0, 0.0, 1.0]
