@@ -97,7 +97,9 @@ class Columns:
                 by_block.setdefault(source.block, {}).update(zip(places, columns, strict=True))
             start += piece.width
         pairs = [sorted(by_block.get(block, {}).items()) for block in range(max(by_block, default=-1) + 1)]
-        made = [torch.tensor(one, dtype=torch.int64, device=device).view(-1, 2).unbind(1) for one in pairs]
+        made = [
+            torch.tensor(block_pairs, dtype=torch.int64, device=device).view(-1, 2).unbind(1) for block_pairs in pairs
+        ]
         return [(places.contiguous(), columns.contiguous()) for places, columns in made]
 
 

@@ -44,8 +44,8 @@ def policies_of(on_bad_id: OnBadId | Mapping[str, OnBadId], features: Iterable[s
         ConfigError: for another policy, or a feature that no table looks up.
     """
     known = sorted(set(features))
-    given = dict(on_bad_id) if isinstance(on_bad_id, Mapping) else dict.fromkeys(known, on_bad_id)
-    for feature, policy in given.items():
+    policies = dict(on_bad_id) if isinstance(on_bad_id, Mapping) else dict.fromkeys(known, on_bad_id)
+    for feature, policy in policies.items():
         if policy not in POLICIES:
             raise ConfigError(
                 f"on_bad_id is {policy!r} for feature {feature!r}; give one of {', '.join(map(repr, POLICIES))}"
@@ -55,7 +55,7 @@ def policies_of(on_bad_id: OnBadId | Mapping[str, OnBadId], features: Iterable[s
                 f"on_bad_id names feature {feature!r}, which no table of the model looks up; its features are "
                 f"{', '.join(map(repr, known))}"
             )
-    return {feature: policy for feature, policy in given.items() if policy != "error"}
+    return {feature: policy for feature, policy in policies.items() if policy != "error"}
 
 
 def mend(
@@ -98,7 +98,7 @@ def mended(batch: Batch, limits: Tensor, policies: Tensor, *, drops: bool) -> tu
     lengths, values, order, kept, bad_F = mend(batch.lengths, batch.values, limits, policies, drops)
     if not drops:
         return replace(batch, values=values), bad_F
-    given = WithDropped(order=order, kept=kept, lengths=batch.lengths, values=values)
+    with_dropped = WithDropped(order=order, kept=kept, lengths=batch.lengths, values=values)
     mended = replace(
         batch,
         keys=(*batch.keys, DROPPED),
@@ -106,7 +106,7 @@ def mended(batch: Batch, limits: Tensor, policies: Tensor, *, drops: bool) -> tu
         values=values.index_select(0, order),
         weights=None if batch.weights is None else batch.weights.index_select(0, order),
         sizes=None if batch.sizes is None else (*batch.sizes, batch.size),
-        with_dropped=given,
+        with_dropped=with_dropped,
     )
     return mended, bad_F
 

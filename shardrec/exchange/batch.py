@@ -165,8 +165,8 @@ def form_fault(features: KeyedJaggedTensor, expect: Expectation) -> str | None:
     fault = _key_fault(keys, expect) or _id_fault(features, expect) or _weight_fault(features, expect)
     if fault is not None:
         return fault
-    given, offsets = features.lengths_or_none(), features.offsets_or_none()
-    lengths = offsets if given is None else given
+    given_lengths, offsets = features.lengths_or_none(), features.offsets_or_none()
+    lengths = offsets if given_lengths is None else given_lengths
     if lengths is None:
         return None  # torchrec raises an error for it
     if lengths.dtype not in _ID_DTYPES:
@@ -201,7 +201,7 @@ def _read(features: KeyedJaggedTensor, expect: Expectation) -> Batch | str:
     fault = form_fault(features, expect) or _size_fault(features)
     if fault is not None:
         return fault
-    given, offsets = features.lengths_or_none(), features.offsets_or_none()
+    given_lengths, offsets = features.lengths_or_none(), features.offsets_or_none()
     lengths = features.lengths()
     inverse = _inverse(features, expect)
     if isinstance(inverse, str):
@@ -211,7 +211,7 @@ def _read(features: KeyedJaggedTensor, expect: Expectation) -> Batch | str:
     if fault is not None:
         return fault
     most = max(strides)
-    offsets_fit = None if offsets is None else fit(offsets, given)
+    offsets_fit = None if offsets is None else fit(offsets, given_lengths)
     lengths = lengths.detach()
     uneven = min(strides) < most
     if uneven:
@@ -243,8 +243,10 @@ def fit(offsets: Tensor, lengths: Tensor | None) -> Tensor:
 
 def _inverse(features: KeyedJaggedTensor, expect: Expectation) -> Tensor | str | None:
     """(U, B_full) inverse indices of the features in use, None without any, or what is wrong with them."""
-    given = features.inverse_indices_or_none() if expect.pooled or features.variable_stride_per_key() else None
-    if given is None or not given[1].numel():
+    inverse_indices = (
+        features.inverse_indices_or_none() if expect.pooled or features.variable_stride_per_key() else None
+    )
+    if inverse_indices is None or not inverse_indices[1].numel():
         sizes = set(features.stride_per_key())
         if expect.pooled and features.variable_stride_per_key() and len(sizes) > 1:
             return (
@@ -253,7 +255,7 @@ def _inverse(features: KeyedJaggedTensor, expect: Expectation) -> Tensor | str |
                 "the short features with empty bags"
             )
         return None
-    keys, indices = given
+    keys, indices = inverse_indices
     missing = [feature for feature in expect.features if feature not in keys]
     if missing or indices.dim() != 2 or indices.size(0) != len(keys) or indices.dtype not in _ID_DTYPES:
         return (

@@ -202,7 +202,7 @@ class _ExchangeState:
         """Issue the forward exchange."""
         wire, what = self.exchange.wire, self.exchange.what
         split = [flat.split([rank[stream] for rank in self.out_sizes]) for stream, flat in enumerate(flats)]
-        parts = [[one[rank] for one in split] for rank in range(len(self.out_sizes))]
+        parts = [[stream_parts[rank] for stream_parts in split] for rank in range(len(self.out_sizes))]
         sizes_in = list(map(sum, self.into_sizes))
         if wire.is_plain:
             streams = StreamSizes(out=self.out_sizes, into=self.into_sizes) if self.with_gradients else None
@@ -276,7 +276,7 @@ class _Issue(torch.autograd.Function):
         """Waits for the gradients, which :meth:`_Receive.backward` of every rank has sent."""
         state: _ExchangeState = ctx.state
         gradients = state.way_back.wait()
-        return None, *(one.view(size) for one, size in zip(gradients, ctx.sizes, strict=True))
+        return None, *(gradient.view(size) for gradient, size in zip(gradients, ctx.sizes, strict=True))
 
 
 class _Receive(torch.autograd.Function):

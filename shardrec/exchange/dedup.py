@@ -58,14 +58,14 @@ class DistinctIds:
             after lookup, its index in that batch's values, (N,) int64.
         """
         order, most = self._order(batch.keys)
-        given = order, batch.lengths, batch.values
+        arguments = order, batch.lengths, batch.values
         if self._lookups:
-            lengths, values, distinct_index = distinct_by_table(*given, self._lookups)
+            lengths, values, distinct_index = distinct_by_table(*arguments, self._lookups)
         elif self._device.type == "cpu":
-            lengths, values, distinct_index = distinct(*given, self._firsts, self._edges, None)
+            lengths, values, distinct_index = distinct(*arguments, self._firsts, self._edges, None)
         else:
             total = batch.values.numel() * most
-            lengths, values, distinct_index = distinct_padded(*given, self._firsts, self._edges, total)
+            lengths, values, distinct_index = distinct_padded(*arguments, self._firsts, self._edges, total)
         return Batch(keys=self._tables, lengths=lengths, values=values, weights=None), distinct_index
 
     def _new_order(self, keys: tuple[str, ...]) -> tuple[Tensor, int]:

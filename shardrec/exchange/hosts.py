@@ -104,7 +104,7 @@ def host_sums(route: Route, ranks_per_host: int) -> HostSums | None:
         pieces.append(tuple(host_pieces))
     return HostSums(
         ranks_per_host=ranks_per_host,
-        columns=tuple(tuple(one.items()) for one in columns),
+        columns=tuple(tuple(host_columns.items()) for host_columns in columns),
         direct=tuple(direct),
         direct_columns=tuple(direct_columns),
         summed_columns=tuple(summed_columns),

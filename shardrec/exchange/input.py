@@ -177,24 +177,26 @@ class InputPacker:
             agreement: what the ranks must have in common beyond the ids' dtype.
             fault: of the module, or "".
         """
-        given = read_batch(features, self.expect)
-        if isinstance(given, str):
-            fault = fault or given
-            given = self._empty_batch()
-        weights_require_grad = given.weights is not None and given.weights.requires_grad and torch.is_grad_enabled()
-        agreement = f"ids {str(given.values.dtype).removeprefix('torch.')}, {agreement}"
+        input_batch = read_batch(features, self.expect)
+        if isinstance(input_batch, str):
+            fault = fault or input_batch
+            input_batch = self._empty_batch()
+        weights_require_grad = (
+            input_batch.weights is not None and input_batch.weights.requires_grad and torch.is_grad_enabled()
+        )
+        agreement = f"ids {str(input_batch.values.dtype).removeprefix('torch.')}, {agreement}"
         agreement += ", weights with gradient" if weights_require_grad else ""
-        limits, unlimited = self._key_limits(given.keys)
-        valid = ids_are_valid(given, limits, unlimited=unlimited)
-        whole, bad_ids = given, None
-        if self.expect.on_bad_id and given.size and (valid.is_cuda or not bool(valid)):
-            whole, valid, bad_ids = self._mended(given)
+        limits, unlimited = self._key_limits(input_batch.keys)
+        valid = ids_are_valid(input_batch, limits, unlimited=unlimited)
+        whole, bad_ids = input_batch, None
+        if self.expect.on_bad_id and input_batch.size and (valid.is_cuda or not bool(valid)):
+            whole, valid, bad_ids = self._mended(input_batch)
         if fault:
             valid = torch.zeros_like(valid)
         safe = self._safe(whole, valid)
         chosen, distinct_index = (safe, None) if self.distinct is None else self.distinct(safe)
         reordered = self.per_id and not self.route.in_whole
-        cut = self.cutter.cut(chosen, keep_positions=reordered or weights_require_grad, given=given)
+        cut = self.cutter.cut(chosen, keep_positions=reordered or weights_require_grad, given=input_batch)
         lengths_SB = cut.lengths
         slot_sizes = None
         extra_counts: tuple[Tensor, ...] = ()
@@ -205,14 +207,14 @@ class InputPacker:
             sent_ids = chosen.lengths.sum(dim=1, dtype=torch.int64)
             extra_counts = sent_ids, sent_ids if local is chosen.lengths else local.sum(dim=1, dtype=torch.int64)
             if safe.inverse is not None:
-                full = self._full(given.keys, local, safe.inverse * valid)
+                full = self._full(input_batch.keys, local, safe.inverse * valid)
                 full_lengths = full.lengths.index_select(0, full.order.flatten()).view_as(full.order)
                 extra_counts += (full_lengths.sum(dim=1, dtype=torch.int64),)
         elif chosen.sizes is not None and self._world_size > 1:
             slot_sizes = self._slot_sizes(chosen.keys, chosen.sizes)
         return Prepared(
             batch=safe,
-            given=given,
+            given=input_batch,
             to_send=chosen,
             distinct_index=distinct_index,
             cut=cut,
@@ -273,7 +275,7 @@ class InputPacker:
         values, weights, positions = self.cutter.in_slots(prepared.cut, sum(counts))
         if positions is not None and not self.per_id:
             positions = prepared.to_send.input_positions(positions)
-        totals = [sum(one) for one in counts_WG]
+        totals = [sum(rank_counts) for rank_counts in counts_WG]
         return SentIds(
             parts=self.payload.pack(prepared.lengths, values, weights, totals, prepared.slot_sizes),
             counts=counts_WG,
@@ -296,14 +298,14 @@ class InputPacker:
         limits = [self.expect.rows(key) for key in keys]
         return torch.tensor(limits, dtype=torch.int64, device=self.expect.device), NO_LIMIT in limits
 
-    def _mended(self, given: Batch) -> tuple[Batch, Tensor, Tensor]:
+    def _mended(self, batch: Batch) -> tuple[Batch, Tensor, Tensor]:
         """The batch without the bad ids that are no error, whether it is sound, and their number per feature (U,)."""
-        limits, _ = self._key_limits(given.keys)
-        policies, places = self._key_policies(given.keys)
-        whole, bad_F = mended(given, limits, policies, drops=self._drops)
+        limits, _ = self._key_limits(batch.keys)
+        policies, places = self._key_policies(batch.keys)
+        whole, bad_F = mended(batch, limits, policies, drops=self._drops)
         limits, unlimited = self._key_limits(whole.keys)
-        lengths = given.lengths
-        fit = add_up(lengths, lengths.sum(dim=1, dtype=torch.int64), given.values.numel())
+        lengths = batch.lengths
+        fit = add_up(lengths, lengths.sum(dim=1, dtype=torch.int64), batch.values.numel())
         return whole, fit & ids_are_valid(whole, limits, unlimited=unlimited), bad_F.index_select(0, places)
 
     def _new_policies(self, keys: tuple[str, ...]) -> tuple[Tensor, Tensor]:
@@ -334,13 +336,13 @@ class InputPacker:
         if values.device.type == "cpu" and not bool(valid):
             # The CPU's kernels compare the number of ids with the lengths; those of CUDA read by the lengths alone.
             values, weights = values[:0], None if weights is None else weights[:0]
-        given = batch.with_dropped
+        with_dropped = batch.with_dropped
         return replace(
             batch,
             lengths=(batch.lengths.to(torch.int32) * valid).contiguous(),
             values=values.contiguous(),
             weights=None if weights is None else weights.detach().float().contiguous(),
-            with_dropped=None if given is None else replace(given, lengths=given.lengths * valid),
+            with_dropped=None if with_dropped is None else replace(with_dropped, lengths=with_dropped.lengths * valid),
         )
 
     def _counts(self, lengths_SB: Tensor) -> Tensor:

@@ -134,7 +134,7 @@ class _Backward:
     def give(self, issued: _Issued, gradient: Tensor) -> None:
         """Give the gradient of a call's value; the last one sends all of them."""
         self._given[issued] = gradient
-        if all(one() is None or one() in self._given for one in self._arrived):
+        if all(reference() is None or reference() in self._given for reference in self._arrived):
             self._send()
 
     def receive(self) -> None:
@@ -152,13 +152,20 @@ class _Backward:
         return self._gradients.pop(id(of), None)
 
     def _send(self) -> None:
-        given, self._given = self._given, {}
-        others = {id(one): one for issued in given for one in (*issued.replicas, issued.weights) if one is not None}
-        inputs = [*self._leaves, *(one for one in others.values() if one.requires_grad)]
-        values = [issued.value for issued in given if issued.value is not None]
+        value_gradients, self._given = self._given, {}
+        others = {
+            id(tensor): tensor
+            for issued in value_gradients
+            for tensor in (*issued.replicas, issued.weights)
+            if tensor is not None
+        }
+        inputs = [*self._leaves, *(tensor for tensor in others.values() if tensor.requires_grad)]
+        values = [issued.value for issued in value_gradients if issued.value is not None]
         # Not backward(): the replicas' gradients are reduced where the program's own graph accumulates them.
         with _with_autograd(True):
-            gradients = torch.autograd.grad(values, inputs, list(given.values()), retain_graph=True, allow_unused=True)
+            gradients = torch.autograd.grad(
+                values, inputs, list(value_gradients.values()), retain_graph=True, allow_unused=True
+            )
         for tensor, gradient in zip(inputs, gradients, strict=True):
             if gradient is not None:
                 self._gradients[id(tensor)] = gradient
@@ -268,7 +275,7 @@ class Program:
         if issued.backward is None:
             return None, [None for _ in issued.replicas]
         issued.backward.receive()
-        replicas = [issued.backward.take(one) for one in issued.replicas]
+        replicas = [issued.backward.take(replica) for replica in issued.replicas]
         if issued.weights is None:
             return None, replicas
         gradient, issued.weights.grad = issued.weights.grad, None
@@ -326,16 +333,19 @@ def _features(
 
 
 @torch.library.impl(_LIBRARY, "issue_lookup", "CompositeExplicitAutograd")
-def _issue(anchor: Tensor, replicas: Sequence[Tensor], *given: Any) -> tuple[Tensor, Tensor]:
-    number, weights_require_grad, gradients, scripted = given[9:]
-    detached = [one if one is None else one.detach().clone() if scripted is None else one.detach() for one in given[:6]]
-    ticket = _program(number).issue(_features(detached, *given[6:9]), weights_require_grad, gradients, scripted)
+def _issue(anchor: Tensor, replicas: Sequence[Tensor], *arguments: Any) -> tuple[Tensor, Tensor]:
+    number, weights_require_grad, gradients, scripted = arguments[9:]
+    detached = [
+        tensor if tensor is None else tensor.detach().clone() if scripted is None else tensor.detach()
+        for tensor in arguments[:6]
+    ]
+    ticket = _program(number).issue(_features(detached, *arguments[6:9]), weights_require_grad, gradients, scripted)
     return anchor.new_zeros(0), ticket
 
 
 @torch.library.impl(_LIBRARY, "arrive", "CompositeExplicitAutograd")
-def _arrive(order: Tensor, ticket: Tensor, *given: Any) -> tuple[Tensor, Tensor, Tensor]:
-    return _program(given[-1]).arrive(ticket)
+def _arrive(order: Tensor, ticket: Tensor, *arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
+    return _program(arguments[-1]).arrive(ticket)
 
 
 @torch.library.impl(_LIBRARY, "give_gradient", "CompositeExplicitAutograd")
@@ -351,17 +361,20 @@ def _finish_backward(
     of_weights, others = _program(number).finish_backward(ticket)
     return [
         order.new_zeros(weights) if of_weights is None else of_weights.to(torch.float32),
-        *(torch.zeros_like(one) if found is None else found for found, one in zip(others, replicas, strict=True)),
+        *(
+            torch.zeros_like(replica) if gradient is None else gradient
+            for gradient, replica in zip(others, replicas, strict=True)
+        ),
     ]
 
 
-def _issue_fake(anchor: Tensor, replicas: Sequence[Tensor], *given: Any) -> tuple[Tensor, Tensor]:
-    _program(given[9]).refuse(_features(given[:6], *given[6:9]))
+def _issue_fake(anchor: Tensor, replicas: Sequence[Tensor], *arguments: Any) -> tuple[Tensor, Tensor]:
+    _program(arguments[9]).refuse(_features(arguments[:6], *arguments[6:9]))
     return anchor.new_empty(0), torch.empty((), dtype=torch.int64, device="cpu")
 
 
-def _arrive_fake(order: Tensor, ticket: Tensor, values: Tensor, *given: Any) -> tuple[Tensor, Tensor, Tensor]:
-    rows, width, lookups, ids, dtype, _ = given
+def _arrive_fake(order: Tensor, ticket: Tensor, values: Tensor, *arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
+    rows, width, lookups, ids, dtype, _ = arguments
     if rows is None:
         rows = torch.library.get_ctx().new_dynamic_size()
     return (
@@ -378,7 +391,7 @@ def _give_gradient_fake(gradient: Tensor, ticket: Tensor, number: int) -> Tensor
 def _finish_backward_fake(
     order: Tensor, ticket: Tensor, weights: int, replicas: Sequence[Tensor], number: int
 ) -> list[Tensor]:
-    return [order.new_empty(weights), *(torch.empty_like(one) for one in replicas)]
+    return [order.new_empty(weights), *(torch.empty_like(replica) for replica in replicas)]
 
 
 def _keep_issued(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:

@@ -357,8 +357,8 @@ def watch_device(group: dist.ProcessGroup) -> None:
     name = group.group_name
     if name not in _WATCHES:
         watch = _WATCHES[name] = _DeviceWatch()
-        given = name, _global_ranks(group), group._get_backend(torch.device("cuda"))
-        threading.Thread(target=watch.run, args=given, daemon=True).start()
+        arguments = name, _global_ranks(group), group._get_backend(torch.device("cuda"))
+        threading.Thread(target=watch.run, args=arguments, daemon=True).start()
     watch = _WATCHES[name]
     watch.event.record()
     watch.waits, watch.since = watch.waits + 1, monotonic()
@@ -438,6 +438,6 @@ def _flights(look: _Look, named: Collection[int]) -> str:
         elif rank in look.reports:
             entries = look.reports[rank].flight
         elif process is not None and process.is_here:
-            entries = [str(one) for one in FlightRecord.of_process(process.pid, process.record)[-_SHOWN_ENTRIES:]]
+            entries = [str(entry) for entry in FlightRecord.of_process(process.pid, process.record)[-_SHOWN_ENTRIES:]]
         lines.append(f"\n  rank {rank}: {'; '.join(entries) or 'unknown'}")
     return f"Last collectives:{''.join(lines)}"

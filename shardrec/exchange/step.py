@@ -306,7 +306,7 @@ class _Payloads:
         self._headers = headers
         words = [map(payload.words_in, rows) for (payload, _), rows in zip(self._payloads, headers, strict=True)]
         self._words_in = list(map(list, zip(*words, strict=True)))
-        parts = [[part for one in sent for part in one.parts[rank]] for rank in range(collectives.world_size)]
+        parts = [[part for sent_ids in sent for part in sent_ids.parts[rank]] for rank in range(collectives.world_size)]
         sizes = list(map(sum, self._words_in))
         self._pending: Pending | None = collectives.ids(parts, sizes)
         self._arrived: list[ShardInput] = []

@@ -339,7 +339,7 @@ def _tokens(message: Message) -> list[int]:
     """The tokens of the regions in a forward message."""
     outgoing, offers = message
     lent = [outgoing] if isinstance(outgoing, tuple) else []
-    return [one[0] for one in (*lent, *offers) if one]
+    return [region[0] for region in (*lent, *offers) if region]
 
 
 def _counted() -> Any:

@@ -64,7 +64,7 @@ class Arena:
     @property
     def total_bytes(self) -> int:
         """Size of all the windows."""
-        return sum(len(one) for one in self._maps)
+        return sum(len(window_map) for window_map in self._maps)
 
     @property
     def lent_bytes(self) -> int:
