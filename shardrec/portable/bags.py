@@ -35,23 +35,25 @@ class PortableBags(PortableTwin):
         route, outputs = collection.input.route, collection.lookups
         self.embedding_bags = parameters_of(collection.embedding_bags)
         replicated = collection.replicated_lookups
-        numbers = [collection.replica_number[one.layout.name] for one in replicated]
+        numbers = [collection.replica_number[lookup.layout.name] for lookup in replicated]
         replicas = collection.replicas
         self.replicas = nn.ModuleList([] if replicas is None else [replicas.scripted(numbers, pooled=True)])
-        self.replica_features = list_of(str, [one.feature for one in replicated])
+        self.replica_features = list_of(str, [lookup.feature for lookup in replicated])
         self.widths = [route.width(rank) for rank in range(self.world_size)]
         self.keys = list(collection.embedding_names)
         self.dims = list(collection.dims)
-        self.features = [one.feature for one in outputs]
-        self.any_mean = any(one.mean for one in outputs)
-        self.is_sum = torch.tensor([[not one.mean] for one in outputs], device=collection.device)
+        self.features = [lookup.feature for lookup in outputs]
+        self.any_mean = any(lookup.mean for lookup in outputs)
+        self.is_sum = torch.tensor([[not lookup.mean] for lookup in outputs], device=collection.device)
         columns = [number for number, dim in enumerate(self.dims) for _ in range(dim)]
         self.column_lookup = torch.tensor(columns, device=collection.device)
         pieces = output_pieces(outputs, route)
         starts = [_starts(pieces, block) for block in range(self.world_size + 1)]
-        totals = [*self.widths, sum(one.layout.embedding_dim for one in replicated)]
-        splits = [_widths(one, total) for one, total in zip(starts, totals, strict=True)]
-        sources = [[(one.block, starts[one.block].index(one.start)) for one in piece.sources] for piece in pieces]
+        totals = [*self.widths, sum(lookup.layout.embedding_dim for lookup in replicated)]
+        splits = [_widths(block_starts, total) for block_starts, total in zip(starts, totals, strict=True)]
+        sources = [
+            [(source.block, starts[source.block].index(source.start)) for source in piece.sources] for piece in pieces
+        ]
         self.splits = list_of(list[int], splits)
         self.sources = list_of(list[tuple[int, int]], sources)
 

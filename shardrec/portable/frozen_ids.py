@@ -35,11 +35,13 @@ class FrozenMaps(nn.Module):
         known = list(maps.maps.values())
         self.blocks = list_of(tuple[str, int], maps.maps)
         self.plain = len(known)
-        numbers = [self.plain if one is None else known.index(one) for one, slots in maps.runs() for _ in range(slots)]
+        numbers = [
+            self.plain if id_map is None else known.index(id_map) for id_map, slots in maps.runs() for _ in range(slots)
+        ]
         self.slot_maps = torch.tensor(numbers or [self.plain], device=device)
-        fallback = [one.options.fallback_rows for one in known]
+        fallback = [id_map.options.fallback_rows for id_map in known]
         self.fallback_rows = torch.tensor([*fallback, 0], dtype=torch.int64, device=device)
-        self.keys, self.owners, self.rows, self.salts = self.prepared([one.records for one in known])
+        self.keys, self.owners, self.rows, self.salts = self.prepared([id_map.records for id_map in known])
 
     @torch.jit.export
     def prepared(self, records: list[Tensor]) -> list[Tensor]:

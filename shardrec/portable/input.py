@@ -111,7 +111,7 @@ class PortableInput(nn.Module):
     def __init__(self, exchange: InputPacker, collectives: Collectives) -> None:
         super().__init__()
         route, cutter, expect = exchange.route, exchange.cutter, exchange.expect
-        self.policies = dict_of(int, {feature: POLICIES.index(one) for feature, one in expect.on_bad_id.items()})
+        self.policies = dict_of(int, {feature: POLICIES.index(policy) for feature, policy in expect.on_bad_id.items()})
         self.mends = len(expect.on_bad_id) > 0
         self.drops = "zero" in expect.on_bad_id.values()
         self.dropped_key = DROPPED
@@ -194,7 +194,7 @@ class PortableInput(nn.Module):
         keys = features.keys()
         limits = [self.limits.get(key, self.no_limit) for key in keys]
         unused = self.no_limit in limits
-        given, offsets = features.lengths_or_none(), features.offsets_or_none()
+        given_lengths, offsets = features.lengths_or_none(), features.offsets_or_none()
         lengths = features.lengths().view(len(keys), -1 if len(keys) > 0 else 0)
         values = features.values()
         weights = self.weights_of(features)
@@ -224,7 +224,7 @@ class PortableInput(nn.Module):
             bad_ids = bad_F.index_select(0, constant(places, torch.int64, values.device))
         told = valid.logical_not().to(torch.int64)
         if offsets is not None:
-            fits = fit(offsets, given)
+            fits = fit(offsets, given_lengths)
             told = torch.where(fits, told, 9)
             valid = valid & fits
         dtype = torch.int64 if self.wide_ids else torch.int32

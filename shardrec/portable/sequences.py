@@ -69,20 +69,20 @@ class PortableSequences(PortableTwin):
         self.widths = list_of(int, list(rows.widths))
         self.slot_firsts = list_of(int, rows.slot_firsts)
         self.slot_column_units = torch.tensor(list(rows.slot_column_units), dtype=torch.int64, device=device)
-        self.sent_features = list_of(str, [one.feature for one in sent])
+        self.sent_features = list_of(str, [lookup.feature for lookup in sent])
         self.dedup = collection.finds_distinct and len(sent) > 0
-        starts = [0, *accumulate(one.layout.num_embeddings for one in sent)]
-        first = dict(zip((one.layout.name for one in sent), starts, strict=False))
+        starts = [0, *accumulate(lookup.layout.num_embeddings for lookup in sent)]
+        first = dict(zip((lookup.layout.name for lookup in sent), starts, strict=False))
         self.dedup_features = list_of(str, [feature for feature, _ in collection.dedup_lookups])
         firsts = [first[table] for _, table in collection.dedup_lookups]
         self.dedup_firsts = torch.tensor(firsts, dtype=torch.int64, device=device)
         self.dedup_edges = torch.tensor(starts, dtype=torch.int64, device=device)
-        self.names = list_of(str, [one.output for one in outputs])
-        self.features = list_of(str, [one.feature for one in outputs])
+        self.names = list_of(str, [lookup.output for lookup in outputs])
+        self.features = list_of(str, [lookup.feature for lookup in outputs])
         # Numbers of the outputs that are rows of replicated tables, and of the others.
-        self.replicated = list_of(int, [number for number, one in enumerate(outputs) if one.layout.replicated])
-        self.cut = list_of(int, [number for number, one in enumerate(outputs) if not one.layout.replicated])
-        numbers = [collection.replica_number[one.layout.name] for one in outputs if one.layout.replicated]
+        self.replicated = list_of(int, [number for number, lookup in enumerate(outputs) if lookup.layout.replicated])
+        self.cut = list_of(int, [number for number, lookup in enumerate(outputs) if not lookup.layout.replicated])
+        numbers = [collection.replica_number[lookup.layout.name] for lookup in outputs if lookup.layout.replicated]
         replicas = collection.replicas
         self.replicas = nn.ModuleList(
             [] if replicas is None else [replicas.scripted([number], pooled=False) for number in numbers]
@@ -206,7 +206,7 @@ class PortableSequences(PortableTwin):
             offsets.append(row - key_starts[key])
             row += key_ids[key]
         units = self.dim // self.column_unit
-        firsts = [offsets[one] * units + self.slot_firsts[slot] for slot, one in enumerate(self.slot_lookups)]
+        firsts = [offsets[lookup] * units + self.slot_firsts[slot] for slot, lookup in enumerate(self.slot_lookups)]
         positions = sent.positions
         assert positions is not None
         first_S = constant(firsts, torch.int64, positions.device)
