@@ -92,12 +92,12 @@ def from_tensors(model: nn.Module, features: Features) -> Entry:
         tensors = ["values", "lengths", *([] if looked_up_weighted.isdisjoint(feature_names) else ["weights"])]
         inputs += [f"{prefix}{tensor}" for tensor in tensors]
         made[name] = f"_jagged{number}"
-        given = ", ".join(f"{tensor}={prefix}{tensor}" for tensor in tensors)
-        lines.append(f"    {made[name]} = KeyedJaggedTensor(self.keys[{number}], {given})\n")
+        keyword_arguments = ", ".join(f"{tensor}={prefix}{tensor}" for tensor in tensors)
+        lines.append(f"    {made[name]} = KeyedJaggedTensor(self.keys[{number}], {keyword_arguments})\n")
     dense = [name for name, is_jagged in arguments.items() if not is_jagged]
-    taken = [name for name in dense if name in inputs or name in _RESERVED or keyword.iskeyword(name)]
-    if taken:
-        raise _unfit(inner, f"its {taken[0]!r} has the name of an argument that the entry has already")
+    clashes = [name for name in dense if name in inputs or name in _RESERVED or keyword.iskeyword(name)]
+    if clashes:
+        raise _unfit(inner, f"its {clashes[0]!r} has the name of an argument that the entry has already")
     inputs += dense
     lines = [
         f"def forward(self, {', '.join(f'{name}: Tensor' for name in inputs)}):\n",

@@ -203,13 +203,13 @@ class Package:
         return pytree.tree_unflatten(leaves, self._output)
 
     def _ordered(self, tensors: Sequence[Tensor], named: Mapping[str, Tensor]) -> tuple[Tensor, ...]:
-        given = {**dict(zip(self._names, tensors, strict=False)), **named}
-        if len(tensors) + len(named) != len(self._names) or len(given) != len(self._names):
+        by_name = {**dict(zip(self._names, tensors, strict=False)), **named}
+        if len(tensors) + len(named) != len(self._names) or len(by_name) != len(self._names):
             raise InputError(f"the model takes {', '.join(self._names)}, each once: give {len(self._names)} tensors")
         unknown = [name for name in named if name not in self._names]
         if unknown:
             raise InputError(f"the model takes {', '.join(self._names)}, and no {', '.join(unknown)}")
-        return tuple(given[name] for name in self._names)
+        return tuple(by_name[name] for name in self._names)
 
     def _fault(self, tensors: Sequence[Tensor]) -> str:
         """A message about arguments that do not fit; empty if they fit."""
