@@ -191,9 +191,9 @@ class IdMap:
             evicted, last_steps = victims(lacking)
             self._records[evicted, 2] = last_steps
             rows, buckets, _ = admitted()
-        taken = ids.new_empty(0) if evicted is None else evicted
+        evicted_rows = ids.new_empty(0) if evicted is None else evicted
         inserted = rows[rows >= options.fallback_rows].to(torch.int64)
-        return Admitted(rows=rows, evicted=taken, changed=torch.cat([taken, inserted]), buckets=buckets)
+        return Admitted(rows=rows, evicted=evicted_rows, changed=torch.cat([evicted_rows, inserted]), buckets=buckets)
 
     def written(self, rows: Tensor) -> Tensor:
         """(c, 3) the records of rows that :meth:`admit` has changed in this step."""

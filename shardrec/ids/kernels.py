@@ -80,9 +80,9 @@ def find(
         while tl.max(claiming.to(tl.int32), axis=0) > 0:
             claim = claims + tl.where(claiming, place, claim_mask + 1)
             before = tl.atomic_cas(claim, tl.zeros_like(position), position + 1)
-            taken = claiming & (before > 0)
-            other_key = tl.load(ids_N + before - 1, mask=taken, other=0)
-            other_number = tl.load(maps_N + before - 1, mask=taken, other=-1)
+            claimed = claiming & (before > 0)
+            other_key = tl.load(ids_N + before - 1, mask=claimed, other=0)
+            other_number = tl.load(maps_N + before - 1, mask=claimed, other=-1)
             same = claiming & ((before == 0) | ((other_key == key) & (other_number == number)))
             tl.atomic_min(claim, position + 1, mask=same)
             claiming = claiming & (same == 0)

@@ -299,7 +299,7 @@ def collective_stats(
     maps: Sequence[IdMaps], collectives: Collectives, device: torch.device
 ) -> dict[str, dict[str, int]]:
     """Counts of all the tables' maps over all ranks, by table; one all-to-all if any table has dynamic ids."""
-    tables = [(table, one) for one in maps for table in one.options]
+    tables = [(table, id_maps) for id_maps in maps for table in id_maps.options]
     if not tables:
         return {}
     names = (*COUNTED, "rows", "used")

@@ -67,8 +67,8 @@ def restored_ids(
             sources = rows + shard.row_start
             return RestoredIds(records=records, sources=sources, targets=rows, in_place=True, lost=0)
     empty = fresh.new_empty((0, 3))
-    records = torch.cat([empty, *(one for _, one in saved)])
-    rows = torch.cat([empty[:, 0], *(torch.arange(one.size(0)) + start for start, one in saved)])
+    records = torch.cat([empty, *(block for _, block in saved)])
+    rows = torch.cat([empty[:, 0], *(torch.arange(block.size(0)) + start for start, block in saved)])
     chosen = ((records[:, 1] > 0) & _mine(records, shard, layout)).nonzero().squeeze(1)
     free = (fresh[:, 1] == 0).nonzero().squeeze(1)
     lost = max(0, chosen.numel() - free.numel())
@@ -78,7 +78,7 @@ def restored_ids(
     placed_records = fresh.clone()
     placed_records[free] = records[chosen]
     fallback = int((fresh[:, 1] == FALLBACK).sum())
-    if any(int((one[:, 1] == FALLBACK).sum()) != fallback for _, one in saved):
+    if any(int((block[:, 1] == FALLBACK).sum()) != fallback for _, block in saved):
         fallback = 0
     return RestoredIds(
         records=placed_records,
