@@ -47,8 +47,8 @@ def _is_object(value: torch._C.Value) -> bool:
 
 def _reads(body: Graph) -> Iterator[Node]:
     """Where attributes of the arguments are read, the outermost blocks first."""
-    given = {value.unique() for value in body.inputs()}
-    return (read for read in body.findAllNodes(_GET) if read.inputsAt(0).unique() in given)
+    argument_numbers = {value.unique() for value in body.inputs()}
+    return (read for read in body.findAllNodes(_GET) if read.inputsAt(0).unique() in argument_numbers)
 
 
 def _to_argument(graph: Graph, node: Node, body: Graph, read: Node) -> None:

@@ -180,8 +180,8 @@ class _Placing:
         items = []
         for index, (item, part) in enumerate(zip(kind.elements(), shape.parts, strict=True)):
             place = self._constant(index, before)
-            taken = self._insert("prim::TupleIndex", [value, place], pending_type(item, part), before)
-            items.append(self._plain_copy(taken, item, part, before))
+            component = self._insert("prim::TupleIndex", [value, place], pending_type(item, part), before)
+            items.append(self._plain_copy(component, item, part, before))
         return self._insert("prim::TupleConstruct", items, kind, before)
 
     def _constant(self, value: bool | int, before: Node) -> Value:
