@@ -138,7 +138,7 @@ class _ClassIds:
         size = max(1, _FLOATS_AT_ONCE // width)
         for start in range(0, self.rows.numel(), size):
             span = slice(start, start + size)
-            places, id_weights = (None if one is None else one[span] for one in (self.places, self.id_weights))
+            places, id_weights = (None if tensor is None else tensor[span] for tensor in (self.places, self.id_weights))
             of_ids = {"rows": self.rows[span], "slots": self.slots[span], "samples": self.samples[span]}
             yield span, _ClassIds(places=places, id_weights=id_weights, **of_ids)
 

@@ -28,20 +28,20 @@ from torch import Tensor
 __all__ = ["FAKES", "has_fake", "register_fakes"]
 
 
-def _pooled(given: Mapping[str, Any]) -> Tensor:
+def _pooled(arguments: Mapping[str, Any]) -> Tensor:
     """(B, D) sums of the bags that ``offsets`` (S·B + 1,) bound."""
-    slots = given["D_offsets"].numel() - 1
-    return _like((given["offsets"].numel() - 1) // slots, given["total_D"], given)
+    slots = arguments["D_offsets"].numel() - 1
+    return _like((arguments["offsets"].numel() - 1) // slots, arguments["total_D"], arguments)
 
 
-def _rows(given: Mapping[str, Any]) -> Tensor:
+def _rows(arguments: Mapping[str, Any]) -> Tensor:
     """(N, w) rows of the ids."""
-    return _like(given["indices"].numel(), given["D"], given)
+    return _like(arguments["indices"].numel(), arguments["D"], arguments)
 
 
-def _like(rows: int, columns: int, given: Mapping[str, Any]) -> Tensor:
-    dtype: torch.dtype = SparseType.from_int(given["output_dtype"]).as_dtype()
-    fake: Tensor = given["indices"].new_empty((rows, columns), dtype=dtype)
+def _like(rows: int, columns: int, arguments: Mapping[str, Any]) -> Tensor:
+    dtype: torch.dtype = SparseType.from_int(arguments["output_dtype"]).as_dtype()
+    fake: Tensor = arguments["indices"].new_empty((rows, columns), dtype=dtype)
     return fake
 
 
@@ -68,7 +68,7 @@ def register_fakes() -> tuple[str, ...]:
     """
     missing = tuple(name for name in FAKES if _operator(name) is not None and not has_fake(name))
     for name in missing:
-        names = [one.name for one in _operator(name).default._schema.arguments]
+        names = [argument.name for argument in _operator(name).default._schema.arguments]
         torch.library.register_fake(name, partial(_called, FAKES[name], names))
     return missing
 

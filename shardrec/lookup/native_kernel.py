@@ -127,7 +127,7 @@ def native_kernel(
     """
     if optimizer is not None and optimizer.kind not in RULES:
         return None
-    if any(one.dtype is not torch.float32 or one.device.type != "cpu" for one in weights):
+    if any(weight.dtype is not torch.float32 or weight.device.type != "cpu" for weight in weights):
         return None
     if max(rows for rows, _ in shapes) > _MAX_ROWS:
         return None
@@ -154,10 +154,10 @@ def native_kernel(
 
 def _memory(views: Sequence[Tensor]) -> Tensor | None:
     """The whole storage of the views, flat; None if they have several, or are not dense."""
-    if not views or any(not one.is_contiguous() for one in views):
+    if not views or any(not view.is_contiguous() for view in views):
         return None
     storage = views[0].untyped_storage()
-    if any(one.untyped_storage().data_ptr() != storage.data_ptr() for one in views):
+    if any(view.untyped_storage().data_ptr() != storage.data_ptr() for view in views):
         return None
     return torch.empty(0, dtype=views[0].dtype).set_(storage)
 

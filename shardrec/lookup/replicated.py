@@ -136,9 +136,10 @@ class ReplicatedLookup:
         slots = [len(bank.slot_tables) for bank, _ in self._runs]
         counts_by_run = [sum(counts[start:end]) for start, end in pairwise(accumulate(slots, initial=0))]
         id_weights_by_run = [None] * len(slots) if id_weights is None else id_weights.split(counts_by_run)
-        given = zip(ids.split(counts_by_run), lengths.split(slots), id_weights_by_run, strict=True)
+        args_by_run = zip(ids.split(counts_by_run), lengths.split(slots), id_weights_by_run, strict=True)
         parts = [
-            dense_lookup(bank, *args, parameters) for (bank, parameters), args in zip(self._runs, given, strict=True)
+            dense_lookup(bank, *args, parameters)
+            for (bank, parameters), args in zip(self._runs, args_by_run, strict=True)
         ]
         return torch.cat(parts, dim=1)
 

@@ -99,17 +99,17 @@ class _LocalGroup:
 
     def look_up(self, ids: Tensor, lengths: Tensor, id_weights: Tensor | None, out: Tensor | None = None) -> Tensor:
         """As :meth:`TableBank.look_up`; the backward updates the tables or gives their parameters gradients."""
-        bank, given = self.bank, (ids, lengths, id_weights)
-        arguments = self._apply_gradient, *given, [self._placeholder]
+        bank, inputs = self.bank, (ids, lengths, id_weights)
+        arguments = self._apply_gradient, *inputs, [self._placeholder]
         if bank is None:
             if self.whole_rows is not None:  # whose exchange takes every rank
                 return lookup_with_backward(self._nothing, lambda *_: None, *arguments)
-            nothing: Tensor = self._nothing(*given)
+            nothing: Tensor = self._nothing(*inputs)
             return nothing.requires_grad_() if torch.is_grad_enabled() else nothing
         if self.group.mode is GroupMode.FUSED:
-            return bank.look_up(*given, out)
+            return bank.look_up(*inputs, out)
         if self.group.mode is GroupMode.DENSE:
-            return dense_lookup(bank, *given, self.parameters, out)
+            return dense_lookup(bank, *inputs, self.parameters, out)
         return lookup_with_backward(bank.look_up, bank.id_weight_gradient, *arguments, out)
 
     def _apply_gradient(self, ids: Tensor, lengths: Tensor, id_weights: Tensor | None, gradient: Tensor) -> list[None]:
@@ -291,7 +291,7 @@ class ShardLookup:
         if (
             allocate is not None
             and self._width
-            and all(one.bank is None or one.bank.writes_in_place for one in self._local_groups)
+            and all(local.bank is None or local.bank.writes_in_place for local in self._local_groups)
         ):
             whole = allocate(batch * self._width).view(batch, self._width)
             spans = list(pairwise(accumulate((local.width for local in self._local_groups), initial=0)))

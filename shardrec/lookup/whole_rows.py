@@ -114,7 +114,7 @@ class WholeRows:
             if move.target.rank == rank
         ]
         shards = [local[table] for cls in classes for table in cls.tables]
-        held = [(rank, one.col_start, *edges_of(one, one.row_start, one.row_end)) for one in shards]
+        held = [(rank, shard.col_start, *edges_of(shard, shard.row_start, shard.row_end)) for shard in shards]
         edges = sorted({edge for *_, start, end in (*outgoing, *incoming, *held) for edge in (start, end)})
         number_of = {edge: number for number, edge in enumerate(edges)}
         self._outgoing, self._incoming, self._own = (
@@ -125,7 +125,7 @@ class WholeRows:
             torch.tensor([row for number, row in edges if number == cls], device=device) for cls in range(len(classes))
         ]
         dim_of = {layout.name: layout.embedding_dim for layout in layouts}
-        dims = [dim_of[one.table] for one in shards]
+        dims = [dim_of[shard.table] for shard in shards]
         self._dim = dims[0] if len(set(dims)) == 1 else None
         self._dims = torch.tensor(dims, dtype=torch.float32, device=device)
 
@@ -149,7 +149,9 @@ class WholeRows:
         received = self._collectives.send(parts, list(map(sum, sizes)), "row norm").wait()
         came = [iter(values.split(of_rank)) for values, of_rank in zip(received, sizes, strict=True)]
         held = _in_step(self._own, places)
-        sums = [(one, squares[one.start : one.end]) for one in held] + [(one, next(came[one.rank])) for one in incoming]
+        sums = [(span, squares[span.start : span.end]) for span in held] + [
+            (span, next(came[span.rank])) for span in incoming
+        ]
         total = torch.zeros_like(squares)
         for span, values in sorted(sums, key=lambda entry: entry[0].column):
             total[span.start : span.end] += values
@@ -168,7 +170,7 @@ class WholeRows:
 
     def _dims_of_rows(self, places: Sequence[int]) -> Tensor:
         """(U,) columns of each row's table."""
-        counts = [places[one.end] - places[one.start] for one in self._own]
+        counts = [places[span.end] - places[span.start] for span in self._own]
         per_table = staged(counts, torch.int64, self._dims.device)
         return self._dims.repeat_interleave(per_table, output_size=sum(counts))
 

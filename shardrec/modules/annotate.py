@@ -75,11 +75,14 @@ def annotate_for_dynamo(
             f"{type(module).__name__} holds no sharded collection, so there is nothing to mark: annotate the model "
             "that shardrec.shard returned"
         )
-    ignored = {id(inner) for one in ignored_modules for inner in one.modules()}
-    annotated = [one for one in collections if id(one) not in ignored]
+    ignored = {id(inner) for ignored_module in ignored_modules for inner in ignored_module.modules()}
+    annotated = [collection for collection in collections if id(collection) not in ignored]
     # All the twins before the first mark: one that cannot be made must not leave half of a model annotated.
     # A second twin of a module would be compiled again.
-    twins = [(one._traced or plain(one.scripted_twin())) if mode == "traced" else None for one in annotated]
+    twins = [
+        (collection._traced or plain(collection.scripted_twin())) if mode == "traced" else None
+        for collection in annotated
+    ]
     if mode == "traced":
         register_fakes()  # for what a user traces beside it: fbgemm's modules, and twins made for other executors
     for collection, twin in zip(annotated, twins, strict=True):
@@ -111,4 +114,4 @@ def _forget(sharded: nn.Module) -> None:
 
 
 def _collections(module: nn.Module) -> list[ShardedCollection]:
-    return [one for one in module.modules() if isinstance(one, ShardedCollection)]
+    return [child for child in module.modules() if isinstance(child, ShardedCollection)]

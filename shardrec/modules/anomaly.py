@@ -42,11 +42,11 @@ def detect_anomaly(model: nn.Module) -> Iterator[None]:
         ConfigError: if nothing in the model is sharded.
         AnomalyError: inside, from forward or backward; names the table, the feature and the rank.
     """
-    collections = [one for one in model.modules() if isinstance(one, ShardedCollection)]
+    collections = [child for child in model.modules() if isinstance(child, ShardedCollection)]
     if not collections:
         raise ConfigError(f"{type(model).__name__} holds no sharded collection; shard it with shardrec.shard first")
-    watches = {context: _Watch(context) for context in {one.context for one in collections}}
-    before = [(one, one.shards, one.replicas) for one in collections]
+    watches = {context: _Watch(context) for context in {collection.context for collection in collections}}
+    before = [(collection, collection.shards, collection.replicas) for collection in collections]
     for collection in collections:
         watch, replicas = watches[collection.context], collection.replicas
         collection.shards = cast(ShardLookup, _WatchedShards(collection, watch))
@@ -158,14 +158,14 @@ class _WatchedReplicas:
 
     def __init__(self, collection: ShardedCollection, lookup: ReplicatedLookup, watch: _Watch) -> None:
         self._lookup, self._watch = lookup, watch
-        self._layouts = [one.layout for one in collection.lookups if one.layout.replicated]
+        self._layouts = [lookup.layout for lookup in collection.lookups if lookup.layout.replicated]
         self._tables = list(collection.replica_number)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._lookup, name)
 
-    def __call__(self, *given: Any) -> Tensor:
-        pooled: Tensor = self._lookup(*given)
+    def __call__(self, *arguments: Any) -> Tensor:
+        pooled: Tensor = self._lookup(*arguments)
         sizes = [layout.embedding_dim for layout in self._layouts]
         self._watch.note_rows(pooled, sizes, 1, [layout.name for layout in self._layouts])
         return pooled

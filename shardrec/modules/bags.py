@@ -167,8 +167,8 @@ class ShardedEmbeddingBagCollection(ShardedCollection):
         order, positions = self._replicated_positions(batch.keys).to(torch.int32), None
         if weights_with_grad is not None:
             positions = torch.arange(batch.values.numel(), dtype=torch.int32, device=self.device)
-        given = batch.lengths, batch.values, batch.weights
-        lengths, ids, weights, positions = permuted(order, *given, positions, sum(counts))
+        batch_tensors = batch.lengths, batch.values, batch.weights
+        lengths, ids, weights, positions = permuted(order, *batch_tensors, positions, sum(counts))
         if weights_with_grad is not None and positions is not None:
             weights = weights_with_grad.index_select(0, batch.input_positions(positions)).to(torch.float32)
         return self.replicas(ids, lengths, weights, counts)
@@ -195,7 +195,7 @@ class ShardedEmbeddingBagCollection(ShardedCollection):
 
 def _positions(features: Sequence[str], device: torch.device, keys: tuple[str, ...]) -> Tensor:
     position = {key: index for index, key in enumerate(keys)}
-    return torch.tensor([position[one] for one in features], dtype=torch.int64, device=device)
+    return torch.tensor([position[feature] for feature in features], dtype=torch.int64, device=device)
 
 
 class BagCall(Call):

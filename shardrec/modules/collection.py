@@ -226,7 +226,7 @@ class ShardedCollection(nn.Module, abc.ABC):
     @property
     def has_trainable_shards(self) -> bool:
         """Whether any cut table is trained; if not, no gradients are sent."""
-        return any(not one.replicated and name not in self.frozen for name, one in self.table_layouts.items())
+        return any(not layout.replicated and name not in self.frozen for name, layout in self.table_layouts.items())
 
     def _agreement(self) -> str:
         """What the ranks must have in common in this step, beyond the ids' dtype."""
@@ -303,7 +303,7 @@ class ShardedCollection(nn.Module, abc.ABC):
         collectives = context.collectives
         route = build_route(sent, collectives.world_size, len(groups))
         slots = route.slots[collectives.rank]
-        plain = {one.feature for one in lookups if not one.dynamic}
+        plain = {lookup.feature for lookup in lookups if not lookup.dynamic}
         expect = Expectation(
             tables=tuple(
                 (lookup.feature, lookup.layout.name, NO_LIMIT if lookup.dynamic else lookup.layout.num_embeddings)
@@ -320,7 +320,7 @@ class ShardedCollection(nn.Module, abc.ABC):
         self.id_maps = IdMaps(slots, options, dynamic, self.renew_rows, self.device) if dynamic else None
         before = {"before": self.shards} if "shards" in vars(self) else {}
         self.shards = self.storage.shards(groups, slots, collectives, self.device, pooled=pooled, **before)
-        numbers = [self.replica_number[one.layout.name] for one in lookups if one.layout.replicated]
+        numbers = [self.replica_number[lookup.layout.name] for lookup in lookups if lookup.layout.replicated]
         replicated = self._replicated_tables()
         if before and replicated == self._replicated:
             return route

@@ -186,7 +186,9 @@ def shard(
             updates_at_step=update == "step",
         )
         return remote
-    policies = policies_of(on_bad_id, (feature for one in collections.values() for feature in features_of(one)))
+    policies = policies_of(
+        on_bad_id, (feature for collection in collections.values() for feature in features_of(collection))
+    )
     raw = without_managed_collision(model, dynamic_ids or {})
     refuse_remappers(model, raw, collectives.world_size)
     world = Headers(collectives, target)
@@ -221,8 +223,8 @@ def shard(
     context = ModelContext(exchange, target, options)
     replaced: dict[int, ShardedCollection] = {}
     for path, module in collections.items():
-        given: dict[str, Any] = {"path": path, "device": target, "group": groups.within, "context": context}
-        replaced[id(module)] = sharded_collection(module, plan, dedup=dedup, **given)
+        arguments: dict[str, Any] = {"path": path, "device": target, "group": groups.within, "context": context}
+        replaced[id(module)] = sharded_collection(module, plan, dedup=dedup, **arguments)
     model = with_sharded(put_in_place(model, raw), replaced, target)
     everyone = (group or dist.group.WORLD) if collectives.world_size > 1 or elastic else None
     if replicas is None:

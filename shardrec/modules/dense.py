@@ -161,7 +161,7 @@ class _Bucket:
             total = sum(sizes)
             self.flat = torch.empty(total + self.flags, dtype=self.dtype, device=self.device)
             parts = self.flat[:total].split(sizes) if sizes else ()
-            self.views = [part.view(one.shape) for part, one in zip(parts, self.parameters, strict=True)]
+            self.views = [part.view(parameter.shape) for part, parameter in zip(parts, self.parameters, strict=True)]
         return self.flat
 
     def forget(self) -> None:
@@ -248,8 +248,12 @@ class DenseReducer:
     def average(self, parameters: Iterable[nn.Parameter]) -> None:
         """Average the gradients of these parameters from now on, in the order of their registration."""
         known, stepped, take = set(self._parameters), set(self._stepped), weak_hook(self._take)
-        self._parameters = [one for one in parameters if one.is_floating_point() or one.is_complex()]
-        self._stepped = [one for one in self._parameters if one in stepped or _without_steps(one)]
+        self._parameters = [
+            parameter for parameter in parameters if parameter.is_floating_point() or parameter.is_complex()
+        ]
+        self._stepped = [
+            parameter for parameter in self._parameters if parameter in stepped or _without_steps(parameter)
+        ]
         for parameter in self._parameters:
             if parameter not in known:
                 trains = parameter.requires_grad
@@ -263,7 +267,7 @@ class DenseReducer:
         """Broadcast rank 0's buffers to all ranks."""
         if self._broadcasts:
             with peers(self._group, "buffer broadcast"):
-                _broadcast([one.detach() for one in self._module.buffers()], self._group)
+                _broadcast([buffer.detach() for buffer in self._module.buffers()], self._group)
 
     def arm(self) -> None:
         """Put the parameters that train now in buckets."""
@@ -273,10 +277,14 @@ class DenseReducer:
         self._trains = trains
         self.agreement = f", {sum(trains)} dense parameters trained (checksum {zlib.crc32(bytes(trains)):x})"
         modules = self._module.modules()
-        sparse = {id(one.weight) for one in modules if isinstance(one, (nn.Embedding, nn.EmbeddingBag)) and one.sparse}
-        trained = [one for one in reversed(self._parameters) if one.requires_grad]
-        self._sparse = [one for one in trained if id(one) in sparse]
-        dense = [one for one in trained if id(one) not in sparse]
+        sparse = {
+            id(module.weight)
+            for module in modules
+            if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.sparse
+        }
+        trained = [parameter for parameter in reversed(self._parameters) if parameter.requires_grad]
+        self._sparse = [parameter for parameter in trained if id(parameter) in sparse]
+        dense = [parameter for parameter in trained if id(parameter) not in sparse]
         self._buckets = _buckets(dense, min(_FIRST_BYTES, self._limit), self._limit)
         if self._fsdp is not None and not self._buckets:
             self._buckets = [_Bucket(parameters=[], dtype=torch.float32, device=self._context.device)]
@@ -416,9 +424,11 @@ class DenseReducer:
         """The means of gradients that are sparse on every rank that has one; dense, if they are dense on any."""
         if not self._sparse:
             return
-        gradients = [None if one.grad is None else one.grad for one in self._sparse]
-        gradients = [one.coalesce() if one is not None and one.is_sparse else one for one in gradients]
-        counts = [(-1 if one is None else one._nnz() if one.is_sparse else -2) for one in gradients]
+        gradients = [None if parameter.grad is None else parameter.grad for parameter in self._sparse]
+        gradients = [
+            gradient.coalesce() if gradient is not None and gradient.is_sparse else gradient for gradient in gradients
+        ]
+        counts = [(-1 if gradient is None else gradient._nnz() if gradient.is_sparse else -2) for gradient in gradients]
         local_counts = torch.tensor(counts, device=self._context.device)
         of_ranks = self._gathered(local_counts).tolist()
         for number, (parameter, gradient) in enumerate(zip(self._sparse, gradients, strict=True)):
@@ -438,9 +448,11 @@ class DenseReducer:
             if gradient is not None:
                 indices[:count] = gradient.indices()[0]
                 torch.mul(gradient.values(), self._share, out=values[:count])
-            parts = [self._gathered(one) for one in (indices, values)]
+            parts = [self._gathered(tensor) for tensor in (indices, values)]
             kept = [
-                torch.cat([one[:size] for one, size in zip(part, sizes, strict=True) if size > 0] or [part[0][:0]])
+                torch.cat(
+                    [rank_part[:size] for rank_part, size in zip(part, sizes, strict=True) if size > 0] or [part[0][:0]]
+                )
                 for part in parts
             ]
             yield parameter, torch.sparse_coo_tensor(kept[0][None], kept[1], parameter.shape).coalesce()
@@ -509,12 +521,12 @@ def average_dense(
     if wrap == "none":
         return None
     ignored = {id(parameter) for parameter in tables}
-    parameters = [one for one in module.parameters() if id(one) not in ignored]
+    parameters = [parameter for parameter in module.parameters() if id(parameter) not in ignored]
     meet(group)
     with peers(group, "start of the dense part"):
         if parameters:
-            dist._verify_params_across_processes(group, [one.detach() for one in parameters], None)
-        _broadcast([one.detach() for one in (*parameters, *module.buffers())], group)
+            dist._verify_params_across_processes(group, [parameter.detach() for parameter in parameters], None)
+        _broadcast([tensor.detach() for tensor in (*parameters, *module.buffers())], group)
     if wrap == "ddp":
         return DenseReducer(module, group, context, parameters, options, None)
     fsdp = ShardedByFsdp(module, group, [*tables, *replicated], context.device)

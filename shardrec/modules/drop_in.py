@@ -47,8 +47,8 @@ def DistributedModelParallel(  # the name of the class that it takes the place o
     Raises:
         ConfigError: for an argument that shardrec replaces by another one, which the message names.
     """
-    fused = [one for one in sharders or () if getattr(one, "fused_params", None)]
-    coded = [one for one in sharders or () if getattr(one, "qcomm_codecs_registry", None)]
+    fused = [sharder for sharder in sharders or () if getattr(sharder, "fused_params", None)]
+    coded = [sharder for sharder in sharders or () if getattr(sharder, "qcomm_codecs_registry", None)]
     remedies = {
         "sharders have fused_params": (
             fused,

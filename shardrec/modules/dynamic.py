@@ -64,7 +64,7 @@ def without_managed_collision(model: nn.Module, given: Mapping[str, DynamicIds])
         if module._return_remapped_features:
             raise ConfigError(f"{words}: set return_remapped_features=False, because dynamic ids produce none")
         ids = [buffer for name, buffer in module.named_buffers() if name.endswith("_mch_sorted_raw_ids")]
-        if any(bool((one != torch.iinfo(one.dtype).max).any()) for one in ids):
+        if any(bool((buffer != torch.iinfo(buffer.dtype).max).any()) for buffer in ids):
             raise ConfigError(f"{words}, and has learned ids, which would be lost; shard the model before it trains")
         replacements[id(module)] = _RawIds(module)
     return replacements

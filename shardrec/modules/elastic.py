@@ -241,7 +241,9 @@ class ElasticGroup:
     def _decide(self, number: int, members: Sequence[int]) -> None:
         """Decide who is in a generation, if that falls to this replica and all have arrived that it waits for."""
         store, arrived = self._store, {arrival.replica: arrival for arrival in self._said(f"{number}/arrived")}
-        living = {one for one in {*arrived, *members} if one == self._replica or self._watch.lives(store, one)}
+        living = {
+            replica for replica in {*arrived, *members} if replica == self._replica or self._watch.lives(store, replica)
+        }
         if members and not living.intersection(members):
             raise PeerError(
                 f"the run at {self._name} has ended: there is nothing to join"
@@ -251,7 +253,7 @@ class ElasticGroup:
                 f"({self._name.partition('/')[0]}/NAME)",
                 waited_for="regrouping",
             )
-        alike = {one for one in living if one in arrived and arrived[one].agreement == self.agreement}
+        alike = {replica for replica in living if replica in arrived and arrived[replica].agreement == self.agreement}
         awaited = living.intersection(members) if members else alike
         if awaited - arrived.keys() or min(awaited) != self._replica:
             return
@@ -387,12 +389,12 @@ class ElasticGroup:
         self._done("allreduce", [buffer])
         return buffer
 
-    def _done(self, collective: str, *given: Any) -> None:
+    def _done(self, collective: str, *arguments: Any) -> None:
         column, limit = self._column, timedelta(seconds=self._timeout_s)
         if column is None:
             raise Broken
         # A wait with a short limit would close the connections of a send.
-        self._watched(lambda: getattr(column, collective)(*given).wait(limit))
+        self._watched(lambda: getattr(column, collective)(*arguments).wait(limit))
 
     def _watched(self, run: Callable[[], Any]) -> Any:
         """What a call returns that waits for other replicas. It cannot be interrupted, and so can the destructor of a

@@ -84,8 +84,8 @@ class ElasticModel(ShardedModel):
         self._stateful: tuple[Stateful, ...] = ()
         self.steps, self._since_sync, self._is_in_step, self._operations = 0, 0, False, -1
         self._next = ""  # what the furthest replica was about to do when this one took its state
-        embeddings = (one for one in module.modules() if isinstance(one, (nn.Embedding, nn.EmbeddingBag)))
-        self._sparse = {one.weight for one in embeddings if one.sparse}
+        embeddings = (child for child in module.modules() if isinstance(child, (nn.Embedding, nn.EmbeddingBag)))
+        self._sparse = {embedding.weight for embedding in embeddings if embedding.sparse}
         ranks, cpu = range(dist.get_world_size(group)), torch.device("cpu")
         within = subgroup(group, ranks, cpu, what="start of the replicas", backend="gloo") if len(ranks) > 1 else None
         self._group = ElasticGroup(options, within, timeout_s(group, context.device))
@@ -123,7 +123,7 @@ class ElasticModel(ShardedModel):
             f"{name} ({type(optimizer).__name__})"
             for name, parameter in self.named_parameters()
             for optimizer in getattr(parameter, "_in_backward_optimizers", ())
-            if not any(optimizer is one for one in stateful)
+            if not any(optimizer is stateful_object for stateful_object in stateful)
         ]
         if missing:
             raise ConfigError(
@@ -131,9 +131,12 @@ class ElasticModel(ShardedModel):
                 "takes when it joins: pass those of each parameter's _in_backward_optimizers to join, too"
             )
         tensors = [*self.named_parameters(), *self.named_buffers()]
-        names = [f"{name} {tuple(one.shape)} {one.dtype}" for name, one in tensors]
-        fused = [one for collection in self._sharded for one in collection.fused_optimizers().values()]
-        kinds = sorted({one.kind.value for one in fused}), [type(one).__name__ for one in stateful]
+        names = [f"{name} {tuple(tensor.shape)} {tensor.dtype}" for name, tensor in tensors]
+        fused = [optimizer for collection in self._sharded for optimizer in collection.fused_optimizers().values()]
+        kinds = (
+            sorted({optimizer.kind.value for optimizer in fused}),
+            [type(stateful_object).__name__ for stateful_object in stateful],
+        )
         self._group.agreement = (
             f"plan {plan.fingerprint:x} for {plan.topology.world_size} rank(s), sync_every={options.sync_every}, "
             f"sync_optimizer={options.sync_optimizer}, parameters and buffers {checksum(' '.join(names)):x}, fused "
@@ -203,7 +206,7 @@ class ElasticModel(ShardedModel):
         weight, means = 1.0, list[Tensor | None]()
 
         def average() -> None:
-            means[:] = self._group.average_gradients([one.grad for one in parameters], parameters, weight)
+            means[:] = self._group.average_gradients([parameter.grad for parameter in parameters], parameters, weight)
 
         self.begin()
         while not self._operate("averaging of gradients", average):

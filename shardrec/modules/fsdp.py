@@ -86,7 +86,7 @@ class ShardedByFsdp:
 
     def flags(self) -> list[bool]:
         """Per parameter, whether this rank has a gradient of it."""
-        return [one not in self.filled for one in self.parameters]
+        return [parameter not in self.filled for parameter in self.parameters]
 
     def drop_unused(self, flags: Sequence[float]) -> None:
         """Remove the zeros of parameters without a gradient on any rank.

@@ -24,7 +24,7 @@ def recorded_call(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, An
     Raises:
         ConfigError: if the module is itself what is traced.
     """
-    proxy = next((one for one in (*args, *kwargs.values()) if isinstance(one, torch.fx.Proxy)), None)
+    proxy = next((argument for argument in (*args, *kwargs.values()) if isinstance(argument, torch.fx.Proxy)), None)
     if proxy is None:
         return None
     tracer: Any = proxy.tracer

@@ -290,7 +290,7 @@ class ShardedModel(nn.Module):
         self._refuse_scalers()
         if self._reducer is not None:
             cut = set(self._table_parameters()[0])
-            self._reducer.average(one for one in self.module.parameters() if one not in cut)
+            self._reducer.average(parameter for parameter in self.module.parameters() if parameter not in cut)
         if self.made_fused_optimizer is not None:
             self.made_fused_optimizer.follow({id(parameter): name for name, parameter in self.named_parameters()})
 
@@ -342,7 +342,7 @@ class ShardedModel(nn.Module):
         a fallback row with an earlier one. Current values: ``rows`` that ids may have, and ``used``, the number of rows
         with an id. Makes one collective.
         """
-        maps = [one.id_maps for one in self._sharded if one.id_maps is not None]
+        maps = [collection.id_maps for collection in self._sharded if collection.id_maps is not None]
         return collective_stats(maps, self.context.collectives, self.context.device)
 
     def set_id_capacity(self, table: str, capacity: int) -> None:
@@ -388,12 +388,14 @@ class ShardedModel(nn.Module):
             raise InputError(f"rank {rank}: {text}") from error
 
     def _dtype_fault(self) -> str:
-        tables = {id(p) for one in self._sharded for table in one.tables().values() for p in table.parameters()}
+        tables = {
+            id(p) for collection in self._sharded for table in collection.tables().values() for p in table.parameters()
+        }
         dense = {p.dtype for p in self.module.parameters() if p.is_floating_point() and id(p) not in tables}
         expected = {str(dtype).removeprefix("torch.") for dtype in dense}
         names = self.context.forward_state.dense_signature.split(", ")
-        given = {name.rsplit(" ", 1)[-1] for name in names if "float" in name}
-        wrong = given - expected
+        input_dtypes = {name.rsplit(" ", 1)[-1] for name in names if "float" in name}
+        wrong = input_dtypes - expected
         if not wrong or not expected or torch.is_autocast_enabled():
             return ""
         return (
@@ -480,7 +482,7 @@ class _Step(ExitStack):
             model.warn_without_step()
         context.gradients.begin_forward()
         if self._compiled:
-            traced = any(one._traced is not None for one in model._sharded)
+            traced = any(collection._traced is not None for collection in model._sharded)
             self.enter_context(compiled_step(self._inputs, traced=traced))
         self.enter_context(context.queue.forward())
         return super().__enter__()
@@ -560,5 +562,5 @@ def require_sharded(model: nn.Module, taker: str) -> None:
 def dense_signature(inputs: object) -> str:
     """The dtypes of the tensors among a model's inputs, except ids, as a text that ranks compare."""
     return ", ".join(
-        sorted({str(one.dtype).removeprefix("torch.") for one in leaves(inputs) if isinstance(one, Tensor)})
+        sorted({str(leaf.dtype).removeprefix("torch.") for leaf in leaves(inputs) if isinstance(leaf, Tensor)})
     )

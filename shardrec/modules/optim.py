@@ -69,7 +69,7 @@ class FusedOptimizers(KeyedOptimizer):  # type: ignore[misc]  # torchrec has no 
         # KeyedOptimizer's own takes states and groups that are there already, and has no add_param_group.
         torch.optim.Optimizer.__init__(self, groups, {})
         self.defaults["_save_param_groups"] = False
-        self.params = {names[id(one)]: one for group in self.param_groups for one in group["params"]}
+        self.params = {names[id(parameter)]: parameter for group in self.param_groups for parameter in group["params"]}
         self._at_step = context.options.updates_at_step
         # A GradScaler then steps whatever it finds, and is refused by step().
         self._step_supports_amp_scaling = not self._at_step
@@ -98,10 +98,12 @@ class FusedOptimizers(KeyedOptimizer):  # type: ignore[misc]  # torchrec has no 
         """Have the shards of another plan, by the names of the model's parameters; settings stay."""
         before, (_, params) = set(self._table_of), self._by_spec()
         for spec, group in zip(self._specs, self.param_groups, strict=True):
-            group["params"][:] = params[spec] + [one for one in group["params"] if one not in before]
-        others = {name: one for name, one in self.params.items() if one not in before}
+            group["params"][:] = params[spec] + [parameter for parameter in group["params"] if parameter not in before]
+        others = {name: parameter for name, parameter in self.params.items() if parameter not in before}
         self.params.clear()  # in place: wrappers have it, such as WarmupOptimizer
-        self.params.update(others | {names[id(one)]: one for of_spec in params.values() for one in of_spec})
+        self.params.update(
+            others | {names[id(parameter)]: parameter for of_spec in params.values() for parameter in of_spec}
+        )
         for parameter in before:
             self.state.pop(parameter, None)
         self._table_of.clear()
@@ -167,7 +169,7 @@ class FusedOptimizers(KeyedOptimizer):  # type: ignore[misc]  # torchrec has no 
             ConfigError: if the groups or the shapes are not those of this rank's shards.
         """
         groups = state_dict["param_groups"]
-        mine = [sum(one in self._table_of for one in group["params"]) for group in self.param_groups]
+        mine = [sum(parameter in self._table_of for parameter in group["params"]) for group in self.param_groups]
         theirs = [len(group["params"]) for group in groups]
         if mine != theirs:
             raise ConfigError(

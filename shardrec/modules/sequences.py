@@ -163,11 +163,11 @@ class ShardedEmbeddingCollection(ShardedCollection):
         )
         if self.finds_distinct:
             by_table = {lookup.layout.name: lookup for lookup in sharded}
-            self.sent_lookups = tuple(replace(one, feature=name, output=name) for name, one in by_table.items())
+            self.sent_lookups = tuple(replace(lookup, feature=name, output=name) for name, lookup in by_table.items())
         else:
             self.sent_lookups = tuple(sharded)
         self.dedup_lookups = [(lookup.feature, lookup.layout.name) for lookup in sharded]
-        limits = [(one.feature, one.layout.num_embeddings) for one in self.sent_lookups]
+        limits = [(lookup.feature, lookup.layout.num_embeddings) for lookup in self.sent_lookups]
         distinct = DistinctIds(self.dedup_lookups, limits, self.device, dynamic) if self.finds_distinct else None
         route = self._make(groups, lookups, self.sent_lookups, weighted=False, pooled=False, distinct=distinct)
         widths = [group.width or 0 for group in groups]
@@ -228,9 +228,9 @@ class ShardedEmbeddingCollection(ShardedCollection):
         self, prepared: Prepared, sent: SentIds, features: KeyedJaggedTensor, full: tuple[Tensor, Tensor] | None
     ) -> list[SequenceKey]:
         """The output's entries; ``full`` is :func:`_full_places`' value."""
-        keys, counts, given = prepared.given.keys, sent.key_ids, prepared.batch.with_dropped
-        ids, looked_up = features.values(), prepared.batch.values if given is None else given.values
-        kept = None if given is None else given.kept
+        keys, counts, with_dropped = prepared.given.keys, sent.key_ids, prepared.batch.with_dropped
+        ids, looked_up = features.values(), prepared.batch.values if with_dropped is None else with_dropped.values
+        kept = None if with_dropped is None else with_dropped.kept
         lengths_of = dict(zip(keys, features.lengths().split(features.stride_per_key()), strict=True))
         if full is not None:
             places, lengths = full
@@ -324,16 +324,16 @@ class SequenceCall(Call):
         self._target, self._output_rows = collection._targets(self.prepared, sent)
         full = _full_places(self.prepared, sent)
         self._entries = collection._entries(self.prepared, sent, self._features, full)
-        keys, given = self.prepared.given.keys, self.prepared.batch.with_dropped
-        self._zero_row = given is not None
+        keys, with_dropped = self.prepared.given.keys, self.prepared.batch.with_dropped
+        self._zero_row = with_dropped is not None
         self._places = distinct_index = self.prepared.distinct_index
-        if given is None and distinct_index is not None:
+        if with_dropped is None and distinct_index is not None:
             ids = dict(zip(keys, sent.key_ids, strict=True))
             self._places = distinct_index[: sum(ids[feature] for feature, _ in collection.dedup_lookups)]
-        if given is not None:
-            kept = _by_key(keys, given.kept, sent.key_ids)
+        if with_dropped is not None:
+            kept = _by_key(keys, with_dropped.kept, sent.key_ids)
             parts = [kept[feature] for feature, _ in collection.dedup_lookups]
-            self._places = places_of_rows(torch.cat([given.kept[:0], *parts]), distinct_index)
+            self._places = places_of_rows(torch.cat([with_dropped.kept[:0], *parts]), distinct_index)
         if full is not None:
             rows = collection._rows_of(keys, sent, full[0])
             self._places = rows if self._places is None else self._places.index_select(0, rows)
