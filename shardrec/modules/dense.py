@@ -424,7 +424,7 @@ class DenseReducer:
         """The means of gradients that are sparse on every rank that has one; dense, if they are dense on any."""
         if not self._sparse:
             return
-        gradients = [None if parameter.grad is None else parameter.grad for parameter in self._sparse]
+        gradients = [parameter.grad for parameter in self._sparse]
         gradients = [
             gradient.coalesce() if gradient is not None and gradient.is_sparse else gradient for gradient in gradients
         ]
