@@ -104,8 +104,8 @@ def measure_plans(
     """
     world = plans[0].world_size
     _check_batches(tables, batches, batch_size, world)
-    given = tuple(batches)
-    work = (dict(tables), tuple(plans), batch_size, given, rounds, steps)
+    all_batches = tuple(batches)
+    work = (dict(tables), tuple(plans), batch_size, all_batches, rounds, steps)
     results = on_new_ranks(_time_plans, *work, nproc=world, device=device)
     return [tuple(times) for times in results["plans"]]
 

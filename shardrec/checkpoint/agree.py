@@ -61,7 +61,7 @@ class Ranks:
         if self.group is not None:
             with peers(self.group, what), self._on_device():
                 outcomes = gather((fault, result), self.group)
-        faults = {rank: one for rank, (one, _) in enumerate(outcomes) if one is not None}
+        faults = {rank: fault for rank, (fault, _) in enumerate(outcomes) if fault is not None}
         if faults:
             raise _joined(faults, self.size) from cause
         return [value for _, value in outcomes]

@@ -119,10 +119,10 @@ class SavedBefore:
         for key, shard in shards.items():
             rows = self._update(key, shard) if changed is None else changed[next(iter(shard))]
             if known and rows is not None and shard.keys() <= self.parts.keys():
-                before = sum(one.length for one in self.parts[next(iter(shard))].changes)
+                before = sum(change.length for change in self.parts[next(iter(shard))].changes)
                 row_bytes, (_, begin, end, _) = _row_bytes(shard), key
                 if (len(rows) + before) * (row_bytes + 8) <= _MAX_CHANGED * (end - begin) * row_bytes:
-                    kept |= {one: (self.parts[one], rows) for one in shard}
+                    kept |= {part_key: (self.parts[part_key], rows) for part_key in shard}
         used = sorted({file for part, _ in kept.values() for file in part.files})
         if not self._link([self.files[file] for file in used], data, number):
             kept, used = {}, []
@@ -160,7 +160,7 @@ class SavedBefore:
 
     def _update(self, key: tuple[Any, ...], shard: ShardParts) -> Tensor | None:
         """(n,) the rows whose hashes have changed, or None if there were none; stores the new hashes."""
-        kinds = [(*one, part.values.dtype) for one, part in shard.items()]
+        kinds = [(*part_key, part.values.dtype) for part_key, part in shard.items()]
         matrices = [as_matrix(part.values) for part in shard.values()]
         count = len(matrices[0])
         before, hashes = self._hashes.get(key, (None, torch.empty(0)))
@@ -170,7 +170,10 @@ class SavedBefore:
         changed = []
         length = max(1, _BLOCK_BYTES // _row_bytes(shard))
         for start in range(0, count, length):
-            old, new = hashes[start : start + length], self._hash([one[start : start + length] for one in matrices])
+            old, new = (
+                hashes[start : start + length],
+                self._hash([matrix[start : start + length] for matrix in matrices]),
+            )
             if before is not None:
                 changed.append((old != new).any(1).nonzero().squeeze(1) + start)
             old.copy_(new)

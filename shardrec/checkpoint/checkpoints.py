@@ -151,7 +151,9 @@ class Checkpoints:
     def _prune(self, step: int) -> None:
         """Remove incomplete checkpoints, and those older than the last ``keep_last`` up to ``step``."""
         complete = self.paths()
-        older = [path for one, path in complete.items() if one < step and one != self.pinned]
+        older = [path for saved_step, path in complete.items() if saved_step < step and saved_step != self.pinned]
         kept = len(older) if self.keep_last is None else self.keep_last - 1
-        for path in older[: max(len(older) - kept, 0)] + [path for one, path in self._folders() if one not in complete]:
+        for path in older[: max(len(older) - kept, 0)] + [
+            path for saved_step, path in self._folders() if saved_step not in complete
+        ]:
             remove(path)

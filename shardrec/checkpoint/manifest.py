@@ -271,8 +271,8 @@ class Manifest:
 
     def to_bytes(self) -> bytes:
         """As JSON, with a checksum of itself at the end."""
-        values = {one: getattr(self, one) for one in self.__dataclass_fields__}
-        values["files"], values["linked"] = ([asdict(file) for file in one] for one in (self.files, self.linked))
+        values = {name: getattr(self, name) for name in self.__dataclass_fields__}
+        values["files"], values["linked"] = ([asdict(file) for file in files] for files in (self.files, self.linked))
         if not self.linked:
             del values["linked"]
         values["tensors"] = {name: tensor.to_json() for name, tensor in self.tensors.items()}
@@ -315,7 +315,7 @@ class Manifest:
                 SavedFile(**{**file, "checksums": _integers(file["checksums"])}) for file in values[key]
             )
             _integers([number for file in values[key] for number in (file.size, file.header)])
-        values["tensors"] = {name: SavedTensor.from_json(one) for name, one in values["tensors"].items()}
+        values["tensors"] = {name: SavedTensor.from_json(value) for name, value in values["tensors"].items()}
         manifest = cls(**values)
         names = [manifest.data, *(file.name for file in manifest.all_files)]
         if not _DATA_FOLDER.fullmatch(names[0]) or any(Path(name).name != name for name in names):

@@ -78,7 +78,7 @@ def _state(info: ParameterInfo, parameter: Tensor, value: Tensor, name: str) -> 
         # The same part of the state as of the parameter.
         parts = zip(info.tensor.parts, held(value, saved=False).parts, strict=True)
         return replace(
-            info.tensor, dtype=value.dtype, parts=tuple(replace(one, values=own.values) for one, own in parts)
+            info.tensor, dtype=value.dtype, parts=tuple(replace(part, values=own.values) for part, own in parts)
         )
     if value.dim() and info.is_table:
         raise ConfigError(
@@ -131,7 +131,7 @@ def optimizer_faults(model: ShardedModel, optimizer: Optimizer | None, manifest:
     faults = [
         f"tables {', '.join(group['tables'])} share an optimizer here only; {as_saved}"
         for group in _fused_groups(model, manifest)
-        if any(one != _saved_fused(group, manifest)[0] for one in _saved_fused(group, manifest))
+        if any(settings != _saved_fused(group, manifest)[0] for settings in _saved_fused(group, manifest))
     ]
     for group in _fused_groups(model, manifest):
         for settings in _saved_fused(group, manifest):

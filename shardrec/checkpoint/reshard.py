@@ -82,7 +82,7 @@ def reshard_model(model: ShardedModel, plan: ShardingPlan, optimizer: Optimizer 
         )
 
     described = ranks.agree("reshard", describe, remedy=_REMEDY)
-    without = [rank for rank, one in enumerate(described) if one.param_groups is None]
+    without = [rank for rank, rank_manifest in enumerate(described) if rank_manifest.param_groups is None]
     if 0 < len(without) < len(described):
         raise ConfigError(f"model.reshard was not given the optimizer on ranks {without}, and was on the others")
     tensors = dict[str, SavedTensor]()
@@ -92,26 +92,26 @@ def reshard_model(model: ShardedModel, plan: ShardingPlan, optimizer: Optimizer 
         of_rect = {part.rect: part for part in here.parts}
         tensors[name] = replace(here, parts=tuple(of_rect.get(part.rect, part) for part in tensors[name].parts))
     manifest = replace(of_all_ranks(described, model), tensors=tensors)
-    before = [(one, one.tables(), one.replicas) for one in changed]
+    before = [(collection, collection.tables(), collection.replicas) for collection in changed]
     targets: dict[str, HeldTensor] = {}
 
     def build() -> None:
         for name, tensor in manifest.tensors.items():
             for fault in tensor.uncovered(name):
                 raise ConfigError(f"the ranks do not hold all of {fault}; make a training step on every rank before")
-        trained = {one for one in model.dense_parameters() if one.requires_grad}
+        trained = {parameter for parameter in model.dense_parameters() if parameter.requires_grad}
         for collection in changed:
             collection.replan(plan, stack)
         for table in _tables(changed):
-            if any(table.layout.name in one.extra["frozen"] for one in described):
+            if any(table.layout.name in rank_manifest.extra["frozen"] for rank_manifest in described):
                 table.requires_grad_(False)
         known = set() if optimizer is None else _follow(model, optimizer, manifest, stack)
-        fresh = {one for one in model.dense_parameters() if one.requires_grad} - trained - known
+        fresh = {parameter for parameter in model.dense_parameters() if parameter.requires_grad} - trained - known
         if fresh:
             infos = parameter_infos(model)
             raise ConfigError(
-                f"{', '.join(sorted({infos[id(one)].name for one in fresh})[:3])} move and are trained by an ordinary "
-                "optimizer, whose states move with them: call model.reshard(plan, optimizer) with that one"
+                f"{', '.join(sorted({infos[id(parameter)].name for parameter in fresh})[:3])} move and are trained by "
+                "an ordinary optimizer, whose states move with them: call model.reshard(plan, optimizer) with that one"
             )
         targets.update(table_tensors(model) | state_targets(model, optimizer, manifest))
 
@@ -166,8 +166,10 @@ def _refuse_unused(model: ShardedModel) -> None:
         if not isinstance(collection.shards, ShardLookup):
             raise ConfigError("shardrec.detect_anomaly watches the lookups of one plan; leave it before reshard")
         tables = collection.tables()
-        fused = [one for name in collection.fused_optimizers() for one in tables[name].parameters()]
-        if any(part.backwards for part in collection.shards.deferred()) or any(one.grad is not None for one in fused):
+        fused = [parameter for name in collection.fused_optimizers() for parameter in tables[name].parameters()]
+        if any(part.backwards for part in collection.shards.deferred()) or any(
+            parameter.grad is not None for parameter in fused
+        ):
             raise ConfigError(
                 "tables have gradients that no step has applied; call model.fused_optimizer.step() before reshard, or "
                 "model.zero_grad() to drop them"
@@ -218,13 +220,16 @@ def _follow(model: ShardedModel, optimizer: Optimizer, manifest: Manifest, stack
 
     stack.callback(restore)
     infos = parameter_infos(model)
-    names = {one: infos[id(one)].name for one in model.parameters()}
+    names = {parameter: infos[id(parameter)].name for parameter in model.parameters()}
     for parameter in state.keys() - names.keys():
         del optimizer.state[parameter]
     for (params, before), group in zip(groups, manifest.param_groups or (), strict=True):
-        stays, trained = dict.fromkeys(one for one in before if one in names), set(group["parameters"])
-        params[:] = stays | dict.fromkeys(one for one, name in names.items() if name in trained)
-    return {one for params, _ in groups for one in params}
+        stays, trained = (
+            dict.fromkeys(parameter for parameter in before if parameter in names),
+            set(group["parameters"]),
+        )
+        params[:] = stays | dict.fromkeys(parameter for parameter, name in names.items() if name in trained)
+    return {parameter for params, _ in groups for parameter in params}
 
 
 def _let_go(collection: ShardedCollection, tables: Mapping[str, torch.nn.Module], *, has_replicas: bool) -> None:
@@ -240,5 +245,7 @@ def _let_go(collection: ShardedCollection, tables: Mapping[str, torch.nn.Module]
     if traced is not None or hasattr(collection, "_is_fsdp_managed_module"):
         annotate_for_dynamo(collection, mode="boundary" if traced is None else "traced")
     held = set(collection.parameters())
-    for parameter in (one for table in tables.values() for one in table.parameters() if one not in held):
+    for parameter in (
+        parameter for table in tables.values() for parameter in table.parameters() if parameter not in held
+    ):
         parameter.data = parameter.data.new_empty(0)  # programs may have it

@@ -207,7 +207,7 @@ def save(
 
         def complete() -> None:
             if ranks.rank == 0:
-                _complete(folder, manifest, [*written, *((one, []) for one in elsewhere)])
+                _complete(folder, manifest, [*written, *((server_part, []) for server_part in elsewhere)])
                 if then is not None:
                     then()
 
@@ -244,7 +244,9 @@ def _prepared(
         """The manifest as this rank knows it."""
         states, numbers = optimizer_state(model, optimizer)
         tensors.update(model_tensors(model) | states)
-        tensors.update({rank_name(ranks.rank, key): held(one, saved=True) for key, one in (rank_state or {}).items()})
+        tensors.update(
+            {rank_name(ranks.rank, key): held(tensor, saved=True) for key, tensor in (rank_state or {}).items()}
+        )
         for name, tensor in tensors.items():
             if tensor.dtype not in DTYPES.values():
                 raise ConfigError(f"{name} is {tensor.dtype}, which a checkpoint cannot hold; convert it before saving")
@@ -264,10 +266,12 @@ def of_all_ranks(prepared: list[Manifest], model: ShardedModel) -> Manifest:
     return replace(
         prepared[0],  # whose data folder and extra data count
         # Of several ranks that have a number, the first one's counts.
-        numbers={name: value for one in reversed(prepared) for name, value in one.numbers.items()},
+        numbers={name: value for manifest in reversed(prepared) for name, value in manifest.numbers.items()},
         plan=model.plan.to_json(),
         # The highest, for only the ranks that hold a shard count.
-        step_counts={key: max(one.step_counts.get(key, 0) for one in prepared) for key in prepared[0].step_counts},
+        step_counts={
+            key: max(manifest.step_counts.get(key, 0) for manifest in prepared) for key in prepared[0].step_counts
+        },
         fused_settings=fused_settings(model),
         param_groups=_merged_groups(prepared),
     )
@@ -275,7 +279,7 @@ def of_all_ranks(prepared: list[Manifest], model: ShardedModel) -> Manifest:
 
 def step_counts(model: ShardedModel) -> dict[str, int]:
     """The updates of each table, and the steps of its ids, that this rank counts."""
-    return {key: n for one in sharded_collections(model) for key, n in one.step_counts().items()}
+    return {key: n for collection in sharded_collections(model) for key, n in collection.step_counts().items()}
 
 
 def check_incremental(incremental: int) -> None:
@@ -303,9 +307,9 @@ def _merged_groups(prepared: list[Manifest]) -> list[dict[str, Any]] | None:
     """The groups of all ranks, merged: only the ranks that hold a table have its parameters."""
     if prepared[0].param_groups is None:
         return None
-    groups_of_ranks = zip(*(one.param_groups or () for one in prepared), strict=True)
+    groups_of_ranks = zip(*(manifest.param_groups or () for manifest in prepared), strict=True)
     return [
-        {**groups[0], "parameters": sorted({name for one in groups for name in one["parameters"]})}
+        {**groups[0], "parameters": sorted({name for group in groups for name in group["parameters"]})}
         for groups in groups_of_ranks
     ]
 
@@ -325,8 +329,8 @@ def _copied(tensors: Mapping[str, HeldTensor], background: _Background) -> dict[
         if not values.is_cuda:
             room.copy_(values)
             return replace(part, values=room)
-        bytes_of = [one.detach().contiguous().view(-1).view(torch.uint8) for one in (room, values)]
-        for target, source in zip(*(one.split(_PINNED_BYTES) for one in bytes_of), strict=True):
+        bytes_of = [tensor.detach().contiguous().view(-1).view(torch.uint8) for tensor in (room, values)]
+        for target, source in zip(*(view.split(_PINNED_BYTES) for view in bytes_of), strict=True):
             target.copy_(block[: source.numel()].copy_(source))
         return replace(part, values=room)
 
@@ -352,7 +356,7 @@ def write_rank(
     kept = before.kept(tensors, data, number, incremental, changed)
     linked = [file for file, _ in before.files]
     file, index = write_part(data, number, tensors, kept, len(linked), file_name=file_name)
-    before.wrote(file, data, {(name, part.rect): part for name, one in index.items() for part in one.parts})
+    before.wrote(file, data, {(name, part.rect): part for name, tensor in index.items() for part in tensor.parts})
     return (file, index), linked
 
 
@@ -420,7 +424,7 @@ def write_part(
     """
     data.mkdir(exist_ok=True)
     kept = kept or {}
-    parts = [(name, one, part) for name, one in tensors.items() for part in one.parts if part.saved]
+    parts = [(name, tensor, part) for name, tensor in tensors.items() for part in tensor.parts if part.saved]
     rows_of = [kept[name, part.rect][1] if (name, part.rect) in kept else None for name, _, part in parts]
     numbers = {id(rows): rows for rows in rows_of if rows is not None and len(rows)}
     values = [

@@ -55,7 +55,7 @@ def parameter_infos(model: ShardedModel) -> dict[int, ParameterInfo]:
     _reshard(model)
     infos = {}
     collections = sharded_collections(model)
-    fused = {id(one.tables()[name]) for one in collections for name in one.fused_optimizers()}
+    fused = {id(collection.tables()[name]) for collection in collections for name in collection.fused_optimizers()}
     for path, table in _tables(model):
         for shard, parameter in table.locals.items():
             tensor = _of_table(model, table, {shard: parameter.detach()}, table.dtype)

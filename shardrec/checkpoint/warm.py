@@ -181,7 +181,9 @@ def warm_start(
             names = [[_table_names(path.removesuffix(".weight")) for path in pair] for pair in paths]
             accept({new[0]: old[0] for new, old in names if new and old})
         reports.append(report)
-        counts = {name: count for one in sharded_collections(model) for name, count in one.step_counts().items()}
+        counts = {
+            name: count for collection in sharded_collections(model) for name, count in collection.step_counts().items()
+        }
         selected = replace(
             manifest,
             tensors=tensors,

@@ -60,7 +60,9 @@ class StopRequest:
 
     def __enter__(self) -> Self:
         # A launcher that handles Ctrl-C itself has its ranks ignore it.
-        handled = [one for one in (signal.SIGTERM, signal.SIGINT) if signal.getsignal(one) is not signal.SIG_IGN]
+        handled = [
+            number for number in (signal.SIGTERM, signal.SIGINT) if signal.getsignal(number) is not signal.SIG_IGN
+        ]
         self._handling.enter_context(handling(self._record, *handled))
         return self
 

@@ -53,7 +53,7 @@ def balance_by_size(stages: int, module: nn.Sequential) -> list[int]:
     Raises:
         ConfigError: if there are fewer layers than stages.
     """
-    sizes = [sum(one.nbytes for one in [*layer.parameters(), *layer.buffers()]) for layer in _layers(module)]
+    sizes = [sum(tensor.nbytes for tensor in [*layer.parameters(), *layer.buffers()]) for layer in _layers(module)]
     return partition(sizes, stages)
 
 
@@ -81,9 +81,9 @@ def layer_seconds(module: nn.Sequential, sample: Any, *, repeats: int = 5) -> li
     parameters = list(module.parameters())
     gradients = [parameter.grad for parameter in parameters]
     state = {name: value.clone() for name, value in module.state_dict().items() if isinstance(value, Tensor)}
-    modes = {one: one.training for one in module.modules()}
+    modes = {submodule: submodule.training for submodule in module.modules()}
     seconds = [float("inf")] * len(layers)
-    devices = sorted({one.device.index for one in parameters if one.device.type == "cuda"})
+    devices = sorted({parameter.device.index for parameter in parameters if parameter.device.type == "cuda"})
     try:
         module.train()
         with torch.random.fork_rng(devices=devices), torch.enable_grad():
@@ -94,9 +94,9 @@ def layer_seconds(module: nn.Sequential, sample: Any, *, repeats: int = 5) -> li
                         value = tree_map(_leaf, value)
                         begin = _now(devices)
                         value = layer(value)
-                        roots = [one for one in tree_leaves(value) if isinstance(one, Tensor) and one.requires_grad]
+                        roots = [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor) and leaf.requires_grad]
                         if roots:
-                            torch.autograd.backward(roots, [torch.ones_like(one) for one in roots], retain_graph=True)
+                            torch.autograd.backward(roots, [torch.ones_like(root) for root in roots], retain_graph=True)
                         seconds[number] = min(seconds[number], _now(devices) - begin)
     finally:
         for submodule, training in modes.items():

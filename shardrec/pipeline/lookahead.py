@@ -133,7 +133,7 @@ class Lookahead:
 
     def _fetch(self, count: int) -> None:
         """Fetch batches up to this number, as far as the loader has any."""
-        while self._source is not None and len(self._slots) < count and not any(one.error for one in self._slots):
+        while self._source is not None and len(self._slots) < count and not any(slot.error for slot in self._slots):
             try:
                 batch = next(self._source)
                 with _on(self._copies):
@@ -300,10 +300,10 @@ def _on(stream: Any, after: Any = None) -> AbstractContextManager[Any]:
 def _copied(batch: Any, device: torch.device) -> Any:
     """The batch on a device; to CUDA from pinned memory, without waiting."""
     if isinstance(batch, (tuple, list)):
-        moved = [_copied(one, device) for one in batch]
+        moved = [_copied(part, device) for part in batch]
         return type(batch)(*moved) if hasattr(batch, "_fields") else type(batch)(moved)
     if isinstance(batch, Mapping):
-        return {key: _copied(one, device) for key, one in batch.items()}
+        return {key: _copied(part, device) for key, part in batch.items()}
     if not hasattr(batch, "to"):
         return batch
     if device.type != "cuda":
@@ -337,9 +337,9 @@ def _path(batch: Any, wanted: object, deepest: int = _DEEPEST) -> Path | None:
         return None
     inside: list[tuple[str, Any, Any]]
     if isinstance(batch, Mapping):
-        inside = [("item", key, one) for key, one in batch.items()]
+        inside = [("item", key, part) for key, part in batch.items()]
     elif isinstance(batch, (tuple, list)):
-        inside = [("item", number, one) for number, one in enumerate(batch)]
+        inside = [("item", number, part) for number, part in enumerate(batch)]
     else:
         names = [*getattr(batch, "__dict__", {}), *getattr(type(batch), "__slots__", ())]
         inside = [("attribute", name, getattr(batch, name, None)) for name in names]

@@ -119,7 +119,7 @@ def gather(values: Sequence[Any], what: str = "the output") -> Any:
     spec = flat[0][1]
     if any(other != spec for _, other in flat):
         raise ConfigError(
-            f"{what} is nested differently for some micro-batches: {', '.join(str(one) for _, one in flat)}"
+            f"{what} is nested differently for some micro-batches: {', '.join(str(nest) for _, nest in flat)}"
         )
     whole = []
     for leaves in zip(*(leaves for leaves, _ in flat), strict=True):

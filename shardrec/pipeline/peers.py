@@ -70,7 +70,7 @@ class Peers:
         numbers = [torch.zeros(1, dtype=torch.int64) for _ in range(self.size)]
         with self._about_stages():
             dist.all_gather(numbers, torch.tensor([number]), group=self._control)
-        return [int(one) for one in numbers]
+        return [int(tensor) for tensor in numbers]
 
     def broadcast(self, value: Tensor, stage: int) -> None:
         """Overwrite ``value`` on every rank with that of a stage."""
@@ -182,7 +182,7 @@ class PeerPort(Mailbox):
         Raises:
             PeerError: if another rank is gone.
         """
-        errors = [error for error in (one.exception() for one in self._under_way) if error is not None]
+        errors = [error for error in (future.exception() for future in self._under_way) if error is not None]
         self._under_way.clear()
         if errors:
             raise errors[0]

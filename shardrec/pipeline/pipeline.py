@@ -86,13 +86,13 @@ class Pipeline(nn.Module):
         self.schedule = schedule
         self.checkpoint: Checkpoint = checkpoint
         self.stages = stages
-        given = ["cpu"] * (1 if group is not None else stages) if devices is None else devices
-        self.devices = [_numbered(torch.device(device)) for device in given]
+        stage_devices = ["cpu"] * (1 if group is not None else stages) if devices is None else devices
+        self.devices = [_numbered(torch.device(device)) for device in stage_devices]
         needed = stages if group is None else 1
         if len(self.devices) < needed:
             raise ConfigError(
-                f"balance has {stages} stages and devices are {[str(one) for one in self.devices]}: give a device for "
-                "each stage"
+                f"balance has {stages} stages and devices are {[str(device) for device in self.devices]}: give a "
+                "device for each stage"
             )
         self.devices = self.devices[:needed]
         if group is not None and dist.get_world_size(group) != stages:
@@ -246,7 +246,7 @@ class Pipeline(nn.Module):
             self.recorder = None
         recorder.finish()
         spans = [recorder.spans] if self.peers is None else self.peers.gather(recorder.spans)
-        timeline.spans.extend(one for of_rank in spans for one in of_rank)
+        timeline.spans.extend(span for of_rank in spans for span in of_rank)
 
     def threads(self) -> ThreadPoolExecutor | None:
         """A thread per stage, if all of several stages are on the CPU."""

@@ -170,7 +170,7 @@ class Run:
         if not any(peers.agree(int(failure is not None))):
             return
         failures = peers.gather(None if failure is None else failure.told())
-        text_of = {one.stage: one.text for one in failures if one is not None}
+        text_of = {failure.stage: failure.text for failure in failures if failure is not None}
         if raised is not None:
             raise raised
         texts = [f"stage {stage} failed, on its rank:\n{text}" for stage, text in text_of.items()]
@@ -206,7 +206,7 @@ class Run:
         """The output, from which a backward goes back through the pipeline."""
         results = self._results()
         leaves, spec = tree_flatten(_gathered(results))
-        asks = [any(flags) for flags in zip(*(one.differentiable for one in results), strict=True)]
+        asks = [any(flags) for flags in zip(*(message.differentiable for message in results), strict=True)]
         token = torch.zeros(0, requires_grad=True)
         attached: Any = _Attach.apply(self, leaves, asks, token, *self._input())  # type: ignore[no-untyped-call]
         return tree_unflatten(attached, spec)
@@ -236,15 +236,18 @@ class Run:
         return [leaf for leaves, _ in self._parts for leaf in leaves]
 
     def _input_gradients(self) -> list[Tensor | None]:
-        grads = [one for batch in range(self.batches) for one in self._port.take(Key(0, -1, batch)).leaves]
-        return [None if one is None else one.to(leaf.device) for one, leaf in zip(grads, self._input(), strict=True)]
+        grads = [gradient for batch in range(self.batches) for gradient in self._port.take(Key(0, -1, batch)).leaves]
+        return [
+            None if gradient is None else gradient.to(leaf.device)
+            for gradient, leaf in zip(grads, self._input(), strict=True)
+        ]
 
     def total_loss(self) -> Tensor:
         """The sum over micro-batches, on every rank."""
         peers, device = self._peers, self._stages[-1].device
         total = torch.zeros((), device=device)
         if self._last:
-            parts = [one.leaves[0] for one in self._results()]
+            parts = [message.leaves[0] for message in self._results()]
             total = torch.stack([part for part in parts if part is not None]).sum()
         if peers is not None:
             last = self._stages[-1].stages - 1

@@ -134,7 +134,11 @@ def simulate(schedule: Schedule) -> list[TimedAction]:
     def needs(stage: int, action: Action) -> list[tuple[int, Action]]:
         forward_of = (stage, Action("F", action.batch))
         needed = [(stage - 1, action)] if action.kind == "F" else [(stage + 1, action), forward_of]
-        return [(at, one) for at, one in needed if 0 <= at < len(schedule) and one in members[at]]
+        return [
+            (at, needed_action)
+            for at, needed_action in needed
+            if 0 <= at < len(schedule) and needed_action in members[at]
+        ]
 
     progress = True
     while progress:
@@ -155,8 +159,8 @@ def simulate(schedule: Schedule) -> list[TimedAction]:
 def draw(schedule: Schedule) -> str:
     """The schedule as text, a line per stage and a column per unit of time; forward and backward take one each."""
     timed = simulate(schedule)
-    width = 1 + max((len(str(one.action)) for one in timed), default=0)
-    columns = int(max((one.end for one in timed), default=0))
+    width = 1 + max((len(str(entry.action)) for entry in timed), default=0)
+    columns = int(max((entry.end for entry in timed), default=0))
     lines = [["."] * columns for _ in schedule]
     for entry in timed:
         lines[entry.stage][int(entry.start)] = str(entry.action)
@@ -172,7 +176,7 @@ def bubble(stages: int, batches: int) -> float:
 
 def idle_share(timed: Sequence[TimedAction]) -> float:
     """Share of the stages' time, from the first start to the last end, in which they do nothing."""
-    stages = len({one.stage for one in timed})
-    begin, end = min(one.start for one in timed), max(one.end for one in timed)
-    busy = sum(one.end - one.start for one in timed)
+    stages = len({entry.stage for entry in timed})
+    begin, end = min(entry.start for entry in timed), max(entry.end for entry in timed)
+    busy = sum(entry.end - entry.start for entry in timed)
     return 1 - busy / (stages * (end - begin))

@@ -138,8 +138,8 @@ class Stage:
         self.stashed = [route for route in routes if route.source == index]
         self.popped = [route for route in routes if route.target == index]
         # The other stage, and the number of the skip: what comes in forward goes back in backward, and the other way.
-        self._before = [(index - 1, -1), *((one.source, one.number) for one in self.popped)]
-        self._behind = [(index + 1, -1), *((one.target, one.number) for one in self.stashed)]
+        self._before = [(index - 1, -1), *((route.source, route.number) for route in self.popped)]
+        self._behind = [(index + 1, -1), *((route.target, route.number) for route in self.stashed)]
         modules = dict.fromkeys(module for layer in layers for module in layer.modules())
         self.statistics = MiniBatchStatistics(modules)
         self.token = torch.zeros(0, requires_grad=True)
@@ -223,11 +223,11 @@ class StageStep:
         with self._noted(action, "compute"):
             record = _Record([self._entrance(message) for message in came])
             if step.with_gradients and batch < step.checkpointed:
-                versions = [versions_of(one.leaves) for one in record.entrances]
+                versions = [versions_of(entrance.leaves) for entrance in record.entrances]
                 record.random = RandomState(stage.device, self._stream)
                 with flagged("checkpointing"):
                     messages, _ = self._compute(record, batch, with_graph=False)
-                if versions != [versions_of(one.leaves) for one in record.entrances]:
+                if versions != [versions_of(entrance.leaves) for entrance in record.entrances]:
                     raise PipelineError(
                         f"stage {stage.index} changes its input in place, and could not compute its forward again from "
                         "it: set inplace=False in its first layer, or checkpoint='never'"

@@ -93,18 +93,18 @@ class Timeline:
     def seconds(self) -> float:
         """From the first start to the last end of a computation."""
         computed = self._computed()
-        return max(one.end for one in computed) - min(one.start for one in computed)
+        return max(span.end for span in computed) - min(span.start for span in computed)
 
     @property
     def idle_share(self) -> float:
         """Share of the stages' time in which they compute nothing; the schedule's own is :func:`schedule.bubble`."""
         computed = self._computed()
-        stages = len({one.stage for one in computed})
-        return 1 - sum(one.end - one.start for one in computed) / (stages * self.seconds)
+        stages = len({span.stage for span in computed})
+        return 1 - sum(span.end - span.start for span in computed) / (stages * self.seconds)
 
     def save_trace(self, path: str | Path) -> None:
         """Write a trace for chrome://tracing or Perfetto: a process per stage."""
-        begin = min(one.start for one in self.spans)
+        begin = min(span.start for span in self.spans)
         lanes = {"compute": 0, "wait": 1, "send": 2}
         events = [
             {
@@ -118,7 +118,7 @@ class Timeline:
             }
             for span in self.spans
         ]
-        stages = sorted({one.stage for one in self.spans})
+        stages = sorted({span.stage for span in self.spans})
         events += [
             {"name": "process_name", "ph": "M", "pid": stage, "args": {"name": f"stage {stage}"}} for stage in stages
         ]
@@ -128,8 +128,8 @@ class Timeline:
         """Draw a line per stage: forwards, backwards, waits, and messages on their way below."""
         from matplotlib.figure import Figure
 
-        begin = min(one.start for one in self.spans)
-        stages = sorted({one.stage for one in self.spans})
+        begin = min(span.start for span in self.spans)
+        stages = sorted({span.stage for span in self.spans})
         figure = Figure(figsize=(10, 1 + 0.6 * len(stages)), layout="constrained")
         axes = figure.add_subplot()
         colours = {"F": "#4c78a8", "B": "#f58518"}
@@ -148,4 +148,4 @@ class Timeline:
         figure.savefig(path, dpi=120)
 
     def _computed(self) -> list[Span]:
-        return [one for one in self.spans if one.kind == "compute"]
+        return [span for span in self.spans if span.kind == "compute"]

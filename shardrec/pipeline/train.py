@@ -108,7 +108,11 @@ class TrainPipeline:
         self._loss_fn = loss_fn or operator.call
         context = model.context if isinstance(model, ShardedModel) else None
         if device is None:
-            device = next((one.device for one in model.parameters()), "cpu") if context is None else context.device
+            device = (
+                next((parameter.device for parameter in model.parameters()), "cpu")
+                if context is None
+                else context.device
+            )
         self._ahead = partial(Lookahead, context=context, depth=depth, device=torch.device(device))
         self._steps = self._ahead(dataloader, gradients=True)
 

@@ -75,8 +75,8 @@ class Planner:
 
     def changed(self, **others: Any) -> Planner:
         """The same tables and prices with another ``topology``, or other ``constraints``."""
-        given = {"topology": self.topology, "constraints": self.constraints, "device": self.machine.kind} | others
-        return Planner(self.tables, batch_size=self.model.batch_size, profile=self.profile, **given)
+        arguments = {"topology": self.topology, "constraints": self.constraints, "device": self.machine.kind} | others
+        return Planner(self.tables, batch_size=self.model.batch_size, profile=self.profile, **arguments)
 
     def _least_shard(self) -> tuple[float, float]:
         """A share of a rank's mean load, and of its memory."""
@@ -103,7 +103,7 @@ class Planner:
         one option has an item with this number of bytes for each rank, at its place.
         """
         # Tables with the same candidates have the same options: one object.
-        options = {id(each): tuple(one.option for one in each) for each in self.candidates.values()}
+        options = {id(each): tuple(candidate.option for candidate in each) for each in self.candidates.values()}
         problem = Problem(
             ranks=self.topology.world_size,
             capacity=(self.capacity if capacity is None else capacity,),

@@ -96,15 +96,15 @@ def loads_of(
     from shardrec.lookup.kernels import has_fused_kernel  # with torch
     from shardrec.lookup.optimizers import OptimizerKind  # with torch
 
-    given = dict(poolings or {})
+    pooling_of = dict(poolings or {})
     used: set[str] = set()
     loads = {}
     for name, config, optimizer, pooled, dedup, dynamic in tables:
         growth = None
         poolings_here, ids = [], []
         for feature in config.feature_names:
-            value = given.get(feature, given.get(name))
-            used |= {feature, name} & given.keys()
+            value = pooling_of.get(feature, pooling_of.get(name))
+            used |= {feature, name} & pooling_of.keys()
             seen = (sampled or {}).get(feature)
             poolings_here.append(value if value is not None else seen.pooling if seen else 1.0)
             if seen is not None:
@@ -129,7 +129,7 @@ def loads_of(
             and "BF16" not in str(config.data_type)
             and has_fused_kernel(optimizer, torch.device("cuda"), torch.float32, [config.embedding_dim]),
         )
-    unknown = sorted(given.keys() - used)
+    unknown = sorted(pooling_of.keys() - used)
     if unknown:
         raise ConfigError(f"poolings names {unknown[0]!r}, which is no feature and no table of the model")
     return loads

@@ -125,7 +125,7 @@ class RemoteCollectives(Collectives):
         if not modules:  # nothing of the servers: sums of squares of rows that no trainer holds
             return Later(lambda: [like.new_zeros(size) for size in receive])
         requests = [[parts[server] for parts in modules] for server in range(len(self.servers))]
-        answers = [self.servers.ask(server, look_up, one, what="lookup") for server, one in enumerate(requests)]
+        answers = [self.servers.ask(server, look_up, request, what="lookup") for server, request in enumerate(requests)]
         way_back = None if streams is None else _Gradients(self, requests, streams, like.device)
         return Later(partial(self._rows, answers, like.device), way_back)
 
@@ -205,7 +205,9 @@ class _Gradients:
     def views(self) -> list[Tensor]:
         sizes = self.streams.into
         self.buffers = [torch.empty(sum(of_rank), device=self.device) for of_rank in sizes]
-        return [view for one, of_rank in zip(self.buffers, sizes, strict=True) for view in one.split(list(of_rank))]
+        return [
+            view for buffer, of_rank in zip(self.buffers, sizes, strict=True) for view in buffer.split(list(of_rank))
+        ]
 
     def send(self) -> None:
         gradients = self.buffers[len(self.buffers) - len(self.requests) :]

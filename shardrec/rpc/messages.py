@@ -47,7 +47,7 @@ def unwrapped(answer: Any, server: str) -> Any:
     """
     if isinstance(answer, tuple) and len(answer) == 2 and answer[0] is True:
         return answer[1]
-    if isinstance(answer, tuple) and len(answer) == 3 and all(isinstance(one, str) for one in answer[1:]):
+    if isinstance(answer, tuple) and len(answer) == 3 and all(isinstance(field, str) for field in answer[1:]):
         cls = getattr(errors, answer[1]) if answer[1] in errors.__all__ else PeerError
         raise cls(f"{server}: {answer[2]}")
     raise PeerError(f"{server} answered with a {type(answer).__name__}; use one release of shardrec everywhere")

@@ -70,7 +70,7 @@ class RemoteModel(ShardedModel):
         return [
             (
                 SavedFile(**{**file, "checksums": tuple(file["checksums"])}),
-                {name: SavedTensor.from_json(one) for name, one in tensors.items()},
+                {name: SavedTensor.from_json(tensor) for name, tensor in tensors.items()},
             )
             for file, tensors in saved
         ]
@@ -107,7 +107,7 @@ def shard_over_servers(
     collections = collections_of(model)
     collectives = RemoteCollectives(trainers, connections, staleness=servers.staleness)
     collectives.kept = KeptGradients() if updates_at_step else None
-    policies = policies_of(on_bad_id, (name for one in collections.values() for name in features_of(one)))
+    policies = policies_of(on_bad_id, (name for module in collections.values() for name in features_of(module)))
     context = ModelContext(collectives, device, ExchangeOptions(on_bad_id=policies, updates_at_step=updates_at_step))
     context.gradients.are_reduced = trainers.world_size == 1  # nothing to reduce
     agree_on_plan(plan, _faults(plan, model, len(connections)), context.headers)
@@ -117,10 +117,16 @@ def shard_over_servers(
     replaced: dict[int, ShardedCollection] = {}
     for number, (path, module) in enumerate(collections.items()):
         storage = remote_storage(collectives, number)
-        given: dict[str, Any] = {"path": path, "device": device, "group": group, "context": context, "storage": storage}
-        replaced[id(module)] = sharded_collection(module, shifted, dedup=dedup, **given)
+        arguments: dict[str, Any] = {
+            "path": path,
+            "device": device,
+            "group": group,
+            "context": context,
+            "storage": storage,
+        }
+        replaced[id(module)] = sharded_collection(module, shifted, dedup=dedup, **arguments)
     remote_collections = list(replaced.values())
-    collectives.rates = {one: one.lr for one in fused_optimizers_of(remote_collections)}
+    collectives.rates = {optimizer: optimizer.lr for optimizer in fused_optimizers_of(remote_collections)}
     _on_all(context, lambda: _check_servers(plan, list(collections), collectives))
     for module in collections.values():
         _on_all(context, partial(_send_first_values, module, replaced[id(module)]))
@@ -171,7 +177,7 @@ def _check_servers(plan: ShardingPlan, paths: Sequence[str], collectives: Remote
         "servers": len(servers),
         "plan": plan.fingerprint,
         "collections": list(paths),
-        "optimizers": [repr(one) for one in collectives.rates],
+        "optimizers": [repr(optimizer) for optimizer in collectives.rates],
     }
     for number in range(len(servers)):
         answer = servers.call(number, "describe")

@@ -116,8 +116,8 @@ def remote_storage(collectives: RemoteCollectives, number: int) -> Storage:
         number: of the collection among those of the model.
     """
 
-    def table(layout: TableLayout, *given: Any, **named: Any) -> ShardedTable:
-        return (ShardedTable if layout.replicated else partial(RemoteTable, collectives))(layout, *given, **named)
+    def table(layout: TableLayout, *arguments: Any, **named: Any) -> ShardedTable:
+        return (ShardedTable if layout.replicated else partial(RemoteTable, collectives))(layout, *arguments, **named)
 
     def add_request(input: InputPacker, prepared: Prepared, sent: SentIds) -> None:
         """Let a batch's ids go with the lookup that is to come."""

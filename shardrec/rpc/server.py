@@ -140,7 +140,7 @@ class EmbeddingServer:
         if target.type == "cpu":
             keep_large_blocks()
         self.rank, self.read_only = rank, read_only
-        names = list(servers) if servers is not None else [f"server{one}" for one in range(plan.world_size)]
+        names = list(servers) if servers is not None else [f"server{number}" for number in range(plan.world_size)]
         if len(names) != plan.world_size:
             raise ConfigError(f"servers={names}; give a name for each of the plan's {plan.world_size} ranks")
         self.between = ServerCollectives(rank, names, take_rows)
@@ -232,7 +232,7 @@ class EmbeddingServer:
 
     def _queue_updates(self, run: int) -> None:
         """Queue the updates of a run that are complete, in their order, with the lock held."""
-        for update in sorted(one for one in self._pushes if one[0] == run):
+        for update in sorted(update for update in self._pushes if update[0] == run):
             pushes = self._pushes[update]
             if len(pushes.of) < pushes.trainers or update[1] > self._next.get(run, update[1]):
                 return
@@ -252,14 +252,14 @@ class EmbeddingServer:
             "servers": self.model.plan.world_size,
             "plan": self.model.plan.fingerprint,
             "collections": self._paths,
-            "optimizers": [repr(one) for one in self._optimizers],
+            "optimizers": [repr(optimizer) for optimizer in self._optimizers],
             "read_only": self.read_only,
             **{key: self._counts[key] for key in ("requests", "lookups", "updates")},
         }
 
     def step_counts(self) -> dict[str, int]:
         """Per table, the updates that its fused optimizer has made, where this server holds a part of it."""
-        return {name: count for one in self._collections for name, count in one.step_counts().items()}
+        return {name: count for collection in self._collections for name, count in collection.step_counts().items()}
 
     def read(self, table: str, state: str) -> list[tuple[list[int], Tensor]]:
         """This server's shards of a table, or of a state of its fused optimizer.
@@ -297,7 +297,7 @@ class EmbeddingServer:
             The file, and what is in it, as JSON-compatible data.
         """
         file, tensors = write_part(Path(data), number, table_tensors(self.model))
-        return [asdict(file), {name: one.to_json() for name, one in tensors.items()}]
+        return [asdict(file), {name: tensor.to_json() for name, tensor in tensors.items()}]
 
     def load(self, folder: str) -> int:
         """Load this server's shards from a checkpoint, whichever plan it was saved under.
@@ -360,7 +360,7 @@ class EmbeddingServer:
         rates = of_trainers.rates
         self.between.begin(update, of_trainers.deadline())
         numbers = [[part[0] for part in push.parts] for push in pushes]
-        if any(one != numbers[0] for one in numbers) or len(rates) != len(self._optimizers):
+        if any(of_push != numbers[0] for of_push in numbers) or len(rates) != len(self._optimizers):
             raise InputError(
                 f"the trainers push gradients of collections {numbers}, with {len(rates)} learning rates for "
                 f"{len(self._optimizers)} optimizers; give all of them the same model"
@@ -372,7 +372,8 @@ class EmbeddingServer:
         together = [[place] for place in reversed(range(len(numbers[0])))]
         if of_trainers.at_step:
             together = [
-                [place for place, one in enumerate(numbers[0]) if one == number] for number in sorted(set(numbers[0]))
+                [place for place, collection_number in enumerate(numbers[0]) if collection_number == number]
+                for number in sorted(set(numbers[0]))
             ]
         with torch.enable_grad():
             streams = [
@@ -407,8 +408,12 @@ class EmbeddingServer:
         """Give up updates whose other trainers have not come; returns the seconds until the next may be due."""
         now = monotonic()
         with self._lock:
-            late = {one: self._pushes.pop(one) for one in list(self._pushes) if self._pushes[one].deadline() <= now}
-            due = min((one.deadline() for one in self._pushes.values()), default=now + _IDLE_S)
+            late = {
+                update: self._pushes.pop(update)
+                for update in list(self._pushes)
+                if self._pushes[update].deadline() <= now
+            }
+            due = min((pushes.deadline() for pushes in self._pushes.values()), default=now + _IDLE_S)
         for update, pushes in late.items():
             error = PeerError(
                 f"of update {update[1]} only the gradients of trainer(s) {', '.join(map(str, sorted(pushes.of)))} have "
@@ -421,7 +426,7 @@ class EmbeddingServer:
 
 def fused_optimizers_of(collections: Sequence[ShardedCollection]) -> list[FusedOptimizer]:
     """The distinct fused optimizers of a model, in an order that servers and trainers share."""
-    return list(dict.fromkeys(one for each in collections for one in each.fused_optimizers().values()))
+    return list(dict.fromkeys(optimizer for each in collections for optimizer in each.fused_optimizers().values()))
 
 
 def _no_updates(collections: Sequence[ShardedCollection]) -> str:

@@ -55,7 +55,7 @@ class ServerCollectives(Collectives):
         """
         self._update, self._deadline, self._exchanges = update, deadline, 0
         with self._came:
-            for key in [one for one in self._box if one[0] != update[0] or one[1] < update[1]]:
+            for key in [key for key in self._box if key[0] != update[0] or key[1] < update[1]]:
                 del self._box[key]
 
     def put(self, key: _Key, rows: Tensor) -> None:

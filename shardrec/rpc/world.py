@@ -67,7 +67,7 @@ def _sockets() -> Iterator[socket.socket]:
 
 def _listening() -> set[Any]:
     """The addresses at which this process listens."""
-    return {one.getsockname() for one in _sockets() if one.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)}
+    return {sock.getsockname() for sock in _sockets() if sock.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)}
 
 
 def _close_doors(doors: set[Any]) -> None:

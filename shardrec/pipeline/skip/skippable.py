@@ -247,10 +247,10 @@ def skippable(stash: Sequence[str] = (), pop: Sequence[str] = ()) -> Callable[[t
     return decorate
 
 
-def _names(given: Iterable[str], what: str) -> frozenset[str]:
-    if isinstance(given, str):
-        raise TypeError(f"{what}={given!r}: give a list of names, such as [{given!r}]")
-    names = list(given)
+def _names(argument: Iterable[str], what: str) -> frozenset[str]:
+    if isinstance(argument, str):
+        raise TypeError(f"{what}={argument!r}: give a list of names, such as [{argument!r}]")
+    names = list(argument)
     for name in names:
         if not isinstance(name, str):
             raise TypeError(f"{what}={names!r}: {name!r} is a {type(name).__name__}, and skip names are strings")

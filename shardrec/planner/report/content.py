@@ -91,7 +91,9 @@ def content(plan: ShardingPlan) -> Content:
         weights = layout.num_embeddings * layout.embedding_dim * _BYTES_PER_WEIGHT
         sizes.append(f"{(weights if known is None else known.bytes) / _MIB:,.2f}")
         cuts.append((layout.cut if known is None else known.cut).replace("_", "-"))
-    rows, dims = zip(*((f"{one.num_embeddings:,}", str(one.embedding_dim)) for one in plan.tables), strict=True)
+    rows, dims = zip(
+        *((f"{layout.num_embeddings:,}", str(layout.embedding_dim)) for layout in plan.tables), strict=True
+    )
     columns = [
         Column(name="table", cells=tuple(layout.name for layout in plan.tables)),
         Column(name="rows", cells=rows, is_number=True),

@@ -297,21 +297,21 @@ class Batch:
             if family.clusters is not None:
                 score, cluster = _best_of(score, family.clusters[self.arrays.kind_set[kind]])
             free = np.count_nonzero(score < np.inf, axis=1)
-            taken = np.minimum(count, score.shape[1] if limits.apart else free)
-            good = (taken > 0) & (free >= taken)
-            which = np.repeat(np.arange(len(rows)), np.where(good, taken, 0))
-            if (taken <= 1).all():
+            placed_count = np.minimum(count, score.shape[1] if limits.apart else free)
+            good = (placed_count > 0) & (free >= placed_count)
+            which = np.repeat(np.arange(len(rows)), np.where(good, placed_count, 0))
+            if (placed_count <= 1).all():
                 place = score.argmin(axis=1)[which]
             else:
                 order = np.argsort(score, axis=1)
-                place = order[np.arange(score.shape[1]) < np.where(good, taken, 0)[:, None]]
+                place = order[np.arange(score.shape[1]) < np.where(good, placed_count, 0)[:, None]]
             if family.clusters is not None:
                 place = cluster[which, place]
             failed.append(rows[~good])
             self._add(family, rows[which], kind[which], place, 1)
             self._placed.append((self.step, rows[which], kind[which], place))
-            more = np.flatnonzero(good & (count > taken))
-            rows, kind, count = rows[more], kind[more], (count - taken)[more]
+            more = np.flatnonzero(good & (count > placed_count))
+            rows, kind, count = rows[more], kind[more], (count - placed_count)[more]
         return np.concatenate(failed)
 
     def _scores(self, family: Family, rows: Ints, kind: Ints, limits: _Limits) -> Floats:

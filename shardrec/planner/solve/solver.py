@@ -176,7 +176,8 @@ class _Search:
             most = _PROPOSALS_PER_EFFORT * self.limits.effort
             repaired = search.run(starts, most, stop, floor=1.0)
             best = min(
-                (found or start for found, start in zip(repaired, starts, strict=True)), key=lambda each: each.cost
+                (improvement or start for improvement, start in zip(repaired, starts, strict=True)),
+                key=lambda each: each.cost,
             )
             if (packing := best.of(self.encoded)).fits():
                 self._add(packing)
