@@ -86,6 +86,7 @@ def layer_seconds(module: nn.Sequential, sample: Any, *, repeats: int = 5) -> li
     devices = sorted({parameter.device.index for parameter in parameters if parameter.device.type == "cuda"})
     try:
         module.train()
+        module.zero_grad()  # backward would add to the gradients in place
         with torch.random.fork_rng(devices=devices), torch.enable_grad():
             for _ in range(repeats):
                 with use_skip_tracker(SkipTracker()):

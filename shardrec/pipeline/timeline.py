@@ -11,6 +11,7 @@ from pathlib import Path
 
 import torch
 
+from shardrec.pipeline.error import PipelineError
 from shardrec.pipeline.schedule import Action
 
 __all__ = ["Recorder", "Span", "Timeline"]
@@ -85,6 +86,9 @@ class Timeline:
 
     Args:
         spans: in any order.
+
+    Raises:
+        PipelineError: by each method, if there are none.
     """
 
     spans: list[Span]
@@ -104,7 +108,7 @@ class Timeline:
 
     def save_trace(self, path: str | Path) -> None:
         """Write a trace for chrome://tracing or Perfetto: a process per stage."""
-        begin = min(span.start for span in self.spans)
+        begin = min(span.start for span in self._recorded())
         lanes = {"compute": 0, "wait": 1, "send": 2}
         events = [
             {
@@ -128,7 +132,7 @@ class Timeline:
         """Draw a line per stage: forwards, backwards, waits, and messages on their way below."""
         from matplotlib.figure import Figure
 
-        begin = min(span.start for span in self.spans)
+        begin = min(span.start for span in self._recorded())
         stages = sorted({span.stage for span in self.spans})
         figure = Figure(figsize=(10, 1 + 0.6 * len(stages)), layout="constrained")
         axes = figure.add_subplot()
@@ -147,5 +151,12 @@ class Timeline:
         axes.set_xlabel("ms (blue forward, orange backward, grey wait, green sending)")
         figure.savefig(path, dpi=120)
 
+    def _recorded(self) -> list[Span]:
+        if not self.spans:
+            raise PipelineError(
+                "nothing was recorded: run a step inside the block of Pipeline.record(), and read the timeline after it"
+            )
+        return self.spans
+
     def _computed(self) -> list[Span]:
-        return [span for span in self.spans if span.kind == "compute"]
+        return [span for span in self._recorded() if span.kind == "compute"]

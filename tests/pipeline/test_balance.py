@@ -58,10 +58,12 @@ def test_by_time_leaves_the_model_as_it_was(monkeypatch: pytest.MonkeyPatch) -> 
     before = {name: value.clone() for name, value in model.state_dict().items()}
     sample = torch.randn(5, 4)
     random = torch.get_rng_state()
+    model[5].weight.grad = gradient = torch.ones(1, 4)
     assert balance.layer_seconds(model, sample, repeats=2) == [0, 3, 0, 0, 0, 0]
     assert balance_by_time(2, model, sample) in ([1, 5], [2, 4])
     torch.testing.assert_close(dict(model.state_dict()), before)
-    assert all(parameter.grad is None for parameter in model.parameters())
+    gradients = {name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None}
+    assert gradients.keys() == {"5.weight"} and gradients["5.weight"] is gradient and bool((gradient == 1).all())
     assert torch.equal(random, torch.get_rng_state())
     assert [layer.training for layer in model] == [False, False, False, True, False, False]
     assert not model.training

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from shardrec.pipeline import Pipeline, Timeline
+from shardrec.pipeline import Pipeline, PipelineError, Timeline
 from shardrec.pipeline.timeline import Span
 from tests.ranks import ranks
 
@@ -24,6 +25,21 @@ def test_shares() -> None:
     timeline = Timeline([span(0, "F0", 0, 1), span(1, "F0", 0, 1, "wait"), span(1, "F0", 1, 2)])
     assert timeline.seconds == 2
     assert timeline.idle_share == pytest.approx(0.5)
+
+
+@pytest.mark.parametrize(
+    "read",
+    [
+        lambda timeline, path: timeline.seconds,
+        lambda timeline, path: timeline.idle_share,
+        lambda timeline, path: timeline.save_trace(path),
+        lambda timeline, path: timeline.save_png(path),
+    ],
+)
+def test_a_timeline_without_a_step_says_so(read: Callable[[Timeline, Path], object], tmp_path: Path) -> None:
+    with pytest.raises(PipelineError, match="nothing was recorded: run a step inside"):
+        read(Timeline([]), tmp_path / "file")
+    assert not (tmp_path / "file").exists()
 
 
 def test_a_step_is_recorded_and_drawn(tmp_path: Path) -> None:
