@@ -70,7 +70,7 @@ def _linked(manifest: Manifest) -> dict[str, Any]:
     if not manifest.linked:
         return {}
     size = sum(file.size for file in manifest.linked)
-    rows = sum(rows.length for one in manifest.tensors.values() for part in one.parts for rows in part.changes)
+    rows = sum(rows.length for tensor in manifest.tensors.values() for part in tensor.parts for rows in part.changes)
     return {
         "files of earlier saves": f"{len(manifest.linked)}, {size:,} bytes, as hard links; no other folder is needed",
         "changed rows": f"{rows:,} of all tensors, which are read on top of them",

@@ -194,12 +194,12 @@ def _load(where: str, row: Mapping[str, Any], optimizer: str) -> TableLoad:
     missing = [name for name in _COLUMNS if row.get(name) in (None, "")]
     if missing:
         raise ConfigError(f"{where}: {missing[0]} is missing")
-    given = row.get("pooling")
-    poolings = [1] if given in (None, "") else given if isinstance(given, list) else str(given).split(";")
+    pooling = row.get("pooling")
+    poolings = [1] if pooling in (None, "") else pooling if isinstance(pooling, list) else str(pooling).split(";")
     try:
         ids = tuple(float(each) for each in poolings)
     except (TypeError, ValueError):
-        raise ConfigError(f"{where}: pooling is {given!r}; give numbers, with ';' between them") from None
+        raise ConfigError(f"{where}: pooling is {pooling!r}; give numbers, with ';' between them") from None
     per_weight, per_row = _OPTIMIZERS[optimizer]
     try:
         return TableLoad(

@@ -163,8 +163,8 @@ def compare_command(
 ) -> None:
     """Show the options that two runs differ in, and their metrics side by side."""
     runs = [RunFolder(path) for path in (left, right)]
-    rows: list[tuple[Any, ...]] = [(name, *values) for name, values in differing(*(one.config for one in runs)).items()]
-    first, second = (one.summary() for one in runs)
+    rows: list[tuple[Any, ...]] = [(name, *values) for name, values in differing(*(run.config for run in runs)).items()]
+    first, second = (run.summary() for run in runs)
     names = [name for name in (*first, *second) if name not in ("data", "model", "checkpoints")]
     rows += [(name, first.get(name, ""), second.get(name, "")) for name in dict.fromkeys(names)]
     console().print(_table(rows, "", str(left), str(right)))

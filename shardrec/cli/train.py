@@ -19,15 +19,15 @@ __all__ = ["train_command"]
 def train_command() -> Callable[..., None]:
     """The function behind the command; its parameters are made from the config's fields, which hold the help texts."""
 
-    def command(**given: Any) -> None:
+    def command(**arguments: Any) -> None:
         """Train a sharded click model and compare it with the best possible one.
 
         Without a data file the rows are generated, so that the best possible AUC is known. Options come from the YAML
         file CONFIG (keys as the flags, with underscores); flags go over it. The results go to a folder: plan.json,
         metrics.json, curve.png, config.yaml and checkpoints/.
         """
-        path, debug, resume = given.pop("config"), given.pop("debug"), given.pop("resume")
-        flags = {name: value for name, value in given.items() if value not in (None, [])}
+        path, debug, resume = arguments.pop("config"), arguments.pop("debug"), arguments.pop("resume")
+        flags = {name: value for name, value in arguments.items() if value not in (None, [])}
         try:
             train(load_config(path, flags, resume=resume), resume=resume, debug=debug)
         except RunStopped as stopped:
@@ -49,5 +49,5 @@ def train_command() -> Callable[..., None]:
     debug = typer.Option("--debug", help="Show tracebacks.", rich_help_panel="Output")
     parameters.append(parameter("debug", Annotated[bool, debug], False))
     command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]  # functions take attributes
-    command.__annotations__ = {one.name: one.annotation for one in parameters}
+    command.__annotations__ = {command_parameter.name: command_parameter.annotation for command_parameter in parameters}
     return command

@@ -170,13 +170,13 @@ def column_fault(kind: Any, name: str, spec: FeatureSpec) -> str:
     """What to give instead of a column of this type; empty when it can be read."""
     import pyarrow as pa
 
-    numeric = {*spec.label_sources, *(one.source for one in spec.dense)}
+    numeric = {*spec.label_sources, *(feature.source for feature in spec.dense)}
     inner = kind.value_type if _is_list(kind) else kind
     inner = inner.value_type if pa.types.is_dictionary(inner) else inner
     number = pa.types.is_integer(inner) or _is_fraction(inner) or pa.types.is_boolean(inner)
     readable = number or _is_text(inner) or pa.types.is_null(inner)
     if pa.types.is_date(kind) or pa.types.is_timestamp(kind):
-        as_ids = {spec.group, *(one.source for one in spec.sparse if one.coding != "buckets")}
+        as_ids = {spec.group, *(feature.source for feature in spec.sparse if feature.coding != "buckets")}
         return "a date is read as a number of days: give boundaries, or kind: dense" if name in as_ids else ""
     if name in numeric and (_is_list(kind) or not readable):
         return "write numbers"
@@ -287,8 +287,8 @@ def _bags(table: Any, feature: Feature, dictionaries: dict[str, Dictionary] | No
     bad = np.bincount(row_V[bad_V], minlength=len(lengths)) > 0
     weights = None
     if feature.weights is not None:
-        given, of_each = _flat(table[feature.weights], feature)
-        values, missing, bad_W = _numbers(given)
+        weight_array, of_each = _flat(table[feature.weights], feature)
+        values, missing, bad_W = _numbers(weight_array)
         if of_each is None or not np.array_equal(of_each, lengths):
             differ = np.ones(len(lengths), np.bool_) if of_each is None else of_each != lengths
             bad |= differ
@@ -539,10 +539,13 @@ def _interleave(
         return np.column_stack([bag.ids for bag in bags]).reshape(-1), None, None
     ones = np.ones(count, dtype=np.int64)
     lengths_T = np.concatenate([ones if bag.lengths is None else bag.lengths for bag in bags])
-    given = [np.ones(len(bag.ids), np.float32) if bag.weights is None else bag.weights for bag in bags]
+    weights_by_bag = [np.ones(len(bag.ids), np.float32) if bag.weights is None else bag.weights for bag in bags]
     by_row = np.arange(len(lengths_T)).reshape(len(bags), count).T.reshape(-1)
     lengths, ids, weights = bags_at(
-        by_row, lengths_T, np.concatenate([bag.ids for bag in bags]), np.concatenate(given) if weighted else None
+        by_row,
+        lengths_T,
+        np.concatenate([bag.ids for bag in bags]),
+        np.concatenate(weights_by_bag) if weighted else None,
     )
     return ids.numpy(), lengths.view(count, len(bags)).numpy(), None if weights is None else weights.numpy()
 

@@ -37,9 +37,9 @@ def open_click_data(
         DataError: a file that cannot be read.
     """
     if isinstance(source, SyntheticConfig):
-        given = [*options, *(["spec"] if spec is not None else [])]
-        if given:
-            raise ConfigError(f"{', '.join(given)} given with a SyntheticConfig: set its own fields instead")
+        option_names = [*options, *(["spec"] if spec is not None else [])]
+        if option_names:
+            raise ConfigError(f"{', '.join(option_names)} given with a SyntheticConfig: set its own fields instead")
         return SyntheticClickData(source)
     paths = [source] if isinstance(source, (str, os.PathLike)) else source
     files = [name for path in paths for name in files_of(os.fspath(path))]

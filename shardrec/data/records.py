@@ -41,18 +41,20 @@ def decoder_of(options: str) -> Decode:
         DataError: for other options, or a schema that cannot be read.
         VersionError: without the extra that the format needs.
     """
-    given = dict(option.partition("=")[::2] for option in options.split("&") if option)
-    kind = given.pop("format", "json")
-    number = given.pop("schema_id", None) if kind != "json" else None
+    settings = dict(option.partition("=")[::2] for option in options.split("&") if option)
+    kind = settings.pop("format", "json")
+    number = settings.pop("schema_id", None) if kind != "json" else None
     is_number = number is None or (number.isdecimal() and int(number) < 2**32)
-    if kind not in _NAMES or given.keys() != _NAMES[kind] or not all(given.values()) or not is_number:
+    if kind not in _NAMES or settings.keys() != _NAMES[kind] or not all(settings.values()) or not is_number:
         raise DataError(
             f"data (--data) is a topic with the options {options!r}: give format=avro&schema=FILE, or "
             "format=protobuf&schema=FILE&message=NAME, each perhaps with &schema_id=NUMBER; none for JSON"
         )
     if kind == "json":
         return _json
-    decode, indexes = _avro(given["schema"]) if kind == "avro" else _protobuf(given["schema"], given["message"])
+    decode, indexes = (
+        _avro(settings["schema"]) if kind == "avro" else _protobuf(settings["schema"], settings["message"])
+    )
     header = b"" if number is None else b"\0" + int(number).to_bytes(4, "big") + indexes
 
     def decode_record(data: bytes) -> Any:
@@ -63,7 +65,7 @@ def decoder_of(options: str) -> Decode:
             return _plain(decode(data[len(header) :]))
         except (ArithmeticError, EOFError, LookupError, TypeError, ValueError) as error:
             text = (str(error) or type(error).__name__).splitlines()[0]
-            where = f"record {data[:16]!r} is none of {given['schema']} ({text})"
+            where = f"record {data[:16]!r} is none of {settings['schema']} ({text})"
             return RowFault(reason=Reason.OBJECT, where=where, remedy="correct it")
 
     return decode_record

@@ -137,7 +137,7 @@ def _value(value: Any, feature: Feature) -> Any:
         return None
     if not isinstance(value, Sequence) or isinstance(value, str):
         raise refused("a list or null")
-    texts = [as_text(one) for one in value]
+    texts = [as_text(raw_id) for raw_id in value]
     if None in texts:
         raise refused("a list of texts or numbers")
     return texts

@@ -133,8 +133,10 @@ def bags_at(
     places: NDArray[np.int64], lengths: NDArray[np.int64], ids: NDArray[np.int64], weights: NDArray[np.float32] | None
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """The bags at these places (M,) of those with lengths (L,), in this order: lengths (M,), ids (V,), weights (V,)."""
-    given = [None if one is None else torch.from_numpy(one) for one in (places.astype(np.int32), lengths, ids, weights)]
-    permuted: tuple[Tensor, Tensor, Tensor | None] = torch.ops.fbgemm.permute_1D_sparse_data(*given)
+    tensors = [
+        None if array is None else torch.from_numpy(array) for array in (places.astype(np.int32), lengths, ids, weights)
+    ]
+    permuted: tuple[Tensor, Tensor, Tensor | None] = torch.ops.fbgemm.permute_1D_sparse_data(*tensors)
     return permuted
 
 

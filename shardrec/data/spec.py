@@ -142,22 +142,22 @@ class Feature(_Strict):
 
     @model_validator(mode="before")
     @classmethod
-    def _shares(cls, given: Any) -> Any:
-        if isinstance(given, dict) and given.get("share") is not None:
+    def _shares(cls, fields: Any) -> Any:
+        if isinstance(fields, dict) and fields.get("share") is not None:
             for name in _OF_TABLE:
-                if given.get(name) is not None:
+                if fields.get(name) is not None:
                     raise ValueError(f"{name} is that of the feature whose table it shares: leave it out")
-        return given
+        return fields
 
     @model_validator(mode="after")
     def _fits(self) -> Feature:
-        given = [name for name in ("rows", "vocabulary", "boundaries") if getattr(self, name) is not None]
+        row_fields = [name for name in ("rows", "vocabulary", "boundaries") if getattr(self, name) is not None]
         if "." in self.name:
             raise ValueError("a feature's name cannot have a '.': give another one, and column: for the files' name")
         of_table = [name for name in _OF_TABLE if getattr(self, name) is not None]
         if self.kind == "dense" and (of_table or self.share):
             raise ValueError(f"a dense feature has no {(*of_table, 'share')[0]}: leave it out, or give kind: id")
-        if self.kind != "dense" and self.share is None and len(given) != 1:
+        if self.kind != "dense" and self.share is None and len(row_fields) != 1:
             raise ValueError(
                 "give one of rows, vocabulary and boundaries, which say how many rows its table has, or share: FEATURE "
                 "for the table of another feature"
@@ -175,7 +175,7 @@ class Feature(_Strict):
         if len(set(self.values)) < len(self.values):
             raise ValueError("the vocabulary has a value twice")
         needs = {"vocabulary": "vocabulary", "buckets": "boundaries"}
-        if self.ids is not None and needs.get(self.ids, "rows") not in given:
+        if self.ids is not None and needs.get(self.ids, "rows") not in row_fields:
             raise ValueError(f"ids: {self.ids} needs {needs.get(self.ids, 'rows')}")
         if self.dynamic_ids is not None and (self.rows is None or self.coding == "number"):
             raise ValueError("dynamic_ids needs rows, and takes ids as texts or numbers: leave ids: number out")
@@ -300,17 +300,17 @@ class FeatureSpec(_Strict):
     @cached_property
     def dense(self) -> tuple[Feature, ...]:
         """The dense features."""
-        return tuple(one for one in self.features if one.kind == "dense")
+        return tuple(feature for feature in self.features if feature.kind == "dense")
 
     @cached_property
     def sparse(self) -> tuple[Feature, ...]:
         """Those with tables."""
-        return tuple(one for one in self.features if one.kind != "dense")
+        return tuple(feature for feature in self.features if feature.kind != "dense")
 
     @cached_property
     def uncounted(self) -> tuple[Feature, ...]:
         """Those whose vocabulary is to be counted, each table's first."""
-        return tuple(one for one in self.sparse if one.vocabulary == FROM_DATA and one.share is None)
+        return tuple(feature for feature in self.sparse if feature.vocabulary == FROM_DATA and feature.share is None)
 
     def with_vocabularies(self, vocabularies: Mapping[str, Sequence[str]]) -> FeatureSpec:
         """The spec with counted vocabularies, by feature, in place of ``from_data``.
@@ -318,7 +318,7 @@ class FeatureSpec(_Strict):
         Raises:
             ConfigError: if one is missing or empty.
         """
-        lacking = [one.name for one in self.uncounted if not vocabularies.get(one.name)]
+        lacking = [feature.name for feature in self.uncounted if not vocabularies.get(feature.name)]
         if lacking:
             raise ConfigError(
                 f"no value of feature {', '.join(map(repr, lacking))} is in the vocabulary counted in the data: lower "
@@ -328,7 +328,9 @@ class FeatureSpec(_Strict):
             feature.name: {"vocabulary": tuple(map(str, vocabularies[feature.name])), "min_count": None}
             for feature in self.uncounted
         }
-        features = (one.model_copy(update=owned.get(one.share or one.name, {})) for one in self.features)
+        features = (
+            feature.model_copy(update=owned.get(feature.share or feature.name, {})) for feature in self.features
+        )
         settings = {name: getattr(self, name) for name in self.model_fields_set}
         return FeatureSpec.model_validate({**settings, "features": tuple(features)})
 
@@ -359,13 +361,13 @@ class FeatureSpec(_Strict):
     def schema_(self) -> ClickSchema:
         """Names and table sizes, for models."""
         return ClickSchema(
-            dense_names=tuple(one.name for one in self.dense) or (CONSTANT,),
-            sparse_names=tuple(one.name for one in self.sparse),
-            num_embeddings=tuple(one.num_embeddings for one in self.sparse),
-            weighted=any(one.kind == "weighted" for one in self.sparse),
+            dense_names=tuple(feature.name for feature in self.dense) or (CONSTANT,),
+            sparse_names=tuple(feature.name for feature in self.sparse),
+            num_embeddings=tuple(feature.num_embeddings for feature in self.sparse),
+            weighted=any(feature.kind == "weighted" for feature in self.sparse),
             outputs=tuple(task.outputs for task in self.labels) or (1,),
-            dims=tuple(one.dim for one in self.sparse),
-            tables=tuple(f"t_{one.share or one.name}" for one in self.sparse),
+            dims=tuple(feature.dim for feature in self.sparse),
+            tables=tuple(f"t_{feature.share or feature.name}" for feature in self.sparse),
         )
 
 
@@ -397,25 +399,25 @@ def read_spec(path: Path) -> FeatureSpec:
 
 def parse_spec(text: str, where: str) -> FeatureSpec:
     """:func:`load_spec` of a file that has been read."""
-    given, _ = parse_yaml(text, where)
-    if not isinstance(given, dict):
+    data, _ = parse_yaml(text, where)
+    if not isinstance(data, dict):
         raise ConfigError(f"{where} has no label and features (shardrec inspect --suggest DATA proposes them)")
     try:
-        return FeatureSpec.model_validate(given)
+        return FeatureSpec.model_validate(data)
     except ValidationError as error:
         faults = [
-            _place(fault["loc"], given)
+            _place(fault["loc"], data)
             + (_unknown_key(fault["loc"]) if fault["type"] in _UNKNOWN else fault["msg"].removeprefix("Value error, "))
             for fault in error.errors()
         ]
         raise ConfigError(f"{where}: " + "; ".join(faults)) from error
 
 
-def _place(loc: tuple[int | str, ...], given: Any) -> str:
+def _place(loc: tuple[int | str, ...], data: Any) -> str:
     """``features.2.rows`` of what a file has given, as the feature's name and the field."""
     words = [str(part) for part in loc]
     if len(loc) > 1 and loc[0] in ("features", "labels") and isinstance(loc[1], int):
-        item = given[loc[0]][loc[1]]
+        item = data[loc[0]][loc[1]]
         name = item.get("name", loc[1]) if isinstance(item, dict) else loc[1]
         words = [f"{'feature' if loc[0] == 'features' else 'label'} {name!r}", *words[2:]]
     return f"{', '.join(words)}: " if words else ""

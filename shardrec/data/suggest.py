@@ -163,16 +163,16 @@ def _names_ids(column: str) -> bool:
     return bool(_words(column) & _IDS) or not _THINGS.isdisjoint(_word_list(column)[-1:])
 
 
-def _label(columns: dict[str, Any], given: str | None) -> tuple[str, Any]:
+def _label(columns: dict[str, Any], label: str | None) -> tuple[str, Any]:
     """The label's column, and what the spec says of it."""
     import pyarrow as pa
 
-    if given is not None and given not in columns:
-        raise DataError(f"there is no column {given!r} (--label): the columns are {', '.join(map(repr, columns))}")
+    if label is not None and label not in columns:
+        raise DataError(f"there is no column {label!r} (--label): the columns are {', '.join(map(repr, columns))}")
     numeric = {
         name: np.unique(array.drop_null().cast(pa.float64(), safe=False).to_numpy())
         for name, array in columns.items()
-        if name == (given or name) and (pa.types.is_integer(array.type) or pa.types.is_floating(array.type))
+        if name == (label or name) and (pa.types.is_integer(array.type) or pa.types.is_floating(array.type))
     }
     binary = [name for name, values in numeric.items() if values.tolist() in ([0, 1], [-1, 1])]
     rated = [name for name, values in numeric.items() if 2 <= len(values) <= _FEW + 1]
@@ -180,10 +180,10 @@ def _label(columns: dict[str, Any], given: str | None) -> tuple[str, Any]:
         name for name in rated if _words(name) & _RATINGS
     ]
     # Of rows that were all clicked, for a model that draws the others.
-    ones = [name for name, values in numeric.items() if values.tolist() == [1] and (given or _words(name) & _LABELS)]
-    candidates = candidates or (binary if len(binary) == 1 else []) or ones or [name for name in rated if given]
+    ones = [name for name, values in numeric.items() if values.tolist() == [1] and (label or _words(name) & _LABELS)]
+    candidates = candidates or (binary if len(binary) == 1 else []) or ones or [name for name in rated if label]
     if not candidates:
-        which = f"column {given!r} has no two numbers or more" if given else "no column is clearly the label"
+        which = f"column {label!r} has no two numbers or more" if label else "no column is clearly the label"
         raise DataError(
             f"{which}: name one of 0 and 1, or of ratings (--label COLUMN); the columns are "
             f"{', '.join(map(repr, columns))}"

@@ -280,7 +280,7 @@ def _row_group(
     """
     import pyarrow as pa
 
-    of_texts = {one.source for one in spec.sparse if info.kinds[one.source] in ("texts", "lists of texts")}
+    of_texts = {feature.source for feature in spec.sparse if info.kinds[feature.source] in ("texts", "lists of texts")}
     fault: RowFault | None = None
     while True:
         if _footer_digest(info.path) != info.digest:

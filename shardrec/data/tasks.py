@@ -68,9 +68,9 @@ class Task(BaseModel):
     def takes(self, values: NDArray[np.float64]) -> NDArray[np.bool_]:
         """Which numbers, (N,), are labels."""
         least = 0.0 if self.loss == "poisson" else -np.inf
-        taken = (np.abs(values) <= np.finfo(np.float32).max) & (values >= least)
+        is_label = (np.abs(values) <= np.finfo(np.float32).max) & (values >= least)
         if self.kind == "multiclass":
-            taken = (values >= 0) & (values < self.outputs) & (values == np.floor(values))
+            is_label = (values >= 0) & (values < self.outputs) & (values == np.floor(values))
         elif self.kind == "binary" and self.above is None:
-            taken = (values == 0) | (values == 1)
-        return np.asarray(taken, dtype=np.bool_)
+            is_label = (values == 0) | (values == 1)
+        return np.asarray(is_label, dtype=np.bool_)

@@ -38,7 +38,9 @@ class Average:
 
     def _rows(self) -> list[RowOptimizer]:
         """What has the averages of this rank's rows."""
-        return [rows for one in self._model.sharded_collections for rows in one.keep_averages(self._decay)]
+        return [
+            rows for collection in self._model.sharded_collections for rows in collection.keep_averages(self._decay)
+        ]
 
     def _after_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         for group in optimizer.param_groups:

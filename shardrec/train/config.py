@@ -477,14 +477,14 @@ class TrainConfig(Options):
         Raises:
             ConfigError: if some differ; names each one and both values.
         """
-        given = self.to_mapping()
+        options = self.to_mapping()
         started = {**TrainConfig().to_mapping(), **started}  # by a version that may have had fewer options
         faults = [
-            f"{name} ({flag(name)}) is {given[name]!r} and the run in {self.out} was started with "
+            f"{name} ({flag(name)}) is {options[name]!r} and the run in {self.out} was started with "
             f"{started[name]!r}: leave it out, or start a new run in another folder (--out)"
             for name, field in TrainConfig.model_fields.items()
             if ((shown_as(field)["panel"] in _OF_THE_RUN and name != "on_bad_row") or (joins and name in _OF_REPLICAS))
-            and given[name] != started[name]
+            and options[name] != started[name]
         ]
         if faults:
             raise ConfigError(together(faults))
@@ -534,13 +534,13 @@ def load_config(
     """
     read = _read(Path(path)) if path is not None else {}
     values = {name: value for name, (value, _) in read.items()}
-    given = {name: value for name, value in (flags or {}).items() if value is not None}
-    if "model_args" in given:  # of the file's arguments each that no flag gives
+    overrides = {name: value for name, value in (flags or {}).items() if value is not None}
+    if "model_args" in overrides:  # of the file's arguments each that no flag gives
         try:
-            given["model_args"] = named_values(values.get("model_args", {})) | named_values(given["model_args"])
+            overrides["model_args"] = named_values(values.get("model_args", {})) | named_values(overrides["model_args"])
         except ValueError as error:
-            raise ConfigError(f"model_args (--model-arg) is {given['model_args']!r}: {error}") from None
-    values |= given
+            raise ConfigError(f"model_args (--model-arg) is {overrides['model_args']!r}: {error}") from None
+    values |= overrides
     started = Path(str(values.get("out")), FILE)
     if resume and "out" in values and started.is_file():
         values = {name: value for name, (value, _) in _read(started).items()} | values
@@ -548,7 +548,7 @@ def load_config(
         return TrainConfig(**values)
     except ConfigError as error:
         text = str(error)
-        for name in read.keys() - given.keys():
+        for name in read.keys() - overrides.keys():
             text = text.replace(f"{name} ({flag(name)})", f"{name} ({path}:{read[name][1]})")
         raise ConfigError(text) from None
 

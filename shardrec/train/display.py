@@ -200,11 +200,11 @@ class Announcer:
 
 def _advice(report: RunReport) -> str:
     """What to give to a run that overfits, of what it was not given."""
-    given = report.config
-    advice = ["--patience, to end sooner"] if given["patience"] is None else []
-    advice += ["fewer --epochs"] if given["epochs"] > 1 and given["patience"] is None else []
+    config = report.config
+    advice = ["--patience, to end sooner"] if config["patience"] is None else []
+    advice += ["fewer --epochs"] if config["epochs"] > 1 and config["patience"] is None else []
     kept = f"; the final metrics are those of step {report.final_step:,}"
-    if given["checkpoint"] != "best":
+    if config["checkpoint"] != "best":
         kept, advice = "", ["--checkpoint best, for the weights of the best point", *advice]
     return kept + (f"; give {'; or '.join(advice)}" if advice else "")
 

@@ -100,12 +100,12 @@ class Endpoint:
 
     def _predict(self, request: Request) -> dict[str, Any]:
         try:
-            given = parse_json(request.get_data())
+            body = parse_json(request.get_data())
         except ValueError as error:
             raise BadRequest(f'the body is not JSON ({error}): give {{"rows": [...]}}') from error
-        if not isinstance(given, dict) or set(given) != {"rows"}:
+        if not isinstance(body, dict) or set(body) != {"rows"}:
             raise BadRequest('the body must be an object with the one field "rows", a list')
-        batch = batch_of_request(given["rows"], self._spec)
+        batch = batch_of_request(body["rows"], self._spec)
         with self._one_at_a_time, torch.no_grad():
             logits = self._model(batch.dense, batch.sparse)
         values = predictions(logits, batch.size, self._spec.labels, self._loss)

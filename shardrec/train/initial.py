@@ -42,9 +42,9 @@ def start_from(config: TrainConfig, spec: FeatureSpec, model: ShardedModel, rank
 
     if config.init_from is None:
         return warm_start(None, model, rows=rows, number=number)
-    given = Path(config.init_from)
-    run = RunFolder(given.parents[1] if given.parent.name == CHECKPOINTS else given)
-    saved = [given] if run.path != given else [*Checkpoints(run.path / CHECKPOINTS).paths().values()]
+    init_from = Path(config.init_from)
+    run = RunFolder(init_from.parents[1] if init_from.parent.name == CHECKPOINTS else init_from)
+    saved = [init_from] if run.path != init_from else [*Checkpoints(run.path / CHECKPOINTS).paths().values()]
     path = same_everywhere(str(max(saved, default="")), rank_info)
     if not path:
         raise ConfigError(

@@ -85,8 +85,8 @@ def build_model(config: TrainConfig, schema: ClickSchema) -> nn.Module:
     try:
         model = make(schema, **arguments)
     except (TypeError, ValueError) as error:
-        given = "".join(f", {name}={value!r}" for name, value in arguments.items())
-        call = f"{config.model.rpartition(':')[2]}(schema{given})"
+        arguments_text = "".join(f", {name}={value!r}" for name, value in arguments.items())
+        call = f"{config.model.rpartition(':')[2]}(schema{arguments_text})"
         raise ConfigError(
             f"model (--model) is {config.model!r}: {call} fails ({error}); a model takes a shardrec.data.ClickSchema "
             "and, by name, what model_args (--model-arg) gives"
@@ -144,16 +144,16 @@ def _arguments(config: TrainConfig, make: Callable[..., Any]) -> dict[str, Any]:
         parameters, hints = [inspect.Parameter("arguments", inspect.Parameter.VAR_KEYWORD)], {}
     takes_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
     names = [parameter.name for parameter in parameters if parameter.kind is not parameter.VAR_KEYWORD]
-    given = dict(config.model_args)
+    arguments = dict(config.model_args)
     for option, name in _FLAGS.items() if config.model in MODELS else ():
         value = getattr(config, option)
         if value == type(config).model_fields[option].default:
             continue  # as all the built-in models have it
-        if name not in names or name in given:
-            reason = f"model_args gives {name}, too" if name in given else f"model {config.model!r} has no {name}"
+        if name not in names or name in arguments:
+            reason = f"model_args gives {name}, too" if name in arguments else f"model {config.model!r} has no {name}"
             raise ConfigError(f"{option} ({flag(option)}) is {value!r} and {reason}: leave it out")
-        given[name] = value
-    for name in given:
+        arguments[name] = value
+    for name in arguments:
         if name not in names and not takes_all:
             close = difflib.get_close_matches(name, names, n=1)
             meant = f"did you mean {close[0]!r}? " if close else ""
@@ -161,7 +161,7 @@ def _arguments(config: TrainConfig, make: Callable[..., Any]) -> dict[str, Any]:
                 f"model_args (--model-arg) has {name!r}, which model {config.model!r} does not take: {meant}"
                 f"It takes {', '.join(names) or 'none'}"
             )
-    return {name: _as_hinted(config.model, name, value, hints.get(name, Any)) for name, value in given.items()}
+    return {name: _as_hinted(config.model, name, value, hints.get(name, Any)) for name, value in arguments.items()}
 
 
 def _as_hinted(model: str, name: str, value: Any, hint: Any) -> Any:
@@ -228,7 +228,9 @@ def fuse_optimizer(model: nn.Module, config: TrainConfig) -> None:
     for module in model.modules():
         if isinstance(module, (EmbeddingBagCollection, EmbeddingCollection)):
             # A model of one's own may have given some tables an optimizer already.
-            parameters = [one for one in module.parameters() if not getattr(one, "_optimizer_classes", [])]
+            parameters = [
+                parameter for parameter in module.parameters() if not getattr(parameter, "_optimizer_classes", [])
+            ]
             rates = {"lr": config.embedding_lr, "weight_decay": config.embedding_weight_decay}
             apply_optimizer_in_backward(cls, parameters, {**rates, **settings})
 
@@ -259,7 +261,7 @@ def planner_constraints(
             (pattern,) = tables[pattern]
         constraints[pattern] = limit
     # The first that matches a table counts.
-    return constraints | {name: one for name, one in constraints_of(dynamic).items() if name not in constraints}
+    return constraints | {name: limit for name, limit in constraints_of(dynamic).items() if name not in constraints}
 
 
 def dynamic_tables(spec: FeatureSpec, model: nn.Module) -> dict[str, DynamicIds]:

@@ -152,8 +152,8 @@ class RunFolder:
             # The file's rows alone: what the run was trained on need not be there any more.
             alone = dict.fromkeys(("test", "samples", "holdout_samples", "feed_idle", "late_after", "event_every"))
             config = config.changed(data=data, valid=data, **alone)
-        given = {"on_bad_row": on_bad_row, "ranking": ranking}
-        config = config.changed(**{name: value for name, value in given.items() if value is not None})
+        changes = {"on_bad_row": on_bad_row, "ranking": ranking}
+        config = config.changed(**{name: value for name, value in changes.items() if value is not None})
         rank_info = RankInfo(rank=0, world_size=1, device=cpu, threads=torch.get_num_threads())
         source = Source(config.changed(global_batch_size=config.batch_size), rank_info, self.spec)
         batches = source.test_batches() if data is None else source.holdout_batches()
@@ -280,6 +280,6 @@ def cuts_of(plan: ShardingPlan) -> str:
 def differing(left: TrainConfig, right: TrainConfig) -> Mapping[str, tuple[Any, Any]]:
     """The options that two runs differ in, but for their folders; of feature specs, the contents count."""
     first, second = left.to_mapping(), right.to_mapping()
-    specs = {Path(one.features).read_bytes() if one.features else b"" for one in (left, right)}
+    specs = {Path(config.features).read_bytes() if config.features else b"" for config in (left, right)}
     same = {"out"} | ({"features"} if len(specs) == 1 else set())
     return {name: (first[name], second[name]) for name in first if name not in same and first[name] != second[name]}

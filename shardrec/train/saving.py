@@ -91,8 +91,8 @@ class Saver:
         loaded = self._checkpoints.load_last(self._run.model, self._run.optimizer)
         assert loaded is not None, "there was a checkpoint when this was called, and this run has locked the folder"
         self._config.check_resumes(loaded.extra["config"])
-        given, started = self._config.to_mapping(), loaded.extra["config"]
-        if self._run.elastic is None and all(started.get(name) == given[name] for name in ("plan", "constraint")):
+        options, started = self._config.to_mapping(), loaded.extra["config"]
+        if self._run.elastic is None and all(started.get(name) == options[name] for name in ("plan", "constraint")):
             saved_plan = on_first_rank(lambda: read_manifest(loaded.path).plan, self._place, "plan of the checkpoint")
             plan = ShardingPlan.from_json(saved_plan)  # which --replan may have changed since plan.json was written
             if plan.world_size == self._place.world_size and plan != self._run.model.plan:
@@ -265,10 +265,10 @@ class Saver:
             folder.mkdir(exist_ok=True)
             return self._lock.enter_context(locked(folder, _LOCK_S)) is not None
 
-        taken = on_first_rank(lock, self._place, "lock of the checkpoints")
-        if not taken:
+        has_lock = on_first_rank(lock, self._place, "lock of the checkpoints")
+        if not has_lock:
             self._run.announcer.say("warning: another replica is still saving: this one does not save now")
-        return taken
+        return has_lock
 
     def _own_state(self) -> dict[str, Tensor]:
         state: dict[str, Any] = {"rows": torch.tensor(self._progress.rows), "random": torch.get_rng_state()}

@@ -89,8 +89,8 @@ def predict_rank(options: Mapping[str, Any]) -> dict[str, Any] | None:
     config = folder.config.changed(device=options["device"])
     with joined_run(config.device, config.threads, timeout=config.timeout) as rank_info:
         spec = folder.spec
-        given = {name: getattr(spec, name) for name in ("features", "columns", "delimiter", "quoted")}
-        keyed = _Keyed(keys=options["keys"], **given)
+        fields = {name: getattr(spec, name) for name in ("features", "columns", "delimiter", "quoted")}
+        keyed = _Keyed(keys=options["keys"], **fields)
         model, checkpoint = folder.loaded(rank_info.device)
         columns = {task.name: f"score_{task.name}" for task in spec.labels} or {"": "score"}
         job = {"run": str(folder.path.resolve()), "checkpoint": checkpoint, "keys": options["keys"]}
@@ -231,7 +231,10 @@ def _with_scores(keys: Any, scores: Mapping[str, Tensor]) -> Any:
     import pyarrow as pa
 
     columns = {name: plain_column(keys[name]) for name in keys.column_names}
-    columns = {name: one.cast(pa.string()) if pa.types.is_binary(one.type) else one for name, one in columns.items()}
+    columns = {
+        name: column.cast(pa.string()) if pa.types.is_binary(column.type) else column
+        for name, column in columns.items()
+    }
     for name, values in scores.items():
         flat = pa.array(values.cpu().reshape(-1).numpy())
         columns[name] = flat if values.dim() == 1 else pa.FixedSizeListArray.from_arrays(flat, values.size(1))
