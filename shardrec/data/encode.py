@@ -68,12 +68,14 @@ class Dictionary:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class _Bags:
-    """One feature: ``ids`` int64 (V,), ``lengths`` int64 (N,) or None for ones, ``weights`` float32 (V,) or None."""
+    """One feature: ``ids`` int64 (V,), ``lengths`` int64 (N,) or None for ones, ``weights`` float32 (V,) or None; rows
+    with ids that are ``bad`` bool (N,), and ``bad_weights`` bool (N,) or None."""
 
     ids: NDArray[np.int64]
     lengths: NDArray[np.int64] | None
     weights: NDArray[np.float32] | None
     bad: NDArray[np.bool_]
+    bad_weights: NDArray[np.bool_] | None = None
 
 
 def encode(
@@ -125,6 +127,9 @@ def encode(
     bags = [_bags(table, feature, dictionaries) for feature in spec.sparse]
     for feature, bag in zip(spec.sparse, bags, strict=True):
         bads.append((feature.source, Reason.ID, _id_words(feature), bag.bad))
+        if bag.bad_weights is not None:
+            words = f"has not a finite weight for each id of {feature.source!r}"
+            bads.append((str(feature.weights), Reason.NUMBER, words, bag.bad_weights))
     weighted = spec.schema_.weighted
     ids, lengths, weights = _interleave(bags, count, weighted=weighted)
     rows = ClickRows(
@@ -285,24 +290,27 @@ def _bags(table: Any, feature: Feature, dictionaries: dict[str, Dictionary] | No
         return _Bags(ids=ids, lengths=None, weights=None, bad=bad_V)
     row_V = np.repeat(np.arange(len(lengths)), lengths)
     bad = np.bincount(row_V[bad_V], minlength=len(lengths)) > 0
-    weights = None
+    weights = bad_weights = None
     if feature.weights is not None:
         weight_array, of_each = _flat(table[feature.weights], feature)
+        assert of_each is not None, "a weighted feature has lists"
         values, missing, bad_W = _numbers(weight_array)
-        if of_each is None or not np.array_equal(of_each, lengths):
-            differ = np.ones(len(lengths), np.bool_) if of_each is None else of_each != lengths
-            bad |= differ
-            weights = np.ones(len(ids), dtype=np.float32)
-        else:
-            bad_W |= missing | (np.abs(values) > _MAX)
-            bad |= np.bincount(row_V[bad_W], minlength=len(lengths)) > 0
-            weights = np.where(bad_W, 0.0, values).astype(np.float32)
+        bad_W |= missing | (np.abs(values) > _MAX)
+        bad_weights = np.zeros(len(lengths), dtype=np.bool_)
+        if bad_W.any():
+            bad_weights[np.repeat(np.arange(len(of_each)), of_each)[bad_W]] = True
+        weights = np.where(bad_W, 0.0, values).astype(np.float32)
+        if not np.array_equal(of_each, lengths):
+            fit = of_each == lengths
+            bad_weights |= ~fit
+            fitting, weights = weights[np.repeat(fit, of_each)], np.zeros(len(ids), dtype=np.float32)
+            weights[np.repeat(fit, lengths)] = fitting
     if feature.max_length is not None:
         ends = np.cumsum(lengths)
         keep = np.repeat(ends, lengths) - np.arange(len(ids)) <= feature.max_length
         ids, lengths = ids[keep], np.minimum(lengths, feature.max_length)
         weights = None if weights is None else weights[keep]
-    return _Bags(ids=ids, lengths=lengths, weights=weights, bad=bad)
+    return _Bags(ids=ids, lengths=lengths, weights=weights, bad=bad, bad_weights=bad_weights)
 
 
 def _flat(array: Any, feature: Feature) -> tuple[Any, NDArray[np.int64] | None]:
@@ -539,15 +547,14 @@ def _interleave(
         return np.column_stack([bag.ids for bag in bags]).reshape(-1), None, None
     ones = np.ones(count, dtype=np.int64)
     lengths_T = np.concatenate([ones if bag.lengths is None else bag.lengths for bag in bags])
-    weights_by_bag = [np.ones(len(bag.ids), np.float32) if bag.weights is None else bag.weights for bag in bags]
+    weights = None
+    if weighted:
+        weights = np.concatenate(
+            [np.ones(len(bag.ids), np.float32) if bag.weights is None else bag.weights for bag in bags]
+        )
     by_row = np.arange(len(lengths_T)).reshape(len(bags), count).T.reshape(-1)
-    lengths, ids, weights = bags_at(
-        by_row,
-        lengths_T,
-        np.concatenate([bag.ids for bag in bags]),
-        np.concatenate(weights_by_bag) if weighted else None,
-    )
-    return ids.numpy(), lengths.view(count, len(bags)).numpy(), None if weights is None else weights.numpy()
+    lengths, ids, of_ids = bags_at(by_row, lengths_T, np.concatenate([bag.ids for bag in bags]), weights)
+    return ids.numpy(), lengths.view(count, len(bags)).numpy(), None if of_ids is None else of_ids.numpy()
 
 
 def _plain(array: Any) -> Any:
@@ -596,4 +603,4 @@ def _id_words(feature: Feature) -> str:
             return f"is no whole number from 0 to {feature.num_embeddings - 1}"
         case "buckets":
             return _NO_NUMBER
-    return f"has ids and weights ({feature.weights!r}) that do not go together" if feature.weights else "is no id"
+    return "is no id"

@@ -417,7 +417,8 @@ def _place(loc: tuple[int | str, ...], data: Any) -> str:
     """``features.2.rows`` of what a file has given, as the feature's name and the field."""
     words = [str(part) for part in loc]
     if len(loc) > 1 and loc[0] in ("features", "labels") and isinstance(loc[1], int):
-        item = data[loc[0]][loc[1]]
+        items = data[loc[0]]
+        item = items[loc[1]] if isinstance(items, list) else None
         name = item.get("name", loc[1]) if isinstance(item, dict) else loc[1]
         words = [f"{'feature' if loc[0] == 'features' else 'label'} {name!r}", *words[2:]]
     return f"{', '.join(words)}: " if words else ""

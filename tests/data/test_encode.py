@@ -152,15 +152,17 @@ def test_a_broken_row_of_a_parquet_file(tmp_path: Path, changes: dict[str, Any],
     assert read(path, PLAIN, on_bad_row="skip").size == 1
 
 
-def test_ids_and_weights_that_do_not_go_together(tmp_path: Path) -> None:
-    spec = FeatureSpec(features=(Feature(name="t", kind="weighted", rows=9, weights="w"),))
+@pytest.mark.parametrize("ids", [None, "number"])
+@pytest.mark.parametrize("weights", ["1", "1|1e39", "", "1|2|3", "1|x"])
+def test_a_row_whose_weights_are_not_those_of_its_ids(tmp_path: Path, weights: str, ids: Any) -> None:
+    spec = FeatureSpec(features=(Feature(name="t", kind="weighted", rows=9, weights="w", ids=ids),))
     path = tmp_path / "a.csv"
-    for weights in ("1", "1|1e39"):
-        path.write_text(f"label,t,w\n1,a|b,1|2\n0,a|b,{weights}\n", encoding="utf-8")
-        with pytest.raises(
-            DataError, match=r"a\.csv:3: field 't': value 'a\|b' has ids and weights \('w'\) that do not go"
-        ):
-            read(path, spec)
+    path.write_text(f"label,t,w\n1,1|2,.5|.25\n0,1|2,{weights}\n1,,\n0,3,.125\n", encoding="utf-8")
+    with pytest.raises(DataError, match=r"a\.csv:3: field 'w': value .* has not a finite weight for each id of 't'"):
+        read(path, spec)
+    features = read(path, spec, on_bad_row="skip").sparse
+    assert features.lengths().tolist() == [2, 0, 1]
+    assert features.weights().tolist() == [0.5, 0.25, 0.125]
 
 
 def test_dictionaries_numbers_and_booleans_are_ids(tmp_path: Path) -> None:
@@ -444,6 +446,7 @@ def test_hashes_are_the_same_everywhere_and_spread() -> None:
         ("features: [{name: a, kind: id, rows: 3}, {name: a, kind: dense}]", r"names used more than once: 'a'"),
         ("features: [{name: a, kind: id, boundaries: [2, 1]}]", r"feature 'a': boundaries must ascend"),
         ("features: [{name: a, kind: weighted, rows: 3}]", r"feature 'a': weights names the column"),
+        ("features: !!set {a, b}", r"feature 0: "),
         ("label: clicked\nfeatures: []", r"spec\.yaml: no feature has a table"),
         (
             "label: a: b",
