@@ -71,14 +71,14 @@ class _Watch:
     def __init__(self, context: ModelContext) -> None:
         self._headers, self._queue = context.headers, context.queue
         self._anomalies: list[str] = []
-        self._before_gradients = context.queue.output.before_gradients
+        self._before_gradients, self._on_value = context.queue.output.before_gradients, context.queue.on_value
         self._queue.output.before_gradients = self._before_check
         self._queue.on_value = self._watch_gradient
 
     def close(self) -> None:
         """Watch no more."""
         self._queue.output.before_gradients = self._before_gradients
-        self._queue.on_value = None
+        self._queue.on_value = self._on_value
 
     def check(self) -> None:
         """Raise what any rank found, on every rank.

@@ -60,6 +60,15 @@ def test_gradients_on_two_ranks(case: tuple[float, int, str]) -> None:
     ranks(2, bad_gradient, *case)
 
 
+def test_a_context_inside_of_another_leaves_it_as_it_was() -> None:
+    model = sharded_both()
+    with shardrec.detect_anomaly(model):
+        with shardrec.detect_anomaly(model):
+            model(features())
+        with pytest.raises(AnomalyError, match="has nan; no table was updated"):
+            (model(features())[0] * float("nan")).sum().backward()
+
+
 def bad_row(table: str, traced: bool = False) -> None:
     model, run = made(traced)
     path, name = table.split(".")
