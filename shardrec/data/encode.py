@@ -68,8 +68,7 @@ class Dictionary:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class _Bags:
-    """One feature: ``ids`` int64 (V,), ``lengths`` int64 (N,) or None for ones, ``weights`` float32 (V,) or None; rows
-    with ids that are ``bad`` bool (N,), and ``bad_weights`` bool (N,) or None."""
+    """One feature: ``ids`` int64 (V,), ``lengths`` int64 (N,) or None for ones, ``weights`` float32 (V,) or None."""
 
     ids: NDArray[np.int64]
     lengths: NDArray[np.int64] | None
@@ -130,8 +129,7 @@ def encode(
         if bag.bad_weights is not None:
             words = f"has not a finite weight for each id of {feature.source!r}"
             bads.append((str(feature.weights), Reason.NUMBER, words, bag.bad_weights))
-    weighted = spec.schema_.weighted
-    ids, lengths, weights = _interleave(bags, count, weighted=weighted)
+    ids, lengths, weights = _interleave(bags, count, weighted=spec.schema_.weighted)
     rows = ClickRows(
         labels=labels,
         dense=dense,
@@ -297,8 +295,7 @@ def _bags(table: Any, feature: Feature, dictionaries: dict[str, Dictionary] | No
         values, missing, bad_W = _numbers(weight_array)
         bad_W |= missing | (np.abs(values) > _MAX)
         bad_weights = np.zeros(len(lengths), dtype=np.bool_)
-        if bad_W.any():
-            bad_weights[np.repeat(np.arange(len(of_each)), of_each)[bad_W]] = True
+        bad_weights[np.repeat(np.arange(len(of_each)), of_each)[bad_W]] = True
         weights = np.where(bad_W, 0.0, values).astype(np.float32)
         if not np.array_equal(of_each, lengths):
             fit = of_each == lengths
@@ -547,11 +544,8 @@ def _interleave(
         return np.column_stack([bag.ids for bag in bags]).reshape(-1), None, None
     ones = np.ones(count, dtype=np.int64)
     lengths_T = np.concatenate([ones if bag.lengths is None else bag.lengths for bag in bags])
-    weights = None
-    if weighted:
-        weights = np.concatenate(
-            [np.ones(len(bag.ids), np.float32) if bag.weights is None else bag.weights for bag in bags]
-        )
+    of_bags = (np.ones(len(bag.ids), np.float32) if bag.weights is None else bag.weights for bag in bags)
+    weights = np.concatenate(list(of_bags)) if weighted else None
     by_row = np.arange(len(lengths_T)).reshape(len(bags), count).T.reshape(-1)
     lengths, ids, of_ids = bags_at(by_row, lengths_T, np.concatenate([bag.ids for bag in bags]), weights)
     return ids.numpy(), lengths.view(count, len(bags)).numpy(), None if of_ids is None else of_ids.numpy()

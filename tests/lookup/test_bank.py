@@ -184,7 +184,7 @@ def test_width_classes_are_the_banks_own_memory(rng: Random) -> None:
         assert bool((weight == cols).all())
 
 
-@pytest.mark.parametrize("takes_memory", [True, False])
+@pytest.mark.parametrize("takes_memory", sorted({False, kernels._TAKES_MEMORY}))
 @pytest.mark.parametrize("kind", list(OptimizerKind))
 def test_first_states(kind: OptimizerKind, takes_memory: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also with fbgemm's own memory, which is all that 1.6 takes."""

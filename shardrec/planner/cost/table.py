@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from math import exp, expm1, log
+from math import exp, expm1, inf, log
 
 from shardrec.errors import ConfigError
 from shardrec.planner.cost.histogram import Histogram
@@ -85,8 +85,10 @@ class TableLoad:
     def __post_init__(self) -> None:
         if self.num_embeddings < 1 or self.embedding_dim < 1:
             raise ConfigError(f"a table has rows and columns, got {self.num_embeddings} by {self.embedding_dim}")
-        if not self.poolings or min(self.poolings) < 0:
-            raise ConfigError(f"a table has a feature, and ids of a sample are not negative; got {self.poolings}")
+        if not self.poolings or not all(0 <= pooling < inf for pooling in self.poolings):
+            raise ConfigError(
+                f"a table has a feature, and a sample a finite number of ids, not negative; got {self.poolings}"
+            )
         if self.histogram is not None and self.histogram.rows[-1] != self.num_embeddings:
             raise ConfigError(
                 f"the histogram of a table of {self.num_embeddings} rows ends at row {self.histogram.rows[-1]}; "

@@ -72,3 +72,6 @@ def test_faults() -> None:
         Histogram(rows=(0, 5, 9), below=(0.0, 0.5, 0.9))
     with pytest.raises(ConfigError, match="of 10 rows ends at row 9"):
         TableLoad(num_embeddings=10, embedding_dim=4, histogram=Histogram(rows=(0, 9), below=(0.0, 1.0)))
+    for pooling in (-1.0, float("nan"), float("inf")):
+        with pytest.raises(ConfigError, match=r"a sample a finite number of ids, not negative; got \("):
+            TableLoad(num_embeddings=10, embedding_dim=4, poolings=(1.0, pooling))
