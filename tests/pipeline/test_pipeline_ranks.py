@@ -219,7 +219,7 @@ def test_a_bad_input_and_a_bad_target_fail_on_every_rank() -> None:
             pipeline.step("x", y, loss_fn=mse_loss)
         lengths = torch.ones(3, dtype=torch.int64)
         uneven = KeyedJaggedTensor(["a", "b"], torch.ones(3), lengths=lengths, stride_per_key_per_rank=[[2], [1]])
-        with pytest.raises(ConfigError if rank == 0 else PipelineError, match="a batch size per key.*pad it"):
+        with pytest.raises(ConfigError if rank == 0 else PipelineError, match=r"a batch size per key.*pad it"):
             pipeline.step(uneven, y, loss_fn=mse_loss)
         with pytest.raises(ConfigError if rank == 1 else PipelineError, match="target has 9 samples and the"):
             pipeline.step(x, y[1:], loss_fn=mse_loss)
