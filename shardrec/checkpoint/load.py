@@ -277,6 +277,10 @@ class Source:
                     self._serve(read)
                 if into.data_ptr() != part.values.data_ptr():
                     part.values.copy_(into.view(part.values.shape))
+        for path, module in model.module.named_modules(remove_duplicate=False):
+            state = self._held.get(f"model.{path}._extra_state" if path else "model._extra_state")
+            if state is not None and state.parts:  # read into what may be a copy of the module's
+                module.set_extra_state(state.parts[0].values)
         for collection in sharded_collections(model):
             collection.load_step_counts(manifest.step_counts)
         load_settings(model, optimizer, manifest)

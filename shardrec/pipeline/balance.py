@@ -117,7 +117,8 @@ def _now(devices: Sequence[int]) -> float:
 def _leaf(value: Any) -> Any:
     if not isinstance(value, Tensor):
         return value
-    return value.detach().clone().requires_grad_(value.is_floating_point())
+    # Not the leaf itself, which a layer could not change in place.
+    return value.detach().requires_grad_(value.is_floating_point()).clone()
 
 
 def _layers(module: nn.Sequential) -> list[nn.Module]:

@@ -48,6 +48,11 @@ def batch_size(value: Any, what: str = "the input") -> int:
         if leaf is None:
             continue
         if _is_jagged(leaf):
+            if leaf.variable_stride_per_key():
+                raise ConfigError(
+                    f"{what}{keystr(path)} is a KeyedJaggedTensor with a batch size per key, which cannot be cut into "
+                    "micro-batches: pad it"
+                )
             sizes[keystr(path)] = leaf.stride()
             continue
         if not isinstance(leaf, Tensor):
@@ -87,8 +92,6 @@ def _is_jagged(value: Any) -> bool:
 
 def _jagged_pieces(features: Any, sizes: Sequence[int]) -> list[Any]:
     """KeyedJaggedTensors of ``sizes`` samples each; their bounds are read on the host."""
-    if features.variable_stride_per_key():
-        raise ConfigError("a KeyedJaggedTensor with a batch size per key cannot be cut into micro-batches: pad it")
     keys, samples = features.keys(), features.stride()
     lengths_FB = features.lengths().view(len(keys), samples)
     bounds = features.offsets().tolist()

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import get_gradient_edge, increment_version
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 from shardrec.errors import ConfigError, PeerError
@@ -73,6 +74,8 @@ class Run:
         )
         self._port = Mailbox()
         self._steps: dict[int, StageStep] = {}
+        self._sent: list[Tensor | None] = []  # of the input, to the first stage
+        self._output_rows: list[list[int]] = []  # per leaf, of each micro-batch
         self._went_back = False
 
     def set_loss(self, target: Any, loss_fn: Callable[[Any, Any], Tensor], *, mean: bool) -> None:
@@ -137,6 +140,7 @@ class Run:
             asks = [self._step.with_gradients and leaf is not None and leaf.requires_grad for leaf in leaves]
             # Views of one tensor count in-place changes together; each micro-batch's are its own.
             detached = [None if leaf is None else leaf.data for leaf in leaves]
+            self._sent += detached
             self._port.send(Key(-1, 0, batch), Message(leaves=detached, spec=spec, differentiable=asks))
 
     def _on_threads(self, threads: ThreadPoolExecutor, schedule: Schedule) -> None:
@@ -207,6 +211,8 @@ class Run:
         results = self._results()
         leaves, spec = tree_flatten(_gathered(results))
         asks = [any(flags) for flags in zip(*(message.differentiable for message in results), strict=True)]
+        pieces_of_leaves = zip(*(message.leaves for message in results), strict=True)
+        self._output_rows = [[0 if leaf is None else leaf.size(0) for leaf in pieces] for pieces in pieces_of_leaves]
         token = torch.zeros(0, requires_grad=True)
         attached: Any = _Attach.apply(self, leaves, asks, token, *self._input())  # type: ignore[no-untyped-call]
         return tree_unflatten(attached, spec)
@@ -217,8 +223,12 @@ class Run:
             raise PipelineError("a pipeline's output goes back once: call forward again, or add the losses up")
         self._went_back = True
         stages = self._stages[0].stages
-        for batch, leaves in enumerate(scatter(gradients, self._sizes)):
-            self._port.send(Key(stages, stages - 1, batch), Message(leaves=leaves))
+        pieces = [
+            [None] * self.batches if gradient is None else gradient.split(rows)
+            for gradient, rows in zip(gradients, self._output_rows, strict=True)
+        ]
+        for batch in range(self.batches):
+            self._port.send(Key(stages, stages - 1, batch), Message(leaves=[piece[batch] for piece in pieces]))
         self.execute(backwards(gpipe(stages, self.batches)))
         return self._input_gradients()
 
@@ -226,16 +236,21 @@ class Run:
         """After a step: propagate the input's gradients to the graph that it came from."""
         if not self._first:
             return
-        pairs = zip(self._input(), self._input_gradients(), strict=True)
-        reached = [(leaf, gradient) for leaf, gradient in pairs if gradient is not None]
+        leaves = self._input()
+        edges = [get_gradient_edge(leaf) if leaf is not None and leaf.requires_grad else None for leaf in leaves]
+        pairs = zip(edges, self._input_gradients(), strict=True)
+        reached = [(edge, gradient) for edge, gradient in pairs if edge is not None and gradient is not None]
         if reached:
-            torch.autograd.backward([leaf for leaf, _ in reached], [gradient for _, gradient in reached])
+            torch.autograd.backward([edge for edge, _ in reached], [gradient for _, gradient in reached])
 
     def _input(self) -> list[Any]:
         """The leaves of the micro-batches, one after the other; autograd knows how they were cut out of the input."""
         return [leaf for leaves, _ in self._parts for leaf in leaves]
 
     def _input_gradients(self) -> list[Tensor | None]:
+        for leaf, sent in zip(self._input(), self._sent, strict=True):
+            if sent is not None and sent._version:  # changed in place, which the graph before may have to know
+                increment_version(leaf)
         grads = [gradient for batch in range(self.batches) for gradient in self._port.take(Key(0, -1, batch)).leaves]
         return [
             None if gradient is None else gradient.to(leaf.device)

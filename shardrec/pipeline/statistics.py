@@ -59,7 +59,8 @@ class MiniBatchStatistics:
             return
         others = [dim for dim in range(values.dim()) if dim != 1]
         count = values.numel() // values.size(1)
-        variance, mean = torch.var_mean(values.detach().float(), others, correction=0)
+        dtype = torch.promote_types(values.dtype, torch.float32)
+        variance, mean = torch.var_mean(values.to(dtype), others, correction=0)
         squares = variance * count
         if norm in self._moments:
             old_count, old_mean, old_squares = self._moments[norm]

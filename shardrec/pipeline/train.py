@@ -174,9 +174,9 @@ class TrainPipeline:
             forward: from model and batch to the output; default: ``model(batch)``.
         """
         steps = self._ahead(dataloader, gradients=False)
-        was_training = self._model.training
         while True:
-            # Between two outputs the caller may train.
+            # Between two outputs the caller may train; a module that is frozen stays in its own mode.
+            modes = {module: module.training for module in self._model.modules()}
             self._model.eval()
             try:
                 with torch.no_grad():
@@ -184,7 +184,8 @@ class TrainPipeline:
             except StopIteration:
                 return
             finally:
-                self._model.train(was_training)
+                for module, training in modes.items():
+                    module.training = training
             yield output
 
     def _loss(self, batch: Any) -> Any:

@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torchrec import KeyedJaggedTensor
 
@@ -306,3 +306,23 @@ def test_an_optimizer_of_another_model(tmp_path: Path) -> None:
     optimizer.state[optimizer.param_groups[-1]["params"][0]]["sum"] = torch.zeros(3, 5)
     with pytest.raises(ConfigError, match=r"a parameter of shape \(3, 5\) that the model lacks"):
         save_checkpoint(tmp_path / "ckpt", model, optimizer)
+
+
+def test_extra_state_that_is_a_tensor_is_given_to_its_module(tmp_path: Path) -> None:
+    class Scaled(nn.Module):
+        scale = 1.0
+
+        def get_extra_state(self) -> Tensor:
+            return torch.tensor(self.scale)
+
+        def set_extra_state(self, state: Tensor) -> None:
+            self.scale = float(state)
+
+    models = [make("table_wise", "adagrad") for _ in range(2)]
+    saved, loaded = [Scaled(), Scaled()]
+    for model, module in zip(models, (saved, loaded), strict=True):
+        model.module.scaled = module
+    saved.scale = 3.0
+    save_checkpoint(tmp_path, models[0])
+    load_checkpoint(tmp_path, models[1])
+    assert loaded.scale == 3.0

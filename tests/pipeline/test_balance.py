@@ -69,6 +69,11 @@ def test_by_time_leaves_the_model_as_it_was(monkeypatch: pytest.MonkeyPatch) -> 
     assert not model.training
 
 
+def test_by_time_takes_layers_that_change_their_input_in_place() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(inplace=True), nn.Linear(4, 1))
+    assert sum(balance_by_time(2, model, torch.ones(2, 4))) == 3
+
+
 @pytest.mark.parametrize(
     ("counts", "message"),
     [

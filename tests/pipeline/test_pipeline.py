@@ -298,6 +298,39 @@ def test_an_input_changed_in_place_is_no_fault_of_the_other_micro_batches() -> N
     assert (x >= 0).all()
 
 
+@pytest.mark.parametrize("chunks", [1, 3])
+@pytest.mark.parametrize("by_step", [True, False])
+def test_an_input_changed_in_place_gives_no_wrong_gradient_before_the_pipeline(chunks: int, by_step: bool) -> None:
+    class Double(nn.Module):
+        def forward(self, input: Tensor) -> Tensor:
+            return input.mul_(2)
+
+    def go_back(before: Callable[[Tensor], Tensor]) -> Tensor | None:
+        weight = torch.ones(3, 1, requires_grad=True)
+        pipeline = Pipeline(nn.Sequential(Double(), nn.Identity()), [1, 1], chunks=chunks, checkpoint="never")
+        if by_step:
+            pipeline.step(before(weight), loss_fn=lambda output, _: output.sum(), reduction="sum")
+        else:
+            pipeline(before(weight)).sum().backward()
+        return weight.grad
+
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        go_back(torch.tanh)  # whose gradient needs its output
+    assert torch.equal(go_back(lambda weight: weight + 1), torch.full((3, 1), 2.0))
+
+
+def test_outputs_with_other_numbers_of_rows_go_back_where_they_came_from() -> None:
+    class Positive(nn.Module):
+        def forward(self, input: Tensor) -> Tensor:
+            return input[input[:, 0] > 0]
+
+    pipeline = Pipeline(nn.Sequential(nn.Identity(), Positive()), [1, 1], chunks=2)
+    x = torch.tensor([[1.0, 2.0], [-3.0, 4.0], [5.0, 6.0], [7.0, 8.0]], requires_grad=True)
+    (pipeline(x) * torch.tensor([[1.0], [2.0], [3.0]])).sum().backward()
+    assert x.grad is not None
+    assert x.grad.tolist() == [[1, 1], [0, 0], [2, 2], [3, 3]]
+
+
 def test_an_output_goes_back_once() -> None:
     output = Pipeline(network(), [4, 4])(batch()[0])
     output.sum().backward(retain_graph=True)

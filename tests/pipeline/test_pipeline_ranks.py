@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.functional import mse_loss
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from shardrec.errors import ConfigError, PeerError
 from shardrec.pipeline import Pipeline, PipelineError
@@ -216,6 +217,10 @@ def test_a_bad_input_and_a_bad_target_fail_on_every_rank() -> None:
         pipeline = piped(network(), [4, 4], chunks=2)
         with pytest.raises(TypeError if rank == 0 else PipelineError, match="is a str: a pipeline takes"):
             pipeline.step("x", y, loss_fn=mse_loss)
+        lengths = torch.ones(3, dtype=torch.int64)
+        uneven = KeyedJaggedTensor(["a", "b"], torch.ones(3), lengths=lengths, stride_per_key_per_rank=[[2], [1]])
+        with pytest.raises(ConfigError if rank == 0 else PipelineError, match=r"a batch size per key.*pad it"):
+            pipeline.step(uneven, y, loss_fn=mse_loss)
         with pytest.raises(ConfigError if rank == 1 else PipelineError, match="target has 9 samples and the"):
             pipeline.step(x, y[1:], loss_fn=mse_loss)
         with pytest.raises(ConfigError, match=r"train with Pipeline\.step, and evaluate inside"):

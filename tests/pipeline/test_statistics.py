@@ -29,6 +29,14 @@ def test_running_statistics_equal_the_unpipelined_model_s(momentum: float | None
     torch.testing.assert_close(pipeline.eval()(x), model.eval()(x))
 
 
+def test_of_float64_they_are_as_exact_as_the_unpipelined_model_s() -> None:
+    model = nn.Sequential(nn.BatchNorm1d(2)).double()
+    pipeline = Pipeline(copy.deepcopy(model), [1], chunks=2)
+    x = torch.randn(8, 2, dtype=torch.float64) + 1e8
+    model(x), pipeline(x)
+    torch.testing.assert_close(pipeline[0].running_var, model[0].running_var)
+
+
 def test_one_micro_batch_normalizes_as_the_unpipelined_model_does() -> None:
     model = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3), nn.Linear(3, 1))
     pipeline = Pipeline(copy.deepcopy(model), [1, 2], checkpoint="always")

@@ -393,6 +393,15 @@ def test_evaluation_and_prediction_between_steps() -> None:
     ranks(2, run)
 
 
+def test_frozen_modules_stay_in_evaluation_mode_after_an_evaluation() -> None:
+    model = nn.Sequential(nn.BatchNorm1d(1).eval(), nn.Linear(1, 1))
+    steps = TrainPipeline(model, torch.optim.SGD(model.parameters(), lr=0.1), [])
+    for _ in steps.predict([torch.ones(2, 1)]):
+        assert [module.training for module in model.modules()] == [True, False, True]
+        model.eval()  # which stays, too
+    assert not any(module.training for module in model.modules())
+
+
 def test_a_loop_that_ends_early_lets_go_of_what_is_under_way() -> None:
     def run() -> None:
         rank, _ = world()

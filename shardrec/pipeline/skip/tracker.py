@@ -16,6 +16,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 
 from shardrec.pipeline.error import PipelineError
 from shardrec.pipeline.skip.namespace import Namespace
@@ -43,13 +44,12 @@ class SkipTracker:
 
     def __init__(self) -> None:
         self.batch = 0
-        # With how often a tensor had been changed in place; None where torch does not count.
-        self._stashed: dict[tuple[int, Namespace | None, str], tuple[Any, int | None]] = {}
+        # With how often its tensors had been changed in place.
+        self._stashed: dict[tuple[int, Namespace | None, str], tuple[Any, list[int]]] = {}
 
     def save(self, batch: int, namespace: Namespace | None, name: str, value: Any) -> None:
         """Keep a stashed value. One that a failed forward left under the same key is dropped."""
-        counted = isinstance(value, Tensor) and not value.is_inference()
-        self._stashed[batch, namespace, name] = value, value._version if counted else None
+        self._stashed[batch, namespace, name] = value, _versions(value)
 
     def load(self, batch: int, namespace: Namespace | None, name: str) -> Any:
         """Give the value away: nothing here refers to it afterwards.
@@ -58,10 +58,16 @@ class SkipTracker:
             KeyError: if it was not stashed.
             PipelineError: if it was changed in place since it was stashed.
         """
-        value, version = self._stashed.pop((batch, namespace, name))
-        if version is not None and value._version != version:
+        value, versions = self._stashed.pop((batch, namespace, name))
+        if versions != _versions(value):
             raise changed_in_place(name)
         return value
+
+
+def _versions(value: Any) -> list[int]:
+    """How often each tensor of a nest was changed in place, where torch counts it."""
+    tensors = (leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor))
+    return [0 if tensor.is_inference() else tensor._version for tensor in tensors]
 
 
 class _Current(threading.local):

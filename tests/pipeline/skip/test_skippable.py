@@ -194,6 +194,11 @@ def test_a_stashed_tensor_is_not_changed_in_place() -> None:
     model = nn.Sequential(Stash(), nn.ReLU(inplace=True), Pop())
     with pytest.raises(PipelineError, match=r"the tensor stashed as 'x' was changed in place.*x\.clone\(\)"):
         model(torch.zeros(2))
+    tracker = SkipTracker()
+    tracker.save(0, None, "x", {"in a nest": [x := torch.zeros(2)]})
+    x.add_(1)
+    with pytest.raises(PipelineError, match="'x' was changed in place"):
+        tracker.load(0, None, "x")
     with torch.inference_mode():  # whose tensors count no changes
         assert nn.Sequential(Stash(), Pop())(torch.ones(1)).item() == 11
 
