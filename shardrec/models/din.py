@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from shardrec.data import ClickSchema
-from shardrec.models.parts import MLP, Share, Size, Sizes, columns_of, item_rows, pooled_features
+from shardrec.models.parts import MLP, Share, Size, Sizes, check_one_each, columns_of, item_rows, pooled_features
 
 __all__ = ["DIN"]
 
@@ -51,6 +51,7 @@ class DIN(nn.Module):
     def forward(self, dense: Tensor, sparse: KeyedJaggedTensor) -> Tensor:
         """Logits (B,)."""
         rows = self.items(sparse)
+        check_one_each(sparse[self.item].lengths())
         inputs = [dense]
         if self.bags is not None:
             inputs.append(self.bags(sparse).values())

@@ -16,7 +16,7 @@ from torchrec.modules.embedding_modules import EmbeddingBagCollection
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from shardrec.data import ClickSchema
-from shardrec.models.parts import ItemNeighbors, Positive, Size, pooled_features
+from shardrec.models.parts import ItemNeighbors, Positive, Size, check_one_each, pooled_features
 
 __all__ = ["LightGCN"]
 
@@ -71,6 +71,7 @@ class LightGCN(nn.Module):
     def item_vectors(self, dense: Tensor, sparse: KeyedJaggedTensor) -> Tensor:
         """Each row's item: float32 (B, D + 1)."""
         items_B = sparse[self.item].values()
+        check_one_each(sparse[self.item].lengths())
         rows, neighbors, _ = self._looked_up(sparse, items_B)
         item_BD = F.normalize((rows + neighbors).tensor_split(2)[1], dim=1)
         visits_B = self.graph.visits_I[items_B.cpu()].clamp(min=1).to(item_BD)

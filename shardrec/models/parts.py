@@ -33,6 +33,7 @@ __all__ = [
     "Size",
     "Sizes",
     "activation",
+    "check_one_each",
     "columns_of",
     "item_rows",
     "pooled_features",
@@ -116,6 +117,18 @@ def item_rows(schema: ClickSchema, dim: int, *, history: str, item: str) -> Embe
         init_fn=lambda weight: nn.init.normal_(weight, std=0.02),
     )
     return EmbeddingCollection(tables=[table], device=torch.device("meta"))
+
+
+def check_one_each(lengths_B: Tensor) -> None:
+    """Fail if a row has no id of the item's feature or several, whose vectors would go to other rows.
+
+    Args:
+        lengths_B: number of ids of each row.
+
+    Raises:
+        RuntimeError: on the CPU at once; on CUDA when the device comes to it.
+    """
+    torch._assert_async((lengths_B == 1).all(), "a row has no item, or several: the model takes one in each row")
 
 
 def _check_features(schema: ClickSchema, features: Sequence[str]) -> None:

@@ -18,7 +18,7 @@ from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
 
 from shardrec.data import ClickSchema
 from shardrec.errors import ConfigError
-from shardrec.models.parts import ItemCounts, Share, Size, item_rows
+from shardrec.models.parts import ItemCounts, Share, Size, check_one_each, item_rows
 
 __all__ = ["Groups", "SequenceModel"]
 
@@ -80,6 +80,7 @@ class SequenceModel(nn.Module):
         A history is encoded once for neighbouring rows that have the same, such as the candidates for a user.
         """
         rows = self.items(sparse)
+        check_one_each(sparse[self.item].lengths())
         logits: Tensor = (self._users(sparse, rows[self.history].values()) * rows[self.item].values()).sum(1)
         return logits
 
@@ -109,6 +110,7 @@ class SequenceModel(nn.Module):
         The item is the last position's next, left out where the label is 0. The mean over the positions, in nats.
         """
         history, item = sparse[self.history], sparse[self.item]
+        check_one_each(item.lengths())
         rows = self.items(sparse)
         drawn = None if self.sampling == "batch" else self._drawn(labels.device)
         tokens_TD, lengths_B = rows[self.history].values(), history.lengths()

@@ -19,7 +19,17 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from shardrec.data import ClickSchema
 from shardrec.errors import ConfigError
-from shardrec.models.parts import MLP, ItemCounts, Positive, Share, Size, Sizes, columns_of, pooled_features
+from shardrec.models.parts import (
+    MLP,
+    ItemCounts,
+    Positive,
+    Share,
+    Size,
+    Sizes,
+    check_one_each,
+    columns_of,
+    pooled_features,
+)
 
 __all__ = ["TwoTower"]
 
@@ -85,7 +95,7 @@ class TwoTower(nn.Module):
     def loss(self, dense: Tensor, sparse: KeyedJaggedTensor, labels: Tensor) -> Tensor:
         """Softmax cross entropy of each clicked row's item among those of the rank's batch: the mean, in nats."""
         feature = sparse[self.item]
-        torch._assert_async((feature.lengths() == 1).all(), "a row has no item, or several: the loss takes one")
+        check_one_each(feature.lengths())
         ids_B = feature.values()
         pooled = self.bags(sparse).values()
         query_BD, item_BD = self.query_tower(dense, pooled), self.item_tower(dense, pooled)

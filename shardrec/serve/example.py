@@ -158,9 +158,15 @@ def example_of(
             f"static names {', '.join(map(repr, unknown))}; the tensors besides the features are "
             f"{', '.join(map(repr, entry.inputs[2:])) or 'none'}: use their names"
         )
+    dense = [name for name, value in bound.items() if isinstance(value, Tensor)]
     specs = []
     for name in entry.inputs:
-        if name in ("values", "lengths", "weights"):
+        if name in ("values", "lengths", "weights") and name not in dense:
+            if name == "weights" and features.weights_or_none() is None:
+                raise ConfigError(
+                    "the example's features have no weights, and a weighted collection looks them up: give a "
+                    "KeyedJaggedTensor with weights"
+                )
             tensor = getattr(features, name)()
             bags = "B" if len(features.keys()) == 1 else f"{len(features.keys())}*B"
             size = bags if name == "lengths" else "N"

@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import Tensor, nn
+from torchrec.modules.embedding_configs import EmbeddingBagConfig
+from torchrec.modules.embedding_modules import EmbeddingBagCollection
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from shardrec.serve.example import TensorSpec
+import shardrec
+from shardrec.errors import ConfigError
+from shardrec.serve.example import TensorSpec, example_of
 
 SIZES = st.lists(st.one_of(st.integers(0, 9), st.sampled_from(["B", "N", "2*B", "26*B"])), max_size=3)
 
@@ -63,3 +70,37 @@ def test_a_note_is_the_spec() -> None:
     spec = TensorSpec(name="dense", dtype=torch.float16, shape=("B", 3))
     assert spec.note() == {"name": "dense", "dtype": "float16", "shape": ["B", 3]}
     assert TensorSpec.of_note(spec.note()) == spec
+
+
+class _Weighted(nn.Module):
+    """Of which the tensor ``weights`` is the samples'."""
+
+    def __init__(self, *, ids_too: bool) -> None:
+        super().__init__()
+        configs = [EmbeddingBagConfig(name="t", num_embeddings=8, embedding_dim=4, feature_names=["a"])]
+        self.bags = EmbeddingBagCollection(tables=configs, is_weighted=ids_too, device=torch.device("meta"))
+
+
+class _OfSamples(_Weighted):
+    def forward(self, sparse: KeyedJaggedTensor, weights: Tensor) -> Tensor:
+        return self.bags(sparse).values().sum(1) * weights
+
+
+class _OfIds(_Weighted):
+    def forward(self, sparse: KeyedJaggedTensor) -> Tensor:
+        values: Tensor = self.bags(sparse).values()
+        return values
+
+
+def test_weights_of_samples_are_not_those_of_ids() -> None:
+    model = shardrec.shard(_OfSamples(ids_too=False)).eval()
+    features = KeyedJaggedTensor(["a"], torch.tensor([1, 2, 3]), lengths=torch.tensor([1, 2]))
+    specs = example_of(model, (features, torch.ones(2))).specs
+    assert [(spec.name, spec.shape) for spec in specs] == [("values", ("N",)), ("lengths", ("B",)), ("weights", ("B",))]
+
+
+def test_an_example_without_the_weights_that_a_collection_takes() -> None:
+    model = shardrec.shard(_OfIds(ids_too=True)).eval()
+    features = KeyedJaggedTensor(["a"], torch.tensor([1, 2, 3]), lengths=torch.tensor([1, 2]))
+    with pytest.raises(ConfigError, match="have no weights, and a weighted collection looks them up"):
+        example_of(model, (features,))

@@ -279,6 +279,22 @@ def test_a_history_that_is_too_long(name: str) -> None:
         model(*batch_of(50, 0)[:2])
 
 
+@pytest.mark.parametrize("case", ["din", "sasrec", "lightgcn"])
+@pytest.mark.parametrize("items", [(1, 1, 0), (2, 0, 1)])
+def test_a_row_without_one_item_gives_no_other_row_its_score(case: str, items: tuple[int, ...]) -> None:
+    model = off_meta(made(case)).eval()
+    dense, sparse, labels = batch_of(3, 0)
+    lengths = torch.cat([sparse.lengths()[:-3], torch.tensor(items)])
+    ids = sparse.values()[: int(lengths.sum())]
+    broken = KeyedJaggedTensor([*SCHEMA.sparse_names], ids, lengths=lengths)
+    model(dense, sparse)
+    with pytest.raises(RuntimeError, match="a row has no item, or several"):
+        model(dense, broken)
+    if case == "sasrec":
+        with pytest.raises(RuntimeError, match="a row has no item, or several"):
+            model.loss(dense, broken, labels)
+
+
 @pytest.mark.parametrize(
     ("case", "arguments", "message"),
     [
