@@ -114,7 +114,7 @@ class IdMap:
     def rebuild(self) -> None:
         """Rebuild the hash table, after records or candidates were written from outside."""
         self.buckets, self._candidate_buckets = _buckets_of(self.records), _buckets_of(self.candidates)
-        self._state[:2] = 0
+        self._state[:_FIRST_COUNT] = 0
         self.version += 1
 
     def prepared(self, records: Tensor) -> Callable[[], None]:

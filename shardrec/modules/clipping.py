@@ -69,7 +69,7 @@ def clip_by_norm(
             "the cause with shardrec.detect_anomaly, or leave error_if_nonfinite out"
         )
     factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
-    if device.type == "cuda" or bool(factor < 1):  # a GPU would be waited for
+    if device.type == "cuda" or bool(factor != 1):  # a GPU would be waited for
         for gradient in chain(*gradients):
             gradient.mul_(factor.to(gradient.device))
         for part in deferred:

@@ -177,6 +177,7 @@ class FusedOptimizers(KeyedOptimizer):  # type: ignore[misc]  # torchrec has no 
                 "under the plan it was saved under, or use shardrec.load_checkpoint"
             )
         grouped = {parameter for group in self.param_groups for parameter in group["params"]}
+        self._show_counts()  # those that differ are taken
         for name, parameter in self.params.items():
             saved = state_dict["state"].get(name, {})
             if parameter in grouped:
@@ -194,14 +195,17 @@ class FusedOptimizers(KeyedOptimizer):  # type: ignore[misc]  # torchrec has no 
 
     def _take_steps(self) -> None:
         """Pass step counts that were written into :attr:`state`, for example by a checkpoint, to the kernels."""
+        changed: dict[str, int] = {}
         for parameter, shown in self._shown.items():
             count = int(self.state[parameter]["step"])
-            if count == shown:
-                continue
-            self._shown[parameter], name = count, self._table_of[parameter]
-            for collection in self._collections:
-                if name in collection.step_counts():
-                    collection.load_step_counts(collection.step_counts() | {name: count})
+            if count != shown:
+                self._shown[parameter] = changed[self._table_of[parameter]] = count
+        # Tables that share a kernel share their largest count: those of other ranks have none here.
+        elsewhere = {name for group in self.param_groups for name in group["tables"]} - set(self._table_of.values())
+        for collection in self._collections if changed else ():
+            counts = collection.step_counts()
+            if changed.keys() & counts.keys():
+                collection.load_step_counts(counts | dict.fromkeys(elsewhere & counts.keys(), 0) | changed)
 
     def _load_one(self, parameter: nn.Parameter, saved: dict[str, Any]) -> None:
         state = self.state[parameter]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from pathlib import Path
 from random import Random
 from typing import Any
 
@@ -12,7 +13,7 @@ from torch import Tensor, nn
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from shardrec import QuantizedComms, native, shard
+from shardrec import QuantizedComms, load_checkpoint, native, save_checkpoint, shard
 from shardrec.errors import ConfigError, InputError, PlanError
 from shardrec.exchange.hashing import home_rows, mixed
 from shardrec.ids import DynamicIds
@@ -299,6 +300,18 @@ def test_a_second_backward_over_rows_that_went_is_refused() -> None:
     dynamic_step(model, bags(*range(20, 40)), 0)
     with pytest.raises(ConfigError, match="call backward once"):
         first.backward()
+
+
+def test_going_back_to_a_checkpoint_forgets_the_evictions_since(tmp_path: Path) -> None:
+    model = shard(model_of(True, "sgd"), one_table(), dynamic_ids={"goods": DynamicIds(evict="lru")})
+    dynamic_step(model, bags(*range(20)), 0)
+    save_checkpoint(tmp_path, model)
+    for step in range(1, 9):
+        dynamic_step(model, bags(*range(20 * step, 20 * step + 20)), step)
+    load_checkpoint(tmp_path, model)
+    loss = model(kjt(bags(*range(20)))).square().sum()
+    loss.backward(retain_graph=True)
+    loss.backward()
 
 
 def test_a_copy_learns_for_itself() -> None:

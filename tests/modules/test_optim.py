@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
@@ -174,6 +175,21 @@ def save_and_load(name: str) -> None:
 @pytest.mark.parametrize("name", CLASSES)
 def test_states_save_and_load(name: str) -> None:
     ranks(2, save_and_load, name)
+
+
+def go_back() -> list[float]:
+    model = sharded("Adam")
+    model(batch()).sum().backward()
+    saved = copy.deepcopy(model.fused_optimizer.state_dict())
+    for _ in range(3):
+        model(batch()).sum().backward()
+    model.fused_optimizer.load_state_dict(saved)
+    return [float(state["step"]) for state in model.fused_optimizer.state_dict()["state"].values()]
+
+
+@pytest.mark.parametrize("world", [1, 4])
+def test_an_earlier_state_has_its_count_of_steps(world: int) -> None:
+    assert {step for steps in ranks(world, go_back) for step in steps} == {1.0}
 
 
 def test_a_model_without_fused_optimizers_has_no_view() -> None:

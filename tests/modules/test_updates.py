@@ -286,6 +286,15 @@ def test_a_norm_that_is_not_finite_scales_nothing_if_that_is_an_error() -> None:
     assert not torch.isfinite(shardrec.clip_grad_norm_(model, 1.0))
 
 
+def test_a_norm_of_nan_makes_all_gradients_nan_as_torchs_function_does() -> None:
+    model = sharded(Model(), "sgd")
+    model(mine(ids(torch.Generator(), 1))).sum().backward()
+    gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+    gradients[0].fill_(torch.nan)
+    shardrec.clip_grad_norm_(model, 1.0)
+    assert all(gradient.isnan().all() for gradient in gradients)
+
+
 def test_the_norm_of_no_gradients_is_zero_and_of_tables_alone_theirs() -> None:
     model = sharded(Model(), "sgd")
     assert float(shardrec.clip_grad_norm_(model, 1.0)) == 0.0
