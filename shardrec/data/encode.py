@@ -164,9 +164,17 @@ def _faults(table: Any, bads: Sequence[tuple[str, Reason, str, NDArray[np.bool_]
     for column, reason, words, bad in bads:
         for row in np.flatnonzero(bad).tolist():
             if row not in faults:
-                where = f"field {column!r}: value {shown(table[column][row].as_py())} {words}"
+                where = f"field {column!r}: value {_shown(table[column][row])} {words}"
                 faults[row] = RowFault(reason=reason, where=where, remedy="correct it")
     return dict(sorted(faults.items()))
+
+
+def _shown(scalar: Any) -> str:
+    """A value in a message; of a text that is not UTF-8, or a date after the year 9999, why there is none."""
+    try:
+        return shown(scalar.as_py())
+    except (OverflowError, ValueError) as error:
+        return f"({error})"
 
 
 def column_fault(kind: Any, name: str, spec: FeatureSpec) -> str:
@@ -241,7 +249,7 @@ def _numbers(array: Any) -> tuple[NDArray[np.float64], NDArray[np.bool_], NDArra
     if pa.types.is_date(array.type) or pa.types.is_timestamp(array.type):
         zone = array.type.tz if pa.types.is_timestamp(array.type) else None
         array = array.cast(pa.timestamp("us", zone), safe=False)
-        array = pc.divide(array.cast(pa.int64()).cast(pa.float64()), 86_400e6)
+        array = pc.divide(array.cast(pa.int64()).cast(pa.float64(), safe=False), 86_400e6)
     values = np.asarray(array.cast(pa.float64(), safe=False).to_numpy(zero_copy_only=False), dtype=np.float64)
     missing = np.isnan(values)  # as a null is now
     return np.where(missing, 0.0, values), missing, np.isinf(values)
@@ -409,7 +417,7 @@ def _texts(array: Any) -> Any:
 
 def count_values(table: Any, feature: Feature) -> dict[str, int]:
     """How often each value of a feature that has a vocabulary occurs in a table, but missing ones and no UTF-8."""
-    texts = _texts(_flat(table[feature.source], feature)[0])
+    texts = _texts(_plain(_flat(table[feature.source], feature)[0]))
     pairs = texts.value_counts()
     counts = zip(pairs.field("values").to_pylist(), pairs.field("counts").to_pylist(), strict=True)
     named = ((value.decode(errors="replace") if isinstance(value, bytes) else value, count) for value, count in counts)
@@ -425,13 +433,14 @@ def _keys(array: Any, *, spread: bool = True) -> tuple[NDArray[np.uint64], NDArr
     """A column of ids as 64-bit keys (N,), which are missing, and which are bad.
 
     A whole number has one key, whether its column is one of integers, of floats (which pandas makes of integers with
-    nulls) or of texts (as all columns of a CSV file are).
+    nulls), of decimals or of texts (as all columns of a CSV file are).
 
     Args:
         array: texts or numbers.
         spread: spread numbers over all 64 bits, as texts are; else a number is its own key.
     """
     import pyarrow as pa
+    import pyarrow.compute as pc
 
     array = _plain(array)
     null = np.asarray(array.is_null().to_numpy(zero_copy_only=False))
@@ -441,10 +450,16 @@ def _keys(array: Any, *, spread: bool = True) -> tuple[NDArray[np.uint64], NDArr
     if _is_text(array.type):
         raw, missing, _ = _text_keys(array, spread=spread)
         return raw, null | missing, none
+    if pa.types.is_decimal(array.type):  # which floats would round
+        whole = array.cast(pa.decimal256(76, 0), safe=False)
+        is_whole = pc.equal(whole.cast(array.type, safe=False), array).fill_null(True)
+        raw, _, _ = _text_keys(whole.cast(pa.string()), spread=spread)
+        return raw, null, ~np.asarray(is_whole.to_numpy(zero_copy_only=False))
     if _is_fraction(array.type):
         values, missing, bad = _numbers(array)
-        bad |= values != np.floor(values)
-        raw = np.where(missing | bad, 0, values).astype(np.int64).astype(np.uint64)
+        bad |= (values != np.floor(values)) | (values < -(2.0**63)) | (values >= 2.0**64)
+        values = np.where(missing | bad, 0, values)
+        raw = np.where(values < 2.0**63, values, values - 2.0**64).astype(np.int64).astype(np.uint64)
         return (mixed(raw) if spread else raw), missing, bad
     kept = array.cast(pa.int8()) if pa.types.is_boolean(array.type) else array
     whole = np.asarray(kept.fill_null(0).to_numpy(zero_copy_only=False))
