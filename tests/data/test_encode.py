@@ -296,6 +296,19 @@ def test_dates_of_a_far_year(tmp_path: Path) -> None:
         assert read(tmp_path / "a.parquet", spec).dense.tolist() == [[2_932_896.0], [1.0]]
 
 
+@pytest.mark.parametrize("end", ["\n", ""])
+def test_a_quote_without_its_end_takes_no_other_line(tmp_path: Path, end: str) -> None:
+    spec, path = FeatureSpec(features=(Feature(name="id", kind="id", rows=10**6),)), tmp_path / "a.csv"
+    names = ["a", '"b', "c", '"d"', 'e"', '"f,g', '"h', '"i""', "j", '"k']
+    path.write_text("label,id\n" + "\n".join(f"1,{name}" for name in names) + "\nx,l" + end, encoding="utf-8")
+    with pytest.raises(DataError, match=r"a\.csv:3: the line has a quote without its end: b?'1,\"b"):
+        read(path, spec)
+    data = open_click_data(path, spec, holdout=0.0, on_bad_row="skip")
+    (batch,) = data.train_batches(0, 1, 99)
+    assert batch.sparse.values().tolist() == [hashed(name, 10**6) for name in ("a", "c", "d", 'e"', "j")]
+    assert data.skipped == {"wrong number of columns": 5, "bad label": 1}
+
+
 def test_a_bad_value_that_python_cannot_read(tmp_path: Path) -> None:
     texts = pa.array([b"a", b"\xff"]).view(pa.string())
     coded = FeatureSpec(features=(Feature(name="id", kind="id", rows=9, ids="hexadecimal"),))
