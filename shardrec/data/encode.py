@@ -21,7 +21,7 @@ import torch
 from numpy.typing import NDArray
 
 from shardrec import native
-from shardrec.data.fault import Reason, RowFault, shown
+from shardrec.data.fault import Reason, RowFault, shown_scalar
 from shardrec.data.preprocess import hash_categories, mixed, transform_dense
 from shardrec.data.rows import NO_TIME, ClickRows, bags_at
 from shardrec.data.spec import Feature, FeatureSpec
@@ -164,17 +164,9 @@ def _faults(table: Any, bads: Sequence[tuple[str, Reason, str, NDArray[np.bool_]
     for column, reason, words, bad in bads:
         for row in np.flatnonzero(bad).tolist():
             if row not in faults:
-                where = f"field {column!r}: value {_shown(table[column][row])} {words}"
+                where = f"field {column!r}: value {shown_scalar(table[column][row])} {words}"
                 faults[row] = RowFault(reason=reason, where=where, remedy="correct it")
     return dict(sorted(faults.items()))
-
-
-def _shown(scalar: Any) -> str:
-    """A value in a message; of a text that is not UTF-8, or a date after the year 9999, why there is none."""
-    try:
-        return shown(scalar.as_py())
-    except (OverflowError, ValueError) as error:
-        return f"({error})"
 
 
 def column_fault(kind: Any, name: str, spec: FeatureSpec) -> str:
