@@ -10,10 +10,8 @@ Legend: N rows, D dense features, F sparse features, V ids of one feature.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from datetime import UTC, datetime
 from typing import Any
 
 import numpy as np
@@ -22,7 +20,7 @@ from numpy.typing import NDArray
 
 from shardrec import native
 from shardrec.data.fault import Reason, RowFault, shown_scalar
-from shardrec.data.preprocess import hash_categories, mixed, transform_dense
+from shardrec.data.preprocess import days, hash_categories, mixed, transform_dense
 from shardrec.data.rows import NO_TIME, ClickRows, bags_at
 from shardrec.data.spec import Feature, FeatureSpec
 from shardrec.data.tasks import Task
@@ -231,7 +229,7 @@ def _numbers(array: Any) -> tuple[NDArray[np.float64], NDArray[np.bool_], NDArra
         values = np.asarray(numbers.to_numpy(zero_copy_only=False))
         if bad.any():
             values = values.copy()
-            values[bad] = [_days(text) for text in array.filter(pa.array(bad)).to_pylist()]
+            values[bad] = [days(text) for text in array.filter(pa.array(bad)).to_pylist()]
             # A date among numbers is a mistake, and so is a number among dates.
             dates, numbers = bad & np.isfinite(values), ~bad & ~missing
             values[numbers if dates.sum() > numbers.sum() else dates] = np.nan
@@ -262,15 +260,6 @@ def _event_times(array: Any) -> tuple[NDArray[np.float64], NDArray[np.bool_]]:
     times = np.where(is_date, 86_400 * times, np.where(np.abs(times) < 1e11, times, times / 1000))
     bad = bad | missing | (np.abs(times) >= -NO_TIME)
     return np.where(bad, 0, times), bad
-
-
-def _days(text: bytes) -> float:
-    """Days from 1970-01-01 UTC to a date or time in the format of ISO 8601; NaN for another text."""
-    try:
-        moment = datetime.fromisoformat(text.decode())
-    except ValueError:
-        return math.nan
-    return (moment if moment.tzinfo else moment.replace(tzinfo=UTC)).timestamp() / 86_400
 
 
 def _transformed(feature: Feature, values: NDArray[np.float64], missing: NDArray[np.bool_]) -> NDArray[np.float64]:
