@@ -10,10 +10,8 @@ Legend: N rows, D dense features, F sparse features, V ids of one feature.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from datetime import UTC, datetime
 from typing import Any
 
 import numpy as np
@@ -21,8 +19,8 @@ import torch
 from numpy.typing import NDArray
 
 from shardrec import native
-from shardrec.data.fault import Reason, RowFault, shown
-from shardrec.data.preprocess import hash_categories, mixed, transform_dense
+from shardrec.data.fault import Reason, RowFault, shown_scalar
+from shardrec.data.preprocess import days, hash_categories, mixed, transform_dense
 from shardrec.data.rows import NO_TIME, ClickRows, bags_at
 from shardrec.data.spec import Feature, FeatureSpec
 from shardrec.data.tasks import Task
@@ -164,7 +162,7 @@ def _faults(table: Any, bads: Sequence[tuple[str, Reason, str, NDArray[np.bool_]
     for column, reason, words, bad in bads:
         for row in np.flatnonzero(bad).tolist():
             if row not in faults:
-                where = f"field {column!r}: value {shown(table[column][row].as_py())} {words}"
+                where = f"field {column!r}: value {shown_scalar(table[column][row])} {words}"
                 faults[row] = RowFault(reason=reason, where=where, remedy="correct it")
     return dict(sorted(faults.items()))
 
@@ -231,7 +229,7 @@ def _numbers(array: Any) -> tuple[NDArray[np.float64], NDArray[np.bool_], NDArra
         values = np.asarray(numbers.to_numpy(zero_copy_only=False))
         if bad.any():
             values = values.copy()
-            values[bad] = [_days(text) for text in array.filter(pa.array(bad)).to_pylist()]
+            values[bad] = [days(text) for text in array.filter(pa.array(bad)).to_pylist()]
             # A date among numbers is a mistake, and so is a number among dates.
             dates, numbers = bad & np.isfinite(values), ~bad & ~missing
             values[numbers if dates.sum() > numbers.sum() else dates] = np.nan
@@ -241,7 +239,7 @@ def _numbers(array: Any) -> tuple[NDArray[np.float64], NDArray[np.bool_], NDArra
     if pa.types.is_date(array.type) or pa.types.is_timestamp(array.type):
         zone = array.type.tz if pa.types.is_timestamp(array.type) else None
         array = array.cast(pa.timestamp("us", zone), safe=False)
-        array = pc.divide(array.cast(pa.int64()).cast(pa.float64()), 86_400e6)
+        array = pc.divide(array.cast(pa.int64()).cast(pa.float64(), safe=False), 86_400e6)
     values = np.asarray(array.cast(pa.float64(), safe=False).to_numpy(zero_copy_only=False), dtype=np.float64)
     missing = np.isnan(values)  # as a null is now
     return np.where(missing, 0.0, values), missing, np.isinf(values)
@@ -262,15 +260,6 @@ def _event_times(array: Any) -> tuple[NDArray[np.float64], NDArray[np.bool_]]:
     times = np.where(is_date, 86_400 * times, np.where(np.abs(times) < 1e11, times, times / 1000))
     bad = bad | missing | (np.abs(times) >= -NO_TIME)
     return np.where(bad, 0, times), bad
-
-
-def _days(text: bytes) -> float:
-    """Days from 1970-01-01 UTC to a date or time in the format of ISO 8601; NaN for another text."""
-    try:
-        moment = datetime.fromisoformat(text.decode())
-    except ValueError:
-        return math.nan
-    return (moment if moment.tzinfo else moment.replace(tzinfo=UTC)).timestamp() / 86_400
 
 
 def _transformed(feature: Feature, values: NDArray[np.float64], missing: NDArray[np.bool_]) -> NDArray[np.float64]:
@@ -409,7 +398,7 @@ def _texts(array: Any) -> Any:
 
 def count_values(table: Any, feature: Feature) -> dict[str, int]:
     """How often each value of a feature that has a vocabulary occurs in a table, but missing ones and no UTF-8."""
-    texts = _texts(_flat(table[feature.source], feature)[0])
+    texts = _texts(_plain(_flat(table[feature.source], feature)[0]))
     pairs = texts.value_counts()
     counts = zip(pairs.field("values").to_pylist(), pairs.field("counts").to_pylist(), strict=True)
     named = ((value.decode(errors="replace") if isinstance(value, bytes) else value, count) for value, count in counts)
@@ -425,13 +414,14 @@ def _keys(array: Any, *, spread: bool = True) -> tuple[NDArray[np.uint64], NDArr
     """A column of ids as 64-bit keys (N,), which are missing, and which are bad.
 
     A whole number has one key, whether its column is one of integers, of floats (which pandas makes of integers with
-    nulls) or of texts (as all columns of a CSV file are).
+    nulls), of decimals or of texts (as all columns of a CSV file are).
 
     Args:
         array: texts or numbers.
         spread: spread numbers over all 64 bits, as texts are; else a number is its own key.
     """
     import pyarrow as pa
+    import pyarrow.compute as pc
 
     array = _plain(array)
     null = np.asarray(array.is_null().to_numpy(zero_copy_only=False))
@@ -441,10 +431,16 @@ def _keys(array: Any, *, spread: bool = True) -> tuple[NDArray[np.uint64], NDArr
     if _is_text(array.type):
         raw, missing, _ = _text_keys(array, spread=spread)
         return raw, null | missing, none
+    if pa.types.is_decimal(array.type):  # which floats would round
+        whole = array.cast(pa.decimal256(76, 0), safe=False)
+        is_whole = pc.equal(whole.cast(array.type, safe=False), array).fill_null(True)
+        raw, _, _ = _text_keys(whole.cast(pa.string()), spread=spread)
+        return raw, null, ~np.asarray(is_whole.to_numpy(zero_copy_only=False))
     if _is_fraction(array.type):
         values, missing, bad = _numbers(array)
-        bad |= values != np.floor(values)
-        raw = np.where(missing | bad, 0, values).astype(np.int64).astype(np.uint64)
+        bad |= (values != np.floor(values)) | (values < -(2.0**63)) | (values >= 2.0**64)
+        values = np.where(missing | bad, 0, values)
+        raw = np.where(values < 2.0**63, values, values - 2.0**64).astype(np.int64).astype(np.uint64)
         return (mixed(raw) if spread else raw), missing, bad
     kept = array.cast(pa.int8()) if pa.types.is_boolean(array.type) else array
     whole = np.asarray(kept.fill_null(0).to_numpy(zero_copy_only=False))

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import Any
 
-__all__ = ["Reason", "RowFault", "shown"]
+__all__ = ["Reason", "RowFault", "shown", "shown_scalar"]
 
 _SHOWN = 60
 
@@ -45,3 +46,11 @@ def shown(value: object) -> str:
         value = value.decode("utf-8", errors="backslashreplace")
     text = repr(value)
     return text if len(text) <= _SHOWN else text[: _SHOWN - 3] + "..."
+
+
+def shown_scalar(scalar: Any) -> str:
+    """:func:`shown` of an Arrow scalar; of a text that is not UTF-8, or a date after the year 9999, why it has none."""
+    try:
+        return shown(scalar.as_py())
+    except (OverflowError, ValueError) as error:
+        return f"({error})"

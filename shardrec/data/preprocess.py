@@ -14,10 +14,22 @@ so that a missing value differs from a zero. Two categories that fall on the sam
 
 from __future__ import annotations
 
+import math
+from datetime import UTC, datetime
+
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["hash_categories", "mixed", "transform_dense"]
+__all__ = ["days", "hash_categories", "mixed", "transform_dense"]
+
+
+def days(text: bytes) -> float:
+    """Days from 1970-01-01 UTC to a date or time in the format of ISO 8601; NaN for another text."""
+    try:
+        moment = datetime.fromisoformat(text.decode())
+    except ValueError:
+        return math.nan
+    return (moment if moment.tzinfo else moment.replace(tzinfo=UTC)).timestamp() / 86_400
 
 
 def transform_dense(raw: NDArray[np.float64], missing: NDArray[np.bool_]) -> NDArray[np.float32]:

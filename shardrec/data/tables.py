@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 
 from shardrec.data import svmlight
 from shardrec.data.encode import column_fault
-from shardrec.data.fault import Reason, RowFault
+from shardrec.data.fault import Reason, RowFault, shown
 from shardrec.data.kafka import range_of, read_range
 from shardrec.data.spec import FeatureSpec
 from shardrec.data.urls import TOPIC, UnreachableError, open_input, path_of
@@ -505,6 +505,19 @@ def _parsed(
             strings_can_be_null=False,
         ),
     )
+    if table.num_rows + len(broken) < last:  # a quote without its end, which took the lines after it
+        middle = 0
+        for _ in range(last // 2):
+            middle = data.index(b"\n", middle) + 1
+        (table, broken), (rest, more) = (
+            _parsed(path, half, names, columns, spec) for half in (data[:middle], data[middle:])
+        )
+        table = pa.concat_tables([table, rest])
+        broken |= {last // 2 + row: fault for row, fault in more.items()}
+    elif table.num_rows and any(b"\n" in column[-1].as_py() for column in table.columns):
+        table = table.slice(0, table.num_rows - 1)
+        where = f"the line has a quote without its end: {shown(data.splitlines()[-1])}"
+        broken[last - 1] = RowFault(reason=Reason.COLUMNS, where=where, remedy="write it twice, or set quoted: false")
     return table, broken
 
 

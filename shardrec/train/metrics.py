@@ -50,7 +50,7 @@ def evaluate(
     scored = [torch.zeros((2, 0), device=device), *steps.predict(grouped(), _scores)]
     # Scores stay on the device until here: reading each batch's would make the host wait for it.
     labels, logits = gather_rows(torch.cat(scored, dim=1).cpu())
-    metrics = click_metrics(labels.numpy(), torch.sigmoid(logits).numpy())
+    metrics = click_metrics(labels.numpy(), torch.sigmoid(logits.double()).numpy())  # float32 has 1 from 17 on
     if not groups:
         return metrics
     # By logits: probabilities of 1 are equal where their logits are not.

@@ -48,7 +48,7 @@ class Progressive:
         labels, logits = gather_rows(self.state())
         if labels.numel() == 0 or bool((labels == labels[0]).all()):
             return None
-        return click_metrics(labels.numpy(), torch.sigmoid(logits).numpy())
+        return click_metrics(labels.numpy(), torch.sigmoid(logits.double()).numpy())
 
     def state(self) -> Tensor:
         """Labels and logits, (2, N) float32 on the CPU."""

@@ -186,7 +186,7 @@ def _binary(task: Task, logits: Tensor, labels: Tensor, groups: Tensor | None, k
     rate, logits = float(labels.mean()), logits.squeeze(1)
     if not 0 < rate < 1:
         return {"auc": None, "click_rate": rate}
-    metrics = click_metrics(labels.numpy(), logits.sigmoid().numpy())
+    metrics = click_metrics(labels.numpy(), logits.double().sigmoid().numpy())
     if groups is not None:
         ranking = ranking_metrics(labels.numpy(), logits.numpy(), groups.numpy(), k)
         metrics = replace(metrics, ranking=ranking)

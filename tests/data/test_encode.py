@@ -287,6 +287,42 @@ def test_dates_and_times_are_days(tmp_path: Path) -> None:
             read(tmp_path / "a.csv", spec)
 
 
+def test_dates_of_a_far_year(tmp_path: Path) -> None:
+    """Which many databases have for "no end"; their microseconds are more than a float64 tells apart."""
+    spec = FeatureSpec(features=(Feature(name="id", kind="id", rows=9), Feature(name="end", kind="dense")))
+    for kind in (pa.date32(), pa.timestamp("us")):
+        column = pa.array([date(9999, 12, 31), date(1970, 1, 2)], pa.date32()).cast(kind)
+        pq.write_table(pa.table({"label": [1, 0], "id": ["a", "b"], "end": column}), tmp_path / "a.parquet")
+        assert read(tmp_path / "a.parquet", spec).dense.tolist() == [[2_932_896.0], [1.0]]
+
+
+@pytest.mark.parametrize("end", ["\n", ""])
+def test_a_quote_without_its_end_takes_no_other_line(tmp_path: Path, end: str) -> None:
+    spec, path = FeatureSpec(features=(Feature(name="id", kind="id", rows=10**6),)), tmp_path / "a.csv"
+    names = ["a", '"b', "c", '"d"', 'e"', '"f,g', '"h', '"i""', "j", '"k']
+    path.write_text("label,id\n" + "\n".join(f"1,{name}" for name in names) + "\nx,l" + end, encoding="utf-8")
+    with pytest.raises(DataError, match=r"a\.csv:3: the line has a quote without its end: b?'1,\"b"):
+        read(path, spec)
+    data = open_click_data(path, spec, holdout=0.0, on_bad_row="skip")
+    (batch,) = data.train_batches(0, 1, 99)
+    assert batch.sparse.values().tolist() == [hashed(name, 10**6) for name in ("a", "c", "d", 'e"', "j")]
+    assert data.skipped == {"wrong number of columns": 5, "bad label": 1}
+
+
+def test_a_bad_value_that_python_cannot_read(tmp_path: Path) -> None:
+    texts = pa.array([b"a", b"\xff"]).view(pa.string())
+    coded = FeatureSpec(features=(Feature(name="id", kind="id", rows=9, ids="hexadecimal"),))
+    timed = FeatureSpec(features=(Feature(name="id", kind="id", rows=9),), event_time="at")
+    for spec, columns, words in (
+        (coded, {"id": texts}, r"field 'id': value \('utf-8' codec .*\) is not a number of 1 to 16"),
+        (timed, {"id": ["a", "b"], "at": pa.array([0, 2**62], pa.timestamp("us"))}, r"value \(date .*\) is no date"),
+    ):
+        pq.write_table(pa.table({"label": [1, 0], **columns}), tmp_path / "a.parquet")
+        with pytest.raises(DataError, match=words):
+            read(tmp_path / "a.parquet", spec)
+        assert read(tmp_path / "a.parquet", spec, on_bad_row="skip").size == 1
+
+
 def test_what_a_file_lacks_is_told_before_it_is_read(tmp_path: Path) -> None:
     path = tmp_path / "a.parquet"
     pq.write_table(pa.table({"label": [[1]], "id": [{"k": 1}], "y": [1]}), path)
@@ -345,8 +381,21 @@ def test_a_whole_number_is_one_id_in_every_column(numbers: list[int]) -> None:
     expected = [spread(number) % (2**31 - 2) + 1 for number in numbers]
     assert ids(pa.array([str(number) for number in numbers])) == expected
     assert ids(pa.array([np.uint64(number % 2**64) for number in numbers], pa.uint64())) == expected
+    assert ids(pa.array([Decimal(number) for number in numbers], pa.decimal128(20, 0))) == expected
     small = [number % 2**31 for number in numbers]
     assert ids(pa.array([float(number) for number in small])) == ids(pa.array(small, pa.int32()))
+    large = [(number % 2**53) << 11 for number in numbers]
+    assert ids(pa.array([float(number) for number in large])) == ids(pa.array(large, pa.uint64()))
+
+
+def test_numbers_that_are_no_ids_of_64_bits(tmp_path: Path) -> None:
+    numbers = pa.array([1e30, 2.0**64, -1e30, 1.5, 2.0**63])
+    decimals = pa.array(
+        [None if number == 1.5 else Decimal("1.5") for number in numbers.to_pylist()], pa.decimal128(3, 1)
+    )
+    for column, bad in ((numbers, 4), (decimals, 4)):
+        pq.write_table(pa.table({"label": [0] * 5, "id": column}), tmp_path / "a.parquet")
+        assert read(tmp_path / "a.parquet", KEYS, on_bad_row="skip").size == 5 - bad
 
 
 @given(numbers=st.lists(st.none() | st.integers(-(2**63) + 1, 2**63 - 1), min_size=1, max_size=9))

@@ -61,6 +61,14 @@ def test_values_of_all_features_of_a_table_count(tmp_path: Path) -> None:
     assert asked.sparse.values().tolist() == [2, 4, 0, 2]
 
 
+@pytest.mark.parametrize("kind", [pa.binary(), pa.string()])
+def test_texts_that_are_not_utf8_are_no_values(tmp_path: Path, kind: pa.DataType) -> None:
+    path, shops = tmp_path / "a.parquet", pa.array([b"a", b"\xff", None])
+    pq.write_table(pa.table({"click": [0, 1, 0], "shop": shops.view(kind)}), path)
+    raw = parse_spec("label: click\nfeatures: [{name: shop, kind: id, vocabulary: from_data}]", "spec")
+    assert count_vocabularies([str(path)], raw) == {"shop": ["a"]}
+
+
 @pytest.mark.parametrize("group", ["", "group: shop\n"])
 def test_held_out_rows_do_not_count(tmp_path: Path, group: str) -> None:
     count = 400

@@ -119,6 +119,15 @@ def test_metrics_are_those_of_torchmetrics() -> None:
     json.dumps(metrics.to_mapping(), allow_nan=False)
 
 
+def test_large_logits_are_ranked() -> None:
+    """In float32 the probabilities of all of them are 1."""
+    values = task_metrics(
+        torch.tensor([[18.0], [19.0]]), torch.tensor([[0.0], [1.0]]), None, None, TASKS[:1], 10
+    ).values
+    assert values["click/auc"] == 1
+    assert values["click/logloss"] == pytest.approx(9.0, abs=1e-6)
+
+
 def test_metrics_without_two_kinds_of_labels() -> None:
     outputs, labels = torch.zeros(4, OUTPUTS), torch.full((4, len(TASKS)), torch.nan)
     labels[:, 0] = labels[:, 2] = labels[:, 3] = 1
