@@ -234,7 +234,7 @@ class Publisher:
         for name, copy in copies.items():
             form = self._formats.get(copy.rows_of) if name.startswith("model.") else None
             ranges: dict[Rect, Tensor] = {}
-            if form is not None and form.is_quantized and len(self._model.plan.by_name[copy.rows_of].stripes()) > 1:
+            if form is not None and form.is_quantized and len(self._plan.by_name[copy.rows_of].stripes()) > 1:
                 for part, rows, part_ranges in self._whole_rows(name, copy, changed, ranks, base=base):
                     changed[name, part.rect], ranges[part.rect] = rows, part_ranges
             tensors[name] = copy if form is None else encoded(copy, form, ranges)
