@@ -19,8 +19,9 @@ a rank where a parameter has no gradient.
 [Note: when a backward is over]
 Each rank must make the same all-reduces, including a rank on which no parameter got a gradient. So a backward counts
 from its first step in the model (:class:`shardrec.exchange.backward_watch.BackwardWatch`: an output, the exchange or a
-parameter), if it accumulates gradients, which ``torch.autograd.grad`` does not. A backward inside another one
-(reentrant checkpointing) averages the gradients that exist by then, and the outer one averages the rest.
+parameter), if it accumulates gradients, which ``torch.autograd.grad`` does not: in dense parameters or, of a loss that
+uses embeddings alone, in any leaf behind that step. A backward inside another one (reentrant checkpointing) averages
+the gradients that exist by then, and the outer one averages the rest.
 
 [Note: a separate group] Ranks whose losses use different parts complete a bucket at different times: one before the
 exchange's gradients are sent, one after. Collectives of one process group are matched by their order. So if the
@@ -241,6 +242,7 @@ class DenseReducer:
         self._stepped: list[nn.Parameter] = []
         self._trains: list[bool] | None = None
         self._begun, self._is_active, self._issued = 0, False, 0
+        self._tasks: set[int] = set()  # backwards that have begun since the last forward
         self._missing: set[nn.Parameter] = set()
         self._in_flight: list[_PendingCollective] = []
         self.average(parameters)
@@ -271,6 +273,7 @@ class DenseReducer:
 
     def arm(self) -> None:
         """Put the parameters that train now in buckets."""
+        self._tasks.clear()
         trains = [parameter.requires_grad for parameter in self._parameters]
         if trains == self._trains:
             return
@@ -298,8 +301,12 @@ class DenseReducer:
 
     def begin(self) -> None:
         """Called when a backward begins."""
-        reduces = self._context.gradients.reduce_this_backward
-        accumulates = self._fsdp is not None or any(map(_accumulates, (*self._places, *self._sparse)))
+        reduces, task = self._context.gradients.reduce_this_backward, torch._C._current_graph_task_id()
+        averaged = *self._places, *self._sparse
+        accumulates = self._fsdp is not None or any(map(_accumulates, averaged))
+        if averaged and not accumulates and task not in self._tasks:  # whose rest a backward inside of it may leave
+            accumulates = _reaches_a_leaf()
+        self._tasks.add(task)
         if reduces and not accumulates:
             # Of torch.autograd.grad; or that of a lookup's operator, inside a backward that goes on after it.
             return
@@ -557,12 +564,27 @@ def _group_beside(group: dist.ProcessGroup, exchange: Collectives, device: torch
 
 def _accumulates(parameter: nn.Parameter) -> bool:
     """Whether the running backward accumulates a gradient in this parameter if it reaches it."""
-    if not parameter.requires_grad:
-        return False
+    return parameter.requires_grad and _will_accumulate(get_gradient_edge(parameter).node)
+
+
+def _will_accumulate(leaf: Any) -> bool:
     try:
-        return torch._C._will_engine_execute_node(get_gradient_edge(parameter).node)
-    except RuntimeError:  # of torch.autograd.grad with respect to this parameter, which accumulates nothing
+        return torch._C._will_engine_execute_node(leaf)
+    except RuntimeError:  # of torch.autograd.grad with respect to this leaf, which accumulates nothing
         return False
+
+
+def _reaches_a_leaf() -> bool:
+    """Whether the running backward accumulates a gradient in any leaf behind the node that it is at."""
+    nodes: list[Any] = [torch._C._current_autograd_node()]
+    known = {None, *nodes}
+    for node in nodes:
+        if hasattr(node, "variable") and _will_accumulate(node):
+            return True
+        behind = {function for function, _ in node.next_functions} - known
+        known |= behind
+        nodes += behind
+    return False
 
 
 def _without_steps(parameter: nn.Parameter) -> bool:

@@ -21,6 +21,7 @@ from shardrec.errors import ConfigError, InputError, PeerError
 from shardrec.layout import ShardingPlan, Topology, cuts
 from shardrec.modules import ShardedModel, shard
 from tests.collective_counts import CountCollectives
+from tests.executors import executed
 from tests.models import apply_optimizer_in_backward
 from tests.ranks import RankErrors, raises_on_all, ranks
 
@@ -498,6 +499,57 @@ def other_executors(executor: str) -> None:
 @pytest.mark.parametrize("executor", ["eager", "live", pytest.param("boundary", marks=pytest.mark.slow), "traced"])
 def test_no_executor_needs_a_wrapper(executor: str) -> None:
     ranks(2, other_executors, executor, timeout=120)
+
+
+class EmbeddingsAlone(nn.Module):
+    """Its loss uses ``top`` if it is told to, and else the table, which is cut, alone."""
+
+    def __init__(self, fused: bool) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        table = EmbeddingBagConfig(name="cut", num_embeddings=ROWS["cut"], embedding_dim=DIM, feature_names=["cut"])
+        self.bags = EmbeddingBagCollection(tables=[table])
+        apply_optimizer_in_backward(torch.optim.SGD, self.bags.parameters() if fused else [], {"lr": 0.1})
+        self.top = nn.Linear(DIM, 1)
+
+    def forward(self, features: KeyedJaggedTensor, uses_top: bool) -> Tensor:
+        pooled = self.bags(features).values()
+        if uses_top:
+            return self.top(pooled).square().sum()
+        return pooled.square().sum()
+
+
+def embeddings_alone(executor: str, fused: bool) -> list[int]:
+    rank = dist.get_rank()
+    plan = ShardingPlan(topology=Topology(ranks_per_host=2), tables=plan_of(2).tables[:1])
+    model, reference = shard(EmbeddingsAlone(fused), plan), EmbeddingsAlone(fused)
+    run, counts = executed(model, executor), []
+    for step, uses in enumerate([(True, False), (False, False), (False, True), (True, True)]):
+        with CountCollectives() as counted:
+            run(features_of(step, rank), uses[rank]).backward()
+        counts.append(counted["all_reduce"])
+        losses = [reference(features_of(step, other), uses[other]) for other in range(2)]
+        torch.stack(losses).mean().backward()
+        for name in ("weight", "bias"):
+            gradient, expected = getattr(model.top, name).grad, getattr(reference.top, name).grad
+            assert (gradient is None) == (expected is None), f"step {step}: {name}"
+            if expected is not None:
+                torch.testing.assert_close(gradient, expected, msg=f"step {step}: {name}")
+        model.zero_grad()
+        reference.zero_grad()
+    if not fused and executor == "eager":
+        loss = run(features_of(0, rank), False)
+        with CountCollectives() as counted:
+            torch.autograd.grad(loss, [*model.bags.parameters()])  # type: ignore[union-attr]
+        assert counted["all_reduce"] == 0, "nothing is accumulated"
+    return counts
+
+
+@pytest.mark.parametrize("fused", [True, False])
+@pytest.mark.parametrize("executor", ["eager", "live script", "traced"])
+def test_a_loss_of_embeddings_alone_on_one_rank(executor: str, fused: bool) -> None:
+    counts = ranks(2, embeddings_alone, executor, fused)
+    assert counts == [[1, 1, 1, 1]] * 2
 
 
 @pytest.mark.parametrize(
