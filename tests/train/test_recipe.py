@@ -132,6 +132,9 @@ def test_weight_decay_moves_weights_by_rate_and_penalty_beside_their_gradient(up
         config = config.changed(clip=1e6)
     first = trained(config.changed(lr=1e-30, embedding_lr=1e-30), tmp_path / "first")
     plain = trained(config, tmp_path / "plain")
+    norms = json.loads((tmp_path / "plain" / "metrics.json").read_text())["curve"][-1]["grad_norms"]
+    assert norms.keys() == ({"dense", "tables"} if update == "step" else set())
+    assert all(norm > 0 for norm in norms.values())
     decayed = trained(config.changed(weight_decay=0.1, embedding_weight_decay=0.2), tmp_path / "decayed")
     moved = 0
     for name, value in decayed.items():
