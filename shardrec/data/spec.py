@@ -137,8 +137,15 @@ class Feature(_Strict):
     @field_validator("vocabulary", mode="before")
     @classmethod
     def _texts(cls, value: Any) -> Any:
-        """YAML reads words such as ``1`` and ``no`` as other types."""
-        return tuple(map(str, value)) if isinstance(value, (list, tuple)) else value
+        """YAML reads words such as ``1`` and ``no`` as other types, and of the second what was written is lost."""
+        if not isinstance(value, (list, tuple)):
+            return value
+        for word in value:
+            if word is None or isinstance(word, bool):
+                raise ValueError(
+                    f"vocabulary has {word}, which YAML makes of words such as no, on and null: quote them"
+                )
+        return tuple(map(str, value))
 
     @model_validator(mode="before")
     @classmethod

@@ -496,6 +496,11 @@ def test_hashes_are_the_same_everywhere_and_spread() -> None:
         ("features: [{name: a, kind: id, boundaries: [2, 1]}]", r"feature 'a': boundaries must ascend"),
         ("features: [{name: a, kind: weighted, rows: 3}]", r"feature 'a': weights names the column"),
         ("features: !!set {a, b}", r"feature 0: "),
+        (
+            "features: [{name: a, kind: id, vocabulary: [de, no]}]",
+            r"feature 'a', vocabulary: .*has False, as YAML reads words such as no, on and null: quote them",
+        ),
+        ("features: [{name: a, kind: id, vocabulary: [null]}]", r"vocabulary has None, as YAML reads"),
         ("label: clicked\nfeatures: []", r"spec\.yaml: no feature has a table"),
         (
             "label: a: b",
@@ -513,13 +518,13 @@ def test_faults_of_a_spec_name_the_feature(tmp_path: Path, text: str, words: str
 def test_a_spec_from_a_file(tmp_path: Path) -> None:
     path = tmp_path / "spec.yaml"
     path.write_text(
-        "label: clicked\nfeatures:\n  - {name: day, kind: id, vocabulary: [1, no, mon]}\n  - {name: x, kind: dense}\n",
+        "label: clicked\nfeatures:\n  - {name: day, kind: id, vocabulary: [1, 'no', mon]}\n  - {name: x, kind: dense}\n",
         encoding="utf-8",
     )
     spec = shardrec.data.load_spec(path)
     assert spec.label.column == "clicked"
     assert spec.schema_.num_embeddings == (4,)
-    assert spec.features[0].vocabulary == ("1", "False", "mon")
+    assert spec.features[0].vocabulary == ("1", "no", "mon")
     with pytest.raises(ConfigError, match="cannot be read"):
         shardrec.data.load_spec(tmp_path / "nowhere.yaml")
 
