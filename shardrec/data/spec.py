@@ -142,9 +142,7 @@ class Feature(_Strict):
             return value
         for word in value:
             if word is None or isinstance(word, bool):
-                raise ValueError(
-                    f"vocabulary has {word}, which YAML makes of words such as no, on and null: quote them"
-                )
+                raise ValueError(f"{word} is what YAML makes of words such as no, on and null: put them in quotes")
         return tuple(map(str, value))
 
     @model_validator(mode="before")

@@ -498,9 +498,9 @@ def test_hashes_are_the_same_everywhere_and_spread() -> None:
         ("features: !!set {a, b}", r"feature 0: "),
         (
             "features: [{name: a, kind: id, vocabulary: [de, no]}]",
-            r"feature 'a', vocabulary: .*has False, as YAML reads words such as no, on and null: quote them",
+            r"feature 'a', vocabulary: False is what YAML makes of words such as no, on and null: put them in quotes",
         ),
-        ("features: [{name: a, kind: id, vocabulary: [null]}]", r"vocabulary has None, as YAML reads"),
+        ("features: [{name: a, kind: id, vocabulary: [null]}]", r"feature 'a', vocabulary: None is what YAML makes"),
         ("label: clicked\nfeatures: []", r"spec\.yaml: no feature has a table"),
         (
             "label: a: b",
@@ -518,7 +518,7 @@ def test_faults_of_a_spec_name_the_feature(tmp_path: Path, text: str, words: str
 def test_a_spec_from_a_file(tmp_path: Path) -> None:
     path = tmp_path / "spec.yaml"
     path.write_text(
-        "label: clicked\nfeatures:\n  - {name: day, kind: id, vocabulary: [1, 'no', mon]}\n  - {name: x, kind: dense}\n",
+        "label: clicked\nfeatures:\n  - {name: a, kind: id, vocabulary: [1, 'no', mon]}\n  - {name: x, kind: dense}\n",
         encoding="utf-8",
     )
     spec = shardrec.data.load_spec(path)
