@@ -35,7 +35,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, ValidationError, field_validator, model_validator
 
 from shardrec.data.schema import ClickSchema, criteo_schema
 from shardrec.data.tasks import Task
@@ -87,7 +87,7 @@ class Label(_Strict):
     """
 
     column: str = "label"
-    above: float | None = None
+    above: FiniteFloat | None = None
 
 
 class Feature(_Strict):
@@ -125,14 +125,14 @@ class Feature(_Strict):
     min_count: int | None = Field(default=None, ge=1)
     dim: int | None = Field(default=None, ge=1)
     share: str | None = None
-    boundaries: tuple[float, ...] | None = Field(default=None, min_length=1)
+    boundaries: tuple[FiniteFloat, ...] | None = Field(default=None, min_length=1)
     dynamic_ids: DynamicIds | None = None
     separator: str = Field(default="|", min_length=1)
     weights: str | None = None
     max_length: int | None = Field(default=None, ge=1)
     transform: Literal["log", "none"] = "none"
-    mean: float = 0.0
-    std: float = Field(default=1.0, gt=0)
+    mean: FiniteFloat = 0.0
+    std: FiniteFloat = Field(default=1.0, gt=0)
 
     @field_validator("vocabulary", mode="before")
     @classmethod

@@ -6,7 +6,7 @@ from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, model_validator
 
 __all__ = ["Task"]
 
@@ -31,10 +31,10 @@ class Task(BaseModel):
     name: str = Field(min_length=1)
     kind: Literal["binary", "regression", "multiclass"] = "binary"
     column: str = ""
-    above: float | None = None
+    above: FiniteFloat | None = None
     loss: Literal["mse", "huber", "poisson"] | None = None
     classes: int | None = Field(default=None, ge=2, le=2**24)
-    weight: float = Field(default=1.0, gt=0, allow_inf_nan=False)
+    weight: FiniteFloat = Field(default=1.0, gt=0)
     optional: bool = False
 
     @model_validator(mode="after")

@@ -501,6 +501,12 @@ def test_hashes_are_the_same_everywhere_and_spread() -> None:
             r"feature 'a', vocabulary: False is what YAML makes of words such as no, on and null: put them in quotes",
         ),
         ("features: [{name: a, kind: id, vocabulary: [null]}]", r"feature 'a', vocabulary: None is what YAML makes"),
+        ("features: [{name: a, kind: dense, mean: .nan}]", r"feature 'a', mean: Input should be a finite number"),
+        (
+            "features: [{name: a, kind: id, boundaries: [.nan]}]",
+            r"feature 'a', boundaries, 0: Input should be a finite",
+        ),
+        ("label: {column: a, above: .nan}", r"label, above: Input should be a finite number"),
         ("label: clicked\nfeatures: []", r"spec\.yaml: no feature has a table"),
         (
             "label: a: b",
