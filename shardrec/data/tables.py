@@ -133,9 +133,11 @@ def check_file(path: str, spec: FeatureSpec) -> FileInfo:
         for name in spec.sources
         if name not in names
     ]
+    twice = [name for name in spec.sources if names.count(name) > 1]
+    faults += [f"there are several columns {name!r}: rename or remove all but one" for name in twice]
     if schema is not None:
         for name in spec.sources:
-            remedy = column_fault(schema.field(name).type, name, spec) if name in names else ""
+            remedy = column_fault(schema.field(name).type, name, spec) if names.count(name) == 1 else ""
             if remedy:
                 faults.append(f"column {name!r} has type {schema.field(name).type}: {remedy}")
     if faults:

@@ -323,6 +323,18 @@ def test_a_bad_value_that_python_cannot_read(tmp_path: Path) -> None:
         assert read(tmp_path / "a.parquet", spec, on_bad_row="skip").size == 1
 
 
+@pytest.mark.parametrize("suffix", ["csv", "parquet"])
+def test_a_column_that_is_there_twice(tmp_path: Path, suffix: str) -> None:
+    path = tmp_path / f"a.{suffix}"
+    if suffix == "csv":
+        path.write_text("label,x,id,id\n1,.5,0,1\n", encoding="utf-8")
+    else:
+        columns = [pa.array([1]), pa.array([0.5]), pa.array([0]), pa.array([1])]
+        pq.write_table(pa.Table.from_arrays(columns, ["label", "x", "id", "id"]), path)
+    with pytest.raises(DataError, match=r"there are several columns 'id': rename or remove all but one"):
+        read(path, PLAIN)
+
+
 def test_what_a_file_lacks_is_told_before_it_is_read(tmp_path: Path) -> None:
     path = tmp_path / "a.parquet"
     pq.write_table(pa.table({"label": [[1]], "id": [{"k": 1}], "y": [1]}), path)
