@@ -102,6 +102,10 @@ class RemoteCollectives(Collectives):
         """Add a module's ids to the lookup that is to come: its part for each server."""
         self._requests.append(parts)
 
+    def drop_requests(self) -> None:
+        """Let go of what was added: there is no lookup to come."""
+        self._requests = []
+
     def header(self, rows: Tensor) -> Tensor:
         of_trainers = self.trainers.header(rows[: self.trainers.world_size])
         silent = rows.new_zeros((len(self.servers), rows.size(1)))
