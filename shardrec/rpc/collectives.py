@@ -29,6 +29,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from shardrec.errors import ConfigError
 from shardrec.exchange.collectives import Collectives, Later, Pending, StreamSizes, joined
 from shardrec.exchange.headers import FIXED_COLUMNS
 from shardrec.lookup.deferred import DeferredGradients
@@ -161,7 +162,16 @@ class RemoteCollectives(Collectives):
         Args:
             requests: per server, what was looked up.
             gradients: per server, (n,) of what the lookups gave.
+
+        Raises:
+            ConfigError: if a server has replicas.
         """
+        for names in self.servers.names:
+            if len(names) > 1:
+                raise ConfigError(
+                    f"an update would change one of the replicas {', '.join(names)} alone; replicas are for read-only "
+                    "serving: to train, give Servers one name for each rank of the plan"
+                )
         at_step = self.kept is not None
         self._updates += 1
         update, trainer = (self.session, self._updates), (self.rank, self.trainers.world_size)

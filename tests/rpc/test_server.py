@@ -302,6 +302,16 @@ def test_what_servers_cannot_train_is_said_in_backward() -> None:
             model(features).sum().backward()
 
 
+def test_replicas_are_not_trained() -> None:
+    """An update goes to one server, so that of two replicas only one would have it."""
+    with served(lambda: make_model("sgd"), make_plan()) as (model, servers):
+        servers.names = (("server0", "other"), ("server1",))
+        loss = model(batch(0, 0)).sum()
+        with pytest.raises(ConfigError, match=r"one of the replicas server0, other alone; .* one name for each"):
+            loss.backward()
+        assert [server.describe()["updates"] for server in servers.local] == [0, 0]
+
+
 def test_bad_input_is_the_trainers_error() -> None:
     with served(lambda: make_model("sgd"), make_plan()) as (model, _):
         features = batch(0, 0)
