@@ -23,13 +23,14 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 
 import torch
 from torch import Tensor
 
-from shardrec.errors import ConfigError
+from shardrec.errors import ConfigError, ShardrecError
 from shardrec.exchange.collectives import Collectives, Later, Pending, StreamSizes, joined
 from shardrec.exchange.headers import FIXED_COLUMNS
 from shardrec.lookup.deferred import DeferredGradients
@@ -196,6 +197,13 @@ class RemoteCollectives(Collectives):
         while len(self._pushed) > behind:
             for answer in self._pushed.popleft():
                 answer.wait()
+
+    def end_updates(self) -> None:
+        """Wait until no update is under way any more, made or failed: the tables are about to be replaced."""
+        for answer in (answer for answers in self._pushed for answer in answers):
+            with suppress(ShardrecError):
+                answer.wait()
+        self._pushed.clear()
 
 
 @dataclass

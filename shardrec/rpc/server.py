@@ -313,6 +313,8 @@ class EmbeddingServer:
             ConfigError: if it is one of another model.
         """
         load_checkpoint(folder, self.model)
+        with self._lock:
+            self._next = {}  # updates that were lost before it do not come any more
         return 0
 
     def close(self) -> None:

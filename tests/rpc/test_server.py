@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import threading
+from pathlib import Path
 from random import Random
 from typing import Any
 
@@ -19,7 +20,7 @@ from shardrec.errors import BusyError, ConfigError, InputError, PeerError, PlanE
 from shardrec.layout import ShardingPlan, Topology, cuts
 from shardrec.rpc import EmbeddingServer
 from shardrec.rpc.messages import unwrapped
-from shardrec.rpc.server import look_up
+from shardrec.rpc.server import _failed, look_up, push
 from tests.batches import random_bags
 from tests.models import collection, feature_rows, random_configs, table_sizes
 from tests.plans import random_plan, randoms
@@ -310,6 +311,34 @@ def test_replicas_are_not_trained() -> None:
         with pytest.raises(ConfigError, match=r"one of the replicas server0, other alone; .* one name for each"):
             loss.backward()
         assert [server.describe()["updates"] for server in servers.local] == [0, 0]
+
+
+def test_a_checkpoint_is_loaded_after_updates_that_failed(tmp_path: Path) -> None:
+    """With a staleness several are under way, and the others would fail the load and wait for those that were lost."""
+    with served(lambda: make_model("sgd"), make_plan()) as (model, servers):
+        model._collectives.staleness = 2
+        train(model, 0, range(1))
+        model.flush()
+        shardrec.save_checkpoint(tmp_path / "saved", model)
+        saved = model.state_dict()
+        ask = servers.ask
+
+        def lost(server: int, function: Any, *args: Any, what: str) -> Any:
+            if function is push:
+                return shardrec.LazyAwaitable.from_future(_failed(PeerError("gone"))).then(
+                    lambda it: unwrapped(it, "s")
+                )
+            return ask(server, function, *args, what=what)
+
+        servers.ask = lost  # type: ignore[method-assign]
+        with pytest.raises(PeerError, match="gone"):
+            train(model, 0, range(1, 4))
+        servers.ask = ask  # type: ignore[method-assign]
+        shardrec.load_checkpoint(tmp_path / "saved", model)
+        assert all(torch.equal(value, saved[name]) for name, value in model.state_dict().items())
+        train(model, 0, range(1, 2))
+        model.flush()
+        assert [server.describe()["updates"] for server in servers.local] == [2, 2]
 
 
 def test_bad_input_is_the_trainers_error() -> None:
