@@ -65,9 +65,10 @@ def import_ids(model: ShardedModel, folder: str | Path) -> None:
             :func:`export_ids`, and ``uses`` and ``last`` where they are there (else 1 and 0).
 
     Raises:
-        CheckpointError: on every rank, before anything changes, for files that cannot be read, duplicate ids or rows,
-            and rows that an id cannot have: fallback rows, reserved rows, or rows outside the row block that its hash
-            gives. To move ids to another plan's row blocks, use a checkpoint.
+        CheckpointError: on every rank, before anything changes, for files that cannot be read, tables without dynamic
+            ids, columns with nulls or that are no integers, duplicate ids or rows, and rows that an id cannot have:
+            fallback rows, reserved rows, or rows outside the row block that its hash gives. To move ids to another
+            plan's row blocks, use a checkpoint.
     """
     ranks = Ranks(model.group, model.context.device)
     updates: list[tuple[Any, Tensor]] = []
@@ -77,19 +78,32 @@ def import_ids(model: ShardedModel, folder: str | Path) -> None:
         import pyarrow.compute as pc
         import pyarrow.parquet as pq
 
+        def numbers(entries: pa.Table, name: str) -> Tensor:
+            column = entries[name]
+            if column.null_count or not pa.types.is_integer(column.type):
+                raise CheckpointError(
+                    f"table {table.layout.name!r}: column {name!r} is {column.type} with {column.null_count} nulls; "
+                    "write it as int64 without nulls"
+                )
+            return torch.tensor(column.cast(pa.int64()).to_numpy())
+
         files = sorted(Path(folder).glob("*.parquet"))
         if not files:
             raise CheckpointError(f"{folder} has no *.parquet files; give a folder that export_ids wrote")
         whole = pa.concat_tables([pq.read_table(file) for file in files])
-        for table in dynamic_tables(model):
+        tables = dynamic_tables(model)
+        known = [table.layout.name for table in tables]
+        if unknown := [name for name in whole["table"].unique().to_pylist() if name not in known]:
+            raise CheckpointError(
+                f"{folder} has ids of tables {unknown}, those with dynamic ids are {known}; leave out the other rows"
+            )
+        for table in tables:
             entries = whole.filter(pc.equal(whole["table"], table.layout.name))
             if not entries.num_rows:
                 continue
-            ids, rows = (torch.tensor(entries[name].to_numpy()) for name in ("id", "row"))
+            ids, rows = (numbers(entries, name) for name in ("id", "row"))
             uses, last = (
-                torch.tensor(entries[name].to_numpy())
-                if name in entries.column_names
-                else torch.full((entries.num_rows,), default)
+                numbers(entries, name) if name in entries.column_names else torch.full((entries.num_rows,), default)
                 for name, default in (("uses", 1), ("last", 0))
             )
             _check(table.layout, ids, rows)

@@ -47,6 +47,7 @@ FAULTS = [
     "there are ids and no samples",
     "the lengths (or offsets) are not int32 or int64",
     "the offsets do not begin at 0, or are not those of the lengths that the input has, too",
+    "a feature that a table looks up comes more than once among the keys",
 ]
 """What a header's number says is wrong."""
 
@@ -146,14 +147,15 @@ class PortableInput(nn.Module):
         keys = features.keys()
         values, weights = features.values(), self.weights_of(features)
         for feature in self.features:
-            if feature not in keys:
-                return 2
+            times = keys.count(feature)
+            if times != 1:
+                return 2 if times == 0 else 10
         if values.dim() != 1 or (values.dtype != torch.int64 and values.dtype != torch.int32):
             return 3
         if self.weighted != (weights is not None):
             return 4
         if weights is not None:  # noqa: SIM102  # TorchScript refines the Optional so
-            if not weights.is_floating_point() or weights.numel() != values.numel():
+            if not weights.is_floating_point() or weights.dim() != 1 or weights.numel() != values.numel():
                 return 4
         if features.variable_stride_per_key():
             return 5

@@ -23,12 +23,14 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 
 import torch
 from torch import Tensor
 
+from shardrec.errors import ConfigError, ShardrecError
 from shardrec.exchange.collectives import Collectives, Later, Pending, StreamSizes, joined
 from shardrec.exchange.headers import FIXED_COLUMNS
 from shardrec.lookup.deferred import DeferredGradients
@@ -102,6 +104,10 @@ class RemoteCollectives(Collectives):
         """Add a module's ids to the lookup that is to come: its part for each server."""
         self._requests.append(parts)
 
+    def drop_requests(self) -> None:
+        """Let go of what was added: there is no lookup to come."""
+        self._requests = []
+
     def header(self, rows: Tensor) -> Tensor:
         of_trainers = self.trainers.header(rows[: self.trainers.world_size])
         silent = rows.new_zeros((len(self.servers), rows.size(1)))
@@ -157,7 +163,16 @@ class RemoteCollectives(Collectives):
         Args:
             requests: per server, what was looked up.
             gradients: per server, (n,) of what the lookups gave.
+
+        Raises:
+            ConfigError: if a server has replicas.
         """
+        for names in self.servers.names:
+            if len(names) > 1:
+                raise ConfigError(
+                    f"an update would change one of the replicas {', '.join(names)} alone; replicas are for read-only "
+                    "serving: to train, give Servers one name for each rank of the plan"
+                )
         at_step = self.kept is not None
         self._updates += 1
         update, trainer = (self.session, self._updates), (self.rank, self.trainers.world_size)
@@ -182,6 +197,13 @@ class RemoteCollectives(Collectives):
         while len(self._pushed) > behind:
             for answer in self._pushed.popleft():
                 answer.wait()
+
+    def end_updates(self) -> None:
+        """Wait until no update is under way any more, made or failed: the tables are about to be replaced."""
+        for answer in (answer for answers in self._pushed for answer in answers):
+            with suppress(ShardrecError):
+                answer.wait()
+        self._pushed.clear()
 
 
 @dataclass

@@ -80,7 +80,7 @@ class RemoteModel(ShardedModel):
             for number in range(self.servers) if self._collectives.rank == 0 else ():
                 self._collectives.servers.tell(number, "load", str(folder.absolute()))
 
-        _on_all(self.context, self.flush)
+        _on_all(self.context, self._collectives.end_updates)
         _on_all(self.context, load)
 
 

@@ -122,6 +122,7 @@ def remote_storage(collectives: RemoteCollectives, number: int) -> Storage:
     def add_request(input: InputPacker, prepared: Prepared, sent: SentIds) -> None:
         """Let a batch's ids go with the lookup that is to come."""
         if prepared.weights_require_grad:
+            collectives.drop_requests()
             tables = ", ".join(repr(table) for _, table, _ in input.expect.tables)
             raise ConfigError(
                 f"the ids of tables {tables} have weights that take a gradient, which servers do not send back; detach "

@@ -35,11 +35,15 @@ def open_store(url: str, timeout_s: float = 300.0) -> dist.Store:
     Raises:
         ConfigError: for another address.
     """
-    parts = urlsplit(url)
+    try:
+        parts = urlsplit(url)
+        host, port = parts.hostname, parts.port
+    except ValueError as error:
+        raise ConfigError(f"the store is {url!r} ({error}); give file:///path or tcp://host:port") from error
     if parts.scheme == "file" and parts.path and not parts.netloc:
         return dist.FileStore(parts.path, -1)
-    if parts.scheme == "tcp" and parts.hostname and parts.port:
-        return dist.TCPStore(parts.hostname, parts.port, is_master=False, timeout=timedelta(seconds=timeout_s))
+    if parts.scheme == "tcp" and host and port:
+        return dist.TCPStore(host, port, is_master=False, timeout=timedelta(seconds=timeout_s))
     raise ConfigError(f"the store is {url!r}; give file:///path or tcp://host:port")
 
 
@@ -56,6 +60,8 @@ def named_function(name: str) -> Callable[[], nn.Module]:
         raise ConfigError(
             f"{name!r} is no function that makes the model ({error}); give package.module:function"
         ) from error
+    if not callable(function):
+        raise ConfigError(f"{name!r} is a {type(function).__name__} and no function; give package.module:function")
     return function
 
 

@@ -220,10 +220,16 @@ class EmbeddingServer:
             with self._lock:
                 if update not in self._pushes and len(self._pushes) >= self._capacity:
                     raise BusyError(f"{len(self._pushes)} updates wait for their other trainers; nothing was done")
-                pushes = self._pushes.setdefault(update, _Pushes(trainers, list(rates), bool(at_step)))
-                if number in pushes.of or not 0 <= number < pushes.trainers == trainers:
+                pushes = self._pushes.get(update) or _Pushes(trainers, list(rates), bool(at_step))
+                if not 0 <= number < trainers == pushes.trainers:
+                    raise InputError(
+                        f"trainer {number} of {trainers} pushes update {update[1]}, which is one of {pushes.trainers} "
+                        "trainers; start all trainers as one job"
+                    )
+                if number in pushes.of:
                     raise InputError(f"trainer {number} of {trainers} has pushed update {update[1]} already")
                 pushes.of[number] = pushed
+                self._pushes[update] = pushes  # once it has a push: its deadline is that of its pushes
                 self._queue_updates(update[0])
             self._queue.wake()
         except Exception as error:
@@ -307,6 +313,8 @@ class EmbeddingServer:
             ConfigError: if it is one of another model.
         """
         load_checkpoint(folder, self.model)
+        with self._lock:
+            self._next = {}  # updates that were lost before it do not come any more
         return 0
 
     def close(self) -> None:

@@ -278,6 +278,35 @@ def test_ids_go_through_parquet(tmp_path: Path) -> None:
         import_ids(other, tmp_path)
 
 
+@pytest.mark.parametrize(
+    ("columns", "words"),
+    [
+        ({"id": [1, None]}, "'id' is int64 with 1 nulls; write it as int64"),
+        ({"id": [1.0, 2.0]}, "'id' is double with 0 nulls"),
+        ({"row": ["a", "b"]}, "'row' is string with"),
+        ({"uses": [1.5, 2.0]}, "'uses' is double with"),
+        ({"last": [1, None]}, "'last' is int64 with 1 nulls"),
+        ({"table": ["sparse.goods", "goods"]}, r"ids of tables \['goods'\], those with .* \['sparse.goods'\]"),
+        ({"table": ["sparse.goods", None]}, r"ids of tables \[None\]"),
+        ({"id": pa.array([7, 8], pa.int32()), "row": pa.array([5, 6], pa.uint8()), "uses": pa.array([3, 4])}, ""),
+    ],
+)
+def test_ids_in_columns_of_other_types_are_cast_or_named(tmp_path: Path, columns: Any, words: str) -> None:
+    model = trained(LARGE, DynamicIds(), steps=1)
+    (ids,) = model._sharded[0].id_maps.maps.values()
+    before = ids.records.clone()
+    pq.write_table(
+        pa.table({"table": ["sparse.goods"] * 2, "id": [7, 8], "row": [5, 6], **columns}), tmp_path / "a.parquet"
+    )
+    if words:
+        with pytest.raises(CheckpointError, match=words):
+            import_ids(model, tmp_path)
+        assert torch.equal(ids.records, before)
+    else:
+        import_ids(model, tmp_path)
+        assert ids.records[5:7].tolist() == [[7, 3, 0], [8, 4, 0]]
+
+
 def test_imported_ids_take_the_place_of_those_that_the_model_knows(tmp_path: Path) -> None:
     """Of all of them, and 0 and negative numbers are ids like others."""
     model = trained(LARGE, DynamicIds(fallback_rows=1))

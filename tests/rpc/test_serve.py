@@ -13,14 +13,29 @@ from shardrec.rpc.serve import load_server, named_function, open_store
 from tests.rpc.jobs import make_model, make_plan, train
 
 
-@pytest.mark.parametrize("name", ["", "tests.rpc.jobs", "tests.rpc.jobs:nothing", "tests.nothing:make", ":make"])
+@pytest.mark.parametrize(
+    "name", ["", "tests.rpc.jobs", "tests.rpc.jobs:nothing", "tests.rpc.jobs:ROWS", "tests.nothing:make", ":make"]
+)
 def test_a_model_that_is_not_there(name: str) -> None:
     with pytest.raises(ConfigError, match=r"package\.module:function"):
         named_function(name)
     assert named_function("tests.rpc.jobs:make_plan") is make_plan
 
 
-@pytest.mark.parametrize("url", ["", "file://", "/tmp/store", "tcp://host", "http://host:80", "file://host/path"])
+@pytest.mark.parametrize(
+    "url",
+    [
+        "",
+        "file://",
+        "/tmp/store",
+        "tcp://host",
+        "tcp://host:no",
+        "tcp://host:99999",
+        "tcp://[::1",
+        "http://host:80",
+        "file://h/path",
+    ],
+)
 def test_an_address_that_is_none(url: str) -> None:
     with pytest.raises(ConfigError, match="give file:///path or tcp://host:port"):
         open_store(url)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import threading
+from pathlib import Path
 from random import Random
 from typing import Any
 
@@ -10,18 +12,20 @@ import pytest
 import torch
 from hypothesis import given, settings
 from torch import nn
+from torchrec.modules.embedding_modules import EmbeddingBagCollection
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 import shardrec
 from shardrec.errors import BusyError, ConfigError, InputError, PeerError, PlanError
 from shardrec.layout import ShardingPlan, Topology, cuts
 from shardrec.rpc import EmbeddingServer
 from shardrec.rpc.messages import unwrapped
-from shardrec.rpc.server import look_up
+from shardrec.rpc.server import _failed, look_up, push
 from tests.batches import random_bags
 from tests.models import collection, feature_rows, random_configs, table_sizes
 from tests.plans import random_plan, randoms
 from tests.rpc.direct import DirectServers, served
-from tests.rpc.jobs import batch, make_model, make_plan, train
+from tests.rpc.jobs import BAGS, batch, make_model, make_plan, train
 
 FUSED = ["sgd", "adagrad", "rowwise_adagrad", "adam"]
 
@@ -182,6 +186,19 @@ def test_an_update_waits_for_all_trainers_and_is_given_up_without_them() -> None
         assert server.describe()["updates"] == 1
 
 
+def test_a_push_that_is_refused_leaves_the_server_answering() -> None:
+    with served(lambda: make_model("sgd"), make_plan()) as (model, servers):
+        server, request = servers.local[0], _asked(servers, model, 0)[0]
+        gradient = torch.ones_like(unwrapped(server.lookup(request).wait(), "s"))
+        with pytest.raises(InputError, match=r"trainer 2 of 2 pushes update 1, which is one of 2 trainers"):
+            unwrapped(server.update((1, 1), (2, 2), 0.01, [0.1], request, gradient).wait(), "server0")
+        for _ in range(3):
+            unwrapped(server.lookup(request).wait(), "server0")
+        assert server._queue._thread.is_alive()
+        pushes = [server.update((1, 1), (trainer, 2), 5.0, [0.1], request, gradient) for trainer in range(2)]
+        assert [unwrapped(push.wait(), "server0") for push in pushes] == [0, 0]
+
+
 def test_updates_are_made_in_the_order_in_which_they_were_pushed() -> None:
     with served(lambda: make_model("sgd"), make_plan()) as (model, servers):
         server, request = servers.local[0], _asked(servers, model, 0)[0]
@@ -286,6 +303,44 @@ def test_what_servers_cannot_train_is_said_in_backward() -> None:
             model(features).sum().backward()
 
 
+def test_replicas_are_not_trained() -> None:
+    """An update goes to one server, so that of two replicas only one would have it."""
+    with served(lambda: make_model("sgd"), make_plan()) as (model, servers):
+        servers.names = (("server0", "other"), ("server1",))
+        loss = model(batch(0, 0)).sum()
+        with pytest.raises(ConfigError, match=r"one of the replicas server0, other alone; .* one name for each"):
+            loss.backward()
+        assert [server.describe()["updates"] for server in servers.local] == [0, 0]
+
+
+def test_a_checkpoint_is_loaded_after_updates_that_failed(tmp_path: Path) -> None:
+    """With a staleness several are under way, and the others would fail the load and wait for those that were lost."""
+    with served(lambda: make_model("sgd"), make_plan()) as (model, servers):
+        model._collectives.staleness = 2
+        train(model, 0, range(1))
+        model.flush()
+        shardrec.save_checkpoint(tmp_path / "saved", model)
+        saved = model.state_dict()
+        ask = servers.ask
+
+        def lost(server: int, function: Any, *args: Any, what: str) -> Any:
+            if function is push:
+                return shardrec.LazyAwaitable.from_future(_failed(PeerError("gone"))).then(
+                    lambda it: unwrapped(it, "s")
+                )
+            return ask(server, function, *args, what=what)
+
+        servers.ask = lost  # type: ignore[method-assign]
+        with pytest.raises(PeerError, match="gone"):
+            train(model, 0, range(1, 4))
+        servers.ask = ask  # type: ignore[method-assign]
+        shardrec.load_checkpoint(tmp_path / "saved", model)
+        assert all(torch.equal(value, saved[name]) for name, value in model.state_dict().items())
+        train(model, 0, range(1, 2))
+        model.flush()
+        assert [server.describe()["updates"] for server in servers.local] == [2, 2]
+
+
 def test_bad_input_is_the_trainers_error() -> None:
     with served(lambda: make_model("sgd"), make_plan()) as (model, _):
         features = batch(0, 0)
@@ -293,6 +348,39 @@ def test_bad_input_is_the_trainers_error() -> None:
         with pytest.raises(InputError, match=r"feature 'u' of table 'bags.user': id 1000000 in sample"):
             model(features)
         train(model, 0, range(1, 3))
+
+
+class TwoBags(nn.Module):
+    """A collection without weights, and one with."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        configs = {each.name: each for each in BAGS}
+        self.plain = EmbeddingBagCollection(tables=[configs["wide"]])
+        self.weighted = EmbeddingBagCollection(tables=[configs["small"]], is_weighted=True)
+
+    def forward(self, plain: KeyedJaggedTensor, weighted: KeyedJaggedTensor) -> torch.Tensor:
+        plain_rows, weighted_rows = self.plain(plain), self.weighted(weighted)
+        return torch.cat([plain_rows.values(), weighted_rows.values()], dim=1)
+
+
+def test_a_lookup_that_was_refused_leaves_nothing_for_the_next() -> None:
+    plan = ShardingPlan(
+        topology=Topology(),
+        tables=(cuts.table_wise("plain.wide", 11, 16, rank=0), cuts.table_wise("weighted.small", 5, 4, rank=0)),
+    )
+
+    def features(key: str, ids: list[int], weights: torch.Tensor | None = None) -> KeyedJaggedTensor:
+        lengths = torch.ones(len(ids), dtype=torch.int32)
+        return KeyedJaggedTensor(keys=[key], values=torch.tensor(ids), lengths=lengths, weights=weights)
+
+    torch.manual_seed(0)
+    local = TwoBags()
+    with served(lambda: copy.deepcopy(local), plan, options={"read_only": True}) as (model, _):
+        with pytest.raises(ConfigError, match=r"'weighted\.small' have weights that take a gradient"):
+            model(features("w", [1, 2]), features("i", [3, 4], torch.ones(2, requires_grad=True)))
+        batches = features("w", [5, 6, 7]), features("i", [0, 1, 2], torch.ones(3))
+        assert torch.equal(model(*batches), local(*batches))
 
 
 def test_a_table_that_a_server_does_not_own_is_an_error() -> None:

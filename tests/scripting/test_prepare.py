@@ -151,6 +151,25 @@ def test_what_a_portable_program_says_of_bad_input(ids: list[int], lengths: Tens
     assert torch.isfinite(program(features())).all()
 
 
+@pytest.mark.parametrize(
+    ("keys", "weights", "words"),
+    [
+        (["f", "f"], torch.ones(2), "a feature that a table looks up comes more than once among the keys"),
+        (["f", "x"], torch.ones(2, 1), "no floating-point weight for each id"),
+        (["f", "x"], torch.ones(1, 2), "no floating-point weight for each id"),
+    ],
+)
+def test_a_portable_program_refuses_what_the_eager_model_refuses(keys: list[str], weights: Tensor, words: str) -> None:
+    """It took the first of two features of one name, and the weights of other shapes as they lay."""
+    config = EmbeddingBagConfig(name="t", num_embeddings=10, embedding_dim=4, feature_names=["f"])
+    model = shardrec.shard(collection([config], weighted=True)).eval()
+    bad = KeyedJaggedTensor(keys=keys, values=torch.tensor([1, 2]), lengths=torch.tensor([1, 1]), weights=weights)
+    with pytest.raises(shardrec.InputError):
+        model(bad)
+    with pytest.raises(torch.jit.Error, match=f"bad input: rank 0: .*{words}"):
+        shardrec.script(model)(bad)
+
+
 def test_two_collections_share_their_exchanges_in_torch_jit_script() -> None:
     """One header, payload, output and gradient all-to-all for both."""
 
