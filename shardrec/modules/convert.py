@@ -240,8 +240,8 @@ def sharded_collection(
 ) -> ShardedEmbeddingBagCollection | ShardedEmbeddingCollection:
     """The sharded collection of an unsharded one; arguments are those of its constructor."""
     if isinstance(module, EmbeddingBagCollection):
-        return ShardedEmbeddingBagCollection(module, plan, **given)
-    return ShardedEmbeddingCollection(module, plan, dedup=dedup, **given)
+        return ShardedEmbeddingBagCollection(module, plan, **given).train(module.training)
+    return ShardedEmbeddingCollection(module, plan, dedup=dedup, **given).train(module.training)
 
 
 def features_of(collection: Collection) -> list[str]:
