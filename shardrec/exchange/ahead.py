@@ -62,7 +62,8 @@ class Ahead:
             InputError: on every rank, if a batch of any is faulty.
             PeerError: if another rank is gone.
         """
-        for calls in split_by_compatibility(self._headers, self.calls):
+        # Without a call, too: another rank may have some.
+        for calls in split_by_compatibility(self._headers, self.calls) or [[]]:
             exchange_ids(self._headers, calls)
 
     def find_rows(self) -> None:

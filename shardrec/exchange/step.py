@@ -70,7 +70,9 @@ def exchange_and_look_up(headers: Headers, inside: RowAllToAll, output: RowAllTo
         InputError: on every rank, if a batch of any is faulty.
         PeerError: if another rank is gone.
     """
-    exchange_ids(headers, [call for call in calls if call.sent is None])
+    unsent = [call for call in calls if call.sent is None]
+    if unsent:
+        exchange_ids(headers, unsent)
     shard_inputs = [call.received() for call in calls]
     partial_sums = [call.look_up(shard_input) for call, shard_input in zip(calls, shard_inputs, strict=True)]
     streams = [stream for stream in partial_sums if stream is not None]
@@ -261,7 +263,7 @@ def split_by_compatibility(headers: Headers, calls: Sequence[Call]) -> list[list
 
 
 def exchange_ids(headers: Headers, calls: Sequence[Call]) -> None:
-    """Exchange the headers of several calls, and let their ids go in one payload. Does nothing for no call.
+    """Exchange the headers of several calls, and let their ids go in one payload; for no call, only the headers.
 
     Args:
         headers: of the model.
@@ -271,9 +273,9 @@ def exchange_ids(headers: Headers, calls: Sequence[Call]) -> None:
         InputError: on every rank, if a batch of any is faulty.
         PeerError: if another rank is gone.
     """
+    made, received, numbers = _exchange_headers(headers, calls)
     if not calls:
         return
-    made, received, numbers = _exchange_headers(headers, calls)
     column = FIXED_COLUMNS
     sent, own_headers = [], []
     for call in calls:

@@ -150,6 +150,7 @@ def shard(
             "it as it is; else build its embeddings with one, or wrap it in DistributedDataParallel"
         )
     refuse_ties(model)
+    _refuse_meta(model, collections)
     if output_dtype not in TABLE_DTYPES.values():
         known = ", ".join(str(dtype) for dtype in TABLE_DTYPES.values())
         raise ConfigError(f"output_dtype is {output_dtype}; embeddings come as one of {known}")
@@ -240,8 +241,8 @@ def sharded_collection(
 ) -> ShardedEmbeddingBagCollection | ShardedEmbeddingCollection:
     """The sharded collection of an unsharded one; arguments are those of its constructor."""
     if isinstance(module, EmbeddingBagCollection):
-        return ShardedEmbeddingBagCollection(module, plan, **given)
-    return ShardedEmbeddingCollection(module, plan, dedup=dedup, **given)
+        return ShardedEmbeddingBagCollection(module, plan, **given).train(module.training)
+    return ShardedEmbeddingCollection(module, plan, dedup=dedup, **given).train(module.training)
 
 
 def features_of(collection: Collection) -> list[str]:
@@ -309,7 +310,7 @@ def agree_on_plan(plan: ShardingPlan, faults: Sequence[str], headers: Headers) -
 def with_sharded(model: nn.Module, replaced: dict[int, ShardedCollection], device: torch.device) -> nn.Module:
     """The model with sharded collections in place of the modules with these ids, and the rest of it on ``device``."""
     model = put_in_place(model, replaced)
-    _move_dense(model, device)
+    model.to(device)  # a sharded collection stays where it is
     annotate_for_dynamo(model)
     return model
 
@@ -325,11 +326,11 @@ def put_in_place(model: nn.Module, replaced: Mapping[int, nn.Module]) -> nn.Modu
     return model
 
 
-def _move_dense(model: nn.Module, device: torch.device) -> None:
-    meta = [name for name, parameter in model.named_parameters() if parameter.is_meta]
+def _refuse_meta(model: nn.Module, collections: Mapping[str, Collection]) -> None:
+    tables = {id(parameter) for collection in collections.values() for parameter in collection.parameters()}
+    meta = [name for name, parameter in model.named_parameters() if parameter.is_meta and id(parameter) not in tables]
     if meta:
         raise ConfigError(
             f"parameters {', '.join(map(repr, meta[:5]))} are on meta; only embedding collections may be: build the "
             "dense part on a real device"
         )
-    model.to(device)  # a sharded collection stays where it is

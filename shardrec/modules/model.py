@@ -176,11 +176,12 @@ class ShardedModel(nn.Module):
         Counts for the backward of each forward made inside. With ``update="backward"``, sharded tables with a fused
         optimizer are still updated in each backward; replicated ones accumulate with the dense part.
         """
-        self.context.gradients.accumulates = True
+        gradients = self.context.gradients
+        before, gradients.accumulates = gradients.accumulates, True
         try:
             yield
         finally:
-            self.context.gradients.accumulates = False
+            gradients.accumulates = before
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ShardedModel:
         """A separate model with the same plan: tables, fused optimizers' states and dense part are copied.
@@ -199,7 +200,9 @@ class ShardedModel(nn.Module):
         memo[id(self.context)] = context
         module = copy.deepcopy(self.module, memo)
         annotate_for_dynamo(module)
-        return ShardedModel(module, self.plan, context, self.group, dense=self._dense).train(self.training)
+        copied = ShardedModel(module, self.plan, context, self.group, dense=self._dense)
+        copied.training = self.training  # and not train(), which would set the modes of the model's modules
+        return copied
 
     @property
     def _is_plain(self) -> bool:
@@ -439,6 +442,12 @@ class ShardedModel(nn.Module):
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
         """Load a state_dict of this model, or of the unsharded one."""
         return self.module.load_state_dict(state_dict, strict=strict, assign=assign)
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *given: Any) -> None:
+        # Of a module around this one, whose own state_dict has the keys of :meth:`state_dict`.
+        for key in [key for key in state_dict if key.startswith(prefix)]:
+            state_dict[f"{prefix}module.{key.removeprefix(prefix)}"] = state_dict.pop(key)
+        super()._load_from_state_dict(state_dict, prefix, *given)
 
     def named_parameters(
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True

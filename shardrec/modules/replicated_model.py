@@ -132,12 +132,12 @@ class ReplicatedModel(ShardedModel):
 
         The forwards inside and the first one after it count as one step for ``sync_every``.
         """
-        self._counts_steps = False
+        before, self._counts_steps = self._counts_steps, False
         try:
             with super().no_sync():
                 yield
         finally:
-            self._counts_steps = True
+            self._counts_steps = before
 
     @left_alone
     def _agree(self, everyone: Headers, error: Exception | None) -> None:

@@ -105,6 +105,8 @@ class Lookahead:
             slot.exchanged = False
         if self._input_paths and not slot.exchanged and not slot.told:
             self._exchange(slot)
+        if not slot.exchanged:  # nothing is exchanged ahead any more
+            slot.let_go()
         if slot.error is not None:
             if not slot.told and self._context is not None:
                 # The others are in this step's forward.
@@ -156,7 +158,8 @@ class Lookahead:
             with _on(self._ids, slot.ready), torch.set_grad_enabled(self._gradients):
                 _keep(slot.batch, self._ids)
                 calls = [(module, _at(slot.batch, path)) for module, path in self._input_paths]
-                slot.ahead = Ahead(context.headers, calls)
+                # A model that calls a module for some batches only does so for those that have its features.
+                slot.ahead = Ahead(context.headers, [call for call in calls if call[1] is not None])
         except Exception as error:
             slot.error = error
         finally:
@@ -351,6 +354,9 @@ def _path(batch: Any, wanted: object, deepest: int = _DEEPEST) -> Path | None:
 
 
 def _at(batch: Any, path: Path) -> Any:
-    for kind, key in path:
-        batch = batch[key] if kind == "item" else getattr(batch, key)
-    return batch
+    """What a path leads to; None if the batch ends before."""
+    with suppress(LookupError, AttributeError, TypeError):
+        for kind, key in path:
+            batch = batch[key] if kind == "item" else getattr(batch, key)
+        return batch
+    return None

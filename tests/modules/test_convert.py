@@ -117,6 +117,8 @@ def test_a_dense_part_on_meta() -> None:
     model.top = nn.Linear(40, 1, device="meta")
     with pytest.raises(ConfigError, match=r"parameters 'top.weight', 'top.bias' are on meta; only embedding"):
         shard(model, mixed_plan(1))
+    model.top = nn.Linear(40, 1)
+    assert shard(model, mixed_plan(1)).top is model.top  # nothing was replaced before the error
 
 
 @pytest.mark.parametrize("odd", [0, 1])

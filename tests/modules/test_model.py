@@ -319,6 +319,43 @@ def test_a_sharded_model_can_be_copied_and_averaged(world_size: int) -> None:
         ranks(world_size, copied, optimizer)
 
 
+def test_modes_of_modules_are_kept() -> None:
+    """A frozen batch norm, and a frozen collection, stay so in the sharded model and in its copy."""
+    unsharded = click_model(CONFIGS)
+    for module in list(unsharded.children())[::2]:
+        module.eval()
+    modes = [module.training for module in unsharded.children()]
+    assert True in modes
+    assert False in modes
+    model = shard(unsharded, mixed_plan(1))
+    assert [module.training for module in model.module.children()] == modes
+    assert [module.training for module in copy.deepcopy(model).module.children()] == modes
+
+
+def test_a_module_around_a_sharded_model_loads_its_own_state() -> None:
+    averages = [torch.optim.swa_utils.AveragedModel(shard(click_model(CONFIGS), mixed_plan(1))) for _ in range(2)]
+    with torch.no_grad():
+        for parameter in averages[0].parameters():
+            parameter += 1.0
+    averages[1].load_state_dict(averages[0].state_dict())
+    for loaded, saved in zip(averages[1].parameters(), averages[0].parameters(), strict=True):
+        assert torch.equal(loaded, saved)
+    with pytest.raises(RuntimeError, match="Unexpected key"):
+        averages[1].load_state_dict({**averages[0].state_dict(), "module.other": torch.zeros(1)})
+
+
+def test_no_sync_inside_of_no_sync() -> None:
+    for replicas in (None, Replicas(1)):
+        model = shard(click_model(CONFIGS), mixed_plan(1), replicas=replicas)
+        with model.no_sync():
+            with model.no_sync():
+                pass
+            assert model.context.gradients.accumulates
+            assert replicas is None or not model._counts_steps
+        assert not model.context.gradients.accumulates
+        assert replicas is None or model._counts_steps
+
+
 def test_what_cannot_be_copied() -> None:
     model = shard(click_model(CONFIGS), mixed_plan(1))
     with pytest.raises(ConfigError, match=r"cannot be copied by itself.*copy the model that shardrec\.shard returned"):
