@@ -443,11 +443,11 @@ class ShardedModel(nn.Module):
         """Load a state_dict of this model, or of the unsharded one."""
         return self.module.load_state_dict(state_dict, strict=strict, assign=assign)
 
-    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *given: Any) -> None:
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *arguments: Any) -> None:
         # Of a module around this one, whose own state_dict has the keys of :meth:`state_dict`.
         for key in [key for key in state_dict if key.startswith(prefix)]:
             state_dict[f"{prefix}module.{key.removeprefix(prefix)}"] = state_dict.pop(key)
-        super()._load_from_state_dict(state_dict, prefix, *given)
+        super()._load_from_state_dict(state_dict, prefix, *arguments)
 
     def named_parameters(
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
