@@ -11,7 +11,7 @@ import json
 import os
 import shutil
 import stat
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -84,14 +84,14 @@ def read_text(path: str | Path, most: int = _MAX_BYTES) -> str:
     return data.decode("utf-8")
 
 
-def parse_json(text: str | bytes) -> Any:
+def parse_json(text: str | bytes, object_hook: Callable[[dict[str, Any]], Any] | None = None) -> Any:
     """What a JSON document holds.
 
     Raises:
         ValueError: if it is not JSON, has a number of more digits than Python reads, or is nested too deeply.
     """
     try:
-        return json.loads(text)
+        return json.loads(text, object_hook=object_hook)
     except RecursionError as error:
         raise ValueError("it is nested too deeply") from error
 

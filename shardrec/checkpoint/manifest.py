@@ -42,8 +42,10 @@ __all__ = [
     "Read",
     "SavedPart",
     "SavedTensor",
+    "from_pairs",
     "leftovers",
     "read_manifest",
+    "with_pairs",
     "write_manifest",
 ]
 
@@ -53,6 +55,7 @@ PARTIAL = MANIFEST + ".partial"
 _DATA_FOLDER = re.compile(r"data-[0-9a-f]{16}")
 _DIGEST = b',\n"sha256": '
 _MAX_STEPS = 2**53
+_PAIRS = "(pairs)"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -276,6 +279,7 @@ class Manifest:
         if not self.linked:
             del values["linked"]
         values["tensors"] = {name: tensor.to_json() for name, tensor in self.tensors.items()}
+        values["extra"] = with_pairs(self.extra)
         text = json.dumps({"format": _LINKED_FORMAT if self.linked else _FORMAT, **values}).encode()
         body = text.removesuffix(b"}")
         return body + _DIGEST + b'"%s"}\n' % hashlib.sha256(body).hexdigest().encode()
@@ -292,7 +296,7 @@ class Manifest:
             raise ValueError("it is no manifest of a checkpoint")
         if digest != b'"%s"}\n' % hashlib.sha256(body).hexdigest().encode():
             raise ValueError("its checksum is not that of its text")
-        values = parse_json(body + b"}")
+        values = parse_json(body + b"}", object_hook=from_pairs)
         version = values.pop("format", None)
         if version not in (_FORMAT, _LINKED_FORMAT):
             raise ValueError(f"it has format {version!r}, and this release reads {_FORMAT} and {_LINKED_FORMAT}")
@@ -324,6 +328,21 @@ class Manifest:
         if faults:
             raise ValueError("; ".join(faults))
         return manifest
+
+
+def with_pairs(value: Any) -> Any:
+    """A value for JSON, whose keys are texts: a dict with others as one whose only entry is a list of pairs."""
+    if isinstance(value, dict):
+        pairs = [[key, with_pairs(item)] for key, item in value.items()]
+        return (
+            dict(pairs) if all(isinstance(key, str) for key in value) and value.keys() != {_PAIRS} else {_PAIRS: pairs}
+        )
+    return [with_pairs(item) for item in value] if isinstance(value, (list, tuple)) else value
+
+
+def from_pairs(value: dict[str, Any]) -> dict[Any, Any]:
+    """The dict that :func:`with_pairs` was given."""
+    return dict(value[_PAIRS]) if value.keys() == {_PAIRS} else value
 
 
 def _check(name: str, value: object, kind: Any) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torchrec.optim.keyed import CombinedOptimizer, OptimizerWrapper
 
 from shardrec.checkpoint.files import DTYPES
 from shardrec.checkpoint.manifest import Manifest, SavedTensor
@@ -17,6 +18,7 @@ from shardrec.checkpoint.parts import HeldTensor, held
 from shardrec.checkpoint.state import ParameterInfo, parameter_infos, sharded_collections
 from shardrec.errors import ConfigError
 from shardrec.modules.model import ShardedModel
+from shardrec.modules.optim import FusedOptimizers
 
 __all__ = [
     "fused_settings",
@@ -38,6 +40,7 @@ def optimizer_state(model: ShardedModel, optimizer: Optimizer | None) -> tuple[d
     """
     tensors: dict[str, HeldTensor] = {}
     numbers: dict[str, Any] = {}
+    _refuse_fused(optimizer)
     place_of = partial(_parameter_info, parameter_infos(model))
     for parameter, states in optimizer.state.items() if optimizer is not None else ():
         info = place_of(parameter)
@@ -53,6 +56,17 @@ def optimizer_state(model: ShardedModel, optimizer: Optimizer | None) -> tuple[d
                     "tensors and numbers, under names without dots: save with another optimizer"
                 )
     return tensors, numbers
+
+
+def _refuse_fused(optimizer: Optimizer | None) -> None:
+    inner: Any = optimizer
+    while isinstance(inner, OptimizerWrapper):
+        inner = inner._optimizer
+    if isinstance(inner, (CombinedOptimizer, FusedOptimizers)):
+        raise ConfigError(
+            f"the optimizer is a {type(optimizer).__name__}; the states of model.fused_optimizer go with the model: "
+            "give the one ordinary optimizer of the other parameters, or none"
+        )
 
 
 def _parameter_info(infos: Mapping[int, ParameterInfo], parameter: Tensor) -> ParameterInfo:
@@ -94,6 +108,7 @@ def optimizer_groups(model: ShardedModel, optimizer: Optimizer | None) -> list[d
     """Each parameter group's settings, as far as JSON can hold them, and this rank's parameters by name."""
     if optimizer is None:
         return None
+    _refuse_fused(optimizer)
     place_of = partial(_parameter_info, parameter_infos(model))
     return [
         {
@@ -136,6 +151,13 @@ def optimizer_faults(model: ShardedModel, optimizer: Optimizer | None, manifest:
     for group in _fused_groups(model, manifest):
         for settings in _saved_fused(group, manifest):
             faults += _setting_faults(f"the fused optimizer of {', '.join(group['tables'])}", group, settings)
+    for name, parameter in model.named_parameters():
+        for part in getattr(parameter, "_in_backward_optimizers", ()):
+            if part.state or part.param_groups[0]["lr"] != part.defaults["lr"]:
+                faults.append(
+                    f"{name} has an optimizer in backward ({type(part).__name__}), whose states a checkpoint has of "
+                    "tables alone; train the dense part with an ordinary optimizer, and give that one"
+                )
     groups = optimizer_groups(model, optimizer)
     if groups is None or optimizer is None:
         return faults
@@ -161,7 +183,7 @@ def optimizer_faults(model: ShardedModel, optimizer: Optimizer | None, manifest:
 def _setting_faults(owner: str, group: Mapping[str, Any], settings: Mapping[str, Any]) -> list[str]:
     """The saved settings that a parameter group does not accept."""
     return [
-        f"its {key} of {owner} is {value!r}; load an older checkpoint"
+        f"its {key} of {owner} is {value!r}; set another value, or load an older checkpoint"
         for key, value in settings.items()
         if key in ("params", "tables", "optimizer") or not _fits(group.get(key), value)
     ]
@@ -175,7 +197,9 @@ def _fits(setting: Any, saved: Any) -> bool:
         return isinstance(saved, list) and len(saved) == len(setting) and all(map(_fits, setting, saved))
     if isinstance(setting, (bool, str)):
         return isinstance(saved, type(setting))
-    return isinstance(saved, (int, float)) and not isinstance(saved, bool) and abs(saved) <= sys.float_info.max
+    if isinstance(saved, bool) or not isinstance(saved, (int, float)):
+        return False
+    return abs(saved) <= sys.float_info.max or bool(saved == setting)
 
 
 def _fused_groups(model: ShardedModel, manifest: Manifest) -> list[dict[str, Any]]:

@@ -52,6 +52,7 @@ def reshard_model(model: ShardedModel, plan: ShardingPlan, optimizer: Optimizer 
     """See :meth:`ShardedModel.reshard`."""
     wait_for_save(model)
     agree_on_plan(plan, _plan_faults(model, plan), model.context.headers)
+    plan = plan.on_one_rank() if plan.world_size == 1 else plan
     changes = {change.name for change in model.plan.diff(plan)}
     elsewhere = model.plan.topology != plan.topology  # rows may be summed on other hosts
     changed = [

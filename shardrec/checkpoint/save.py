@@ -32,11 +32,13 @@ from shardrec.checkpoint.manifest import (
     Manifest,
     SavedPart,
     SavedTensor,
+    from_pairs,
     leftovers,
     read_manifest,
+    with_pairs,
     write_manifest,
 )
-from shardrec.checkpoint.optimizer import fused_settings, optimizer_groups, optimizer_state
+from shardrec.checkpoint.optimizer import fused_settings, optimizer_faults, optimizer_groups, optimizer_state
 from shardrec.checkpoint.parts import HeldTensor, Part, Rect, held
 from shardrec.checkpoint.state import model_tensors, sharded_collections
 from shardrec.errors import CheckpointError, ConfigError
@@ -150,7 +152,8 @@ def save_checkpoint(
         model: from :func:`shardrec.shard`.
         optimizer: an ordinary optimizer over (some of) the model's parameters. Settings of its groups that JSON cannot
             represent are not written.
-        extra: JSON-compatible data of the caller, such as the step; rank 0's is written. Tuples are loaded as lists.
+        extra: JSON-compatible data of the caller, such as the step; rank 0's is written. Tuples are loaded as lists;
+            keys of dicts may be numbers.
         rank_state: tensors of this rank, such as states of random number generators, by name.
         wait: whether to return after the checkpoint is complete. If False, return when its values are copied, which
             takes additional CPU memory of the size of this rank's shards, kept for the next save; a thread then writes
@@ -250,13 +253,23 @@ def _prepared(
         for name, tensor in tensors.items():
             if tensor.dtype not in DTYPES.values():
                 raise ConfigError(f"{name} is {tensor.dtype}, which a checkpoint cannot hold; convert it before saving")
-        return Manifest(
+        manifest = Manifest(
             extra=_as_json(extra or {}),
             step_counts=step_counts(model),
             numbers=numbers,
             param_groups=optimizer_groups(model, optimizer),
-            data=_new_data_folder(folder) if ranks.rank == 0 else "",
+            fused_settings=fused_settings(model),
+            data="data-" + "0" * 16,
         )
+        try:
+            read = Manifest.from_bytes(manifest.to_bytes())
+        except (TypeError, ValueError) as error:
+            raise ConfigError(
+                f"JSON cannot hold the optimizers' settings and numbers: {error}; change these"
+            ) from error
+        if faults := optimizer_faults(model, optimizer, read):
+            raise ConfigError(f"nothing was saved, for it could not be loaded: {'; '.join(faults[:5])}")
+        return replace(manifest, data=_new_data_folder(folder) if ranks.rank == 0 else "")
 
     return of_all_ranks(ranks.agree("save", prepare, remedy=REMEDY), model), tensors
 
@@ -272,7 +285,6 @@ def of_all_ranks(prepared: list[Manifest], model: ShardedModel) -> Manifest:
         step_counts={
             key: max(manifest.step_counts.get(key, 0) for manifest in prepared) for key in prepared[0].step_counts
         },
-        fused_settings=fused_settings(model),
         param_groups=_merged_groups(prepared),
     )
 
@@ -294,8 +306,8 @@ def check_incremental(incremental: int) -> None:
 
 def _as_json(extra: Mapping[str, Any]) -> dict[str, Any]:
     try:
-        values: dict[str, Any] = json.loads(json.dumps(dict(extra)))
-    except (TypeError, ValueError) as error:
+        values: dict[str, Any] = json.loads(json.dumps(with_pairs(dict(extra))), object_hook=from_pairs)
+    except (RecursionError, TypeError, ValueError) as error:
         raise ConfigError(
             f"extra cannot be written as JSON ({error}); give numbers, texts, lists and dicts, and tensors as "
             "rank_state"

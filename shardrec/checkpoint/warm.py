@@ -128,8 +128,8 @@ def warm_start(
             are left out. Both can be given. A table with dynamic ids may always have another number of rows, to which
             its ids move; its columns must be the saved ones.
         optimizer: whether states of fused optimizers, and averages of rows, are loaded with their tables, with their
-            step counts; not the states of an optimizer of another kind. Learning rates stay. Tables that a rank updates
-            together share the largest count.
+            step counts; not the states of an optimizer of another kind. States that a loaded table is not given begin
+            anew, for all its rows. Learning rates stay. Tables that a rank updates together share the largest count.
         strict: whether it is an error that a tensor is new or left out.
         accept: is called on every rank, before anything is loaded, with the names in the checkpoint's plan of the
             tables that will be, by those in the model's; raises a ConfigError if they are not the same tables.
@@ -154,6 +154,7 @@ def warm_start(
     if path is None and not rows:
         raise ConfigError("there is nothing to start from: give path, a checkpoint, or rows, files of rows")
     reports: list[WarmStart] = []
+    anew: dict[tuple[str, str], HeldTensor] = {}  # states that are not loaded with their table
 
     def select(manifest: Manifest, held: dict[str, HeldTensor]) -> tuple[Manifest, dict[str, HeldTensor]]:
         wanted = _weights(held)
@@ -181,13 +182,18 @@ def warm_start(
             names = [[_table_names(path.removesuffix(".weight")) for path in pair] for pair in paths]
             accept({new[0]: old[0] for new, old in names if new and old})
         reports.append(report)
+        beside = _beside(held)
+        for path_of_table in (key.removesuffix(".weight") for key in _weights(tensors)):
+            for name in beside.get(path_of_table, ()):
+                if name not in tensors and not name.startswith("ids."):
+                    anew[_table_names(path_of_table)[0], name] = held[name]
         counts = {
             name: count for collection in sharded_collections(model) for name, count in collection.step_counts().items()
         }
         selected = replace(
             manifest,
             tensors=tensors,
-            step_counts=counts | _step_counts(manifest, sources, counts),
+            step_counts=counts | {table: 0 for table, _ in anew} | _step_counts(manifest, sources, counts),
             fused_settings=fused_settings(model),
             param_groups=None,
             numbers={},
@@ -200,6 +206,14 @@ def warm_start(
             empty = Manifest(data="", numbers={}, step_counts={}, param_groups=None, extra={})
         source_of_all = Source(Path(path or ""), ranks, stack, select, empty)
         load_source(source_of_all, model, None)
+    first_values = {
+        collection.tables()[name].layout.name: fused.initial_accumulator_value
+        for collection in sharded_collections(model)
+        for name, fused in collection.fused_optimizers().items()
+    }
+    for (table, kind), states in anew.items():
+        for part in states.parts:
+            part.values.fill_(first_values[table] if kind.startswith("fused.") else 0)
     return reports[0]
 
 

@@ -115,10 +115,14 @@ class ShardingPlan:
             raise PlanError(faults)
 
     def on_one_rank(self) -> ShardingPlan:
-        """A plan for one rank, which has the same shards. So tables with dynamic ids have the same row blocks."""
-        tables = (
-            replace(table, shards=tuple(replace(shard, rank=0) for shard in table.shards)) for table in self.tables
-        )
+        """The plan for one rank: the row blocks of each table's first stripe, which dynamic ids depend on, uncut."""
+        tables = []
+        for table in self.tables:
+            blocks = [shard for stripe in table.stripes()[:1] for shard in stripe.shards]
+            shards = (replace(shard, rank=0, col_end=table.embedding_dim) for shard in blocks)
+            tables.append(replace(table, shards=tuple(shards)))
+        if self.world_size == 1:
+            return replace(self, tables=tuple(tables))
         return ShardingPlan(topology=Topology(ranks_per_host=1), tables=tuple(tables))
 
     def local_numel(self, rank: int) -> int:

@@ -39,6 +39,7 @@ from shardrec.lookup.shards import ShardLookup
 from shardrec.modules.compiled_outputs import Deferred, DeferredKeyedTensor
 from shardrec.modules.fx_calls import recorded_call
 from shardrec.modules.initial import TableDraw, check_init_fn, draw_rows, first_values
+from shardrec.modules.overrides import copy_hooks
 from shardrec.modules.storage import Storage
 from shardrec.modules.table import ShardedTable, load_table
 from shardrec.pending import LazyAwaitable
@@ -365,7 +366,7 @@ class ShardedCollection(nn.Module, abc.ABC):
                 for local_shard, tensor in tensors.items():
                     tensor.copy_(values[local_shard].detach())
             elif tensors and values is not None:
-                load_table(layout, tensors, values)
+                load_table(tensors, values)
             dtype, has_optimizer = self._lookup_tables[name].dtype, name in self._given.optimizers
             table = self.storage.table(layout, parameters, self.group, dtype, has_optimizer=has_optimizer)
             table.settle, modules[name] = self.shards.settle, table
@@ -516,22 +517,21 @@ class ShardedCollection(nn.Module, abc.ABC):
         other = self.copied(context, self.storage)
         for name, table in self.tables().items():
             for shard, parameter in table.locals.items():
-                memo[id(parameter)] = other.tables()[name].locals[shard]
+                memo[id(parameter)] = other.tables()[name].locals[shard].requires_grad_(parameter.requires_grad)
+        copy_hooks(self, other, memo)
         return other
 
     def copied(self, context: ModelContext, storage: Storage) -> Self:
-        """The same tables, states and ids in a collection of another model, on the same ranks.
-
-        Args:
-            context: of the other model.
-            storage: of the other collection's tables.
-        """
+        """The same tables, states and ids in another collection, with its model's context and storage."""
         other = type(self)(self, self.plan, device=self.device, group=self.group, context=context, storage=storage)
         return other.train(self.training)
 
     def _copy_states(self, source: ShardedCollection) -> None:
+        averages = ("average", "average_step") if source.averages and self._optimizers else ()
+        if averages:
+            self.keep_averages(source.averages)
         for name, optimizer in self._optimizers.items():
-            for state in optimizer.states:
+            for state in (*optimizer.states, *averages):
                 states = self.fused_state(name, state)
                 for shard, values in source.fused_state(name, state).items():
                     states[shard].copy_(values)

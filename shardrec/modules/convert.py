@@ -39,6 +39,7 @@ from shardrec.modules.dynamic import (
 )
 from shardrec.modules.elastic_model import ElasticModel
 from shardrec.modules.model import ShardedModel
+from shardrec.modules.overrides import refuse_overrides
 from shardrec.modules.replicas import Replicas, make_groups
 from shardrec.modules.replicated_model import ReplicatedModel
 from shardrec.modules.sequences import ShardedEmbeddingCollection
@@ -136,9 +137,9 @@ def shard(
     Raises:
         PlanError: if the plan does not fit the model or the group, or differs between ranks.
         ConfigError: if the model has no collection, or one that cannot be sharded; if a table's weight is tied to
-            another parameter, or parametrized; if each rank would learn its own map from ids to rows (managed
-            collision, pruning); if the number of replicas does not divide the number of ranks, or differs between
-            ranks.
+            another parameter, or parametrized; if methods or hooks were added to a collection; if each rank would
+            learn its own map from ids to rows (managed collision, pruning); if the number of replicas does not divide
+            the number of ranks, or differs between ranks.
     """
     replicas, servers = records_of(replicas, servers, former)
     target = default_device(model, group) if device is None else torch.device(device)
@@ -150,6 +151,7 @@ def shard(
             "it as it is; else build its embeddings with one, or wrap it in DistributedDataParallel"
         )
     refuse_ties(model)
+    refuse_overrides(collections)
     _refuse_meta(model, collections)
     if output_dtype not in TABLE_DTYPES.values():
         known = ", ".join(str(dtype) for dtype in TABLE_DTYPES.values())
@@ -209,6 +211,7 @@ def shard(
         plan = make_plan(model, Topology.of_world(size), device=target, constraints=limits, dedup=dedup)
     tables, faults = dynamic_tables(model, plan, dynamic_ids or {}, 1 if replicas is None else replicas.count + elastic)
     agree_on_plan(plan, _plan_faults(plan, model, copies, collectives.world_size) or faults, world)
+    plan = plan.on_one_rank() if size == 1 else plan
     groups = make_groups(group, copies, target)
     if target.type == "cpu":
         keep_large_blocks()

@@ -20,6 +20,7 @@ from shardrec.ids.options import DynamicIds
 from shardrec.layout import ShardingPlan
 from shardrec.layout.discover import collections_of, is_a, qualified_name, remappers_of, table_configs
 from shardrec.lookup.optimizers import fused_optimizer_of
+from shardrec.modules.overrides import refuse_overrides
 from shardrec.planner.constraint import Constraint
 
 __all__ = ["constraints_of", "dynamic_tables", "refuse_remappers", "without_managed_collision"]
@@ -66,6 +67,7 @@ def without_managed_collision(model: nn.Module, given: Mapping[str, DynamicIds])
         ids = [buffer for name, buffer in module.named_buffers() if name.endswith("_mch_sorted_raw_ids")]
         if any(bool((buffer != torch.iinfo(buffer.dtype).max).any()) for buffer in ids):
             raise ConfigError(f"{words}, and has learned ids, which would be lost; shard the model before it trains")
+        refuse_overrides({path: module})
         replacements[id(module)] = _RawIds(module)
     return replacements
 

@@ -38,6 +38,8 @@ from shardrec.modules.dense import DenseOptions, DenseReducer, DenseWrap, averag
 from shardrec.modules.fx_calls import recorded_call
 from shardrec.modules.grad_scaler import refuse_scalers
 from shardrec.modules.optim import FusedOptimizers
+from shardrec.modules.overrides import copy_hooks
+from shardrec.modules.table import ShardedTable, StateDictError
 
 if TYPE_CHECKING:
     from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
@@ -184,7 +186,7 @@ class ShardedModel(nn.Module):
             gradients.accumulates = before
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ShardedModel:
-        """A separate model with the same plan: tables, fused optimizers' states and dense part are copied.
+        """A separate model with the same plan: tables, fused optimizers' states and settings, and the dense part.
 
         For averages of weights, such as ``torch.optim.swa_utils.AveragedModel``. Every rank calls it.
 
@@ -202,6 +204,9 @@ class ShardedModel(nn.Module):
         annotate_for_dynamo(module)
         copied = ShardedModel(module, self.plan, context, self.group, dense=self._dense)
         copied.training = self.training  # and not train(), which would set the modes of the model's modules
+        if self.made_fused_optimizer is not None:
+            copied.fused_optimizer.follow_settings(self.made_fused_optimizer)
+        copy_hooks(self, copied, memo)
         return copied
 
     @property
@@ -440,7 +445,18 @@ class ShardedModel(nn.Module):
         return self.module.state_dict(*args, **kwargs)
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
-        """Load a state_dict of this model, or of the unsharded one."""
+        """Load a state_dict of this model, or of the unsharded one.
+
+        Raises:
+            RuntimeError: as of an unsharded model; before anything changes, a ConfigError too, for tables of another
+                shape, dtype or cut.
+        """
+        tables = [
+            (f"{path}.weight", table) for path, table in self.module.named_modules() if isinstance(table, ShardedTable)
+        ]
+        faults = ((key, table.value_fault(state_dict[key])) for key, table in tables if key in state_dict)
+        if texts := [f"{key}: {fault}" for key, fault in faults if fault]:
+            raise StateDictError("nothing was loaded: " + "; ".join(texts))
         return self.module.load_state_dict(state_dict, strict=strict, assign=assign)
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *arguments: Any) -> None:

@@ -7,6 +7,7 @@ scheduler writes into ``param_groups[i]["lr"]`` reaches the kernels at the next 
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
@@ -191,6 +192,12 @@ class FusedOptimizers(KeyedOptimizer):  # type: ignore[misc]  # torchrec has no 
 
     def post_load_state_dict(self) -> None:
         """Apply what TorchRec's optimizers have copied into :attr:`state` and the groups."""
+        self.push()
+
+    def follow_settings(self, other: FusedOptimizers) -> None:
+        """Have the groups' settings, such as learning rates, of the optimizer of a model with the same tables."""
+        for group, source in zip(self.param_groups, other.param_groups, strict=True):
+            group.update(copy.deepcopy({key: value for key, value in source.items() if key != "params"}))
         self.push()
 
     def _take_steps(self) -> None:

@@ -18,10 +18,14 @@ from torch.distributed._shard.metadata import ShardMetadata
 from torch.distributed._shard.sharded_tensor import Shard as TensorShard
 from torch.distributed._shard.sharded_tensor import ShardedTensor, ShardedTensorMetadata, TensorProperties
 
-from shardrec.errors import PlanError
+from shardrec.errors import ConfigError
 from shardrec.layout import Shard, TableLayout
 
-__all__ = ["ShardedTable", "as_one_tensor", "load_table"]
+__all__ = ["ShardedTable", "StateDictError", "as_one_tensor", "load_table"]
+
+
+class StateDictError(ConfigError, RuntimeError):
+    """A state_dict has values that tables cannot take; also a RuntimeError, as torch's."""
 
 
 class ShardedTable(nn.Module):
@@ -91,7 +95,8 @@ class ShardedTable(nn.Module):
         return f"{self.layout.num_embeddings}, {self.layout.embedding_dim}, cut={self.layout.cut}, dtype={self.dtype}"
 
     def _save_to_state_dict(self, destination: MutableMapping[str, Any], prefix: str, keep_vars: bool) -> None:
-        destination[prefix + "weight"] = as_one_tensor(self.layout, self.tensors(), self.group, dtype=self.dtype)
+        tensors = self.tensors(to_write=True)  # which the caller may do
+        destination[prefix + "weight"] = as_one_tensor(self.layout, tensors, self.group, dtype=self.dtype)
 
     def _load_from_state_dict(
         self,
@@ -104,25 +109,43 @@ class ShardedTable(nn.Module):
         error_msgs: list[str],
     ) -> None:
         key = prefix + "weight"
+        if strict:
+            unexpected_keys += [name for name in state_dict if name.startswith(prefix) and name != key]
         if key not in state_dict:
             if strict:
                 missing_keys.append(key)
             return
-        try:
+        if fault := self.value_fault(state_dict[key]):
+            error_msgs.append(f"{key}: {fault}")
+        else:
             self.write(state_dict[key])
-        except PlanError as error:
-            error_msgs.append(f"{key}: {error}")
+
+    def value_fault(self, value: Any) -> str:
+        """Why :meth:`write` does not take a value; "" if it does. Of a ShardedTensor all ranks say the same."""
+        layout = self.layout
+        shape = (layout.num_embeddings, layout.embedding_dim)
+        if tuple(value.shape) != shape:
+            return f"the value has shape {tuple(value.shape)} and the table {shape}; load a table of that shape"
+        if not value.dtype.is_floating_point:
+            return f"the value is {value.dtype} and the table {self.dtype}; load its floating-point rows"
+        if isinstance(value, ShardedTensor):
+            ranks = dict(enumerate([0] if self.group is None else dist.get_process_group_ranks(self.group)))
+            planned = {(s.row_start, s.col_start, s.rows, s.cols): ranks.get(s.rank) for s in layout.shards}
+            shards = value.metadata().shards_metadata
+            if {(*s.shard_offsets, *s.shard_sizes): s.placement.rank() for s in shards} != planned:  # type: ignore[union-attr]
+                return (
+                    f"the value is sharded in another way than this plan ({layout.cut}, {len(layout.shards)} shards); "
+                    "load it with shardrec.load_checkpoint, which cuts it anew"
+                )
+        return ""
 
     def write(self, value: Any) -> None:
         """Set the table's values, of which this rank takes its shards.
 
         Args:
-            value: (num_embeddings, embedding_dim), or a ShardedTensor of it.
-
-        Raises:
-            PlanError: if it has another shape.
+            value: (num_embeddings, embedding_dim), or a ShardedTensor of it; without :meth:`value_fault`.
         """
-        load_table(self.layout, self.tensors(to_write=True), value)
+        load_table(self.tensors(to_write=True), value)
 
 
 def as_one_tensor(
@@ -148,12 +171,10 @@ def as_one_tensor(
     size = (layout.num_embeddings, layout.embedding_dim)
     if group is None:
         first = next(iter(tensors.values()))
-        if len(tensors) == 1:
-            return first
-        whole = first.new_empty(size)
-        for shard, tensor in tensors.items():
-            _part(whole, shard).copy_(tensor)
-        return whole
+        ends = [first.data_ptr(), *(tensor.data_ptr() + tensor.nbytes for tensor in tensors.values())]
+        if any(end != tensor.data_ptr() for end, tensor in zip(ends, tensors.values(), strict=False)):
+            raise ConfigError(f"table {layout.name!r} is cut by columns on one rank; give it plan.on_one_rank()")
+        return first.as_strided(size, first.stride())  # row blocks, one after the other
     local = [
         TensorShard(tensor, _metadata(shard, group, tensor.device.type))
         for shard, tensor in tensors.items()
@@ -179,28 +200,16 @@ def _metadata(shard: Shard, group: dist.ProcessGroup, device: str) -> ShardMetad
     )
 
 
-def load_table(layout: TableLayout, tensors: Mapping[Shard | None, Tensor], value: Tensor | ShardedTensor) -> None:
-    """Copy a state_dict's value into a table's local parts, rounded to their dtype if it differs.
-
-    Raises:
-        PlanError: if the value has a different shape, or is sharded in a different way.
-    """
+def load_table(tensors: Mapping[Shard | None, Tensor], value: Tensor | ShardedTensor) -> None:
+    """Copy a state_dict's value into a table's local parts, rounded to their dtype if it differs."""
     if isinstance(value, ShardedTensor):
         parts = {
             (*shard.metadata.shard_offsets, *shard.metadata.shard_sizes): shard.tensor for shard in value.local_shards()
         }
         for shard, tensor in tensors.items():
-            key = None if shard is None else (shard.row_start, shard.col_start, shard.rows, shard.cols)
-            if key not in parts:
-                raise PlanError(
-                    f"the value is sharded in another way than this plan ({shard or 'replicated'}); load it with "
-                    "shardrec.load_checkpoint, which cuts it anew"
-                )
-            tensor.copy_(parts[key])
+            assert shard is not None, "a ShardedTensor is cut as the table is"
+            tensor.copy_(parts[shard.row_start, shard.col_start, shard.rows, shard.cols])
         return
-    shape = (layout.num_embeddings, layout.embedding_dim)
-    if tuple(value.shape) != shape:
-        raise PlanError(f"the value has shape {tuple(value.shape)} and the table {shape}; load a table of that shape")
     for shard, tensor in tensors.items():
         tensor.copy_(_part(value, shard))
 

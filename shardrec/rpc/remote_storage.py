@@ -50,16 +50,13 @@ class RemoteTable(ShardedTable):
 
         Args:
             value: (num_embeddings, embedding_dim).
-
-        Raises:
-            PlanError: if it has another shape.
         """
         collectives, layout = self._collectives, self.layout
         shards: dict[Shard | None, Tensor] = {
             shard: torch.empty((shard.rows, shard.cols), dtype=self.dtype)
             for shard in (() if collectives.rank else layout.shards)
         }
-        load_table(layout, shards, value)
+        load_table(shards, value)
         collectives.wait_for_updates()
         for shard, values in shards.items():
             assert shard is not None, "a table on servers is cut"

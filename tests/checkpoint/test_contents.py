@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 from pathlib import Path
 from random import Random
@@ -15,14 +16,16 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torchrec import KeyedJaggedTensor
+from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizerWrapper, OptimizerWrapper
 
-from shardrec import load_checkpoint, save_checkpoint
+from shardrec import load_checkpoint, save_checkpoint, shard
 from shardrec.checkpoint import files
 from shardrec.errors import CheckpointError, ConfigError
 from shardrec.modules import ShardedModel
 from tests.batches import random_bags
 from tests.checkpoint.memory import peak
 from tests.checkpoint.models import CUTS, DIM, ROWS, Click, adam, held, make, train, whole
+from tests.models import apply_optimizer_in_backward
 from tests.ranks import ranks
 
 
@@ -297,6 +300,76 @@ def test_states_that_a_checkpoint_cannot_hold(tmp_path: Path, key: str, state: o
         save_checkpoint(tmp_path / "ckpt", model, optimizer)
     with pytest.raises(CheckpointError):
         load_checkpoint(tmp_path / "ckpt", model, optimizer)
+
+
+def test_extra_data_comes_back_with_its_keys(tmp_path: Path) -> None:
+    model = make("table_wise", "none")
+    schedulers = [torch.optim.lr_scheduler.MultiStepLR(adam(model), [2, 4], gamma=0.1) for _ in range(2)]
+    odd = {1: {"1": [1.5], 1: True}, None: math.inf, "text": {"(pairs)": []}}
+    save_checkpoint(tmp_path / "ckpt", model, extra={"scheduler": schedulers[0].state_dict(), "odd": odd})
+    extra = load_checkpoint(tmp_path / "ckpt", model)
+    assert extra["odd"] == odd
+    schedulers[1].load_state_dict(extra["scheduler"])
+    assert dict(schedulers[1].milestones) == {2: 1, 4: 1}
+    around: list[object] = []
+    around.append(around)
+    for faulty in ({(1, 2): 3}, {"at": torch.zeros(1)}, {"around": around}):
+        with pytest.raises(ConfigError, match="extra cannot be written as JSON"):
+            save_checkpoint(tmp_path / "other", model, extra=faulty)
+    assert not (tmp_path / "other").exists()
+
+
+def test_settings_that_no_load_would_accept_are_not_saved(tmp_path: Path) -> None:
+    model = make("table_wise", "adagrad")
+    optimizer = adam(model)
+    optimizer.param_groups[0]["clip"] = math.inf
+    save_checkpoint(tmp_path / "ckpt", model, optimizer)
+    load_checkpoint(tmp_path / "ckpt", model, optimizer)
+    assert optimizer.param_groups[0]["clip"] == math.inf
+    for group, owner in (
+        (optimizer.param_groups[0], "parameter group 0"),
+        (model.fused_optimizer.param_groups[0], "the fused optimizer of bags.t_a"),
+    ):
+        group["clip"] = math.nan
+        with pytest.raises(ConfigError, match=f"nothing was saved.*its clip of {owner}.* is nan"):
+            save_checkpoint(tmp_path / "other", model, optimizer)
+        del group["clip"]
+    optimizer.param_groups[0]["betas"] = (torch.tensor(0.9), 0.99)
+    with pytest.raises(ConfigError, match=r"JSON cannot hold the optimizers' settings.*Tensor"):
+        save_checkpoint(tmp_path / "other", model, optimizer)
+    assert not (tmp_path / "other").exists()
+
+
+@pytest.mark.parametrize("update", ["backward", "step"])
+def test_the_fused_optimizer_is_not_given_twice(tmp_path: Path, update: str) -> None:
+    model = make("table_wise", "rowwise_adagrad", update=update)
+    save_checkpoint(tmp_path / "ckpt", model)
+    dense = KeyedOptimizerWrapper(
+        {name: value for name, value in model.named_parameters() if name.startswith("top")},
+        lambda parameters: torch.optim.Adam(parameters, lr=0.1),
+    )
+    combined = CombinedOptimizer([model.fused_optimizer, dense])
+    for given in (model.fused_optimizer, combined, OptimizerWrapper(combined)):
+        for call in (save_checkpoint, load_checkpoint):
+            with pytest.raises(
+                ConfigError, match=rf"is a {type(given).__name__}; the states of model\.fused_optimizer"
+            ):
+                call(tmp_path / "ckpt", model, given)
+    save_checkpoint(tmp_path / "ckpt", model, dense)
+    load_checkpoint(tmp_path / "ckpt", model, dense)
+
+
+def test_states_of_dense_optimizers_in_backward_are_refused(tmp_path: Path) -> None:
+    module = Click()
+    apply_optimizer_in_backward(torch.optim.SGD, module.norm.parameters(), {"lr": 0.1})
+    apply_optimizer_in_backward(torch.optim.Adam, module.top.parameters(), {"lr": 0.1})
+    model = shard(module)
+    save_checkpoint(tmp_path / "ckpt", model)  # there are none yet
+    model(batch()).sum().backward()
+    for call in (save_checkpoint, load_checkpoint):
+        with pytest.raises(ConfigError, match=r"top\.weight has an optimizer in backward \(Adam\)") as caught:
+            call(tmp_path / "ckpt", model)
+        assert "norm" not in str(caught.value)
 
 
 def test_an_optimizer_of_another_model(tmp_path: Path) -> None:

@@ -127,7 +127,7 @@ def test_column_stripes_that_are_cut_at_other_rows() -> None:
     )
     mixed = TableLayout(name="bags.a", num_embeddings=2, embedding_dim=DIM, shards=shards, cut="mixed")
     plans = [
-        ShardingPlan(topology=Topology(ranks_per_host=1), tables=(layout,)) for layout in (mixed, on_rank("a", 2, 0))
+        ShardingPlan(topology=Topology(ranks_per_host=2), tables=(layout,)) for layout in (mixed, on_rank("a", 2, 0))
     ]
     equal_to_a_load(Case(tables={"a": Table(rows=2, optimizer="rowwise_adagrad")}, plans=[*plans, plans[0]]))
 

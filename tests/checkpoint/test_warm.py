@@ -323,6 +323,35 @@ def test_averages_go_with_their_step_count(tmp_path: Path) -> None:
     assert largest <= 2 * max(float(weight.detach().abs().max()) for weight in weights)
 
 
+def begins_anew(folder: Path, optimizer: str) -> None:
+    """With the loaded rows, a model that has trained goes on as one that has not."""
+    for path, rows in ((folder / "ckpt", None), (None, {"books": folder / "rows.npy"})):
+        tables = {name: OLD[name] for name in (OLD if rows is None else ["books"])}
+        models = [make(tables, "row_wise", optimizer, update="step") for _ in range(2)]
+        averages = [
+            [part for collection in model.sharded_collections for part in collection.keep_averages(0.9)]
+            for model in models
+        ]
+        for model, steps in zip(models, (3, 0), strict=True):
+            for step in [*range(steps), "load", 9]:
+                if step == "load":
+                    warm_start(path, model, rows=rows)
+                else:
+                    train(model, tables, range(step, step + 1))
+                    model.fused_optimizer.step()
+        for trained, fresh in zip(models[0].parameters(), models[1].parameters(), strict=True):
+            assert torch.equal(trained, fresh)
+        kept = [[values for part in parts for _, values in part.averages()] for parts in averages]
+        assert all(torch.equal(trained, fresh) for trained, fresh in zip(*kept, strict=True))
+
+
+@pytest.mark.parametrize("optimizer", ["adagrad", "adam"])
+def test_states_that_are_not_loaded_begin_anew(tmp_path: Path, optimizer: str) -> None:
+    save_checkpoint(tmp_path / "ckpt", make(OLD, seed=5))
+    np.save(tmp_path / "rows.npy", np.ones(OLD["books"], np.float32))
+    ranks(2, begins_anew, tmp_path, optimizer)
+
+
 @pytest.mark.parametrize(("saved", "held_by"), [("adagrad", "rowwise_adagrad"), ("rowwise_adagrad", "adagrad")])
 def test_states_of_another_kind_of_optimizer_are_not_loaded(tmp_path: Path, saved: str, held_by: str) -> None:
     old = make(OLD, optimizer=saved)

@@ -79,7 +79,9 @@ class CachedKernelDouble(KernelDouble):
     def __init__(self, kernel: Any, sets: int) -> None:
         super().__init__(kernel)
         specs = kernel.embedding_specs
-        self.behind = [torch.zeros(rows, columns) for rows, columns, *_ in specs]
+        sizes = [rows * columns for rows, columns, *_ in specs]
+        flat = torch.zeros(sum(sizes)).split(sizes)  # one memory, as of the kernel
+        self.behind = [part.view(spec[:2]) for part, spec in zip(flat, specs, strict=True)]
         self.first = [0, *accumulate(rows for rows, *_ in specs)]
         self.total_cache_hash_size = self.first[-1]
         bases = [self.first[table] for table in kernel.feature_table_map]

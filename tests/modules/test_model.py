@@ -319,6 +319,47 @@ def test_a_sharded_model_can_be_copied_and_averaged(world_size: int) -> None:
         ranks(world_size, copied, optimizer)
 
 
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_copy_has_settings_frozen_tables_and_hooks(world_size: int) -> None:
+    def rank_main() -> None:
+        model = shard(click_model(CONFIGS, optimizer="adam"), mixed_plan(dist.get_world_size()))
+        plain = shard(click_model(CONFIGS, optimizer="none"), mixed_plan(dist.get_world_size()))
+        torch.optim.lr_scheduler.ExponentialLR(model.fused_optimizer, 0.5).step()
+        seen = list[nn.Module]()
+        model.register_forward_hook(lambda _, args, output: output * 0)
+        model.module.sparse.register_forward_pre_hook(lambda module, features: seen.append(module))
+        for parameter in plain.module.sparse.tables()["users"].parameters():
+            parameter.requires_grad_(False)
+        other = copy.deepcopy(model)
+        assert [group["lr"] for group in other.fused_optimizer.param_groups] == [0.05]
+        assert "initial_lr" in other.fused_optimizer.param_groups[0]
+        found = other(torch.ones(2, 3), random_bags(Random(9), ROWS, 2).kjt())
+        assert not found.any()
+        assert seen == [other.module.sparse]
+        frozen = [not parameter.requires_grad for parameter in plain.parameters()]
+        assert [not parameter.requires_grad for parameter in copy.deepcopy(plain).parameters()] == frozen
+        assert dist.get_world_size() > 1 or any(frozen)
+
+    ranks(world_size, rank_main)
+
+
+def test_a_copy_has_the_averages_of_rows() -> None:
+    model = shard(click_model(CONFIGS, optimizer="adagrad"), mixed_plan(1), update="step")
+    features = random_bags(Random(2), ROWS, 3).kjt()
+
+    def step_and_average(one: ShardedModel) -> list[Tensor]:
+        one(torch.ones(3, 3), features).sum().backward()
+        one.fused_optimizer.step()
+        kept = [rows for collection in one.sharded_collections for rows in collection.keep_averages(0.5)]
+        return [average for rows in kept for _, average in rows.averages()]
+
+    step_and_average(model)
+    step_and_average(model)
+    other = copy.deepcopy(model)
+    for mine, theirs in zip(step_and_average(other), step_and_average(model), strict=True):
+        assert torch.equal(mine, theirs)
+
+
 def test_modes_of_modules_are_kept() -> None:
     """A frozen batch norm, and a frozen collection, stay so in the sharded model and in its copy."""
     unsharded = click_model(CONFIGS)

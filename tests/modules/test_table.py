@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from random import Random
 
 import pytest
@@ -9,7 +10,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed._shard.sharded_tensor import ShardedTensor
 
-from shardrec.layout import ShardingPlan, Topology
+from shardrec.errors import ConfigError
+from shardrec.layout import ShardingPlan, Topology, cuts
 from shardrec.modules import shard
 from tests.batches import random_bags
 from tests.models import (
@@ -47,7 +49,7 @@ def test_names_are_those_of_the_unsharded_model() -> None:
 
 
 def test_several_shards_of_a_table_on_a_rank_have_names_of_their_own() -> None:
-    sizes = table_sizes(CONFIGS, "sparse")
+    sizes, key = table_sizes(CONFIGS, "sparse"), "sparse.embedding_bags.movies.weight"
     plan = cut_plan("grid", Random(0), sizes, Topology(hosts=2, ranks_per_host=1))
     one_rank = ShardingPlan.from_json(
         {
@@ -60,10 +62,19 @@ def test_several_shards_of_a_table_on_a_rank_have_names_of_their_own() -> None:
         }
     )
     model = shard(click_model(CONFIGS), one_rank)
-    names = [name for name, _ in model.named_parameters() if "movies" in name]
-    assert names == ["sparse.embedding_bags.movies.weight_r0_c0", "sparse.embedding_bags.movies.weight_r0_c4"]
-    whole = model.state_dict()["sparse.embedding_bags.movies.weight"]
-    assert torch.equal(whole, click_model(CONFIGS).state_dict()["sparse.embedding_bags.movies.weight"])
+    assert [name for name, _ in model.named_parameters() if "movies" in name] == [key], "one rank cuts no columns"
+    rows = [cuts.row_wise(name, *size, ranks=[0, 0]) for name, size in sizes.items()]
+    blocks = shard(click_model(CONFIGS), ShardingPlan(topology=Topology(), tables=tuple(rows)))
+    names = [name for name, _ in blocks.named_parameters() if "movies" in name]
+    assert names == ["sparse.embedding_bags.movies.weight_r0_c0", "sparse.embedding_bags.movies.weight_r5_c0"]
+    assert model.reshard(one_rank) == 0
+    for sharded in (model, blocks):
+        state = sharded.state_dict()
+        assert torch.equal(state[key], click_model(CONFIGS).state_dict()[key])
+        state[key].fill_(7.0)
+        for name, parameter in sharded.named_parameters():
+            assert "movies" not in name or bool((parameter == 7.0).all()), "a state_dict shares the table's memory"
+        assert sharded.load_state_dict(state).unexpected_keys == []
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
@@ -118,8 +129,15 @@ def test_states_that_do_not_fit() -> None:
         model.load_state_dict(before)
     with pytest.raises(RuntimeError, match=rf"Missing key.*{name}"):
         model.load_state_dict({key: value for key, value in state.items() if key != name})
-    with pytest.raises(RuntimeError, match=r"Unexpected key.*nonsense"):
-        model.load_state_dict({**state, "nonsense": torch.zeros(1)})
+    for unexpected in ("nonsense", name + "_scale", name + ".more"):
+        with pytest.raises(RuntimeError, match=rf"Unexpected key.*{unexpected}"):
+            model.load_state_dict({**state, unexpected: torch.zeros(1)})
+    model.load_state_dict(before)
+    users = "sparse.embedding_bags.users.weight"
+    faulty = {**state, name: torch.zeros((10, 8), dtype=torch.uint8), users: torch.zeros(3, 3)}
+    with pytest.raises(ConfigError, match=rf"nothing was loaded: {name}.*torch\.uint8.*{users}: .*shape \(3, 3\)"):
+        model.load_state_dict(faulty)
+    assert all(torch.equal(value, before[key]) for key, value in model.state_dict().items())
 
 
 def test_a_state_cut_in_another_way() -> None:
@@ -128,6 +146,24 @@ def test_a_state_cut_in_another_way() -> None:
             cut_plan(cut, Random(0), SIZES, Topology(ranks_per_host=2)) for cut in ("row_wise", "column_wise")
         )
         state = shard(click_model(CONFIGS, seed=4), one).state_dict()
-        shard(click_model(CONFIGS, seed=5), other).load_state_dict(state)
+        model = shard(click_model(CONFIGS, seed=5), other)
+        before = [parameter.clone() for parameter in model.parameters()]
+        try:
+            model.load_state_dict(state)
+        finally:
+            assert all(map(torch.equal, model.parameters(), before))
 
     raises_on_all(2, RuntimeError, r"sharded in another way than this plan.*load_checkpoint", rank_main)
+
+
+def test_a_sharded_state_of_another_size() -> None:
+    """Its first block has the rows and columns of the smaller table, on the same rank."""
+
+    def rank_main() -> None:
+        configs = [replace(config, num_embeddings=20) for config in CONFIGS[:1]]
+        name, topology = "sparse.movies", Topology(ranks_per_host=2)
+        blocks = ShardingPlan(topology=topology, tables=(cuts.row_wise(name, 20, 8, ranks=[0, 1]),))
+        whole = ShardingPlan(topology=topology, tables=(cuts.table_wise(name, 10, 8, rank=0),))
+        shard(click_model(CONFIGS[:1]), whole).load_state_dict(shard(click_model(configs), blocks).state_dict())
+
+    raises_on_all(2, ConfigError, r"nothing was loaded: .*movies\.weight: the value has shape \(20, 8\)", rank_main)

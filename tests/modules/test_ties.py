@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 from torchrec.modules.embedding_configs import EmbeddingBagConfig, EmbeddingConfig
 from torchrec.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
 
 import shardrec
 from shardrec import ConfigError, InputError
@@ -23,7 +24,7 @@ from shardrec.layout import ShardingPlan, Topology, cuts
 from shardrec.modules import ShardedModel, shard
 from shardrec.pipeline import TrainPipeline
 from tests.batches import random_bags
-from tests.models import collection
+from tests.models import apply_optimizer_in_backward, collection
 from tests.ranks import ranks
 
 CONFIGS = [
@@ -96,6 +97,87 @@ def test_a_parametrized_table_is_refused_by_name() -> None:
     parametrize.register_parametrization(model.rows.embeddings["s"], "weight", nn.Tanh())
     with pytest.raises(ConfigError, match=r"'s' of collection 'rows' is computed.*remove the parametrization"):
         shard(model)
+
+
+class OwnForward(EmbeddingBagCollection):
+    def forward(self, features: KeyedJaggedTensor) -> KeyedTensor:
+        pooled = super().forward(features)
+        return KeyedTensor(pooled.keys(), pooled.length_per_key(), pooled.values() * 2)
+
+
+class OwnTraining(EmbeddingCollection):
+    def train(self, mode: bool = True) -> EmbeddingCollection:
+        return super().train(False)
+
+
+class OwnConstructor(EmbeddingBagCollection):
+    """Sharding loses nothing of it."""
+
+    def __init__(self, names: str, device: str = "cpu") -> None:
+        super().__init__(tables=[config for config in CONFIGS if config.name in names], device=torch.device(device))
+        self.names = names
+
+    def extra_repr(self) -> str:
+        return self.names
+
+    def describe(self) -> str:
+        return f"tables {self.names}"
+
+
+class OwnValues(OwnConstructor):
+    def reset_parameters(self) -> None:
+        for parameter in self.parameters():
+            nn.init.ones_(parameter)
+
+
+def patch_forward(model: Tied) -> None:
+    model.bags.forward = lambda features: None
+
+
+def patch_table(model: Tied) -> None:
+    model.rows.embeddings["s"].forward = lambda ids: ids
+
+
+OVERRIDES: dict[str, Callable[[Tied], object]] = {
+    r"'bags' has forward\(\) of its own, in a OwnForward": lambda model: setattr(
+        model, "bags", OwnForward(tables=CONFIGS)
+    ),
+    r"'rows' has train\(\) of its own, in a OwnTraining": lambda model: setattr(
+        model, "rows", OwnTraining(tables=model.rows.embedding_configs())
+    ),
+    r"'bags' has reset_parameters\(\) of its own, in a OwnValues": lambda model: setattr(
+        model, "bags", OwnValues("tu", "meta")
+    ),
+    r"'bags' has forward\(\) of its own, in a EmbeddingBagCollection": patch_forward,
+    r"'rows' has forward\(\) of its own, in a Embedding,": patch_table,
+    "'bags' has _forward_hooks of its own": lambda model: model.bags.register_forward_hook(print),
+    "'rows' has _forward_pre_hooks of its own": lambda model: model.rows.register_forward_pre_hook(print),
+    "'bags' has _state_dict_pre_hooks of its own": lambda model: model.bags.register_state_dict_pre_hook(print),
+    "'bags' has _backward_hooks of its own": lambda model: model.bags.embedding_bags["t"].weight.register_hook(print),
+    "'rows' has _post_accumulate_grad_hooks": lambda model: model.rows.embeddings[
+        "s"
+    ].weight.register_post_accumulate_grad_hook(print),
+}
+
+
+@pytest.mark.parametrize("message", OVERRIDES)
+def test_what_was_added_to_a_collection_is_refused_by_name(message: str) -> None:
+    model = Tied()
+    OVERRIDES[message](model)
+    before = list(model.modules())
+    with pytest.raises(ConfigError, match=f"module {message}.*put them into a module around it"):
+        shard(model)
+    assert list(model.modules()) == before
+
+
+def test_a_subclass_that_sharding_loses_nothing_of() -> None:
+    model = Tied()
+    for kind in (OwnConstructor, OwnValues):
+        model.bags = kind("tu")
+        apply_optimizer_in_backward(torch.optim.SGD, model.bags.parameters(), {"lr": 0.1})
+        weight = model.bags.embedding_bags["t"].weight.detach().clone()
+        sharded = shard(copy.deepcopy(model))
+        assert torch.equal(sharded.state_dict()["bags.embedding_bags.t.weight"], weight)
 
 
 # ------------------------------------------------------------------------------------------------- after it was sharded
