@@ -136,8 +136,8 @@ def test_an_import_inside_a_function_has_a_reason() -> None:
     assert not wrong, "\n".join(sorted(wrong))
 
 
-TORCHS = {"_library", "_modules", "_save_to_state_dict", "_schema", "_timeout", "_type"}
-"""Private names of torch's that are also names of ours."""
+TORCHS = {"_library", "_modules", "_optimizer", "_save_to_state_dict", "_schema", "_timeout", "_type"}
+"""Private names of torch's and of TorchRec's that are also names of ours."""
 
 
 def folder_of(name: str) -> str:
