@@ -218,6 +218,19 @@ def test_readers_and_writers(tmp_path: Path) -> None:
         assert same(model, expected)
 
 
+def test_a_write_into_a_state_dict_is_read_by_the_next_forward() -> None:
+    given = batches(1)
+    expected = shard(collection(CONFIGS, optimizers="sgd"), row_blocks())
+    with cuda_is_there(), cuda_double() as double, double.may_wait():
+        model = shard(collection(CONFIGS, optimizers="sgd"), row_blocks(**SMALL), device="cuda:0")
+        for sharded, of_model in ((model, [to_double(one) for one in given]), (expected, given)):
+            train(sharded, of_model)
+            for value in sharded.state_dict().values():
+                value.mul_(0.5)
+            train(sharded, of_model)
+        assert same(model, expected)
+
+
 def test_a_reader_that_forgets_to_flush_is_found_out() -> None:
     with cuda_is_there(), cuda_double() as double, double.may_wait():
         model = shard(collection(CONFIGS, optimizers="sgd"), row_blocks(**SMALL), device="cuda:0")
