@@ -123,9 +123,7 @@ def test_floats_that_may_have_lost_digits_are_refused(coding: str, kind: pa.Data
 def test_texts_of_floats_that_may_have_lost_digits_are_refused(value: str) -> None:
     (fault,) = encode(pa.table({"f": ["a.b", value, None]}), spec_of(rows=99), labelled=False).faults.values()
     assert f"field 'f': value '{value[:50]}" in fault.where
-    with pytest.raises(
-        DataError, match=r"row 0: field 'f': value .* is no id: give a text in UTF-8, or a whole"
-    ):
+    with pytest.raises(DataError, match=r"row 0: field 'f': value .* is no id: give a text in UTF-8, or a whole"):
         batch_of_request([{"f": value}], spec_of(rows=99))
 
 
