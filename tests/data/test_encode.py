@@ -26,14 +26,7 @@ from shardrec.data.encode import Dictionary, Encoded, encode
 from shardrec.data.ids import hash_texts
 from shardrec.errors import DataError
 from tests.data.drawn import SPECS, rows_of, save, score
-from tests.data.raw import SPEC, equal, line, lines, write
-
-
-def spread(number: int) -> int:
-    """SplitMix64's finalizer, in whole numbers."""
-    for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
-        number = (number % 2**64 ^ number % 2**64 >> shift) * factor
-    return number % 2**64 ^ number % 2**64 >> 31
+from tests.data.raw import SPEC, equal, line, lines, read, spread, write
 
 
 def hashed(value: str | None, rows: int) -> int:
@@ -63,11 +56,6 @@ def expected(row: dict[str, Any]) -> dict[str, list[int]]:
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("encode")
-
-
-def read(path: Path, spec: FeatureSpec, **options: Any) -> ClickBatch:
-    (batch,) = open_click_data(path, spec, holdout=0.0, **options).train_batches(0, 1, 10_000)
-    return batch
 
 
 def bags(batch: ClickBatch, name: str) -> list[list[int]]:

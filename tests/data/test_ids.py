@@ -21,7 +21,7 @@ from shardrec.data.encode import encode
 from shardrec.data.ids import hash_texts
 from shardrec.data.vocabulary import count_vocabularies
 from shardrec.errors import DataError
-from tests.data.test_encode import read, spread
+from tests.data.raw import read, spread
 
 CODINGS: dict[str, dict[str, Any]] = {
     "hash": {"rows": 10**6},
