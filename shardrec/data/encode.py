@@ -15,25 +15,22 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
-from shardrec import native
+from shardrec.data.arrays import is_fraction, is_list, is_text, plain, whole
 from shardrec.data.fault import Reason, RowFault, shown_scalar
-from shardrec.data.preprocess import days, hash_categories, mixed, transform_dense
+from shardrec.data.ids import ID_WORDS, exact_below, id_keys, id_texts, text_keys, vocabulary_places
+from shardrec.data.preprocess import days, hash_categories, transform_dense
 from shardrec.data.rows import NO_TIME, ClickRows, bags_at
 from shardrec.data.spec import Feature, FeatureSpec
 from shardrec.data.tasks import Task
 
-__all__ = ["Dictionary", "Encoded", "column_fault", "count_values", "encode", "group_keys", "hash_texts", "row_numbers"]
+__all__ = ["Dictionary", "Encoded", "column_fault", "count_values", "encode", "group_keys", "row_numbers"]
 
 _NO_NUMBER = "is not a finite number among numbers, nor a date among dates"
 _MAX = float(np.finfo(np.float32).max)
 _TOO_LARGE = "is too large for a float32"
 _NUMBER = r"^[+-]?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][+-]?[0-9]+)?$"
-_NIBBLES = np.full(256, 255, dtype=np.uint8)
-for _digits in (b"0123456789abcdef", b"0123456789ABCDEF"):
-    _NIBBLES[np.frombuffer(_digits, dtype=np.uint8)] = np.arange(16)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -109,8 +106,8 @@ def encode(
         labels = np.where(bad, 0, label).astype(np.float32)
         bads.append((spec.label.column, Reason.LABEL, words, bad))
     if labelled and spec.group is not None:
-        groups, missing, bad = _keys(table[spec.group])
-        bads.append((spec.group, Reason.ID, "is no id of a group", bad | missing))
+        groups, missing, bad = id_keys(table[spec.group])
+        bads.append((spec.group, Reason.ID, f"is no id of a group: {ID_WORDS}", bad | missing))
     if labelled and spec.event_time is not None:
         times, bad = _event_times(table[spec.event_time])
         bads.append((spec.event_time, Reason.TIME, "is no date and time, nor seconds or milliseconds since 1970", bad))
@@ -143,9 +140,9 @@ def encode(
 
 def _task_labels(table: Any, task: Task, bads: list[tuple[str, Reason, str, NDArray[np.bool_]]]) -> NDArray[np.float32]:
     """The labels of a task, NaN where rows may lack it and do; adds to ``bads`` which values are none."""
-    array = _plain(table[task.source])
+    array = plain(table[task.source])
     values, missing, bad = _numbers(array)
-    if not _is_text(array.type):  # of which a NaN counts as missing
+    if not is_text(array.type):  # of which a NaN counts as missing
         bad = bad | (missing & ~np.asarray(array.is_null().to_numpy(zero_copy_only=False)))
     bad = bad | (~missing & ~task.takes(values))
     bads.append((task.source, Reason.LABEL, task.words, bad))
@@ -172,38 +169,20 @@ def column_fault(kind: Any, name: str, spec: FeatureSpec) -> str:
     import pyarrow as pa
 
     numeric = {*spec.label_sources, *(feature.source for feature in spec.dense)}
-    inner = kind.value_type if _is_list(kind) else kind
+    inner = kind.value_type if is_list(kind) else kind
     inner = inner.value_type if pa.types.is_dictionary(inner) else inner
-    number = pa.types.is_integer(inner) or _is_fraction(inner) or pa.types.is_boolean(inner)
-    readable = number or _is_text(inner) or pa.types.is_null(inner)
+    number = pa.types.is_integer(inner) or is_fraction(inner) or pa.types.is_boolean(inner)
+    readable = number or is_text(inner) or pa.types.is_null(inner)
     if pa.types.is_date(kind) or pa.types.is_timestamp(kind):
         as_ids = {spec.group, *(feature.source for feature in spec.sparse if feature.coding != "buckets")}
         return "a date is read as a number of days: give boundaries, or kind: dense" if name in as_ids else ""
-    if name in numeric and (_is_list(kind) or not readable):
+    if name in numeric and (is_list(kind) or not readable):
         return "write numbers"
-    if name == spec.event_time and (_is_list(kind) or pa.types.is_boolean(inner) or not readable):
+    if name == spec.event_time and (is_list(kind) or pa.types.is_boolean(inner) or not readable):
         return "write timestamps, seconds or milliseconds since 1970, or texts in ISO 8601"
-    if name == spec.group and _is_list(kind):
+    if name == spec.group and is_list(kind):
         return "write one text or whole number for each row"
     return "" if readable else "write ids as texts or numbers, or lists of either"
-
-
-def hash_texts(data: NDArray[np.uint8], starts: NDArray[np.int64], lengths: NDArray[np.int64]) -> NDArray[np.uint64]:
-    """64-bit hashes of texts, the same on every machine: a polynomial of the bytes, then mixed.
-
-    Args:
-        data: the bytes of all of them.
-        starts: (V,) first byte of each.
-        lengths: (V,) bytes of each.
-    """
-    total = int(lengths.sum())
-    ends = np.cumsum(lengths)
-    place = np.arange(total) - np.repeat(ends - lengths, lengths)
-    most = int(lengths.max()) if len(lengths) else 0
-    powers = np.cumprod(np.full(most + 1, 0x9E3779B97F4A7C15, dtype=np.uint64))
-    terms = (data[np.repeat(starts, lengths) + place].astype(np.uint64) + np.uint64(1)) * powers[place]
-    sums = np.concatenate([np.zeros(1, np.uint64), np.cumsum(terms)])
-    return mixed(sums[ends] - sums[ends - lengths])
 
 
 def _numbers(array: Any) -> tuple[NDArray[np.float64], NDArray[np.bool_], NDArray[np.bool_]]:
@@ -214,8 +193,8 @@ def _numbers(array: Any) -> tuple[NDArray[np.float64], NDArray[np.bool_], NDArra
     import pyarrow as pa
     import pyarrow.compute as pc
 
-    array = _plain(array)
-    if _is_text(array.type):
+    array = plain(array)
+    if is_text(array.type):
         array = array.cast(pa.large_binary())
         missing = np.asarray(pc.equal(array, b"").fill_null(True).to_numpy(zero_copy_only=False))
         bad = np.zeros(len(array), dtype=np.bool_)
@@ -250,10 +229,10 @@ def _event_times(array: Any) -> tuple[NDArray[np.float64], NDArray[np.bool_]]:
     import pyarrow as pa
     import pyarrow.compute as pc
 
-    array = _plain(array)
+    array = plain(array)
     times, (missing, bad) = np.zeros(len(array)), np.zeros((2, len(array)), dtype=np.bool_)
     is_date = np.full(len(array), pa.types.is_temporal(array.type))
-    if _is_text(array.type):
+    if is_text(array.type):
         is_date = ~np.asarray(pc.match_substring_regex(array, _NUMBER).fill_null(False).to_numpy(zero_copy_only=False))
     for kind in (is_date, ~is_date):  # so that what a text is does not depend on those beside it
         times[kind], missing[kind], bad[kind] = _numbers(array.filter(pa.array(kind)))
@@ -307,13 +286,14 @@ def _flat(array: Any, feature: Feature) -> tuple[Any, NDArray[np.int64] | None]:
     import pyarrow as pa
     import pyarrow.compute as pc
 
-    array = _whole(array)
+    array = whole(array)
     if feature.is_list and pa.types.is_dictionary(array.type):  # of texts with separators
         array = array.dictionary_decode()
-    if feature.is_list and _is_text(array.type):
-        texts = array.cast(pa.large_binary())
+    if feature.is_list and is_text(array.type):
+        is_utf8 = pa.types.is_string(array.type) or pa.types.is_large_string(array.type)
+        texts = array.cast(pa.large_string() if is_utf8 else pa.large_binary())
         array = pc.split_pattern(pc.if_else(pc.equal(texts, b""), None, texts), feature.separator)
-    if not _is_list(array.type):
+    if not is_list(array.type):
         return (array, np.ones(len(array), dtype=np.int64)) if feature.is_list else (array, None)
     counts = array.value_lengths().fill_null(0 if feature.is_list else 1)
     lengths = counts.to_numpy(zero_copy_only=False).astype(np.int64)
@@ -351,8 +331,6 @@ def _ids_by_value(
 
 def _ids(array: Any, feature: Feature) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
     """Embedding rows (V,), or 64-bit ids of a feature with dynamic ids; and which values are bad."""
-    import pyarrow as pa
-    import pyarrow.compute as pc
 
     coding = feature.coding
     if coding == "buckets":
@@ -362,18 +340,18 @@ def _ids(array: Any, feature: Feature) -> tuple[NDArray[np.int64], NDArray[np.bo
         return np.where(missing | bad, 0, ids).astype(np.int64), bad
     if coding == "number":
         values, missing, bad = _numbers(array)
-        bad |= ~missing & ((values < 0) | (values >= feature.num_embeddings) | (values != np.floor(values)))
+        most = min(feature.num_embeddings, exact_below(array.type))
+        bad |= ~missing & ((values < 0) | (values >= most) | (values != np.floor(values)))
         return np.where(missing | bad, 0, values).astype(np.int64), bad
     if coding == "vocabulary":
-        texts = _texts(array)
-        places = pc.index_in(texts, value_set=pa.array(feature.values, pa.string()).cast(texts.type)).fill_null(-1)
-        return places.to_numpy(zero_copy_only=False).astype(np.int64) + 1, np.zeros(len(array), dtype=np.bool_)
-    if coding == "hexadecimal" and _is_text(array.type):
-        keys, missing, bad = _text_keys(array, hexadecimal=True)
+        places, bad = vocabulary_places(array, feature.values)
+        return places + 1, bad
+    if coding == "hexadecimal" and is_text(array.type):
+        keys, missing, bad = text_keys(array, hexadecimal=True)
         null = np.asarray(array.is_null().to_numpy(zero_copy_only=False))  # which may have bytes
         missing, bad = missing | null, bad & ~null
     else:
-        keys, missing, bad = _keys(array, spread=coding != "hexadecimal" and feature.dynamic_ids is None)
+        keys, missing, bad = id_keys(array, spread=coding != "hexadecimal" and feature.dynamic_ids is None)
     if feature.dynamic_ids is not None:
         return np.where(missing, feature.missing_id, keys.view(np.int64)), bad
     return hash_categories(keys, missing, np.asarray(feature.num_embeddings, dtype=np.uint64)), bad
@@ -381,155 +359,23 @@ def _ids(array: Any, feature: Feature) -> tuple[NDArray[np.int64], NDArray[np.bo
 
 def row_numbers(array: Any, feature: Feature) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
     """The row of each value of an Arrow array (V,), or its dynamic id, (V,); and which are missing or have none."""
-    array = _plain(array)
+    array = plain(array)
     rows, bad = _ids(array, feature)
     bad = bad | np.asarray(array.is_null().to_numpy(zero_copy_only=False))
     return rows, bad if feature.coding == "number" else bad | (rows == feature.missing_id)
 
 
-def _texts(array: Any) -> Any:
-    """Values as a vocabulary has them; texts as their bytes, which need not be UTF-8."""
-    import pyarrow as pa
-
-    if _is_text(array.type):
-        return array.cast(pa.large_binary())
-    return array.cast(pa.large_string()) if not pa.types.is_floating(array.type) else array.cast(pa.string())
-
-
 def count_values(table: Any, feature: Feature) -> dict[str, int]:
-    """How often each value of a feature that has a vocabulary occurs in a table, but missing ones and no UTF-8."""
-    texts = _texts(_plain(_flat(table[feature.source], feature)[0]))
-    pairs = texts.value_counts()
+    """How often each id of a feature that has a vocabulary occurs in a table."""
+    _, texts, bad = id_texts(_flat(table[feature.source], feature)[0])
+    pairs = texts.filter(~bad).value_counts()
     counts = zip(pairs.field("values").to_pylist(), pairs.field("counts").to_pylist(), strict=True)
-    named = ((value.decode(errors="replace") if isinstance(value, bytes) else value, count) for value, count in counts)
-    return {value: count for value, count in named if value and "\ufffd" not in value}
+    return {value.decode(): count for value, count in counts if value}
 
 
 def group_keys(table: Any, spec: FeatureSpec) -> NDArray[np.uint64]:
     """The key of each row's group, as :func:`encode` gives it."""
-    return _keys(table[spec.group])[0]
-
-
-def _keys(array: Any, *, spread: bool = True) -> tuple[NDArray[np.uint64], NDArray[np.bool_], NDArray[np.bool_]]:
-    """A column of ids as 64-bit keys (N,), which are missing, and which are bad.
-
-    A whole number has one key, whether its column is one of integers, of floats (which pandas makes of integers with
-    nulls), of decimals or of texts (as all columns of a CSV file are).
-
-    Args:
-        array: texts or numbers.
-        spread: spread numbers over all 64 bits, as texts are; else a number is its own key.
-    """
-    import pyarrow as pa
-    import pyarrow.compute as pc
-
-    array = _plain(array)
-    null = np.asarray(array.is_null().to_numpy(zero_copy_only=False))
-    none = np.zeros(len(array), dtype=np.bool_)
-    if pa.types.is_null(array.type):
-        return np.zeros(len(array), dtype=np.uint64), ~none, none
-    if _is_text(array.type):
-        raw, missing, _ = _text_keys(array, spread=spread)
-        return raw, null | missing, none
-    if pa.types.is_decimal(array.type):  # which floats would round
-        whole = array.cast(pa.decimal256(76, 0), safe=False)
-        is_whole = pc.equal(whole.cast(array.type, safe=False), array).fill_null(True)
-        raw, _, _ = _text_keys(whole.cast(pa.string()), spread=spread)
-        return raw, null, ~np.asarray(is_whole.to_numpy(zero_copy_only=False))
-    if _is_fraction(array.type):
-        values, missing, bad = _numbers(array)
-        bad |= (values != np.floor(values)) | (values < -(2.0**63)) | (values >= 2.0**64)
-        values = np.where(missing | bad, 0, values)
-        raw = np.where(values < 2.0**63, values, values - 2.0**64).astype(np.int64).astype(np.uint64)
-        return (mixed(raw) if spread else raw), missing, bad
-    kept = array.cast(pa.int8()) if pa.types.is_boolean(array.type) else array
-    whole = np.asarray(kept.fill_null(0).to_numpy(zero_copy_only=False))
-    raw = whole.astype(np.int64, copy=False).astype(np.uint64)  # of unsigned ones the same bits
-    return (mixed(raw) if spread else raw), null, none
-
-
-def _text_keys(
-    array: Any, *, hexadecimal: bool = False, spread: bool = False
-) -> tuple[NDArray[np.uint64], NDArray[np.bool_], NDArray[np.bool_]]:
-    """Texts as 64-bit keys (N,), which are empty, and which are no hexadecimal numbers although they are to be."""
-    import pyarrow as pa
-
-    if native.is_loaded() and len(array):  # an empty column may have no offsets
-        is_large = pa.types.is_large_string(array.type) or pa.types.is_large_binary(array.type)
-        _, offsets_buffer, data_buffer = array.buffers()
-        kind, count = pa.int64() if is_large else pa.int32(), array.offset + len(array) + 1
-        offsets = torch.from_dlpack(pa.Array.from_buffers(kind, count, [None, offsets_buffer]))[array.offset :]
-        content = torch.empty(0, dtype=torch.uint8)
-        if data_buffer is not None and data_buffer.size:
-            content = torch.from_dlpack(pa.Array.from_buffers(pa.uint8(), data_buffer.size, [None, data_buffer]))
-        keys, bad = torch.ops.shardrec.text_keys(content, offsets, hexadecimal, spread)
-        return keys.numpy().view(np.uint64), (offsets[1:] == offsets[:-1]).numpy(), bad.numpy()
-    data, starts, lengths = _bytes(array.cast(pa.large_binary()))
-    missing = lengths == 0
-    if hexadecimal:
-        raw, bad = _hexadecimal(data, starts, lengths)
-        return raw, missing, bad & ~missing
-    raw, number = _decimal(data, starts, lengths)
-    text = np.flatnonzero(~number)
-    raw = mixed(raw) if spread else raw
-    raw[text] = hash_texts(data, starts[text], lengths[text])
-    return raw, missing, np.zeros(len(raw), dtype=np.bool_)
-
-
-def _decimal(
-    data: NDArray[np.uint8], starts: NDArray[np.int64], lengths: NDArray[np.int64]
-) -> tuple[NDArray[np.uint64], NDArray[np.bool_]]:
-    """Whole numbers of 64 bits as they are usually written (``7``, ``-7``, not ``07`` or ``+7``), modulo 2^64; and
-    which texts are such."""
-    raw = np.zeros(len(starts), dtype=np.uint64)
-    number = np.zeros(len(starts), dtype=np.bool_)
-    at = np.flatnonzero((lengths > 0) & (lengths <= 20))
-    first = data[starts[at]]
-    at = at[((first >= 48) & (first <= 57)) | (first == 45)]
-    if not len(at):
-        return raw, number
-    minus = data[starts[at]] == 45
-    begin, digits = starts[at] + minus, lengths[at] - minus
-    good = digits > 0
-    leading = data.take(begin, mode="clip")
-    good &= (leading != 48) | ((digits == 1) & ~minus)
-    value = np.zeros(len(at), dtype=np.uint64)
-    tenth, last = np.uint64(2**64 // 10), np.uint64(2**64 % 10 - 1)
-    for place in range(int(digits.max(initial=0))):
-        inside = place < digits
-        digit = (data.take(begin + place, mode="clip") - np.uint8(48)).astype(np.uint64)
-        good &= ~inside | (digit <= 9)
-        if place == 19:  # the only one that can pass 2^64
-            good &= ~inside | (value < tenth) | ((value == tenth) & (digit <= last))
-        value = np.where(inside, value * np.uint64(10) + digit, value)
-    good &= ~minus | (value <= np.uint64(2**63))
-    raw[at] = np.where(minus, np.uint64(0) - value, value)
-    number[at] = good
-    return raw, number
-
-
-def _hexadecimal(
-    data: NDArray[np.uint8], starts: NDArray[np.int64], lengths: NDArray[np.int64]
-) -> tuple[NDArray[np.uint64], NDArray[np.bool_]]:
-    """Numbers of 1 to 16 hexadecimal digits, and which texts are not such."""
-    raw = np.zeros(len(starts), dtype=np.uint64)
-    bad = (lengths < 1) | (lengths > 16)
-    for place in range(min(16, int(lengths.max(initial=0)))):
-        inside = place < lengths
-        nibble = _NIBBLES[data.take(starts + place, mode="clip")]
-        bad |= inside & (nibble > 15)
-        raw = np.where(inside, raw * np.uint64(16) + nibble, raw)
-    return raw, bad
-
-
-def _bytes(array: Any) -> tuple[NDArray[np.uint8], NDArray[np.int64], NDArray[np.int64]]:
-    """The bytes of a large_binary column, and the first of each value and how many it has (none of a null)."""
-    _, offsets_buffer, data_buffer = array.buffers()
-    offsets = np.frombuffer(offsets_buffer, dtype=np.int64, count=array.offset + len(array) + 1)[array.offset :]
-    data = np.zeros(1, dtype=np.uint8)
-    if data_buffer is not None and data_buffer.size:
-        data = np.frombuffer(data_buffer, dtype=np.uint8)
-    return data, offsets[:-1], np.diff(offsets)
+    return id_keys(table[spec.group])[0]
 
 
 def _interleave(
@@ -547,44 +393,6 @@ def _interleave(
     return ids.numpy(), lengths.view(count, len(bags)).numpy(), None if of_ids is None else of_ids.numpy()
 
 
-def _plain(array: Any) -> Any:
-    """One array of values, without a dictionary."""
-    import pyarrow as pa
-
-    array = _whole(array)
-    return array.dictionary_decode() if pa.types.is_dictionary(array.type) else array
-
-
-def _whole(array: Any) -> Any:
-    """One array, of values, a dictionary, or lists of any length."""
-    import pyarrow as pa
-
-    if isinstance(array, pa.ChunkedArray):
-        array = array.combine_chunks()
-    if pa.types.is_fixed_size_list(array.type):
-        array = array.cast(pa.large_list(array.type.value_type))
-    return array
-
-
-def _is_list(kind: Any) -> bool:
-    import pyarrow as pa
-
-    return bool(pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind))
-
-
-def _is_fraction(kind: Any) -> bool:
-    import pyarrow as pa
-
-    return bool(pa.types.is_floating(kind) or pa.types.is_decimal(kind))
-
-
-def _is_text(kind: Any) -> bool:
-    import pyarrow as pa
-
-    checks = (pa.types.is_string, pa.types.is_large_string, pa.types.is_binary, pa.types.is_large_binary)
-    return any(check(kind) for check in checks)
-
-
 def _id_words(feature: Feature) -> str:
     match feature.coding:
         case "hexadecimal":
@@ -593,4 +401,4 @@ def _id_words(feature: Feature) -> str:
             return f"is no whole number from 0 to {feature.num_embeddings - 1}"
         case "buckets":
             return _NO_NUMBER
-    return "is no id"
+    return f"is no id: {ID_WORDS}"

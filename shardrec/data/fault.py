@@ -49,8 +49,10 @@ def shown(value: object) -> str:
 
 
 def shown_scalar(scalar: Any) -> str:
-    """:func:`shown` of an Arrow scalar; of a text that is not UTF-8, or a date after the year 9999, why it has none."""
+    """:func:`shown` of an Arrow scalar; of a text that is not UTF-8 its bytes, of a date after 9999 why it has none."""
     try:
         return shown(scalar.as_py())
+    except UnicodeDecodeError as error:
+        return shown(error.object)
     except (OverflowError, ValueError) as error:
         return f"({error})"

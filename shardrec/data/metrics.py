@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from dataclasses import dataclass
 
 import numpy as np
@@ -19,7 +20,8 @@ class ClickMetrics:
     """Metrics of one set of rows.
 
     Attributes:
-        auc: probability that a random clicked row is ranked above a random other one (ties count one half).
+        auc: probability that a random clicked row is ranked above a random other one (ties count one half); NaN, as
+            ``normalized_entropy`` and ``auc_stderr``, if all rows or none were clicked.
         logloss: mean cross entropy, in nats per row.
         normalized_entropy: logloss over the cross entropy of always predicting the click rate ("Practical Lessons
             from Predicting Clicks on Ads at Facebook", He et al., 2014); below 1 is better than that.
@@ -38,8 +40,8 @@ class ClickMetrics:
     ranking: RankingMetrics | None = None
 
     def to_mapping(self) -> dict[str, float | int | None]:
-        """The metrics by their names, those of a ranking too (``ndcg@10``); JSON-compatible."""
-        mapping = dataclasses.asdict(self)
+        """The metrics by their names, those of a ranking too (``ndcg@10``), None for NaN; JSON-compatible."""
+        mapping = {name: None if value != value else value for name, value in dataclasses.asdict(self).items()}
         ranking = mapping.pop("ranking")
         if ranking is not None:
             k = ranking.pop("k")
@@ -63,20 +65,22 @@ def click_metrics(
         The metrics, computed in float64.
 
     Raises:
-        ConfigError: shapes that differ, or labels of one kind only, for which no AUC exists.
+        ConfigError: shapes that differ, labels out of 0 to 1, a probability that is not a number.
     """
     target = np.asarray(labels, dtype=np.float64).reshape(-1)
     predicted = np.asarray(probabilities, dtype=np.float64).reshape(-1)
-    auc = area_under_roc(target, predicted)
+    _check(target, predicted)
     rate = float(target.mean())
+    has_both = 0 < rate < 1
+    auc = area_under_roc(target, predicted) if has_both else math.nan
     logloss = _cross_entropy(target, predicted)
     return ClickMetrics(
         auc=auc,
         logloss=logloss,
-        normalized_entropy=logloss / _cross_entropy(np.array([rate]), np.array([rate])),
+        normalized_entropy=logloss / _cross_entropy(np.array([rate]), np.array([rate])) if has_both else math.nan,
         click_rate=rate,
         rows=target.size,
-        auc_stderr=_auc_stderr(auc, rate * target.size, (1 - rate) * target.size),
+        auc_stderr=_auc_stderr(auc, rate * target.size, (1 - rate) * target.size) if has_both else math.nan,
         ranking=None if groups is None else ranking_metrics(target, predicted, groups, k),
     )
 
@@ -97,6 +101,8 @@ def area_under_roc(labels: ArrayLike, scores: ArrayLike) -> float:
     target = np.asarray(labels, dtype=np.float64).reshape(-1)
     score = np.asarray(scores).reshape(-1)
     _check(target, score)
+    if target.sum() in (0, target.size):
+        raise ConfigError(f"all {target.size} labels are {target[0]:g}: an AUC needs clicked and other rows")
     order = np.argsort(score, kind="stable")
     target, score = target[order], score[order]
     start = np.flatnonzero(np.r_[True, score[1:] != score[:-1]])  # first row of each group of equal scores
@@ -111,8 +117,6 @@ def _check(target: NDArray[np.float64], score: NDArray[np.generic]) -> None:
         raise ConfigError(f"labels has {target.size} values and scores {score.size}: give one score per label")
     if target.size == 0 or not (target.min() >= 0 and target.max() <= 1):
         raise ConfigError("labels must be a non-empty array of values from 0 to 1")
-    if target.sum() == 0 or target.sum() == target.size:
-        raise ConfigError(f"all {target.size} labels are {target[0]:g}: an AUC needs clicked and other rows")
     if np.isnan(score).any():
         raise ConfigError(
             f"{int(np.isnan(score).sum())} of {score.size} scores are not numbers: has training diverged?"

@@ -168,10 +168,8 @@ def _varint(number: int) -> bytes:
 
 
 def _plain(value: Any) -> Any:
-    """A value as JSON has it: a date or time as a text, bytes as the text that they are, and booleans as 0 and 1."""
+    """A value as JSON has it: a date or time as a text, bytes as the text that they are."""
     match value:
-        case bool():
-            return int(value)
         case bytes():
             return value.decode()
         case date() | time():
@@ -179,7 +177,7 @@ def _plain(value: Any) -> Any:
         case UUID():
             return str(value)
         case Decimal():
-            return float(value)
+            return int(value) if value == value.to_integral_value() else float(value)
         case Mapping():
             return {name: _plain(part) for name, part in value.items()}
         case Sequence() if not isinstance(value, str):

@@ -23,7 +23,7 @@ def batch_of_request(rows: Any, spec: FeatureSpec) -> ClickBatch:
 
     Each row is an object with exactly the spec's features: an ``id`` is a text or a number; a ``multi_hot`` feature or
     a ``sequence`` a list of these; a ``weighted`` one an object of ids and their weights; a ``dense`` one a number, or
-    a date or time in ISO 8601, as in a CSV file. Any may be null, for a missing value.
+    a date or time in ISO 8601, as in a CSV file. A boolean is 0 or 1. Any may be null, for a missing value.
 
     Args:
         rows: what ``json.loads`` made of it.
@@ -105,9 +105,9 @@ def _values(row: Any, features: Mapping[str, Feature], *, more: bool) -> dict[st
     for name, feature in features.items():
         if name not in row:
             raise DataError(f"field {name!r} is missing: give it, or null for a missing value")
-        value = values[name] = _value(row[name], feature)
+        values[name] = _value(row[name], feature)
         if feature.weights is not None:
-            values[name], values[feature.weights] = list(value), list(map(float, value.values()))
+            values[feature.weights] = list(map(float, (row[name] or {}).values()))
     return values
 
 
@@ -130,9 +130,10 @@ def _value(value: Any, feature: Feature) -> Any:
     if feature.weights is not None:
         if value is not None and not (isinstance(value, Mapping) and all(map(_is_number, value.values()))):
             raise refused("an object of ids and their weights, or null")
-        if None in map(as_text, value or ()):
+        texts = [as_text(raw_id) for raw_id in value or ()]
+        if None in texts:
             raise refused("an object of ids that are texts")
-        return dict(value or {})
+        return texts
     if value is None:
         return None
     if not isinstance(value, Sequence) or isinstance(value, str):
@@ -144,20 +145,22 @@ def _value(value: Any, feature: Feature) -> Any:
 
 
 def _is_number(value: Any) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) <= sys.float_info.max
+    return isinstance(value, (int, float)) and abs(value) <= sys.float_info.max
 
 
 def _text(value: Any) -> str | None:
-    """As a CSV file has it, whose ids are those of a Parquet file's numbers."""
+    """As a CSV file has it, whose ids are those of a Parquet file's numbers and booleans."""
     if isinstance(value, str):
         return value if _is_encodable(value) else None
     if not _is_number(value):
         return None
-    return str(int(value)) if value == int(value) else repr(value)
+    if isinstance(value, int):
+        return f"{value:d}"
+    return f"{value:.1f}" if value.is_integer() else repr(value)  # of a large one without an exponent
 
 
 def _hexadecimal(value: Any) -> str | None:
-    if isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 2**64:
+    if isinstance(value, int) and 0 <= value < 2**64:
         return f"{value:x}"
     return value if isinstance(value, str) and _is_encodable(value) else None
 

@@ -501,7 +501,7 @@ def _parsed(
             invalid_row_handler=leave_out,
         ),
         convert_options=csv.ConvertOptions(
-            column_types=dict.fromkeys(columns, pa.binary()),
+            column_types=dict.fromkeys(columns, pa.string()),
             include_columns=list(columns),
             check_utf8=False,
             strings_can_be_null=False,
@@ -516,7 +516,7 @@ def _parsed(
         )
         table = pa.concat_tables([table, rest])
         broken |= {last // 2 + row: fault for row, fault in more.items()}
-    elif table.num_rows and any(b"\n" in column[-1].as_py() for column in table.columns):
+    elif table.num_rows and any(b"\n" in column[-1].as_buffer().to_pybytes() for column in table.columns):
         table = table.slice(0, table.num_rows - 1)
         where = f"the line has a quote without its end: {shown(data.splitlines()[-1])}"
         broken[last - 1] = RowFault(reason=Reason.COLUMNS, where=where, remedy="write it twice, or set quoted: false")

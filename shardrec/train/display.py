@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, closing, nullcontext
@@ -189,6 +190,7 @@ class Announcer:
         best = min(report.curve, key=lambda point: point.logloss or 0.0, default=None)
         if (
             best is not None
+            and best.normalized_entropy is not None
             and not best.progressive
             and (best.logloss or 0.0) < (report.curve[-1].logloss or 0.0) * _OVERFITS
         ):
@@ -221,9 +223,10 @@ def _held_out(point: CurvePoint) -> str:
         values = "  ".join(f"{name} {text}" for name, text in task_values(point.tasks).items())
         return "\n".join([f"{point.samples:>11,} samples  held out: {values}", *ids])
     rows = "before training" if point.progressive else "held out"
-    metrics = f"{point.samples:>11,} samples  {rows}: AUC {point.auc:.4f}  logloss {point.logloss:.4f}  "
+    auc, entropy = (math.nan if value is None else value for value in (point.auc, point.normalized_entropy))
+    metrics = f"{point.samples:>11,} samples  {rows}: AUC {auc:.4f}  logloss {point.logloss:.4f}  "
     if point.gauc is None or point.ndcg is None:
-        metrics += f"NE {point.normalized_entropy:.4f}"
+        metrics += f"NE {entropy:.4f}"
     else:
         metrics += f"GAUC {point.gauc:.4f}  NDCG {point.ndcg:.4f}"
     return "\n".join([metrics, *ids])

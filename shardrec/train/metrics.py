@@ -34,7 +34,7 @@ def evaluate(
         tasks: of data with several labels.
 
     Raises:
-        ConfigError: if no row, or none or all of the rows, were clicked, so that there is no AUC.
+        ConfigError: without a row, or for scores that are not numbers.
     """
     groups: list[Tensor] = []
 
@@ -51,7 +51,7 @@ def evaluate(
     # Scores stay on the device until here: reading each batch's would make the host wait for it.
     labels, logits = gather_rows(torch.cat(scored, dim=1).cpu())
     metrics = click_metrics(labels.numpy(), torch.sigmoid(logits.double()).numpy())  # float32 has 1 from 17 on
-    if not groups:
+    if not groups or not labels.any():  # a ranking needs a clicked row
         return metrics
     # By logits: probabilities of 1 are equal where their logits are not.
     ranking = ranking_metrics(labels.numpy(), logits.numpy(), gather_rows(torch.cat(groups, dim=1).cpu()).numpy(), k)

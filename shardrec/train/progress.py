@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from shardrec.errors import ConfigError
 from shardrec.train.report import CurvePoint
 
 __all__ = ["Progress", "RecentMean"]
@@ -102,13 +103,24 @@ class Progress:
     _begin: float | None = field(default=None, init=False, repr=False)
 
     def stalled(self, patience: int | None) -> bool:
-        """Whether the last ``patience`` points of the curve were no better than one before."""
-        return patience is not None and len(self.curve) > patience and not self.improved(patience)
+        """Whether the last ``patience`` points of the curve were no better than one before; raises as ``improved``."""
+        return patience is not None and not self.improved(patience)
 
     def improved(self, points: int = 1) -> bool:
-        """Whether any of the last points of the curve is better than all before."""
+        """Whether any of the last points of the curve is better than all before.
+
+        Raises:
+            ConfigError: for a point without the watched metric.
+        """
         sign = -1 if self.watched in ("logloss", "normalized_entropy", "loss") else 1
-        worths = [sign * (point.value(self.watched) or 0.0) for point in self.curve]
+        values = [point.value(self.watched) for point in self.curve]
+        worths = [sign * value for value in values if value is not None]
+        if len(worths) < len(values):
+            raise ConfigError(
+                f"patience (--patience) and the best checkpoint (--checkpoint best) compare points by {self.watched!r} "
+                f"(--monitor), and the {self.curve[-1].rows:,} held-out rows have none, for all or none of them, or in "
+                "each group, were clicked: hold out others (--valid), or give --monitor logloss"
+            )
         return len(worths) <= points or max(worths[-points:]) > max(worths[:-points])
 
     def next_epoch(self) -> None:

@@ -48,9 +48,9 @@ class CurvePoint:
         samples: rows trained on so far, over all ranks.
         seconds: training time so far, without evaluations.
         train_loss: rank 0's mean logloss since the point before, in nats per row; None where no step was made since.
-        auc: held-out area under the ROC curve; None of several tasks, as the next two.
+        auc: held-out area under the ROC curve; None of several tasks, as the next two, and of rows with one label.
         logloss: held-out, in nats per row.
-        normalized_entropy: held-out.
+        normalized_entropy: held-out; None of rows with one label.
         rows: held-out rows behind them.
         gauc: held-out area under the ROC curve inside the groups; None without groups.
         ndcg: held-out normalized discounted cumulative gain of the groups' first ``top_k`` rows; None without groups.
@@ -135,8 +135,8 @@ class RunReport:
 
     @property
     def gap(self) -> float | None:
-        """How much AUC is missing to the optimum."""
-        if self.optimum is None or isinstance(self.final, TaskMetrics):
+        """How much AUC is missing to the optimum, if there is one, and both labels among the rows."""
+        if self.optimum is None or isinstance(self.final, TaskMetrics) or math.isnan(self.final.auc):
             return None
         return self.optimum.auc - self.final.auc
 
@@ -145,8 +145,8 @@ def held_out_values(metrics: ClickMetrics | TaskMetrics) -> dict[str, Any]:
     """The fields of a :class:`CurvePoint` that metrics have."""
     if isinstance(metrics, TaskMetrics):
         return {"tasks": metrics.values}
-    values = {name: getattr(metrics, name) for name in ("auc", "logloss", "normalized_entropy")}
-    ranking = metrics.ranking
+    mapping, ranking = metrics.to_mapping(), metrics.ranking
+    values = {name: mapping[name] for name in ("auc", "logloss", "normalized_entropy")}
     return values if ranking is None else values | {"gauc": ranking.gauc, "ndcg": ranking.ndcg}
 
 

@@ -227,14 +227,18 @@ def _scored(parts: Sequence[_Part], spec: _Keyed, skips: bool) -> Iterator[_Scor
 
 
 def _with_scores(keys: Any, scores: Mapping[str, Tensor]) -> Any:
-    """A table of keys, texts of text files as texts, and of scores: float32, of several classes lists of it."""
+    """A table of keys, texts and bytes as texts, and of scores: float32, of several classes lists of it."""
     import pyarrow as pa
 
     columns = {name: plain_column(keys[name]) for name in keys.column_names}
-    columns = {
-        name: column.cast(pa.string()) if pa.types.is_binary(column.type) else column
-        for name, column in columns.items()
-    }
+    for name, column in columns.items():
+        if pa.types.is_string(column.type) or pa.types.is_binary(column.type):
+            try:
+                columns[name] = column.cast(pa.binary()).cast(pa.string())
+            except pa.ArrowInvalid as error:
+                raise DataError(
+                    f"column {name!r} of keys (--keys) has texts that are not UTF-8: convert them"
+                ) from error
     for name, values in scores.items():
         flat = pa.array(values.cpu().reshape(-1).numpy())
         columns[name] = flat if values.dim() == 1 else pa.FixedSizeListArray.from_arrays(flat, values.size(1))

@@ -183,11 +183,9 @@ def task_metrics(
 
 
 def _binary(task: Task, logits: Tensor, labels: Tensor, groups: Tensor | None, k: int) -> dict[str, Any]:
-    rate, logits = float(labels.mean()), logits.squeeze(1)
-    if not 0 < rate < 1:
-        return {"auc": None, "click_rate": rate}
+    logits = logits.squeeze(1)
     metrics = click_metrics(labels.numpy(), logits.double().sigmoid().numpy())
-    if groups is not None:
+    if groups is not None and labels.any():
         ranking = ranking_metrics(labels.numpy(), logits.numpy(), groups.numpy(), k)
         metrics = replace(metrics, ranking=ranking)
     return metrics.to_mapping()

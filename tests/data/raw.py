@@ -6,8 +6,18 @@ import gzip
 import lzma
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
-from shardrec.data import ClickBatch, ClickSchema, Feature, FeatureSpec, Label, SyntheticConfig, click_spec
+from shardrec.data import (
+    ClickBatch,
+    ClickSchema,
+    Feature,
+    FeatureSpec,
+    Label,
+    SyntheticConfig,
+    click_spec,
+    open_click_data,
+)
 
 SCHEMA = ClickSchema(dense_names=("int_1", "int_2"), sparse_names=("cat_1", "cat_2"), num_embeddings=(11, 1000))
 SPEC = click_spec(SCHEMA)
@@ -66,3 +76,15 @@ def equal(left: ClickBatch, right: ClickBatch) -> bool:
 def first_integers(batches: Sequence[ClickBatch]) -> list[int]:
     """What stood in ``int_1`` of each row (``exp(x) - 3``), from 0 to some thousands."""
     return [round(value) for batch in batches for value in (batch.dense[:, 0].double().exp() - 3).tolist()]
+
+
+def read(path: Path, spec: FeatureSpec, **options: Any) -> ClickBatch:
+    (batch,) = open_click_data(path, spec, holdout=0.0, **options).train_batches(0, 1, 10_000)
+    return batch
+
+
+def spread(number: int) -> int:
+    """SplitMix64's finalizer, in whole numbers."""
+    for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
+        number = (number % 2**64 ^ number % 2**64 >> shift) * factor
+    return number % 2**64 ^ number % 2**64 >> 31

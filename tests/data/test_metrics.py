@@ -55,11 +55,21 @@ def test_standard_error_matches_repeated_draws() -> None:
     assert math.isclose(spread, draws[0].auc_stderr, rel_tol=0.3)
 
 
+@pytest.mark.parametrize("label", [0, 1])
+def test_rows_with_one_label_have_a_logloss_alone(label: int) -> None:
+    metrics = click_metrics([label] * 3, [0.5] * 3)
+    assert (metrics.logloss, metrics.click_rate, metrics.rows) == (pytest.approx(math.log(2)), label, 3)
+    assert all(math.isnan(value) for value in (metrics.auc, metrics.normalized_entropy, metrics.auc_stderr))
+    undefined = {name for name, value in metrics.to_mapping().items() if value is None}
+    assert undefined == {"auc", "normalized_entropy", "auc_stderr"}
+    with pytest.raises(ConfigError, match=f"all 3 labels are {label}: an AUC needs clicked and other rows"):
+        area_under_roc([label] * 3, [0.5] * 3)
+
+
 @pytest.mark.parametrize(
     ("labels", "scores", "message"),
     [
         ([0, 1], [0.1], "labels has 2 values and scores 1"),
-        ([0, 0], [0.1, 0.2], "all 2 labels are 0"),
         ([0, 2], [0.1, 0.2], "values from 0 to 1"),
         ([], [], "non-empty"),
         ([0, 1], [0.1, math.nan], "1 of 2 scores are not numbers"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator
 from typing import Any
 
@@ -10,10 +11,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardrec.errors import DataError, InputError
+from shardrec.errors import ConfigError, DataError, InputError
 from shardrec.train.loop import Schedule, failing_together
 from shardrec.train.losses import click_loss
 from shardrec.train.progress import Progress, RecentMean
+from shardrec.train.report import CurvePoint
 from tests.ranks import ranks
 
 
@@ -116,6 +118,24 @@ def test_alone_there_is_nobody_to_tell() -> None:
 
 def test_without_an_error_all_batches_come() -> None:
     assert ranks(2, _lookup_until_the_data_breaks, ()) == [(3, "", "")] * 2
+
+
+@pytest.mark.parametrize("watched", ["auc", "normalized_entropy", "gauc"])
+def test_points_without_the_watched_metric_are_not_compared(watched: str) -> None:
+    """Neither as the best nor as the worst of them."""
+    progress = Progress(world_size=1, loss=RecentMean(torch.device("cpu")), watched=watched)
+    assert progress.improved()
+    assert not progress.stalled(1)
+    point = CurvePoint(samples=64, seconds=0.1, train_loss=0.5, rows=300, logloss=0.4)
+    progress.curve = [point]
+    assert not progress.stalled(None)
+    for compare in (progress.improved, lambda: progress.stalled(3)):
+        with pytest.raises(ConfigError, match=rf"compare points by '{watched}' .*the 300 held-out rows have none"):
+            compare()
+    progress.watched = "logloss"
+    progress.curve = [point, dataclasses.replace(point, logloss=0.5)]
+    assert not progress.improved()
+    assert (progress.stalled(1), progress.stalled(2)) == (True, False)
 
 
 def test_time_is_that_on_the_clock() -> None:

@@ -213,6 +213,34 @@ def test_patience_goes_by_the_metric_that_is_monitored(monitor: str | None, name
     assert worths[-1] <= worths[-2]
 
 
+def one_label(folder: Path) -> TrainConfig:
+    """A run on files, whose held-out rows are none of them clicked."""
+    for name, rows in (("train", [(row % 7, row % 3 == 0) for row in range(300)]), ("valid", [(1, False)] * 40)):
+        lines = [f"{user},{int(clicked)}\n" for user, clicked in rows]
+        (folder / f"{name}.csv").write_text("".join(["user,label\n", *lines]), encoding="utf-8")
+    spec = "label: label\ngroup: user\nfeatures:\n  - {name: user, kind: id, rows: 9}\n"
+    (folder / "spec.yaml").write_text(spec, encoding="utf-8")
+    files = {"data": "train.csv", "valid": "valid.csv", "features": "spec.yaml", "out": "run"}
+    return SMALL.changed(**{name: str(folder / file) for name, file in files.items()})
+
+
+def test_held_out_rows_with_one_label(tmp_path: Path) -> None:
+    config = one_label(tmp_path).changed(checkpoint="best", patience=9)
+    assert broken_off(config) == [1, 2, 3, 4, 5]
+    metrics = json.loads((tmp_path / "run" / "metrics.json").read_text(encoding="utf-8"))
+    assert {(point["auc"], point["normalized_entropy"], point["gauc"]) for point in metrics["curve"]} == {(None,) * 3}
+    assert metrics["training"]["final_step"] in [1, 2, 3, 4, 5]
+    assert (metrics["final"]["auc"], metrics["final"]["click_rate"]) == (None, 0)
+    evaluated, _ = RunFolder(tmp_path / "run").evaluate()
+    assert evaluated.to_mapping() == pytest.approx(metrics["final"])
+
+
+@pytest.mark.parametrize(("monitor", "changes"), [("ne", {"patience": 9}), ("gauc", {"checkpoint": "best"})])
+def test_a_monitor_that_the_held_out_rows_lack(monitor: str, changes: dict[str, Any], tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"compare points by .* \(--monitor\), and the 40 held-out rows have none"):
+        broken_off(one_label(tmp_path).changed(monitor=monitor, **changes))
+
+
 @pytest.mark.slow
 def test_a_run_that_is_broken_off_after_its_best_point_goes_on_from_there(tmp_path: Path) -> None:
     """The best checkpoint is one to resume from, so that the run cannot go on from before it."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 from pathlib import Path
 from unittest.mock import patch
 
@@ -85,6 +86,18 @@ def test_logits_that_rank_have_no_metrics_of_probabilities(tmp_path: Path) -> No
         shown = text(metrics_table(made))
         assert [word in shown for word in ("logloss", "normalized entropy")] == [said] * 2
         assert [word in shown for word in ("0.8012", "0.9100", "NDCG@10", "0.5400", "hit rate@10")] == [True] * 5
+    write_curve(made, tmp_path / "curve.png")
+
+
+def test_undefined_metrics_are_shown_as_such(tmp_path: Path) -> None:
+    undefined = dataclasses.replace(FINAL, auc=math.nan, normalized_entropy=math.nan, auc_stderr=math.nan)
+    made = dataclasses.replace(report(), final=undefined, optimum=undefined)
+    made = dataclasses.replace(made, curve=[dataclasses.replace(point, auc=None) for point in made.curve])
+    assert text(metrics_table(made)).count("nan") == 6
+    assert summary_line(made) == "AUC nan, best possible nan, gap nan"
+    write_metrics(made, tmp_path / "metrics.json")
+    read = json.loads((tmp_path / "metrics.json").read_text(encoding="utf-8"))
+    assert [read["final"]["auc"], read["optimum"]["normalized_entropy"], read["auc_gap"]] == [None] * 3
     write_curve(made, tmp_path / "curve.png")
 
 

@@ -14,13 +14,14 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+import torch
 
 from shardrec.data import click_metrics
 from shardrec.data.tables import check_file, counted, rows_between
 from shardrec.data.urls import files_of, open_input
 from shardrec.errors import ConfigError, DataError, ShardrecError
 from shardrec.serve.store import Store
-from shardrec.train import RunFolder, TrainConfig, predict
+from shardrec.train import RunFolder, TrainConfig, predict, scores
 from shardrec.train.tasks import predictions
 from tests.ranks import raises_on_all, ranks
 
@@ -230,3 +231,9 @@ def test_a_file_that_has_shrunk(run: Path, tmp_path: Path) -> None:
     pq.write_table(table.slice(0, 500), path, row_group_size=90)
     with pytest.raises(DataError, match="has changed since it was opened"):
         list(rows_between(info, spec, [(300, 700)]))
+
+
+def test_keys_that_are_not_utf8() -> None:
+    keys = pa.table({"number": [1, 2], "who": pa.array([b"a", b"caf\xe9"]).view(pa.string())})
+    with pytest.raises(DataError, match=r"column 'who' of keys \(--keys\) has texts that are not UTF-8"):
+        scores._with_scores(keys, {"score": torch.zeros(2)})

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -133,6 +134,10 @@ def test_metrics_without_two_kinds_of_labels() -> None:
     labels[:, 0] = labels[:, 2] = labels[:, 3] = 1
     values = task_metrics(outputs, labels, None, None, TASKS, 10).values
     assert (values["click/auc"], values["huber/r2"], values["shelf/rows"]) == (None, None, 0)
+    assert values["click/logloss"] == pytest.approx(math.log(2))
+    labels[:, 0] = 0
+    values = task_metrics(outputs, labels, None, torch.zeros(4, dtype=torch.int64), TASKS, 10).values
+    assert (values["click/auc"], values.get("click/gauc"), values["click/click_rate"]) == (None, None, 0)
     with pytest.raises(ConfigError, match="has training diverged"):
         task_metrics(outputs / 0, labels, None, None, TASKS, 10)
 
