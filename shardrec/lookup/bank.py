@@ -370,7 +370,7 @@ class TableBank:
         for cls, part in zip(self.classes, self._ids_by_class(ids, lengths, id_weights), strict=True):
             if not self.pooled:
                 return cls.weight.index_select(0, part.rows).to(torch.float32)
-            pooled = torch.zeros((batch * slots, cls.width), device=ids.device)
+            pooled = torch.zeros((batch * slots, cls.width), dtype=torch.float32, device=ids.device)
             for _, piece in part.pieces(cls.width):
                 values = cls.weight.index_select(0, piece.rows).to(torch.float32)
                 if piece.id_weights is not None:

@@ -148,7 +148,7 @@ def native_kernel(
         columns=column if pooled else shapes[0][1],
         pooled=pooled,
         optimizer=optimizer,
-        placeholder=torch.zeros(0, requires_grad=optimizer is not None),
+        placeholder=torch.zeros(0, dtype=torch.float32, requires_grad=optimizer is not None),
     )
 
 

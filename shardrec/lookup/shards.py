@@ -83,7 +83,7 @@ class _LocalGroup:
             self.deferred = DeferredGradients(self.bank)
         self._is_alone = collectives.world_size == 1
         self._nothing = NoTables(group.width or 0, device)
-        self._placeholder = torch.zeros(0, device=device, requires_grad=True)
+        self._placeholder = torch.zeros(0, dtype=torch.float32, device=device, requires_grad=True)
 
     def under(self, group: LookupGroup, slots: tuple[Slot, ...], rank: int) -> _LocalGroup | None:
         """The same tables, states and parameters in a group of another plan; None if they are others on this rank."""
@@ -301,7 +301,7 @@ class ShardLookup:
             return joined
         pooled = self.rows(shard_input)
         if not pooled:
-            return torch.zeros((batch, 0), device=self._device)
+            return torch.zeros((batch, 0), dtype=torch.float32, device=self._device)
         return pooled[0] if len(pooled) == 1 else torch.cat(pooled, dim=1)
 
     def rows(self, shard_input: ShardInput) -> list[Tensor]:

@@ -137,7 +137,7 @@ class RemoteCollectives(Collectives):
 
     def _rows(self, answers: Sequence[Answers], device: torch.device) -> list[Tensor]:
         """Wait for the rows of each server: per rank, on ``device``."""
-        rows_by_rank = [torch.empty(0, device=device)] * self.trainers.world_size
+        rows_by_rank = [torch.empty(0, dtype=torch.float32, device=device)] * self.trainers.world_size
         for answer in answers:
             rows: Tensor = answer.wait()
             rows_by_rank.append(rows if device.type == "cpu" else rows.pin_memory().to(device, non_blocking=True))
@@ -226,7 +226,7 @@ class _Gradients:
 
     def views(self) -> list[Tensor]:
         sizes = self.streams.into
-        self.buffers = [torch.empty(sum(of_rank), device=self.device) for of_rank in sizes]
+        self.buffers = [torch.empty(sum(of_rank), dtype=torch.float32, device=self.device) for of_rank in sizes]
         return [
             view for buffer, of_rank in zip(self.buffers, sizes, strict=True) for view in buffer.split(list(of_rank))
         ]
@@ -241,7 +241,7 @@ class _Gradients:
 
     def wait(self) -> list[Tensor]:
         self.collectives.wait_for_updates(self.collectives.staleness)
-        return [torch.empty(0, device=self.device) for _ in self.streams.out[0]]
+        return [torch.empty(0, dtype=torch.float32, device=self.device) for _ in self.streams.out[0]]
 
 
 def words(pieces: Sequence[Tensor]) -> Tensor:

@@ -339,7 +339,9 @@ class EmbeddingServer:
 
     def _look_up(self, requests: Sequence[Request]) -> None:
         """Answer several lookups, with one fused lookup per collection."""
-        rows_of: list[list[Tensor]] = [[torch.empty(0)] * len(request.parts) for request in requests]
+        rows_of: list[list[Tensor]] = [
+            [torch.empty(0, dtype=torch.float32)] * len(request.parts) for request in requests
+        ]
         try:
             with torch.no_grad():
                 for number, collection in enumerate(self._collections):
@@ -355,7 +357,9 @@ class EmbeddingServer:
                         for (owner, place), piece in zip(places, flat.split(_sizes(stream)), strict=True):
                             rows_of[owner][place] = piece
                         self._counts["lookups"] += 1
-            answers: list[Answer] = [(True, torch.cat(pieces) if pieces else torch.empty(0)) for pieces in rows_of]
+            answers: list[Answer] = [
+                (True, torch.cat(pieces) if pieces else torch.empty(0, dtype=torch.float32)) for pieces in rows_of
+            ]
         except Exception as error:
             answers = [failure(error)] * len(requests)
         self._counts["requests"] += len(requests)
