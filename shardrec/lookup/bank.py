@@ -222,6 +222,7 @@ class TableBank:
             (B_all, D) float32, or (N, w) without pooling; ``out`` if it is given. With a fused optimizer,
             its backward updates the weights.
         """
+        update = partial(self._update, self._lr)
         updates = self.optimizer is not None and torch.is_grad_enabled()
         native = self._native
         if native is not None:
@@ -230,7 +231,7 @@ class TableBank:
             if not updates:
                 return native.look_up(ids, lengths, id_weights, out)
             inputs = ids, lengths, id_weights, [native.placeholder], out
-            return self._joint.look_up(self._update, native.look_up, native.id_weight_gradient, *inputs)
+            return self._joint.look_up(update, native.look_up, native.id_weight_gradient, *inputs)
         assert out is None, "only kernels of our own write in place"
         if self.kernel is None:
             return self._look_up_in_torch(ids, lengths, id_weights)
@@ -238,20 +239,21 @@ class TableBank:
             return self._look_up_by_kernel(ids, lengths, id_weights)
         values: list[Tensor] = []
 
-        def look_up(*inputs: Any) -> Tensor:
+        def look_up(ids: Tensor, lengths: Tensor, id_weights: Tensor | None) -> Tensor:
             with torch.enable_grad():
-                values.append(self._look_up_by_kernel(*inputs))
+                weights = None if id_weights is None else id_weights.detach()
+                values.append(self._look_up_by_kernel(ids, lengths, weights))
             return values[0].detach()
 
         placeholder = torch.zeros(0, dtype=torch.float32, device=self.device, requires_grad=True)
         inputs = ids, lengths, id_weights, [placeholder]
-        return self._joint.look_up(self._update, look_up, self.id_weight_gradient, *inputs, values=values)
+        return self._joint.look_up(update, look_up, self.id_weight_gradient, *inputs, values=values)
 
-    def _update(self, lookups: Sequence[LookupGradient]) -> None:
-        """Make one step of the fused optimizer."""
+    def _update(self, lr: float, lookups: Sequence[LookupGradient]) -> None:
+        """Make one step of the fused optimizer, with the learning rate of the lookup; fbgemm's kernels keep it."""
         lookup = self._joined(lookups)
         if self._native is not None:
-            self._native.update(lookup.ids, lookup.lengths, lookup.id_weights, lookup.gradient, self._lr)
+            self._native.update(lookup.ids, lookup.lengths, lookup.id_weights, lookup.gradient, lr)
             return
         values = lookup.values
         if values is None:
@@ -383,6 +385,8 @@ class TableBank:
         """(N,) gradient of the ids' weights; arguments as of :class:`LookupGradient`."""
         if self._native is not None and self.pooled:
             return self._native.id_weight_gradient(ids.contiguous(), lengths.to(torch.int32).contiguous(), gradient)
+        if self.cache is not None:
+            self.cache.settle(to_write=False)
         gradients = gradient.new_zeros(ids.numel())
         for cls, part in zip(self.classes, self._ids_by_class(ids, lengths, None), strict=True):
             products = gradient.new_empty(part.rows.numel())
