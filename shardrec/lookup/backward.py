@@ -67,7 +67,7 @@ class JointBackward:
         Args:
             update: called with what the lookups were given.
             look_up: as :func:`lookup_with_backward` takes it, like the other arguments.
-            id_weight_gradient: likewise.
+            id_weight_gradient: as :func:`lookup_with_backward` takes it.
             lookup: the arguments from ``ids`` on.
             values: to which ``look_up`` adds what a kernel with a backward of its own gave; None without such a kernel.
         """

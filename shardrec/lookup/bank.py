@@ -246,8 +246,8 @@ class TableBank:
             return values[0].detach()
 
         placeholder = torch.zeros(0, dtype=torch.float32, device=self.device, requires_grad=True)
-        inputs = ids, lengths, id_weights, [placeholder]
-        return self._joint.look_up(update, look_up, self.id_weight_gradient, *inputs, values=values)
+        arguments = ids, lengths, id_weights, [placeholder]
+        return self._joint.look_up(update, look_up, self.id_weight_gradient, *arguments, values=values)
 
     def _update(self, lr: float, lookups: Sequence[LookupGradient]) -> None:
         """Make one step of the fused optimizer, with the learning rate of the lookup; fbgemm's kernels keep it."""
@@ -259,7 +259,7 @@ class TableBank:
         if values is None:
             with torch.enable_grad():
                 values = self._look_up_by_kernel(lookup.ids, lookup.lengths, lookup.id_weights)
-        torch.autograd.backward(values, lookup.gradient, retain_graph=True)
+        values.backward(lookup.gradient, retain_graph=True)
 
     def _joined(self, lookups: Sequence[LookupGradient]) -> LookupGradient:
         """Several lookups as one, of the samples of all."""

@@ -118,7 +118,7 @@ class ShardedByFsdp:
         post_backward(*unused)
 
 
-def _refuse_in_backward(module: nn.Module, ignored: Collection[nn.Parameter]) -> None:
+def _refuse_in_backward(module: Any, ignored: Collection[nn.Parameter]) -> None:
     parameters = ((name, parameter) for name, parameter in module.named_parameters() if parameter not in ignored)
     names = [name for name, parameter in parameters if getattr(parameter, "_in_backward_optimizers", ())]
     if names:
