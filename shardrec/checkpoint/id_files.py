@@ -62,7 +62,8 @@ def import_ids(model: ShardedModel, folder: str | Path) -> None:
     Args:
         model: with dynamic ids.
         folder: all of whose ``*.parquet`` files are read, with the columns ``table``, ``id`` and ``row`` of
-            :func:`export_ids`, and ``uses`` and ``last`` where they are there (else 1 and 0).
+            :func:`export_ids`, and ``uses`` and ``last`` where they are there (else 1 and 0). Where the last uses of a
+            table lie ahead of this model's steps, all are moved back, so that the latest is the present step.
 
     Raises:
         CheckpointError: on every rank, before anything changes, for files that cannot be read, tables without dynamic
@@ -107,6 +108,7 @@ def import_ids(model: ShardedModel, folder: str | Path) -> None:
                 for name, default in (("uses", 1), ("last", 0))
             )
             _check(table.layout, ids, rows)
+            last -= (last.max() - table.maps.step).clamp(min=0)  # an id that was used after this step is never evicted
             for (shard, *_), id_map in table.blocks():
                 here = ((rows >= shard.row_start) & (rows < shard.row_end)).nonzero().squeeze(1)
                 records, places = id_map.records.clone(), rows[here] - shard.row_start

@@ -124,7 +124,7 @@ def fused_settings(model: ShardedModel) -> dict[str, dict[str, Any]]:
     made = model.made_fused_optimizer
     if made is None:
         return {
-            collection.tables()[name].layout.name: {"lr": optimizer.lr, "initial_lr": optimizer.lr}
+            collection.tables()[name].layout.name: {"lr": optimizer.lr}
             for collection in sharded_collections(model)
             for name, optimizer in collection.fused_optimizers().items()
         }

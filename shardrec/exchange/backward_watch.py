@@ -25,18 +25,18 @@ from shardrec.errors import ShardrecError
 __all__ = ["BackwardWatch", "weak_hook"]
 
 
-def weak_hook(method: Callable[[Any], None]) -> Callable[[Any], None]:
-    """A hook of a parameter that calls a method while its object lives.
+def weak_hook(method: Callable[..., None]) -> Callable[..., None]:
+    """A hook that calls a method while its object lives, and does not keep it alive.
 
     torch keeps each parameter passed to ``apply_optimizer_in_backward`` alive, with its hooks: a bound method as a hook
     would keep the model alive.
     """
     weak = WeakMethod(method)
 
-    def hook(tensor: Tensor) -> None:
+    def hook(*arguments: Any) -> None:
         bound = weak()
         if bound is not None:
-            bound(tensor)
+            bound(*arguments)
 
     return hook
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from shardrec.exchange.backward_watch import BackwardWatch
 
@@ -44,6 +44,7 @@ class Gradients:
         forwards: called when a forward with gradients begins.
         accumulates: forwards are in ``no_sync``.
         reduce_this_backward: the last forward with gradients ran outside ``no_sync``; its backward all-reduces.
+        returning: what the operators of a program that goes back have sent, and what they receive at its end.
         backward: tells the reducer of backwards, and the other ranks of one that raises here.
     """
 
@@ -55,6 +56,7 @@ class Gradients:
         self.forwards: list[Callable[[], None]] = []
         self.accumulates = False
         self.reduce_this_backward = True
+        self.returning: list[tuple[Tensor, Tensor]] = []
         self.backward = BackwardWatch(report_failure, self._backward_begins)
 
     def begin_forward(self) -> None:

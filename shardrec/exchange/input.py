@@ -327,7 +327,7 @@ class InputPacker:
             keys=keys,
             lengths=torch.zeros((len(keys), 0), dtype=torch.int32, device=device),
             values=torch.zeros(0, dtype=torch.int64, device=device),
-            weights=torch.zeros(0, device=device) if self.expect.weighted else None,
+            weights=torch.zeros(0, dtype=torch.float32, device=device) if self.expect.weighted else None,
         )
 
     def _safe(self, batch: Batch, valid: Tensor) -> Batch:

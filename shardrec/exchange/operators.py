@@ -16,8 +16,10 @@ backward: the update comes after the operator that sends the gradient.
 
 [Note: two halves of a backward]
 The modules that share an exchange share its backward. Its graph is cut where the rows were sent. The first half, which
-sends the gradients, runs when each value that arrived has been given its own; the second, which receives them and
-updates the tables, at the first ``finish_backward``. A value without a gradient by then is not part of the loss.
+sends the gradients, runs when each value that arrived has been given its own, or at the first ``finish_backward``: a
+value without a gradient by then is not part of the loss. The second, which receives them and updates the tables, runs
+at the end of the program's backward, for all exchanges at once, so that a table is updated once; or at the first
+``finish_backward``, where weights of ids wait for their gradients.
 
 [Note: inputs are copied]
 A compiler may reuse the memory of an input that it no longer needs while a queued call still reads it.
@@ -30,6 +32,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from itertools import count
 from typing import Any
 
@@ -137,15 +140,12 @@ class _Backward:
         if all(reference() is None or reference() in self._given for reference in self._arrived):
             self._send()
 
-    def receive(self) -> None:
-        """Update the tables, unless that was done."""
+    def returning(self) -> list[tuple[Tensor, Tensor]]:
+        """What :func:`_receive` takes, once."""
         if self._given:
             self._send()
         returning, self._returning = self._returning, []
-        if returning:
-            sent, gradients = zip(*returning, strict=True)
-            with _with_autograd(True):
-                torch.autograd.backward(sent, gradients, retain_graph=True)
+        return returning
 
     def take(self, of: Tensor) -> Tensor | None:
         """The gradient of a leaf of the first half, once; None if there is none."""
@@ -173,6 +173,15 @@ class _Backward:
             returned = self.take(leaf)
             if returned is not None:
                 self._returning.append((sent, returned))
+
+
+def _receive(returning: list[tuple[Tensor, Tensor]]) -> None:
+    """Receive the gradients of some exchanges, and update the tables."""
+    if returning:
+        sent, gradients = zip(*returning, strict=True)
+        returning.clear()
+        with _with_autograd(True):
+            torch.autograd.backward(sent, gradients, retain_graph=True)
 
 
 _BACKWARDS: weakref.WeakKeyDictionary[BlocksInFlight, _Backward] = weakref.WeakKeyDictionary()
@@ -225,6 +234,8 @@ class Program:
         ticket = torch.tensor(next(self._tickets))
         number = int(ticket)
         weights = features.weights_or_none()
+        if torch._C._current_graph_task_id() == -1:
+            self._context.gradients.returning.clear()  # of a backward that raised
         if scripted is not None and gradients:  # no forward of the model has done so
             self._context.gradients.begin_forward()
         with _with_autograd(gradients), _in_mode(self._module, scripted):
@@ -274,7 +285,12 @@ class Program:
         issued = self._kept[int(ticket)]
         if issued.backward is None:
             return None, [None for _ in issued.replicas]
-        issued.backward.receive()
+        returning = self._context.gradients.returning
+        if not returning:
+            torch.autograd.Variable._execution_engine.queue_callback(partial(_receive, returning))
+        returning += issued.backward.returning()
+        if issued.weights is not None:
+            _receive(returning)
         replicas = [issued.backward.take(replica) for replica in issued.replicas]
         if issued.weights is None:
             return None, replicas

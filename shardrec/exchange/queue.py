@@ -50,6 +50,7 @@ class ExchangeQueue:
         ahead: the calls of the present forward, if they were made before it.
         observed: if a list, each call of the present forward is appended, with its features; default: None.
         on_value: called with each call and its value.
+        before_look_up: called when the exchange of some calls begins, whoever made them.
         unused: the calls whose value has not been used yet.
     """
 
@@ -60,6 +61,7 @@ class ExchangeQueue:
         self.ahead: Ahead | None = None
         self.observed: list[tuple[Caller, object]] | None = None
         self.on_value: Callable[[Call, Any], None] | None = None
+        self.before_look_up: Callable[[], None] | None = None
         self._headers, self._collectives = headers, collectives
         self._inside = RowAllToAll(collectives, QuantizedComms(), "partial sums", device)
         self._calls: list[Call] = []
@@ -178,6 +180,8 @@ class ExchangeQueue:
         if not calls:
             return
         try:
+            if self.before_look_up is not None:
+                self.before_look_up()
             with calls[0].mode():
                 exchange_and_look_up(self._headers, self._inside, self.output, calls)
         except BaseException as error:

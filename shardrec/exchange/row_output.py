@@ -91,7 +91,7 @@ class SequenceOutputLayout:
             shard_input: the ids that the ranks requested, whose rows these are.
             sent: per rank, the number of ids of each group that this rank sent to it.
         """
-        flat = torch.zeros(0, device=self._device)
+        flat = torch.zeros(0, dtype=torch.float32, device=self._device)
         if rows:
             orders = self._orders(shard_input)
             pack = rows[0].reshape(-1) if len(orders) == 1 and orders[0] is None else None

@@ -135,7 +135,7 @@ class Wire:
             for part, (rows, cols) in zip(wire.split(sizes), shapes, strict=True)
             if rows * cols
         ]
-        return torch.cat(parts) if parts else torch.zeros(0, device=wire.device)
+        return torch.cat(parts) if parts else torch.zeros(0, dtype=torch.float32, device=wire.device)
 
 
 def _to_bytes(rows: Tensor) -> Tensor:

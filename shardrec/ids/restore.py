@@ -113,7 +113,9 @@ def _mine(records: Tensor, shard: Shard, layout: TableLayout) -> Tensor:
 def _best(records: Tensor, chosen: Tensor, count: int, evict: Evict, step: int) -> Tensor:
     """Those ``count`` of the rows that would be evicted last, ascending."""
     _, uses, last = records[chosen].unbind(1)
-    worth = {"lfu": uses.double(), "score": uses / (step + 1 - last).clamp(min=1)}.get(evict, torch.zeros(len(chosen)))
+    worth = {"lfu": uses.double(), "score": uses.double() / (step + 1 - last).clamp(min=1)}.get(
+        evict, torch.zeros(len(chosen))
+    )
     # Stable sorts, the least important key first: rows are ascending already.
     order = torch.argsort(last, stable=True)
     order = order[torch.argsort(worth[order], stable=True)]

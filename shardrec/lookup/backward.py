@@ -1,18 +1,107 @@
 """A lookup as a node of autograd's graph, whose backward updates the tables or gives their parameters gradients.
 
 Shapes: S slots, B_all samples, N ids, D columns of all the slots.
+
+[Note: one update in a backward]
+A backward makes one update of a row, with the sum of the gradients of all its lookups, as of an ordinary parameter:
+Adagrad and Adam make another step of two. If the running backward will reach further lookups of the same tables,
+gradients are kept until the last one; a table that is looked up once is updated at once.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
+from weakref import WeakSet
 
 import torch
 from torch import Tensor
 from torch.autograd.function import FunctionCtx, once_differentiable
 
-__all__ = ["lookup_with_backward"]
+__all__ = ["JointBackward", "LookupGradient", "lookup_with_backward"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class LookupGradient:
+    """What one backward gives a bank: what was looked up, as :meth:`TableBank.look_up` takes it, and the gradient.
+
+    Args:
+        ids: (N,).
+        lengths: (S, B_all).
+        id_weights: (N,) or None.
+        gradient: (B_all, D) float32 of the pooled output, or (N, w).
+        values: what a kernel with a backward of its own gave; else None.
+    """
+
+    ids: Tensor
+    lengths: Tensor
+    id_weights: Tensor | None
+    gradient: Tensor
+    values: Tensor | None = None
+
+
+class JointBackward:
+    """Lookups of some tables; see [Note: one update in a backward].
+
+    Args:
+        together: update once in a backward; else after each lookup, for what adds gradients up itself.
+    """
+
+    def __init__(self, *, together: bool = True) -> None:
+        self._together = together
+        self._nodes: WeakSet[Any] = WeakSet()
+        self._gradients: list[LookupGradient] = []
+
+    def look_up(
+        self,
+        update: Callable[[list[LookupGradient]], None],
+        look_up: Callable[..., Tensor],
+        id_weight_gradient: Callable[[Tensor, Tensor, Tensor], Tensor | None],
+        *lookup: Any,
+        values: list[Tensor] | None = None,
+    ) -> Tensor:
+        """Run a lookup.
+
+        Args:
+            update: called with what the lookups were given.
+            look_up: as :func:`lookup_with_backward` takes it, like the other arguments.
+            id_weight_gradient: as :func:`lookup_with_backward` takes it.
+            lookup: the arguments from ``ids`` on.
+            values: to which ``look_up`` adds what a kernel with a backward of its own gave; None without such a kernel.
+        """
+        if torch._C._current_graph_task_id() == -1:
+            self._gradients.clear()  # of a backward that raised
+        rows = lookup_with_backward(look_up, id_weight_gradient, partial(self._apply, update), *lookup)
+        if rows.grad_fn is not None:
+            rows.grad_fn.values = values  # type: ignore[attr-defined]
+            self._nodes.add(rows.grad_fn)
+        return rows
+
+    def _apply(
+        self,
+        update: Callable[[list[LookupGradient]], None],
+        ids: Tensor,
+        lengths: Tensor,
+        id_weights: Tensor | None,
+        gradient: Tensor,
+    ) -> list[None]:
+        node: Any = torch._C._current_autograd_node()
+        node.backward = backward = torch._C._current_graph_task_id()
+        is_last = not self._together or not any(
+            getattr(other, "backward", -1) != backward and torch._C._will_engine_execute_node(other)
+            for other in self._nodes
+        )
+        kept = gradient if is_last else gradient.clone()  # it may be the caller's memory, or the transport's
+        (values,) = node.values or [None]
+        self._gradients.append(
+            LookupGradient(ids=ids, lengths=lengths, id_weights=id_weights, gradient=kept, values=values)
+        )
+        if is_last:
+            gradients, self._gradients = self._gradients, []
+            update(gradients)
+        return [None]
 
 
 def lookup_with_backward(

@@ -27,6 +27,7 @@ from torch import Tensor
 
 from shardrec import native
 from shardrec.exchange.cut import chunked
+from shardrec.lookup.backward import JointBackward, LookupGradient
 from shardrec.lookup.cache import RowCache
 from shardrec.lookup.kernels import has_kernel, kernel_states, make_kernel
 from shardrec.lookup.native_kernel import NativeKernel, native_kernel, with_neighbouring_columns
@@ -56,23 +57,6 @@ class WidthClass:
     bases: tuple[int, ...]
     weight: Tensor
     slot_bases: Tensor
-
-
-@dataclass(frozen=True, kw_only=True)
-class LookupGradient:
-    """What one backward gives a bank: what was looked up, as :meth:`TableBank.look_up` takes it, and the gradient.
-
-    Args:
-        ids: (N,).
-        lengths: (S, B_all).
-        id_weights: (N,) or None.
-        gradient: (B_all, D) float32 of the pooled output, or (N, w).
-    """
-
-    ids: Tensor
-    lengths: Tensor
-    id_weights: Tensor | None
-    gradient: Tensor
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -157,7 +141,7 @@ class TableBank:
 
     Attributes:
         weights: per table, its (rows, columns) weights, a view of the bank's memory.
-        classes: the same memory by width; empty with a fused optimizer.
+        classes: the same memory by width.
         columns: (S,) int64, the first output column of each slot.
         step_count: updates made by a fused Adam.
         cache: of tier ``"cached"``, whose ``weights`` lack what is in it; else None.
@@ -200,7 +184,8 @@ class TableBank:
             parts = flat.split([rows * cols for rows, cols in in_order])
             stored = [part.view(shape) for part, shape in zip(parts, in_order, strict=True)]
         self.weights: list[Tensor] = [stored[place[table]] for table in range(len(shapes))]
-        self.classes = self._classes(order, flat.detach()) if optimizer is None else ()
+        self.classes = self._classes(order, flat.detach())
+        self._joint = JointBackward()
         self.cache = RowCache(self.kernel, device) if placed.get("cache_rows") else None
         widths = [self.shapes[table][1] for table in self.slot_tables]
         self.columns = torch.tensor([0, *accumulate(widths)][:-1], dtype=torch.int64, device=device)
@@ -237,11 +222,67 @@ class TableBank:
             (B_all, D) float32, or (N, w) without pooling; ``out`` if it is given. With a fused optimizer,
             its backward updates the weights.
         """
-        if self._native is not None:
-            return self._native(ids, lengths, id_weights, self._lr, out)
+        update = partial(self._update, self._lr)
+        updates = self.optimizer is not None and torch.is_grad_enabled()
+        native = self._native
+        if native is not None:
+            ids, lengths = ids.contiguous(), lengths.to(torch.int32).contiguous()
+            id_weights = None if id_weights is None or not self.pooled else id_weights.contiguous()
+            if not updates:
+                return native.look_up(ids, lengths, id_weights, out)
+            inputs = ids, lengths, id_weights, [native.placeholder], out
+            return self._joint.look_up(update, native.look_up, native.id_weight_gradient, *inputs)
         assert out is None, "only kernels of our own write in place"
         if self.kernel is None:
             return self._look_up_in_torch(ids, lengths, id_weights)
+        if not updates:
+            return self._look_up_by_kernel(ids, lengths, id_weights)
+        values: list[Tensor] = []
+
+        def look_up(ids: Tensor, lengths: Tensor, id_weights: Tensor | None) -> Tensor:
+            with torch.enable_grad():
+                weights = None if id_weights is None else id_weights.detach()
+                values.append(self._look_up_by_kernel(ids, lengths, weights))
+            return values[0].detach()
+
+        placeholder = torch.zeros(0, dtype=torch.float32, device=self.device, requires_grad=True)
+        arguments = ids, lengths, id_weights, [placeholder]
+        return self._joint.look_up(update, look_up, self.id_weight_gradient, *arguments, values=values)
+
+    def _update(self, lr: float, lookups: Sequence[LookupGradient]) -> None:
+        """Make one step of the fused optimizer, with the learning rate of the lookup; fbgemm's kernels keep it."""
+        lookup = self._joined(lookups)
+        if self._native is not None:
+            self._native.update(lookup.ids, lookup.lengths, lookup.id_weights, lookup.gradient, lr)
+            return
+        values = lookup.values
+        if values is None:
+            with torch.enable_grad():
+                values = self._look_up_by_kernel(lookup.ids, lookup.lengths, lookup.id_weights)
+        values.backward(lookup.gradient, retain_graph=True)
+
+    def _joined(self, lookups: Sequence[LookupGradient]) -> LookupGradient:
+        """Several lookups as one, of the samples of all."""
+        if len(lookups) == 1:
+            return lookups[0]
+        slots = [
+            torch.arange(len(lookup.lengths), device=self.device).repeat_interleave(
+                lookup.lengths.sum(dim=1), output_size=lookup.ids.numel()
+            )
+            for lookup in lookups
+        ]
+        order = torch.cat(slots).argsort(stable=True)
+        id_weights = [lookup.id_weights for lookup in lookups if lookup.id_weights is not None]
+        gradient = torch.cat([lookup.gradient for lookup in lookups])
+        return LookupGradient(
+            ids=torch.cat([lookup.ids for lookup in lookups])[order],
+            lengths=torch.cat([lookup.lengths for lookup in lookups], dim=1),
+            id_weights=torch.cat(id_weights).detach()[order] if id_weights else None,
+            gradient=gradient if self.pooled else gradient[order],
+        )
+
+    def _look_up_by_kernel(self, ids: Tensor, lengths: Tensor, id_weights: Tensor | None) -> Tensor:
+        """:meth:`look_up` by fbgemm; its own backward updates the weights."""
         arguments = *self._kernel_ids(ids, lengths), id_weights
         look_up = self.kernel if self.cache is None else partial(self.cache.look_up, ids)
         counts_steps = self.optimizer is not None and self.optimizer.counts_steps
@@ -252,8 +293,8 @@ class TableBank:
         if torch.is_inference_mode_enabled():
             # fbgemm registers its training kernels for autograd only, which inference mode leaves out.
             with torch.inference_mode(False), torch.no_grad():
-                values: Tensor = look_up(*arguments)
-            return values
+                rows: Tensor = look_up(*arguments)
+            return rows
         pooled: Tensor = look_up(*arguments)
         if counts_steps and pooled.requires_grad:
             pooled.register_hook(self._count_step)
@@ -344,6 +385,8 @@ class TableBank:
         """(N,) gradient of the ids' weights; arguments as of :class:`LookupGradient`."""
         if self._native is not None and self.pooled:
             return self._native.id_weight_gradient(ids.contiguous(), lengths.to(torch.int32).contiguous(), gradient)
+        if self.cache is not None:
+            self.cache.settle(to_write=False)
         gradients = gradient.new_zeros(ids.numel())
         for cls, part in zip(self.classes, self._ids_by_class(ids, lengths, None), strict=True):
             products = gradient.new_empty(part.rows.numel())
@@ -370,7 +413,7 @@ class TableBank:
         for cls, part in zip(self.classes, self._ids_by_class(ids, lengths, id_weights), strict=True):
             if not self.pooled:
                 return cls.weight.index_select(0, part.rows).to(torch.float32)
-            pooled = torch.zeros((batch * slots, cls.width), device=ids.device)
+            pooled = torch.zeros((batch * slots, cls.width), dtype=torch.float32, device=ids.device)
             for _, piece in part.pieces(cls.width):
                 values = cls.weight.index_select(0, piece.rows).to(torch.float32)
                 if piece.id_weights is not None:

@@ -16,7 +16,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from shardrec.lookup.backward import lookup_with_backward
 from shardrec.lookup.optimizers import FusedOptimizer, OptimizerKind
 
 __all__ = ["RULES", "NativeKernel", "native_kernel", "with_neighbouring_columns"]
@@ -49,27 +48,6 @@ class NativeKernel:
     pooled: bool
     optimizer: FusedOptimizer | None
     placeholder: Tensor
-
-    def __call__(
-        self, ids: Tensor, lengths: Tensor, id_weights: Tensor | None, lr: float, out: Tensor | None = None
-    ) -> Tensor:
-        """(B_all, D) or (N, w) float32, from ``ids`` (N,), ``lengths`` (S, B_all) and ``id_weights`` (N,) or None.
-
-        With an optimizer, the backward updates the tables with the learning rate ``lr``. Pooled sums are written to
-        ``out`` (B_all, D), if it is given; its rows need not be contiguous.
-        """
-        ids, lengths = ids.contiguous(), lengths.to(torch.int32).contiguous()
-        id_weights = None if id_weights is None or not self.pooled else id_weights.contiguous()
-        if self.optimizer is None or not torch.is_grad_enabled():
-            return self.look_up(ids, lengths, id_weights, out)
-
-        def apply_gradient(ids: Tensor, lengths: Tensor, id_weights: Tensor | None, gradient: Tensor) -> list[None]:
-            self.update(ids, lengths, id_weights, gradient, lr)
-            return [None]
-
-        return lookup_with_backward(
-            self.look_up, self.id_weight_gradient, apply_gradient, ids, lengths, id_weights, [self.placeholder], out
-        )
 
     def look_up(self, ids: Tensor, lengths: Tensor, id_weights: Tensor | None, out: Tensor | None = None) -> Tensor:
         """Look up without gradient; ``lengths`` are int32, all arguments are contiguous."""
@@ -148,7 +126,7 @@ def native_kernel(
         columns=column if pooled else shapes[0][1],
         pooled=pooled,
         optimizer=optimizer,
-        placeholder=torch.zeros(0, requires_grad=optimizer is not None),
+        placeholder=torch.zeros(0, dtype=torch.float32, requires_grad=optimizer is not None),
     )
 
 

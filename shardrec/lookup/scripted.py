@@ -85,7 +85,7 @@ class NoTables(nn.Module):
     def __init__(self, width: int, device: torch.device) -> None:
         super().__init__()
         self.width = width
-        self.nothing = torch.zeros(0, device=device)
+        self.nothing = torch.zeros(0, dtype=torch.float32, device=device)
 
     def forward(self, ids: Tensor, lengths: Tensor, id_weights: Tensor | None) -> Tensor:
         """(B_all, 0), or (0, w) without pooling."""

@@ -20,8 +20,8 @@ from shardrec.exchange.collectives import Collectives
 from shardrec.exchange.payload import ShardInput
 from shardrec.exchange.route import Slot
 from shardrec.layout import Shard
-from shardrec.lookup.backward import lookup_with_backward
-from shardrec.lookup.bank import LookupGradient, RowGradient, TableBank
+from shardrec.lookup.backward import JointBackward, LookupGradient, lookup_with_backward
+from shardrec.lookup.bank import RowGradient, TableBank
 from shardrec.lookup.deferred import DeferredGradients
 from shardrec.lookup.groups import GroupMode, LookupGroup
 from shardrec.lookup.optimizers import FusedOptimizer
@@ -81,9 +81,10 @@ class _LocalGroup:
         self.deferred: DeferredGradients | None = None
         if group.at_step and group.optimizer is not None:
             self.deferred = DeferredGradients(self.bank)
+        self._joint = JointBackward(together=self.deferred is None)
         self._is_alone = collectives.world_size == 1
         self._nothing = NoTables(group.width or 0, device)
-        self._placeholder = torch.zeros(0, device=device, requires_grad=True)
+        self._placeholder = torch.zeros(0, dtype=torch.float32, device=device, requires_grad=True)
 
     def under(self, group: LookupGroup, slots: tuple[Slot, ...], rank: int) -> _LocalGroup | None:
         """The same tables, states and parameters in a group of another plan; None if they are others on this rank."""
@@ -100,27 +101,27 @@ class _LocalGroup:
     def look_up(self, ids: Tensor, lengths: Tensor, id_weights: Tensor | None, out: Tensor | None = None) -> Tensor:
         """As :meth:`TableBank.look_up`; the backward updates the tables or gives their parameters gradients."""
         bank, inputs = self.bank, (ids, lengths, id_weights)
-        arguments = self._apply_gradient, *inputs, [self._placeholder]
+        arguments = *inputs, [self._placeholder]
         if bank is None:
             if self.whole_rows is not None:  # whose exchange takes every rank
-                return lookup_with_backward(self._nothing, lambda *_: None, *arguments)
+                return self._joint.look_up(self._apply, self._nothing, lambda *_: None, *arguments)
             nothing: Tensor = self._nothing(*inputs)
             return nothing.requires_grad_() if torch.is_grad_enabled() else nothing
         if self.group.mode is GroupMode.FUSED:
             return bank.look_up(*inputs, out)
         if self.group.mode is GroupMode.DENSE:
             return dense_lookup(bank, *inputs, self.parameters, out)
-        return lookup_with_backward(bank.look_up, bank.id_weight_gradient, *arguments, out)
+        return self._joint.look_up(self._apply, bank.look_up, bank.id_weight_gradient, *arguments, out)
 
-    def _apply_gradient(self, ids: Tensor, lengths: Tensor, id_weights: Tensor | None, gradient: Tensor) -> list[None]:
+    def _apply(self, lookups: Sequence[LookupGradient]) -> None:
         """Update the rows that were looked up, or have :meth:`step` do it."""
         deferred = DeferredGradients(self.bank) if self.deferred is None else self.deferred
-        if self.deferred is not None and self._is_alone:
-            gradient = gradient.clone()  # which may be the caller's memory: nothing has travelled
-        deferred.add(LookupGradient(ids=ids, lengths=lengths, id_weights=id_weights, gradient=gradient))
+        for lookup in lookups:
+            if self.deferred is not None and self._is_alone:
+                lookup = replace(lookup, gradient=lookup.gradient.clone())  # the caller's memory: nothing has travelled
+            deferred.add(lookup)
         if self.deferred is None:
             self._update(deferred)
-        return [None]
 
     def step(self) -> None:
         """Apply what backward has left; does nothing if there was none. Every rank calls it."""
@@ -301,7 +302,7 @@ class ShardLookup:
             return joined
         pooled = self.rows(shard_input)
         if not pooled:
-            return torch.zeros((batch, 0), device=self._device)
+            return torch.zeros((batch, 0), dtype=torch.float32, device=self._device)
         return pooled[0] if len(pooled) == 1 else torch.cat(pooled, dim=1)
 
     def rows(self, shard_input: ShardInput) -> list[Tensor]:

@@ -88,7 +88,7 @@ class WholeRows:
         device: torch.device,
     ) -> None:
         self._collectives = collectives
-        self._nothing = torch.zeros(0, device=device)
+        self._nothing = torch.zeros(0, dtype=torch.float32, device=device)
         classes = () if bank is None else bank.classes
         rank = collectives.rank
         place_of = {

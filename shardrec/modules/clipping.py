@@ -143,7 +143,7 @@ def _total(gradients: list[Tensor], norm_type: float, device: torch.device) -> T
     """() float32: the sum of the p-th powers of all numbers, or the largest of them."""
     numbers = [gradient.to(torch.float32) for gradient in gradients if gradient.numel()]
     if not numbers:
-        return torch.zeros((), device=device)
+        return torch.zeros((), dtype=torch.float32, device=device)
     norms = torch._foreach_norm(numbers, norm_type)
     stacked = torch.stack([norm.to(device) for norm in norms])
     return stacked.max() if norm_type == torch.inf else (stacked**norm_type).sum()

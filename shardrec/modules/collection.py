@@ -542,7 +542,7 @@ class ShardedCollection(nn.Module, abc.ABC):
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         """Kernels own the weights' memory, so a sharded collection cannot be moved or cast."""
-        probe = torch.empty(0, device=self.device)
+        probe = torch.empty(0, dtype=torch.float32, device=self.device)
         moved: Any = fn(probe)
         if moved.device.type != probe.device.type or moved.dtype != probe.dtype:
             raise ConfigError(

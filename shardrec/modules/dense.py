@@ -239,7 +239,7 @@ class DenseReducer:
         self._limit = int(options.get("bucket_cap_mb", _CAP_MB) * 2**20)
         self._broadcasts = options.get("broadcast_buffers", True) and next(module.buffers(), None) is not None
         self._parameters: list[nn.Parameter] = []
-        self._stepped: list[nn.Parameter] = []
+        self._stepped: set[nn.Parameter] = set()  # with optimizers in backward, which step here
         self._trains: list[bool] | None = None
         self._begun, self._is_active, self._issued = 0, False, 0
         self._tasks: set[int] = set()  # backwards that have begun since the last forward
@@ -249,13 +249,11 @@ class DenseReducer:
 
     def average(self, parameters: Iterable[nn.Parameter]) -> None:
         """Average the gradients of these parameters from now on, in the order of their registration."""
-        known, stepped, take = set(self._parameters), set(self._stepped), weak_hook(self._take)
+        known, take = set(self._parameters), weak_hook(self._take)
         self._parameters = [
             parameter for parameter in parameters if parameter.is_floating_point() or parameter.is_complex()
         ]
-        self._stepped = [
-            parameter for parameter in self._parameters if parameter in stepped or _without_steps(parameter)
-        ]
+        self._stepped.intersection_update(self._parameters)
         for parameter in self._parameters:
             if parameter not in known:
                 trains = parameter.requires_grad
@@ -274,6 +272,8 @@ class DenseReducer:
     def arm(self) -> None:
         """Put the parameters that train now in buckets."""
         self._tasks.clear()
+        if self._fsdp is not None:
+            self._fsdp.refuse_in_backward()
         trains = [parameter.requires_grad for parameter in self._parameters]
         if trains == self._trains:
             return
@@ -307,6 +307,7 @@ class DenseReducer:
         if averaged and not accumulates and task not in self._tasks:  # whose rest a backward inside of it may leave
             accumulates = _reaches_a_leaf()
         self._tasks.add(task)
+        self._stepped.update(filter(_without_steps, self._parameters))  # some may have come since the last backward
         if reduces and not accumulates:
             # Of torch.autograd.grad; or that of a lookup's operator, inside a backward that goes on after it.
             return
@@ -588,11 +589,9 @@ def _reaches_a_leaf() -> bool:
 
 
 def _without_steps(parameter: nn.Parameter) -> bool:
-    """Remove the hooks of ``apply_optimizer_in_backward``, which step before the gradient is averaged.
-
-    Returns:
-        Whether there were any.
-    """
+    """Remove the hooks of ``apply_optimizer_in_backward``, which step before the gradient is averaged; true if any."""
+    if not hasattr(parameter, "_in_backward_optimizers"):
+        return False
     module = import_module("torch.distributed.optim.apply_optimizer_in_backward")
     handles = module.param_to_optim_hook_handle_map.pop(parameter, ())
     for handle in handles:

@@ -13,6 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather, DefaultReduceScatter
 
+from shardrec.errors import ConfigError
 from shardrec.exchange.peers import peers
 
 __all__ = ["ShardedByFsdp"]
@@ -59,8 +60,10 @@ class ShardedByFsdp:
     def __init__(
         self, module: nn.Module, group: dist.ProcessGroup, ignored: Collection[nn.Parameter], device: torch.device
     ) -> None:
+        self._ignored = set(ignored)
+        _refuse_in_backward(module, self._ignored)
         mesh = DeviceMesh.from_group(group, device.type)
-        self._module: FSDPModule = fully_shard(module, mesh=mesh, ignored_params=set(ignored))
+        self._module: FSDPModule = fully_shard(module, mesh=mesh, ignored_params=self._ignored)
         self._module.set_custom_all_gather(_AllGather())
         self._module.set_custom_reduce_scatter(_ReduceScatter())
         self._is_reduced = True
@@ -72,6 +75,11 @@ class ShardedByFsdp:
         for parameters in groups:
             self.parameters += parameters.fsdp_params
             parameters.post_backward = partial(self._fill_unused, parameters, parameters.post_backward)
+
+    def refuse_in_backward(self) -> None:
+        """Raise a ConfigError if a parameter was given an optimizer in backward after it was sharded."""
+        if any(getattr(parameter.sharded_param, "_in_backward_optimizers", ()) for parameter in self.parameters):
+            _refuse_in_backward(self._module, self._ignored)
 
     def begin(self, *, reduce: bool) -> None:
         """A backward begins.
@@ -108,3 +116,14 @@ class ShardedByFsdp:
                 if parameter.sharded_param.grad is None:
                     self.filled.add(parameter)
         post_backward(*unused)
+
+
+def _refuse_in_backward(module: Any, ignored: Collection[nn.Parameter]) -> None:
+    parameters = ((name, parameter) for name, parameter in module.named_parameters() if parameter not in ignored)
+    names = [name for name, parameter in parameters if getattr(parameter, "_in_backward_optimizers", ())]
+    if names:
+        raise ConfigError(
+            f"apply_optimizer_in_backward has given optimizers to {', '.join(names)}, which dense='fsdp' shards: their "
+            "gradients reach no optimizer in backward; train model.dense_parameters() with an ordinary one, or use "
+            "dense='ddp'"
+        )

@@ -50,7 +50,7 @@ class TableGradients(Tensor):
             device: theirs.
             group: the ranks that skip the same steps; None on one rank.
         """
-        made: Self = torch.zeros(1, device=device).as_subclass(cls)
+        made: Self = torch.zeros(1, dtype=torch.float32, device=device).as_subclass(cls)
         made.stands_for, made.group = stands_for, group
         return made
 

@@ -166,7 +166,7 @@ def draw_rows(config: BaseEmbeddingConfig, shard: Shard, count: int, step: int) 
     Returns:
         (count, cols) float32.
     """
-    values = torch.empty((count, config.embedding_dim))
+    values = torch.empty((count, config.embedding_dim), dtype=torch.float32)
     _draw(values, config, crc32(f"{shard.table} {shard.row_start} {step}".encode()))
     return values[:, shard.col_start : shard.col_end]
 
@@ -185,7 +185,7 @@ def check_init_fn(config: BaseEmbeddingConfig) -> None:
     for rows in (2, 3):
         with _Numbers() as numbers:
             try:
-                _draw(torch.empty((rows, config.embedding_dim)), config, 0)
+                _draw(torch.empty((rows, config.embedding_dim), dtype=torch.float32), config, 0)
             except Exception as error:
                 cause = error
         seen.append(numbers.of)

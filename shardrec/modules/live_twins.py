@@ -54,7 +54,7 @@ class _Live(nn.Module):
         self.number = self.program.number
         self.weighted = collection.input.expect.weighted
         self.collective = collection.context.collectives.world_size > 1
-        self.anchor = torch.zeros(0, device=collection.device, requires_grad=True)
+        self.anchor = torch.zeros(0, dtype=torch.float32, device=collection.device, requires_grad=True)
 
     @torch.jit.export
     def __getstate__(self) -> int:

@@ -501,9 +501,7 @@ class _Step(ExitStack):
     def __enter__(self) -> Self:
         model, context = self._model, self._model.context
         context.forward_state = ForwardState(dense_signature(self._inputs))
-        if model.made_fused_optimizer is not None:
-            model.made_fused_optimizer.push()
-        elif context.options.updates_at_step and torch.is_grad_enabled():
+        if context.options.updates_at_step and model.made_fused_optimizer is None and torch.is_grad_enabled():
             model.warn_without_step()
         context.gradients.begin_forward()
         if self._compiled:

@@ -1,7 +1,7 @@
 """The fused optimizers of a sharded model as one torch optimizer: learning rates to schedule, states to save.
 
 With ``update="backward"`` the weights are updated inside backward, so ``step()`` has nothing to do, and what a
-scheduler writes into ``param_groups[i]["lr"]`` reaches the kernels at the next forward. With ``update="step"``,
+scheduler writes into ``param_groups[i]["lr"]`` reaches the kernels at the next lookup. With ``update="step"``,
 ``step()`` updates them, by the learning rates of that time.
 """
 
@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torchrec.optim.keyed import KeyedOptimizer
 
 from shardrec.errors import ConfigError
+from shardrec.exchange.backward_watch import weak_hook
 from shardrec.exchange.context import ModelContext
 from shardrec.lookup.optimizers import FusedOptimizer
 from shardrec.modules.collection import ShardedCollection
@@ -75,12 +76,13 @@ class FusedOptimizers(KeyedOptimizer):  # type: ignore[misc]  # torchrec has no 
         # A GradScaler then steps whatever it finds, and is refused by step().
         self._step_supports_amp_scaling = not self._at_step
         if self._at_step:
-            placeholder = nn.Parameter(torch.zeros(1, device=context.device))
+            placeholder = nn.Parameter(torch.zeros(1, dtype=torch.float32, device=context.device))
             placeholder.grad = self._gradients = TableGradients.of(self._row_gradients, context.device, group)
             self.param_groups[0]["params"].append(placeholder)
         self._table_of: dict[nn.Parameter, str] = {}
         self._shown: dict[nn.Parameter, int] = {}  # counts of updates, as they were written into the states
         self._refresh()
+        context.queue.before_look_up = weak_hook(self.push)
 
     add_param_group = torch.optim.Optimizer.add_param_group
 
@@ -134,7 +136,7 @@ class FusedOptimizers(KeyedOptimizer):  # type: ignore[misc]  # torchrec has no 
         return loss
 
     def push(self) -> None:
-        """Pass the groups' learning rates and loaded step counts to the kernels, at the latest for the next forward."""
+        """Pass the groups' learning rates and loaded step counts to the kernels, at the latest for the next lookup."""
         for spec, group in zip(self._specs, self.param_groups, strict=True):
             for collection in self._collections:
                 collection.set_learning_rate(spec, float(group["lr"]))
@@ -254,11 +256,11 @@ class FusedOptimizers(KeyedOptimizer):  # type: ignore[misc]  # torchrec has no 
             count = counts[self._table_of[parameter]]
             if count != shown:
                 self._shown[parameter] = count
-                self.state[parameter]["step"] = torch.tensor(float(count))
+                self.state[parameter]["step"] = torch.tensor(float(count), dtype=torch.float32)
 
 
 def _settings(spec: FusedOptimizer) -> dict[str, Any]:
-    settings: dict[str, Any] = {"optimizer": spec.kind.value, "lr": spec.lr, "initial_lr": spec.lr}
+    settings: dict[str, Any] = {"optimizer": spec.kind.value, "lr": spec.lr}
     if spec.eps:
         settings["eps"] = spec.eps
     if spec.weight_decay:

@@ -213,7 +213,7 @@ class Run:
         asks = [any(flags) for flags in zip(*(message.differentiable for message in results), strict=True)]
         pieces_of_leaves = zip(*(message.leaves for message in results), strict=True)
         self._output_rows = [[0 if leaf is None else leaf.size(0) for leaf in pieces] for pieces in pieces_of_leaves]
-        token = torch.zeros(0, requires_grad=True)
+        token = torch.zeros(0, dtype=torch.float32, requires_grad=True)
         attached: Any = _Attach.apply(self, leaves, asks, token, *self._input())  # type: ignore[no-untyped-call]
         return tree_unflatten(attached, spec)
 

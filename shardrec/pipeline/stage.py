@@ -142,7 +142,7 @@ class Stage:
         self._behind = [(index + 1, -1), *((route.target, route.number) for route in self.stashed)]
         modules = dict.fromkeys(module for layer in layers for module in layer.modules())
         self.statistics = MiniBatchStatistics(modules)
-        self.token = torch.zeros(0, requires_grad=True)
+        self.token = torch.zeros(0, dtype=torch.float32, requires_grad=True)
 
     def taken(self, action: Action) -> list[Key]:
         """The messages that an action receives, in order."""

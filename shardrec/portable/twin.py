@@ -45,7 +45,7 @@ class PortableTwin(nn.Module):
         self.rank = collectives.rank
         self.world_size = collectives.world_size
         self.output_dtype = collection.output_dtype
-        self.nothing = torch.zeros(0, device=collection.device)
+        self.nothing = torch.zeros(0, dtype=torch.float32, device=collection.device)
 
     def exchange_rows(self, flat: Tensor, into: list[int], out: list[int]) -> Tensor:
         """Issue the all-to-all of float rows.

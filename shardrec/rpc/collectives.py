@@ -11,12 +11,11 @@ process group; between a trainer and a server what an all-to-all would carry::
 
 [Note: staleness]
 With staleness 0 backward ends when the servers have made the update, as the sharded model's backward does. With
-staleness k it waits for all updates but the last k, so that a forward sees all but those, or more. A step is one update
-where the model's collections share their exchange, as they do unless one's input needs another's output.
+staleness k it waits for all updates but the last k, so that a forward sees all but those, or more.
 
-[Note: updates at the step]
-With ``update="step"`` a trainer keeps what its backwards would push, and the step pushes all of it as one update. So
-the servers keep nothing between two updates here, too.
+[Note: one push of several exchanges]
+A trainer keeps what its exchanges have for the servers until the end of the backward or, with ``update="step"``, until
+the step, and pushes all of it as one update. So the servers keep nothing between two updates.
 """
 
 from __future__ import annotations
@@ -45,17 +44,17 @@ _SHARE_OF_TIMEOUT = 0.8  # of a trainer's time limit, which a server waits for t
 
 
 class KeptGradients(DeferredGradients):
-    """What the backwards since the last step have for the servers; see [Note: updates at the step].
+    """What exchanges have for the servers since the last update; see [Note: one push of several exchanges].
 
     Attributes:
-        pushes: per backward, in their order, the arguments of :meth:`RemoteCollectives.push`.
+        pushes: per exchange, in the order of their backwards, the arguments of :meth:`RemoteCollectives.push`.
     """
 
     def __init__(self) -> None:
         super().__init__(None)
 
     def keep(self, requests: Sequence[list[Part]], gradients: Sequence[Tensor]) -> None:
-        """Keep what a backward would push."""
+        """Keep what the backward of an exchange has."""
         self.backwards += 1
         self.pushes.append((requests, gradients))
 
@@ -80,7 +79,8 @@ class RemoteCollectives(Collectives):
     Attributes:
         session: a number that identifies this run of the trainers, the same on all of them.
         rates: the learning rate of each fused optimizer, in the order in which the servers know them.
-        kept: what :meth:`step` pushes; None if each backward pushes its own.
+        updates_at_step: the optimizer's step calls :meth:`step`; else the end of each backward does.
+        kept: what :meth:`step` pushes.
     """
 
     def __init__(self, trainers: Collectives, servers: Connections, *, staleness: int) -> None:
@@ -91,7 +91,8 @@ class RemoteCollectives(Collectives):
         self.staleness = staleness
         self.session = 0
         self.rates: dict[FusedOptimizer, float] = {}
-        self.kept: KeptGradients | None = None
+        self.updates_at_step = False
+        self.kept = KeptGradients()
         self._requests: list[list[Part]] = []  # per module of the exchange that is to come, the part for each server
         self._updates = 0
         self._pushed: deque[list[Answers]] = deque()  # per update, of each server
@@ -127,6 +128,8 @@ class RemoteCollectives(Collectives):
     ) -> Pending:
         assert not sum(receive[: self.trainers.world_size]), f"trainers have no shards, and {what} is to come from one"
         like = parts[0][0]
+        if not self.updates_at_step and torch._C._current_graph_task_id() == -1:
+            self.kept.drop()  # of a backward that raised
         modules, self._requests = self._requests, []
         if not modules:  # nothing of the servers: sums of squares of rows that no trainer holds
             return Later(lambda: [like.new_zeros(size) for size in receive])
@@ -137,25 +140,28 @@ class RemoteCollectives(Collectives):
 
     def _rows(self, answers: Sequence[Answers], device: torch.device) -> list[Tensor]:
         """Wait for the rows of each server: per rank, on ``device``."""
-        rows_by_rank = [torch.empty(0, device=device)] * self.trainers.world_size
+        rows_by_rank = [torch.empty(0, dtype=torch.float32, device=device)] * self.trainers.world_size
         for answer in answers:
             rows: Tensor = answer.wait()
             rows_by_rank.append(rows if device.type == "cpu" else rows.pin_memory().to(device, non_blocking=True))
         return rows_by_rank
 
-    def step(self) -> None:
+    def step(self, behind: int = 0) -> None:
         """Have the servers make one update of what is kept, if there is any, and wait for it. Every trainer calls it.
+
+        Args:
+            behind: of :meth:`wait_for_updates`.
 
         Raises:
             PeerError: if a server is gone or did not answer in time.
         """
-        if self.kept is None or not self.kept.pushes:
+        if not self.kept.pushes:
             return
         requests, gradients = zip(*self.kept.pushes, strict=True)
         self.kept.drop()
         parts = [[part for parts in of_server for part in parts] for of_server in zip(*requests, strict=True)]
         self.push(parts, [torch.cat(of_server) for of_server in zip(*gradients, strict=True)])
-        self.wait_for_updates()
+        self.wait_for_updates(behind)
 
     def push(self, requests: Sequence[list[Part]], gradients: Sequence[Tensor]) -> None:
         """Have the servers update the rows of lookups; all trainers push in the same order.
@@ -173,14 +179,13 @@ class RemoteCollectives(Collectives):
                     f"an update would change one of the replicas {', '.join(names)} alone; replicas are for read-only "
                     "serving: to train, give Servers one name for each rank of the plan"
                 )
-        at_step = self.kept is not None
         self._updates += 1
         update, trainer = (self.session, self._updates), (self.rank, self.trainers.world_size)
         common = (update, trainer, _SHARE_OF_TIMEOUT * self.servers.timeout_s, list(self.rates.values()))
         pairs = enumerate(zip(requests, gradients, strict=True))
         self._pushed.append(
             [
-                self.servers.ask(server, push, *common, parts, gradient.cpu(), at_step, what="update")
+                self.servers.ask(server, push, *common, parts, gradient.cpu(), what="update")
                 for server, (parts, gradient) in pairs
             ]
         )
@@ -226,22 +231,21 @@ class _Gradients:
 
     def views(self) -> list[Tensor]:
         sizes = self.streams.into
-        self.buffers = [torch.empty(sum(of_rank), device=self.device) for of_rank in sizes]
+        self.buffers = [torch.empty(sum(of_rank), dtype=torch.float32, device=self.device) for of_rank in sizes]
         return [
             view for buffer, of_rank in zip(self.buffers, sizes, strict=True) for view in buffer.split(list(of_rank))
         ]
 
     def send(self) -> None:
         gradients = self.buffers[len(self.buffers) - len(self.requests) :]
-        if self.collectives.kept is None:
-            self.collectives.push(self.requests, gradients)
-        else:
-            self.collectives.kept.keep(self.requests, gradients)
-        self.buffers = []
+        collectives, self.buffers = self.collectives, []
+        collectives.kept.keep(self.requests, gradients)
+        if not collectives.updates_at_step and collectives.kept.backwards == 1:
+            queue = torch.autograd.Variable._execution_engine.queue_callback
+            queue(partial(collectives.step, collectives.staleness))
 
     def wait(self) -> list[Tensor]:
-        self.collectives.wait_for_updates(self.collectives.staleness)
-        return [torch.empty(0, device=self.device) for _ in self.streams.out[0]]
+        return [torch.empty(0, dtype=torch.float32, device=self.device) for _ in self.streams.out[0]]
 
 
 def words(pieces: Sequence[Tensor]) -> Tensor:

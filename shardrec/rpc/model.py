@@ -29,7 +29,7 @@ from shardrec.modules.dense import DenseOptions, DenseWrap
 from shardrec.modules.model import ShardedModel
 from shardrec.modules.servers import Servers
 from shardrec.rpc.client import Connections
-from shardrec.rpc.collectives import KeptGradients, RemoteCollectives
+from shardrec.rpc.collectives import RemoteCollectives
 from shardrec.rpc.remote_storage import RemoteTable, remote_storage
 from shardrec.rpc.server import fused_optimizers_of
 
@@ -106,7 +106,7 @@ def shard_over_servers(
         plan = make_plan(model, Topology.of_world(len(connections)), device="cpu", dedup=dedup)
     collections = collections_of(model)
     collectives = RemoteCollectives(trainers, connections, staleness=servers.staleness)
-    collectives.kept = KeptGradients() if updates_at_step else None
+    collectives.updates_at_step = updates_at_step
     policies = policies_of(on_bad_id, (name for module in collections.values() for name in features_of(module)))
     context = ModelContext(collectives, device, ExchangeOptions(on_bad_id=policies, updates_at_step=updates_at_step))
     context.gradients.are_reduced = trainers.world_size == 1  # nothing to reduce

@@ -87,8 +87,7 @@ class RemoteShards(ShardLookup):
 
     def deferred(self) -> list[DeferredGradients]:
         """What :meth:`step` will push."""
-        kept = self._collectives.kept
-        return [] if kept is None or self._number else [kept]
+        return [] if self._number or not self._collectives.updates_at_step else [self._collectives.kept]
 
     def set_learning_rate(self, optimizer: FusedOptimizer, lr: float) -> None:
         """Use ``lr`` for the tables that were given ``optimizer``, from the next update on."""

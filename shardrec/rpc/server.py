@@ -72,7 +72,6 @@ class _Pushes:
 
     trainers: int
     rates: list[float]
-    at_step: bool
     of: dict[int, _Push] = field(default_factory=dict)
 
     def deadline(self) -> float:
@@ -193,7 +192,6 @@ class EmbeddingServer:
         rates: list[float],
         parts: list[Part],
         gradient: Tensor,
-        at_step: bool = False,
     ) -> Future[Answer]:
         """Update the tables when the gradients of all trainers have arrived.
 
@@ -205,8 +203,6 @@ class EmbeddingServer:
             rates: learning rate of each of the model's fused optimizers.
             parts: as they were looked up.
             gradient: (n,) float32, of the lookup's result.
-            at_step: a collection's parts, of several backwards perhaps, are updated once, with the sum of their
-                gradients; else one after the other.
 
         Returns:
             Future of the answer, which is 0; completed when the update is made.
@@ -220,7 +216,7 @@ class EmbeddingServer:
             with self._lock:
                 if update not in self._pushes and len(self._pushes) >= self._capacity:
                     raise BusyError(f"{len(self._pushes)} updates wait for their other trainers; nothing was done")
-                pushes = self._pushes.get(update) or _Pushes(trainers, list(rates), bool(at_step))
+                pushes = self._pushes.get(update) or _Pushes(trainers, list(rates))
                 if not 0 <= number < trainers == pushes.trainers:
                     raise InputError(
                         f"trainer {number} of {trainers} pushes update {update[1]}, which is one of {pushes.trainers} "
@@ -339,7 +335,9 @@ class EmbeddingServer:
 
     def _look_up(self, requests: Sequence[Request]) -> None:
         """Answer several lookups, with one fused lookup per collection."""
-        rows_of: list[list[Tensor]] = [[torch.empty(0)] * len(request.parts) for request in requests]
+        rows_of: list[list[Tensor]] = [
+            [torch.empty(0, dtype=torch.float32)] * len(request.parts) for request in requests
+        ]
         try:
             with torch.no_grad():
                 for number, collection in enumerate(self._collections):
@@ -355,7 +353,9 @@ class EmbeddingServer:
                         for (owner, place), piece in zip(places, flat.split(_sizes(stream)), strict=True):
                             rows_of[owner][place] = piece
                         self._counts["lookups"] += 1
-            answers: list[Answer] = [(True, torch.cat(pieces) if pieces else torch.empty(0)) for pieces in rows_of]
+            answers: list[Answer] = [
+                (True, torch.cat(pieces) if pieces else torch.empty(0, dtype=torch.float32)) for pieces in rows_of
+            ]
         except Exception as error:
             answers = [failure(error)] * len(requests)
         self._counts["requests"] += len(requests)
@@ -376,13 +376,10 @@ class EmbeddingServer:
         for optimizer, rate in zip(self._optimizers, rates, strict=True):
             for collection in self._collections:
                 collection.set_learning_rate(optimizer, float(rate))
-        # As autograd goes back: what was looked up last comes first.
-        together = [[place] for place in reversed(range(len(numbers[0])))]
-        if of_trainers.at_step:
-            together = [
-                [place for place, collection_number in enumerate(numbers[0]) if collection_number == number]
-                for number in sorted(set(numbers[0]))
-            ]
+        together = [
+            [place for place, collection_number in enumerate(numbers[0]) if collection_number == number]
+            for number in sorted(set(numbers[0]))
+        ]
         with torch.enable_grad():
             streams = [
                 self._serve(

@@ -260,7 +260,7 @@ class Publisher:
             with peers(group, "publish"):
                 dist.all_reduce(mask, dist.ReduceOp.MAX, group)
         of_parts = [
-            (part, self._ranges.setdefault((name, part.rect), torch.zeros((len(part.values), 2))))
+            (part, self._ranges.setdefault((name, part.rect), torch.zeros((len(part.values), 2), dtype=torch.float32)))
             for part in copy.parts
         ]
         for rows in mask.nonzero().squeeze(1).split(CHUNK):

@@ -146,7 +146,7 @@ def whole_row_ranges(
 
     Returns: (n, 2), see :func:`shardrec.serve.row_bytes.row_ranges`.
     """
-    ranges = torch.full((len(rows), 2), -torch.inf, device=device)
+    ranges = torch.full((len(rows), 2), -torch.inf, dtype=torch.float32, device=device)
     for first, weight in parts:
         begin, end = torch.searchsorted(rows, torch.tensor([first, first + len(weight)])).tolist()
         if begin < end:

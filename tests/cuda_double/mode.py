@@ -142,17 +142,20 @@ class CudaDouble(TorchFunctionMode):
         self.pinned_bytes += 1 << max(0, made.nbytes - 1).bit_length()
         return made
 
-    def _backward(self, output: Tensor, gradient: Tensor | None = None, **options: Any) -> None:
+    def _backward(
+        self, output: Tensor, gradient: Tensor | None = None, retain_graph: bool | None = None, **options: Any
+    ) -> None:
         """``output.backward(gradient)``, with this mode on for what is called meanwhile."""
         assert not any(options.values()), "plain backwards are all that is needed"
-        self._in_backward = True
+        before, self._in_backward = self._in_backward, True
         with self:
             first = torch.ones_like(output) if gradient is None else gradient
             engine = torch.autograd.Variable._execution_engine
             try:
-                engine.run_backward((output,), (first,), False, False, (), allow_unreachable=True, accumulate_grad=True)
+                keep = bool(retain_graph)
+                engine.run_backward((output,), (first,), keep, False, (), allow_unreachable=True, accumulate_grad=True)
             finally:
-                self._in_backward = False
+                self._in_backward = before
 
     def run(self, func: Any, args: Any, kwargs: Any) -> Any:
         """An operator of which an argument is on the device."""

@@ -252,7 +252,7 @@ def test_ids_are_not_left_out_by_mistake(tmp_path: Path) -> None:
 def test_ids_go_through_parquet(tmp_path: Path) -> None:
     model = trained(LARGE, DynamicIds(fallback_rows=1))
     export_ids(model, tmp_path / "ids")
-    other = trained(LARGE, DynamicIds(fallback_rows=1), steps=2)
+    other = trained(LARGE, DynamicIds(fallback_rows=1), steps=7)
     other.load_state_dict(model.state_dict())
     import_ids(other, tmp_path / "ids")
     (one,), (two,) = (each._sharded[0].id_maps.maps.values() for each in (model, other))
@@ -276,6 +276,23 @@ def test_ids_go_through_parquet(tmp_path: Path) -> None:
         import_ids(other, tmp_path / "ids")
     with pytest.raises(CheckpointError, match=r"no \*\.parquet"):
         import_ids(other, tmp_path)
+
+
+def test_imported_ids_are_as_old_in_a_new_model_and_evicted(tmp_path: Path) -> None:
+    """The old model's steps lie ahead of the new one's, where no id is ever evicted."""
+    old = trained(LARGE, DynamicIds(capacity=8, evict="lru"))
+    export_ids(old, tmp_path)
+    new = trained(LARGE, DynamicIds(capacity=8, evict="lru"), steps=0)
+    import_ids(new, tmp_path)
+    (before,), (after,) = (each._sharded[0].id_maps.maps.values() for each in (old, new))
+    has_id = before.records[:, 1] > 0
+    assert int(has_id.sum()) == 8
+    assert torch.equal(after.records[has_id, :2], before.records[has_id, :2])
+    last = before.records[has_id, 2]
+    assert torch.equal(after.records[has_id, 2], last - last.max())
+    features = kjt({"f": [[]], "g": [[5000 + number for number in range(8)]], "h": [[]], "p": [[]]})
+    new(features).sum().backward()
+    assert sorted(after.records[after.records[:, 1] > 0, 0].tolist()) == list(range(5000, 5008))
 
 
 @pytest.mark.parametrize(

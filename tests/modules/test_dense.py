@@ -375,23 +375,46 @@ def test_buffers_are_those_of_rank_0(broadcast: bool) -> None:
     ranks(2, buffers, broadcast)
 
 
-def steps_in_backward() -> None:
+def steps_in_backward(late: bool) -> None:
     """The dense part's optimizers in backward step with the averaged gradient."""
     models = [Parts(), Parts()]
     for one in models:
-        parameters = [parameter for name, parameter in one.named_parameters() if "words" not in name]
+        without = ("words", "bottom.", "left.") if late else ("words",)
+        parameters = [p for name, p in one.named_parameters() if not name.startswith(without)]
         apply_optimizer_in_backward(torch.optim.SGD, parameters, {"lr": 0.1})
     model, reference = shard(models[0], plan_of(2)), models[1]
     for step in range(3):
-        model(features_of(step, dist.get_rank()), EVERYTHING).backward()
+        loss = model(features_of(step, dist.get_rank()), EVERYTHING)
+        if late and not step:  # after the model was sharded, and between a forward and its backward
+            for layer in (model.bottom, model.left, reference.bottom, reference.left):
+                apply_optimizer_in_backward(torch.optim.SGD, layer.parameters(), {"lr": 0.1})
+        loss.backward()
         torch.stack([reference(features_of(step, rank), EVERYTHING) for rank in range(2)]).mean().backward()
         assert model.bottom.weight.grad is None
         for (name, one), other in zip(dense_of(model).items(), dense_of(reference).values(), strict=True):
             torch.testing.assert_close(one, other, msg=f"step {step}: {name}")
 
 
-def test_optimizers_in_backward_of_the_dense_part() -> None:
-    ranks(2, steps_in_backward)
+@pytest.mark.parametrize("late", [False, True])
+def test_optimizers_in_backward_of_the_dense_part(late: bool) -> None:
+    ranks(2, steps_in_backward, late)
+
+
+def in_backward_under_fsdp() -> None:
+    words = r"apply_optimizer_in_backward has given optimizers to left.weight, left.bias, which dense='fsdp' shards"
+    model = Parts()
+    apply_optimizer_in_backward(torch.optim.SGD, model.left.parameters(), {"lr": 0.1})
+    with pytest.raises(ConfigError, match=words):
+        shard(model, plan_of(2), dense="fsdp")
+    sharded = shard(Parts(), plan_of(2), dense="fsdp")
+    apply_optimizer_in_backward(torch.optim.SGD, sharded.left.parameters(), {"lr": 0.1})
+    with pytest.raises(ConfigError, match=words):
+        sharded(features_of(0, dist.get_rank()), EVERYTHING)
+
+
+def test_optimizers_in_backward_under_fsdp_are_refused() -> None:
+    """Which would silently leave the layers as they are."""
+    ranks(2, in_backward_under_fsdp)
 
 
 class Recomputed(Parts):

@@ -1,4 +1,4 @@
-"""FP16 and BF16 tables: rounding, exchange and state_dict. tests/parity trains them."""
+"""FP16 and BF16 tables: rounding, exchange and state_dict. tests/parity trains them. And the default dtype of torch."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from torchrec.modules.embedding_configs import DataType, EmbeddingBagConfig, Emb
 from torchrec.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
+import shardrec
 from shardrec.errors import ConfigError
 from shardrec.exchange.wire import QuantizedComms
 from shardrec.modules import ShardedModel, shard
@@ -151,6 +152,46 @@ def test_other_types_are_refused(pooled: bool) -> None:
     setting = Setting(pooled=pooled, types={**dict.fromkeys(TABLES, DataType.FP16), "fp32": DataType.INT8})
     with pytest.raises(ConfigError, match=r"table 'fp32' is INT8; tables that train are FP32, FP16, BF16"):
         setting.sharded("table_wise", Random(0), 1)
+
+
+# ------------------------------------------------------------------------------------------------------ default dtype
+
+
+def trained_under(default: torch.dtype, cut: str, setting: Setting, update: str) -> list[Tensor]:
+    """Outputs and weights of two steps in a program that has called ``torch.set_default_dtype``."""
+    torch.set_default_dtype(default)
+    model, values = setting.sharded(cut, Random(cut), 2, update=update), []
+    for step in range(2):
+        features = random_bags(Random(10 * step + dist.get_rank()), ROWS, 4).kjt()
+        looked_up = outputs(model, features, setting.pooled)
+        torch.stack([value.square().sum() for value in looked_up]).sum().backward()
+        values += looked_up
+        if update == "step":
+            shardrec.clip_grad_norm_(model, 1.0)
+            model.fused_optimizer.step()
+            model.fused_optimizer.zero_grad()
+    return [value.detach().clone() for value in (*values, *model.parameters())]
+
+
+def any_default_dtype(default: torch.dtype, pooled: bool) -> None:
+    for cut, optimizer, update in (
+        ("row_wise", "adagrad", "step"),
+        ("grid", "rowwise_adagrad", "backward"),
+        ("data_parallel", "adam", "backward"),
+        ("table_wise", "adam", "step"),
+    ):
+        setting = Setting(pooled=pooled, optimizer=optimizer)
+        runs = [trained_under(dtype, cut, setting, update) for dtype in (torch.float32, default)]
+        for expected, value in zip(*runs, strict=True):
+            assert value.dtype is expected.dtype
+            assert torch.equal(value, expected), f"{cut}, {optimizer}, {update}"
+
+
+@pytest.mark.some(1)
+@pytest.mark.parametrize("pooled", [True, False], ids=["bags", "sequences"])
+@pytest.mark.parametrize("default", [torch.float64, torch.float16, torch.bfloat16], ids=str)
+def test_the_default_dtype_of_the_program_changes_nothing(default: torch.dtype, pooled: bool) -> None:
+    ranks(2, any_default_dtype, default, pooled)
 
 
 # ---------------------------------------------------------------------------------------------------------- exchange

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from random import Random
 from typing import Any
 
@@ -18,8 +19,10 @@ from shardrec.layout import ShardingPlan
 from shardrec.modules import ShardedModel, shard
 from tests.batches import joined, random_bags
 from tests.collective_counts import CountCollectives
+from tests.executors import executed
 from tests.models import apply_optimizer_in_backward, collection
-from tests.plans import random_plan, sums_inside_hosts, topologies_of
+from tests.modules.tables import local_part
+from tests.plans import cut_plan, random_plan, sums_inside_hosts, topologies_of
 from tests.ranks import ranks
 
 ROWS = {"a": 13, "b": 7, "c": 29}
@@ -166,22 +169,21 @@ class Twice(nn.Module):
 
     Args:
         apart: use the first value before the second call.
+        optimizer: of the tables.
+        reference: that a sharded model is compared with.
     """
 
-    def __init__(self, *, apart: bool) -> None:
+    def __init__(self, *, apart: bool, optimizer: str = "sgd", reference: bool = False) -> None:
         super().__init__()
         self.apart = apart
-        self.left = collection(BAGS, optimizers="sgd", seed=1)
+        self.left = collection(BAGS, optimizers=optimizer, seed=1, reference=reference)
 
     def forward(self, query: KeyedJaggedTensor, candidate: KeyedJaggedTensor) -> Tensor:
-        first: Any = self.left(query)
         if self.apart:
-            first = first.values()
-        second = self.left(candidate)
-        if not self.apart:
-            first = first.values()
-        values: Tensor = first.sin() + second.values().square()
-        return values
+            first = self.left(query).values().sin()
+            return first + self.left(candidate).values().square()
+        query_values, candidate_values = self.left(query), self.left(candidate)
+        return query_values.values().sin() + candidate_values.values().square()
 
 
 @pytest.mark.parametrize("apart", [False, True])
@@ -214,6 +216,43 @@ def test_one_collection_called_twice(apart: bool) -> None:
                 whole = reference.left.embedding_bags[name].weight  # type: ignore[union-attr]
 
     ranks(2, rank_main)
+
+
+def called_twice(optimizer: str, update: str, executor: str, apart: bool, kernels: str) -> None:
+    """Beside the unsharded model, under cuts of every kind at once."""
+    os.environ["SHARDREC_KERNELS"] = kernels
+    rank, world_size, rng = dist.get_rank(), dist.get_world_size(), Random(f"{optimizer} {update}")
+    shapes = {name: shape for name, shape in SHAPES.items() if name.startswith("left")}
+    for cut in ("row_wise", "column_wise", "data_parallel"):
+        plan = cut_plan(cut, rng, shapes, topologies_of(world_size)[0])
+        model = shard(Twice(apart=apart, optimizer=optimizer), plan, update=update)
+        program = executed(model, executor)
+        reference = Twice(apart=apart, optimizer=optimizer, reference=True)
+        for _ in range(2):
+            batches = [[random_bags(rng, ROWS, 2, shuffled=False) for _ in range(2)] for _ in range(world_size)]
+            program(*(one.kjt() for one in batches[rank])).sum().backward()
+            if update == "step":
+                model.fused_optimizer.step()
+                model.fused_optimizer.zero_grad()
+            expected = reference(*(joined(list(of_ranks)).kjt() for of_ranks in zip(*batches, strict=True)))
+            (expected.sum() / world_size).backward()
+        for name, table in model.module.left.tables().items():  # type: ignore[union-attr]
+            whole = reference.left.embedding_bags[name].weight.detach()  # type: ignore[union-attr]
+            for place, part in table.locals.items():
+                torch.testing.assert_close(part.detach(), local_part(whole, place), atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.some(2)
+@pytest.mark.parametrize("apart", [False, True])
+@pytest.mark.parametrize("executor", ["eager", pytest.param("traced", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("kernels", ["", "fbgemm"])
+@pytest.mark.parametrize("update", ["backward", "step"])
+@pytest.mark.parametrize("optimizer", ["adagrad", "rowwise_adagrad", "adam"])
+def test_a_collection_that_is_called_twice_is_updated_once(
+    optimizer: str, update: str, kernels: str, executor: str, apart: bool
+) -> None:
+    """With the sum of both gradients, whether or not the calls share an exchange."""
+    ranks(2, called_twice, optimizer, update, executor, apart, kernels)
 
 
 class Choosy(nn.Module):

@@ -18,6 +18,7 @@ from torchrec.optim.warmup import WarmupOptimizer, WarmupPolicy, WarmupStage
 from shardrec.errors import ConfigError
 from shardrec.layout import ShardingPlan, TableLayout, Topology, cuts
 from shardrec.modules import ShardedModel, shard
+from tests.executors import TRAINING, executed
 from tests.ranks import ranks
 
 ROWS, DIM = 11, 8
@@ -101,6 +102,27 @@ def schedule(name: str, **settings: Any) -> None:
 @pytest.mark.parametrize("world", [1, 2, pytest.param(4, marks=pytest.mark.slow)])
 def test_a_learning_rate_schedule_reaches_every_kernel(world: int, name: str) -> None:
     ranks(world, schedule, name)
+
+
+@pytest.mark.some(2)
+@pytest.mark.parametrize("executor", ["module", *TRAINING])
+@pytest.mark.parametrize("name", ["SGD", "Adam"])
+def test_a_learning_rate_that_was_set_is_used_whoever_calls_the_tables(executor: str, name: str) -> None:
+    """A module of the model by itself too, and no forward of the whole model between."""
+    model, reference = sharded(name), sharded(name)
+    program = model.module if executor == "module" else executed(model, executor)
+    for rate in (0.5, 0.001, 0.2):
+        for net, call in ((model, program), (reference, reference)):
+            net.fused_optimizer.param_groups[0]["lr"] = rate
+            call(batch()).sum().backward()
+        torch.testing.assert_close(model.state_dict(), reference.state_dict())
+
+
+def test_a_scheduler_begins_from_the_learning_rate_that_was_set() -> None:
+    model = sharded("Adagrad")
+    model.fused_optimizer.param_groups[0]["lr"] = 0.25
+    torch.optim.lr_scheduler.LambdaLR(model.fused_optimizer, lambda epoch: 0.5)
+    assert model.fused_optimizer.param_groups[0]["lr"] == 0.125
 
 
 def with_weight_decay() -> None:

@@ -92,7 +92,7 @@ def train(model: Any, rank: int, steps: range) -> list[float]:
     losses = []
     for step in steps:
         for group in model.fused_optimizer.param_groups:
-            group["lr"] = group["initial_lr"] / (1 + 0.05 * step)
+            group["lr"] = group.setdefault("initial_lr", group["lr"]) / (1 + 0.05 * step)
         loss = (model(batch(rank, step)) - 1.0).square().sum() / 6
         optimizer.zero_grad()
         loss.backward()

@@ -252,7 +252,9 @@ class _SharedWayBack:
             elements = sum(rank[stream] for rank in self._streams.out)
             lent = self._collectives.lend(4 * elements, len(self._collectives.peers)) if elements else None
             self._regions.append(lent)
-            self._landing.append(torch.empty(0) if lent is None else as_tensor(lent[1].bytes, torch.float32))
+            self._landing.append(
+                torch.empty(0, dtype=torch.float32) if lent is None else as_tensor(lent[1].bytes, torch.float32)
+            )
 
     def offer(self, peer: int) -> Message:
         """Per stream, (token, window, offset, bytes) of the peer's part of the memory lent; () for none."""
@@ -278,7 +280,7 @@ class _SharedWayBack:
                     f"of {size}; the ranks issued different collectives"
                 )
             memory = self._collectives.borrowed(peer, *offer) if offer else None
-            theirs.append(torch.empty(0) if memory is None else as_tensor(memory, torch.float32))
+            theirs.append(torch.empty(0, dtype=torch.float32) if memory is None else as_tensor(memory, torch.float32))
         self._views[peer] = theirs
 
     def views(self) -> list[Tensor]:
@@ -287,7 +289,7 @@ class _SharedWayBack:
             self._again()
         self._views[collectives.rank] = self._parts(self._landing, collectives.rank)
         for rank in collectives.far:
-            self._views[rank] = [torch.empty(size) for size in self._streams.into[rank]]
+            self._views[rank] = [torch.empty(size, dtype=torch.float32) for size in self._streams.into[rank]]
         return [view for rank in range(collectives.world_size) for view in self._views[rank]]
 
     def send(self) -> None:
