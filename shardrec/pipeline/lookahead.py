@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor, KeyedTensor
 
-from shardrec.errors import AnomalyError, InputError, PeerError, ShardrecError
+from shardrec.errors import AnomalyError, ConfigError, InputError, PeerError, ShardrecError
 from shardrec.exchange.ahead import Ahead
 from shardrec.exchange.context import ForwardState, ModelContext
 from shardrec.exchange.headers import FORWARD_FAILED, ForwardFailed
@@ -75,7 +75,9 @@ class Lookahead:
         device: torch.device,
         gradients: bool,
     ) -> None:
+        self._batches = batches
         self._source: Iterator[Any] | None = iter(batches)
+        self._needs_batch = False  # a pass over the batches that is not the first
         self._context = context
         self._depth = depth
         self._device = device
@@ -126,6 +128,11 @@ class Lookahead:
             raise
         return result
 
+    def begin_pass(self) -> None:
+        """Begin another pass over the batches, if the one before is over; without any, the first step raises."""
+        if self._source is None and not self._slots:
+            self._source, self._needs_batch = iter(self._batches), True
+
     def close(self) -> None:
         """Drop the batches in progress; every rank calls this after the same step."""
         self._source = None
@@ -141,9 +148,12 @@ class Lookahead:
                 with _on(self._copies):
                     slot = _Slot(batch=_copied(batch, self._device))
                     slot.ready = None if self._copies is None else self._copies.record_event()
+                self._needs_batch = False
             except StopIteration:
                 self._source = None
-                return
+                if not self._needs_batch:
+                    return
+                slot = _Slot(error=_used_up(self._batches))
             except Exception as error:
                 slot = _Slot(error=error)
             self._slots.append(slot)
@@ -273,6 +283,13 @@ class Lookahead:
         if not self._has_warned:
             self._has_warned = True
             warnings.warn(f"TrainPipeline exchanges no ids ahead of this step: {reason}", stacklevel=5)
+
+
+def _used_up(batches: Iterable[Any]) -> ConfigError:
+    return ConfigError(
+        f"the dataloader of this TrainPipeline, a {type(batches).__name__}, has no batch for another loop: give it one "
+        "that can be iterated again, such as a DataLoader or a list, or make a pipeline for each epoch"
+    )
 
 
 def tell_others(error: Exception, context: ModelContext) -> None:

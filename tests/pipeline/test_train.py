@@ -364,6 +364,41 @@ def test_unequal_numbers_of_batches_are_an_error_and_no_hang() -> None:
     assert "rank 0: there is no further batch, and others have one: give every rank as many batches" in message
 
 
+@pytest.mark.parametrize("depth", [0, 2])
+def test_each_loop_is_a_pass_over_the_dataloader(depth: int) -> None:
+    def run() -> None:
+        rank, _ = world()
+        batches = [batch(step, rank) for step in range(3)]
+        wanted = plain(clicks(), [*batches, *batches, *batches])
+        steps = pipeline_of(clicks(), batches, depth)
+        losses = [float(loss) for _ in range(2) for loss in steps]
+        losses += [float(next(iter(steps))) for _ in range(2)]  # a loop that was left goes on
+        steps.close()
+        assert losses == wanted[:8]
+        assert len(list(steps)) == 3
+        assert next(steps, None) is None, "only a loop begins a pass"
+
+    ranks(2, run)
+
+
+@pytest.mark.parametrize("depth", [0, 2])
+def test_a_loop_without_a_further_pass_is_refused_on_every_rank(depth: int) -> None:
+    def run() -> str:
+        rank, _ = world()
+        batches: Iterable[Any] = [batch(step, rank) for step in range(2)]
+        steps = pipeline_of(clicks(), (one for one in batches) if rank else batches, depth)
+        assert len(list(steps)) == 2
+        with pytest.raises((ConfigError, InputError)) as raised:
+            next(iter(steps))
+        return f"{raised.type.__name__}: {raised.value}"
+
+    other, own = ranks(2, run)
+    assert own.startswith(
+        "ConfigError: the dataloader of this TrainPipeline, a generator, has no batch for another loop"
+    )
+    assert other == own.replace("ConfigError:", "InputError: rank 1:")
+
+
 def test_evaluation_and_prediction_between_steps() -> None:
     def run() -> None:
         rank, _ = world()
@@ -410,7 +445,7 @@ def test_a_loop_that_ends_early_lets_go_of_what_is_under_way() -> None:
         losses = [float(next(steps)) for _ in range(4)]
         assert model.context.headers.exchanged == 5, "the ids of the fifth batch are under way"
         steps.close()
-        assert list(steps) == []
+        assert next(steps, None) is None
         losses += [float(loss) for loss in pipeline_of(model, [batch(step, rank) for step in range(4, 6)], 2)]
         assert len(losses) == 6
 
@@ -550,7 +585,7 @@ def test_a_model_without_tables() -> None:
         loss_fn=lambda model, x: (model(x).sum(), x),
     )
     assert len([loss for loss, _ in steps]) == 3
-    assert list(steps) == []
+    assert next(steps, None) is None
 
 
 def test_depths() -> None:
