@@ -249,8 +249,8 @@ class Program:
         """Wait for a call's rows; the value first."""
         issued = self._kept[int(ticket)]
         call = issued.call
-        with _with_autograd(call.with_gradients), call.mode():
-            if call.with_gradients:
+        with _with_autograd(call.grad_mode.gradients), call.mode():
+            if call.grad_mode.gradients:
                 flight = call.flight()
                 if flight not in _BACKWARDS:
                     _BACKWARDS[flight] = _Backward(flight)

@@ -47,7 +47,7 @@ class TrainPipeline:
             for loss in pipeline:
                 ...
 
-    A loop after the last batch, or after :meth:`close`, is another pass over the dataloader; one after ``break`` goes on.
+    A loop after the last batch, or after :meth:`close`, is another pass over the dataloader.
 
     Which features each sharded module is called with is read from the first step: they have to be KeyedJaggedTensors
     that the batch holds (in a tuple, list, dict, dataclass or other object), not made in the model's forward. Where
@@ -117,7 +117,7 @@ class TrainPipeline:
                 else context.device
             )
         self._ahead = partial(Lookahead, context=context, depth=depth, device=torch.device(device))
-        self._steps = self._ahead(dataloader, gradients=True)
+        self._steps = self._ahead(dataloader)
 
     def __iter__(self) -> Self:
         self._steps.begin_pass()
@@ -178,7 +178,7 @@ class TrainPipeline:
             dataloader: batches, as many on every rank.
             forward: from model and batch to the output; default: ``model(batch)``.
         """
-        steps = self._ahead(dataloader, gradients=False)
+        steps = self._ahead(dataloader)
         while True:
             # Between two outputs the caller may train; a module that is frozen stays in its own mode.
             modes = {module: module.training for module in self._model.modules()}
