@@ -31,7 +31,7 @@ exchange uses the process group, the all-reduces use a separate one.
 from __future__ import annotations
 
 import zlib
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import partial
@@ -42,10 +42,9 @@ from weakref import WeakKeyDictionary
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.autograd.graph import get_gradient_edge
 
 from shardrec.errors import ConfigError
-from shardrec.exchange.backward_watch import weak_hook
+from shardrec.exchange.backward_watch import accumulates_in, reaches_a_leaf, weak_hook
 from shardrec.exchange.collectives import Collectives, FunctionalCollectives
 from shardrec.exchange.context import ModelContext
 from shardrec.exchange.flight_record import flight_record
@@ -53,8 +52,9 @@ from shardrec.exchange.peers import meet, peer_error, peers, watch_device
 from shardrec.exchange.shared.collectives import SharedCollectives
 from shardrec.exchange.subgroups import subgroup
 from shardrec.modules.fsdp import ShardedByFsdp
+from shardrec.modules.table import ShardedTable
 
-__all__ = ["DenseOptions", "DenseReducer", "DenseWrap", "average_dense", "dense_options"]
+__all__ = ["DenseOptions", "DenseReducer", "DenseWrap", "average_dense", "dense_options", "sparse_weights"]
 
 _LOOK_EVERY = timedelta(seconds=0.5)
 """How long to wait for the CPU's collectives before looking whether a rank has reported a failure."""
@@ -214,7 +214,6 @@ class DenseReducer:
         module: the model.
         group: of the ranks.
         context: of the model.
-        parameters: in the order of their registration, the same on every rank.
         options: of the user.
         fsdp: averages the gradients of the other parameters, if there is one.
 
@@ -229,7 +228,6 @@ class DenseReducer:
         module: nn.Module,
         group: dist.ProcessGroup,
         context: ModelContext,
-        parameters: Sequence[nn.Parameter],
         options: DenseOptions,
         fsdp: ShardedByFsdp | None,
     ) -> None:
@@ -238,6 +236,7 @@ class DenseReducer:
         self._share = 1 / dist.get_world_size(group)
         self._limit = int(options.get("bucket_cap_mb", _CAP_MB) * 2**20)
         self._broadcasts = options.get("broadcast_buffers", True) and next(module.buffers(), None) is not None
+        self._held: list[nn.Parameter] = []
         self._parameters: list[nn.Parameter] = []
         self._stepped: list[nn.Parameter] = []
         self._trains: list[bool] | None = None
@@ -245,13 +244,14 @@ class DenseReducer:
         self._tasks: set[int] = set()  # backwards that have begun since the last forward
         self._missing: set[nn.Parameter] = set()
         self._in_flight: list[_PendingCollective] = []
-        self.average(parameters)
+        self.arm()
 
-    def average(self, parameters: Iterable[nn.Parameter]) -> None:
+    def _average(self, held: list[nn.Parameter]) -> None:
         """Average the gradients of these parameters from now on, in the order of their registration."""
         known, stepped, take = set(self._parameters), set(self._stepped), weak_hook(self._take)
+        self._held, self._trains = held, None
         self._parameters = [
-            parameter for parameter in parameters if parameter.is_floating_point() or parameter.is_complex()
+            parameter for parameter in dict.fromkeys(held) if parameter.is_floating_point() or parameter.is_complex()
         ]
         self._stepped = [
             parameter for parameter in self._parameters if parameter in stepped or _without_steps(parameter)
@@ -262,8 +262,6 @@ class DenseReducer:
                 # Also of a frozen parameter, which may be trained later; torch wants one that requires a gradient.
                 parameter.requires_grad_().register_post_accumulate_grad_hook(take)
                 parameter.requires_grad_(trains)
-        self._trains = None
-        self.arm()
 
     def broadcast_buffers(self) -> None:
         """Broadcast rank 0's buffers to all ranks."""
@@ -272,19 +270,19 @@ class DenseReducer:
                 _broadcast([buffer.detach() for buffer in self._module.buffers()], self._group)
 
     def arm(self) -> None:
-        """Put the parameters that train now in buckets."""
+        """Put the parameters that the model has, and that train, now in buckets."""
         self._tasks.clear()
+        held = _averaged(self._module, [], dense=self._fsdp is None)
+        if list(map(id, held)) != list(map(id, self._held)):
+            self._average(held)
         trains = [parameter.requires_grad for parameter in self._parameters]
         if trains == self._trains:
             return
         self._trains = trains
-        self.agreement = f", {sum(trains)} dense parameters trained (checksum {zlib.crc32(bytes(trains)):x})"
-        modules = self._module.modules()
-        sparse = {
-            id(module.weight)
-            for module in modules
-            if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.sparse
-        }
+        shapes = [(parameter.shape, parameter.dtype) for parameter in self._parameters]
+        checksum = zlib.crc32(repr((trains, shapes)).encode())
+        self.agreement = f", {sum(trains)} dense parameters trained (checksum {checksum:x})"
+        sparse = sparse_weights(self._module)
         trained = [parameter for parameter in reversed(self._parameters) if parameter.requires_grad]
         self._sparse = [parameter for parameter in trained if id(parameter) in sparse]
         dense = [parameter for parameter in trained if id(parameter) not in sparse]
@@ -303,9 +301,9 @@ class DenseReducer:
         """Called when a backward begins."""
         reduces, task = self._context.gradients.reduce_this_backward, torch._C._current_graph_task_id()
         averaged = *self._places, *self._sparse
-        accumulates = self._fsdp is not None or any(map(_accumulates, averaged))
+        accumulates = self._fsdp is not None or any(map(accumulates_in, averaged))
         if averaged and not accumulates and task not in self._tasks:  # whose rest a backward inside of it may leave
-            accumulates = _reaches_a_leaf()
+            accumulates = reaches_a_leaf()
         self._tasks.add(task)
         if reduces and not accumulates:
             # Of torch.autograd.grad; or that of a lookup's operator, inside a backward that goes on after it.
@@ -510,8 +508,6 @@ def average_dense(
     module: nn.Module,
     dense: DenseWrap | DenseOptions,
     group: dist.ProcessGroup,
-    tables: Collection[nn.Parameter],
-    replicated: Collection[nn.Parameter],
     context: ModelContext,
 ) -> DenseReducer | None:
     """Average the gradients of a model's dense part, and broadcast its initial values from rank 0.
@@ -520,24 +516,41 @@ def average_dense(
         module: the model, its collections sharded.
         dense: how the gradients are averaged.
         group: of all ranks.
-        tables: the parameters of cut tables, whose gradients are not averaged.
-        replicated: the parameters of replicated tables, which kernels read in place, so that FSDP2 cannot shard them.
         context: of the model.
     """
     wrap, options = dense_options(dense)
     if wrap == "none":
         return None
-    ignored = {id(parameter) for parameter in tables}
-    parameters = [parameter for parameter in module.parameters() if id(parameter) not in ignored]
+    parameters = list(dict.fromkeys(_averaged(module, [], dense=True)))
     meet(group)
     with peers(group, "start of the dense part"):
         if parameters:
             dist._verify_params_across_processes(group, [parameter.detach() for parameter in parameters], None)
         _broadcast([tensor.detach() for tensor in (*parameters, *module.buffers())], group)
-    if wrap == "ddp":
-        return DenseReducer(module, group, context, parameters, options, None)
-    fsdp = ShardedByFsdp(module, group, [*tables, *replicated], context.device)
-    return DenseReducer(module, group, context, list(replicated), options, fsdp)
+    fsdp = None
+    if wrap == "fsdp":  # which cannot shard tables: kernels read them in place
+        tables = (child for child in module.modules() if isinstance(child, ShardedTable))
+        ignored = [parameter for table in tables for parameter in table.parameters()]
+        fsdp = ShardedByFsdp(module, group, ignored, context.device)
+    return DenseReducer(module, group, context, options, fsdp)
+
+
+def _averaged(module: nn.Module, held: list[nn.Parameter], *, dense: bool) -> list[nn.Parameter]:
+    """Append the parameters of replicated tables, and those of the ``dense`` part, in the order of registration."""
+    if dense:
+        held += [parameter for parameter in module._parameters.values() if parameter is not None]
+    for child in module._modules.values():
+        if isinstance(child, ShardedTable):
+            held += child.parameters() if child.layout.replicated else ()
+        elif child is not None:
+            _averaged(child, held, dense=dense)
+    return held
+
+
+def sparse_weights(module: nn.Module) -> set[int]:
+    """The ids of the weights in a model whose gradients are sparse."""
+    embeddings = (child for child in module.modules() if isinstance(child, (nn.Embedding, nn.EmbeddingBag)))
+    return {id(embedding.weight) for embedding in embeddings if embedding.sparse}
 
 
 def _broadcast(tensors: Sequence[Tensor], group: dist.ProcessGroup) -> None:
@@ -560,31 +573,6 @@ def _group_beside(group: dist.ProcessGroup, exchange: Collectives, device: torch
         backend = dist.get_backend_config(group)
         _GROUPS[group] = subgroup(group, range(group.size()), device, what="start of the dense part", backend=backend)
     return _GROUPS[group]
-
-
-def _accumulates(parameter: nn.Parameter) -> bool:
-    """Whether the running backward accumulates a gradient in this parameter if it reaches it."""
-    return parameter.requires_grad and _will_accumulate(get_gradient_edge(parameter).node)
-
-
-def _will_accumulate(leaf: Any) -> bool:
-    try:
-        return torch._C._will_engine_execute_node(leaf)
-    except RuntimeError:  # of torch.autograd.grad with respect to this leaf, which accumulates nothing
-        return False
-
-
-def _reaches_a_leaf() -> bool:
-    """Whether the running backward accumulates a gradient in any leaf behind the node that it is at."""
-    nodes: list[Any] = [torch._C._current_autograd_node()]
-    known = {None, *nodes}
-    for node in nodes:
-        if hasattr(node, "variable") and _will_accumulate(node):
-            return True
-        behind = {function for function, _ in node.next_functions} - known
-        known |= behind
-        nodes += behind
-    return False
 
 
 def _without_steps(parameter: nn.Parameter) -> bool:

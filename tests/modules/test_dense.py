@@ -297,6 +297,28 @@ def test_parameters_that_are_frozen_and_trained(case: Any) -> None:
     ranks(2, case)
 
 
+def replaced(how: str, fused: bool) -> None:
+    model, reference = made(fused, dense="fsdp" if how == "fsdp" else "ddp")
+    train_beside(model, reference, model, steps=1)
+    if how == "layer":
+        for one in (model.module, reference):
+            torch.manual_seed(1)
+            one.bottom, one.words = nn.Linear(DIM, DIM), nn.EmbeddingBag(9, DIM, mode="sum", sparse=True)
+    else:
+        given = model if how == "fsdp" else reference
+        tables = ("bags", "rows")
+        state = {key: value if key.startswith(tables) else value.clone() for key, value in given.state_dict().items()}
+        model.load_state_dict(state, assign=True)
+    train_beside(model, reference, model, steps=3)
+
+
+@pytest.mark.some(2)
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("how", ["assign", "layer", "fsdp"])
+def test_parameters_that_were_replaced_are_averaged(how: str, fused: bool) -> None:
+    ranks(2, replaced, how, fused)
+
+
 class Normed(Parts):
     """Has buffers, which each forward broadcasts."""
 
@@ -315,6 +337,8 @@ def disagree(how: str, fresh: bool, cls: type[Parts]) -> None:
         model(features_of(0, rank), EVERYTHING - {"words"}).backward()
     if how == "frozen":
         model.left.requires_grad_(rank == 0)
+    if how == "replaced" and rank:
+        model.module.left = nn.Linear(DIM, 2)  # type: ignore[assignment]
     accumulating = model.no_sync() if how == "no_sync" and rank else nullcontext()
     with torch.set_grad_enabled(how != "grad mode" or rank == 0), accumulating:
         model(features_of(1, rank), EVERYTHING)
@@ -329,6 +353,7 @@ def disagree(how: str, fresh: bool, cls: type[Parts]) -> None:
         ("grad mode", "rank 1: .*gradients off"),
         ("no_sync", "rank 1: .*gradients on in no_sync"),
         ("frozen", r"rank 1: .*, \d+ dense parameters trained"),
+        ("replaced", r"rank 1: .*, \d+ dense parameters trained"),
     ],
 )
 def test_ranks_that_disagree_raise(how: str, words: str, cls: type[Parts], fresh: bool) -> None:
