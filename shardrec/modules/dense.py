@@ -26,6 +26,9 @@ the gradients that exist by then, and the outer one averages the rest.
 [Note: a separate group] Ranks whose losses use different parts complete a bucket at different times: one before the
 exchange's gradients are sent, one after. Collectives of one process group are matched by their order. So if the
 exchange uses the process group, the all-reduces use a separate one.
+
+[Note: several models in a backward] Their gradients are complete in another order on each rank, too. So where several
+models of a process are trained, the all-reduces are issued at the end of a backward, model after model.
 """
 
 from __future__ import annotations
@@ -37,7 +40,7 @@ from datetime import timedelta
 from functools import partial
 from importlib import import_module
 from typing import Any, Literal, TypedDict, get_args
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, WeakValueDictionary
 
 import torch
 import torch.distributed as dist
@@ -52,9 +55,9 @@ from shardrec.exchange.peers import meet, peer_error, peers, watch_device
 from shardrec.exchange.shared.collectives import SharedCollectives
 from shardrec.exchange.subgroups import subgroup
 from shardrec.modules.fsdp import ShardedByFsdp
-from shardrec.modules.table import ShardedTable
+from shardrec.modules.table import ShardedTable, averaged_parameters
 
-__all__ = ["DenseOptions", "DenseReducer", "DenseWrap", "average_dense", "dense_options", "sparse_weights"]
+__all__ = ["DenseOptions", "DenseReducer", "DenseWrap", "average_dense", "dense_options"]
 
 _LOOK_EVERY = timedelta(seconds=0.5)
 """How long to wait for the CPU's collectives before looking whether a rank has reported a failure."""
@@ -64,7 +67,8 @@ _FIRST_BYTES = 2**20
 _COALESCED_BYTES = 250 * 2**20
 
 DenseWrap = Literal["ddp", "fsdp", "none"]
-"""``ddp``: a copy on every rank, gradients all-reduced; ``fsdp``: sharded by FSDP2; ``none``: as it is, the user's."""
+"""``ddp``: a copy on every rank, gradients all-reduced; ``fsdp``: sharded by FSDP2; ``none``: as it is, the user's, but
+for replicated tables."""
 
 
 class DenseOptions(TypedDict, total=False):
@@ -215,13 +219,16 @@ class DenseReducer:
         group: of the ranks.
         context: of the model.
         options: of the user.
-        fsdp: averages the gradients of the other parameters, if there is one.
+        dense: average the gradients of the dense part, too, and not of replicated tables alone.
+        fsdp: averages the gradients of the dense part, if there is one.
 
     Attributes:
         agreement: a text that says which parameters train, which the ranks compare.
+        sparse: those of them whose gradients are sparse.
     """
 
     agreement = ""
+    sparse: Sequence[nn.Parameter] = ()
 
     def __init__(
         self,
@@ -229,26 +236,29 @@ class DenseReducer:
         group: dist.ProcessGroup,
         context: ModelContext,
         options: DenseOptions,
+        *,
+        dense: bool,
         fsdp: ShardedByFsdp | None,
     ) -> None:
+        self._dense = dense
         self._module, self._group, self._context, self._fsdp = module, group, context, fsdp
         self._own_group = _group_beside(group, context.collectives, context.device)
         self._share = 1 / dist.get_world_size(group)
         self._limit = int(options.get("bucket_cap_mb", _CAP_MB) * 2**20)
         self._broadcasts = options.get("broadcast_buffers", True) and next(module.buffers(), None) is not None
         self._held: list[nn.Parameter] = []
-        self._parameters: list[nn.Parameter] = []
         self._stepped: list[nn.Parameter] = []
         self._trains: list[bool] | None = None
-        self._begun, self._is_active, self._issued = 0, False, 0
+        self._task, self._issued = -1, 0  # the backward whose gradients are averaged
         self._tasks: set[int] = set()  # backwards that have begun since the last forward
         self._missing: set[nn.Parameter] = set()
         self._in_flight: list[_PendingCollective] = []
         self.arm()
+        del _TRAINED[id(self)]  # a copy, of which only averages are kept, may never be
 
     def _average(self, held: list[nn.Parameter]) -> None:
         """Average the gradients of these parameters from now on, in the order of their registration."""
-        known, stepped, take = set(self._parameters), set(self._stepped), weak_hook(self._take)
+        known, stepped, take = set(self._held), set(self._stepped), weak_hook(self._take)
         self._held, self._trains = held, None
         self._parameters = [
             parameter for parameter in dict.fromkeys(held) if parameter.is_floating_point() or parameter.is_complex()
@@ -272,7 +282,8 @@ class DenseReducer:
     def arm(self) -> None:
         """Put the parameters that the model has, and that train, now in buckets."""
         self._tasks.clear()
-        held = _averaged(self._module, [], dense=self._fsdp is None)
+        _TRAINED[id(self)] = self
+        held = averaged_parameters(self._module, [], dense=self._dense)
         if list(map(id, held)) != list(map(id, self._held)):
             self._average(held)
         trains = [parameter.requires_grad for parameter in self._parameters]
@@ -282,9 +293,14 @@ class DenseReducer:
         shapes = [(parameter.shape, parameter.dtype) for parameter in self._parameters]
         checksum = zlib.crc32(repr((trains, shapes)).encode())
         self.agreement = f", {sum(trains)} dense parameters trained (checksum {checksum:x})"
-        sparse = sparse_weights(self._module)
+        modules = self._module.modules()
+        sparse = {
+            id(module.weight)
+            for module in modules
+            if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.sparse
+        }
         trained = [parameter for parameter in reversed(self._parameters) if parameter.requires_grad]
-        self._sparse = [parameter for parameter in trained if id(parameter) in sparse]
+        self.sparse = [parameter for parameter in trained if id(parameter) in sparse]
         dense = [parameter for parameter in trained if id(parameter) not in sparse]
         self._buckets = _buckets(dense, min(_FIRST_BYTES, self._limit), self._limit)
         if self._fsdp is not None and not self._buckets:
@@ -300,7 +316,7 @@ class DenseReducer:
     def begin(self) -> None:
         """Called when a backward begins."""
         reduces, task = self._context.gradients.reduce_this_backward, torch._C._current_graph_task_id()
-        averaged = *self._places, *self._sparse
+        averaged = *self._places, *self.sparse
         accumulates = self._fsdp is not None or any(map(accumulates_in, averaged))
         if averaged and not accumulates and task not in self._tasks:  # whose rest a backward inside of it may leave
             accumulates = reaches_a_leaf()
@@ -314,10 +330,9 @@ class DenseReducer:
                 bucket.forget()
         if self._fsdp is not None:
             self._fsdp.begin(reduce=reduces)
-        self._is_active = reduces
-        if not self._is_active:
+        self._task = task if reduces else -1
+        if not reduces:
             return
-        self._begun += 1
         self._issued = 0
         self._missing = set(self._places)
         for bucket in self._buckets:
@@ -325,19 +340,19 @@ class DenseReducer:
         # Those of FSDP2, and of DistributedDataParallel around a scripted model, may be queued later in this backward;
         # one that a callback queues comes after all of them.
         queue = torch.autograd.Variable._execution_engine.queue_callback
-        queue(partial(queue, partial(self._end, self._begun)))
+        queue(partial(queue, partial(_end_together, task)))
 
     @torch.no_grad()
     def _take(self, parameter: nn.Parameter) -> None:
         """Called when a parameter's gradient is complete."""
         self._context.gradients.backward.begin()
-        if not self._is_active or parameter not in self._missing:
+        if self._task < 0 or parameter not in self._missing:
             return
         bucket, number = self._places[parameter]
         self._copy(bucket, number)
         bucket.left -= 1
         # FSDP2's flags are known at the end.
-        ready = len(self._buckets) - (self._fsdp is not None)
+        ready = len(self._buckets) - (self._fsdp is not None) if len(_TRAINED) == 1 else 0
         while self._issued < ready and not self._buckets[self._issued].left:
             self._issue_next()
 
@@ -374,11 +389,9 @@ class DenseReducer:
         return in_buckets if self._fsdp is None else [*in_buckets, *self._fsdp.flags()]
 
     @torch.no_grad()
-    def _end(self, begun: int) -> None:
+    def end(self) -> None:
         """Called when all gradients of this rank are complete."""
-        if begun != self._begun or not self._is_active:
-            return  # a backward inside this one was the last to accumulate
-        self._is_active = False
+        self._task = -1
         for bucket in self._buckets[self._issued :]:
             for number, parameter in enumerate(bucket.parameters):
                 if parameter in self._missing:
@@ -427,16 +440,16 @@ class DenseReducer:
 
     def _sparse_means(self) -> Iterator[tuple[nn.Parameter, Tensor]]:
         """The means of gradients that are sparse on every rank that has one; dense, if they are dense on any."""
-        if not self._sparse:
+        if not self.sparse:
             return
-        gradients = [parameter.grad for parameter in self._sparse]
+        gradients = [parameter.grad for parameter in self.sparse]
         gradients = [
             gradient.coalesce() if gradient is not None and gradient.is_sparse else gradient for gradient in gradients
         ]
         counts = [(-1 if gradient is None else gradient._nnz() if gradient.is_sparse else -2) for gradient in gradients]
         local_counts = torch.tensor(counts, device=self._context.device)
         of_ranks = self._gathered(local_counts).tolist()
-        for number, (parameter, gradient) in enumerate(zip(self._sparse, gradients, strict=True)):
+        for number, (parameter, gradient) in enumerate(zip(self.sparse, gradients, strict=True)):
             sizes = [counts[number] for counts in of_ranks]
             if set(sizes) == {-1}:
                 continue
@@ -504,13 +517,23 @@ class DenseReducer:
             raise peer_error(self._group, pending.what, error) from error
 
 
+_TRAINED: WeakValueDictionary[int, DenseReducer] = WeakValueDictionary()
+"""By their ids, those of models that have had a forward with gradients, in the order of the first one."""
+
+
+def _end_together(task: int) -> None:
+    """A backward ends; see [Note: several models in a backward]."""
+    for reducer in list(_TRAINED.values()):
+        if reducer._task == task:  # and not one inside of it, which was the last to accumulate
+            reducer.end()
+
+
 def average_dense(
-    module: nn.Module,
-    dense: DenseWrap | DenseOptions,
-    group: dist.ProcessGroup,
-    context: ModelContext,
-) -> DenseReducer | None:
+    module: nn.Module, dense: DenseWrap | DenseOptions, group: dist.ProcessGroup, context: ModelContext
+) -> DenseReducer:
     """Average the gradients of a model's dense part, and broadcast its initial values from rank 0.
+
+    With ``dense="none"``, of replicated tables alone, whose copies would drift apart.
 
     Args:
         module: the model, its collections sharded.
@@ -520,37 +543,20 @@ def average_dense(
     """
     wrap, options = dense_options(dense)
     if wrap == "none":
-        return None
-    parameters = list(dict.fromkeys(_averaged(module, [], dense=True)))
+        options = {"broadcast_buffers": False}
+    parameters = list(dict.fromkeys(averaged_parameters(module, [], dense=wrap != "none")))
+    buffers = () if wrap == "none" else module.buffers()
     meet(group)
     with peers(group, "start of the dense part"):
         if parameters:
             dist._verify_params_across_processes(group, [parameter.detach() for parameter in parameters], None)
-        _broadcast([tensor.detach() for tensor in (*parameters, *module.buffers())], group)
+        _broadcast([tensor.detach() for tensor in (*parameters, *buffers)], group)
     fsdp = None
     if wrap == "fsdp":  # which cannot shard tables: kernels read them in place
         tables = (child for child in module.modules() if isinstance(child, ShardedTable))
         ignored = [parameter for table in tables for parameter in table.parameters()]
         fsdp = ShardedByFsdp(module, group, ignored, context.device)
-    return DenseReducer(module, group, context, options, fsdp)
-
-
-def _averaged(module: nn.Module, held: list[nn.Parameter], *, dense: bool) -> list[nn.Parameter]:
-    """Append the parameters of replicated tables, and those of the ``dense`` part, in the order of registration."""
-    if dense:
-        held += [parameter for parameter in module._parameters.values() if parameter is not None]
-    for child in module._modules.values():
-        if isinstance(child, ShardedTable):
-            held += child.parameters() if child.layout.replicated else ()
-        elif child is not None:
-            _averaged(child, held, dense=dense)
-    return held
-
-
-def sparse_weights(module: nn.Module) -> set[int]:
-    """The ids of the weights in a model whose gradients are sparse."""
-    embeddings = (child for child in module.modules() if isinstance(child, (nn.Embedding, nn.EmbeddingBag)))
-    return {id(embedding.weight) for embedding in embeddings if embedding.sparse}
+    return DenseReducer(module, group, context, options, dense=wrap == "ddp", fsdp=fsdp)
 
 
 def _broadcast(tensors: Sequence[Tensor], group: dist.ProcessGroup) -> None:

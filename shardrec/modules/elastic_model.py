@@ -30,7 +30,7 @@ from shardrec.exchange.headers import checksum
 from shardrec.exchange.subgroups import subgroup
 from shardrec.exchange.transport import timeout_s
 from shardrec.layout import ShardingPlan
-from shardrec.modules.dense import DenseOptions, DenseWrap, sparse_weights
+from shardrec.modules.dense import DenseOptions, DenseWrap
 from shardrec.modules.elastic import ElasticGroup, Phase
 from shardrec.modules.model import ShardedModel
 from shardrec.modules.replicas import Replicas
@@ -215,9 +215,10 @@ class ElasticModel(ShardedModel):
             # It is where the others are: maybe before a step, of which it has no gradients.
             weight = 0.0
             self.begin()
-        sparse = sparse_weights(self.module)
+        assert self._reducer is not None, "it has averaged these gradients"
+        sparse = set(self._reducer.sparse)
         for parameter, mean in zip(parameters, means, strict=True):
-            parameter.grad = mean if mean is None or id(parameter) not in sparse else mean.to_sparse(1)
+            parameter.grad = mean if mean is None or parameter not in sparse else mean.to_sparse(1)
         self.steps, self._is_in_step = self.steps + 1, False
 
     def _operate(self, operation: str, run: Callable[[], None]) -> bool:

@@ -150,7 +150,12 @@ class Lookahead:
                 self._source = None
                 if not self._needs_batch:
                     return
-                slot = _Slot(error=_used_up(self._batches))
+                reason = (
+                    f"the dataloader of this TrainPipeline, a {type(self._batches).__name__}, has no batch for another "
+                    "loop: give it one that can be iterated again, such as a DataLoader or a list, or make a pipeline "
+                    "for each epoch"
+                )
+                slot = _Slot(error=ConfigError(reason))
             except Exception as error:
                 slot = _Slot(error=error)
             self._slots.append(slot)
@@ -282,13 +287,6 @@ class Lookahead:
         if not self._has_warned:
             self._has_warned = True
             warnings.warn(f"TrainPipeline exchanges no ids ahead of this step: {reason}", stacklevel=5)
-
-
-def _used_up(batches: Iterable[Any]) -> ConfigError:
-    return ConfigError(
-        f"the dataloader of this TrainPipeline, a {type(batches).__name__}, has no batch for another loop: give it one "
-        "that can be iterated again, such as a DataLoader or a list, or make a pipeline for each epoch"
-    )
 
 
 def tell_others(error: Exception, context: ModelContext) -> None:
