@@ -225,9 +225,9 @@ class Program:
         ticket = torch.tensor(next(self._tickets))
         number = int(ticket)
         weights = features.weights_or_none()
-        if scripted is not None and gradients:  # no forward of the model has done so
-            self._context.gradients.begin_forward()
         with _with_autograd(gradients), _in_mode(self._module, scripted):
+            if scripted is not None:  # no forward of the model has done so
+                self._context.gradients.begin_forward()
             if weights_require_grad and gradients:
                 weights.requires_grad_()
             self._kept[number] = _Issued(

@@ -284,7 +284,7 @@ class DenseReducer:
         self._tasks.clear()
         _TRAINED[id(self)] = self
         held = averaged_parameters(self._module, [], dense=self._dense)
-        if list(map(id, held)) != list(map(id, self._held)):
+        if self._trains is None or list(map(id, held)) != list(map(id, self._held)):
             self._average(held)
         trains = [parameter.requires_grad for parameter in self._parameters]
         if trains == self._trains:
