@@ -27,8 +27,8 @@ the gradients that exist by then, and the outer one averages the rest.
 exchange's gradients are sent, one after. Collectives of one process group are matched by their order. So if the
 exchange uses the process group, the all-reduces use a separate one.
 
-[Note: several models in a backward] Their gradients are complete in another order on each rank, too. So where several
-models of a process are trained, the all-reduces are issued at the end of a backward, model after model.
+[Note: several models in a backward] Their gradients are complete in another order on each rank, too. So if a process
+has several models, the all-reduces are issued at the end of a backward, model after model.
 """
 
 from __future__ import annotations
@@ -254,7 +254,7 @@ class DenseReducer:
         self._missing: set[nn.Parameter] = set()
         self._in_flight: list[_PendingCollective] = []
         self.arm()
-        del _TRAINED[id(self)]  # a copy, of which only averages are kept, may never be
+        _REDUCERS[id(self)] = self
 
     def _average(self, held: list[nn.Parameter]) -> None:
         """Average the gradients of these parameters from now on, in the order of their registration."""
@@ -282,7 +282,6 @@ class DenseReducer:
     def arm(self) -> None:
         """Put the parameters that the model has, and that train, now in buckets."""
         self._tasks.clear()
-        _TRAINED[id(self)] = self
         held = averaged_parameters(self._module, [], dense=self._dense)
         if self._trains is None or list(map(id, held)) != list(map(id, self._held)):
             self._average(held)
@@ -352,7 +351,7 @@ class DenseReducer:
         self._copy(bucket, number)
         bucket.left -= 1
         # FSDP2's flags are known at the end.
-        ready = len(self._buckets) - (self._fsdp is not None) if len(_TRAINED) == 1 else 0
+        ready = len(self._buckets) - (self._fsdp is not None) if len(_REDUCERS) == 1 else 0
         while self._issued < ready and not self._buckets[self._issued].left:
             self._issue_next()
 
@@ -517,13 +516,13 @@ class DenseReducer:
             raise peer_error(self._group, pending.what, error) from error
 
 
-_TRAINED: WeakValueDictionary[int, DenseReducer] = WeakValueDictionary()
-"""By their ids, those of models that have had a forward with gradients, in the order of the first one."""
+_REDUCERS: WeakValueDictionary[int, DenseReducer] = WeakValueDictionary()
+"""By their ids, in the order in which the ranks have made them."""
 
 
 def _end_together(task: int) -> None:
     """A backward ends; see [Note: several models in a backward]."""
-    for reducer in list(_TRAINED.values()):
+    for reducer in list(_REDUCERS.values()):
         if reducer._task == task:  # and not one inside of it, which was the last to accumulate
             reducer.end()
 
