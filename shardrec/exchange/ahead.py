@@ -17,9 +17,9 @@ from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any
 
-from shardrec.errors import ShardrecError
+from shardrec.errors import ConfigError, ShardrecError
 from shardrec.exchange.headers import Headers
-from shardrec.exchange.step import Call, Caller, exchange_ids, split_by_compatibility
+from shardrec.exchange.step import Call, Caller, GradMode, exchange_ids, split_by_compatibility
 
 __all__ = ["Ahead"]
 
@@ -29,21 +29,43 @@ class Ahead:
 
     Args:
         headers: of the model.
-        calls: each module with its features; as an attribute, the :class:`Call` of each.
+        calls: each module with its features, in its expected mode; as an attribute, the :class:`Call` of each.
     """
 
-    def __init__(self, headers: Headers, calls: Sequence[tuple[Caller, object]]) -> None:
+    def __init__(self, headers: Headers, calls: Sequence[tuple[Caller, object, GradMode]]) -> None:
         self._headers, self._plans = headers, headers.plans
-        self.calls = [module.new_call(features) for module, features in calls]
-        self._left = [(*source, call) for source, call in zip(calls, self.calls, strict=True)]
+        self._left: list[tuple[Caller, object, Call]] = []
+        self._in_other_mode: list[Call] = []
+        for module, features, mode in calls:
+            with mode.entered():
+                self._left.append((module, features, module.new_call(features)))
+        self.calls = [call for _, _, call in self._left]
 
     def take(self, module: Caller, features: object) -> Call | None:
-        """The prepared call of a module with this features object, at most once; else None."""
+        """The prepared call of a module with this features object, in these modes, at most once; else None."""
+        mode = GradMode.current(), module.assigns_new_ids()
         for place, (known_module, known_features, call) in enumerate(self._left):
             if known_module is module and known_features is features:
-                del self._left[place]
-                return call
+                if (call.grad_mode, call.assigns_new_ids) == mode:
+                    del self._left[place]
+                    return call
+                self._in_other_mode.append(call)
         return None
+
+    def refuse_other_modes(self) -> None:
+        """Raise if a call's rows were looked up early, and the forward has made it in another mode only.
+
+        Raises:
+            ConfigError: on every rank, before the backward.
+        """
+        for module, _, call in self._left:
+            if call in self._in_other_mode and call.is_launched and (call.grad_mode.gradients or call.assigns_new_ids):
+                tables = ", ".join(repr(name) for name in {name: None for _, name, _ in call.input.expect.tables})
+                raise ConfigError(
+                    f"{type(module).__name__} of tables {tables} is called in another mode (torch.no_grad, "
+                    "torch.inference_mode, eval()) than in the steps before, for which TrainPipeline has looked up its "
+                    "rows: call it in one mode, or give TrainPipeline depth=0"
+                )
 
     @property
     def is_used_up(self) -> bool:

@@ -236,9 +236,9 @@ class Program:
         weights = features.weights_or_none()
         if torch._C._current_graph_task_id() == -1:
             self._context.gradients.returning.clear()  # of a backward that raised
-        if scripted is not None and gradients:  # no forward of the model has done so
-            self._context.gradients.begin_forward()
         with _with_autograd(gradients), _in_mode(self._module, scripted):
+            if scripted is not None:  # no forward of the model has done so
+                self._context.gradients.begin_forward()
             if weights_require_grad and gradients:
                 weights.requires_grad_()
             self._kept[number] = _Issued(
@@ -260,8 +260,8 @@ class Program:
         """Wait for a call's rows; the value first."""
         issued = self._kept[int(ticket)]
         call = issued.call
-        with _with_autograd(call.with_gradients), call.mode():
-            if call.with_gradients:
+        with _with_autograd(call.grad_mode.gradients), call.mode():
+            if call.grad_mode.gradients:
                 flight = call.flight()
                 if flight not in _BACKWARDS:
                     _BACKWARDS[flight] = _Backward(flight)

@@ -31,7 +31,7 @@ from shardrec.exchange.ahead import Ahead
 from shardrec.exchange.blocks import RowAllToAll
 from shardrec.exchange.call_batching import CallBatching, Phase
 from shardrec.exchange.headers import Headers
-from shardrec.exchange.step import Call, Caller, can_share, exchange_and_look_up, split_by_compatibility
+from shardrec.exchange.step import Call, Caller, GradMode, can_share, exchange_and_look_up, split_by_compatibility
 from shardrec.exchange.wire import QuantizedComms
 
 __all__ = ["ExchangeQueue"]
@@ -48,7 +48,7 @@ class ExchangeQueue:
     Attributes:
         output: the exchange of rows.
         ahead: the calls of the present forward, if they were made before it.
-        observed: if a list, each call of the present forward is appended, with its features; default: None.
+        observed: if a list, each call of the present forward is appended, with its features and modes; default: None.
         on_value: called with each call and its value.
         before_look_up: called when the exchange of some calls begins, whoever made them.
         unused: the calls whose value has not been used yet.
@@ -59,7 +59,7 @@ class ExchangeQueue:
         self.output = RowAllToAll(collectives, comms, device=device, before_gradients=before_gradients)
         self._comms = comms
         self.ahead: Ahead | None = None
-        self.observed: list[tuple[Caller, object]] | None = None
+        self.observed: list[tuple[Caller, object, GradMode]] | None = None
         self.on_value: Callable[[Call, Any], None] | None = None
         self.before_look_up: Callable[[], None] | None = None
         self._headers, self._collectives = headers, collectives
@@ -72,8 +72,8 @@ class ExchangeQueue:
     def submit(self, module: Caller, features: object, *, by_operator: bool = False, scripted: bool = False) -> Call:
         """Queue a module's call, and begin the exchange if no further call is expected to share it.
 
-        A call that was made ahead of this forward (:mod:`shardrec.exchange.ahead`) with these features is used instead
-        of a new one.
+        A call that was made ahead of this forward (:mod:`shardrec.exchange.ahead`) with these features, in these modes,
+        is used instead of a new one.
 
         Args:
             module: the sharded module that is called.
@@ -95,7 +95,7 @@ class ExchangeQueue:
             )
         with self._alone(waits=scripted):
             if self.observed is not None:
-                self.observed.append((module, features))
+                self.observed.append((module, features, GradMode.current()))
             queued = None if self.ahead is None else self.ahead.take(module, features)
             if queued is None:
                 queued = module.new_call(features)
@@ -210,8 +210,9 @@ class ExchangeQueue:
         begin = sum(call.is_launched for call in ahead.calls)
         for end in accumulate(self._batching.known or [len(ahead.calls)]):
             if end > begin:
-                self._calls = ahead.calls[begin:end]
-                for call in self._calls:
-                    call.error = None
-                self.flush()
+                for calls in split_by_compatibility(self._headers, ahead.calls[begin:end]):
+                    self._calls = calls
+                    for call in calls:
+                        call.error = None
+                    self.flush()
                 begin = end

@@ -38,6 +38,7 @@ __all__ = [
     "Call",
     "Caller",
     "DifferentiableOutput",
+    "GradMode",
     "can_share",
     "exchange_and_look_up",
     "exchange_ids",
@@ -87,6 +88,24 @@ def exchange_and_look_up(headers: Headers, inside: RowAllToAll, output: RowAllTo
         call.launch(flight, number)
 
 
+class GradMode(NamedTuple):
+    """Whether gradients, and inference mode, are enabled where a call is made."""
+
+    gradients: bool
+    inference: bool
+
+    @classmethod
+    def current(cls) -> GradMode:
+        """That of torch now."""
+        return cls(torch.is_grad_enabled(), torch.is_inference_mode_enabled())
+
+    @contextmanager
+    def entered(self) -> Iterator[None]:
+        """Inside, it is torch's."""
+        with torch.inference_mode(self.inference), torch.set_grad_enabled(self.gradients):
+            yield
+
+
 class Caller(Protocol):
     """A sharded module, which makes calls."""
 
@@ -99,6 +118,9 @@ class Caller(Protocol):
 
     def fault(self) -> str:
         """What is wrong with the module, regardless of the features; "" for nothing."""
+
+    def assigns_new_ids(self) -> bool:
+        """Whether a call gives rows to new dynamic ids."""
 
 
 class DifferentiableOutput(NamedTuple):
@@ -128,6 +150,8 @@ class Call(abc.ABC):
         requires_grad: whether its rows take a gradient, if gradients are enabled; the same on every rank.
 
     Attributes:
+        grad_mode: in which it was made.
+        assigns_new_ids: whether it gives rows to new dynamic ids.
         sent: the batch as it was sent, from the header exchange until the row exchange begins; else None.
         found_rows: of dynamic ids, what :meth:`find_rows` has found; else None.
         by_operator: made by an operator (:mod:`shardrec.exchange.operators`), whose backward differs.
@@ -146,12 +170,13 @@ class Call(abc.ABC):
         self.by_operator = False
         self.on_value: Callable[[Call, Any], None] | None = None
         self.error: BaseException | None = None
-        self.with_gradients = torch.is_grad_enabled()
-        self.in_inference = torch.is_inference_mode_enabled()
+        self.grad_mode = GradMode.current()
         self._on_use = on_use
         self._receive: Callable[[], ShardInput] | None = None
         self._flight: BlocksInFlight | None = None
         self._stream = 0
+
+    assigns_new_ids = False
 
     @abc.abstractmethod
     def find_rows(self) -> None:
@@ -179,15 +204,7 @@ class Call(abc.ABC):
 
     def mode(self) -> AbstractContextManager[None]:
         """The grad mode in which the call was made: its value is finished in it, wherever it is first used."""
-        same_grad_mode = torch.is_grad_enabled() is self.with_gradients
-        if same_grad_mode and torch.is_inference_mode_enabled() is self.in_inference:
-            return nullcontext()
-        return self._mode()
-
-    @contextmanager
-    def _mode(self) -> Iterator[None]:
-        with torch.inference_mode(self.in_inference), torch.set_grad_enabled(self.with_gradients):
-            yield
+        return nullcontext() if self.grad_mode == GradMode.current() else self.grad_mode.entered()
 
     @property
     def is_queued(self) -> bool:
@@ -245,9 +262,8 @@ def can_share(headers: Headers, call: Call, calls: Sequence[Call]) -> bool:
     first = calls[0]
     columns = sum(other.input.columns for other in (*calls, call))
     return (
-        first.with_gradients == call.with_gradients
+        first.grad_mode == call.grad_mode
         and first.by_operator == call.by_operator
-        and first.in_inference == call.in_inference
         and columns <= headers.columns - FIXED_COLUMNS
     )
 

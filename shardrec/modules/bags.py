@@ -206,8 +206,8 @@ class BagCall(Call):
         prepared = replace(prepared, extra_counts=collection._replicated_counts(prepared.batch))
         requires_grad = prepared.weights_require_grad or collection.has_trainable_shards
         super().__init__(collection.context.queue.used, collection.input, prepared, requires_grad=requires_grad)
+        self.assigns_new_ids = collection.assigns_new_ids()
         self._collection = collection
-        self._assigns_new_ids = collection.assigns_new_ids()
         self._shard_input: ShardInput | None = None
         self._pooled: Tensor | None = None
         self._replicated: Tensor | None = None
@@ -215,7 +215,7 @@ class BagCall(Call):
 
     def find_rows(self) -> None:
         """Begin to map ids, behind the computation of the previous batch."""
-        if self._collection.id_maps is not None and self._assigns_new_ids:
+        if self._collection.id_maps is not None and self.assigns_new_ids:
             self.found_rows = self._collection.id_maps.find_rows(self.received())
 
     def look_up(self, shard_input: ShardInput) -> Stream | None:
@@ -227,7 +227,7 @@ class BagCall(Call):
             assert self.sent is not None, "ids are sent before they are looked up"
             received = received_id_weights(weights, self.sent, shard_input, collection.context.collectives)
             weighted = replace(shard_input, weights=received)
-        mapped = collection.mapped(weighted, assign_new_ids=self._assigns_new_ids, rows=self.found_rows)
+        mapped = collection.mapped(weighted, assign_new_ids=self.assigns_new_ids, rows=self.found_rows)
         # Memory from which pooled rows can usually be sent without a copy.
         allocate = collection.context.collectives.allocate
         self._pooled = collection.shards(mapped.shard_input, lambda numel: allocate(numel, collection.device))

@@ -112,10 +112,10 @@ def shard(
             :class:`shardrec.modules.ElasticModel`. Default: one copy.
         dense: ``"ddp"``: every rank holds the dense part, whose gradients are averaged at the end of each backward as
             by DistributedDataParallel, but losses may use different parameters on each rank. ``"fsdp"``: FSDP2
-            (``fully_shard``) shards the dense part's parameters; replicated tables stay unsharded. ``"none"``: its
-            gradients are not averaged. A dict is ``"ddp"`` with options of DistributedDataParallel: ``bucket_cap_mb``
-            (25), the MiB of an all-reduce, and ``broadcast_buffers`` (True), which sends rank 0's buffers to all before
-            each forward. ``{"use_orig_params": True}``, FSDP's option, means ``"fsdp"``.
+            (``fully_shard``) shards the dense part's parameters; replicated tables stay unsharded. ``"none"``: only
+            those of replicated tables are averaged. A dict is ``"ddp"`` with options of DistributedDataParallel:
+            ``bucket_cap_mb`` (25), the MiB of an all-reduce, and ``broadcast_buffers`` (True), which sends rank 0's
+            buffers to all before each forward. ``{"use_orig_params": True}``, FSDP's option, means ``"fsdp"``.
         on_bad_id: the policy for ids outside ``[0, num_embeddings)``, for all features or by feature. ``"error"``:
             every rank raises InputError. ``"zero"``: the id is looked up as a row of zeros, which takes no gradient; a
             pooled bag is as if the id were not in it, and a mean does not count it (as ``padding_idx`` of

@@ -26,26 +26,28 @@ the gradients that exist by then, and the outer one averages the rest.
 [Note: a separate group] Ranks whose losses use different parts complete a bucket at different times: one before the
 exchange's gradients are sent, one after. Collectives of one process group are matched by their order. So if the
 exchange uses the process group, the all-reduces use a separate one.
+
+[Note: several models in a backward] Their gradients are complete in another order on each rank, too. So if a process
+has several models, the all-reduces are issued at the end of a backward, model after model.
 """
 
 from __future__ import annotations
 
 import zlib
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import partial
 from importlib import import_module
 from typing import Any, Literal, TypedDict, get_args
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, WeakValueDictionary
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.autograd.graph import get_gradient_edge
 
 from shardrec.errors import ConfigError
-from shardrec.exchange.backward_watch import weak_hook
+from shardrec.exchange.backward_watch import accumulates_in, reaches_a_leaf, weak_hook
 from shardrec.exchange.collectives import Collectives, FunctionalCollectives
 from shardrec.exchange.context import ModelContext
 from shardrec.exchange.flight_record import flight_record
@@ -53,6 +55,7 @@ from shardrec.exchange.peers import meet, peer_error, peers, watch_device
 from shardrec.exchange.shared.collectives import SharedCollectives
 from shardrec.exchange.subgroups import subgroup
 from shardrec.modules.fsdp import ShardedByFsdp
+from shardrec.modules.table import ShardedTable, averaged_parameters
 
 __all__ = ["DenseOptions", "DenseReducer", "DenseWrap", "average_dense", "dense_options"]
 
@@ -64,7 +67,8 @@ _FIRST_BYTES = 2**20
 _COALESCED_BYTES = 250 * 2**20
 
 DenseWrap = Literal["ddp", "fsdp", "none"]
-"""``ddp``: a copy on every rank, gradients all-reduced; ``fsdp``: sharded by FSDP2; ``none``: as it is, the user's."""
+"""``ddp``: a copy on every rank, gradients all-reduced; ``fsdp``: sharded by FSDP2; ``none``: as it is, the user's, but
+for replicated tables."""
 
 
 class DenseOptions(TypedDict, total=False):
@@ -214,44 +218,50 @@ class DenseReducer:
         module: the model.
         group: of the ranks.
         context: of the model.
-        parameters: in the order of their registration, the same on every rank.
         options: of the user.
-        fsdp: averages the gradients of the other parameters, if there is one.
+        dense: average the gradients of the dense part, too, and not of replicated tables alone.
+        fsdp: averages the gradients of the dense part, if there is one.
 
     Attributes:
         agreement: a text that says which parameters train, which the ranks compare.
+        sparse: those of them whose gradients are sparse.
     """
 
     agreement = ""
+    sparse: Sequence[nn.Parameter] = ()
 
     def __init__(
         self,
         module: nn.Module,
         group: dist.ProcessGroup,
         context: ModelContext,
-        parameters: Sequence[nn.Parameter],
         options: DenseOptions,
+        *,
+        dense: bool,
         fsdp: ShardedByFsdp | None,
     ) -> None:
+        self._dense = dense
         self._module, self._group, self._context, self._fsdp = module, group, context, fsdp
         self._own_group = _group_beside(group, context.collectives, context.device)
         self._share = 1 / dist.get_world_size(group)
         self._limit = int(options.get("bucket_cap_mb", _CAP_MB) * 2**20)
         self._broadcasts = options.get("broadcast_buffers", True) and next(module.buffers(), None) is not None
-        self._parameters: list[nn.Parameter] = []
+        self._held: list[nn.Parameter] = []
         self._stepped: set[nn.Parameter] = set()  # with optimizers in backward, which step here
         self._trains: list[bool] | None = None
-        self._begun, self._is_active, self._issued = 0, False, 0
+        self._task, self._issued = -1, 0  # the backward whose gradients are averaged
         self._tasks: set[int] = set()  # backwards that have begun since the last forward
         self._missing: set[nn.Parameter] = set()
         self._in_flight: list[_PendingCollective] = []
-        self.average(parameters)
+        self.arm()
+        _REDUCERS[id(self)] = self
 
-    def average(self, parameters: Iterable[nn.Parameter]) -> None:
+    def _average(self, held: list[nn.Parameter]) -> None:
         """Average the gradients of these parameters from now on, in the order of their registration."""
-        known, take = set(self._parameters), weak_hook(self._take)
+        known, take = set(self._held), weak_hook(self._take)
+        self._held, self._trains = held, None
         self._parameters = [
-            parameter for parameter in parameters if parameter.is_floating_point() or parameter.is_complex()
+            parameter for parameter in dict.fromkeys(held) if parameter.is_floating_point() or parameter.is_complex()
         ]
         self._stepped.intersection_update(self._parameters)
         for parameter in self._parameters:
@@ -260,8 +270,6 @@ class DenseReducer:
                 # Also of a frozen parameter, which may be trained later; torch wants one that requires a gradient.
                 parameter.requires_grad_().register_post_accumulate_grad_hook(take)
                 parameter.requires_grad_(trains)
-        self._trains = None
-        self.arm()
 
     def broadcast_buffers(self) -> None:
         """Broadcast rank 0's buffers to all ranks."""
@@ -270,15 +278,20 @@ class DenseReducer:
                 _broadcast([buffer.detach() for buffer in self._module.buffers()], self._group)
 
     def arm(self) -> None:
-        """Put the parameters that train now in buckets."""
+        """Put the parameters that the model has, and that train, now in buckets."""
         self._tasks.clear()
         if self._fsdp is not None:
             self._fsdp.refuse_in_backward()
+        held = averaged_parameters(self._module, [], dense=self._dense)
+        if self._trains is None or list(map(id, held)) != list(map(id, self._held)):
+            self._average(held)
         trains = [parameter.requires_grad for parameter in self._parameters]
         if trains == self._trains:
             return
         self._trains = trains
-        self.agreement = f", {sum(trains)} dense parameters trained (checksum {zlib.crc32(bytes(trains)):x})"
+        shapes = [(parameter.shape, parameter.dtype) for parameter in self._parameters]
+        checksum = zlib.crc32(repr((trains, shapes)).encode())
+        self.agreement = f", {sum(trains)} dense parameters trained (checksum {checksum:x})"
         modules = self._module.modules()
         sparse = {
             id(module.weight)
@@ -286,7 +299,7 @@ class DenseReducer:
             if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.sparse
         }
         trained = [parameter for parameter in reversed(self._parameters) if parameter.requires_grad]
-        self._sparse = [parameter for parameter in trained if id(parameter) in sparse]
+        self.sparse = [parameter for parameter in trained if id(parameter) in sparse]
         dense = [parameter for parameter in trained if id(parameter) not in sparse]
         self._buckets = _buckets(dense, min(_FIRST_BYTES, self._limit), self._limit)
         if self._fsdp is not None and not self._buckets:
@@ -302,10 +315,10 @@ class DenseReducer:
     def begin(self) -> None:
         """Called when a backward begins."""
         reduces, task = self._context.gradients.reduce_this_backward, torch._C._current_graph_task_id()
-        averaged = *self._places, *self._sparse
-        accumulates = self._fsdp is not None or any(map(_accumulates, averaged))
+        averaged = *self._places, *self.sparse
+        accumulates = self._fsdp is not None or any(map(accumulates_in, averaged))
         if averaged and not accumulates and task not in self._tasks:  # whose rest a backward inside of it may leave
-            accumulates = _reaches_a_leaf()
+            accumulates = reaches_a_leaf()
         self._tasks.add(task)
         self._stepped.update(filter(_without_steps, self._parameters))  # some may have come since the last backward
         if reduces and not accumulates:
@@ -317,10 +330,9 @@ class DenseReducer:
                 bucket.forget()
         if self._fsdp is not None:
             self._fsdp.begin(reduce=reduces)
-        self._is_active = reduces
-        if not self._is_active:
+        self._task = task if reduces else -1
+        if not reduces:
             return
-        self._begun += 1
         self._issued = 0
         self._missing = set(self._places)
         for bucket in self._buckets:
@@ -328,19 +340,19 @@ class DenseReducer:
         # Those of FSDP2, and of DistributedDataParallel around a scripted model, may be queued later in this backward;
         # one that a callback queues comes after all of them.
         queue = torch.autograd.Variable._execution_engine.queue_callback
-        queue(partial(queue, partial(self._end, self._begun)))
+        queue(partial(queue, partial(_end_together, task)))
 
     @torch.no_grad()
     def _take(self, parameter: nn.Parameter) -> None:
         """Called when a parameter's gradient is complete."""
         self._context.gradients.backward.begin()
-        if not self._is_active or parameter not in self._missing:
+        if self._task < 0 or parameter not in self._missing:
             return
         bucket, number = self._places[parameter]
         self._copy(bucket, number)
         bucket.left -= 1
         # FSDP2's flags are known at the end.
-        ready = len(self._buckets) - (self._fsdp is not None)
+        ready = len(self._buckets) - (self._fsdp is not None) if len(_REDUCERS) == 1 else 0
         while self._issued < ready and not self._buckets[self._issued].left:
             self._issue_next()
 
@@ -377,11 +389,9 @@ class DenseReducer:
         return in_buckets if self._fsdp is None else [*in_buckets, *self._fsdp.flags()]
 
     @torch.no_grad()
-    def _end(self, begun: int) -> None:
+    def end(self) -> None:
         """Called when all gradients of this rank are complete."""
-        if begun != self._begun or not self._is_active:
-            return  # a backward inside this one was the last to accumulate
-        self._is_active = False
+        self._task = -1
         for bucket in self._buckets[self._issued :]:
             for number, parameter in enumerate(bucket.parameters):
                 if parameter in self._missing:
@@ -430,16 +440,16 @@ class DenseReducer:
 
     def _sparse_means(self) -> Iterator[tuple[nn.Parameter, Tensor]]:
         """The means of gradients that are sparse on every rank that has one; dense, if they are dense on any."""
-        if not self._sparse:
+        if not self.sparse:
             return
-        gradients = [parameter.grad for parameter in self._sparse]
+        gradients = [parameter.grad for parameter in self.sparse]
         gradients = [
             gradient.coalesce() if gradient is not None and gradient.is_sparse else gradient for gradient in gradients
         ]
         counts = [(-1 if gradient is None else gradient._nnz() if gradient.is_sparse else -2) for gradient in gradients]
         local_counts = torch.tensor(counts, device=self._context.device)
         of_ranks = self._gathered(local_counts).tolist()
-        for number, (parameter, gradient) in enumerate(zip(self._sparse, gradients, strict=True)):
+        for number, (parameter, gradient) in enumerate(zip(self.sparse, gradients, strict=True)):
             sizes = [counts[number] for counts in of_ranks]
             if set(sizes) == {-1}:
                 continue
@@ -507,38 +517,46 @@ class DenseReducer:
             raise peer_error(self._group, pending.what, error) from error
 
 
+_REDUCERS: WeakValueDictionary[int, DenseReducer] = WeakValueDictionary()
+"""By their ids, in the order in which the ranks have made them."""
+
+
+def _end_together(task: int) -> None:
+    """A backward ends; see [Note: several models in a backward]."""
+    for reducer in list(_REDUCERS.values()):
+        if reducer._task == task:  # and not one inside of it, which was the last to accumulate
+            reducer.end()
+
+
 def average_dense(
-    module: nn.Module,
-    dense: DenseWrap | DenseOptions,
-    group: dist.ProcessGroup,
-    tables: Collection[nn.Parameter],
-    replicated: Collection[nn.Parameter],
-    context: ModelContext,
-) -> DenseReducer | None:
+    module: nn.Module, dense: DenseWrap | DenseOptions, group: dist.ProcessGroup, context: ModelContext
+) -> DenseReducer:
     """Average the gradients of a model's dense part, and broadcast its initial values from rank 0.
+
+    With ``dense="none"``, of replicated tables alone, whose copies would drift apart.
 
     Args:
         module: the model, its collections sharded.
         dense: how the gradients are averaged.
         group: of all ranks.
-        tables: the parameters of cut tables, whose gradients are not averaged.
-        replicated: the parameters of replicated tables, which kernels read in place, so that FSDP2 cannot shard them.
         context: of the model.
     """
     wrap, options = dense_options(dense)
     if wrap == "none":
-        return None
-    ignored = {id(parameter) for parameter in tables}
-    parameters = [parameter for parameter in module.parameters() if id(parameter) not in ignored]
+        options = {"broadcast_buffers": False}
+    parameters = list(dict.fromkeys(averaged_parameters(module, [], dense=wrap != "none")))
+    buffers = () if wrap == "none" else module.buffers()
     meet(group)
     with peers(group, "start of the dense part"):
         if parameters:
             dist._verify_params_across_processes(group, [parameter.detach() for parameter in parameters], None)
-        _broadcast([tensor.detach() for tensor in (*parameters, *module.buffers())], group)
-    if wrap == "ddp":
-        return DenseReducer(module, group, context, parameters, options, None)
-    fsdp = ShardedByFsdp(module, group, [*tables, *replicated], context.device)
-    return DenseReducer(module, group, context, list(replicated), options, fsdp)
+        _broadcast([tensor.detach() for tensor in (*parameters, *buffers)], group)
+    fsdp = None
+    if wrap == "fsdp":  # which cannot shard tables: kernels read them in place
+        tables = (child for child in module.modules() if isinstance(child, ShardedTable))
+        ignored = [parameter for table in tables for parameter in table.parameters()]
+        fsdp = ShardedByFsdp(module, group, ignored, context.device)
+    return DenseReducer(module, group, context, options, dense=wrap == "ddp", fsdp=fsdp)
 
 
 def _broadcast(tensors: Sequence[Tensor], group: dist.ProcessGroup) -> None:
@@ -561,31 +579,6 @@ def _group_beside(group: dist.ProcessGroup, exchange: Collectives, device: torch
         backend = dist.get_backend_config(group)
         _GROUPS[group] = subgroup(group, range(group.size()), device, what="start of the dense part", backend=backend)
     return _GROUPS[group]
-
-
-def _accumulates(parameter: nn.Parameter) -> bool:
-    """Whether the running backward accumulates a gradient in this parameter if it reaches it."""
-    return parameter.requires_grad and _will_accumulate(get_gradient_edge(parameter).node)
-
-
-def _will_accumulate(leaf: Any) -> bool:
-    try:
-        return torch._C._will_engine_execute_node(leaf)
-    except RuntimeError:  # of torch.autograd.grad with respect to this leaf, which accumulates nothing
-        return False
-
-
-def _reaches_a_leaf() -> bool:
-    """Whether the running backward accumulates a gradient in any leaf behind the node that it is at."""
-    nodes: list[Any] = [torch._C._current_autograd_node()]
-    known = {None, *nodes}
-    for node in nodes:
-        if hasattr(node, "variable") and _will_accumulate(node):
-            return True
-        behind = {function for function, _ in node.next_functions} - known
-        known |= behind
-        nodes += behind
-    return False
 
 
 def _without_steps(parameter: nn.Parameter) -> bool:

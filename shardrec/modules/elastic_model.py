@@ -84,8 +84,6 @@ class ElasticModel(ShardedModel):
         self._stateful: tuple[Stateful, ...] = ()
         self.steps, self._since_sync, self._is_in_step, self._operations = 0, 0, False, -1
         self._next = ""  # what the furthest replica was about to do when this one took its state
-        embeddings = (child for child in module.modules() if isinstance(child, (nn.Embedding, nn.EmbeddingBag)))
-        self._sparse = {embedding.weight for embedding in embeddings if embedding.sparse}
         ranks, cpu = range(dist.get_world_size(group)), torch.device("cpu")
         within = subgroup(group, ranks, cpu, what="start of the replicas", backend="gloo") if len(ranks) > 1 else None
         self._group = ElasticGroup(options, within, timeout_s(group, context.device))
@@ -217,8 +215,10 @@ class ElasticModel(ShardedModel):
             # It is where the others are: maybe before a step, of which it has no gradients.
             weight = 0.0
             self.begin()
+        assert self._reducer is not None, "it has averaged these gradients"
+        sparse = set(self._reducer.sparse)
         for parameter, mean in zip(parameters, means, strict=True):
-            parameter.grad = mean if mean is None or parameter not in self._sparse else mean.to_sparse(1)
+            parameter.grad = mean if mean is None or parameter not in sparse else mean.to_sparse(1)
         self.steps, self._is_in_step = self.steps + 1, False
 
     def _operate(self, operation: str, run: Callable[[], None]) -> bool:

@@ -14,13 +14,13 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cache
 from types import FrameType
 from typing import Any, Self
+from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.amp.grad_scaler import GradScaler
 from torch.optim.optimizer import register_optimizer_step_pre_hook
-from torch.utils.weak import WeakTensorKeyDictionary
 
 from shardrec.errors import ConfigError
 from shardrec.exchange.peers import peers
@@ -77,8 +77,8 @@ class TableGradients(Tensor):
         return None
 
 
-_BESIDE_FUSED = WeakTensorKeyDictionary()
-"""Dense parameters of models whose tables are updated in backward."""
+_MODELS: WeakSet[Any] = WeakSet()
+"""Sharded models, whose tables may be updated in backward."""
 
 _STEPS = frozenset(
     method.__code__
@@ -86,10 +86,11 @@ _STEPS = frozenset(
 )
 
 
-def refuse_scalers(parameters: Iterable[nn.Parameter]) -> None:
-    """Have a GradScaler's ``step`` of an ordinary optimizer of these parameters raise a ConfigError."""
+def refuse_scalers(model: nn.Module) -> None:
+    """Have a GradScaler's ``step`` of an ordinary optimizer of a sharded model raise a ConfigError, if its tables are
+    updated in backward."""
     _look_at_steps()
-    _BESIDE_FUSED.update(dict.fromkeys(parameters))
+    _MODELS.add(model)
 
 
 @cache
@@ -104,8 +105,9 @@ def _refuse(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
             return
         if frame.f_code in _STEPS:
             scaler = frame.f_locals["self"]
-            trained = (parameter for group in optimizer.param_groups for parameter in group["params"])
-            if scaler.is_enabled() and any(parameter in _BESIDE_FUSED for parameter in trained):
+            trained = {parameter for group in optimizer.param_groups for parameter in group["params"]}
+            models = [m for m in _MODELS if m.has_fused_tables and not m.context.options.updates_at_step]
+            if scaler.is_enabled() and any(not trained.isdisjoint(model.dense_parameters()) for model in models):
                 raise ConfigError(f"a GradScaler steps this model's optimizer, but {SCALER_REMEDY}")
             return
         frame = frame.f_back

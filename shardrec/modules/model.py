@@ -82,24 +82,10 @@ class ShardedModel(nn.Module):
         self.tables_without_room: set[str] = set()  # of which a reshard has warned
         self._dense = dense
         self._reducer: DenseReducer | None = None
-        self._refuse_scalers()
+        refuse_scalers(self)
         if group is not None:
-            cut, replicated = self._table_parameters()
-            self._reducer = average_dense(module, dense, group, cut, replicated, context)
+            self._reducer = average_dense(module, dense, group, context)
             context.gradients.reducer, context.gradients.are_reduced = self._reducer, True
-
-    def _refuse_scalers(self) -> None:
-        if self.has_fused_tables and not self.context.options.updates_at_step:
-            refuse_scalers(self.dense_parameters())
-
-    def _table_parameters(self) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
-        """Those of cut tables, and those of replicated ones."""
-        cut: list[nn.Parameter] = []
-        replicated: list[nn.Parameter] = []
-        for table in (table for collection in self._sharded for table in collection.tables().values()):
-            # Not its ``locals``: a module that moves may get new parameters.
-            (replicated if table.layout.replicated else cut).extend(table.parameters())
-        return cut, replicated
 
     @passed_over  # see [Note: what torch.compile compiles]
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -295,10 +281,8 @@ class ShardedModel(nn.Module):
         for collection in self._sharded:
             collection.plan = plan
         self.context.queue.replan()
-        self._refuse_scalers()
         if self._reducer is not None:
-            cut = set(self._table_parameters()[0])
-            self._reducer.average(parameter for parameter in self.module.parameters() if parameter not in cut)
+            self._reducer.arm()
         if self.made_fused_optimizer is not None:
             self.made_fused_optimizer.follow({id(parameter): name for name, parameter in self.named_parameters()})
 

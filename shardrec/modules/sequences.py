@@ -284,9 +284,9 @@ class SequenceCall(Call):
         prepared = collection.input.prepare(features, collection._agreement(), collection.fault())
         requires_grad = prepared.weights_require_grad or collection.has_trainable_shards
         super().__init__(collection.context.queue.used, collection.input, prepared, requires_grad=requires_grad)
+        self.assigns_new_ids = collection.assigns_new_ids()
         self._collection = collection
         self._features = features
-        self._assigns_new_ids = collection.assigns_new_ids()
         self._places: Tensor | None = None
         self._zero_row = False
         self._rows: Stream | None = None
@@ -296,14 +296,14 @@ class SequenceCall(Call):
 
     def find_rows(self) -> None:
         """Begin to map ids, behind the computation of the previous batch."""
-        if self._collection.id_maps is not None and self._assigns_new_ids:
+        if self._collection.id_maps is not None and self.assigns_new_ids:
             self.found_rows = self._collection.id_maps.find_rows(self.received())
 
     def look_up(self, shard_input: ShardInput) -> None:
         """The rows of this rank's shards."""
         assert self.sent is not None, "ids are sent before they are looked up"
         collection = self._collection
-        mapped = collection.mapped(shard_input, assign_new_ids=self._assigns_new_ids, rows=self.found_rows)
+        mapped = collection.mapped(shard_input, assign_new_ids=self.assigns_new_ids, rows=self.found_rows)
         looked_up = collection.shards.rows(mapped.shard_input)
         if collection.id_maps is not None:
             collection.id_maps.hold(looked_up, mapped)

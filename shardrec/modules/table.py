@@ -21,7 +21,7 @@ from torch.distributed._shard.sharded_tensor import ShardedTensor, ShardedTensor
 from shardrec.errors import ConfigError
 from shardrec.layout import Shard, TableLayout
 
-__all__ = ["ShardedTable", "StateDictError", "as_one_tensor", "load_table"]
+__all__ = ["ShardedTable", "StateDictError", "as_one_tensor", "averaged_parameters", "load_table"]
 
 
 class StateDictError(ConfigError, RuntimeError):
@@ -146,6 +146,18 @@ class ShardedTable(nn.Module):
             value: (num_embeddings, embedding_dim), or a ShardedTensor of it; without :meth:`value_fault`.
         """
         load_table(self.tensors(to_write=True), value)
+
+
+def averaged_parameters(module: nn.Module, held: list[nn.Parameter], *, dense: bool) -> list[nn.Parameter]:
+    """Append the parameters of replicated tables, and those of the ``dense`` part, in the order of registration."""
+    if dense:
+        held += [parameter for parameter in module._parameters.values() if parameter is not None]
+    for child in module._modules.values():
+        if isinstance(child, ShardedTable):
+            held += child.parameters() if child.layout.replicated else ()
+        elif child is not None:
+            averaged_parameters(child, held, dense=dense)
+    return held
 
 
 def as_one_tensor(

@@ -13,11 +13,11 @@ import torch
 from torch import Tensor
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor, KeyedTensor
 
-from shardrec.errors import AnomalyError, InputError, PeerError, ShardrecError
+from shardrec.errors import AnomalyError, ConfigError, InputError, PeerError, ShardrecError
 from shardrec.exchange.ahead import Ahead
 from shardrec.exchange.context import ForwardState, ModelContext
 from shardrec.exchange.headers import FORWARD_FAILED, ForwardFailed
-from shardrec.exchange.step import Caller
+from shardrec.exchange.step import Caller, GradMode
 from shardrec.modules.model import dense_signature
 
 __all__ = ["Lookahead", "tell_others"]
@@ -63,7 +63,6 @@ class Lookahead:
         context: of the sharded model; None: inputs are only copied ahead.
         depth: 0, 1 or 2.
         device: of the model.
-        gradients: whether forwards have gradients.
     """
 
     def __init__(
@@ -73,15 +72,15 @@ class Lookahead:
         *,
         depth: int,
         device: torch.device,
-        gradients: bool,
     ) -> None:
+        self._batches = batches
         self._source: Iterator[Any] | None = iter(batches)
+        self._needs_batch = False  # a pass over the batches that is not the first
         self._context = context
         self._depth = depth
         self._device = device
-        self._gradients = gradients
         self._slots: deque[_Slot] = deque()
-        self._input_paths: list[tuple[Caller, Path]] | None = None
+        self._input_paths: list[tuple[Caller, Path, GradMode]] | None = None
         self._has_warned = False
         on_gpu = device.type == "cuda"
         # Their short kernels go before those of the step under way.
@@ -126,6 +125,11 @@ class Lookahead:
             raise
         return result
 
+    def begin_pass(self) -> None:
+        """Begin another pass over the batches, if the one before is over; without any, the first step raises."""
+        if self._source is None and not self._slots:
+            self._source, self._needs_batch = iter(self._batches), True
+
     def close(self) -> None:
         """Drop the batches in progress; every rank calls this after the same step."""
         self._source = None
@@ -141,9 +145,17 @@ class Lookahead:
                 with _on(self._copies):
                     slot = _Slot(batch=_copied(batch, self._device))
                     slot.ready = None if self._copies is None else self._copies.record_event()
+                self._needs_batch = False
             except StopIteration:
                 self._source = None
-                return
+                if not self._needs_batch:
+                    return
+                reason = (
+                    f"the dataloader of this TrainPipeline, a {type(self._batches).__name__}, has no batch for another "
+                    "loop: give it one that can be iterated again, such as a DataLoader or a list, or make a pipeline "
+                    "for each epoch"
+                )
+                slot = _Slot(error=ConfigError(reason))
             except Exception as error:
                 slot = _Slot(error=error)
             self._slots.append(slot)
@@ -155,9 +167,9 @@ class Lookahead:
         context = self._context
         before, context.forward_state = context.forward_state, ForwardState(dense_signature(slot.batch))
         try:
-            with _on(self._ids, slot.ready), torch.set_grad_enabled(self._gradients):
+            with _on(self._ids, slot.ready):
                 _keep(slot.batch, self._ids)
-                calls = [(module, _at(slot.batch, path)) for module, path in self._input_paths]
+                calls = [(module, _at(slot.batch, path), mode) for module, path, mode in self._input_paths]
                 # A model that calls a module for some batches only does so for those that have its features.
                 slot.ahead = Ahead(context.headers, [call for call in calls if call[1] is not None])
         except Exception as error:
@@ -219,6 +231,8 @@ class Lookahead:
                 _keep(slot.ahead.arrived(), main)
             result = forward(slot.batch)
             self._find_input_paths(slot, observed)
+            if slot.ahead is not None:
+                slot.ahead.refuse_other_modes()
         except (InputError, AnomalyError, PeerError):
             raise  # on every rank
         except Exception as error:
@@ -230,7 +244,7 @@ class Lookahead:
             slot.let_go()
         return result
 
-    def _fail(self, slot: _Slot, observed: list[tuple[Caller, object]] | None, error: Exception) -> None:
+    def _fail(self, slot: _Slot, observed: list[tuple[Caller, object, GradMode]] | None, error: Exception) -> None:
         """Let the other ranks finish this forward, and tell them, before its backward.
 
         Raises:
@@ -250,15 +264,15 @@ class Lookahead:
         except InputError as shared:
             raise shared from error
 
-    def _find_input_paths(self, slot: _Slot, observed: list[tuple[Caller, object]] | None) -> None:
-        """Find the path in the batch of the features of each call of this step."""
+    def _find_input_paths(self, slot: _Slot, observed: list[tuple[Caller, object, GradMode]] | None) -> None:
+        """Find the path in the batch of the features of each call of this step, and its modes."""
         if observed is None:
             return
         if slot.ahead is not None and slot.ahead.is_used_up and len(observed) == len(slot.ahead.calls):
             return
-        paths = [(module, _path(slot.batch, features)) for module, features in observed]
-        lost = [type(module).__name__ for module, path in paths if path is None]
-        self._input_paths = [] if lost else [(module, path) for module, path in paths if path is not None]
+        paths = [(module, _path(slot.batch, features), mode) for module, features, mode in observed]
+        lost = [type(module).__name__ for module, path, _ in paths if path is None]
+        self._input_paths = [] if lost else [(module, path, mode) for module, path, mode in paths if path is not None]
         if lost:
             reason = (
                 f"{lost[0]} is called with features that are made in the model's forward: call it with a "

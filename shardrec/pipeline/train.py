@@ -43,8 +43,11 @@ class TrainPipeline:
     ::
 
         pipeline = TrainPipeline(model, optimizer, loader, loss_fn=lambda model, batch: loss(model(batch.x), batch.y))
-        for loss in pipeline:
-            ...
+        for epoch in range(3):
+            for loss in pipeline:
+                ...
+
+    A loop after the last batch, or after :meth:`close`, is another pass over the dataloader.
 
     Which features each sharded module is called with is read from the first step: they have to be KeyedJaggedTensors
     that the batch holds (in a tuple, list, dict, dataclass or other object), not made in the model's forward. Where
@@ -55,8 +58,8 @@ class TrainPipeline:
     Args:
         model: from :func:`shardrec.shard`, or any module, whose inputs are then copied ahead only.
         optimizer: of the model, one or several (fused ones update in backward); each step clears gradients and updates.
-        dataloader: batches; as many on every rank. Tensors, tuples, lists and dicts of them, or objects with a method
-            ``to(device, non_blocking)``.
+        dataloader: batches; as many on every rank. An iterator, such as a generator, gives a single pass. Tensors,
+            tuples, lists and dicts of them, or objects with a method ``to(device, non_blocking)``.
         loss_fn: from model and batch to the loss, or a tuple that begins with it; default: calls ``model(batch)``.
         depth: 0, 1 or 2; see above.
         accumulate: batches of an update: it takes the mean of their gradients, as of one batch with the rows of all. If
@@ -114,9 +117,10 @@ class TrainPipeline:
                 else context.device
             )
         self._ahead = partial(Lookahead, context=context, depth=depth, device=torch.device(device))
-        self._steps = self._ahead(dataloader, gradients=True)
+        self._steps = self._ahead(dataloader)
 
     def __iter__(self) -> Self:
+        self._steps.begin_pass()
         return self
 
     def __next__(self) -> Any:
@@ -127,6 +131,7 @@ class TrainPipeline:
 
         Raises:
             StopIteration: after the last batch.
+            ConfigError: in another pass, if the dataloader has no batch for it.
             InputError: on every rank, if the batch, or the model's forward on it, fails on any.
         """
         try:
@@ -156,7 +161,7 @@ class TrainPipeline:
     def close(self) -> None:
         """Drop the batches in progress, if a loop ends before its dataloader.
 
-        Every rank calls it after the same step; there is no further one.
+        Every rank calls it after the same step. The next loop is another pass.
         """
         self._steps.close()
 
@@ -173,7 +178,7 @@ class TrainPipeline:
             dataloader: batches, as many on every rank.
             forward: from model and batch to the output; default: ``model(batch)``.
         """
-        steps = self._ahead(dataloader, gradients=False)
+        steps = self._ahead(dataloader)
         while True:
             # Between two outputs the caller may train; a module that is frozen stays in its own mode.
             modes = {module: module.training for module in self._model.modules()}

@@ -297,6 +297,88 @@ def test_parameters_that_are_frozen_and_trained(case: Any) -> None:
     ranks(2, case)
 
 
+def replaced(how: str, fused: bool) -> None:
+    model, reference = made(fused, dense="fsdp" if how == "fsdp" else "ddp")
+    train_beside(model, reference, model, steps=1)
+    if how == "layer":
+        for one in (model.module, reference):
+            torch.manual_seed(1)
+            one.bottom, one.words = nn.Linear(DIM, DIM), nn.EmbeddingBag(9, DIM, mode="sum", sparse=True)
+    else:
+        given = model if how == "fsdp" else reference
+        tables = ("bags", "rows")
+        state = {key: value if key.startswith(tables) else value.clone() for key, value in given.state_dict().items()}
+        model.load_state_dict(state, assign=True)
+    train_beside(model, reference, model, steps=3)
+
+
+@pytest.mark.some(2)
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("how", ["assign", "layer", "fsdp"])
+def test_parameters_that_were_replaced_are_averaged(how: str, fused: bool) -> None:
+    ranks(2, replaced, how, fused)
+
+
+def train_tables(fused: bool) -> None:
+    """The user averages the gradients of the dense part; copies of replicated tables are shardrec's."""
+    model, reference = made(fused, dense="none")
+    optimizers = [torch.optim.SGD(dense_of(one).values(), lr=0.1) for one in (model, reference)]
+    for step in range(3):
+        model(features_of(step, dist.get_rank()), used_of(step, dist.get_rank())).backward()
+        reference_loss(reference, step).backward()
+        for name, parameter in dense_of(model).items():
+            if not name.startswith(("bags", "rows")) and parameter.requires_grad:
+                gradient = torch.zeros_like(parameter) if parameter.grad is None else whole(parameter.grad) / 2
+                dist.all_reduce(gradient)
+                parameter.grad = gradient
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+        for (name, one), other in zip(dense_of(model).items(), dense_of(reference).values(), strict=True):
+            torch.testing.assert_close(one.detach(), other.detach(), msg=f"step {step}: {name}")
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_copies_of_tables_stay_alike_where_the_dense_part_is_the_user_s(fused: bool) -> None:
+    ranks(2, train_tables, fused)
+
+
+def parts_of(model: int, rank: int) -> frozenset[str]:
+    return frozenset({"left", "right"} if (model + rank) % 2 else {"copied"})
+
+
+def train_two_models(transport: str, options: Any) -> None:
+    """Both in one loss; ranks use other parts of each, so that gradients are complete in another order."""
+    rank, both = dist.get_rank(), [made(True, transport=transport, **options) for _ in range(2)]
+    for step in range(4):
+        order = both if step % 2 else both[::-1]
+        losses = [model(features_of(step, rank), parts_of(number, rank)) for number, (model, _) in enumerate(order)]
+        (losses[0] + 3 * losses[1]).backward()
+        for number, (model, reference) in enumerate(order):
+            where = f"step {step}, model {number}"
+            model.fused_optimizer.step()
+            of_ranks = [reference(features_of(step, other), parts_of(number, other)) for other in range(2)]
+            ((1, 3)[number] * torch.stack(of_ranks).mean()).backward()
+            assert_gradients_equal(model, reference, where)
+            ((shard_, rows),) = model.module.bags.embedding_bags["cut"].locals.items()
+            expected = reference.bags.embedding_bags["cut"].weight[shard_.row_start : shard_.row_end]
+            torch.testing.assert_close(rows, expected, msg=where)
+            model.zero_grad()
+            reference.zero_grad()
+
+
+SMALL_BUCKETS = {"bucket_cap_mb": 1e-6}
+
+
+@pytest.mark.some(2)
+@pytest.mark.parametrize("transport", ["auto", "group"])
+@pytest.mark.parametrize(
+    "options", [{"dense": SMALL_BUCKETS}, {"dense": SMALL_BUCKETS, "update": "step"}, {"dense": "fsdp"}]
+)
+def test_two_models_in_one_backward(options: Any, transport: str) -> None:
+    ranks(2, train_two_models, transport, options)
+
+
 class Normed(Parts):
     """Has buffers, which each forward broadcasts."""
 
@@ -315,6 +397,8 @@ def disagree(how: str, fresh: bool, cls: type[Parts]) -> None:
         model(features_of(0, rank), EVERYTHING - {"words"}).backward()
     if how == "frozen":
         model.left.requires_grad_(rank == 0)
+    if how == "replaced" and rank:
+        model.module.left = nn.Linear(DIM, 2)  # type: ignore[assignment]
     accumulating = model.no_sync() if how == "no_sync" and rank else nullcontext()
     with torch.set_grad_enabled(how != "grad mode" or rank == 0), accumulating:
         model(features_of(1, rank), EVERYTHING)
@@ -329,6 +413,7 @@ def disagree(how: str, fresh: bool, cls: type[Parts]) -> None:
         ("grad mode", "rank 1: .*gradients off"),
         ("no_sync", "rank 1: .*gradients on in no_sync"),
         ("frozen", r"rank 1: .*, \d+ dense parameters trained"),
+        ("replaced", r"rank 1: .*, \d+ dense parameters trained"),
     ],
 )
 def test_ranks_that_disagree_raise(how: str, words: str, cls: type[Parts], fresh: bool) -> None:

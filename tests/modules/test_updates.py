@@ -251,6 +251,10 @@ def scale_in_backward() -> str:
         scaler.step(dense)
     with pytest.raises(ConfigError, match="update='step'"):
         scaler.step(model.fused_optimizer)
+    model.load_state_dict({name: value.clone() for name, value in model.state_dict().items()}, assign=True)
+    scaler.scale(model(mine(ids(torch.Generator(), 1))).sum()).backward()
+    with pytest.raises(ConfigError, match="update='step'"):
+        scaler.step(torch.optim.SGD(model.dense_parameters(), lr=0.1))
     torch.amp.GradScaler("cpu", enabled=False).step(dense)
     other = nn.Linear(2, 1)
     free = torch.amp.GradScaler("cpu")

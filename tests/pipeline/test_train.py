@@ -16,15 +16,16 @@ from torchrec.modules.embedding_configs import EmbeddingConfig
 from torchrec.modules.embedding_modules import EmbeddingCollection
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
+from shardrec import DynamicIds
 from shardrec.data import ClickBatch
 from shardrec.errors import AnomalyError, ConfigError, InputError
-from shardrec.layout import Topology
+from shardrec.layout import ShardingPlan, Topology, cuts
 from shardrec.modules import ShardedModel, shard
 from shardrec.modules.anomaly import detect_anomaly
 from shardrec.pipeline import TrainPipeline
 from tests.batches import random_bags
 from tests.collective_counts import CollectiveOperators
-from tests.models import click_model, collection, feature_rows, table_sizes
+from tests.models import apply_optimizer_in_backward, click_model, collection, feature_rows, table_sizes
 from tests.modules.clicks import CONFIGS, ROWS, batch, dense_parameters, loss_fn, mixed_plan
 from tests.plans import random_plan
 from tests.ranks import ranks
@@ -122,6 +123,99 @@ def test_several_modules_and_exchanges_in_a_forward() -> None:
         assert losses == wanted
         for mine, theirs in zip(weights(other), weights(one), strict=True):
             assert torch.equal(mine, theirs)
+
+    ranks(2, run)
+
+
+class KeptBranch(nn.Module):
+    """Looks up bags and rows of one branch in a mode that may differ from step to step, and trains the other.
+
+    Args:
+        is_first: the calls of the kept branch are the first ones, whose rows a pipeline looks up early.
+    """
+
+    def __init__(self, optimizer: str, is_first: bool) -> None:
+        super().__init__()
+        self.is_first = is_first
+        self.kept, self.trained = (collection(CONFIGS, optimizers=optimizer) for _ in range(2))
+        configs = [EmbeddingConfig(name="s", num_embeddings=11, embedding_dim=8, feature_names=["tag"])]
+        self.rows = EmbeddingCollection(tables=configs)
+        apply_optimizer_in_backward(torch.optim.SGD, self.rows.parameters(), {"lr": 0.1})
+        self.top = nn.Linear(1, 1)
+
+    def forward(self, sparse: KeyedJaggedTensor, mode: Any) -> Tensor:
+        total = torch.zeros(()) if self.is_first else self.trained(sparse).values().sum()
+        with mode():
+            kept, rows = self.kept(sparse), self.rows(sparse)
+            fixed = kept.values().sum() + rows["tag"].values().square().sum()
+        if self.is_first:
+            total = self.trained(sparse).values().sum()
+        output: Tensor = self.top((fixed.clone() + total).view(1, 1)).sum()
+        return output
+
+
+def kept_branch(optimizer: str, is_first: bool) -> ShardedModel:
+    torch.manual_seed(0)
+    size = dist.get_world_size()
+    plans = [mixed_plan(size, path).tables for path in ("kept", "trained")]
+    rows = cuts.row_wise("rows.s", 11, 8, ranks=range(size))
+    plan = ShardingPlan(topology=Topology(ranks_per_host=size), tables=(*plans[0], *plans[1], rows))
+    return shard(KeptBranch(optimizer, is_first), plan, dynamic_ids={"rows.s": DynamicIds(fallback_rows=1)})
+
+
+def assert_kept_branch_equals_plain(optimizer: str, is_first: bool, loss: Any, steps: int) -> None:
+    results = []
+    for depth in (None, 2):
+        model = kept_branch(optimizer, is_first)
+        batches = [(step, batch(step, dist.get_rank()).sparse) for step in range(steps)]
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="TrainPipeline")  # of modes that change
+            if depth is None:
+                losses = plain(model, batches, loss)
+            else:
+                losses = [float(one) for one in pipeline_of(model, batches, depth, loss)]
+        results.append((losses, model.id_stats(), [weight.tolist() for weight in weights(model)]))
+    assert results[0] == results[1]
+
+
+@pytest.mark.parametrize(("mode", "is_first"), [(torch.no_grad, True), (torch.inference_mode, False)])
+def test_a_lookup_without_gradients_is_not_trained(mode: Any, is_first: bool) -> None:
+    def loss(model: nn.Module, part: Any) -> Tensor:
+        output: Tensor = model(part[1], mode)
+        return output
+
+    ranks(2, assert_kept_branch_equals_plain, "adam", is_first, loss, 4)
+
+
+MODES = {1: torch.no_grad, 3: torch.inference_mode}
+
+
+def changing_modes(model: Any, part: tuple[int, KeyedJaggedTensor]) -> Tensor:
+    step, sparse = part
+    model.rows.train(step not in (2, 5))  # dynamic ids are learned in training mode
+    output: Tensor = model(sparse, MODES.get(step % 4, torch.enable_grad))
+    return output
+
+
+@pytest.mark.some(1)
+@pytest.mark.parametrize("n", [1, 2])
+def test_the_forward_s_modes_decide_what_a_lookup_trains(n: int) -> None:
+    """Modes change between steps, after ids were sent ahead in those of a step before."""
+    ranks(n, assert_kept_branch_equals_plain, "adam", False, changing_modes, 7)
+
+
+def test_rows_that_were_looked_up_early_in_another_mode_are_refused() -> None:
+    def run() -> None:
+        model = kept_branch("adam", True)
+        batches = [(step, batch(step, dist.get_rank()).sparse) for step in (0, 4, 4, 1)]
+        steps = pipeline_of(model, batches, 2, changing_modes)
+        for _ in range(3):
+            next(steps)
+        before = weights(model)
+        words = r"tables '.*' is called in another mode \(torch.no_grad, .*\) than in the steps before"
+        with pytest.raises(InputError, match=words):
+            next(steps)
+        assert all(map(torch.equal, weights(model), before))
 
     ranks(2, run)
 
@@ -364,6 +458,41 @@ def test_unequal_numbers_of_batches_are_an_error_and_no_hang() -> None:
     assert "rank 0: there is no further batch, and others have one: give every rank as many batches" in message
 
 
+@pytest.mark.parametrize("depth", [0, 2])
+def test_each_loop_is_a_pass_over_the_dataloader(depth: int) -> None:
+    def run() -> None:
+        rank, _ = world()
+        batches = [batch(step, rank) for step in range(3)]
+        wanted = plain(clicks(), [*batches, *batches, *batches])
+        steps = pipeline_of(clicks(), batches, depth)
+        losses = [float(loss) for _ in range(2) for loss in steps]
+        losses += [float(next(iter(steps))) for _ in range(2)]  # a loop that was left goes on
+        steps.close()
+        assert losses == wanted[:8]
+        assert len(list(steps)) == 3
+        assert next(steps, None) is None, "only a loop begins a pass"
+
+    ranks(2, run)
+
+
+@pytest.mark.parametrize("depth", [0, 2])
+def test_a_loop_without_a_further_pass_is_refused_on_every_rank(depth: int) -> None:
+    def run() -> str:
+        rank, _ = world()
+        batches: Iterable[Any] = [batch(step, rank) for step in range(2)]
+        steps = pipeline_of(clicks(), (one for one in batches) if rank else batches, depth)
+        assert len(list(steps)) == 2
+        with pytest.raises((ConfigError, InputError)) as raised:
+            next(iter(steps))
+        return f"{raised.type.__name__}: {raised.value}"
+
+    other, own = ranks(2, run)
+    assert own.startswith(
+        "ConfigError: the dataloader of this TrainPipeline, a generator, has no batch for another loop"
+    )
+    assert other == own.replace("ConfigError:", "InputError: rank 1:")
+
+
 def test_evaluation_and_prediction_between_steps() -> None:
     def run() -> None:
         rank, _ = world()
@@ -410,7 +539,7 @@ def test_a_loop_that_ends_early_lets_go_of_what_is_under_way() -> None:
         losses = [float(next(steps)) for _ in range(4)]
         assert model.context.headers.exchanged == 5, "the ids of the fifth batch are under way"
         steps.close()
-        assert list(steps) == []
+        assert next(steps, None) is None
         losses += [float(loss) for loss in pipeline_of(model, [batch(step, rank) for step in range(4, 6)], 2)]
         assert len(losses) == 6
 
@@ -550,7 +679,7 @@ def test_a_model_without_tables() -> None:
         loss_fn=lambda model, x: (model(x).sum(), x),
     )
     assert len([loss for loss, _ in steps]) == 3
-    assert list(steps) == []
+    assert next(steps, None) is None
 
 
 def test_depths() -> None:
