@@ -304,7 +304,8 @@ class DenseReducer:
         reduces, task = self._context.gradients.reduce_this_backward, torch._C._current_graph_task_id()
         averaged = *self._places, *self._sparse
         accumulates = self._fsdp is not None or any(map(_accumulates, averaged))
-        if averaged and not accumulates and task not in self._tasks:  # whose rest a backward inside of it may leave
+        is_needed = bool(averaged) or self._context.gradients.across is not None
+        if is_needed and not accumulates and task not in self._tasks:  # whose rest a backward inside of it may leave
             accumulates = _reaches_a_leaf()
         self._tasks.add(task)
         if reduces and not accumulates:
