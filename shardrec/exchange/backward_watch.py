@@ -16,13 +16,13 @@ from typing import Any
 from weakref import WeakMethod
 
 import torch
-from torch import Tensor
-from torch.autograd.graph import _engine_run_backward
+from torch import Tensor, nn
+from torch.autograd.graph import _engine_run_backward, get_gradient_edge
 from torch.utils._pytree import tree_leaves
 
 from shardrec.errors import ShardrecError
 
-__all__ = ["BackwardWatch", "weak_hook"]
+__all__ = ["BackwardWatch", "accumulates_in", "reaches_a_leaf", "weak_hook"]
 
 
 def weak_hook(method: Callable[[Any], None]) -> Callable[[Any], None]:
@@ -98,3 +98,28 @@ class _Watched:
 
         frame.f_trace = raised
         sys.settrace(lambda *_: None)
+
+
+def accumulates_in(parameter: nn.Parameter) -> bool:
+    """Whether the running backward accumulates a gradient in this parameter if it reaches it."""
+    return parameter.requires_grad and _will_accumulate(get_gradient_edge(parameter).node)
+
+
+def _will_accumulate(leaf: Any) -> bool:
+    try:
+        return torch._C._will_engine_execute_node(leaf)
+    except RuntimeError:  # of torch.autograd.grad with respect to this leaf, which accumulates nothing
+        return False
+
+
+def reaches_a_leaf() -> bool:
+    """Whether the running backward accumulates a gradient in any leaf behind the node that it is at."""
+    nodes: list[Any] = [torch._C._current_autograd_node()]
+    known = {None, *nodes}
+    for node in nodes:
+        if hasattr(node, "variable") and _will_accumulate(node):
+            return True
+        behind = {function for function, _ in node.next_functions} - known
+        known |= behind
+        nodes += behind
+    return False

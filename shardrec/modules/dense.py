@@ -42,10 +42,9 @@ from weakref import WeakKeyDictionary
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.autograd.graph import get_gradient_edge
 
 from shardrec.errors import ConfigError
-from shardrec.exchange.backward_watch import weak_hook
+from shardrec.exchange.backward_watch import accumulates_in, reaches_a_leaf, weak_hook
 from shardrec.exchange.collectives import Collectives, FunctionalCollectives
 from shardrec.exchange.context import ModelContext
 from shardrec.exchange.flight_record import flight_record
@@ -220,6 +219,7 @@ class DenseReducer:
 
     Attributes:
         agreement: a text that says which parameters train, which the ranks compare.
+        evaluates: the ranks that evaluate together, those of one replica; None for one rank. Default: ``group``.
     """
 
     agreement = ""
@@ -234,6 +234,7 @@ class DenseReducer:
         fsdp: ShardedByFsdp | None,
     ) -> None:
         self._module, self._group, self._context, self._fsdp = module, group, context, fsdp
+        self.evaluates: dist.ProcessGroup | None = group
         self._own_group = _group_beside(group, context.collectives, context.device)
         self._share = 1 / dist.get_world_size(group)
         self._limit = int(options.get("bucket_cap_mb", _CAP_MB) * 2**20)
@@ -265,11 +266,12 @@ class DenseReducer:
         self._trains = None
         self.arm()
 
-    def broadcast_buffers(self) -> None:
-        """Broadcast rank 0's buffers to all ranks."""
-        if self._broadcasts:
-            with peers(self._group, "buffer broadcast"):
-                _broadcast([buffer.detach() for buffer in self._module.buffers()], self._group)
+    def broadcast_buffers(self, *, to_all: bool = False) -> None:
+        """Broadcast the first rank's buffers ``to_all`` ranks or, without gradients, to those that evaluate together."""
+        group = self._group if to_all or torch.is_grad_enabled() else self.evaluates
+        if self._broadcasts and group is not None:
+            with peers(group, "buffer broadcast"):
+                _broadcast([buffer.detach() for buffer in self._module.buffers()], group)
 
     def arm(self) -> None:
         """Put the parameters that train now in buckets."""
@@ -303,10 +305,10 @@ class DenseReducer:
         """Called when a backward begins."""
         reduces, task = self._context.gradients.reduce_this_backward, torch._C._current_graph_task_id()
         averaged = *self._places, *self._sparse
-        accumulates = self._fsdp is not None or any(map(_accumulates, averaged))
+        accumulates = self._fsdp is not None or any(map(accumulates_in, averaged))
         is_needed = bool(averaged) or self._context.gradients.across is not None
         if is_needed and not accumulates and task not in self._tasks:  # whose rest a backward inside of it may leave
-            accumulates = _reaches_a_leaf()
+            accumulates = reaches_a_leaf()
         self._tasks.add(task)
         if reduces and not accumulates:
             # Of torch.autograd.grad; or that of a lookup's operator, inside a backward that goes on after it.
@@ -561,31 +563,6 @@ def _group_beside(group: dist.ProcessGroup, exchange: Collectives, device: torch
         backend = dist.get_backend_config(group)
         _GROUPS[group] = subgroup(group, range(group.size()), device, what="start of the dense part", backend=backend)
     return _GROUPS[group]
-
-
-def _accumulates(parameter: nn.Parameter) -> bool:
-    """Whether the running backward accumulates a gradient in this parameter if it reaches it."""
-    return parameter.requires_grad and _will_accumulate(get_gradient_edge(parameter).node)
-
-
-def _will_accumulate(leaf: Any) -> bool:
-    try:
-        return torch._C._will_engine_execute_node(leaf)
-    except RuntimeError:  # of torch.autograd.grad with respect to this leaf, which accumulates nothing
-        return False
-
-
-def _reaches_a_leaf() -> bool:
-    """Whether the running backward accumulates a gradient in any leaf behind the node that it is at."""
-    nodes: list[Any] = [torch._C._current_autograd_node()]
-    known = {None, *nodes}
-    for node in nodes:
-        if hasattr(node, "variable") and _will_accumulate(node):
-            return True
-        behind = {function for function, _ in node.next_functions} - known
-        known |= behind
-        nodes += behind
-    return False
 
 
 def _without_steps(parameter: nn.Parameter) -> bool:
