@@ -7,9 +7,12 @@ from random import Random
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.distributed._shard.sharded_tensor import ShardedTensor
+from torch.nn.parallel import DistributedDataParallel
 
-from shardrec.layout import ShardingPlan, Topology
+from shardrec.errors import ConfigError
+from shardrec.layout import ShardingPlan, Topology, cuts
 from shardrec.modules import shard
 from tests.batches import random_bags
 from tests.models import (
@@ -131,3 +134,27 @@ def test_a_state_cut_in_another_way() -> None:
         shard(click_model(CONFIGS, seed=5), other).load_state_dict(state)
 
     raises_on_all(2, RuntimeError, r"sharded in another way than this plan.*load_checkpoint", rank_main)
+
+
+def test_data_parallel_wrappers_around_shards_are_refused() -> None:
+    """Also around a module that holds the model, and on a rank without a shard. Around dense layers they are not."""
+
+    def rank_main() -> None:
+        whole = click_model(CONFIGS)
+        layouts = [
+            cuts.table_wise(f"sparse.{config.name}", config.num_embeddings, config.embedding_dim, rank=0)
+            for config in CONFIGS
+        ]
+        plan = ShardingPlan(topology=Topology(ranks_per_host=2), tables=tuple(layouts))
+        for wrap in (lambda model: model, nn.Sequential):
+            for layout in (plan, mixed_plan(2)):
+                model = shard(click_model(CONFIGS), layout)
+                with pytest.raises(ConfigError, match=r"around .*Model|Sequential.* of table 'sparse\.\w+': use what"):
+                    DistributedDataParallel(wrap(model))
+                assert_tables_equal(model.module, whole, "as they were")
+        dense = click_model(CONFIGS)
+        dense.top = DistributedDataParallel(dense.top)
+        shard(dense, mixed_plan(2), dense="none")
+
+    ranks(2, rank_main)
+    ranks(1, lambda: DistributedDataParallel(shard(click_model(CONFIGS), mixed_plan(1))) and None)
