@@ -267,7 +267,7 @@ class DenseReducer:
         self.arm()
 
     def broadcast_buffers(self, *, to_all: bool = False) -> None:
-        """Broadcast the first rank's buffers ``to_all`` ranks or, without gradients, to those that evaluate together."""
+        """Broadcast the first rank's buffers ``to_all``, or, without gradients, to those that evaluate together."""
         group = self._group if to_all or torch.is_grad_enabled() else self.evaluates
         if self._broadcasts and group is not None:
             with peers(group, "buffer broadcast"):

@@ -49,7 +49,7 @@ from shardrec.errors import ConfigError
 from shardrec.layout import Shard
 from shardrec.layout.discover import configs_of
 
-__all__ = ["WHOLE_BYTES", "TableDraw", "check_init_fn", "draw_rows", "first_values"]
+__all__ = ["WHOLE_BYTES", "TableDraw", "check_init_fn", "draw_rows", "first_values", "value_checksums"]
 
 WHOLE_BYTES = 64 * 2**20
 """Most bytes of a collection's tables on meta that are drawn as the unsharded collection draws them."""
@@ -152,6 +152,20 @@ def first_values(
                 torch.nn.init.normal_(values)
             config.init_fn(values)
             yield config.name, values
+
+
+def value_checksums(collection: EmbeddingBagCollection | EmbeddingCollection) -> dict[str, int]:
+    """A checksum of each table's first values: of rows at equal distances, at most 1 MiB of a table, so that it costs
+    little for any table, and notices other seeds and files, but not every single row of a larger table. For a table on
+    meta, that of the state of torch's generator, from which it will be drawn."""
+    tables = collection.embedding_bags if isinstance(collection, EmbeddingBagCollection) else collection.embeddings
+    checksums = {}
+    for config in configs_of(collection):
+        sample = weight = tables[config.name].weight.detach()
+        if not weight.is_meta:
+            sample = weight[:: -(-weight.nbytes // 2**20) or 1].cpu().contiguous().view(torch.uint8)
+        checksums[config.name] = crc32((torch.get_rng_state() if weight.is_meta else sample).numpy())
+    return checksums
 
 
 def draw_rows(config: BaseEmbeddingConfig, shard: Shard, count: int, step: int) -> Tensor:

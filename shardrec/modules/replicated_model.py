@@ -116,8 +116,8 @@ class ReplicatedModel(ShardedModel):
 
     @left_alone
     def sync_replicas(self) -> None:
-        """Average the tables, and their fused optimizers' states, over the replicas now, and broadcast rank 0's buffers.
-        Every rank calls it.
+        """Average the tables, and their fused optimizers' states, over the replicas now, and broadcast buffers from
+        rank 0. Every rank calls it.
 
         Before an evaluation or ``state_dict()``; :func:`shardrec.save_checkpoint` calls it by itself. Restarts the
         count for ``sync_every``. Does nothing on one replica.

@@ -200,7 +200,7 @@ class AtTheEnd(TwoLookups):
 
 @pytest.mark.parametrize("calls", [1, 3])
 def test_an_error_of_one_rank_after_the_last_lookup_of_an_evaluation(calls: int) -> None:
-    """That rank raises it, the others have their values, and all go on: in evaluation, and with the next training step."""
+    """That rank raises it, the others have their values, and all go on, with evaluations and with training."""
 
     def rank_main() -> None:
         rank = dist.get_rank()
