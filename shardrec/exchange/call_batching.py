@@ -45,7 +45,6 @@ class CallBatching:
         self.phase = Phase.OUTSIDE
         self._mode: Hashable = None  # of the present forward, or the last one
         self._runs: dict[Hashable, tuple[int, ...]] = {}
-        self._exchanges: dict[Hashable, int] = {}
         self._made = [0]  # calls of each run of this forward
         self._first = 0  # the id of the module that made the first call of the present run
         self._of_programs: dict[int, int] = {}  # calls of the last run that began with this module
@@ -56,9 +55,9 @@ class CallBatching:
         return self._runs.get(self._mode, ())
 
     @property
-    def exchanges(self) -> int:
-        """Exchanges of ids of the last forward in this mode; 1 if there was none."""
-        return self._exchanges.get(self._mode, 1)
+    def lacks_calls(self) -> bool:
+        """Whether this forward has made fewer calls than the last one in this mode; than 1, if there was none."""
+        return sum(self._made) < sum(self._runs.get(self._mode, (1,)))
 
     def begin(self, mode: Hashable) -> None:
         """A forward begins."""
@@ -66,12 +65,10 @@ class CallBatching:
             self.forget()
         self.phase, self._mode, self._made = Phase.FORWARD, mode, [0]
 
-    def end(self, exchanges: int | None = None) -> None:
-        """The forward has ended, after this number of exchanges of ids; None if some were made ahead of it."""
+    def end(self) -> None:
+        """The forward has ended."""
         self.use()
         self.phase, self._runs[self._mode], self._made = Phase.OUTSIDE, tuple(self._made[:-1]), [0]
-        if exchanges is not None:
-            self._exchanges[self._mode] = exchanges
 
     def fail(self) -> None:
         """The forward raises on all ranks."""

@@ -152,19 +152,16 @@ class ExchangeQueue:
             if self._batching.phase is Phase.FORWARD:
                 yield
                 return
-            begin = self._headers.exchanged
             self._batching.begin((training, torch.is_grad_enabled()))
             try:
                 yield
                 self.flush()
-                self._batching.end(None if self.ahead else self._headers.exchanged - begin)
+                self._batching.end()
             except BaseException as error:
-                made = self._headers.exchanged - begin
-                owes = self.ahead is not None or self._calls or made < self._batching.exchanges
-                if owes or isinstance(error, ShardrecError):
+                if self.ahead or self._calls or self._batching.lacks_calls or isinstance(error, ShardrecError):
                     self._batching.fail()
                 else:
-                    self._batching.end(made)
+                    self._batching.end()
                 calls, self._calls = self._calls, []
                 for call in calls:
                     call.error = ShardrecError(f"the model's forward failed before this lookup was exchanged: {error}")

@@ -321,14 +321,7 @@ def agree_on_plan(plan: ShardingPlan, faults: Sequence[str], headers: Headers) -
 def agree_on_values(
     collections: Mapping[str, Collection], plan: ShardingPlan, copies: Sequence[Sequence[int]], headers: Headers
 ) -> None:
-    """Raise on every rank if a cut table has other values on some of the ranks that share a copy: each keeps a part.
-
-    Args:
-        collections: unsharded, by path; the same tables on every rank.
-        plan: of their tables.
-        copies: the ranks of each copy of the tables.
-        headers: of all ranks.
-    """
+    """Raise on every rank if a cut table has other values on some of the ranks that share a copy: each keeps a part."""
     world_size, checksums = headers.collectives.world_size, dict[str, int]()
     for path, collection in collections.items() if world_size > 1 else ():
         numbers = {qualified_name(path, name): number for name, number in value_checksums(collection).items()}

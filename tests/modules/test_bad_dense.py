@@ -191,14 +191,14 @@ class AtTheEnd(TwoLookups):
         if self.training:
             values = values + self.right(right).values()
         elif right is not None:
-            twice = self.left(left), self.left(right)
-            values = twice[0].values() + twice[1].values()
+            thrice = self.left(left), self.left(right), self.left(left)
+            values = thrice[0].values() + thrice[1].values() + thrice[2].values()
         if values.abs().max() > limit:
             raise ValueError("values above the limit")
         return values
 
 
-@pytest.mark.parametrize("calls", [1, 3])
+@pytest.mark.parametrize("calls", [1, 4])
 def test_an_error_of_one_rank_after_the_last_lookup_of_an_evaluation(calls: int) -> None:
     """That rank raises it, the others have their values, and all go on, with evaluations and with training."""
 
@@ -224,6 +224,8 @@ def test_an_error_of_one_rank_after_the_last_lookup_of_an_evaluation(calls: int)
             model.eval()
             reference.eval()
             with torch.no_grad():
+                if calls > 1:  # from the second one on, three of them share an exchange
+                    model(features, other)
                 if rank == guilty:
                     with pytest.raises(ValueError, match="values above the limit"):
                         model(features, other, limit=0.0)
