@@ -65,10 +65,13 @@ class CallBatching:
             self.forget()
         self.phase, self._mode, self._made = Phase.FORWARD, mode, [0]
 
-    def end(self) -> None:
-        """The forward has ended."""
+    def end(self, *, ahead: bool = False) -> None:
+        """The forward has ended. One that has made none of the calls made ``ahead`` of it is an exception."""
         self.use()
-        self.phase, self._runs[self._mode], self._made = Phase.OUTSIDE, tuple(self._made[:-1]), [0]
+        runs = tuple(self._made[:-1])
+        if runs or not ahead:
+            self._runs[self._mode] = runs
+        self.phase, self._made = Phase.OUTSIDE, [0]
 
     def fail(self) -> None:
         """The forward raises on all ranks."""

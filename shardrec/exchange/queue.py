@@ -156,7 +156,7 @@ class ExchangeQueue:
             try:
                 yield
                 self.flush()
-                self._batching.end()
+                self._batching.end(ahead=self.ahead is not None)
             except BaseException as error:
                 if self.ahead or self._calls or self._batching.lacks_calls or isinstance(error, ShardrecError):
                     self._batching.fail()

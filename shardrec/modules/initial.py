@@ -164,7 +164,7 @@ def value_checksums(collection: EmbeddingBagCollection | EmbeddingCollection) ->
         sample = weight = tables[config.name].weight.detach()
         if not weight.is_meta:
             sample = weight[:: -(-weight.nbytes // 2**20) or 1].cpu().contiguous().view(torch.uint8)
-        checksums[config.name] = crc32((torch.get_rng_state() if weight.is_meta else sample).numpy())
+        checksums[config.name] = crc32((torch.get_rng_state() if weight.is_meta else sample).numpy().tobytes())
     return checksums
 
 
