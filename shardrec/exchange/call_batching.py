@@ -1,4 +1,4 @@
-"""When queued calls are sent: in runs, each as long as the same run of the model's last forward.
+"""When queued calls are sent: in runs, each as long as the same run of the model's last forward in this mode.
 
 A *run* is the calls that a model makes between two uses of their values::
 
@@ -6,8 +6,11 @@ A *run* is the calls that a model makes between two uses of their values::
                                                modules, and the first use ends it
     forward 2    a b | used . c | used         the runs have 2 calls and 1: each is sent (|) with its last call
 
-    OUTSIDE ── begin ──► FORWARD ── end ──► OUTSIDE       the runs made are the runs known
-                            └────── fail ──► FAILED       at the next beginning nothing is known
+    OUTSIDE ── begin ──► FORWARD ── end ──► OUTSIDE       the runs made are the runs known in this mode
+                            └────── fail ──► FAILED       at the next beginning nothing is known in this mode
+
+Training and evaluation are modes of their own: a model may make fewer calls in one of them. A forward that raises on
+one rank after its last exchange ends there as on the other ranks, which hear nothing of it.
 
 A program of TorchScript's has no beginning and no end that Python sees: its runs are known by the module that begins
 them. All ranks run the same model and come to the same decisions; the headers' checksum tells if they did not.
@@ -15,6 +18,7 @@ them. All ranks run the same model and come to the same decisions; the headers' 
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from enum import Enum, auto
 
 __all__ = ["CallBatching", "Phase"]
@@ -26,7 +30,8 @@ class Phase(Enum):
     OUTSIDE = auto()
     FORWARD = auto()
     FAILED = auto()
-    """Outside, after a forward that raised: ranks that failed at different places must not go on with other runs."""
+    """Outside, after a forward that raises on all ranks: they failed at different places, and must not go on with other
+    runs."""
 
 
 class CallBatching:
@@ -34,34 +39,47 @@ class CallBatching:
 
     Attributes:
         phase: where the model is.
-        known: calls of each run of the last forward.
     """
 
     def __init__(self) -> None:
         self.phase = Phase.OUTSIDE
-        self.known: tuple[int, ...] = ()
+        self._mode: Hashable = None  # of the present forward, or the last one
+        self._runs: dict[Hashable, tuple[int, ...]] = {}
         self._made = [0]  # calls of each run of this forward
         self._first = 0  # the id of the module that made the first call of the present run
         self._of_programs: dict[int, int] = {}  # calls of the last run that began with this module
 
-    def begin(self) -> None:
+    @property
+    def known(self) -> tuple[int, ...]:
+        """Calls of each run of the last forward in this mode."""
+        return self._runs.get(self._mode, ())
+
+    @property
+    def lacks_calls(self) -> bool:
+        """Whether this forward has made fewer calls than the last one in this mode; than 1, if there was none."""
+        return sum(self._made) < sum(self._runs.get(self._mode, (1,)))
+
+    def begin(self, mode: Hashable) -> None:
         """A forward begins."""
         if self.phase is Phase.FAILED:
-            self.known = ()
-        self.phase, self._made = Phase.FORWARD, [0]
+            self.forget()
+        self.phase, self._mode, self._made = Phase.FORWARD, mode, [0]
 
-    def end(self) -> None:
-        """The forward has ended."""
+    def end(self, *, ahead: bool = False) -> None:
+        """The forward has ended. One that has made none of the calls made ``ahead`` of it is an exception."""
         self.use()
-        self.phase, self.known, self._made = Phase.OUTSIDE, tuple(self._made[:-1]), [0]
+        runs = tuple(self._made[:-1])
+        if runs or not ahead:
+            self._runs[self._mode] = runs
+        self.phase, self._made = Phase.OUTSIDE, [0]
 
     def fail(self) -> None:
-        """The forward has raised."""
+        """The forward raises on all ranks."""
         self.phase, self._made = Phase.FAILED, [0]
 
     def forget(self) -> None:
-        """Know nothing, where another rank's forward has failed and that rank knows nothing either."""
-        self.known = ()
+        """Know nothing of this mode, where another rank's forward has failed and that rank knows nothing either."""
+        self._runs.pop(self._mode, None)
 
     def call(self, module: int, modules: int, *, by_program: bool) -> bool:
         """A module is called; whether that is the last call of its run, as far as one can know.

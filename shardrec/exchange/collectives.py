@@ -9,6 +9,7 @@ give no gradient.
 from __future__ import annotations
 
 import abc
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -19,6 +20,7 @@ import torch.distributed as dist
 import torch.distributed._functional_collectives  # registers the autograd formulas
 from torch import Tensor
 
+from shardrec.errors import ConfigError
 from shardrec.exchange.flight_record import flight_record
 from shardrec.exchange.peers import introduce, peer_error, raise_aborted, watch_device
 
@@ -229,9 +231,19 @@ class FunctionalCollectives(Collectives):
 
 
 def collectives_of(group: dist.ProcessGroup | None = None) -> Collectives:
-    """The collectives of ``group`` (default: the default group; without one, a single rank's)."""
+    """The collectives of ``group`` (default: the default group; without one, a single rank's).
+
+    Raises:
+        ConfigError: without a group, in one of several processes of a launcher.
+    """
     if group is None:
         if not (dist.is_available() and dist.is_initialized()):
+            if "RANK" in os.environ and int(os.environ.get("WORLD_SIZE", 1)) > 1:
+                raise ConfigError(
+                    f"this is rank {os.environ['RANK']} of {os.environ['WORLD_SIZE']} (RANK, WORLD_SIZE), and has no "
+                    "process group: call torch.distributed.init_process_group first, or unset WORLD_SIZE for a model "
+                    "of this process alone"
+                )
             return LocalCollectives()
         group = dist.group.WORLD
         assert group is not None, "an initialised process group has a WORLD"

@@ -21,7 +21,7 @@ class Reducer(Protocol):
         """What the ranks must have in common, in words."""
 
     def broadcast_buffers(self) -> None:
-        """Called when a forward begins; sends rank 0's buffers to all ranks."""
+        """Called when a forward begins; sends the first rank's buffers to all ranks that make it."""
 
     def arm(self) -> None:
         """Called when a forward with gradients begins."""

@@ -8,9 +8,10 @@
     x = model.dense(dense)          while it is under way
     emb_a["f"]                      waits
 
-An exchange begins as soon as all the calls are queued that came before the first use in the model's last forward (in
-its first: as many as it has sharded modules; see :mod:`shardrec.exchange.call_batching`), or else at the first use of a
-queued call's value. So a model that makes the same calls in each step makes the fewest exchanges.
+An exchange begins as soon as all the calls are queued that came before the first use in the model's last forward of the
+same mode, training or evaluation (in its first: as many as it has sharded modules; see
+:mod:`shardrec.exchange.call_batching`), or else at the first use of a queued call's value. So a model that makes the
+same calls in each step makes the fewest exchanges.
 
 Outside a model's forward (a sharded module used alone, a recomputation in backward) each call exchanges at once.
 """
@@ -140,8 +141,11 @@ class ExchangeQueue:
             self._one_thread.release()
 
     @contextmanager
-    def forward(self) -> Iterator[None]:
+    def forward(self, *, training: bool = True) -> Iterator[None]:
         """Run a model's forward; calls made inside may share exchanges.
+
+        Args:
+            training: whether the model is in training mode.
 
         Raises:
             ConfigError: if another thread is in it, or calls one of its sharded modules.
@@ -150,17 +154,25 @@ class ExchangeQueue:
             if self._batching.phase is Phase.FORWARD:
                 yield
                 return
-            self._batching.begin()
+            self._batching.begin((training, torch.is_grad_enabled()))
             try:
                 yield
                 self.flush()
-                self._batching.end()
+                self._batching.end(ahead=self.ahead is not None)
             except BaseException as error:
-                self._batching.fail()
+                if self.ahead or self._calls or self._batching.lacks_calls or isinstance(error, ShardrecError):
+                    self._batching.fail()
+                else:
+                    self._batching.end()
                 calls, self._calls = self._calls, []
                 for call in calls:
                     call.error = ShardrecError(f"the model's forward failed before this lookup was exchanged: {error}")
                 raise
+
+    @property
+    def others_wait(self) -> bool:
+        """After a forward that raised: whether the other ranks still make an exchange in it, or raise with this one."""
+        return self._batching.phase is Phase.FAILED
 
     def launch_ahead(self) -> None:
         """Exchange rows for the calls that this forward makes before its first use, if their ids were exchanged ahead.

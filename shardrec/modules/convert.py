@@ -24,7 +24,14 @@ from shardrec.exchange.transport import Transport, transport_of
 from shardrec.exchange.wire import QuantizedComms
 from shardrec.ids.options import DynamicIds
 from shardrec.layout import ShardingPlan, Topology
-from shardrec.layout.discover import Collection, collections_of, configs_of, default_device, table_shapes
+from shardrec.layout.discover import (
+    Collection,
+    collections_of,
+    configs_of,
+    default_device,
+    qualified_name,
+    table_shapes,
+)
 from shardrec.memory import keep_large_blocks
 from shardrec.modules.annotate import annotate_for_dynamo
 from shardrec.modules.bags import ShardedEmbeddingBagCollection
@@ -38,9 +45,10 @@ from shardrec.modules.dynamic import (
     without_managed_collision,
 )
 from shardrec.modules.elastic_model import ElasticModel
+from shardrec.modules.initial import value_checksums
 from shardrec.modules.model import ShardedModel
 from shardrec.modules.overrides import refuse_overrides
-from shardrec.modules.replicas import Replicas, make_groups
+from shardrec.modules.replicas import Replicas, make_groups, replica_ranks
 from shardrec.modules.replicated_model import ReplicatedModel
 from shardrec.modules.sequences import ShardedEmbeddingCollection
 from shardrec.modules.servers import Servers
@@ -53,6 +61,7 @@ TorchRecLazyAwaitable.register(LazyAwaitable)
 
 __all__ = [
     "agree_on_plan",
+    "agree_on_values",
     "exchange_faults",
     "features_of",
     "put_in_place",
@@ -136,10 +145,11 @@ def shard(
 
     Raises:
         PlanError: if the plan does not fit the model or the group, or differs between ranks.
-        ConfigError: if the model has no collection, or one that cannot be sharded; if a table's weight is tied to
-            another parameter, or parametrized; if methods or hooks were added to a collection; if each rank would
-            learn its own map from ids to rows (managed collision, pruning); if the number of replicas does not divide
-            the number of ranks, or differs between ranks.
+        ConfigError: if a launcher started several processes and there is no process group; if a table that is cut has
+            other values on another rank; if the model has no collection, or one that cannot be sharded; if a table's
+            weight is tied to another parameter, or parametrized; if methods or hooks were added to a collection; if
+            each rank would learn its own map from ids to rows (managed collision, pruning); if the number of replicas
+            does not divide the number of ranks, or differs between ranks.
     """
     replicas, servers = records_of(replicas, servers, former)
     target = default_device(model, group) if device is None else torch.device(device)
@@ -211,6 +221,7 @@ def shard(
         plan = make_plan(model, Topology.of_world(size), device=target, constraints=limits, dedup=dedup)
     tables, faults = dynamic_tables(model, plan, dynamic_ids or {}, 1 if replicas is None else replicas.count + elastic)
     agree_on_plan(plan, _plan_faults(plan, model, copies, collectives.world_size) or faults, world)
+    agree_on_values(collections, plan, replica_ranks(collectives.world_size, copies), world)
     plan = plan.on_one_rank() if size == 1 else plan
     groups = make_groups(group, copies, target)
     if target.type == "cpu":
@@ -308,6 +319,28 @@ def agree_on_plan(plan: ShardingPlan, faults: Sequence[str], headers: Headers) -
             f"the plan of rank(s) {', '.join(map(str, differing))} differs from rank 0's; make the plan on one rank "
             "and send it to the others, or save and load it"
         )
+
+
+def agree_on_values(
+    collections: Mapping[str, Collection], plan: ShardingPlan, copies: Sequence[Sequence[int]], headers: Headers
+) -> None:
+    """Raise on every rank if a cut table has other values on some of the ranks that share a copy: each keeps a part."""
+    world_size, checksums = headers.collectives.world_size, dict[str, int]()
+    for path, collection in collections.items() if world_size > 1 else ():
+        numbers = {qualified_name(path, name): number for name, number in value_checksums(collection).items()}
+        checksums |= {name: number for name, number in numbers.items() if not plan.by_name[name].replicated}
+    if not checksums:
+        return
+    rows = torch.tensor([list(checksums.values())] * world_size, device=headers.device)
+    of_ranks = headers.exchange(rows).tolist()
+    for rank, first in ((rank, ranks[0]) for ranks in copies for rank in ranks):
+        for name, number, right in zip(checksums, of_ranks[rank], of_ranks[first], strict=True):
+            if number != right:
+                raise ConfigError(
+                    f"table {name!r} has other values on rank {rank} than on rank {first}, and each rank keeps its "
+                    "own part of it: give all ranks one seed before the model is built, or "
+                    "broadcast one rank's values before shardrec.shard"
+                )
 
 
 def with_sharded(model: nn.Module, replaced: dict[int, ShardedCollection], device: torch.device) -> nn.Module:

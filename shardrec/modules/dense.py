@@ -225,6 +225,7 @@ class DenseReducer:
     Attributes:
         agreement: a text that says which parameters train, which the ranks compare.
         sparse: those of them whose gradients are sparse.
+        evaluates: the ranks that evaluate together, those of one replica; None for one rank. Default: ``group``.
     """
 
     agreement = ""
@@ -242,6 +243,7 @@ class DenseReducer:
     ) -> None:
         self._dense = dense
         self._module, self._group, self._context, self._fsdp = module, group, context, fsdp
+        self.evaluates: dist.ProcessGroup | None = group
         self._own_group = _group_beside(group, context.collectives, context.device)
         self._share = 1 / dist.get_world_size(group)
         self._limit = int(options.get("bucket_cap_mb", _CAP_MB) * 2**20)
@@ -271,11 +273,12 @@ class DenseReducer:
                 parameter.requires_grad_().register_post_accumulate_grad_hook(take)
                 parameter.requires_grad_(trains)
 
-    def broadcast_buffers(self) -> None:
-        """Broadcast rank 0's buffers to all ranks."""
-        if self._broadcasts:
-            with peers(self._group, "buffer broadcast"):
-                _broadcast([buffer.detach() for buffer in self._module.buffers()], self._group)
+    def broadcast_buffers(self, *, to_all: bool = False) -> None:
+        """Broadcast the first rank's buffers ``to_all``, or, without gradients, to those that evaluate together."""
+        group = self._group if to_all or torch.is_grad_enabled() else self.evaluates
+        if self._broadcasts and group is not None:
+            with peers(group, "buffer broadcast"):
+                _broadcast([buffer.detach() for buffer in self._module.buffers()], group)
 
     def arm(self) -> None:
         """Put the parameters that the model has, and that train, now in buckets."""
@@ -317,7 +320,8 @@ class DenseReducer:
         reduces, task = self._context.gradients.reduce_this_backward, torch._C._current_graph_task_id()
         averaged = *self._places, *self.sparse
         accumulates = self._fsdp is not None or any(map(accumulates_in, averaged))
-        if averaged and not accumulates and task not in self._tasks:  # whose rest a backward inside of it may leave
+        is_needed = bool(averaged) or self._context.gradients.across is not None
+        if is_needed and not accumulates and task not in self._tasks:  # whose rest a backward inside of it may leave
             accumulates = reaches_a_leaf()
         self._tasks.add(task)
         self._stepped.update(filter(_without_steps, self._parameters))  # some may have come since the last backward

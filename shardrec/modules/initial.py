@@ -49,7 +49,7 @@ from shardrec.errors import ConfigError
 from shardrec.layout import Shard
 from shardrec.layout.discover import configs_of
 
-__all__ = ["WHOLE_BYTES", "TableDraw", "check_init_fn", "draw_rows", "first_values"]
+__all__ = ["WHOLE_BYTES", "TableDraw", "check_init_fn", "draw_rows", "first_values", "value_checksums"]
 
 WHOLE_BYTES = 64 * 2**20
 """Most bytes of a collection's tables on meta that are drawn as the unsharded collection draws them."""
@@ -152,6 +152,21 @@ def first_values(
                 torch.nn.init.normal_(values)
             config.init_fn(values)
             yield config.name, values
+
+
+def value_checksums(collection: EmbeddingBagCollection | EmbeddingCollection) -> dict[str, int]:
+    """A checksum of each table's first values: of rows at equal distances, at most 1 MiB of a table, so that it costs
+    little for any table, and notices other seeds and files, but not every single row of a larger table. It is 0 on
+    meta, where a rank of another seed draws its own part: random values like any others."""
+    tables = collection.embedding_bags if isinstance(collection, EmbeddingBagCollection) else collection.embeddings
+    checksums = {}
+    for config in configs_of(collection):
+        weight = tables[config.name].weight.detach()
+        checksums[config.name] = 0
+        if not weight.is_meta:
+            rows = weight[:: -(-weight.nbytes // 2**20) or 1].cpu().contiguous()
+            checksums[config.name] = crc32(rows.view(torch.uint8).numpy().tobytes())
+    return checksums
 
 
 def draw_rows(config: BaseEmbeddingConfig, shard: Shard, count: int, step: int) -> Tensor:

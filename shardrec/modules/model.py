@@ -76,7 +76,6 @@ class ShardedModel(nn.Module):
         self.group = group
         self.context = context
         self._sharded = [child for child in module.modules() if isinstance(child, ShardedCollection)]
-        self._headers = min(1, len(self._sharded))
         self.made_fused_optimizer: FusedOptimizers | None = None
         self._has_warned = False
         self.tables_without_room: set[str] = set()  # of which a reshard has warned
@@ -363,13 +362,13 @@ class ShardedModel(nn.Module):
             if collection.id_maps is not None and table in collection.id_maps.options:
                 collection.id_maps.set_options(layout, options)
 
-    def _fail(self, error: Exception, made: int) -> None:
+    def _fail(self, error: Exception) -> None:
         """Tell the other ranks, if they still make a header exchange in this step, and name the likely cause."""
         rank = self.context.collectives.rank
         cause = self._dtype_fault()
         refusal = self.context.forward_state.refusal
         text = refusal or f"the model's forward failed: {type(error).__name__}: {error}{cause}"
-        if self.context.collectives.world_size > 1 and made < self._headers:
+        if self.context.collectives.world_size > 1 and self.context.queue.others_wait:
             try:
                 self.context.headers.fail_all(text)
             except InputError as shared:
@@ -479,7 +478,6 @@ class _Step(ExitStack):
         self._model = model
         self._compiled = compiled
         self._inputs = (args, kwargs)
-        self._begin = model.context.headers.exchanged
 
     @left_alone
     def __enter__(self) -> Self:
@@ -491,7 +489,7 @@ class _Step(ExitStack):
         if self._compiled:
             traced = any(collection._traced is not None for collection in model._sharded)
             self.enter_context(compiled_step(self._inputs, traced=traced))
-        self.enter_context(context.queue.forward())
+        self.enter_context(context.queue.forward(training=model.module.training))
         return super().__enter__()
 
     @left_alone
@@ -521,7 +519,6 @@ class _Step(ExitStack):
 
     def _end(self, error: BaseException | None) -> None:
         model, context = self._model, self._model.context
-        made = context.headers.exchanged - self._begin
         try:
             # For calls made ahead, the other ranks have the headers; the code that made the calls tells the others.
             if isinstance(error, Exception) and not isinstance(error, ShardrecError):
@@ -529,11 +526,9 @@ class _Step(ExitStack):
                     # A buffer's broadcast, a collective of the model's own, one of a compiled or scripted program.
                     raise peer_error(model.group, "forward", error) from error
                 if not context.queue.ahead:
-                    model._fail(error, made=made)
+                    model._fail(error)
         finally:
             context.forward_state = ForwardState()
-        if error is None and not context.queue.ahead:
-            model._headers = made
 
 
 @left_alone

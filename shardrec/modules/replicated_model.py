@@ -48,7 +48,8 @@ class ReplicatedModel(ShardedModel):
     averaged, but its states are not: they differ between replicas.
 
     Every rank must make the same number of training forwards (forwards with gradients enabled). Each replica may make
-    other forwards, such as those of an evaluation under ``torch.no_grad``; call :meth:`sync_replicas` before one.
+    other forwards, such as those of an evaluation under ``torch.no_grad``, which broadcast buffers inside the replica
+    only; call :meth:`sync_replicas` before one.
 
     Args:
         module: the model, its collections already sharded inside the replica.
@@ -82,6 +83,8 @@ class ReplicatedModel(ShardedModel):
         self.steps_since_sync = 0
         self._counts_steps = True
         self._averager = None if groups.across is None else Averager(groups.across)
+        if self._reducer is not None:
+            self._reducer.evaluates = groups.within
         if self._averager is not None:
             # As the dense part's first values, rank 0's: the mean of copies drawn from different seeds would be smaller
             # than a draw.
@@ -99,7 +102,7 @@ class ReplicatedModel(ShardedModel):
         if self.replica_groups.everyone is None or not torch.is_grad_enabled():
             return super().forward(*args, **kwargs)
         if self.steps_since_sync >= self.replica_options.sync_every:
-            self.sync_replicas()
+            self._average_copies()
         try:
             result = super().forward(*args, **kwargs)
         except PeerError:
@@ -113,7 +116,8 @@ class ReplicatedModel(ShardedModel):
 
     @left_alone
     def sync_replicas(self) -> None:
-        """Average the tables, and their fused optimizers' states, over the replicas now. Every rank calls it.
+        """Average the tables, and their fused optimizers' states, over the replicas now, and broadcast buffers from
+        rank 0. Every rank calls it.
 
         Before an evaluation or ``state_dict()``; :func:`shardrec.save_checkpoint` calls it by itself. Restarts the
         count for ``sync_every``. Does nothing on one replica.
@@ -121,6 +125,12 @@ class ReplicatedModel(ShardedModel):
         Raises:
             PeerError: if another rank is gone or did not answer within the process group's timeout.
         """
+        self._average_copies()
+        if self._reducer is not None:
+            self._reducer.broadcast_buffers(to_all=True)
+
+    @left_alone
+    def _average_copies(self) -> None:
         if self._averager is not None:
             states = self._states() if self.replica_options.sync_optimizer else ()
             self._averager.average([*self._weights(frozen=False), *states])

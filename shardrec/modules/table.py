@@ -4,6 +4,10 @@ The state_dict of a sharded model has the unsharded model's keys. On several ran
 :class:`~torch.distributed._shard.sharded_tensor.ShardedTensor`, which ``torch.distributed.checkpoint`` saves and loads
 at any world size; on one rank, and for a replicated table, it is the (rows, dim) tensor itself. Loading accepts both,
 and an unsharded model's (rows, dim) tensor.
+
+[Note: DistributedDataParallel]
+It sends rank 0's parameters to all ranks when it is made. Trainers put it around whatever module they are given, and it
+reads what to leave alone from the outermost module only: so it is noticed where it registers its module, before that.
 """
 
 from __future__ import annotations
@@ -17,6 +21,8 @@ from torch import Tensor, nn
 from torch.distributed._shard.metadata import ShardMetadata
 from torch.distributed._shard.sharded_tensor import Shard as TensorShard
 from torch.distributed._shard.sharded_tensor import ShardedTensor, ShardedTensorMetadata, TensorProperties
+from torch.nn.modules.module import register_module_module_registration_hook
+from torch.nn.parallel import DistributedDataParallel
 
 from shardrec.errors import ConfigError
 from shardrec.layout import Shard, TableLayout
@@ -229,3 +235,19 @@ def load_table(tensors: Mapping[Shard | None, Tensor], value: Tensor | ShardedTe
 def _part(whole: Tensor, shard: Shard | None) -> Tensor:
     """A shard's part of the whole table; all of it for the replica."""
     return whole if shard is None else whole[shard.row_start : shard.row_end, shard.col_start : shard.col_end]
+
+
+def _refuse_ddp(wrapper: nn.Module, name: str, module: nn.Module | None) -> None:
+    """Raise on every rank for DistributedDataParallel around shards; see [Note: DistributedDataParallel]."""
+    if not isinstance(wrapper, DistributedDataParallel) or module is None or wrapper.process_group.size() == 1:
+        return
+    for table in module.modules():
+        if type(table) is ShardedTable and not table.layout.replicated:
+            raise ConfigError(
+                f"DistributedDataParallel around {type(module).__name__} would write rank 0's rows over the other "
+                f"ranks' shards of table {table.layout.name!r}: use what shardrec.shard returns without it, which "
+                "averages dense gradients by itself, or with dense='none' put it around dense layers before"
+            )
+
+
+register_module_module_registration_hook(_refuse_ddp)

@@ -24,7 +24,14 @@ from shardrec.exchange.context import ExchangeOptions, ModelContext
 from shardrec.layout import ShardingPlan, Topology
 from shardrec.layout.discover import collections_of, remappers_of, table_shapes
 from shardrec.modules.collection import ShardedCollection
-from shardrec.modules.convert import agree_on_plan, exchange_faults, features_of, sharded_collection, with_sharded
+from shardrec.modules.convert import (
+    agree_on_plan,
+    agree_on_values,
+    exchange_faults,
+    features_of,
+    sharded_collection,
+    with_sharded,
+)
 from shardrec.modules.dense import DenseOptions, DenseWrap
 from shardrec.modules.model import ShardedModel
 from shardrec.modules.servers import Servers
@@ -111,6 +118,7 @@ def shard_over_servers(
     context = ModelContext(collectives, device, ExchangeOptions(on_bad_id=policies, updates_at_step=updates_at_step))
     context.gradients.are_reduced = trainers.world_size == 1  # nothing to reduce
     agree_on_plan(plan, _faults(plan, model, len(connections)), context.headers)
+    agree_on_values(collections, plan, [range(trainers.world_size)], context.headers)
     _, sessions = exchange_faults([], secrets.randbits(32), context.headers)
     collectives.session = sessions[0]
     shifted = _after(plan, trainers.world_size)

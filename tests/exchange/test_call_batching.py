@@ -20,8 +20,8 @@ def sent(runs: CallBatching, lengths: list[int], *, by_program: bool = False) ->
     return result
 
 
-def forward(runs: CallBatching, lengths: list[int]) -> list[list[bool]]:
-    runs.begin()
+def forward(runs: CallBatching, lengths: list[int], mode: str = "") -> list[list[bool]]:
+    runs.begin(mode)
     result = sent(runs, lengths)
     runs.end()
     return result
@@ -60,7 +60,7 @@ def test_a_first_forward_sends_when_each_module_has_been_called() -> None:
 def test_after_a_forward_that_failed_nothing_is_known(lengths: list[int]) -> None:
     runs = CallBatching()
     forward(runs, lengths)
-    runs.begin()
+    runs.begin("")
     runs.call(0, MODULES, by_program=False)
     runs.fail()
     assert runs.known == tuple(lengths), "for the calls that this rank still owes the others"
@@ -81,3 +81,15 @@ def test_a_program_repeats_the_runs_that_began_with_the_same_module(lengths: lis
     assert sent(runs, lengths, by_program=True) == with_last_calls(lengths)
     forward(runs, [1, 2])
     assert sent(runs, lengths, by_program=True) == with_last_calls(lengths)
+
+
+@given(LENGTHS, LENGTHS)
+def test_training_and_evaluation_have_runs_of_their_own(lengths: list[int], others: list[int]) -> None:
+    runs = CallBatching()
+    forward(runs, lengths, "training")
+    assert forward(runs, others, "evaluation") == never(others)
+    assert forward(runs, lengths, "training") == with_last_calls(lengths)
+    runs.begin("evaluation")
+    runs.fail()
+    assert forward(runs, lengths, "training") == with_last_calls(lengths), "an evaluation that failed is another mode's"
+    assert forward(runs, others, "evaluation") == never(others)

@@ -181,3 +181,62 @@ def test_an_error_of_the_models_own_between_two_lookups() -> None:
                 assert torch.allclose(model(dense, features), expected)
 
     ranks(2, rank_main)
+
+
+class AtTheEnd(TwoLookups):
+    """Refuses some values after its lookups, of which evaluation makes the first only."""
+
+    def forward(self, left: Any, right: Any, limit: float = 1e9) -> Tensor:
+        values: Tensor = self.left(left).values()
+        if self.training:
+            values = values + self.right(right).values()
+        elif right is not None:
+            thrice = self.left(left), self.left(right), self.left(left)
+            values = thrice[0].values() + thrice[1].values() + thrice[2].values()
+        if values.abs().max() > limit:
+            raise ValueError("values above the limit")
+        return values
+
+
+@pytest.mark.parametrize("calls", [1, 4])
+def test_an_error_of_one_rank_after_the_last_lookup_of_an_evaluation(calls: int) -> None:
+    """That rank raises it, the others have their values, and all go on, with evaluations and with training."""
+
+    def rank_main() -> None:
+        rank = dist.get_rank()
+        left, right = plan_of(2, "left."), plan_of(2, "right.")
+        model = shard(AtTheEnd(), ShardingPlan(topology=left.topology, tables=left.tables + right.tables))
+        reference, headers = AtTheEnd(), model.context.headers
+        features = random_bags(Random(0), ROWS, 2, shuffled=False).kjt()
+        other = features if calls > 1 else None
+
+        def train() -> int:
+            before = headers.exchanged
+            values = model(features, features)
+            assert torch.allclose(values, reference(features, features), atol=1e-5)
+            values.mean().backward()
+            reference(features, features).mean().backward()
+            return headers.exchanged - before
+
+        train()
+        exchanges = train()
+        for guilty in (0, 1, 0):
+            model.eval()
+            reference.eval()
+            with torch.no_grad():
+                if calls > 1:  # from the second one on, three of them share an exchange
+                    model(features, other)
+                if rank == guilty:
+                    with pytest.raises(ValueError, match="values above the limit"):
+                        model(features, other, limit=0.0)
+                else:
+                    model(features, other)
+                dist.barrier()
+                for _ in range(2):
+                    assert torch.allclose(model(features, other), reference(features, other), atol=1e-5)
+            model.train()
+            reference.train()
+            assert train() == exchanges, "an evaluation does not change when training exchanges"
+        assert_weights_equal(model.left, reference.left, "left")
+
+    ranks(2, rank_main)

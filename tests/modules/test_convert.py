@@ -16,11 +16,14 @@ from torchrec.distributed.planner import EmbeddingShardingPlanner
 from torchrec.distributed.planner import Topology as TorchRecTopology
 from torchrec.distributed.types import Awaitable as TorchRecAwaitable
 from torchrec.distributed.types import LazyAwaitable as TorchRecLazyAwaitable
+from torchrec.modules.embedding_configs import EmbeddingBagConfig
+from torchrec.modules.embedding_modules import EmbeddingBagCollection
 
 from shardrec.errors import ConfigError, PlanError
-from shardrec.layout import Topology
+from shardrec.layout import ShardingPlan, Topology, cuts
 from shardrec.layout.discover import default_device
 from shardrec.modules import DistributedModelParallel, ShardedEmbeddingBagCollection, shard
+from shardrec.modules.initial import value_checksums
 from shardrec.pending import LazyNoWait
 from tests.batches import joined, random_bags
 from tests.models import (
@@ -247,3 +250,52 @@ def test_torchrecs_signature() -> None:
             sharders=[EmbeddingBagCollectionSharder(fused_params={"learning_rate": 0.1})],
             init_data_parallel=False,
         )
+
+
+def seeded(rank: int, world_size: int, *, device: str = "cpu") -> Any:
+    """Shard a model with each rank's own values."""
+    torch.manual_seed(rank)
+    bags = EmbeddingBagCollection(
+        tables=[
+            EmbeddingBagConfig(name=name, num_embeddings=10, embedding_dim=4, feature_names=[name]) for name in "ab"
+        ],
+        device=torch.device(device),
+    )
+    copied = cuts.data_parallel("a", 10, 4), cuts.table_wise("b", 10, 4, rank=world_size - 1)
+    return shard(bags, ShardingPlan(topology=Topology(ranks_per_host=world_size), tables=copied))
+
+
+def test_ranks_with_other_values() -> None:
+    """Replicated tables take rank 0's; a table that lies on one rank alone would not. On meta, ranks draw their own."""
+    words = "^table 'b' has other values on rank 1 than on rank 0, .*: give all ranks one seed"
+    raises_on_all(2, ConfigError, words, lambda: seeded(dist.get_rank(), 2))
+    raises_on_all(2, ConfigError, words, lambda: seeded(0, 2, device=["cpu", "meta"][dist.get_rank()]))
+    ranks(2, lambda: seeded(0, 2) and None)
+    ranks(2, lambda: seeded(dist.get_rank(), 2, device="meta") and None)
+
+
+def test_which_values_are_compared() -> None:
+    """All rows of 1 MiB, and some of each part of a larger table."""
+
+    def checksum(edit: int | None, rows: int) -> int:
+        config = EmbeddingBagConfig(name="t", num_embeddings=rows, embedding_dim=256, feature_names=["f"])
+        bags = EmbeddingBagCollection(tables=[config])
+        weight = bags.embedding_bags["t"].weight.detach().zero_()
+        if edit is not None:
+            weight[edit:] = 1
+        return value_checksums(bags)["t"]
+
+    assert checksum(None, 1024) == checksum(None, 1024)
+    assert checksum(1023, 1024) != checksum(None, 1024)
+    assert checksum(2000, 2048) != checksum(None, 2048)
+
+
+def test_a_process_of_a_launcher_without_a_process_group(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    model = click_model(CONFIGS)
+    with pytest.raises(ConfigError, match=r"rank 1 of 2 .*: call torch\.distributed\.init_process_group first"):
+        shard(model)
+    assert isinstance(model.sparse, EmbeddingBagCollection)
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    shard(model)

@@ -16,10 +16,14 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torchrec.modules.embedding_configs import EmbeddingBagConfig
+from torchrec.modules.embedding_modules import EmbeddingBagCollection
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from shardrec.checkpoint import Checkpoints
 from shardrec.errors import ConfigError, PeerError, PlanError
 from shardrec.ids import DynamicIds
+from shardrec.layout import ShardingPlan, Topology, cuts
 from shardrec.modules import Replicas, shard
 from shardrec.modules.elastic import Broken
 from shardrec.modules.elastic_model import ElasticModel
@@ -357,6 +361,71 @@ def test_replicas_of_two_ranks(store: Any) -> None:
 
     outcomes = ranks(4, rank_main, f"127.0.0.1:{store.port}", expect_death={2, 3}, timeout=60.0)
     assert values_of(outcomes[:2]) == [[1, 1, 1, 1, 2, 2, 2, 1, 1]] * 2
+
+
+class Factors(nn.Module):
+    """A model of tables alone: the scores of pairs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        tables = [
+            EmbeddingBagConfig(name=name, num_embeddings=6, embedding_dim=4, feature_names=[name])
+            for name in ("user", "item")
+        ]
+        self.bags = EmbeddingBagCollection(tables=tables)
+        apply_optimizer_in_backward(torch.optim.SGD, self.bags.parameters(), {"lr": 0.1})
+
+    def forward(self, pairs: Tensor) -> Tensor:
+        pooled = self.bags(KeyedJaggedTensor(["user", "item"], pairs.flatten(), lengths=torch.ones(6).int()))
+        return (pooled["user"] * pooled["item"]).sum(dim=1)
+
+
+def pairs_of(step: int, rank: int) -> Tensor:
+    return torch.randint(6, (2, 3), generator=torch.Generator().manual_seed(10 * step + rank))
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_tables_alone_count_steps(size: int, store: Any) -> None:
+    """Also on a rank without a table, and in no_sync, which ends no step."""
+
+    def rank_main(address: str) -> list[int]:
+        layouts = (cuts.table_wise("bags.user", 6, 4, rank=0), cuts.table_wise("bags.item", 6, 4, rank=0))
+        plan = ShardingPlan(topology=Topology(ranks_per_host=size), tables=layouts)
+        group = groups_of(size)[dist.get_rank() // size]
+        model = shard(Factors(), plan, replicas=Replicas(2, elastic=address, patience_s=PATIENCE_S), group=group)
+        assert isinstance(model, ElasticModel)
+        model.join()
+        counts = []
+        for step in range(3):
+            model(pairs_of(step, dist.get_rank())).square().mean().backward()
+            counts.append(model.steps)
+        with model.no_sync():
+            model(pairs_of(0, 0)).mean().mul(0).backward()
+        counts.append(model.steps)
+        model.sync_replicas()
+        reference = Factors()
+        for step in range(3):
+            losses = [reference(pairs_of(step, rank)).square().mean() for rank in range(2 * size)]
+            torch.stack(losses).mean().backward()
+        assert_tables_equal(model.module, reference, "tables")
+        return counts
+
+    assert ranks(2 * size, rank_main, f"127.0.0.1:{store.port}") == [[1, 2, 3, 3]] * (2 * size)
+
+
+def test_a_step_in_which_only_tables_train(store: Any) -> None:
+    """A dense part that is frozen has no gradient to average."""
+
+    def rank_main(address: str) -> int:
+        replica = Replica(address, count=1)
+        for parameter in dense_parameters(replica.model):
+            parameter.requires_grad_(False)
+        replica.model.join(replica.dense)
+        replica.step()
+        return replica.model.steps
+
+    assert ranks(1, rank_main, f"127.0.0.1:{store.port}") == [1]
 
 
 def test_the_store_may_go_while_it_is_not_needed() -> None:

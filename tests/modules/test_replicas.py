@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torchrec.modules.embedding_configs import EmbeddingConfig
 from torchrec.modules.embedding_modules import EmbeddingCollection
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from shardrec.layout import ShardingPlan, Topology, cuts
 from shardrec.modules import Replicas, ReplicatedModel, ShardedModel, shard
@@ -238,6 +239,53 @@ def test_accumulated_forwards_are_one_step_and_evaluations_none() -> None:
         assert copies_are_equal(model)
 
     ranks(4, rank_main)
+
+
+class Normed(nn.Module):
+    """Its buffers change in each training forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.clicks = click_model(CONFIGS)
+        self.norm = nn.BatchNorm1d(3)
+
+    def forward(self, dense: Tensor, features: KeyedJaggedTensor) -> Tensor:
+        logits: Tensor = self.clicks(self.norm(dense), features)
+        return logits
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_evaluations_of_a_replica_broadcast_buffers_inside_it(size: int) -> None:
+    def rank_main() -> list[Tensor]:
+        model = replicated(Normed(), mixed_plan(size, "clicks.sparse"), replicas=Replicas(2))
+        steps, means = Steps(ROWS), []
+
+        def forward() -> Tensor:
+            bags, dense, labels = steps.draw()
+            rank = dist.get_rank()
+            loss = click_loss(model, dense[steps.mine] + rank, bags[rank], labels[steps.mine])
+            means.append(model.norm.running_mean.clone())
+            return loss
+
+        forward().backward()
+        model.eval()
+        with torch.no_grad():
+            for _ in range(1 + 2 * model.replica_groups.replica):
+                forward()
+        means = means[:2]
+        model.sync_replicas()
+        means.append(model.norm.running_mean.clone())
+        model.train().zero_grad()
+        forward().backward()
+        assert model.norm.weight.grad is not None
+        return [*means[:3], model.norm.weight.grad]
+
+    trained, evaluated, synced, gradients = zip(*ranks(2 * size, rank_main), strict=True)
+    assert len({tuple(mean.tolist()) for mean in trained}) == 2 * size, "each rank has had its own batch"
+    for rank in range(2 * size):
+        assert torch.equal(evaluated[rank], trained[rank // size * size]), "that of the replica's first rank"
+        assert torch.equal(synced[rank], trained[0])
+        assert torch.equal(gradients[rank], gradients[0])
 
 
 def test_first_values_are_those_of_replica_0() -> None:

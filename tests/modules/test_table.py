@@ -8,7 +8,9 @@ from random import Random
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.distributed._shard.sharded_tensor import ShardedTensor
+from torch.nn.parallel import DistributedDataParallel
 
 from shardrec.errors import ConfigError
 from shardrec.layout import ShardingPlan, Topology, cuts
@@ -167,3 +169,27 @@ def test_a_sharded_state_of_another_size() -> None:
         shard(click_model(CONFIGS[:1]), whole).load_state_dict(shard(click_model(configs), blocks).state_dict())
 
     raises_on_all(2, ConfigError, r"nothing was loaded: .*movies\.weight: the value has shape \(20, 8\)", rank_main)
+
+
+def test_data_parallel_wrappers_around_shards_are_refused() -> None:
+    """Also around a module that holds the model, and on a rank without a shard. Around dense layers they are not."""
+
+    def rank_main() -> None:
+        whole = click_model(CONFIGS)
+        layouts = [
+            cuts.table_wise(f"sparse.{config.name}", config.num_embeddings, config.embedding_dim, rank=0)
+            for config in CONFIGS
+        ]
+        plan = ShardingPlan(topology=Topology(ranks_per_host=2), tables=tuple(layouts))
+        for wrap in (lambda model: model, nn.Sequential):
+            for layout in (plan, mixed_plan(2)):
+                model = shard(click_model(CONFIGS), layout)
+                with pytest.raises(ConfigError, match=r"around .*Model|Sequential.* of table 'sparse\.\w+': use what"):
+                    DistributedDataParallel(wrap(model))
+                assert_tables_equal(model.module, whole, "as they were")
+        dense = click_model(CONFIGS)
+        dense.top = DistributedDataParallel(dense.top)
+        shard(dense, mixed_plan(2), dense="none")
+
+    ranks(2, rank_main)
+    ranks(1, lambda: DistributedDataParallel(shard(click_model(CONFIGS), mixed_plan(1))) and None)
