@@ -1,57 +1,64 @@
-"""``torch.amp.GradScaler`` and tables: one that looks at their row gradients on every rank, or is refused.
+"""``torch.amp.GradScaler`` and sharded models: all ranks skip the same steps, or the scaler is refused.
 
 [Note: how a GradScaler sees the gradients of tables]
-``GradScaler.unscale_`` multiplies the ``grad`` of each parameter of an optimizer and looks for infinities, by one
-operator for all of them. The rows' gradients belong to no parameter. So the tables' optimizer has a placeholder among
-its parameters, whose ``grad`` is a :class:`TableGradients`: the operator, given one, takes the rows' gradients in its
-place, and what it has seen is all-reduced, as DTensor does it. So all ranks skip the same steps, and scale alike.
+Whatever a GradScaler does with an optimizer begins with ``_unscale_grads_``, which multiplies the ``grad`` of each
+parameter and looks for infinities, by one operator for all of them; it changes nothing before, and skips no step. So it
+is wrapped: for an optimizer of a sharded model it raises if a backward has used the scaled gradients already, and what
+it has seen is all-reduced where ranks have gradients of their own, as DTensor does it. The gradients of the rows of
+tables with an optimizer belong to no parameter: the tables' optimizer has a placeholder among its parameters, whose
+``grad`` is a :class:`TableGradients`, in whose place the operator takes the rows' gradients.
 """
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import cache
-from types import FrameType
-from typing import Any, Self
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import cache, wraps
+from itertools import chain
+from typing import Any, Protocol, Self
+from weakref import WeakValueDictionary
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.amp.grad_scaler import GradScaler
-from torch.optim.optimizer import register_optimizer_step_pre_hook
-from torch.utils.weak import WeakTensorKeyDictionary
 
 from shardrec.errors import ConfigError
 from shardrec.exchange.peers import peers
 
-__all__ = ["SCALER_REMEDY", "TableGradients", "refuse_scalers"]
+__all__ = ["TableGradients", "watch_scalers"]
 
-SCALER_REMEDY = (
-    "tables that are updated in backward take the scaled gradients as they are: shard the model with "
-    "shardrec.shard(..., update='step'), and give model.fused_optimizer to scaler.step, too"
-)
+
+class _Model(Protocol):
+    """A :class:`shardrec.ShardedModel`."""
+
+    group: dist.ProcessGroup | None
+
+    @property
+    def made_fused_optimizer(self) -> torch.optim.Optimizer | None: ...
+
+    @property
+    def has_ordinary_shards(self) -> bool: ...
+
+    def parameters(self) -> Iterator[nn.Parameter]: ...
+
+    def scaler_fault(self) -> str: ...
 
 
 class TableGradients(Tensor):
     """The ``grad`` of the placeholder; see [Note: how a GradScaler sees the gradients of tables]."""
 
     stands_for: Callable[[], Iterable[Tensor]]
-    group: dist.ProcessGroup | None
 
     @classmethod
-    def of(
-        cls, stands_for: Callable[[], Iterable[Tensor]], device: torch.device, group: dist.ProcessGroup | None
-    ) -> Self:
+    def of(cls, stands_for: Callable[[], Iterable[Tensor]], device: torch.device) -> Self:
         """Stands for float32 tensors.
 
         Args:
             stands_for: gives them.
             device: theirs.
-            group: the ranks that skip the same steps; None on one rank.
         """
         made: Self = torch.zeros(1, device=device).as_subclass(cls)
-        made.stands_for, made.group = stands_for, group
+        made.stands_for = stands_for
         return made
 
     @classmethod
@@ -70,42 +77,55 @@ class TableGradients(Tensor):
             plain += gradient.stands_for() if isinstance(gradient, cls) else [gradient]
         if plain:
             func(plain, found_inf, inverse_scale)
-        group = next(gradient.group for gradient in gradients if isinstance(gradient, cls))
-        if group is not None:
-            with peers(group, "look for infinite gradients"):
-                dist.all_reduce(found_inf, dist.ReduceOp.MAX, group=group)
         return None
 
 
-_BESIDE_FUSED = WeakTensorKeyDictionary()
-"""Dense parameters of models whose tables are updated in backward."""
-
-_STEPS = frozenset(
-    method.__code__
-    for method in (GradScaler.step, GradScaler._maybe_opt_step)  # type: ignore[attr-defined,unused-ignore]
-)
+_MODELS: WeakValueDictionary[int, _Model] = WeakValueDictionary()
+"""All sharded models, in the order in which they were made, the same on every rank."""
 
 
-def refuse_scalers(parameters: Iterable[nn.Parameter]) -> None:
-    """Have a GradScaler's ``step`` of an ordinary optimizer of these parameters raise a ConfigError."""
-    _look_at_steps()
-    _BESIDE_FUSED.update(dict.fromkeys(parameters))
+def watch_scalers(model: _Model) -> None:
+    """Have a GradScaler that is given an optimizer of the model skip the same steps on all ranks, or raise.
+
+    See [Note: how a GradScaler sees the gradients of tables].
+    """
+    _wrap_unscale()
+    _MODELS[id(model)] = model
 
 
 @cache
-def _look_at_steps() -> None:
-    register_optimizer_step_pre_hook(_refuse)
+def _wrap_unscale() -> None:
+    unscale = GradScaler._unscale_grads_  # type: ignore[attr-defined,unused-ignore]
+
+    @wraps(unscale)
+    def unscale_on_all_ranks(
+        scaler: Any, optimizer: torch.optim.Optimizer, inverse_scale: Tensor, found_inf: Tensor, *options: Any
+    ) -> dict[torch.device, Tensor]:
+        trained = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        models = [model for model in list(_MODELS.values()) if _trains(model, optimizer, trained)]
+        for fault in filter(None, (model.scaler_fault() for model in models)):
+            raise ConfigError(f"a GradScaler is given an optimizer of this model, but {fault}")
+        found: dict[torch.device, Tensor] = unscale(scaler, optimizer, inverse_scale, found_inf, *options)
+        has_rows = any(isinstance(parameter.grad, TableGradients) for parameter in trained)
+        for model in models:
+            if model.group is None or not (has_rows or model.has_ordinary_shards):
+                continue
+            of_ranks = found_inf.new_zeros(1)
+            for value in found.values():
+                torch.maximum(of_ranks, value.to(of_ranks.device), out=of_ranks)
+            with peers(model.group, "look for infinite gradients"):
+                dist.all_reduce(of_ranks, dist.ReduceOp.MAX, group=model.group)
+            for value in found.values():
+                value.copy_(of_ranks.view(value.shape))
+            found = found or {of_ranks.device: of_ranks}
+        return found
+
+    GradScaler._unscale_grads_ = unscale_on_all_ranks  # type: ignore[method-assign,unused-ignore]
 
 
-def _refuse(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-    frame: FrameType | None = sys._getframe(1)
-    for _ in range(4):  # of torch's wrapper around step, and of a scheduler's
-        if frame is None:
-            return
-        if frame.f_code in _STEPS:
-            scaler = frame.f_locals["self"]
-            trained = (parameter for group in optimizer.param_groups for parameter in group["params"])
-            if scaler.is_enabled() and any(parameter in _BESIDE_FUSED for parameter in trained):
-                raise ConfigError(f"a GradScaler steps this model's optimizer, but {SCALER_REMEDY}")
-            return
-        frame = frame.f_back
+def _trains(model: _Model, optimizer: torch.optim.Optimizer, trained: Iterable[Tensor]) -> bool:
+    """Whether an optimizer has a parameter of the model, or the placeholder of its tables' optimizer."""
+    fused = model.made_fused_optimizer
+    groups = [] if fused is None else fused.param_groups
+    own = map(id, chain(model.parameters(), *(group["params"] for group in groups)))
+    return optimizer is fused or not {id(parameter) for parameter in trained}.isdisjoint(own)

@@ -36,8 +36,9 @@ from shardrec.modules.collection import ShardedCollection
 from shardrec.modules.compiled import compiled_step, leaves
 from shardrec.modules.dense import DenseOptions, DenseReducer, DenseWrap, average_dense, dense_options
 from shardrec.modules.fx_calls import recorded_call
-from shardrec.modules.grad_scaler import refuse_scalers
+from shardrec.modules.grad_scaler import watch_scalers
 from shardrec.modules.optim import FusedOptimizers
+from shardrec.modules.shard_gradient import mark_gradients
 
 if TYPE_CHECKING:
     from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
@@ -80,15 +81,12 @@ class ShardedModel(nn.Module):
         self.tables_without_room: set[str] = set()  # of which a reshard has warned
         self._dense = dense
         self._reducer: DenseReducer | None = None
-        self._refuse_scalers()
+        watch_scalers(self)
         if group is not None:
             cut, replicated = self._table_parameters()
+            mark_gradients(cut)
             self._reducer = average_dense(module, dense, group, cut, replicated, context)
             context.gradients.reducer, context.gradients.are_reduced = self._reducer, True
-
-    def _refuse_scalers(self) -> None:
-        if self.has_fused_tables and not self.context.options.updates_at_step:
-            refuse_scalers(self.dense_parameters())
 
     def _table_parameters(self) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
         """Those of cut tables, and those of replicated ones."""
@@ -124,7 +122,7 @@ class ShardedModel(nn.Module):
         """
         if self.made_fused_optimizer is None:
             names = {id(parameter): name for name, parameter in self.named_parameters()}
-            self.made_fused_optimizer = FusedOptimizers(self._sharded, names, self.context, self.group)
+            self.made_fused_optimizer = FusedOptimizers(self._sharded, names, self.context)
         return self.made_fused_optimizer
 
     @property
@@ -136,6 +134,27 @@ class ShardedModel(nn.Module):
     def has_fused_tables(self) -> bool:
         """Whether a table has an optimizer of its own; alike on every rank."""
         return any(collection.fused_optimizers() for collection in self._sharded)
+
+    @property
+    def has_ordinary_shards(self) -> bool:
+        """Whether a cut table has no optimizer of its own: its ``grad`` differs between ranks; alike on every rank."""
+        return any(
+            not table.layout.replicated and name not in collection.fused_optimizers()
+            for collection in self._sharded
+            for name, table in collection.tables().items()
+        )
+
+    def update_in_backward(self) -> str:
+        """What each backward updates with the gradients as they are, with the remedy; "" if optimizers' steps do."""
+        if self.has_fused_tables and not self.context.options.updates_at_step:
+            return "its tables are updated in each backward: shard it with shardrec.shard(..., update='step')"
+        stepped = [name for name, each in self.named_parameters() if getattr(each, "_in_backward_optimizers", ())]
+        remedy = "give them to an ordinary optimizer in place of apply_optimizer_in_backward"
+        return f"the optimizers of {', '.join(stepped[:3])} step in each backward: {remedy}" if stepped else ""
+
+    def scaler_fault(self) -> str:
+        """Why a GradScaler cannot scale this model's gradients; "" if it can."""
+        return self.update_in_backward()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop all gradients, those of rows too (``update="step"``)."""
@@ -290,9 +309,10 @@ class ShardedModel(nn.Module):
         for collection in self._sharded:
             collection.plan = plan
         self.context.queue.replan()
-        self._refuse_scalers()
+        cut = set(self._table_parameters()[0])
+        if self.group is not None:
+            mark_gradients(cut)
         if self._reducer is not None:
-            cut = set(self._table_parameters()[0])
             self._reducer.average(parameter for parameter in self.module.parameters() if parameter not in cut)
         if self.made_fused_optimizer is not None:
             self.made_fused_optimizer.follow({id(parameter): name for name, parameter in self.named_parameters()})
