@@ -96,10 +96,7 @@ class _Watch:
         self.check(self._everyone)
 
     def check(self, headers: Headers | None = None) -> None:
-        """Raise what any rank found, on every rank.
-
-        Args:
-            headers: of the ranks; default: of those that share the tables.
+        """Raise what any rank found, on every rank of ``headers``; default: of those that share the tables.
 
         Raises:
             AnomalyError: the same on every rank.

@@ -337,9 +337,8 @@ def _refuse_dense(
             "dense part on a real device"
         )
     in_backward = [name for name, parameter in parameters.items() if hasattr(parameter, "_in_backward_optimizers")]
-    if in_backward and dense_options(dense)[0] == "fsdp" and world_size > 1:
+    if dense_options(dense)[0] == "fsdp" and in_backward and world_size > 1:
         raise ConfigError(
-            f"dense is {dense!r}, which replaces parameters {', '.join(map(repr, in_backward[:5]))}, so that the "
-            "optimizers that apply_optimizer_in_backward gave them would update nothing: give model.dense_parameters() "
-            "to an ordinary optimizer, or use dense='ddp'"
+            f"dense is {dense!r}, which replaces parameters {', '.join(map(repr, in_backward[:5]))}, so that their "
+            "optimizers in backward would update nothing: give them to an ordinary optimizer, or use dense='ddp'"
         )

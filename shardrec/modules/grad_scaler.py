@@ -4,17 +4,17 @@
 Whatever a GradScaler does with an optimizer begins with ``_unscale_grads_``, which multiplies the ``grad`` of each
 parameter and looks for infinities, by one operator for all of them; it changes nothing before, and skips no step. So it
 is wrapped: for an optimizer of a sharded model it raises if a backward has used the scaled gradients already, and what
-it has seen is all-reduced where ranks have gradients of their own, as DTensor does it. The gradients of the rows of
-tables with an optimizer belong to no parameter: the tables' optimizer has a placeholder among its parameters, whose
-``grad`` is a :class:`TableGradients`, in whose place the operator takes the rows' gradients.
+it has seen is all-reduced, as DTensor does it. The gradients of the rows of tables with an optimizer belong to no
+parameter: the tables' optimizer has a placeholder among its parameters, whose ``grad`` is a :class:`TableGradients`, in
+whose place the operator takes the rows' gradients.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable
 from functools import cache, wraps
 from itertools import chain
-from typing import Any, Protocol, Self
+from typing import Any, Self
 from weakref import WeakValueDictionary
 
 import torch
@@ -28,22 +28,6 @@ from shardrec.exchange.peers import peers
 __all__ = ["TableGradients", "watch_scalers"]
 
 
-class _Model(Protocol):
-    """A :class:`shardrec.ShardedModel`."""
-
-    group: dist.ProcessGroup | None
-
-    @property
-    def made_fused_optimizer(self) -> torch.optim.Optimizer | None: ...
-
-    @property
-    def has_ordinary_shards(self) -> bool: ...
-
-    def parameters(self) -> Iterator[nn.Parameter]: ...
-
-    def scaler_fault(self) -> str: ...
-
-
 class TableGradients(Tensor):
     """The ``grad`` of the placeholder; see [Note: how a GradScaler sees the gradients of tables]."""
 
@@ -51,24 +35,13 @@ class TableGradients(Tensor):
 
     @classmethod
     def of(cls, stands_for: Callable[[], Iterable[Tensor]], device: torch.device) -> Self:
-        """Stands for float32 tensors.
-
-        Args:
-            stands_for: gives them.
-            device: theirs.
-        """
+        """Stands for the float32 tensors on ``device`` that ``stands_for`` gives."""
         made: Self = torch.zeros(1, device=device).as_subclass(cls)
         made.stands_for = stands_for
         return made
 
     @classmethod
-    def __torch_function__(
-        cls,
-        func: Any,
-        types: Sequence[type],
-        args: tuple[Any, ...] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is not torch._amp_foreach_non_finite_check_and_unscale_:
             return super().__torch_function__(func, types, args, kwargs or {})  # type: ignore[no-untyped-call,unused-ignore]
         gradients, found_inf, inverse_scale = args
@@ -80,15 +53,12 @@ class TableGradients(Tensor):
         return None
 
 
-_MODELS: WeakValueDictionary[int, _Model] = WeakValueDictionary()
+_MODELS: WeakValueDictionary[int, Any] = WeakValueDictionary()
 """All sharded models, in the order in which they were made, the same on every rank."""
 
 
-def watch_scalers(model: _Model) -> None:
-    """Have a GradScaler that is given an optimizer of the model skip the same steps on all ranks, or raise.
-
-    See [Note: how a GradScaler sees the gradients of tables].
-    """
+def watch_scalers(model: nn.Module) -> None:
+    """Have a GradScaler that is given an optimizer of a ShardedModel skip the same steps on all ranks, or raise."""
     _wrap_unscale()
     _MODELS[id(model)] = model
 
@@ -101,31 +71,28 @@ def _wrap_unscale() -> None:
     def unscale_on_all_ranks(
         scaler: Any, optimizer: torch.optim.Optimizer, inverse_scale: Tensor, found_inf: Tensor, *options: Any
     ) -> dict[torch.device, Tensor]:
-        trained = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-        models = [model for model in list(_MODELS.values()) if _trains(model, optimizer, trained)]
+        models = [model for model in list(_MODELS.values()) if _trains(optimizer, model)]
         for fault in filter(None, (model.scaler_fault() for model in models)):
             raise ConfigError(f"a GradScaler is given an optimizer of this model, but {fault}")
-        found: dict[torch.device, Tensor] = unscale(scaler, optimizer, inverse_scale, found_inf, *options)
-        has_rows = any(isinstance(parameter.grad, TableGradients) for parameter in trained)
-        for model in models:
-            if model.group is None or not (has_rows or model.has_ordinary_shards):
-                continue
+        by_device: dict[torch.device, Tensor] = unscale(scaler, optimizer, inverse_scale, found_inf, *options)
+        for group in filter(None, (model.group for model in models)):
             of_ranks = found_inf.new_zeros(1)
-            for value in found.values():
-                torch.maximum(of_ranks, value.to(of_ranks.device), out=of_ranks)
-            with peers(model.group, "look for infinite gradients"):
-                dist.all_reduce(of_ranks, dist.ReduceOp.MAX, group=model.group)
-            for value in found.values():
-                value.copy_(of_ranks.view(value.shape))
-            found = found or {of_ranks.device: of_ranks}
-        return found
+            for infinite in by_device.values():
+                torch.maximum(of_ranks, infinite.to(of_ranks.device), out=of_ranks)
+            with peers(group, "look for infinite gradients"):
+                dist.all_reduce(of_ranks, dist.ReduceOp.MAX, group=group)
+            for infinite in by_device.values():
+                infinite.copy_(of_ranks.view(infinite.shape))
+            by_device = by_device or {of_ranks.device: of_ranks}
+        return by_device
 
-    GradScaler._unscale_grads_ = unscale_on_all_ranks  # type: ignore[method-assign,unused-ignore]
+    GradScaler._unscale_grads_ = unscale_on_all_ranks  # type: ignore[method-assign,assignment,unused-ignore]
 
 
-def _trains(model: _Model, optimizer: torch.optim.Optimizer, trained: Iterable[Tensor]) -> bool:
-    """Whether an optimizer has a parameter of the model, or the placeholder of its tables' optimizer."""
+def _trains(optimizer: torch.optim.Optimizer, model: Any) -> bool:
+    """Whether the optimizer has a parameter of the model, or the placeholder of its tables' optimizer."""
     fused = model.made_fused_optimizer
     groups = [] if fused is None else fused.param_groups
-    own = map(id, chain(model.parameters(), *(group["params"] for group in groups)))
-    return optimizer is fused or not {id(parameter) for parameter in trained}.isdisjoint(own)
+    weights = set(map(id, chain(model.parameters(), *(group["params"] for group in groups))))
+    trained = (parameter for group in optimizer.param_groups for parameter in group["params"])
+    return optimizer is fused or any(id(parameter) in weights for parameter in trained)

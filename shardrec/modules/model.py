@@ -135,20 +135,11 @@ class ShardedModel(nn.Module):
         """Whether a table has an optimizer of its own; alike on every rank."""
         return any(collection.fused_optimizers() for collection in self._sharded)
 
-    @property
-    def has_ordinary_shards(self) -> bool:
-        """Whether a cut table has no optimizer of its own: its ``grad`` differs between ranks; alike on every rank."""
-        return any(
-            not table.layout.replicated and name not in collection.fused_optimizers()
-            for collection in self._sharded
-            for name, table in collection.tables().items()
-        )
-
     def update_in_backward(self) -> str:
         """What each backward updates with the gradients as they are, with the remedy; "" if optimizers' steps do."""
         if self.has_fused_tables and not self.context.options.updates_at_step:
             return "its tables are updated in each backward: shard it with shardrec.shard(..., update='step')"
-        stepped = [name for name, each in self.named_parameters() if getattr(each, "_in_backward_optimizers", ())]
+        stepped = [name for name, weight in self.named_parameters() if getattr(weight, "_in_backward_optimizers", ())]
         remedy = "give them to an ordinary optimizer in place of apply_optimizer_in_backward"
         return f"the optimizers of {', '.join(stepped[:3])} step in each backward: {remedy}" if stepped else ""
 

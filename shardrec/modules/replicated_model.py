@@ -160,9 +160,7 @@ class ReplicatedModel(ShardedModel):
                 "no_sync and call sync_replicas on all of them alike:\n  " + "\n  ".join(lines)
             )
 
-    def _raise_together(
-        self, everyone: Headers, error: Exception | None, kind: type[InputError | AnomalyError]
-    ) -> NoReturn:
+    def _raise_together(self, everyone: Headers, error: Exception | None, kind: type[Exception]) -> NoReturn:
         first = self.replica_groups.ranks[self.replica_groups.replica][0]
         text = ""
         if isinstance(error, (InputError, AnomalyError)):

@@ -1,14 +1,13 @@
-"""The ``grad`` of a shard: where torch is about to take its norm for the table's, it says so.
+"""The ``grad`` of a shard, which is an error where torch is about to take its norm for the whole table's.
 
-``torch.nn.utils.clip_grad_norm_``, which TorchRec's ``GradientClippingOptimizer`` calls, too, adds up the norms of the
-gradients that a rank has. Of shards, these are others on each rank: each would scale its gradients by another factor,
-and the copies of the dense part would drift apart.
+``torch.nn.utils.clip_grad_norm_``, which TorchRec's ``GradientClippingOptimizer`` calls, adds up the norms of this
+rank's gradients. Those of shards differ between ranks: each would scale by another factor, and dense copies drift.
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -19,21 +18,14 @@ from shardrec.errors import ConfigError
 
 __all__ = ["ShardGradient", "mark_gradients"]
 
-_NORMS = (torch._foreach_norm, torch.linalg.vector_norm)
-
 
 class ShardGradient(Tensor):
     """A gradient like any other, except to ``torch.nn.utils.clip_grad_norm_``; results are plain Tensors."""
 
     @classmethod
-    def __torch_function__(
-        cls,
-        func: Any,
-        types: Sequence[type],
-        args: tuple[Any, ...] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
-        if func in _NORMS and sys._getframe(1).f_globals is vars(clip_grad):
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        is_norm = func is torch._foreach_norm or func is torch.linalg.vector_norm
+        if is_norm and sys._getframe(1).f_globals is vars(clip_grad):
             raise ConfigError(
                 "torch.nn.utils.clip_grad_norm_ would clip by another norm on each rank, since tables without an "
                 "optimizer in backward are cut over the ranks: call shardrec.clip_grad_norm_(model, max_norm) before "
@@ -44,9 +36,9 @@ class ShardGradient(Tensor):
 
 
 def mark_gradients(shards: Iterable[nn.Parameter]) -> None:
-    """Have the gradients of the parameters of shards, one or several ranks', be :class:`ShardGradient`."""
+    """Have the gradients of these parameters be :class:`ShardGradient`."""
     for parameter in shards:
-        if parameter.requires_grad and not parameter._post_accumulate_grad_hooks:  # type: ignore[attr-defined]
+        if parameter.requires_grad and not parameter._post_accumulate_grad_hooks:
             parameter.register_post_accumulate_grad_hook(_mark)
 
 

@@ -55,7 +55,7 @@ def one_table(model: OneTable, *, ranks_of_plan: int = 1, **options: Any) -> Sha
     )
 
 
-def scale_three_steps(model: nn.Module, inner: OneTable, overflows: bool) -> list[float]:
+def scale_three_steps(model: nn.Module, inner: Any, overflows: bool) -> list[float]:
     """The scale, and the dense part; in the second step the gradients of the rows overflow."""
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
@@ -73,7 +73,7 @@ def scale_tables_with_an_ordinary_optimizer() -> None:
     reference = OneTable()
     expected = scale_three_steps(reference, reference, True)
     for options in ({"ranks_of_plan": 2}, {"replicas": shardrec.Replicas(2)}):
-        model = one_table(OneTable(), **options)  # type: ignore[arg-type]
+        model = one_table(OneTable(), **options)
         torch.testing.assert_close(scale_three_steps(model, model.module, dist.get_rank() == 0), expected)
 
 
@@ -137,7 +137,7 @@ def test_optimizers_in_backward_of_the_dense_part_are_refused_where_gradients_ar
 def clip_with_torch(how: str) -> None:
     """Of a plan with rows on rank 1, and of replicas of all rows."""
     for options in ({"ranks_of_plan": 2}, {"replicas": shardrec.Replicas(2)}):
-        model = one_table(OneTable(), **options)  # type: ignore[arg-type]
+        model = one_table(OneTable(), **options)
         keyed = KeyedOptimizerWrapper(dict(model.named_parameters()), partial(torch.optim.SGD, lr=0.1))
         clips = GradientClippingOptimizer(keyed, GradientClipping.NORM, 0.05, enable_global_grad_clip=True)
         for _ in range(2):  # the second one accumulates
