@@ -63,6 +63,7 @@ class ModelContext:
 
     Attributes:
         headers: of the exchanges.
+        everyone: of the ranks that train together: those of all replicas.
         gradients: of the model's ordinary parameters.
         queue: of the modules' calls.
         forward_state: of the forward that runs.
@@ -72,7 +73,7 @@ class ModelContext:
         self.collectives = collectives
         self.device = device
         self.options = options or ExchangeOptions()
-        self.headers = Headers(collectives, device)
+        self.headers = self.everyone = Headers(collectives, device)
         self.gradients = Gradients(collectives.report_failure, are_reduced=collectives.world_size == 1)
         self.queue = ExchangeQueue(self.headers, self.options.comms, self.gradients.backward.begin)
         self.forward_state = ForwardState()

@@ -11,6 +11,8 @@ wire      bytes per element     error at most
 ``int8``  1, and 8 per row      (b − a) · (1/510 + 2⁻²¹) + 2⁻²⁴ · \\|x\\| + 2⁻⁶⁶ (for \\|x\\| < 2⁸⁶)
 ========  ====================  ==========================================================
 
+NaN and Inf never arrive as finite numbers: with ``int8``, all of a row that has one arrives as NaN.
+
 The idea is TorchRec's ``QCommsConfig``; the row format of ``int8`` is fbgemm's fused 8-bit rowwise one.
 
 [Note: the bound of int8]
@@ -141,7 +143,8 @@ class Wire:
 def _to_bytes(rows: Tensor) -> Tensor:
     """(rows, cols) float32 as (rows, cols + 8) bytes; cols is a multiple of 4."""
     packed: Tensor = torch.ops.fbgemm.FloatToFused8BitRowwiseQuantized(rows * _LIFT)
-    packed.view(torch.float32)[:, -2:].mul_(1 / _LIFT)
+    # fbgemm's minimum and maximum pass over NaN. A sum does not: 0 for finite rows, NaN for others.
+    packed.view(torch.float32)[:, -2:].mul_(1 / _LIFT).add_(rows.sum(dim=1, keepdim=True).mul_(0))
     return packed
 
 

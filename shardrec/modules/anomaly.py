@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from shardrec.errors import AnomalyError, ConfigError
 from shardrec.exchange.context import ModelContext
+from shardrec.exchange.headers import Headers
 from shardrec.exchange.payload import ShardInput
 from shardrec.exchange.step import Call
 from shardrec.lookup.replicated import ReplicatedLookup
@@ -59,6 +60,8 @@ def detect_anomaly(model: nn.Module) -> Iterator[None]:
             collection.shards, collection.replicas = shards, replicas
         for watch in watches.values():
             watch.close()
+    for watch in watches.values():
+        watch.raise_unchecked()
 
 
 class _Watch:
@@ -69,25 +72,37 @@ class _Watch:
     """
 
     def __init__(self, context: ModelContext) -> None:
-        self._headers, self._queue = context.headers, context.queue
+        self._headers, self._everyone, self._queue = context.headers, context.everyone, context.queue
+        self._updates = context.gradients.updates
         self._anomalies: list[str] = []
         self._before_gradients, self._on_value = context.queue.output.before_gradients, context.queue.on_value
         self._queue.output.before_gradients = self._before_check
         self._queue.on_value = self._watch_gradient
+        self._updates.insert(0, self.check_gradients)  # of replicated tables, which need no exchange
 
     def close(self) -> None:
         """Watch no more."""
         self._queue.output.before_gradients = self._before_gradients
         self._queue.on_value = self._on_value
+        self._updates.remove(self.check_gradients)
 
-    def check(self) -> None:
-        """Raise what any rank found, on every rank.
+    def raise_unchecked(self) -> None:
+        """Raise what this rank has seen since the last check, for example in an evaluation of replicated tables."""
+        if self._anomalies:
+            raise AnomalyError(f"rank {self._everyone.collectives.rank}: {'; '.join(self._anomalies)}")
+
+    def check_gradients(self) -> None:
+        """:meth:`check`, in backward, on the ranks of all replicas."""
+        self.check(self._everyone)
+
+    def check(self, headers: Headers | None = None) -> None:
+        """Raise what any rank found, on every rank of ``headers``; default: of those that share the tables.
 
         Raises:
             AnomalyError: the same on every rank.
         """
         anomalies, self._anomalies = self._anomalies, []
-        messages = self._headers.all_gather_text("; ".join(anomalies))
+        messages = (headers or self._headers).all_gather_text("; ".join(anomalies))
         if any(messages):
             raise AnomalyError("; ".join(f"rank {rank}: {text}" for rank, text in enumerate(messages) if text))
 
@@ -104,7 +119,7 @@ class _Watch:
     def _before_check(self) -> None:
         if self._before_gradients is not None:
             self._before_gradients()
-        self.check()
+        self.check_gradients()
 
     def _watch_gradient(self, call: Call, value: Any) -> None:
         """Have the gradient of a call's value looked at when it comes, if it does."""
@@ -122,7 +137,7 @@ class _Watch:
                     "was updated: look at the loss and the dense layers"
                 )
             if self._headers.collectives.world_size == 1:
-                self.check()
+                self.check_gradients()
 
         values.register_hook(look)
 

@@ -17,7 +17,7 @@ __all__ = ["clip_by_norm", "clip_grad_norm_", "clip_grad_value_"]
 
 @torch.no_grad()
 def clip_grad_norm_(
-    model: nn.Module, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
+    model: nn.Module, max_norm: float, norm_type: float | str = 2.0, error_if_nonfinite: bool = False
 ) -> Tensor:
     """Scale all gradients of a sharded model so that their common norm is at most ``max_norm``.
 
@@ -28,14 +28,14 @@ def clip_grad_norm_(
     Args:
         model: what :func:`shardrec.shard` returned, with ``update="step"`` if tables have an optimizer in backward.
         max_norm: of the gradients.
-        norm_type: p of the p-norm; may be ``inf``.
+        norm_type: p of the p-norm, above 0; may be ``inf``.
         error_if_nonfinite: raise if the norm is NaN or infinite.
 
     Returns:
         () float32: the norm before, the same on every rank.
 
     Raises:
-        ConfigError: if the model is not sharded, is updated in backward, or has replicas.
+        ConfigError: if the model is not sharded, is updated in backward, or has replicas, or for another ``norm_type``.
         RuntimeError: if the norm is not finite and ``error_if_nonfinite``; nothing is scaled.
         PeerError: if another rank is gone.
     """
@@ -44,10 +44,16 @@ def clip_grad_norm_(
 
 @torch.no_grad()
 def clip_by_norm(
-    model: nn.Module, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
+    model: nn.Module, max_norm: float, norm_type: float | str = 2.0, error_if_nonfinite: bool = False
 ) -> tuple[Tensor, Tensor]:
     """:func:`clip_grad_norm_`, which also returns (2,) float32: the norms of the dense part and of all tables."""
     sharded = _checked(model, "clip_grad_norm_")
+    norm_type = float(norm_type)
+    if not norm_type > 0:
+        raise ConfigError(
+            f"norm_type of shardrec.clip_grad_norm_ is {norm_type:g}: give a number above 0 or 'inf', since the "
+            "gradients of rows that no sample looked up, which are 0, are not kept"
+        )
     gradients = _gradients(sharded)
     deferred = _deferred(sharded)
     rows = [gradient for part in deferred for gradient in part.sums(to_change=norm_type != 2.0)]
@@ -100,11 +106,8 @@ def clip_grad_value_(model: nn.Module, clip_value: float) -> None:
 def _checked(model: nn.Module, taker: str) -> ShardedModel:
     require_sharded(model, f"shardrec.{taker}")
     assert isinstance(model, ShardedModel), "checked above"
-    if model.has_fused_tables and not model.context.options.updates_at_step:
-        raise ConfigError(
-            f"shardrec.{taker}: the tables of this model have been updated in backward, before their gradients could "
-            "be clipped; shard it with shardrec.shard(..., update='step')"
-        )
+    if fault := model.update_in_backward():
+        raise ConfigError(f"shardrec.{taker} finds no gradients to clip in a part of this model: {fault}")
     if type(model) is not ShardedModel:
         raise ConfigError(
             f"shardrec.{taker} takes no {type(model).__name__}: the gradients of its rows are added up on servers, or "

@@ -162,11 +162,10 @@ def shard(
         )
     refuse_ties(model)
     refuse_overrides(collections)
-    _refuse_meta(model, collections)
+    _refuse_dense(model, collections, dense, collectives.world_size)
     if output_dtype not in TABLE_DTYPES.values():
         known = ", ".join(str(dtype) for dtype in TABLE_DTYPES.values())
         raise ConfigError(f"output_dtype is {output_dtype}; embeddings come as one of {known}")
-    dense_options(dense)
     if isinstance(plan, TorchRecPlan):
         from shardrec.planner import from_torchrec  # with TorchRec's planner
 
@@ -362,11 +361,20 @@ def put_in_place(model: nn.Module, replaced: Mapping[int, nn.Module]) -> nn.Modu
     return model
 
 
-def _refuse_meta(model: nn.Module, collections: Mapping[str, Collection]) -> None:
+def _refuse_dense(
+    model: nn.Module, collections: Mapping[str, Collection], dense: DenseWrap | DenseOptions, world_size: int
+) -> None:
     tables = {id(parameter) for collection in collections.values() for parameter in collection.parameters()}
-    meta = [name for name, parameter in model.named_parameters() if parameter.is_meta and id(parameter) not in tables]
+    parameters = {name: parameter for name, parameter in model.named_parameters() if id(parameter) not in tables}
+    meta = [name for name, parameter in parameters.items() if parameter.is_meta]
     if meta:
         raise ConfigError(
             f"parameters {', '.join(map(repr, meta[:5]))} are on meta; only embedding collections may be: build the "
             "dense part on a real device"
+        )
+    in_backward = [name for name, parameter in parameters.items() if hasattr(parameter, "_in_backward_optimizers")]
+    if dense_options(dense)[0] == "fsdp" and in_backward and world_size > 1:
+        raise ConfigError(
+            f"dense is {dense!r}, which replaces parameters {', '.join(map(repr, in_backward[:5]))}, so that their "
+            "optimizers in backward would update nothing: give them to an ordinary optimizer, or use dense='ddp'"
         )

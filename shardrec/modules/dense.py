@@ -409,13 +409,13 @@ class DenseReducer:
             parameter.grad = mean
         if self._context.gradients.across is not None:
             self._context.gradients.across(self._parameters)
+        for update in self._context.gradients.updates:
+            update()
         for parameter in self._stepped:
             if parameter.grad is not None:
                 for optimizer in parameter._in_backward_optimizers:  # type: ignore[attr-defined]
                     optimizer.step()
                 parameter.grad = None
-        for update in self._context.gradients.updates:
-            update()
 
     def _write(self) -> None:
         """Write the received means to the gradients."""

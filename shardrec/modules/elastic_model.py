@@ -100,6 +100,12 @@ class ElasticModel(ShardedModel):
     def phase(self) -> Phase:
         return self._group.phase()
 
+    def scaler_fault(self) -> str:
+        return (
+            "its elastic replicas are jobs of their own, which do not agree on the steps to skip: compute in bfloat16, "
+            "which needs no GradScaler, or give Replicas without elastic="
+        )
+
     @left_alone
     def join(self, *stateful: Stateful) -> None:
         """Join the other replicas. Every rank calls it, once, before the first step.

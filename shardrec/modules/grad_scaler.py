@@ -1,67 +1,47 @@
-"""``torch.amp.GradScaler`` and tables: one that looks at their row gradients on every rank, or is refused.
+"""``torch.amp.GradScaler`` and sharded models: all ranks skip the same steps, or the scaler is refused.
 
 [Note: how a GradScaler sees the gradients of tables]
-``GradScaler.unscale_`` multiplies the ``grad`` of each parameter of an optimizer and looks for infinities, by one
-operator for all of them. The rows' gradients belong to no parameter. So the tables' optimizer has a placeholder among
-its parameters, whose ``grad`` is a :class:`TableGradients`: the operator, given one, takes the rows' gradients in its
-place, and what it has seen is all-reduced, as DTensor does it. So all ranks skip the same steps, and scale alike.
+Whatever a GradScaler does with an optimizer begins with ``_unscale_grads_``, which multiplies the ``grad`` of each
+parameter and looks for infinities, by one operator for all of them; it changes nothing before, and skips no step. So it
+is wrapped: for an optimizer of a sharded model it raises if a backward has used the scaled gradients already, and what
+it has seen is all-reduced, as DTensor does it. The gradients of the rows of tables with an optimizer belong to no
+parameter: the tables' optimizer has a placeholder among its parameters, whose ``grad`` is a :class:`TableGradients`, in
+whose place the operator takes the rows' gradients.
 """
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import cache
-from types import FrameType
+from collections.abc import Callable, Iterable
+from functools import cache, wraps
+from itertools import chain
 from typing import Any, Self
-from weakref import WeakSet
+from weakref import WeakValueDictionary
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.amp.grad_scaler import GradScaler
-from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from shardrec.errors import ConfigError
 from shardrec.exchange.peers import peers
 
-__all__ = ["SCALER_REMEDY", "TableGradients", "refuse_scalers"]
-
-SCALER_REMEDY = (
-    "tables that are updated in backward take the scaled gradients as they are: shard the model with "
-    "shardrec.shard(..., update='step'), and give model.fused_optimizer to scaler.step, too"
-)
+__all__ = ["TableGradients", "watch_scalers"]
 
 
 class TableGradients(Tensor):
     """The ``grad`` of the placeholder; see [Note: how a GradScaler sees the gradients of tables]."""
 
     stands_for: Callable[[], Iterable[Tensor]]
-    group: dist.ProcessGroup | None
 
     @classmethod
-    def of(
-        cls, stands_for: Callable[[], Iterable[Tensor]], device: torch.device, group: dist.ProcessGroup | None
-    ) -> Self:
-        """Stands for float32 tensors.
-
-        Args:
-            stands_for: gives them.
-            device: theirs.
-            group: the ranks that skip the same steps; None on one rank.
-        """
+    def of(cls, stands_for: Callable[[], Iterable[Tensor]], device: torch.device) -> Self:
+        """Stands for the float32 tensors on ``device`` that ``stands_for`` gives."""
         made: Self = torch.zeros(1, dtype=torch.float32, device=device).as_subclass(cls)
-        made.stands_for, made.group = stands_for, group
+        made.stands_for = stands_for
         return made
 
     @classmethod
-    def __torch_function__(
-        cls,
-        func: Any,
-        types: Sequence[type],
-        args: tuple[Any, ...] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is not torch._amp_foreach_non_finite_check_and_unscale_:
             return super().__torch_function__(func, types, args, kwargs or {})  # type: ignore[no-untyped-call,unused-ignore]
         gradients, found_inf, inverse_scale = args
@@ -70,44 +50,49 @@ class TableGradients(Tensor):
             plain += gradient.stands_for() if isinstance(gradient, cls) else [gradient]
         if plain:
             func(plain, found_inf, inverse_scale)
-        group = next(gradient.group for gradient in gradients if isinstance(gradient, cls))
-        if group is not None:
-            with peers(group, "look for infinite gradients"):
-                dist.all_reduce(found_inf, dist.ReduceOp.MAX, group=group)
         return None
 
 
-_MODELS: WeakSet[Any] = WeakSet()
-"""Sharded models, whose tables may be updated in backward."""
-
-_STEPS = frozenset(
-    method.__code__
-    for method in (GradScaler.step, GradScaler._maybe_opt_step)  # type: ignore[attr-defined,unused-ignore]
-)
+_MODELS: WeakValueDictionary[int, Any] = WeakValueDictionary()
+"""All sharded models, in the order in which they were made, the same on every rank."""
 
 
-def refuse_scalers(model: nn.Module) -> None:
-    """Have a GradScaler's ``step`` of an ordinary optimizer of a sharded model raise a ConfigError, if its tables are
-    updated in backward."""
-    _look_at_steps()
-    _MODELS.add(model)
+def watch_scalers(model: nn.Module) -> None:
+    """Have a GradScaler that is given an optimizer of a ShardedModel skip the same steps on all ranks, or raise."""
+    _wrap_unscale()
+    _MODELS[id(model)] = model
 
 
 @cache
-def _look_at_steps() -> None:
-    register_optimizer_step_pre_hook(_refuse)
+def _wrap_unscale() -> None:
+    unscale = GradScaler._unscale_grads_  # type: ignore[attr-defined,unused-ignore]
+
+    @wraps(unscale)
+    def unscale_on_all_ranks(
+        scaler: Any, optimizer: torch.optim.Optimizer, inverse_scale: Tensor, found_inf: Tensor, *options: Any
+    ) -> dict[torch.device, Tensor]:
+        models = [model for model in list(_MODELS.values()) if _trains(optimizer, model)]
+        for fault in filter(None, (model.scaler_fault() for model in models)):
+            raise ConfigError(f"a GradScaler is given an optimizer of this model, but {fault}")
+        by_device: dict[torch.device, Tensor] = unscale(scaler, optimizer, inverse_scale, found_inf, *options)
+        for group in filter(None, (model.group for model in models)):
+            of_ranks = found_inf.new_zeros(1)
+            for infinite in by_device.values():
+                torch.maximum(of_ranks, infinite.to(of_ranks.device), out=of_ranks)
+            with peers(group, "look for infinite gradients"):
+                dist.all_reduce(of_ranks, dist.ReduceOp.MAX, group=group)
+            for infinite in by_device.values():
+                infinite.copy_(of_ranks.view(infinite.shape))
+            by_device = by_device or {of_ranks.device: of_ranks}
+        return by_device
+
+    GradScaler._unscale_grads_ = unscale_on_all_ranks  # type: ignore[method-assign,assignment,unused-ignore]
 
 
-def _refuse(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-    frame: FrameType | None = sys._getframe(1)
-    for _ in range(4):  # of torch's wrapper around step, and of a scheduler's
-        if frame is None:
-            return
-        if frame.f_code in _STEPS:
-            scaler = frame.f_locals["self"]
-            trained = {parameter for group in optimizer.param_groups for parameter in group["params"]}
-            models = [m for m in _MODELS if m.has_fused_tables and not m.context.options.updates_at_step]
-            if scaler.is_enabled() and any(not trained.isdisjoint(model.dense_parameters()) for model in models):
-                raise ConfigError(f"a GradScaler steps this model's optimizer, but {SCALER_REMEDY}")
-            return
-        frame = frame.f_back
+def _trains(optimizer: torch.optim.Optimizer, model: Any) -> bool:
+    """Whether the optimizer has a parameter of the model, or the placeholder of its tables' optimizer."""
+    fused = model.made_fused_optimizer
+    groups = [] if fused is None else fused.param_groups
+    weights = set(map(id, chain(model.parameters(), *(group["params"] for group in groups))))
+    trained = (parameter for group in optimizer.param_groups for parameter in group["params"])
+    return optimizer is fused or any(id(parameter) in weights for parameter in trained)

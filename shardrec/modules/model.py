@@ -36,9 +36,10 @@ from shardrec.modules.collection import ShardedCollection
 from shardrec.modules.compiled import compiled_step, leaves
 from shardrec.modules.dense import DenseOptions, DenseReducer, DenseWrap, average_dense, dense_options
 from shardrec.modules.fx_calls import recorded_call
-from shardrec.modules.grad_scaler import refuse_scalers
+from shardrec.modules.grad_scaler import watch_scalers
 from shardrec.modules.optim import FusedOptimizers
 from shardrec.modules.overrides import copy_hooks
+from shardrec.modules.shard_gradient import mark_gradients
 from shardrec.modules.table import ShardedTable, StateDictError
 
 if TYPE_CHECKING:
@@ -81,10 +82,16 @@ class ShardedModel(nn.Module):
         self.tables_without_room: set[str] = set()  # of which a reshard has warned
         self._dense = dense
         self._reducer: DenseReducer | None = None
-        refuse_scalers(self)
+        watch_scalers(self)
         if group is not None:
+            self._mark_gradients()
             self._reducer = average_dense(module, dense, group, context)
             context.gradients.reducer, context.gradients.are_reduced = self._reducer, True
+
+    def _mark_gradients(self) -> None:
+        """Have the gradients of cut tables refuse a norm of their own."""
+        for table in (table for collection in self._sharded for table in collection.tables().values()):
+            mark_gradients(() if table.layout.replicated else table.parameters())
 
     @passed_over  # see [Note: what torch.compile compiles]
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -111,7 +118,7 @@ class ShardedModel(nn.Module):
         """
         if self.made_fused_optimizer is None:
             names = {id(parameter): name for name, parameter in self.named_parameters()}
-            self.made_fused_optimizer = FusedOptimizers(self._sharded, names, self.context, self.group)
+            self.made_fused_optimizer = FusedOptimizers(self._sharded, names, self.context)
         return self.made_fused_optimizer
 
     @property
@@ -123,6 +130,18 @@ class ShardedModel(nn.Module):
     def has_fused_tables(self) -> bool:
         """Whether a table has an optimizer of its own; alike on every rank."""
         return any(collection.fused_optimizers() for collection in self._sharded)
+
+    def update_in_backward(self) -> str:
+        """What each backward updates with the gradients as they are, with the remedy; "" if optimizers' steps do."""
+        if self.has_fused_tables and not self.context.options.updates_at_step:
+            return "its tables are updated in each backward: shard it with shardrec.shard(..., update='step')"
+        stepped = [name for name, weight in self.named_parameters() if getattr(weight, "_in_backward_optimizers", ())]
+        remedy = "give them to an ordinary optimizer in place of apply_optimizer_in_backward"
+        return f"the optimizers of {', '.join(stepped[:3])} step in each backward: {remedy}" if stepped else ""
+
+    def scaler_fault(self) -> str:
+        """Why a GradScaler cannot scale this model's gradients; "" if it can."""
+        return self.update_in_backward()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop all gradients, those of rows too (``update="step"``)."""
@@ -280,6 +299,8 @@ class ShardedModel(nn.Module):
         for collection in self._sharded:
             collection.plan = plan
         self.context.queue.replan()
+        if self.group is not None:
+            self._mark_gradients()
         if self._reducer is not None:
             self._reducer.arm()
         if self.made_fused_optimizer is not None:

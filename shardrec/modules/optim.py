@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torchrec.optim.keyed import KeyedOptimizer
 
@@ -21,7 +20,7 @@ from shardrec.exchange.backward_watch import weak_hook
 from shardrec.exchange.context import ModelContext
 from shardrec.lookup.optimizers import FusedOptimizer
 from shardrec.modules.collection import ShardedCollection
-from shardrec.modules.grad_scaler import SCALER_REMEDY, TableGradients
+from shardrec.modules.grad_scaler import TableGradients
 
 __all__ = ["FusedOptimizers", "NoFusedOptimizer"]
 
@@ -46,18 +45,13 @@ class FusedOptimizers(KeyedOptimizer):  # type: ignore[misc]  # torchrec has no 
         collections: the sharded collections of a model.
         names: of their parameters in the model, by id.
         context: of the model.
-        group: the model's process group; None on one rank.
 
     Raises:
         NoFusedOptimizer: if no table has a fused optimizer; a ConfigError and an AttributeError.
     """
 
     def __init__(
-        self,
-        collections: Iterable[ShardedCollection],
-        names: Mapping[int, str],
-        context: ModelContext,
-        group: dist.ProcessGroup | None,
+        self, collections: Iterable[ShardedCollection], names: Mapping[int, str], context: ModelContext
     ) -> None:
         self._collections = list(collections)
         tables, params = self._by_spec()
@@ -73,11 +67,9 @@ class FusedOptimizers(KeyedOptimizer):  # type: ignore[misc]  # torchrec has no 
         self.defaults["_save_param_groups"] = False
         self.params = {names[id(parameter)]: parameter for group in self.param_groups for parameter in group["params"]}
         self._at_step = context.options.updates_at_step
-        # A GradScaler then steps whatever it finds, and is refused by step().
-        self._step_supports_amp_scaling = not self._at_step
         if self._at_step:
             placeholder = nn.Parameter(torch.zeros(1, dtype=torch.float32, device=context.device))
-            placeholder.grad = self._gradients = TableGradients.of(self._row_gradients, context.device, group)
+            placeholder.grad = self._gradients = TableGradients.of(self._row_gradients, context.device)
             self.param_groups[0]["params"].append(placeholder)
         self._table_of: dict[nn.Parameter, str] = {}
         self._shown: dict[nn.Parameter, int] = {}  # counts of updates, as they were written into the states
@@ -118,12 +110,7 @@ class FusedOptimizers(KeyedOptimizer):  # type: ignore[misc]  # torchrec has no 
         """Update the tables with the gradients of all backward calls since the last step; every rank calls it.
 
         With ``update="backward"``, hands the learning rates to the kernels.
-
-        Raises:
-            ConfigError: if a GradScaler calls it and the tables have been updated in backward.
         """
-        if hasattr(self, "found_inf"):
-            raise ConfigError(f"a GradScaler steps the tables' optimizer, but {SCALER_REMEDY}")
         loss = None
         if closure is not None:
             with torch.enable_grad():

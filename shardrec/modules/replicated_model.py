@@ -26,7 +26,7 @@ import torch.distributed as dist
 from torch import nn
 
 from shardrec._dynamo import left_alone, passed_over
-from shardrec.errors import InputError, PeerError
+from shardrec.errors import AnomalyError, InputError, PeerError
 from shardrec.exchange.context import ModelContext
 from shardrec.exchange.headers import Headers
 from shardrec.layout import ShardingPlan
@@ -80,6 +80,7 @@ class ReplicatedModel(ShardedModel):
         super().__init__(module, plan, context, group, dense=dense)
         self.replica_groups = groups
         self.replica_options = options
+        context.everyone = groups.everyone or context.headers
         self.steps_since_sync = 0
         self._counts_steps = True
         self._averager = None if groups.across is None else Averager(groups.across)
@@ -96,7 +97,7 @@ class ReplicatedModel(ShardedModel):
 
         Raises:
             InputError: on every rank of every replica at the same step, if a training forward fails on any, or if the
-                ranks are in different steps.
+                ranks are in different steps; an AnomalyError, if that is what a rank has raised.
             PeerError: if another rank is gone.
         """
         if self.replica_groups.everyone is None or not torch.is_grad_enabled():
@@ -154,10 +155,11 @@ class ReplicatedModel(ShardedModel):
         """Return if the forward went well on every rank; raise on every rank if not."""
         world_size = everyone.collectives.world_size
         step = 2 * self.steps_since_sync + self._counts_steps
-        header = torch.tensor([[int(error is not None), step]] * world_size, dtype=torch.int64)
+        fault = 0 if error is None else 2 if isinstance(error, AnomalyError) else 1
+        header = torch.tensor([[fault, step]] * world_size, dtype=torch.int64)
         faults, steps = everyone.exchange(header).unbind(1)
         if bool(faults.any()):
-            self._raise_together(everyone, error)
+            self._raise_together(everyone, error, AnomalyError if int(faults.max()) == 2 else InputError)
         if bool((steps != steps[0]).any()):
             lines = [
                 f"rank {rank}: {step // 2} step(s) since the last sync, {'outside' if step % 2 else 'inside'} no_sync"
@@ -168,15 +170,15 @@ class ReplicatedModel(ShardedModel):
                 "no_sync and call sync_replicas on all of them alike:\n  " + "\n  ".join(lines)
             )
 
-    def _raise_together(self, everyone: Headers, error: Exception | None) -> NoReturn:
+    def _raise_together(self, everyone: Headers, error: Exception | None, kind: type[Exception]) -> NoReturn:
         first = self.replica_groups.ranks[self.replica_groups.replica][0]
         text = ""
-        if isinstance(error, InputError):
+        if isinstance(error, (InputError, AnomalyError)):
             text = _world_ranks(str(error), first)
         elif error is not None:
             text = f"rank {everyone.collectives.rank}: the model's forward failed: {type(error).__name__}: {error}"
         texts = list(dict.fromkeys(filter(None, everyone.all_gather_text(text))))
-        raise InputError(
+        raise kind(
             texts[0] if len(texts) == 1 else f"{len(texts)} replicas or ranks failed:\n" + "\n".join(texts)
         ) from error
 
@@ -184,5 +186,5 @@ class ReplicatedModel(ShardedModel):
 def _world_ranks(text: str, first: int) -> str:
     """The message of a replica, which counts its own ranks, with the ranks of the whole group."""
     return re.sub(
-        r"^(\s*)rank (\d+):", lambda match: f"{match[1]}rank {first + int(match[2])}:", text, flags=re.MULTILINE
+        r"(^\s*|; )rank (\d+):", lambda match: f"{match[1]}rank {first + int(match[2])}:", text, flags=re.MULTILINE
     )

@@ -93,16 +93,8 @@ class TrainPipeline:
             raise ConfigError(f"depth is {depth!r}: give 0 (the plain loop), 1 or 2")
         if accumulate < 1:
             raise ConfigError(f"accumulate is {accumulate!r}: give a number of batches, 1 or more")
-        if (
-            accumulate > 1
-            and isinstance(model, ShardedModel)
-            and model.has_fused_tables
-            and not model.context.options.updates_at_step
-        ):
-            raise ConfigError(
-                f"accumulate is {accumulate}, but this model's tables are updated in each backward; shard it with "
-                "shardrec.shard(..., update='step')"
-            )
+        if accumulate > 1 and isinstance(model, ShardedModel) and (fault := model.update_in_backward()):
+            raise ConfigError(f"accumulate is {accumulate}, but of this model, {fault}")
         self._model = model
         self._accumulate, self._accumulated = accumulate, 0
         self._clip_norm = clip_norm

@@ -97,6 +97,21 @@ def test_int8_does_not_lean_to_the_smallest_of_a_row_of_small_gradients() -> Non
     torch.testing.assert_close(got, rows, rtol=1e-5, atol=0)
 
 
+@pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf, 3.4e38])
+@pytest.mark.parametrize("wire", QUANTIZED)
+def test_a_value_beyond_the_format_arrives_as_no_finite_number(wire: WireType, value: float) -> None:
+    rows = torch.arange(12.0).view(3, 4)
+    rows[1, 2] = value
+    (got, _), _ = sent(wire, [rows, rows])
+    assert not got[1, 2].isfinite()
+    assert got[::2].isfinite().all(), "the other rows are as they were"
+
+
+def test_float16_overflows_to_infinity() -> None:
+    rows = torch.tensor([[70_000.0, -70_000.0, 1.0, 65_504.0]])
+    assert sent("fp16", [rows, rows])[0][0].tolist() == [[torch.inf, -torch.inf, 1.0, 65_504.0]]
+
+
 def test_an_unknown_format_is_refused() -> None:
     with pytest.raises(ConfigError, match="formats are fp32, fp16, bf16 and int8"):
         QuantizedComms(output="fp8")  # type: ignore[arg-type]

@@ -13,8 +13,9 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 import shardrec
 from shardrec.errors import AnomalyError, ConfigError
-from shardrec.layout import ShardingPlan, Topology, cuts
+from shardrec.layout import ShardingPlan, TableLayout, Topology, cuts
 from tests.executors import executed
+from tests.models import apply_optimizer_in_backward
 from tests.modules.both import sharded_both
 from tests.ranks import ranks
 
@@ -113,6 +114,74 @@ def test_rows_of_a_replicated_table(pooled: bool) -> None:
     ):
         outputs = model(KeyedJaggedTensor(keys=["a", "b", "c"], values=ids, lengths=torch.tensor([2, 1, 1])))
         (outputs.values().sum() if pooled else sum(outputs[key].values().sum() for key in "abc")).backward()
+
+
+def one_table(*layouts: TableLayout, ranks_of_plan: int, **options: Any) -> Any:
+    """One table "t" with an optimizer, by feature "f"."""
+    config = EmbeddingBagConfig(name="t", num_embeddings=5, embedding_dim=4, feature_names=["f"])
+    collection = EmbeddingBagCollection(tables=[config])
+    apply_optimizer_in_backward(torch.optim.SGD, collection.parameters(), {"lr": 0.1})
+    plan = ShardingPlan(topology=Topology(ranks_per_host=ranks_of_plan), tables=layouts)
+    return shardrec.shard(collection, plan, **options)
+
+
+def loss_of(model: Any, factor: float = 1.0) -> Any:
+    features = KeyedJaggedTensor(keys=["f"], values=torch.tensor([0, 4]), lengths=torch.tensor([2]))
+    return model(features).values().sum() * factor
+
+
+def in_one_replica() -> None:
+    rank, world = dist.get_rank(), dist.get_world_size()
+    size, last = world // 2, rank == world - 1
+    layout = cuts.table_wise("t", 5, 4, rank=size - 1)
+    model = one_table(layout, ranks_of_plan=size, replicas=shardrec.Replicas(2))
+    before = [parameter.detach().clone() for parameter in model.parameters()]
+    with shardrec.detect_anomaly(model):
+        loss = loss_of(model, torch.nan if last else 1.0)
+        with pytest.raises(AnomalyError, match=rf"^rank {world - 1}: the gradient of feature 'f' of table 't' has nan"):
+            loss.backward()
+        assert all(map(torch.equal, before, model.parameters()))
+        loss_of(model).backward()
+        model.sync_replicas()
+        assert not before or not torch.equal(before[0], next(model.parameters()))
+        with torch.no_grad():
+            for parameter in model.parameters() if last else ():
+                parameter[4] = torch.nan
+        model.steps_since_sync = 0
+        with pytest.raises(AnomalyError, match=rf"^rank {world - 1}: what was looked up in table 't' has nan"):
+            loss_of(model)
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_an_anomaly_of_one_replica_is_raised_in_all(world: int) -> None:
+    ranks(world, in_one_replica)
+
+
+def with_replicated_tables_alone() -> None:
+    model, last = one_table(cuts.data_parallel("t", 5, 4), ranks_of_plan=2), dist.get_rank() == 1
+    (weight,) = model.parameters()
+    before = weight.detach().clone()
+    with shardrec.detect_anomaly(model):
+        loss = loss_of(model, torch.nan if last else 1.0)
+        with pytest.raises(AnomalyError, match=r"^rank 1: the gradient of feature 'f' of table 't' has nan"):
+            loss.backward()
+        assert torch.equal(weight, before)
+        loss_of(model).backward()
+        assert weight.isfinite().all()
+    with torch.no_grad():
+        weight[4] = torch.nan
+    rank = dist.get_rank()
+    with (
+        pytest.raises(AnomalyError, match=f"^rank {rank}: what was looked up in table 't' has nan"),
+        shardrec.detect_anomaly(model),
+        torch.no_grad(),
+    ):
+        loss_of(model)
+
+
+def test_gradients_of_replicated_tables_alone() -> None:
+    """And rows that an evaluation has looked up, which are raised at the latest when the context is left."""
+    ranks(2, with_replicated_tables_alone)
 
 
 def test_a_model_without_sharded_modules_is_refused() -> None:

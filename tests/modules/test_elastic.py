@@ -434,6 +434,10 @@ def test_the_store_may_go_while_it_is_not_needed() -> None:
         replica = Replica(f"127.0.0.1:{store.port}", count=1)
         replica.model.join(replica.dense)
         replica.step()
+        scaler = torch.amp.GradScaler("cpu")
+        scaler.scale(torch.ones(()))
+        with pytest.raises(ConfigError, match=r"GradScaler .* elastic replicas are jobs of their own"):
+            scaler.unscale_(replica.dense)
         del store
         replica.step()
         with pytest.raises(PeerError, match=r"the replicas' store at 127\.0\.0\.1:\d+ does not answer"):

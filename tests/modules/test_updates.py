@@ -242,31 +242,6 @@ def test_a_grad_scaler_skips_the_unsharded_model_s_steps_on_every_rank(optimizer
     assert max(difference for _, difference in results) < 1e-5
 
 
-def scale_in_backward() -> str:
-    model = sharded(Model(), "sgd", update="backward")
-    dense = torch.optim.SGD(model.dense_parameters(), lr=0.1)
-    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
-    scaler.scale(model(mine(ids(torch.Generator(), 1))).sum()).backward()
-    with pytest.raises(ConfigError, match="update='step'"):
-        scaler.step(dense)
-    with pytest.raises(ConfigError, match="update='step'"):
-        scaler.step(model.fused_optimizer)
-    model.load_state_dict({name: value.clone() for name, value in model.state_dict().items()}, assign=True)
-    scaler.scale(model(mine(ids(torch.Generator(), 1))).sum()).backward()
-    with pytest.raises(ConfigError, match="update='step'"):
-        scaler.step(torch.optim.SGD(model.dense_parameters(), lr=0.1))
-    torch.amp.GradScaler("cpu", enabled=False).step(dense)
-    other = nn.Linear(2, 1)
-    free = torch.amp.GradScaler("cpu")
-    free.scale(other(torch.ones(1, 2)).sum()).backward()
-    free.step(torch.optim.SGD(other.parameters(), lr=0.1))
-    return "refused"
-
-
-def test_a_grad_scaler_is_refused_where_tables_are_updated_in_backward() -> None:
-    assert scale_in_backward() == "refused"
-
-
 def test_clipping_is_refused_where_tables_are_updated_in_backward() -> None:
     model = sharded(Model(), "sgd", update="backward")
     model(mine(ids(torch.Generator(), 1))).sum().backward()
@@ -288,6 +263,13 @@ def test_a_norm_that_is_not_finite_scales_nothing_if_that_is_an_error() -> None:
         if one.grad is not None and gradient is not None:
             assert torch.allclose(one.grad, gradient, equal_nan=True)
     assert not torch.isfinite(shardrec.clip_grad_norm_(model, 1.0))
+
+
+@pytest.mark.parametrize("norm_type", [0, -2.0, -torch.inf, "-inf", torch.nan])
+def test_norms_without_a_meaning_for_rows_are_refused(norm_type: Any) -> None:
+    model = sharded(Model(), "sgd")
+    with pytest.raises(ConfigError, match=r"norm_type of shardrec\.clip_grad_norm_ is .*: give a number above 0"):
+        shardrec.clip_grad_norm_(model, 1.0, norm_type)
 
 
 def test_a_norm_of_nan_makes_all_gradients_nan_as_torchs_function_does() -> None:
