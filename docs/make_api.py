@@ -40,7 +40,7 @@ MODULES = (
     "shardrec.serve",
     "shardrec.pipeline",
     "shardrec.rpc",
-    "shardrec.data",
+    "shardrec.trainer.data",
     "shardrec.train",
 )
 

@@ -22,12 +22,12 @@ from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backwa
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 import shardrec
-from shardrec.data import ClickSchema
 from shardrec.exchange.safe_pickle import gather
 from shardrec.launch.ranks import joined_run
 from shardrec.launch.run import run_on_ranks
 from shardrec.models.sasrec import SASRec
 from shardrec.train.losses import with_own_loss
+from shardrec.trainer.data import ClickSchema
 
 ITEMS, DIM, BLOCKS, NEGATIVES = 20_000, 64, 2, 1024
 WARM_UP = 4

@@ -18,7 +18,6 @@ import pyarrow.parquet as pq
 import torch.distributed as dist
 from pyarrow import csv
 
-from shardrec.data import ClickBatch, write_criteo_tsv, write_parquet
 from shardrec.launch.ranks import RankInfo
 from shardrec.launch.run import on_new_ranks
 from shardrec.modules import shard
@@ -29,6 +28,7 @@ from shardrec.train.losses import batch_loss
 from shardrec.train.model import build_model, dense_optimizer, fuse_optimizer
 from shardrec.train.prefetch import Prefetcher
 from shardrec.train.source import Source
+from shardrec.trainer.data import ClickBatch, write_criteo_tsv, write_parquet
 
 SHOP = """
 label: bought

@@ -15,8 +15,8 @@ import pyarrow.parquet as pq
 import torch
 
 from benchmarks.data.main import SHOP, write_shop
-from shardrec.data import Feature, FeatureSpec, FileClickData, criteo_spec, load_spec, write_parquet
-from shardrec.data.convert import convert
+from shardrec.trainer.data import Feature, FeatureSpec, FileClickData, criteo_spec, load_spec, write_parquet
+from shardrec.trainer.data.convert import convert
 
 BATCH = 2048
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from benchmarks.harness.workload import WorkloadTable
-from shardrec.data.zipf import zipf_probabilities
+from shardrec.trainer.data.zipf import zipf_probabilities
 
 __all__ = ["BatchMaker"]
 

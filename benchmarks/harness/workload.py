@@ -36,7 +36,7 @@ class WorkloadTable:
 
 
 def _criteo() -> list[WorkloadTable]:
-    from shardrec.data.schema import CRITEO_CARDINALITIES
+    from shardrec.trainer.data.schema import CRITEO_CARDINALITIES
 
     return [WorkloadTable(rows=rows, dim=64) for rows in CRITEO_CARDINALITIES]
 

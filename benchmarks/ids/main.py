@@ -23,10 +23,10 @@ from torchrec.modules.embedding_modules import EmbeddingBagCollection
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 import shardrec
-from shardrec.data.metrics import area_under_roc
 from shardrec.exchange.hashing import home_rows, mixed
 from shardrec.layout import ShardingPlan, Topology, cuts
 from shardrec.modules import ShardedModel
+from shardrec.trainer.data.metrics import area_under_roc
 
 DIM = 8
 VARIANTS = {

@@ -17,7 +17,7 @@ from typing import IO
 
 import yaml
 
-from shardrec.data import write_parquet
+from shardrec.trainer.data import write_parquet
 
 __all__ = ["RANKS_PER_HOST", "Host", "Switch", "main", "why_not"]
 

@@ -11,8 +11,8 @@ import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
 from examples.online.columns import SIZES
-from shardrec.data import ClickSchema, SyntheticConfig
-from shardrec.data.planted import PlantedModel, RandomStream
+from shardrec.trainer.data import ClickSchema, SyntheticConfig
+from shardrec.trainer.data.planted import PlantedModel, RandomStream
 
 __all__ = ["Clicks"]
 

@@ -14,9 +14,9 @@ import torch
 from numpy.typing import NDArray
 
 from examples.online.clicks import Clicks
-from shardrec.data import area_under_roc, load_spec, open_click_data
 from shardrec.serve import ServedModel
 from shardrec.train import RunFolder
+from shardrec.trainer.data import area_under_roc, load_spec, open_click_data
 
 __all__ = ["serve"]
 

@@ -17,7 +17,7 @@ import pyarrow.compute as pc
 from numpy.typing import NDArray
 from pyarrow import csv
 
-from shardrec.data import area_under_roc
+from shardrec.trainer.data import area_under_roc
 
 FIELDS: dict[str, int] = {
     "campaign": 60,

@@ -34,9 +34,9 @@ def convert_command(
     Rows are read in bounded memory, and compared by a checksum with what was written. Values stay as they are in the
     source: rows are bit-identical to train on, in the order that the row groups make.
     """
-    from shardrec.data import criteo_spec, load_spec
-    from shardrec.data.convert import convert
-    from shardrec.data.urls import files_of, path_of
+    from shardrec.trainer.data import criteo_spec, load_spec
+    from shardrec.trainer.data.convert import convert
+    from shardrec.trainer.data.urls import files_of, path_of
 
     spec = criteo_spec() if features is None else load_spec(features)
     sources = [name for pattern in data for name in files_of(pattern)]

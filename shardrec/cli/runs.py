@@ -146,7 +146,7 @@ def inspect_command(
     from shardrec.cli.inspecting import describe
 
     if suggest:
-        from shardrec.data.suggest import suggest_spec
+        from shardrec.trainer.data.suggest import suggest_spec
 
         typer.echo(suggest_spec(path, label), nl=False)
         return

@@ -7,7 +7,7 @@ torch.
 
 Arguments that several models have are said here once:
 
-    schema       names and table sizes of the features, a shardrec.data.ClickSchema
+    schema       names and table sizes of the features, a shardrec.trainer.data.ClickSchema
     dim          columns of a table
     hidden       widths of the layers before the logit
     dropout      share of a hidden layer's values that training sets to 0

@@ -15,9 +15,9 @@ from torch import Tensor, nn
 from torchrec.models.dlrm import DLRM_DCN, InteractionDCNArch
 from torchrec.modules.crossnet import CrossNet
 
-from shardrec.data import ClickSchema
 from shardrec.models.dlrm import own_widths, regularize, torchrec_arguments
 from shardrec.models.parts import Share, Size, Sizes
+from shardrec.trainer.data import ClickSchema
 
 __all__ = ["DCN"]
 

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from shardrec.data import ClickSchema
 from shardrec.models.parts import MLP, Share, Size, Sizes, check_one_each, columns_of, item_rows, pooled_features
+from shardrec.trainer.data import ClickSchema
 
 __all__ = ["DIN"]
 

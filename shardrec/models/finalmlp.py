@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, nn
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from shardrec.data import ClickSchema
 from shardrec.errors import ConfigError
 from shardrec.models.parts import MLP, Share, Size, Sizes, columns_of, pooled_features
+from shardrec.trainer.data import ClickSchema
 
 __all__ = ["FinalMLP"]
 

@@ -16,9 +16,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
 
-from shardrec.data import ClickSchema
 from shardrec.errors import ConfigError
 from shardrec.models.parts import ItemCounts, Share, Size, check_one_each, item_rows
+from shardrec.trainer.data import ClickSchema
 
 __all__ = ["Groups", "SequenceModel"]
 

@@ -17,7 +17,6 @@ from torch import Tensor, nn
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from shardrec.data import ClickSchema
 from shardrec.errors import ConfigError
 from shardrec.models.parts import (
     MLP,
@@ -30,6 +29,7 @@ from shardrec.models.parts import (
     columns_of,
     pooled_features,
 )
+from shardrec.trainer.data import ClickSchema
 
 __all__ = ["TwoTower"]
 

@@ -25,7 +25,7 @@
 ``update_rows(weight, state, rows, values, mean_squares, scale, rule, lr, eps)``
     the update of some rows, for the same
 ``text_keys(data, offsets, hexadecimal, spread)``
-    64-bit keys of texts, for :mod:`shardrec.data.encode`
+    64-bit keys of texts, for :mod:`shardrec.trainer.data.encode`
 
 Without them torch's operators and fbgemm's kernels do the same, with equal results and more passes over memory.
 

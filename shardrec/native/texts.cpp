@@ -1,4 +1,4 @@
-// text_keys: 64-bit keys of texts, as shardrec/data/ids.py makes them with NumPy where this is not compiled.
+// text_keys: 64-bit keys of texts, as shardrec/trainer/data/ids.py makes them with NumPy where this is not compiled.
 //
 // Texts are a column of Arrow: value i is the bytes offsets[i] to offsets[i + 1] (not included) of "data".
 

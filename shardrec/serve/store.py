@@ -33,7 +33,7 @@ class Store:
         self._target, self.folder = str(target), Path(target).absolute()
         self._system: Any = None
         if "://" in str(target):
-            from shardrec.data.urls import file_system  # with fsspec, for URLs alone
+            from shardrec.trainer.data.urls import file_system  # with fsspec, for URLs alone
 
             try:
                 self._system, self._path = file_system(str(target).rstrip("/"))

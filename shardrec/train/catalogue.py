@@ -9,7 +9,7 @@
 A rank holds N / W vectors, as if the table were cut by rows; what travels for a query does not depend on N.
 
 [Note: ties in a catalogue]
-A clicked item comes after all others of its score that were not clicked, as in :func:`shardrec.data.ranking_metrics`.
+A clicked item comes after all others of its score that were not clicked, as in :func:`shardrec.trainer.data.ranking_metrics`.
 Products are summed in float64 and rounded to float32: a matrix product's order of summation depends on the sizes of its
 blocks, and so on the number of ranks, and would decide ties otherwise.
 
@@ -29,8 +29,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from shardrec.data import ClickBatch, ClickMetrics, FeatureSpec
-from shardrec.data.ranking import placed_metrics
 from shardrec.errors import ConfigError
 from shardrec.modules import ShardedModel
 from shardrec.pipeline.lookahead import tell_others
@@ -38,6 +36,8 @@ from shardrec.pipeline.train import TrainPipeline
 from shardrec.train.config import TrainConfig
 from shardrec.train.metrics import evaluate, gather_rows
 from shardrec.train.tasks import TaskMetrics
+from shardrec.trainer.data import ClickBatch, ClickMetrics, FeatureSpec
+from shardrec.trainer.data.ranking import placed_metrics
 
 __all__ = ["CatalogueRanking", "evaluator"]
 

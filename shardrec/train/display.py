@@ -14,10 +14,10 @@ from rich.progress import BarColumn, Progress, ProgressColumn, SpinnerColumn, Ta
 from rich.text import Text
 
 from shardrec.console import console
-from shardrec.data import ClickMetrics
 from shardrec.train.config import TrainConfig
 from shardrec.train.report import CurvePoint, RunReport, metrics_table, summary_line, task_values
 from shardrec.train.tasks import TaskMetrics
+from shardrec.trainer.data import ClickMetrics
 
 if TYPE_CHECKING:
     from shardrec.launch.ranks import RankInfo

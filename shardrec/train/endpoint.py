@@ -28,10 +28,10 @@ from waitress.task import ThreadedTaskDispatcher
 from werkzeug.exceptions import BadRequest, HTTPException, MethodNotAllowed, NotFound
 from werkzeug.wrappers import Request, Response
 
-from shardrec.data import FeatureSpec, batch_of_request, request_example
 from shardrec.errors import ConfigError, DataError
 from shardrec.files import parse_json
 from shardrec.train.tasks import predictions
+from shardrec.trainer.data import FeatureSpec, batch_of_request, request_example
 
 if TYPE_CHECKING:
     from _typeshed.wsgi import StartResponse, WSGIEnvironment

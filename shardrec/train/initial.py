@@ -11,8 +11,6 @@ from numpy.typing import NDArray
 
 from shardrec.checkpoint import Checkpoints
 from shardrec.checkpoint.warm import WarmStart, warm_start
-from shardrec.data import Feature, FeatureSpec
-from shardrec.data.encode import row_numbers
 from shardrec.errors import ConfigError
 from shardrec.launch.ranks import RankInfo, same_everywhere
 from shardrec.layout.discover import table_configs
@@ -20,6 +18,8 @@ from shardrec.modules import ShardedModel
 from shardrec.train.config import CHECKPOINTS, TrainConfig
 from shardrec.train.model import build_model
 from shardrec.train.runs import RunFolder
+from shardrec.trainer.data import Feature, FeatureSpec
+from shardrec.trainer.data.encode import row_numbers
 
 __all__ = ["start_from"]
 

@@ -18,7 +18,6 @@ import torch
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR
 
-from shardrec.data import ClickBatch, ClickMetrics
 from shardrec.launch.stop import RunStopped
 from shardrec.modules import ShardedModel
 from shardrec.pipeline.lookahead import tell_others
@@ -31,6 +30,7 @@ from shardrec.train.replan import Replanner
 from shardrec.train.report import CurvePoint, held_out_values
 from shardrec.train.run import Run
 from shardrec.train.tasks import LabelWeights, TaskMetrics, label_weights
+from shardrec.trainer.data import ClickBatch, ClickMetrics
 
 __all__ = ["Schedule", "StepPart", "failing_together", "step_parts", "train_epoch"]
 

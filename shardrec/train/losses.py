@@ -17,9 +17,9 @@ from torch import Tensor, nn
 from torch.nn.functional import binary_cross_entropy_with_logits, softplus
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from shardrec.data import ClickBatch, Task
 from shardrec.errors import ConfigError
 from shardrec.train.tasks import outputs_of, task_loss
+from shardrec.trainer.data import ClickBatch, Task
 
 __all__ = ["batch_loss", "click_loss", "pairwise_loss", "softmax_loss", "with_own_loss"]
 

@@ -13,10 +13,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from shardrec.data import ClickBatch, ClickMetrics, Task, click_metrics, ranking_metrics
 from shardrec.exchange.peers import peers
 from shardrec.pipeline.train import TrainPipeline
 from shardrec.train.tasks import TaskMetrics, outputs_of, task_metrics
+from shardrec.trainer.data import ClickBatch, ClickMetrics, Task, click_metrics, ranking_metrics
 
 __all__ = ["evaluate", "gather_rows"]
 

@@ -19,7 +19,6 @@ from torchrec.modules.embedding_modules import EmbeddingBagCollection, Embedding
 from torchrec.optim import LAMB, PartialRowWiseAdam, RowWiseAdagrad
 from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
 
-from shardrec.data import ClickSchema, FeatureSpec
 from shardrec.errors import ConfigError, ShardrecError
 from shardrec.ids import DynamicIds
 from shardrec.layout.discover import table_configs
@@ -31,6 +30,7 @@ from shardrec.serve import from_tensors
 from shardrec.train.config import TrainConfig
 from shardrec.train.constraints import parse_constraint
 from shardrec.train.options import flag
+from shardrec.trainer.data import ClickSchema, FeatureSpec
 
 if TYPE_CHECKING:
     from shardrec.planner import Constraint
@@ -88,7 +88,7 @@ def build_model(config: TrainConfig, schema: ClickSchema) -> nn.Module:
         arguments_text = "".join(f", {name}={value!r}" for name, value in arguments.items())
         call = f"{config.model.rpartition(':')[2]}(schema{arguments_text})"
         raise ConfigError(
-            f"model (--model) is {config.model!r}: {call} fails ({error}); a model takes a shardrec.data.ClickSchema "
+            f"model (--model) is {config.model!r}: {call} fails ({error}); a model takes a shardrec.trainer.data.ClickSchema "
             "and, by name, what model_args (--model-arg) gives"
         ) from error
     if not isinstance(model, nn.Module):

@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from shardrec.data import ClickMetrics, click_metrics
 from shardrec.train.metrics import gather_rows
+from shardrec.trainer.data import ClickMetrics, click_metrics
 
 __all__ = ["Progressive"]
 

@@ -16,9 +16,9 @@ from typing import TYPE_CHECKING, Any
 from rich.table import Table
 
 import shardrec
-from shardrec.data import ClickMetrics
 from shardrec.train.config import FEED
 from shardrec.train.tasks import TaskMetrics
+from shardrec.trainer.data import ClickMetrics
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

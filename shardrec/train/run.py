@@ -9,7 +9,6 @@ from pathlib import Path
 
 import torch
 
-from shardrec.data import FeatureSpec
 from shardrec.ids.id_map import COUNTED
 from shardrec.launch.ranks import RankInfo
 from shardrec.modules import ElasticModel, ShardedModel
@@ -20,6 +19,7 @@ from shardrec.train.display import Announcer
 from shardrec.train.progress import Progress
 from shardrec.train.progressive import Progressive
 from shardrec.train.source import Source
+from shardrec.trainer.data import FeatureSpec
 
 __all__ = ["Run"]
 

@@ -16,12 +16,12 @@ from shardrec.train.config import CHECKPOINTS, FEED, FILE, METRICS, PLAN, SPEC, 
 if TYPE_CHECKING:
     import torch
 
-    from shardrec.data import ClickBatch, ClickMetrics, ClickSchema, FeatureSpec
     from shardrec.layout import ShardingPlan
     from shardrec.modules import ShardedModel
     from shardrec.serve import ServedModel
     from shardrec.train.endpoint import Endpoint
     from shardrec.train.tasks import TaskMetrics
+    from shardrec.trainer.data import ClickBatch, ClickMetrics, ClickSchema, FeatureSpec
 
 __all__ = ["RunFolder", "Target", "cuts_of", "differing"]
 

@@ -20,7 +20,6 @@ from torch import Tensor
 
 from shardrec.checkpoint import Checkpoints, PendingSave, load_checkpoint
 from shardrec.checkpoint.manifest import read_manifest
-from shardrec.data.rows import NO_TIME
 from shardrec.errors import CheckpointError, ConfigError
 from shardrec.exchange.peers import peers
 from shardrec.launch.ranks import on_first_rank, over_ranks, same_everywhere
@@ -30,6 +29,7 @@ from shardrec.train.config import CHECKPOINTS
 from shardrec.train.locking import locked
 from shardrec.train.model import changed_source, source_digest
 from shardrec.train.run import Run
+from shardrec.trainer.data.rows import NO_TIME
 
 if TYPE_CHECKING:
     from shardrec.serve.publisher import Publisher

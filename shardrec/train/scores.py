@@ -26,12 +26,6 @@ import numpy as np
 from pydantic import model_validator
 from torch import Tensor, nn
 
-from shardrec.data import ClickBatch, FeatureSpec
-from shardrec.data.convert import plain_column
-from shardrec.data.encode import encode
-from shardrec.data.rows import ClickRows
-from shardrec.data.tables import FileInfo, check_file, counted, rows_between
-from shardrec.data.urls import files_of
 from shardrec.errors import ConfigError, DataError
 from shardrec.files import os_fault, parse_json
 from shardrec.launch.ranks import RankInfo, joined_run, meet, on_first_rank
@@ -40,6 +34,12 @@ from shardrec.serve.store import Store
 from shardrec.train.prefetch import Prefetcher
 from shardrec.train.runs import RunFolder
 from shardrec.train.tasks import predictions
+from shardrec.trainer.data import ClickBatch, FeatureSpec
+from shardrec.trainer.data.convert import plain_column
+from shardrec.trainer.data.encode import encode
+from shardrec.trainer.data.rows import ClickRows
+from shardrec.trainer.data.tables import FileInfo, check_file, counted, rows_between
+from shardrec.trainer.data.urls import files_of
 
 __all__ = ["predict_rank"]
 

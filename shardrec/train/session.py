@@ -18,8 +18,6 @@ from contextlib import ExitStack, contextmanager, nullcontext
 from pathlib import Path
 
 from shardrec.console import working
-from shardrec.data import ClickBatch, ClickMetrics, FeatureSpec
-from shardrec.data.spec import VOCABULARIES, parse_spec, read_spec
 from shardrec.errors import ConfigError, DataError
 from shardrec.exchange.peers import peers
 from shardrec.exchange.safe_pickle import gather
@@ -58,6 +56,8 @@ from shardrec.train.run import Run
 from shardrec.train.saving import Saver
 from shardrec.train.source import Source, counted_vocabularies, spec_of, total_left_out
 from shardrec.train.tasks import TaskMetrics
+from shardrec.trainer.data import ClickBatch, ClickMetrics, FeatureSpec
+from shardrec.trainer.data.spec import VOCABULARIES, parse_spec, read_spec
 
 __all__ = ["run_rank"]
 

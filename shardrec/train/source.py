@@ -1,4 +1,4 @@
-"""The rows of a run: what the options ask :mod:`shardrec.data` for, cut to the number of rows asked for."""
+"""The rows of a run: what the options ask :mod:`shardrec.trainer.data` for, cut to the number of rows asked for."""
 
 from __future__ import annotations
 
@@ -17,7 +17,12 @@ from typing import Any
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from shardrec._versions import check_extra
-from shardrec.data import (
+from shardrec.errors import ConfigError, DataError
+from shardrec.exchange.peers import peers
+from shardrec.exchange.safe_pickle import gather
+from shardrec.launch.ranks import RankInfo
+from shardrec.train.config import TrainConfig
+from shardrec.trainer.data import (
     ClickBatch,
     ClickMetrics,
     FeatureSpec,
@@ -29,18 +34,13 @@ from shardrec.data import (
     load_spec,
     open_click_data,
 )
-from shardrec.data.feed import Arrival, Feed, watermark
-from shardrec.data.kafka import range_of
-from shardrec.data.records import decoder_of
-from shardrec.data.request import named_spec
-from shardrec.data.rows import NO_TIME
-from shardrec.data.tables import FileInfo
-from shardrec.data.urls import TOPIC, UnreachableError, files_of
-from shardrec.errors import ConfigError, DataError
-from shardrec.exchange.peers import peers
-from shardrec.exchange.safe_pickle import gather
-from shardrec.launch.ranks import RankInfo
-from shardrec.train.config import TrainConfig
+from shardrec.trainer.data.feed import Arrival, Feed, watermark
+from shardrec.trainer.data.kafka import range_of
+from shardrec.trainer.data.records import decoder_of
+from shardrec.trainer.data.request import named_spec
+from shardrec.trainer.data.rows import NO_TIME
+from shardrec.trainer.data.tables import FileInfo
+from shardrec.trainer.data.urls import TOPIC, UnreachableError, files_of
 
 __all__ = ["Source", "counted_vocabularies", "spec_of", "total_left_out"]
 
@@ -416,7 +416,7 @@ def counted_vocabularies(
 
     Each rank counts in some of the files' chunks; every rank calls it.
     """
-    from shardrec.data.vocabulary import count_vocabularies  # with pyarrow
+    from shardrec.trainer.data.vocabulary import count_vocabularies  # with pyarrow
 
     if spec.uncounted and config.feed is not None:
         raise ConfigError(

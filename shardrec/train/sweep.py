@@ -21,13 +21,13 @@ from statistics import fmean, stdev
 from typing import TYPE_CHECKING, Any
 from urllib.parse import quote
 
-from shardrec.data.spec import read_spec
 from shardrec.errors import ConfigError, ShardrecError
 from shardrec.files import parse_yaml, read_json
 from shardrec.launch.run import launched_rank
 from shardrec.train.config import FILE, METRICS, TrainConfig
 from shardrec.train.launch import train
 from shardrec.train.runs import RunFolder
+from shardrec.trainer.data.spec import read_spec
 
 if TYPE_CHECKING:
     from rich.table import Table

@@ -38,11 +38,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from shardrec.data import ClickSchema
 from shardrec.launch.ranks import RankInfo
 from shardrec.models.dlrm import DLRM
 from shardrec.train import TrainConfig
 from shardrec.train.source import Source
+from shardrec.trainer.data import ClickSchema
 
 __all__ = ["Counted", "main"]
 

@@ -16,7 +16,7 @@ def run(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> R
 
     # A drawing, and half a million rows to say what is best possible, take longer than these trainings.
     monkeypatch.setattr("shardrec.train.session.write_curve", lambda report, path: path.touch())
-    monkeypatch.setattr("shardrec.data.synthetic._EXPECTATION_ROWS", 1_000)
+    monkeypatch.setattr("shardrec.trainer.data.synthetic._EXPECTATION_ROWS", 1_000)
 
     def run_main(*arguments: str) -> tuple[int, str, str]:
         monkeypatch.setattr(sys, "argv", ["shardrec", *arguments])

@@ -39,7 +39,7 @@ def read_only() -> TextIO:
 @pytest.fixture(autouse=True)
 def _quick(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr("shardrec.train.session.write_curve", lambda report, path: path.touch())
-    monkeypatch.setattr("shardrec.data.synthetic._EXPECTATION_ROWS", 1_000)
+    monkeypatch.setattr("shardrec.trainer.data.synthetic._EXPECTATION_ROWS", 1_000)
     monkeypatch.chdir(tmp_path)
 
 

@@ -25,12 +25,12 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from shardrec import native
 from shardrec.cli import main
-from shardrec.data import batch_of_request, click_metrics, request_example
 from shardrec.errors import ConfigError
 from shardrec.layout import ShardingPlan
 from shardrec.serve import load_package
 from shardrec.train.endpoint import open_server
 from shardrec.train.runs import RunFolder
+from shardrec.trainer.data import batch_of_request, click_metrics, request_example
 from tests.cli.command import Run
 from tests.ranks import ranks
 from tests.train.servers import stop

@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 
-from shardrec.data import write_criteo_tsv
 from shardrec.errors import ConfigError
 from shardrec.train import TrainConfig, sweep
 from shardrec.train.runs import RunFolder
 from shardrec.train.sweep import mean_and_deviation, parse_grid, run_sweep
+from shardrec.trainer.data import write_criteo_tsv
 from tests.cli.command import Run
 
 

@@ -18,7 +18,7 @@ SMALL = ("--max-embeddings", "100", "--embedding-dim", "8", "--batch-size", "64"
 @pytest.fixture
 def rows(tmp_path: Path) -> Path:
     """600 generated rows in Criteo's format."""
-    from shardrec.data import write_criteo_tsv
+    from shardrec.trainer.data import write_criteo_tsv
 
     path = tmp_path / "rows.tsv"
     write_criteo_tsv(path, 600, seed=1)

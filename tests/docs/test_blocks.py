@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, KeyedJaggedTensor
 
 import shardrec
-from shardrec.data import Feature, FeatureSpec, batch_of_request
+from shardrec.trainer.data import Feature, FeatureSpec, batch_of_request
 
 ROOT = Path(__file__).parents[2]
 WHOLE = {"docs/guide.md", "docs/tutorial.md", "docs/api.md"}

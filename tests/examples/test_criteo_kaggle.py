@@ -20,9 +20,9 @@ from pyarrow import csv
 from examples.criteo_kaggle import prepare as example
 from examples.criteo_kaggle.prepare import COLUMNS, prepare
 from shardrec.cli import main
-from shardrec.data import FileClickData, criteo_schema, load_spec, write_criteo_tsv
 from shardrec.errors import ConfigError, DataError
 from shardrec.train import load_config
+from shardrec.trainer.data import FileClickData, criteo_schema, load_spec, write_criteo_tsv
 from tests.ranks import ranks
 
 FOLDER = Path(example.__file__).parent

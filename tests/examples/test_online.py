@@ -10,7 +10,7 @@ import pytest
 from examples.online.clicks import Clicks
 from examples.online.columns import SPEC
 from examples.online.main import run
-from shardrec.data import area_under_roc, load_spec, open_click_data
+from shardrec.trainer.data import area_under_roc, load_spec, open_click_data
 
 
 def test_the_model_of_the_clicks_turns_into_another(tmp_path: Path) -> None:

@@ -18,9 +18,9 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from werkzeug.test import Client
 
 from examples.sequential.prepare import main, prepare
-from shardrec.data import load_spec
 from shardrec.errors import DataError
 from shardrec.train import RunFolder, TrainConfig, load_config
+from shardrec.trainer.data import load_spec
 from tests.campaign.results import differences
 from tests.ranks import ranks
 from tests.train.broken_off import broken_off

@@ -9,9 +9,9 @@ from torch import Tensor, nn
 from torch.nn.functional import binary_cross_entropy_with_logits
 from torchrec.modules.embedding_configs import EmbeddingBagConfig
 
-from shardrec.data import ClickBatch
 from shardrec.layout import ShardingPlan, Topology
 from shardrec.modules import ShardedEmbeddingBagCollection
+from shardrec.trainer.data import ClickBatch
 from tests.batches import random_bags
 from tests.models import feature_rows, table_sizes
 from tests.modules.tables import local_part

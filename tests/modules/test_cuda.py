@@ -18,11 +18,11 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 import shardrec
 from benchmarks.gpu.programs import is_wait
-from shardrec.data import ClickBatch
 from shardrec.errors import InputError
 from shardrec.layout import ShardingPlan, Topology
 from shardrec.modules import Replicas, ShardedModel, shard
 from shardrec.pipeline import TrainPipeline
+from shardrec.trainer.data import ClickBatch
 from tests.batches import Bags, joined, random_bags
 from tests.cuda_ranks import DEVICES, WORLDS, cuda_ranks
 from tests.models import OPTIMIZERS, click_model, collection, feature_rows, random_configs, table_sizes

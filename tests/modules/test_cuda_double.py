@@ -24,7 +24,6 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from shardrec import native
 from shardrec._torchscript import plain
 from shardrec.checkpoint import load_checkpoint, save
-from shardrec.data import ClickBatch, ClickMetrics
 from shardrec.errors import InputError, PeerError
 from shardrec.exchange import peers
 from shardrec.ids import DynamicIds
@@ -34,6 +33,7 @@ from shardrec.modules import ShardedModel, initial, shard
 from shardrec.portable.bags import PortableBags
 from shardrec.portable.sequences import PortableSequences
 from shardrec.train.metrics import evaluate
+from shardrec.trainer.data import ClickBatch, ClickMetrics
 from tests.batches import Bags, random_bags, random_sizes_bags
 from tests.cuda_double import (
     INTERPRETS_TRITON,

@@ -9,11 +9,11 @@ import pytest
 import torch
 from torchrec.modules.embedding_configs import EmbeddingBagConfig
 
-from shardrec.data import ClickBatch
 from shardrec.ids import DynamicIds
 from shardrec.layout import ShardingPlan, Topology, cuts
 from shardrec.modules import ShardedModel, shard
 from shardrec.pipeline import TrainPipeline
+from shardrec.trainer.data import ClickBatch
 from tests.batches import Bags, random_bags
 from tests.cuda_double import INTERPRETS_TRITON, cuda_double, cuda_is_there
 from tests.models import click_model, feature_rows

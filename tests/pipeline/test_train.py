@@ -17,12 +17,12 @@ from torchrec.modules.embedding_modules import EmbeddingCollection
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from shardrec import DynamicIds
-from shardrec.data import ClickBatch
 from shardrec.errors import AnomalyError, ConfigError, InputError
 from shardrec.layout import ShardingPlan, Topology, cuts
 from shardrec.modules import ShardedModel, shard
 from shardrec.modules.anomaly import detect_anomaly
 from shardrec.pipeline import TrainPipeline
+from shardrec.trainer.data import ClickBatch
 from tests.batches import random_bags
 from tests.collective_counts import CollectiveOperators
 from tests.models import apply_optimizer_in_backward, click_model, collection, feature_rows, table_sizes

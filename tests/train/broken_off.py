@@ -43,9 +43,9 @@ def broken_off(
     cardinalities: tuple[int, ...] = FEW_TABLES,
 ) -> Any:
     """Train on this process's rank, up to a step: broken off there, or ``rank`` told to end. Returns the steps made."""
-    from shardrec.data import schema, synthetic
     from shardrec.train import session
     from shardrec.train.saving import Saver
+    from shardrec.trainer.data import schema, synthetic
 
     def after_step(saver: Saver, *, idle: bool = False) -> None:
         if saver._progress.steps == told_in:

@@ -10,4 +10,4 @@ from tests.train.broken_off import FEW_TABLES
 @pytest.fixture
 def few_tables(monkeypatch: pytest.MonkeyPatch) -> None:
     """What reads a run of `broken_off` on generated rows expects its tables."""
-    monkeypatch.setattr("shardrec.data.schema.CRITEO_CARDINALITIES", FEW_TABLES)
+    monkeypatch.setattr("shardrec.trainer.data.schema.CRITEO_CARDINALITIES", FEW_TABLES)

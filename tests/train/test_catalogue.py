@@ -14,12 +14,12 @@ from torchrec.modules.embedding_modules import EmbeddingBagCollection, Embedding
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 import shardrec
-from shardrec.data import ClickBatch, ClickMetrics, Feature, FeatureSpec, ranking_metrics
 from shardrec.errors import ConfigError, InputError, PeerError
 from shardrec.ids import DynamicIds
 from shardrec.train import TrainConfig, catalogue
 from shardrec.train.catalogue import CatalogueRanking
 from shardrec.train.model import build_model
+from shardrec.trainer.data import ClickBatch, ClickMetrics, Feature, FeatureSpec, ranking_metrics
 from tests.plans import CUTS, cut_plan, random_plan, topologies_of
 from tests.ranks import RankErrors, ranks
 

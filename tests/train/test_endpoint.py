@@ -14,8 +14,8 @@ import pytest
 from torch import nn
 from werkzeug.test import Client
 
-from shardrec.data import Feature, FeatureSpec
 from shardrec.train.endpoint import Endpoint, open_server
+from shardrec.trainer.data import Feature, FeatureSpec
 from tests.train.servers import stop
 
 

@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 import torch
 
-from shardrec.data import kafka
 from shardrec.errors import ConfigError, ShardrecError
 from shardrec.launch.ranks import RankInfo
 from shardrec.train import TrainConfig
 from shardrec.train.runs import RunFolder
 from shardrec.train.saving import Saver
 from shardrec.train.source import Source
+from shardrec.trainer.data import kafka
 from tests.campaign.results import differences
 from tests.ranks import raises_on_all, ranks
 from tests.train.fed import SPEC, feed, numbers, trained

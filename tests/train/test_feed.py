@@ -19,18 +19,18 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 
-from shardrec.data import ClickMetrics, tables
-from shardrec.data.urls import UnreachableError
 from shardrec.errors import ConfigError, DataError
 from shardrec.launch.ranks import RankInfo
 from shardrec.train import RunStopped, TrainConfig
 from shardrec.train.progressive import Progressive
 from shardrec.train.runs import RunFolder
 from shardrec.train.source import Source
+from shardrec.trainer.data import ClickMetrics, tables
+from shardrec.trainer.data.urls import UnreachableError
 from tests.campaign.results import differences
-from tests.data.raw import damage
 from tests.ranks import raises_on_all, ranks
 from tests.train.fed import SPEC, digests, feed, numbers, trained
+from tests.trainer.data.raw import damage
 
 
 def deliver(folder: Path, name: str, numbers: Sequence[int], *, broken: Sequence[int] = ()) -> None:
@@ -110,8 +110,8 @@ def test_what_cannot_be_reached_for_a_moment_is_tried_again(tmp_path: Path) -> N
     all_rows = delivered(tmp_path)
 
     def flaky(cut_after: int | None, resume: bool) -> tuple[dict[int, list[int]], list[str]]:
-        from shardrec.data import feed as feeds
-        from shardrec.data import files
+        from shardrec.trainer.data import feed as feeds
+        from shardrec.trainer.data import files
 
         failed: list[str] = []
 
@@ -170,7 +170,7 @@ def test_rows_that_one_rank_cannot_count_end_all_ranks(tmp_path: Path) -> None:
 
     def polled() -> None:
         rank = RankInfo(rank=int(os.environ["RANK"]), world_size=2, device=torch.device("cpu"), threads=1)
-        fails = mock.patch("shardrec.data.files.counted", side_effect=DataError("no lines"))
+        fails = mock.patch("shardrec.trainer.data.files.counted", side_effect=DataError("no lines"))
         with fails if rank.is_lead else nullcontext():
             Source(config, rank).poll()
 

@@ -11,11 +11,11 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 
-from shardrec.data.encode import encode, row_numbers
-from shardrec.data.spec import parse_spec
 from shardrec.errors import ConfigError, ShardrecError
 from shardrec.train import TrainConfig, initial
 from shardrec.train.runs import RunFolder
+from shardrec.trainer.data.encode import encode, row_numbers
+from shardrec.trainer.data.spec import parse_spec
 from tests.ranks import ranks
 from tests.train.broken_off import SMALL, broken_off
 

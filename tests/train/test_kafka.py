@@ -18,18 +18,18 @@ import pytest
 import torch
 
 from shardrec import _versions
-from shardrec.data import FeatureSpec, FileClickData, kafka
-from shardrec.data.feed import Feed
-from shardrec.data.records import decoder_of
-from shardrec.data.request import named_spec
-from shardrec.data.spec import parse_spec
-from shardrec.data.tables import check_file
-from shardrec.data.urls import UnreachableError
 from shardrec.errors import ConfigError, DataError, ShardrecError, VersionError
 from shardrec.launch.ranks import RankInfo
 from shardrec.train import TrainConfig
 from shardrec.train.runs import RunFolder
 from shardrec.train.source import Source
+from shardrec.trainer.data import FeatureSpec, FileClickData, kafka
+from shardrec.trainer.data.feed import Feed
+from shardrec.trainer.data.records import decoder_of
+from shardrec.trainer.data.request import named_spec
+from shardrec.trainer.data.spec import parse_spec
+from shardrec.trainer.data.tables import check_file
+from shardrec.trainer.data.urls import UnreachableError
 from tests.campaign.results import differences
 from tests.ranks import raises_on_all, ranks
 from tests.train.fed import SPEC, digests, feed, numbers, trained

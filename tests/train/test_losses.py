@@ -157,7 +157,7 @@ def test_a_loss_over_groups_wants_groups(files: Path, tmp_path: Path) -> None:
 
 def test_groups_stay_whole(files: Path) -> None:
     """In the held-out part, and where rows are shuffled with their groups."""
-    from shardrec.data import load_spec, open_click_data
+    from shardrec.trainer.data import load_spec, open_click_data
 
     spec = load_spec(files / "features.yaml")
     data = open_click_data(files / "rows.parquet", spec, holdout=0.2, shuffle=600, keep_groups=True)
@@ -238,8 +238,8 @@ def own_run(config: TrainConfig, folder: str) -> Any:
     import sys
     from unittest import mock
 
-    from shardrec.data import schema, synthetic
     from shardrec.train import session
+    from shardrec.trainer.data import schema, synthetic
 
     with (
         mock.patch.object(sys, "path", [*sys.path, folder]),

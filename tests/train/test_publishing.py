@@ -10,13 +10,13 @@ import torch
 from werkzeug.test import Client
 
 from shardrec.checkpoint.manifest import read_manifest
-from shardrec.data import request_example
 from shardrec.errors import ConfigError
 from shardrec.serve import quantize
 from shardrec.serve.lookup import served_memory
 from shardrec.serve.published import version_name, versions_in
 from shardrec.train import TrainConfig
 from shardrec.train.runs import RunFolder
+from shardrec.trainer.data import request_example
 from tests.ranks import ranks
 from tests.train.broken_off import SMALL, broken_off
 

@@ -12,12 +12,12 @@ import torch
 from torch import Tensor
 
 from shardrec.checkpoint.manifest import read_manifest
-from shardrec.data import CRITEO_CARDINALITIES, write_criteo_tsv
 from shardrec.errors import ConfigError
 from shardrec.lookup.row_optimizers import RowOptimizer
 from shardrec.train import RunFolder, TrainConfig
 from shardrec.train.loop import Schedule, step_parts
 from shardrec.train.options import shown_as
+from shardrec.trainer.data import CRITEO_CARDINALITIES, write_criteo_tsv
 from tests.campaign.results import differences
 from tests.checkpoint.whole import contents
 from tests.ranks import ranks

@@ -11,11 +11,11 @@ from unittest import mock
 import pytest
 
 from shardrec.checkpoint.manifest import read_manifest
-from shardrec.data import CRITEO_CARDINALITIES, criteo_schema
 from shardrec.errors import ConfigError
 from shardrec.layout import ShardingPlan, Topology, cuts
 from shardrec.train import TrainConfig
 from shardrec.train.display import Display
+from shardrec.trainer.data import CRITEO_CARDINALITIES, criteo_schema
 from tests.campaign.results import differences
 from tests.ranks import ranks
 from tests.train.broken_off import SMALL, broken_off

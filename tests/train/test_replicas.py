@@ -77,7 +77,7 @@ def replica(config: TrainConfig, before_batch: Callable[[Any, Any], None]) -> di
     with (
         mock.patch.object(DealtParts, "__next__", next_part),
         mock.patch.object(session, "write_curve", lambda report, path: path.write_bytes(b"")),
-        mock.patch("shardrec.data.synthetic._EXPECTATION_ROWS", 1_000),
+        mock.patch("shardrec.trainer.data.synthetic._EXPECTATION_ROWS", 1_000),
         mock.patch.object(Announcer, "say", lambda self, text: lines.append(text)),
     ):
         report = session.run_rank(config, resume=True)

@@ -14,7 +14,6 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from rich.console import Console
 
-from shardrec.data import ClickMetrics, RankingMetrics
 from shardrec.launch.ranks import RankInfo
 from shardrec.train import TrainConfig
 from shardrec.train.display import Announcer, duration
@@ -27,6 +26,7 @@ from shardrec.train.report import (
     write_curve,
     write_metrics,
 )
+from shardrec.trainer.data import ClickMetrics, RankingMetrics
 
 FINAL = ClickMetrics(auc=0.8012, logloss=0.44, normalized_entropy=0.79, click_rate=0.25, rows=1000, auc_stderr=0.01)
 BEST = dataclasses.replace(FINAL, auc=0.8051, logloss=0.43, normalized_entropy=0.77)

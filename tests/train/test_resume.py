@@ -17,12 +17,12 @@ import torch.distributed as dist
 
 from shardrec import Checkpoints
 from shardrec.checkpoint.manifest import read_manifest
-from shardrec.data import ClickBatch
 from shardrec.errors import ConfigError, DataError, ShardrecError
 from shardrec.launch.ranks import RankInfo
 from shardrec.layout import ShardingPlan
 from shardrec.train import RunStopped, TrainConfig, load_config
 from shardrec.train.source import Source
+from shardrec.trainer.data import ClickBatch
 from tests.campaign.results import differences
 from tests.ranks import raises_on_all, ranks
 from tests.train.broken_off import broken_off
@@ -119,7 +119,7 @@ def test_a_finished_run_that_is_resumed_tells_its_results_again(undisturbed: Pat
 @pytest.mark.some(2, of="to the bit")
 def test_a_file_of_rows_goes_on_where_it_was(tmp_path: Path) -> None:
     """Its broken rows are counted once."""
-    from shardrec.data import write_criteo_tsv
+    from shardrec.trainer.data import write_criteo_tsv
 
     file = tmp_path / "rows.tsv"
     write_criteo_tsv(file, 1_000, seed=1)
@@ -160,7 +160,7 @@ def rows_of_steps(config: TrainConfig, **options: object) -> dict[tuple[int, int
 @pytest.fixture(scope="module")
 def made_rows(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Row groups of several sizes, one of them empty, and text that cannot be entered in its middle."""
-    from shardrec.data import write_criteo_tsv, write_parquet
+    from shardrec.trainer.data import write_criteo_tsv, write_parquet
 
     folder = tmp_path_factory.mktemp("rows")
     write_parquet(folder / "a.parquet", 900, seed=1)

@@ -16,13 +16,13 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 
-from shardrec.data import click_metrics
-from shardrec.data.tables import check_file, counted, rows_between
-from shardrec.data.urls import files_of, open_input
 from shardrec.errors import ConfigError, DataError, ShardrecError
 from shardrec.serve.store import Store
 from shardrec.train import RunFolder, TrainConfig, predict, scores
 from shardrec.train.tasks import predictions
+from shardrec.trainer.data import click_metrics
+from shardrec.trainer.data.tables import check_file, counted, rows_between
+from shardrec.trainer.data.urls import files_of, open_input
 from tests.ranks import raises_on_all, ranks
 
 SPEC = """
@@ -106,7 +106,7 @@ def test_scores_are_evals(run: Path, expected: pa.Table) -> None:
     assert metrics.to_mapping() == pytest.approx(evaluated.to_mapping(), abs=1e-6)
     # ... and those that the endpoint gives, row by row.
     model, spec = RunFolder(run / "out").model(), RunFolder(run / "out").spec
-    from shardrec.data import FileClickData
+    from shardrec.trainer.data import FileClickData
 
     batches = list(FileClickData(files_of(str(run / "rows")), spec, holdout=0, streams=1).train_batches(0, 1, 1000))
     logits = np.concatenate([model(batch.dense, batch.sparse).detach().numpy() for batch in batches])

@@ -41,7 +41,7 @@ def run(config: TrainConfig, **changes: Any) -> RunReport:
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, RunReport]:
     folder = tmp_path_factory.mktemp("run")
-    with mock.patch("shardrec.data.schema.CRITEO_CARDINALITIES", FEW_TABLES):
+    with mock.patch("shardrec.trainer.data.schema.CRITEO_CARDINALITIES", FEW_TABLES):
         return folder, run(TINY, out=str(folder))
 
 
@@ -49,8 +49,8 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, RunReport]:
 def no_picture(monkeypatch: pytest.MonkeyPatch) -> None:
     """Drawing takes as long as training, as do rows to say what is best; `trained`, which is made before, has both."""
     monkeypatch.setattr("shardrec.train.session.write_curve", lambda report, path: path.touch())
-    monkeypatch.setattr("shardrec.data.synthetic._EXPECTATION_ROWS", 1_000)
-    monkeypatch.setattr("shardrec.data.schema.CRITEO_CARDINALITIES", FEW_TABLES)
+    monkeypatch.setattr("shardrec.trainer.data.synthetic._EXPECTATION_ROWS", 1_000)
+    monkeypatch.setattr("shardrec.trainer.data.schema.CRITEO_CARDINALITIES", FEW_TABLES)
 
 
 def test_learns(trained: tuple[Path, RunReport]) -> None:
@@ -101,11 +101,11 @@ def test_the_checkpoint_gives_the_trained_model_back(trained: tuple[Path, RunRep
     import torch
 
     import shardrec
-    from shardrec.data import criteo_schema
     from shardrec.launch.ranks import RankInfo
     from shardrec.train.metrics import evaluate
     from shardrec.train.model import build_model, fuse_optimizer
     from shardrec.train.source import Source
+    from shardrec.trainer.data import criteo_schema
 
     folder, report = trained
     model = build_model(TINY, criteo_schema(max_embeddings=TINY.max_embeddings))
@@ -148,8 +148,8 @@ def test_batches_of_broken_rows_are_no_sample(tmp_path: Path, good: int) -> None
 
 def test_two_ranks_learn_what_one_does(trained: tuple[Path, RunReport], tmp_path: Path) -> None:
     def train(config: TrainConfig, out: str) -> float | None:
-        from shardrec.data import schema, synthetic
         from shardrec.train import session
+        from shardrec.trainer.data import schema, synthetic
 
         # For this process only: it has neither the picture nor the rows to say what is best.
         with (

@@ -19,13 +19,13 @@ from hypothesis import strategies as st
 from torch import Tensor
 from werkzeug.test import Client
 
-from shardrec.data import ClickSchema, SyntheticConfig, Task, area_under_roc, write_parquet
-from shardrec.data.planted import PlantedModel, RandomStream
-from shardrec.data.split import held_out
 from shardrec.errors import ConfigError, ShardrecError
 from shardrec.train import RunFolder, TrainConfig
 from shardrec.train.losses import click_loss
 from shardrec.train.tasks import label_weights, outputs_of, predictions, task_loss, task_metrics
+from shardrec.trainer.data import ClickSchema, SyntheticConfig, Task, area_under_roc, write_parquet
+from shardrec.trainer.data.planted import PlantedModel, RandomStream
+from shardrec.trainer.data.split import held_out
 from tests.ranks import raises_on_all, ranks
 
 TASKS = (

@@ -22,13 +22,13 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 import shardrec
 from shardrec._torchscript import quiet
-from shardrec.data import ClickSchema, criteo_schema
 from shardrec.errors import ConfigError
 from shardrec.models import MODELS
 from shardrec.models.parts import BatchNorm, ItemCounts, activation
 from shardrec.train import TrainConfig
 from shardrec.train.losses import with_own_loss
 from shardrec.train.model import build_model, fuse_optimizer
+from shardrec.trainer.data import ClickSchema, criteo_schema
 from tests.ranks import ranks
 
 USERS, ITEMS = 24, 31

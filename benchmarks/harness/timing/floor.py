@@ -162,7 +162,7 @@ def _distinct(case: Case, table: WorkloadTable) -> float:
     """Expected number of a table's rows that the ranks together look up."""
     import numpy as np
 
-    from shardrec.data.zipf import zipf_probabilities  # whose package imports torch
+    from shardrec.trainer.data.zipf import zipf_probabilities  # whose package imports torch
 
     draws = table.pooling * case.batch_size * case.ranks
     if case.ids == "uniform":

@@ -1,0 +1,243 @@
+"""``Feed``: rows that go on arriving: files that a producer moves into a folder or lists in a manifest, or records.
+
+::
+
+    poll()  a.parquet and b.parquet are there    arrival 0: their rows, as those of two files
+    poll()  nothing has come since               None
+    poll()  c.parquet has come                   arrival 1
+
+An arrival is read like an epoch over its files (:mod:`shardrec.trainer.data.order`), so that a step of it says which rows are
+read. With its position in a checkpoint, a run that goes on reads each row once. Of a topic of Kafka a "file" is a range
+of offsets (:mod:`shardrec.trainer.data.kafka`).
+"""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from itertools import accumulate, islice
+from typing import Any
+
+from shardrec.errors import DataError
+from shardrec.trainer.data.files import FileClickData, check_kinds
+from shardrec.trainer.data.kafka import check_last, new_ranges, range_of
+from shardrec.trainer.data.rows import NO_TIME
+from shardrec.trainer.data.spec import FeatureSpec
+from shardrec.trainer.data.tables import FileInfo, check_file
+from shardrec.trainer.data.urls import TOPIC, UnreachableError, check_listable, files_of, gone_of, open_input, path_of
+
+__all__ = ["Arrival", "Feed", "watermark"]
+
+_MANIFEST_BYTES = 1 << 20
+"""Bytes of a manifest that are read at once."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Arrival:
+    """Rows that have arrived.
+
+    Attributes:
+        rows: one pass over them; none is held out.
+        listing: the position, without what is known of the files since their rows are counted.
+    """
+
+    rows: FileClickData
+    listing: Mapping[str, Any]
+
+    @property
+    def position(self) -> dict[str, Any]:
+        """For :meth:`Feed.seek`, after which the next poll gives these rows again; JSON-compatible."""
+        return {**self.listing, "counted": [asdict(info) for info in self.rows.files]}
+
+
+class Feed:
+    """Rows that go on arriving, each of them once. Every rank has one, makes the same calls and gets the same arrivals.
+
+    A file of a folder has arrived when it has its name: a producer writes it under another (with ``.`` or ``_`` at the
+    front, which no pattern takes) and renames it. The files of an arrival are in the order of their names, and one
+    whose name is before those that were read is in the next arrival. Names of files that were removed are forgotten:
+    those that their folder surely lacks, for a list may lack more. A file of a manifest has arrived when its name
+    stands there, in a whole line; they are read in the order of the lines. A file that a run may still go on with must
+    stay as it is.
+
+    Args:
+        source: the folder, a pattern of names in it, a manifest (``…manifest.txt``), or a URL of these; or a topic.
+        spec: what the columns are.
+        opened: opens the files of an arrival, of which the given things were known when they were begun with.
+        gathered: gives every rank the values of all ranks.
+        is_lead: whether this is the first rank, which looks for what has arrived.
+        most: files of an arrival.
+        skips: whether a file that cannot be opened, or lacks columns, is left out with a warning, and records that
+            are gone are, in place of an error.
+
+    Attributes:
+        left_out: files without rows that can be read, so far.
+    """
+
+    def __init__(
+        self,
+        source: str,
+        spec: FeatureSpec,
+        opened: Callable[[Sequence[str], Sequence[FileInfo]], FileClickData],
+        *,
+        gathered: Callable[[Any], list[Any]] = lambda value: [value],
+        is_lead: bool = True,
+        most: int = 64,
+        skips: bool = False,
+    ) -> None:
+        self._source, self._spec, self._opened = source, spec, opened
+        self._gathered, self._is_lead, self._was_there = gathered, is_lead, False
+        self._most, self._skips = most, skips
+        self._taken: set[str] = set()
+        self._kinds: dict[str, tuple[str, str]] = {}
+        self._next: Mapping[str, Any] | None = None
+        self.left_out = 0
+
+    def poll(self, *, last: bool = False) -> Arrival | None:
+        """The rows that have arrived since the last poll; None if there are none. Does not wait for any.
+
+        Args:
+            last: whether what cannot be reached is not tried again.
+
+        Raises:
+            DataError: on every rank, for what cannot be read.
+            UnreachableError: on every rank, for what may be read later: the next poll goes on as if this one had not
+                been.
+        """
+        listing = self._gathered(self._listing(last) if self._is_lead else None)[0]
+        if isinstance(listing, DataError):
+            raise listing
+        rows, fault = None, None
+        if listing["files"]:
+            try:
+                rows = self._opened(listing["files"], [_known(info) for info in listing.get("counted", ())])
+            except DataError as error:
+                fault = error
+            faults = {rank: fault for rank, fault in enumerate(self._gathered(fault)) if fault is not None}
+            if 0 in faults:
+                raise faults[0]
+            for rank, fault in faults.items():  # which may see the files a little later
+                raise UnreachableError(f"rank {rank}: {fault}")
+        self.seek({**listing, "files": []})
+        self.left_out += listing["left_out"]
+        return None if rows is None else Arrival(rows=rows, listing=listing)
+
+    def position(self) -> Mapping[str, Any]:
+        """For :meth:`seek`: of the rows that follow those polled; JSON-compatible."""
+        return self._next or {"taken": sorted(self._taken), "kinds": self._kinds, "files": [], "left_out": 0}
+
+    def seek(self, position: Mapping[str, Any]) -> None:
+        """Go on from there, or from the position of an arrival."""
+        self._taken, self._next = set(position["taken"]), position if position["files"] else None
+        self._kinds = {name: (kind, path) for name, (kind, path) in position["kinds"].items()}
+
+    def _listing(self, last: bool) -> dict[str, Any] | DataError:
+        """The position of what has arrived, after which ``taken`` is taken; or the fault."""
+        try:
+            is_topic = self._source.startswith(TOPIC)
+            if self._next is not None:
+                if is_topic:
+                    check_last(self._source, self._next["taken"])
+                return dict(self._next)
+            if is_topic:
+                names = new_ranges(self._source, self._taken, skips=self._skips)
+                if names:
+                    check_last(self._source, self._taken)
+                last_of = {range_of(name).partition: name for name in [*self._taken, *names]}
+                files = [name.partition("&last=")[0] for name in names]
+                return {"files": files, "taken": [*last_of.values()], "kinds": {}, "left_out": 0}
+            if path_of(self._source).endswith("manifest.txt"):
+                start = int(next(iter(self._taken), 0))
+                lines = self._lines(start)
+                arrived = self._arrived([_beside(self._source, name) for _, name in lines], last)
+                count = len(arrived["files"]) + arrived["left_out"]
+                return {**arrived, "taken": [str(lines[count - 1][0] if count else start)]}
+            names = self._names()
+            arrived = self._arrived([name for name in names if name not in self._taken and not _hidden(name)], last)
+            gone = gone_of(self._taken.difference(names))
+            return {**arrived, "taken": sorted(self._taken.difference(gone).union(arrived["taken"]))}
+        except OSError as error:
+            return UnreachableError(f"{self._source} cannot be read ({error}): give a name that can")
+        except DataError as error:
+            return error
+
+    def _arrived(self, names: Sequence[str], last: bool) -> dict[str, Any]:
+        """Of the first files that can be read, the position if nothing else was taken before."""
+        files: list[str] = []
+        bad: list[str] = []
+        kinds = dict(self._kinds)
+        for name in names:
+            if len(files) == self._most:
+                break
+            kinds_with_file = dict(kinds)
+            try:
+                if name.startswith(TOPIC):
+                    raise DataError(
+                        f"{name} is no file: leave it out of the manifest, and give feed:{TOPIC}HOST:PORT/TOPIC"
+                    )
+                check_kinds([check_file(name, self._spec)], kinds_with_file)
+            except DataError as error:
+                if not self._skips or (isinstance(error, UnreachableError) and not last):
+                    raise
+                warnings.warn(f"a file was left out: {error}", stacklevel=2)
+                bad.append(name)
+            else:
+                files.append(name)
+                kinds = kinds_with_file
+        return {"files": files, "taken": [*files, *bad], "kinds": kinds, "left_out": len(bad)}
+
+    def _names(self) -> list[str]:
+        """All names of the folder or the pattern."""
+        names = files_of(self._source, least=0)
+        if names in ([], [self._source]):
+            check_listable(self._source)
+        if names == [self._source]:
+            kind = UnreachableError if self._was_there or self._taken else DataError
+            raise kind(
+                f"data (--data) is feed:{self._source}, which is no folder and no pattern: make it first; where an "
+                "empty folder is none, as in object stores, give a pattern"
+            )
+        self._was_there = True
+        return names
+
+    def _lines(self, start: int) -> list[tuple[int, str]]:
+        """The next whole lines of the manifest from a byte on that are not empty, each with the byte after it."""
+        with open_input(self._source) as file:
+            file.seek(max(start - 1, 0))
+            text = (b"" if start else b"\n") + file.read(_MANIFEST_BYTES)
+        if text[:1] != b"\n":  # as while it is written again
+            raise UnreachableError(
+                f"{self._source} has no line that ends at byte {start:,}, up to which it was read: only add lines to a "
+                "manifest"
+            )
+        lines = text[1:].split(b"\n")[:-1]
+        ends = accumulate((len(line) + 1 for line in lines), initial=start)
+        names = (line.decode(errors="replace").removesuffix("\r") for line in lines)
+        return [(end, name) for end, name in zip(islice(ends, 1, None), names, strict=True) if name]
+
+
+def watermark(before: float, latest: Sequence[float], clock: float) -> float:
+    """The least over the ranks of the ``latest`` event times that they have read, or the clock if that is less; but not
+    less than before. ``NO_TIME`` stands for none, and a rank without any does not count."""
+    times = [time for time in latest if time > NO_TIME]
+    return max(before, min([*times, clock])) if times else before
+
+
+def _beside(path: str, name: str) -> str:
+    """The URL or the path that a line of a manifest names."""
+    plain = path_of(path)
+    return (
+        name
+        if "://" in name or os.path.isabs(name)
+        else plain[: plain.rfind("/") + 1] + name + path.removeprefix(plain)
+    )
+
+
+def _hidden(name: str) -> bool:
+    return path_of(name).rpartition("/")[2].startswith((".", "_"))
+
+
+def _known(info: Mapping[str, Any]) -> FileInfo:
+    return FileInfo(**{**info, "groups": tuple(info["groups"])})

@@ -1,0 +1,276 @@
+"""Rows of a stream of chunks, decoded and encoded ahead on threads.
+
+thread:   decode block 1 │ decode block 2 │ …      one block ahead of the one that batches are taken from
+batches:            rows of block 0 …     │ rows of block 1 …
+"""
+
+from __future__ import annotations
+
+import math
+import warnings
+from bisect import bisect_left
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Executor
+from dataclasses import dataclass
+from datetime import UTC, datetime
+
+import numpy as np
+from numpy.typing import NDArray
+
+from shardrec.errors import DataError
+from shardrec.trainer.data.encode import Dictionary, Encoded, encode
+from shardrec.trainer.data.fault import Reason, RowFault
+from shardrec.trainer.data.order import Chunk
+from shardrec.trainer.data.rows import NO_TIME, ClickRows, bags_at, join_rows
+from shardrec.trainer.data.spec import FeatureSpec
+from shardrec.trainer.data.split import held_out
+from shardrec.trainer.data.tables import FileInfo, TableBlock, is_of_file, read_blocks
+
+__all__ = ["Fault", "Part", "Reader", "StreamRows", "shuffled"]
+
+_BROKEN_AT_ONCE = 16_384
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fault:
+    """A row that cannot be read: its place in a part, why, and a message that names file, row group, row and remedy."""
+
+    place: int
+    reason: Reason
+    message: str
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Part:
+    """Rows of a stream one after the other, broken ones included, which have a place and no values.
+
+    Attributes:
+        rows: the good ones.
+        faults: of the others, by place.
+    """
+
+    rows: ClickRows
+    faults: tuple[Fault, ...] = ()
+
+    def __len__(self) -> int:
+        return len(self.rows) + len(self.faults)
+
+    def between(self, start: int, stop: int) -> Part:
+        """Rows ``start`` to ``stop`` (not included)."""
+        if not self.faults:
+            return Part(rows=self.rows.between(start, stop))
+        places = [fault.place for fault in self.faults]
+        first, last = bisect_left(places, start), bisect_left(places, stop)
+        return Part(rows=self.rows.between(start - first, stop - last), faults=_moved(self.faults[first:last], -start))
+
+
+def _moved(faults: Sequence[Fault], by: int) -> tuple[Fault, ...]:
+    return tuple(Fault(place=fault.place + by, reason=fault.reason, message=fault.message) for fault in faults)
+
+
+@dataclass(kw_only=True, eq=False)
+class Reader:
+    """Reads chunks.
+
+    Attributes:
+        files: of the chunks' numbers.
+        spec: what the columns are.
+        holdout: share of the rows that is held out.
+        held: whether to read the held-out rows, or the others.
+        part: of the usual size of a block, where many streams are read at once.
+        skips: whether what follows in a chunk that is gone, damaged or changed is broken rows, in place of an error.
+        bounds: event times, before and after which rows are broken.
+        decoded: bytes of the Arrow tables that were decoded so far, by the number of the stream.
+        good: whether any row could be read.
+    """
+
+    files: Sequence[FileInfo]
+    spec: FeatureSpec
+    holdout: float
+    held: bool
+    part: float = 1.0
+    skips: bool = False
+    bounds: tuple[float, float] = (NO_TIME, math.inf)
+
+    def __post_init__(self) -> None:
+        self.decoded: dict[int, int] = {}
+        self.good = False
+
+    def kept(self, chunk: Chunk) -> int:
+        """The rows of a chunk that are on this side: of groups by reading them."""
+        if not self._by_group:
+            return int(self._sides(np.arange(chunk.row, chunk.row + chunk.rows)).sum())
+        return sum(map(len, self.parts(-1, [chunk], 0)))
+
+    def parts(self, stream: int, chunks: Sequence[Chunk], at: int) -> Iterator[Part]:
+        """The rows of a stream's chunks on this side, without the first ``at`` of them."""
+        for chunk in chunks:
+            if 0 < chunk.kept <= at:
+                at -= chunk.kept
+                continue
+            start = 0
+            if at and not self._by_group:
+                sides = self._sides(np.arange(chunk.row, chunk.row + chunk.rows))
+                start, at = int(np.flatnonzero(sides)[at]), 0
+            info = self.files[chunk.file]
+            offset = chunk.row - sum(info.groups[: chunk.group])
+            dictionaries: dict[str, Dictionary] = {}
+            for block in self._blocks(info, chunk.group, start):
+                self.decoded[stream] = self.decoded.get(stream, 0) + block.table.nbytes
+                part = self._encoded(block, info, chunk.group, offset, dictionaries)
+                dropped = min(at, len(part))
+                at -= dropped
+                if dropped < len(part):
+                    yield part.between(dropped, len(part)) if dropped else part
+
+    def _blocks(self, info: FileInfo, group: int, start: int) -> Iterator[TableBlock]:
+        import pyarrow as pa
+
+        before = sum(info.groups[:group])
+        first, stop = before + start, before + info.groups[group]
+        try:
+            for block in read_blocks(info, self.spec, group=group, start=start, part=self.part):
+                yield block
+                first = block.stop
+        except DataError as error:
+            if not self.skips or not is_of_file(error):
+                raise
+            warnings.warn(f"rows of a file are left out: {error}", stacklevel=2)
+            fault = RowFault(reason=Reason.DAMAGED, where=str(error), remedy="")
+            empty = pa.table({name: pa.array([], pa.string()) for name in self.spec.sources})
+            for at in range(first, stop, _BROKEN_AT_ONCE):
+                faults = dict.fromkeys(range(at, end := min(at + _BROKEN_AT_ONCE, stop)), fault)
+                yield TableBlock(table=empty, numbers=np.zeros(0, np.int64), faults=faults, first=at, stop=end)
+
+    @property
+    def _by_group(self) -> bool:
+        return self.holdout > 0 and self.spec.group is not None
+
+    def _sides(self, units: NDArray[np.int64] | NDArray[np.uint64]) -> NDArray[np.bool_]:
+        if not self.holdout:
+            return np.full(len(units), not self.held)
+        held = held_out(units, self.holdout)
+        return held if self.held else ~held
+
+    def _encoded(
+        self, block: TableBlock, info: FileInfo, group: int, offset: int, dictionaries: dict[str, Dictionary]
+    ) -> Part:
+        if self._by_group and any(fault.reason is Reason.DAMAGED for fault in block.faults.values()):
+            fault = next(iter(block.faults.values()))  # it is not known which groups have its rows
+            raise DataError(f"{info.path}:{block.first + info.first_line}: {fault.where}; {fault.remedy}")
+        encoded = encode(block.table, self.spec, dictionaries=dictionaries)
+        if encoded.rows.times is not None:
+            self._add_untimely(encoded, encoded.rows.times)
+        self.good = self.good or len(encoded.faults) < len(block.numbers)
+        faults = {int(block.numbers[row]): fault for row, fault in encoded.faults.items()} | block.faults
+        if not (self.holdout or self.held or faults):
+            return Part(rows=encoded.rows)
+        units = np.arange(block.first, block.stop) + offset
+        if self._by_group and encoded.rows.groups is not None:
+            # A group is held out as a whole: half of it would be ranked on its own.
+            units = units.astype(np.uint64)
+            units[block.numbers - block.first] = encoded.rows.groups
+        kept = self._sides(units)
+        good = kept[block.numbers - block.first]
+        good[list(encoded.faults)] = False
+        place = np.cumsum(kept) - 1
+        where = f"{info.path}:" if len(info.groups) == 1 else f"{info.path}: row group {group}, row "
+        remedy = "or leave such rows out (on_bad_row: skip, --on-bad-row skip)"
+        broken = (
+            Fault(
+                place=int(place[number - block.first]),
+                reason=fault.reason,
+                message=f"{where}{number + info.first_line}: {fault.where}; {fault.remedy}, {remedy}",
+            )
+            for number, fault in sorted(faults.items())
+            if kept[number - block.first]
+        )
+        return Part(rows=encoded.rows.where(good), faults=tuple(broken))
+
+    def _add_untimely(self, encoded: Encoded, times: NDArray[np.float64]) -> None:
+        """Add the faults of rows with event times out of the bounds."""
+        oldest, newest = self.bounds
+        for row in np.flatnonzero((times < oldest) | (times > newest)).tolist():
+            reason, words, bound = Reason.LATE, "before {}, late by --late-after", oldest
+            if times[row] > newest:
+                reason, words, bound = Reason.TIME, "after {}, an hour after its arrival was first read", newest
+            value, limit = (datetime.fromtimestamp(seconds, UTC).isoformat() for seconds in (times[row], bound))
+            where = f"field {self.spec.event_time!r}: {value} is {words.format(limit)}"
+            encoded.faults.setdefault(row, RowFault(reason=reason, where=where, remedy="correct it"))
+
+
+class StreamRows:
+    """The rows of one stream, one part ahead of those taken.
+
+    Args:
+        parts: makes them, on threads of the pool.
+        at: place in the stream of the first row of ``parts``.
+        pool: where to.
+    """
+
+    def __init__(self, parts: Iterator[Part], at: int, pool: Executor) -> None:
+        self._parts, self._at, self._pool = parts, at, pool
+        self._current: Part | None = None
+        self._end = at  # of the current part
+        self._ahead = pool.submit(next, parts, None)
+
+    def take(self, start: int, stop: int) -> Iterator[Part]:
+        """Rows ``start`` to ``stop`` (not included) of the stream, which are not before those taken last."""
+        while start < stop:
+            if self._current is None or self._end <= start:
+                self._current = self._ahead.result()
+                assert self._current is not None, "chunks have the rows that were counted, or raise"
+                self._at, self._end = self._end, self._end + len(self._current)
+                self._ahead = self._pool.submit(next, self._parts, None)
+                continue
+            end = min(stop, self._end)
+            yield self._current.between(start - self._at, end - self._at)
+            start = end
+
+
+def shuffled(
+    parts: Iterator[Part], size: int, first: int, draws: Sequence[int], *, keep_groups: bool
+) -> Iterator[Part]:
+    """The rows in a random order inside of windows; broken rows keep their places.
+
+    Args:
+        parts: of a stream, from the beginning of window ``first``.
+        size: rows of a window.
+        first: number of the first window.
+        draws: seed, epoch and stream, of which with a window's number the order is a function.
+        keep_groups: move neighbouring rows of a group together.
+    """
+    seed, *counter = draws
+    for window, part in enumerate(_windows(parts, size), first):
+        random = np.random.Generator(np.random.Philox(key=seed, counter=[window, *counter]))
+        rows = part.rows
+        if not keep_groups or rows.groups is None:
+            yield Part(rows=rows.take(random.permutation(len(rows))), faults=part.faults)
+            continue
+        starts = np.flatnonzero(np.r_[True, rows.groups[1:] != rows.groups[:-1]]) if len(rows) else np.arange(0)
+        sizes = np.diff(np.r_[starts, len(rows)])
+        _, places, _ = bags_at(random.permutation(len(starts)), sizes, np.arange(len(rows)), None)
+        yield Part(rows=rows.take(places.numpy()), faults=part.faults)
+
+
+def _windows(parts: Iterator[Part], size: int) -> Iterator[Part]:
+    """The rows, ``size`` at a time; what is left at the end is a smaller part."""
+    waiting: list[Part] = []
+    count = 0
+    for part in parts:
+        start = 0
+        while count + len(part) - start >= size:
+            stop = start + size - count
+            yield _joined([*waiting, part.between(start, stop)])
+            waiting, count, start = [], 0, stop
+        if start < len(part):
+            waiting.append(part.between(start, len(part)))
+            count += len(part) - start
+    if waiting:
+        yield _joined(waiting)
+
+
+def _joined(parts: Sequence[Part]) -> Part:
+    starts = np.cumsum([0, *map(len, parts)]).tolist()
+    faults = [fault for part, start in zip(parts, starts, strict=False) for fault in _moved(part.faults, start)]
+    return Part(rows=join_rows([part.rows for part in parts]), faults=tuple(faults))

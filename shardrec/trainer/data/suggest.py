@@ -1,0 +1,277 @@
+"""``shardrec inspect --suggest``: a feature spec proposed from the columns of a file.
+
+The first rows are looked at, at most 32 MiB of text or 500,000 rows of Parquet. docs/cli.md has the rules. Vocabularies
+are left to training (``from_data``), which counts them in all its rows.
+"""
+
+from __future__ import annotations
+
+import re
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+
+from shardrec.errors import DataError
+from shardrec.trainer.data.spec import parse_spec
+from shardrec.trainer.data.svmlight import parse_svmlight
+from shardrec.trainer.data.urls import files_of, open_input, path_of
+
+__all__ = ["suggest_spec"]
+
+_MAX_BYTES = 32 << 20
+_MAX_ROWS = 500_000
+_FEW, _MANY = 100, 50_000
+"""Distinct values: of a whole number that is a category whatever its name; of a column that is hashed."""
+
+_LABELS = set("label click clicked target y converted conversion purchase purchased bought like liked".split())  # noqa: SIM905
+_RATINGS = {"rating", "ratings", "stars", "score"}
+_IDS = {"id", "ids", "code", "zip", "key", "hash"}
+_THINGS = set("user customer member item product movie film book song track artist video ad shop store".split())  # noqa: SIM905
+_IN_ORDER = {"history", "sequence", "seq", "recent", "last", "session", "previous", "past", "viewed", "watched"}
+_NUMBER = re.compile(r"[+-]?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][+-]?[0-9]+)?")
+_CODECS = {".gz": "gzip", ".bz2": "bz2", ".zst": "zstd"}
+
+
+def suggest_spec(pattern: str, label: str | None = None) -> str:
+    """A spec for some files as YAML, with a comment on each column that says why.
+
+    Args:
+        pattern: files, as for ``shardrec train --data``; the first one is looked at.
+        label: the label's column; default: one of 0 and 1 or of ratings, by its name and values.
+
+    Raises:
+        DataError: for a file that cannot be read so, or no column that can be the label or a feature.
+    """
+    path = files_of(pattern)[0]
+    table, settings = _head(path, label)
+    columns = {name: _unwrapped(table[name]) for name in table.column_names if name}
+    label, target = _label(columns, label)
+    features: dict[str, dict[str, Any]] = {}
+    values: dict[str, set[Any]] = {}
+    notes, left_out = {}, {}
+    for column, array in columns.items():
+        if column == label:
+            continue
+        feature, note, distinct = _feature(column, array)
+        if feature is None:
+            left_out[column] = note
+            continue
+        name = re.sub(r"\W+", "_", column).strip("_") or "column"
+        while name in features:
+            name += "_"
+        features[name] = {"name": name, **({} if name == column else {"column": column}), **feature}
+        notes[name], values[name] = note, distinct
+    for name, owner in _shared(features, values).items():
+        for key in ("vocabulary", "min_count", "rows", "dim"):
+            features[name].pop(key, None)
+        features[name]["share"] = owner
+    lines = [f"# Proposed from {len(table):,} rows of {path}: check the label and the kind of each feature."]
+    lines += [f"{name}: {_flow(value)}" for name, value in settings.items()]
+    lines += [f"label: {_flow(target)}", "features:"]
+    lines += [f"  - {_flow(feature)}  # {notes[name]}" for name, feature in features.items()]
+    lines += [f"# left out: {_flow(column)}: {reason}" for column, reason in left_out.items()]
+    if all(feature["kind"] == "dense" for feature in features.values()):
+        raise DataError(f"data file {path}: no column but the label has categories or ids, for a table")
+    text = "\n".join(lines) + "\n"
+    parse_spec(text, "the proposed spec")
+    return text
+
+
+def _flow(value: Any) -> str:
+    import yaml
+
+    text: str = yaml.safe_dump(value, default_flow_style=True, sort_keys=False, width=2**31, allow_unicode=True)
+    return text.removesuffix("\n").removesuffix("\n...")
+
+
+def _head(path: str, label: str | None) -> tuple[Any, dict[str, Any]]:
+    """The first rows as an Arrow table, and what a spec has to say of a text file's form."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+    from pyarrow import csv
+
+    stem, _, suffix = path_of(path).lower().rpartition(".")
+    codec = _CODECS.get(f".{suffix}")
+    suffix = stem.rpartition(".")[2] if codec else suffix
+    file = open_input(path)
+    try:
+        if suffix in ("parquet", "pq"):
+            batches, rows = [], 0
+            for batch in pq.ParquetFile(file).iter_batches():
+                batches.append(batch)
+                rows += len(batch)
+                if rows >= _MAX_ROWS:
+                    break
+            return pa.Table.from_batches(batches), {}
+        data = pa.input_stream(file, compression=codec).read(_MAX_BYTES)
+        data = data[: data.rfind(b"\n") + 1] or data
+        if suffix in ("libsvm", "svm", "svmlight", "libfm"):
+            table = parse_svmlight(data)[0]
+            return pa.table({"label": table["label"].cast(pa.string()).cast(pa.float64()), "ids": table["ids"]}), {}
+        usual = "," if suffix == "csv" else "\t"
+        line = data.partition(b"\n")[0].decode("utf-8-sig", errors="replace").rstrip("\r")
+        delimiter = usual if usual in line else max(",\t;| ", key=line.count)
+        names = [text.strip().strip('"') for text in line.split(delimiter)]
+        settings: dict[str, Any] = {} if delimiter == usual else {"delimiter": delimiter}
+        headless = label not in names and any(map(_NUMBER.fullmatch, names))
+        if headless:
+            names = settings["columns"] = [f"column_{number}" for number in range(1, len(names) + 1)]
+        if len(names) < 2 or len({*names}) < len(names) or (delimiter != usual and "::" in line):
+            raise DataError(
+                f"data file {path} begins with the line {line[:60]!r}: give it different names of columns, or none, "
+                "and one character between them"
+            )
+        table = csv.read_csv(
+            pa.BufferReader(data),
+            read_options=csv.ReadOptions(column_names=names, skip_rows=int(not headless), block_size=len(data) + 1),
+            parse_options=csv.ParseOptions(delimiter=delimiter, invalid_row_handler=lambda row: "skip"),
+            convert_options=csv.ConvertOptions(null_values=[""], strings_can_be_null=True),
+        )
+        return table, settings
+    except (pa.ArrowException, OSError) as error:
+        reason = str(error).splitlines()[0]
+        raise DataError(
+            f"data file {path} cannot be read ({reason}): give Parquet, text of columns, plain or .gz, .bz2 or .zst, "
+            "or LIBSVM's text"
+        ) from error
+
+
+def _unwrapped(column: Any) -> Any:
+    import pyarrow as pa
+
+    array = column.combine_chunks()
+    array = array.dictionary_decode() if pa.types.is_dictionary(array.type) else array
+    if pa.types.is_floating(array.type):  # whole numbers with missing ones, as pandas has them
+        numbers = array.drop_null().to_numpy()
+        if np.isfinite(numbers).all() and (numbers == np.floor(numbers)).all() and (np.abs(numbers) < 2**53).all():
+            return array.cast(pa.int64())
+    return array
+
+
+def _words(name: str) -> set[str]:
+    return {*_word_list(name)}
+
+
+def _word_list(name: str) -> list[str]:
+    words: list[str] = re.findall(r"[a-z]+", re.sub(r"([a-z])([A-Z])", r"\1_\2", name).lower())
+    return words
+
+
+def _names_ids(column: str) -> bool:
+    """Such as ``item_id`` and ``item``, and not ``item_price``."""
+    return bool(_words(column) & _IDS) or not _THINGS.isdisjoint(_word_list(column)[-1:])
+
+
+def _label(columns: dict[str, Any], label: str | None) -> tuple[str, Any]:
+    """The label's column, and what the spec says of it."""
+    import pyarrow as pa
+
+    if label is not None and label not in columns:
+        raise DataError(f"there is no column {label!r} (--label): the columns are {', '.join(map(repr, columns))}")
+    numeric = {
+        name: np.unique(array.drop_null().cast(pa.float64(), safe=False).to_numpy())
+        for name, array in columns.items()
+        if name == (label or name) and (pa.types.is_integer(array.type) or pa.types.is_floating(array.type))
+    }
+    binary = [name for name, values in numeric.items() if values.tolist() in ([0, 1], [-1, 1])]
+    rated = [name for name, values in numeric.items() if 2 <= len(values) <= _FEW + 1]
+    candidates = [name for name in binary if _words(name) & _LABELS] or [
+        name for name in rated if _words(name) & _RATINGS
+    ]
+    # Of rows that were all clicked, for a model that draws the others.
+    ones = [name for name, values in numeric.items() if values.tolist() == [1] and (label or _words(name) & _LABELS)]
+    candidates = candidates or (binary if len(binary) == 1 else []) or ones or [name for name in rated if label]
+    if not candidates:
+        which = f"column {label!r} has no two numbers or more" if label else "no column is clearly the label"
+        raise DataError(
+            f"{which}: name one of 0 and 1, or of ratings (--label COLUMN); the columns are "
+            f"{', '.join(map(repr, columns))}"
+        )
+    name, values = candidates[0], numeric[candidates[0]]
+    if values.tolist() in ([0, 1], [1]):
+        return name, name
+    numbers = columns[name].drop_null().cast(pa.float64()).to_numpy()
+    limits = [float(low + high) / 2 for low, high in pairwise(values)]
+    return name, {"column": name, "above": min(limits, key=lambda limit: abs((numbers > limit).mean() - 0.5))}
+
+
+def _feature(column: str, array: Any) -> tuple[dict[str, Any] | None, str, set[Any]]:
+    """What a spec says of a column but its name, or None to leave it out; why; and the distinct ids."""
+    import pyarrow as pa
+    import pyarrow.compute as pc
+
+    rows, words = len(array), _words(column)
+    array = array.drop_null()
+    listed, kind, more = array, "id", dict[str, Any]()
+    if pa.types.is_nested(array.type):
+        listed, kind = array.flatten(), "multi_hot"
+    elif pa.types.is_string(array.type) and (separator := _separator(array)):
+        listed, kind, more = pc.split_pattern(array, separator).flatten(), "multi_hot", {"separator": separator}
+    distinct = set(listed.unique().to_pylist())
+    count, of_each = len(distinct), len(listed) / max(1, len(array))
+    if count < 2:
+        return None, "it has no two values", distinct
+    if kind != "id":
+        if pa.types.is_floating(listed.type):
+            return None, "its lists are of fractions: to weight ids, give these weights: and kind: weighted", distinct
+        if words & _IN_ORDER or of_each > 10:
+            kind, more = "sequence", {**more, "max_length": 50}
+    elif pa.types.is_temporal(array.type):
+        days = array.cast(pa.timestamp("us")).cast(pa.int64()).to_numpy() / 86_400e6
+        return _dense(days), "days since 1970-01-01", distinct
+    elif pa.types.is_floating(array.type):
+        return _dense(array.to_numpy()), f"from {min(distinct):.4g} to {max(distinct):.4g}", distinct
+    elif pa.types.is_integer(array.type) and count > _FEW and not _names_ids(column):
+        low, high = min(distinct), max(distinct)
+        if high < 2**31 and count <= (high - low + 1) / 2:  # ids fill their range, or are hashes
+            return _dense(array.to_numpy()), f"from {low:,} to {high:,}", distinct
+    if kind == "id" and count > max(_FEW, 0.95 * rows):
+        return None, "almost each row has a value of its own", distinct
+    if count > _MANY:
+        size = {"rows": 10 ** len(str(2 * count)) // (5 if str(2 * count)[0] == "1" else 1)}
+    else:
+        least = 2 if len(listed) > count else 1  # where no value occurs twice, 2 would leave none
+        size = {"vocabulary": "from_data", "min_count": least, **({"dim": 8} if count <= _FEW else {})}
+    note = f"{count:,} values" + (f", {of_each:.1f} a row" if kind != "id" else "")
+    return {"kind": kind, **size, **more}, note, distinct
+
+
+def _separator(array: Any) -> str:
+    """What is between the ids of a text; empty for texts of one."""
+    import pyarrow.compute as pc
+
+    for mark in "|;, ":
+        if pc.mean(pc.match_substring(array, mark)).as_py() < 0.2:
+            continue
+        marks, spaced = (pc.sum(pc.count_substring(array, text)).as_py() for text in (mark, f"{mark} "))
+        separator = f"{mark} " if marks == spaced and mark != " " else mark
+        parts = pc.split_pattern(array, separator).flatten().unique()
+        numbers = mark != " " or pc.all(pc.match_substring_regex(parts, "^[0-9]*$")).as_py()
+        if numbers and len(parts) < len(array.unique()):
+            return separator
+    return ""
+
+
+def _dense(values: Any) -> dict[str, Any]:
+    log = values.min() >= 0 and values.max() > 20 * max(float(np.median(values)), 1.0)
+    numbers = np.log(values + 3.0) if log else values.astype(np.float64)
+    scaled = {"mean": float(f"{numbers.mean():.6g}"), "std": float(f"{numbers.std():.4g}") or 1.0}
+    return {"kind": "dense", **({"transform": "log"} if log else {}), **scaled}
+
+
+def _shared(features: dict[str, dict[str, Any]], values: dict[str, set[Any]]) -> dict[str, str]:
+    """For each sequence whose ids are those of another feature, the feature."""
+    shared = {}
+    values = {name: {*map(str, values[name])} for name, feature in features.items() if feature["kind"] != "dense"}
+    for name, feature in features.items():
+        alike = {
+            other: (bool(_words(name) & _words(other)), overlap)
+            for other in features
+            if feature["kind"] == "sequence" and features[other]["kind"] == "id"
+            for overlap in [len(values[name] & values[other]) / len(values[name] | values[other])]
+            if overlap > 0.3
+        }
+        if alike:
+            shared[name] = max(alike, key=lambda other: alike[other])
+    return shared

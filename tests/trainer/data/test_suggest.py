@@ -1,0 +1,188 @@
+"""Specs proposed from columns: kinds, labels, what is left out; and every proposal can be trained on as it is."""
+
+from __future__ import annotations
+
+import gzip
+import random
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import yaml
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from shardrec.errors import DataError
+from shardrec.trainer.data import FileClickData, load_spec
+from shardrec.trainer.data.spec import parse_spec
+from shardrec.trainer.data.suggest import suggest_spec
+from shardrec.trainer.data.vocabulary import count_vocabularies
+
+ROWS = 2000
+
+
+def columns(seed: int = 0) -> dict[str, Any]:
+    draws = np.random.default_rng(seed)
+    film = draws.integers(1, 400, ROWS)
+    return {
+        "Row No.": [f"r{number}" for number in range(ROWS)],
+        "Was Clicked?": draws.integers(0, 2, ROWS),
+        "user.id": draws.integers(10**6, 10**9, 300)[draws.integers(0, 300, ROWS)],
+        "hash": draws.integers(0, 2**63, 300)[draws.integers(0, 300, ROWS)],
+        "film": film,
+        "films seen last": [" ".join(map(str, draws.integers(1, 400, draws.integers(0, 8)))) for _ in range(ROWS)],
+        "Genres": [", ".join(draws.choice(["drama", "comedy", "war"], 2, replace=False)) for _ in range(ROWS)],
+        "price": np.round(draws.lognormal(3, 2, ROWS), 2),
+        "age": draws.integers(18, 80, ROWS),
+        "views": (draws.pareto(1, ROWS) * 100).astype(int),
+        "day": [f"2025-03-{day:02}" for day in draws.integers(1, 28, ROWS)],
+        "site": ["here"] * ROWS,
+    }
+
+
+def written(path: Path, data: dict[str, Any], delimiter: str = ",", header: bool = True) -> Path:
+    lines = [delimiter.join(data)] if header else []
+    lines += [
+        delimiter.join(f'"{v}"' if delimiter in str(v) else str(v) for v in row)
+        for row in zip(*data.values(), strict=True)
+    ]
+    text = "\n".join(lines).encode() + b"\n"
+    path.write_bytes(gzip.compress(text) if path.suffix == ".gz" else text)
+    return path
+
+
+@pytest.mark.parametrize("name", ["data.csv", "data.tsv", "data.txt.gz", "data.parquet"])
+def test_columns_of_every_kind(tmp_path: Path, name: str) -> None:
+    data, path = columns(), tmp_path / name
+    delimiter = {"data.csv": ",", "data.tsv": "\t", "data.txt.gz": ";"}.get(name, "")
+    if delimiter:
+        written(path, data, delimiter)
+    else:
+        pq.write_table(pa.table(data), path)
+    text = suggest_spec(str(path))
+    proposed = yaml.safe_load(text)
+    assert proposed["label"] == "Was Clicked?"
+    assert proposed.get("delimiter") == (";" if delimiter == ";" else None)
+    features = {feature.pop("name"): feature for feature in proposed["features"]}
+    counted = {"vocabulary": "from_data", "min_count": 2}
+    assert features["user_id"] == {"column": "user.id", "kind": "id", **counted}
+    assert features["film"] == features["hash"] == {"kind": "id", **counted}
+    sequence = {"column": "films seen last", "kind": "sequence", "separator": " ", "max_length": 50, "share": "film"}
+    assert features["films_seen_last"] == sequence
+    assert features["Genres"] == {"kind": "multi_hot", **counted, "dim": 8, "separator": ", "}
+    assert features["age"] == {"kind": "id", **counted, "dim": 8}
+    assert [features[key]["kind"] for key in ("price", "views")] == ["dense", "dense"]
+    assert [features[key].get("transform") for key in ("price", "views")] == ["log", "log"]
+    assert features["day"]["kind"] == ("id" if name.endswith("parquet") else "dense"), "texts of Parquet are texts"
+    assert "# left out: Row No.: almost each row has a value of its own" in text
+    assert "# left out: site: it has no two values" in text
+    raw = parse_spec(text, "proposal")
+    spec = raw.with_vocabularies(count_vocabularies([str(path)], raw))
+    batch = next(iter(FileClickData([path], spec, holdout=0).train_batches(0, 1, ROWS)))
+    assert batch.size == ROWS
+    assert batch.sparse.keys() == [*spec.schema_.sparse_names]
+    dense = batch.dense[:, [one.name for one in spec.dense].index("price")]
+    assert abs(float(dense.mean())) < 0.01
+    assert abs(float(dense.std()) - 1) < 0.01
+
+
+@pytest.mark.parametrize(
+    ("column", "values", "label"),
+    [
+        ("stars", [1.0, 2.0, 3.0, 4.0, 5.0], {"column": "stars", "above": 2.5}),
+        ("y", [-1, 1], {"column": "y", "above": 0.0}),
+        ("whatever", [0, 1], "whatever"),
+    ],
+)
+def test_labels(tmp_path: Path, column: str, values: list[float], label: Any) -> None:
+    path = written(tmp_path / "a.csv", {"who": [f"u{n % 7}" for n in range(100)], column: (values * 50)[:100]})
+    assert yaml.safe_load(suggest_spec(str(path)))["label"] == label
+
+
+def test_files_without_a_header_and_of_libsvm(tmp_path: Path) -> None:
+    path = written(tmp_path / "u.data", {"a": [0, 1] * 60, "b": [*range(1, 61)] * 2, "c": [0, 1] * 60}, header=False)
+    with pytest.raises(DataError, match="no column is clearly the label: name one"):
+        suggest_spec(str(path))
+    proposed = yaml.safe_load(suggest_spec(str(path), label="column_3"))
+    assert proposed["columns"] == ["column_1", "column_2", "column_3"]
+    assert proposed["label"] == "column_3"
+    path = tmp_path / "a.libsvm"
+    path.write_text("".join(f"{n % 2} {n % 9 + 1}:1 {n % 5 + 20}:1\n" for n in range(100)))
+    proposed = yaml.safe_load(suggest_spec(str(path)))
+    assert proposed["features"][0] == {
+        "name": "ids",
+        "kind": "multi_hot",
+        "vocabulary": "from_data",
+        "min_count": 2,
+        "dim": 8,
+    }
+
+
+@pytest.mark.parametrize(
+    ("text", "label", "words"),
+    [
+        ("a,a\n1,2\n", None, "different names of columns"),
+        ("1::2::3\n", None, "one character between them"),
+        ("a,click\nx,0\ny,1\n", "clicks", "no column 'clicks'"),
+        ("a,click\nx,0\ny,1\n", "a", "has no two numbers"),
+        ("price,click\n0.5,0\n1.5,1\n", None, "no column but the label has categories"),
+    ],
+)
+def test_what_cannot_be_proposed(tmp_path: Path, text: str, label: str | None, words: str) -> None:
+    (tmp_path / "a.csv").write_text(text)
+    with pytest.raises(DataError, match=words):
+        suggest_spec(str(tmp_path / "a.csv"), label)
+
+
+_names = st.text(st.characters(codec="ascii", categories=["L", "N", "P", "Zs"], exclude_characters='",'), min_size=1)
+
+
+def test_a_column_without_a_value_twice_has_a_vocabulary(tmp_path: Path) -> None:
+    path = written(tmp_path / "a.csv", {"label": [0, 1] * 10, "city": [f"city {number}" for number in range(20)]})
+    (tmp_path / "features.yaml").write_text(suggest_spec(str(path), "label"), encoding="utf-8")
+    raw = load_spec(tmp_path / "features.yaml")
+    assert len(count_vocabularies([str(path)], raw)["city"]) == 20
+
+
+def test_sequences_of_clicked_items(tmp_path: Path) -> None:
+    """Whole numbers by the name of a thing are ids, and all labels may be 1."""
+    rng = random.Random(0)
+    items = [80 * rng.randrange(250) for _ in range(600)]
+    rows = {"user": [*range(300)] * 2, "history": [items[n : n + 3] for n in range(600)], "item": items}
+    path = tmp_path / "a.parquet"
+    pq.write_table(pa.table({**rows, "item_price": items, "label": [1] * 600}), path)
+    raw = parse_spec(suggest_spec(str(path)), "proposed")
+    kinds = {feature.name: (feature.kind, feature.share) for feature in raw.features}
+    assert kinds == {
+        "user": ("id", None),
+        "history": ("sequence", "item"),
+        "item": ("id", None),
+        "item_price": ("dense", None),
+    }
+    assert raw.label is not None
+    assert raw.label.column == "label"
+
+
+@settings(deadline=None, max_examples=10)
+@given(data=st.data(), names=st.lists(_names.map(str.strip).filter(bool), min_size=1, max_size=4, unique=True))
+def test_any_names_and_values_make_a_spec(
+    tmp_path_factory: pytest.TempPathFactory, data: Any, names: list[str]
+) -> None:
+    """It is read again as it was meant: the same columns, and every row."""
+    table: dict[str, list[Any]] = {"label": [0, 1] * 10}
+    for name in names:
+        if name != "label":
+            values = st.one_of(
+                st.integers(-5, 5), st.integers(0, 10**12), st.sampled_from(["a b", "no", "1|2", "~", "#x"])
+            )
+            table[name] = data.draw(st.lists(values, min_size=20, max_size=20))
+    table |= {"kind": ["x", "y"] * 10}
+    path = written(tmp_path_factory.mktemp("any") / "a.csv", table)
+    (path.parent / "features.yaml").write_text(suggest_spec(str(path), "label"), encoding="utf-8")
+    raw = load_spec(path.parent / "features.yaml")
+    assert {*raw.sources} <= {*table}
+    spec = raw.with_vocabularies(count_vocabularies([str(path)], raw))
+    assert sum(batch.size for batch in FileClickData([path], spec, holdout=0).train_batches(0, 1, 50)) == 20
