@@ -11,9 +11,9 @@ from pydantic import PositiveInt
 
 from shardrec.errors import ConfigError
 from shardrec.files import parse_yaml, read_text, yaml_lines
-from shardrec.models import MODELS
 from shardrec.train.constraints import parse_constraint
 from shardrec.train.options import Options, flag, named_values, option, shown_as, together
+from shardrec.trainer.models import MODELS
 
 __all__ = [
     "BOARD",

@@ -22,7 +22,6 @@ from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backwa
 from shardrec.errors import ConfigError, ShardrecError
 from shardrec.ids import DynamicIds
 from shardrec.layout.discover import table_configs
-from shardrec.models import MODELS
 from shardrec.modules import ShardedModel
 from shardrec.modules.dynamic import constraints_of
 from shardrec.scripting import script
@@ -31,6 +30,7 @@ from shardrec.train.config import TrainConfig
 from shardrec.train.constraints import parse_constraint
 from shardrec.train.options import flag
 from shardrec.trainer.data import ClickSchema, FeatureSpec
+from shardrec.trainer.models import MODELS
 
 if TYPE_CHECKING:
     from shardrec.planner import Constraint
@@ -70,7 +70,7 @@ def build_model(config: TrainConfig, schema: ClickSchema) -> nn.Module:
     """What the class that ``config.model`` names makes of the schema and ``config.model_args``.
 
     Args:
-        config: the model, one of :mod:`shardrec.models` or ``package.module:Model``, and its arguments.
+        config: the model, one of :mod:`shardrec.trainer.models` or ``package.module:Model``, and its arguments.
         schema: names and table sizes of the features.
 
     Returns:
@@ -111,7 +111,7 @@ def _check_tables(name: str, model: nn.Module, schema: ClickSchema) -> None:
         if fault:
             raise ConfigError(
                 f"feature {feature!r} has {fault}, in model (--model) {name!r}: make tables by the schema's tables "
-                "and dims, as shardrec.models.parts.pooled_features does, or leave it out in the features (--features)"
+                "and dims, as shardrec.trainer.models.parts.pooled_features does, or leave it out in the features (--features)"
             )
 
 
@@ -119,7 +119,7 @@ def _model_class(name: str) -> Callable[..., Any]:
     """The class of a built-in model, or ``package.module:Model``, looked for in the working directory, too."""
     if name in MODELS:
         return typing.cast(
-            Callable[..., Any], getattr(importlib.import_module(f"shardrec.models.{name}"), MODELS[name])
+            Callable[..., Any], getattr(importlib.import_module(f"shardrec.trainer.models.{name}"), MODELS[name])
         )
     module_name, _, attribute = name.partition(":")
     if "" not in sys.path and os.getcwd() not in sys.path:

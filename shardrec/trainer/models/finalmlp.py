@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from shardrec.errors import ConfigError
-from shardrec.models.parts import MLP, Share, Size, Sizes, columns_of, pooled_features
 from shardrec.trainer.data import ClickSchema
+from shardrec.trainer.models.parts import MLP, Share, Size, Sizes, columns_of, pooled_features
 
 __all__ = ["FinalMLP"]
 

@@ -12,8 +12,17 @@ import torch
 from torch import Tensor, nn
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from shardrec.models.parts import MLP, Share, Size, Sizes, check_one_each, columns_of, item_rows, pooled_features
 from shardrec.trainer.data import ClickSchema
+from shardrec.trainer.models.parts import (
+    MLP,
+    Share,
+    Size,
+    Sizes,
+    check_one_each,
+    columns_of,
+    item_rows,
+    pooled_features,
+)
 
 __all__ = ["DIN"]
 

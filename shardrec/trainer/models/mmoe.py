@@ -6,9 +6,9 @@ with one level, of shared experts alone.
 
 from __future__ import annotations
 
-from shardrec.models.parts import Share, Size, Sizes
-from shardrec.models.ple import PLE
 from shardrec.trainer.data import ClickSchema
+from shardrec.trainer.models.parts import Share, Size, Sizes
+from shardrec.trainer.models.ple import PLE
 
 __all__ = ["MMoE"]
 

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from shardrec.models.parts import MLP, Share, Size, Sizes, columns_of, pooled_features
 from shardrec.trainer.data import ClickSchema
+from shardrec.trainer.models.parts import MLP, Share, Size, Sizes, columns_of, pooled_features
 
 __all__ = ["DNN"]
 

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from shardrec.models.parts import ItemNeighbors, Positive, Size, check_one_each, pooled_features
 from shardrec.trainer.data import ClickSchema
+from shardrec.trainer.models.parts import ItemNeighbors, Positive, Size, check_one_each, pooled_features
 
 __all__ = ["LightGCN"]
 

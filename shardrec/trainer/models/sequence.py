@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
 
 from shardrec.errors import ConfigError
-from shardrec.models.parts import ItemCounts, Share, Size, check_one_each, item_rows
 from shardrec.trainer.data import ClickSchema
+from shardrec.trainer.models.parts import ItemCounts, Share, Size, check_one_each, item_rows
 
 __all__ = ["Groups", "SequenceModel"]
 

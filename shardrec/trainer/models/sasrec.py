@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from shardrec.models.sequence import Groups, SequenceModel
+from shardrec.trainer.models.sequence import Groups, SequenceModel
 
 __all__ = ["SASRec"]
 
@@ -42,6 +42,6 @@ class _Block(nn.Module):
 
 
 class SASRec(SequenceModel):
-    """See the file's text, and for the arguments :class:`~shardrec.models.sequence.SequenceModel`."""
+    """See the file's text, and for the arguments :class:`~shardrec.trainer.models.sequence.SequenceModel`."""
 
     block = _Block

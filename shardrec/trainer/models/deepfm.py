@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from shardrec.models.parts import MLP, FactorizationMachine, FeatureVectors, Share, Size, Sizes
 from shardrec.trainer.data import ClickSchema
+from shardrec.trainer.models.parts import MLP, FactorizationMachine, FeatureVectors, Share, Size, Sizes
 
 __all__ = ["DeepFM"]
 

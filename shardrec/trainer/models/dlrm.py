@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torchrec.models import dlrm as torchrec_dlrm
 
-from shardrec.models.parts import FeatureVectors, Share, Size, Sizes, activation, pooled_features
 from shardrec.trainer.data import ClickSchema
+from shardrec.trainer.models.parts import FeatureVectors, Share, Size, Sizes, activation, pooled_features
 
 __all__ = ["DLRM", "own_widths", "regularize", "torchrec_arguments"]
 

@@ -1,4 +1,4 @@
-"""The models of shardrec.models: sharded as not sharded, in TorchScript, and on data with a known rule."""
+"""The models of shardrec.trainer.models: sharded as not sharded, in TorchScript, and on data with a known rule."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 import shardrec
 from shardrec._torchscript import quiet
 from shardrec.errors import ConfigError
-from shardrec.models import MODELS
-from shardrec.models.parts import BatchNorm, ItemCounts, activation
 from shardrec.train import TrainConfig
 from shardrec.train.losses import with_own_loss
 from shardrec.train.model import build_model, fuse_optimizer
 from shardrec.trainer.data import ClickSchema, criteo_schema
+from shardrec.trainer.models import MODELS
+from shardrec.trainer.models.parts import BatchNorm, ItemCounts, activation
 from tests.ranks import ranks
 
 USERS, ITEMS = 24, 31
@@ -248,7 +248,7 @@ def test_tables_that_a_sequence_model_cannot_share() -> None:
 @pytest.mark.parametrize("name", MODELS)
 def test_defaults_are_those_of_the_options(name: str) -> None:
     """So an option with its default value gives no argument."""
-    defaults = inspect.signature(getattr(import_module(f"shardrec.models.{name}"), MODELS[name])).parameters
+    defaults = inspect.signature(getattr(import_module(f"shardrec.trainer.models.{name}"), MODELS[name])).parameters
     config = TrainConfig()
     values = {"dim": config.embedding_dim, "dense_layers": config.dense_layers, "hidden": config.over_layers}
     assert {key: defaults[key].default for key in values if key in defaults}.items() <= values.items()

@@ -15,9 +15,9 @@ from torch import Tensor, nn
 from torchrec.models.dlrm import DLRM_DCN, InteractionDCNArch
 from torchrec.modules.crossnet import CrossNet
 
-from shardrec.models.dlrm import own_widths, regularize, torchrec_arguments
-from shardrec.models.parts import Share, Size, Sizes
 from shardrec.trainer.data import ClickSchema
+from shardrec.trainer.models.dlrm import own_widths, regularize, torchrec_arguments
+from shardrec.trainer.models.parts import Share, Size, Sizes
 
 __all__ = ["DCN"]
 

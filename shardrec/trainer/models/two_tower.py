@@ -18,7 +18,8 @@ from torchrec.modules.embedding_modules import EmbeddingBagCollection
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from shardrec.errors import ConfigError
-from shardrec.models.parts import (
+from shardrec.trainer.data import ClickSchema
+from shardrec.trainer.models.parts import (
     MLP,
     ItemCounts,
     Positive,
@@ -29,7 +30,6 @@ from shardrec.models.parts import (
     columns_of,
     pooled_features,
 )
-from shardrec.trainer.data import ClickSchema
 
 __all__ = ["TwoTower"]
 
