@@ -41,7 +41,7 @@ MODULES = (
     "shardrec.pipeline",
     "shardrec.rpc",
     "shardrec.trainer.data",
-    "shardrec.train",
+    "shardrec.trainer.run",
 )
 
 

@@ -23,12 +23,12 @@ from shardrec.launch.run import on_new_ranks
 from shardrec.modules import shard
 from shardrec.pipeline.train import TrainPipeline
 from shardrec.planner import plan
-from shardrec.train import TrainConfig
-from shardrec.train.losses import batch_loss
-from shardrec.train.model import build_model, dense_optimizer, fuse_optimizer
-from shardrec.train.prefetch import Prefetcher
-from shardrec.train.source import Source
 from shardrec.trainer.data import ClickBatch, write_criteo_tsv, write_parquet
+from shardrec.trainer.run import TrainConfig
+from shardrec.trainer.run.losses import batch_loss
+from shardrec.trainer.run.model import build_model, dense_optimizer, fuse_optimizer
+from shardrec.trainer.run.prefetch import Prefetcher
+from shardrec.trainer.run.source import Source
 
 SHOP = """
 label: bought

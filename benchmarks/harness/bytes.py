@@ -29,7 +29,7 @@ from shardrec.exchange.context import ExchangeOptions, ModelContext
 from shardrec.launch.ranks import RankInfo, joined_run, same_everywhere
 from shardrec.layout import ShardingPlan, Topology
 from shardrec.planner import plan as make_plan
-from shardrec.train.report import environment
+from shardrec.trainer.run.report import environment
 
 __all__ = ["count_bytes"]
 

@@ -16,7 +16,7 @@ from shardrec.cli.ending import ended_by_user
 from shardrec.cli.flags import flag_parameters, parameter
 from shardrec.console import console
 from shardrec.errors import ConfigError
-from shardrec.train.options import Options, flag, together
+from shardrec.trainer.run.options import Options, flag, together
 
 if TYPE_CHECKING:
     from benchmarks.harness.report import ByteReport

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from benchmarks.harness.workload import PRESETS, WorkloadTable, parse_tables
 from shardrec.errors import ConfigError
-from shardrec.train.options import Options, option
+from shardrec.trainer.run.options import Options, option
 
 __all__ = ["CUTS", "PLANNER", "BenchConfig"]
 

@@ -15,8 +15,8 @@ from numpy.typing import NDArray
 
 from examples.online.clicks import Clicks
 from shardrec.serve import ServedModel
-from shardrec.train import RunFolder
 from shardrec.trainer.data import area_under_roc, load_spec, open_click_data
+from shardrec.trainer.run import RunFolder
 
 __all__ = ["serve"]
 

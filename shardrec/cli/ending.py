@@ -11,7 +11,7 @@ from typing import TextIO, cast
 from shardrec._versions import EXTRAS, check_extra
 from shardrec.console import CheckedOutput, tolerate_characters
 from shardrec.errors import InputError, ShardrecError, VersionError
-from shardrec.train import RunStopped
+from shardrec.trainer.run import RunStopped
 
 __all__ = ["SAVED", "ended_after_saving", "ended_by_error", "ended_by_user", "writable_output"]
 

@@ -1,4 +1,4 @@
-"""Command-line flags made from the fields of a model of options (:class:`shardrec.train.options.Options`)."""
+"""Command-line flags made from the fields of a model of options (:class:`shardrec.trainer.run.options.Options`)."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import typer
 from pydantic.fields import FieldInfo
 from typer.core import TyperCommand
 
-from shardrec.train.options import Options, flag, shown_as
+from shardrec.trainer.run.options import Options, flag, shown_as
 
 __all__ = ["Command", "Debug", "Device", "flag_parameters", "parameter"]
 

@@ -14,8 +14,8 @@ from shardrec.errors import ConfigError
 from shardrec.files import parse_json
 from shardrec.layout import ShardingPlan
 from shardrec.serve.save import NOTES
-from shardrec.train.config import FILE
-from shardrec.train.runs import RunFolder, cuts_of
+from shardrec.trainer.run.config import FILE
+from shardrec.trainer.run.runs import RunFolder, cuts_of
 
 __all__ = ["describe"]
 

@@ -10,8 +10,8 @@ import typer
 
 from shardrec.cli.flags import Debug, Device
 from shardrec.console import console, working
-from shardrec.train import predict
-from shardrec.train.runs import RunFolder, Target, differing
+from shardrec.trainer.run import predict
+from shardrec.trainer.run.runs import RunFolder, Target, differing
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -113,7 +113,7 @@ def serve_command(
 
     POST /predict takes {"rows": [...]}, objects by the features' names; GET / shows an example.
     """
-    from shardrec.train.endpoint import open_server
+    from shardrec.trainer.run.endpoint import open_server
 
     if follow is not None:
         typer.echo(f"serving begins with the first version that is in {follow}", err=True)

@@ -1,4 +1,4 @@
-"""``shardrec train``: a flag for each field of :class:`~shardrec.train.TrainConfig`."""
+"""``shardrec train``: a flag for each field of :class:`~shardrec.trainer.run.TrainConfig`."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import typer
 
 from shardrec.cli.ending import SAVED, ended_after_saving, ended_by_user
 from shardrec.cli.flags import flag_parameters, parameter
-from shardrec.train import RunStopped, TrainConfig, load_config, train
+from shardrec.trainer.run import RunStopped, TrainConfig, load_config, train
 
 __all__ = ["train_command"]
 

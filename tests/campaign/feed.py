@@ -31,7 +31,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.harness.template import RankTemplate
-from tests.train.topics import Brokers
+from tests.trainer.run.topics import Brokers
 
 __all__ = ["Campaign"]
 
@@ -40,7 +40,7 @@ _REACTION_S, _ALONE_S = 120.0, 15.0
 _BLOWS = {"a rank": 4, "all ranks": 3, "the server": 7}
 _MODULES = [
     *("torch", "torchrec", "fbgemm_gpu", "shardrec", "matplotlib.figure"),
-    *("shardrec.planner", "shardrec.train.session", "shardrec.serve.publisher", "shardrec.serve.follower"),
+    *("shardrec.planner", "shardrec.trainer.run.session", "shardrec.serve.publisher", "shardrec.serve.follower"),
 ]
 
 
@@ -142,7 +142,7 @@ class Campaign:
 
         from shardrec.serve import quantize
         from shardrec.serve.lookup import served_memory
-        from shardrec.train.runs import RunFolder
+        from shardrec.trainer.run.runs import RunFolder
 
         rows = _counted_rows(folder)
         numbers = sorted(number for ranks in rows.values() for step in ranks.values() for number in step)
@@ -212,8 +212,8 @@ def _train(folder: Path, data: str, rank: int, size: int, port: int, attempt: in
         os.environ.update({"MASTER_ADDR": "127.0.0.1", **{name: str(value) for name, value in names.items()}})
     _says(folder / f"log-{attempt}-{rank}")
     from shardrec.errors import PeerError
-    from shardrec.train import TrainConfig, loop, session
-    from shardrec.train.saving import Saver
+    from shardrec.trainer.run import TrainConfig, loop, session
+    from shardrec.trainer.run.saving import Saver
 
     config = TrainConfig(
         data=data,
@@ -261,7 +261,7 @@ def _serve(folder: Path) -> None:
     """A server, which writes down what it has of each version."""
     _says(folder / "log-server")
     from shardrec.serve.lookup import served_memory
-    from shardrec.train.runs import RunFolder
+    from shardrec.trainer.run.runs import RunFolder
 
     while not (folder / "run" / "plan.json").exists():
         time.sleep(0.02)

@@ -39,10 +39,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shardrec.launch.ranks import RankInfo
-from shardrec.train import TrainConfig
-from shardrec.train.source import Source
 from shardrec.trainer.data import ClickSchema
 from shardrec.trainer.models.dlrm import DLRM
+from shardrec.trainer.run import TrainConfig
+from shardrec.trainer.run.source import Source
 
 __all__ = ["Counted", "main"]
 

@@ -15,7 +15,7 @@ def run(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> R
     """Runs the command line in this process: (exit code, stdout, stderr)."""
 
     # A drawing, and half a million rows to say what is best possible, take longer than these trainings.
-    monkeypatch.setattr("shardrec.train.session.write_curve", lambda report, path: path.touch())
+    monkeypatch.setattr("shardrec.trainer.run.session.write_curve", lambda report, path: path.touch())
     monkeypatch.setattr("shardrec.trainer.data.synthetic._EXPECTATION_ROWS", 1_000)
 
     def run_main(*arguments: str) -> tuple[int, str, str]:

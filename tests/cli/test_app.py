@@ -19,8 +19,8 @@ from shardrec.cli import app, selftest
 from shardrec.cli import doctor as doctor_lines
 from shardrec.cli.ending import ended_by_error
 from shardrec.errors import DataError, InputError, VersionError
-from shardrec.train import TrainConfig, train
-from shardrec.train.options import flag
+from shardrec.trainer.run import TrainConfig, train
+from shardrec.trainer.run.options import flag
 from tests.cli.command import shell
 
 ROOT = Path(__file__).parents[2]

@@ -15,7 +15,7 @@ from benchmarks.harness import BenchConfig
 from benchmarks.harness.timing import TimingConfig
 from shardrec.cli import app
 from shardrec.errors import ConfigError, PlanError
-from shardrec.train.options import flag
+from shardrec.trainer.run.options import flag
 from tests.cli.command import shell
 
 ROOT = Path(__file__).parents[2]

@@ -9,9 +9,9 @@ import pytest
 
 from benchmarks.harness import BenchConfig
 from benchmarks.harness.timing import TimingConfig
-from shardrec.train import TrainConfig, load_config
-from shardrec.train.options import Options, flag
 from shardrec.trainer.data import load_spec
+from shardrec.trainer.run import TrainConfig, load_config
+from shardrec.trainer.run.options import Options, flag
 
 PAGE = (Path(__file__).parents[2] / "docs" / "cli.md").read_text(encoding="utf-8")
 CONFIGS = {"train": TrainConfig, "bench: Timings": TimingConfig, "bench: Bytes": BenchConfig}

@@ -9,11 +9,11 @@ import pytest
 import yaml
 
 from shardrec.errors import ConfigError
-from shardrec.train import RunFolder, TrainConfig, load_config
-from shardrec.train.config import FILE
-from shardrec.train.model import build_model, export_fault, source_digest
-from shardrec.train.runs import differing
 from shardrec.trainer.data import criteo_schema
+from shardrec.trainer.run import RunFolder, TrainConfig, load_config
+from shardrec.trainer.run.config import FILE
+from shardrec.trainer.run.model import build_model, export_fault, source_digest
+from shardrec.trainer.run.runs import differing
 from tests.cli.command import Run
 
 SIZES = TrainConfig(
@@ -92,8 +92,8 @@ def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def trained(config: TrainConfig, out: Path, monkeypatch: pytest.MonkeyPatch, **options: Any) -> None:
-    from shardrec.train import session
     from shardrec.trainer.data import synthetic
+    from shardrec.trainer.run import session
 
     monkeypatch.setattr(session, "write_curve", lambda report, path: path.touch())
     monkeypatch.setattr(synthetic, "_EXPECTATION_ROWS", 1_000)

@@ -38,7 +38,7 @@ def read_only() -> TextIO:
 
 @pytest.fixture(autouse=True)
 def _quick(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr("shardrec.train.session.write_curve", lambda report, path: path.touch())
+    monkeypatch.setattr("shardrec.trainer.run.session.write_curve", lambda report, path: path.touch())
     monkeypatch.setattr("shardrec.trainer.data.synthetic._EXPECTATION_ROWS", 1_000)
     monkeypatch.chdir(tmp_path)
 
@@ -111,7 +111,7 @@ def test_metrics_on_a_full_disk(monkeypatch: pytest.MonkeyPatch, capfd: pytest.C
     def fail(report: object, path: Path) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    monkeypatch.setattr("shardrec.train.session.write_metrics", fail)
+    monkeypatch.setattr("shardrec.trainer.run.session.write_metrics", fail)
     assert command(monkeypatch, io.StringIO(), *TRAIN, "--out", "run") == 1
     assert "run/metrics.partial.json: No space left on device (" in capfd.readouterr().err
 

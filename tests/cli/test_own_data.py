@@ -28,12 +28,12 @@ from shardrec.cli import main
 from shardrec.errors import ConfigError
 from shardrec.layout import ShardingPlan
 from shardrec.serve import load_package
-from shardrec.train.endpoint import open_server
-from shardrec.train.runs import RunFolder
 from shardrec.trainer.data import batch_of_request, click_metrics, request_example
+from shardrec.trainer.run.endpoint import open_server
+from shardrec.trainer.run.runs import RunFolder
 from tests.cli.command import Run
 from tests.ranks import ranks
-from tests.train.servers import stop
+from tests.trainer.run.servers import stop
 
 SPEC = """
 label: {column: stars, above: 2.5}

@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 
 from shardrec.errors import ConfigError
-from shardrec.train import TrainConfig, sweep
-from shardrec.train.runs import RunFolder
-from shardrec.train.sweep import mean_and_deviation, parse_grid, run_sweep
 from shardrec.trainer.data import write_criteo_tsv
+from shardrec.trainer.run import TrainConfig, sweep
+from shardrec.trainer.run.runs import RunFolder
+from shardrec.trainer.run.sweep import mean_and_deviation, parse_grid, run_sweep
 from tests.cli.command import Run
 
 
@@ -38,14 +38,14 @@ def options(rows: Path, tmp_path: Path) -> Path:
 
 
 class Counted:
-    """Stands for :func:`shardrec.train.train`; can be stopped before a run."""
+    """Stands for :func:`shardrec.trainer.run.train`; can be stopped before a run."""
 
     def __init__(self, stopped_at: int | None = None) -> None:
         self.folders: list[str] = []
         self.stopped_at = stopped_at
 
     def __call__(self, config: TrainConfig, **settings: Any) -> None:
-        from shardrec.train import train
+        from shardrec.trainer.run import train
 
         if len(self.folders) == self.stopped_at:
             raise KeyboardInterrupt

@@ -19,7 +19,7 @@ import yaml
 from pydantic import BaseModel, ConfigDict, Field
 
 from examples.cluster.main import RANKS_PER_HOST, main, why_not
-from shardrec.train.config import load_config
+from shardrec.trainer.run.config import load_config
 
 ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "examples" / "cluster"

@@ -21,8 +21,8 @@ from examples.criteo_kaggle import prepare as example
 from examples.criteo_kaggle.prepare import COLUMNS, prepare
 from shardrec.cli import main
 from shardrec.errors import ConfigError, DataError
-from shardrec.train import load_config
 from shardrec.trainer.data import FileClickData, criteo_schema, load_spec, write_criteo_tsv
+from shardrec.trainer.run import load_config
 from tests.ranks import ranks
 
 FOLDER = Path(example.__file__).parent

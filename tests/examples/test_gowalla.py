@@ -11,9 +11,9 @@ import pytest
 
 from examples.gowalla.prepare import main, prepare
 from shardrec.errors import DataError
-from shardrec.train import RunFolder, load_config
+from shardrec.trainer.run import RunFolder, load_config
 from tests.ranks import ranks
-from tests.train.broken_off import broken_off
+from tests.trainer.run.broken_off import broken_off
 
 CONFIG = Path(__file__).parents[2] / "examples" / "gowalla" / "run.yaml"
 TOWNS, PLACES = 10, 16

@@ -11,7 +11,7 @@ import pytest
 
 from examples.planted_ctr import make
 from shardrec.cli import main
-from shardrec.train import load_config
+from shardrec.trainer.run import load_config
 
 
 def test_rows_are_drawn_in_parts_with_the_optimum_of_each(tmp_path: Path) -> None:

@@ -19,11 +19,11 @@ from werkzeug.test import Client
 
 from examples.sequential.prepare import main, prepare
 from shardrec.errors import DataError
-from shardrec.train import RunFolder, TrainConfig, load_config
 from shardrec.trainer.data import load_spec
+from shardrec.trainer.run import RunFolder, TrainConfig, load_config
 from tests.campaign.results import differences
 from tests.ranks import ranks
-from tests.train.broken_off import broken_off
+from tests.trainer.run.broken_off import broken_off
 
 FOLDER = Path(__file__).parents[2] / "examples" / "sequential"
 

@@ -11,7 +11,7 @@ from benchmarks.harness.timing.environment import MALLOC
 from benchmarks.harness.timing.plans import LAYOUTS
 from benchmarks.harness.workload import PRESETS, parse_tables
 from shardrec.errors import ConfigError
-from shardrec.train.options import Options, option
+from shardrec.trainer.run.options import Options, option
 
 __all__ = ["CASE_PRESETS", "TimingConfig"]
 

@@ -233,7 +233,7 @@ class _Run:
         return found
 
     def _environment(self) -> dict[str, Any]:
-        from shardrec.train.report import environment
+        from shardrec.trainer.run.report import environment
 
         return {
             **environment(world_size=self.config.nproc or 2, threads=self.config.threads or 1),

@@ -43,7 +43,7 @@ Size: TypeAlias = Annotated[int, Field(gt=0)]
 Sizes: TypeAlias = tuple[Size, ...]
 Share: TypeAlias = Annotated[float, Field(ge=0, lt=1)]
 Positive: TypeAlias = Annotated[float, Field(gt=0)]
-"""What the constructors' arguments are, as shardrec.train.model checks them."""
+"""What the constructors' arguments are, as shardrec.trainer.run.model checks them."""
 
 
 def pooled_features(schema: ClickSchema, dim: int, *, features: Sequence[str] | None = None) -> EmbeddingBagCollection:

@@ -18,13 +18,13 @@ import torch.distributed as dist
 
 from shardrec.errors import ConfigError
 from shardrec.launch.ranks import RankInfo
-from shardrec.train import TrainConfig, source
-from shardrec.train.source import counted_vocabularies
 from shardrec.trainer.data import FileClickData, load_spec
 from shardrec.trainer.data.request import batch_of_request
 from shardrec.trainer.data.spec import parse_spec
 from shardrec.trainer.data.tables import read_blocks
 from shardrec.trainer.data.vocabulary import count_vocabularies
+from shardrec.trainer.run import TrainConfig, source
+from shardrec.trainer.run.source import counted_vocabularies
 from tests.ranks import ranks
 
 SPEC = """

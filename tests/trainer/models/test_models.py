@@ -23,12 +23,12 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 import shardrec
 from shardrec._torchscript import quiet
 from shardrec.errors import ConfigError
-from shardrec.train import TrainConfig
-from shardrec.train.losses import with_own_loss
-from shardrec.train.model import build_model, fuse_optimizer
 from shardrec.trainer.data import ClickSchema, criteo_schema
 from shardrec.trainer.models import MODELS
 from shardrec.trainer.models.parts import BatchNorm, ItemCounts, activation
+from shardrec.trainer.run import TrainConfig
+from shardrec.trainer.run.losses import with_own_loss
+from shardrec.trainer.run.model import build_model, fuse_optimizer
 from tests.ranks import ranks
 
 USERS, ITEMS = 24, 31

@@ -1,0 +1,204 @@
+"""A run's model behind HTTP, to try it: a WSGI application.
+
+::
+
+    GET  /          what the model is, and an example of a request
+    GET  /health    {"status": "ok"}, for health checks
+    POST /predict   {"rows": [{"user": "u17", "price": 3.5, ...}, ...]}  →  {"probabilities": [0.71, ...]}
+                    of several labels: {"predictions": {"click": [0.71, ...], ...}}
+
+One process computes one request at a time. To serve many requests, use ``shardrec export``; see docs/serving.md.
+Answers of a model that follows a publisher have two headers, ``Shardrec-Version`` and ``Shardrec-Age``, in seconds.
+"""
+
+from __future__ import annotations
+
+import json
+import socket
+import threading
+import time
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any
+
+import torch
+from waitress.channel import HTTPChannel
+from waitress.server import BaseWSGIServer, create_server
+from waitress.task import ThreadedTaskDispatcher
+from werkzeug.exceptions import BadRequest, HTTPException, MethodNotAllowed, NotFound
+from werkzeug.wrappers import Request, Response
+
+from shardrec.errors import ConfigError, DataError
+from shardrec.files import parse_json
+from shardrec.trainer.data import FeatureSpec, batch_of_request, request_example
+from shardrec.trainer.run.tasks import predictions
+
+if TYPE_CHECKING:
+    from _typeshed.wsgi import StartResponse, WSGIEnvironment
+    from torch import nn
+
+__all__ = ["Endpoint", "open_server"]
+
+_MAX_BYTES = 4 << 20
+"""Of a request; while one is parsed, the others wait."""
+_THREADS = 8
+_CONNECTIONS = 100
+_REQUEST_S = 30
+"""How long a connection may take for a request to arrive whole, and for its answer to be read."""
+
+
+class Endpoint:
+    """Answers requests with a model's predictions.
+
+    Args:
+        model: from (dense, sparse) to logits, in eval mode, on the CPU.
+        spec: of the data that it was trained on.
+        about: the description shown at ``/``.
+        loss: of its run; logits of another than ``bce`` are no log odds, and are answered as ``scores``.
+    """
+
+    def __init__(self, model: nn.Module, spec: FeatureSpec, about: Mapping[str, Any], *, loss: str = "bce") -> None:
+        self._model = model
+        self._spec = spec
+        self._about = dict(about)
+        self._loss = loss
+        self._one_at_a_time = threading.Lock()
+
+    def __call__(self, environ: WSGIEnvironment, start_response: StartResponse) -> Iterable[bytes]:
+        """The WSGI call."""
+        request = Request(environ)
+        request.max_content_length = _MAX_BYTES
+        try:
+            answer, status = self._answer(request), 200
+        except DataError as error:
+            answer, status = {"error": str(error)}, 400
+        except HTTPException as error:
+            answer, status = {"error": error.description}, error.code or 500
+        response = Response(json.dumps(answer) + "\n", status=status, mimetype="application/json")
+        follower: Any = getattr(self._model, "follower", None)
+        if follower is not None:
+            version, age = follower.seen()
+            response.headers.update({"Shardrec-Version": str(version), "Shardrec-Age": f"{age:.3f}"})
+        return response(environ, start_response)
+
+    def _answer(self, request: Request) -> dict[str, Any]:
+        routes = {
+            "/": ("GET", self._describe),
+            "/health": ("GET", lambda _: {"status": "ok"}),
+            "/predict": ("POST", self._predict),
+        }
+        if request.path not in routes:
+            raise NotFound(f"there is no {request.path}: GET / says what there is")
+        method, answer = routes[request.path]
+        if request.method not in (method, "HEAD" if method == "GET" else method):
+            raise MethodNotAllowed([method], f"{request.path} takes {method}, not {request.method}")
+        return answer(request)
+
+    def _describe(self, request: Request) -> dict[str, Any]:
+        example = {"rows": [request_example(self._spec)]}
+        return {"model": self._about, "predict": {"method": "POST", "path": "/predict", "example": example}}
+
+    def _predict(self, request: Request) -> dict[str, Any]:
+        try:
+            body = parse_json(request.get_data())
+        except ValueError as error:
+            raise BadRequest(f'the body is not JSON ({error}): give {{"rows": [...]}}') from error
+        if not isinstance(body, dict) or set(body) != {"rows"}:
+            raise BadRequest('the body must be an object with the one field "rows", a list')
+        batch = batch_of_request(body["rows"], self._spec)
+        with self._one_at_a_time, torch.no_grad():
+            logits = self._model(batch.dense, batch.sparse)
+        values = predictions(logits, batch.size, self._spec.labels, self._loss)
+        if self._spec.labels:
+            return {"predictions": {name: scores.tolist() for name, scores in values.items()}}
+        return {"probabilities" if self._loss == "bce" else "scores": values[""].tolist()}
+
+
+class _Threads(ThreadedTaskDispatcher):  # type: ignore[misc]  # waitress is not typed
+    """Threads for predictions, and another for what is answered at once: it does not wait for the model."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._at_once = ThreadedTaskDispatcher()
+        self.set_thread_count(_THREADS)
+        self._at_once.set_thread_count(1)
+
+    def add_task(self, channel: HTTPChannel) -> None:
+        """Answer the first request of a connection."""
+        predicts = getattr(channel.requests[0], "path", None) == "/predict"  # there is none in what is no HTTP
+        super().add_task(channel) if predicts else self._at_once.add_task(channel)
+
+    def shutdown(self, cancel_pending: bool = True, timeout: float = 5) -> bool:
+        """End the threads."""
+        self._at_once.shutdown(cancel_pending, timeout)
+        return bool(super().shutdown(cancel_pending, timeout))
+
+
+class _Connection(HTTPChannel):  # type: ignore[misc]
+    """A connection whose time runs until a whole request is answered, and is not prolonged by each byte of it.
+
+    If there are too many connections, the one whose time has run for the longest is closed.
+    """
+
+    def __init__(self, server: BaseWSGIServer, *args: Any, **kwargs: Any) -> None:
+        self._since = time.time()
+        super().__init__(server, *args, **kwargs)
+        waiting = [each for each in server.active_channels.values() if not each.requests and not each.will_close]
+        if len(server.active_channels) > _CONNECTIONS and waiting:
+            min(waiting, key=lambda connection: connection.last_activity).will_close = True
+
+    @property
+    def last_activity(self) -> float:
+        """When the connection was made or last had an answer: waitress closes it at ``channel_timeout`` from then."""
+        return self._since
+
+    @last_activity.setter
+    def last_activity(self, moment: float) -> None:
+        """waitress sets it at each byte."""
+
+    def writable(self) -> bool:
+        """Whether there is something to write, or it is to be closed, which waitress does when it can be written to."""
+        if self.will_close:
+            with suppress(OSError):
+                self.socket.shutdown(socket.SHUT_RDWR)  # or a client that does not read would keep it open
+        return bool(super().writable())
+
+    def service(self) -> None:
+        """Answer a request."""
+        super().service()
+        self._since = time.time()
+
+
+def open_server(endpoint: Endpoint, host: str, port: int) -> BaseWSGIServer:
+    """A server that listens; its ``run`` answers until Ctrl-C, or until another thread calls its ``close``.
+
+    A fixed number of threads answers a bounded number of connections. A connection is closed if a request takes longer
+    than 30 s to arrive, or its answer to be read; or if there are too many, and it is the one that has taken longest.
+
+    Args:
+        endpoint: answers.
+        host: address to listen on.
+        port: 0 for any that is free; the server's ``effective_port`` is the one.
+
+    Raises:
+        ConfigError: if the address is taken or not this machine's.
+    """
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    try:
+        listening = socket.create_server((host, port), family=family, backlog=128)
+    except OSError as error:
+        raise ConfigError(
+            f"--host {host} --port {port} cannot be listened on ({error}): give another port, or 0 for any"
+        ) from error
+    server = create_server(
+        endpoint,
+        sockets=[listening],
+        connection_limit=2 * _CONNECTIONS,  # waitress accepts no more while this many wait for the model
+        channel_timeout=_REQUEST_S,
+        cleanup_interval=_REQUEST_S // 3,
+        max_request_body_size=_MAX_BYTES,
+        ident="shardrec",
+        _dispatcher=_Threads(),
+    )
+    server.channel_class = _Connection
+    return server

@@ -1,0 +1,137 @@
+"""Starting a training run, and starting it again."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+from shardrec._versions import check_extra
+from shardrec.errors import ConfigError, PeerError
+from shardrec.launch.processes import spawn_alone
+from shardrec.launch.run import launched_rank, run_on_ranks
+from shardrec.trainer.run.config import CHECKPOINTS, TrainConfig
+
+__all__ = ["predict", "train"]
+
+
+def train(config: TrainConfig, *, resume: bool = False, debug: bool = False) -> None:
+    """Run ``config``; with ``nproc`` above 1, on that number of new processes.
+
+    Under torchrun (``RANK`` and ``WORLD_SIZE`` are set) every rank calls this and is one rank of the run.
+
+    Ranks that this function starts are started again when one has died, was stopped or did not join in time, and
+    continue from the last checkpoint: ``max_restarts`` times without a new one. Errors of options or data would come
+    back, and are raised at once.
+
+    Args:
+        config: the run.
+        resume: continue from the last checkpoint in ``config.out``, or begin if there is none. Implied if torchrun
+            restarts the run, and for elastic replicas, which share the folder.
+        debug: keep the ranks' tracebacks.
+
+    Raises:
+        ConfigError: without ``resume`` also if ``config.out`` holds checkpoints, with it if there is no ``config.out``.
+        VersionError: if the packages of the extra ``train`` are not installed.
+        ShardrecError: if the run failed; of several ranks' errors, the first that is not about another rank.
+        RunStopped: if SIGTERM or Ctrl-C ended the run after it had saved; a KeyboardInterrupt.
+        KeyboardInterrupt: if they ended it without a save.
+    """
+    check_extra("train")
+    resume = resume or int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)) > 0 or config.elastic is not None
+    _check_out(config, resume)
+    config = config.changed(out=config.out or _new_folder())  # of several ranks' the first one's holds
+    restarts = 0
+    while True:
+        options, saved = {**config.to_mapping(), "resume": resume}, _saved(config)
+        try:
+            run_on_ranks(
+                _train_rank, options, nproc=config.nproc, timeout=config.timeout, debug=debug, start=spawn_alone
+            )
+            return
+        except PeerError as error:
+            restarts = restarts + 1 if _saved(config) == saved else 1
+            if launched_rank() is not None or config.nproc == 1 or restarts > config.allowed_restarts:
+                raise
+            again = f"starting the ranks again, {restarts} of {config.allowed_restarts} times without a new checkpoint"
+            print(f"shardrec: {error}\nshardrec: {again}", file=sys.stderr, flush=True)
+        resume = True
+
+
+def predict(
+    run: str,
+    data: str,
+    out: str,
+    *,
+    keys: Sequence[str] = (),
+    on_bad_row: str | None = None,
+    nproc: int = 1,
+    device: str = "cpu",
+    debug: bool = False,
+) -> dict[str, Any] | None:
+    """Write a run's scores of all rows of some files as Parquet, in their order; called again, go on.
+
+    Args:
+        run: folder of results of :func:`train`.
+        data: files with the run's features; labels need not be there.
+        out: folder, or URL of one.
+        keys: columns of the files to write beside the scores.
+        on_bad_row: "error" or "skip"; None for what the run was told.
+        nproc: ranks to start; under torchrun, its ranks are joined.
+        device: "cpu" or "cuda".
+        debug: keep the ranks' tracebacks.
+
+    Returns:
+        The manifest, on rank 0.
+
+    Raises:
+        ConfigError: if the folder holds something else, or the checkpoint, the files or the keys have changed.
+        DataError: for a file or a row that cannot be read; on every rank.
+    """
+    check_extra("train")
+    options = {
+        "run": run,
+        "data": data,
+        "out": out,
+        "keys": list(dict.fromkeys(keys)),
+        "on_bad_row": on_bad_row,
+        "device": device,
+    }
+    manifest: dict[str, Any] | None = run_on_ranks(_predict_rank, options, nproc=nproc, debug=debug)
+    return manifest
+
+
+def _predict_rank(options: dict[str, Any]) -> dict[str, Any] | None:
+    from shardrec.trainer.run.scores import predict_rank  # with torch, which the program that starts the ranks lacks
+
+    return predict_rank(options)
+
+
+def _check_out(config: TrainConfig, resume: bool) -> None:
+    if resume and config.out is None:
+        raise ConfigError("resume (--resume) is for a run that has a folder: name it (--out)")
+    if not resume and _saved(config):
+        raise ConfigError(
+            f"out (--out) is {config.out!r}, which holds the checkpoints of a run: go on with it (--resume), or give "
+            "another folder"
+        )
+
+
+def _saved(config: TrainConfig) -> list[str]:
+    """The names of the run's checkpoints, without a look into them."""
+    return [] if config.out is None else sorted(path.name for path in Path(config.out, CHECKPOINTS).glob("step-*"))
+
+
+def _new_folder() -> str:
+    name = f"runs/{datetime.now():%Y%m%d-%H%M%S}"
+    return name if not Path(name).exists() else f"{name}-{os.getpid()}"
+
+
+def _train_rank(options: dict[str, Any]) -> None:
+    from shardrec.trainer.run.session import run_rank  # with torch, which the launcher does without
+
+    resume = options.pop("resume")
+    run_rank(TrainConfig(**options), resume=resume)

@@ -1,0 +1,96 @@
+"""Held-out metrics of a sharded model, over the rows of all ranks: exact, from the gathered predictions.
+
+Legend: B rows of a batch, N rows of this rank, M rows of the longest rank, W ranks.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Iterator, Sequence
+from functools import partial
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from shardrec.exchange.peers import peers
+from shardrec.pipeline.train import TrainPipeline
+from shardrec.trainer.data import ClickBatch, ClickMetrics, Task, click_metrics, ranking_metrics
+from shardrec.trainer.run.tasks import TaskMetrics, outputs_of, task_metrics
+
+__all__ = ["evaluate", "gather_rows"]
+
+
+def evaluate(
+    model: nn.Module, batches: Iterable[ClickBatch], device: torch.device, *, k: int = 10, tasks: Sequence[Task] = ()
+) -> ClickMetrics | TaskMetrics:
+    """Score ``model`` on this rank's batches and those of all the others; every rank calls it and gets the same.
+
+    Args:
+        model: from (dense, sparse) to (B, 1) logits, or the columns of the tasks.
+        batches: as many on every rank; with ranking metrics if they have groups.
+        device: where the model is.
+        k: places at the top of each group that ranking metrics count.
+        tasks: of data with several labels.
+
+    Raises:
+        ConfigError: without a row, or for scores that are not numbers.
+    """
+    groups: list[Tensor] = []
+
+    def grouped() -> Iterator[ClickBatch]:
+        for batch in batches:
+            if batch.groups is not None:
+                groups.append(batch.groups.view(1, -1))
+            yield batch
+
+    steps = TrainPipeline(model, (), (), depth=0, device=device)  # copies batches to the device without waiting
+    if tasks:
+        return _evaluate_tasks(steps.predict(grouped(), partial(_task_rows, tasks)), groups, tasks, k, device)
+    scored = [torch.zeros((2, 0), device=device), *steps.predict(grouped(), _scores)]
+    # Scores stay on the device until here: reading each batch's would make the host wait for it.
+    labels, logits = gather_rows(torch.cat(scored, dim=1).cpu())
+    metrics = click_metrics(labels.numpy(), torch.sigmoid(logits.double()).numpy())  # float32 has 1 from 17 on
+    if not groups or not labels.any():  # a ranking needs a clicked row
+        return metrics
+    # By logits: probabilities of 1 are equal where their logits are not.
+    ranking = ranking_metrics(labels.numpy(), logits.numpy(), gather_rows(torch.cat(groups, dim=1).cpu()).numpy(), k)
+    return dataclasses.replace(metrics, ranking=ranking)
+
+
+def _scores(model: nn.Module, batch: ClickBatch) -> Tensor:
+    """(2, B): labels and logits."""
+    logits: Tensor = model(batch.dense, batch.sparse)
+    return torch.stack((batch.labels, logits.view(-1).float()))
+
+
+def _evaluate_tasks(
+    scored: Iterator[Tensor], groups: list[Tensor], tasks: Sequence[Task], k: int, device: torch.device
+) -> TaskMetrics:
+    sizes = [len(tasks), sum(task.outputs for task in tasks), 1]
+    rows = gather_rows(torch.cat([torch.zeros((sum(sizes), 0), device=device), *scored], dim=1).cpu())
+    labels, outputs, weights = rows.t().split(sizes, 1)
+    group = gather_rows(torch.cat(groups, dim=1).cpu()).squeeze(0) if groups else None
+    return task_metrics(outputs, labels, weights.squeeze(1), group, tasks, k)
+
+
+def _task_rows(tasks: Sequence[Task], model: nn.Module, batch: ClickBatch) -> Tensor:
+    """(T + K + 1, B): labels, outputs and weights of the rows."""
+    outputs = outputs_of(model(batch.dense, batch.sparse), batch.size, tasks)
+    weights = outputs.new_ones(batch.size) if batch.row_weights is None else batch.row_weights
+    return torch.cat([batch.labels, outputs, weights.unsqueeze(1)], dim=1).t()
+
+
+def gather_rows(rows_CN: Tensor) -> Tensor:
+    """The columns of all ranks, rank by rank: (C, N) on the CPU → (C, sum of N)."""
+    if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
+        return rows_CN
+    with peers(None, "gathering of predictions"):
+        counts = [torch.zeros(1, dtype=torch.int64) for _ in range(dist.get_world_size())]
+        dist.all_gather(counts, torch.tensor([rows_CN.size(1)]))
+        sizes = [int(count) for count in counts]
+        padded_CM = rows_CN.new_zeros((rows_CN.size(0), max(sizes)))
+        padded_CM[:, : rows_CN.size(1)] = rows_CN
+        gathered = [torch.zeros_like(padded_CM) for _ in sizes]
+        dist.all_gather(gathered, padded_CM)
+    return torch.cat([part[:, :size] for part, size in zip(gathered, sizes, strict=True)], dim=1)

@@ -1,0 +1,254 @@
+"""``shardrec predict`` on one rank: a model's scores of all rows of some files, as Parquet files in the rows' order.
+
+::
+
+    files   a.parquet (5 rows)    b.csv (4)              ranks share what is left to do, in neighbouring parts
+    parts   0 1 2 │ 3 4           0 1 2 │ 3
+            part-00000.parquet, part-00001, ...          each is there whole, or not at all
+            _job.json at the start, _manifest.json, which names all the parts, at the end
+
+Parts depend on the files and the first start alone: a command that is given again, on any number of ranks, makes those
+that are not there yet.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict
+from functools import cached_property, partial
+from itertools import chain, groupby
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+from pydantic import model_validator
+from torch import Tensor, nn
+
+from shardrec.errors import ConfigError, DataError
+from shardrec.files import os_fault, parse_json
+from shardrec.launch.ranks import RankInfo, joined_run, meet, on_first_rank
+from shardrec.pipeline.train import TrainPipeline
+from shardrec.serve.store import Store
+from shardrec.trainer.data import ClickBatch, FeatureSpec
+from shardrec.trainer.data.convert import plain_column
+from shardrec.trainer.data.encode import encode
+from shardrec.trainer.data.rows import ClickRows
+from shardrec.trainer.data.tables import FileInfo, check_file, counted, rows_between
+from shardrec.trainer.data.urls import files_of
+from shardrec.trainer.run.prefetch import Prefetcher
+from shardrec.trainer.run.runs import RunFolder
+from shardrec.trainer.run.tasks import predictions
+
+__all__ = ["predict_rank"]
+
+_JOB, _MANIFEST = "_job.json", "_manifest.json"
+_ROWS = 2048
+"""Of a batch: without gradients they need little memory."""
+_PART_BATCHES = 64
+"""Most batches of a part; fewer where ranks would have no part."""
+
+
+class _Keyed(FeatureSpec):
+    """A spec without labels, of which the files need the features' columns and the keys."""
+
+    keys: tuple[str, ...]
+
+    @model_validator(mode="after")
+    def _fits(self) -> _Keyed:
+        """The run's spec was checked, and ``columns`` are of text files, whose check names a key that they lack."""
+        return self
+
+    @cached_property
+    def sources(self) -> tuple[str, ...]:
+        return tuple(dict.fromkeys((*self.keys, *self.feature_sources)))
+
+
+class _Part(NamedTuple):
+    """Rows ``start`` to ``stop`` (not included) of a file."""
+
+    name: str
+    info: FileInfo
+    start: int
+    stop: int
+
+
+class _Scored(NamedTuple):
+    """A batch, the keys of its rows (a ``pyarrow.Table``), its part, and whether it is the part's last; or padding."""
+
+    batch: ClickBatch
+    keys: Any = None
+    part: _Part | None = None
+    ends: bool = False
+
+
+def predict_rank(options: Mapping[str, Any]) -> dict[str, Any] | None:
+    """Score this rank's share; options and result as of :func:`shardrec.trainer.run.predict`."""
+    folder, out = RunFolder(Path(options["run"])), Store(options["out"])
+    config = folder.config.changed(device=options["device"])
+    with joined_run(config.device, config.threads, timeout=config.timeout) as rank_info:
+        spec = folder.spec
+        fields = {name: getattr(spec, name) for name in ("features", "columns", "delimiter", "quoted")}
+        keyed = _Keyed(keys=options["keys"], **fields)
+        model, checkpoint = folder.loaded(rank_info.device)
+        columns = {task.name: f"score_{task.name}" for task in spec.labels} or {"": "score"}
+        job = {"run": str(folder.path.resolve()), "checkpoint": checkpoint, "keys": options["keys"]}
+        job |= {"columns": list(columns.values()), "on_bad_row": options["on_bad_row"] or config.on_bad_row}
+        job = on_first_rank(partial(_begin, out, options, job, keyed, rank_info.world_size), rank_info, "start")
+        done, parts = job.pop("done"), _parts(job)
+        left = [part for part in parts if part.name not in done]
+
+        def forward(model: nn.Module, item: _Scored) -> tuple[dict[str, Tensor], _Scored]:
+            logits = model(item.batch.dense, item.batch.sparse)
+            return predictions(logits, item.batch.size, spec.labels, config.loss), item
+
+        steps = TrainPipeline(model, (), (), depth=0, device=rank_info.device)
+        tables: list[Any] = []
+        complete: list[str] = []
+
+        def written(batches: Iterator[_Scored]) -> Iterator[_Scored]:
+            """The batches; a part is written before the next one, at which all ranks raise what a rank raises."""
+            for item in chain(batches, (None,)):
+                while complete:
+                    out.write(complete.pop(), _parquet(tables))
+                    tables.clear()
+                if item is not None:
+                    yield item
+
+        with Prefetcher(_batches(left, keyed, rank_info, skips=job["on_bad_row"] == "skip")) as batches:
+            for values, item in steps.predict(written(batches), forward):
+                if item.part is None:
+                    continue
+                tables.append(_with_scores(item.keys, {columns[name]: value for name, value in values.items()}))
+                if item.ends:
+                    complete.append(item.part.name)
+        meet(rank_info, "end of the predictions")
+        manifest = on_first_rank(partial(_finish, out, job, parts), rank_info, "manifest")
+        return manifest if rank_info.is_lead else None
+
+
+def _begin(
+    out: Store, options: Mapping[str, Any], job: dict[str, Any], spec: FeatureSpec, ranks: int
+) -> dict[str, Any]:
+    """What is to be done, and which parts are; written down at the first start."""
+    try:
+        files = []
+        for path in files_of(options["data"]):
+            info = counted(check_file(path, spec), spec)
+            files.append({**asdict(info), "groups": [*info.groups], "rows": sum(info.groups)})
+        if twice := {*job["keys"]} & {*job["columns"]}:
+            raise ConfigError(f"keys (--keys) has {min(twice)!r}, the name of a column of scores: leave it out")
+        rows = sum(file["rows"] for file in files)
+        batches = min(_PART_BATCHES, max(1, -(-rows // (_ROWS * ranks))))
+        job |= {"files": files, "part_rows": batches * _ROWS}
+        names = sorted(name for name in out.names() if not name.startswith("."))
+        if _JOB in names:
+            begun = parse_json(out.read(_JOB))
+            free = ("part_rows", "on_bad_row")  # as when training: a row that is left out moves no other
+            changed = [name for name in job if name not in free and begun.get(name) != job[name]]
+            if changed:
+                raise ConfigError(
+                    f"out (--out) is {options['out']!r}, which holds scores of another {changed[0]}: give another "
+                    f"folder. There it is {begun.get(changed[0])}, here {job[changed[0]]}"
+                )
+            job = {**begun, "on_bad_row": job["on_bad_row"]}
+        elif names:
+            raise ConfigError(f"out (--out) is {options['out']!r}, which holds {names[0]}: give an empty folder")
+        else:
+            out.write(_JOB, json.dumps(job, indent=1).encode())
+        return {**job, "done": names}
+    except OSError as error:
+        raise ConfigError(
+            f"out (--out) is {options['out']!r}, which cannot be used ({os_fault(error)}): give another"
+        ) from error
+
+
+def _finish(out: Store, job: Mapping[str, Any], parts: Sequence[_Part]) -> dict[str, Any]:
+    """Write the manifest, with the rows of each part."""
+    import pyarrow.parquet as pq
+
+    rows = {part.name: pq.read_metadata(io.BytesIO(out.read(part.name))).num_rows for part in parts}
+    count = sum(rows.values())
+    manifest = {**job, "rows": count, "left_out": sum(file["rows"] for file in job["files"]) - count, "parts": rows}
+    out.write(_MANIFEST, json.dumps(manifest, indent=1).encode())
+    return manifest
+
+
+def _parts(job: Mapping[str, Any]) -> list[_Part]:
+    size = job["part_rows"]
+    infos = [
+        FileInfo(**{key: value for key, value in file.items() if key != "rows"} | {"groups": tuple(file["groups"])})
+        for file in job["files"]
+    ]
+    starts = [(info, start) for info in infos for start in range(0, sum(info.groups), size)]
+    return [
+        _Part(f"part-{number:05}.parquet", info, start, min(start + size, sum(info.groups)))
+        for number, (info, start) in enumerate(starts)
+    ]
+
+
+def _batches(parts: Sequence[_Part], spec: _Keyed, rank_info: RankInfo, *, skips: bool) -> Iterator[_Scored]:
+    """This rank's batches, and empty ones until it has as many as every other rank; of several ranks at least one."""
+    sizes = np.array([-(-(part.stop - part.start) // _ROWS) for part in parts], dtype=np.int64)
+    rank_of = (np.cumsum(sizes) - sizes) * rank_info.world_size // max(1, sizes.sum())
+    yield from _scored([part for part, rank in zip(parts, rank_of, strict=True) if rank == rank_info.rank], spec, skips)
+    counts = np.bincount(rank_of, weights=sizes, minlength=rank_info.world_size).astype(np.int64)
+    empty = ClickRows(
+        labels=np.zeros(0, np.float32),
+        dense=np.zeros((0, len(spec.schema_.dense_names)), np.float32),
+        ids=np.zeros(0, np.int64),
+        lengths=np.zeros((0, len(spec.sparse)), np.int64),
+        weights=np.zeros(0, np.float32) if spec.schema_.weighted else None,
+    )
+    for _ in range(counts.max() - counts[rank_info.rank] + (rank_info.world_size > 1)):
+        yield _Scored(empty.to_batch(spec.schema_))
+
+
+def _scored(parts: Sequence[_Part], spec: _Keyed, skips: bool) -> Iterator[_Scored]:
+    for info, of_file in groupby(parts, key=lambda part: part.info):
+        ranges = [
+            (part, start, min(start + _ROWS, part.stop))
+            for part in of_file
+            for start in range(part.start, part.stop, _ROWS)
+        ]
+        blocks = rows_between(info, spec, [(start, stop) for _, start, stop in ranges])
+        for (part, _, stop), block in zip(ranges, blocks, strict=True):
+            encoded = encode(block.table, spec, labelled=False)
+            faults = {int(block.numbers[row]): fault for row, fault in encoded.faults.items()} | block.faults
+            if faults and not skips:
+                number = min(faults)
+                remedy = f"{faults[number].remedy}, or leave such rows out (--on-bad-row skip)"
+                raise DataError(f"{info.path}:{number + info.first_line}: {faults[number].where}; {remedy}")
+            keep = np.ones(len(block.numbers), dtype=np.bool_)
+            keep[list(encoded.faults)] = False
+            keys = block.table.select(list(spec.keys)).filter(keep)
+            yield _Scored(encoded.rows.where(keep).to_batch(spec.schema_), keys, part, stop == part.stop)
+
+
+def _with_scores(keys: Any, scores: Mapping[str, Tensor]) -> Any:
+    """A table of keys, texts and bytes as texts, and of scores: float32, of several classes lists of it."""
+    import pyarrow as pa
+
+    columns = {name: plain_column(keys[name]) for name in keys.column_names}
+    for name, column in columns.items():
+        if pa.types.is_string(column.type) or pa.types.is_binary(column.type):
+            try:
+                columns[name] = column.cast(pa.binary()).cast(pa.string())
+            except pa.ArrowInvalid as error:
+                raise DataError(
+                    f"column {name!r} of keys (--keys) has texts that are not UTF-8: convert them"
+                ) from error
+    for name, values in scores.items():
+        flat = pa.array(values.cpu().reshape(-1).numpy())
+        columns[name] = flat if values.dim() == 1 else pa.FixedSizeListArray.from_arrays(flat, values.size(1))
+    return pa.table(columns)
+
+
+def _parquet(tables: Sequence[Any]) -> bytes:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    file = io.BytesIO()
+    pq.write_table(pa.concat_tables(tables), file)
+    return file.getvalue()

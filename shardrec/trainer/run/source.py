@@ -1,0 +1,514 @@
+"""The rows of a run: what the options ask :mod:`shardrec.trainer.data` for, cut to the number of rows asked for."""
+
+from __future__ import annotations
+
+import math
+import time
+import warnings
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
+from dataclasses import replace
+from functools import partial
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+
+from shardrec._versions import check_extra
+from shardrec.errors import ConfigError, DataError
+from shardrec.exchange.peers import peers
+from shardrec.exchange.safe_pickle import gather
+from shardrec.launch.ranks import RankInfo
+from shardrec.trainer.data import (
+    ClickBatch,
+    ClickMetrics,
+    FeatureSpec,
+    FileClickData,
+    SyntheticClickData,
+    SyntheticConfig,
+    criteo_schema,
+    criteo_spec,
+    load_spec,
+    open_click_data,
+)
+from shardrec.trainer.data.feed import Arrival, Feed, watermark
+from shardrec.trainer.data.kafka import range_of
+from shardrec.trainer.data.records import decoder_of
+from shardrec.trainer.data.request import named_spec
+from shardrec.trainer.data.rows import NO_TIME
+from shardrec.trainer.data.tables import FileInfo
+from shardrec.trainer.data.urls import TOPIC, UnreachableError, files_of
+from shardrec.trainer.run.config import TrainConfig
+
+__all__ = ["Source", "counted_vocabularies", "spec_of", "total_left_out"]
+
+_SYNTHETIC_ROWS = 2_400_000
+_SYNTHETIC_HOLDOUT_ROWS = 100_000
+_SCORED_ROWS = 2048
+"""Rows to score at once on a rank, where a step has fewer: without gradients they need little memory."""
+
+_AHEAD_S = 3600.0
+"""How far event times may be ahead of the clock of the first rank."""
+
+_RETRY_S, _MAX_WAITS = 0.5, 60
+"""A wait before a feed that could not be reached is tried again, and how many there are at most before a try."""
+
+
+class Source:
+    """One rank's batches of a run's rows.
+
+    Args:
+        config: which rows, and how many.
+        rank_info: the rank.
+        spec: what the columns are; default: what the config's file says.
+
+    Attributes:
+        left_out: broken rows of this rank that were left out, by reason, of each pass over some rows: ``train 0`` is
+            that of the first epoch, the others have the rows' name alone and are the longest ones, for they may end
+            early. Of a feed all passes count as the first.
+
+    Raises:
+        DataError, ConfigError: if the file cannot be opened or the options do not fit it.
+    """
+
+    def __init__(self, config: TrainConfig, rank_info: RankInfo, spec: FeatureSpec | None = None) -> None:
+        self._rank_info = rank_info
+        self._ranks = rank_info.world_size * config.replicas
+        self._batch_rows = config.global_batch_size or config.batch_size * self._ranks
+        self._accumulate = config.accumulate
+        self._samples = config.samples
+        self._holdout_samples = config.holdout_samples
+        spec = spec or spec_of(config)
+        self._data = None if config.feed is not None else _open(config, spec)
+        self._feed: Feed | None = None if config.feed is None else self._opened_feed(config, config.feed, spec)
+        self._arrival: Arrival | None = None
+        # Held-out rows, and those of the final metrics, in files of their own: all their rows.
+        self._valid, self._test = (
+            None if name is None else _opened(config, name, spec) for name in (config.valid, config.test)
+        )
+        self.left_out: dict[str, Mapping[str, int]] = {}
+        self._left_out_before: dict[str, Mapping[str, int]] = {}
+        self._late_after = math.inf if config.late_after is None else config.late_after
+        self._latest = self._watermark = NO_TIME
+
+    @property
+    def data(self) -> FileClickData | SyntheticClickData:
+        """The rows to train on, of a feed those that arrived last; and those held out that have no files."""
+        assert self._data is not None, "rows have arrived"
+        return self._data
+
+    def poll(self, wait: Callable[[float], None] = time.sleep) -> bool:
+        """Whether there are rows of a feed to train on: those of the arrival under way, or else the next. Collective.
+
+        Args:
+            wait: waits some seconds, before a feed that could not be reached is tried again.
+
+        Raises:
+            DataError: on every rank, for a file that cannot be read, or a feed that could not be reached for as long as
+                a rank waits for the others.
+        """
+        assert self._feed is not None, "the data is a feed"
+        while self._arrival is None:
+            before = self._feed.left_out
+            self._arrival = self._polled(self._feed, wait)
+            counts = Counter(self.left_out.get("train 0", {}))
+            counts["file that cannot be read"] += self._feed.left_out - before if self._rank_info.is_lead else 0
+            self.left_out = {"train 0": dict(+counts)}
+            self._left_out_before = dict(self.left_out)
+            if self._arrival is None:
+                return False
+            times = {**self._agreed_times(), **self._arrival.listing}  # those of the first reading, also after a resume
+            self._arrival = replace(self._arrival, listing=times)
+            self._data = self._arrival.rows
+            oldest = max(NO_TIME, times["watermark"] - self._late_after)
+            self._data.event_bounds = oldest, times["clock"] + _AHEAD_S
+            self._data.count(partial(_on_ranks, self._rank_info))
+            if not self.train_rows:
+                self.end_arrival()
+        return True
+
+    def _polled(self, feed: Feed, wait: Callable[[float], None]) -> Arrival | None:
+        waits, waited_s = 1, 0.0
+        while True:
+            last = waited_s >= self._rank_info.timeout
+            try:
+                return feed.poll(last=last)
+            except UnreachableError as error:
+                if last:
+                    raise DataError(f"{error} (it was tried again for {waited_s:g} s, --timeout)") from error
+                if self._rank_info.is_lead:
+                    warnings.warn(f"{error}; it is tried again in {waits * _RETRY_S:g} s", stacklevel=2)
+            for _ in range(waits):  # in parts, in which a run saves, and notices that it is to end
+                wait(_RETRY_S)
+            waited_s += waits * _RETRY_S
+            waits = min(2 * waits, _MAX_WAITS)
+
+    def latest(self) -> float:
+        """The largest event time of the rows that this rank has read, also ahead of training; ``NO_TIME`` for none."""
+        data = self._data
+        self._latest = max(self._latest, data.latest if isinstance(data, FileClickData) else NO_TIME)
+        return self._latest
+
+    def _agreed_times(self) -> dict[str, float]:
+        """The watermark, and the clock of the first rank. Collective."""
+        latest, clocks = zip(*_gathered(self._rank_info, (self.latest(), time.time())), strict=True)
+        self._watermark = watermark(self._watermark, latest, clocks[0])
+        return {"watermark": self._watermark, "clock": clocks[0]}
+
+    def ends_interval(self, seconds: float, epoch_steps: int) -> bool:
+        """Whether the arrival ends after these steps and moved the watermark past a multiple of seconds. Collective."""
+        if self._arrival is None or epoch_steps < self.steps:
+            return False
+        before, now = self._arrival.listing["watermark"], self._agreed_times()["watermark"]
+        return bool(before > NO_TIME and before // seconds < now // seconds)
+
+    def end_arrival(self) -> None:
+        """The arrival under way has been trained on."""
+        self._arrival = None
+
+    def position(self, epoch_steps: int) -> tuple[Any, bool] | None:
+        """Where a feed is after steps of the arrival under way, and whether that has further ones. Collective."""
+        if self._feed is None:
+            return None
+        if self._arrival is None or epoch_steps >= self.steps:
+            return {**self._feed.position(), "watermark": self._agreed_times()["watermark"]}, False
+        return self._arrival.position, True
+
+    def seek(self, position: Any, *, in_arrival: bool, latest: float = NO_TIME) -> None:
+        """Go on from :meth:`position`, and :meth:`latest` of the same number of ranks. Every rank calls it."""
+        assert self._feed is not None, "the data is a feed"
+        self._data, self._arrival, self._latest = None, None, latest
+        self._watermark = position.get("watermark", NO_TIME)
+        self._feed.seek(position)
+        if not in_arrival:
+            return
+        try:
+            self.poll()
+        except DataError as error:
+            raise DataError(
+                f"{error}. The last checkpoint is in the middle of this file's rows: put the file back as it was, or "
+                "leave its rows out (--on-bad-row skip), or start a new run with the weights of this one (--init-from) "
+                "on the files that are left"
+            ) from error
+
+    def _opened_feed(self, config: TrainConfig, source: str, spec: FeatureSpec) -> Feed:
+        if spec.labels:
+            raise ConfigError(
+                f"data (--data) is {config.data!r}, and the features (--features) name several labels: the rows of a "
+                "feed are scored by one; give label: COLUMN"
+            )
+        if spec.event_time is None and (config.late_after, config.event_every) != (None, None):
+            raise ConfigError(
+                "late_after (--late-after) and event_every (--event-every) are for event times, and the features "
+                "(--features) name no column of them: add event_time: COLUMN, or leave both out"
+            )
+        if source.startswith(TOPIC):
+            check_extra("kafka")
+            decoder_of(range_of(source).options)
+            spec = named_spec(spec)
+            names = {feature.name for feature in spec.features}
+            if clash := names.intersection((*spec.label_sources, spec.group, spec.event_time)):
+                raise ConfigError(
+                    f"the features (--features) have a feature {min(clash)!r}, which a record's label, "
+                    "group or event time is named, too: rename the feature"
+                )
+        shuffle = config.shuffle or 0
+        return Feed(
+            source,
+            spec,
+            lambda names, known: _opened(config, names, spec, shuffle=shuffle, needs_rows=False, known=known),
+            gathered=partial(_gathered, self._rank_info),
+            is_lead=self._rank_info.is_lead,
+            most=config.streams,
+            skips=config.on_bad_row == "skip",
+        )
+
+    @property
+    def skipped(self) -> Mapping[str, int]:
+        """Broken rows of this rank that the training files' present pass has left out so far, by reason."""
+        return self._data.skipped if isinstance(self._data, FileClickData) else {}
+
+    def left_out_of(self, epoch: int, counts: Mapping[str, int]) -> None:
+        """Say how many rows of this rank an epoch has left out so far, since it began or the run went on."""
+        name = f"train {epoch if self._feed is None else 0}"
+        if counts:
+            self.left_out[name] = dict(Counter(self._left_out_before.get(name, {})) + Counter(counts))
+
+    def all_left_out(self) -> dict[str, dict[str, int]]:
+        """:attr:`left_out` over all ranks; every rank calls it."""
+        total: dict[str, Counter[str]] = {}
+        for left_out in _gathered(self._rank_info, self.left_out):
+            for name, counts in left_out.items():
+                total.setdefault(name, Counter()).update(counts)
+        return {name: dict(counts) for name, counts in total.items()}
+
+    def load_left_out(self, saved: Mapping[str, Mapping[str, int]]) -> None:
+        """Go on from what :meth:`all_left_out` gave: rank 0 has the rows that any rank left out of epochs."""
+        if self._rank_info.is_lead:
+            self.left_out = {name: counts for name, counts in saved.items() if name.startswith("train ")}
+            self._left_out_before = dict(self.left_out)
+
+    def digests(self) -> dict[str, list[list[str]]]:
+        """The names and checksums of the files, for a checkpoint."""
+        return {name: [[info.path, info.digest] for info in data.files] for name, data in self._files.items()}
+
+    def check_resumes(self, saved: Mapping[str, Any] | None, *, in_epoch: bool) -> None:
+        """Check that a run would go on with the rows that it was started with.
+
+        Args:
+            saved: what :meth:`digests` gave; None in a checkpoint of an older version.
+            in_epoch: whether the checkpoint is of the middle of an epoch.
+
+        Raises:
+            ConfigError: for the middle of an epoch of an older version, which read the rows in another order.
+            DataError: if a file is another.
+        """
+        if saved is None and in_epoch and self._files:
+            raise ConfigError(
+                "the last checkpoint was written in the middle of an epoch by a version of shardrec that read files in "
+                "another order: go on with that version, or start a new run in another folder (--out)"
+            )
+        for name, files in self.digests().items():
+            before = files if saved is None else saved.get(name, [])
+            if len(files) != len(before):
+                raise DataError(
+                    f"{name} has {len(files)} files and had {len(before)} when the run was started: give the same"
+                )
+            for (path, digest), (_, old) in zip(files, before, strict=True):
+                if digest != old:
+                    raise DataError(
+                        f"data file {path} is not the one with which the run was started (checksum {digest}, then "
+                        f"{old}): give that one, or start a new run in another folder (--out), which may have the "
+                        "weights of this one (--init-from)"
+                    )
+
+    @property
+    def steps(self) -> int:
+        """Steps of an epoch."""
+        return -(-self.train_rows // (self._batch_rows * self._accumulate))
+
+    @property
+    def train_rows(self) -> int:
+        """Rows of an epoch, over all ranks."""
+        rows = self.data.train_rows
+        return rows if self._samples is None else min(rows, -(-self._samples // self._batch_rows) * self._batch_rows)
+
+    def step_rows(self, epoch_steps: int) -> int:
+        """Rows of the step after ``epoch_steps`` of an epoch, of one batch a step, over all ranks and replicas."""
+        return min(self._batch_rows, self.train_rows - epoch_steps * self._batch_rows)
+
+    def count(self) -> None:
+        """Count the rows of files, each on one of the ranks. Every rank calls it before it asks for rows.
+
+        Raises:
+            DataError: on every rank, for a file that is damaged.
+        """
+        for data in self._files.values():
+            data.count(partial(_on_ranks, self._rank_info))
+
+    def describe(self) -> str:
+        """The rows in words, and what would make reading them faster."""
+        if self._feed is not None:
+            return "rows, as they arrive"
+        lines = [self.data.describe()]
+        if isinstance(self.data, FileClickData):
+            lines.append(self.data.uneven(self._rank_info.world_size, self._batch_rows))
+        return "\n".join(filter(None, lines))
+
+    @property
+    def _files(self) -> dict[str, FileClickData]:
+        sources = {"data": self._data, "valid": self._valid, "test": self._test}
+        return {name: data for name, data in sources.items() if isinstance(data, FileClickData)}
+
+    @property
+    def batch_size(self) -> int:
+        """Most rows of a batch on a rank, with all replicas."""
+        return -(-self._batch_rows // self._ranks)
+
+    def train_batches(
+        self, first_step: int = 0, epoch: int = 0, *, replica: int = 0, replicas: int = 1
+    ) -> Iterator[ClickBatch]:
+        """This rank's batches of an epoch, as many as every other rank has, without those of the first steps. The rows
+        of a step are spread over the ranks of all replicas that there are, ``replica`` is the place of this one."""
+        rank_info, first = self._rank_info, first_step * self._accumulate
+        ranks = rank_info.world_size * replicas
+        batches = self.data.train_batches(
+            rank_info.world_size * replica + rank_info.rank,
+            ranks,
+            -(-self._batch_rows // ranks),
+            first_batch=first,
+            global_rows=self._batch_rows,
+            epoch=epoch,
+        )
+        count = None if self._samples is None else max(0, -(-self._samples // self._batch_rows) - first)
+        return islice(batches, count)
+
+    def sampled(self, count: int) -> list[KeyedJaggedTensor]:
+        """The ids of rank 0's first training batches with rows, which are the same for every rank that asks.
+
+        Raises:
+            DataError: if no row of any rank can be read.
+        """
+        sampled: list[KeyedJaggedTensor] = []
+        for ranks in (self._ranks, 1):  # rank 0 may have none but broken rows
+            if not sampled:
+                batches = self.data.train_batches(0, ranks, self.batch_size, global_rows=self._batch_rows)
+                sampled = [batch.sparse for batch in islice((made for made in batches if made.size), count)]
+        return sampled
+
+    def holdout_batches(self, limit: int | None = None) -> Iterator[ClickBatch]:
+        """This rank's batches of the held-out rows, or of the first ``limit`` of them, to whole batches."""
+        limit = limit or self._holdout_samples
+        if self._valid is not None:
+            return self._scored("valid", self._valid, limit)
+        return self._scored("held", self.data, limit, held=True)
+
+    def test_batches(self) -> Iterator[ClickBatch]:
+        """This rank's batches for the final metrics: of the test files, or else the held-out rows."""
+        return self.holdout_batches() if self._test is None else self._scored("test", self._test, None)
+
+    def _scored(
+        self, files: str, data: FileClickData | SyntheticClickData, limit: int | None, *, held: bool = False
+    ) -> Iterator[ClickBatch]:
+        """The rows of some files, or the held-out ones among them, or the first ``limit``, to whole batches."""
+        rank, ranks = self._rank_info.rank, self._rank_info.world_size
+        many = ranks * _SCORED_ROWS
+        rows = max(self._batch_rows, many if limit is None else min(limit, many))
+        read = data.holdout_batches if held else data.train_batches
+        batches = read(rank, ranks, -(-rows // ranks), global_rows=rows)
+        return self._counted(files, data, islice(batches, None if limit is None else -(-limit // rows)))
+
+    def best_metrics(self) -> ClickMetrics | None:
+        """The best that any model can have on the held-out rows; None for data whose optimum is unknown."""
+        return self._data.best_metrics().holdout if isinstance(self._data, SyntheticClickData) else None
+
+    def _counted(
+        self, files: str, data: FileClickData | SyntheticClickData, batches: Iterator[ClickBatch]
+    ) -> Iterator[ClickBatch]:
+        yield from batches
+        if isinstance(data, FileClickData):
+            counts = (self.left_out.get(files, {}), data.skipped)
+            self.left_out[files] = max(counts, key=lambda skipped: sum(skipped.values()))
+
+
+def total_left_out(left_out: Mapping[str, Mapping[str, int]]) -> dict[str, int]:
+    """The rows left out, by reason: those of the files, however often they were read."""
+    longest: dict[str, Mapping[str, int]] = {}
+    for name, counts in left_out.items():
+        rows = name.partition(" ")[0]
+        longest[rows] = max(longest.get(rows, {}), counts, key=lambda reasons: sum(reasons.values()))
+    return dict(sum(map(Counter, longest.values()), Counter()))
+
+
+def spec_of(config: TrainConfig) -> FeatureSpec:
+    """What the columns of the config's files are."""
+    if config.features is None:
+        return criteo_spec(max_embeddings=config.max_embeddings)
+    return load_spec(Path(config.features))
+
+
+def counted_vocabularies(
+    config: TrainConfig, spec: FeatureSpec, uncounted: FeatureSpec, rank_info: RankInfo
+) -> Mapping[str, Sequence[str]]:
+    """The vocabularies from data of ``uncounted``: those that ``spec`` has, or else those of the rows to train on.
+
+    Each rank counts in some of the files' chunks; every rank calls it.
+    """
+    from shardrec.trainer.data.vocabulary import count_vocabularies  # with pyarrow
+
+    if spec.uncounted and config.feed is not None:
+        raise ConfigError(
+            f"data (--data) is {config.data!r}, and the features (--features) have a vocabulary from data, which a "
+            "feed never has all of: list the values, or give rows: N or dynamic_ids"
+        )
+    if spec.uncounted:
+        return count_vocabularies(
+            files_of(config.data),
+            spec,
+            holdout=_holdout(config),
+            each=partial(_on_ranks, rank_info),
+            parts=rank_info.world_size,
+        )
+    known = {feature.name: feature.values for feature in spec.sparse}
+    return {feature.name: known[feature.name] for feature in uncounted.uncounted}
+
+
+def _on_ranks(rank_info: RankInfo, function: Callable[[Any], Any], items: Sequence[Any]) -> list[Any]:
+    """The function's value for each item, which one of the ranks computes; its error is raised on all."""
+    rank, ranks = rank_info.rank, rank_info.world_size
+    if ranks == 1:
+        return list(map(function, items))
+    values, fault = [], ""
+    with ThreadPoolExecutor(1) as thread:
+        share = thread.submit(lambda: list(map(function, items[rank::ranks])))
+        # A share may take longer than a rank may be silent, such as a large file of text that is one item.
+        while not all(_gathered(rank_info, bool(wait([share], rank_info.timeout / 4).done))):
+            pass
+    try:
+        values = share.result()
+    except DataError as error:
+        fault = str(error)
+    gathered = _gathered(rank_info, (values, fault))
+    for _, fault in gathered:
+        if fault:
+            raise DataError(fault)
+    return [gathered[number % ranks][0][number // ranks] for number in range(len(items))]
+
+
+def _gathered(rank_info: RankInfo, value: Any) -> list[Any]:
+    """Every rank's value, on every rank."""
+    if rank_info.world_size == 1:
+        return [value]
+    with peers(None, "count of rows"):
+        return gather(value)
+
+
+def _holdout(config: TrainConfig) -> float:
+    return config.holdout if config.valid is None else 0.0
+
+
+def _opened(
+    config: TrainConfig,
+    names: str | Sequence[str],
+    spec: FeatureSpec,
+    *,
+    holdout: float = 0.0,
+    shuffle: int = 0,
+    needs_rows: bool = True,
+    known: Sequence[FileInfo] = (),
+) -> FileClickData:
+    if config.needs_groups and spec.group is None:
+        raise ConfigError(
+            f"loss (--loss) is {config.loss!r}, which ranks the rows of a group, and {config.features} names none: add "
+            "group: COLUMN, or give loss 'bce'"
+        )
+    on_bad_row = "raise" if config.on_bad_row == "error" else config.on_bad_row
+    data = open_click_data(
+        names,
+        spec,
+        holdout=holdout,
+        on_bad_row=on_bad_row,
+        shuffle=shuffle,
+        keep_groups=config.loss != "bce",
+        seed=config.seed,
+        streams=config.streams,
+        needs_rows=needs_rows,
+        known=known,
+    )
+    assert isinstance(data, FileClickData), "only a SyntheticConfig gives generated rows"
+    return data
+
+
+def _open(config: TrainConfig, spec: FeatureSpec) -> FileClickData | SyntheticClickData:
+    if not config.is_synthetic:
+        return _opened(config, config.data, spec, holdout=_holdout(config), shuffle=config.shuffle or 0)
+    return open_click_data(
+        SyntheticConfig(
+            rows=config.samples or _SYNTHETIC_ROWS,
+            holdout_rows=config.holdout_samples or _SYNTHETIC_HOLDOUT_ROWS,
+            seed=config.seed,
+            schema=criteo_schema(max_embeddings=config.max_embeddings),
+        )
+    )

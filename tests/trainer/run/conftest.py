@@ -1,0 +1,13 @@
+"""Fixtures of runs."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.trainer.run.broken_off import FEW_TABLES
+
+
+@pytest.fixture
+def few_tables(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What reads a run of `broken_off` on generated rows expects its tables."""
+    monkeypatch.setattr("shardrec.trainer.data.schema.CRITEO_CARDINALITIES", FEW_TABLES)
