@@ -20,13 +20,13 @@ from rich.console import Console
 from rich.table import Table
 from scipy.stats import kendalltau
 
-from shardrec import calibrate
-from shardrec.calibrate import Measured, Workload
 from shardrec.layout import ShardingPlan, TableLayout, Topology, cuts
 from shardrec.layout.presets import detect_machine
 from shardrec.planner import Profile, TableLoad, plan_tables
 from shardrec.planner.cost import COMPONENTS, CostModel
 from shardrec.planner.price import overhead_ms, predicted_ms, priced_plan
+from shardrec.trainer import calibrate
+from shardrec.trainer.calibrate import Measured, Workload
 
 BATCH = 2048
 

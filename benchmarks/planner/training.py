@@ -32,13 +32,13 @@ from torchrec.optim import RowWiseAdagrad
 from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from shardrec import calibrate
 from shardrec.layout import ShardingPlan, Topology, cuts
 from shardrec.layout.presets import detect_machine
 from shardrec.planner import Profile, TableLoad, from_torchrec, plan_tables
 from shardrec.planner.cost import CostModel
 from shardrec.planner.price import predicted_ms
 from shardrec.planner.tables import sampled_features, table_loads
+from shardrec.trainer import calibrate
 
 
 def skewed_tables() -> dict[str, TableLoad]:

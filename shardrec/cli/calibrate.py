@@ -46,9 +46,9 @@ def calibrate_command(
     best one if the model errs in another way, times them in turn, and keeps the fastest with --save. An OUT that is
     there already is used as it is.
     """
-    from shardrec import calibrate
     from shardrec.cli.plan import check_outputs, read_tables
     from shardrec.planner import Profile
+    from shardrec.trainer import calibrate
 
     fewest = calibrate.fewest_workloads(len({1, ranks}))
     if workloads < fewest:
@@ -67,9 +67,9 @@ def calibrate_command(
 
 
 def _calibrated(out: Path, ranks: int, device: str, workloads: int, repeats: int, checks: int, seed: int) -> Profile:
-    from shardrec import calibrate
     from shardrec.layout.presets import detect_machine
     from shardrec.planner import Profile
+    from shardrec.trainer import calibrate
 
     worlds = sorted({1, ranks})
     base = Profile.of_machine(detect_machine(ranks, device=device))
@@ -110,9 +110,9 @@ def _keep_fastest(
 ) -> None:
     from rich.table import Table
 
-    from shardrec import calibrate
     from shardrec.layout import Topology
     from shardrec.layout.presets import detect_machine
+    from shardrec.trainer import calibrate
 
     topology = Topology(ranks_per_host=ranks, machine=detect_machine(ranks, device=device))
     with working(f"planning {len(tables)} tables"):

@@ -13,7 +13,6 @@ from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import median
 
-from shardrec.calibrate.measure import measure_plans
 from shardrec.errors import ConfigError
 from shardrec.layout import ShardingPlan, Topology
 from shardrec.planner.cost import CostModel, Profile, TableLoad
@@ -21,6 +20,7 @@ from shardrec.planner.make import best_plan
 from shardrec.planner.planner import Planner
 from shardrec.planner.price import predicted_ms
 from shardrec.planner.solve import SolveLimits
+from shardrec.trainer.calibrate.measure import measure_plans
 
 __all__ = ["TimedPlan", "different_plans", "time_plans"]
 

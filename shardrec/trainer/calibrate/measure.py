@@ -8,11 +8,11 @@ from math import ceil
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
-from shardrec.calibrate.workload import Workload, step_plan, table_loads
 from shardrec.errors import ConfigError
 from shardrec.launch.run import on_new_ranks
 from shardrec.layout import ShardingPlan
 from shardrec.planner.cost import TableLoad
+from shardrec.trainer.calibrate.workload import Workload, step_plan, table_loads
 
 if TYPE_CHECKING:
     import torch

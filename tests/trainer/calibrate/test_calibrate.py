@@ -13,10 +13,6 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from shardrec import calibrate
-from shardrec.calibrate import Measured
-from shardrec.calibrate.measure import _time_step
-from shardrec.calibrate.workload import step_plan, table_loads
 from shardrec.cli import app
 from shardrec.errors import ConfigError
 from shardrec.layout import ShardingPlan, Topology, cuts
@@ -24,6 +20,10 @@ from shardrec.layout.presets import preset
 from shardrec.planner import SolveLimits, plan_tables
 from shardrec.planner.cost import CostModel, Profile, TableLoad
 from shardrec.planner.price import predicted_phases
+from shardrec.trainer import calibrate
+from shardrec.trainer.calibrate import Measured
+from shardrec.trainer.calibrate.measure import _time_step
+from shardrec.trainer.calibrate.workload import step_plan, table_loads
 
 BASE = Profile.of_machine(preset("cpu"))
 TRUE = replace(

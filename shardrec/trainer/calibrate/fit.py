@@ -23,13 +23,13 @@ from typing import Any
 import numpy as np
 from scipy.optimize import least_squares, nnls
 
-from shardrec.calibrate.measure import Measured
-from shardrec.calibrate.workload import Workload, step_plan, table_loads
 from shardrec.errors import ConfigError
 from shardrec.layout import Topology
 from shardrec.planner.cost import CostModel, Profile
 from shardrec.planner.price import predicted_phases
 from shardrec.planner.solve.encode import Floats
+from shardrec.trainer.calibrate.measure import Measured
+from shardrec.trainer.calibrate.workload import Workload, step_plan, table_loads
 
 __all__ = ["fewest_workloads", "fit", "predicted_ms", "relative_errors"]
 

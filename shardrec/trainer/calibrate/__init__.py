@@ -1,9 +1,9 @@
 """Calibration: steps and collectives timed on this machine, and the cost model's coefficients fitted to them."""
 
-from shardrec.calibrate.choose import TimedPlan, different_plans, time_plans
-from shardrec.calibrate.fit import fewest_workloads, fit, predicted_ms, relative_errors
-from shardrec.calibrate.measure import Measured, measure, measure_plans
-from shardrec.calibrate.workload import CUTS, Workload, step_plan, table_loads, workloads
+from shardrec.trainer.calibrate.choose import TimedPlan, different_plans, time_plans
+from shardrec.trainer.calibrate.fit import fewest_workloads, fit, predicted_ms, relative_errors
+from shardrec.trainer.calibrate.measure import Measured, measure, measure_plans
+from shardrec.trainer.calibrate.workload import CUTS, Workload, step_plan, table_loads, workloads
 
 __all__ = [
     "CUTS",
