@@ -91,10 +91,10 @@ def commands(options: argparse.Namespace) -> dict[str, tuple[list[str], float]]:
     tests = ["-v", "-n", "4", "-p", "no:cacheprovider", "-p", "benchmarks.gpu.unpassed", "-m", ""]
     return {
         "ceilings": (["-m", "benchmarks.gpu.ceilings", *device, "--out", str(out / "ceilings.json")], 2),
-        "doctor": (["-m", "shardrec.cli", "doctor", *device], 5),
+        "doctor": (["-m", "shardrec.trainer.cli", "doctor", *device], 5),
         "edges": (["-m", "benchmarks.gpu.edges", *device, "--sanitize"], 6),
         "tests": (["-m", "pytest", *tests, *_CUDA_TESTS], 10),
-        "timings": (["-m", "shardrec.cli", "bench", "--preset", "gpu", *timings], _TIMINGS_MINUTES + 4),
+        "timings": (["-m", "shardrec.trainer.cli", "bench", "--preset", "gpu", *timings], _TIMINGS_MINUTES + 4),
         "variants": (["-m", "benchmarks.gpu.variants", *variants], 10),
         "two_ranks": (["-m", "benchmarks.gpu.two_ranks", *device, "--out", str(out / "two_ranks.json")], 4),
         "programs": (["-m", "benchmarks.gpu.programs", *again, "--out", str(out / "programs.json")], 10),

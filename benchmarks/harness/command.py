@@ -1,5 +1,5 @@
 """``shardrec bench``: a flag for each field of :class:`~benchmarks.harness.timing.TimingConfig` and, with ``--bytes``,
-of :class:`~benchmarks.harness.BenchConfig`. :mod:`shardrec.cli.bench` finds it in the checkout."""
+of :class:`~benchmarks.harness.BenchConfig`. :mod:`shardrec.trainer.cli.bench` finds it in the checkout."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ import typer
 
 from benchmarks.harness import BenchConfig, bench
 from benchmarks.harness.timing import TimingConfig, time_steps
-from shardrec.cli.ending import ended_by_user
-from shardrec.cli.flags import flag_parameters, parameter
 from shardrec.console import console
 from shardrec.errors import ConfigError
+from shardrec.trainer.cli.ending import ended_by_user
+from shardrec.trainer.cli.flags import flag_parameters, parameter
 from shardrec.trainer.run.options import Options, flag, together
 
 if TYPE_CHECKING:

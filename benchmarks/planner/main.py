@@ -23,13 +23,13 @@ from generate import generated
 from rich.console import Console
 from rich.table import Table
 
-from shardrec.cli.plan import read_tables
 from shardrec.layout import Topology
 from shardrec.layout.presets import preset
 from shardrec.planner import Profile, SolveLimits, TableLoad
 from shardrec.planner.infeasible import least_capacity
 from shardrec.planner.planner import Planner
 from shardrec.planner.solve import Gang, Item, Option, Problem, Solution, solve
+from shardrec.trainer.cli.plan import read_tables
 
 GIB = 2**30
 GLOBAL_BATCH = 65_536

@@ -10,4 +10,4 @@ export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1
 exec torchrun \
   --nnodes "1:${NODES:-4}" --nproc-per-node "${RANKS_PER_HOST:-gpu}" --max-restarts "${MAX_RESTARTS:-3}" \
   --rdzv-backend c10d --rdzv-endpoint "$HEAD:29400" --rdzv-id "${JOB:-shardrec}" \
-  -m shardrec.cli train "$@" --resume
+  -m shardrec.trainer.cli train "$@" --resume

@@ -33,7 +33,7 @@ def train(
     """
     return dist.ddp(
         *("train", config, "--resume"),
-        m="shardrec.cli",
+        m="shardrec.trainer.cli",
         name="shardrec",
         image=image,
         j=j,

@@ -65,7 +65,13 @@ def _start_trainer(out: Path) -> subprocess.Popen[bytes]:
         "--embedding-lr": 0.1,
         "--lr": 0.005,
     }
-    command = [sys.executable, "-m", "shardrec.cli", "train", *(str(part) for pair in options.items() for part in pair)]
+    command = [
+        sys.executable,
+        "-m",
+        "shardrec.trainer.cli",
+        "train",
+        *(str(part) for pair in options.items() for part in pair),
+    ]
     with (out / "trainer.log").open("wb") as log:
         return subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT)
 

@@ -77,7 +77,7 @@ def main(steps: int = STEPS, staleness: int = 0) -> None:
     with tempfile.TemporaryDirectory() as folder:
         store, plan = f"file://{folder}/store", Path(folder) / "plan.json"
         make_plan().save(plan)
-        serve = [sys.executable, "-W", "ignore", "-m", "shardrec.cli", "serve-embeddings"]
+        serve = [sys.executable, "-W", "ignore", "-m", "shardrec.trainer.cli", "serve-embeddings"]
         serve += ["examples.parameter_server.model:build", "--store", store, "--servers", ",".join(SERVERS)]
         serve += ["--trainers", "2", "--plan", str(plan), "--timeout", "100"]
         quiet = {**os.environ, "TORCH_CPP_LOG_LEVEL": "ERROR"}  # what agents say of those that leave before them

@@ -108,7 +108,7 @@ class Host:
             self.process = subprocess.Popen(
                 [
                     *(sys.executable, "-m", "torch.distributed.run", "--max-restarts", "1000", *self.options),
-                    *("-m", "shardrec.cli", "train", "--resume", *self._flags),
+                    *("-m", "shardrec.trainer.cli", "train", "--resume", *self._flags),
                 ],
                 cwd=ROOT,
                 env={
@@ -284,7 +284,7 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         undisturbed = subprocess.run(
             [
-                *(sys.executable, "-m", "shardrec.cli", "train", *_flags(_CONFIG)),
+                *(sys.executable, "-m", "shardrec.trainer.cli", "train", *_flags(_CONFIG)),
                 *("--model", "tests.campaign.hosts:Counted", "--out", f"{folder}/alone"),
             ],
             cwd=ROOT,

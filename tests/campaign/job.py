@@ -69,7 +69,7 @@ class Job:
             self._begin = log.tell()
             self._launcher = subprocess.Popen(
                 [
-                    *(sys.executable, "-m", "shardrec.cli", "train", "--out", str(self.folder), "--resume"),
+                    *(sys.executable, "-m", "shardrec.trainer.cli", "train", "--out", str(self.folder), "--resume"),
                     *(*_FLAGS, "--nproc", str(self._ranks), "--timeout", str(self._timeout)),
                 ],
                 stdin=subprocess.DEVNULL,

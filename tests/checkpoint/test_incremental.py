@@ -19,10 +19,10 @@ from shardrec.checkpoint.changes import _MAX_CHANGED, SavedBefore, _words, diffe
 from shardrec.checkpoint.load import verify_checkpoint
 from shardrec.checkpoint.manifest import read_manifest
 from shardrec.checkpoint.parts import HeldTensor, Part, Rect
-from shardrec.cli.inspecting import describe
 from shardrec.errors import CheckpointError, ConfigError
 from shardrec.ids import DynamicIds
 from shardrec.layout import Topology
+from shardrec.trainer.cli.inspecting import describe
 from tests.batches import random_bags
 from tests.checkpoint.models import CUTS, ROWS, adam, held, make
 from tests.checkpoint.whole import contents

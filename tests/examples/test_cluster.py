@@ -23,7 +23,7 @@ from shardrec.trainer.run.config import load_config
 
 ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "examples" / "cluster"
-TRAIN = ["-m", "shardrec.cli", "train", "/shared/run.yaml", "--resume"]
+TRAIN = ["-m", "shardrec.trainer.cli", "train", "/shared/run.yaml", "--resume"]
 
 
 @pytest.mark.slow

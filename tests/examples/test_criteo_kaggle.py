@@ -19,8 +19,8 @@ from pyarrow import csv
 
 from examples.criteo_kaggle import prepare as example
 from examples.criteo_kaggle.prepare import COLUMNS, prepare
-from shardrec.cli import main
 from shardrec.errors import ConfigError, DataError
+from shardrec.trainer.cli import main
 from shardrec.trainer.data import FileClickData, criteo_schema, load_spec, write_criteo_tsv
 from shardrec.trainer.run import load_config
 from tests.ranks import ranks

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from examples.planted_ctr import make
-from shardrec.cli import main
+from shardrec.trainer.cli import main
 from shardrec.trainer.run import load_config
 
 

@@ -13,7 +13,6 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from shardrec.cli import app
 from shardrec.errors import ConfigError
 from shardrec.layout import ShardingPlan, Topology, cuts
 from shardrec.layout.presets import preset
@@ -24,6 +23,7 @@ from shardrec.trainer import calibrate
 from shardrec.trainer.calibrate import Measured
 from shardrec.trainer.calibrate.measure import _time_step
 from shardrec.trainer.calibrate.workload import step_plan, table_loads
+from shardrec.trainer.cli import app
 
 BASE = Profile.of_machine(preset("cpu"))
 TRUE = replace(

@@ -36,7 +36,7 @@ class Agent:
             self.process = subprocess.Popen(
                 [
                     *(sys.executable, "-m", "torch.distributed.run", *options),
-                    *("-m", "shardrec.cli", "train", "--out", str(out), "--resume", *FLAGS),
+                    *("-m", "shardrec.trainer.cli", "train", "--out", str(out), "--resume", *FLAGS),
                 ],
                 cwd=ROOT,
                 # torchrun leaves a folder for its log where temporary files go.

@@ -10,14 +10,15 @@ from typing import Annotated, Any
 import typer
 
 import shardrec
-from shardrec.cli.bench import bench_command
-from shardrec.cli.calibrate import calibrate_command
-from shardrec.cli.convert import convert_command
-from shardrec.cli.doctor import doctor
-from shardrec.cli.ending import ended_by_error, writable_output
-from shardrec.cli.flags import Command
-from shardrec.cli.plan import plan_command
-from shardrec.cli.runs import (
+from shardrec.launch.quiet import environment_for_torch, quiet_libraries
+from shardrec.trainer.cli.bench import bench_command
+from shardrec.trainer.cli.calibrate import calibrate_command
+from shardrec.trainer.cli.convert import convert_command
+from shardrec.trainer.cli.doctor import doctor
+from shardrec.trainer.cli.ending import ended_by_error, writable_output
+from shardrec.trainer.cli.flags import Command
+from shardrec.trainer.cli.plan import plan_command
+from shardrec.trainer.cli.runs import (
     compare_command,
     eval_command,
     export_command,
@@ -25,10 +26,9 @@ from shardrec.cli.runs import (
     predict_command,
     serve_command,
 )
-from shardrec.cli.serve_embeddings import serve_embeddings_command
-from shardrec.cli.sweep import sweep_command
-from shardrec.cli.train import train_command
-from shardrec.launch.quiet import environment_for_torch, quiet_libraries
+from shardrec.trainer.cli.serve_embeddings import serve_embeddings_command
+from shardrec.trainer.cli.sweep import sweep_command
+from shardrec.trainer.cli.train import train_command
 
 __all__ = ["app", "main"]
 

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.cli.command import Run
 from tests.documents import LAUGHS
+from tests.trainer.cli.command import Run
 
 
 def archive(path: Path, **members: str | bytes) -> None:

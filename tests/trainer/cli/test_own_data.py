@@ -24,15 +24,15 @@ import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from shardrec import native
-from shardrec.cli import main
 from shardrec.errors import ConfigError
 from shardrec.layout import ShardingPlan
 from shardrec.serve import load_package
+from shardrec.trainer.cli import main
 from shardrec.trainer.data import batch_of_request, click_metrics, request_example
 from shardrec.trainer.run.endpoint import open_server
 from shardrec.trainer.run.runs import RunFolder
-from tests.cli.command import Run
 from tests.ranks import ranks
+from tests.trainer.cli.command import Run
 from tests.trainer.run.servers import stop
 
 SPEC = """

@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from shardrec.cli import app
-from shardrec.cli.plan import read_tables
 from shardrec.errors import ConfigError
 from shardrec.layout import ShardingPlan
-from tests.cli.command import shell
+from shardrec.trainer.cli import app
+from shardrec.trainer.cli.plan import read_tables
+from tests.trainer.cli.command import shell
 
 CSV = "name,count,num_embeddings,embedding_dim,pooling\nuser,1,1000000,64,1;10\nday,2,7,8,\n"
 YAML = """

@@ -10,7 +10,7 @@ import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from shardrec.layout import ShardingPlan, Topology, cuts
-from tests.cli.command import Run, shell
+from tests.trainer.cli.command import Run, shell
 
 SMALL = ("--max-embeddings", "100", "--embedding-dim", "8", "--batch-size", "64", "--evaluations", "1")
 
@@ -160,7 +160,7 @@ def test_files_that_are_not_data(run: Run, tmp_path: Path, name: str, content: b
 
 
 def test_ctrl_c(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    import shardrec.cli.train as command
+    import shardrec.trainer.cli.train as command
 
     def interrupted(*_: object, **__: object) -> None:
         raise KeyboardInterrupt

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from shardrec.cli import app
+from shardrec.trainer.cli import app
 
 COMMAND = ["serve-embeddings", "a.b:make", "--store", "file:///s", "--servers", "one,two"]
 
@@ -17,7 +17,7 @@ COMMAND = ["serve-embeddings", "a.b:make", "--store", "file:///s", "--servers", 
 def served(monkeypatch: pytest.MonkeyPatch) -> list[tuple[dict[str, Any], dict[str, Any]]]:
     """The options of each server that was started, and those of what starts it again."""
     calls: list[tuple[dict[str, Any], dict[str, Any]]] = []
-    monkeypatch.setattr("shardrec.cli.serve_embeddings._serve", lambda options: calls.append((options, {})))
+    monkeypatch.setattr("shardrec.trainer.cli.serve_embeddings._serve", lambda options: calls.append((options, {})))
     monkeypatch.setattr("shardrec.rpc.serve.supervise", lambda _, options, **kwargs: calls.append((options, kwargs)))
     return calls
 

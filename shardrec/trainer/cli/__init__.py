@@ -3,6 +3,6 @@
 This package imports neither torch nor fbgemm-gpu before a command needs them, so that ``--help`` answers at once.
 """
 
-from shardrec.cli.app import app, main
+from shardrec.trainer.cli.app import app, main
 
 __all__ = ["app", "main"]

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from shardrec.cli.flags import Debug, Device
 from shardrec.console import console, working
 from shardrec.errors import ConfigError
+from shardrec.trainer.cli.flags import Debug, Device
 
 if TYPE_CHECKING:
     from shardrec.planner import Profile, TableLoad
@@ -46,9 +46,9 @@ def calibrate_command(
     best one if the model errs in another way, times them in turn, and keeps the fastest with --save. An OUT that is
     there already is used as it is.
     """
-    from shardrec.cli.plan import check_outputs, read_tables
     from shardrec.planner import Profile
     from shardrec.trainer import calibrate
+    from shardrec.trainer.cli.plan import check_outputs, read_tables
 
     fewest = calibrate.fewest_workloads(len({1, ranks}))
     if workloads < fewest:

@@ -14,7 +14,7 @@ from shardrec.trainer.run import RunFolder, TrainConfig, load_config
 from shardrec.trainer.run.config import FILE
 from shardrec.trainer.run.model import build_model, export_fault, source_digest
 from shardrec.trainer.run.runs import differing
-from tests.cli.command import Run
+from tests.trainer.cli.command import Run
 
 SIZES = TrainConfig(
     samples=1_500, holdout_samples=500, max_embeddings=40, batch_size=128, evaluations=1, threads=1, model="dnn"

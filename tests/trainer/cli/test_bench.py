@@ -13,12 +13,12 @@ from typer.testing import CliRunner
 import shardrec
 from benchmarks.harness import BenchConfig
 from benchmarks.harness.timing import TimingConfig
-from shardrec.cli import app
 from shardrec.errors import ConfigError, PlanError
+from shardrec.trainer.cli import app
 from shardrec.trainer.run.options import flag
-from tests.cli.command import shell
+from tests.trainer.cli.command import shell
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 SMALL = ("--tables", "3x40x8", "--batch-size", "16", "--steps", "1", "--threads", "1")
 
 
@@ -32,7 +32,7 @@ def test_help_names_every_option() -> None:
 
 def test_help_imports_nothing_heavy() -> None:
     code = (
-        "import sys\nfrom typer.testing import CliRunner\nfrom shardrec.cli import app\n"
+        "import sys\nfrom typer.testing import CliRunner\nfrom shardrec.trainer.cli import app\n"
         "assert CliRunner().invoke(app, ['bench', '--help']).exit_code == 0\n"
         "print(sorted({'torch', 'fbgemm_gpu', 'torchrec', 'numpy', 'matplotlib', 'pyarrow'} & set(sys.modules)))"
     )

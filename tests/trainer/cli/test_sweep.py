@@ -15,7 +15,7 @@ from shardrec.trainer.data import write_criteo_tsv
 from shardrec.trainer.run import TrainConfig, sweep
 from shardrec.trainer.run.runs import RunFolder
 from shardrec.trainer.run.sweep import mean_and_deviation, parse_grid, run_sweep
-from tests.cli.command import Run
+from tests.trainer.cli.command import Run
 
 
 @pytest.fixture(scope="module")

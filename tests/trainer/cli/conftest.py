@@ -6,8 +6,8 @@ import sys
 
 import pytest
 
-from shardrec.cli import main
-from tests.cli.command import Run
+from shardrec.trainer.cli import main
+from tests.trainer.cli.command import Run
 
 
 @pytest.fixture

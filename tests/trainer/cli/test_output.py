@@ -14,9 +14,9 @@ from typing import TextIO
 
 import pytest
 
-from shardrec.cli import main
 from shardrec.errors import CheckpointError
 from shardrec.files import naming, os_fault
+from shardrec.trainer.cli import main
 from tests.checkpoint.models import make
 
 TRAIN = ("train", "--samples", "2000", "--holdout-samples", "200", "--batch-size", "1000", "--max-embeddings", "20")
@@ -78,7 +78,7 @@ def test_other_commands_say_so(
 
 def test_a_stdout_that_was_closed() -> None:
     """No file that is opened later gets its number."""
-    command = [sys.executable, "-m", "shardrec.cli", "--version"]
+    command = [sys.executable, "-m", "shardrec.trainer.cli", "--version"]
     ended = subprocess.run(["sh", "-c", '"$0" "$@" >&-', *command], capture_output=True, text=True, check=False)
     assert (ended.returncode, ended.stderr) == (
         1,

@@ -18,8 +18,8 @@ def shell(*arguments: str) -> subprocess.CompletedProcess[str]:
     """Runs the command line in a process of its own."""
     environment = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
     return subprocess.run(
-        [sys.executable, "-m", "shardrec.cli", *arguments],
-        cwd=Path(__file__).parents[2],
+        [sys.executable, "-m", "shardrec.trainer.cli", *arguments],
+        cwd=Path(__file__).parents[3],
         capture_output=True,
         text=True,
         check=False,

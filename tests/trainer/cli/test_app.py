@@ -15,15 +15,15 @@ from typer.testing import CliRunner
 import shardrec
 from shardrec import _versions, native, planner
 from shardrec._versions import check_extra
-from shardrec.cli import app, selftest
-from shardrec.cli import doctor as doctor_lines
-from shardrec.cli.ending import ended_by_error
 from shardrec.errors import DataError, InputError, VersionError
+from shardrec.trainer.cli import app, selftest
+from shardrec.trainer.cli import doctor as doctor_lines
+from shardrec.trainer.cli.ending import ended_by_error
 from shardrec.trainer.run import TrainConfig, train
 from shardrec.trainer.run.options import flag
-from tests.cli.command import shell
+from tests.trainer.cli.command import shell
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 
 
 def test_help_names_every_option() -> None:
@@ -37,7 +37,7 @@ def test_help_names_every_option() -> None:
 
 def test_help_imports_nothing_heavy() -> None:
     code = (
-        "import sys\nfrom typer.testing import CliRunner\nfrom shardrec.cli import app\n"
+        "import sys\nfrom typer.testing import CliRunner\nfrom shardrec.trainer.cli import app\n"
         "assert CliRunner().invoke(app, ['train', '--help']).exit_code == 0\n"
         "print(sorted({'torch', 'fbgemm_gpu', 'torchrec', 'numpy', 'matplotlib', 'pyarrow'} & set(sys.modules)))"
     )

@@ -9,8 +9,8 @@ from typing import Annotated, Any
 
 import typer
 
-from shardrec.cli.ending import SAVED, ended_after_saving, ended_by_user
-from shardrec.cli.flags import flag_parameters, parameter
+from shardrec.trainer.cli.ending import SAVED, ended_after_saving, ended_by_user
+from shardrec.trainer.cli.flags import flag_parameters, parameter
 from shardrec.trainer.run import RunStopped, TrainConfig, load_config, train
 
 __all__ = ["train_command"]

@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
-from shardrec.cli.flags import Debug
+from shardrec.trainer.cli.flags import Debug
 
 __all__ = ["serve_embeddings_command"]
 

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from shardrec.cli.flags import Debug, Device
 from shardrec.console import console, working
+from shardrec.trainer.cli.flags import Debug, Device
 from shardrec.trainer.run import predict
 from shardrec.trainer.run.runs import RunFolder, Target, differing
 
@@ -143,7 +143,7 @@ def inspect_command(
 
     With --suggest, PATH is a data file, a pattern of files or a folder, and a spec of its columns is printed as YAML.
     """
-    from shardrec.cli.inspecting import describe
+    from shardrec.trainer.cli.inspecting import describe
 
     if suggest:
         from shardrec.trainer.data.suggest import suggest_spec

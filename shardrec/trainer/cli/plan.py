@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from shardrec.cli.flags import Debug
 from shardrec.console import console, working
 from shardrec.errors import ConfigError
 from shardrec.files import os_fault, parse_yaml, read_text
+from shardrec.trainer.cli.flags import Debug
 
 if TYPE_CHECKING:
     from shardrec.layout import Topology

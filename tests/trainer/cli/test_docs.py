@@ -13,7 +13,7 @@ from shardrec.trainer.data import load_spec
 from shardrec.trainer.run import TrainConfig, load_config
 from shardrec.trainer.run.options import Options, flag
 
-PAGE = (Path(__file__).parents[2] / "docs" / "cli.md").read_text(encoding="utf-8")
+PAGE = (Path(__file__).parents[3] / "docs" / "cli.md").read_text(encoding="utf-8")
 CONFIGS = {"train": TrainConfig, "bench: Timings": TimingConfig, "bench: Bytes": BenchConfig}
 
 

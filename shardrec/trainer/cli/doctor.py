@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 import shardrec
-from shardrec.cli.flags import Device
 from shardrec.errors import ConfigError, ShardrecError
+from shardrec.trainer.cli.flags import Device
 
 if TYPE_CHECKING:
     import torch
@@ -111,7 +111,7 @@ def _chosen(wanted: Device | None) -> torch.device:
 
 def _on_device(device: torch.device) -> tuple[tuple[str, Callable[[], str]], ...]:
     """Small steps, each by itself."""
-    from shardrec.cli import selftest  # with torch and torchrec
+    from shardrec.trainer.cli import selftest  # with torch and torchrec
 
     return (
         ("fbgemm", partial(selftest.fbgemm_build, device)),
