@@ -50,7 +50,7 @@ _CUDA_TESTS = (
     "tests/checkpoint/test_reshard.py::test_on_cuda",
     "tests/serve/test_publish.py::test_on_cuda",
     "tests/serve/test_quantize.py::test_on_cuda",
-    "tests/modules/test_elastic.py::test_on_cuda_one_that_comes_back_has_the_other_s_state",
+    "tests/replicas/test_elastic.py::test_on_cuda_one_that_comes_back_has_the_other_s_state",
     "tests/lookup/test_bank.py::test_a_fused_bank_on_cuda_learns_as_rows_do_on_the_cpu",
     "tests/pipeline/test_pipeline.py::test_stages_on_a_gpu",
     "tests/pipeline/test_train.py::test_on_a_gpu_losses_are_the_plain_loop_s",

@@ -17,8 +17,8 @@ from shardrec.checkpoint.load import load_checkpoint
 from shardrec.checkpoint.manifest import MANIFEST
 from shardrec.checkpoint.save import PendingSave, check_incremental, remove, save, wait_for_save
 from shardrec.errors import CheckpointError, ConfigError
-from shardrec.modules.elastic_model import ElasticModel
 from shardrec.modules.model import ShardedModel
+from shardrec.replicas.elastic_model import ElasticModel
 
 __all__ = ["Checkpoints", "LoadedCheckpoint"]
 

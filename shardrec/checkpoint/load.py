@@ -36,7 +36,7 @@ from shardrec.checkpoint.save import rank_name, wait_for_save
 from shardrec.checkpoint.state import model_tensors, sharded_collections
 from shardrec.errors import CheckpointError, ConfigError
 from shardrec.modules.model import ShardedModel
-from shardrec.modules.replicated_model import ReplicatedModel
+from shardrec.replicas.replicated_model import ReplicatedModel
 
 __all__ = ["Select", "Source", "load_checkpoint", "load_source", "verify_checkpoint"]
 

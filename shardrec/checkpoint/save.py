@@ -44,7 +44,7 @@ from shardrec.checkpoint.state import model_tensors, sharded_collections
 from shardrec.errors import CheckpointError, ConfigError
 from shardrec.exchange.subgroups import subgroup
 from shardrec.modules.model import ShardedModel, require_sharded
-from shardrec.modules.replicated_model import ReplicatedModel
+from shardrec.replicas.replicated_model import ReplicatedModel
 
 __all__ = [
     "FILE_NAME",

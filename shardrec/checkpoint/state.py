@@ -22,8 +22,8 @@ from shardrec.errors import ConfigError
 from shardrec.layout import Shard
 from shardrec.modules.collection import ShardedCollection
 from shardrec.modules.model import ShardedModel
-from shardrec.modules.replicated_model import ReplicatedModel
 from shardrec.modules.table import ShardedTable
+from shardrec.replicas.replicated_model import ReplicatedModel
 
 __all__ = ["ParameterInfo", "model_tensors", "parameter_infos", "sharded_collections", "table_tensors"]
 

@@ -6,12 +6,12 @@ from shardrec.modules.bags import ShardedEmbeddingBagCollection
 from shardrec.modules.clipping import clip_grad_norm_, clip_grad_value_
 from shardrec.modules.convert import shard
 from shardrec.modules.drop_in import DistributedModelParallel
-from shardrec.modules.elastic_model import ElasticModel
 from shardrec.modules.model import ShardedModel
-from shardrec.modules.replicas import Replicas
-from shardrec.modules.replicated_model import ReplicatedModel
 from shardrec.modules.sequences import ShardedEmbeddingCollection
 from shardrec.modules.servers import Servers
+from shardrec.replicas.elastic_model import ElasticModel
+from shardrec.replicas.replicas import Replicas
+from shardrec.replicas.replicated_model import ReplicatedModel
 
 __all__ = [
     "DistributedModelParallel",

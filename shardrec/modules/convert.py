@@ -44,16 +44,16 @@ from shardrec.modules.dynamic import (
     refuse_remappers,
     without_managed_collision,
 )
-from shardrec.modules.elastic_model import ElasticModel
 from shardrec.modules.initial import value_checksums
 from shardrec.modules.model import ShardedModel
 from shardrec.modules.overrides import refuse_overrides
-from shardrec.modules.replicas import Replicas, make_groups, replica_ranks
-from shardrec.modules.replicated_model import ReplicatedModel
 from shardrec.modules.sequences import ShardedEmbeddingCollection
 from shardrec.modules.servers import Servers
 from shardrec.modules.ties import refuse_ties
 from shardrec.pending import Awaitable, LazyAwaitable
+from shardrec.replicas.elastic_model import ElasticModel
+from shardrec.replicas.replicas import Replicas, make_groups, replica_ranks
+from shardrec.replicas.replicated_model import ReplicatedModel
 
 # isinstance(output, torchrec's LazyAwaitable) is asked by code that waits by hand.
 TorchRecAwaitable.register(Awaitable)

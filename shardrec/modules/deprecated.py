@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from shardrec.errors import ConfigError
-from shardrec.modules.replicas import Replicas
 from shardrec.modules.servers import Servers
+from shardrec.replicas.replicas import Replicas
 
 __all__ = ["records_of"]
 

@@ -29,7 +29,7 @@ from shardrec.errors import ConfigError, ShardrecError
 from shardrec.exchange.peers import peers
 from shardrec.exchange.subgroups import subgroup
 from shardrec.modules.model import ShardedModel, require_sharded
-from shardrec.modules.replicated_model import ReplicatedModel
+from shardrec.replicas.replicated_model import ReplicatedModel
 from shardrec.serve.model import ServedModel
 from shardrec.serve.published import base_of, data_name, encoded, published_tensors, version_name, versions_in
 from shardrec.serve.quantize import CHUNK, table_formats, whole_row_ranges

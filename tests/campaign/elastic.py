@@ -35,7 +35,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 import shardrec
 from benchmarks.harness.template import RankTemplate
-from shardrec.modules.elastic_model import ElasticModel
+from shardrec.replicas.elastic_model import ElasticModel
 from tests.models import apply_optimizer_in_backward
 
 ROWS, FEATURES, DIM, BATCH = 200, 4, 8, 64

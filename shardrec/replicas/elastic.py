@@ -44,7 +44,7 @@ from shardrec.errors import ConfigError, PeerError, ShardrecError
 from shardrec.exchange.headers import checksum
 from shardrec.exchange.peers import peers
 from shardrec.exchange.safe_pickle import gather
-from shardrec.modules.replicas import Replicas, dtype_buckets
+from shardrec.replicas.replicas import Replicas, dtype_buckets
 
 __all__ = ["Arrival", "ElasticGroup", "Phase"]
 

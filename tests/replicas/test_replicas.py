@@ -18,7 +18,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from shardrec.layout import ShardingPlan, Topology, cuts
 from shardrec.modules import Replicas, ReplicatedModel, ShardedModel, shard
-from shardrec.modules.replicas import Averager, make_groups, replica_ranks, stream_buckets
+from shardrec.replicas.replicas import Averager, make_groups, replica_ranks, stream_buckets
 from tests.batches import Bags, joined, random_bags
 from tests.collective_counts import CountCollectives
 from tests.models import (

@@ -1,4 +1,4 @@
-"""A sharded model whose replicas are jobs of their own, which may die and come back (:mod:`shardrec.modules.elastic`).
+"""A sharded model whose replicas are jobs of their own, which may die and come back (:mod:`shardrec.replicas.elastic`).
 
 ::
 
@@ -31,9 +31,9 @@ from shardrec.exchange.subgroups import subgroup
 from shardrec.exchange.transport import timeout_s
 from shardrec.layout import ShardingPlan
 from shardrec.modules.dense import DenseOptions, DenseWrap
-from shardrec.modules.elastic import ElasticGroup, Phase
 from shardrec.modules.model import ShardedModel
-from shardrec.modules.replicas import Replicas
+from shardrec.replicas.elastic import ElasticGroup, Phase
+from shardrec.replicas.replicas import Replicas
 
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.stateful import Stateful

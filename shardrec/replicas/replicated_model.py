@@ -1,4 +1,4 @@
-"""A sharded model with several copies of its tables, averaged every few steps (see :mod:`shardrec.modules.replicas`).
+"""A sharded model with several copies of its tables, averaged every few steps (see :mod:`shardrec.replicas.replicas`).
 
 [Note: when a step is over]
 A table may be updated in backward, by a callback after it, or by an ordinary optimizer after that. All updates are done
@@ -32,7 +32,7 @@ from shardrec.exchange.headers import Headers
 from shardrec.layout import ShardingPlan
 from shardrec.modules.dense import DenseOptions, DenseWrap
 from shardrec.modules.model import ShardedModel
-from shardrec.modules.replicas import Averager, ReplicaGroups, Replicas
+from shardrec.replicas.replicas import Averager, ReplicaGroups, Replicas
 
 __all__ = ["ReplicatedModel"]
 

@@ -25,8 +25,8 @@ from shardrec.errors import ConfigError, PeerError, PlanError
 from shardrec.ids import DynamicIds
 from shardrec.layout import ShardingPlan, Topology, cuts
 from shardrec.modules import Replicas, shard
-from shardrec.modules.elastic import Broken
-from shardrec.modules.elastic_model import ElasticModel
+from shardrec.replicas.elastic import Broken
+from shardrec.replicas.elastic_model import ElasticModel
 from tests.batches import Bags, joined, random_bags
 from tests.cuda_ranks import DEVICES, WORLDS, cuda_ranks
 from tests.models import apply_optimizer_in_backward, click_model
