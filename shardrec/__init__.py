@@ -25,7 +25,7 @@ from shardrec.errors import (
 
 if TYPE_CHECKING:
     from shardrec.checkpoint import Checkpoints, load_checkpoint, save_checkpoint, warm_start
-    from shardrec.exchange.wire import QuantizedComms
+    from shardrec.exchange.wire_format import QuantizedComms
     from shardrec.ids import DynamicIds
     from shardrec.layout import ShardingPlan, Topology
     from shardrec.modules import (
@@ -84,7 +84,7 @@ __all__ = [
 
 _NAMES = {
     "checkpoint": "Checkpoints load_checkpoint save_checkpoint warm_start",
-    "exchange.wire": "QuantizedComms",
+    "exchange.wire_format": "QuantizedComms",
     "ids": "DynamicIds",
     "layout": "ShardingPlan Topology",
     "modules": "DistributedModelParallel Replicas Servers ShardedModel annotate_for_dynamo "
@@ -114,10 +114,10 @@ _WITHOUT_FBGEMM = {"errors", "ids", "layout", "pending", "scripting"}
 
 
 PROVIDED |= {
-    "portable_twin": "shardrec.portable.twins",
+    "portable_twin": "shardrec.portable.portable_twin",
     "replan_model": "shardrec.checkpoint.replan",
     "reshard_model": "shardrec.checkpoint.reshard",
-    "shard_over_servers": "shardrec.rpc.model",
+    "shard_over_servers": "shardrec.rpc.remote_model",
 }
 
 # torch warns in each process of a renamed function, when TorchRec creates the first KeyedJaggedTensor.

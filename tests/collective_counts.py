@@ -23,7 +23,7 @@ from torch._C._profiler import RecordScope, _ExperimentalConfig
 from torch.autograd import profiler
 from torch.profiler import ProfilerActivity
 
-from shardrec.exchange.shared import collectives
+from shardrec.exchange.shared import shared_memory as collectives
 
 __all__ = ["CollectiveOperators", "CountCollectives"]
 

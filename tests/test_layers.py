@@ -66,7 +66,7 @@ def imported(nodes: list[ast.stmt], *, for_types: bool) -> Iterator[str]:
 
 
 def graph(*, for_types: bool) -> dict[str, set[str]]:
-    """The files that each file imports, or loads by their names, as in ``import_module("shardrec.rpc.model")``."""
+    """The files that each file imports, or loads by their names, as in ``import_module("shardrec.rpc.remote_model")``."""
     return {
         name: {*imported(tree(path).body, for_types=for_types), *named(nodes(path))} - {name}
         for name, path in files().items()

@@ -16,7 +16,7 @@ from benchmarks.harness.volume import (
     uniform_traffic,
 )
 from benchmarks.harness.workload import WorkloadTable
-from shardrec.exchange.wire import QuantizedComms
+from shardrec.exchange.wire_format import QuantizedComms
 from shardrec.layout import ShardingPlan, TableLayout
 
 __all__ = ["WorkloadFormula", "batches_of", "comms_of"]

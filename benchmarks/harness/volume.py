@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING
 from shardrec.layout import COLUMN_UNIT, Shard, TableLayout, Topology
 
 if TYPE_CHECKING:
-    from shardrec.exchange.wire import QuantizedComms
+    from shardrec.exchange.wire_format import QuantizedComms
 
 __all__ = [
     "EXCHANGES",

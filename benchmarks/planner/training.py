@@ -36,8 +36,8 @@ from shardrec.layout import ShardingPlan, Topology, cuts
 from shardrec.layout.presets import detect_machine
 from shardrec.planner import Profile, TableLoad, from_torchrec, plan_tables
 from shardrec.planner.cost import CostModel
+from shardrec.planner.describe import sampled_features, table_loads
 from shardrec.planner.price import predicted_ms
-from shardrec.planner.tables import sampled_features, table_loads
 from shardrec.trainer import calibrate
 
 

@@ -37,7 +37,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardrec.checkpoint.files import SavedFile
+from shardrec.checkpoint.data_files import SavedFile
 from shardrec.checkpoint.manifest import SavedPart
 from shardrec.checkpoint.parts import HeldTensor, Part, Rect, as_matrix
 

@@ -17,7 +17,7 @@ from shardrec.checkpoint.load import load_checkpoint
 from shardrec.checkpoint.manifest import MANIFEST
 from shardrec.checkpoint.save import PendingSave, check_incremental, remove, save, wait_for_save
 from shardrec.errors import CheckpointError, ConfigError
-from shardrec.modules.model import ShardedModel
+from shardrec.modules.sharded_model import ShardedModel
 from shardrec.replicas.elastic_model import ElasticModel
 
 __all__ = ["Checkpoints", "LoadedCheckpoint"]

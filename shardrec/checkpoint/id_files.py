@@ -13,7 +13,7 @@ from shardrec.checkpoint.ids import dynamic_tables
 from shardrec.errors import CheckpointError
 from shardrec.exchange.hashing import home_rows
 from shardrec.layout import Shard, TableLayout
-from shardrec.modules.model import ShardedModel
+from shardrec.modules.sharded_model import ShardedModel
 
 __all__ = ["export_ids", "import_ids"]
 

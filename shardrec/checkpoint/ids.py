@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from shardrec.checkpoint.files import DTYPES
+from shardrec.checkpoint.data_files import DTYPES
 from shardrec.checkpoint.manifest import Manifest, Read, SavedPart, SavedTensor
 from shardrec.checkpoint.parts import HeldTensor, Part, Rect
 from shardrec.errors import ConfigError
@@ -26,7 +26,7 @@ from shardrec.ids.options import Evict
 from shardrec.ids.restore import RestoredIds, restored_ids
 from shardrec.layout import Shard, TableLayout
 from shardrec.modules.collection import ShardedCollection
-from shardrec.modules.model import ShardedModel
+from shardrec.modules.sharded_model import ShardedModel
 from shardrec.modules.table import ShardedTable
 
 __all__ = ["DynamicTable", "Moves", "dynamic_tables"]

@@ -30,7 +30,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardrec.checkpoint.files import DTYPES, OpenFile, SavedFile, SavedRows, sync_folder
+from shardrec.checkpoint.data_files import DTYPES, OpenFile, SavedFile, SavedRows, sync_folder
 from shardrec.checkpoint.parts import Rect
 from shardrec.errors import CheckpointError
 from shardrec.files import naming, open_regular, parse_json

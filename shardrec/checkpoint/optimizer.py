@@ -12,13 +12,13 @@ import torch
 from torch import Tensor
 from torchrec.optim.keyed import CombinedOptimizer, OptimizerWrapper
 
-from shardrec.checkpoint.files import DTYPES
+from shardrec.checkpoint.data_files import DTYPES
 from shardrec.checkpoint.manifest import Manifest, SavedTensor
 from shardrec.checkpoint.parts import HeldTensor, held
 from shardrec.checkpoint.state import ParameterInfo, parameter_infos, sharded_collections
 from shardrec.errors import ConfigError
-from shardrec.modules.model import ShardedModel
 from shardrec.modules.optim import FusedOptimizers
+from shardrec.modules.sharded_model import ShardedModel
 
 __all__ = [
     "fused_settings",

@@ -4,7 +4,7 @@
 
     agree      on the plan; on what each rank holds, a manifest whose file numbers are ranks
     build      the lookups and tables of the new plan, beside the old ones
-    read       ids, then rows with their states: from this rank's memory, or from another's (messages.py)
+    read       ids, then rows with their states: from this rank's memory, or from another's (remote_reads.py)
     commit     after an agreement that all of it is there, each rank by itself: what knows the parameters follows
 
 Until the last agreement an error on any rank undoes what was built, and nothing of the old plan was written to.
@@ -21,12 +21,12 @@ from itertools import count
 import torch
 
 from shardrec.checkpoint.agree import Ranks
-from shardrec.checkpoint.files import DTYPES
+from shardrec.checkpoint.data_files import DTYPES
 from shardrec.checkpoint.ids import Moves, dynamic_tables
 from shardrec.checkpoint.manifest import Manifest, Read, SavedPart, SavedTensor
-from shardrec.checkpoint.messages import Messages
 from shardrec.checkpoint.optimizer import optimizer_groups, optimizer_state, state_targets
 from shardrec.checkpoint.parts import HeldTensor, as_matrix
+from shardrec.checkpoint.remote_reads import Messages
 from shardrec.checkpoint.save import merged, of_all_ranks, step_counts, wait_for_save
 from shardrec.checkpoint.state import parameter_infos, table_tensors
 from shardrec.errors import ConfigError, PlanError
@@ -35,8 +35,8 @@ from shardrec.layout import ShardingPlan
 from shardrec.lookup.shards import ShardLookup
 from shardrec.modules.annotate import annotate_for_dynamo
 from shardrec.modules.collection import ShardedCollection
-from shardrec.modules.convert import agree_on_plan
-from shardrec.modules.model import ShardedModel
+from shardrec.modules.shard import agree_on_plan
+from shardrec.modules.sharded_model import ShardedModel
 from shardrec.modules.table import ShardedTable
 
 __all__ = ["reshard_model"]

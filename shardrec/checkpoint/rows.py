@@ -20,7 +20,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from shardrec.checkpoint.files import BLOCK_BYTES, OpenFile
+from shardrec.checkpoint.data_files import BLOCK_BYTES, OpenFile
 from shardrec.checkpoint.parts import Rect
 from shardrec.errors import ConfigError
 from shardrec.files import open_regular

@@ -26,7 +26,7 @@ from torch import Tensor
 
 from shardrec.checkpoint.agree import Ranks
 from shardrec.checkpoint.changes import Kept, PartKey, SavedBefore
-from shardrec.checkpoint.files import DTYPES, SavedFile, SavedRows, sync_folder, write_file
+from shardrec.checkpoint.data_files import DTYPES, SavedFile, SavedRows, sync_folder, write_file
 from shardrec.checkpoint.manifest import (
     MANIFEST,
     Manifest,
@@ -43,7 +43,7 @@ from shardrec.checkpoint.parts import HeldTensor, Part, Rect, held
 from shardrec.checkpoint.state import model_tensors, sharded_collections
 from shardrec.errors import CheckpointError, ConfigError
 from shardrec.exchange.subgroups import subgroup
-from shardrec.modules.model import ShardedModel, require_sharded
+from shardrec.modules.sharded_model import ShardedModel, require_sharded
 from shardrec.replicas.replicated_model import ReplicatedModel
 
 __all__ = [

@@ -21,7 +21,7 @@ from shardrec.checkpoint.parts import HeldTensor, Part, Rect, held
 from shardrec.errors import ConfigError
 from shardrec.layout import Shard
 from shardrec.modules.collection import ShardedCollection
-from shardrec.modules.model import ShardedModel
+from shardrec.modules.sharded_model import ShardedModel
 from shardrec.modules.table import ShardedTable
 from shardrec.replicas.replicated_model import ReplicatedModel
 

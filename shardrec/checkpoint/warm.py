@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from zlib_ng.zlib_ng import crc32
 
 from shardrec.checkpoint.agree import Ranks
-from shardrec.checkpoint.files import DTYPES
+from shardrec.checkpoint.data_files import DTYPES
 from shardrec.checkpoint.ids import dynamic_tables
 from shardrec.checkpoint.load import Source, load_source
 from shardrec.checkpoint.manifest import Manifest, SavedPart, SavedTensor
@@ -33,7 +33,7 @@ from shardrec.checkpoint.save import wait_for_save
 from shardrec.checkpoint.state import sharded_collections
 from shardrec.errors import ConfigError
 from shardrec.ids.id_map import RESERVE
-from shardrec.modules.model import ShardedModel
+from shardrec.modules.sharded_model import ShardedModel
 
 __all__ = ["Resize", "WarmStart", "WarmTensor", "match", "warm_start"]
 

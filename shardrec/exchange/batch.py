@@ -21,7 +21,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn.utils.rnn import pad_sequence
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from shardrec.exchange.staging import staged
+from shardrec.exchange.to_device import staged
 
 __all__ = [
     "KEY_ORDERS",

@@ -19,7 +19,7 @@ from torch import Tensor
 from shardrec import native
 from shardrec.exchange import launching
 from shardrec.exchange.batch import NO_LIMIT, Batch, Expectation, shown
-from shardrec.exchange.staging import staged
+from shardrec.exchange.to_device import staged
 
 __all__ = ["add_up", "are_sound", "describe_fault", "ids_are_valid"]
 
@@ -56,7 +56,7 @@ def _are_sound_on_device(lengths: Tensor, values: Tensor, limits: Tensor) -> Ten
     (keys, bags), count = lengths.shape, values.numel()
     sums_F = torch.empty(keys, dtype=torch.int64, device=lengths.device)
     valid = torch.empty((), dtype=torch.int8, device=lengths.device)
-    run = partial(launching.launch, "shardrec.exchange.kernels")
+    run = partial(launching.launch, "shardrec.exchange.input_kernels")
     run("sum_lengths", (keys,), lengths, sums_F, valid, bags, count, BLOCK=4096, num_warps=8)
     shares, padded = min(32, count // 1024 + 1), 1 << (keys - 1).bit_length()
     constants = {"KEYS": padded, "SHARES": 1 << (shares - 1).bit_length(), "BLOCK": 1024}

@@ -12,7 +12,7 @@ from shardrec.exchange.collectives import Collectives
 from shardrec.exchange.gradients import Gradients
 from shardrec.exchange.headers import Headers
 from shardrec.exchange.queue import ExchangeQueue
-from shardrec.exchange.wire import QuantizedComms
+from shardrec.exchange.wire_format import QuantizedComms
 
 if TYPE_CHECKING:
     from shardrec.exchange.batch import OnBadId

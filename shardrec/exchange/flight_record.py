@@ -3,7 +3,7 @@
 It is a ring of a few entries in an anonymous memory file, which has no name and ends with the process. While the
 process lives, even if it is stopped or stuck, another process of the same user can read it through ``/proc``. An entry
 takes half a microsecond. The idea is that of PyTorch's flight recorder, which only supports NCCL. (``BlocksInFlight``
-in ``blocks.py`` is something else: rows being exchanged.)
+in ``row_exchange.py`` is something else: rows being exchanged.)
 """
 
 from __future__ import annotations

@@ -25,9 +25,9 @@ from torch import Tensor
 from torch.autograd.function import FunctionCtx, once_differentiable
 
 from shardrec.exchange.assemble import Columns
-from shardrec.exchange.blocks import BlocksInFlight, Stream
 from shardrec.exchange.route import Piece, Route, Slot, Source, add_columns
-from shardrec.exchange.wire import Shape
+from shardrec.exchange.row_exchange import BlocksInFlight, Stream
+from shardrec.exchange.wire_format import Shape
 
 __all__ = ["HostExchange", "HostSums", "host_sums"]
 

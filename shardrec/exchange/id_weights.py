@@ -20,8 +20,8 @@ from torch import Tensor
 from torch.autograd.function import FunctionCtx, once_differentiable
 
 from shardrec.exchange.collectives import Collectives, joined
-from shardrec.exchange.input import SentIds
 from shardrec.exchange.payload import ShardInput
+from shardrec.exchange.prepare import SentIds
 
 __all__ = ["received_id_weights", "tied"]
 

@@ -19,7 +19,7 @@ def has_kernels(device: torch.device) -> bool:
     if device.type != "cuda" or find_spec("triton") is None:
         return False
     try:
-        launch("shardrec.exchange.kernels", "clear", (1,), torch.empty(1, dtype=torch.int32, device=device))
+        launch("shardrec.exchange.input_kernels", "clear", (1,), torch.empty(1, dtype=torch.int32, device=device))
     except Exception as error:
         warnings.warn(
             f"Triton compiles no kernel here ({error}); torch's operators take their place, and steps of small batches "

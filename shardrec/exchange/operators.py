@@ -42,9 +42,9 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from shardrec.errors import ConfigError, InputError
 from shardrec.exchange.batch import Expectation, form_fault, length_fault
-from shardrec.exchange.blocks import BlocksInFlight
+from shardrec.exchange.call import Call, Caller
 from shardrec.exchange.context import ModelContext
-from shardrec.exchange.step import Call, Caller
+from shardrec.exchange.row_exchange import BlocksInFlight
 
 __all__ = ["Program"]
 

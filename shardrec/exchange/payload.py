@@ -24,7 +24,7 @@ import torch
 from torch import Tensor, nn
 
 from shardrec.exchange.route import Route
-from shardrec.exchange.staging import staged
+from shardrec.exchange.to_device import staged
 
 __all__ = ["HEADER_SIZES", "Payload", "ShardInput"]
 

@@ -29,12 +29,12 @@ from torch import Tensor
 from torch.autograd.function import FunctionCtx, once_differentiable
 
 from shardrec.exchange.assemble import Columns
-from shardrec.exchange.blocks import BlocksInFlight, Stream
 from shardrec.exchange.hosts import HostExchange, host_sums
 from shardrec.exchange.payload import ShardInput
 from shardrec.exchange.ragged import Ragged
 from shardrec.exchange.route import Lookup, Route, output_pieces
-from shardrec.exchange.wire import Shape
+from shardrec.exchange.row_exchange import BlocksInFlight, Stream
+from shardrec.exchange.wire_format import Shape
 
 __all__ = ["PooledOutputLayout"]
 

@@ -28,12 +28,12 @@ from weakref import WeakSet
 import torch
 
 from shardrec.errors import ConfigError, ShardrecError
-from shardrec.exchange.ahead import Ahead
-from shardrec.exchange.blocks import RowAllToAll
+from shardrec.exchange.call import Call, Caller, GradMode, can_share, exchange_and_look_up, split_by_compatibility
 from shardrec.exchange.call_batching import CallBatching, Phase
+from shardrec.exchange.calls_ahead import Ahead
 from shardrec.exchange.headers import Headers
-from shardrec.exchange.step import Call, Caller, GradMode, can_share, exchange_and_look_up, split_by_compatibility
-from shardrec.exchange.wire import QuantizedComms
+from shardrec.exchange.row_exchange import RowAllToAll
+from shardrec.exchange.wire_format import QuantizedComms
 
 __all__ = ["ExchangeQueue"]
 
@@ -73,7 +73,7 @@ class ExchangeQueue:
     def submit(self, module: Caller, features: object, *, by_operator: bool = False, scripted: bool = False) -> Call:
         """Queue a module's call, and begin the exchange if no further call is expected to share it.
 
-        A call that was made ahead of this forward (:mod:`shardrec.exchange.ahead`) with these features, in these modes,
+        A call that was made ahead of this forward (:mod:`shardrec.exchange.calls_ahead`) with these features, in these modes,
         is used instead of a new one.
 
         Args:

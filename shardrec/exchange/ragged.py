@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from shardrec.exchange.wire import Shape
+from shardrec.exchange.wire_format import Shape
 
 __all__ = ["Ragged"]
 

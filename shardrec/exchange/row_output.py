@@ -26,12 +26,12 @@ import torch
 from torch import Tensor
 from torch.autograd.function import FunctionCtx, once_differentiable
 
-from shardrec.exchange.blocks import BlocksInFlight, Stream
-from shardrec.exchange.input import SentIds
 from shardrec.exchange.payload import ShardInput
+from shardrec.exchange.prepare import SentIds
 from shardrec.exchange.route import Route
-from shardrec.exchange.staging import staged
-from shardrec.exchange.wire import Shape
+from shardrec.exchange.row_exchange import BlocksInFlight, Stream
+from shardrec.exchange.to_device import staged
+from shardrec.exchange.wire_format import Shape
 
 __all__ = ["SequenceOutputLayout"]
 

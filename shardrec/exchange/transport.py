@@ -11,7 +11,7 @@ import torch.distributed as dist
 from shardrec.errors import ConfigError
 from shardrec.exchange.collectives import Collectives, FunctionalCollectives, collectives_of
 from shardrec.exchange.shared import handshake
-from shardrec.exchange.shared.collectives import SharedCollectives
+from shardrec.exchange.shared.shared_memory import SharedCollectives
 from shardrec.memory import keep_large_blocks
 
 __all__ = ["Transport", "timeout_s", "transport_of"]

@@ -1,6 +1,6 @@
 """The id maps of a rank with tables on a GPU: ids are found and counted there, and the host decides on new ones.
 
-Shapes: N ids, S slots, M maps, R rows of all maps, E evicted rows. The kernels: :mod:`shardrec.ids.kernels`.
+Shapes: N ids, S slots, M maps, R rows of all maps, E evicted rows. The kernels: :mod:`shardrec.ids.map_kernels`.
 
 ::
 
@@ -28,7 +28,7 @@ from torch import Tensor, nn
 
 from shardrec.exchange import launching
 from shardrec.exchange.payload import ShardInput
-from shardrec.exchange.staging import moved
+from shardrec.exchange.to_device import moved
 from shardrec.ids.id_map import IdMap
 
 __all__ = ["DeviceMaps", "FoundRows", "launch"]
@@ -39,9 +39,9 @@ _MOST, _LEAST = torch.iinfo(torch.int64).max, torch.iinfo(torch.int64).min
 
 
 def launch(kernel: str, count: int, *values: Any, **constants: Any) -> None:
-    """Run a kernel of :mod:`shardrec.ids.kernels` on ``count`` ids or places; its arguments are in its order."""
+    """Run a kernel of :mod:`shardrec.ids.map_kernels` on ``count`` ids or places; its arguments are in its order."""
     grid = (-(-count // _BLOCK),)
-    launching.launch("shardrec.ids.kernels", kernel, grid, *values, count, BLOCK=_BLOCK, **constants)
+    launching.launch("shardrec.ids.map_kernels", kernel, grid, *values, count, BLOCK=_BLOCK, **constants)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,7 +52,7 @@ class FoundRows:
         rows: (N,) int32, the row of each id; -1 without one.
         maps: (N,) int32, the map of each id; -1 for plain rows.
         ends: (S + 1,) int64, where the ids of each slot begin, and where the last ones end.
-        missing: (N + 1, 2) int64, see :mod:`shardrec.ids.kernels`.
+        missing: (N + 1, 2) int64, see :mod:`shardrec.ids.map_kernels`.
         head: the first of these, on the host.
         copied: the event after which they are there; None on the CPU.
         version: of the maps.

@@ -27,7 +27,7 @@ from shardrec.exchange import launching
 from shardrec.exchange.collectives import Collectives
 from shardrec.exchange.payload import ShardInput
 from shardrec.exchange.route import Slot
-from shardrec.exchange.staging import staged
+from shardrec.exchange.to_device import staged
 from shardrec.ids.device_maps import DeviceMaps, FoundRows
 from shardrec.ids.id_map import COUNTED, IdMap
 from shardrec.ids.options import DynamicIds

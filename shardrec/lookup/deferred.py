@@ -18,7 +18,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from shardrec.lookup.bank import LookupGradient, RowGradient, TableBank, summed
+from shardrec.lookup.group_shards import LookupGradient, RowGradient, TableBank, summed
 
 __all__ = ["DeferredGradients"]
 

@@ -25,7 +25,7 @@ import torch
 
 from shardrec.errors import PlanError
 from shardrec.layout import Shard, TableLayout
-from shardrec.lookup.kernels import has_fused_kernel
+from shardrec.lookup.fbgemm_kernel import has_fused_kernel
 from shardrec.lookup.optimizers import FusedOptimizer, OptimizerKind
 
 __all__ = ["GroupMode", "LookupGroup", "LookupTable", "group_tables"]

@@ -31,7 +31,7 @@ from torch.autograd.function import FunctionCtx, once_differentiable
 from shardrec.errors import ConfigError
 from shardrec.exchange.backward_watch import weak_hook
 from shardrec.exchange.gradients import Gradients
-from shardrec.lookup.bank import RowGradient, TableBank, WidthClass
+from shardrec.lookup.group_shards import RowGradient, TableBank, WidthClass
 from shardrec.lookup.groups import LookupTable
 from shardrec.lookup.optimizers import FusedOptimizer
 from shardrec.lookup.row_optimizers import RowOptimizer

@@ -1,7 +1,7 @@
 """Optimizers of tables that update rows apart from the lookup's kernel, in torch or by operators in C++.
 
 They are used for all cut tables with ``update="step"``; and in backward where
-:func:`shardrec.lookup.kernels.has_fused_kernel` is False, for row-wise states of a table cut by
+:func:`shardrec.lookup.fbgemm_kernel.has_fused_kernel` is False, for row-wise states of a table cut by
 columns (whose mean square is over the whole row, of which a rank holds a part) and for replicated tables (whose
 gradient is complete only after the all-reduce). States are float32, and so is the update; the rows of a 16-bit table
 are rounded to nearest when they are written back. The rules are those of :mod:`torch.optim` and
@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 
 from shardrec import native
-from shardrec.lookup.bank import LookupGradient, RowGradient, TableBank, WidthClass
+from shardrec.lookup.group_shards import LookupGradient, RowGradient, TableBank, WidthClass
 from shardrec.lookup.native_kernel import RULES
 from shardrec.lookup.optimizers import FusedOptimizer, OptimizerKind
 

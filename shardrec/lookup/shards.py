@@ -21,8 +21,8 @@ from shardrec.exchange.payload import ShardInput
 from shardrec.exchange.route import Slot
 from shardrec.layout import Shard
 from shardrec.lookup.backward import JointBackward, LookupGradient, lookup_with_backward
-from shardrec.lookup.bank import RowGradient, TableBank
 from shardrec.lookup.deferred import DeferredGradients
+from shardrec.lookup.group_shards import RowGradient, TableBank
 from shardrec.lookup.groups import GroupMode, LookupGroup
 from shardrec.lookup.optimizers import FusedOptimizer
 from shardrec.lookup.row_optimizers import RowOptimizer

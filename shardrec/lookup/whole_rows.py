@@ -23,9 +23,9 @@ import torch
 from torch import Tensor
 
 from shardrec.exchange.collectives import Collectives
-from shardrec.exchange.staging import staged
+from shardrec.exchange.to_device import staged
 from shardrec.layout import Shard, TableLayout
-from shardrec.lookup.bank import RowGradient, TableBank
+from shardrec.lookup.group_shards import RowGradient, TableBank
 
 __all__ = ["Transfer", "WholeRows", "transfers"]
 

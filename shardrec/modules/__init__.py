@@ -4,11 +4,11 @@ from shardrec.modules.annotate import annotate_for_dynamo, unannotate
 from shardrec.modules.anomaly import detect_anomaly
 from shardrec.modules.bags import ShardedEmbeddingBagCollection
 from shardrec.modules.clipping import clip_grad_norm_, clip_grad_value_
-from shardrec.modules.convert import shard
 from shardrec.modules.drop_in import DistributedModelParallel
-from shardrec.modules.model import ShardedModel
 from shardrec.modules.sequences import ShardedEmbeddingCollection
 from shardrec.modules.servers import Servers
+from shardrec.modules.shard import shard
+from shardrec.modules.sharded_model import ShardedModel
 from shardrec.replicas.elastic_model import ElasticModel
 from shardrec.replicas.replicas import Replicas
 from shardrec.replicas.replicated_model import ReplicatedModel

@@ -15,10 +15,10 @@ import torch
 from torch import Tensor, nn
 
 from shardrec.errors import AnomalyError, ConfigError
+from shardrec.exchange.call import Call
 from shardrec.exchange.context import ModelContext
 from shardrec.exchange.headers import Headers
 from shardrec.exchange.payload import ShardInput
-from shardrec.exchange.step import Call
 from shardrec.lookup.replicated import ReplicatedLookup
 from shardrec.lookup.shards import ShardLookup
 from shardrec.modules.collection import ShardedCollection

@@ -16,13 +16,13 @@ from torchrec.modules.embedding_configs import EmbeddingBagConfig, PoolingType
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
 
 from shardrec.exchange.batch import KEY_ORDERS, Batch
-from shardrec.exchange.blocks import BlocksInFlight, Stream
+from shardrec.exchange.call import Call, DifferentiableOutput
 from shardrec.exchange.cut import permuted
 from shardrec.exchange.id_weights import received_id_weights, tied
 from shardrec.exchange.payload import ShardInput
 from shardrec.exchange.pooled_output import PooledOutputLayout
 from shardrec.exchange.route import Lookup
-from shardrec.exchange.step import Call, DifferentiableOutput
+from shardrec.exchange.row_exchange import BlocksInFlight, Stream
 from shardrec.lookup.groups import group_tables
 from shardrec.modules.collection import ShardedCollection
 from shardrec.modules.live_twins import LiveBags

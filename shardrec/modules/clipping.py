@@ -10,7 +10,7 @@ from torch.distributed.tensor import DTensor
 
 from shardrec.errors import ConfigError
 from shardrec.lookup.deferred import DeferredGradients
-from shardrec.modules.model import ShardedModel, require_sharded
+from shardrec.modules.sharded_model import ShardedModel, require_sharded
 
 __all__ = ["clip_by_norm", "clip_grad_norm_", "clip_grad_value_"]
 

@@ -19,14 +19,14 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from shardrec._dynamo import left_alone
 from shardrec.errors import ConfigError, PlanError
 from shardrec.exchange.batch import NO_LIMIT, Expectation
-from shardrec.exchange.blocks import Stream
+from shardrec.exchange.call import Call
 from shardrec.exchange.context import ModelContext
 from shardrec.exchange.dedup import DistinctIds
-from shardrec.exchange.input import InputPacker
 from shardrec.exchange.payload import ShardInput
+from shardrec.exchange.prepare import InputPacker
 from shardrec.exchange.route import Lookup, Route, build_route
-from shardrec.exchange.staging import moved
-from shardrec.exchange.step import Call
+from shardrec.exchange.row_exchange import Stream
+from shardrec.exchange.to_device import moved
 from shardrec.exchange.transport import transport_of
 from shardrec.ids.maps import FoundRows, IdMaps, Mapped, cut_faults
 from shardrec.layout import Shard, ShardingPlan, TableLayout
@@ -43,7 +43,7 @@ from shardrec.modules.overrides import copy_hooks
 from shardrec.modules.storage import Storage
 from shardrec.modules.table import ShardedTable, load_table
 from shardrec.pending import LazyAwaitable
-from shardrec.planner.tables import PlannedTable
+from shardrec.planner.describe import PlannedTable
 
 __all__ = ["TABLE_DTYPES", "ShardedCollection", "Values"]
 

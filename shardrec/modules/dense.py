@@ -52,7 +52,7 @@ from shardrec.exchange.collectives import Collectives, FunctionalCollectives
 from shardrec.exchange.context import ModelContext
 from shardrec.exchange.flight_record import flight_record
 from shardrec.exchange.peers import meet, peer_error, peers, watch_device
-from shardrec.exchange.shared.collectives import SharedCollectives
+from shardrec.exchange.shared.shared_memory import SharedCollectives
 from shardrec.exchange.subgroups import subgroup
 from shardrec.modules.fsdp import ShardedByFsdp
 from shardrec.modules.table import ShardedTable, averaged_parameters

@@ -12,8 +12,8 @@ from torchrec.distributed.types import ShardingPlan as TorchRecPlan
 
 from shardrec.errors import ConfigError
 from shardrec.layout import ShardingPlan
-from shardrec.modules.convert import shard
-from shardrec.modules.model import ShardedModel
+from shardrec.modules.shard import shard
+from shardrec.modules.sharded_model import ShardedModel
 
 __all__ = ["DistributedModelParallel"]
 

@@ -2,7 +2,7 @@
 
 They run in the model's process, call the model, and have every feature of it. TorchScript runs ``forward``, which
 returns an ``Await``; tracers run ``traced``, whose value gets its tensors at their first use, so that the calls before
-it share an exchange. Programs that run without shardrec use the twins in :mod:`shardrec.portable.bags`.
+it share an exchange. Programs that run without shardrec use the twins in :mod:`shardrec.portable.portable_bags`.
 """
 
 from __future__ import annotations

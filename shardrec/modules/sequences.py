@@ -19,14 +19,14 @@ from torchrec.modules.embedding_modules import EmbeddingCollection
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
 
 from shardrec.exchange.bad_ids import places_of_rows
-from shardrec.exchange.blocks import BlocksInFlight, Stream
+from shardrec.exchange.call import Call, DifferentiableOutput
 from shardrec.exchange.context import ModelContext
 from shardrec.exchange.dedup import DistinctIds
-from shardrec.exchange.input import Prepared, SentIds
 from shardrec.exchange.payload import ShardInput
+from shardrec.exchange.prepare import Prepared, SentIds
 from shardrec.exchange.route import Lookup
+from shardrec.exchange.row_exchange import BlocksInFlight, Stream
 from shardrec.exchange.row_output import SequenceOutputLayout
-from shardrec.exchange.step import Call, DifferentiableOutput
 from shardrec.layout import ShardingPlan
 from shardrec.lookup.groups import group_tables
 from shardrec.modules.collection import ShardedCollection

@@ -19,7 +19,7 @@
 ``weight_gradient(weights, slots, ids, lengths, gradient)``
     the gradient of the ids' weights, for the same
 ``sum_gradient(ids, lengths, weights, gradients, bases, columns, width, pooled, rows)``
-    of several backwards, distinct rows, their gradients and the sums of their squares, for :mod:`shardrec.lookup.bank`
+    of several backwards, distinct rows, their gradients and the sums of their squares, for :mod:`shardrec.lookup.group_shards`
 ``update_matrix(weight, state, ids, lengths, id_weights, gradients, bases, columns, pooled, rule, lr, eps)``
     an optimizer's step with the gradients of several backwards, for :mod:`shardrec.lookup.row_optimizers`
 ``update_rows(weight, state, rows, values, mean_squares, scale, rule, lr, eps)``

@@ -25,7 +25,7 @@ from torch.fx.node import map_aggregate
 
 from shardrec.pending.error import AwaitableError
 from shardrec.pending.once import Callbacks, Once, State
-from shardrec.pending.operators import Operators, force, force_nested
+from shardrec.pending.type_methods import Operators, force, force_nested
 
 __all__ = ["Awaitable", "LazyAwaitable", "LazyNoWait", "NoWait"]
 
@@ -225,7 +225,7 @@ class LazyAwaitable(Awaitable[W], Operators, metaclass=_LazyAwaitableMeta):
 
     @staticmethod
     def _wait_async(obj: Any) -> Any:
-        """TorchRec's name for :func:`~shardrec.pending.operators.force`."""
+        """TorchRec's name for :func:`~shardrec.pending.type_methods.force`."""
         return force(obj)
 
     def __getattr__(self, name: str) -> Any:

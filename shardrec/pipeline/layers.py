@@ -30,7 +30,7 @@ def _faults(module: nn.Sequential) -> Iterator[str]:
         if isinstance(inner, DistributedDataParallel):
             yield _reduces(path, inner)
     # Nothing is sharded before that was imported, with torchrec and fbgemm-gpu, which a pipeline does without.
-    if "shardrec.modules.model" in sys.modules:
+    if "shardrec.modules.sharded_model" in sys.modules:
         yield from _sharded_faults(module, seen)
     for path, parameter in module.named_parameters():
         if id(parameter) not in seen and hasattr(parameter, "_in_backward_optimizers"):
@@ -41,7 +41,7 @@ def _sharded_faults(module: nn.Sequential, seen: set[int]) -> Iterator[str]:
     """The faults of modules made by :func:`shardrec.shard`; records the parameters that were checked."""
     # With torchrec and fbgemm-gpu.
     from shardrec.modules.collection import ShardedCollection
-    from shardrec.modules.model import ShardedModel
+    from shardrec.modules.sharded_model import ShardedModel
 
     for path, inner in module.named_modules():
         if isinstance(inner, ShardedModel) and inner.group is not None:

@@ -14,11 +14,11 @@ from torch import Tensor
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor, KeyedTensor
 
 from shardrec.errors import AnomalyError, ConfigError, InputError, PeerError, ShardrecError
-from shardrec.exchange.ahead import Ahead
+from shardrec.exchange.call import Caller, GradMode
+from shardrec.exchange.calls_ahead import Ahead
 from shardrec.exchange.context import ForwardState, ModelContext
 from shardrec.exchange.headers import FORWARD_FAILED, ForwardFailed
-from shardrec.exchange.step import Caller, GradMode
-from shardrec.modules.model import dense_signature
+from shardrec.modules.sharded_model import dense_signature
 
 __all__ = ["Lookahead", "tell_others"]
 

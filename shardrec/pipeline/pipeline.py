@@ -15,11 +15,11 @@ from torch import Tensor, nn
 from shardrec.errors import ConfigError
 from shardrec.pipeline.balance import check_balance
 from shardrec.pipeline.layers import check_layers
-from shardrec.pipeline.peers import Peers
-from shardrec.pipeline.run import Run
+from shardrec.pipeline.mini_batch import Run
 from shardrec.pipeline.schedule import SCHEDULES, Schedule, ScheduleName, forwards
 from shardrec.pipeline.skip.layout import skip_routes
 from shardrec.pipeline.stage import Checkpoint, Stage
+from shardrec.pipeline.stage_channel import Peers
 from shardrec.pipeline.timeline import Recorder, Timeline
 
 __all__ = ["Pipeline"]

@@ -31,7 +31,7 @@ from torch import Tensor, nn
 
 from shardrec.errors import ConfigError
 from shardrec.modules.clipping import clip_by_norm
-from shardrec.modules.model import ShardedModel
+from shardrec.modules.sharded_model import ShardedModel
 from shardrec.pipeline.lookahead import Lookahead
 
 __all__ = ["TrainPipeline"]

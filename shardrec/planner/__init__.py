@@ -13,7 +13,7 @@ from shardrec._versions import check_extra
 if TYPE_CHECKING:
     from shardrec.planner.constraint import Constraint
     from shardrec.planner.cost import CostModel, Growth, Histogram, Profile, TableLoad
-    from shardrec.planner.make import plan, plan_tables, replan
+    from shardrec.planner.make_plan import plan, plan_tables, replan
     from shardrec.planner.report.html import to_html
     from shardrec.planner.report.png import to_png
     from shardrec.planner.report.text import explain
@@ -50,9 +50,9 @@ _HOMES = {
     "constraints_from_torchrec": "torchrec_plan",
     "explain": "report.text",
     "from_torchrec": "torchrec_plan",
-    "plan": "make",
-    "plan_tables": "make",
-    "replan": "make",
+    "plan": "make_plan",
+    "plan_tables": "make_plan",
+    "replan": "make_plan",
     "to_html": "report.html",
     "to_png": "report.png",
     "to_torchrec": "torchrec_plan",
@@ -60,7 +60,7 @@ _HOMES = {
 
 
 def __getattr__(name: str) -> Any:
-    if _HOMES.get(name) in ("make", "solve"):
+    if _HOMES.get(name) in ("make_plan", "solve"):
         check_extra("planner")
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

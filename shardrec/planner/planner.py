@@ -12,10 +12,10 @@ from shardrec.errors import ConfigError
 from shardrec.layout import ShardingPlan, Topology
 from shardrec.layout.presets import default_machine
 from shardrec.layout.report import PlanReport, TableReport
-from shardrec.planner.candidate import Candidate, lay_out
-from shardrec.planner.candidates import CandidateMaker
 from shardrec.planner.constraint import Constraint, constraints_by_table
 from shardrec.planner.cost import COMPONENTS, MEMORY, CostModel, Profile, TableLoad
+from shardrec.planner.cut_option import Candidate, lay_out
+from shardrec.planner.cut_options import CandidateMaker
 from shardrec.planner.price import overhead_ms, priced_plan
 from shardrec.planner.report.alternatives import next_best
 from shardrec.planner.solve import Gang, Item, Option, Problem, Solution

@@ -10,8 +10,8 @@ import numpy as np
 
 from shardrec.errors import ConfigError
 from shardrec.layout import ShardingPlan, TableLayout
-from shardrec.planner.candidate import Candidate, add_option, lay_out
 from shardrec.planner.cost import CostModel, TableLoad
+from shardrec.planner.cut_option import Candidate, add_option, lay_out
 from shardrec.planner.planner import Planner
 from shardrec.planner.price import predicted_ms, priced_layout
 from shardrec.planner.solve import SolveLimits, solve

@@ -6,10 +6,10 @@ gradient. It has what docs/executors.md says, and refuses the rest with the reas
 
 ::
 
-    input.py        checks and cuts a batch, header and payload
-    twin.py         what both twins have: the lookups of this rank's shards, the all-to-all of float rows
-    bags.py         a sharded embedding bag collection
-    sequences.py    a sharded embedding collection
+    portable_input.py        checks and cuts a batch, header and payload
+    portable_module.py         what both twins have: the lookups of this rank's shards, the all-to-all of float rows
+    portable_bags.py         a sharded embedding bag collection
+    portable_sequences.py    a sharded embedding collection
     frozen_ids.py   maps of dynamic ids, which learn no more
-    twins.py        which module has which twin
+    portable_twin.py        which module has which twin
 """

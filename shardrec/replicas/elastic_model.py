@@ -31,7 +31,7 @@ from shardrec.exchange.subgroups import subgroup
 from shardrec.exchange.transport import timeout_s
 from shardrec.layout import ShardingPlan
 from shardrec.modules.dense import DenseOptions, DenseWrap
-from shardrec.modules.model import ShardedModel
+from shardrec.modules.sharded_model import ShardedModel
 from shardrec.replicas.elastic import ElasticGroup, Phase
 from shardrec.replicas.replicas import Replicas
 

@@ -31,7 +31,7 @@ from shardrec.exchange.context import ModelContext
 from shardrec.exchange.headers import Headers
 from shardrec.layout import ShardingPlan
 from shardrec.modules.dense import DenseOptions, DenseWrap
-from shardrec.modules.model import ShardedModel
+from shardrec.modules.sharded_model import ShardedModel
 from shardrec.replicas.replicas import Averager, ReplicaGroups, Replicas
 
 __all__ = ["ReplicatedModel"]

@@ -9,10 +9,10 @@
     backward goes on            ◄────────────────────┘
 
 A trainer's modules are the sharded ones. They are given another object for the collectives
-(:mod:`shardrec.rpc.collectives`), and another storage (:mod:`shardrec.rpc.remote_storage`). See docs/rpc.md.
+(:mod:`shardrec.rpc.trainer_collectives`), and another storage (:mod:`shardrec.rpc.remote_storage`). See docs/rpc.md.
 """
 
-from shardrec.rpc.model import RemoteModel
+from shardrec.rpc.remote_model import RemoteModel
 from shardrec.rpc.server import EmbeddingServer
 from shardrec.rpc.world import RpcWorld
 

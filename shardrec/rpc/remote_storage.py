@@ -10,14 +10,14 @@ import torch
 from torch import Tensor
 
 from shardrec.errors import ConfigError
-from shardrec.exchange.input import InputPacker, Prepared, SentIds
+from shardrec.exchange.prepare import InputPacker, Prepared, SentIds
 from shardrec.layout import Shard, TableLayout
 from shardrec.lookup.deferred import DeferredGradients
 from shardrec.lookup.optimizers import FusedOptimizer
 from shardrec.lookup.shards import ShardLookup
 from shardrec.modules.storage import Storage
 from shardrec.modules.table import ShardedTable, load_table
-from shardrec.rpc.collectives import RemoteCollectives, words
+from shardrec.rpc.trainer_collectives import RemoteCollectives, words
 
 __all__ = ["RemoteTable", "remote_storage"]
 

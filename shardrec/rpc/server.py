@@ -29,16 +29,16 @@ from shardrec.checkpoint import load_checkpoint
 from shardrec.checkpoint.save import write_part
 from shardrec.checkpoint.state import table_tensors
 from shardrec.errors import BusyError, ConfigError, InputError, PeerError, PlanError
-from shardrec.exchange.blocks import Stream
 from shardrec.exchange.context import ModelContext
+from shardrec.exchange.row_exchange import Stream
 from shardrec.layout import Shard, ShardingPlan
 from shardrec.layout.discover import collections_of, table_shapes
 from shardrec.lookup.optimizers import FusedOptimizer
 from shardrec.memory import keep_large_blocks
 from shardrec.modules.collection import ShardedCollection
-from shardrec.modules.convert import put_in_place, sharded_collection
-from shardrec.modules.model import ShardedModel
-from shardrec.modules.ties import refuse_ties
+from shardrec.modules.shard import put_in_place, sharded_collection
+from shardrec.modules.sharded_model import ShardedModel
+from shardrec.modules.tied_weights import refuse_ties
 from shardrec.rpc.batching import Request, RequestQueue, complete
 from shardrec.rpc.messages import Answer, Part, check_gradient, check_parts, failure
 from shardrec.rpc.server_collectives import ServerCollectives

@@ -7,8 +7,8 @@
 docs/scripting.md says why it is the graphs that are changed, and not the user's code.
 """
 
-from shardrec.scripting.convert import script
 from shardrec.scripting.error import ScriptError
+from shardrec.scripting.script import script
 from shardrec.scripting.twins import HasScriptedTwin
 
 __all__ = ["HasScriptedTwin", "ScriptError", "script"]

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import TypeAlias
 
 from shardrec._torchscript import Graph, Node, Type, Value, constant_int, writes_or_aliases
-from shardrec.scripting.operators import Rule, rule_of
+from shardrec.scripting.container_operators import Rule, rule_of
 from shardrec.scripting.pending_types import Shape, solve
 from shardrec.scripting.types import has_optional, shape_of
 

@@ -15,8 +15,8 @@ from typing import NoReturn
 from torch import nn
 
 from shardrec._torchscript import after_script
-from shardrec.scripting.convert import move_waits
 from shardrec.scripting.error import ScriptError
+from shardrec.scripting.script import move_waits
 from shardrec.scripting.twins import scriptable_copy
 
 __all__ = ["prepared", "refuse"]

@@ -3,7 +3,7 @@
 ::
 
     sharded model ── quantize.py ──► served model: same plan, same exchanges, tables in fbgemm's inference kernels
-                  ── entry.py ──► an entry that takes plain tensors ── shardrec.script, save.py ──► a TorchScript file
+                  ── entry.py ──► an entry that takes plain tensors ── shardrec.script, program_file.py ──► a TorchScript file
                                                     └── program.py, AOTInductor, package.py ──► a file of machine code
 
 docs/serving.md says how to use it; examples/cpp_serving answers requests with either file.
@@ -12,12 +12,12 @@ docs/serving.md says how to use it; examples/cpp_serving answers requests with e
 from shardrec.serve.entry import from_tensors
 from shardrec.serve.follower import Follower
 from shardrec.serve.format import WeightFormat
-from shardrec.serve.model import ServedModel
 from shardrec.serve.package import Package, load_package, package
 from shardrec.serve.program import ExportError
+from shardrec.serve.program_file import save
 from shardrec.serve.publisher import Publisher
 from shardrec.serve.quantize import quantize
-from shardrec.serve.save import save
+from shardrec.serve.served_model import ServedModel
 
 __all__ = [
     "ExportError",

@@ -22,12 +22,12 @@ import torch
 from torch import Tensor
 
 from shardrec.checkpoint.changes import PartKey, different_rows
-from shardrec.checkpoint.files import BLOCK_BYTES, CACHED_BYTES, DTYPES, OpenFile
+from shardrec.checkpoint.data_files import BLOCK_BYTES, CACHED_BYTES, DTYPES, OpenFile
 from shardrec.checkpoint.ids import dynamic_tables
 from shardrec.checkpoint.manifest import Manifest, SavedPart, read_manifest
 from shardrec.checkpoint.parts import HeldTensor, Part, Rect, as_matrix
 from shardrec.errors import CheckpointError, ConfigError
-from shardrec.modules.model import ShardedModel
+from shardrec.modules.sharded_model import ShardedModel
 from shardrec.serve.format import WeightFormat
 from shardrec.serve.published import served_tensors, version_name, versions_in
 from shardrec.serve.store import Store

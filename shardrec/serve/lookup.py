@@ -27,7 +27,7 @@ from shardrec.modules.collection import ShardedCollection
 from shardrec.modules.storage import Storage
 from shardrec.modules.table import ShardedTable
 from shardrec.serve.format import WeightFormat
-from shardrec.serve.tables import ServedTables
+from shardrec.serve.inference_tables import ServedTables
 
 __all__ = ["ServedReplicas", "ServedShards", "served_memory", "served_storage"]
 

@@ -32,9 +32,9 @@ from torch.utils import _pytree as pytree
 from shardrec.errors import ConfigError, InputError
 from shardrec.modules import ShardedModel
 from shardrec.serve.example import Example, TensorSpec, example_of
-from shardrec.serve.model import ServedModel
 from shardrec.serve.program import ExportError, program_of, served
-from shardrec.serve.save import NOTES, notes_of
+from shardrec.serve.program_file import NOTES, notes_of
+from shardrec.serve.served_model import ServedModel
 
 __all__ = ["Package", "load_package", "package"]
 

@@ -32,11 +32,11 @@ from torch.utils import _pytree as pytree
 from shardrec._torchscript import plain
 from shardrec.errors import ConfigError, ShardrecError
 from shardrec.modules import ShardedModel
-from shardrec.modules.model import require_sharded
+from shardrec.modules.sharded_model import require_sharded
 from shardrec.scripting.twins import scriptable_copy
 from shardrec.serve.example import Example
-from shardrec.serve.model import ServedModel
 from shardrec.serve.quantize import quantize
+from shardrec.serve.served_model import ServedModel
 
 __all__ = ["ExportError", "program_of", "served"]
 

@@ -33,12 +33,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardrec.checkpoint.files import DTYPES
+from shardrec.checkpoint.data_files import DTYPES
 from shardrec.checkpoint.ids import dynamic_tables
 from shardrec.checkpoint.parts import HeldTensor, Part, Rect, as_matrix
 from shardrec.checkpoint.state import model_tensors
 from shardrec.errors import ConfigError
-from shardrec.modules.model import ShardedModel
+from shardrec.modules.sharded_model import ShardedModel
 from shardrec.serve.format import HEAD_BYTES, WeightFormat
 from shardrec.serve.lookup import served_memory
 from shardrec.serve.row_bytes import encode, fault_of

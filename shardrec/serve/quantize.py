@@ -15,11 +15,11 @@ from shardrec.exchange.context import ModelContext
 from shardrec.exchange.peers import peers
 from shardrec.modules import ShardedEmbeddingBagCollection, ShardedModel
 from shardrec.modules.collection import ShardedCollection
-from shardrec.modules.model import require_sharded
+from shardrec.modules.sharded_model import require_sharded
 from shardrec.serve.format import WeightFormat
 from shardrec.serve.lookup import served_memory, served_storage
-from shardrec.serve.model import ServedModel
 from shardrec.serve.row_bytes import encode, fault_of, row_ranges
+from shardrec.serve.served_model import ServedModel
 
 __all__ = ["quantize", "table_formats", "whole_row_ranges"]
 

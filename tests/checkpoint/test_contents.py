@@ -19,7 +19,7 @@ from torchrec import KeyedJaggedTensor
 from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizerWrapper, OptimizerWrapper
 
 from shardrec import load_checkpoint, save_checkpoint, shard
-from shardrec.checkpoint import files
+from shardrec.checkpoint import data_files as files
 from shardrec.errors import CheckpointError, ConfigError
 from shardrec.modules import ShardedModel
 from tests.batches import random_bags

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from shardrec import CheckpointError, ConfigError, load_checkpoint, save_checkpoint
-from shardrec.checkpoint.files import SavedFile
+from shardrec.checkpoint.data_files import SavedFile
 from shardrec.checkpoint.load import verify_checkpoint
 from shardrec.checkpoint.manifest import SavedPart, SavedTensor, read_manifest
 from shardrec.checkpoint.parts import Rect

@@ -14,7 +14,8 @@ import torch
 import torch.distributed as dist
 
 from shardrec import CheckpointError, Checkpoints, ConfigError, PeerError, load_checkpoint, save_checkpoint
-from shardrec.checkpoint import files, manifest, save
+from shardrec.checkpoint import data_files as files
+from shardrec.checkpoint import manifest, save
 from shardrec.modules import ShardedModel
 from tests.checkpoint.models import adam, held, make, train
 from tests.ranks import ranks

@@ -21,9 +21,9 @@ from torchrec.optim.keyed import CombinedOptimizer
 from torchrec.optim.warmup import WarmupOptimizer, WarmupStage
 
 from shardrec import Checkpoints, Publisher, Replicas, annotate_for_dynamo, script, shard
-from shardrec.checkpoint import messages as messages_module
+from shardrec.checkpoint import remote_reads as messages_module
 from shardrec.checkpoint.agree import Ranks
-from shardrec.checkpoint.messages import Messages
+from shardrec.checkpoint.remote_reads import Messages
 from shardrec.errors import CheckpointError, ConfigError, PeerError, PlanError
 from shardrec.layout import Shard, ShardingPlan, TableLayout, Topology, cuts
 from shardrec.pipeline import TrainPipeline

@@ -14,7 +14,7 @@ from torchrec.modules.embedding_configs import DataType, EmbeddingBagConfig
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
 
 from shardrec import load_checkpoint, save_checkpoint, shard
-from shardrec.checkpoint.files import DTYPES
+from shardrec.checkpoint.data_files import DTYPES
 from shardrec.checkpoint.manifest import read_manifest
 from shardrec.layout import Shard
 from shardrec.modules import ShardedModel

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from shardrec.checkpoint.agree import Ranks
-from shardrec.checkpoint.files import DTYPES
+from shardrec.checkpoint.data_files import DTYPES
 from shardrec.checkpoint.load import Source
 from shardrec.checkpoint.manifest import read_manifest
 from shardrec.checkpoint.parts import as_matrix

@@ -17,8 +17,8 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from shardrec._torchscript import plain
 from shardrec.errors import ConfigError
 from shardrec.layout import ShardingPlan, Topology, cuts
-from shardrec.lookup.bank import TableBank
 from shardrec.lookup.fakes import FAKES, has_fake, register_fakes
+from shardrec.lookup.group_shards import TableBank
 from shardrec.lookup.optimizers import FusedOptimizer, OptimizerKind
 from shardrec.modules.bags import ShardedEmbeddingBagCollection
 from tests.models import apply_optimizer_in_backward

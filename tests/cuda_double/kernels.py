@@ -10,7 +10,7 @@ import torch
 from fbgemm_gpu.split_table_batched_embeddings_ops_common import PoolingMode
 from torch import Tensor
 
-from shardrec.lookup import kernels
+from shardrec.lookup import fbgemm_kernel as kernels
 from tests.cuda_double.device import ACTIVE, CPU, Race, to_device
 from tests.cuda_double.operators import rows_of_ids
 
@@ -35,7 +35,7 @@ class KernelDouble:
 
     @staticmethod
     def make(shapes: Any, tables: Any, optimizer: Any, device: torch.device, **options: Any) -> Any:
-        """As :func:`shardrec.lookup.kernels.make_kernel` does."""
+        """As :func:`shardrec.lookup.fbgemm_kernel.make_kernel` does."""
         assert device.type != "cuda" or max(columns for _, columns in shapes) <= 2048, "max_D is 2048 at most"
         rows, _ = options.pop("cache_rows", 0), options.pop("tier", "")
         kernel = _make_kernel(shapes, tables, optimizer, CPU, **options)

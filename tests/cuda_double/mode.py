@@ -20,7 +20,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 import shardrec
 from shardrec.exchange import launching
-from shardrec.lookup import bank
+from shardrec.lookup import group_shards as bank
 from shardrec.modules import sequences
 from tests.cuda_double.device import (
     ACTIVE,

@@ -10,13 +10,13 @@ from hypothesis import given
 from torch import Tensor
 
 from shardrec.exchange.assemble import Columns
-from shardrec.exchange.blocks import RowAllToAll
 from shardrec.exchange.collectives import Collectives, Pending, StreamSizes
 from shardrec.exchange.hosts import host_sums
 from shardrec.exchange.payload import ShardInput
 from shardrec.exchange.pooled_output import PooledOutputLayout
 from shardrec.exchange.route import Lookup, build_route, output_pieces
-from shardrec.exchange.wire import QuantizedComms
+from shardrec.exchange.row_exchange import RowAllToAll
+from shardrec.exchange.wire_format import QuantizedComms
 from shardrec.layout import ShardingPlan, Topology, cuts
 from tests.exchange.lookups import Case, draw, random_case
 from tests.plans import randoms

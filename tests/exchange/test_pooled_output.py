@@ -8,11 +8,11 @@ import torch
 from hypothesis import given, settings
 from torch import Tensor
 
-from shardrec.exchange.blocks import BlocksInFlight, RowAllToAll
 from shardrec.exchange.payload import ShardInput
 from shardrec.exchange.pooled_output import PooledOutputLayout
 from shardrec.exchange.route import output_pieces
-from shardrec.exchange.wire import QuantizedComms
+from shardrec.exchange.row_exchange import BlocksInFlight, RowAllToAll
+from shardrec.exchange.wire_format import QuantizedComms
 from tests.exchange.lookups import Case, draw, random_case
 from tests.plans import randoms
 from tests.thread_ranks import ThreadCollectives, thread_ranks

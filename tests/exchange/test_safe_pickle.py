@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from torch.utils._pytree import tree_flatten
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from shardrec.checkpoint.files import SavedFile
+from shardrec.checkpoint.data_files import SavedFile
 from shardrec.checkpoint.manifest import Manifest
 from shardrec.errors import CheckpointError, PeerError
 from shardrec.exchange.safe_pickle import _FIRST_BYTES, dump, gather, load

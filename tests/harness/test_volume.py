@@ -28,10 +28,10 @@ from benchmarks.harness.volume import (
     uniform_traffic,
 )
 from shardrec.exchange.batch import Expectation
+from shardrec.exchange.call import exchange_ids
 from shardrec.exchange.context import ExchangeOptions, ModelContext
-from shardrec.exchange.input import InputPacker
-from shardrec.exchange.step import exchange_ids
-from shardrec.exchange.wire import QuantizedComms
+from shardrec.exchange.prepare import InputPacker
+from shardrec.exchange.wire_format import QuantizedComms
 from shardrec.layout import ShardingPlan, Topology, cuts
 from shardrec.modules import ShardedEmbeddingBagCollection, ShardedEmbeddingCollection
 from tests.batches import random_bags, random_sizes_bags

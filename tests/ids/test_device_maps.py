@@ -247,7 +247,7 @@ COMPILE = """
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-from shardrec.ids import kernels
+from shardrec.ids import map_kernels as kernels
 
 pointers = {"ids_N": "*i64", "maps_N": "*i32", "tables_M": "*i64", "records_R": "*i64", "missing": "*i64"}
 types = pointers | {"rows_N": "*i32", "claims": "*i32", "buckets": "*i32"}

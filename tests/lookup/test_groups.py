@@ -87,7 +87,7 @@ HALF, BRAIN = torch.float16, torch.bfloat16
 def test_a_group_for_each_dtype(
     device: str, optimizer: FusedOptimizer | None, modes: dict[torch.dtype, GroupMode]
 ) -> None:
-    """And fbgemm's own backward only where it is exact; see the note in ``lookup/kernels.py``."""
+    """And fbgemm's own backward only where it is exact; see the note in ``lookup/fbgemm_kernel.py``."""
     tables = [table(whole(f"{dtype} {number}"), optimizer, dtype) for number in range(2) for dtype in modes]
     groups = group_tables(tables, torch.device(device))
     assert {group.dtype: group.mode for group in groups} == modes

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from shardrec import native
 from shardrec.errors import ConfigError
-from shardrec.lookup.bank import TableBank
+from shardrec.lookup.group_shards import TableBank
 from shardrec.lookup.optimizers import FusedOptimizer, OptimizerKind
 from tests.plans import randoms
 

@@ -11,7 +11,7 @@ import torchrec
 from hypothesis import given, settings
 from torch import Tensor, nn
 
-from shardrec.lookup.bank import RowGradient, WidthClass
+from shardrec.lookup.group_shards import RowGradient, WidthClass
 from shardrec.lookup.optimizers import FusedOptimizer, OptimizerKind
 from shardrec.lookup.row_optimizers import RowOptimizer
 from tests import row_references

@@ -9,7 +9,7 @@ from hypothesis import given
 from torch import Tensor
 
 from shardrec.layout import COLUMN_UNIT, Shard, TableLayout
-from shardrec.lookup.bank import RowGradient, TableBank
+from shardrec.lookup.group_shards import RowGradient, TableBank
 from shardrec.lookup.whole_rows import WholeRows, transfers
 from tests.plans import random_layout, randoms
 from tests.thread_ranks import ThreadCollectives, thread_ranks

@@ -28,10 +28,10 @@ from shardrec.errors import InputError, PeerError
 from shardrec.exchange import peers
 from shardrec.ids import DynamicIds
 from shardrec.layout import ShardingPlan, Topology, cuts
-from shardrec.lookup import bank
+from shardrec.lookup import group_shards as bank
 from shardrec.modules import ShardedModel, initial, shard
-from shardrec.portable.bags import PortableBags
-from shardrec.portable.sequences import PortableSequences
+from shardrec.portable.portable_bags import PortableBags
+from shardrec.portable.portable_sequences import PortableSequences
 from shardrec.trainer.data import ClickBatch, ClickMetrics
 from shardrec.trainer.run.metrics import evaluate
 from tests.batches import Bags, random_bags, random_sizes_bags
@@ -50,7 +50,7 @@ from tests.modules.clicks import CONFIGS, mixed_plan
 from tests.plans import cut_plan, random_plan
 from tests.ranks import ranks
 
-HEADER = "exchange/step.py"
+HEADER = "exchange/call.py"
 
 
 def weights(model: ShardedModel) -> dict[str, Tensor]:
@@ -466,7 +466,9 @@ def test_a_portable_program_waits_for_its_header_and_counts(
         monkeypatch.setattr(torch.jit, "is_scripting", lambda: True)
         double.waits.clear()
         found = twin(moved).wait().values()
-        assert [one.partition(":")[0] for one in double.waits] == ["portable/input.py", "_torchscript.py"], double.waits
+        assert [one.partition(":")[0] for one in double.waits] == ["portable/portable_input.py", "_torchscript.py"], (
+            double.waits
+        )
         assert torch.allclose(found.cpu(), expected)
 
 

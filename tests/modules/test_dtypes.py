@@ -17,7 +17,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 import shardrec
 from shardrec.errors import ConfigError
-from shardrec.exchange.wire import QuantizedComms
+from shardrec.exchange.wire_format import QuantizedComms
 from shardrec.modules import ShardedModel, shard
 from shardrec.modules.collection import TABLE_DTYPES, ShardedCollection
 from tests.batches import random_bags

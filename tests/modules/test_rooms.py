@@ -10,7 +10,7 @@ from torchrec.modules.embedding_configs import EmbeddingBagConfig
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from shardrec import native
-from shardrec.exchange.shared.collectives import SharedCollectives
+from shardrec.exchange.shared.shared_memory import SharedCollectives
 from shardrec.layout import ShardingPlan, Topology, cuts
 from shardrec.modules import shard
 from tests.models import collection

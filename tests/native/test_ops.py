@@ -14,7 +14,7 @@ from shardrec.exchange.assemble import Columns
 from shardrec.exchange.batch import NO_LIMIT
 from shardrec.exchange.check import are_sound
 from shardrec.exchange.route import Piece, Source
-from shardrec.lookup.bank import LookupGradient, RowGradient, TableBank
+from shardrec.lookup.group_shards import LookupGradient, RowGradient, TableBank
 from shardrec.lookup.optimizers import FusedOptimizer, OptimizerKind
 from shardrec.lookup.row_optimizers import RowOptimizer
 from tests.plans import randoms

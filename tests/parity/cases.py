@@ -19,7 +19,7 @@ from torchrec.modules.embedding_configs import DataType, EmbeddingBagConfig, Emb
 
 from shardrec.exchange.bad_ids import OnBadId
 from shardrec.exchange.transport import Transport
-from shardrec.exchange.wire import WireType
+from shardrec.exchange.wire_format import WireType
 from shardrec.layout import ShardingPlan, TableLayout, Topology
 from tests.models import OPTIMIZERS
 from tests.parity.policies import POLICIES

@@ -17,7 +17,7 @@ from torch import Tensor
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from shardrec import native
-from shardrec.exchange.wire import QuantizedComms
+from shardrec.exchange.wire_format import QuantizedComms
 from shardrec.layout import Shard
 from shardrec.modules import ShardedModel, shard
 from shardrec.modules.collection import ShardedCollection

@@ -13,7 +13,7 @@ from itertools import product
 import pytest
 from hypothesis import given, settings
 
-from shardrec.exchange.wire import WireType
+from shardrec.exchange.wire_format import WireType
 from tests.cuda_ranks import DEVICES, cuda_ranks
 from tests.cuda_ranks import WORLDS as CUDA_WORLDS
 from tests.executors import EXECUTORS

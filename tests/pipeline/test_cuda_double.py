@@ -20,7 +20,7 @@ from tests.models import click_model, feature_rows
 from tests.modules import clicks
 from tests.modules.clicks import CONFIGS, dense_parameters, mixed_plan
 
-HEADER = "exchange/step.py"
+HEADER = "exchange/call.py"
 
 
 @pytest.mark.some(1)

@@ -15,8 +15,8 @@ from shardrec.layout.presets import preset
 from shardrec.modules import shard
 from shardrec.modules.collection import ShardedCollection
 from shardrec.planner.cost import CostModel, Profile
+from shardrec.planner.describe import table_loads
 from shardrec.planner.price import priced_plan
-from shardrec.planner.tables import table_loads
 from tests.models import OPTIMIZERS, click_model
 from tests.ranks import ranks
 

@@ -16,10 +16,10 @@ from shardrec.errors import ConfigError, PlanError
 from shardrec.layout import COLUMN_UNIT, Machine, Shard, ShardingPlan, TableLayout, Topology, cuts
 from shardrec.layout.presets import preset
 from shardrec.planner import Constraint, SolveLimits, TableLoad, plan_tables
-from shardrec.planner.candidate import Candidate, lay_out
 from shardrec.planner.constraint import CUTS
 from shardrec.planner.cost import CostModel, Histogram, Profile
-from shardrec.planner.make import best_plan
+from shardrec.planner.cut_option import Candidate, lay_out
+from shardrec.planner.make_plan import best_plan
 from shardrec.planner.planner import Planner
 from shardrec.planner.price import priced_plan
 from shardrec.planner.solve.problem import Place

@@ -65,7 +65,7 @@ def served(
     servers = [EmbeddingServer(make(), plan, rank, **(options or {})) for rank in range(plan.world_size)]
     direct = DirectServers(servers)
     try:
-        with mock.patch("shardrec.rpc.model.Connections", lambda servers: direct):
+        with mock.patch("shardrec.rpc.remote_model.Connections", lambda servers: direct):
             model = shardrec.shard(make(), plan, servers=shardrec.Servers(direct.names), **settings)
         assert isinstance(model, RemoteModel)
         yield model, direct

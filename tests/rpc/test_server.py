@@ -397,7 +397,7 @@ def test_model_and_servers_must_fit() -> None:
     with served(lambda: make_model("sgd"), plan) as (_, servers):
         from unittest import mock
 
-        with mock.patch("shardrec.rpc.model.Connections", lambda _: servers):
+        with mock.patch("shardrec.rpc.remote_model.Connections", lambda _: servers):
             with pytest.raises(ConfigError, match="server 'server0' has optimizers"):
                 shardrec.shard(make_model("adam"), plan, servers=shardrec.Servers(["server0", "server1"]))
             other = ShardingPlan(topology=Topology(ranks_per_host=3), tables=plan.tables)

@@ -13,7 +13,7 @@ from torchrec.modules.embedding_configs import EmbeddingBagConfig
 
 import shardrec
 from shardrec._torchscript import inlined, quiet
-from shardrec.exchange.wire import QuantizedComms
+from shardrec.exchange.wire_format import QuantizedComms
 from shardrec.layout import Topology, cuts
 from shardrec.modules import ShardedModel, shard
 from tests.batches import Bags, random_bags

@@ -18,7 +18,7 @@ import torch
 from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, KeyedJaggedTensor
 
 from shardrec import CheckpointError, ConfigError, Publisher, shard
-from shardrec.checkpoint.files import _Writer
+from shardrec.checkpoint.data_files import _Writer
 from shardrec.serve import Follower, ServedModel, quantize
 from shardrec.serve.published import version_name, versions_in
 from tests.serve.ticks import ROWS, models, rows_at, set_tick

@@ -5,5 +5,5 @@
     windows      memory that a rank owns and its peers map           (windows.py)
     channel      small messages between ranks: positions of data     (channel.py)
     handshake    finds the ranks that share a host                   (handshake.py)
-    collectives  the exchanges of a step over both                   (collectives.py)
+    collectives  the exchanges of a step over both                   (shared_memory.py)
 """

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from shardrec.planner.candidate import Candidate, add_option
+from shardrec.planner.cut_option import Candidate, add_option
 from shardrec.planner.solve.encode import Floats, Ints
 from shardrec.planner.solve.problem import Option, Place, Solution
 

@@ -26,8 +26,8 @@ from math import log
 
 import numpy as np
 
-from shardrec.planner.solve.batch import Arrays, Batch, Sharpness, arrays_of, choices
 from shardrec.planner.solve.encode import Encoded, Floats, Ints
+from shardrec.planner.solve.moves import Arrays, Batch, Sharpness, arrays_of, choices
 from shardrec.planner.solve.packing import Packing
 from shardrec.planner.solve.rounds import Round
 from shardrec.planner.solve.states import States

@@ -23,8 +23,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from shardrec.planner.solve.batch import Batch, Bools, Sharpness
 from shardrec.planner.solve.encode import Floats, Ints
+from shardrec.planner.solve.moves import Batch, Bools, Sharpness
 from shardrec.planner.solve.states import Gangs, States
 
 __all__ = ["Round"]

@@ -9,8 +9,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from shardrec.planner.solve.batch import Arrays, Batch
 from shardrec.planner.solve.encode import Encoded, Floats, Ints
+from shardrec.planner.solve.moves import Arrays, Batch
 from shardrec.planner.solve.packing import Packing
 
 __all__ = ["Gangs", "States"]

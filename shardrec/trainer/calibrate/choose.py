@@ -16,7 +16,7 @@ from statistics import median
 from shardrec.errors import ConfigError
 from shardrec.layout import ShardingPlan, Topology
 from shardrec.planner.cost import CostModel, Profile, TableLoad
-from shardrec.planner.make import best_plan
+from shardrec.planner.make_plan import best_plan
 from shardrec.planner.planner import Planner
 from shardrec.planner.price import predicted_ms
 from shardrec.planner.solve import SolveLimits

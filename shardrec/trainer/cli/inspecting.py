@@ -13,7 +13,7 @@ from shardrec.checkpoint.manifest import MANIFEST, Manifest
 from shardrec.errors import ConfigError
 from shardrec.files import parse_json
 from shardrec.layout import ShardingPlan
-from shardrec.serve.save import NOTES
+from shardrec.serve.program_file import NOTES
 from shardrec.trainer.run.config import FILE
 from shardrec.trainer.run.runs import RunFolder, cuts_of
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch.distributed as dist
 
 from shardrec.exchange.collectives import FunctionalCollectives, collectives_of
-from shardrec.exchange.shared.collectives import SharedCollectives
 from shardrec.exchange.shared.handshake import connect, host_identity
+from shardrec.exchange.shared.shared_memory import SharedCollectives
 
 
 def shared(ranks_per_host: int | None = None, timeout_s: float = 60.0) -> SharedCollectives:

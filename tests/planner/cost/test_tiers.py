@@ -18,9 +18,9 @@ from shardrec.errors import ConfigError, PlanError
 from shardrec.layout import ShardingPlan, Topology, cuts
 from shardrec.layout.presets import preset
 from shardrec.planner import Constraint, CostModel, Profile, TableLoad, plan, plan_tables
+from shardrec.planner.describe import sampled_features
 from shardrec.planner.price import priced_plan
 from shardrec.planner.report.content import content
-from shardrec.planner.tables import sampled_features
 from tests.models import collection
 from tests.plans import randoms
 

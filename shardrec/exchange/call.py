@@ -27,12 +27,12 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from shardrec.exchange.blocks import BlocksInFlight, RowAllToAll, Stream
 from shardrec.exchange.collectives import Collectives, Pending, joined
 from shardrec.exchange.headers import FIXED_COLUMNS, Headers, checksum
-from shardrec.exchange.input import InputPacker, Prepared, SentIds
 from shardrec.exchange.payload import HEADER_SIZES, ShardInput
+from shardrec.exchange.prepare import InputPacker, Prepared, SentIds
 from shardrec.exchange.route import Lookup
+from shardrec.exchange.row_exchange import BlocksInFlight, RowAllToAll, Stream
 
 __all__ = [
     "Call",

@@ -18,7 +18,7 @@ from shardrec.errors import ConfigError
 from shardrec.layout import ShardingPlan, Topology
 from shardrec.modules import shard
 from shardrec.planner import Constraint, constraints_from_torchrec, plan, plan_tables, replan
-from shardrec.planner.tables import sampled_features, table_loads
+from shardrec.planner.describe import sampled_features, table_loads
 from tests.batches import random_bags
 from tests.models import click_model, collection, feature_rows
 from tests.ranks import ranks

@@ -93,7 +93,7 @@ def loads_of(
     """The same of tables of any collections."""
     import torch  # which the planner of tables does without
 
-    from shardrec.lookup.kernels import has_fused_kernel  # with torch
+    from shardrec.lookup.fbgemm_kernel import has_fused_kernel  # with torch
     from shardrec.lookup.optimizers import OptimizerKind  # with torch
 
     pooling_of = dict(poolings or {})

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from shardrec.errors import ConfigError
 from shardrec.exchange.collectives import Collectives, Later, StreamSizes
-from shardrec.exchange.wire import QuantizedComms, Wire, WireType
+from shardrec.exchange.wire_format import QuantizedComms, Wire, WireType
 
 QUANTIZED: list[WireType] = ["fp16", "bf16", "int8"]
 

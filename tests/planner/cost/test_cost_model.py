@@ -13,9 +13,9 @@ from benchmarks.harness.volume import CollectionTraffic, header_columns, step_vo
 from shardrec.layout import ShardingPlan, Topology, cuts
 from shardrec.layout.presets import preset
 from shardrec.planner import Constraint, TableLoad
-from shardrec.planner.candidate import lay_out
-from shardrec.planner.candidates import CandidateMaker
 from shardrec.planner.cost import CostModel, Histogram, Profile
+from shardrec.planner.cut_option import lay_out
+from shardrec.planner.cut_options import CandidateMaker
 from shardrec.planner.price import predicted_ms, priced_plan
 from shardrec.planner.solve.problem import Place
 from tests.plans import random_plan, random_topology, randoms

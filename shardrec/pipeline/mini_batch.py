@@ -17,10 +17,10 @@ from shardrec.errors import ConfigError, PeerError
 from shardrec.pipeline.error import PipelineError
 from shardrec.pipeline.message import Key, Mailbox, Message
 from shardrec.pipeline.microbatch import batch_size, gather, scatter, sizes_of
-from shardrec.pipeline.peers import PeerPort, Peers
 from shardrec.pipeline.recompute import Modes, RandomStream
 from shardrec.pipeline.schedule import Schedule, backwards, gpipe, simulate
 from shardrec.pipeline.stage import Checkpoint, Stage, StageStep, Step
+from shardrec.pipeline.stage_channel import PeerPort, Peers
 from shardrec.pipeline.timeline import Recorder
 
 __all__ = ["Run"]

@@ -148,7 +148,7 @@ def best_plan(planner: Planner, limits: SolveLimits | None) -> ShardingPlan:
 def _tables_of(
     model: nn.Module, poolings: Mapping[str, float] | None, batches: Iterable[KeyedJaggedTensor] | None, dedup: bool
 ) -> dict[str, TableLoad]:
-    from shardrec.planner.tables import sampled_features, table_loads  # with torch
+    from shardrec.planner.describe import sampled_features, table_loads  # with torch
 
     sampled = None if batches is None else sampled_features(batches)
     tables = table_loads(model, poolings=poolings, sampled=sampled, dedup=dedup)

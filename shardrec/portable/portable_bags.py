@@ -18,8 +18,8 @@ from shardrec._torchscript import counts_of, list_of
 from shardrec.exchange.route import Piece, output_pieces
 from shardrec.modules.live_twins import parameters_of
 from shardrec.pending import Await, awaitable
-from shardrec.portable.input import Checked, constant
-from shardrec.portable.twin import PortableTwin, arrived_rows
+from shardrec.portable.portable_input import Checked, constant
+from shardrec.portable.portable_module import PortableTwin, arrived_rows
 
 if TYPE_CHECKING:
     from shardrec.modules.bags import ShardedEmbeddingBagCollection

@@ -31,7 +31,7 @@ from math import ceil
 
 from shardrec.layout import Topology
 from shardrec.planner.cost.profile import Profile
-from shardrec.planner.cost.table import TableLoad
+from shardrec.planner.cost.table_load import TableLoad
 
 __all__ = ["COMPONENTS", "MEMORY", "Cost", "CostModel"]
 

@@ -31,7 +31,7 @@ from torch.autograd.function import FunctionCtx, once_differentiable
 
 from shardrec.errors import ConfigError
 from shardrec.exchange.collectives import Collectives, Pending, StreamSizes, WayBack, joined
-from shardrec.exchange.wire import QuantizedComms, Shape, Wire
+from shardrec.exchange.wire_format import QuantizedComms, Shape, Wire
 
 __all__ = ["BlocksInFlight", "RowAllToAll", "Stream"]
 

@@ -10,7 +10,7 @@ B local batch size, W ranks, G lookup groups, N ids.
     header    (W, 2 + G) int64, row q to rank q:  batch size | words of bags | ids in group 0 | ... | in group G-1
     pack      ──► SentIds: in slots, the tensors for each rank (shardrec.exchange.payload), and where each id was
 
-:mod:`shardrec.exchange.step` exchanges the headers and payloads of several modules together.
+:mod:`shardrec.exchange.call` exchanges the headers and payloads of several modules together.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from shardrec.exchange.dedup import DistinctIds
 from shardrec.exchange.headers import Headers
 from shardrec.exchange.payload import HEADER_SIZES, Payload
 from shardrec.exchange.route import Route
-from shardrec.exchange.staging import staged
+from shardrec.exchange.to_device import staged
 
 __all__ = ["FullBatch", "InputPacker", "Prepared", "SentIds"]
 
@@ -244,7 +244,7 @@ class InputPacker:
             valid, place = prepared.valid.view(torch.int8), (header.size(1), column, checksum)
             values = (lengths_SB, self.group_edges, valid, header, lengths_SB.size(1), self.route.groups, *place)
             constants = {"SIZES": HEADER_SIZES, "SHARES": grid[1], "BLOCK": 1024}
-            launching.launch("shardrec.exchange.kernels", "write_header", grid, *values, **constants)
+            launching.launch("shardrec.exchange.input_kernels", "write_header", grid, *values, **constants)
         else:
             header[:, 0].logical_or_(prepared.valid.logical_not())
             header[:, 1] = checksum

@@ -6,8 +6,8 @@ from torch import nn
 
 from shardrec.modules.bags import ShardedEmbeddingBagCollection
 from shardrec.modules.sequences import ShardedEmbeddingCollection
-from shardrec.portable.bags import PortableBags
-from shardrec.portable.sequences import PortableSequences
+from shardrec.portable.portable_bags import PortableBags
+from shardrec.portable.portable_sequences import PortableSequences
 
 __all__ = ["portable_twin"]
 

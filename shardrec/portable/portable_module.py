@@ -12,7 +12,7 @@ from shardrec._torchscript import list_of
 from shardrec.errors import ConfigError
 from shardrec.modules.collection import ShardedCollection
 from shardrec.portable.frozen_ids import frozen_maps
-from shardrec.portable.input import PortableInput
+from shardrec.portable.portable_input import PortableInput
 
 __all__ = ["PortableTwin", "arrived_rows"]
 

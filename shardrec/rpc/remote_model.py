@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from shardrec.checkpoint.files import SavedFile
+from shardrec.checkpoint.data_files import SavedFile
 from shardrec.checkpoint.manifest import SavedTensor
 from shardrec.checkpoint.save import Written
 from shardrec.errors import CheckpointError, ConfigError, PeerError, PlanError, ShardrecError
@@ -24,7 +24,9 @@ from shardrec.exchange.context import ExchangeOptions, ModelContext
 from shardrec.layout import ShardingPlan, Topology
 from shardrec.layout.discover import collections_of, remappers_of, table_shapes
 from shardrec.modules.collection import ShardedCollection
-from shardrec.modules.convert import (
+from shardrec.modules.dense import DenseOptions, DenseWrap
+from shardrec.modules.servers import Servers
+from shardrec.modules.shard import (
     agree_on_plan,
     agree_on_values,
     exchange_faults,
@@ -32,13 +34,11 @@ from shardrec.modules.convert import (
     sharded_collection,
     with_sharded,
 )
-from shardrec.modules.dense import DenseOptions, DenseWrap
-from shardrec.modules.model import ShardedModel
-from shardrec.modules.servers import Servers
+from shardrec.modules.sharded_model import ShardedModel
 from shardrec.rpc.client import Connections
-from shardrec.rpc.collectives import RemoteCollectives
 from shardrec.rpc.remote_storage import RemoteTable, remote_storage
 from shardrec.rpc.server import fused_optimizers_of
+from shardrec.rpc.trainer_collectives import RemoteCollectives
 
 __all__ = ["RemoteModel", "shard_over_servers"]
 

@@ -19,9 +19,9 @@ from math import inf
 
 from shardrec.errors import ConfigError
 from shardrec.layout import COLUMN_UNIT, TableLayout, Topology, cuts
-from shardrec.planner.candidate import Candidate
 from shardrec.planner.constraint import CUTS, Constraint
 from shardrec.planner.cost import Cost, CostModel, TableLoad
+from shardrec.planner.cut_option import Candidate
 from shardrec.planner.price import priced_layout
 from shardrec.planner.solve.problem import Gang, Item, Option, Place
 

@@ -29,7 +29,7 @@ from shardrec import native
 from shardrec.exchange.cut import chunked
 from shardrec.lookup.backward import JointBackward, LookupGradient
 from shardrec.lookup.cache import RowCache
-from shardrec.lookup.kernels import has_kernel, kernel_states, make_kernel
+from shardrec.lookup.fbgemm_kernel import has_kernel, kernel_states, make_kernel
 from shardrec.lookup.native_kernel import NativeKernel, native_kernel, with_neighbouring_columns
 from shardrec.lookup.optimizers import FusedOptimizer
 

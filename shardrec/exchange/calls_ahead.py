@@ -18,8 +18,8 @@ from contextlib import suppress
 from typing import Any
 
 from shardrec.errors import ConfigError, ShardrecError
+from shardrec.exchange.call import Call, Caller, GradMode, exchange_ids, split_by_compatibility
 from shardrec.exchange.headers import Headers
-from shardrec.exchange.step import Call, Caller, GradMode, exchange_ids, split_by_compatibility
 
 __all__ = ["Ahead"]
 

@@ -19,8 +19,8 @@ from shardrec.exchange.dedup import distinct
 from shardrec.exchange.row_output import column_unit_targets
 from shardrec.modules.live_twins import parameters_of
 from shardrec.pending import Await, awaitable
-from shardrec.portable.input import Received, constant
-from shardrec.portable.twin import PortableTwin, arrived_rows
+from shardrec.portable.portable_input import Received, constant
+from shardrec.portable.portable_module import PortableTwin, arrived_rows
 
 if TYPE_CHECKING:
     from shardrec.modules.sequences import ShardedEmbeddingCollection

@@ -8,9 +8,9 @@ import torch
 from hypothesis import given
 from torch import Tensor
 
-from shardrec.exchange.blocks import RowAllToAll, Stream
 from shardrec.exchange.collectives import joined
-from shardrec.exchange.wire import QuantizedComms
+from shardrec.exchange.row_exchange import RowAllToAll, Stream
+from shardrec.exchange.wire_format import QuantizedComms
 from tests.plans import randoms
 from tests.thread_ranks import ThreadCollectives, thread_ranks
 

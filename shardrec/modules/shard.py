@@ -21,7 +21,7 @@ from shardrec.exchange.collectives import LocalCollectives, collectives_of
 from shardrec.exchange.context import ExchangeOptions, ModelContext
 from shardrec.exchange.headers import Headers, checksum
 from shardrec.exchange.transport import Transport, transport_of
-from shardrec.exchange.wire import QuantizedComms
+from shardrec.exchange.wire_format import QuantizedComms
 from shardrec.ids.options import DynamicIds
 from shardrec.layout import ShardingPlan, Topology
 from shardrec.layout.discover import (
@@ -45,11 +45,11 @@ from shardrec.modules.dynamic import (
     without_managed_collision,
 )
 from shardrec.modules.initial import value_checksums
-from shardrec.modules.model import ShardedModel
 from shardrec.modules.overrides import refuse_overrides
 from shardrec.modules.sequences import ShardedEmbeddingCollection
 from shardrec.modules.servers import Servers
-from shardrec.modules.ties import refuse_ties
+from shardrec.modules.sharded_model import ShardedModel
+from shardrec.modules.tied_weights import refuse_ties
 from shardrec.pending import Awaitable, LazyAwaitable
 from shardrec.replicas.elastic_model import ElasticModel
 from shardrec.replicas.replicas import Replicas, make_groups, replica_ranks

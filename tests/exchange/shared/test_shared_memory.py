@@ -11,10 +11,10 @@ import torch
 import torch.distributed as dist
 
 from shardrec.errors import ConfigError, PeerError
-from shardrec.exchange.blocks import RowAllToAll, Stream
-from shardrec.exchange.shared.collectives import SharedCollectives
+from shardrec.exchange.row_exchange import RowAllToAll, Stream
+from shardrec.exchange.shared.shared_memory import SharedCollectives
 from shardrec.exchange.transport import transport_of
-from shardrec.exchange.wire import QuantizedComms
+from shardrec.exchange.wire_format import QuantizedComms
 from tests.exchange.shared.ranks_on_hosts import shared
 from tests.ranks import RankErrors, ranks
 

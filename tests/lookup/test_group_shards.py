@@ -12,10 +12,10 @@ from torch import Tensor, nn
 
 from shardrec import native
 from shardrec.layout import COLUMN_UNIT
-from shardrec.lookup import bank as bank_module
-from shardrec.lookup import kernels
-from shardrec.lookup.bank import LookupGradient, TableBank
-from shardrec.lookup.kernels import has_fused_kernel
+from shardrec.lookup import fbgemm_kernel as kernels
+from shardrec.lookup import group_shards as bank_module
+from shardrec.lookup.fbgemm_kernel import has_fused_kernel
+from shardrec.lookup.group_shards import LookupGradient, TableBank
 from shardrec.lookup.optimizers import FusedOptimizer, OptimizerKind
 from shardrec.lookup.row_optimizers import RowOptimizer
 from shardrec.lookup.shards import dense_lookup

@@ -15,9 +15,9 @@ from shardrec.errors import ConfigError
 from shardrec.files import os_fault
 from shardrec.modules import ShardedModel
 from shardrec.modules.collection import ShardedCollection
-from shardrec.scripting.convert import compiled
+from shardrec.scripting.script import compiled
 from shardrec.serve.entry import Entry, Features, from_tensors
-from shardrec.serve.model import ServedModel
+from shardrec.serve.served_model import ServedModel
 
 __all__ = ["NOTES", "notes_of", "save"]
 
