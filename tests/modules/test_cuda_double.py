@@ -33,7 +33,7 @@ from shardrec.modules import ShardedModel, initial, shard
 from shardrec.portable.portable_bags import PortableBags
 from shardrec.portable.portable_sequences import PortableSequences
 from shardrec.trainer.data import ClickBatch, ClickMetrics
-from shardrec.trainer.run.metrics import evaluate
+from shardrec.trainer.run.held_out import evaluate
 from tests.batches import Bags, random_bags, random_sizes_bags
 from tests.cuda_double import (
     INTERPRETS_TRITON,
@@ -503,7 +503,7 @@ def test_held_out_metrics_are_read_once() -> None:
     expected = metrics("cpu")
     with cuda_is_there(), cuda_double() as double, double.may_wait():
         found = metrics("cuda:0")
-        assert [one.partition(":")[0] for one in double.waits[-5:]] == [HEADER] * 4 + ["trainer/run/metrics.py"]
+        assert [one.partition(":")[0] for one in double.waits[-5:]] == [HEADER] * 4 + ["trainer/run/held_out.py"]
     assert found.rows == 12
     assert (found.auc, found.logloss) == pytest.approx((expected.auc, expected.logloss), abs=1e-5)
 

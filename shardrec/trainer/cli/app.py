@@ -18,7 +18,7 @@ from shardrec.trainer.cli.doctor import doctor
 from shardrec.trainer.cli.ending import ended_by_error, writable_output
 from shardrec.trainer.cli.flags import Command
 from shardrec.trainer.cli.plan import plan_command
-from shardrec.trainer.cli.runs import (
+from shardrec.trainer.cli.run_commands import (
     compare_command,
     eval_command,
     export_command,

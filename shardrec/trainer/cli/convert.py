@@ -35,7 +35,7 @@ def convert_command(
     source: rows are bit-identical to train on, in the order that the row groups make.
     """
     from shardrec.trainer.data import criteo_spec, load_spec
-    from shardrec.trainer.data.convert import convert
+    from shardrec.trainer.data.to_parquet import convert
     from shardrec.trainer.data.urls import files_of, path_of
 
     spec = criteo_spec() if features is None else load_spec(features)

@@ -33,7 +33,7 @@ def sweep_command(
     The test files are read once, for the best setting. The same command goes on with a sweep that was stopped. The
     results go to sweep.json and sweep.png.
     """
-    from shardrec.trainer.run.sweep import parse_grid, run_sweep, sweep_table
+    from shardrec.trainer.run.grid_search import parse_grid, run_sweep, sweep_table
 
     options = load_config(config)
     if monitor is not None and options.feed is None:  # of which the sweep says more

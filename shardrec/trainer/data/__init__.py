@@ -15,7 +15,7 @@ wrong → ``preprocess`` → ``rows`` → ``reading`` (ahead, on threads) → ``
 from __future__ import annotations
 
 from shardrec.trainer.data.batch import ClickBatch
-from shardrec.trainer.data.config import SyntheticConfig
+from shardrec.trainer.data.click_data import ClickData
 from shardrec.trainer.data.fault import Reason
 from shardrec.trainer.data.files import FileClickData
 from shardrec.trainer.data.metrics import ClickMetrics, area_under_roc, click_metrics
@@ -24,9 +24,9 @@ from shardrec.trainer.data.preprocess import hash_categories, transform_dense
 from shardrec.trainer.data.ranking import RankingMetrics, ranking_metrics
 from shardrec.trainer.data.request import batch_of_request, request_example
 from shardrec.trainer.data.schema import CRITEO_CARDINALITIES, ClickSchema, criteo_schema
-from shardrec.trainer.data.source import ClickData
 from shardrec.trainer.data.spec import Feature, FeatureSpec, Label, click_spec, criteo_spec, load_spec
 from shardrec.trainer.data.synthetic import BestMetrics, SyntheticClickData
+from shardrec.trainer.data.synthetic_config import SyntheticConfig
 from shardrec.trainer.data.tasks import Task
 from shardrec.trainer.data.write import write_criteo_tsv, write_parquet
 

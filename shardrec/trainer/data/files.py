@@ -17,13 +17,13 @@ from numpy.typing import NDArray
 
 from shardrec.errors import ConfigError, DataError
 from shardrec.trainer.data.batch import ClickBatch
+from shardrec.trainer.data.click_data import ClickData
 from shardrec.trainer.data.encode import encode
 from shardrec.trainer.data.fault import Reason
 from shardrec.trainer.data.order import STREAMS, Chunk, deal, slices, stream_count, stream_share
 from shardrec.trainer.data.reading import Part, Reader, StreamRows, shuffled
 from shardrec.trainer.data.rows import NO_TIME, join_rows
 from shardrec.trainer.data.schema import ClickSchema
-from shardrec.trainer.data.source import ClickData
 from shardrec.trainer.data.spec import FeatureSpec
 from shardrec.trainer.data.split import BatchRequest
 from shardrec.trainer.data.tables import FileInfo, check_file, counted, is_of_file

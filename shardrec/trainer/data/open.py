@@ -7,10 +7,10 @@ from collections.abc import Sequence
 from typing import Any
 
 from shardrec.errors import ConfigError
-from shardrec.trainer.data.config import SyntheticConfig
 from shardrec.trainer.data.files import FileClickData
 from shardrec.trainer.data.spec import FeatureSpec, criteo_spec
 from shardrec.trainer.data.synthetic import SyntheticClickData
+from shardrec.trainer.data.synthetic_config import SyntheticConfig
 from shardrec.trainer.data.urls import files_of
 
 __all__ = ["open_click_data"]

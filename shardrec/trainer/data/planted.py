@@ -29,8 +29,8 @@ from statistics import NormalDist
 import numpy as np
 from numpy.typing import NDArray
 
-from shardrec.trainer.data.config import SyntheticConfig
 from shardrec.trainer.data.preprocess import transform_dense
+from shardrec.trainer.data.synthetic_config import SyntheticConfig
 from shardrec.trainer.data.zipf import AliasTables, zipf_probabilities
 
 __all__ = ["PlantedModel", "PlantedRows", "RandomStream"]

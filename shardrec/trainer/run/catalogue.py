@@ -36,8 +36,8 @@ from shardrec.pipeline.train import TrainPipeline
 from shardrec.trainer.data import ClickBatch, ClickMetrics, FeatureSpec
 from shardrec.trainer.data.ranking import placed_metrics
 from shardrec.trainer.run.config import TrainConfig
-from shardrec.trainer.run.metrics import evaluate, gather_rows
-from shardrec.trainer.run.tasks import TaskMetrics
+from shardrec.trainer.run.held_out import evaluate, gather_rows
+from shardrec.trainer.run.task_metrics import TaskMetrics
 
 __all__ = ["CatalogueRanking", "evaluator"]
 

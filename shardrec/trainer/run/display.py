@@ -17,7 +17,7 @@ from shardrec.console import console
 from shardrec.trainer.data import ClickMetrics
 from shardrec.trainer.run.config import TrainConfig
 from shardrec.trainer.run.report import CurvePoint, RunReport, metrics_table, summary_line, task_values
-from shardrec.trainer.run.tasks import TaskMetrics
+from shardrec.trainer.run.task_metrics import TaskMetrics
 
 if TYPE_CHECKING:
     from shardrec.launch.ranks import RankInfo

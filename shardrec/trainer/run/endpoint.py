@@ -31,7 +31,7 @@ from werkzeug.wrappers import Request, Response
 from shardrec.errors import ConfigError, DataError
 from shardrec.files import parse_json
 from shardrec.trainer.data import FeatureSpec, batch_of_request, request_example
-from shardrec.trainer.run.tasks import predictions
+from shardrec.trainer.run.task_metrics import predictions
 
 if TYPE_CHECKING:
     from _typeshed.wsgi import StartResponse, WSGIEnvironment

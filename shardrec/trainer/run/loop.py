@@ -30,7 +30,7 @@ from shardrec.trainer.run.prefetch import Prefetcher
 from shardrec.trainer.run.replan import Replanner
 from shardrec.trainer.run.report import CurvePoint, held_out_values
 from shardrec.trainer.run.run import Run
-from shardrec.trainer.run.tasks import LabelWeights, TaskMetrics, label_weights
+from shardrec.trainer.run.task_metrics import LabelWeights, TaskMetrics, label_weights
 
 __all__ = ["Schedule", "StepPart", "failing_together", "step_parts", "train_epoch"]
 

@@ -19,7 +19,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from shardrec.errors import ConfigError
 from shardrec.trainer.data import ClickBatch, Task
-from shardrec.trainer.run.tasks import outputs_of, task_loss
+from shardrec.trainer.run.task_metrics import outputs_of, task_loss
 
 __all__ = ["batch_loss", "click_loss", "pairwise_loss", "softmax_loss", "with_own_loss"]
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from shardrec.trainer.data import ClickMetrics, click_metrics
-from shardrec.trainer.run.metrics import gather_rows
+from shardrec.trainer.run.held_out import gather_rows
 
 __all__ = ["Progressive"]
 

@@ -18,7 +18,7 @@ from rich.table import Table
 import shardrec
 from shardrec.trainer.data import ClickMetrics
 from shardrec.trainer.run.config import FEED
-from shardrec.trainer.run.tasks import TaskMetrics
+from shardrec.trainer.run.task_metrics import TaskMetrics
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from shardrec.serve import ServedModel
     from shardrec.trainer.data import ClickBatch, ClickMetrics, ClickSchema, FeatureSpec
     from shardrec.trainer.run.endpoint import Endpoint
-    from shardrec.trainer.run.tasks import TaskMetrics
+    from shardrec.trainer.run.task_metrics import TaskMetrics
 
 __all__ = ["RunFolder", "Target", "cuts_of", "differing"]
 

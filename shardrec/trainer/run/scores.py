@@ -32,14 +32,14 @@ from shardrec.launch.ranks import RankInfo, joined_run, meet, on_first_rank
 from shardrec.pipeline.train import TrainPipeline
 from shardrec.serve.store import Store
 from shardrec.trainer.data import ClickBatch, FeatureSpec
-from shardrec.trainer.data.convert import plain_column
 from shardrec.trainer.data.encode import encode
 from shardrec.trainer.data.rows import ClickRows
 from shardrec.trainer.data.tables import FileInfo, check_file, counted, rows_between
+from shardrec.trainer.data.to_parquet import plain_column
 from shardrec.trainer.data.urls import files_of
 from shardrec.trainer.run.prefetch import Prefetcher
 from shardrec.trainer.run.runs import RunFolder
-from shardrec.trainer.run.tasks import predictions
+from shardrec.trainer.run.task_metrics import predictions
 
 __all__ = ["predict_rank"]
 

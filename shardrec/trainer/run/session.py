@@ -57,7 +57,7 @@ from shardrec.trainer.run.report import RunReport, environment, write_curve, wri
 from shardrec.trainer.run.run import Run
 from shardrec.trainer.run.saving import Saver
 from shardrec.trainer.run.source import Source, counted_vocabularies, spec_of, total_left_out
-from shardrec.trainer.run.tasks import TaskMetrics
+from shardrec.trainer.run.task_metrics import TaskMetrics
 
 __all__ = ["run_rank"]
 

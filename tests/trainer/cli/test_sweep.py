@@ -12,9 +12,10 @@ import pytest
 
 from shardrec.errors import ConfigError
 from shardrec.trainer.data import write_criteo_tsv
-from shardrec.trainer.run import TrainConfig, sweep
+from shardrec.trainer.run import TrainConfig
+from shardrec.trainer.run import grid_search as sweep
+from shardrec.trainer.run.grid_search import mean_and_deviation, parse_grid, run_sweep
 from shardrec.trainer.run.runs import RunFolder
-from shardrec.trainer.run.sweep import mean_and_deviation, parse_grid, run_sweep
 from tests.trainer.cli.command import Run
 
 

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from shardrec.errors import ConfigError, DataError
 from shardrec.trainer.data import FileClickData, open_click_data, tables
-from shardrec.trainer.data.convert import convert
 from shardrec.trainer.data.tables import rows_between
+from shardrec.trainer.data.to_parquet import convert
 from tests.trainer.data.raw import SPEC, damage, equal, first_integers, line, lines, write
 
 

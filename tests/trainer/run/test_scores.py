@@ -22,7 +22,7 @@ from shardrec.trainer.data import click_metrics
 from shardrec.trainer.data.tables import check_file, counted, rows_between
 from shardrec.trainer.data.urls import files_of, open_input
 from shardrec.trainer.run import RunFolder, TrainConfig, predict, scores
-from shardrec.trainer.run.tasks import predictions
+from shardrec.trainer.run.task_metrics import predictions
 from tests.ranks import raises_on_all, ranks
 
 SPEC = """

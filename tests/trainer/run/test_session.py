@@ -103,7 +103,7 @@ def test_the_checkpoint_gives_the_trained_model_back(trained: tuple[Path, RunRep
     import shardrec
     from shardrec.launch.ranks import RankInfo
     from shardrec.trainer.data import criteo_schema
-    from shardrec.trainer.run.metrics import evaluate
+    from shardrec.trainer.run.held_out import evaluate
     from shardrec.trainer.run.model import build_model, fuse_optimizer
     from shardrec.trainer.run.source import Source
 

@@ -25,7 +25,7 @@ from shardrec.trainer.data.planted import PlantedModel, RandomStream
 from shardrec.trainer.data.split import held_out
 from shardrec.trainer.run import RunFolder, TrainConfig
 from shardrec.trainer.run.losses import click_loss
-from shardrec.trainer.run.tasks import label_weights, outputs_of, predictions, task_loss, task_metrics
+from shardrec.trainer.run.task_metrics import label_weights, outputs_of, predictions, task_loss, task_metrics
 from tests.ranks import raises_on_all, ranks
 
 TASKS = (

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from shardrec.exchange.peers import peers
 from shardrec.pipeline.train import TrainPipeline
 from shardrec.trainer.data import ClickBatch, ClickMetrics, Task, click_metrics, ranking_metrics
-from shardrec.trainer.run.tasks import TaskMetrics, outputs_of, task_metrics
+from shardrec.trainer.run.task_metrics import TaskMetrics, outputs_of, task_metrics
 
 __all__ = ["evaluate", "gather_rows"]
 

@@ -8,7 +8,7 @@ import pytest
 
 from shardrec.errors import DataError
 from shardrec.trainer.data import criteo_spec, open_click_data, tables, write_criteo_tsv
-from shardrec.trainer.data.convert import convert, plain_column
+from shardrec.trainer.data.to_parquet import convert, plain_column
 from tests.trainer.data.raw import LINES, SPEC, equal, lines, write
 
 
