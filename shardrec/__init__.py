@@ -7,7 +7,6 @@
 from __future__ import annotations
 
 import logging
-import warnings
 from importlib import import_module, util
 from typing import TYPE_CHECKING, Any
 
@@ -21,6 +20,7 @@ from shardrec.errors import (
     PeerError,
     PlanError,
     ShardrecError,
+    VersionError,
 )
 
 if TYPE_CHECKING:
@@ -30,7 +30,6 @@ if TYPE_CHECKING:
     from shardrec.layout import ShardingPlan, Topology
     from shardrec.modules import (
         DistributedModelParallel,
-        Replicas,
         Servers,
         ShardedModel,
         annotate_for_dynamo,
@@ -41,6 +40,7 @@ if TYPE_CHECKING:
     )
     from shardrec.pending import LazyAwaitable, wait
     from shardrec.planner import Constraint, plan
+    from shardrec.replicas import ElasticModel, Replicas
     from shardrec.scripting import script
     from shardrec.serve.export import export
     from shardrec.serve.publisher import Publisher
@@ -56,6 +56,7 @@ __all__ = [
     "DataError",
     "DistributedModelParallel",
     "DynamicIds",
+    "ElasticModel",
     "InputError",
     "LazyAwaitable",
     "PeerError",
@@ -68,6 +69,7 @@ __all__ = [
     "ShardingPlan",
     "ShardrecError",
     "Topology",
+    "VersionError",
     "annotate_for_dynamo",
     "clip_grad_norm_",
     "clip_grad_value_",
@@ -87,27 +89,16 @@ _NAMES = {
     "exchange.wire_format": "QuantizedComms",
     "ids": "DynamicIds",
     "layout": "ShardingPlan Topology",
-    "modules": "DistributedModelParallel Replicas Servers ShardedModel annotate_for_dynamo "
+    "modules": "DistributedModelParallel Servers ShardedModel annotate_for_dynamo "
     "clip_grad_norm_ clip_grad_value_ detect_anomaly shard",
     "pending": "LazyAwaitable wait",
     "planner": "Constraint plan",
+    "replicas": "ElasticModel Replicas",
     "scripting": "script",
     "serve.export": "export",
     "serve.publisher": "Publisher",
 }
 _HOMES = {name: home for home, names in _NAMES.items() for name in names.split()}
-
-# Former public names of this package. They go in the release after 0.1.
-_MOVED_NAMES = {
-    "errors": "BusyError VersionError",
-    "layout": "Shard TableLayout",
-    "modules": "ReplicatedModel ShardedEmbeddingBagCollection ShardedEmbeddingCollection unannotate",
-    "pending": "Await Awaitable LazyGetItemMixin LazyNoWait as_await as_lazy awaitable awaitable_nowait awaitable_wait "
-    "fork gather join",
-    "scripting": "ScriptError",
-    "serve": "ExportError",
-}
-_MOVED = {name: home for home, names in _MOVED_NAMES.items() for name in names.split()}
 
 # The others import fbgemm-gpu or torchrec: a mismatch is to be told before the linker tells it worse.
 _WITHOUT_FBGEMM = {"errors", "ids", "layout", "pending", "scripting"}
@@ -115,6 +106,7 @@ _WITHOUT_FBGEMM = {"errors", "ids", "layout", "pending", "scripting"}
 
 PROVIDED |= {
     "portable_twin": "shardrec.portable.portable_twin",
+    "replica_of": "shardrec.replicas",
     "replan_model": "shardrec.checkpoint.replan",
     "reshard_model": "shardrec.checkpoint.reshard",
     "shard_over_servers": "shardrec.rpc.remote_model",
@@ -126,16 +118,13 @@ logging.getLogger("torch.fx._symbolic_trace").addFilter(lambda record: "is_fx_tr
 
 def __getattr__(name: str) -> Any:
     """Imports the home of a public name, or a subpackage such as ``shardrec.layout``, when it is first asked for."""
-    home = _HOMES.get(name) or _MOVED.get(name)
+    home = _HOMES.get(name)
     if home is not None:
         if home not in _WITHOUT_FBGEMM:
             from shardrec._versions import check_versions  # 5 ms, for what needs the libraries
 
             check_versions()
         value = getattr(import_module(f"{__name__}.{home}"), name)
-        if name in _MOVED:
-            warnings.warn(f"shardrec.{name} is now shardrec.{home}.{name}", DeprecationWarning, stacklevel=2)
-            return value  # not kept, so that each place that uses the old name is told
     elif not name.startswith("_") and util.find_spec(f"{__name__}.{name}") is not None:
         value = import_module(f"{__name__}.{name}")
     else:

@@ -6,11 +6,11 @@ asks for by name; ``shardrec/__init__.py``, which runs before any layer, says in
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from importlib import import_module
 from typing import Any
 
-__all__ = ["PROVIDED", "late_import"]
+__all__ = ["PROVIDED", "late_import", "names_from"]
 
 PROVIDED: dict[str, str] = {}
 """The module of each function, by the function's name."""
@@ -20,3 +20,25 @@ def late_import(name: str) -> Callable[..., Any]:
     """The function that is provided under this name."""
     function: Callable[..., Any] = getattr(import_module(PROVIDED[name]), name)
     return function
+
+
+def names_from(package: str, modules: Mapping[str, str]) -> tuple[dict[str, str], Callable[[str], Any]]:
+    """For a package whose public names are imported at their first use (PEP 562).
+
+    Args:
+        package: its name.
+        modules: by a module, the names that the package has of it, separated by spaces.
+
+    Returns:
+        The module of each name, and a function for the package's ``__getattr__``.
+    """
+    homes = {name: module for module, names in modules.items() for name in names.split()}
+
+    def load(name: str) -> Any:
+        if name not in homes:
+            raise AttributeError(f"module {package!r} has no attribute {name!r}")
+        value = getattr(import_module(homes[name]), name)
+        setattr(import_module(package), name, value)
+        return value
+
+    return homes, load

@@ -1,7 +1,7 @@
 """Files of any origin, read with bounds on memory and time; and what the operating system says of files, in words.
 
 A fault of a JSON document is a ``ValueError`` whose text says what is wrong; who reads it adds the file's name and the
-remedy. YAML is written by people: its faults are a ``ConfigError`` with the line.
+remedy.
 """
 
 from __future__ import annotations
@@ -16,18 +16,27 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from shardrec.errors import ConfigError
+from shardrec.errors import DataError
 
-__all__ = ["naming", "open_regular", "os_fault", "parse_json", "parse_yaml", "read_json", "read_text", "yaml_lines"]
+__all__ = [
+    "UnreachableError",
+    "file_system",
+    "naming",
+    "open_regular",
+    "os_fault",
+    "parse_json",
+    "read_json",
+    "read_text",
+]
 
 _MAX_BYTES = 256 << 20
 """Of a JSON document, such as the plan of a million shards."""
-_MAX_YAML_BYTES = 8 << 20
-_MAX_NESTED = 100
-_MAX_VALUES = 1_000_000
-"""Of a YAML document with aliases, each counted as what it stands for."""
-_LONGEST_NUMBER = 1000
-"""Characters of a YAML value other than text; parsing some numbers takes O(length²) time."""
+_BY_PYARROW = ("file", "s3", "gs", "gcs", "abfs", "abfss", "hdfs", "viewfs")
+"""Schemes of URLs that pyarrow's own file systems read."""
+
+
+class UnreachableError(DataError):
+    """A folder or a file that may be there, and cannot be read now."""
 
 
 def open_regular(path: str | Path) -> int:
@@ -101,83 +110,35 @@ def read_json(path: str | Path) -> Any:
     return parse_json(read_text(path))
 
 
-def parse_yaml(text: str, where: str) -> tuple[Any, Any]:
-    """What a YAML document holds, of plain types.
+def file_system(url: str) -> tuple[Any, str]:
+    """The fsspec file system of a URL, and the path in it.
 
-    Args:
-        text: the document.
-        where: the file's name, for messages.
-
-    Returns:
-        The value, and the ``yaml.Node`` that it was made from (None for an empty document), for :func:`yaml_lines`.
+    pyarrow's own come first: they are there with it, and are read without Python.
 
     Raises:
-        ConfigError: naming file and line, if the text is not YAML, is too large or nested too deeply, has aliases that
-            make too much of it, or a mapping with a key twice.
+        DataError: if there is no such file system here.
+        UnreachableError: if it cannot be reached now.
     """
-    import yaml
+    import fsspec
+    import pyarrow as pa
+    from fsspec.implementations.arrow import ArrowFSWrapper
+    from pyarrow import fs
 
-    kind: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+    scheme, _, rest = url.partition("://")
     try:
-        depth = 0  # before anything is composed: libyaml's recursion has no end but the stack's
-        for event in yaml.parse(_bounded(text), kind):
-            depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
-            if depth > _MAX_NESTED:
-                raise _fault(event, "it is nested too deeply")
-        root = yaml.compose(text, kind)
-        counted: dict[int, int] = {}
-        if root is not None and _values(root, counted) > max(_MAX_VALUES, len(counted)):
-            raise ValueError(f"its aliases make more than {_MAX_VALUES:,} values of it: use fewer")
-        return (None if root is None else yaml.SafeLoader("").construct_document(root)), root
-    except yaml.YAMLError as error:
-        mark = getattr(error, "problem_mark", None)
-        line = "" if mark is None else f":{mark.line + 1}"
-        reason = getattr(error, "problem", None) or " ".join(str(error).split())
-        raise ConfigError(f"{where}{line} cannot be read as YAML ({reason})") from error
-    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
-        name = "" if type(error) is ValueError else f"{type(error).__name__}: "
-        raise ConfigError(f"{where} cannot be read as YAML ({name}{error})") from error
-
-
-def _bounded(text: str) -> str:
-    if len(text) > _MAX_YAML_BYTES:
-        raise ValueError(f"it has more than {_MAX_YAML_BYTES >> 20} MiB")
-    return text
-
-
-def _values(node: Any, counted: dict[int, int]) -> int:
-    """Values of a node with each alias replaced by what it stands for; counts of finished nodes are kept by id.
-
-    Raises:
-        MarkedYAMLError: for an alias inside of what it stands for, a key that a mapping has twice, and a number too
-            long.
-    """
-    if id(node) in counted:
-        if not counted[id(node)]:
-            raise _fault(node, "an alias stands inside of what it stands for")
-        return counted[id(node)]
-    children = node.value if isinstance(node.value, list) else []
-    if not children and len(node.value) > _LONGEST_NUMBER and not node.tag.endswith(":str"):
-        raise _fault(node, f"a value has {len(node.value):,} characters and is no text")
-    if children and isinstance(children[0], tuple):
-        lines: dict[tuple[str, str], int] = {}
-        for key, _ in children:
-            name = key.tag, str(key.value)
-            if name in lines:
-                raise _fault(key, f"{key.value!r} is there twice, first in line {lines[name]}: keep one")
-            lines[name] = key.start_mark.line + 1
-        children = [child for pair in children for child in pair]
-    counted[id(node)] = 0
-    counted[id(node)] = 1 + sum(_values(child, counted) for child in children)
-    return counted[id(node)]
-
-
-def _fault(node: Any, problem: str) -> Exception:
-    import yaml
-
-    return yaml.MarkedYAMLError(problem=problem, problem_mark=node.start_mark)
-
-
-def yaml_lines(node: Any) -> dict[str, int]:
-    """The line of each key of a mapping, which :func:`parse_yaml` gave."""
-    return {str(key.value): key.start_mark.line + 1 for key, _ in node.value}
+        if scheme not in _BY_PYARROW:
+            system, path = fsspec.core.url_to_fs(url)
+            return system, path
+        rest, mark, options = rest.partition("?")
+        authority, _, path = rest.partition("/")
+        arrow_system, base = fs.FileSystem.from_uri(f"{scheme}://{authority}/{mark}{options}")  # a pattern is no URI
+        return ArrowFSWrapper(arrow_system), f"{base.rstrip('/')}/{path}"
+    except ImportError as error:  # which names the package
+        raise DataError(f"data file {url} cannot be read here: {error}") from error
+    except (ValueError, OSError, pa.ArrowException) as error:
+        reason = (str(error) or type(error).__name__).splitlines()[0]
+        # pyarrow asks the network where a bucket is.
+        raise (UnreachableError if isinstance(error, OSError) else DataError)(
+            f"data file {url} cannot be read ({reason}): give a path, or a URL of {', '.join(_BY_PYARROW)} or of an "
+            "installed fsspec file system"
+        ) from error

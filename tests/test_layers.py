@@ -4,10 +4,13 @@ private attributes."""
 from __future__ import annotations
 
 import ast
+from collections import Counter
 from collections.abc import Iterator
 from functools import cache
 from importlib import import_module
 from pathlib import Path
+
+import pytest
 
 from shardrec._late_imports import PROVIDED, late_import
 from tests.syntax import nodes, tree
@@ -16,7 +19,7 @@ PACKAGE = Path(__file__).parent.parent / "shardrec"
 
 LAYERS = [
     {"_late_imports", "errors", "memory"},
-    {"_dynamo", "_torchscript", "_versions", "console", "files"},
+    {"_dynamo", "_torchscript", "_versions", "files"},
     {"native", "pending"},
     {"layout", "scripting"},
     {"exchange"},
@@ -24,15 +27,19 @@ LAYERS = [
     {"ids"},
     {"planner"},
     {"modules"},
-    {"portable"},
-    {"calibrate", "checkpoint", "pipeline"},
-    {"data", "rpc"},
+    {"portable", "replicas"},
+    {"checkpoint", "pipeline"},
+    {"rpc"},
     {"serve"},
-    {"models"},
-    {"train"},
-    {"cli"},
+    {"trainer"},
 ]
 """A folder, or a file of the package itself, imports from its own layer's folders only itself, and from those above."""
+
+TRAINER_LAYERS = [{"console", "yaml_files"}, {"calibrate", "data"}, {"models"}, {"run"}, {"cli"}]
+"""The layers inside of ``shardrec.trainer``."""
+
+DOOR = ["checkpoint", "files", "launch", "layout", "pipeline", "planner", "rpc", "serve"]
+"""The modules of the library that the trainer imports from, besides ``shardrec`` itself, and only what they export."""
 
 
 @cache
@@ -66,7 +73,7 @@ def imported(nodes: list[ast.stmt], *, for_types: bool) -> Iterator[str]:
 
 
 def graph(*, for_types: bool) -> dict[str, set[str]]:
-    """The files that each file imports, or loads by their names, as in ``import_module("shardrec.rpc.remote_model")``."""
+    """The files that each file imports, or loads by their names (``import_module("shardrec.rpc.remote_model")``)."""
     return {
         name: {*imported(tree(path).body, for_types=for_types), *named(nodes(path))} - {name}
         for name, path in files().items()
@@ -86,15 +93,60 @@ def test_no_file_imports_itself_by_way_of_others() -> None:
     assert not left, f"these import each other in a circle, or import who does: {sorted(left)}"
 
 
-def test_layers_point_one_way() -> None:
-    level = {name: number for number, layer in enumerate(LAYERS) for name in layer}
+@pytest.mark.parametrize(("house", "layers"), [("shardrec", LAYERS), ("shardrec.trainer", TRAINER_LAYERS)])
+def test_layers_point_one_way(house: str, layers: list[set[str]]) -> None:
+    level = {f"{house}.{name}": number for number, layer in enumerate(layers) for name in layer}
+    depth = house.count(".") + 2
     wrong = []
     for name, targets in graph(for_types=False).items():
         for target in targets:
-            one, other = (part.split(".")[1] if "." in part else "" for part in (name, target))
-            if one and other and one != other and level[other] >= level[one]:
+            importer, imported = (".".join(part.split(".")[:depth]) for part in (name, target))
+            if importer == imported or not {importer, imported} <= level.keys():
+                continue
+            if level[imported] >= level[importer]:
                 wrong.append(f"{name} imports {target}")
     assert not wrong, "\n".join(sorted(wrong))
+
+
+def test_the_trainer_comes_in_by_the_door() -> None:
+    """It imports names that ``shardrec`` or a module of the door exports, for type checkers too."""
+    wrong = []
+    for name, path in files().items():
+        if not name.startswith("shardrec.trainer"):
+            continue
+        for node in nodes(path):
+            imports = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+            wrong += [f"{name}:{node.lineno} imports {module}" for module in imports if module.startswith("shardrec.")]
+            if not isinstance(node, ast.ImportFrom) or (node.module or "").split(".")[0] != "shardrec":
+                continue
+            module = str(node.module)
+            if module.startswith("shardrec.trainer") or (module == "shardrec" and node.names[0].name == "trainer"):
+                continue
+            if module.removeprefix("shardrec").removeprefix(".") not in ("", *DOOR):
+                wrong.append(f"{name}:{node.lineno} imports from {module}")
+                continue
+            exported = {*import_module(module).__all__, "__version__", *(DOOR if module == "shardrec" else [])}
+            hidden = {alias.name for alias in node.names} - exported
+            wrong += [f"{name}:{node.lineno} imports {hidden}, which {module} does not export"] if hidden else []
+    assert not wrong, "\n".join(wrong)
+
+
+def test_the_library_knows_no_trainer() -> None:
+    wrong = [
+        f"{name} imports {target}"
+        for name, targets in graph(for_types=True).items()
+        for target in targets
+        if target.startswith("shardrec.trainer") and not name.startswith("shardrec.trainer")
+    ]
+    assert not wrong, "\n".join(wrong)
+
+
+def test_a_base_name_occurs_once_in_a_house() -> None:
+    """So that a name that an error, a log or a reader gives is of one file."""
+    for house in (False, True):
+        paths = [path for name, path in files().items() if name.startswith("shardrec.trainer") is house]
+        counts = Counter(path.stem for path in paths if path.stem not in ("__init__", "__main__"))
+        assert [stem for stem, count in counts.items() if count > 1] == []
 
 
 LATE = {
@@ -141,7 +193,7 @@ TORCHS = {"_library", "_modules", "_optimizer", "_save_to_state_dict", "_schema"
 
 
 def folder_of(name: str) -> str:
-    return ".".join(name.split(".")[:2])
+    return ".".join(name.split(".")[: 3 if name.startswith("shardrec.trainer.") else 2])
 
 
 def defined(inside: list[ast.AST]) -> Iterator[str]:

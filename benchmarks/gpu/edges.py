@@ -127,7 +127,7 @@ def main(arguments: list[str] | None = None) -> int:
             os.execve(tool, command, {**os.environ, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1"})
         print("without compute-sanitizer: it is not there, or there is no device", flush=True)
     differ = False
-    for kind in ("bags", "sequences", "distinct", *(["dynamic"] * native.is_loaded())):
+    for kind in ("bags", "sequences", "distinct", *(["dynamic"] * native.has_operators())):
         for layout in _LAYOUTS:
             if (kind, layout) == ("dynamic", "replicated"):
                 continue  # which shardrec refuses

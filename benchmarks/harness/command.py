@@ -12,10 +12,10 @@ import typer
 
 from benchmarks.harness import BenchConfig, bench
 from benchmarks.harness.timing import TimingConfig, time_steps
-from shardrec.console import console
 from shardrec.errors import ConfigError
 from shardrec.trainer.cli.ending import ended_by_user
 from shardrec.trainer.cli.flags import flag_parameters, parameter
+from shardrec.trainer.console import console
 from shardrec.trainer.run.options import Options, flag, together
 
 if TYPE_CHECKING:

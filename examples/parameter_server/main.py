@@ -22,7 +22,7 @@ from shardrec.launch.ranks import RankInfo
 from shardrec.launch.run import on_new_ranks
 from shardrec.layout import ShardingPlan, Topology, cuts
 from shardrec.rpc import RemoteModel, RpcWorld
-from shardrec.rpc.serve import open_store
+from shardrec.rpc.server_process import open_store
 
 __all__ = ["compare", "main", "make_plan", "train"]
 

@@ -16,9 +16,8 @@ from shardrec.checkpoint.agree import Ranks
 from shardrec.errors import ConfigError
 from shardrec.exchange.transport import timeout_s
 from shardrec.layout import ShardingPlan
-from shardrec.modules.dynamic import constraints_of
 from shardrec.modules.sharded_model import ShardedModel
-from shardrec.planner.constraint import Constraint, constraints_by_table
+from shardrec.planner.constraint import Constraint, constraints_by_table, constraints_of
 from shardrec.planner.describe import Sampled, loads_of, sampled_features
 from shardrec.planner.planner import Planner
 from shardrec.planner.replanning import Replanned, paying_plan

@@ -104,7 +104,7 @@ class Columns:
 
 
 def _is_native(values: Tensor) -> bool:
-    return values.device.type == "cpu" and values.dtype is torch.float32 and native.is_loaded()
+    return values.device.type == "cpu" and values.dtype is torch.float32 and native.has_operators()
 
 
 def _step(sources: Sequence[Source]) -> int:

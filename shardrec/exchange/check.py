@@ -36,7 +36,7 @@ def ids_are_valid(batch: Batch, limits: Tensor, *, unlimited: bool) -> Tensor:
     Returns:
         0-d bool tensor on the batch's device.
     """
-    if limits.device.type == "cpu" and native.is_loaded():
+    if limits.device.type == "cpu" and native.has_operators():
         lengths, values = batch.lengths.contiguous(), batch.values.contiguous()
         sound: Tensor = torch.ops.shardrec.are_sound(lengths, values, limits)
     elif limits.numel() and launching.has_kernels(limits.device):

@@ -119,7 +119,7 @@ class Cutter:
         """
         order = self._order(batch.keys)
         slots, blocks = order.slots, self._route.blocks
-        if (blocks > 1 or slots is not None) and self._device.type == "cpu" and native.is_loaded():
+        if (blocks > 1 or slots is not None) and self._device.type == "cpu" and native.has_operators():
             return self._cut_at_once(batch, order, keep_positions)
         lengths, values, weights = batch.lengths, batch.values, batch.weights
         # fbgemm keeps the order of a bag's ids on CUDA, and so of its sum, if positions are asked for.

@@ -73,8 +73,8 @@ class ExchangeQueue:
     def submit(self, module: Caller, features: object, *, by_operator: bool = False, scripted: bool = False) -> Call:
         """Queue a module's call, and begin the exchange if no further call is expected to share it.
 
-        A call that was made ahead of this forward (:mod:`shardrec.exchange.calls_ahead`) with these features, in these modes,
-        is used instead of a new one.
+        A call that was made ahead of this forward (:mod:`shardrec.exchange.calls_ahead`) with these features, in these
+        modes, is used instead of a new one.
 
         Args:
             module: the sharded module that is called.

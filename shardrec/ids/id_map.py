@@ -85,7 +85,7 @@ class IdMap:
     """
 
     def __init__(self, rows: int, options: DynamicIds, capacity: int) -> None:
-        if not native.is_loaded():
+        if not native.has_operators():
             raise ConfigError(
                 "dynamic ids need the C++ operators of shardrec, which are not there; install it from its sources with "
                 "a C++ compiler (pip install --no-build-isolation .), and leave SHARDREC_NATIVE unset"

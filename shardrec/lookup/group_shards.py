@@ -91,7 +91,7 @@ class RowGradient:
 
 def summed(rows: Tensor, values: Tensor, cls: WidthClass) -> RowGradient:
     """The gradients ``values`` (n, w) float32 of the matrix rows ``rows`` (n,), those of equal rows added in order."""
-    if rows.device.type == "cpu" and native.is_loaded():
+    if rows.device.type == "cpu" and native.has_operators():
         one_slot = torch.zeros(1, dtype=torch.int64)
         lengths = torch.tensor([[rows.numel()]], dtype=torch.int32)
         rows, values, squares = torch.ops.shardrec.sum_gradient(
@@ -335,7 +335,7 @@ class TableBank:
     def row_gradients(self, lookups: Sequence[LookupGradient]) -> list[RowGradient]:
         """The gradient of each distinct row, per width class, added up over backwards, in their order; at least one."""
         row_gradients = []
-        if self.device.type == "cpu" and native.is_loaded():
+        if self.device.type == "cpu" and native.has_operators():
             operands = self.operands(lookups)
             for cls in self.classes:
                 rows, values, squares = torch.ops.shardrec.sum_gradient(

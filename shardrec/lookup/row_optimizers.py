@@ -107,7 +107,7 @@ class RowOptimizer:
             options.kind in RULES
             and not options.weight_decay
             and self._log_decay is None
-            and native.is_loaded()
+            and native.has_operators()
             and all(cls.weight.is_cpu and cls.weight.dtype is torch.float32 for cls, _ in self._classes)
         )
 
@@ -172,7 +172,7 @@ class RowOptimizer:
         options = self.optimizer
         if options.row_states and mean_square is None:
             mean_square = gradient.square_sums() / weight.size(1)
-        if options.kind in RULES and weight.dtype is torch.float32 and weight.is_cpu and native.is_loaded():
+        if options.kind in RULES and weight.dtype is torch.float32 and weight.is_cpu and native.has_operators():
             scale = 1.0 if gradient.scale is None else gradient.scale.item()
             setting = scale, RULES[options.kind], self.lr, options.eps
             torch.ops.shardrec.update_rows(weight, states.get("sum"), rows, gradient.values, mean_square, *setting)

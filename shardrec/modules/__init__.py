@@ -9,15 +9,9 @@ from shardrec.modules.sequences import ShardedEmbeddingCollection
 from shardrec.modules.servers import Servers
 from shardrec.modules.shard import shard
 from shardrec.modules.sharded_model import ShardedModel
-from shardrec.replicas.elastic_model import ElasticModel
-from shardrec.replicas.replicas import Replicas
-from shardrec.replicas.replicated_model import ReplicatedModel
 
 __all__ = [
     "DistributedModelParallel",
-    "ElasticModel",
-    "Replicas",
-    "ReplicatedModel",
     "Servers",
     "ShardedEmbeddingBagCollection",
     "ShardedEmbeddingCollection",

@@ -21,9 +21,8 @@ from shardrec.layout import ShardingPlan
 from shardrec.layout.discover import collections_of, is_a, qualified_name, remappers_of, table_configs
 from shardrec.lookup.optimizers import fused_optimizer_of
 from shardrec.modules.overrides import refuse_overrides
-from shardrec.planner.constraint import Constraint
 
-__all__ = ["constraints_of", "dynamic_tables", "refuse_remappers", "without_managed_collision"]
+__all__ = ["dynamic_tables", "refuse_remappers", "without_managed_collision"]
 
 _WRAPPER = ("torchrec.modules.mc_embedding_modules", "BaseManagedCollisionEmbeddingCollection")
 _EVICT = {"LFU_EvictionPolicy": "lfu", "LRU_EvictionPolicy": "lru", "DistanceLFU_EvictionPolicy": "score"}
@@ -95,14 +94,6 @@ def refuse_remappers(model: nn.Module, replaced: Mapping[int, nn.Module], world_
         f"module {path!r} ({type(module).__name__}) keeps a map from ids to rows, and each of {world_size} ranks would "
         f"learn another one for the same tables; {remedy}, or shard the model on one rank"
     )
-
-
-def constraints_of(given: Mapping[str, DynamicIds]) -> dict[str, Constraint]:
-    """Planner constraints for tables with dynamic ids: cuts that give all column stripes the same row blocks."""
-    if not given:
-        return {}
-    cuts = ("table_wise", "row_wise", "column_wise", "table_row_wise", "table_column_wise")
-    return {table: Constraint(cuts=cuts) for table in given}
 
 
 def dynamic_tables(

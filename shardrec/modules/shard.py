@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal, get_args
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import torch
 import torch.distributed as dist
@@ -37,9 +37,7 @@ from shardrec.modules.annotate import annotate_for_dynamo
 from shardrec.modules.bags import ShardedEmbeddingBagCollection
 from shardrec.modules.collection import TABLE_DTYPES, ShardedCollection
 from shardrec.modules.dense import DenseOptions, DenseWrap, dense_options
-from shardrec.modules.deprecated import records_of
 from shardrec.modules.dynamic import (
-    constraints_of,
     dynamic_tables,
     refuse_remappers,
     without_managed_collision,
@@ -51,9 +49,10 @@ from shardrec.modules.servers import Servers
 from shardrec.modules.sharded_model import ShardedModel
 from shardrec.modules.tied_weights import refuse_ties
 from shardrec.pending import Awaitable, LazyAwaitable
-from shardrec.replicas.elastic_model import ElasticModel
-from shardrec.replicas.replicas import Replicas, make_groups, replica_ranks
-from shardrec.replicas.replicated_model import ReplicatedModel
+from shardrec.planner.constraint import constraints_of
+
+if TYPE_CHECKING:
+    from shardrec.replicas.replicas import Replicas
 
 # isinstance(output, torchrec's LazyAwaitable) is asked by code that waits by hand.
 TorchRecAwaitable.register(Awaitable)
@@ -90,7 +89,6 @@ def shard(
     dynamic_ids: Mapping[str, DynamicIds] | None = None,
     servers: Servers | None = None,
     update: UpdateTime = "backward",
-    **former: Any,
 ) -> ShardedModel:
     """Shard the embedding collections of a model, and average the gradients of its dense part over the ranks.
 
@@ -99,7 +97,7 @@ def shard(
 
     With ``replicas=Replicas(R)`` the W ranks hold R copies of the tables (2-D parallelism): each run of W / R
     neighbouring ranks shards one copy, and every ``sync_every`` training steps the copies are averaged; see
-    :class:`shardrec.modules.ReplicatedModel`.
+    :class:`shardrec.replicas.ReplicatedModel`.
 
     Args:
         model: a model with ``torchrec.EmbeddingBagCollection`` or ``EmbeddingCollection`` modules, on the CPU or on
@@ -117,8 +115,8 @@ def shard(
             ``"group"``: through the process group, as between hosts. Default: the environment variable
             ``SHARDREC_TRANSPORT``, or else ``auto``.
         replicas: copies of the tables, as a :class:`shardrec.Replicas`; the result is then a
-            :class:`shardrec.modules.ReplicatedModel`, for ``Replicas(1)`` too, or, with ``elastic``, a
-            :class:`shardrec.modules.ElasticModel`. Default: one copy.
+            :class:`shardrec.replicas.ReplicatedModel`, for ``Replicas(1)`` too, or, with ``elastic``, a
+            :class:`shardrec.replicas.ElasticModel`. Default: one copy.
         dense: ``"ddp"``: every rank holds the dense part, whose gradients are averaged at the end of each backward as
             by DistributedDataParallel, but losses may use different parameters on each rank. ``"fsdp"``: FSDP2
             (``fully_shard``) shards the dense part's parameters; replicated tables stay unsharded. ``"none"``: only
@@ -138,7 +136,6 @@ def shard(
         update: when tables with an optimizer of ``apply_optimizer_in_backward`` are updated (docs/updates.md).
             ``"backward"``: inside each ``backward()``, as in TorchRec. ``"step"``: by ``model.fused_optimizer.step()``,
             once, with the sum of the gradients of all backward calls since the last step, which are kept until then.
-        former: deprecated keyword arguments, now fields of Replicas and Servers.
 
     Returns:
         The sharded model, which has the attributes and the state_dict keys of ``model``.
@@ -151,7 +148,6 @@ def shard(
             each rank would learn its own map from ids to rows (managed collision, pruning); if the number of replicas
             does not divide the number of ranks, or differs between ranks.
     """
-    replicas, servers = records_of(replicas, servers, former)
     target = default_device(model, group) if device is None else torch.device(device)
     collectives = collectives_of(group)
     collections = collections_of(model)
@@ -220,13 +216,15 @@ def shard(
         plan = make_plan(model, Topology.of_world(size), device=target, constraints=limits, dedup=dedup)
     tables, faults = dynamic_tables(model, plan, dynamic_ids or {}, 1 if replicas is None else replicas.count + elastic)
     agree_on_plan(plan, _plan_faults(plan, model, copies, collectives.world_size) or faults, world)
-    agree_on_values(collections, plan, replica_ranks(collectives.world_size, copies), world)
+    copies_of = [range(start, start + size) for start in range(0, collectives.world_size, size)]
+    agree_on_values(collections, plan, copies_of, world)
     plan = plan.on_one_rank() if size == 1 else plan
-    groups = make_groups(group, copies, target)
+    everyone = (group or dist.group.WORLD) if collectives.world_size > 1 or elastic else None
+    groups = None if replicas is None else replicas.make_groups(group, target)
+    within = groups.within if groups is not None else everyone
     if target.type == "cpu":
         keep_large_blocks()
-    alone = groups.within is None
-    exchange = LocalCollectives() if alone else transport_of(groups.within, target, transport)
+    exchange = LocalCollectives() if within is None else transport_of(within, target, transport)
     options = ExchangeOptions(
         comms=comms or QuantizedComms(),
         output_dtype=output_dtype,
@@ -237,16 +235,15 @@ def shard(
     context = ModelContext(exchange, target, options)
     replaced: dict[int, ShardedCollection] = {}
     for path, module in collections.items():
-        arguments: dict[str, Any] = {"path": path, "device": target, "group": groups.within, "context": context}
+        arguments: dict[str, Any] = {"path": path, "device": target, "group": within, "context": context}
         replaced[id(module)] = sharded_collection(module, plan, dedup=dedup, **arguments)
     model = with_sharded(put_in_place(model, raw), replaced, target)
-    everyone = (group or dist.group.WORLD) if collectives.world_size > 1 or elastic else None
     if replicas is None:
         return ShardedModel(model, plan, context, everyone, dense=dense)
-    if elastic:
-        assert everyone is not None, "checked above"
-        return ElasticModel(model, plan, context, everyone, options=replicas, dense=dense)
-    return ReplicatedModel(model, plan, context, everyone, groups=groups, options=replicas, dense=dense)
+    replica: ShardedModel = late_import("replica_of")(
+        model, plan, context, everyone, groups=groups, options=replicas, dense=dense
+    )
+    return replica
 
 
 def sharded_collection(

@@ -19,7 +19,8 @@
 ``weight_gradient(weights, slots, ids, lengths, gradient)``
     the gradient of the ids' weights, for the same
 ``sum_gradient(ids, lengths, weights, gradients, bases, columns, width, pooled, rows)``
-    of several backwards, distinct rows, their gradients and the sums of their squares, for :mod:`shardrec.lookup.group_shards`
+    of several backwards, distinct rows, their gradients and the sums of their squares, for
+    :mod:`shardrec.lookup.group_shards`
 ``update_matrix(weight, state, ids, lengths, id_weights, gradients, bases, columns, pooled, rule, lr, eps)``
     an optimizer's step with the gradients of several backwards, for :mod:`shardrec.lookup.row_optimizers`
 ``update_rows(weight, state, rows, values, mean_squares, scale, rule, lr, eps)``
@@ -54,7 +55,7 @@ import torch
 
 from shardrec.errors import ConfigError
 
-__all__ = ["has_kernels", "is_loaded", "library_path"]
+__all__ = ["has_kernels", "has_operators", "library_path"]
 
 _NEWEST = "text_keys"  # an operator that libraries built from older sources do not have
 
@@ -79,7 +80,7 @@ def library_path() -> Path | None:
 
 
 @cache
-def is_loaded() -> bool:
+def has_operators() -> bool:
     """Load the operators, once, and return whether they can be used. ``SHARDREC_NATIVE=0`` disables them.
 
     Raises:
@@ -129,4 +130,4 @@ def has_kernels() -> bool:
         raise ConfigError(
             f"SHARDREC_KERNELS={chosen!r}: there are 'own' and 'fbgemm' kernels; leave it unset for 'own'"
         )
-    return chosen == "own" and is_loaded()
+    return chosen == "own" and has_operators()

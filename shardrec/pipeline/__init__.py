@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from shardrec._late_imports import names_from
 from shardrec._versions import check_versions
 from shardrec.pipeline import skip
 from shardrec.pipeline.balance import balance_by_size, balance_by_time
@@ -20,6 +21,7 @@ from shardrec.pipeline.recompute import is_checkpointing, is_recomputing
 from shardrec.pipeline.timeline import Timeline
 
 if TYPE_CHECKING:
+    from shardrec.pipeline.lookahead import tell_others
     from shardrec.pipeline.train import TrainPipeline
 
 __all__ = [
@@ -32,14 +34,15 @@ __all__ = [
     "is_checkpointing",
     "is_recomputing",
     "skip",
+    "tell_others",
 ]
+
+_HOMES, _load = names_from(
+    __name__, {"shardrec.pipeline.lookahead": "tell_others", "shardrec.pipeline.train": "TrainPipeline"}
+)
 
 
 def __getattr__(name: str) -> Any:
-    """Import ``TrainPipeline`` at its first use: it needs torchrec and fbgemm-gpu, and the rest does not."""
-    if name == "TrainPipeline":
-        check_versions()
-        from shardrec.pipeline.train import TrainPipeline  # with torchrec and fbgemm-gpu
-
-        return TrainPipeline
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    if name in _HOMES:
+        check_versions()  # they import torchrec and fbgemm-gpu
+    return _load(name)

@@ -5,18 +5,20 @@ Its names are imported at their first use, because the solver imports numpy and 
 
 from __future__ import annotations
 
-from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from shardrec._late_imports import names_from
 from shardrec._versions import check_extra
 
 if TYPE_CHECKING:
-    from shardrec.planner.constraint import Constraint
+    from shardrec.planner.constraint import Constraint, constraints_of
     from shardrec.planner.cost import CostModel, Growth, Histogram, Profile, TableLoad
-    from shardrec.planner.make_plan import plan, plan_tables, replan
+    from shardrec.planner.make_plan import best_plan, plan, plan_tables, replan
+    from shardrec.planner.planner import Planner
+    from shardrec.planner.price import predicted_ms, predicted_phases
     from shardrec.planner.report.html import to_html
     from shardrec.planner.report.png import to_png
-    from shardrec.planner.report.text import explain
+    from shardrec.planner.report.text import explain, reasons_text
     from shardrec.planner.solve import SolveLimits
     from shardrec.planner.torchrec_plan import constraints_from_torchrec, from_torchrec, to_torchrec
 
@@ -25,45 +27,44 @@ __all__ = [
     "CostModel",
     "Growth",
     "Histogram",
+    "Planner",
     "Profile",
     "SolveLimits",
     "TableLoad",
+    "best_plan",
     "constraints_from_torchrec",
+    "constraints_of",
     "explain",
     "from_torchrec",
     "plan",
     "plan_tables",
+    "predicted_ms",
+    "predicted_phases",
+    "reasons_text",
     "replan",
     "to_html",
     "to_png",
     "to_torchrec",
 ]
 
-_HOMES = {
-    "Constraint": "constraint",
-    "CostModel": "cost",
-    "Growth": "cost",
-    "Histogram": "cost",
-    "Profile": "cost",
-    "SolveLimits": "solve",
-    "TableLoad": "cost",
-    "constraints_from_torchrec": "torchrec_plan",
-    "explain": "report.text",
-    "from_torchrec": "torchrec_plan",
-    "plan": "make_plan",
-    "plan_tables": "make_plan",
-    "replan": "make_plan",
-    "to_html": "report.html",
-    "to_png": "report.png",
-    "to_torchrec": "torchrec_plan",
-}
+_HOMES, _load = names_from(
+    __name__,
+    {
+        "shardrec.planner.constraint": "Constraint constraints_of",
+        "shardrec.planner.cost": "CostModel Growth Histogram Profile TableLoad",
+        "shardrec.planner.make_plan": "best_plan plan plan_tables replan",
+        "shardrec.planner.planner": "Planner",
+        "shardrec.planner.price": "predicted_ms predicted_phases",
+        "shardrec.planner.report.html": "to_html",
+        "shardrec.planner.report.png": "to_png",
+        "shardrec.planner.report.text": "explain reasons_text",
+        "shardrec.planner.solve": "SolveLimits",
+        "shardrec.planner.torchrec_plan": "constraints_from_torchrec from_torchrec to_torchrec",
+    },
+)
 
 
 def __getattr__(name: str) -> Any:
-    if _HOMES.get(name) in ("make_plan", "solve"):
+    if _HOMES.get(name, "").rpartition(".")[2] in ("make_plan", "planner", "price", "solve"):
         check_extra("planner")
-    if name not in _HOMES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)
-    globals()[name] = value
-    return value
+    return _load(name)

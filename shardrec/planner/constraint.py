@@ -7,9 +7,10 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
 from shardrec.errors import ConfigError
+from shardrec.ids.options import DynamicIds
 from shardrec.layout import TableLayout, tier_fault
 
-__all__ = ["CUTS", "Constraint", "constraints_by_table"]
+__all__ = ["CUTS", "Constraint", "constraints_by_table", "constraints_of"]
 
 CUTS = (
     "table_wise",
@@ -102,3 +103,11 @@ def constraints_by_table(
 
 def _matching(tables: Mapping[str, object], pattern: str) -> list[str]:
     return [name for name in tables if fnmatchcase(name, pattern)]
+
+
+def constraints_of(dynamic_ids: Mapping[str, DynamicIds]) -> dict[str, Constraint]:
+    """Planner constraints for tables with dynamic ids: cuts that give all column stripes the same row blocks."""
+    if not dynamic_ids:
+        return {}
+    cuts = ("table_wise", "row_wise", "column_wise", "table_row_wise", "table_column_wise")
+    return {table: Constraint(cuts=cuts) for table in dynamic_ids}

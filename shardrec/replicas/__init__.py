@@ -1,1 +1,27 @@
-"""Replicas of a sharded model: copies of the tables that are averaged, of one job or of jobs that come and go."""
+"""Replicas of a sharded model: copies of its tables, which are averaged every few steps.
+
+::
+
+    replicas.py          the option, the process groups, and the averaging of the copies
+    replicated_model.py  the model whose replicas are ranks of one process group
+    elastic.py           the agreement between jobs, each a replica, that come and go
+    elastic_model.py     the model whose replicas are such jobs
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from shardrec.modules import ShardedModel
+from shardrec.replicas.elastic_model import ElasticModel
+from shardrec.replicas.replicas import ReplicaGroups, Replicas
+from shardrec.replicas.replicated_model import ReplicatedModel
+
+__all__ = ["ElasticModel", "ReplicaGroups", "Replicas", "ReplicatedModel"]
+
+
+def replica_of(*arguments: Any, groups: ReplicaGroups, options: Replicas, **more: Any) -> ShardedModel:
+    """The model of one replica, of the class that its options ask for; the other arguments are the model's."""
+    if options.elastic is not None:
+        return ElasticModel(*arguments, options=options, **more)
+    return ReplicatedModel(*arguments, groups=groups, options=options, **more)

@@ -85,6 +85,10 @@ class Replicas:
             faults.append(f"sync_every={self.sync_every}; replicas are averaged after 1 step or more: give 1 or more")
         return faults
 
+    def make_groups(self, group: dist.ProcessGroup | None, device: torch.device) -> ReplicaGroups:
+        """The process groups of this rank; elastic replicas have a process group each, which is one replica here."""
+        return make_groups(group, 1 if self.elastic is not None else self.count, device)
+
 
 def replica_ranks(world_size: int, replicas: int) -> tuple[tuple[int, ...], ...]:
     """The ranks of each replica: R runs of W / R neighbours. Their columns are the ranks that hold the same shards."""

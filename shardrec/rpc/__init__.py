@@ -14,10 +14,16 @@ A trainer's modules are the sharded ones. They are given another object for the 
 
 from shardrec.rpc.remote_model import RemoteModel
 from shardrec.rpc.server import EmbeddingServer
+from shardrec.rpc.server_process import load_server, named_function, open_store, serve, supervise
 from shardrec.rpc.world import RpcWorld
 
 __all__ = [
     "EmbeddingServer",
     "RemoteModel",
     "RpcWorld",
+    "load_server",
+    "named_function",
+    "open_store",
+    "serve",
+    "supervise",
 ]

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from shardrec.errors import ConfigError, DataError
-from shardrec.files import naming, os_fault
+from shardrec.files import file_system, naming, os_fault
 
 __all__ = ["Store"]
 
@@ -33,8 +33,6 @@ class Store:
         self._target, self.folder = str(target), Path(target).absolute()
         self._system: Any = None
         if "://" in str(target):
-            from shardrec.trainer.data.urls import file_system  # with fsspec, for URLs alone
-
             try:
                 self._system, self._path = file_system(str(target).rstrip("/"))
             except DataError as error:

@@ -115,7 +115,7 @@ def cases(draw: Any, changes: int) -> Case:
 def _table(draw: Any, plans: int) -> Table:
     collection = draw(st.sampled_from([BAGS, SEQUENCES]))
     optimizer = draw(st.sampled_from(sorted(OPTIMIZERS)))
-    dynamic = native.is_loaded() and draw(st.booleans())
+    dynamic = native.has_operators() and draw(st.booleans())
     # Stripes of several widths are refused for row-wise states of sequences.
     layouts = DYNAMIC_CUTS if dynamic else tuple(CUTS) if collection == SEQUENCES else LAYOUTS
     return Table(

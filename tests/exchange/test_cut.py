@@ -18,7 +18,7 @@ from tests.cuda_double import cuda_double, cuda_is_there
 from tests.exchange.lookups import random_case
 from tests.plans import randoms
 
-needs_native = pytest.mark.skipif(not native.is_loaded(), reason="the C++ operators were not compiled")
+needs_native = pytest.mark.skipif(not native.has_operators(), reason="the C++ operators were not compiled")
 
 
 @needs_native
@@ -44,7 +44,7 @@ def test_at_once_as_in_steps(rng: Random) -> None:
         return [found.lengths, *cutter.in_slots(found, int(found.lengths.sum()))]
 
     at_once = cut()
-    with patch.object(native, "is_loaded", lambda: False):
+    with patch.object(native, "has_operators", lambda: False):
         in_steps = cut()
     for name, one, other in zip(("lengths", "values", "weights", "positions"), at_once, in_steps, strict=True):
         assert (one is None) == (other is None), name

@@ -34,7 +34,7 @@ from tests.cuda_double import INTERPRETS_TRITON
 from tests.plans import randoms
 
 pytestmark = [
-    pytest.mark.skipif(not native.is_loaded(), reason="the C++ operators were not compiled"),
+    pytest.mark.skipif(not native.has_operators(), reason="the C++ operators were not compiled"),
     pytest.mark.skipif(
         not (INTERPRETS_TRITON or torch.cuda.is_available()), reason="needs a CUDA device, or TRITON_INTERPRET=1"
     ),

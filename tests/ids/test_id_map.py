@@ -20,7 +20,7 @@ from tests.ids import reference
 from tests.ids.reference import DictMap
 from tests.plans import randoms
 
-pytestmark = pytest.mark.skipif(not native.is_loaded(), reason="the C++ operators were not compiled")
+pytestmark = pytest.mark.skipif(not native.has_operators(), reason="the C++ operators were not compiled")
 
 EDGES = (0, -1, 1, 2**63 - 1, -(2**63))
 

@@ -25,7 +25,7 @@ from tests.ids.oracle import DIM, ROWS, Batches, Oracle, dynamic_step, kjt, mode
 from tests.plans import cut_plan
 from tests.ranks import ranks
 
-pytestmark = pytest.mark.skipif(not native.is_loaded(), reason="the C++ operators were not compiled")
+pytestmark = pytest.mark.skipif(not native.has_operators(), reason="the C++ operators were not compiled")
 
 LARGE = {"users": 96, "goods": 160, "plain": 9}
 

@@ -246,7 +246,7 @@ def work(place):
 def test_a_supervised_process_is_started_again_when_it_was_killed(
     restarts: int, fails: bool, lives: int, tmp_path: Path
 ) -> None:
-    from shardrec.rpc.serve import supervise
+    from shardrec.rpc.server_process import supervise
 
     match = "trainer0 did not come" if fails else "ended by SIGKILL"
     with pytest.raises(PeerError, match=match) if fails or restarts < 2 else nullcontext():

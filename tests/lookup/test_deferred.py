@@ -28,7 +28,7 @@ SLOTS = [0, 1, 1, 2]
 def operators(with_native: bool) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         if not with_native:
-            patch.setattr(native, "is_loaded", lambda: False)
+            patch.setattr(native, "has_operators", lambda: False)
         yield
 
 
@@ -107,7 +107,7 @@ def test_each_row_has_the_sum_of_its_gradients(with_native: bool, rng: Random, l
 
 
 @pytest.mark.some(1)
-@pytest.mark.skipif(not native.is_loaded(), reason="the C++ operators were not compiled")
+@pytest.mark.skipif(not native.has_operators(), reason="the C++ operators were not compiled")
 @pytest.mark.parametrize("kind", [OptimizerKind.SGD, OptimizerKind.ADAGRAD, OptimizerKind.ROWWISE_ADAGRAD])
 @settings(max_examples=8)
 @given(rng=randoms())

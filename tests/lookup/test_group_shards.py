@@ -251,7 +251,7 @@ def test_a_fused_bank_on_cuda_learns_as_rows_do_on_the_cpu(kind: OptimizerKind, 
 @pytest.mark.parametrize("mode", ["rows", "dense", "id weights", "in torch"])
 def test_no_tensor_has_a_row_of_floats_for_each_id_of_bags(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """By torch's operators, as on CUDA: 64 bags of 50 ids."""
-    monkeypatch.setattr(native, "is_loaded", lambda: False)
+    monkeypatch.setattr(native, "has_operators", lambda: False)
     monkeypatch.setattr(native, "has_kernels", lambda: False)
     monkeypatch.setattr(bank_module, "_FLOATS_AT_ONCE", 50 * 8)
     generator = torch.Generator().manual_seed(0)

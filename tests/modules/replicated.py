@@ -9,7 +9,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from shardrec.modules import ReplicatedModel, shard
+from shardrec.modules import shard
+from shardrec.replicas import ReplicatedModel
 from tests.batches import Bags, random_bags
 
 __all__ = ["Steps", "click_loss", "copies_are_equal", "copies_of", "replicated"]

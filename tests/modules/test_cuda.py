@@ -20,8 +20,9 @@ import shardrec
 from benchmarks.gpu.programs import is_wait
 from shardrec.errors import InputError
 from shardrec.layout import ShardingPlan, Topology
-from shardrec.modules import Replicas, ShardedModel, shard
+from shardrec.modules import ShardedModel, shard
 from shardrec.pipeline import TrainPipeline
+from shardrec.replicas import Replicas
 from shardrec.trainer.data import ClickBatch
 from tests.batches import Bags, joined, random_bags
 from tests.cuda_ranks import DEVICES, WORLDS, cuda_ranks

@@ -218,7 +218,7 @@ def test_batches_without_samples_or_ids() -> None:
 
 
 @pytest.mark.some(1)
-@pytest.mark.skipif(not native.is_loaded(), reason="the C++ operators were not compiled")
+@pytest.mark.skipif(not native.has_operators(), reason="the C++ operators were not compiled")
 @pytest.mark.parametrize("dedup", [True, False])
 def test_dynamic_ids_with_batches_without_samples(dedup: bool) -> None:
     rng = Random(0)

@@ -19,7 +19,8 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from shardrec.errors import PeerError
 from shardrec.exchange import peers as peers_module
 from shardrec.layout import ShardingPlan, Topology, cuts
-from shardrec.modules import Replicas, ReplicatedModel, ShardedModel, shard
+from shardrec.modules import ShardedModel, shard
+from shardrec.replicas import Replicas, ReplicatedModel
 from tests.batches import random_bags
 from tests.models import ClickModel, click_model, collection, feature_rows, random_configs, table_sizes
 from tests.plans import random_plan

@@ -22,7 +22,7 @@ from torchrec.modules.embedding_modules import EmbeddingBagCollection
 from shardrec.errors import ConfigError, PlanError
 from shardrec.layout import ShardingPlan, Topology, cuts
 from shardrec.layout.discover import default_device
-from shardrec.modules import DistributedModelParallel, ShardedEmbeddingBagCollection, shard
+from shardrec.modules import DistributedModelParallel, Servers, ShardedEmbeddingBagCollection, ShardedModel, shard
 from shardrec.modules.initial import value_checksums
 from shardrec.pending import LazyNoWait
 from tests.batches import joined, random_bags
@@ -299,3 +299,30 @@ def test_a_process_of_a_launcher_without_a_process_group(monkeypatch: pytest.Mon
     assert isinstance(model.sparse, EmbeddingBagCollection)
     monkeypatch.setenv("WORLD_SIZE", "1")
     shard(model)
+
+
+def test_servers_that_cannot_be() -> None:
+    for names, options, words in [
+        ([], {}, "names of Servers is"),
+        (["a", ["b", "a"]], {}, "each once"),
+        ([[], "a"], {}, "a server for each rank"),
+        (["a"], {"staleness": -1}, "staleness=-1"),
+        (["a"], {"timeout_s": 0.0}, r"timeout_s=0\.0"),
+    ]:
+        with pytest.raises(ConfigError, match=words):
+            Servers(names, **options)  # type: ignore[arg-type]
+
+
+def test_dense_parameters_are_what_an_ordinary_optimizer_trains() -> None:
+    def rank_main() -> tuple[set[str], set[str]]:
+        model: ShardedModel = shard(click_model(CONFIGS), mixed_plan(2))
+        names = {id(parameter): name for name, parameter in model.named_parameters()}
+        return {names[id(parameter)] for parameter in model.dense_parameters()}, set(model.fused_optimizer.params)
+
+    dense = {name for name, _ in click_model(CONFIGS).named_parameters() if "embedding_bags" not in name}
+    for own, fused in ranks(2, rank_main):
+        assert own == dense
+        assert "sparse.embedding_bags.tags.weight" in fused, "the replicated table has a fused optimizer, too"
+    plain = shard(click_model(CONFIGS, optimizer="none"), mixed_plan(1))
+    assert set(map(id, plain.dense_parameters())) == set(map(id, plain.parameters()))
+    torch.optim.Adam(plain.dense_parameters())

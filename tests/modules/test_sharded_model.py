@@ -21,7 +21,8 @@ from shardrec import export, serve
 from shardrec.checkpoint import Checkpoints, load_checkpoint, save_checkpoint
 from shardrec.errors import ConfigError
 from shardrec.layout import Topology
-from shardrec.modules import Replicas, ShardedModel, shard
+from shardrec.modules import ShardedModel, shard
+from shardrec.replicas import Replicas
 from tests.batches import joined, random_bags
 from tests.models import (
     ClickModel,

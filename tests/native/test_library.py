@@ -21,7 +21,7 @@ def test_a_folder_of_libraries(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) 
     monkeypatch.delenv("SHARDREC_NATIVE", raising=False)
     usual = native.library_path()
     monkeypatch.setenv("SHARDREC_NATIVE", str(tmp_path))
-    for look in (native.library_path, native.is_loaded.__wrapped__):
+    for look in (native.library_path, native.has_operators.__wrapped__):
         with pytest.raises(ConfigError, match=r"SHARDREC_NATIVE=.*there is no .*build_ext --build-lib"):
             look()
     if usual is None:
@@ -37,11 +37,11 @@ def test_an_install_without_operators_says_so(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(native, "library_path", lambda: None)
     monkeypatch.delenv("SHARDREC_NATIVE", raising=False)
     with pytest.warns(RuntimeWarning, match=r"without C\+\+ operators .*`pip install --no-build-isolation \.`"):
-        assert not native.is_loaded.__wrapped__()
+        assert not native.has_operators.__wrapped__()
     monkeypatch.setenv("SHARDREC_NATIVE", "0")
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert not native.is_loaded.__wrapped__()
+        assert not native.has_operators.__wrapped__()
 
 
 @pytest.mark.slow

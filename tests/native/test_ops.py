@@ -20,7 +20,8 @@ from shardrec.lookup.row_optimizers import RowOptimizer
 from tests.plans import randoms
 
 pytestmark = pytest.mark.skipif(
-    not native.is_loaded(), reason="the C++ operators were not compiled when shardrec was installed (no C++ compiler?)"
+    not native.has_operators(),
+    reason="the C++ operators were not compiled when shardrec was installed (no C++ compiler?)",
 )
 
 
@@ -29,7 +30,7 @@ class InTorch:
 
     def __enter__(self) -> None:
         self._patch = pytest.MonkeyPatch()
-        self._patch.setattr(native, "is_loaded", lambda: False)
+        self._patch.setattr(native, "has_operators", lambda: False)
 
     def __exit__(self, *_: object) -> None:
         self._patch.undo()

@@ -72,12 +72,12 @@ def check_all(cases: Sequence[Case], steps: int = 2, micro_batches: int = 0, dev
 @contextmanager
 def with_native(there: bool) -> Iterator[None]:
     """With the C++ operators, or as where they were not compiled."""
-    is_loaded = native.is_loaded
-    native.is_loaded = is_loaded if there else lambda: False  # type: ignore[assignment]
+    before = native.has_operators
+    native.has_operators = before if there else lambda: False  # type: ignore[assignment]
     try:
         yield
     finally:
-        native.is_loaded = is_loaded
+        native.has_operators = before
 
 
 class Comparison:

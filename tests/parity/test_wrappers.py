@@ -159,7 +159,7 @@ def with_sgd(model: nn.Module) -> nn.Module:
     return model
 
 
-@pytest.mark.skipif(not native.is_loaded(), reason="the C++ operators were not compiled")
+@pytest.mark.skipif(not native.has_operators(), reason="the C++ operators were not compiled")
 def test_dynamic_ids_in_place_of_managed_collision() -> None:
     """As dynamic ids of the collection inside, on several ranks, too."""
     inner = collection(random_configs(Random(0), most=1), seed=0)

@@ -24,7 +24,8 @@ from shardrec.checkpoint import Checkpoints
 from shardrec.errors import ConfigError, PeerError, PlanError
 from shardrec.ids import DynamicIds
 from shardrec.layout import ShardingPlan, Topology, cuts
-from shardrec.modules import Replicas, shard
+from shardrec.modules import shard
+from shardrec.replicas import Replicas
 from shardrec.replicas.elastic import Broken
 from shardrec.replicas.elastic_model import ElasticModel
 from tests.batches import Bags, joined, random_bags

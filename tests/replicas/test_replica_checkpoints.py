@@ -14,7 +14,8 @@ from torch import Tensor, nn
 
 from shardrec import load_checkpoint, save_checkpoint
 from shardrec.layout import Topology
-from shardrec.modules import Replicas, ReplicatedModel, ShardedModel, shard
+from shardrec.modules import ShardedModel, shard
+from shardrec.replicas import Replicas, ReplicatedModel
 from tests.batches import random_bags
 from tests.models import (
     click_model,

@@ -14,7 +14,8 @@ from torch import Tensor
 
 from shardrec.errors import ConfigError, InputError, PeerError, PlanError
 from shardrec.layout import Topology
-from shardrec.modules import Replicas, shard
+from shardrec.modules import shard
+from shardrec.replicas import Replicas
 from tests.batches import Bags, joined
 from tests.models import (
     ClickModel,

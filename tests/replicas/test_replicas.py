@@ -17,7 +17,8 @@ from torchrec.modules.embedding_modules import EmbeddingCollection
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from shardrec.layout import ShardingPlan, Topology, cuts
-from shardrec.modules import Replicas, ReplicatedModel, ShardedModel, shard
+from shardrec.modules import ShardedModel, shard
+from shardrec.replicas import Replicas, ReplicatedModel
 from shardrec.replicas.replicas import Averager, make_groups, replica_ranks, stream_buckets
 from tests.batches import Bags, joined, random_bags
 from tests.collective_counts import CountCollectives

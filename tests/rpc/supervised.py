@@ -21,7 +21,7 @@ import shardrec
 from shardrec.errors import PeerError
 from shardrec.launch.processes import end_with_launcher
 from shardrec.rpc import RpcWorld
-from shardrec.rpc.serve import load_server, serve
+from shardrec.rpc.server_process import load_server, serve
 from tests.rpc.jobs import make_model, make_plan, train
 
 __all__ = ["supervise"]

@@ -78,7 +78,7 @@ CASES = [("plain", 0, 1), ("plain", 1, 2), ("plain", 2, 4), ("dynamic", 3, 2), (
     ],
 )
 def test_deltas_give_what_a_full_export_gives(tmp_path: Path, kind: str, seed: int, size: int) -> None:
-    if kind == "dynamic" and not native.is_loaded():
+    if kind == "dynamic" and not native.has_operators():
         pytest.skip("the C++ operators were not compiled")
     rng = Random(seed)
     weights = rng.choice(["fp32", "fp16", "int8", "int4"])
@@ -100,7 +100,7 @@ def test_deltas_give_what_a_full_export_gives(tmp_path: Path, kind: str, seed: i
         assert not follower.poll()
 
 
-@pytest.mark.skipif(not native.is_loaded(), reason="the C++ operators were not compiled")
+@pytest.mark.skipif(not native.has_operators(), reason="the C++ operators were not compiled")
 def test_fallback_rows_need_the_trainers_row_blocks(tmp_path: Path) -> None:
     """Else ids without a row would take the fallback of another block."""
     ranks(2, publish_some, tmp_path, "dynamic", "row_wise", "fp32", "sgd", 3)

@@ -13,13 +13,8 @@ from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import median
 
-from shardrec.errors import ConfigError
-from shardrec.layout import ShardingPlan, Topology
-from shardrec.planner.cost import CostModel, Profile, TableLoad
-from shardrec.planner.make_plan import best_plan
-from shardrec.planner.planner import Planner
-from shardrec.planner.price import predicted_ms
-from shardrec.planner.solve import SolveLimits
+from shardrec import ConfigError, ShardingPlan, Topology
+from shardrec.planner import CostModel, Planner, Profile, SolveLimits, TableLoad, best_plan, predicted_ms
 from shardrec.trainer.calibrate.measure import measure_plans
 
 __all__ = ["TimedPlan", "different_plans", "time_plans"]

@@ -21,15 +21,15 @@ from statistics import median
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 from scipy.optimize import least_squares, nnls
 
-from shardrec.errors import ConfigError
-from shardrec.layout import Topology
-from shardrec.planner.cost import CostModel, Profile
-from shardrec.planner.price import predicted_phases
-from shardrec.planner.solve.encode import Floats
+from shardrec import ConfigError, Topology
+from shardrec.planner import CostModel, Profile, predicted_phases
 from shardrec.trainer.calibrate.measure import Measured
 from shardrec.trainer.calibrate.workload import Workload, step_plan, table_loads
+
+Floats = NDArray[np.float64]
 
 __all__ = ["fewest_workloads", "fit", "predicted_ms", "relative_errors"]
 

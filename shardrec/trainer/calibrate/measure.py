@@ -8,17 +8,16 @@ from math import ceil
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
-from shardrec.errors import ConfigError
-from shardrec.launch.run import on_new_ranks
-from shardrec.layout import ShardingPlan
-from shardrec.planner.cost import TableLoad
+from shardrec import ConfigError, ShardingPlan
+from shardrec.launch import on_new_ranks
+from shardrec.planner import TableLoad
 from shardrec.trainer.calibrate.workload import Workload, step_plan, table_loads
 
 if TYPE_CHECKING:
     import torch
     from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-    from shardrec.launch.ranks import RankInfo
+    from shardrec.launch import RankInfo
 
 __all__ = ["Measured", "measure", "measure_plans"]
 
@@ -188,7 +187,7 @@ def _forward(
     from torchrec.optim import RowWiseAdagrad
     from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
 
-    from shardrec.modules import shard  # with torch and fbgemm-gpu
+    from shardrec import shard  # with torch and fbgemm-gpu
 
     torch.manual_seed(torch.distributed.get_rank())
     features = _features(tables)

@@ -5,8 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from random import Random
 
-from shardrec.layout import ShardingPlan, TableLayout, Topology, cuts
-from shardrec.planner.cost import TableLoad
+from shardrec import ShardingPlan, Topology
+from shardrec.layout import TableLayout, cuts
+from shardrec.planner import TableLoad
 
 __all__ = ["CUTS", "Workload", "step_plan", "table_loads", "workloads"]
 

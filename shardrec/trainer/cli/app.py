@@ -10,7 +10,7 @@ from typing import Annotated, Any
 import typer
 
 import shardrec
-from shardrec.launch.quiet import environment_for_torch, quiet_libraries
+from shardrec.launch import environment_for_torch, quiet_libraries
 from shardrec.trainer.cli.bench import bench_command
 from shardrec.trainer.cli.calibrate import calibrate_command
 from shardrec.trainer.cli.convert import convert_command

@@ -8,7 +8,7 @@ from pathlib import Path
 import typer
 
 import shardrec
-from shardrec.errors import ConfigError
+from shardrec import ConfigError
 
 __all__ = ["bench_command"]
 

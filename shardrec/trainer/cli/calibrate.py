@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from shardrec.console import console, working
-from shardrec.errors import ConfigError
+from shardrec import ConfigError
 from shardrec.trainer.cli.flags import Debug, Device
+from shardrec.trainer.console import console, working
 
 if TYPE_CHECKING:
     from shardrec.planner import Profile, TableLoad
@@ -67,7 +67,7 @@ def calibrate_command(
 
 
 def _calibrated(out: Path, ranks: int, device: str, workloads: int, repeats: int, checks: int, seed: int) -> Profile:
-    from shardrec.layout.presets import detect_machine
+    from shardrec.layout import detect_machine
     from shardrec.planner import Profile
     from shardrec.trainer import calibrate
 
@@ -110,8 +110,8 @@ def _keep_fastest(
 ) -> None:
     from rich.table import Table
 
-    from shardrec.layout import Topology
-    from shardrec.layout.presets import detect_machine
+    from shardrec import Topology
+    from shardrec.layout import detect_machine
     from shardrec.trainer import calibrate
 
     topology = Topology(ranks_per_host=ranks, machine=detect_machine(ranks, device=device))

@@ -7,10 +7,10 @@ from typing import Annotated
 
 import typer
 
-from shardrec.console import working
-from shardrec.errors import ConfigError
+from shardrec import ConfigError
 from shardrec.files import os_fault
 from shardrec.trainer.cli.flags import Debug
+from shardrec.trainer.console import working
 
 __all__ = ["convert_command"]
 

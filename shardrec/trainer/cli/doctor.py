@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 import shardrec
-from shardrec.errors import ConfigError, ShardrecError
+from shardrec import ConfigError, ShardrecError
 from shardrec.trainer.cli.flags import Device
 
 if TYPE_CHECKING:
@@ -62,7 +62,7 @@ def _passes(name: str, check: Callable[[], str]) -> bool:
 
 
 def _versions() -> str:
-    from shardrec._versions import check_versions
+    from shardrec.launch import check_versions
 
     check_versions()
     import torchrec  # noqa: F401 - what it needs besides, such as iopath in some releases, may be missing
@@ -122,7 +122,7 @@ def _on_device(device: torch.device) -> tuple[tuple[str, Callable[[], str]], ...
 
 
 def _exchange() -> str:
-    from shardrec.exchange.shared.handshake import host_identity
+    from shardrec.launch import host_identity
 
     if not host_identity():
         return "through the process group (this system has no memfd_create or Unix sockets to share memory with)"
@@ -130,11 +130,11 @@ def _exchange() -> str:
 
 
 def _native() -> str:
-    from shardrec import native
+    from shardrec.launch import has_operators
 
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
-        if native.is_loaded():
+        if has_operators():
             return "the operators compiled for this torch are loaded"
     return str(said[-1].message) if said else "torch's operators are used (SHARDREC_NATIVE=0)"
 

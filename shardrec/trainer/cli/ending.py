@@ -8,9 +8,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TextIO, cast
 
-from shardrec._versions import EXTRAS, check_extra
-from shardrec.console import CheckedOutput, tolerate_characters
-from shardrec.errors import InputError, ShardrecError, VersionError
+from shardrec import InputError, ShardrecError, VersionError
+from shardrec.launch import EXTRAS, check_extra
+from shardrec.trainer.console import CheckedOutput, tolerate_characters
 from shardrec.trainer.run import RunStopped
 
 __all__ = ["SAVED", "ended_after_saving", "ended_by_error", "ended_by_user", "writable_output"]

@@ -8,12 +8,10 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from shardrec.checkpoint.load import verify_checkpoint
-from shardrec.checkpoint.manifest import MANIFEST, Manifest
-from shardrec.errors import ConfigError
+from shardrec import ConfigError, ShardingPlan
+from shardrec.checkpoint import MANIFEST, Manifest, verify_checkpoint
 from shardrec.files import parse_json
-from shardrec.layout import ShardingPlan
-from shardrec.serve.program_file import NOTES
+from shardrec.serve import NOTES
 from shardrec.trainer.run.config import FILE
 from shardrec.trainer.run.runs import RunFolder, cuts_of
 

@@ -13,13 +13,14 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from shardrec.console import console, working
-from shardrec.errors import ConfigError
-from shardrec.files import os_fault, parse_yaml, read_text
+from shardrec import ConfigError
+from shardrec.files import os_fault, read_text
 from shardrec.trainer.cli.flags import Debug
+from shardrec.trainer.console import console, working
+from shardrec.trainer.yaml_files import parse_yaml
 
 if TYPE_CHECKING:
-    from shardrec.layout import Topology
+    from shardrec import Topology
     from shardrec.planner import TableLoad
 
 __all__ = ["check_outputs", "plan_command", "read_tables"]
@@ -98,7 +99,7 @@ def plan_command(
     wide = shown.width >= _REASONS_WIDTH
     shown.print(explain(plan, reasons=wide))
     if not wide:
-        from shardrec.planner.report.text import reasons_text
+        from shardrec.planner import reasons_text
 
         shown.print("why other cuts lost:")
         shown.print(reasons_text(plan), markup=False, highlight=False, overflow="fold")
@@ -226,8 +227,8 @@ def _whole(where: str, name: str, value: object) -> int:
 
 
 def _topology(ranks: int, hosts: int, machine: str, memory: float | None) -> Topology:
-    from shardrec.layout import Topology
-    from shardrec.layout.presets import detect_machine, preset
+    from shardrec import Topology
+    from shardrec.layout import detect_machine, preset
 
     if ranks % hosts:
         raise ConfigError(f"{ranks} ranks cannot be spread evenly over {hosts} hosts; give a multiple of {hosts}")

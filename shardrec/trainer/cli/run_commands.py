@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from shardrec.console import console, working
 from shardrec.trainer.cli.flags import Debug, Device
+from shardrec.trainer.console import console, working
 from shardrec.trainer.run import predict
 from shardrec.trainer.run.runs import RunFolder, Target, differing
 

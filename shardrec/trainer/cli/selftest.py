@@ -15,12 +15,9 @@ from torchrec.modules.embedding_modules import EmbeddingBagCollection
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 import shardrec
-from shardrec.errors import ConfigError, VersionError
-from shardrec.exchange.collectives import FunctionalCollectives
-from shardrec.exchange.headers import Headers
-from shardrec.layout import ShardingPlan, Topology
-from shardrec.layout.cuts import table_wise
-from shardrec.layout.discover import table_shapes
+from shardrec import ConfigError, ShardingPlan, Topology, VersionError
+from shardrec.launch import check_exchange
+from shardrec.layout import cuts, table_shapes
 
 __all__ = ["collectives", "fbgemm_build", "scripted_lookup", "training_lookup"]
 
@@ -59,16 +56,7 @@ def collectives(device: torch.device) -> str:
         ConfigError: if something else comes than was sent.
     """
     with _group_of_one(device) as group:
-        over = FunctionalCollectives(group)
-        headers = Headers(over, device)
-        headers.columns += 5
-        sent: list[tuple[str, Tensor]] = [("payload", torch.arange(1000, dtype=torch.int32, device=device))]
-        sent += [("output", torch.rand(1000, device=device))]
-        header = torch.arange(headers.columns, device=device).unsqueeze(0)
-        faults = [] if torch.equal(headers.exchange(header), header) else ["header"]
-        for what, values in sent:
-            (came,) = over.send([[values[:300], values[300:]]], [values.numel()], what).wait()
-            faults += [] if torch.equal(came, values) else [what]
+        faults = check_exchange(group, device)
     name = "NCCL" if device.type == "cuda" else "gloo"
     if faults:
         raise ConfigError(f"of an exchange over {name}, {', '.join(faults)} came back other than sent")
@@ -123,7 +111,7 @@ def _sharded(device: torch.device) -> Any:
     module = _collection()
     apply_optimizer_in_backward(torch.optim.SGD, module.parameters(), {"lr": 0.5})
     # Not the planner's, whose extra may not be installed.
-    tables = tuple(table_wise(name, *shape, rank=0) for name, shape in table_shapes(module).items())
+    tables = tuple(cuts.table_wise(name, *shape, rank=0) for name, shape in table_shapes(module).items())
     return shardrec.shard(module, ShardingPlan(topology=Topology(), tables=tables), device=device)
 
 

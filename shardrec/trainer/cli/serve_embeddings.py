@@ -39,8 +39,8 @@ def serve_embeddings_command(
     MODEL is package.module:function, which makes the unsharded model. On one host no other user can call the server;
     --interface names the network between several hosts, which must be one of the job's own.
     """
-    from shardrec.errors import ConfigError
-    from shardrec.rpc.serve import supervise
+    from shardrec import ConfigError
+    from shardrec.rpc import supervise
 
     names = servers.split(",")
     if name is None and rank >= len(names):
@@ -75,8 +75,8 @@ def serve_embeddings_command(
 
 
 def _serve(options: dict[str, Any]) -> None:
-    from shardrec.layout import ShardingPlan
-    from shardrec.rpc.serve import load_server, named_function, open_store, serve
+    from shardrec import ShardingPlan
+    from shardrec.rpc import load_server, named_function, open_store, serve
 
     model = named_function(options["model"])()
     plan = None if options["plan"] is None else ShardingPlan.load(options["plan"])

@@ -7,9 +7,9 @@ from typing import Annotated
 
 import typer
 
-from shardrec.console import console
 from shardrec.trainer.cli.ending import SAVED, ended_by_user
 from shardrec.trainer.cli.flags import Debug
+from shardrec.trainer.console import console
 from shardrec.trainer.run import RunStopped, load_config
 
 __all__ = ["sweep_command"]

@@ -6,9 +6,9 @@
     poll()  nothing has come since               None
     poll()  c.parquet has come                   arrival 1
 
-An arrival is read like an epoch over its files (:mod:`shardrec.trainer.data.order`), so that a step of it says which rows are
-read. With its position in a checkpoint, a run that goes on reads each row once. Of a topic of Kafka a "file" is a range
-of offsets (:mod:`shardrec.trainer.data.kafka`).
+An arrival is read like an epoch over its files (:mod:`shardrec.trainer.data.order`), so that a step of it says which
+rows are read. With its position in a checkpoint, a run that goes on reads each row once. Of a topic of Kafka a "file"
+is a range of offsets (:mod:`shardrec.trainer.data.kafka`).
 """
 
 from __future__ import annotations
@@ -20,13 +20,14 @@ from dataclasses import asdict, dataclass
 from itertools import accumulate, islice
 from typing import Any
 
-from shardrec.errors import DataError
+from shardrec import DataError
+from shardrec.files import UnreachableError
 from shardrec.trainer.data.files import FileClickData, check_kinds
 from shardrec.trainer.data.kafka import check_last, new_ranges, range_of
 from shardrec.trainer.data.rows import NO_TIME
 from shardrec.trainer.data.spec import FeatureSpec
 from shardrec.trainer.data.tables import FileInfo, check_file
-from shardrec.trainer.data.urls import TOPIC, UnreachableError, check_listable, files_of, gone_of, open_input, path_of
+from shardrec.trainer.data.urls import TOPIC, check_listable, files_of, gone_of, open_input, path_of
 
 __all__ = ["Arrival", "Feed", "watermark"]
 

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from shardrec.errors import ConfigError, DataError
+from shardrec import ConfigError, DataError
 from shardrec.trainer.data.batch import ClickBatch
 from shardrec.trainer.data.click_data import ClickData
 from shardrec.trainer.data.encode import encode
@@ -38,9 +38,9 @@ _ROWS_AHEAD = 1 << 19
 class FileClickData(ClickData):
     """Rows read from files, in bounded memory; every call of a batches method is a separate pass.
 
-    The order of the rows (:mod:`shardrec.trainer.data.order`) is a function of the files, the seed, the pass and the rows of a
-    global batch. A rank decodes the streams that its part of each batch comes from; a broken row is an error, or is
-    left out, on the rank whose part it is in.
+    The order of the rows (:mod:`shardrec.trainer.data.order`) is a function of the files, the seed, the pass and the
+    rows of a global batch. A rank decodes the streams that its part of each batch comes from; a broken row is an error,
+    or is left out, on the rank whose part it is in.
 
     Args:
         paths: files, or URLs of them: Parquet, or text by a delimiter, plain or ``.gz``, ``.xz``, ``.bz2``, ``.zst``.

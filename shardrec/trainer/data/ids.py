@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from shardrec import native
+from shardrec.launch import has_operators
 from shardrec.trainer.data.arrays import is_text, plain
 from shardrec.trainer.data.preprocess import mixed
 
@@ -155,7 +155,7 @@ def text_keys(
     """Texts as 64-bit keys (N,), which are empty, and which are no hexadecimal numbers although they are to be."""
     import pyarrow as pa
 
-    if native.is_loaded() and len(array):  # an empty column may have no offsets
+    if has_operators() and len(array):  # an empty column may have no offsets
         is_large = pa.types.is_large_string(array.type) or pa.types.is_large_binary(array.type)
         _, offsets_buffer, data_buffer = array.buffers()
         kind, count = pa.int64() if is_large else pa.int32(), array.offset + len(array) + 1

@@ -1,8 +1,8 @@
 """Records of a Kafka topic, each of them a row, by ranges of a partition's offsets.
 
 A range is read as a file is, whose name is ``kafka://host:9092/clicks?partition=3&offsets=100-200`` (200 not included),
-after the options of the topic's URL (:mod:`shardrec.trainer.data.records`). An offset without a record, as transactions and
-compaction leave them, has a place among the rows and no row.
+after the options of the topic's URL (:mod:`shardrec.trainer.data.records`). An offset without a record, as transactions
+and compaction leave them, has a place among the rows and no row.
 
 A topic that is deleted and made anew has other records at the same offsets, and brokers tell no client. So what was
 read last of a partition ends with a mark of its last record, its time and checksum: ``&last=19ac3f0d1c2-8f3a90b1``.
@@ -19,13 +19,12 @@ from contextlib import contextmanager
 from typing import Any, NamedTuple
 from zlib import crc32
 
-from shardrec.errors import DataError
-from shardrec.files import parse_json
+from shardrec import DataError
+from shardrec.files import UnreachableError, parse_json
 from shardrec.trainer.data.fault import Reason, RowFault
 from shardrec.trainer.data.records import decoder_of
 from shardrec.trainer.data.request import table_of
 from shardrec.trainer.data.spec import FeatureSpec
-from shardrec.trainer.data.urls import UnreachableError
 
 __all__ = ["Range", "check_last", "new_ranges", "range_of", "read_range"]
 

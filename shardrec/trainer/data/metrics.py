@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from shardrec.errors import ConfigError
+from shardrec import ConfigError
 from shardrec.trainer.data.ranking import RankingMetrics, ranking_metrics
 
 __all__ = ["ClickMetrics", "area_under_roc", "click_metrics"]

@@ -6,7 +6,7 @@ import os
 from collections.abc import Sequence
 from typing import Any
 
-from shardrec.errors import ConfigError
+from shardrec import ConfigError
 from shardrec.trainer.data.files import FileClickData
 from shardrec.trainer.data.spec import FeatureSpec, criteo_spec
 from shardrec.trainer.data.synthetic import SyntheticClickData

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from shardrec.errors import ConfigError
+from shardrec import ConfigError
 
 __all__ = ["RankingMetrics", "placed_metrics", "ranking_metrics"]
 

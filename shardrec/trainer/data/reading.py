@@ -17,7 +17,7 @@ from datetime import UTC, datetime
 import numpy as np
 from numpy.typing import NDArray
 
-from shardrec.errors import DataError
+from shardrec import DataError
 from shardrec.trainer.data.encode import Dictionary, Encoded, encode
 from shardrec.trainer.data.fault import Reason, RowFault
 from shardrec.trainer.data.order import Chunk

@@ -14,9 +14,9 @@ from functools import lru_cache
 from typing import Any
 from uuid import UUID
 
-from shardrec._versions import check_extra
-from shardrec.errors import DataError
+from shardrec import DataError
 from shardrec.files import open_regular, parse_json
+from shardrec.launch import check_extra
 from shardrec.trainer.data.fault import Reason, RowFault
 
 __all__ = ["Decode", "decoder_of"]

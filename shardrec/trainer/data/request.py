@@ -6,7 +6,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from shardrec.errors import DataError
+from shardrec import DataError
 from shardrec.trainer.data.batch import ClickBatch
 from shardrec.trainer.data.encode import encode
 from shardrec.trainer.data.fault import Reason, RowFault, shown

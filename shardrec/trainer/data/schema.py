@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass
 
-from shardrec.errors import ConfigError
+from shardrec import ConfigError
 
 __all__ = ["CRITEO_CARDINALITIES", "ClickSchema", "criteo_schema"]
 

@@ -37,11 +37,11 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, ValidationError, field_validator, model_validator
 
-from shardrec.errors import ConfigError
-from shardrec.files import parse_yaml, read_json, read_text
-from shardrec.ids import DynamicIds
+from shardrec import ConfigError, DynamicIds
+from shardrec.files import read_json, read_text
 from shardrec.trainer.data.schema import ClickSchema, criteo_schema
 from shardrec.trainer.data.tasks import Task
+from shardrec.trainer.yaml_files import parse_yaml
 
 __all__ = [
     "VOCABULARIES",

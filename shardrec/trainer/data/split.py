@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from shardrec.errors import ConfigError
+from shardrec import ConfigError
 from shardrec.trainer.data.preprocess import mixed
 
 __all__ = ["BatchRequest", "held_out"]

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from shardrec.errors import DataError
+from shardrec import DataError
 from shardrec.trainer.data.spec import parse_spec
 from shardrec.trainer.data.svmlight import parse_svmlight
 from shardrec.trainer.data.urls import files_of, open_input, path_of

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from shardrec.errors import ConfigError
+from shardrec import ConfigError
 from shardrec.trainer.data.schema import ClickSchema, criteo_schema
 
 __all__ = ["SyntheticConfig"]

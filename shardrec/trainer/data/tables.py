@@ -20,14 +20,15 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from shardrec.errors import DataError
-from shardrec.layout.presets import host_memory
+from shardrec import DataError
+from shardrec.files import UnreachableError
+from shardrec.layout import host_memory
 from shardrec.trainer.data import svmlight
 from shardrec.trainer.data.encode import column_fault
 from shardrec.trainer.data.fault import Reason, RowFault, shown
 from shardrec.trainer.data.kafka import range_of, read_range
 from shardrec.trainer.data.spec import FeatureSpec
-from shardrec.trainer.data.urls import TOPIC, UnreachableError, open_input, path_of
+from shardrec.trainer.data.urls import TOPIC, open_input, path_of
 
 __all__ = ["FileInfo", "TableBlock", "check_file", "counted", "is_of_file", "read_blocks", "rows_between"]
 

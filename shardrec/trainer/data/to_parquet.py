@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from shardrec.errors import DataError
+from shardrec import DataError
 from shardrec.trainer.data.spec import FeatureSpec
 from shardrec.trainer.data.tables import check_file, counted, read_blocks
 from shardrec.trainer.data.write import complete_or_absent

@@ -8,18 +8,13 @@ from collections.abc import Callable, Iterable, Iterator
 from glob import escape, glob
 from typing import Any
 
-from shardrec.errors import DataError
+from shardrec import DataError
+from shardrec.files import UnreachableError, file_system
 
-__all__ = ["TOPIC", "UnreachableError", "check_listable", "file_system", "files_of", "gone_of", "open_input", "path_of"]
+__all__ = ["TOPIC", "check_listable", "files_of", "gone_of", "open_input", "path_of"]
 
 TOPIC = "kafka://"
 """What the names of a topic of Kafka, and of a range of it, begin with."""
-
-_BY_PYARROW = ("file", "s3", "gs", "gcs", "abfs", "abfss", "hdfs", "viewfs")
-
-
-class UnreachableError(DataError):
-    """A folder or a file that may be there, and cannot be read now."""
 
 
 def files_of(pattern: str, *, least: int = 1) -> list[str]:
@@ -157,33 +152,3 @@ def _found(
     if len(matches) < least:
         raise DataError(f"no data file is named {inside}: check the path")
     return matches
-
-
-def file_system(url: str) -> tuple[Any, str]:
-    """The fsspec file system of a URL, and the path in it; raises as :func:`open_input`.
-
-    pyarrow's own come first: they are there with it, and are read without Python.
-    """
-    import fsspec
-    import pyarrow as pa
-    from fsspec.implementations.arrow import ArrowFSWrapper
-    from pyarrow import fs
-
-    scheme, _, rest = url.partition("://")
-    try:
-        if scheme not in _BY_PYARROW:
-            system, path = fsspec.core.url_to_fs(url)
-            return system, path
-        rest, mark, options = rest.partition("?")
-        authority, _, path = rest.partition("/")
-        arrow_system, base = fs.FileSystem.from_uri(f"{scheme}://{authority}/{mark}{options}")  # a pattern is no URI
-        return ArrowFSWrapper(arrow_system), f"{base.rstrip('/')}/{path}"
-    except ImportError as error:  # which names the package
-        raise DataError(f"data file {url} cannot be read here: {error}") from error
-    except (ValueError, OSError, pa.ArrowException) as error:
-        reason = (str(error) or type(error).__name__).splitlines()[0]
-        # pyarrow asks the network where a bucket is.
-        raise (UnreachableError if isinstance(error, OSError) else DataError)(
-            f"data file {url} cannot be read ({reason}): give a path, or a URL of {', '.join(_BY_PYARROW)} or of an "
-            "installed fsspec file system"
-        ) from error

@@ -1,7 +1,7 @@
 """Writers: generated rows as Criteo text or Parquet files, for examples, tests and benchmarks.
 
-The rows are the training rows of :class:`~shardrec.trainer.data.SyntheticClickData`, undone to raw columns: a file that is
-read back with the same schema gives the same batches, bit for bit. A category is written as a number that hashes
+The rows are the training rows of :class:`~shardrec.trainer.data.SyntheticClickData`, undone to raw columns: a file that
+is read back with the same schema gives the same batches, bit for bit. A category is written as a number that hashes
 back to its id, chosen among all of them by a hash, so that the text looks (and compresses) like real data.
 """
 
@@ -19,7 +19,7 @@ from typing import IO, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from shardrec.errors import ConfigError
+from shardrec import ConfigError
 from shardrec.trainer.data.planted import RandomStream
 from shardrec.trainer.data.synthetic import SyntheticClickData
 from shardrec.trainer.data.synthetic_config import SyntheticConfig

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from shardrec.errors import ConfigError
+from shardrec import ConfigError
 from shardrec.trainer.data import ClickSchema
 from shardrec.trainer.models.parts import MLP, Share, Size, Sizes, columns_of, pooled_features
 

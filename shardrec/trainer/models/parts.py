@@ -18,7 +18,7 @@ from torchrec.modules.embedding_configs import EmbeddingBagConfig, EmbeddingConf
 from torchrec.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from shardrec.errors import ConfigError
+from shardrec import ConfigError
 from shardrec.trainer.data import ClickSchema
 
 __all__ = [

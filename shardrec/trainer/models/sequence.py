@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
 
-from shardrec.errors import ConfigError
+from shardrec import ConfigError
 from shardrec.trainer.data import ClickSchema
 from shardrec.trainer.models.parts import ItemCounts, Share, Size, check_one_each, item_rows
 

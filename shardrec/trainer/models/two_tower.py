@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from shardrec.errors import ConfigError
+from shardrec import ConfigError
 from shardrec.trainer.data import ClickSchema
 from shardrec.trainer.models.parts import (
     MLP,

@@ -5,7 +5,7 @@ model, prefetch, loop, saving, metrics (of several labels: tasks), display and r
 scores. Importing this package imports neither torch nor fbgemm-gpu.
 """
 
-from shardrec.launch.stop import RunStopped
+from shardrec.launch import RunStopped
 from shardrec.trainer.run.config import TrainConfig, load_config
 from shardrec.trainer.run.launch import predict, train
 from shardrec.trainer.run.runs import RunFolder

@@ -6,18 +6,24 @@ That of a dense parameter is its optimizer's state ``average``; those of rows: [
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from itertools import chain
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-from shardrec.lookup.row_optimizers import RowOptimizer
-from shardrec.modules import ShardedModel
+from shardrec import ShardedModel
 
 __all__ = ["Average"]
+
+
+class _AveragedRows(Protocol):
+    """The optimizer of a table's rows, which keeps their averages."""
+
+    def averages(self) -> Iterable[tuple[Tensor, Tensor]]:
+        """The rows on this rank, and their averages, which have the same shape."""
 
 
 class Average:
@@ -36,7 +42,7 @@ class Average:
             group["averaged"] = 0
         optimizer.register_step_post_hook(self._after_step)
 
-    def _rows(self) -> list[RowOptimizer]:
+    def _rows(self) -> list[_AveragedRows]:
         """What has the averages of this rank's rows."""
         return [
             rows for collection in self._model.sharded_collections for rows in collection.keep_averages(self._decay)

@@ -9,9 +9,10 @@
 A rank holds N / W vectors, as if the table were cut by rows; what travels for a query does not depend on N.
 
 [Note: ties in a catalogue]
-A clicked item comes after all others of its score that were not clicked, as in :func:`shardrec.trainer.data.ranking_metrics`.
-Products are summed in float64 and rounded to float32: a matrix product's order of summation depends on the sizes of its
-blocks, and so on the number of ranks, and would decide ties otherwise.
+A clicked item comes after all others of its score that were not clicked, as in
+:func:`~shardrec.trainer.data.ranking_metrics`. Products are summed in float64 and rounded to float32: a matrix
+product's order of summation depends on the sizes of its blocks, and so on the number of ranks, and would decide ties
+otherwise.
 
 Legend: B clicked rows of a batch on a rank, Q of all ranks, D columns, F features, N items, W ranks; U distinct queries
 of neighboring rows, M items that the rows' other features have.
@@ -29,10 +30,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from shardrec.errors import ConfigError
-from shardrec.modules import ShardedModel
-from shardrec.pipeline.lookahead import tell_others
-from shardrec.pipeline.train import TrainPipeline
+from shardrec import ConfigError, ShardedModel
+from shardrec.pipeline import TrainPipeline, tell_others
 from shardrec.trainer.data import ClickBatch, ClickMetrics, FeatureSpec
 from shardrec.trainer.data.ranking import placed_metrics
 from shardrec.trainer.run.config import TrainConfig

@@ -9,11 +9,12 @@ from typing import Any
 
 from pydantic import PositiveInt
 
-from shardrec.errors import ConfigError
-from shardrec.files import parse_yaml, read_text, yaml_lines
+from shardrec import ConfigError
+from shardrec.files import read_text
 from shardrec.trainer.models import MODELS
 from shardrec.trainer.run.constraints import parse_constraint
 from shardrec.trainer.run.options import Options, flag, named_values, option, shown_as, together
+from shardrec.trainer.yaml_files import parse_yaml, yaml_lines
 
 __all__ = [
     "BOARD",

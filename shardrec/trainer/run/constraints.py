@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from shardrec.errors import ConfigError
+from shardrec import ConfigError
 
 if TYPE_CHECKING:
-    from shardrec.planner import Constraint
+    from shardrec import Constraint
 
 __all__ = ["parse_constraint"]
 
@@ -19,7 +19,7 @@ def parse_constraint(text: str) -> tuple[str, Constraint]:
         ConfigError: for another form, an unknown cut, or ranks of a table that every rank has.
     """
     # Imported here because the planner's package is only wanted by runs with a constraint.
-    from shardrec.planner.constraint import Constraint
+    from shardrec import Constraint
 
     pattern, equals, right = text.rpartition("=")
     cuts_text, _, ranks_text = right.partition("@")

@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Generic, Self, TypeVar
 
-from shardrec.modules import ElasticModel
+from shardrec import ElasticModel
 from shardrec.trainer.run.prefetch import Prefetcher
 from shardrec.trainer.run.run import Run
 

@@ -13,15 +13,15 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, ProgressColumn, SpinnerColumn, Task, TextColumn
 from rich.text import Text
 
-from shardrec.console import console
+from shardrec.trainer.console import console
 from shardrec.trainer.data import ClickMetrics
 from shardrec.trainer.run.config import TrainConfig
 from shardrec.trainer.run.report import CurvePoint, RunReport, metrics_table, summary_line, task_values
 from shardrec.trainer.run.task_metrics import TaskMetrics
 
 if TYPE_CHECKING:
-    from shardrec.launch.ranks import RankInfo
-    from shardrec.layout import ShardingPlan
+    from shardrec import ShardingPlan
+    from shardrec.launch import RankInfo
 
 __all__ = ["Announcer", "Display", "LogDisplay", "TerminalDisplay", "duration"]
 

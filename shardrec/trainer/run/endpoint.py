@@ -28,7 +28,7 @@ from waitress.task import ThreadedTaskDispatcher
 from werkzeug.exceptions import BadRequest, HTTPException, MethodNotAllowed, NotFound
 from werkzeug.wrappers import Request, Response
 
-from shardrec.errors import ConfigError, DataError
+from shardrec import ConfigError, DataError
 from shardrec.files import parse_json
 from shardrec.trainer.data import FeatureSpec, batch_of_request, request_example
 from shardrec.trainer.run.task_metrics import predictions

@@ -21,13 +21,14 @@ from statistics import fmean, stdev
 from typing import TYPE_CHECKING, Any
 from urllib.parse import quote
 
-from shardrec.errors import ConfigError, ShardrecError
-from shardrec.files import parse_yaml, read_json
-from shardrec.launch.run import launched_rank
+from shardrec import ConfigError, ShardrecError
+from shardrec.files import read_json
+from shardrec.launch import launched_rank
 from shardrec.trainer.data.spec import read_spec
 from shardrec.trainer.run.config import FILE, METRICS, TrainConfig
 from shardrec.trainer.run.launch import train
 from shardrec.trainer.run.runs import RunFolder
+from shardrec.trainer.yaml_files import parse_yaml
 
 if TYPE_CHECKING:
     from rich.table import Table

@@ -13,8 +13,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from shardrec.exchange.peers import peers
-from shardrec.pipeline.train import TrainPipeline
+from shardrec.launch import peers
+from shardrec.pipeline import TrainPipeline
 from shardrec.trainer.data import ClickBatch, ClickMetrics, Task, click_metrics, ranking_metrics
 from shardrec.trainer.run.task_metrics import TaskMetrics, outputs_of, task_metrics
 

@@ -9,12 +9,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from shardrec.checkpoint import Checkpoints
-from shardrec.checkpoint.warm import WarmStart, warm_start
-from shardrec.errors import ConfigError
-from shardrec.launch.ranks import RankInfo, same_everywhere
-from shardrec.layout.discover import table_configs
-from shardrec.modules import ShardedModel
+from shardrec import Checkpoints, ConfigError, ShardedModel, warm_start
+from shardrec.checkpoint import WarmStart
+from shardrec.launch import RankInfo, same_everywhere
+from shardrec.layout import table_configs
 from shardrec.trainer.data import Feature, FeatureSpec
 from shardrec.trainer.data.encode import row_numbers
 from shardrec.trainer.run.config import CHECKPOINTS, TrainConfig

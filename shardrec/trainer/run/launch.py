@@ -9,10 +9,8 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from shardrec._versions import check_extra
-from shardrec.errors import ConfigError, PeerError
-from shardrec.launch.processes import spawn_alone
-from shardrec.launch.run import launched_rank, run_on_ranks
+from shardrec import ConfigError, PeerError
+from shardrec.launch import check_extra, launched_rank, run_on_ranks, spawn_alone
 from shardrec.trainer.run.config import CHECKPOINTS, TrainConfig
 
 __all__ = ["predict", "train"]

@@ -18,10 +18,9 @@ import torch
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR
 
-from shardrec.launch.stop import RunStopped
-from shardrec.modules import ShardedModel
-from shardrec.pipeline.lookahead import tell_others
-from shardrec.pipeline.train import TrainPipeline
+from shardrec import ShardedModel
+from shardrec.launch import RunStopped
+from shardrec.pipeline import TrainPipeline, tell_others
 from shardrec.trainer.data import ClickBatch, ClickMetrics
 from shardrec.trainer.run.dealing import DealtParts
 from shardrec.trainer.run.display import Display

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn.functional import binary_cross_entropy_with_logits, softplus
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from shardrec.errors import ConfigError
+from shardrec import ConfigError
 from shardrec.trainer.data import ClickBatch, Task
 from shardrec.trainer.run.task_metrics import outputs_of, task_loss
 

@@ -19,12 +19,9 @@ from torchrec.modules.embedding_modules import EmbeddingBagCollection, Embedding
 from torchrec.optim import LAMB, PartialRowWiseAdam, RowWiseAdagrad
 from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
 
-from shardrec.errors import ConfigError, ShardrecError
-from shardrec.ids import DynamicIds
-from shardrec.layout.discover import table_configs
-from shardrec.modules import ShardedModel
-from shardrec.modules.dynamic import constraints_of
-from shardrec.scripting import script
+from shardrec import ConfigError, DynamicIds, ShardedModel, ShardrecError, script
+from shardrec.layout import table_configs
+from shardrec.planner import constraints_of
 from shardrec.serve import from_tensors
 from shardrec.trainer.data import ClickSchema, FeatureSpec
 from shardrec.trainer.models import MODELS
@@ -33,7 +30,7 @@ from shardrec.trainer.run.constraints import parse_constraint
 from shardrec.trainer.run.options import flag
 
 if TYPE_CHECKING:
-    from shardrec.planner import Constraint
+    from shardrec import Constraint
 
 __all__ = [
     "build_model",
@@ -88,8 +85,8 @@ def build_model(config: TrainConfig, schema: ClickSchema) -> nn.Module:
         arguments_text = "".join(f", {name}={value!r}" for name, value in arguments.items())
         call = f"{config.model.rpartition(':')[2]}(schema{arguments_text})"
         raise ConfigError(
-            f"model (--model) is {config.model!r}: {call} fails ({error}); a model takes a shardrec.trainer.data.ClickSchema "
-            "and, by name, what model_args (--model-arg) gives"
+            f"model (--model) is {config.model!r}: {call} fails ({error}); a model takes a "
+            "shardrec.trainer.data.ClickSchema and, by name, what model_args (--model-arg) gives"
         ) from error
     if not isinstance(model, nn.Module):
         raise ConfigError(f"model (--model) is {config.model!r}: it makes a {type(model).__name__}, not an nn.Module")
@@ -111,7 +108,8 @@ def _check_tables(name: str, model: nn.Module, schema: ClickSchema) -> None:
         if fault:
             raise ConfigError(
                 f"feature {feature!r} has {fault}, in model (--model) {name!r}: make tables by the schema's tables "
-                "and dims, as shardrec.trainer.models.parts.pooled_features does, or leave it out in the features (--features)"
+                "and dims, as shardrec.trainer.models.parts.pooled_features does, or leave it out in the features "
+                "(--features)"
             )
 
 

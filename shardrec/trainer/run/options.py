@@ -9,8 +9,8 @@ from typing import Any, Self, cast, get_args, get_origin
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, field_validator
 from pydantic.fields import FieldInfo
 
-from shardrec.errors import ConfigError
-from shardrec.files import parse_yaml
+from shardrec import ConfigError
+from shardrec.trainer.yaml_files import parse_yaml
 
 __all__ = ["Options", "flag", "named_values", "option", "shown_as", "together"]
 

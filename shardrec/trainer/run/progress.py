@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardrec.errors import ConfigError
+from shardrec import ConfigError
 from shardrec.trainer.run.report import CurvePoint
 
 __all__ = ["Progress", "RecentMean"]

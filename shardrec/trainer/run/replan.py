@@ -6,7 +6,7 @@ from collections import deque
 
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from shardrec.errors import CheckpointError, ConfigError, PlanError
+from shardrec import CheckpointError, ConfigError, PlanError
 from shardrec.trainer.run.display import Display
 from shardrec.trainer.run.run import Run
 

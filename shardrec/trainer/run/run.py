@@ -9,10 +9,8 @@ from pathlib import Path
 
 import torch
 
-from shardrec.ids.id_map import COUNTED
-from shardrec.launch.ranks import RankInfo
-from shardrec.modules import ElasticModel, ShardedModel
-from shardrec.planner.constraint import Constraint
+from shardrec import Constraint, ElasticModel, ShardedModel
+from shardrec.launch import RankInfo
 from shardrec.trainer.data import FeatureSpec
 from shardrec.trainer.run.average import Average
 from shardrec.trainer.run.config import TrainConfig
@@ -76,6 +74,10 @@ class Run:
     def load_id_counts(self, saved: Mapping[str, Mapping[str, int]]) -> None:
         """Go on from what :meth:`id_counts` gave, over restarts. Every rank calls it."""
         self._ids_before = {
-            table: {name: saved.get(table, counts)[name] - counts[name] for name in COUNTED}
+            table: {
+                name: saved.get(table, counts)[name] - count
+                for name, count in counts.items()
+                if name not in ("rows", "used")  # which are no counts since a beginning
+            }
             for table, counts in self.model.id_stats().items()
         }

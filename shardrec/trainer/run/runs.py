@@ -9,15 +9,14 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from shardrec.errors import ConfigError
+from shardrec import ConfigError
 from shardrec.files import read_json
 from shardrec.trainer.run.config import CHECKPOINTS, FEED, FILE, METRICS, PLAN, SPEC, TrainConfig, load_config
 
 if TYPE_CHECKING:
     import torch
 
-    from shardrec.layout import ShardingPlan
-    from shardrec.modules import ShardedModel
+    from shardrec import ShardedModel, ShardingPlan
     from shardrec.serve import ServedModel
     from shardrec.trainer.data import ClickBatch, ClickMetrics, ClickSchema, FeatureSpec
     from shardrec.trainer.run.endpoint import Endpoint
@@ -83,9 +82,8 @@ class RunFolder:
             ConfigError: if there is none.
         """
         # With torch.
-        from shardrec.checkpoint import Checkpoints, load_checkpoint
-        from shardrec.checkpoint.manifest import MANIFEST
-        from shardrec.modules import shard
+        from shardrec import Checkpoints, load_checkpoint, shard
+        from shardrec.checkpoint import MANIFEST
         from shardrec.trainer.run.average import Average
         from shardrec.trainer.run.model import (
             build_model,
@@ -144,7 +142,7 @@ class RunFolder:
         import torch
 
         # With torch, too.
-        from shardrec.launch.ranks import RankInfo
+        from shardrec.launch import RankInfo
         from shardrec.trainer.run.catalogue import evaluator
         from shardrec.trainer.run.source import Source, total_left_out
 
@@ -183,8 +181,7 @@ class RunFolder:
             ConfigError: if another model is published there.
         """
         # With torch.
-        from shardrec.layout import ShardingPlan
-        from shardrec.modules import shard
+        from shardrec import ShardingPlan, shard
         from shardrec.serve import quantize
         from shardrec.trainer.run.model import build_model, dynamic_tables, fuse_optimizer
 
@@ -251,7 +248,7 @@ class RunFolder:
             "checkpoints": ", ".join(checkpoints) or "none",
         }
         if (self.path / PLAN).is_file():
-            from shardrec.layout import ShardingPlan  # for runs that have a plan
+            from shardrec import ShardingPlan  # for runs that have a plan
 
             summary["plan"] = cuts_of(ShardingPlan.load(self.path / PLAN))
         pending = {"results": f"none yet; go on with shardrec train --resume --out {self.path}"}

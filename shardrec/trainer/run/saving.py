@@ -18,13 +18,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from shardrec.checkpoint import Checkpoints, PendingSave, load_checkpoint
-from shardrec.checkpoint.manifest import read_manifest
-from shardrec.errors import CheckpointError, ConfigError
-from shardrec.exchange.peers import peers
-from shardrec.launch.ranks import on_first_rank, over_ranks, same_everywhere
-from shardrec.launch.stop import RunStopped, StopRequest
-from shardrec.layout import ShardingPlan
+from shardrec import CheckpointError, Checkpoints, ConfigError, ShardingPlan, load_checkpoint
+from shardrec.checkpoint import PendingSave, read_manifest
+from shardrec.launch import RunStopped, StopRequest, on_first_rank, over_ranks, peers, same_everywhere
 from shardrec.trainer.data.rows import NO_TIME
 from shardrec.trainer.run.config import CHECKPOINTS
 from shardrec.trainer.run.locking import locked
@@ -32,7 +28,7 @@ from shardrec.trainer.run.model import changed_source, source_digest
 from shardrec.trainer.run.run import Run
 
 if TYPE_CHECKING:
-    from shardrec.serve.publisher import Publisher
+    from shardrec import Publisher
 
 __all__ = ["Saver"]
 
@@ -60,7 +56,7 @@ class Saver:
         )
         self._publisher: Publisher | None = None
         if run.config.publish is not None:
-            from shardrec.serve.publisher import Publisher  # with fbgemm's inference kernels
+            from shardrec import Publisher  # with fbgemm's inference kernels
 
             self._publisher = Publisher(run.model, run.config.publish, run.config.publish_weights)
         self._published = PendingSave()

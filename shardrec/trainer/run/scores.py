@@ -26,11 +26,11 @@ import numpy as np
 from pydantic import model_validator
 from torch import Tensor, nn
 
-from shardrec.errors import ConfigError, DataError
+from shardrec import ConfigError, DataError
 from shardrec.files import os_fault, parse_json
-from shardrec.launch.ranks import RankInfo, joined_run, meet, on_first_rank
-from shardrec.pipeline.train import TrainPipeline
-from shardrec.serve.store import Store
+from shardrec.launch import RankInfo, joined_run, meet, on_first_rank
+from shardrec.pipeline import TrainPipeline
+from shardrec.serve import Store
 from shardrec.trainer.data import ClickBatch, FeatureSpec
 from shardrec.trainer.data.encode import encode
 from shardrec.trainer.data.rows import ClickRows

@@ -17,17 +17,20 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext
 from pathlib import Path
 
-from shardrec.console import working
-from shardrec.errors import ConfigError, DataError
-from shardrec.exchange.peers import peers
-from shardrec.exchange.safe_pickle import gather
+from shardrec import (
+    ConfigError,
+    Constraint,
+    DataError,
+    Replicas,
+    ShardedModel,
+    ShardingPlan,
+    annotate_for_dynamo,
+    detect_anomaly,
+    shard,
+)
 from shardrec.files import naming, os_fault, parse_json, read_text
-from shardrec.launch.ranks import RankInfo, joined_run, meet, on_first_rank, over_ranks, same_everywhere
-from shardrec.layout import ShardingPlan
-from shardrec.modules import Replicas, ShardedModel, shard
-from shardrec.modules.annotate import annotate_for_dynamo
-from shardrec.modules.anomaly import detect_anomaly
-from shardrec.planner.constraint import Constraint
+from shardrec.launch import RankInfo, gather, joined_run, meet, on_first_rank, over_ranks, peers, same_everywhere
+from shardrec.trainer.console import working
 from shardrec.trainer.data import ClickBatch, ClickMetrics, FeatureSpec
 from shardrec.trainer.data.spec import VOCABULARIES, parse_spec, read_spec
 from shardrec.trainer.run.average import Average
@@ -314,7 +317,7 @@ def _sharded_model(
                 f"{rank_info.world_size}: start {plan.world_size} (--nproc {plan.world_size}), or leave it out"
             )
     if plan is None:
-        from shardrec.planner import plan as make_plan  # a fifth of the import time, which a resumed run does not need
+        from shardrec import plan as make_plan  # a fifth of the import time, which a resumed run does not need
 
         with working("planning") if rank_info.is_lead else nullcontext():
             plan = make_plan(

@@ -16,11 +16,9 @@ from typing import Any
 
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from shardrec._versions import check_extra
-from shardrec.errors import ConfigError, DataError
-from shardrec.exchange.peers import peers
-from shardrec.exchange.safe_pickle import gather
-from shardrec.launch.ranks import RankInfo
+from shardrec import ConfigError, DataError
+from shardrec.files import UnreachableError
+from shardrec.launch import RankInfo, check_extra, gather, peers
 from shardrec.trainer.data import (
     ClickBatch,
     ClickMetrics,
@@ -39,7 +37,7 @@ from shardrec.trainer.data.records import decoder_of
 from shardrec.trainer.data.request import named_spec
 from shardrec.trainer.data.rows import NO_TIME
 from shardrec.trainer.data.tables import FileInfo
-from shardrec.trainer.data.urls import TOPIC, UnreachableError, files_of
+from shardrec.trainer.data.urls import TOPIC, files_of
 from shardrec.trainer.run.config import TrainConfig
 
 __all__ = ["Source", "counted_vocabularies", "spec_of", "total_left_out"]

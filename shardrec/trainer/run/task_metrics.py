@@ -15,8 +15,8 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from shardrec.errors import ConfigError
-from shardrec.exchange.peers import peers
+from shardrec import ConfigError
+from shardrec.launch import peers
 from shardrec.trainer.data import Task, click_metrics, ranking_metrics
 
 __all__ = ["LabelWeights", "TaskMetrics", "label_weights", "outputs_of", "predictions", "task_loss", "task_metrics"]

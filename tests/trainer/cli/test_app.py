@@ -13,7 +13,7 @@ import torch
 from typer.testing import CliRunner
 
 import shardrec
-from shardrec import _versions, native, planner
+from shardrec import _versions, launch, native, planner
 from shardrec._versions import check_extra
 from shardrec.errors import DataError, InputError, VersionError
 from shardrec.trainer.cli import app, selftest
@@ -82,7 +82,7 @@ def test_doctor_says_how_to_compile_the_operators(monkeypatch: pytest.MonkeyPatc
     """In a line of its own, for an install without them is silent otherwise until the first step."""
     monkeypatch.delenv("SHARDREC_NATIVE", raising=False)
     monkeypatch.setattr(native, "library_path", lambda: None)
-    monkeypatch.setattr(native, "is_loaded", native.is_loaded.__wrapped__)
+    monkeypatch.setattr(launch, "has_operators", native.has_operators.__wrapped__)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         said = doctor_lines._native()

@@ -191,7 +191,7 @@ def write_shops() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(not native.is_loaded(), reason="the C++ operators were not compiled")
+@pytest.mark.skipif(not native.has_operators(), reason="the C++ operators were not compiled")
 def test_dynamic_ids_go_on_on_more_ranks(run: Run) -> None:
     """And are evaluated on one rank, as they were on two."""
     write_shops()
@@ -217,7 +217,7 @@ def test_dynamic_ids_go_on_on_more_ranks(run: Run) -> None:
     assert json.loads(shown)["auc"] == pytest.approx(after["final"]["auc"], abs=1e-6)
 
 
-@pytest.mark.skipif(not native.is_loaded(), reason="the C++ operators were not compiled")
+@pytest.mark.skipif(not native.has_operators(), reason="the C++ operators were not compiled")
 @pytest.mark.slow
 def test_dynamic_ids_train_resume_and_serve(run: Run) -> None:
     """Texts and 64-bit numbers are given rows as they come; nothing of it is lost between the commands.

@@ -15,12 +15,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shardrec.errors import DataError
+from shardrec.files import UnreachableError
 from shardrec.trainer.data import feed as feed_module
 from shardrec.trainer.data import urls
 from shardrec.trainer.data.feed import Feed, _beside, watermark
 from shardrec.trainer.data.files import FileClickData
 from shardrec.trainer.data.rows import NO_TIME
-from shardrec.trainer.data.urls import UnreachableError
 from tests.trainer.data.raw import SPEC, lines, write
 
 SOURCES = ["{}", "{}/*", "file://{}", "file://{}/*"]

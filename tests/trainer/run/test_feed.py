@@ -20,9 +20,9 @@ import pytest
 import torch
 
 from shardrec.errors import ConfigError, DataError
+from shardrec.files import UnreachableError
 from shardrec.launch.ranks import RankInfo
 from shardrec.trainer.data import ClickMetrics, tables
-from shardrec.trainer.data.urls import UnreachableError
 from shardrec.trainer.run import RunStopped, TrainConfig
 from shardrec.trainer.run.progressive import Progressive
 from shardrec.trainer.run.runs import RunFolder

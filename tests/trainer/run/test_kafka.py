@@ -19,6 +19,7 @@ import torch
 
 from shardrec import _versions
 from shardrec.errors import ConfigError, DataError, ShardrecError, VersionError
+from shardrec.files import UnreachableError
 from shardrec.launch.ranks import RankInfo
 from shardrec.trainer.data import FeatureSpec, FileClickData, kafka
 from shardrec.trainer.data.feed import Feed
@@ -26,7 +27,6 @@ from shardrec.trainer.data.records import decoder_of
 from shardrec.trainer.data.request import named_spec
 from shardrec.trainer.data.spec import parse_spec
 from shardrec.trainer.data.tables import check_file
-from shardrec.trainer.data.urls import UnreachableError
 from shardrec.trainer.run import TrainConfig
 from shardrec.trainer.run.runs import RunFolder
 from shardrec.trainer.run.source import Source

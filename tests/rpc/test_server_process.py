@@ -9,7 +9,7 @@ import torch
 
 import shardrec
 from shardrec.errors import CheckpointError, ConfigError
-from shardrec.rpc.serve import load_server, named_function, open_store
+from shardrec.rpc.server_process import load_server, named_function, open_store
 from tests.rpc.jobs import make_model, make_plan, train
 
 

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from typing import IO, TYPE_CHECKING, Any, TextIO, cast
 
-from shardrec.errors import ConfigError
+from shardrec import ConfigError
 
 if TYPE_CHECKING:
     from rich.console import Console

@@ -6,7 +6,7 @@ import io
 
 import pytest
 
-from shardrec.console import LOG_WIDTH, console, working
+from shardrec.trainer.console import LOG_WIDTH, console, working
 
 
 def test_a_pipe_has_the_width_that_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
