@@ -12,10 +12,10 @@
     ├── CheckpointError (ValueError)   a checkpoint that is damaged, or cannot be written; raised on every rank
     ├── PeerError      (RuntimeError)  another rank, or a server, failed or is gone
     │   └── BusyError                  a server's queue is full, and nothing was done
-    ├── PipelineError  (RuntimeError)  a stage failed, or a skip was not used as declared (in shardrec.pipeline)
+    ├── PipelineError  (RuntimeError)  a stage failed, or a skip was not used as declared
     ├── ScriptError    (RuntimeError)  a model that TorchScript refuses; names file and line (in shardrec.scripting)
     ├── ExportError    (RuntimeError)  a model that torch.export or AOTInductor refuses (in shardrec.serve)
-    └── AwaitableError (RuntimeError)  an awaitable used as none can be (in shardrec.pending)
+    └── AwaitableError (RuntimeError)  an awaitable used as none can be
 
 Each message names the object, the value that was seen and the remedy.
 """
@@ -26,12 +26,14 @@ from collections.abc import Sequence
 
 __all__ = [
     "AnomalyError",
+    "AwaitableError",
     "BusyError",
     "CheckpointError",
     "ConfigError",
     "DataError",
     "InputError",
     "PeerError",
+    "PipelineError",
     "PlanError",
     "ShardrecError",
     "VersionError",
@@ -115,3 +117,11 @@ class PeerError(ShardrecError, RuntimeError):
 
 class BusyError(PeerError):
     """A server's queue is full, or it is ending. Nothing of the request was done; it can be made again."""
+
+
+class PipelineError(ShardrecError, RuntimeError):
+    """A stage failed, on another rank if the traceback in the message says so, or a skip was not used as declared."""
+
+
+class AwaitableError(ShardrecError, RuntimeError):
+    """An awaitable was used in a way that cannot return its value, or would return a wrong one."""

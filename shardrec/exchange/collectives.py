@@ -39,7 +39,7 @@ __all__ = [
 
 @dataclass(frozen=True, kw_only=True)
 class StreamSizes:
-    """Sizes, in elements, of the streams of several calls that are sent together: :mod:`shardrec.exchange.row_exchange`.
+    """Sizes, in elements, of the streams of several calls sent together (see :mod:`shardrec.exchange.row_exchange`).
 
     Args:
         out: per rank and stream, the elements sent to the rank.

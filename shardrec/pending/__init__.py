@@ -16,9 +16,9 @@ A sharded module returns a ``LazyAwaitable[KeyedTensor]``, so the model's comput
 use of an embedding overlaps with the collective that delivers it.
 """
 
+from shardrec.errors import AwaitableError
 from shardrec.pending.awaitable import Awaitable, LazyAwaitable, LazyNoWait, NoWait
 from shardrec.pending.awaits import Await, as_await, as_lazy, awaitable, awaitable_nowait, awaitable_wait, gather
-from shardrec.pending.error import AwaitableError
 from shardrec.pending.futures import fork, join
 from shardrec.pending.getitem import GetItemLazyAwaitable, LazyGetItemMixin
 from shardrec.pending.waiting import wait

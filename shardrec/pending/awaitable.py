@@ -23,7 +23,7 @@ from torch.autograd.profiler import record_function
 from torch.futures import Future
 from torch.fx.node import map_aggregate
 
-from shardrec.pending.error import AwaitableError
+from shardrec.errors import AwaitableError
 from shardrec.pending.once import Callbacks, Once, State
 from shardrec.pending.type_methods import Operators, force, force_nested
 

@@ -15,7 +15,7 @@ from enum import Enum
 from types import TracebackType
 from typing import Generic, NoReturn, SupportsIndex, TypeVar, cast
 
-from shardrec.pending.error import AwaitableError
+from shardrec.errors import AwaitableError
 
 __all__ = ["Callbacks", "Once", "State"]
 

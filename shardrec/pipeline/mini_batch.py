@@ -13,8 +13,7 @@ from torch import Tensor
 from torch.autograd.graph import get_gradient_edge, increment_version
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
-from shardrec.errors import ConfigError, PeerError
-from shardrec.pipeline.error import PipelineError
+from shardrec.errors import ConfigError, PeerError, PipelineError
 from shardrec.pipeline.message import Key, Mailbox, Message
 from shardrec.pipeline.microbatch import batch_size, gather, scatter, sizes_of
 from shardrec.pipeline.recompute import Modes, RandomStream

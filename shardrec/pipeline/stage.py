@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.utils._pytree import TreeSpec, tree_unflatten
 
-from shardrec.pipeline.error import PipelineError
+from shardrec.errors import PipelineError
 from shardrec.pipeline.message import Failure, Key, Mailbox, Message, flatten, versions_of
 from shardrec.pipeline.recompute import Modes, RandomState, RandomStream, flagged
 from shardrec.pipeline.schedule import Action

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 
-from shardrec.pipeline.error import PipelineError
+from shardrec.errors import PipelineError
 from shardrec.pipeline.schedule import Action
 
 __all__ = ["Recorder", "Span", "Timeline"]

@@ -19,8 +19,7 @@ from typing import Any, ClassVar, Self
 
 from torch import nn
 
-from shardrec.errors import ConfigError
-from shardrec.pipeline.error import PipelineError
+from shardrec.errors import ConfigError, PipelineError
 from shardrec.pipeline.skip.namespace import Namespace
 from shardrec.pipeline.skip.tracker import SkipKey, current_skip_tracker
 

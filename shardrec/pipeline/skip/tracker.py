@@ -18,7 +18,7 @@ from typing import Any
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from shardrec.pipeline.error import PipelineError
+from shardrec.errors import PipelineError
 from shardrec.pipeline.skip.namespace import Namespace
 
 __all__ = ["SkipKey", "SkipTracker", "changed_in_place", "current_skip_tracker", "use_skip_tracker"]

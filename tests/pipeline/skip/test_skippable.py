@@ -12,9 +12,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from shardrec.errors import ConfigError
+from shardrec.errors import ConfigError, PipelineError
 from shardrec.pending import LazyNoWait
-from shardrec.pipeline.error import PipelineError
 from shardrec.pipeline.skip import (
     Namespace,
     Skippable,
