@@ -30,7 +30,7 @@ from torch import Tensor
 from shardrec.exchange.collectives import Collectives, Pending, joined
 from shardrec.exchange.headers import FIXED_COLUMNS, Headers, checksum
 from shardrec.exchange.payload import HEADER_SIZES, ShardInput
-from shardrec.exchange.prepare import InputPacker, Prepared, SentIds
+from shardrec.exchange.prepared_input import InputPacker, Prepared, SentIds
 from shardrec.exchange.route import Lookup
 from shardrec.exchange.row_exchange import BlocksInFlight, RowAllToAll, Stream
 

@@ -21,7 +21,7 @@ from torch.autograd.function import FunctionCtx, once_differentiable
 
 from shardrec.exchange.collectives import Collectives, joined
 from shardrec.exchange.payload import ShardInput
-from shardrec.exchange.prepare import SentIds
+from shardrec.exchange.prepared_input import SentIds
 
 __all__ = ["received_id_weights", "tied"]
 

@@ -27,7 +27,7 @@ from torch import Tensor
 from torch.autograd.function import FunctionCtx, once_differentiable
 
 from shardrec.exchange.payload import ShardInput
-from shardrec.exchange.prepare import SentIds
+from shardrec.exchange.prepared_input import SentIds
 from shardrec.exchange.route import Route
 from shardrec.exchange.row_exchange import BlocksInFlight, Stream
 from shardrec.exchange.to_device import staged

@@ -12,7 +12,7 @@ from shardrec.layout import cuts
 from shardrec.layout.machine import Machine
 from shardrec.layout.plan import ShardingPlan, TableChange
 from shardrec.layout.presets import detect_machine, host_memory, preset
-from shardrec.layout.shard import COLUMN_UNIT, Shard, Stripe, TableLayout, tier_fault
+from shardrec.layout.table_layout import COLUMN_UNIT, Shard, Stripe, TableLayout, tier_fault
 from shardrec.layout.topology import Topology
 
 if TYPE_CHECKING:

@@ -21,7 +21,7 @@ from dataclasses import replace
 from itertools import accumulate, pairwise
 
 from shardrec.errors import PlanError
-from shardrec.layout.shard import COLUMN_UNIT, Shard, TableLayout
+from shardrec.layout.table_layout import COLUMN_UNIT, Shard, TableLayout
 from shardrec.layout.topology import Topology
 
 __all__ = [

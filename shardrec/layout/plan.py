@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 from shardrec.errors import PlanError
 from shardrec.files import read_json
 from shardrec.layout.report import PlanReport
-from shardrec.layout.shard import Shard, TableLayout
+from shardrec.layout.table_layout import Shard, TableLayout
 from shardrec.layout.topology import Topology
 
 __all__ = ["ShardingPlan", "TableChange"]

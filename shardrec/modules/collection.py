@@ -23,7 +23,7 @@ from shardrec.exchange.call import Call
 from shardrec.exchange.context import ModelContext
 from shardrec.exchange.dedup import DistinctIds
 from shardrec.exchange.payload import ShardInput
-from shardrec.exchange.prepare import InputPacker
+from shardrec.exchange.prepared_input import InputPacker
 from shardrec.exchange.route import Lookup, Route, build_route
 from shardrec.exchange.row_exchange import Stream
 from shardrec.exchange.to_device import moved

@@ -23,7 +23,7 @@ from shardrec.exchange.call import Call, DifferentiableOutput
 from shardrec.exchange.context import ModelContext
 from shardrec.exchange.dedup import DistinctIds
 from shardrec.exchange.payload import ShardInput
-from shardrec.exchange.prepare import Prepared, SentIds
+from shardrec.exchange.prepared_input import Prepared, SentIds
 from shardrec.exchange.route import Lookup
 from shardrec.exchange.row_exchange import BlocksInFlight, Stream
 from shardrec.exchange.row_output import SequenceOutputLayout

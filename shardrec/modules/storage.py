@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from shardrec.exchange.prepare import InputPacker, Prepared, SentIds
+from shardrec.exchange.prepared_input import InputPacker, Prepared, SentIds
 from shardrec.lookup.replicated import ReplicatedLookup
 from shardrec.lookup.shards import ShardLookup
 from shardrec.modules.table import ShardedTable

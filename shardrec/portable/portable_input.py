@@ -1,6 +1,6 @@
 """A batch checked, cut and exchanged by operators and plain data, as TorchScript and torch.export take them.
 
-What :mod:`shardrec.exchange.prepare` and :mod:`payload` do for one module, by the same routes and in the same order of
+What :mod:`shardrec.exchange.prepared_input` and :mod:`payload` do for one module, by the same routes and in the same order of
 slots. Header and payload differ from the live driver's: a row of the header is fault | batch size | counts, without a
 checksum; weights have a separate all-to-all; wide ids widen the lengths. A batch size per feature is not supported and
 raises a fault. Sums inside hosts are not needed (the output is the same without them).
@@ -31,7 +31,7 @@ from shardrec.exchange.batch import NO_LIMIT, fit
 from shardrec.exchange.check import add_up, are_sound
 from shardrec.exchange.collectives import Collectives
 from shardrec.exchange.cut import in_blocks, permuted
-from shardrec.exchange.prepare import InputPacker
+from shardrec.exchange.prepared_input import InputPacker
 from shardrec.exchange.to_device import staged
 
 __all__ = ["FAULTS", "Checked", "PortableInput", "Received", "constant"]

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from shardrec.errors import ConfigError
-from shardrec.exchange.prepare import InputPacker, Prepared, SentIds
+from shardrec.exchange.prepared_input import InputPacker, Prepared, SentIds
 from shardrec.layout import Shard, TableLayout
 from shardrec.lookup.deferred import DeferredGradients
 from shardrec.lookup.optimizers import FusedOptimizer

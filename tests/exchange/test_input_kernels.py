@@ -12,7 +12,7 @@ from hypothesis import given
 
 from shardrec.exchange import check, launching
 from shardrec.exchange.batch import NO_LIMIT
-from shardrec.exchange.prepare import InputPacker
+from shardrec.exchange.prepared_input import InputPacker
 from tests.cuda_double import INTERPRETS_TRITON
 from tests.plans import randoms
 

@@ -30,7 +30,7 @@ from benchmarks.harness.volume import (
 from shardrec.exchange.batch import Expectation
 from shardrec.exchange.call import exchange_ids
 from shardrec.exchange.context import ExchangeOptions, ModelContext
-from shardrec.exchange.prepare import InputPacker
+from shardrec.exchange.prepared_input import InputPacker
 from shardrec.exchange.wire_format import QuantizedComms
 from shardrec.layout import ShardingPlan, Topology, cuts
 from shardrec.modules import ShardedEmbeddingBagCollection, ShardedEmbeddingCollection

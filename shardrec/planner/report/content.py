@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from shardrec.layout.plan import ShardingPlan
     from shardrec.layout.report import PlanReport
-    from shardrec.layout.shard import TableLayout
+    from shardrec.layout.table_layout import TableLayout
 
 __all__ = ["COLOURS", "Chart", "Column", "Content", "content", "headline"]
 

@@ -13,7 +13,7 @@ from shardrec.exchange.batch import Expectation
 from shardrec.exchange.call import exchange_ids
 from shardrec.exchange.context import ModelContext
 from shardrec.exchange.payload import ShardInput
-from shardrec.exchange.prepare import InputPacker
+from shardrec.exchange.prepared_input import InputPacker
 from tests.batches import Bags, random_bags
 from tests.exchange.lookups import Asking, Case, random_case
 from tests.plans import randoms
