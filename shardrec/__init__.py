@@ -36,8 +36,8 @@ if TYPE_CHECKING:
         clip_grad_norm_,
         clip_grad_value_,
         detect_anomaly,
-        shard,
     )
+    from shardrec.modules.shard import shard
     from shardrec.pending import LazyAwaitable, wait
     from shardrec.planner import Constraint, plan
     from shardrec.replicas import ElasticModel, Replicas
