@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import re
 from enum import Enum
 from pathlib import Path
 from typing import Any
@@ -111,7 +112,7 @@ def _signature(name: str, value: Any) -> str:
         return ""
     parameters = [p.replace(annotation=_bare(p.annotation)) for p in signature.parameters.values()]
     bare = signature.replace(parameters=parameters, return_annotation=_bare(signature.return_annotation))
-    return f"{name}{bare}"
+    return name + re.sub(r"<function (\w+) at 0x\w+>", r"\1", str(bare))  # a default that is a function
 
 
 class _Bare(str):
