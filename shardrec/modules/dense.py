@@ -27,8 +27,8 @@ the gradients that exist by then, and the outer one averages the rest.
 exchange's gradients are sent, one after. Collectives of one process group are matched by their order. So if the
 exchange uses the process group, the all-reduces use a separate one.
 
-[Note: several models in a backward] Their gradients are complete in another order on each rank, too. So if a process
-has several models, the all-reduces are issued at the end of a backward, model after model.
+[Note: several models in a backward] Their gradients are complete in another order on each rank, too. So if several
+models have begun a forward, the all-reduces are issued at the end of a backward, model after model.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from datetime import timedelta
 from functools import partial
 from importlib import import_module
 from typing import Any, Literal, TypedDict, get_args
-from weakref import WeakKeyDictionary, WeakValueDictionary
+from weakref import WeakKeyDictionary, WeakSet, WeakValueDictionary
 
 import torch
 import torch.distributed as dist
@@ -257,6 +257,7 @@ class DenseReducer:
         self._in_flight: list[_PendingCollective] = []
         self.arm()
         _REDUCERS[id(self)] = self
+        _ARMED.discard(self)  # no forward has begun
 
     def _average(self, held: list[nn.Parameter]) -> None:
         """Average the gradients of these parameters from now on, in the order of their registration."""
@@ -282,6 +283,7 @@ class DenseReducer:
 
     def arm(self) -> None:
         """Put the parameters that the model has, and that train, now in buckets."""
+        _ARMED.add(self)
         self._tasks.clear()
         if self._fsdp is not None:
             self._fsdp.refuse_in_backward()
@@ -295,10 +297,9 @@ class DenseReducer:
         shapes = [(parameter.shape, parameter.dtype) for parameter in self._parameters]
         checksum = zlib.crc32(repr((trains, shapes)).encode())
         self.agreement = f", {sum(trains)} dense parameters trained (checksum {checksum:x})"
-        modules = self._module.modules()
         sparse = {
             id(module.weight)
-            for module in modules
+            for module in self._module.modules()
             if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.sparse
         }
         trained = [parameter for parameter in reversed(self._parameters) if parameter.requires_grad]
@@ -356,7 +357,7 @@ class DenseReducer:
         self._copy(bucket, number)
         bucket.left -= 1
         # FSDP2's flags are known at the end.
-        ready = len(self._buckets) - (self._fsdp is not None) if len(_REDUCERS) == 1 else 0
+        ready = len(self._buckets) - (self._fsdp is not None) if len(_ARMED) == 1 else 0
         while self._issued < ready and not self._buckets[self._issued].left:
             self._issue_next()
 
@@ -524,11 +525,15 @@ class DenseReducer:
 _REDUCERS: WeakValueDictionary[int, DenseReducer] = WeakValueDictionary()
 """By their ids, in the order in which the ranks have made them."""
 
+_ARMED: WeakSet[DenseReducer] = WeakSet()
+"""Those whose forward has had no backward yet: the same on all ranks, unlike those that the garbage collector left."""
+
 
 def _end_together(task: int) -> None:
     """A backward ends; see [Note: several models in a backward]."""
     for reducer in list(_REDUCERS.values()):
         if reducer._task == task:  # and not one inside of it, which was the last to accumulate
+            _ARMED.discard(reducer)
             reducer.end()
 
 
@@ -546,8 +551,7 @@ def average_dense(
         context: of the model.
     """
     wrap, options = dense_options(dense)
-    if wrap == "none":
-        options = {"broadcast_buffers": False}
+    options = {"broadcast_buffers": False} if wrap == "none" else options
     parameters = list(dict.fromkeys(averaged_parameters(module, [], dense=wrap != "none")))
     buffers = () if wrap == "none" else module.buffers()
     meet(group)
@@ -557,8 +561,7 @@ def average_dense(
         _broadcast([tensor.detach() for tensor in (*parameters, *buffers)], group)
     fsdp = None
     if wrap == "fsdp":  # which cannot shard tables: kernels read them in place
-        tables = (child for child in module.modules() if isinstance(child, ShardedTable))
-        ignored = [parameter for table in tables for parameter in table.parameters()]
+        ignored = [p for child in module.modules() if isinstance(child, ShardedTable) for p in child.parameters()]
         fsdp = ShardedByFsdp(module, group, ignored, context.device)
     return DenseReducer(module, group, context, options, dense=wrap == "ddp", fsdp=fsdp)
 

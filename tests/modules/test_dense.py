@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from contextlib import nullcontext
 from random import Random
 from typing import Any
@@ -377,6 +378,37 @@ SMALL_BUCKETS = {"bucket_cap_mb": 1e-6}
 )
 def test_two_models_in_one_backward(options: Any, transport: str) -> None:
     ranks(2, train_two_models, transport, options)
+
+
+def raise_beside_a_dropped_model() -> tuple[Tensor, Tensor]:
+    rank, order = dist.get_rank(), list[str]()
+    other = shard(Parts(), plan_of(2))
+    if rank:
+        del other  # which rank 0's collector has yet to find
+        gc.collect()
+    model = shard(Parts(), plan_of(2), dense={"bucket_cap_mb": 1e-6})
+    for name, parameter in model.module.named_parameters():
+        parameter.register_post_accumulate_grad_hook(lambda _, name=name: order.append(name))
+
+    def step() -> Tensor:
+        model.zero_grad()
+        model(features_of(0, rank), EVERYTHING).backward()
+        assert model.module.left.weight.grad is not None
+        return model.module.left.weight.grad.clone()
+
+    expected = step()
+
+    def stop(_: Tensor) -> None:
+        raise RuntimeError("out of memory")
+
+    with model.module.get_parameter(order[-1]).register_hook(stop), pytest.raises(RuntimeError, match="out of memory"):
+        step()
+    return expected, step()
+
+
+def test_a_backward_that_raises_beside_a_model_that_one_rank_has_dropped() -> None:
+    for expected, gradient in ranks(2, raise_beside_a_dropped_model):
+        assert torch.equal(gradient, expected)
 
 
 class Normed(Parts):
