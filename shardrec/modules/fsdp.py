@@ -16,7 +16,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGath
 from shardrec.errors import ConfigError
 from shardrec.exchange.peers import peers
 
-__all__ = ["ShardedByFsdp"]
+__all__ = ["ShardedByFsdp", "refuse_in_backward"]
 
 
 class _AllGather(DefaultAllGather):
@@ -61,7 +61,6 @@ class ShardedByFsdp:
         self, module: nn.Module, group: dist.ProcessGroup, ignored: Collection[nn.Parameter], device: torch.device
     ) -> None:
         self._ignored = set(ignored)
-        _refuse_in_backward(module, self._ignored)
         mesh = DeviceMesh.from_group(group, device.type)
         self._module: FSDPModule = fully_shard(module, mesh=mesh, ignored_params=self._ignored)
         self._module.set_custom_all_gather(_AllGather())
@@ -79,7 +78,7 @@ class ShardedByFsdp:
     def refuse_in_backward(self) -> None:
         """Raise a ConfigError if a parameter was given an optimizer in backward after it was sharded."""
         if any(getattr(parameter.sharded_param, "_in_backward_optimizers", ()) for parameter in self.parameters):
-            _refuse_in_backward(self._module, self._ignored)
+            refuse_in_backward(self._module, self._ignored)
 
     def begin(self, *, reduce: bool) -> None:
         """A backward begins.
@@ -118,7 +117,8 @@ class ShardedByFsdp:
         post_backward(*unused)
 
 
-def _refuse_in_backward(module: Any, ignored: Collection[nn.Parameter]) -> None:
+def refuse_in_backward(module: Any, ignored: Collection[nn.Parameter]) -> None:
+    """Raise a ConfigError if parameters, but those that FSDP leaves alone, have an optimizer in backward."""
     parameters = ((name, parameter) for name, parameter in module.named_parameters() if parameter not in ignored)
     names = [name for name, parameter in parameters if getattr(parameter, "_in_backward_optimizers", ())]
     if names:

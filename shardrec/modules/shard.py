@@ -42,6 +42,7 @@ from shardrec.modules.dynamic import (
     refuse_remappers,
     without_managed_collision,
 )
+from shardrec.modules.fsdp import refuse_in_backward
 from shardrec.modules.initial import value_checksums
 from shardrec.modules.overrides import refuse_overrides
 from shardrec.modules.sequences import ShardedEmbeddingCollection
@@ -361,17 +362,12 @@ def put_in_place(model: nn.Module, replaced: Mapping[int, nn.Module]) -> nn.Modu
 def _refuse_dense(
     model: nn.Module, collections: Mapping[str, Collection], dense: DenseWrap | DenseOptions, world_size: int
 ) -> None:
-    tables = {id(parameter) for collection in collections.values() for parameter in collection.parameters()}
-    parameters = {name: parameter for name, parameter in model.named_parameters() if id(parameter) not in tables}
-    meta = [name for name, parameter in parameters.items() if parameter.is_meta]
+    tables = {parameter for collection in collections.values() for parameter in collection.parameters()}
+    meta = [name for name, parameter in model.named_parameters() if parameter.is_meta and parameter not in tables]
     if meta:
         raise ConfigError(
             f"parameters {', '.join(map(repr, meta[:5]))} are on meta; only embedding collections may be: build the "
             "dense part on a real device"
         )
-    in_backward = [name for name, parameter in parameters.items() if hasattr(parameter, "_in_backward_optimizers")]
-    if dense_options(dense)[0] == "fsdp" and in_backward and world_size > 1:
-        raise ConfigError(
-            f"dense is {dense!r}, which replaces parameters {', '.join(map(repr, in_backward[:5]))}, so that their "
-            "optimizers in backward would update nothing: give them to an ordinary optimizer, or use dense='ddp'"
-        )
+    if dense_options(dense)[0] == "fsdp" and world_size > 1:
+        refuse_in_backward(model, tables)
