@@ -18,7 +18,18 @@ _READ_BEFORE = {"embedding_bag_configs", "embedding_configs", "is_weighted", "ex
 def _hooks_of(owner: object) -> dict[str, Any]:
     """The hooks of a module or a parameter, by the attributes that torch keeps them in."""
     names = [*vars(owner), "_backward_hooks", "_post_accumulate_grad_hooks"]  # parameters have these in slots
-    return {name: hooks for name in names if "_hook" in name and (hooks := getattr(owner, name, None))}
+    return {
+        name: hooks
+        for name in names
+        if "_hook" in name and isinstance(hooks := getattr(owner, name, None), dict) and hooks
+    }
+
+
+def _has_users(hooks: Any) -> bool:
+    """Whether any of a dict of hooks is none of torch's or TorchRec's own."""
+    functions = (getattr(hook, "hook", hook) for hook in (hooks.values() if isinstance(hooks, dict) else ()))
+    modules = (getattr(function, "__module__", None) or "" for function in functions)
+    return any(not module.startswith(("torch.", "torchrec.")) for module in modules)
 
 
 def copy_hooks(source: nn.Module, target: nn.Module, memo: dict[int, Any]) -> None:
@@ -37,7 +48,8 @@ def refuse_overrides(modules: Mapping[str, nn.Module]) -> None:
             names.discard("reset_parameters")  # has made the values
         names = {name for name in names if name == "__call__" or not name.startswith("__")}
         added = [f"{name}()" for name in sorted(names) if callable(getattr(base, name, None))]
-        added += [name for owner in (part, *part.parameters(recurse=False)) for name in _hooks_of(owner)]
+        owners = (part, *part.parameters(recurse=False))
+        added += [name for owner in owners for name, hooks in _hooks_of(owner).items() if _has_users(hooks)]
         if added:
             raise ConfigError(
                 f"module {path!r} has {', '.join(added)} of its own, in a {type(part).__name__}, which the sharded "

@@ -221,8 +221,8 @@ class ElasticModel(ShardedModel):
             # It is where the others are: maybe before a step, of which it has no gradients.
             weight = 0.0
             self.begin()
-        assert self._reducer is not None, "it has averaged these gradients"
-        sparse = set(self._reducer.sparse)
+        embeddings = (child for child in self.module.modules() if isinstance(child, (nn.Embedding, nn.EmbeddingBag)))
+        sparse = {embedding.weight for embedding in embeddings if embedding.sparse}  # frozen here, too
         for parameter, mean in zip(parameters, means, strict=True):
             parameter.grad = mean if mean is None or parameter not in sparse else mean.to_sparse(1)
         self.steps, self._is_in_step = self.steps + 1, False
