@@ -97,7 +97,7 @@ def _described(name: str, value: Any) -> str:
 
 
 def _short(value: Any) -> str:
-    text = repr(value)
+    text = f'"{value}"' if isinstance(value, str) else repr(value)  # as the formatter has it
     return text if len(text) <= 100 else text[:97] + "..."
 
 

@@ -22,7 +22,7 @@ from torch.utils._pytree import tree_leaves
 
 from shardrec.errors import ShardrecError
 
-__all__ = ["BackwardWatch", "accumulates_in", "reaches_a_leaf", "weak_hook"]
+__all__ = ["BEGUN", "BackwardWatch", "accumulates_in", "reaches_a_leaf", "weak_hook"]
 
 
 def weak_hook(method: Callable[..., None]) -> Callable[..., None]:
@@ -123,3 +123,27 @@ class _Watched:
 
         frame.f_trace = raised
         sys.settrace(lambda *_: None)
+
+
+class _BegunForwards:
+    """Models whose forward awaits its backward: the same on all ranks, whatever their garbage collectors have left."""
+
+    def __init__(self) -> None:
+        self._ended = 0  # backwards so far
+        self._begun: dict[int, int] = {}  # by model, the backwards that had ended when its forward began
+
+    def __len__(self) -> int:
+        return len(self._begun)
+
+    def begin(self, model: object) -> None:
+        """A forward of a model begins."""
+        self._begun[id(model)] = self._ended
+
+    def end(self, model: object) -> None:
+        """The backward of a model ends; forwards that had none since a few of others are taken for dropped."""
+        self._ended += 1
+        self._begun.pop(id(model), None)
+        self._begun = {other: ended for other, ended in self._begun.items() if self._ended - ended < 4}
+
+
+BEGUN = _BegunForwards()

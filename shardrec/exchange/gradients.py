@@ -8,7 +8,7 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
-from shardrec.exchange.backward_watch import BackwardWatch
+from shardrec.exchange.backward_watch import BEGUN, BackwardWatch
 
 __all__ = ["Gradients", "Reducer"]
 
@@ -66,6 +66,7 @@ class Gradients:
             for begin in self.forwards:
                 begin()
             if self.reducer is not None:
+                BEGUN.begin(self.reducer)
                 self.reducer.arm()
 
     def agreement(self) -> str:

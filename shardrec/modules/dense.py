@@ -40,14 +40,14 @@ from datetime import timedelta
 from functools import partial
 from importlib import import_module
 from typing import Any, Literal, TypedDict, get_args
-from weakref import WeakKeyDictionary, WeakSet, WeakValueDictionary
+from weakref import WeakKeyDictionary, WeakValueDictionary
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from shardrec.errors import ConfigError
-from shardrec.exchange.backward_watch import accumulates_in, reaches_a_leaf, weak_hook
+from shardrec.exchange.backward_watch import BEGUN, accumulates_in, reaches_a_leaf, weak_hook
 from shardrec.exchange.collectives import Collectives, FunctionalCollectives
 from shardrec.exchange.context import ModelContext
 from shardrec.exchange.flight_record import flight_record
@@ -257,7 +257,6 @@ class DenseReducer:
         self._in_flight: list[_PendingCollective] = []
         self.arm()
         _REDUCERS[id(self)] = self
-        _ARMED.discard(self)  # no forward has begun
 
     def _average(self, held: list[nn.Parameter]) -> None:
         """Average the gradients of these parameters from now on, in the order of their registration."""
@@ -283,7 +282,6 @@ class DenseReducer:
 
     def arm(self) -> None:
         """Put the parameters that the model has, and that train, now in buckets."""
-        _ARMED.add(self)
         self._tasks.clear()
         if self._fsdp is not None:
             self._fsdp.refuse_in_backward()
@@ -357,7 +355,7 @@ class DenseReducer:
         self._copy(bucket, number)
         bucket.left -= 1
         # FSDP2's flags are known at the end.
-        ready = len(self._buckets) - (self._fsdp is not None) if len(_ARMED) == 1 else 0
+        ready = len(self._buckets) - (self._fsdp is not None) if len(BEGUN) < 2 else 0
         while self._issued < ready and not self._buckets[self._issued].left:
             self._issue_next()
 
@@ -525,15 +523,12 @@ class DenseReducer:
 _REDUCERS: WeakValueDictionary[int, DenseReducer] = WeakValueDictionary()
 """By their ids, in the order in which the ranks have made them."""
 
-_ARMED: WeakSet[DenseReducer] = WeakSet()
-"""Those whose forward has had no backward yet: the same on all ranks, unlike those that the garbage collector left."""
-
 
 def _end_together(task: int) -> None:
     """A backward ends; see [Note: several models in a backward]."""
     for reducer in list(_REDUCERS.values()):
         if reducer._task == task:  # and not one inside of it, which was the last to accumulate
-            _ARMED.discard(reducer)
+            BEGUN.end(reducer)
             reducer.end()
 
 

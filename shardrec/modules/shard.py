@@ -149,6 +149,10 @@ def shard(
             each rank would learn its own map from ids to rows (managed collision, pruning); if the number of replicas
             does not divide the number of ranks, or differs between ranks.
     """
+    if replicas is not None and not hasattr(replicas, "make_groups"):
+        raise ConfigError(f"replicas is {replicas!r}; give a shardrec.Replicas, such as Replicas(2)")
+    if servers is not None and not isinstance(servers, Servers):
+        raise ConfigError(f"servers is {servers!r}; give a shardrec.Servers, such as Servers(['server0'])")
     target = default_device(model, group) if device is None else torch.device(device)
     collectives = collectives_of(group)
     collections = collections_of(model)

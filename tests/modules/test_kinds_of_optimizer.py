@@ -114,7 +114,7 @@ def refuse_scaler_under_fsdp() -> None:
     for optimizer in (torch.optim.SGD(model.dense_parameters(), lr=0.1), model.fused_optimizer):
         refuse_scaler(model, optimizer, "update='step'")
     in_backward((unsharded := OneTable()).top)
-    with pytest.raises(ConfigError, match=r"dense is 'fsdp', which replaces parameters 'top\.weight', 'top\.bias'"):
+    with pytest.raises(ConfigError, match=r"has given optimizers to top\.weight, top\.bias, which dense='fsdp'"):
         one_table(unsharded, ranks_of_plan=2, dense="fsdp")
 
 

@@ -301,6 +301,12 @@ def test_a_process_of_a_launcher_without_a_process_group(monkeypatch: pytest.Mon
     shard(model)
 
 
+@pytest.mark.parametrize(("options", "words"), [({"replicas": 2}, r"Replicas\(2\)"), ({"servers": ["a"]}, "Servers")])
+def test_options_that_are_records(options: Any, words: str) -> None:
+    with pytest.raises(ConfigError, match=f"is .*; give a shardrec.*{words}"):
+        shard(click_model(CONFIGS), mixed_plan(1), **options)
+
+
 def test_servers_that_cannot_be() -> None:
     for names, options, words in [
         ([], {}, "names of Servers is"),

@@ -354,7 +354,7 @@ def test_a_second_backward_over_a_retained_graph_counts_twice() -> None:
 def clip_replicas() -> str:
     model = Model()
     apply_optimizer_in_backward(torch.optim.SGD, model.tables.parameters(), {"lr": 0.1})
-    replicated = shardrec.shard(model, replicas=2, update="step")
+    replicated = shardrec.shard(model, replicas=shardrec.Replicas(2), update="step")
     with pytest.raises(ConfigError, match="shard it without replicas"):
         shardrec.clip_grad_norm_(replicated, 1.0)
     return "refused"

@@ -197,7 +197,7 @@ def check(case: Case) -> None:
         optimizer.step()
         optimizer.zero_grad()
         torch.testing.assert_close((loss, prediction), reference.step(batches, rank), atol=near, rtol=near)
-    if isinstance(sharded, shardrec.ReplicatedModel):
+    if isinstance(sharded, shardrec.replicas.ReplicatedModel):
         sharded.sync_replicas()
     # A step in FP16 may be rounded to the number beside.
     compare_weights(sharded, reference.model, 3e-3 if case.half else near)

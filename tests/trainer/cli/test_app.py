@@ -96,7 +96,8 @@ def test_doctor_fails_with_the_remedy_when_versions_do_not_match(monkeypatch: py
     def refuse() -> None:
         raise shardrec.errors.VersionError("found torch 1.0; install torch==2.13.0")
 
-    monkeypatch.setattr(_versions, "check_versions", refuse)
+    for module in (_versions, launch):
+        monkeypatch.setattr(module, "check_versions", refuse)
     shown = CliRunner().invoke(app, ["doctor"])
     assert shown.exit_code == 1
     assert "versions: PROBLEM: found torch 1.0; install torch==2.13.0" in shown.output

@@ -18,9 +18,7 @@ def served(monkeypatch: pytest.MonkeyPatch) -> list[tuple[dict[str, Any], dict[s
     """The options of each server that was started, and those of what starts it again."""
     calls: list[tuple[dict[str, Any], dict[str, Any]]] = []
     monkeypatch.setattr("shardrec.trainer.cli.serve_embeddings._serve", lambda options: calls.append((options, {})))
-    monkeypatch.setattr(
-        "shardrec.rpc.server_process.supervise", lambda _, options, **kwargs: calls.append((options, kwargs))
-    )
+    monkeypatch.setattr("shardrec.rpc.supervise", lambda _, options, **kwargs: calls.append((options, kwargs)))
     return calls
 
 
