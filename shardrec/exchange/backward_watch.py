@@ -143,7 +143,8 @@ class _BegunForwards:
         """The backward of a model ends; forwards that had none since a few of others are taken for dropped."""
         self._ended += 1
         self._begun.pop(id(model), None)
-        self._begun = {other: ended for other, ended in self._begun.items() if self._ended - ended < 4}
+        begun = list(self._begun.items())  # models of other threads may begin
+        self._begun = {other: ended for other, ended in begun if self._ended - ended < 4}
 
 
 BEGUN = _BegunForwards()
