@@ -112,7 +112,7 @@ def _signature(name: str, value: Any) -> str:
         return ""
     parameters = [p.replace(annotation=_bare(p.annotation)) for p in signature.parameters.values()]
     bare = signature.replace(parameters=parameters, return_annotation=_bare(signature.return_annotation))
-    return name + re.sub(r"<function (\w+) at 0x\w+>", r"\1", str(bare))  # a default that is a function
+    return name + re.sub(r"<(?:function|class) '?([\w.]+)[^>]*>", r"\1", str(bare))  # defaults by their names
 
 
 class _Bare(str):
