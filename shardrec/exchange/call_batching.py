@@ -7,7 +7,7 @@ A *run* is the calls that a model makes between two uses of their values::
     forward 2    a b | used . c | used         the runs have 2 calls and 1: each is sent (|) with its last call
 
     OUTSIDE ── begin ──► FORWARD ── end ──► OUTSIDE       the runs made are the runs known in this mode
-                            └────── fail ──► FAILED       at the next beginning nothing is known in this mode
+                            └────── fail ──► FAILED       at the next beginning nothing is known
 
 Training and evaluation are modes of their own: a model may make fewer calls in one of them. A forward that raises on
 one rank after its last exchange ends there as on the other ranks, which hear nothing of it.
@@ -78,8 +78,8 @@ class CallBatching:
         self.phase, self._made = Phase.FAILED, [0]
 
     def forget(self) -> None:
-        """Know nothing of this mode, where another rank's forward has failed and that rank knows nothing either."""
-        self._runs.pop(self._mode, None)
+        """Know nothing, as the other ranks: a forward has failed on all of them, perhaps in different modes."""
+        self._runs.clear()
 
     def call(self, module: int, modules: int, *, by_program: bool) -> bool:
         """A module is called; whether that is the last call of its run, as far as one can know.

@@ -91,5 +91,21 @@ def test_training_and_evaluation_have_runs_of_their_own(lengths: list[int], othe
     assert forward(runs, lengths, "training") == with_last_calls(lengths)
     runs.begin("evaluation")
     runs.fail()
-    assert forward(runs, lengths, "training") == with_last_calls(lengths), "an evaluation that failed is another mode's"
+    assert forward(runs, lengths, "training") == never(lengths), "another rank may have failed in training"
     assert forward(runs, others, "evaluation") == never(others)
+
+
+def test_ranks_that_failed_in_different_modes_know_the_same() -> None:
+    both = CallBatching(), CallBatching()
+    for batching in both:
+        batching.begin("training")
+        for module in range(2):
+            batching.call(module, 2, by_program=False)
+            batching.use()
+        batching.end()
+    for batching, mode in zip(both, ("training", "evaluation"), strict=True):
+        batching.begin(mode)
+        batching.fail()
+    for batching in both:
+        batching.begin("training")
+    assert both[0].known == both[1].known
