@@ -9,7 +9,7 @@ A *run* is the calls that a model makes between two uses of their values::
     OUTSIDE ── begin ──► FORWARD ── end ──► OUTSIDE       the runs made are the runs known in this mode
                             └────── fail ──► FAILED       at the next beginning nothing is known
 
-Training and evaluation are modes of their own: a model may make fewer calls in one of them. A forward that raises on
+Forwards with and without gradients are modes of their own: an evaluation may make fewer calls. A forward that raises on
 one rank after its last exchange ends there as on the other ranks, which hear nothing of it.
 
 A program of TorchScript's has no beginning and no end that Python sees: its runs are known by the module that begins
@@ -44,7 +44,8 @@ class CallBatching:
     def __init__(self) -> None:
         self.phase = Phase.OUTSIDE
         self._mode: Hashable = None  # of the present forward, or the last one
-        self._runs: dict[Hashable, tuple[int, ...]] = {}
+        self._runs: dict[Hashable, tuple[int, ...]] = {}  # of the last forward with calls, in which ranks compare modes
+        self._calls: dict[Hashable, int] = {}  # of the last forward
         self._made = [0]  # calls of each run of this forward
         self._first = 0  # the id of the module that made the first call of the present run
         self._of_programs: dict[int, int] = {}  # calls of the last run that began with this module
@@ -57,7 +58,7 @@ class CallBatching:
     @property
     def lacks_calls(self) -> bool:
         """Whether this forward has made fewer calls than the last one in this mode; than 1, if there was none."""
-        return sum(self._made) < sum(self._runs.get(self._mode, (1,)))
+        return sum(self._made) < self._calls.get(self._mode, 1)
 
     def begin(self, mode: Hashable) -> None:
         """A forward begins."""
@@ -69,8 +70,10 @@ class CallBatching:
         """The forward has ended. One that has made none of the calls made ``ahead`` of it is an exception."""
         self.use()
         runs = tuple(self._made[:-1])
-        if runs or not ahead:
+        if runs:
             self._runs[self._mode] = runs
+        if runs or not ahead:
+            self._calls[self._mode] = sum(runs)
         self.phase, self._made = Phase.OUTSIDE, [0]
 
     def fail(self) -> None:
@@ -80,6 +83,7 @@ class CallBatching:
     def forget(self) -> None:
         """Know nothing, as the other ranks: a forward has failed on all of them, perhaps in different modes."""
         self._runs.clear()
+        self._calls.clear()
 
     def call(self, module: int, modules: int, *, by_program: bool) -> bool:
         """A module is called; whether that is the last call of its run, as far as one can know.

@@ -9,7 +9,7 @@
     emb_a["f"]                      waits
 
 An exchange begins as soon as all the calls are queued that came before the first use in the model's last forward of the
-same mode, training or evaluation (in its first: as many as it has sharded modules; see
+same mode, with gradients or without (in its first: as many as it has sharded modules; see
 :mod:`shardrec.exchange.call_batching`), or else at the first use of a queued call's value. So a model that makes the
 same calls in each step makes the fewest exchanges.
 
@@ -141,11 +141,8 @@ class ExchangeQueue:
             self._one_thread.release()
 
     @contextmanager
-    def forward(self, *, training: bool = True) -> Iterator[None]:
+    def forward(self) -> Iterator[None]:
         """Run a model's forward; calls made inside may share exchanges.
-
-        Args:
-            training: whether the model is in training mode.
 
         Raises:
             ConfigError: if another thread is in it, or calls one of its sharded modules.
@@ -154,7 +151,7 @@ class ExchangeQueue:
             if self._batching.phase is Phase.FORWARD:
                 yield
                 return
-            self._batching.begin((training, torch.is_grad_enabled()))
+            self._batching.begin(torch.is_grad_enabled())  # which ranks compare in headers
             try:
                 yield
                 self.flush()

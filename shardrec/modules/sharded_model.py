@@ -510,7 +510,7 @@ class _Step(ExitStack):
         if self._compiled:
             traced = any(collection._traced is not None for collection in model._sharded)
             self.enter_context(compiled_step(self._inputs, traced=traced))
-        self.enter_context(context.queue.forward(training=model.module.training))
+        self.enter_context(context.queue.forward())
         return super().__enter__()
 
     @left_alone

@@ -109,3 +109,13 @@ def test_ranks_that_failed_in_different_modes_know_the_same() -> None:
     for batching in both:
         batching.begin("training")
     assert both[0].known == both[1].known
+
+
+def test_a_forward_without_calls_leaves_what_is_known() -> None:
+    """Ranks may make it in different modes, since no header compares them."""
+    both = CallBatching(), CallBatching()
+    for batching, mode in zip(both, (True, False), strict=True):
+        forward(batching, [2, 1], True)
+        forward(batching, [], mode)
+        batching.begin(True)
+    assert both[0].known == both[1].known == (2, 1)
