@@ -14,7 +14,7 @@ from torchrec.optim import RowWiseAdagrad
 from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
 
 from benchmarks.harness.workload import WorkloadTable
-from shardrec.exchange.context import ModelContext
+from shardrec.step.context import ModelContext
 from shardrec.layout import ShardingPlan
 from shardrec.modules import ShardedEmbeddingBagCollection, ShardedEmbeddingCollection, ShardedModel
 

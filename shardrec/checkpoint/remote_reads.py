@@ -21,7 +21,7 @@ from torch import Tensor
 from shardrec.checkpoint.agree import Ranks
 from shardrec.checkpoint.manifest import Read
 from shardrec.checkpoint.parts import Part, Rect, as_matrix
-from shardrec.exchange.context import ModelContext
+from shardrec.step.context import ModelContext
 
 __all__ = ["Messages"]
 

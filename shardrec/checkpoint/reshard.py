@@ -30,11 +30,10 @@ from shardrec.checkpoint.remote_reads import Messages
 from shardrec.checkpoint.save import merged, of_all_ranks, step_counts, wait_for_save
 from shardrec.checkpoint.state import parameter_infos, table_tensors
 from shardrec.errors import ConfigError, PlanError
-from shardrec.exchange.operators import Program
 from shardrec.layout import ShardingPlan
-from shardrec.lookup.shards import ShardLookup
 from shardrec.modules.annotate import annotate_for_dynamo
 from shardrec.modules.collection import ShardedCollection
+from shardrec.modules.operators import Program
 from shardrec.modules.shard import agree_on_plan
 from shardrec.modules.sharded_model import ShardedModel
 from shardrec.modules.table import ShardedTable
@@ -163,9 +162,9 @@ def _plan_faults(model: ShardedModel, plan: ShardingPlan) -> list[str]:
 
 def _refuse_unused(model: ShardedModel) -> None:
     """Raise for lookups and gradients of the old plan that are still to be used."""
+    if model.context.step.rows.on_rows is not None:
+        raise ConfigError("shardrec.detect_anomaly watches the lookups of one plan; leave it before reshard")
     for collection in model.sharded_collections:
-        if not isinstance(collection.shards, ShardLookup):
-            raise ConfigError("shardrec.detect_anomaly watches the lookups of one plan; leave it before reshard")
         tables = collection.tables()
         fused = [parameter for name in collection.fused_optimizers() for parameter in tables[name].parameters()]
         if any(part.backwards for part in collection.shards.deferred()) or any(
@@ -182,7 +181,7 @@ def _refuse_unused(model: ShardedModel) -> None:
                 "a portable program of this model lives, which would go on with the rows of the old plan: let go of it "
                 "before reshard, and script the model again after it"
             )
-    unused = sum(call.error is None for call in model.context.queue.unused)
+    unused = sum(call.error is None for call in model.context.step.unused)
     if unused:
         raise ConfigError(f"the values of {unused} lookups were not used yet; use or drop them before reshard")
 

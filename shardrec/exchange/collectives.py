@@ -124,6 +124,25 @@ class Collectives(abc.ABC):
         """Issue an all-to-all of the payload as :meth:`send` does: ids and what their lookup needs."""
         return self.send(parts, receive, "payload")
 
+    def header_with_ids(
+        self, rows: Sequence[list[int]], columns: int, parts: Sequence[Sequence[Tensor]]
+    ) -> tuple[list[list[int]], Callable[[Sequence[int]], Pending]]:
+        """Exchange headers, and let the payload follow.
+
+        Args:
+            rows: per rank, the numbers that go to it, at most ``columns``.
+            columns: width of a header, the same on all ranks.
+            parts: of the payload, as :meth:`send` takes them; not sent if a header says that there is none.
+
+        Returns:
+            The numbers of each rank, and the function that issues the payload's exchange: it takes the words that are
+            to come from each rank.
+        """
+        header = torch.zeros((self.world_size, columns), dtype=torch.int64)
+        header[:, : len(rows[0])] = torch.tensor(rows)
+        received: list[list[int]] = self.header(header).tolist()
+        return received, partial(self.ids, parts)
+
     def gather(self, values: Tensor, sizes: Sequence[int], what: str) -> list[Tensor]:
         """Send ``values`` (n,) to every rank, and wait for the values of each rank, whose ``sizes`` are known."""
         return self.send([[values]] * self.world_size, sizes, what).wait()

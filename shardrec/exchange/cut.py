@@ -169,8 +169,9 @@ class Cutter:
             order = cut.slots.to(torch.int32)
             _, values, weights, positions = permuted(order, cut.row_lengths, values, weights, positions, total)
         else:
-            values, weights = values[:total], None if weights is None else weights[:total]
-            positions = None if positions is None else positions[:total]
+            if values.size(0) != total:
+                values, weights = values[:total], None if weights is None else weights[:total]
+                positions = None if positions is None else positions[:total]
             if cut.borrowed:
                 # The caller's own memory may change before backward reads it.
                 values, weights = values.clone(), None if weights is None else weights.clone()

@@ -11,14 +11,14 @@ step without a fault exchanges no messages.
 from __future__ import annotations
 
 import zlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NoReturn
 
 import torch
 from torch import Tensor
 
 from shardrec.errors import InputError
-from shardrec.exchange.collectives import Collectives
+from shardrec.exchange.collectives import Collectives, Pending
 
 __all__ = ["FIXED_COLUMNS", "FORWARD_FAILED", "NO_MORE", "ForwardFailed", "Headers", "checksum"]
 
@@ -72,6 +72,13 @@ class Headers:
         """Send row q of ``header`` (W, C) int64 to rank q; returns the rows received, one from each rank."""
         self.exchanged += 1
         return self.collectives.header(header)
+
+    def exchange_with_ids(
+        self, rows: Sequence[list[int]], parts: Sequence[Sequence[Tensor]]
+    ) -> tuple[list[list[int]], Callable[[Sequence[int]], Pending]]:
+        """:meth:`exchange` of numbers that the host knows, and the payload: see :meth:`Collectives.header_with_ids`."""
+        self.exchanged += 1
+        return self.collectives.header_with_ids(rows, self.columns, parts)
 
     def fail_all(self, message: str, flag: int = 1) -> NoReturn:
         """Take part in the other ranks' next header exchange with a fault, and raise it here as there."""

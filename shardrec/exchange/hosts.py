@@ -18,15 +18,13 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import FunctionCtx, once_differentiable
 
 from shardrec.exchange.assemble import Columns
 from shardrec.exchange.route import Piece, Route, Slot, Source, add_columns
-from shardrec.exchange.row_exchange import BlocksInFlight, Stream
+from shardrec.exchange.row_exchange import OutgoingRows
 from shardrec.exchange.wire_format import Shape
 
 __all__ = ["HostExchange", "HostSums", "host_sums"]
@@ -145,35 +143,50 @@ class HostExchange:
         self.order = tuple(other for local in range(sums.ranks_per_host) for other in self._same_local_rank(local))
         self._widths = [sum(piece.width for piece in pieces) for pieces in sums.summed_columns]
 
-    def divide(self, pooled: Tensor, batch_sizes: Sequence[int]) -> tuple[Tensor, Stream]:
-        """Split into columns for the requesting ranks, and the stream of partial sums for this host's ranks.
+    def divide(self, pooled: Tensor, batch_sizes: Sequence[int]) -> tuple[Tensor, OutgoingRows]:
+        """Split into columns for the requesting ranks, and the partial sums for this host's ranks.
 
         Args:
             pooled: (B_all, D_mine) float32, rank after rank.
             batch_sizes: samples of each rank.
         """
-        direct, flat = _Divide.apply(pooled, self, list(batch_sizes))  # type: ignore[no-untyped-call]
+        samples = pooled.split(list(batch_sizes))
+        summed = [self.summed.assemble([samples[rank]]).view(-1) for rank in self.order]
         out: list[list[Shape]] = [[] for _ in range(self._world_size)]
         into: list[list[Shape]] = [[] for _ in range(self._world_size)]
         for local, other in enumerate(self._ranks):
             out[other] = [(self._rows(local, batch_sizes), self._widths[self._rank])]
             into[other] = [(self._rows(self._local, batch_sizes), self._widths[other])]
-        return direct, Stream(flat=flat, out=out, into=into)
+        return self.direct.assemble([pooled]), OutgoingRows(flat=torch.cat(summed), out=out, into=into)
 
-    def finish(self, flight: BlocksInFlight, stream: int, batch_sizes: Sequence[int]) -> list[Tensor]:
-        """Wait and add up: per host, the sums (B_w, D_s) for the rank w that has this rank's place on it.
+    def undivide(self, direct: Tensor, flat: Tensor, batch_sizes: Sequence[int]) -> Tensor:
+        """The transpose of :meth:`divide`: the gradient of ``pooled`` from the gradients of both results."""
+        width = self.summed.width
+        pooled = direct.new_empty((sum(batch_sizes), self.direct.width + width))
+        self.direct.distribute(direct, [pooled])
+        parts = flat.split([batch_sizes[rank] * width for rank in self.order])
+        samples = pooled.split(list(batch_sizes))
+        for rank, part in zip(self.order, parts, strict=True):
+            self.summed.distribute(part.view(batch_sizes[rank], width), [samples[rank]])
+        return pooled
+
+    def add_up(self, blocks: Sequence[Tensor], batch_sizes: Sequence[int]) -> list[Tensor]:
+        """Per host, the sums (B_w, D_s) for the rank w that has this rank's place on it.
 
         Args:
-            flight: the exchange inside hosts.
-            stream: number of this call's part of it.
+            blocks: what came from each rank.
             batch_sizes: samples of each rank.
         """
-        rows = self._rows(self._local, batch_sizes)
-        total: Tensor = _Sum.apply(self, flight, stream, rows, *flight.blocks(stream))  # type: ignore[no-untyped-call]
+        total = self.columns.assemble(self._blocks(blocks, batch_sizes))
         return list(total.split([batch_sizes[rank] for rank in self._same_local_rank(self._local)]))
 
-    def blocks(self, flats: Sequence[Tensor], rows: int) -> list[Tensor]:
+    def distribute(self, gradients: Sequence[Tensor], blocks: Sequence[Tensor], batch_sizes: Sequence[int]) -> None:
+        """The transpose of :meth:`add_up`: write the gradient of each block, from those of the sums."""
+        self.columns.distribute(torch.cat(list(gradients)), self._blocks(blocks, batch_sizes))
+
+    def _blocks(self, flats: Sequence[Tensor], batch_sizes: Sequence[int]) -> list[Tensor]:
         """The (rows, columns) blocks of this host's ranks."""
+        rows = self._rows(self._local, batch_sizes)
         return [flats[rank].view(rows, self._widths[rank]) for rank in self._ranks]
 
     def _same_local_rank(self, local: int) -> range:
@@ -181,46 +194,3 @@ class HostExchange:
 
     def _rows(self, local: int, batch_sizes: Sequence[int]) -> int:
         return sum(batch_sizes[rank] for rank in self._same_local_rank(local))
-
-
-class _Divide(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: FunctionCtx, pooled: Tensor, exchange: HostExchange, batch_sizes: list[int]
-    ) -> tuple[Tensor, Tensor]:
-        ctx.exchange, ctx.batch_sizes = exchange, batch_sizes  # type: ignore[attr-defined]
-        samples = pooled.split(batch_sizes)
-        summed = [exchange.summed.assemble([samples[rank]]).view(-1) for rank in exchange.order]
-        return exchange.direct.assemble([pooled]), torch.cat(summed)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, direct: Tensor, flat: Tensor) -> tuple[Tensor, None, None]:
-        exchange: HostExchange = ctx.exchange
-        sizes: list[int] = ctx.batch_sizes
-        width = exchange.summed.width
-        pooled = direct.new_empty((sum(sizes), exchange.direct.width + width))
-        exchange.direct.distribute(direct, [pooled])
-        parts = flat.split([sizes[rank] * width for rank in exchange.order])
-        samples = pooled.split(sizes)
-        for rank, part in zip(exchange.order, parts, strict=True):
-            exchange.summed.distribute(part.view(sizes[rank], width), [samples[rank]])
-        return pooled, None, None
-
-
-class _Sum(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: FunctionCtx, exchange: HostExchange, flight: BlocksInFlight, stream: int, rows: int, *flats: Tensor
-    ) -> Tensor:
-        ctx.exchange, ctx.flight, ctx.stream, ctx.rows = exchange, flight, stream, rows  # type: ignore[attr-defined]
-        return exchange.columns.assemble(exchange.blocks(flats, rows))
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        exchange: HostExchange = ctx.exchange
-        views = ctx.flight.gradient_blocks(ctx.stream)
-        blocks = exchange.blocks(views, ctx.rows)
-        exchange.columns.distribute(gradient, blocks)
-        return None, None, None, None, *views

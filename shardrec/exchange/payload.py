@@ -34,7 +34,7 @@ HEADER_SIZES = 2
 _SOURCES = 64  # numbers of sources for which constants are cached; a server that merges requests has many
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True, slots=True)
 class ShardInput:
     """The ids that all ranks request from this rank's shards.
 

@@ -41,7 +41,7 @@ class Ragged:
         return list(zip(self.sizes, self.columns, strict=True))
 
     def strip(self, padded: Tensor) -> Tensor:
-        """Flat, from (B, sum of columns): each slot's own rows, slot after slot; with a gradient."""
+        """Flat, from (B, sum of columns): each slot's own rows, slot after slot."""
         parts = padded.split(list(self.columns), dim=1)
         flats = [part[:size].reshape(-1) for part, size in zip(parts, self.sizes, strict=True)]
         return torch.cat(flats) if flats else padded.reshape(-1)

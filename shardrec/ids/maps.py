@@ -33,7 +33,7 @@ from shardrec.ids.id_map import COUNTED, IdMap
 from shardrec.ids.options import DynamicIds
 from shardrec.layout import Shard, TableLayout
 
-__all__ = ["FoundRows", "IdMaps", "Mapped", "Renew", "block_capacity", "collective_stats", "cut_faults"]
+__all__ = ["FoundRows", "IdMaps", "Mapped", "OpenStep", "Renew", "block_capacity", "collective_stats", "cut_faults"]
 
 Renew = Callable[[Shard, Tensor, int], None]
 """Draws rows of a shard anew, which were taken from their ids in a step: shard, rows (E,), step."""
@@ -65,9 +65,22 @@ class Mapped:
             all_rows.append(nn.functional.pad(part, [0, 0, 1, 0]).index_select(0, places))
         return all_rows
 
+    def of_looked_up(self, gradients: Sequence[Tensor]) -> list[Tensor]:
+        """The transpose of :meth:`in_place`."""
+        if self.kept is None:
+            return list(gradients)
+        return [part[kept.to(part.device)] for part, kept in zip(gradients, self.kept, strict=True)]
+
+    def of_all_ids(self, gradient: Tensor) -> Tensor:
+        """(N,) gradient of all the ids' weights, from that of the ids that were looked up: 0 for the others."""
+        if self.kept is None:
+            return gradient
+        kept = torch.cat(self.kept).to(gradient.device)
+        return gradient.new_zeros(kept.numel()).masked_scatter_(kept, gradient)
+
 
 @dataclass(eq=False)
-class _OpenStep:
+class OpenStep:
     """A step whose backward has not run; its autograd graph keeps it alive."""
 
     step: int
@@ -103,7 +116,7 @@ class IdMaps:
         self._renew = renew
         self._runs: list[tuple[_Key | None, int]] = []  # map and number of slots
         self._shards: dict[_Key, list[Shard]] = {}
-        self._open: weakref.WeakSet[_OpenStep] = weakref.WeakSet()
+        self._open: weakref.WeakSet[OpenStep] = weakref.WeakSet()
         for shard, run in groupby(slots, key=lambda slot: slot.shard):
             key = (shard.table, shard.row_start) if shard.table in options else None
             self._runs.append((key, len(list(run))))
@@ -236,17 +249,15 @@ class IdMaps:
         for shards, id_map in self.blocks(layout.name):
             id_map.open_reserve(block_capacity(layout, shards[0], options))
 
-    def hold(self, looked_up: Sequence[Tensor], mapped: Mapped) -> None:
-        """Protect the rows of a step until its backward, which begins with gradients of ``looked_up``."""
+    def open_step(self, mapped: Mapped) -> OpenStep | None:
+        """Protects the rows of a step, for as long as it is held, until :meth:`close`; None if nothing changed."""
         if not mapped.step:
-            return
-        open_step = _OpenStep(mapped.step)
-        for rows in looked_up:
-            if rows.requires_grad:
-                self._open.add(open_step)
-                rows.register_hook(lambda _: self.close(open_step))
+            return None
+        open_step = OpenStep(mapped.step)
+        self._open.add(open_step)
+        return open_step
 
-    def close(self, open_step: _OpenStep) -> None:
+    def close(self, open_step: OpenStep) -> None:
         """Called when the backward of a step begins.
 
         Raises:

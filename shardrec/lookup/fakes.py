@@ -8,7 +8,7 @@ them for the operators of a *forward*: sums of bags, weighted sums, and rows.
 fbgemm's backward operators are declared to update the weights, including those on other devices, for which undefined
 tensors are passed. Their result is an undefined tensor. Neither can be traced, and if it could, a compiler that makes
 programs functional would copy a whole table to write into the copy. So in a compiled model that trains, lookups run
-behind shardrec's operators (:mod:`shardrec.exchange.operators`).
+behind shardrec's operators (:mod:`shardrec.modules.operators`).
 
 Shapes: S slots, B samples, N ids, D columns of all the slots, w columns of a row.
 """

@@ -19,7 +19,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import accumulate, groupby
+from itertools import accumulate, groupby, pairwise
 from typing import Any
 
 import torch
@@ -27,7 +27,7 @@ from torch import Tensor
 
 from shardrec import native
 from shardrec.exchange.cut import chunked
-from shardrec.lookup.backward import JointBackward, LookupGradient
+from shardrec.lookup.backward import Kept, LookupGradient
 from shardrec.lookup.cache import RowCache
 from shardrec.lookup.fbgemm_kernel import has_kernel, kernel_states, make_kernel
 from shardrec.lookup.native_kernel import NativeKernel, native_kernel, with_neighbouring_columns
@@ -143,6 +143,7 @@ class TableBank:
         weights: per table, its (rows, columns) weights, a view of the bank's memory.
         classes: the same memory by width.
         columns: (S,) int64, the first output column of each slot.
+        lr: the fused optimizer's present learning rate.
         step_count: updates made by a fused Adam.
         cache: of tier ``"cached"``, whose ``weights`` lack what is in it; else None.
     """
@@ -165,7 +166,7 @@ class TableBank:
         self.optimizer = optimizer
         self.device = device
         self.step_count = 0
-        self._lr = 0.0 if optimizer is None else optimizer.lr
+        self.lr = 0.0 if optimizer is None else optimizer.lr
         order = list(range(len(shapes)))
         if optimizer is None:
             order.sort(key=lambda table: -shapes[table][1])
@@ -185,7 +186,6 @@ class TableBank:
             stored = [part.view(shape) for part, shape in zip(parts, in_order, strict=True)]
         self.weights: list[Tensor] = [stored[place[table]] for table in range(len(shapes))]
         self.classes = self._classes(order, flat.detach())
-        self._joint = JointBackward()
         self.cache = RowCache(self.kernel, device) if placed.get("cache_rows") else None
         widths = [self.shapes[table][1] for table in self.slot_tables]
         self.columns = torch.tensor([0, *accumulate(widths)][:-1], dtype=torch.int64, device=device)
@@ -210,61 +210,53 @@ class TableBank:
         return self._native is not None and self.pooled
 
     def look_up(self, ids: Tensor, lengths: Tensor, id_weights: Tensor | None, out: Tensor | None = None) -> Tensor:
-        """Sums of rows, or the rows.
+        """Sums of rows, or the rows, without a graph.
 
         Args:
-            ids: (N,) rows of each slot's table, slot after slot.
+            ids: (N,) rows of each slot's table, slot after slot; contiguous, as the other arguments are.
             lengths: (S, B_all) int32, ids of each bag.
             id_weights: (N,) float32 or None.
             out: (B_all, D) float32 to write the sums to, if :attr:`writes_in_place`; its rows need not be contiguous.
 
         Returns:
-            (B_all, D) float32, or (N, w) without pooling; ``out`` if it is given. With a fused optimizer,
-            its backward updates the weights.
+            (B_all, D) float32, or (N, w) without pooling; ``out`` if it is given.
         """
-        update = partial(self._update, self._lr)
-        updates = self.optimizer is not None and torch.is_grad_enabled()
-        native = self._native
-        if native is not None:
-            ids, lengths = ids.contiguous(), lengths.to(torch.int32).contiguous()
-            id_weights = None if id_weights is None or not self.pooled else id_weights.contiguous()
-            if not updates:
-                return native.look_up(ids, lengths, id_weights, out)
-            inputs = ids, lengths, id_weights, [native.placeholder], out
-            return self._joint.look_up(update, native.look_up, native.id_weight_gradient, *inputs)
+        if self._native is not None:
+            return self._native.look_up(ids, lengths, id_weights if self.pooled else None, out)
         assert out is None, "only kernels of our own write in place"
         if self.kernel is None:
             return self._look_up_in_torch(ids, lengths, id_weights)
-        if not updates:
+        with torch.no_grad():
             return self._look_up_by_kernel(ids, lengths, id_weights)
-        values: list[Tensor] = []
 
-        def look_up(ids: Tensor, lengths: Tensor, id_weights: Tensor | None) -> Tensor:
-            with torch.enable_grad():
-                weights = None if id_weights is None else id_weights.detach()
-                values.append(self._look_up_by_kernel(ids, lengths, weights))
-            return values[0].detach()
-
-        placeholder = torch.zeros(0, dtype=torch.float32, device=self.device, requires_grad=True)
-        arguments = ids, lengths, id_weights, [placeholder]
-        return self._joint.look_up(update, look_up, self.id_weight_gradient, *arguments, values=values)
-
-    def _update(self, lr: float, lookups: Sequence[LookupGradient]) -> None:
-        """Make one step of the fused optimizer, with the learning rate of the lookup; fbgemm's kernels keep it."""
-        lookup = self._joined(lookups)
+    def look_up_to_update(
+        self, ids: Tensor, lengths: Tensor, id_weights: Tensor | None, out: Tensor | None = None
+    ) -> tuple[Tensor, Kept]:
+        """:meth:`look_up`, and what :meth:`update` takes with the gradient of the result."""
         if self._native is not None:
-            self._native.update(lookup.ids, lookup.lengths, lookup.id_weights, lookup.gradient, lr)
+            return self._native.look_up(ids, lengths, id_weights if self.pooled else None, out), (self.lr, None)
+        with torch.enable_grad():
+            values = self._look_up_by_kernel(ids, lengths, id_weights)
+        return values.detach(), (self.lr, values)
+
+    def update(self, ids: Tensor, lengths: Tensor, id_weights: Tensor | None, gradient: Tensor, kept: Kept) -> None:
+        """Make one step of the fused optimizer; the arguments are those of :class:`LookupGradient`."""
+        lr, values = kept
+        if self._native is not None:
+            self._native.update(ids, lengths, id_weights if self.pooled else None, gradient, lr)
             return
-        values = lookup.values
         if values is None:
             with torch.enable_grad():
-                values = self._look_up_by_kernel(lookup.ids, lookup.lengths, lookup.id_weights)
-        values.backward(lookup.gradient, retain_graph=True)
+                values = self._look_up_by_kernel(ids, lengths, id_weights)
+        values.backward(gradient, retain_graph=True)
+
+    def update_together(self, lookups: Sequence[LookupGradient]) -> None:
+        """:meth:`update` once with the gradients of several lookups, and the learning rate of the last one."""
+        lookup = self._joined(lookups)
+        self.update(lookup.ids, lookup.lengths, lookup.id_weights, lookup.gradient, (lookup.lr, None))
 
     def _joined(self, lookups: Sequence[LookupGradient]) -> LookupGradient:
         """Several lookups as one, of the samples of all."""
-        if len(lookups) == 1:
-            return lookups[0]
         slots = [
             torch.arange(len(lookup.lengths), device=self.device).repeat_interleave(
                 lookup.lengths.sum(dim=1), output_size=lookup.ids.numel()
@@ -279,6 +271,7 @@ class TableBank:
             lengths=torch.cat([lookup.lengths for lookup in lookups], dim=1),
             id_weights=torch.cat(id_weights).detach()[order] if id_weights else None,
             gradient=gradient if self.pooled else gradient[order],
+            lr=lookups[-1].lr,
         )
 
     def _look_up_by_kernel(self, ids: Tensor, lengths: Tensor, id_weights: Tensor | None) -> Tensor:
@@ -316,9 +309,9 @@ class TableBank:
 
     def set_learning_rate(self, lr: float) -> None:
         """Use ``lr`` from the next look-up on."""
-        if lr != self._lr and self.kernel is not None:
+        if lr != self.lr and self.kernel is not None:
             self.kernel.set_learning_rate(lr)
-            self._lr = lr
+            self.lr = lr
 
     def _count_step(self, gradient: Tensor) -> None:
         self.step_count += 1
@@ -372,6 +365,17 @@ class TableBank:
         for sums, cls, of_cls in zip(whole, self.classes, self._ids_by_class(ids, lengths, id_weights), strict=True):
             self._add_gradients(sums, of_cls.rows, cls, of_cls, gradient)
         return whole
+
+    def parameter_gradients(
+        self, ids: Tensor, lengths: Tensor, id_weights: Tensor | None, gradient: Tensor
+    ) -> list[Tensor]:
+        """(rows, cols) gradient of each table, in its dtype; arguments as of :class:`LookupGradient`."""
+        per_table: dict[int, Tensor] = {}
+        for cls, whole in zip(self.classes, self.dense_gradients(ids, lengths, id_weights, gradient), strict=True):
+            dense = whole.to(self.dtype)
+            for table, (start, end) in zip(cls.tables, pairwise(cls.bases), strict=True):
+                per_table[table] = dense[start:end]
+        return [per_table[table] for table in range(len(self.shapes))]
 
     def _add_gradients(self, sums: Tensor, places: Tensor, cls: WidthClass, part: _ClassIds, gradient: Tensor) -> None:
         """Add the gradient of each of a width class's ids to the row of ``sums`` (U, w) at its place (n,)."""

@@ -37,8 +37,8 @@ class NativeKernel:
             ``states``.
         columns: D, or w without pooling.
         pooled: sums of bags; else rows.
-        optimizer: fused into backward, if any.
-        placeholder: represents the weights in the autograd graph, of which they are no part.
+        rule: number of the optimizer that is fused into backward (:data:`RULES`); -1 without one.
+        eps: of the optimizer.
     """
 
     weights: Tensor
@@ -46,8 +46,8 @@ class NativeKernel:
     slots: Tensor
     columns: int
     pooled: bool
-    optimizer: FusedOptimizer | None
-    placeholder: Tensor
+    rule: int
+    eps: float
 
     def look_up(self, ids: Tensor, lengths: Tensor, id_weights: Tensor | None, out: Tensor | None = None) -> Tensor:
         """Look up without gradient; ``lengths`` are int32, all arguments are contiguous."""
@@ -61,7 +61,6 @@ class NativeKernel:
 
     def update(self, ids: Tensor, lengths: Tensor, id_weights: Tensor | None, gradient: Tensor, lr: float) -> None:
         """Make one step of the optimizer, with the gradient of the result of :meth:`look_up`."""
-        assert self.optimizer is not None, "a bank without a fused optimizer is not updated here"
         torch.ops.shardrec.update(
             self.weights,
             self.states,
@@ -69,11 +68,11 @@ class NativeKernel:
             ids,
             lengths,
             id_weights,
-            with_neighbouring_columns(gradient),
+            gradient if gradient.stride(1) == 1 else gradient.contiguous(),
             self.pooled,
-            RULES[self.optimizer.kind],
+            self.rule,
             lr,
-            self.optimizer.eps,
+            self.eps,
         )
 
     def id_weight_gradient(self, ids: Tensor, lengths: Tensor, gradient: Tensor) -> Tensor:
@@ -125,8 +124,8 @@ def native_kernel(
         slots=torch.tensor(described, dtype=torch.int64).view(len(slot_tables), 6),
         columns=column if pooled else shapes[0][1],
         pooled=pooled,
-        optimizer=optimizer,
-        placeholder=torch.zeros(0, dtype=torch.float32, requires_grad=optimizer is not None),
+        rule=-1 if optimizer is None else RULES[optimizer.kind],
+        eps=0.0 if optimizer is None else optimizer.eps,
     )
 
 

@@ -9,18 +9,18 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from copy import copy
 from dataclasses import replace
 from itertools import accumulate, pairwise
-from typing import Any
+from typing import Any, TypeAlias
+from weakref import ref
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import FunctionCtx, once_differentiable
 
 from shardrec.errors import ConfigError
 from shardrec.exchange.collectives import Collectives
 from shardrec.exchange.payload import ShardInput
 from shardrec.exchange.route import Slot
 from shardrec.layout import Shard
-from shardrec.lookup.backward import JointBackward, LookupGradient, lookup_with_backward
+from shardrec.lookup.backward import Kept, LookupGradient, lookup_with_backward
 from shardrec.lookup.deferred import DeferredGradients
 from shardrec.lookup.group_shards import RowGradient, TableBank
 from shardrec.lookup.groups import GroupMode, LookupGroup
@@ -29,7 +29,10 @@ from shardrec.lookup.row_optimizers import RowOptimizer
 from shardrec.lookup.scripted import NoTables, Tables
 from shardrec.lookup.whole_rows import WholeRows
 
-__all__ = ["ShardLookup", "dense_lookup"]
+__all__ = ["LookupInputs", "ShardLookup", "dense_lookup"]
+
+LookupInputs: TypeAlias = Sequence[Tensor | None]
+"""Ids, lengths and weights of ids of each lookup group, one group after the other."""
 
 
 class _LocalGroup:
@@ -51,6 +54,7 @@ class _LocalGroup:
         width: pooled columns of the group on this rank.
         parameters: of the shards, where they take dense gradients.
         deferred: what :meth:`step` will apply, if the group is updated by it.
+        gradients: those of the running backward that wait for others; see [Note: one update in a backward].
     """
 
     def __init__(
@@ -81,10 +85,9 @@ class _LocalGroup:
         self.deferred: DeferredGradients | None = None
         if group.at_step and group.optimizer is not None:
             self.deferred = DeferredGradients(self.bank)
-        self._joint = JointBackward(together=self.deferred is None)
+        self.gradients: list[LookupGradient] = []
         self._is_alone = collectives.world_size == 1
         self._nothing = NoTables(group.width or 0, device)
-        self._placeholder = torch.zeros(0, dtype=torch.float32, device=device, requires_grad=True)
 
     def under(self, group: LookupGroup, slots: tuple[Slot, ...], rank: int) -> _LocalGroup | None:
         """The same tables, states and parameters in a group of another plan; None if they are others on this rank."""
@@ -98,30 +101,69 @@ class _LocalGroup:
         kept.group, kept.slots = group, slots
         return kept
 
-    def look_up(self, ids: Tensor, lengths: Tensor, id_weights: Tensor | None, out: Tensor | None = None) -> Tensor:
-        """As :meth:`TableBank.look_up`; the backward updates the tables or gives their parameters gradients."""
-        bank, inputs = self.bank, (ids, lengths, id_weights)
-        arguments = *inputs, [self._placeholder]
-        if bank is None:
-            if self.whole_rows is not None:  # whose exchange takes every rank
-                return self._joint.look_up(self._apply, self._nothing, lambda *_: None, *arguments)
-            nothing: Tensor = self._nothing(*inputs)
-            return nothing.requires_grad_() if torch.is_grad_enabled() else nothing
-        if self.group.mode is GroupMode.FUSED:
-            return bank.look_up(*inputs, out)
-        if self.group.mode is GroupMode.DENSE:
-            return dense_lookup(bank, *inputs, self.parameters, out)
-        return self._joint.look_up(self._apply, bank.look_up, bank.id_weight_gradient, *arguments, out)
+    def look_up(
+        self, ids: Tensor, lengths: Tensor, id_weights: Tensor | None, out: Tensor | None, *, to_update: bool
+    ) -> tuple[Tensor, Kept]:
+        """As :meth:`TableBank.look_up`; ``to_update``: :meth:`add_gradient` may follow."""
+        if self.bank is None:
+            return self._nothing(ids, lengths, id_weights), (0.0, None)
+        if to_update and self.group.mode is GroupMode.FUSED:
+            return self.bank.look_up_to_update(ids, lengths, id_weights, out)
+        return self.bank.look_up(ids, lengths, id_weights, out), (0.0, None)
+
+    def add_gradient(
+        self,
+        ids: Tensor,
+        lengths: Tensor,
+        id_weights: Tensor | None,
+        gradient: Tensor,
+        kept: Kept,
+        *,
+        is_last: bool,
+    ) -> list[Tensor | None]:
+        """Update the tables, or have :meth:`step` do it; gives the gradients of :attr:`parameters`.
+
+        Args:
+            ids: of a lookup, like the next arguments.
+            lengths: as above.
+            id_weights: as above.
+            gradient: of its result.
+            kept: what it has kept.
+            is_last: no lookup of these tables will follow in this backward; without it, the gradient is kept.
+        """
+        mode, bank = self.group.mode, self.bank
+        if mode is GroupMode.DENSE:
+            if bank is None or not any(parameter.requires_grad for parameter in self.parameters):
+                return [None] * len(self.parameters)
+            return list(bank.parameter_gradients(ids, lengths, id_weights, gradient))
+        if bank is None and self.whole_rows is None:
+            return []
+        if mode is GroupMode.FUSED and is_last and not self.gradients:
+            assert bank is not None, "without one there is nothing to update"
+            bank.update(ids, lengths, id_weights, gradient, kept)
+            return []
+        if self._is_alone if self.deferred is not None else not is_last:
+            gradient = gradient.clone()  # it may be the caller's memory, or the transport's
+        lookup = LookupGradient(ids=ids, lengths=lengths, id_weights=id_weights, gradient=gradient, lr=kept[0])
+        if self.deferred is not None:
+            self.deferred.add(lookup)
+            return []
+        self.gradients.append(lookup)
+        if is_last:
+            lookups, self.gradients = self.gradients, []
+            self._apply(lookups)
+        return []
 
     def _apply(self, lookups: Sequence[LookupGradient]) -> None:
-        """Update the rows that were looked up, or have :meth:`step` do it."""
-        deferred = DeferredGradients(self.bank) if self.deferred is None else self.deferred
+        """Make one update of the rows that were looked up."""
+        if self.group.mode is GroupMode.FUSED:
+            assert self.bank is not None, "a fused group has a bank"
+            self.bank.update_together(lookups)
+            return
+        gradients = DeferredGradients(self.bank)
         for lookup in lookups:
-            if self.deferred is not None and self._is_alone:
-                lookup = replace(lookup, gradient=lookup.gradient.clone())  # the caller's memory: nothing has travelled
-            deferred.add(lookup)
-        if self.deferred is None:
-            self._update(deferred)
+            gradients.add(lookup)
+        self._update(gradients)
 
     def step(self) -> None:
         """Apply what backward has left; does nothing if there was none. Every rank calls it."""
@@ -170,6 +212,7 @@ class ShardLookup:
 
     Attributes:
         shards: this rank's shards, group after group.
+        parameters: of those that take dense gradients.
     """
 
     def __init__(
@@ -197,6 +240,10 @@ class ShardLookup:
         self.shards = tuple(self._tables)
         self._device = device
         self._width = sum(local.width for local in self._local_groups)
+        banks = [local.bank for local in self._local_groups]
+        self._writes_in_place = bool(self._width) and all(bank is None or bank.writes_in_place for bank in banks)
+        self._nodes: list[ref[Any]] = []
+        self.parameters: list[nn.Parameter] = []
 
     def weight(self, shard: Shard) -> Tensor:
         """(rows, cols) weights of one of this rank's shards, a view of the kernel's memory."""
@@ -280,39 +327,107 @@ class ShardLookup:
         for local in self._local_groups:
             if local.group.mode is GroupMode.DENSE:
                 local.parameters = tuple(parameters[shard] for shard in local.shards)
+        self.parameters = [parameter for local in self._local_groups for parameter in local.parameters]
 
-    def __call__(self, shard_input: ShardInput, allocate: Callable[[int], Tensor] | None = None) -> Tensor:
-        """(B_all, D) float32 pooled columns, group after group.
+    def look_up(
+        self, shard_input: ShardInput, allocate: Callable[[int], Tensor] | None = None, *, to_update: bool = False
+    ) -> tuple[Tensor, LookupInputs, list[Kept]]:
+        """Look up sums of bags, without a graph.
 
         Args:
             shard_input: the ids to look up.
             allocate: returns (n,) float32 memory for the result; default: a new tensor.
+            to_update: whether :meth:`add_gradients` may follow.
+
+        Returns:
+            (B_all, D) float32 pooled columns, group after group; and what :meth:`add_gradients` takes.
         """
-        batch = shard_input.lengths.size(1)
-        if (
-            allocate is not None
-            and self._width
-            and all(local.bank is None or local.bank.writes_in_place for local in self._local_groups)
-        ):
+        groups, batch = self._local_groups, shard_input.lengths.size(1)
+        if len(groups) == 1 and (allocate is None or not self._writes_in_place):
+            inputs = shard_input.ids, shard_input.lengths, shard_input.weights
+            pooled, kept = groups[0].look_up(*inputs, None, to_update=to_update)
+            return pooled, inputs, [kept]
+        if allocate is not None and self._writes_in_place:
             whole = allocate(batch * self._width).view(batch, self._width)
-            spans = list(pairwise(accumulate((local.width for local in self._local_groups), initial=0)))
-            # Detached: autograd must not see that they are views of one tensor.
-            parts = self._rows(shard_input, [whole[:, start:end].data for start, end in spans])
-            joined: Tensor = _Joined.apply([whole], spans, *parts)  # type: ignore[no-untyped-call]
-            return joined
-        pooled = self.rows(shard_input)
-        if not pooled:
-            return torch.zeros((batch, 0), dtype=torch.float32, device=self._device)
-        return pooled[0] if len(pooled) == 1 else torch.cat(pooled, dim=1)
+            spans = pairwise(accumulate((local.width for local in groups), initial=0))
+            outs = [whole] if len(groups) == 1 else [whole[:, start:end] for start, end in spans]
+            return whole, *self._rows(shard_input, outs, to_update=to_update)[1:]
+        rows, of_groups, lookups = self.rows(shard_input, to_update=to_update)
+        if not rows:
+            return torch.zeros((batch, 0), dtype=torch.float32, device=self._device), of_groups, lookups
+        return rows[0] if len(rows) == 1 else torch.cat(rows, dim=1), of_groups, lookups
 
-    def rows(self, shard_input: ShardInput) -> list[Tensor]:
-        """Per group, (B_all, D_group) pooled columns, or (n, w) rows without pooling."""
-        return self._rows(shard_input, [None] * len(self._local_groups))
+    def rows(
+        self, shard_input: ShardInput, *, to_update: bool = False
+    ) -> tuple[list[Tensor], LookupInputs, list[Kept]]:
+        """:meth:`look_up` by group: (B_all, D_group) pooled columns, or (n, w) rows without pooling."""
+        return self._rows(shard_input, [None] * len(self._local_groups), to_update=to_update)
 
-    def _rows(self, shard_input: ShardInput, outs: Sequence[Tensor | None]) -> list[Tensor]:
+    def add_gradients(
+        self, inputs: LookupInputs, lookups: Sequence[Kept], gradients: Sequence[Tensor], *, is_last: bool
+    ) -> list[Tensor | None]:
+        """Update the tables, or have :meth:`step` do it; gives the gradients of :attr:`parameters`.
+
+        Args:
+            inputs: of the groups' lookups.
+            lookups: by group, what was kept.
+            gradients: by group, of the rows or pooled columns; with pooling, the columns of all groups may be one
+                tensor.
+            is_last: no look-up of these tables will follow in this backward.
+        """
+        of_parameters: list[Tensor | None] = []
+        if not lookups:
+            return of_parameters
+        if len(gradients) != len(lookups):
+            gradients = gradients[0].split([local.width for local in self._local_groups], dim=1)
+        tensors: Iterator[Any] = iter(inputs)
+        for local, kept, gradient in zip(self._local_groups, lookups, gradients, strict=True):
+            ids, lengths, id_weights = next(tensors), next(tensors), next(tensors)
+            of_parameters += local.add_gradient(ids, lengths, id_weights, gradient, kept, is_last=is_last)
+        return of_parameters
+
+    def id_weight_gradient(self, inputs: LookupInputs, gradient: Tensor) -> Tensor:
+        """(N,) gradient of the ids' weights, with that of the pooled columns; before the tables are updated."""
+        tensors: Iterator[Any] = iter(inputs)
+        gradients = []
+        parts = gradient.split([local.width for local in self._local_groups], dim=1)
+        for local, part in zip(self._local_groups, parts, strict=True):
+            ids, lengths, _ = next(tensors), next(tensors), next(tensors)
+            if local.bank is not None:
+                gradients.append(local.bank.id_weight_gradient(ids, lengths, part))
+        return torch.cat(gradients) if gradients else gradient.new_zeros(0)
+
+    def begin_lookup(self, node: Any) -> None:
+        """A node of autograd's graph will give gradients; see [Note: one update in a backward]."""
+        if torch._C._current_graph_task_id() == -1:
+            for local in self._local_groups:
+                if local.gradients:  # of a backward that raised
+                    local.gradients.clear()
+        if self._nodes:
+            self._nodes = [other for other in self._nodes if other() is not None]
+        self._nodes.append(ref(node))
+
+    def is_last_lookup(self, node: Any) -> bool:
+        """Called in the backward of a node: whether this backward will reach no other node of :meth:`begin_lookup`."""
+        node.backward = backward = torch._C._current_graph_task_id()
+        if len(self._nodes) == 1:
+            return True
+        others = [other for other in (reference() for reference in self._nodes) if other is not None]
+        return not any(
+            getattr(other, "backward", -1) != backward and torch._C._will_engine_execute_node(other) for other in others
+        )
+
+    def _rows(
+        self, shard_input: ShardInput, outs: Sequence[Tensor | None], *, to_update: bool
+    ) -> tuple[list[Tensor], LookupInputs, list[Kept]]:
         """:meth:`rows`, with the memory of each group's pooled columns, if all banks write in place."""
-        inputs = zip(self._inputs(shard_input), outs, strict=True)
-        return [local.look_up(ids, lengths, id_weights, out) for (local, ids, lengths, id_weights), out in inputs]
+        rows, lookups, inputs = [], [], list[Tensor | None]()
+        for (local, *of_group), out in zip(self._inputs(shard_input), outs, strict=True):
+            looked_up, kept = local.look_up(*of_group, out, to_update=to_update)
+            rows.append(looked_up)
+            lookups.append(kept)
+            inputs += of_group
+        return rows, inputs, lookups
 
     def _inputs(self, shard_input: ShardInput) -> Iterator[tuple[_LocalGroup, Tensor, Tensor, Tensor | None]]:
         """Each group with its ids, lengths and weights of ids."""
@@ -328,44 +443,21 @@ class ShardLookup:
         return nn.ModuleList(modules), [len(local.slots) for local in self._local_groups]
 
 
-class _Joined(torch.autograd.Function):
-    """``cat`` without a copy, for columns that already lie side by side in one matrix."""
-
-    @staticmethod
-    def forward(ctx: FunctionCtx, whole: list[Tensor], spans: list[tuple[int, int]], *parts: Tensor) -> Tensor:
-        ctx.spans = spans  # type: ignore[attr-defined]
-        return whole[0]
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        return None, None, *(gradient[:, start:end] for start, end in ctx.spans)
-
-
 def dense_lookup(
     bank: TableBank,
     ids: Tensor,
     lengths: Tensor,
     id_weights: Tensor | None,
     parameters: Sequence[nn.Parameter],
-    out: Tensor | None = None,
 ) -> Tensor:
     """A lookup that gives each table's parameter a dense gradient, summed in float32, in the parameter's dtype.
 
     Args:
         bank: forward-only bank, one table per parameter, whose memory the parameters share.
-        ids: with ``lengths``, ``id_weights`` and ``out`` as :meth:`TableBank.look_up` takes them; gives its result.
+        ids: with ``lengths`` and ``id_weights`` as :meth:`TableBank.look_up` takes them; gives its result.
         parameters: one (rows, cols) parameter per table of the bank.
     """
 
-    def apply_gradient(*lookup: Any) -> list[Tensor | None]:
-        per_table: list[Tensor | None] = [None] * len(bank.shapes)
-        for cls, whole in zip(bank.classes, bank.dense_gradients(*lookup), strict=True):
-            dense = whole.to(bank.dtype)
-            for table, (start, end) in zip(cls.tables, pairwise(cls.bases), strict=True):
-                per_table[table] = dense[start:end]
-        return per_table
-
     return lookup_with_backward(
-        bank.look_up, bank.id_weight_gradient, apply_gradient, ids, lengths, id_weights, parameters, out
+        bank.look_up, bank.id_weight_gradient, bank.parameter_gradients, ids, lengths, id_weights, parameters
     )

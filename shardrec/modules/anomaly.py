@@ -6,8 +6,9 @@ updated. A check reads on the host and ends with an exchange of words, so that a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from itertools import accumulate
 from typing import Any, cast
 
@@ -15,13 +16,13 @@ import torch
 from torch import Tensor, nn
 
 from shardrec.errors import AnomalyError, ConfigError
-from shardrec.exchange.call import Call
-from shardrec.exchange.context import ModelContext
 from shardrec.exchange.headers import Headers
-from shardrec.exchange.payload import ShardInput
 from shardrec.lookup.replicated import ReplicatedLookup
-from shardrec.lookup.shards import ShardLookup
 from shardrec.modules.collection import ShardedCollection
+from shardrec.step.context import ModelContext
+from shardrec.step.in_flight import InFlight
+from shardrec.step.look_up import LookedUp
+from shardrec.step.step_plan import StepPlan
 
 __all__ = ["detect_anomaly"]
 
@@ -47,17 +48,16 @@ def detect_anomaly(model: nn.Module) -> Iterator[None]:
     if not collections:
         raise ConfigError(f"{type(model).__name__} holds no sharded collection; shard it with shardrec.shard first")
     watches = {context: _Watch(context) for context in {collection.context for collection in collections}}
-    before = [(collection, collection.shards, collection.replicas) for collection in collections]
-    for collection in collections:
-        watch, replicas = watches[collection.context], collection.replicas
-        collection.shards = cast(ShardLookup, _WatchedShards(collection, watch))
-        if replicas is not None:
-            collection.replicas = cast(ReplicatedLookup, _WatchedReplicas(collection, replicas, watch))
+    before = [(collection, collection.step_plan) for collection in collections]
+    for collection, plan in before:
+        if plan.replicas is not None:
+            replicas = _WatchedReplicas(collection, plan.replicas, watches[collection.context])
+            collection.step_plan = replace(plan, replicas=cast(ReplicatedLookup, replicas))
     try:
         yield
     finally:
-        for collection, shards, replicas in before:
-            collection.shards, collection.replicas = shards, replicas
+        for collection, plan in before:
+            collection.step_plan = plan
         for watch in watches.values():
             watch.close()
     for watch in watches.values():
@@ -72,18 +72,19 @@ class _Watch:
     """
 
     def __init__(self, context: ModelContext) -> None:
-        self._headers, self._everyone, self._queue = context.headers, context.everyone, context.queue
+        self._headers, self._everyone, self._step = context.headers, context.everyone, context.step
         self._updates = context.gradients.updates
         self._anomalies: list[str] = []
-        self._before_gradients, self._on_value = context.queue.output.before_gradients, context.queue.on_value
-        self._queue.output.before_gradients = self._before_check
-        self._queue.on_value = self._watch_gradient
+        rows = context.step.rows
+        self._before = rows.before_gradients, rows.on_rows, context.step.on_value
+        rows.before_gradients, rows.on_rows = self._before_check, self._watch_rows
+        self._step.on_value = self._watch_gradient
         self._updates.insert(0, self.check_gradients)  # of replicated tables, which need no exchange
 
     def close(self) -> None:
         """Watch no more."""
-        self._queue.output.before_gradients = self._before_gradients
-        self._queue.on_value = self._on_value
+        rows = self._step.rows
+        rows.before_gradients, rows.on_rows, self._step.on_value = self._before
         self._updates.remove(self.check_gradients)
 
     def raise_unchecked(self) -> None:
@@ -117,13 +118,26 @@ class _Watch:
             )
 
     def _before_check(self) -> None:
-        if self._before_gradients is not None:
-            self._before_gradients()
+        if self._before[0] is not None:
+            self._before[0]()
         self.check_gradients()
 
-    def _watch_gradient(self, call: Call, value: Any) -> None:
+    def _watch_rows(self, plan: StepPlan, looked_up: LookedUp) -> None:
+        """Look at the rows of this rank's shards; the ranks raise together."""
+        slots, rows = plan.input.route.slots[plan.input.rank], looked_up.rows
+        if plan.output.pools:
+            self.note_rows(rows[0], [slot.shard.cols for slot in slots], 1, [slot.shard.table for slot in slots])
+        else:
+            sizes = looked_up.received.lengths.sum(dim=1).tolist()
+            for group, of_group in enumerate(rows):
+                here = [number for number, slot in enumerate(slots) if slot.group == group]
+                tables = [slots[number].shard.table for number in here]
+                self.note_rows(of_group, [sizes[number] for number in here], 0, tables)
+        self.check()
+
+    def _watch_gradient(self, call: InFlight, value: Any) -> None:
         """Have the gradient of a call's value looked at when it comes, if it does."""
-        values, sizes, dim, lookups = call.differentiable_output(value)
+        values, sizes, dim, lookups = call.step.output.differentiable(value)
         if not values.requires_grad:
             return
 
@@ -140,32 +154,6 @@ class _Watch:
                 self.check_gradients()
 
         values.register_hook(look)
-
-
-class _WatchedShards:
-    """The lookup of a collection's shards, whose rows are looked at; the ranks raise together."""
-
-    def __init__(self, collection: ShardedCollection, watch: _Watch) -> None:
-        self._lookup, self._watch = collection.shards, watch
-        self._slots = collection.input.route.slots[collection.context.collectives.rank]
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._lookup, name)
-
-    def __call__(self, shard_input: ShardInput, allocate: Callable[[int], Tensor] | None = None) -> Tensor:
-        pooled, slots = self._lookup(shard_input, allocate), self._slots
-        self._watch.note_rows(pooled, [slot.shard.cols for slot in slots], 1, [slot.shard.table for slot in slots])
-        self._watch.check()
-        return pooled
-
-    def rows(self, shard_input: ShardInput) -> list[Tensor]:
-        group_rows, sizes = self._lookup.rows(shard_input), shard_input.lengths.sum(dim=1).tolist()
-        for group, rows in enumerate(group_rows):
-            here = [number for number, slot in enumerate(self._slots) if slot.group == group]
-            tables = [self._slots[number].shard.table for number in here]
-            self._watch.note_rows(rows, [sizes[number] for number in here], 0, tables)
-        self._watch.check()
-        return group_rows
 
 
 class _WatchedReplicas:

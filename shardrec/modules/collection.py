@@ -19,16 +19,11 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from shardrec._dynamo import left_alone
 from shardrec.errors import ConfigError, PlanError
 from shardrec.exchange.batch import NO_LIMIT, Expectation
-from shardrec.exchange.call import Call
-from shardrec.exchange.context import ModelContext
 from shardrec.exchange.dedup import DistinctIds
-from shardrec.exchange.payload import ShardInput
-from shardrec.exchange.prepared_input import InputPacker
 from shardrec.exchange.route import Lookup, Route, build_route
-from shardrec.exchange.row_exchange import Stream
 from shardrec.exchange.to_device import moved
 from shardrec.exchange.transport import transport_of
-from shardrec.ids.maps import FoundRows, IdMaps, Mapped, cut_faults
+from shardrec.ids.maps import IdMaps, cut_faults
 from shardrec.layout import Shard, ShardingPlan, TableLayout
 from shardrec.layout.discover import Collection, configs_of, qualified_name
 from shardrec.lookup.groups import LookupGroup, LookupTable, group_tables
@@ -41,9 +36,15 @@ from shardrec.modules.fx_calls import recorded_call
 from shardrec.modules.initial import TableDraw, check_init_fn, draw_rows, first_values
 from shardrec.modules.overrides import copy_hooks
 from shardrec.modules.storage import Storage
-from shardrec.modules.table import ShardedTable, load_table
+from shardrec.modules.table import ShardedTable, TableWatch, load_table
 from shardrec.pending import LazyAwaitable
 from shardrec.planner.describe import PlannedTable
+from shardrec.step.begin import begin_call
+from shardrec.step.context import ModelContext
+from shardrec.step.in_flight import GradMode, InFlight
+from shardrec.step.pooled import PooledOutput
+from shardrec.step.sequences import SequenceOutput
+from shardrec.step.step_plan import InputPlan, StepPlan
 
 __all__ = ["TABLE_DTYPES", "ShardedCollection", "Values"]
 
@@ -67,7 +68,8 @@ class ShardedCollection(nn.Module, abc.ABC):
     Args: those of :class:`ShardedEmbeddingBagCollection`, for a collection of either kind.
     """
 
-    input: InputPacker
+    input: InputPlan
+    step_plan: StepPlan
     shards: ShardLookup
     replicas: ReplicatedLookup | None
     _replicated: list[LookupTable]
@@ -165,20 +167,58 @@ class ShardedCollection(nn.Module, abc.ABC):
             return value
         if isinstance(features, Proxy):
             return recorded_call(self, (features,), {})  # type: ignore[return-value]
-        with torch.set_grad_enabled(self.storage.trains and torch.is_grad_enabled()):
-            return self._pending(self.context.queue.submit(self, features))
+        if self.storage.trains or not torch.is_grad_enabled():
+            return self._pending(self.call(features))
+        with torch.no_grad():
+            return self._pending(self.call(features))
+
+    def call(self, features: Any, *, by_operator: bool = False, scripted: bool = False) -> InFlight:
+        """Look up a batch; the exchange may wait for other calls. A call that was made ahead of this forward with these
+        features, in these modes, is used instead of a new one (:mod:`shardrec.step.calls_ahead`).
+
+        Args:
+            features: as :meth:`forward` takes them.
+            by_operator: whether an operator calls (:mod:`shardrec.modules.operators`), whose backward differs.
+            scripted: whether the operator is called by TorchScript.
+
+        Raises:
+            ConfigError: inside ``torch.jit.trace``; if another thread is in the model's forward, or calls another of
+                its modules; if the module's tables were changed since the call was made ahead.
+            InputError: as :meth:`forward`.
+            PeerError: as :meth:`forward`.
+        """
+        if torch._C._is_tracing():  # type: ignore[no-untyped-call,unused-ignore]
+            raise ConfigError(
+                "torch.jit.trace records the sizes of one batch, and no collective: script the model with "
+                "shardrec.script(model), or export it with shardrec.export"
+            )
+        step = self.context.step
+        step.enter(waits=scripted)
+        try:
+            if step.observed is not None:
+                step.observed.append((self, features, GradMode.current()))
+            call = None
+            if step.ahead is not None:
+                call = step.ahead.take(self, features, assigns_new_ids=self.assigns_new_ids())
+            if call is None:
+                call = self.begin(features)
+            elif fault := self.fault():  # since the call was made ahead
+                raise ConfigError(fault)
+            call.by_operator = by_operator
+            step.join(call, self, scripted=scripted)
+        finally:
+            step.lock.release()
+        return call
+
+    def begin(self, features: Any) -> InFlight:
+        """A call whose ids are not under way yet."""
+        plan = self.step_plan
+        agreement = self._agreement() if plan.input.world_size > 1 else ""
+        assigns_new_ids = plan.id_maps is not None and self.assigns_new_ids()
+        return begin_call(plan, features, agreement, self.fault(), assigns_new_ids=assigns_new_ids)
 
     @abc.abstractmethod
-    def new_call(self, features: Any) -> Call:
-        """A forward's call, whose ids are not under way yet."""
-
-    def before_row_exchange(self, call: Call) -> None:
-        """Called just before the exchange of a call's rows; embedding servers use it to attach the ids."""
-        if self.storage.on_row_exchange is not None and call.sent is not None:
-            self.storage.on_row_exchange(self.input, call.prepared, call.sent)
-
-    @abc.abstractmethod
-    def _pending(self, call: Call) -> LazyAwaitable[Any]:
+    def _pending(self, call: InFlight) -> LazyAwaitable[Any]:
         """The output of a call."""
 
     def tables(self) -> Mapping[str, ShardedTable]:
@@ -188,10 +228,6 @@ class ShardedCollection(nn.Module, abc.ABC):
     @abc.abstractmethod
     def scripted_twin(self) -> nn.Module:
         """The module that TorchScript in this process, and a tracer, use instead of this one."""
-
-    @abc.abstractmethod
-    def serve(self, shard_input: ShardInput) -> Stream:
-        """The rows of this rank's shards for requests, one request after the other; see :mod:`shardrec.rpc`."""
 
     def bad_ids(self) -> dict[str, int]:
         """See :meth:`shardrec.ShardedModel.bad_ids`."""
@@ -233,15 +269,12 @@ class ShardedCollection(nn.Module, abc.ABC):
         """What the ranks must have in common in this step, beyond the ids' dtype."""
         dense = self.context.forward_state.dense_signature
         learning = "" if self.id_maps is None else f", dynamic ids {'learned' if self.assigns_new_ids() else 'frozen'}"
-        frozen = "" if self.has_trainable_shards else ", tables frozen"
+        frozen = "" if self.step_plan.trains_shards else ", tables frozen"
         return self.context.gradients.agreement() + frozen + learning + (f", other inputs {dense}" if dense else "")
 
     def fault(self) -> str:
         """What was done to a table since it was sharded that its lookups cannot follow; "" for nothing."""
-        for table in getattr(self, self._holder).values():
-            if fault := table.fault():
-                return str(fault)
-        return ""
+        return self._watch.fault()
 
     def _is_dynamic(self, layout: TableLayout) -> bool:
         return layout.name in self.context.options.dynamic_ids
@@ -251,10 +284,6 @@ class ShardedCollection(nn.Module, abc.ABC):
         return (
             self.id_maps is not None and self.training and self.storage.trains and torch._C._current_graph_task_id() < 0
         )
-
-    def mapped(self, shard_input: ShardInput, *, assign_new_ids: bool, rows: FoundRows | None = None) -> Mapped:
-        """The ids that all ranks requested, with rows in place of dynamic ids."""
-        return self.id_maps(shard_input, assign_new_ids, rows) if self.id_maps else Mapped(shard_input=shard_input)
 
     @torch.no_grad()
     def renew_rows(self, shard: Shard, rows: Tensor, step: int) -> None:
@@ -315,7 +344,7 @@ class ShardedCollection(nn.Module, abc.ABC):
             pooled=pooled,
             on_bad_id={feature: policy for feature, policy in context.options.on_bad_id.items() if feature in plain},
         )
-        self.input = InputPacker(route, expect, context.headers, per_id=not pooled, distinct=distinct)
+        self.input = InputPlan(route, expect, context.headers, per_id=not pooled, distinct=distinct)
         dynamic = {table.layout.name: table.layout for table in tables if self._is_dynamic(table.layout)}
         options = {name: context.options.dynamic_ids[name] for name in dynamic}
         self.id_maps = IdMaps(slots, options, dynamic, self.renew_rows, self.device) if dynamic else None
@@ -329,6 +358,19 @@ class ShardedCollection(nn.Module, abc.ABC):
         if replicated:
             self.replicas = self.storage.replicas(replicated, numbers, context.gradients, self.device)
         return route
+
+    def _plan_step(self, output: PooledOutput | SequenceOutput, lookups: Sequence[Lookup]) -> None:
+        """Work out what does not depend on the batch, of what :meth:`_make` has made."""
+        self.lookups = tuple(lookups)
+        self.step_plan = StepPlan(
+            input=self.input,
+            lookup=self.shards,
+            output=output,
+            id_maps=self.id_maps,
+            replicas=self.replicas,
+            trains_shards=self.has_trainable_shards,
+            before_rows=self.storage.before_rows,
+        )
 
     def _build_parameters(
         self, first_values: Iterable[tuple[str, Values]], before: Mapping[str, ShardedTable] | None = None
@@ -371,11 +413,12 @@ class ShardedCollection(nn.Module, abc.ABC):
             table = self.storage.table(layout, parameters, self.group, dtype, has_optimizer=has_optimizer)
             table.settle, modules[name] = self.shards.settle, table
         self.shards.own_parameters(by_shard)
+        self._watch = TableWatch(list(modules.values()))  # type: ignore[arg-type]
         return modules
 
     def _is_at_step(self, layout: TableLayout) -> bool:
         """Whether lookups of this rank leave a table's gradients for the step; what leaves for servers is theirs."""
-        return self.context.options.updates_at_step and (layout.replicated or self.storage.on_row_exchange is None)
+        return self.context.options.updates_at_step and (layout.replicated or self.storage.before_rows is None)
 
     def unreduced_parameters(self) -> list[nn.Parameter]:
         """This rank's shards of the cut tables, whose gradients are its own."""

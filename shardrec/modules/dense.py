@@ -49,13 +49,13 @@ from torch import Tensor, nn
 from shardrec.errors import ConfigError
 from shardrec.exchange.backward_watch import BEGUN, accumulates_in, reaches_a_leaf, weak_hook
 from shardrec.exchange.collectives import Collectives, FunctionalCollectives
-from shardrec.exchange.context import ModelContext
 from shardrec.exchange.flight_record import flight_record
 from shardrec.exchange.peers import meet, peer_error, peers, watch_device
 from shardrec.exchange.shared.shared_memory import SharedCollectives
 from shardrec.exchange.subgroups import subgroup
 from shardrec.modules.fsdp import ShardedByFsdp
 from shardrec.modules.table import ShardedTable, averaged_parameters
+from shardrec.step.context import ModelContext
 
 __all__ = ["DenseOptions", "DenseReducer", "DenseWrap", "average_dense", "dense_options"]
 

@@ -1,4 +1,4 @@
-"""Sharded collections as their operators (:mod:`shardrec.exchange.operators`): twins for TorchScript and torch.compile.
+"""Sharded collections as their operators (:mod:`shardrec.modules.operators`): twins for TorchScript and torch.compile.
 
 They run in the model's process, call the model, and have every feature of it. TorchScript runs ``forward``, which
 returns an ``Await``; tracers run ``traced``, whose value gets its tensors at their first use, so that the calls before
@@ -15,10 +15,10 @@ from torch import Tensor, nn
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor, KeyedTensor
 
 from shardrec._torchscript import counts_of, list_of
-from shardrec.exchange.operators import Program
 from shardrec.exchange.route import Lookup
 from shardrec.modules.collection import ShardedCollection
 from shardrec.modules.compiled_outputs import Deferred, DeferredJaggedTensor, DeferredKeyedTensor
+from shardrec.modules.operators import Program
 from shardrec.pending import Await, awaitable
 
 __all__ = ["LiveBags", "LiveSequences", "parameters_of"]

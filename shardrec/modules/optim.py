@@ -17,10 +17,10 @@ from torchrec.optim.keyed import KeyedOptimizer
 
 from shardrec.errors import ConfigError
 from shardrec.exchange.backward_watch import weak_hook
-from shardrec.exchange.context import ModelContext
 from shardrec.lookup.optimizers import FusedOptimizer
 from shardrec.modules.collection import ShardedCollection
 from shardrec.modules.grad_scaler import TableGradients
+from shardrec.step.context import ModelContext
 
 __all__ = ["FusedOptimizers", "NoFusedOptimizer"]
 
@@ -74,7 +74,7 @@ class FusedOptimizers(KeyedOptimizer):  # type: ignore[misc]  # torchrec has no 
         self._table_of: dict[nn.Parameter, str] = {}
         self._shown: dict[nn.Parameter, int] = {}  # counts of updates, as they were written into the states
         self._refresh()
-        context.queue.before_look_up = weak_hook(self.push)
+        context.step.before_look_up = weak_hook(self.push)
 
     add_param_group = torch.optim.Optimizer.add_param_group
 

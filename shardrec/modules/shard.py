@@ -18,7 +18,6 @@ from shardrec.errors import ConfigError, PlanError
 from shardrec.exchange.bad_ids import policies_of
 from shardrec.exchange.batch import OnBadId
 from shardrec.exchange.collectives import LocalCollectives, collectives_of
-from shardrec.exchange.context import ExchangeOptions, ModelContext
 from shardrec.exchange.headers import Headers, checksum
 from shardrec.exchange.transport import Transport, transport_of
 from shardrec.exchange.wire_format import QuantizedComms
@@ -51,6 +50,7 @@ from shardrec.modules.sharded_model import ShardedModel
 from shardrec.modules.tied_weights import refuse_ties
 from shardrec.pending import Awaitable, LazyAwaitable
 from shardrec.planner.constraint import constraints_of
+from shardrec.step.context import ExchangeOptions, ModelContext
 
 if TYPE_CHECKING:
     from shardrec.replicas.replicas import Replicas

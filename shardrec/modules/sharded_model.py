@@ -15,9 +15,9 @@ import inspect
 import warnings
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, Self
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -27,7 +27,6 @@ from torch._C._dynamo.eval_frame import get_eval_frame_callback
 from shardrec._dynamo import left_alone, passed_over
 from shardrec._late_imports import late_import
 from shardrec.errors import ConfigError, InputError, ShardrecError
-from shardrec.exchange.context import ForwardState, ModelContext
 from shardrec.exchange.peers import failed_in_a_collective, peer_error
 from shardrec.ids.maps import collective_stats, cut_faults
 from shardrec.layout import ShardingPlan
@@ -41,6 +40,7 @@ from shardrec.modules.optim import FusedOptimizers
 from shardrec.modules.overrides import copy_hooks
 from shardrec.modules.shard_gradient import mark_gradients
 from shardrec.modules.table import ShardedTable, StateDictError
+from shardrec.step.context import ModelContext
 
 if TYPE_CHECKING:
     from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
@@ -105,9 +105,18 @@ class ShardedModel(nn.Module):
         recorded = recorded_call(self, args, kwargs)
         if recorded is not None:
             return recorded
-        with _step_of(self, args, kwargs, get_eval_frame_callback()) as step:
-            step.launch_ahead()
-            return step.watched(self.module(*args, **kwargs))
+        # What is compiled must not look into the functions around it; where nothing is, their wrappers are not needed.
+        is_compiled = callable(get_eval_frame_callback())
+        begin, before, end = _COMPILED if is_compiled else _EAGER
+        forward = begin(self, args, kwargs)
+        try:
+            if self._reducer is not None or self.context.step.ahead is not None:
+                before(self)
+            output = self._modules["module"](*args, **kwargs)  # type: ignore[misc]
+        except BaseException as error:
+            end(forward, error)
+            raise
+        return end(forward, None, output)
 
     @property
     def fused_optimizer(self) -> FusedOptimizers:
@@ -298,7 +307,7 @@ class ShardedModel(nn.Module):
         self.plan = plan
         for collection in self._sharded:
             collection.plan = plan
-        self.context.queue.replan()
+        self.context.step.replan()
         if self.group is not None:
             self._mark_gradients()
         if self._reducer is not None:
@@ -383,13 +392,26 @@ class ShardedModel(nn.Module):
             if collection.id_maps is not None and table in collection.id_maps.options:
                 collection.id_maps.set_options(layout, options)
 
-    def _fail(self, error: Exception) -> None:
-        """Tell the other ranks, if they still make a header exchange in this step, and name the likely cause."""
+    def broadcast_buffers(self) -> None:
+        """Send the first rank's buffers to all ranks, which are in a forward of this model, too."""
+        if self._reducer is not None:
+            self._reducer.broadcast_buffers()
+
+    def fail(self, error: Exception, inputs: object) -> None:
+        """Tell the other ranks of an error of this forward, if they still make a header exchange in this step.
+
+        Args:
+            error: of the model's own code.
+            inputs: of the forward, which may be the cause.
+
+        Raises:
+            InputError: with the likely cause, if there is one; the same on all ranks if they were told.
+        """
         rank = self.context.collectives.rank
-        cause = self._dtype_fault()
+        cause = self._dtype_fault(dense_signature(inputs))
         refusal = self.context.forward_state.refusal
         text = refusal or f"the model's forward failed: {type(error).__name__}: {error}{cause}"
-        if self.context.collectives.world_size > 1 and self.context.queue.others_wait:
+        if self.context.collectives.world_size > 1 and self.context.step.others_wait:
             try:
                 self.context.headers.fail_all(text)
             except InputError as shared:
@@ -399,13 +421,13 @@ class ShardedModel(nn.Module):
         if cause or refusal:
             raise InputError(f"rank {rank}: {text}") from error
 
-    def _dtype_fault(self) -> str:
+    def _dtype_fault(self, signature: str) -> str:
         tables = {
             id(p) for collection in self._sharded for table in collection.tables().values() for p in table.parameters()
         }
         dense = {p.dtype for p in self.module.parameters() if p.is_floating_point() and id(p) not in tables}
         expected = {str(dtype).removeprefix("torch.") for dtype in dense}
-        names = self.context.forward_state.dense_signature.split(", ")
+        names = signature.split(", ")
         input_dtypes = {name.rsplit(" ", 1)[-1] for name in names if "float" in name}
         wrong = input_dtypes - expected
         if not wrong or not expected or torch.is_autocast_enabled():
@@ -482,79 +504,92 @@ class ShardedModel(nn.Module):
         return self.module.named_buffers(prefix, recurse, remove_duplicate)
 
 
-class _Step(ExitStack):
-    """The context of a model's forward.
+class _Forward:
+    """A forward of a model.
 
     Args:
         model: the sharded model.
         args: of the forward.
         kwargs: of the forward.
-        compiled: whether the model inside may be compiled.
+        compiled: the settings of its compiled parts, if there can be any.
+        is_outermost: whether it is not inside of another forward of the model.
     """
 
-    def __init__(
-        self, model: ShardedModel, args: tuple[Any, ...], kwargs: Mapping[str, Any], *, compiled: bool
-    ) -> None:
-        super().__init__()
-        self._model = model
-        self._compiled = compiled
-        self._inputs = (args, kwargs)
+    __slots__ = ("args", "compiled", "is_outermost", "kwargs", "model")
 
-    @left_alone
-    def __enter__(self) -> Self:
-        model, context = self._model, self._model.context
-        context.forward_state = ForwardState(dense_signature(self._inputs))
+    def __init__(
+        self,
+        model: ShardedModel,
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any],
+        compiled: AbstractContextManager[None] | None = None,
+    ) -> None:
+        self.model, self.args, self.kwargs, self.compiled = model, args, kwargs, compiled
+        context = model.context
+        state = context.forward_state
+        state.refusal = ""
+        if context.collectives.world_size > 1:
+            state.dense_signature = dense_signature((args, kwargs))
         if context.options.updates_at_step and model.made_fused_optimizer is None and torch.is_grad_enabled():
             model.warn_without_step()
         context.gradients.begin_forward()
-        if self._compiled:
-            traced = any(collection._traced is not None for collection in model._sharded)
-            self.enter_context(compiled_step(self._inputs, traced=traced))
-        self.enter_context(context.queue.forward())
-        return super().__enter__()
+        if compiled is not None:
+            compiled.__enter__()
+        self.is_outermost = context.step.begin_forward()
 
-    @left_alone
-    def launch_ahead(self) -> None:
-        """See :meth:`shardrec.exchange.queue.ExchangeQueue.launch_ahead`; and broadcast the buffers."""
-        self._model.context.queue.launch_ahead()
-        if self._model._reducer is not None:
-            self._model._reducer.broadcast_buffers()
 
-    @left_alone
-    def watched(self, output: Any) -> Any:
-        """The forward's output, watched: if a backward from it raises, the other ranks are told."""
-        if torch.is_grad_enabled() and self._model.group is not None:
-            self._model.context.gradients.backward.watch(output)
-        return output
+def _begin_compiled(model: ShardedModel, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> _Forward:
+    traced = any(collection._traced is not None for collection in model.sharded_collections)
+    return _Forward(model, args, kwargs, compiled_step((args, kwargs), traced=traced))
 
-    @left_alone
-    def __exit__(self, kind: Any, error: Any, trace: Any) -> Literal[False]:
+
+def _before_module(model: ShardedModel) -> None:
+    """What precedes the model's own forward; see :meth:`shardrec.step.step.Step.launch_ahead`."""
+    model.context.step.launch_ahead()
+    model.broadcast_buffers()
+
+
+def _end(forward: _Forward, error: BaseException | None, output: Any = None) -> Any:
+    """End a forward; gives its output, watched: if a backward from it raises, the other ranks are told."""
+    model, context = forward.model, forward.model.context
+    try:
         try:
-            super().__exit__(kind, error, trace)
-        except Exception as late:
-            # Of an exchange that waited for more calls.
-            self._end(late)
-            raise
-        self._end(error)
-        return False
-
-    def _end(self, error: BaseException | None) -> None:
-        model, context = self._model, self._model.context
-        try:
-            # For calls made ahead, the other ranks have the headers; the code that made the calls tells the others.
-            if isinstance(error, Exception) and not isinstance(error, ShardrecError):
-                if model.group is not None and failed_in_a_collective(error):
-                    # A buffer's broadcast, a collective of the model's own, one of a compiled or scripted program.
-                    raise peer_error(model.group, "forward", error) from error
-                if not context.queue.ahead:
-                    model._fail(error)
+            if forward.is_outermost:
+                context.step.end_forward(error)
+            else:
+                context.step.lock.release()
         finally:
-            context.forward_state = ForwardState()
+            if forward.compiled is not None:
+                forward.compiled.__exit__(None, None, None)
+    except Exception as late:
+        # Of an exchange that waited for more calls.
+        _tell(forward, late)
+        raise
+    if error is not None:
+        _tell(forward, error)
+    elif model.group is not None and torch.is_grad_enabled():
+        context.gradients.backward.watch(output)
+    context.forward_state.dense_signature = ""
+    return output
 
 
-@left_alone
-def _step_of(model: ShardedModel, args: tuple[Any, ...], kwargs: Mapping[str, Any], compiler: Any) -> _Step:
-    return _Step(model, args, kwargs, compiled=callable(compiler))
+def _tell(forward: _Forward, error: BaseException) -> None:
+    """Tell the other ranks of an error, unless they raise it, too."""
+    model, context = forward.model, forward.model.context
+    try:
+        # For calls made ahead, the other ranks have the headers; the code that made the calls tells the others.
+        if isinstance(error, Exception) and not isinstance(error, ShardrecError):
+            if model.group is not None and failed_in_a_collective(error):
+                # A buffer's broadcast, a collective of the model's own, one of a compiled or scripted program.
+                raise peer_error(model.group, "forward", error) from error
+            if not context.step.ahead:
+                model.fail(error, (forward.args, forward.kwargs))
+    finally:
+        context.forward_state.dense_signature = context.forward_state.refusal = ""
+
+
+_EAGER = _Forward, _before_module, _end
+_COMPILED = left_alone(_begin_compiled), left_alone(_before_module), left_alone(_end)
 
 
 def require_sharded(model: nn.Module, taker: str) -> None:

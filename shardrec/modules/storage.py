@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from shardrec.exchange.prepared_input import InputPacker, Prepared, SentIds
 from shardrec.lookup.replicated import ReplicatedLookup
 from shardrec.lookup.shards import ShardLookup
 from shardrec.modules.table import ShardedTable
+from shardrec.step.in_flight import InFlight
 
 __all__ = ["Storage"]
 
@@ -23,7 +23,7 @@ class Storage:
         table: a table, from the arguments of :class:`ShardedTable`.
         trains: whether the tables have parameters.
         portable: whether TorchScript can have the collection in a program that runs without shardrec.
-        on_row_exchange: called just before a batch's rows are exchanged; embedding servers use it to attach the ids.
+        before_rows: called just before a call's rows are exchanged; embedding servers use it to attach the ids.
     """
 
     shards: Callable[..., ShardLookup] = ShardLookup
@@ -31,4 +31,4 @@ class Storage:
     table: Callable[..., ShardedTable] = ShardedTable
     trains: bool = True
     portable: bool = True
-    on_row_exchange: Callable[[InputPacker, Prepared, SentIds], None] | None = None
+    before_rows: Callable[[InFlight], None] | None = None

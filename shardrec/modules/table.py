@@ -12,7 +12,8 @@ reads what to leave alone from the outermost module only: so it is noticed where
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, MutableMapping
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from operator import is_
 from typing import Any
 
 import torch
@@ -27,7 +28,7 @@ from torch.nn.parallel import DistributedDataParallel
 from shardrec.errors import ConfigError
 from shardrec.layout import Shard, TableLayout
 
-__all__ = ["ShardedTable", "StateDictError", "as_one_tensor", "averaged_parameters", "load_table"]
+__all__ = ["ShardedTable", "StateDictError", "TableWatch", "as_one_tensor", "averaged_parameters", "load_table"]
 
 
 class StateDictError(ConfigError, RuntimeError):
@@ -61,17 +62,17 @@ class ShardedTable(nn.Module):
         self.locals = dict(parameters)
         self.settle: Callable[..., None] | None = None  # of rows that may be in a cache
         self._has_optimizer = has_optimizer
-        self._kept: list[tuple[str, nn.Parameter, int, bool]] = []  # name, parameter, memory, requires_grad
+        self.kept: list[tuple[str, nn.Parameter, int, bool]] = []  # name, parameter, memory, requires_grad
         for shard, parameter in self.locals.items():
             alone = shard is None or len(self.locals) == 1
             name = "weight" if alone else f"weight_r{shard.row_start}_c{shard.col_start}"  # type: ignore[union-attr]
             self.register_parameter(name, parameter)
-            self._kept.append((name, parameter, parameter.data_ptr(), parameter.requires_grad))
+            self.kept.append((name, parameter, parameter.data_ptr(), parameter.requires_grad))
 
     def fault(self) -> str:
         """What was done to a parameter that the kernels, which read its memory, do not see; "" for nothing."""
         now = self._parameters
-        for name, parameter, memory, requires_grad in self._kept:
+        for name, parameter, memory, requires_grad in self.kept:
             is_kept = now.get(name) is parameter and parameter.data_ptr() == memory
             if is_kept and parameter.requires_grad is requires_grad:
                 continue
@@ -152,6 +153,37 @@ class ShardedTable(nn.Module):
             value: (num_embeddings, embedding_dim), or a ShardedTensor of it; without :meth:`value_fault`.
         """
         load_table(self.tensors(to_write=True), value)
+
+
+class TableWatch:
+    """Notices what is done to the parameters of tables, in as little time as a step can spare.
+
+    Args:
+        tables: of a collection.
+    """
+
+    def __init__(self, tables: Sequence[ShardedTable]) -> None:
+        self._tables = tables
+        kept = [(table._parameters, *entry) for table in tables for entry in table.kept]
+        self._holders = [holder for holder, *_ in kept]
+        self._names = [name for _, name, *_ in kept]
+        self._parameters = [parameter for _, _, parameter, *_ in kept]
+        self._memory = [memory for *_, memory, _ in kept]
+        self._trains = [requires_grad for *_, requires_grad in kept]
+
+    def fault(self) -> str:
+        """What was done to a parameter that lookups cannot follow; "" for nothing."""
+        parameters = self._parameters
+        if (
+            all(map(is_, map(dict.get, self._holders, self._names), parameters))
+            and list(map(Tensor.data_ptr, parameters)) == self._memory
+            and list(map(_REQUIRES_GRAD, parameters)) == self._trains
+        ):
+            return ""
+        return next(filter(None, (table.fault() for table in self._tables)), "")
+
+
+_REQUIRES_GRAD = Tensor.requires_grad.__get__  # type: ignore[attr-defined]
 
 
 def averaged_parameters(module: nn.Module, held: list[nn.Parameter], *, dense: bool) -> list[nn.Parameter]:

@@ -14,11 +14,12 @@ from torch import Tensor
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor, KeyedTensor
 
 from shardrec.errors import AnomalyError, ConfigError, InputError, PeerError, ShardrecError
-from shardrec.exchange.call import Caller, GradMode
-from shardrec.exchange.calls_ahead import Ahead
-from shardrec.exchange.context import ForwardState, ModelContext
 from shardrec.exchange.headers import FORWARD_FAILED, ForwardFailed
+from shardrec.modules.collection import ShardedCollection
 from shardrec.modules.sharded_model import dense_signature
+from shardrec.step.calls_ahead import Ahead
+from shardrec.step.context import ForwardState, ModelContext
+from shardrec.step.in_flight import GradMode
 
 __all__ = ["Lookahead", "tell_others"]
 
@@ -80,7 +81,7 @@ class Lookahead:
         self._depth = depth
         self._device = device
         self._slots: deque[_Slot] = deque()
-        self._input_paths: list[tuple[Caller, Path, GradMode]] | None = None
+        self._input_paths: list[tuple[ShardedCollection, Path, GradMode]] | None = None
         self._has_warned = False
         on_gpu = device.type == "cuda"
         # Their short kernels go before those of the step under way.
@@ -169,9 +170,14 @@ class Lookahead:
         try:
             with _on(self._ids, slot.ready):
                 _keep(slot.batch, self._ids)
-                calls = [(module, _at(slot.batch, path), mode) for module, path, mode in self._input_paths]
-                # A model that calls a module for some batches only does so for those that have its features.
-                slot.ahead = Ahead(context.headers, [call for call in calls if call[1] is not None])
+                calls = []
+                for module, path, mode in self._input_paths:
+                    features = _at(slot.batch, path)
+                    # A model that calls a module for some batches only does so for those that have its features.
+                    if features is not None:
+                        with mode.entered():
+                            calls.append((module, features, module.begin(features)))
+                slot.ahead = Ahead(context.headers, calls)
         except Exception as error:
             slot.error = error
         finally:
@@ -205,7 +211,7 @@ class Lookahead:
                     slot.ahead.find_rows()
                 slot.ready = None if self._ids is None else self._ids.record_event()
         except ForwardFailed:
-            context.queue.forget_call_batching()
+            context.step.forget_call_batching()
             raise
         except InputError as error:
             if slot is None:
@@ -223,8 +229,8 @@ class Lookahead:
             _keep(slot.batch, main)
         if context is None:
             return forward(slot.batch)
-        observed = context.queue.observed = [] if self._depth else None
-        context.queue.ahead = slot.ahead
+        observed = context.step.observed = [] if self._depth else None
+        context.step.ahead = slot.ahead
         try:
             if slot.ready is not None and slot.ahead is not None:
                 # What was made on the other stream is read on this one, and freed when the host is done with it.
@@ -239,12 +245,12 @@ class Lookahead:
             self._fail(slot, observed, error)
             raise
         finally:
-            context.queue.observed = None
-            context.queue.ahead = None
+            context.step.observed = None
+            context.step.ahead = None
             slot.let_go()
         return result
 
-    def _fail(self, slot: _Slot, observed: list[tuple[Caller, object, GradMode]] | None, error: Exception) -> None:
+    def _fail(self, slot: _Slot, observed: list[tuple[Any, object, GradMode]] | None, error: Exception) -> None:
         """Let the other ranks finish this forward, and tell them, before its backward.
 
         Raises:
@@ -257,14 +263,14 @@ class Lookahead:
         if not self._input_paths or context.collectives.world_size == 1:
             return
         if slot.ahead is not None:
-            context.queue.serve(slot.ahead)
-        context.queue.forget_call_batching()
+            context.step.serve(slot.ahead)
+        context.step.forget_call_batching()
         try:
             context.headers.fail_all(f"the model's forward failed: {_words(error)}", FORWARD_FAILED)
         except InputError as shared:
             raise shared from error
 
-    def _find_input_paths(self, slot: _Slot, observed: list[tuple[Caller, object, GradMode]] | None) -> None:
+    def _find_input_paths(self, slot: _Slot, observed: list[tuple[Any, object, GradMode]] | None) -> None:
         """Find the path in the batch of the features of each call of this step, and its modes."""
         if observed is None:
             return

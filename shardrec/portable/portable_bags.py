@@ -34,7 +34,7 @@ class PortableBags(PortableTwin):
         super().__init__(collection, parallel_lookups)
         route, outputs = collection.input.route, collection.lookups
         self.embedding_bags = parameters_of(collection.embedding_bags)
-        replicated = collection.replicated_lookups
+        replicated = tuple(lookup for lookup in collection.lookups if lookup.layout.replicated)
         numbers = [collection.replica_number[lookup.layout.name] for lookup in replicated]
         replicas = collection.replicas
         self.replicas = nn.ModuleList([] if replicas is None else [replicas.scripted(numbers, pooled=True)])

@@ -1,6 +1,6 @@
 """A batch checked, cut and exchanged by operators and plain data, as TorchScript and torch.export take them.
 
-What :mod:`shardrec.exchange.prepared_input` and :mod:`payload` do for one module, by the same routes and in the same
+What :mod:`shardrec.step.begin` and :mod:`shardrec.step.ids` do for one module, by the same routes and in the same
 order of slots. Header and payload differ from the live driver's: a row of the header is fault | batch size | counts,
 without a checksum; weights have a separate all-to-all; wide ids widen the lengths. A batch size per feature is not
 supported and raises a fault. Sums inside hosts are not needed (the output is the same without them).
@@ -31,8 +31,8 @@ from shardrec.exchange.batch import NO_LIMIT, fit
 from shardrec.exchange.check import add_up, are_sound
 from shardrec.exchange.collectives import Collectives
 from shardrec.exchange.cut import in_blocks, permuted
-from shardrec.exchange.prepared_input import InputPacker
 from shardrec.exchange.to_device import staged
+from shardrec.step.step_plan import InputPlan
 
 __all__ = ["FAULTS", "Checked", "PortableInput", "Received", "constant"]
 
@@ -109,7 +109,7 @@ class PortableInput(nn.Module):
         group_name: of the process group; a process that loads the saved program may set another.
     """
 
-    def __init__(self, exchange: InputPacker, collectives: Collectives) -> None:
+    def __init__(self, exchange: InputPlan, collectives: Collectives) -> None:
         super().__init__()
         route, cutter, expect = exchange.route, exchange.cutter, exchange.expect
         self.policies = dict_of(int, {feature: POLICIES.index(policy) for feature, policy in expect.on_bad_id.items()})

@@ -1,7 +1,7 @@
 """A sharded embedding collection as operators and plain data: its portable twin.
 
 It takes the steps of :mod:`shardrec.modules.sequences`, :mod:`shardrec.exchange.dedup` and
-:mod:`shardrec.exchange.row_output`.
+:mod:`shardrec.step.sequences`.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
 from shardrec._torchscript import counts_of, list_of
 from shardrec.exchange.bad_ids import places_of_rows
 from shardrec.exchange.dedup import distinct
-from shardrec.exchange.row_output import column_unit_targets
 from shardrec.modules.live_twins import parameters_of
 from shardrec.pending import Await, awaitable
 from shardrec.portable.portable_input import Received, constant
 from shardrec.portable.portable_module import PortableTwin, arrived_rows
+from shardrec.step.sequences import column_unit_targets
 
 if TYPE_CHECKING:
     from shardrec.modules.sequences import ShardedEmbeddingCollection

@@ -25,7 +25,6 @@ from torch.utils import _pytree as pytree
 from shardrec._dynamo import left_alone, passed_over
 from shardrec.errors import ConfigError, PeerError
 from shardrec.exchange.backward_watch import weak_hook
-from shardrec.exchange.context import ModelContext
 from shardrec.exchange.headers import checksum
 from shardrec.exchange.subgroups import subgroup
 from shardrec.exchange.transport import timeout_s
@@ -34,6 +33,7 @@ from shardrec.modules.dense import DenseOptions, DenseWrap
 from shardrec.modules.sharded_model import ShardedModel
 from shardrec.replicas.elastic import ElasticGroup, Phase
 from shardrec.replicas.replicas import Replicas
+from shardrec.step.context import ModelContext
 
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.stateful import Stateful

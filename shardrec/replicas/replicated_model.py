@@ -27,12 +27,12 @@ from torch import nn
 
 from shardrec._dynamo import left_alone, passed_over
 from shardrec.errors import AnomalyError, InputError, PeerError
-from shardrec.exchange.context import ModelContext
 from shardrec.exchange.headers import Headers
 from shardrec.layout import ShardingPlan
 from shardrec.modules.dense import DenseOptions, DenseWrap
 from shardrec.modules.sharded_model import ShardedModel
 from shardrec.replicas.replicas import Averager, ReplicaGroups, Replicas
+from shardrec.step.context import ModelContext
 
 __all__ = ["ReplicatedModel"]
 

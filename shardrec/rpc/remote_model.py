@@ -20,7 +20,6 @@ from shardrec.errors import CheckpointError, ConfigError, PeerError, PlanError, 
 from shardrec.exchange.bad_ids import policies_of
 from shardrec.exchange.batch import OnBadId
 from shardrec.exchange.collectives import collectives_of
-from shardrec.exchange.context import ExchangeOptions, ModelContext
 from shardrec.layout import ShardingPlan, Topology
 from shardrec.layout.discover import collections_of, remappers_of, table_shapes
 from shardrec.modules.collection import ShardedCollection
@@ -39,6 +38,7 @@ from shardrec.rpc.client import Connections
 from shardrec.rpc.remote_storage import RemoteTable, remote_storage
 from shardrec.rpc.server import fused_optimizers_of
 from shardrec.rpc.trainer_collectives import RemoteCollectives
+from shardrec.step.context import ExchangeOptions, ModelContext
 
 __all__ = ["RemoteModel", "shard_over_servers"]
 

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from shardrec.errors import ConfigError
-from shardrec.exchange.prepared_input import InputPacker, Prepared, SentIds
 from shardrec.layout import Shard, TableLayout
 from shardrec.lookup.deferred import DeferredGradients
 from shardrec.lookup.optimizers import FusedOptimizer
@@ -18,6 +17,7 @@ from shardrec.lookup.shards import ShardLookup
 from shardrec.modules.storage import Storage
 from shardrec.modules.table import ShardedTable, load_table
 from shardrec.rpc.trainer_collectives import RemoteCollectives, words
+from shardrec.step.in_flight import InFlight
 
 __all__ = ["RemoteTable", "remote_storage"]
 
@@ -115,19 +115,20 @@ def remote_storage(collectives: RemoteCollectives, number: int) -> Storage:
     def table(layout: TableLayout, *arguments: Any, **named: Any) -> ShardedTable:
         return (ShardedTable if layout.replicated else partial(RemoteTable, collectives))(layout, *arguments, **named)
 
-    def add_request(input: InputPacker, prepared: Prepared, sent: SentIds) -> None:
-        """Let a batch's ids go with the lookup that is to come."""
-        if prepared.weights_require_grad:
+    def add_request(call: InFlight) -> None:
+        """Let a call's ids go with the lookup that is to come."""
+        if call.learned_weights is not None:
             collectives.drop_requests()
-            tables = ", ".join(repr(table) for _, table, _ in input.expect.tables)
+            tables = ", ".join(repr(table) for _, table, _ in call.input.expect.tables)
             raise ConfigError(
                 f"the ids of tables {tables} have weights that take a gradient, which servers do not send back; detach "
                 "the weights, or shard the tables by collectives"
             )
-        size, bag_words = prepared.lengths.size(1), input.payload.bag_words(prepared.slot_sizes)
-        of_ranks = zip(bag_words, sent.counts, sent.parts, strict=True)
-        parts = [(number, [size, bags, *counts], words(pieces)) for bags, counts, pieces in of_ranks]
+        assert call.parts is not None, "ids are packed before rows are looked up"
+        bag_words = call.input.payload.bag_words(call.slot_sizes)
+        of_ranks = zip(bag_words, call.counts, call.parts, strict=True)
+        parts = [(number, [call.size, bags, *counts], words(pieces)) for bags, counts, pieces in of_ranks]
         collectives.add_request(parts[collectives.trainers.world_size :])
 
     shards = partial(RemoteShards, collectives, number)
-    return Storage(shards=shards, table=table, portable=False, on_row_exchange=add_request)
+    return Storage(shards=shards, table=table, portable=False, before_rows=add_request)

@@ -29,8 +29,6 @@ from shardrec.checkpoint import load_checkpoint
 from shardrec.checkpoint.save import write_part
 from shardrec.checkpoint.state import table_tensors
 from shardrec.errors import BusyError, ConfigError, InputError, PeerError, PlanError
-from shardrec.exchange.context import ModelContext
-from shardrec.exchange.row_exchange import Stream
 from shardrec.layout import Shard, ShardingPlan
 from shardrec.layout.discover import collections_of, table_shapes
 from shardrec.lookup.optimizers import FusedOptimizer
@@ -42,6 +40,9 @@ from shardrec.modules.tied_weights import refuse_ties
 from shardrec.rpc.batching import Request, RequestQueue, complete
 from shardrec.rpc.messages import Answer, Part, check_gradient, check_parts, failure
 from shardrec.rpc.server_collectives import ServerCollectives
+from shardrec.step.context import ModelContext
+from shardrec.step.look_up import LookedUp
+from shardrec.step.look_up import look_up as look_up_rows
 
 __all__ = ["EmbeddingServer", "call", "fused_optimizers_of", "look_up", "push", "take_rows"]
 
@@ -348,9 +349,9 @@ class EmbeddingServer:
                         if part[0] == number
                     ]
                     if places:
-                        stream = self._serve(collection, [requests[owner].parts[place] for owner, place in places])
-                        flat = stream.flat.reshape(-1).cpu()
-                        for (owner, place), piece in zip(places, flat.split(_sizes(stream)), strict=True):
+                        parts = [requests[owner].parts[place] for owner, place in places]
+                        flat, sizes = _rows(self._look_up_parts(collection, parts))
+                        for (owner, place), piece in zip(places, flat.cpu().split(sizes), strict=True):
                             rows_of[owner][place] = piece
                         self._counts["lookups"] += 1
             answers: list[Answer] = [
@@ -380,34 +381,39 @@ class EmbeddingServer:
             [place for place, collection_number in enumerate(numbers[0]) if collection_number == number]
             for number in sorted(set(numbers[0]))
         ]
-        with torch.enable_grad():
-            streams = [
-                self._serve(
-                    self._collections[numbers[0][places[0]]], [push.parts[place] for place in places for push in pushes]
+        with torch.no_grad():
+            looked_up = [
+                self._look_up_parts(
+                    self._collections[numbers[0][places[0]]],
+                    [push.parts[place] for place in places for push in pushes],
+                    to_update=True,
                 )
                 for places in together
             ]
             sizes = [[0] * len(numbers[0]) for _ in pushes]  # per trainer and place
-            for places, stream in zip(together, streams, strict=True):
+            for places, rows in zip(together, looked_up, strict=True):
                 owners = ((owner, place) for place in places for owner in range(len(pushes)))
-                for (owner, place), size in zip(owners, _sizes(stream), strict=True):
+                for (owner, place), size in zip(owners, _rows(rows)[1], strict=True):
                     sizes[owner][place] = size
             wanted, got = list(map(sum, sizes)), [push.gradient.numel() for push in pushes]
             if numbers[0] and got != wanted:
                 raise InputError(f"the trainers push {got} gradients for {wanted} values that they looked up")
             pieces = [push.gradient.split(of_places) for push, of_places in zip(pushes, sizes, strict=True)]
-            for places, stream in zip(together, streams, strict=True):
-                flat = stream.flat
-                if flat.requires_grad:
-                    gradient = torch.cat([of_push[place] for place in places for of_push in pieces]).to(flat.device)
-                    flat.backward(gradient.view(flat.shape))
+            for places, rows in zip(together, looked_up, strict=True):
+                gradient = torch.cat([of_push[place] for place in places for of_push in pieces])
+                received = rows.received
+                of_rows, _ = rows.plan.output.returned(gradient.to(received.lengths.device), received)
+                rows.update(of_rows, is_last=True)
         self._counts["updates"] += 1
         return 0
 
-    def _serve(self, collection: ShardedCollection, parts: Sequence[Part]) -> Stream:
-        device = collection.device
+    def _look_up_parts(
+        self, collection: ShardedCollection, parts: Sequence[Part], *, to_update: bool = False
+    ) -> LookedUp:
+        """The rows of this server's shards for parts of requests."""
+        plan, device = collection.step_plan, collection.device
         headers, words = [part[1] for part in parts], [part[2].to(device) for part in parts]
-        return collection.serve(collection.input.payload.unpack(words, headers))
+        return look_up_rows(plan, plan.input.payload.unpack(words, headers), to_update=to_update)
 
     def _expire(self) -> float:
         """Give up updates whose other trainers have not come; returns the seconds until the next may be due."""
@@ -450,9 +456,10 @@ def _no_updates(collections: Sequence[ShardedCollection]) -> str:
     return ""
 
 
-def _sizes(stream: Stream) -> list[int]:
-    """Elements for each request."""
-    return [sum(rows * cols for rows, cols in shapes) for shapes in stream.out]
+def _rows(looked_up: LookedUp) -> tuple[Tensor, list[int]]:
+    """What was looked up, flat, one request after the other, and the elements of each."""
+    flat, out = looked_up.plan.output.outgoing(looked_up.rows, looked_up.received)
+    return flat, [sum(rows * cols for rows, cols in shapes) for shapes in out]
 
 
 def _rect(shard: Shard) -> list[int]:

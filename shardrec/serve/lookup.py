@@ -19,10 +19,11 @@ from shardrec.exchange.gradients import Gradients
 from shardrec.exchange.payload import ShardInput
 from shardrec.exchange.route import Slot
 from shardrec.layout import Shard
+from shardrec.lookup.backward import Kept
 from shardrec.lookup.groups import LookupGroup, LookupTable
 from shardrec.lookup.replicated import ReplicatedLookup
 from shardrec.lookup.scripted import NoTables
-from shardrec.lookup.shards import ShardLookup
+from shardrec.lookup.shards import LookupInputs, ShardLookup
 from shardrec.modules.collection import ShardedCollection
 from shardrec.modules.storage import Storage
 from shardrec.modules.table import ShardedTable
@@ -105,8 +106,10 @@ class ServedShards(ShardLookup):
             self.memory.update(zip(places, tables.rows, strict=True))
         self.shards = tuple(self.memory)
 
-    def rows(self, shard_input: ShardInput) -> list[Tensor]:
-        """Per group, (B_all, D_group) pooled columns, or (n, w) rows without pooling."""
+    def rows(
+        self, shard_input: ShardInput, *, to_update: bool = False
+    ) -> tuple[list[Tensor], LookupInputs, list[Kept]]:
+        """Per group, (B_all, D_group) pooled columns, or (n, w) rows without pooling; nothing that an update takes."""
         starts = [0, *accumulate(shard_input.group_ids)]
         slots = [0, *accumulate(self.group_slots)]
         looked_up = []
@@ -115,7 +118,7 @@ class ServedShards(ShardLookup):
             lengths = shard_input.lengths[slots[group] : slots[group + 1]]
             weights = None if shard_input.weights is None else shard_input.weights[span]
             looked_up.append(module(shard_input.ids[span], lengths, weights))
-        return looked_up
+        return looked_up, (), []
 
     def scripted(self) -> tuple[nn.ModuleList, list[int]]:
         """The same modules for TorchScript, and the number of this rank's slots in each."""

@@ -11,7 +11,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shardrec.errors import ConfigError
-from shardrec.exchange.context import ModelContext
 from shardrec.exchange.peers import peers
 from shardrec.modules import ShardedEmbeddingBagCollection, ShardedModel
 from shardrec.modules.collection import ShardedCollection
@@ -20,6 +19,7 @@ from shardrec.serve.format import WeightFormat
 from shardrec.serve.lookup import served_memory, served_storage
 from shardrec.serve.row_bytes import encode, fault_of, row_ranges
 from shardrec.serve.served_model import ServedModel
+from shardrec.step.context import ModelContext
 
 __all__ = ["quantize", "table_formats", "whole_row_ranges"]
 

@@ -12,12 +12,12 @@ from torch import nn
 from torch.utils._pytree import tree_map
 
 from shardrec.errors import ConfigError
-from shardrec.exchange.context import ModelContext
 from shardrec.layout import ShardingPlan
 from shardrec.modules import ShardedModel
 from shardrec.pending import wait
 from shardrec.serve.format import WeightFormat
 from shardrec.serve.lookup import served_memory
+from shardrec.step.context import ModelContext
 
 if TYPE_CHECKING:
     from shardrec.serve.follower import Follower

@@ -9,7 +9,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
-from shardrec.exchange.call import Call
+from shardrec.step.in_flight import Call
 from shardrec.exchange.route import Lookup, Route, build_route
 from shardrec.layout import ShardingPlan
 from tests.plans import random_plan, random_tables, random_topology

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardrec.exchange.call_batching import CallBatching
+from shardrec.step.call_batching import CallBatching
 
 MODULES = 7
 LENGTHS = st.lists(st.integers(1, MODULES - 1), max_size=4)

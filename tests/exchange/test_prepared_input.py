@@ -11,7 +11,7 @@ from hypothesis import given
 from shardrec.errors import InputError
 from shardrec.exchange.batch import Expectation
 from shardrec.exchange.call import exchange_ids
-from shardrec.exchange.context import ModelContext
+from shardrec.step.context import ModelContext
 from shardrec.exchange.payload import ShardInput
 from shardrec.exchange.prepared_input import InputPacker
 from tests.batches import Bags, random_bags
@@ -32,7 +32,7 @@ class Exchange:
         self.input = InputPacker(case.route, expect, self.context.headers)
 
     def __call__(self, features: object, agreement: str) -> ShardInput:
-        call = Asking(self.context.queue.used, self.input, self.input.prepare(features, agreement), requires_grad=True)
+        call = Asking(self.context.step.used, self.input, self.input.prepare(features, agreement), requires_grad=True)
         exchange_ids(self.context.headers, [call])
         return call.received()
 

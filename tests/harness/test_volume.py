@@ -29,7 +29,7 @@ from benchmarks.harness.volume import (
 )
 from shardrec.exchange.batch import Expectation
 from shardrec.exchange.call import exchange_ids
-from shardrec.exchange.context import ExchangeOptions, ModelContext
+from shardrec.step.context import ExchangeOptions, ModelContext
 from shardrec.exchange.prepared_input import InputPacker
 from shardrec.exchange.wire_format import QuantizedComms
 from shardrec.layout import ShardingPlan, Topology, cuts
@@ -188,7 +188,7 @@ def run_step(
         modules = [member.build(plan, context) for member in members]
         batches = [member.batches[threads.rank] for member in members]
         features = [with_leaf(one) if member.learned else one for member, one in zip(members, batches, strict=True)]
-        with torch.set_grad_enabled(train), context.queue.forward():
+        with torch.set_grad_enabled(train), context.step.forward():
             outputs = [module(one) for module, one in zip(modules, features, strict=True)]
         total = torch.stack([total_of(output) for output in outputs]).sum()
         if train:
@@ -238,7 +238,7 @@ def test_ids_that_need_64_bits(rng: Random) -> None:
         context = ModelContext(counting, CPU)
         lookups = tuple((one.feature, one.layout.name, one.layout.num_embeddings) for one in case.lookups)
         exchange = InputPacker(case.route, Expectation(tables=lookups, weighted=weighted, device=CPU), context.headers)
-        call = Asking(context.queue.used, exchange, exchange.prepare(batches[threads.rank], ""), requires_grad=True)
+        call = Asking(context.step.used, exchange, exchange.prepare(batches[threads.rank], ""), requires_grad=True)
         exchange_ids(context.headers, [call])
         call.received()
         return counting.take()

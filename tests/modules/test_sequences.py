@@ -11,10 +11,12 @@ import torchrec
 from torchrec import KeyedJaggedTensor
 
 from shardrec.errors import ConfigError, InputError, PlanError
-from shardrec.exchange.row_output import _Pack
+from shardrec.exchange.payload import ShardInput
+from shardrec.exchange.route import Lookup, build_route
 from shardrec.layout import ShardingPlan, Topology, cuts
 from shardrec.modules import ShardedEmbeddingCollection, shard
 from shardrec.modules.sequences import distinct_ids_pay
+from shardrec.step.sequences import SequenceOutput
 from tests.collective_counts import CountCollectives
 from tests.large_tensors import LargeTensors
 from tests.modules.sequence_models import DIM, ROWS, Holder, batch, collection
@@ -155,16 +157,30 @@ def test_rows_of_one_rank_are_not_put_in_another_order(optimizer: type[torch.opt
 
 
 def test_the_gradient_of_one_group_s_rows_is_not_copied_before_it_is_put_in_order() -> None:
-    """Two ranks have asked for 3 and 5 of them."""
-    order = torch.randperm(8, generator=torch.Generator().manual_seed(0))
-    rows = torch.rand(8, 4, requires_grad=True)
-    flat = _Pack.apply(((3,), (5,)), [order], rows)  # type: ignore[no-untyped-call]
-    gradient = torch.rand(32)
+    """Two ranks have asked for 3 and 5 of two features of a table."""
+    layout = cuts.table_wise("t", 9, 4, rank=0)
+    lookups = [Lookup(feature=feature, layout=layout, group=0, output=feature) for feature in "ab"]
+    route = build_route(lookups, 2, 1)
+    output = SequenceOutput(
+        route, lookups, lookups, {}, group_widths=[4], dim=4, rank=0, device=torch.device("cpu")
+    )
+    received = ShardInput(
+        lengths=torch.tensor([[1, 3], [2, 2]], dtype=torch.int32),
+        ids=torch.zeros(8, dtype=torch.int32),
+        weights=None,
+        batch_sizes=(1, 1),
+        group_ids=(8,),
+        counts=((3,), (5,)),
+        slot_sizes=(None, None),
+    )
+    rows, gradient = torch.rand(8, 4), torch.rand(32)
+    order = [0, 4, 5, 1, 2, 3, 6, 7]
+    flat, _ = output.outgoing([rows], received)
+    assert torch.equal(flat.view(8, 4), rows[order])
     with LargeTensors(4 * 32) as made:
-        flat.backward(gradient)
+        (returned,) = output.returned(gradient, received)
     assert sum(made.made.values()) == 1, made.made
-    assert rows.grad is not None
-    assert torch.equal(rows.grad[order].flatten(), gradient)
+    assert torch.equal(returned[order].flatten(), gradient)
 
 
 def test_a_backward_of_before_a_reshard_is_refused_where_rows_of_one_rank_stay_in_place() -> None:

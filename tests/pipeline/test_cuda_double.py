@@ -20,7 +20,7 @@ from tests.models import click_model, feature_rows
 from tests.modules import clicks
 from tests.modules.clicks import CONFIGS, dense_parameters, mixed_plan
 
-HEADER = "exchange/call.py"
+HEADER = "step/ids.py"
 
 
 @pytest.mark.some(1)

@@ -2,7 +2,7 @@
 
 ::
 
-    ahead = Ahead(headers, calls)   the batches are checked and cut; needs no other rank
+    ahead = Ahead(headers, calls)   calls whose batches are checked and cut; needs no other rank
     ahead.exchange()                header, which all ranks wait for; the payload is on its way
     ahead.prefetch()                rows of tables behind a cache are loaded, when the ids are there
     module(features)                in the forward: takes the prepared call, only its rows are exchanged
@@ -18,8 +18,10 @@ from contextlib import suppress
 from typing import Any
 
 from shardrec.errors import ConfigError, ShardrecError
-from shardrec.exchange.call import Call, Caller, GradMode, exchange_ids, split_by_compatibility
 from shardrec.exchange.headers import Headers
+from shardrec.step.exchange import finish
+from shardrec.step.ids import exchange_ids, split_by_compatibility
+from shardrec.step.in_flight import GradMode, InFlight
 
 __all__ = ["Ahead"]
 
@@ -29,24 +31,21 @@ class Ahead:
 
     Args:
         headers: of the model.
-        calls: each module with its features, in its expected mode; as an attribute, the :class:`Call` of each.
+        calls: each module with its features and its call, which was begun; as an attribute, the calls.
     """
 
-    def __init__(self, headers: Headers, calls: Sequence[tuple[Caller, object, GradMode]]) -> None:
+    def __init__(self, headers: Headers, calls: Sequence[tuple[object, object, InFlight]]) -> None:
         self._headers, self._plans = headers, headers.plans
-        self._left: list[tuple[Caller, object, Call]] = []
-        self._in_other_mode: list[Call] = []
-        for module, features, mode in calls:
-            with mode.entered():
-                self._left.append((module, features, module.new_call(features)))
+        self._left = list(calls)
+        self._in_other_mode: list[InFlight] = []
         self.calls = [call for _, _, call in self._left]
 
-    def take(self, module: Caller, features: object) -> Call | None:
-        """The prepared call of a module with this features object, in these modes, at most once; else None."""
-        mode = GradMode.current(), module.assigns_new_ids()
+    def take(self, module: object, features: object, *, assigns_new_ids: bool) -> InFlight | None:
+        """The call of a module with this features object, in these modes, at most once; else None."""
+        mode = GradMode.current(), assigns_new_ids
         for place, (known_module, known_features, call) in enumerate(self._left):
             if known_module is module and known_features is features:
-                if (call.grad_mode, call.assigns_new_ids) == mode:
+                if (call.mode, call.assigns_new_ids) == mode:
                     del self._left[place]
                     return call
                 self._in_other_mode.append(call)
@@ -59,7 +58,7 @@ class Ahead:
             ConfigError: on every rank, before the backward.
         """
         for module, _, call in self._left:
-            if call in self._in_other_mode and call.is_launched and (call.grad_mode.gradients or call.assigns_new_ids):
+            if call in self._in_other_mode and call.is_launched and (call.mode.gradients or call.assigns_new_ids):
                 tables = ", ".join(repr(name) for name in {name: None for _, name, _ in call.input.expect.tables})
                 raise ConfigError(
                     f"{type(module).__name__} of tables {tables} is called in another mode (torch.no_grad, "
@@ -89,20 +88,25 @@ class Ahead:
             exchange_ids(self._headers, calls)
 
     def find_rows(self) -> None:
-        """On a GPU: begin what a lookup does without the tables, on the current stream."""
+        """On a GPU: begin to map dynamic ids, behind the computation of the previous batch, on the current stream."""
         for call in self.calls:
-            call.find_rows()
+            if call.step.id_maps is not None and call.assigns_new_ids:
+                call.found_rows = call.step.id_maps.find_rows(call.wait_for_ids())
 
     def prefetch(self) -> None:
         """Load rows into the caches of tables that have one; the ids have to be under way."""
-        for module, _, call in self._left:
-            if module.id_maps is None:  # which give ids their rows in the forward
-                module.shards.prefetch(call.received)
+        for call in self.calls:
+            if call.step.id_maps is None:  # which give ids their rows in the forward
+                call.step.lookup.prefetch(call.wait_for_ids)
 
     def arrived(self) -> list[Any]:
-        """The calls' records of tensors; waits for the ids that were exchanged."""
+        """The calls' tensors; waits for the ids that were exchanged."""
         return [
-            (call.prepared, call.sent, call.found_rows, None if call.sent is None else call.received())
+            (
+                (call.batch, call.given, call.to_send, call.cut, call.lengths, call.distinct_index, call.bad_ids),
+                (call.full, call.parts, call.slot_ids, call.positions, call.found_rows),
+                call.wait_for_ids() if call.is_sent else None,
+            )
             for call in self.calls
         ]
 
@@ -111,6 +115,6 @@ class Ahead:
         for _, _, call in self._left:
             if call.is_launched:
                 with suppress(ShardrecError):  # whose cause the next exchange meets, too
-                    call.value()
-            elif call.sent is not None:
-                call.received()
+                    finish(call)
+            elif call.is_sent:
+                call.wait_for_ids()

@@ -5,7 +5,7 @@
     forward    features ── issue_lookup ──► ticket ── arrive ──► value
     backward   tables updated ◄── finish_backward ── ticket ◄── give_gradient ── gradient
 
-An operator takes tensors, numbers and text, and calls the module: it uses the queue, exchange and kernels of eager
+An operator takes tensors, numbers and text, and calls the module: it uses the step, exchange and kernels of eager
 mode, and so has every feature of the eager model. Code between two of the operators overlaps with the exchange. Updates
 of tables are hidden from a compiler, which therefore cannot copy, move or repeat them.
 
@@ -42,9 +42,10 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from shardrec.errors import ConfigError, InputError
 from shardrec.exchange.batch import Expectation, form_fault, length_fault
-from shardrec.exchange.call import Call, Caller
-from shardrec.exchange.context import ModelContext
-from shardrec.exchange.row_exchange import BlocksInFlight
+from shardrec.modules.collection import ShardedCollection
+from shardrec.step.context import ModelContext
+from shardrec.step.exchange import SharedExchange, finish
+from shardrec.step.in_flight import InFlight
 
 __all__ = ["Program"]
 
@@ -89,7 +90,7 @@ def _with_autograd(gradients: bool) -> Iterator[None]:
 
 
 @contextmanager
-def _in_mode(module: Caller, training: bool | None) -> Iterator[None]:
+def _in_mode(module: ShardedCollection, training: bool | None) -> Iterator[None]:
     """Run calls made inside with the module in training mode or not; None keeps its mode."""
     was_training = module.training
     module.training = was_training if training is None else training
@@ -108,7 +109,7 @@ class _Issued:
         replicas: parameters of the module's replicated tables.
     """
 
-    def __init__(self, call: Call, weights: Tensor | None, replicas: Sequence[Tensor]) -> None:
+    def __init__(self, call: InFlight, weights: Tensor | None, replicas: Sequence[Tensor]) -> None:
         self.call = call
         self.weights = weights
         self.replicas = replicas
@@ -120,11 +121,11 @@ class _Backward:
     """The backward of one exchange, in two halves.
 
     Args:
-        flight: the exchange.
+        exchange: that is gone back.
     """
 
-    def __init__(self, flight: BlocksInFlight) -> None:
-        self._sent, self._leaves = flight.cut_graph()
+    def __init__(self, exchange: SharedExchange) -> None:
+        self._sent, self._leaves = exchange.cut_graph()
         self._arrived: list[weakref.ref[_Issued]] = []
         self._given: dict[_Issued, Tensor] = {}
         self._returning: list[tuple[Tensor, Tensor]] = []
@@ -184,7 +185,7 @@ def _receive(returning: list[tuple[Tensor, Tensor]]) -> None:
             torch.autograd.backward(sent, gradients, retain_graph=True)
 
 
-_BACKWARDS: weakref.WeakKeyDictionary[BlocksInFlight, _Backward] = weakref.WeakKeyDictionary()
+_BACKWARDS: weakref.WeakKeyDictionary[SharedExchange, _Backward] = weakref.WeakKeyDictionary()
 
 
 class Program:
@@ -201,7 +202,7 @@ class Program:
 
     def __init__(
         self,
-        module: Caller,
+        module: ShardedCollection,
         context: ModelContext,
         expect: Expectation,
         results: Callable[[Any], tuple[Tensor, Tensor, Tensor]],
@@ -242,7 +243,7 @@ class Program:
             if weights_require_grad and gradients:
                 weights.requires_grad_()
             self._kept[number] = _Issued(
-                self._context.queue.submit(self._module, features, by_operator=True, scripted=scripted is not None),
+                self._module.call(features, by_operator=True, scripted=scripted is not None),
                 weights if weights_require_grad and gradients else None,
                 self._replicas,
             )
@@ -250,7 +251,7 @@ class Program:
         return ticket
 
     @staticmethod
-    def expire(module: Caller, fault: str) -> None:
+    def expire(module: ShardedCollection, fault: str) -> None:
         """Let the programs that use a module raise a ConfigError at their next call of it."""
         for program in list(_PROGRAMS.values()):
             if program._module is module:
@@ -260,13 +261,15 @@ class Program:
         """Wait for a call's rows; the value first."""
         issued = self._kept[int(ticket)]
         call = issued.call
-        with _with_autograd(call.grad_mode.gradients), call.mode():
-            if call.grad_mode.gradients:
-                flight = call.flight()
-                if flight not in _BACKWARDS:
-                    _BACKWARDS[flight] = _Backward(flight)
-                issued.backward = _BACKWARDS[flight]
-            value, ids, numbers = self._results(call.value())
+        step = self._context.step
+        with _with_autograd(call.mode.gradients), call.mode.entered():
+            step.use(call)
+            exchange = call.exchange
+            if call.mode.gradients and exchange is not None:
+                if exchange not in _BACKWARDS:
+                    _BACKWARDS[exchange] = _Backward(exchange)
+                issued.backward = _BACKWARDS[exchange]
+            value, ids, numbers = self._results(finish(call))
             if issued.backward is not None and value.requires_grad:
                 issued.value = value
                 issued.backward.arrived(issued)

@@ -1,4 +1,4 @@
-"""What the sharded modules of a model share: options, headers, gradients, the queue of calls, a forward's state."""
+"""What the sharded modules of a model share: options, headers, gradients, the step, a forward's state."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ import torch
 from shardrec.exchange.collectives import Collectives
 from shardrec.exchange.gradients import Gradients
 from shardrec.exchange.headers import Headers
-from shardrec.exchange.queue import ExchangeQueue
 from shardrec.exchange.wire_format import QuantizedComms
+from shardrec.step.step import Step
 
 if TYPE_CHECKING:
     from shardrec.exchange.batch import OnBadId
@@ -65,7 +65,7 @@ class ModelContext:
         headers: of the exchanges.
         everyone: of the ranks that train together: those of all replicas.
         gradients: of the model's ordinary parameters.
-        queue: of the modules' calls.
+        step: of the modules' calls.
         forward_state: of the forward that runs.
     """
 
@@ -75,5 +75,6 @@ class ModelContext:
         self.options = options or ExchangeOptions()
         self.headers = self.everyone = Headers(collectives, device)
         self.gradients = Gradients(collectives.report_failure, are_reduced=collectives.world_size == 1)
-        self.queue = ExchangeQueue(self.headers, self.options.comms, self.gradients.backward.begin)
+        self.step = Step(self.headers, self.options.comms)
+        self.step.rows.before_gradients = self.gradients.backward.begin
         self.forward_state = ForwardState()

@@ -1,0 +1,151 @@
+"""The first stages of a call, which need no other rank: read → check → cut.
+
+Shapes: F keys of the input, U features that the tables use, S slots of all ranks (see :mod:`shardrec.exchange.route`),
+B local batch size, N ids.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+from torch import Tensor, nn
+
+from shardrec.exchange.bad_ids import mended
+from shardrec.exchange.batch import Batch, Expectation, read_batch
+from shardrec.exchange.check import add_up, describe_fault, ids_are_valid
+from shardrec.step.in_flight import FullBatch, GradMode, InFlight
+from shardrec.step.step_plan import InputPlan, StepPlan
+
+__all__ = ["begin", "begin_call"]
+
+
+def begin(input: InputPlan, features: object, agreement: str, fault: str = "") -> InFlight:
+    """A call whose batch was checked and cut. Raises nothing for a faulty batch, of which the exchange tells all ranks;
+    waits for the device only for dynamic ids.
+
+    Args:
+        input: the module's exchange of ids.
+        features: a KeyedJaggedTensor; keys in any order, further keys are ignored.
+        agreement: what the ranks must have in common beyond the ids' dtype.
+        fault: of the module, or "".
+    """
+    given = read_batch(features, input.expect)
+    if isinstance(given, str):
+        fault, given = fault or given, _empty_batch(input.expect)
+    flight = InFlight(input, given, agreement, GradMode.current(), fault=fault, features=features)
+    weights = given.weights
+    if weights is not None and weights.requires_grad and flight.mode.gradients:
+        flight.learned_weights = weights
+    if input.world_size > 1:
+        flight.agreement = f"ids {str(given.values.dtype).removeprefix('torch.')}, {agreement}"
+        flight.agreement += "" if flight.learned_weights is None else ", weights with gradient"
+    _check(flight)
+    if flight.fault and flight.valid is None:
+        return flight  # there is nothing to send but the fault
+    flight.to_send = flight.batch
+    if input.distinct is not None:
+        flight.to_send, flight.distinct_index = input.distinct(flight.batch)
+    keep_positions = input.keeps_positions or flight.learned_weights is not None
+    flight.cut = input.cutter.cut(flight.to_send, keep_positions=keep_positions, given=given)
+    flight.lengths = flight.cut.lengths
+    if input.per_id:
+        _as_one_bag(flight)
+    elif flight.to_send.sizes is not None and input.world_size > 1:
+        flight.slot_sizes = _slot_sizes(input, flight.to_send.keys, flight.to_send.sizes)
+    return flight
+
+
+def begin_call(
+    plan: StepPlan, features: object, agreement: str, fault: str = "", *, assigns_new_ids: bool = False
+) -> InFlight:
+    """:func:`begin` of a call whose rows will be looked up.
+
+    Args:
+        plan: of the module.
+        features: as :func:`begin` takes them, like the next arguments.
+        agreement: as above.
+        fault: as above.
+        assigns_new_ids: whether it gives rows to new dynamic ids.
+    """
+    flight = begin(plan.input, features, agreement, fault)
+    flight.plan, flight.assigns_new_ids = plan, assigns_new_ids
+    flight.requires_grad = plan.trains_shards or flight.learned_weights is not None
+    if not flight.fault or flight.valid is not None:
+        flight.counted = plan.output.counted(flight)
+    return flight
+
+
+def _check(flight: InFlight) -> None:
+    """Find what is wrong with the batch: on the CPU ``fault`` says it, else ``valid`` on the device."""
+    input, given = flight.input, flight.given
+    limits, unlimited = input.limits(given.keys)
+    valid = ids_are_valid(given, limits, unlimited=unlimited)
+    whole, on_device = given, valid.is_cuda
+    if input.expect.on_bad_id and given.size and (on_device or not bool(valid)):
+        whole, valid, flight.bad_ids = _mended(input, given)
+    if on_device:
+        flight.valid = valid = torch.zeros_like(valid) if flight.fault else valid
+        lengths = whole.lengths.to(torch.int32) * valid
+    else:
+        if not flight.fault and not bool(valid):
+            flight.fault = describe_fault(given, input.expect)
+        if flight.fault:
+            return
+        lengths = whole.lengths.to(torch.int32, copy=True)  # the caller's memory may change before backward reads it
+    with_dropped = whole.with_dropped
+    if with_dropped is not None and on_device:
+        with_dropped = replace(with_dropped, lengths=with_dropped.lengths * valid)
+    flight.batch = Batch(
+        keys=whole.keys,
+        lengths=lengths.contiguous(),
+        values=whole.values.to(input.cutter.id_dtype).contiguous(),
+        weights=None if whole.weights is None else whole.weights.detach().float().contiguous(),
+        sizes=whole.sizes,
+        inverse=whole.inverse,
+        with_dropped=with_dropped,
+    )
+
+
+def _mended(input: InputPlan, batch: Batch) -> tuple[Batch, Tensor, Tensor]:
+    """The batch without the bad ids that are no error, whether it is sound, and their number per feature (U,)."""
+    limits, _ = input.limits(batch.keys)
+    policies, places = input.policies(batch.keys)
+    whole, bad_F = mended(batch, limits, policies, drops=input.drops)
+    limits, unlimited = input.limits(whole.keys)
+    lengths = batch.lengths
+    fit = add_up(lengths, lengths.sum(dim=1, dtype=torch.int64), batch.values.numel())
+    return whole, fit & ids_are_valid(whole, limits, unlimited=unlimited), bad_F.index_select(0, places)
+
+
+def _as_one_bag(flight: InFlight) -> None:
+    """Where each id gets a row of its own: count ids per slot, per key and per key as given."""
+    flight.lengths = flight.cut.lengths.sum(dim=1, keepdim=True, dtype=torch.int32)
+    batch, sent = flight.batch, flight.to_send.lengths
+    local = batch.lengths if batch.with_dropped is None else batch.with_dropped.lengths
+    sent_ids = sent.sum(dim=1, dtype=torch.int64)
+    flight.counted = sent_ids, sent_ids if local is sent else local.sum(dim=1, dtype=torch.int64)
+    if batch.inverse is not None:
+        inverse = batch.inverse if flight.valid is None else batch.inverse * flight.valid
+        lengths = nn.functional.pad(local, [0, 1])  # so that 0 is a bag also of a batch without bags
+        starts = flight.input.policies(flight.given.keys)[1] * lengths.size(1)
+        order = (inverse + starts.unsqueeze(1)).to(torch.int32)
+        flight.full = FullBatch(lengths=lengths.flatten(), order=order)
+        full_lengths = flight.full.lengths.index_select(0, order.flatten()).view_as(order)
+        flight.counted += (full_lengths.sum(dim=1, dtype=torch.int64),)
+
+
+def _slot_sizes(input: InputPlan, keys: tuple[str, ...], sizes: tuple[int, ...]) -> tuple[int, ...]:
+    size_of = dict(zip(keys, sizes, strict=True))
+    unit_sizes = [size_of[key] for key in input.route.unit_keys]
+    return tuple(unit_sizes[slot.unit] for rank_slots in input.route.slots for slot in rank_slots)
+
+
+def _empty_batch(expect: Expectation) -> Batch:
+    keys = expect.features
+    return Batch(
+        keys=keys,
+        lengths=torch.zeros((len(keys), 0), dtype=torch.int32, device=expect.device),
+        values=torch.zeros(0, dtype=torch.int64, device=expect.device),
+        weights=torch.zeros(0, dtype=torch.float32, device=expect.device) if expect.weighted else None,
+    )

@@ -1,0 +1,235 @@
+"""The exchange of ids: headers tell each rank how many ids it will receive, payloads carry them.
+
+Shapes: W ranks, C columns of the header, G lookup groups.
+
+::
+
+    header   (W, C) int64, row q to rank q:  fault | checksum | part of call 0 | part of call 1 | ...
+    payload  int32, to rank q:               part of call 0 | part of call 1 | ...
+
+C is the same in every exchange of a model, so that a rank that failed can take part in the other ranks' header
+exchange. With tables on a GPU the header is written there, and all that the host must know comes to it in one copy.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from itertools import islice
+
+import torch
+from torch import Tensor
+
+from shardrec.exchange import launching
+from shardrec.exchange.check import describe_fault
+from shardrec.exchange.collectives import Pending, joined
+from shardrec.exchange.headers import FIXED_COLUMNS, Headers, checksum
+from shardrec.exchange.payload import HEADER_SIZES, ShardInput
+from shardrec.exchange.to_device import staged
+from shardrec.step.in_flight import InFlight
+
+__all__ = ["can_share", "exchange_ids", "split_by_compatibility"]
+
+
+def exchange_ids(headers: Headers, calls: Sequence[InFlight]) -> None:
+    """Let the ids of several calls go to the ranks that hold their rows; for no call, only exchange headers.
+
+    Args:
+        headers: of the model.
+        calls: the same on every rank, in the same order.
+
+    Raises:
+        InputError: on every rank, if a batch of any is faulty.
+        PeerError: if another rank is gone.
+    """
+    world_size = headers.collectives.world_size
+    if headers.device.type == "cuda":
+        made, received, counted = _exchange_headers_on_device(headers, calls)
+        for call, counts in zip(calls, _of_calls(calls, made), strict=True):
+            pack(call, [count for of_rank in counts for count in of_rank[HEADER_SIZES:]], counted)
+        if world_size == 1:
+            return
+        _receive_later(calls, received, partial(headers.collectives.ids, _joined_parts(calls, world_size)))
+        return
+    faults = [call.fault for call in calls if call.fault]
+    if world_size == 1:
+        if faults:
+            headers.raise_faults("; ".join(faults), "")
+        for call in calls:
+            pack(call, _counts(call), iter(_counted(call)))
+        return
+    check = checksum(agreement := "; ".join([call.agreement for call in calls]))
+    rows = [[int(bool(faults)), check] for _ in range(world_size)]
+    parts: list[list[Tensor]] = [[] for _ in range(world_size)]
+    if not faults:
+        for call in calls:
+            pack(call, _counts(call), iter(_counted(call)))
+            bag_words = call.input.payload.bag_words(call.slot_sizes)
+            for row, words, of_groups in zip(rows, bag_words, call.counts, strict=True):
+                row += (call.size, words, *of_groups)
+        parts = _joined_parts(calls, world_size)
+    received, receive = headers.exchange_with_ids(rows, parts)
+    flags = [row[0] for row in received]
+    if any(flags) or any([row[1] != check for row in received]):
+        headers.raise_faults("; ".join(faults), agreement, flags)
+    if calls:
+        _receive_later(calls, received, receive)
+
+
+def pack(call: InFlight, counts: Sequence[int], counted: Iterator[int]) -> None:
+    """Put a call's ids in slots and pack them, once the host knows the sizes.
+
+    Args:
+        call: which is given ``parts`` and what belongs to them.
+        counts: ids for each rank and lookup group, rank after rank.
+        counted: values of ``call.counted``.
+    """
+    input = call.input
+    call.counted_values = [list(islice(counted, tensor.numel())) for tensor in call.counted]
+    if call.bad_ids is not None:
+        input.bad_ids += call.bad_ids
+    ids, weights, positions = input.cutter.in_slots(call.cut, sum(counts))
+    if positions is not None:
+        call.positions = positions if input.per_id else call.to_send.input_positions(positions)
+        call.slot_ids = call.lengths.sum(dim=1)
+    if input.world_size == 1:
+        call.counts = (tuple(counts),)
+        call.received = ShardInput(
+            lengths=call.lengths,
+            ids=ids,
+            weights=weights,
+            batch_sizes=(call.size,),
+            group_ids=call.counts[0],
+            counts=call.counts,
+            slot_sizes=(None,),
+        )
+        return
+    groups = input.route.groups
+    call.counts = tuple([tuple(counts[q * groups : (q + 1) * groups]) for q in range(input.world_size)])
+    call.parts = input.payload.pack(call.lengths, ids, weights, list(map(sum, call.counts)), call.slot_sizes)
+
+
+def _counts(call: InFlight) -> list[int]:
+    """Ids for each rank and lookup group, rank after rank, on the CPU."""
+    spans = call.input.group_spans
+    if len(spans) == 1 and call.cut.slots is None:
+        return [call.cut.values.size(0)]
+    # A slot's ids fit 32 bits, and torch adds int32 up as int32 ten times as fast as it does as int64.
+    of_slots: list[int] = call.lengths.sum(dim=1, dtype=torch.int32).tolist()
+    return [sum(of_slots[first:end]) for first, end in spans]
+
+
+def _counted(call: InFlight) -> list[int]:
+    return joined([tensor.flatten() for tensor in call.counted]).tolist() if call.counted else []
+
+
+def _joined_parts(calls: Sequence[InFlight], world_size: int) -> list[list[Tensor]]:
+    """Per rank, the parts of all calls."""
+    return [[part for call in calls for part in (call.parts or ())[rank]] for rank in range(world_size)]
+
+
+def _of_calls(calls: Sequence[InFlight], rows: Sequence[Sequence[int]]) -> Iterator[list[Sequence[int]]]:
+    """Per call, its part of each of the headers ``rows``."""
+    column = FIXED_COLUMNS
+    for call in calls:
+        end = column + call.input.columns
+        yield [row[column:end] for row in rows]
+        column = end
+
+
+def _receive_later(
+    calls: Sequence[InFlight], received: Sequence[Sequence[int]], receive: Callable[[Sequence[int]], Pending]
+) -> None:
+    """Let each call's ``receive`` wait for the payload of all calls."""
+    headers = list(_of_calls(calls, received))
+    words = [list(map(call.input.payload.words_in, rows)) for call, rows in zip(calls, headers, strict=True)]
+    words_in = list(zip(*words, strict=True))
+    pending: list[Pending] = [receive(list(map(sum, words_in)))]
+    arrived: list[ShardInput] = []
+
+    def wait(number: int) -> ShardInput:
+        if pending:
+            split = []
+            for whole, sizes in zip(pending.pop().wait(), words_in, strict=True):
+                if whole.is_cuda:  # it may have been allocated on another stream than the one that reads it
+                    whole.record_stream(torch.cuda.current_stream(whole.device))
+                split.append(whole.split(sizes) if len(sizes) > 1 else (whole,))
+            for call, rows, parts in zip(calls, headers, zip(*split, strict=True), strict=True):
+                arrived.append(call.input.payload.unpack(parts, rows, keep_order=call.learned_weights is not None))
+        return arrived[number]
+
+    for number, call in enumerate(calls):
+        call.receive = partial(wait, number)
+
+
+def _exchange_headers_on_device(
+    headers: Headers, calls: Sequence[InFlight]
+) -> tuple[list[list[int]], list[list[int]], Iterator[int]]:
+    """The header for each rank, the header of each rank, and the values of the calls' ``counted``."""
+    agreement = "; ".join(call.agreement for call in calls)
+    world_size, width = headers.collectives.world_size, headers.columns
+    header = torch.zeros((world_size, width), dtype=torch.int64, device=headers.device)
+    column = FIXED_COLUMNS
+    for call in calls:
+        _write_header(call, header, column, checksum(agreement))
+        column += call.input.columns
+    received = headers.exchange(header)
+    matrices = [received] if received is header else [received, header]
+    counted = [tensor.flatten() for call in calls for tensor in call.counted]
+    numbers: list[int] = joined([*(matrix.view(-1) for matrix in matrices), *counted]).tolist()
+    headers.collectives.raise_reported_failure("header exchange")
+    rows = [numbers[row * width : (row + 1) * width] for row in range(world_size * len(matrices))]
+    of_ranks, made = rows[:world_size], rows[-world_size:]
+    flags = [row[0] for row in of_ranks]
+    if any(flags) or any(row[1] != of_ranks[0][1] for row in of_ranks):
+        faults = [_describe(call) for call in calls] if flags[headers.collectives.rank] else []
+        headers.raise_faults("; ".join(filter(None, faults)), agreement, flags)
+    return made, of_ranks, iter(numbers[len(rows) * width :])
+
+
+def _write_header(call: InFlight, header: Tensor, column: int, check: int) -> None:
+    """Write a call's part of the header for each rank, from ``column`` on, and its fault; the parts were zeros."""
+    input, lengths_SB, valid = call.input, call.lengths, call.valid
+    assert valid is not None, "the host has not read it"
+    if input.route.groups and launching.has_kernels(header.device):
+        grid = input.world_size * input.route.groups, 32
+        place = header.size(1), column, check
+        values = (lengths_SB, input.group_edges, valid.view(torch.int8), header, call.size, input.route.groups, *place)
+        constants = {"SIZES": HEADER_SIZES, "SHARES": grid[1], "BLOCK": 1024}
+        launching.launch("shardrec.exchange.input_kernels", "write_header", grid, *values, **constants)
+    else:
+        header[:, 0].logical_or_(valid.logical_not())
+        header[:, 1] = check
+        header[:, column] = call.size
+        ends_S = torch.ops.fbgemm.asynchronous_complete_cumsum(lengths_SB.sum(dim=1, dtype=torch.int64))
+        counts = ends_S.index_select(0, input.group_edges).diff()
+        header[:, column + HEADER_SIZES : column + input.columns] = counts.view(input.world_size, input.route.groups)
+    if call.slot_sizes is not None:
+        words = input.payload.bag_words(call.slot_sizes)
+        header[:, column + 1] = staged(words, torch.int64, header.device)
+
+
+def _describe(call: InFlight) -> str:
+    """What is wrong with the batch, or "". Reads tensors on the host."""
+    if call.fault or call.valid is None or bool(call.valid):
+        return call.fault
+    return describe_fault(call.given, call.input.expect)
+
+
+def can_share(headers: Headers, call: InFlight, calls: Sequence[InFlight]) -> bool:
+    """Whether a call can share an exchange with others: all were made in one mode, and fit the header."""
+    first = calls[0]
+    columns = sum(other.input.columns for other in (*calls, call))
+    return (
+        first.mode == call.mode and first.by_operator == call.by_operator and columns <= headers.columns - FIXED_COLUMNS
+    )
+
+
+def split_by_compatibility(headers: Headers, calls: Sequence[InFlight]) -> list[list[InFlight]]:
+    """The calls in runs, in order, each as long as its calls can share an exchange."""
+    runs: list[list[InFlight]] = []
+    for call in calls:
+        if not runs or not can_share(headers, call, runs[-1]):
+            runs.append([])
+        runs[-1].append(call)
+    return runs

@@ -1,0 +1,212 @@
+"""One call of a sharded module, from its batch to its value."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from shardrec.exchange.batch import Batch
+from shardrec.exchange.cut import Cut
+from shardrec.exchange.payload import ShardInput
+
+if TYPE_CHECKING:
+    from shardrec.ids.device_maps import FoundRows
+    from shardrec.step.exchange import SharedExchange
+    from shardrec.step.step_plan import InputPlan, StepPlan
+
+__all__ = ["Arrival", "DifferentiableOutput", "FullBatch", "GradMode", "InFlight"]
+
+
+class GradMode(NamedTuple):
+    """Whether gradients, and inference mode, are enabled where a call is made."""
+
+    gradients: bool
+    inference: bool
+
+    @classmethod
+    def current(cls) -> GradMode:
+        """That of torch now."""
+        return cls(torch.is_grad_enabled(), torch.is_inference_mode_enabled())
+
+    @contextmanager
+    def entered(self) -> Iterator[None]:
+        """Inside, it is torch's."""
+        with torch.inference_mode(self.inference), torch.set_grad_enabled(self.gradients):
+            yield
+
+
+class FullBatch(NamedTuple):
+    """The bag of each sample of the full batch, for a batch with inverse indices.
+
+    Args:
+        lengths: (F·(B + 1),) int32 ids of each key's bags as they were given, with an empty bag after each key's.
+        order: (U, B_full) int32 index in ``lengths`` of each sample's bag.
+    """
+
+    lengths: Tensor
+    order: Tensor
+
+
+@dataclass(slots=True, kw_only=True)
+class Arrival:
+    """The rows of a call that come back.
+
+    Args:
+        size: B.
+        slot_sizes: batch size of each of the S slots, if they differ; else None.
+        counts: ids that this rank asked of each rank, per group.
+        target: of sequences, where the rows go in the output.
+        rows: of sequences, M of the output.
+    """
+
+    size: int
+    slot_sizes: tuple[int, ...] | None
+    counts: tuple[tuple[int, ...], ...]
+    target: Any = None
+    rows: int = 0
+
+
+class DifferentiableOutput(NamedTuple):
+    """The part of a call's value that has a gradient, in segments.
+
+    Args:
+        values: (n, D).
+        sizes: of the segments, one per lookup, along ``dim``.
+        dim: 0 or 1.
+        lookups: one per segment.
+    """
+
+    values: Tensor
+    sizes: Sequence[int]
+    dim: int
+    lookups: Sequence[Any]
+
+
+@dataclass(slots=True, eq=False, weakref_slot=True)
+class InFlight:
+    """One call of a sharded module. Each stage of the step reads what the stages before it have written.
+
+    Shapes: F keys of the input, U features that the tables use, S slots of all ranks, B local batch size, N ids.
+
+    Args:
+        input: the module's exchange of ids.
+        given: the input as it was read (for words about faults, keys, weights with a gradient); empty if unreadable.
+        agreement: the properties that must be equal on all ranks, as text.
+        mode: the grad mode in which the call was made; its value is finished in it, wherever it is first used.
+
+    Attributes:
+        plan: the module's step; None where only ids are exchanged.
+        fault: what is wrong with the batch or the module, or "".
+        valid: 0-d bool on the device, whether lengths and ids are sound, where the host has not read it; else None.
+        batch: the checked local input (read for bag lengths and inverse indices, and of sequences for replicated
+            tables); of empty bags if ``valid`` is false.
+        to_send: what is cut: ``batch``, or its distinct ids.
+        distinct_index: (N,) int64 index of each id of the lookups among the distinct ids; None if all ids are sent.
+        cut: ``to_send`` cut into blocks.
+        lengths: (S, B) int32 lengths of each slot; (S, 1), their sums, if each id gets its own row.
+        slot_sizes: batch size of each of the S slots, if they differ; else None.
+        counted: int64 tensors whose values the host reads with the header.
+        learned_weights: (N,) weights of the local batch as they were given, if they take a gradient; else None.
+        bad_ids: (U,) int64 number of bad ids of each feature for which they are not an error; None if not counted.
+        full: the full batch of a batch with inverse indices, if each id gets its own row; else None.
+        requires_grad: whether its rows take a gradient, if gradients are enabled; the same on every rank.
+        assigns_new_ids: whether it gives rows to new dynamic ids.
+        features: the input.
+        by_operator: made by an operator (:mod:`shardrec.modules.operators`), which has a backward of its own.
+        on_value: called with this record and its value.
+
+        parts: per rank, the tensors that are sent to it (``Payload.pack``), from the header exchange on; else None.
+        counts: ids to each rank, per group.
+        counted_values: the values of ``counted``.
+        slot_ids: (S,) number of ids of each slot of all ranks; None without ``positions``.
+        positions: (N_sent,) int64, position of each sent id, in order of travel: in ``to_send``'s values if each id
+            gets its own row, else in the local batch's values as they were given. None if not needed.
+        received: the ids that all ranks request from this one, slot by slot (``Payload.unpack``), once they are here.
+        receive: waits for them, if they are under way.
+        found_rows: of dynamic ids, what was found before the step; else None.
+
+        to_update: on one rank, whether its backward will update the tables.
+        is_launched: its rows were looked up, and are under way if there are other ranks.
+        exchange: of its rows; None on one rank.
+        number: of this call in it.
+        assembled: on one rank, what was looked up, in order.
+        arrival: what backward, too, reads of the rows that come back.
+        replicated: (B, D_r) pooled columns of the replicated tables, or None.
+        finishing: what the module's kind keeps for the end.
+        error: why its exchange failed; set it to None to exchange the call again.
+    """
+
+    input: InputPlan
+    given: Batch
+    agreement: str
+    mode: GradMode
+    plan: StepPlan | None = None
+    fault: str = ""
+    valid: Tensor | None = None
+    batch: Batch = field(init=False)
+    to_send: Batch = field(init=False)
+    distinct_index: Tensor | None = None
+    cut: Cut = field(init=False)
+    lengths: Tensor = field(init=False)
+    slot_sizes: tuple[int, ...] | None = None
+    counted: tuple[Tensor, ...] = ()
+    learned_weights: Tensor | None = None
+    bad_ids: Tensor | None = None
+    full: FullBatch | None = None
+    requires_grad: bool = True
+    assigns_new_ids: bool = False
+    features: Any = None
+    by_operator: bool = False
+    on_value: Callable[[InFlight, Any], None] | None = None
+
+    parts: list[list[Tensor]] | None = None
+    counts: tuple[tuple[int, ...], ...] = ()
+    counted_values: list[list[int]] = field(default_factory=list)
+    slot_ids: Tensor | None = None
+    positions: Tensor | None = None
+    received: ShardInput | None = None
+    receive: Callable[[], ShardInput] | None = None
+    found_rows: FoundRows | None = None
+
+    to_update: bool = False
+    is_launched: bool = False
+    exchange: SharedExchange | None = None
+    number: int = 0
+    assembled: Tensor | None = None
+    arrival: Arrival = field(init=False)
+    replicated: Tensor | None = None
+    finishing: Any = None
+    error: BaseException | None = None
+
+    @property
+    def step(self) -> StepPlan:
+        """The module's step."""
+        assert self.plan is not None, "a call whose rows are looked up has a plan"
+        return self.plan
+
+    @property
+    def is_queued(self) -> bool:
+        """Whether its rows are not exchanged yet; its ids may be."""
+        return not self.is_launched and self.error is None
+
+    @property
+    def size(self) -> int:
+        """Samples B; 1 if each id gets its own row."""
+        return self.lengths.size(1)
+
+    @property
+    def is_sent(self) -> bool:
+        """Whether its ids are here, or under way."""
+        return self.received is not None or self.receive is not None
+
+    def wait_for_ids(self) -> ShardInput:
+        """The ids that all ranks request from this one; waits if they are under way."""
+        if self.received is None:
+            assert self.receive is not None, "ids are exchanged before they are looked up"
+            self.received, self.receive = self.receive(), None
+        return self.received

@@ -1,0 +1,283 @@
+"""Sharded modules called one after the other share an exchange.
+
+::
+
+    emb_a = model.a(features_a)     queued
+    emb_b = model.b(features_b)     queued; both of the model's modules are here: one header, one payload, lookups,
+                                    one output all-to-all issued
+    x = model.dense(dense)          while it is under way
+    emb_a["f"]                      waits
+
+An exchange begins as soon as all the calls are queued that came before the first use in the model's last forward of the
+same mode, with gradients or without (in its first: as many as it has sharded modules; see
+:mod:`shardrec.step.call_batching`), or else at the first use of a queued call's value. So a model that makes the
+same calls in each step makes the fewest exchanges.
+
+Outside a model's forward (a sharded module used alone, a recomputation in backward) each call exchanges at once; so
+does each call of one rank, which has nothing to share.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from itertools import accumulate
+from threading import RLock
+from typing import Any
+from weakref import WeakSet
+
+import torch
+
+from shardrec.errors import ConfigError, ShardrecError
+from shardrec.exchange.headers import Headers
+from shardrec.exchange.row_exchange import RowAllToAll
+from shardrec.exchange.wire_format import QuantizedComms
+from shardrec.step.call_batching import CallBatching, Phase
+from shardrec.step.calls_ahead import Ahead
+from shardrec.step.exchange import RowExchange, finish, launch
+from shardrec.step.ids import can_share, exchange_ids, split_by_compatibility
+from shardrec.step.in_flight import GradMode, InFlight
+from shardrec.step.one_rank import look_up_here
+
+__all__ = ["Step"]
+
+
+class Step:
+    """The calls of a model's sharded modules, from their begin to their value.
+
+    Args:
+        headers: of the model.
+        comms: formats of the exchange of rows.
+
+    Attributes:
+        rows: the exchange of rows.
+        lock: held in a forward and in a call. Exchanges are matched by their order, and threads would interleave
+            differently on each rank.
+        ahead: the calls of the present forward, if they were made before it.
+        observed: if a list, each call of the present forward is appended, with its module, features and modes.
+        on_value: called with each call and its value.
+        before_look_up: called when the exchange of some calls begins, whoever made them.
+        unused: the calls whose value has not been used yet.
+    """
+
+    def __init__(self, headers: Headers, comms: QuantizedComms) -> None:
+        collectives, device = headers.collectives, headers.device
+        self._comms = comms
+        inside = RowAllToAll(collectives, QuantizedComms(), "partial sums", device)
+        self.rows = RowExchange(inside, RowAllToAll(collectives, comms, device=device))
+        self.lock = RLock()
+        self.ahead: Ahead | None = None
+        self.observed: list[tuple[object, object, GradMode]] | None = None
+        self.on_value: Callable[[InFlight, Any], None] | None = None
+        self.before_look_up: Callable[[], None] | None = None
+        self.unused: WeakSet[InFlight] = WeakSet()
+        self._headers, self._collectives = headers, collectives
+        self._is_alone = collectives.world_size == 1
+        self._calls: list[InFlight] = []
+        self._batching = CallBatching()
+
+    def enter(self, *, waits: bool = False) -> None:
+        """Take the lock.
+
+        Args:
+            waits: wait for the other thread if there is one rank, as the forks of a TorchScript program do.
+
+        Raises:
+            ConfigError: if another thread is in the model's forward, or calls one of its modules.
+        """
+        if not self.lock.acquire(blocking=waits and self._is_alone):
+            raise ConfigError(
+                f"rank {self._collectives.rank}: two threads call sharded modules of one model at once, and "
+                "the ranks' exchanges would not match; call them from one thread: an exchange is under way when the "
+                "call returns, and is waited for at the first use of its value"
+            )
+
+    def join(self, call: InFlight, module: object, *, scripted: bool = False) -> None:
+        """Begin the exchange of a call, if no further call is expected to share it.
+
+        Args:
+            call: begun, or made ahead.
+            module: that is called.
+            scripted: whether TorchScript calls it, whose forward has no beginning and end visible to Python.
+
+        Raises:
+            InputError: on every rank, if a batch of any is faulty.
+            PeerError: if another rank is gone.
+        """
+        call.on_value = self.on_value
+        self.unused.add(call)
+        if self._is_alone:
+            if not call.is_launched:
+                self._look_up_here(call)
+            return
+        if self._calls and not can_share(self._headers, call, self._calls):
+            self.flush()
+        if not call.is_launched:
+            self._calls.append(call)
+        if self._batching.call(id(module), self._headers.modules, by_program=scripted):
+            self.flush()
+
+    def _look_up_here(self, call: InFlight) -> None:
+        """Look up a call of one rank, in the mode in which it was made, which is the present one."""
+        try:
+            if self.before_look_up is not None:
+                self.before_look_up()
+            if not call.is_sent:
+                exchange_ids(self._headers, [call])
+            if call.by_operator:
+                launch(self.rows, [call])
+            else:
+                look_up_here(self.rows, call)
+        except BaseException as error:
+            call.error = error
+            raise
+
+    def value(self, call: InFlight) -> Any:
+        """The value of a call, whose exchange begins if it has not; it can be taken once.
+
+        Raises:
+            ShardrecError: what made the exchange fail.
+        """
+        self.use(call)
+        return finish(call)
+
+    def use(self, call: InFlight) -> None:
+        """A call's value is used: its exchange must begin.
+
+        Raises:
+            ShardrecError: what made the exchange fail.
+        """
+        self.unused.discard(call)
+        if not self._is_alone:
+            if call.is_queued:
+                self.flush()
+            self._batching.use()
+        if call.error is not None:
+            raise call.error
+
+    def begin_forward(self) -> bool:
+        """A model's forward begins; calls made in it may share exchanges. Whether it is not inside of another.
+
+        Raises:
+            ConfigError: if another thread is in it, or calls one of its sharded modules.
+        """
+        self.enter()
+        if self._batching.phase is Phase.FORWARD:
+            return False
+        self._batching.begin(torch.is_grad_enabled())  # which ranks compare in headers
+        return True
+
+    def end_forward(self, error: BaseException | None) -> None:
+        """A forward that :meth:`begin_forward` began ends, by an error if there is one.
+
+        Raises:
+            ShardrecError: of an exchange that waited for more calls.
+        """
+        try:
+            if error is None:
+                try:
+                    self.flush()
+                    self._batching.end(ahead=self.ahead is not None)
+                except BaseException as late:
+                    self._fail(late)
+                    raise
+            else:
+                self._fail(error)
+        finally:
+            self.lock.release()
+
+    def _fail(self, error: BaseException) -> None:
+        if self.ahead or self._calls or self._batching.lacks_calls or isinstance(error, ShardrecError):
+            self._batching.fail()
+        else:
+            self._batching.end()
+        calls, self._calls = self._calls, []
+        for call in calls:
+            call.error = ShardrecError(f"the model's forward failed before this lookup was exchanged: {error}")
+
+    @contextmanager
+    def forward(self) -> Iterator[None]:
+        """:meth:`begin_forward` and :meth:`end_forward` around what runs inside."""
+        is_outermost = self.begin_forward()
+        try:
+            yield
+        except BaseException as error:
+            self.leave_forward(error, is_outermost=is_outermost)
+            raise
+        self.leave_forward(None, is_outermost=is_outermost)
+
+    def leave_forward(self, error: BaseException | None, *, is_outermost: bool) -> None:
+        """:meth:`end_forward` of what :meth:`begin_forward` has begun."""
+        if is_outermost:
+            self.end_forward(error)
+        else:
+            self.lock.release()
+
+    @property
+    def others_wait(self) -> bool:
+        """After a forward that raised: whether the other ranks still make an exchange in it, or raise with this one."""
+        return self._batching.phase is Phase.FAILED
+
+    def launch_ahead(self) -> None:
+        """Exchange rows for the calls that this forward makes before its first use, if their ids were exchanged ahead.
+
+        So their rows travel while the model computes the layers before its sharded modules.
+        """
+        if self.ahead is not None and self._batching.known and not self._is_alone:
+            calls = self.ahead.calls[: self._batching.known[0]]
+            shared = split_by_compatibility(self._headers, calls) == [calls]
+            if shared and all(call.is_queued and call.is_sent for call in calls):
+                self._calls = list(calls)
+                self.flush()
+
+    def flush(self) -> None:
+        """Make the exchange of all queued calls."""
+        calls, self._calls = self._calls, []
+        if not calls:
+            return
+        mode = calls[0].mode
+        try:
+            if self.before_look_up is not None:
+                self.before_look_up()
+            if torch.is_grad_enabled() is mode.gradients and torch.is_inference_mode_enabled() is mode.inference:
+                self._exchange(calls)
+            else:
+                with mode.entered():
+                    self._exchange(calls)
+        except BaseException as error:
+            for call in calls:
+                call.error = error
+            raise
+
+    def _exchange(self, calls: list[InFlight]) -> None:
+        """header and ids → look up → rows, for calls that share an exchange."""
+        unsent = [call for call in calls if not call.is_sent]
+        if unsent:
+            exchange_ids(self._headers, unsent)
+        launch(self.rows, calls)
+
+    def replan(self) -> None:
+        """The modules have another plan: forwards of before have no backward any more, nor do calls made ahead hold."""
+        before = self.rows.output
+        self.rows.output = RowAllToAll(self._collectives, self._comms, device=before.device)
+        before.ended = (
+            "this backward is that of a forward before model.reshard(), whose lookups are gone: make the backward and "
+            "the optimizers' steps first, and reshard between a step and the next forward"
+        )
+        self._headers.plans += 1
+
+    def forget_call_batching(self) -> None:
+        """Forget how the last forward went, where another rank's has failed and forgets, too."""
+        self._batching.forget()
+
+    def serve(self, ahead: Ahead) -> None:
+        """After a forward that failed here: look up and send what the other ranks, whose forward goes on, wait for."""
+        begin = sum(call.is_launched for call in ahead.calls)
+        for end in accumulate(self._batching.known or [len(ahead.calls)]):
+            if end > begin:
+                for calls in split_by_compatibility(self._headers, ahead.calls[begin:end]):
+                    self._calls = calls
+                    for call in calls:
+                        call.error = None
+                    self.flush()
+                begin = end
