@@ -28,7 +28,7 @@ def passed_over(function: F) -> F:
     Raises:
         ConfigError: in ``torch.export.export``, whose own error would not say what to do.
     """
-    marked = torch.compiler.disable(function, recursive=False)
+    skipped = torch._dynamo.decorators.skip(function)
 
     @functools.wraps(function)
     def unless_exported(*args: Any, **kwargs: Any) -> Any:
@@ -37,6 +37,6 @@ def passed_over(function: F) -> F:
                 f"torch.export.export cannot trace a {type(args[0]).__name__}: use shardrec.export(model.eval(), "
                 "args), which makes an ExportedProgram, also on several ranks"
             )
-        return marked(*args, **kwargs)
+        return skipped(*args, **kwargs)
 
     return cast(F, torch._dynamo.decorators.skip(unless_exported))

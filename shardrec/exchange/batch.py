@@ -10,9 +10,9 @@ before the batch is sent. ``inverse`` gives the bag of each sample of the full b
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, lru_cache, partial
 from typing import Literal
 
 import torch
@@ -85,10 +85,19 @@ class Expectation:
             fewest_rows[key] = min(rows, fewest_rows.get(key, rows))
         return fewest_rows
 
+    @cached_property
+    def accepts(self) -> Callable[[tuple[str, ...]], bool]:
+        """Whether keys are distinct, and those of the features are among them."""
+        return lru_cache(maxsize=KEY_ORDERS)(partial(_are_accepted, self.features))
+
     def of_table(self, feature: str) -> str:
         """The smallest table that ``feature`` is looked up in, for messages: ``" of table 't'"``, or nothing."""
         tables = [(rows, table) for key, table, rows in self.tables if key == feature]
         return f" of table {min(tables)[1]!r}" if tables else ""
+
+
+def _are_accepted(features: tuple[str, ...], keys: tuple[str, ...]) -> bool:
+    return len(set(keys)) == len(keys) and set(features) <= set(keys)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -149,7 +158,7 @@ def read_batch(features: object, expect: Expectation) -> Batch | str:
     if not isinstance(features, KeyedJaggedTensor):
         return f"the input is a {type(features).__name__}; a sharded collection takes a torchrec KeyedJaggedTensor"
     try:
-        return _read(features, expect)
+        return _read_ordinary(features, expect) or _read(features, expect)
     except Exception as error:
         # torchrec looks at lengths and values only when asked for them. An error that left this rank without an answer
         # would leave the others waiting for its header.
@@ -157,6 +166,34 @@ def read_batch(features: object, expect: Expectation) -> Batch | str:
             f"the KeyedJaggedTensor cannot be read ({type(error).__name__}: {error}); check how its values and lengths "
             "(or offsets) were built"
         )
+
+
+def _read_ordinary(features: KeyedJaggedTensor, expect: Expectation) -> Batch | None:
+    """:func:`_read` of a batch of the usual form, in as few questions as tell it; None of any other, and of a fault."""
+    if features.variable_stride_per_key() or features.inverse_indices_or_none() is not None:
+        return None
+    keys, values, lengths = tuple(features.keys()), features.values(), features.lengths_or_none()
+    device = expect.device.type
+    if (
+        not expect.accepts(keys)
+        or lengths is None
+        or features.offsets_or_none() is not None
+        or lengths.dtype not in _ID_DTYPES
+        or values.dtype not in _ID_DTYPES
+        or not lengths.dim() == values.dim() == 1
+        or not lengths.device.type == values.device.type == device
+        or values.numel() > _MAX_IDS
+        or features.stride() * len(keys) != lengths.numel()
+    ):
+        return None
+    weights = features.weights_or_none()
+    if weights is not None and weights.shape != values.shape:
+        return None
+    if not expect.weighted:
+        weights = None
+    elif weights is None or not weights.dtype.is_floating_point or weights.device.type != device:
+        return None
+    return Batch(keys=keys, lengths=lengths.view(len(keys), -1), values=values, weights=weights) if keys else None
 
 
 def form_fault(features: KeyedJaggedTensor, expect: Expectation) -> str | None:

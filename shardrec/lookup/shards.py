@@ -458,6 +458,5 @@ def dense_lookup(
         parameters: one (rows, cols) parameter per table of the bank.
     """
 
-    return lookup_with_backward(
-        bank.look_up, bank.id_weight_gradient, bank.parameter_gradients, ids, lengths, id_weights, parameters
-    )
+    functions = bank.look_up, bank.id_weight_gradient, bank.parameter_gradients
+    return lookup_with_backward(*functions, ids, lengths.to(torch.int32), id_weights, parameters)

@@ -40,7 +40,7 @@ class PooledEmbeddings(LazyAwaitable[KeyedTensor]):
         assert call is not None, "_wait_impl() runs once"
         collection = self._collection
         values = collection.context.step.value(call)
-        return KeyedTensor(list(collection.embedding_names), list(collection.dims), values)
+        return KeyedTensor(list(collection._embedding_names), list(collection.dims), values)
 
 
 class ShardedEmbeddingBagCollection(ShardedCollection):

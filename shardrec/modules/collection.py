@@ -215,7 +215,7 @@ class ShardedCollection(nn.Module, abc.ABC):
         plan = self.step_plan
         agreement = self._agreement() if plan.input.world_size > 1 else ""
         assigns_new_ids = plan.id_maps is not None and self.assigns_new_ids()
-        return begin_call(plan, features, agreement, self.fault(), assigns_new_ids=assigns_new_ids)
+        return begin_call(plan, features, agreement, self._watch.fault(), assigns_new_ids=assigns_new_ids)
 
     @abc.abstractmethod
     def _pending(self, call: InFlight) -> LazyAwaitable[Any]:

@@ -23,6 +23,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch._C._dynamo.eval_frame import get_eval_frame_callback
+from torch.fx import Proxy
 
 from shardrec._dynamo import left_alone, passed_over
 from shardrec._late_imports import late_import
@@ -102,9 +103,9 @@ class ShardedModel(nn.Module):
                 fails on a rank before its last sharded collection is called.
             PeerError: if another rank is gone or did not answer within the process group's timeout.
         """
-        recorded = recorded_call(self, args, kwargs)
-        if recorded is not None:
-            return recorded
+        for argument in (*args, *kwargs.values()):
+            if isinstance(argument, Proxy):
+                return recorded_call(self, args, kwargs)
         # What is compiled must not look into the functions around it; where nothing is, their wrappers are not needed.
         is_compiled = callable(get_eval_frame_callback())
         begin, before, end = _COMPILED if is_compiled else _EAGER

@@ -32,6 +32,7 @@ __all__ = ["Awaitable", "LazyAwaitable", "LazyNoWait", "NoWait"]
 W = TypeVar("W")
 V = TypeVar("V")
 
+_MAY_HOLD_PROXIES = torch.fx.Proxy, tuple, list, dict, slice
 _LONGEST_REPR = 60  # characters of the value
 _CONVERSIONS = frozenset({"__cuda_array_interface__", "__dlpack__", "__dlpack_device__"})
 
@@ -53,7 +54,7 @@ class Awaitable(abc.ABC, Generic[W]):
     def __new__(cls, *args: Any, **kwargs: Any) -> Self:
         # Set here and not in __init__, so that a subclass can set its attributes before or after super().__init__().
         self = super().__new__(cls)
-        self._once = Once()
+        object.__setattr__(self, "_once", Once())
         return self
 
     def __init__(self) -> None:
@@ -130,6 +131,8 @@ class Awaitable(abc.ABC, Generic[W]):
         return self._finished_type()(copy.deepcopy(self._finished_value("copied"), memo))
 
     def _wait_recorded(self) -> W:
+        if not torch.autograd.profiler._is_profiler_enabled:
+            return self._wait_impl()
         # The label is TorchRec's, so that scripts that read its traces also find these waits.
         with record_function(f"## {type(self).__name__} wait() ##"):
             return self._wait_impl()
@@ -162,18 +165,24 @@ class NoWait(Awaitable[W]):
         return True
 
 
+def _first_proxy(values: Any) -> torch.fx.Proxy | None:
+    proxies: list[torch.fx.Proxy] = []
+    map_aggregate(values, lambda value: proxies.append(value) if isinstance(value, torch.fx.Proxy) else None)
+    return proxies[0] if proxies else None
+
+
 class _LazyAwaitableMeta(abc.ABCMeta, torch.fx.ProxyableClassMeta):
     """Lets ``torch.fx`` record the construction of a lazy awaitable from traced values, and keep one as a constant."""
 
     def __call__(cls, *args: Any, **kwargs: Any) -> Any:
         # Not ProxyableClassMeta's own __call__, which reads a global flag for every object and so warns on stderr. A
         # proxy among the arguments shows the same.
-        proxies: list[torch.fx.Proxy] = []
-        map_aggregate(
-            (args, kwargs), lambda value: proxies.append(value) if isinstance(value, torch.fx.Proxy) else None
-        )
-        if proxies:
-            return proxies[0].tracer.create_proxy("call_function", cls, args, kwargs)
+        for argument in (*args, *kwargs.values()):
+            if isinstance(argument, _MAY_HOLD_PROXIES):
+                proxy = _first_proxy((args, kwargs))
+                if proxy is not None:
+                    return proxy.tracer.create_proxy("call_function", cls, args, kwargs)
+                break
         made = type.__call__(cls, *args, **kwargs)
         if isinstance(made, cls):
             object.__setattr__(made, "_is_made", True)
@@ -239,7 +248,7 @@ class LazyAwaitable(Awaitable[W], Operators, metaclass=_LazyAwaitableMeta):
         return getattr(self.wait(), name)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        if self._owns(name):
+        if name.startswith("_") or self._owns(name):
             object.__setattr__(self, name, value)
         else:
             setattr(self.wait(), name, force(value))

@@ -274,10 +274,10 @@ def finish(call: InFlight) -> Any:
     if torch.is_grad_enabled() is not mode.gradients or torch.is_inference_mode_enabled() is not mode.inference:
         with mode.entered():
             return finish(call)
-    values, plan = call.assembled, call.step
+    values, plan = call.assembled, call.plan
     if call.exchange is not None:
         values = call.exchange.value(call.number)
-    assert values is not None, "a value is finished once its rows are under way"
+    assert values is not None and plan is not None, "a value is finished once its rows are under way"
     call.assembled = None
     value = plan.output.finish(call, values)
     if call.on_value is not None:

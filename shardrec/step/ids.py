@@ -28,7 +28,7 @@ from shardrec.exchange.payload import HEADER_SIZES, ShardInput
 from shardrec.exchange.to_device import staged
 from shardrec.step.in_flight import InFlight
 
-__all__ = ["can_share", "exchange_ids", "split_by_compatibility"]
+__all__ = ["can_share", "exchange_ids", "pack", "split_by_compatibility", "write_header"]
 
 
 def exchange_ids(headers: Headers, calls: Sequence[InFlight]) -> None:
@@ -51,19 +51,19 @@ def exchange_ids(headers: Headers, calls: Sequence[InFlight]) -> None:
             return
         _receive_later(calls, received, partial(headers.collectives.ids, _joined_parts(calls, world_size)))
         return
-    faults = [call.fault for call in calls if call.fault]
     if world_size == 1:
-        if faults:
-            headers.raise_faults("; ".join(faults), "")
         for call in calls:
-            pack(call, _counts(call), iter(_counted(call)))
+            if call.fault:
+                headers.raise_faults(call.fault, "")
+            pack(call)
         return
+    faults = [call.fault for call in calls if call.fault]
     check = checksum(agreement := "; ".join([call.agreement for call in calls]))
     rows = [[int(bool(faults)), check] for _ in range(world_size)]
     parts: list[list[Tensor]] = [[] for _ in range(world_size)]
     if not faults:
         for call in calls:
-            pack(call, _counts(call), iter(_counted(call)))
+            pack(call)
             bag_words = call.input.payload.bag_words(call.slot_sizes)
             for row, words, of_groups in zip(rows, bag_words, call.counts, strict=True):
                 row += (call.size, words, *of_groups)
@@ -76,29 +76,39 @@ def exchange_ids(headers: Headers, calls: Sequence[InFlight]) -> None:
         _receive_later(calls, received, receive)
 
 
-def pack(call: InFlight, counts: Sequence[int], counted: Iterator[int]) -> None:
+def pack(call: InFlight, counts: Sequence[int] | None = None, counted: Iterator[int] | None = None) -> None:
     """Put a call's ids in slots and pack them, once the host knows the sizes.
 
     Args:
-        call: which is given ``parts`` and what belongs to them.
-        counts: ids for each rank and lookup group, rank after rank.
-        counted: values of ``call.counted``.
+        call: is given ``parts`` and what belongs to them; on one rank, ``received``.
+        counts: ids for each rank and lookup group, rank after rank; default: they are read from the CPU.
+        counted: values of ``call.counted``; default: as above.
     """
-    input = call.input
-    call.counted_values = [list(islice(counted, tensor.numel())) for tensor in call.counted]
+    input, lengths = call.input, call.lengths
+    if call.counted:
+        numbers = iter(joined([tensor.flatten() for tensor in call.counted]).tolist()) if counted is None else counted
+        call.counted_values = [list(islice(numbers, tensor.numel())) for tensor in call.counted]
     if call.bad_ids is not None:
         input.bad_ids += call.bad_ids
+    if counts is None:
+        spans = input.group_spans
+        if len(spans) == 1 and call.cut.slots is None:
+            counts = [call.cut.values.size(0)]
+        else:
+            # A slot's ids fit 32 bits, and torch adds int32 up as int32 ten times as fast as it does as int64.
+            of_slots: list[int] = lengths.sum(dim=1, dtype=torch.int32).tolist()
+            counts = [sum(of_slots[first:end]) for first, end in spans]
     ids, weights, positions = input.cutter.in_slots(call.cut, sum(counts))
     if positions is not None:
         call.positions = positions if input.per_id else call.to_send.input_positions(positions)
-        call.slot_ids = call.lengths.sum(dim=1)
+        call.slot_ids = lengths.sum(dim=1)
     if input.world_size == 1:
         call.counts = (tuple(counts),)
         call.received = ShardInput(
-            lengths=call.lengths,
+            lengths=lengths,
             ids=ids,
             weights=weights,
-            batch_sizes=(call.size,),
+            batch_sizes=(lengths.size(1),),
             group_ids=call.counts[0],
             counts=call.counts,
             slot_sizes=(None,),
@@ -106,21 +116,7 @@ def pack(call: InFlight, counts: Sequence[int], counted: Iterator[int]) -> None:
         return
     groups = input.route.groups
     call.counts = tuple([tuple(counts[q * groups : (q + 1) * groups]) for q in range(input.world_size)])
-    call.parts = input.payload.pack(call.lengths, ids, weights, list(map(sum, call.counts)), call.slot_sizes)
-
-
-def _counts(call: InFlight) -> list[int]:
-    """Ids for each rank and lookup group, rank after rank, on the CPU."""
-    spans = call.input.group_spans
-    if len(spans) == 1 and call.cut.slots is None:
-        return [call.cut.values.size(0)]
-    # A slot's ids fit 32 bits, and torch adds int32 up as int32 ten times as fast as it does as int64.
-    of_slots: list[int] = call.lengths.sum(dim=1, dtype=torch.int32).tolist()
-    return [sum(of_slots[first:end]) for first, end in spans]
-
-
-def _counted(call: InFlight) -> list[int]:
-    return joined([tensor.flatten() for tensor in call.counted]).tolist() if call.counted else []
+    call.parts = input.payload.pack(lengths, ids, weights, list(map(sum, call.counts)), call.slot_sizes)
 
 
 def _joined_parts(calls: Sequence[InFlight], world_size: int) -> list[list[Tensor]]:
@@ -171,7 +167,7 @@ def _exchange_headers_on_device(
     header = torch.zeros((world_size, width), dtype=torch.int64, device=headers.device)
     column = FIXED_COLUMNS
     for call in calls:
-        _write_header(call, header, column, checksum(agreement))
+        write_header(call, header, column, checksum(agreement))
         column += call.input.columns
     received = headers.exchange(header)
     matrices = [received] if received is header else [received, header]
@@ -187,7 +183,7 @@ def _exchange_headers_on_device(
     return made, of_ranks, iter(numbers[len(rows) * width :])
 
 
-def _write_header(call: InFlight, header: Tensor, column: int, check: int) -> None:
+def write_header(call: InFlight, header: Tensor, column: int, check: int) -> None:
     """Write a call's part of the header for each rank, from ``column`` on, and its fault; the parts were zeros."""
     input, lengths_SB, valid = call.input, call.lengths, call.valid
     assert valid is not None, "the host has not read it"

@@ -28,16 +28,20 @@ class GradMode(NamedTuple):
     gradients: bool
     inference: bool
 
-    @classmethod
-    def current(cls) -> GradMode:
+    @staticmethod
+    def current() -> GradMode:
         """That of torch now."""
-        return cls(torch.is_grad_enabled(), torch.is_inference_mode_enabled())
+        return GRAD_MODES[torch.is_grad_enabled(), torch.is_inference_mode_enabled()]
 
     @contextmanager
     def entered(self) -> Iterator[None]:
         """Inside, it is torch's."""
         with torch.inference_mode(self.inference), torch.set_grad_enabled(self.gradients):
             yield
+
+
+GRAD_MODES = {mode: GradMode(*mode) for mode in ((True, False), (False, False), (False, True), (True, True))}
+"""By whether gradients, and inference mode, are enabled."""
 
 
 class FullBatch(NamedTuple):

@@ -140,7 +140,7 @@ def node_inputs(placeholder: Tensor, calls: Sequence[InFlight]) -> list[Tensor]:
     """The tensors that represent the tables in the autograd graph, of a node that makes the lookups of some calls."""
     inputs = [placeholder]
     for call in calls:
-        inputs += call.step.lookup.parameters
+        inputs += call.plan.lookup.parameters if call.plan is not None else ()
         if call.learned_weights is not None:
             inputs.append(call.learned_weights)
     return inputs

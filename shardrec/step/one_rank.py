@@ -22,14 +22,16 @@ def look_up_here(exchange: RowExchange, call: InFlight) -> None:
         exchange: of the model.
         call: is given its value.
     """
-    plan, with_gradients = call.step, torch.is_grad_enabled()
+    plan, with_gradients = call.plan, torch.is_grad_enabled()
+    assert plan is not None, "a call whose rows are looked up has a plan"
     call.arrival = Arrival(size=call.lengths.size(1), slot_sizes=None, counts=call.counts)
     call.to_update = with_gradients and call.requires_grad
     plan.output.meanwhile(call)
     replicated = call.replicated
     if call.to_update or (replicated is not None and with_gradients):
-        inputs = node_inputs(exchange.placeholder, [call])
-        value: Tensor = _LookUp.apply(exchange, call, replicated, *inputs)  # type: ignore[no-untyped-call]
+        value: Tensor = _LookUp.apply(  # type: ignore[no-untyped-call]
+            exchange, call, replicated, *node_inputs(exchange.placeholder, [call])
+        )
         if call.to_update:
             plan.lookup.begin_lookup(value.grad_fn)
         call.assembled = value
@@ -41,8 +43,8 @@ def look_up_here(exchange: RowExchange, call: InFlight) -> None:
 
 def _look_up(ctx: Any, exchange: RowExchange, call: InFlight, replicated: Tensor | None) -> Tensor:
     """What is looked up, in order; ``ctx`` is given what the backward takes."""
-    plan, received = call.step, call.received
-    assert received is not None, "the ids of one rank are here"
+    plan, received = call.plan, call.received
+    assert plan is not None and received is not None, "the ids of one rank are here"
     looked_up = look_up(plan, received, call=call, to_update=call.to_update)
     if exchange.on_rows is not None:
         exchange.on_rows(plan, looked_up)

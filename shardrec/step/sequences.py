@@ -255,7 +255,7 @@ class SequenceOutput:
         call.finishing = _Finishing(places=places, has_zero_row=with_dropped is not None, entries=entries)
 
     def finish(self, call: InFlight, rows: Tensor) -> tuple[Tensor, list[SequenceKey]]:
-        """(N, D) rows of the lookups of cut tables, from the assembled rows, and the output's entries; differentiable."""
+        """(N, D) rows of the cut tables, from the assembled rows, and the entries of the output; differentiable."""
         finishing: _Finishing = call.finishing
         if finishing.has_zero_row:
             rows = nn.functional.pad(rows, [0, 0, 1, 0])

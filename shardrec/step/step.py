@@ -23,7 +23,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from itertools import accumulate
 from threading import RLock
-from typing import Any
+from typing import Any, NoReturn
 from weakref import WeakSet
 
 import torch
@@ -86,11 +86,14 @@ class Step:
             ConfigError: if another thread is in the model's forward, or calls one of its modules.
         """
         if not self.lock.acquire(blocking=waits and self._is_alone):
-            raise ConfigError(
-                f"rank {self._collectives.rank}: two threads call sharded modules of one model at once, and "
-                "the ranks' exchanges would not match; call them from one thread: an exchange is under way when the "
-                "call returns, and is waited for at the first use of its value"
-            )
+            self._refuse_threads()
+
+    def _refuse_threads(self) -> NoReturn:
+        raise ConfigError(
+            f"rank {self._collectives.rank}: two threads call sharded modules of one model at once, and "
+            "the ranks' exchanges would not match; call them from one thread: an exchange is under way when the "
+            "call returns, and is waited for at the first use of its value"
+        )
 
     def join(self, call: InFlight, module: object, *, scripted: bool = False) -> None:
         """Begin the exchange of a call, if no further call is expected to share it.
@@ -138,7 +141,9 @@ class Step:
         Raises:
             ShardrecError: what made the exchange fail.
         """
-        self.use(call)
+        self.unused.discard(call)
+        if not self._is_alone or call.error is not None:
+            self.use(call)
         return finish(call)
 
     def use(self, call: InFlight) -> None:
@@ -161,7 +166,10 @@ class Step:
         Raises:
             ConfigError: if another thread is in it, or calls one of its sharded modules.
         """
-        self.enter()
+        if not self.lock.acquire(blocking=False):
+            self._refuse_threads()
+        if self._is_alone:
+            return True
         if self._batching.phase is Phase.FORWARD:
             return False
         self._batching.begin(torch.is_grad_enabled())  # which ranks compare in headers
@@ -174,6 +182,8 @@ class Step:
             ShardrecError: of an exchange that waited for more calls.
         """
         try:
+            if self._is_alone:
+                return
             if error is None:
                 try:
                     self.flush()

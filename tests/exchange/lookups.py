@@ -4,42 +4,18 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from random import Random
-from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
 
-from shardrec.step.in_flight import Call
 from shardrec.exchange.route import Lookup, Route, build_route
 from shardrec.layout import ShardingPlan
 from tests.plans import random_plan, random_tables, random_topology
 
-__all__ = ["Asking", "Case", "draw", "random_case"]
+__all__ = ["Case", "draw", "random_case"]
 
 HUGE = (2**31 - 1, 2**31, 2**31 + 5, 5 * 10**9)
 """Row counts on either side of what 32 bits can number."""
-
-
-class Asking(Call):
-    """A call of which only the ids are exchanged."""
-
-    def find_rows(self) -> NoReturn:
-        raise AssertionError("nothing is looked up")
-
-    def look_up(self, ids: Any) -> NoReturn:
-        raise AssertionError("nothing is looked up")
-
-    def outgoing(self, inside: Any, stream: int) -> NoReturn:
-        raise AssertionError("no rows are sent")
-
-    def issued(self) -> NoReturn:
-        raise AssertionError("no rows are sent")
-
-    def finish(self, flight: Any, stream: int) -> NoReturn:
-        raise AssertionError("no rows come")
-
-    def differentiable_output(self, value: Any) -> NoReturn:
-        raise AssertionError("no rows come")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -12,7 +12,7 @@ from hypothesis import given
 
 from shardrec.exchange import check, launching
 from shardrec.exchange.batch import NO_LIMIT
-from shardrec.exchange.prepared_input import InputPacker
+from shardrec.step.ids import write_header
 from tests.cuda_double import INTERPRETS_TRITON
 from tests.plans import randoms
 
@@ -69,20 +69,23 @@ def test_headers_are_written(rng: Random) -> None:
     valid = [rng.random() < 0.7 for _ in range(2)]
     for device, has_kernels in ((torch.device("cpu"), False), (DEVICE, True)):
         header = torch.zeros((world_size, 2 + 2 * columns + 1), dtype=torch.int64, device=device)
-        packer: Any = SimpleNamespace(
-            _world_size=world_size,
+        input: Any = SimpleNamespace(
+            world_size=world_size,
             route=SimpleNamespace(groups=groups),
             group_edges=edges.to(device),
             columns=columns,
         )
-        packer._counts = lambda given, packer=packer: InputPacker._counts(packer, given)
         for number, is_valid in enumerate(valid):
-            prepared: Any = SimpleNamespace(
-                lengths=lengths.to(device), valid=torch.tensor(is_valid, device=device), slot_sizes=None
+            call: Any = SimpleNamespace(
+                input=input,
+                lengths=lengths.to(device),
+                size=bags,
+                valid=torch.tensor(is_valid, device=device),
+                slot_sizes=None,
             )
             with pytest.MonkeyPatch.context() as patch:
                 patch.setattr(launching, "has_kernels", lambda _, answer=has_kernels: answer)
-                InputPacker.write_header(packer, prepared, header, 2 + number * columns, 2**32 - 5)
+                write_header(call, header, 2 + number * columns, 2**32 - 5)
         headers.append(header.cpu())
     assert torch.equal(*headers)
     assert headers[0][0, 0] == (not all(valid))

@@ -1,4 +1,4 @@
-"""Float rows of several streams in one all-to-all each way."""
+"""Float rows of several calls in one all-to-all each way."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from hypothesis import given
 from torch import Tensor
 
 from shardrec.exchange.collectives import joined
-from shardrec.exchange.row_exchange import RowAllToAll, Stream
+from shardrec.exchange.row_exchange import OutgoingRows, RowAllToAll, RowsInFlight
 from shardrec.exchange.wire_format import QuantizedComms
 from tests.plans import randoms
 from tests.thread_ranks import ThreadCollectives, thread_ranks
@@ -17,56 +17,44 @@ from tests.thread_ranks import ThreadCollectives, thread_ranks
 
 @given(rng=randoms())
 def test_each_part_and_its_gradient_find_their_way(rng: Random) -> None:
-    world_size, streams = rng.randint(1, 4), rng.randint(1, 3)
-    # parts[stream][source][target]: whole numbers, which the wire keeps.
+    world_size, calls = rng.randint(1, 4), rng.randint(1, 3)
+    # parts[call][source][target]: whole numbers, which the wire keeps.
     parts = [
         [
             [torch.tensor([float(rng.randint(-9, 9)) for _ in range(rng.randrange(4))]) for _ in range(world_size)]
             for _ in range(world_size)
         ]
-        for _ in range(streams)
+        for _ in range(calls)
     ]
-    used = [rng.random() < 0.8 for _ in range(streams)]
-    elsewhere = rng.random() < 0.5
 
-    def rank_main(collectives: ThreadCollectives) -> tuple[list[list[Tensor]], list[Tensor | None]]:
+    def rank_main(collectives: ThreadCollectives) -> tuple[list[list[Tensor]], list[Tensor]]:
         rank = collectives.rank
-        flats = [torch.cat(parts[stream][rank]).requires_grad_() for stream in range(streams)]
-        exchange = RowAllToAll(collectives, QuantizedComms())
-        flight = exchange.start(
-            [
-                Stream(
-                    flat=flats[stream],
-                    out=[[(len(part), 1)] for part in parts[stream][rank]],
-                    into=[[(len(parts[stream][source][rank]), 1)] for source in range(world_size)],
-                )
-                for stream in range(streams)
-            ]
-        )
-        assert collectives.issued == ["output"][: world_size - 1]
-        blocks = [list(flight.blocks(stream)) for stream in range(streams)]
-        loss = torch.zeros((), requires_grad=True)
-        for stream, mine in enumerate(blocks):
-            if used[stream]:
-                # Two uses of a block: autograd adds their gradients up in memory of its own.
-                loss = loss + sum((one * 3).sum() + (one.sum() if elsewhere else 0.0) for one in mine)
-        if any(used):
-            loss.backward()
-            assert collectives.issued == (["output", "gradient"] if world_size > 1 else [])
+        outgoing = [
+            OutgoingRows(
+                flat=torch.cat(parts[call][rank]),
+                out=[[(len(part), 1)] for part in parts[call][rank]],
+                into=[[(len(parts[call][source][rank]), 1)] for source in range(world_size)],
+            )
+            for call in range(calls)
+        ]
+        rows = RowsInFlight(RowAllToAll(collectives, QuantizedComms()), outgoing, with_gradients=True)
+        assert collectives.issued == ["output"]
+        blocks = [list(of_call) for of_call in rows.receive()]
+        for number, of_call in enumerate(rows.gradient_blocks()):
+            for block in of_call:
+                block.fill_(3.0 + number)
+        rows.send_gradients()
+        assert collectives.issued == ["output", "gradient"]
+        gradients = rows.receive_gradients()
         assert collectives.unwaited == []
-        return [[one.detach() for one in mine] for mine in blocks], [flat.grad for flat in flats]
+        return blocks, gradients
 
     for rank, (blocks, gradients) in enumerate(thread_ranks(world_size, rank_main)):
-        for stream in range(streams):
+        for call in range(calls):
             for source in range(world_size):
-                assert torch.equal(blocks[stream][source], parts[stream][source][rank])
-            if any(used):
-                gradient = gradients[stream]
-                if world_size == 1 and not used[stream]:
-                    assert gradient is None, "a rank by itself has nobody to take part with"
-                    continue
-                assert gradient is not None, "each rank and each stream takes part"
-                assert (gradient == (3.0 + elsewhere if used[stream] else 0.0)).all()
+                assert torch.equal(blocks[call][source], parts[call][source][rank])
+            assert gradients[call].numel() == sum(map(len, parts[call][rank]))
+            assert bool((gradients[call] == 3.0 + call).all())
 
 
 def test_neighbours_are_joined_without_a_copy() -> None:

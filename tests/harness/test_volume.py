@@ -28,14 +28,15 @@ from benchmarks.harness.volume import (
     uniform_traffic,
 )
 from shardrec.exchange.batch import Expectation
-from shardrec.exchange.call import exchange_ids
-from shardrec.step.context import ExchangeOptions, ModelContext
-from shardrec.exchange.prepared_input import InputPacker
 from shardrec.exchange.wire_format import QuantizedComms
 from shardrec.layout import ShardingPlan, Topology, cuts
 from shardrec.modules import ShardedEmbeddingBagCollection, ShardedEmbeddingCollection
+from shardrec.step.begin import begin
+from shardrec.step.context import ExchangeOptions, ModelContext
+from shardrec.step.ids import exchange_ids
+from shardrec.step.step_plan import InputPlan
 from tests.batches import random_bags, random_sizes_bags
-from tests.exchange.lookups import Asking, random_case
+from tests.exchange.lookups import random_case
 from tests.models import OPTIMIZERS, apply_optimizer_in_backward, collection, feature_rows, random_configs, table_sizes
 from tests.plans import random_plan, random_topology, randoms
 from tests.thread_ranks import ThreadCollectives, thread_ranks
@@ -237,10 +238,10 @@ def test_ids_that_need_64_bits(rng: Random) -> None:
         counting = CountingCollectives(threads)
         context = ModelContext(counting, CPU)
         lookups = tuple((one.feature, one.layout.name, one.layout.num_embeddings) for one in case.lookups)
-        exchange = InputPacker(case.route, Expectation(tables=lookups, weighted=weighted, device=CPU), context.headers)
-        call = Asking(context.step.used, exchange, exchange.prepare(batches[threads.rank], ""), requires_grad=True)
+        input = InputPlan(case.route, Expectation(tables=lookups, weighted=weighted, device=CPU), context.headers)
+        call = begin(input, batches[threads.rank], "")
         exchange_ids(context.headers, [call])
-        call.received()
+        call.wait_for_ids()
         return counting.take()
 
     found = volume_of(thread_ranks(world_size, rank_main), case.plan.topology)

@@ -146,7 +146,7 @@ def test_as_on_the_cpu(rng: Random) -> None:
     pair = Pair(rng)
     pool = [*EDGES, *(rng.getrandbits(64) - 2**63 for _ in range(rng.choice([5, 40, 400])))]
     saved: list[tuple[Tensor, Tensor]] = []
-    open_rows: list[Tensor] = []
+    open_steps: list[list[maps.OpenStep | None]] = []
     ahead = None
     for _ in range(12):
         batch = pair.batch(rng, pool)
@@ -162,11 +162,9 @@ def test_as_on_the_cpu(rng: Random) -> None:
         mapped = pair.maps[0](batch, assign_new_ids=assign)
         other = pair.maps[1](on_device(batch), assign_new_ids=assign, found_rows=found_rows)
         assert_equal(mapped, other)
-        rows = torch.zeros(1, requires_grad=True)
-        pair.maps[0].hold([rows], mapped)
-        pair.maps[1].hold([rows], other)
-        open_rows = [*open_rows, rows][rng.choice([1, -1, -2]) :]  # the backwards of some are still to come
-        del rows
+        steps = [maps.open_step(mapped_ids) for maps, mapped_ids in zip(pair.maps, (mapped, other), strict=True)]
+        open_steps = [*open_steps, steps][rng.choice([1, -1, -2]) :]  # the backwards of some are still to come
+        del steps
         event = rng.random()
         if event < 0.3:
             pair.compare()

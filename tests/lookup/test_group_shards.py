@@ -20,6 +20,7 @@ from shardrec.lookup.optimizers import FusedOptimizer, OptimizerKind
 from shardrec.lookup.row_optimizers import RowOptimizer
 from shardrec.lookup.shards import dense_lookup
 from tests.large_tensors import LargeTensors
+from tests.lookup.differentiable import looked_up
 from tests.plans import randoms
 
 CPU = torch.device("cpu")
@@ -151,7 +152,7 @@ def test_a_fused_bank_learns_in_backward(rng: Random) -> None:
     drawn = Drawn(rng, SGD)
     leaves = [weight.clone().requires_grad_() for weight in drawn.bank.weights]
     drawn.reference(leaves).backward(drawn.gradient)
-    drawn.bank.look_up(drawn.ids, drawn.lengths, drawn.weights).backward(drawn.gradient)
+    looked_up(drawn.bank, drawn.ids, drawn.lengths, drawn.weights).backward(drawn.gradient)
     for weight, leaf in zip(drawn.bank.weights, leaves, strict=True):
         assert leaf.grad is not None
         assert torch.allclose(weight, leaf.detach() - leaf.grad, atol=1e-5)
@@ -163,7 +164,7 @@ def test_a_fused_bank_of_float16_rows_learns_in_float32_and_rounds(rng: Random) 
     drawn = Drawn(rng, spec, torch.float16)
     leaves = [weight.float().requires_grad_() for weight in drawn.bank.weights]
     drawn.reference(leaves).backward(drawn.gradient)
-    drawn.bank.look_up(drawn.ids, drawn.lengths, drawn.weights).backward(drawn.gradient)
+    looked_up(drawn.bank, drawn.ids, drawn.lengths, drawn.weights).backward(drawn.gradient)
     for weight, state, leaf in zip(drawn.bank.weights, drawn.bank.states(), leaves, strict=True):
         assert leaf.grad is not None
         squares = leaf.grad.square().mean(dim=1)
@@ -206,7 +207,7 @@ def test_learning_rate() -> None:
     bank.weights[0].zero_()
     ids, lengths = torch.tensor([1]), torch.tensor([[1]], dtype=torch.int32)
     bank.set_learning_rate(0.25)
-    bank.look_up(ids, lengths, None).sum().backward()
+    looked_up(bank, ids, lengths, None).sum().backward()
     assert bank.weights[0].tolist() == [[0.0] * 4, [-0.25] * 4, [0.0] * 4]
 
 
@@ -216,7 +217,7 @@ def test_inference_mode() -> None:
     with torch.inference_mode():
         pooled = bank.look_up(torch.tensor([1, 2]), torch.tensor([[2]], dtype=torch.int32), None)
     assert pooled.tolist() == [[12.0, 14.0, 16.0, 18.0]]
-    bank.look_up(torch.tensor([1]), torch.tensor([[1]], dtype=torch.int32), None).sum().backward()
+    looked_up(bank, torch.tensor([1]), torch.tensor([[1]], dtype=torch.int32), None).sum().backward()
     assert bank.weights[0][1].tolist() == [3.0, 4.0, 5.0, 6.0]
 
 
@@ -239,7 +240,7 @@ def test_a_fused_bank_on_cuda_learns_as_rows_do_on_the_cpu(kind: OptimizerKind, 
     for _ in range(3):
         ids, lengths = torch.randint(9, (12,), generator=generator), torch.full((1, 4), 3, dtype=torch.int32)
         gradient = torch.randn(4, 8, generator=generator)
-        pooled = cuda.look_up(ids.cuda(), lengths.cuda(), None)
+        pooled = looked_up(cuda, ids.cuda(), lengths.cuda(), None)
         assert torch.allclose(pooled.cpu(), cpu.look_up(ids, lengths, None), atol=1e-4)
         pooled.backward(gradient.cuda())
         rows.step(cpu.row_gradients([LookupGradient(ids=ids, lengths=lengths, id_weights=None, gradient=gradient)]))

@@ -15,6 +15,7 @@ from shardrec import native
 from shardrec.errors import ConfigError
 from shardrec.lookup.group_shards import TableBank
 from shardrec.lookup.optimizers import FusedOptimizer, OptimizerKind
+from tests.lookup.differentiable import looked_up
 from tests.plans import randoms
 
 pytestmark = pytest.mark.skipif(
@@ -139,7 +140,7 @@ def test_learns_as_fbgemm_does(optimizer: FusedOptimizer, rng: Random) -> None:
         for bank in (own, other):
             bank.set_learning_rate(optimizer.lr / (step + 1))
             learned = None if weights is None else weights.clone().requires_grad_()
-            output = bank.look_up(ids, lengths, learned)
+            output = looked_up(bank, ids, lengths, learned)
             gradient = drawn.gradient(output) if gradient is None else gradient
             output.backward(gradient)
             if bank is own:
@@ -181,9 +182,9 @@ def test_each_backward_updates() -> None:
             patch.setenv("SHARDREC_KERNELS", kernels)
             bank, ids, lengths = small_bank()
             seen: list[Tensor] = []
-            output = bank.look_up(ids, lengths, None)
+            output = looked_up(bank, ids, lengths, None)
             output.register_hook(seen.append)
-            (output.sum() + bank.look_up(ids, lengths, None).sum()).backward(retain_graph=True)
+            (output.sum() + looked_up(bank, ids, lengths, None).sum()).backward(retain_graph=True)
             assert bank.weights[0].tolist() == [[-2.0, -1.0, 0.0, 1.0], [4.0, 5.0, 6.0, 7.0], [6.0, 7.0, 8.0, 9.0]]
             assert bank.weights[1].tolist() == [list(range(8)), [float(x) for x in range(6, 14)]]
             output.sum().backward()
@@ -198,7 +199,7 @@ def test_the_rate_is_that_of_the_lookup() -> None:
         with pytest.MonkeyPatch.context() as patch:
             patch.setenv("SHARDREC_KERNELS", kernels)
             bank, ids, lengths = small_bank()
-            output = bank.look_up(ids, lengths, None)
+            output = looked_up(bank, ids, lengths, None)
             bank.set_learning_rate(0.5)
             output.sum().backward()
             assert bank.weights[0][0].tolist() == [-1.0, 0.0, 1.0, 2.0]
@@ -210,8 +211,8 @@ def test_gradients_whose_rows_lie_apart() -> None:
     for gradient in (wide[:, 3:15], torch.arange(24.0).view(12, 2).t(), torch.ones(()).expand(2, 12)):
         bank, ids, lengths = small_bank()
         other, _, _ = small_bank()
-        bank.look_up(ids, lengths, None).backward(gradient)
-        other.look_up(ids, lengths, None).backward(gradient.contiguous().clone())
+        looked_up(bank, ids, lengths, None).backward(gradient)
+        looked_up(other, ids, lengths, None).backward(gradient.contiguous().clone())
         assert all(torch.equal(one, two) for one, two in zip(bank.weights, other.weights, strict=True))
 
 

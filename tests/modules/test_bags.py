@@ -413,7 +413,7 @@ def test_constants_are_kept_for_few_orders_of_keys() -> None:
         kept.cache_info().currsize
         for collection in model.modules()
         if isinstance(collection, ShardedCollection)
-        for owner in (collection, collection.input, collection.input.cutter)
+        for owner in (collection.step_plan.output, collection.input, collection.input.cutter)
         for kept in vars(owner).values()
         if hasattr(kept, "cache_info")
     ]

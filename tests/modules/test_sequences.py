@@ -161,9 +161,7 @@ def test_the_gradient_of_one_group_s_rows_is_not_copied_before_it_is_put_in_orde
     layout = cuts.table_wise("t", 9, 4, rank=0)
     lookups = [Lookup(feature=feature, layout=layout, group=0, output=feature) for feature in "ab"]
     route = build_route(lookups, 2, 1)
-    output = SequenceOutput(
-        route, lookups, lookups, {}, group_widths=[4], dim=4, rank=0, device=torch.device("cpu")
-    )
+    output = SequenceOutput(route, lookups, lookups, {}, group_widths=[4], dim=4, rank=0, device=torch.device("cpu"))
     received = ShardInput(
         lengths=torch.tensor([[1, 3], [2, 2]], dtype=torch.int32),
         ids=torch.zeros(8, dtype=torch.int32),

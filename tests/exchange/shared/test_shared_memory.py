@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from shardrec.errors import ConfigError, PeerError
-from shardrec.exchange.row_exchange import RowAllToAll, Stream
+from shardrec.exchange.row_exchange import OutgoingRows, RowAllToAll, RowsInFlight
 from shardrec.exchange.shared.shared_memory import SharedCollectives
 from shardrec.exchange.transport import transport_of
 from shardrec.exchange.wire_format import QuantizedComms
@@ -96,24 +96,23 @@ def test_gradients_find_their_way_twice(world_size: int, per_host: int | None) -
         exchange = RowAllToAll(collectives, QuantizedComms())
         kept = []
         for step in range(4):
-            flats = [
-                torch.full((world_size * size,), float(rank + 10 * step + stream)).requires_grad_()
-                for stream, size in enumerate((5000, 3))
+            calls = [
+                OutgoingRows(
+                    flat=torch.full((world_size * size,), float(rank + 10 * step + call)),
+                    out=[[(size, 1)]] * world_size,
+                    into=[[(size, 1)]] * world_size,
+                )
+                for call, size in enumerate((5000, 3))
             ]
-            streams = [
-                Stream(flat=flat, out=[[(size, 1)]] * world_size, into=[[(size, 1)]] * world_size)
-                for flat, size in zip(flats, (5000, 3), strict=True)
-            ]
-            flight = exchange.start(streams)
-            blocks = [flight.blocks(stream) for stream in range(2)]
-            kept.append([[block.detach() for block in one] for one in blocks])
-            loss = sum((block * (source + 1)).sum() for one in blocks for source, block in enumerate(one))
-            assert isinstance(loss, torch.Tensor)
-            loss.backward(retain_graph=True)
-            loss.backward()
-            for flat in flats:
-                assert flat.grad is not None
-                assert (flat.grad == 2.0 * (rank + 1)).all()
+            rows = RowsInFlight(exchange, calls, with_gradients=True)
+            kept.append(rows.receive())
+            for backward in range(2):
+                for call, of_call in enumerate(rows.gradient_blocks()):
+                    for source, block in enumerate(of_call):
+                        block.fill_(source + 1.0 + 10 * call + 100 * backward)
+                rows.send_gradients()
+                for call, gradient in enumerate(rows.receive_gradients()):
+                    assert (gradient == rank + 1.0 + 10 * call + 100 * backward).all()
             for before, one in enumerate(kept):
                 for stream, of_ranks in enumerate(one):
                     for source, block in enumerate(of_ranks):
@@ -127,9 +126,9 @@ def test_a_forward_without_a_backward_leaves_nothing_behind() -> None:
         collectives = shared()
         exchange = RowAllToAll(collectives, QuantizedComms())
         for _ in range(20):
-            flat = torch.zeros(20_000).requires_grad_()
             shapes = [[(10_000, 1)]] * 2
-            exchange.start([Stream(flat=flat, out=shapes, into=shapes)]).blocks(0)
+            calls = [OutgoingRows(flat=torch.zeros(20_000), out=shapes, into=shapes)]
+            RowsInFlight(exchange, calls, with_gradients=True).receive()
         gc.collect()
         return collectives.arena.lent_bytes
 
@@ -141,9 +140,10 @@ def test_what_nobody_waits_for_is_given_back() -> None:
         collectives = shared()
         exchange = RowAllToAll(collectives, QuantizedComms())
         for _ in range(20):
-            flat = torch.zeros(20_000).requires_grad_()
             shapes = [[(10_000, 1)]] * 2
-            exchange.start([Stream(flat=flat, out=shapes, into=shapes)])
+            RowsInFlight(
+                exchange, [OutgoingRows(flat=torch.zeros(20_000), out=shapes, into=shapes)], with_gradients=True
+            )
             collectives.send([[torch.zeros(1)]] * 2, [1, 1], "test").wait()
         gc.collect()
         return collectives.arena.lent_bytes

@@ -12,28 +12,12 @@ from torch import Tensor
 from shardrec.exchange.assemble import Columns
 from shardrec.exchange.collectives import Collectives, Pending, StreamSizes
 from shardrec.exchange.hosts import host_sums
-from shardrec.exchange.payload import ShardInput
-from shardrec.exchange.pooled_output import PooledOutputLayout
 from shardrec.exchange.route import Lookup, build_route, output_pieces
-from shardrec.exchange.row_exchange import RowAllToAll
-from shardrec.exchange.wire_format import QuantizedComms
 from shardrec.layout import ShardingPlan, Topology, cuts
 from tests.exchange.lookups import Case, draw, random_case
 from tests.plans import randoms
+from tests.step.columns import exchange_columns, pooled_output
 from tests.thread_ranks import ThreadCollectives, thread_ranks
-
-
-def served(sizes: list[int]) -> ShardInput:
-    none = torch.zeros(0)
-    return ShardInput(
-        lengths=none,
-        ids=none,
-        weights=None,
-        batch_sizes=tuple(sizes),
-        group_ids=(),
-        counts=(),
-        slot_sizes=(None,) * len(sizes),
-    )
 
 
 class Counting(Collectives):
@@ -66,23 +50,13 @@ def exchange(
     def rank_main(threads: ThreadCollectives) -> tuple[Tensor, Tensor, int, list[str]]:
         rank = threads.rank
         collectives = Counting(threads, per_host or world_size)
-        output = PooledOutputLayout(case.route, case.lookups, rank, per_host)
-        mine = pooled[rank].clone().requires_grad_()
-        rows: Tensor = mine
-        sums: list[Tensor] = []
-        if output.hosts is not None:
-            rows, stream = output.hosts.divide(mine, sizes)
-            inside = RowAllToAll(collectives, QuantizedComms(), "partial sums").start([stream])
-            sums = output.hosts.finish(inside, 0, sizes)
-            assert collectives.crossing == 0, "the first exchange stays inside hosts"
-        flight = RowAllToAll(collectives, QuantizedComms()).start([output.stream(rows, served(sizes), None, sums)])
-        found = output.finish(flight, 0, sizes[rank], None, own[rank] if own[rank].size(1) else None)
-        crossing = collectives.crossing
-        found.backward(gradients[rank])
-        assert collectives.crossing - crossing == crossing_back(case, per_host, sizes, rank)
+        replica = own[rank] if own[rank].size(1) else None
+        given = pooled[rank], sizes, replica, gradients[rank]
+        found, of_pooled, _ = exchange_columns(pooled_output(case, rank, per_host), collectives, *given)
+        of_gradients = crossing_back(case, per_host, sizes, rank)
         assert threads.unwaited == []
-        assert mine.grad is not None
-        return found.detach(), mine.grad, crossing, threads.issued
+        assert of_pooled is not None
+        return found, of_pooled, collectives.crossing - of_gradients, threads.issued
 
     return thread_ranks(world_size, rank_main)
 

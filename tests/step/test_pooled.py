@@ -8,39 +8,11 @@ import torch
 from hypothesis import given, settings
 from torch import Tensor
 
-from shardrec.exchange.payload import ShardInput
-from shardrec.exchange.pooled_output import PooledOutputLayout
 from shardrec.exchange.route import output_pieces
-from shardrec.exchange.row_exchange import BlocksInFlight, RowAllToAll
-from shardrec.exchange.wire_format import QuantizedComms
 from tests.exchange.lookups import Case, draw, random_case
 from tests.plans import randoms
+from tests.step.columns import exchange_columns, pooled_output
 from tests.thread_ranks import ThreadCollectives, thread_ranks
-
-
-class Exchange:
-    """The output exchange of one module by itself."""
-
-    def __init__(self, case: Case, collectives: ThreadCollectives) -> None:
-        self.output = PooledOutputLayout(case.route, case.lookups, collectives.rank)
-        self.blocks = RowAllToAll(collectives, QuantizedComms())
-        self.rank = collectives.rank
-
-    def start(self, pooled: Tensor, sizes: list[int]) -> tuple[BlocksInFlight, int]:
-        none = torch.zeros(0)
-        served = ShardInput(
-            lengths=none,
-            ids=none,
-            weights=None,
-            batch_sizes=tuple(sizes),
-            group_ids=(),
-            counts=(),
-            slot_sizes=(None,) * len(sizes),
-        )
-        return self.blocks.start([self.output.stream(pooled, served, None)]), sizes[self.rank]
-
-    def finish(self, flight: BlocksInFlight, size: int, replicated: Tensor | None) -> Tensor:
-        return self.output.finish(flight, 0, size, None, replicated)
 
 
 def by_hand(case: Case, blocks: list[Tensor]) -> Tensor:
@@ -66,16 +38,12 @@ def test_columns_and_gradients_find_their_way(rng: Random) -> None:
 
     def rank_main(collectives: ThreadCollectives) -> tuple[Tensor, Tensor | None, Tensor | None]:
         rank = collectives.rank
-        exchange = Exchange(case, collectives)
-        mine = pooled[rank].clone().requires_grad_()
-        replica = own[rank].clone().requires_grad_() if own_width else None
-        token, pending = exchange.start(mine, sizes)
-        assert collectives.issued == ["output"][: world_size - 1]
-        output = exchange.finish(token, pending, replica)
-        output.backward(gradients[rank])
-        assert collectives.issued == (["output", "gradient"] if world_size > 1 else [])
+        replica = own[rank] if own_width else None
+        given = pooled[rank], sizes, replica, gradients[rank]
+        result = exchange_columns(pooled_output(case, rank), collectives, *given)
+        assert collectives.issued == ["output", "gradient"]
         assert collectives.unwaited == []
-        return output.detach(), mine.grad, None if replica is None else replica.grad
+        return result
 
     results = thread_ranks(world_size, rank_main)
 
@@ -99,24 +67,6 @@ def test_columns_and_gradients_find_their_way(rng: Random) -> None:
         assert torch.allclose(gradient, expected / world_size, rtol=1e-6, atol=0)
 
 
-def test_a_rank_without_gradient_of_its_own_takes_part_in_backward() -> None:
-    """As one that holds frozen tables, or none."""
-    cases = map(random_case, map(Random, range(100)))
-    case = next(one for one in cases if one.plan.world_size > 1 and not any(of.layout.replicated for of in one.lookups))
-    world_size = case.plan.world_size
-    widths = [case.route.width(rank) for rank in range(world_size)]
-
-    def rank_main(collectives: ThreadCollectives) -> None:
-        exchange = Exchange(case, collectives)
-        pooled = torch.ones(2 * world_size, widths[collectives.rank], requires_grad=collectives.rank != 1)
-        output = exchange.finish(*exchange.start(pooled, [2] * world_size), None)
-        output.sum().backward()
-        assert collectives.issued == ["output", "gradient"]
-        assert collectives.unwaited == []
-
-    thread_ranks(world_size, rank_main)
-
-
 @settings(max_examples=20)
 @given(rng=randoms())
 def test_without_gradients_nothing_is_kept(rng: Random) -> None:
@@ -127,11 +77,12 @@ def test_without_gradients_nothing_is_kept(rng: Random) -> None:
     own_width = sum(one.layout.embedding_dim for one in case.lookups if one.layout.replicated)
 
     def rank_main(collectives: ThreadCollectives) -> Tensor:
-        exchange = Exchange(case, collectives)
-        pooled = torch.ones(sum(sizes), widths[collectives.rank], requires_grad=True)
+        pooled = torch.ones(sum(sizes), widths[collectives.rank])
         replica = torch.ones(sizes[collectives.rank], own_width) if own_width else None
-        with torch.no_grad():
-            return exchange.finish(*exchange.start(pooled, sizes), replica)
+        output = pooled_output(case, collectives.rank)
+        value = exchange_columns(output, collectives, pooled, sizes, replica, None)[0]
+        assert collectives.issued == ["output"]
+        return value
 
     for size, output in zip(sizes, thread_ranks(world_size, rank_main), strict=True):
         assert not output.requires_grad
