@@ -140,7 +140,7 @@ class Cutter:
             positions=positions if keep_positions else None,
             slots=slots,
             lengths=lengths if slots is None else lengths.index_select(0, slots),
-            borrowed=values is given.values or _share(weights, given.weights),
+            borrowed=values is given.values or (weights is not None and _share(weights, given.weights)),
         )
 
     def _cut_at_once(self, batch: Batch, order: _KeyOrder, keep_positions: bool) -> Cut:

@@ -241,7 +241,7 @@ class LazyAwaitable(Awaitable[W], Operators, metaclass=_LazyAwaitableMeta):
         # Only for names that are not found otherwise. See [Note: which attributes are whose].
         if name.startswith("_") and name.endswith("_") and name not in _CONVERSIONS:
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}", name=name, obj=self)
-        if self._once.running_here or not self._is_made:
+        if not self._is_made or self._once.running_here:
             where = "_wait_impl() or a callback runs" if self._is_made else "__init__() runs"
             text = f"{type(self).__name__!r} object has no attribute {name!r}"
             raise AttributeError(f"{text}, and its value cannot be asked while {where}", name=name, obj=self)

@@ -102,7 +102,7 @@ class Once(Generic[W]):
             BaseException: the error that ``compute`` or a callback raised, the same object every time.
         """
         if self.state is State.PENDING:
-            if self.running_here:
+            if self._owner == threading.get_ident():
                 raise AwaitableError(
                     f"{name} was asked for its own value by the _wait_impl() or the callback that computes it: use only"
                     " what these are given, or chain with .then()"
@@ -113,7 +113,7 @@ class Once(Generic[W]):
                     self._run(name, compute)
         if self.state is State.FAILED:
             self._raise()
-        return cast(W, self._value)
+        return self._value  # type: ignore[return-value]
 
     def apply(self, callback: Callable[[W], W]) -> None:
         """Calls ``callback`` on the value: in turn while pending, at once on the kept value, never after an error.

@@ -71,7 +71,7 @@ def begin_call(
     flight = begin(plan.input, features, agreement, fault)
     flight.plan, flight.assigns_new_ids = plan, assigns_new_ids
     flight.requires_grad = plan.trains_shards or flight.learned_weights is not None
-    if not flight.fault or flight.valid is not None:
+    if plan.replicas is not None and (not flight.fault or flight.valid is not None):
         flight.counted = plan.output.counted(flight)
     return flight
 

@@ -54,7 +54,7 @@ def _look_up(ctx: Any, exchange: RowExchange, call: InFlight, replicated: Tensor
         ctx.arrival, ctx.to_update = call.arrival, call.to_update
         ctx.save_for_backward(*looked_up.release_ids())
     if plan.output.is_identity:
-        return plan.output.as_value(rows[0])
+        return rows[0]
     flat, _ = plan.output.outgoing(rows, received, ())
     return plan.output.assemble(call.arrival, [flat], replicated)
 

@@ -208,10 +208,6 @@ class PooledOutput:
                 part.copy_(layout.strip(block))
         return replicated
 
-    def as_value(self, rows: Tensor) -> Tensor:
-        """What is assembled of ``rows``, if that is the identity."""
-        return rows
-
     def counted(self, call: InFlight) -> tuple[Tensor, ...]:
         """Number of ids of each lookup of a replicated table, to read on the host."""
         if not self._replicated_width:

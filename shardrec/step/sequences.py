@@ -197,10 +197,6 @@ class SequenceOutput:
         """Per rank, the shapes of the parts that come from it."""
         return [self.shapes(counts) for counts in arrival.counts]
 
-    def as_value(self, rows: Tensor) -> Tensor:
-        """What is assembled of ``rows``, if that is the identity."""
-        return rows.view(-1, self.dim)
-
     def assemble(self, arrival: Arrival, blocks: Sequence[Tensor], replicated: Tensor | None) -> Tensor:
         """(M, D) float32 rows of the lookups of cut tables, from the blocks that came from each rank."""
         target = arrival.target

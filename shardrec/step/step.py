@@ -125,7 +125,7 @@ class Step:
         try:
             if self.before_look_up is not None:
                 self.before_look_up()
-            if not call.is_sent:
+            if call.received is None:
                 exchange_ids(self._headers, [call])
             if call.by_operator:
                 launch(self.rows, [call])
