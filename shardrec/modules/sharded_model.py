@@ -620,6 +620,8 @@ def require_sharded(model: nn.Module, taker: str) -> None:
 
 def dense_signature(inputs: object) -> str:
     """The dtypes of the tensors among a model's inputs, except ids, as a text that ranks compare."""
-    return ", ".join(
-        sorted({str(leaf.dtype).removeprefix("torch.") for leaf in leaves(inputs) if isinstance(leaf, Tensor)})
-    )
+    dtypes = set()
+    for leaf in leaves(inputs):
+        if isinstance(leaf, Tensor):
+            dtypes.add(str(leaf.dtype).removeprefix("torch."))
+    return ", ".join(sorted(dtypes))
