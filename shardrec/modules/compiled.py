@@ -53,17 +53,17 @@ def _mark(inputs: Any) -> None:
 
 def leaves(value: Any) -> list[Any]:
     """The leaves of a forward's arguments in mappings, lists, tuples and dataclasses; a jagged tensor is one leaf."""
-    found, left = [], [value]
+    leaf_values, left = [], [value]
     while left:
         value = left.pop()
         if isinstance(value, list | tuple):
             left += reversed(value)
         elif isinstance(value, Tensor) or type(value) is KeyedJaggedTensor:
-            found.append(value)
+            leaf_values.append(value)
         elif isinstance(value, dict | Mapping):
             left += reversed(list(value.values()))
         elif dataclasses.is_dataclass(value):
             left += reversed([getattr(value, field.name, None) for field in dataclasses.fields(value)])
         else:
-            found.append(value)
-    return found
+            leaf_values.append(value)
+    return leaf_values

@@ -27,7 +27,7 @@ from shardrec.exchange.collectives import Pending, joined
 from shardrec.exchange.headers import FIXED_COLUMNS, Headers, checksum
 from shardrec.exchange.payload import HEADER_SIZES, ShardInput
 from shardrec.exchange.to_device import staged
-from shardrec.step.in_flight import InFlight
+from shardrec.step.records import InFlight
 
 _FAULT, _AGREEMENT = attrgetter("fault"), attrgetter("agreement")
 _FLAG, _CHECK = itemgetter(0), itemgetter(1)
