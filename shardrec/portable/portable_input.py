@@ -1,9 +1,9 @@
 """A batch checked, cut and exchanged by operators and plain data, as TorchScript and torch.export take them.
 
 What :mod:`shardrec.step.begin` and :mod:`shardrec.step.id_exchange` do for one module, by the same routes and in the
-same order of slots. Header and payload differ from the live driver's: a row of the header is fault | batch size | counts,
-without a checksum; weights have a separate all-to-all; wide ids widen the lengths. A batch size per feature is not
-supported and raises a fault. Sums inside hosts are not needed (the output is the same without them).
+same order of slots. Header and payload differ from the live driver's: a row of the header is fault | batch size |
+counts, without a checksum; weights have a separate all-to-all; wide ids widen the lengths. A batch size per feature is
+not supported and raises a fault. Sums inside hosts are not needed (the output is the same without them).
 
 Shapes as in those modules: F features of the input, S slots of all ranks, W ranks, G lookup groups, B local batch size.
 

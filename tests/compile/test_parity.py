@@ -45,7 +45,7 @@ def test_two_ranks(name: str, mode: str) -> None:
         fullgraph=mode == "traced",
         dynamic=True,
         regions=REGIONS.get((name, mode)),
-        exchanges={"shardrec::all_to_all": 4} if (name, mode) == ("dlrm", "traced") else None,
+        exchanges={"shardrec::all_to_all": 3} if (name, mode) == ("dlrm", "traced") else None,
         timeout=200,
     )
 

@@ -1,4 +1,4 @@
-"""The collectives of a step: one header, one payload, one output and one gradient all-to-all, whatever the plan.
+"""The collectives of a step: header and ids, output and gradient, one all-to-all each, whatever the plan.
 
 On several hosts there is one more each way, inside hosts, if the plan cuts rows over ranks of one host.
 """
@@ -46,14 +46,14 @@ def count_click_steps(configs: list[EmbeddingBagConfig], plan: ShardingPlan, opt
             loss = model(dense, bags[rank].kjt()).sum()
         with CountCollectives() as backward:
             loss.backward()
-        assert forward == {"all_to_all": 3 + inside}, f"step {step}: forward {dict(forward)}"
+        assert forward == {"all_to_all": 2 + inside}, f"step {step}: forward {dict(forward)}"
         # Where every table is replicated, nothing is asked for its gradients.
         gradients = 1 if any(not layout.replicated for layout in plan.tables) else 0
         expected = Counter(all_to_all=gradients + inside + extra, all_reduce=1)
         assert Counter(backward) == +expected, f"step {step}: {dict(backward)}"
         with CountCollectives() as evaluation, torch.no_grad():
             model(dense, bags[rank].kjt())
-        assert evaluation == {"all_to_all": 3 + inside}
+        assert evaluation == {"all_to_all": 2 + inside}
 
 
 @pytest.mark.some(3)
@@ -98,7 +98,7 @@ def test_mixed_optimizers_add_no_exchange() -> None:
             with CountCollectives() as counts:
                 model(bags[dist.get_rank()].kjt()).values().sum().backward()
             replicas = int(any(layout.replicated for layout in plan.tables))
-            assert counts["all_to_all"] == 4 + whole_row_groups(optimizers, plan)
+            assert counts["all_to_all"] == 3 + whole_row_groups(optimizers, plan)
             assert counts.total() == counts["all_to_all"] + replicas, dict(counts)
             assert counts["all_reduce"] == replicas
 
@@ -130,7 +130,7 @@ def test_outside_the_models_forward_each_collection_exchanges_by_itself(world_si
         features = random_bags(rng, feature_rows(configs), 3).kjt()
         with CountCollectives() as counts:
             first, second = (one(features) for one in model.module.children())
-        assert counts == {"all_to_all": 6}
+        assert counts == {"all_to_all": 4}
         with CountCollectives() as counts:
             (first.values().sum() + second.values().sum()).backward()
         assert counts["all_to_all"] == 2

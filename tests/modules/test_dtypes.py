@@ -210,7 +210,7 @@ def test_tables_of_three_types_make_no_more_collectives(pooled: bool) -> None:
             found.append(sum(dict(counted).values()))
         return found
 
-    assert ranks(2, rank_main) == [[4] * 3] * 2
+    assert ranks(2, rank_main) == [[3] * 3] * 2
 
 
 def test_rows_of_float16_tables_travel_as_float16_without_loss() -> None:

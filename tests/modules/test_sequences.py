@@ -71,10 +71,10 @@ def test_widths_that_are_no_multiple_of_4_train_as_the_unsharded_tables(world: i
 
 
 @pytest.mark.parametrize("world", [2, 4])
-def test_three_collectives_forward_and_one_backward(world: int) -> None:
+def test_two_collectives_forward_and_one_backward(world: int) -> None:
     for per_rank in ranks(world, count_collectives):
         for counts in per_rank:
-            assert sum(counts.values()) == 4, counts
+            assert sum(counts.values()) == 3, counts
 
 
 def test_module_describes_itself_as_the_unsharded_one() -> None:
@@ -176,7 +176,7 @@ def test_the_gradient_of_one_group_s_rows_is_not_copied_before_it_is_put_in_orde
     flat, _ = output.outgoing([rows], received)
     assert torch.equal(flat.view(8, 4), rows[order])
     with LargeTensors(4 * 32) as made:
-        (returned,) = output.returned(gradient, received)
+        (returned,), _ = output.returned(gradient, received)
     assert sum(made.made.values()) == 1, made.made
     assert torch.equal(returned[order].flatten(), gradient)
 

@@ -243,7 +243,11 @@ def test_ids_travel_while_the_batch_before_goes_back() -> None:
         orders = {}
         for depth in (0, 1):
             model, order = clicks(), []
-            send = model.context.collectives.send
+            send, exchange = model.context.collectives.send, model.context.collectives.header_with_ids
+
+            def noted_header(*arguments: Any, exchange=exchange, order=order) -> Any:
+                order.append("header")
+                return exchange(*arguments)
 
             def noted(parts: Any, receive: Any, what: str, streams: Any = None, *, send=send, order=order) -> Any:
                 order.append(what)
@@ -257,16 +261,15 @@ def test_ids_travel_while_the_batch_before_goes_back() -> None:
                 value.register_hook(lambda _: order.append("backward"))
                 return value
 
-            model.context.collectives.send = noted
+            model.context.collectives.send, model.context.collectives.header_with_ids = noted, noted_header
             steps = pipeline_of(model, [batch(step, rank) for step in range(5)], depth, loss)
             next(steps)
             next(steps)
             order.clear()
             next(steps)
             orders[depth] = order[: order.index("backward") + 1]
-        header, output = ["header", "header is there"], ["output", "output is there"]
-        assert orders[0] == [*header, "payload", "payload is there", *output, "backward"]
-        assert orders[1] == ["payload is there", *output, *header, "payload", "backward"]
+        assert orders[0] == ["header", "output", "output is there", "backward"]
+        assert orders[1] == ["output", "output is there", "header", "backward"]
 
     ranks(2, run)
 

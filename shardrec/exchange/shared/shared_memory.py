@@ -21,6 +21,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from functools import partial
 from itertools import accumulate, chain
 from operator import attrgetter
@@ -39,7 +40,6 @@ from shardrec.exchange.shared.windows import Arena, Bytes, Region, as_tensor
 __all__ = ["SharedCollectives"]
 
 _INLINE_BYTES = 4096
-_EVENT = "shardrec::all_to_all"  # recorded for profilers, as the process group's operators are
 _NBYTES = attrgetter("nbytes")
 _NO_WORDS = torch.empty(0, dtype=torch.int32)
 
@@ -74,8 +74,8 @@ class SharedCollectives(Collectives):
     def send(
         self, parts: Sequence[Sequence[Tensor]], receive: Sequence[int], what: str, streams: StreamSizes | None = None
     ) -> _SharedPending:
-        if torch.autograd.profiler._is_profiler_enabled:  # which counts this as it does the process group's operators
-            with torch.autograd.profiler.record_function(_EVENT):
+        if torch.autograd.profiler._is_profiler_enabled:
+            with _counted():
                 return self._send(parts, receive, what, streams)
         return self._send(parts, receive, what, streams)
 
@@ -109,7 +109,7 @@ class SharedCollectives(Collectives):
         if self.far:
             return super().header_with_ids(rows, columns, parts)
         if torch.autograd.profiler._is_profiler_enabled:
-            with torch.autograd.profiler.record_function(_EVENT):
+            with _counted():
                 return self._header_with_ids(rows, parts)
         return self._header_with_ids(rows, parts)
 
@@ -365,7 +365,7 @@ class _SharedWayBack:
     def send(self) -> None:
         self._recorded = flight_record().begin("gradient", 4 * sum(map(sum, self._streams.out)))
         if torch.autograd.profiler._is_profiler_enabled:
-            with torch.autograd.profiler.record_function(_EVENT):
+            with _counted():
                 self._send()
         else:
             self._send()
@@ -420,3 +420,8 @@ def _tokens(message: Message) -> list[int]:
     outgoing, offers = message
     lent = [outgoing] if isinstance(outgoing, tuple) else []
     return [region[0] for region in (*lent, *offers) if region]
+
+
+def _counted() -> AbstractContextManager[object]:
+    """An event for the profiler that runs, as the process group's operators record."""
+    return torch.autograd.profiler.record_function("shardrec::all_to_all")
