@@ -8,7 +8,7 @@ import linecache
 import typing
 from collections.abc import Mapping, Sequence
 from itertools import count
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -108,7 +108,7 @@ def from_tensors(model: nn.Module, features: Features) -> Entry:
     # TorchScript reads a function's source; each entry has its own arguments, so its source is generated.
     source = f"<shardrec.serve entry {next(_NUMBERS)}>"
     linecache.cache[source] = (sum(map(len, lines)), None, lines, source)
-    names: dict[str, Any] = {"torch": torch, "Tensor": Tensor, "KeyedJaggedTensor": KeyedJaggedTensor}
+    names: dict[str, object] = {"torch": torch, "Tensor": Tensor, "KeyedJaggedTensor": KeyedJaggedTensor}
     exec(compile("".join(lines), source, "exec"), names)
     cls = type("TensorEntry", (Entry,), {"forward": names["forward"], "__module__": __name__})
     entry: Entry = cls(model, keys, inputs)

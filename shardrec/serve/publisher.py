@@ -21,19 +21,19 @@ from torch import Tensor
 
 from shardrec.checkpoint.agree import Ranks
 from shardrec.checkpoint.changes import PartKey, SavedBefore, different_rows, shards_of
-from shardrec.checkpoint.data_files import BLOCK_BYTES
+from shardrec.checkpoint.data_files import BLOCK_BYTES, SavedFile
 from shardrec.checkpoint.manifest import Manifest, write_manifest
 from shardrec.checkpoint.parts import HeldTensor, Part, Rect, as_matrix
 from shardrec.checkpoint.save import REMEDY, PendingSave, Written, joined, write_rank
 from shardrec.errors import ConfigError, ShardrecError
 from shardrec.exchange.peers import peers
 from shardrec.exchange.subgroups import subgroup
+from shardrec.files import Store
 from shardrec.modules.sharded_model import ShardedModel, require_sharded
 from shardrec.replicas.replicated_model import ReplicatedModel
 from shardrec.serve.published import base_of, data_name, encoded, published_tensors, version_name, versions_in
 from shardrec.serve.quantize import CHUNK, table_formats, whole_row_ranges
 from shardrec.serve.served_model import ServedModel
-from shardrec.serve.store import Store
 
 __all__ = ["Publisher"]
 
@@ -192,7 +192,7 @@ class Publisher:
         tensors, changed = self._encoded(copies, changed, ranks, base=base)
         file_name = f"rank-{{:05}}.{version:012}.safetensors"
 
-        def write() -> tuple[Written, Any]:
+        def write() -> tuple[Written, list[SavedFile]]:
             folder = store.folder / data
             folder.mkdir(parents=True, exist_ok=True)
             most = self._most_deltas + 1
