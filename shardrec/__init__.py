@@ -105,7 +105,7 @@ _WITHOUT_FBGEMM = {"errors", "ids", "layout", "pending", "scripting"}
 
 
 PROVIDED |= {
-    "portable_twin": "shardrec.portable.portable_twin",
+    "portable_twin": "shardrec.portable",
     "replica_of": "shardrec.replicas",
     "replan_model": "shardrec.checkpoint.replan",
     "reshard_model": "shardrec.checkpoint.reshard",

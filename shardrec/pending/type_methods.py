@@ -148,8 +148,10 @@ class Operators(abc.ABC):
     __reversed__ = _unary(reversed)
     __next__ = _unary(next)
     __contains__ = _binary(operator.contains)
-    __getitem__ = _binary(operator.getitem)
     __delitem__ = _binary(operator.delitem)
+
+    def __getitem__(self, key: Any) -> Any:
+        return self.wait()[force(key)]
 
     def __setitem__(self, key: object, item: object) -> None:
         self.wait()[force(key)] = force(item)

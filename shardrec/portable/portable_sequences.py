@@ -20,7 +20,7 @@ from shardrec.exchange.row_output import column_unit_targets
 from shardrec.modules.live_twins import parameters_of
 from shardrec.pending import Await, awaitable
 from shardrec.portable.portable_input import Received, constant
-from shardrec.portable.portable_module import PortableTwin, arrived_rows
+from shardrec.portable.portable_module import PortableTwin
 
 if TYPE_CHECKING:
     from shardrec.modules.sequences import ShardedEmbeddingCollection
@@ -91,17 +91,7 @@ class PortableSequences(PortableTwin):
 
     def forward(self, features: KeyedJaggedTensor) -> Await[dict[str, JaggedTensor]]:
         """Look up the local batch."""
-        return awaitable(
-            finish_sequences,
-            self.begin(features),
-            self.world_size,
-            self.dim,
-            self.column_unit,
-            self.names,
-            self.replicated,
-            self.need_indices,
-            self.output_dtype,
-        )
+        return awaitable(self.finish, self.begin(features))
 
     def begin(self, features: KeyedJaggedTensor) -> IssuedRows:
         """The rows under way, and what puts them in place."""
@@ -212,30 +202,21 @@ class PortableSequences(PortableTwin):
         first_S = constant(firsts, torch.int64, positions.device)
         return column_unit_targets(positions, sent.slot_ids, first_S, self.slot_column_units, units, total), row
 
-
-def finish_sequences(
-    issued: IssuedRows,
-    world_size: int,
-    dim: int,
-    column_unit: int,
-    names: list[str],
-    replicated: list[int],
-    need_indices: bool,
-    dtype: torch.dtype,
-) -> dict[str, JaggedTensor]:
-    """Wait for the rows and put each in its place."""
-    received = arrived_rows(issued.pending, world_size).view(issued.target.size(0), column_unit)
-    rows = received.new_zeros([issued.rows * (dim // column_unit), column_unit]).index_copy(0, issued.target, received)
-    rows = rows.view(issued.rows, dim)
-    if issued.zeros:
-        rows = nn.functional.pad(rows, [0, 0, 1, 0])
-    places = issued.places
-    if places is not None:
-        rows = rows.index_select(0, places)
-    cut, replicas = list(rows.split(issued.sizes)), list(issued.replicas)
-    by_name: dict[str, JaggedTensor] = {}
-    for number, name in enumerate(names):
-        values = replicas.pop(0) if number in replicated else cut.pop(0)
-        weights = issued.ids[number] if need_indices else None
-        by_name[name] = JaggedTensor(values.to(dtype=dtype), lengths=issued.lengths[number], weights=weights)
-    return by_name
+    def finish(self, issued: IssuedRows) -> dict[str, JaggedTensor]:
+        """Wait for the rows and put each in its place."""
+        unit = self.column_unit
+        received = self.arrived_rows(issued.pending).view(issued.target.size(0), unit)
+        rows = received.new_zeros([issued.rows * (self.dim // unit), unit]).index_copy(0, issued.target, received)
+        rows = rows.view(issued.rows, self.dim)
+        if issued.zeros:
+            rows = nn.functional.pad(rows, [0, 0, 1, 0])
+        places = issued.places
+        if places is not None:
+            rows = rows.index_select(0, places)
+        cut, replicas = list(rows.split(issued.sizes)), list(issued.replicas)
+        by_name: dict[str, JaggedTensor] = {}
+        for number, name in enumerate(self.names):
+            values = replicas.pop(0) if number in self.replicated else cut.pop(0)
+            weights = issued.ids[number] if self.need_indices else None
+            by_name[name] = JaggedTensor(values.to(self.output_dtype), lengths=issued.lengths[number], weights=weights)
+        return by_name

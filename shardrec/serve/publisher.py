@@ -13,7 +13,6 @@ import warnings
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -97,7 +96,9 @@ class Publisher:
         self.version = 0
         """The last version that is complete; 0 for none."""
 
-    def publish(self, *, full: bool = False, extra: Mapping[str, Any] | None = None, wait: bool = True) -> PendingSave:
+    def publish(
+        self, *, full: bool = False, extra: Mapping[str, object] | None = None, wait: bool = True
+    ) -> PendingSave:
         """Publish the model as it is now. If the last version is still being written, wait for that first.
 
         Args:
@@ -173,7 +174,9 @@ class Publisher:
         changed[key] = torch.cat(rows) if rows else torch.empty(0, dtype=torch.int64)
         return kept
 
-    def _publish(self, copies: Mapping[str, HeldTensor], changed: Changed, note: dict[str, Any], *, base: bool) -> None:
+    def _publish(
+        self, copies: Mapping[str, HeldTensor], changed: Changed, note: dict[str, object], *, base: bool
+    ) -> None:
         """Write a version: what the thread does."""
         ranks, store = self._ranks, self._store
         assert ranks is not None, "publish has made it"
