@@ -17,7 +17,7 @@ import linecache
 import types
 import typing
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from itertools import count
 from typing import Protocol, runtime_checkable
 
@@ -26,7 +26,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from shardrec._late_imports import late_import
-from shardrec._torchscript import defer
+from shardrec._torchscript import defer, forward_of
 from shardrec.pending import Await
 from shardrec.scripting.error import ScriptError
 
@@ -189,7 +189,7 @@ class _Copier:
         members = {"forward": self._waiting_forward(original, cls), ISSUE: issue, "__module__": cls.__module__}
         return type(cls.__name__, (cls,), {**members, "__doc__": cls.__doc__})
 
-    def _waiting_forward(self, original: types.FunctionType, cls: type[nn.Module]) -> Callable[..., object]:
+    def _waiting_forward(self, original: types.FunctionType, cls: type[nn.Module]) -> types.FunctionType:
         """A function with the parameters of the twin's forward, made from source text since TorchScript reads that."""
         hints = _hints(original, cls)
         names: dict[str, object] = {"torch": torch}
@@ -215,12 +215,8 @@ class _Copier:
             f"    return {defer(call)}\n",
         ]
         source = f"<shardrec.script: {cls.__name__} {next(_NUMBERS)}>"
-        linecache.cache[source] = (sum(map(len, lines)), None, lines, source)
         self.sources.append(source)
-        exec(compile("".join(lines), source, "exec"), names)
-        forward = names["forward"]
-        assert isinstance(forward, types.FunctionType)
-        return forward
+        return forward_of(lines, source, **names)
 
 
 def _scriptable_class(cls: type[nn.Module]) -> type[nn.Module]:

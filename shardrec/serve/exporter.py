@@ -170,7 +170,8 @@ def export(
         ExportError: if the model's code cannot be traced.
         ScriptError: for a module whose scripted twin breaks its protocol.
     """
-    return program_of(example_of(_served(model, "program"), args, kwargs, static=static))
+    served = _served(model, "program")
+    return program_of(example_of(served, args, kwargs, static=static), served)
 
 
 def package(
@@ -213,7 +214,7 @@ def package(
     served = _served(model, "aoti")
     target = _target(path, served, "aoti")
     example = example_of(served, args, kwargs, static=static)
-    program = program_of(example)
+    program = program_of(example, served)
     called = {"tensors": [spec.note() for spec in example.specs], "output": _output_of(program, served)}
     settings = {
         # One thread for the loops that AOTInductor generates: they take a small part of the time.
@@ -318,8 +319,8 @@ def _is_plain(value: object) -> bool:
     return type(value) is int
 
 
-def program_of(example: Example) -> ExportedProgram:
-    """Trace an entry with the example's tensors.
+def program_of(example: Example, model: ServedModel) -> ExportedProgram:
+    """Trace an entry of a model with the example's tensors.
 
     Raises:
         ExportError: if the model's code cannot be traced.
@@ -335,17 +336,22 @@ def program_of(example: Example) -> ExportedProgram:
                 copy, example.tensors(), dynamic_shapes=example.dynamic_shapes(), strict=False
             )
         except Exception as error:  # its class depends on what the tracer refuses
-            raise _explain(example.entry.model, error) from error
+            text = str(error).strip() or type(error).__name__
+            raise ExportError(
+                f"{type(model.module).__name__} cannot be exported: {text.splitlines()[0]}. A branch or a size that "
+                "depends on the values of tensors, or on the number of samples, cannot be traced: write it with "
+                "torch.where, torch.cond or torch._check; and shardrec.wait(value) instead of value.wait(). It was "
+                f"said by {type(error).__name__}:\n{text}"
+            ) from error
     # Unused nodes include splits into zero parts, which torch.export.load cannot read.
     program.graph.eliminate_dead_code()
     program.graph_module.recompile()
-    model = example.entry.model
-    if isinstance(model, ShardedModel) and model.context.collectives.world_size == 1:
-        _compare_empty(example, program)
+    if model.context.collectives.world_size == 1:
+        _compare_empty(example, program, type(model.module).__name__)
     return program
 
 
-def _compare_empty(example: Example, program: ExportedProgram) -> None:
+def _compare_empty(example: Example, program: ExportedProgram, name: str) -> None:
     """Raise ExportError if the program and the model differ on a batch without ids, or without samples."""
     for samples in (0, 1):
         tensors = example.tensors(samples, ids=0)
@@ -359,19 +365,8 @@ def _compare_empty(example: Example, program: ExportedProgram) -> None:
             answers = pytree.tree_leaves(program.module()(*tensors))
             torch.testing.assert_close(answers, expected, equal_nan=True, rtol=1e-3, atol=1e-5)
         except Exception as error:  # the program differs or raises
-            name = type(getattr(example.entry.model, "module", example.entry.model)).__name__
             raise ExportError(
                 f"{name} cannot be exported: for a batch of {samples} samples and no ids, its code does something else "
                 "than for other batches, which a traced program cannot: write the branch with torch.where or "
                 f"torch.cond. Here is the difference: {error}"
             ) from error
-
-
-def _explain(model: nn.Module, error: Exception) -> ExportError:
-    name = type(getattr(model, "module", model)).__name__
-    text = str(error).strip() or type(error).__name__
-    return ExportError(
-        f"{name} cannot be exported: {text.splitlines()[0]}. A branch or a size that depends on the values of tensors, "
-        "or on the number of samples, cannot be traced: write it with torch.where, torch.cond or torch._check; and "
-        f"shardrec.wait(value) instead of value.wait(). It was said by {type(error).__name__}:\n{text}"
-    )
