@@ -7,11 +7,12 @@ been the same since torch 2.0.
 
 from __future__ import annotations
 
+import linecache
 import threading
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from types import MethodType
+from types import FunctionType, MethodType
 from typing import Any
 
 import torch
@@ -32,6 +33,7 @@ __all__ = [
     "counts_of",
     "defer",
     "deferred_waits",
+    "forward_of",
     "generic_wait",
     "inline",
     "inlined",
@@ -340,6 +342,21 @@ def list_of(kind: Any, values: Iterable[Any]) -> Any:
 def dict_of(kind: Any, values: Mapping[str, Any]) -> Any:
     """The same of a dict with text as keys."""
     return torch.jit.Attribute(dict(values), dict[str, kind])
+
+
+def forward_of(lines: Sequence[str], source: str, **names: object) -> FunctionType:
+    """The function ``forward`` that some lines define; TorchScript reads a function's source, so that is kept.
+
+    Args:
+        lines: each with its line feed.
+        source: name of the source in ``linecache.cache``, from which it may be removed.
+        names: what the lines use.
+    """
+    linecache.cache[source] = (sum(map(len, lines)), None, [*lines], source)
+    exec(compile("".join(lines), source, "exec"), names)
+    forward = names["forward"]
+    assert isinstance(forward, FunctionType)
+    return forward
 
 
 def plain(module: nn.Module) -> nn.Module:

@@ -19,7 +19,6 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
@@ -33,7 +32,7 @@ from torch import Tensor
 from shardrec.checkpoint.data_files import DTYPES, OpenFile, SavedFile, SavedRows, sync_folder
 from shardrec.checkpoint.parts import Rect
 from shardrec.errors import CheckpointError
-from shardrec.files import naming, open_regular, parse_json
+from shardrec.files import naming, open_regular, parse_json, replacing
 
 __all__ = [
     "MANIFEST",
@@ -387,12 +386,8 @@ def read_manifest(folder: Path, name: str = MANIFEST) -> Manifest:
 
 def write_manifest(folder: Path, manifest: Manifest, name: str = MANIFEST) -> None:
     """Atomically make ``folder`` the checkpoint that ``manifest`` describes, and wait until it is on disk."""
-    partial = folder / PARTIAL
-    with naming(partial), partial.open("wb") as file:
-        file.write(manifest.to_bytes())
-        file.flush()
-        os.fsync(file.fileno())
-    partial.replace(folder / name)
+    with replacing(folder / name, PARTIAL, sync=True) as partial, naming(partial):
+        partial.write_bytes(manifest.to_bytes())
     sync_folder(folder)
 
 

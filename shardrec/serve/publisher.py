@@ -13,7 +13,6 @@ import warnings
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -21,19 +20,19 @@ from torch import Tensor
 
 from shardrec.checkpoint.agree import Ranks
 from shardrec.checkpoint.changes import PartKey, SavedBefore, different_rows, shards_of
-from shardrec.checkpoint.data_files import BLOCK_BYTES
+from shardrec.checkpoint.data_files import BLOCK_BYTES, SavedFile
 from shardrec.checkpoint.manifest import Manifest, write_manifest
 from shardrec.checkpoint.parts import HeldTensor, Part, Rect, as_matrix
 from shardrec.checkpoint.save import REMEDY, PendingSave, Written, joined, write_rank
 from shardrec.errors import ConfigError, ShardrecError
 from shardrec.exchange.peers import peers
 from shardrec.exchange.subgroups import subgroup
+from shardrec.files import Store
 from shardrec.modules.sharded_model import ShardedModel, require_sharded
 from shardrec.replicas.replicated_model import ReplicatedModel
 from shardrec.serve.published import base_of, data_name, encoded, published_tensors, version_name, versions_in
 from shardrec.serve.quantize import CHUNK, table_formats, whole_row_ranges
 from shardrec.serve.served_model import ServedModel
-from shardrec.serve.store import Store
 
 __all__ = ["Publisher"]
 
@@ -97,7 +96,9 @@ class Publisher:
         self.version = 0
         """The last version that is complete; 0 for none."""
 
-    def publish(self, *, full: bool = False, extra: Mapping[str, Any] | None = None, wait: bool = True) -> PendingSave:
+    def publish(
+        self, *, full: bool = False, extra: Mapping[str, object] | None = None, wait: bool = True
+    ) -> PendingSave:
         """Publish the model as it is now. If the last version is still being written, wait for that first.
 
         Args:
@@ -173,7 +174,9 @@ class Publisher:
         changed[key] = torch.cat(rows) if rows else torch.empty(0, dtype=torch.int64)
         return kept
 
-    def _publish(self, copies: Mapping[str, HeldTensor], changed: Changed, note: dict[str, Any], *, base: bool) -> None:
+    def _publish(
+        self, copies: Mapping[str, HeldTensor], changed: Changed, note: dict[str, object], *, base: bool
+    ) -> None:
         """Write a version: what the thread does."""
         ranks, store = self._ranks, self._store
         assert ranks is not None, "publish has made it"
@@ -192,7 +195,7 @@ class Publisher:
         tensors, changed = self._encoded(copies, changed, ranks, base=base)
         file_name = f"rank-{{:05}}.{version:012}.safetensors"
 
-        def write() -> tuple[Written, Any]:
+        def write() -> tuple[Written, list[SavedFile]]:
             folder = store.folder / data
             folder.mkdir(parents=True, exist_ok=True)
             most = self._most_deltas + 1

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -16,9 +15,8 @@ from shardrec.exchange.peers import peers
 from shardrec.modules import ShardedEmbeddingBagCollection, ShardedModel
 from shardrec.modules.collection import ShardedCollection
 from shardrec.modules.sharded_model import require_sharded
-from shardrec.serve.format import WeightFormat
 from shardrec.serve.lookup import served_memory, served_storage
-from shardrec.serve.row_bytes import encode, fault_of, row_ranges
+from shardrec.serve.row_bytes import WeightFormat, encode, fault_of, row_ranges
 from shardrec.serve.served_model import ServedModel
 
 __all__ = ["quantize", "table_formats", "whole_row_ranges"]
@@ -65,7 +63,7 @@ def quantize(model: ShardedModel, weights: str = "int8", *, tables: Mapping[str,
     formats = table_formats(sources, weights, tables or {})
     context = ModelContext(model.context.collectives, model.context.device, model.context.options)
     # deepcopy finds the served collections in its memo, so it copies no trained table.
-    memo: dict[int, Any] = {}
+    memo: dict[int, ShardedCollection] = {}
     for source in sources:
         storage = served_storage(formats, pooled=isinstance(source, ShardedEmbeddingBagCollection))
         memo[id(source)] = source.copied(context, storage)

@@ -16,8 +16,8 @@ from shardrec.exchange.context import ModelContext
 from shardrec.layout import ShardingPlan
 from shardrec.modules import ShardedModel
 from shardrec.pending import wait
-from shardrec.serve.format import WeightFormat
 from shardrec.serve.lookup import served_memory
+from shardrec.serve.row_bytes import WeightFormat
 
 if TYPE_CHECKING:
     from shardrec.serve.follower import Follower

@@ -11,9 +11,9 @@ from typing import Any
 import numpy as np
 
 from shardrec import DataError
+from shardrec.files import replacing
 from shardrec.trainer.data.spec import FeatureSpec
 from shardrec.trainer.data.tables import check_file, counted, read_blocks
-from shardrec.trainer.data.write import complete_or_absent
 
 __all__ = ["convert", "plain_column"]
 
@@ -51,7 +51,7 @@ def convert(
                 yield pa.table({name: plain_column(column) for name, column in columns_of})
 
     read, written, rows = _Checksum(), _Checksum(), 0
-    with complete_or_absent(target) as partial:
+    with replacing(target) as partial:
         iterator = tables()
         waiting = next(iterator, None)
         if waiting is None:

@@ -11,7 +11,7 @@ import gzip
 import lzma
 import os
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import IO, Any
@@ -20,11 +20,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shardrec import ConfigError
+from shardrec.files import replacing
 from shardrec.trainer.data.planted import RandomStream
 from shardrec.trainer.data.synthetic import SyntheticClickData
 from shardrec.trainer.data.synthetic_config import SyntheticConfig
 
-__all__ = ["complete_or_absent", "write_criteo_tsv", "write_parquet"]
+__all__ = ["write_criteo_tsv", "write_parquet"]
 
 _ROWS_AT_ONCE = 16_384
 _PARQUET = (".parquet", ".pq")
@@ -54,7 +55,7 @@ def write_criteo_tsv(
     options = csv.WriteOptions(include_header=False, delimiter="\t", quoting_style="none")
     schema, blocks = _blocks(rows, seed, config)
     with (
-        complete_or_absent(path) as temporary,
+        replacing(path) as temporary,
         temporary.open("wb") as file,
         _packed(file, path.suffix) as packed,
         csv.CSVWriter(packed, schema, write_options=options) as writer,
@@ -85,7 +86,7 @@ def write_parquet(
     if path.suffix.lower() not in _PARQUET:
         raise ConfigError(f"path {path} has no suffix of Parquet: name it .parquet, which the reader goes by")
     schema, blocks = _blocks(rows, seed, config)
-    with complete_or_absent(path) as temporary, pq.ParquetWriter(temporary, schema) as writer:
+    with replacing(path) as temporary, pq.ParquetWriter(temporary, schema) as writer:
         for block in blocks:
             writer.write_table(block)
 
@@ -135,14 +136,3 @@ def _packed(file: IO[bytes], suffix: str) -> AbstractContextManager[Any]:
         # no name and no time in the header: the same rows make the same file
         return gzip.GzipFile(filename="", mode="wb", compresslevel=6, fileobj=file, mtime=0)
     return lzma.open(file, "wb", preset=1) if suffix == ".xz" else nullcontext(file)
-
-
-@contextmanager
-def complete_or_absent(path: Path) -> Iterator[Path]:
-    """A temporary name beside ``path`` that becomes ``path`` at the end, or is removed after an error."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.part")
-    try:
-        yield temporary
-        os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)

@@ -27,10 +27,9 @@ from pydantic import model_validator
 from torch import Tensor, nn
 
 from shardrec import ConfigError, DataError
-from shardrec.files import os_fault, parse_json
+from shardrec.files import Store, os_fault, parse_json
 from shardrec.launch import RankInfo, joined_run, meet, on_first_rank
 from shardrec.pipeline import TrainPipeline
-from shardrec.serve import Store
 from shardrec.trainer.data import ClickBatch, FeatureSpec
 from shardrec.trainer.data.encode import encode
 from shardrec.trainer.data.rows import ClickRows
