@@ -39,6 +39,9 @@ class RowFault:
     where: str
     remedy: str
 
+    def __str__(self) -> str:
+        return f"{self.where}; {self.remedy}"
+
 
 def shown(value: object) -> str:
     """A value in a message, cut short."""

@@ -265,9 +265,9 @@ class FileClickData(ClickData):
             )
 
     def _batch(self, parts: Sequence[Part], skipped: Counter[str]) -> ClickBatch:
-        for fault in (fault for part in parts for fault in part.faults if fault.reason is not Reason.ABSENT):
+        for fault in (fault for part in parts for fault in part.faults.values() if fault.reason is not Reason.ABSENT):
             if not self._skips:
-                raise DataError(fault.message)
+                raise DataError(str(fault))
             skipped[fault.reason.value] += 1
         rows = join_rows([part.rows for part in parts] or [self._no_rows()])
         if rows.times is not None:

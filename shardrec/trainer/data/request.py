@@ -41,7 +41,7 @@ def batch_of_request(rows: Any, spec: FeatureSpec) -> ClickBatch:
     table, faults = table_of(rows, named, labelled=False)
     encoded = encode(table, named, labelled=False)
     for number, fault in (faults or encoded.faults).items():
-        raise DataError(f"row {number}: {fault.where}; {fault.remedy}")
+        raise DataError(f"row {number}: {fault}")
     return encoded.rows.to_batch(spec.schema_)
 
 

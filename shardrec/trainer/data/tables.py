@@ -10,12 +10,12 @@ import lzma
 import zipfile
 import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -24,11 +24,16 @@ from shardrec import DataError
 from shardrec.files import UnreachableError
 from shardrec.layout import host_memory
 from shardrec.trainer.data import svmlight
+from shardrec.trainer.data.arrays import values_of
 from shardrec.trainer.data.encode import column_fault
 from shardrec.trainer.data.fault import Reason, RowFault, shown
 from shardrec.trainer.data.kafka import range_of, read_range
 from shardrec.trainer.data.spec import FeatureSpec
 from shardrec.trainer.data.urls import TOPIC, open_input, path_of
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
 
 __all__ = ["FileInfo", "TableBlock", "check_file", "counted", "is_of_file", "read_blocks", "rows_between"]
 
@@ -74,14 +79,14 @@ class TableBlock:
     """Rows of a file.
 
     Attributes:
-        table: N rows, as a ``pyarrow.Table`` or a ``RecordBatch``.
+        table: N rows.
         numbers: int64 (N,), the number of each among the file's rows, from 0; broken ones are counted too.
         faults: of rows that are not in the table, by their number.
         first: number of the block's first row.
         stop: number of the row after its last one.
     """
 
-    table: Any
+    table: pa.Table | pa.RecordBatch
     numbers: NDArray[np.int64]
     faults: dict[int, RowFault]
     first: int
@@ -146,7 +151,7 @@ def check_file(path: str, spec: FeatureSpec) -> FileInfo:
             not set(spec.sources) <= set(names)
         )
         raise DataError(f"data file {path}{shown}: " + "; ".join(faults))
-    kinds = {} if schema is None else {name: _values(schema.field(name).type) for name in spec.sources}
+    kinds = {} if schema is None else {name: values_of(schema.field(name).type) for name in spec.sources}
     return FileInfo(path=path, size=size, digest=digest, groups=groups, kinds=kinds, first_line=first)
 
 
@@ -248,7 +253,7 @@ def _rows_from(info: FileInfo, spec: FeatureSpec, first: int) -> Iterator[TableB
 
 def _tables(
     info: FileInfo, spec: FeatureSpec, group: int, start: int, part: float, columns: Sequence[str]
-) -> Iterator[tuple[Any, dict[int, RowFault]]]:
+) -> Iterator[tuple[pa.Table | pa.RecordBatch, dict[int, RowFault]]]:
     """Tables of the rows that could be read, each with the faults of the others by their place among both."""
     path, at_once, size = info.path, max(1, int(_ROWS_AT_ONCE * part)), max(1, int(_BLOCK_BYTES * part))
     if info.lost:
@@ -276,7 +281,7 @@ def _tables(
 
 def _row_group(
     info: FileInfo, spec: FeatureSpec, group: int, start: int, at_once: int, columns: Sequence[str]
-) -> Iterator[tuple[Any, dict[int, RowFault]]]:
+) -> Iterator[tuple[pa.Table | pa.RecordBatch, dict[int, RowFault]]]:
     """:func:`_tables` of Parquet. From a damaged page on, the rows of the group are broken.
 
     What fails is read once more, for it may have been a network that did.
@@ -353,28 +358,6 @@ def _footer_digest(path: str) -> str:
         return f"{size}-{zlib.crc32(file.read()):08x}"
 
 
-def _values(kind: Any) -> str:
-    """What values of an Arrow type are, where two files may not differ; whole and broken numbers are the same."""
-    import pyarrow as pa
-
-    types = pa.types
-    if types.is_list(kind) or types.is_large_list(kind) or types.is_fixed_size_list(kind):
-        inner = _values(kind.value_type)
-        return f"lists of {inner}" if inner else ""
-    if types.is_dictionary(kind):
-        return _values(kind.value_type)
-    if types.is_null(kind):
-        return ""
-    return "dates" if types.is_temporal(kind) else "numbers" if _is_number(kind) else "texts"
-
-
-def _is_number(kind: Any) -> bool:
-    import pyarrow as pa
-
-    types = pa.types
-    return bool(types.is_integer(kind) or types.is_floating(kind) or types.is_boolean(kind) or types.is_decimal(kind))
-
-
 def _kind(path: str) -> str:
     """What a file is by its name: ``kafka``, ``parquet``, ``archive`` (of NumPy), ``svmlight`` or ``text``."""
     if path.startswith(TOPIC):
@@ -397,7 +380,7 @@ def _plain_suffix(path: str) -> str:
 
 
 @lru_cache(64)
-def _footer(path: str, digest: str) -> tuple[Any, list[str]]:
+def _footer(path: str, digest: str) -> tuple[pq.FileMetaData, list[str]]:
     """The footer of a Parquet file, which has this digest, and the paths of the columns in its schema.
 
     To parse it takes as long as it has row groups, each of which is opened anew.
@@ -406,7 +389,7 @@ def _footer(path: str, digest: str) -> tuple[Any, list[str]]:
         return file.metadata, [file.schema.column(index).path for index in range(len(file.schema))]
 
 
-def _parquet(path: str, texts: Sequence[str] = (), footer: Any = None) -> Any:
+def _parquet(path: str, texts: Sequence[str] = (), footer: pq.FileMetaData | None = None) -> pq.ParquetFile:
     """The file, of which the columns with these paths are read as dictionaries, through small buffers, for many are
     open; it has this footer, if that was read before."""
     import pyarrow as pa
@@ -421,7 +404,7 @@ def _parquet(path: str, texts: Sequence[str] = (), footer: Any = None) -> Any:
         raise DataError(f"data file {path} is not a complete Parquet file ({text}): copy or write it again") from error
 
 
-def _table_of(arrays: dict[str, NDArray[Any]], start: int, stop: int) -> Any:
+def _table_of(arrays: dict[str, NDArray[Any]], start: int, stop: int) -> pa.Table:
     """Some rows of an archive; an array (N, k) is a column of lists of k."""
     import pyarrow as pa
 
@@ -477,14 +460,14 @@ def _arrays(path: str, columns: Sequence[str]) -> dict[str, NDArray[Any]]:
 
 def _parsed(
     path: str, data: bytes, names: Sequence[str], columns: Sequence[str], spec: FeatureSpec
-) -> tuple[Any, dict[int, RowFault]]:
+) -> tuple[pa.Table, dict[int, RowFault]]:
     import pyarrow as pa
     from pyarrow import csv
 
     broken: dict[int, RowFault] = {}
     last = data.count(b"\n") + (not data.endswith(b"\n"))
 
-    def leave_out(row: Any) -> str:
+    def leave_out(row: csv.InvalidRow) -> str:
         remedy = "separate the columns by single delimiters"
         if row.number == last and not data.endswith(b"\n"):
             remedy = "it is the file's end, without a line feed: copy the file again if it is cut short"
@@ -538,7 +521,7 @@ def _delimiter(path: str, spec: FeatureSpec) -> str:
     return spec.delimiter or ("," if _plain_suffix(path) == ".csv" else "\t")
 
 
-def _whole_lines(path: str, stream: Any, size: int) -> Iterator[bytes]:
+def _whole_lines(path: str, stream: lzma.LZMAFile | pa.NativeFile, size: int) -> Iterator[bytes]:
     """Blocks that end with a line feed, but perhaps the last one."""
     rest = b""
     while data := stream.read(size):
@@ -569,7 +552,7 @@ def _without(blocks: Iterable[bytes], count: int) -> Iterator[bytes]:
             yield data[place:]
 
 
-def _opened(path: str) -> AbstractContextManager[Any]:
+def _opened(path: str) -> lzma.LZMAFile | pa.NativeFile:
     """A stream of the text, decompressed.
 
     Raises:
@@ -582,4 +565,5 @@ def _opened(path: str) -> AbstractContextManager[Any]:
         raise DataError(f"data file {path} is empty: copy or write it again")
     if kind == "xz":
         return lzma.open(file)
-    return pa.CompressedInputStream(file, kind) if kind else file  # type: ignore[no-any-return]
+    stream: pa.NativeFile = pa.CompressedInputStream(file, kind) if kind else file
+    return stream
