@@ -1,4 +1,4 @@
-"""``FileClickData``: batches from files of columns, by a spec of the features."""
+"""``FileClickData``: batches from files of columns, by a spec of the features; ``open_click_data`` opens them."""
 
 from __future__ import annotations
 
@@ -16,19 +16,20 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shardrec import ConfigError, DataError
-from shardrec.trainer.data.batch import ClickBatch
-from shardrec.trainer.data.click_data import ClickData
+from shardrec.trainer.data.click_data import ClickBatch, ClickData
 from shardrec.trainer.data.encode import encode
 from shardrec.trainer.data.fault import Reason
-from shardrec.trainer.data.order import STREAMS, Chunk, deal, slices, stream_count, stream_share
+from shardrec.trainer.data.order import STREAMS, BatchRequest, Chunk, deal, slices, stream_count, stream_share
+from shardrec.trainer.data.planted import SyntheticConfig
 from shardrec.trainer.data.reading import Part, Reader, StreamRows, shuffled
 from shardrec.trainer.data.rows import NO_TIME, join_rows
 from shardrec.trainer.data.schema import ClickSchema
-from shardrec.trainer.data.spec import FeatureSpec
-from shardrec.trainer.data.split import BatchRequest
+from shardrec.trainer.data.spec import FeatureSpec, criteo_spec
+from shardrec.trainer.data.synthetic import SyntheticClickData
 from shardrec.trainer.data.tables import FileInfo, check_file, counted, is_of_file
+from shardrec.trainer.data.urls import files_of
 
-__all__ = ["FileClickData", "check_kinds"]
+__all__ = ["FileClickData", "check_kinds", "open_click_data"]
 
 _THREADS = 2
 _ROWS_AHEAD = 1 << 19
@@ -278,6 +279,36 @@ class FileClickData(ClickData):
         import pyarrow as pa
 
         return encode(pa.table({name: pa.array([], pa.string()) for name in self.spec.sources}), self.spec).rows
+
+
+def open_click_data(
+    source: SyntheticConfig | str | os.PathLike[str] | Sequence[str | os.PathLike[str]],
+    spec: FeatureSpec | None = None,
+    **options: Any,
+) -> FileClickData | SyntheticClickData:
+    """Opens rows of clicks.
+
+    Args:
+        source: a :class:`SyntheticConfig`; or files, read as one stream: a name, a folder, a pattern, a URL of one of
+            these, or a sequence of them.
+        spec: what the files' columns are; :func:`criteo_spec` by default.
+        options: of :class:`FileClickData`.
+
+    Returns:
+        The source, as a :class:`ClickData`; a synthetic one also has ``best_metrics()``, a file ``skipped``.
+
+    Raises:
+        ConfigError: an option out of range, or one for files given with a :class:`SyntheticConfig`.
+        DataError: a file that cannot be read.
+    """
+    if isinstance(source, SyntheticConfig):
+        option_names = [*options, *(["spec"] if spec is not None else [])]
+        if option_names:
+            raise ConfigError(f"{', '.join(option_names)} given with a SyntheticConfig: set its own fields instead")
+        return SyntheticClickData(source)
+    paths = [source] if isinstance(source, (str, os.PathLike)) else source
+    files = [name for path in paths for name in files_of(os.fspath(path))]
+    return FileClickData(files, criteo_spec() if spec is None else spec, **options)
 
 
 def _part_of_block(streams: int) -> float:

@@ -19,10 +19,9 @@ from numpy.typing import NDArray
 from shardrec import DataError
 from shardrec.trainer.data.encode import Dictionary, Encoded, encode
 from shardrec.trainer.data.fault import Reason, RowFault
-from shardrec.trainer.data.order import Chunk
+from shardrec.trainer.data.order import Chunk, held_out
 from shardrec.trainer.data.rows import NO_TIME, ClickRows, bags_at, join_rows
 from shardrec.trainer.data.spec import FeatureSpec
-from shardrec.trainer.data.split import held_out
 from shardrec.trainer.data.tables import FileInfo, TableBlock, is_of_file, read_blocks
 
 __all__ = ["Part", "Reader", "StreamRows", "shuffled"]

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from shardrec import DataError
-from shardrec.trainer.data.batch import ClickBatch
+from shardrec.trainer.data.click_data import ClickBatch
 from shardrec.trainer.data.encode import encode
 from shardrec.trainer.data.fault import Reason, RowFault, shown
 from shardrec.trainer.data.spec import Feature, FeatureSpec

@@ -8,8 +8,8 @@ from functools import partial
 from typing import Any
 
 from shardrec.trainer.data.encode import count_values, group_keys
+from shardrec.trainer.data.order import held_out
 from shardrec.trainer.data.spec import FeatureSpec
-from shardrec.trainer.data.split import held_out
 from shardrec.trainer.data.tables import FileInfo, check_file, counted, read_blocks
 
 __all__ = ["count_vocabularies"]

@@ -20,9 +20,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shardrec import ConfigError
-from shardrec.trainer.data.planted import RandomStream
+from shardrec.trainer.data.planted import RandomStream, SyntheticConfig
 from shardrec.trainer.data.synthetic import SyntheticClickData
-from shardrec.trainer.data.synthetic_config import SyntheticConfig
 
 __all__ = ["complete_or_absent", "write_criteo_tsv", "write_parquet"]
 

@@ -7,7 +7,6 @@ with dropout and batch norm. Rows of a table with a width of its own go through 
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
 import torch
 from torchrec.models import dlrm as torchrec_dlrm
@@ -42,7 +41,7 @@ class DLRM(torchrec_dlrm.DLRM):  # type: ignore[misc]  # TorchRec is seen withou
 
 def torchrec_arguments(
     schema: ClickSchema, dim: int, dense_layers: tuple[int, ...], hidden: tuple[int, ...]
-) -> dict[str, Any]:
+) -> dict[str, object]:
     """The arguments of TorchRec's DLRM and DLRM_DCN."""
     return {
         "embedding_bag_collection": pooled_features(replace(schema, dims=()), dim),
