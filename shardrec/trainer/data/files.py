@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,18 +22,27 @@ from shardrec.trainer.data.fault import Reason
 from shardrec.trainer.data.order import STREAMS, BatchRequest, Chunk, deal, slices, stream_count, stream_share
 from shardrec.trainer.data.planted import SyntheticConfig
 from shardrec.trainer.data.reading import Part, Reader, StreamRows, shuffled
-from shardrec.trainer.data.rows import NO_TIME, join_rows
+from shardrec.trainer.data.rows import NO_TIME, ClickRows, join_rows
 from shardrec.trainer.data.schema import ClickSchema
 from shardrec.trainer.data.spec import FeatureSpec, criteo_spec
 from shardrec.trainer.data.synthetic import SyntheticClickData
 from shardrec.trainer.data.tables import FileInfo, check_file, counted, is_of_file
 from shardrec.trainer.data.urls import files_of
 
-__all__ = ["FileClickData", "check_kinds", "open_click_data"]
+__all__ = ["Each", "FileClickData", "check_kinds", "open_click_data"]
+
+_Item = TypeVar("_Item")
+_Result = TypeVar("_Result")
 
 _THREADS = 2
 _ROWS_AHEAD = 1 << 19
 """Most rows that a rank decodes at once, over its streams; as many are ready, and as many are taken from."""
+
+
+class Each(Protocol):
+    """Calls a function for each item, as ``map`` does; for instance on other ranks."""
+
+    def __call__(self, function: Callable[[_Item], _Result], items: Sequence[_Item], /) -> Iterable[_Result]: ...
 
 
 class FileClickData(ClickData):
@@ -116,7 +125,7 @@ class FileClickData(ClickData):
         self.count()
         return sum(chunk.kept for chunk in self._chunks[False])
 
-    def count(self, each: Callable[[Callable[[Any], Any], Sequence[Any]], Iterable[Any]] = map) -> None:
+    def count(self, each: Each = map) -> None:
         """Count the rows, on which their order depends; the first pass does it otherwise.
 
         Parquet's footers tell them. The lines of text are counted, which reads all of it; where groups of rows are held
@@ -275,7 +284,7 @@ class FileClickData(ClickData):
             self.latest = float(rows.times.max(initial=self.latest))
         return rows.to_batch(self.schema)
 
-    def _no_rows(self) -> Any:
+    def _no_rows(self) -> ClickRows:
         import pyarrow as pa
 
         return encode(pa.table({name: pa.array([], pa.string()) for name in self.spec.sources}), self.spec).rows

@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
@@ -35,7 +35,19 @@ if TYPE_CHECKING:
     import pyarrow as pa
     import pyarrow.parquet as pq
 
-__all__ = ["FileInfo", "TableBlock", "check_file", "counted", "is_of_file", "read_blocks", "rows_between"]
+__all__ = [
+    "FileInfo",
+    "TableBlock",
+    "check_file",
+    "counted",
+    "file_kind",
+    "is_of_file",
+    "opened_text",
+    "read_blocks",
+    "rows_between",
+    "text_header",
+    "usual_delimiter",
+]
 
 _ROWS_AT_ONCE = 16_384
 _BLOCK_BYTES = 4 << 20
@@ -71,7 +83,7 @@ class FileInfo:
     @property
     def divisible(self) -> bool:
         """Whether the file could have several groups."""
-        return _kind(self.path) == "parquet"
+        return file_kind(self.path) == "parquet"
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -114,7 +126,7 @@ def check_file(path: str, spec: FeatureSpec) -> FileInfo:
         with open_input(path) as file:
             size = file.size()
             file.read(1)  # so that a failure to read is not taken for a damaged file
-        match _kind(path):
+        match file_kind(path):
             case "parquet":
                 with _parquet(path) as parquet:
                     schema, metadata = parquet.schema_arrow, parquet.metadata
@@ -124,10 +136,10 @@ def check_file(path: str, spec: FeatureSpec) -> FileInfo:
                 schema = _table_of(_arrays(path, spec.sources), 0, 0).schema
                 names = schema.names
             case "svmlight":
-                with _opened(path):
+                with opened_text(path):
                     names = list(svmlight.COLUMNS)
             case _:
-                with _opened(path) as stream, _undamaged(path, size, 1):
+                with opened_text(path) as stream, _undamaged(path, size, 1):
                     names = _header(path, stream.read(_BLOCK_BYTES), spec)[0]
                 first = 1 if spec.columns is not None else 2
     except OSError as error:
@@ -161,11 +173,11 @@ def counted(info: FileInfo, spec: FeatureSpec) -> FileInfo:
     Raises:
         DataError: for a file that is damaged.
     """
-    kind, lines, end, digest = _kind(info.path), 0, b"\n", 0
+    kind, lines, end, digest = file_kind(info.path), 0, b"\n", 0
     if kind in ("parquet", "kafka"):
         return info
     archive = kind == "archive"
-    with _undamaged(info.path, info.size, 1), open_input(info.path) if archive else _opened(info.path) as stream:
+    with _undamaged(info.path, info.size, 1), open_input(info.path) if archive else opened_text(info.path) as stream:
         while data := stream.read(_BLOCK_BYTES):
             digest = zlib.crc32(data, digest)
             lines, end = lines + data.count(b"\n"), data[-1:]
@@ -258,7 +270,7 @@ def _tables(
     path, at_once, size = info.path, max(1, int(_ROWS_AT_ONCE * part)), max(1, int(_BLOCK_BYTES * part))
     if info.lost:
         raise DataError(info.lost)
-    match _kind(path):
+    match file_kind(path):
         case "parquet":
             yield from _row_group(info, spec, group, start, at_once, columns)
         case "archive":
@@ -268,10 +280,10 @@ def _tables(
         case "kafka":
             yield from read_range(path, spec, start, at_once)
         case "svmlight":
-            with _opened(path) as stream:
+            with opened_text(path) as stream:
                 yield from map(svmlight.parse_svmlight, _without(_whole_lines(path, stream, size), start))
         case _:
-            with _opened(path) as stream:
+            with opened_text(path) as stream:
                 blocks = _whole_lines(path, stream, size)
                 data = next(blocks, b"")
                 names, begin = _header(path, data, spec)
@@ -358,7 +370,7 @@ def _footer_digest(path: str) -> str:
         return f"{size}-{zlib.crc32(file.read()):08x}"
 
 
-def _kind(path: str) -> str:
+def file_kind(path: str) -> str:
     """What a file is by its name: ``kafka``, ``parquet``, ``archive`` (of NumPy), ``svmlight`` or ``text``."""
     if path.startswith(TOPIC):
         return "kafka"
@@ -404,7 +416,7 @@ def _parquet(path: str, texts: Sequence[str] = (), footer: pq.FileMetaData | Non
         raise DataError(f"data file {path} is not a complete Parquet file ({text}): copy or write it again") from error
 
 
-def _table_of(arrays: dict[str, NDArray[Any]], start: int, stop: int) -> pa.Table:
+def _table_of(arrays: dict[str, NDArray[np.generic]], start: int, stop: int) -> pa.Table:
     """Some rows of an archive; an array (N, k) is a column of lists of k."""
     import pyarrow as pa
 
@@ -418,7 +430,7 @@ def _table_of(arrays: dict[str, NDArray[Any]], start: int, stop: int) -> pa.Tabl
     return pa.table(columns)
 
 
-def _arrays(path: str, columns: Sequence[str]) -> dict[str, NDArray[Any]]:
+def _arrays(path: str, columns: Sequence[str]) -> dict[str, NDArray[np.generic]]:
     """The columns of an archive, as far as they are there.
 
     Raises:
@@ -479,7 +491,7 @@ def _parsed(
         pa.BufferReader(data),
         read_options=csv.ReadOptions(column_names=list(names), use_threads=False, block_size=len(data) + 1),
         parse_options=csv.ParseOptions(
-            delimiter=_delimiter(path, spec),
+            delimiter=spec.delimiter or usual_delimiter(path),
             quote_char='"' if spec.quoted else False,
             ignore_empty_lines=False,
             invalid_row_handler=leave_out,
@@ -511,14 +523,18 @@ def _header(path: str, data: bytes, spec: FeatureSpec) -> tuple[list[str], int]:
     """The names of a text file's columns, and where its rows begin."""
     if spec.columns is not None:
         return list(spec.columns), 0
-    line, feed, _ = data.partition(b"\n")
-    delimiter = _delimiter(path, spec)
-    texts = line.decode("utf-8-sig", errors="replace").rstrip("\r").split(delimiter)
-    return [text.strip().strip('"') for text in texts], len(line) + len(feed)
+    return text_header(data, spec.delimiter or usual_delimiter(path)), data.find(b"\n") + 1 or len(data)
 
 
-def _delimiter(path: str, spec: FeatureSpec) -> str:
-    return spec.delimiter or ("," if _plain_suffix(path) == ".csv" else "\t")
+def text_header(data: bytes, delimiter: str) -> list[str]:
+    """The names of columns in the first line of a text."""
+    line = data.partition(b"\n")[0].decode("utf-8-sig", errors="replace").rstrip("\r")
+    return [text.strip().strip('"') for text in line.split(delimiter)]
+
+
+def usual_delimiter(path: str) -> str:
+    """What separates the columns of a text file whose spec does not say."""
+    return "," if _plain_suffix(path) == ".csv" else "\t"
 
 
 def _whole_lines(path: str, stream: lzma.LZMAFile | pa.NativeFile, size: int) -> Iterator[bytes]:
@@ -552,7 +568,7 @@ def _without(blocks: Iterable[bytes], count: int) -> Iterator[bytes]:
             yield data[place:]
 
 
-def _opened(path: str) -> lzma.LZMAFile | pa.NativeFile:
+def opened_text(path: str) -> lzma.LZMAFile | pa.NativeFile:
     """A stream of the text, decompressed.
 
     Raises:
