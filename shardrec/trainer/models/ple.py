@@ -1,8 +1,4 @@
-"""PLE: levels of experts, each of one task or of all; a task's gate mixes its own and the shared ones.
-
-"Progressive Layered Extraction (PLE): A Novel Multi-Task Learning (MTL) Model for Personalized Recommendations", Tang
-et al., 2020.
-"""
+"""PLE and MMoE: experts, of one task or of all, which a gate of each task mixes."""
 
 from __future__ import annotations
 
@@ -16,11 +12,14 @@ from shardrec import ConfigError
 from shardrec.trainer.data import ClickSchema
 from shardrec.trainer.models.parts import MLP, Share, Size, Sizes, columns_of, pooled_features
 
-__all__ = ["PLE"]
+__all__ = ["PLE", "MMoE"]
 
 
 class PLE(nn.Module):
-    """See the file's text.
+    """Levels of experts, each of one task or of all; a task's gate mixes its own and the shared ones.
+
+    "Progressive Layered Extraction (PLE): A Novel Multi-Task Learning (MTL) Model for Personalized Recommendations",
+    Tang et al., 2020.
 
     Args:
         levels: of experts.
@@ -65,6 +64,40 @@ class PLE(nn.Module):
         for number, tower in enumerate(self.towers):
             outputs.append(tower(mixtures[number]))
         return torch.cat(outputs, dim=1)
+
+
+class MMoE(PLE):
+    """Experts that all tasks share, mixed for each task by a gate of its own: PLE's first level without tasks' experts.
+
+    "Modeling Task Relationships in Multi-task Learning with Multi-gate Mixture-of-Experts", Ma et al., 2018.
+
+    Args:
+        experts: number of experts, whose layers are ``hidden``.
+        tower: widths of a task's layers before its columns of the output.
+    """
+
+    def __init__(
+        self,
+        schema: ClickSchema,
+        *,
+        dim: Size = 16,
+        experts: Size = 4,
+        hidden: Sizes = (128, 64),
+        tower: Sizes = (32,),
+        dropout: Share = 0.0,
+        batch_norm: bool = False,
+    ) -> None:
+        super().__init__(
+            schema,
+            dim=dim,
+            levels=1,
+            experts=0,
+            shared=experts,
+            hidden=hidden,
+            tower=tower,
+            dropout=dropout,
+            batch_norm=batch_norm,
+        )
 
 
 class _Experts(nn.Module):
