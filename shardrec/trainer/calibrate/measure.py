@@ -225,7 +225,6 @@ def _forward(
 
 
 def _drawn(tables: Mapping[str, TableLoad], batch_size: int, device: torch.device) -> list[KeyedJaggedTensor]:
-    """Batches whose ids are drawn evenly from all rows."""
     import torch
     from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 

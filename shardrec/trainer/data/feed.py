@@ -202,7 +202,6 @@ class Feed:
         return {"files": files, "taken": [*files, *bad], "kinds": kinds, "left_out": len(bad)}
 
     def _names(self) -> list[str]:
-        """All names of the folder or the pattern."""
         names = files_of(self._source, least=0)
         if names in ([], [self._source]):
             check_listable(self._source)

@@ -234,7 +234,8 @@ class FileClickData(ClickData):
         size = request.global_size
         dealt, lengths = self._dealt(size, epoch, held=epoch is None)
         total, at_once = int(lengths.sum()), -(-int((lengths > 0).sum()) // request.world_size)
-        reader = self._reader = self._new_reader(held=epoch is None, part=_part_of_block(at_once))
+        part = min(1.0, _ROWS_AHEAD / 16_384 / max(1, at_once))  # of a usual block
+        reader = self._reader = self._new_reader(held=epoch is None, part=part)
         window = max(1, self._shuffle // len(dealt))
         opened: dict[int, StreamRows] = {}
 
@@ -318,11 +319,6 @@ def open_click_data(
     paths = [source] if isinstance(source, (str, os.PathLike)) else source
     files = [name for path in paths for name in files_of(os.fspath(path))]
     return FileClickData(files, criteo_spec() if spec is None else spec, **options)
-
-
-def _part_of_block(streams: int) -> float:
-    """Of a usual block, the part that is read of each stream at a time."""
-    return min(1.0, _ROWS_AHEAD / 16_384 / max(1, streams))
 
 
 def check_kinds(files: Sequence[FileInfo], kinds: dict[str, tuple[str, str]]) -> None:

@@ -172,12 +172,8 @@ class PlantedModel:
         parts = [self._chunk(stream, first, last) for first, last in pairwise(edges)]
         if len(parts) == 1:
             return parts[0]
-        return PlantedRows(
-            quantiles=np.concatenate([part.quantiles for part in parts]),
-            ids=np.concatenate([part.ids for part in parts]),
-            probabilities=np.concatenate([part.probabilities for part in parts]),
-            labels=np.concatenate([part.labels for part in parts]),
-        )
+        names = ("quantiles", "ids", "probabilities", "labels")
+        return PlantedRows(**{name: np.concatenate([getattr(part, name) for part in parts]) for name in names})
 
     def probabilities(self, stream: RandomStream, start: int, stop: int) -> NDArray[np.float64]:
         """True click probabilities, float64 (N,), of rows ``start`` to ``stop``; holds no other column in memory."""

@@ -74,10 +74,8 @@ class Reader:
     part: float = 1.0
     skips: bool = False
     bounds: tuple[float, float] = (NO_TIME, math.inf)
-
-    def __post_init__(self) -> None:
-        self.decoded: dict[int, int] = {}
-        self.good = False
+    decoded: dict[int, int] = field(default_factory=dict, init=False)
+    good: bool = field(default=False, init=False)
 
     def kept(self, chunk: Chunk) -> int:
         """The rows of a chunk that are on this side: of groups by reading them."""

@@ -99,7 +99,6 @@ class ClickRows:
     def _at(
         self, rows: slice | NDArray[np.int64], ids: NDArray[np.int64], weights: NDArray[np.float32] | None
     ) -> ClickRows:
-        """These rows, which have these ids."""
         arrays = {name: array[rows] for name in _OF_ROWS if (array := getattr(self, name)) is not None}
         return replace(self, ids=ids, weights=weights, **arrays)
 
