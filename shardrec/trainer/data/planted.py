@@ -46,7 +46,7 @@ class SyntheticConfig:
     """Criteo-shaped data with Zipf-distributed categories and a planted click model of known optimum.
 
     The defaults make a problem in which a DLRM with embeddings of 16 numbers comes within 0.01 of the best possible
-    AUC in one pass over about 1.5 million fresh rows.
+    AUC in one pass over about 1.5 million fresh rows. The model itself is described in ``planted.py``.
 
     Attributes:
         rows: training rows in one pass.

@@ -6,6 +6,7 @@ are left to training (``from_data``), which counts them in all its rows.
 
 from __future__ import annotations
 
+import lzma
 import re
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -133,7 +134,7 @@ def _head(path: str, label: str | None) -> tuple[pa.Table, _Settings]:
             convert_options=csv.ConvertOptions(null_values=[""], strings_can_be_null=True),
         )
         return table, settings
-    except (pa.ArrowException, OSError) as error:
+    except (pa.ArrowException, EOFError, OSError, lzma.LZMAError) as error:
         reason = str(error).splitlines()[0]
         raise DataError(
             f"data file {path} cannot be read ({reason}): give Parquet, text of columns, plain or .gz, .xz, .bz2 or "
