@@ -12,7 +12,6 @@ Legend: V values of one column.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -31,8 +30,6 @@ __all__ = ["ID_WORDS", "exact_below", "hash_texts", "id_keys", "id_texts", "text
 
 ID_WORDS = "give a text in UTF-8, or a whole number; as a float one below 2^53 (float32: 2^24), where it is exact"
 _OF_FLOATS = r"^-?(0|[1-9][0-9]*)(\.0*|\.[0-9]+[eE][+]?[0-9]+)$"
-_DECIMAL = re.compile(rb"0|-?[1-9][0-9]{0,19}")
-_HEXADECIMAL = re.compile(rb"[0-9a-fA-F]{1,16}")
 
 
 def id_keys(
@@ -160,6 +157,10 @@ def text_keys(
 ) -> tuple[NDArray[np.uint64], NDArray[np.bool_], NDArray[np.bool_]]:
     """Texts as 64-bit keys (N,), which are empty, and which are no hexadecimal numbers although they are to be."""
     import pyarrow as pa
+    import pyarrow.compute as pc
+
+    def matches(texts: pa.LargeBinaryArray, pattern: str) -> NDArray[np.bool_]:
+        return mask(pc.match_substring_regex(texts, pattern).fill_null(False))
 
     if has_operators() and len(array):  # an empty column may have no offsets
         is_large = pa.types.is_large_string(array.type) or pa.types.is_large_binary(array.type)
@@ -171,17 +172,23 @@ def text_keys(
             content = torch.from_dlpack(pa.Array.from_buffers(pa.uint8(), data_buffer.size, [None, data_buffer]))
         keys, bad = torch.ops.shardrec.text_keys(content, offsets, hexadecimal, spread)
         return keys.numpy().view(np.uint64), (offsets[1:] == offsets[:-1]).numpy(), bad.numpy()
-    binary = array.cast(pa.large_binary())
-    data, starts, lengths = _bytes(binary)
-    missing = lengths == 0
-    pattern, base = (_HEXADECIMAL, 16) if hexadecimal else (_DECIMAL, 10)
-    numbers = [int(text, base) if pattern.fullmatch(text or b"") else 2**64 for text in binary.to_pylist()]
-    is_number = np.array([-(2**63) <= number < 2**64 for number in numbers], dtype=np.bool_)
-    raw = np.array([number % 2**64 for number in numbers], dtype=np.uint64)
+    texts = array.cast(pa.large_binary())
+    data, starts, lengths = _bytes(texts)
+    raw, missing = np.zeros(len(texts), dtype=np.uint64), lengths == 0
     if hexadecimal:
+        is_number = matches(texts, r"^[0-9a-fA-F]{1,16}$")
+        digits = texts.filter(pa.array(is_number)).cast(pa.string())
+        raw[is_number] = pc.binary_join_element_wise("0x", digits, "").cast(pa.uint64()).to_numpy()
         return raw, missing, ~(is_number | missing)
-    text = np.flatnonzero(~is_number)
+    is_short, is_long = matches(texts, r"^(0|-?[1-9][0-9]{0,17})$"), matches(texts, r"^-?[1-9][0-9]{18,19}$")
+    small = texts.filter(pa.array(is_short)).cast(pa.large_string()).cast(pa.int64())
+    raw[is_short] = small.to_numpy().view(np.uint64)
+    large = [int(text) for text in texts.filter(pa.array(is_long)).to_pylist()]
+    fits = np.array([-(2**63) <= number < 2**64 for number in large], dtype=np.bool_)
+    raw[is_long] = np.array([number % 2**64 for number in large], dtype=np.uint64)
     raw = mixed(raw) if spread else raw
+    is_long[is_long] = fits
+    text = np.flatnonzero(~(is_short | is_long))
     raw[text] = hash_texts(data, starts[text], lengths[text])
     return raw, missing, np.zeros(len(raw), dtype=np.bool_)
 
