@@ -11,19 +11,21 @@ import gzip
 import lzma
 import os
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
 
 from shardrec import ConfigError
 from shardrec.files import replacing
-from shardrec.trainer.data.planted import RandomStream
+from shardrec.trainer.data.planted import RandomStream, SyntheticConfig
 from shardrec.trainer.data.synthetic import SyntheticClickData
-from shardrec.trainer.data.synthetic_config import SyntheticConfig
+
+if TYPE_CHECKING:
+    import pyarrow as pa
 
 __all__ = ["write_criteo_tsv", "write_parquet"]
 
@@ -91,8 +93,8 @@ def write_parquet(
             writer.write_table(block)
 
 
-def _blocks(rows: int, seed: int, config: SyntheticConfig | None) -> tuple[Any, Iterator[Any]]:
-    """The columns as a ``pyarrow.Schema``, and the rows as tables of them."""
+def _blocks(rows: int, seed: int, config: SyntheticConfig | None) -> tuple[pa.Schema, Iterator[pa.Table]]:
+    """The columns, and the rows as tables of them."""
     import pyarrow as pa
 
     config = replace(config or SyntheticConfig(), rows=rows, seed=seed)
@@ -100,7 +102,7 @@ def _blocks(rows: int, seed: int, config: SyntheticConfig | None) -> tuple[Any, 
     fields = [("label", pa.int8()), *((name, pa.int64()) for name in dense), *((name, pa.string()) for name in sparse)]
     schema = pa.schema(fields)
 
-    def blocks() -> Iterator[Any]:
+    def blocks() -> Iterator[pa.Table]:
         model = SyntheticClickData(config).model
         feature = np.arange(len(dense))
         for start in range(0, rows, _ROWS_AT_ONCE):
@@ -130,7 +132,7 @@ def _categories(ids: NDArray[np.int64], num_embeddings: NDArray[np.int64]) -> ND
     return np.where(ids == 0, -1, ids - 1 + modulus * (mixed % choices))
 
 
-def _packed(file: IO[bytes], suffix: str) -> AbstractContextManager[Any]:
+def _packed(file: IO[bytes], suffix: str) -> gzip.GzipFile | lzma.LZMAFile | nullcontext[IO[bytes]]:
     """A stream that compresses into a file by the suffix of its name."""
     if suffix == ".gz":
         # no name and no time in the header: the same rows make the same file

@@ -115,12 +115,8 @@ def _check_tables(name: str, model: nn.Module, schema: ClickSchema) -> None:
 
 def _model_class(name: str) -> Callable[..., Any]:
     """The class of a built-in model, or ``package.module:Model``, looked for in the working directory, too."""
-    if name in MODELS:
-        return typing.cast(
-            Callable[..., Any], getattr(importlib.import_module(f"shardrec.trainer.models.{name}"), MODELS[name])
-        )
-    module_name, _, attribute = name.partition(":")
-    if "" not in sys.path and os.getcwd() not in sys.path:
+    module_name, _, attribute = MODELS.get(name, name).partition(":")
+    if name not in MODELS and "" not in sys.path and os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())
     try:
         make: Callable[..., Any] = getattr(importlib.import_module(module_name), attribute)

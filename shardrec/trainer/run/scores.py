@@ -31,10 +31,10 @@ from shardrec.files import Store, os_fault, parse_json
 from shardrec.launch import RankInfo, joined_run, meet, on_first_rank
 from shardrec.pipeline import TrainPipeline
 from shardrec.trainer.data import ClickBatch, FeatureSpec
+from shardrec.trainer.data.arrays import plain_column
 from shardrec.trainer.data.encode import encode
 from shardrec.trainer.data.rows import ClickRows
 from shardrec.trainer.data.tables import FileInfo, check_file, counted, rows_between
-from shardrec.trainer.data.to_parquet import plain_column
 from shardrec.trainer.data.urls import files_of
 from shardrec.trainer.run.prefetch import Prefetcher
 from shardrec.trainer.run.runs import RunFolder
