@@ -68,7 +68,7 @@ def plan_command(
     a sample, ';' between the features of a table) and instance; or a YAML file with a list of the same under 'tables'.
     """
     from shardrec.planner import Profile, SolveLimits, explain, plan_tables, to_html, to_png
-    from shardrec.trainer.run.constraints import parse_constraint
+    from shardrec.trainer.run.config import parse_constraint
 
     check_outputs({"--save": save, "--html": html, "--png": png})
     loads = read_tables(tables, instance=instance, optimizer=optimizer)

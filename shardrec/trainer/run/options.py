@@ -3,38 +3,54 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Mapping
-from typing import Any, Self, cast, get_args, get_origin
+from collections.abc import Iterable, Mapping
+from typing import Any, ClassVar, Literal, NamedTuple, Self, cast, get_args, get_origin
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, field_validator
-from pydantic.fields import FieldInfo
 
 from shardrec import ConfigError
 from shardrec.trainer.yaml_files import parse_yaml
 
-__all__ = ["Options", "flag", "named_values", "option", "shown_as", "together"]
+__all__ = ["Options", "Shown", "flag", "named_values", "option", "together"]
+
+
+class Shown(NamedTuple):
+    """How an option is shown in the help.
+
+    Attributes:
+        panel: the heading that it is under.
+        help: for people, in one line.
+        metavar: stands for the value.
+        choices: values that there are, of texts and lists of texts; empty if others can be given.
+    """
+
+    panel: str = ""
+    help: str = ""
+    metavar: str | None = None
+    choices: tuple[str, ...] = ()
 
 
 def option(
-    default: Any, panel: str, help: str, *, metavar: str | None = None, choices: tuple[str, ...] = (), **limits: Any
+    default: object,
+    panel: str = "",
+    help: str = "",
+    *,
+    metavar: str | None = None,
+    choices: tuple[str, ...] = (),
+    **limits: Any,
 ) -> Any:
     """A field of :class:`Options`.
 
     Args:
         default: its value if it is not given.
-        panel: heading that the help puts it under.
-        help: one line for people.
+        panel: heading that the help puts it under; default: the ``panel`` of its class.
+        help: one line for people; default: the field's docstring.
         metavar: stands for the value in the help; default: the choices.
-        choices: values that there are, of texts and lists of texts.
+        choices: values that there are, of texts and lists of texts, where no ``Literal`` can say so.
         limits: of a number, as pydantic's ``Field`` takes them.
     """
-    shown: dict[str, Any] = {"panel": panel, "metavar": metavar or "|".join(choices) or None, "choices": list(choices)}
-    return Field(default, description=help, json_schema_extra=shown, **limits)
-
-
-def shown_as(field: FieldInfo) -> dict[str, Any]:
-    """The panel, the metavar and the choices that :func:`option` gave to a field."""
-    return cast(dict[str, Any], field.json_schema_extra)
+    shown = Shown(panel, help, metavar, choices)._asdict()
+    return Field(default, description=help or None, json_schema_extra=shown, **limits)
 
 
 class Options(BaseModel):
@@ -44,20 +60,44 @@ class Options(BaseModel):
         ConfigError: naming each option that cannot be honoured, its value and what it may be.
     """
 
-    model_config = ConfigDict(extra="forbid", frozen=True, coerce_numbers_to_str=True, allow_inf_nan=False)
+    model_config = ConfigDict(
+        extra="forbid",
+        frozen=True,
+        coerce_numbers_to_str=True,
+        allow_inf_nan=False,
+        use_attribute_docstrings=True,
+    )
+    panel: ClassVar[str] = ""
 
     def __init__(self, **values: Any) -> None:
         try:
             super().__init__(**values)
         except ValidationError as error:
-            raise ConfigError(_explained(error, values, [*type(self).model_fields])) from None
-        faults = self.structural_faults()
+            raise ConfigError(_explained(error, values, type(self))) from None
+        faults = [*self.structural_faults()]
         if faults:
             raise ConfigError(together(faults))
 
-    def structural_faults(self) -> list[str]:
+    def structural_faults(self) -> Iterable[str]:
         """Why options that are well-formed do not go together, a sentence each."""
-        return []
+        return ()
+
+    @classmethod
+    def shown(cls, name: str) -> Shown:
+        """How the help shows a field."""
+        field = cls.model_fields[name]
+        given = Shown(**cast(dict[str, Any], field.json_schema_extra or {}))
+        choices = given.choices or next(
+            (get_args(kind) for kind in (field.annotation, *get_args(field.annotation)) if get_origin(kind) is Literal),
+            (),
+        )
+        first = [base for base in cls.__mro__ if name in getattr(base, "model_fields", ())][-1]
+        return Shown(
+            panel=given.panel or cast(type[Options], first).panel,
+            help=" ".join(str(field.description).split()),
+            metavar=given.metavar or "|".join(choices) or None,
+            choices=choices,
+        )
 
     @field_validator("*", mode="before")
     @classmethod
@@ -79,7 +119,7 @@ class Options(BaseModel):
     @field_validator("*")
     @classmethod
     def _among_choices(cls, value: Any, info: ValidationInfo) -> Any:
-        choices = shown_as(cls.model_fields[str(info.field_name)])["choices"]
+        choices = cls.shown(str(info.field_name)).choices
         items = value if isinstance(value, tuple) else (value,)
         if "" in items or (choices and value is not None and not set(items) <= set(choices)):
             raise ValueError(f"give one of {', '.join(choices)}" if choices else "give some text")
@@ -112,20 +152,21 @@ def _joined(item: Any) -> str:
     return ",".join(map(str, item)) if isinstance(item, (list, tuple)) else str(item)
 
 
-def _explained(error: ValidationError, values: Mapping[str, Any], known: list[str]) -> str:
+def _explained(error: ValidationError, values: Mapping[str, object], options: type[Options]) -> str:
     """Each option that is wrong, its value and what it may be."""
     faults: dict[str, str] = {}
+    known = [*options.model_fields]
     for fault in error.errors():
         name = str(fault["loc"][0])
-        wanted = (
-            fault["msg"]
-            .removeprefix("Value error, ")
-            .replace("Input should", "each should" if fault["loc"][1:] else "it should")
-        )
-        text = f"{name} ({flag(name)}) is {values[name]!r}: {wanted}"
         if name not in known:
             close = difflib.get_close_matches(name, known, n=1)
             text = f"{name} ({flag(name)}) is no option" + (f": did you mean {close[0]!r}?" if close else "")
+        else:
+            wanted = fault["msg"].removeprefix("Value error, ")
+            wanted = wanted.replace("Input should", "each should" if fault["loc"][1:] else "it should")
+            if fault["type"] == "literal_error":
+                wanted = f"give one of {', '.join(options.shown(name).choices)}"
+            text = f"{name} ({flag(name)}) is {values[name]!r}: {wanted}"
         faults.setdefault(name, text)
     names = "" if faults.keys() <= set(known) else f"\nThe options are {', '.join(known)}"
     return together([*faults.values()]) + names
