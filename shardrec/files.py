@@ -12,7 +12,7 @@ import os
 import shutil
 import stat
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +27,7 @@ __all__ = [
     "parse_json",
     "read_json",
     "read_text",
+    "replacing",
 ]
 
 _MAX_BYTES = 256 << 20
@@ -73,6 +74,28 @@ def os_fault(error: OSError) -> str:
         folder = next((parent for parent in Path(error.filename).absolute().parents if parent.is_dir()), Path("/"))
         text += f" ({shutil.disk_usage(folder).free / 2**20:,.1f} MiB are free in {folder})"
     return text
+
+
+@contextmanager
+def replacing(path: Path, partial: str = "", *, sync: bool = False) -> Iterator[Path]:
+    """Another path to write to, which then takes the name: others see the file before or the new one, each whole.
+
+    Args:
+        path: of the file; it is unchanged if the block raises.
+        partial: name of the file that is written, in the same folder. Default: one of this process's own.
+        sync: wait until the data are on the disk before the file gets its name, so that no loss of power leaves an
+            empty one.
+    """
+    beside = path.with_name(partial or f".{path.name}.{os.getpid()}.part")
+    try:
+        yield beside
+        if sync:
+            with naming(beside), beside.open("rb") as file:
+                os.fsync(file.fileno())
+        beside.replace(path)
+    finally:
+        with suppress(OSError):  # what could not be written whole, where this can still be removed
+            beside.unlink()
 
 
 def read_text(path: str | Path, most: int = _MAX_BYTES) -> str:

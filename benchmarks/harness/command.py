@@ -1,5 +1,5 @@
 """``shardrec bench``: a flag for each field of :class:`~benchmarks.harness.timing.TimingConfig` and, with ``--bytes``,
-of :class:`~benchmarks.harness.BenchConfig`. :mod:`shardrec.trainer.cli.bench` finds it in the checkout."""
+of :class:`~benchmarks.harness.BenchConfig`. :mod:`shardrec.trainer.cli.app` finds it in the checkout."""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Held-out metrics of a sharded model, over the rows of all ranks: exact, from the gathered predictions.
+"""Metrics of a sharded model, over the rows of all ranks: exact, from the gathered predictions.
+
+Of rows that are held out, :func:`evaluate`; of those that a run without an end trains on, :class:`Progressive`.
 
 Legend: B rows of a batch, N rows of this rank, M rows of the longest rank, W ranks.
 """
@@ -6,8 +8,10 @@ Legend: B rows of a batch, N rows of this rank, M rows of the longest rank, W ra
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Iterator, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -18,7 +22,7 @@ from shardrec.pipeline import TrainPipeline
 from shardrec.trainer.data import ClickBatch, ClickMetrics, Task, click_metrics, ranking_metrics
 from shardrec.trainer.run.task_metrics import TaskMetrics, outputs_of, task_metrics
 
-__all__ = ["evaluate", "gather_rows"]
+__all__ = ["Progressive", "evaluate", "gather_rows"]
 
 
 def evaluate(
@@ -94,3 +98,55 @@ def gather_rows(rows_CN: Tensor) -> Tensor:
         gathered = [torch.zeros_like(padded_CM) for _ in sizes]
         dist.all_gather(gathered, padded_CM)
     return torch.cat([part[:, :size] for part, size in zip(gathered, sizes, strict=True)], dim=1)
+
+
+class Progressive:
+    """Metrics of the last rows that a run trains on, each scored before the step that learns from it.
+
+    "Beating the hold-out", Blum et al., 1999. Training computes the scores anyway, in its own mode (with dropout).
+
+    Args:
+        rows: of this rank, that are kept.
+    """
+
+    def __init__(self, rows: int) -> None:
+        self._most, self._rows = rows, 0
+        self._scored: deque[Tensor] = deque()
+
+    def scoring(self, model: nn.Module, labels: Tensor) -> Callable[..., Any]:
+        """The model, for one call on the rows with these labels, (B,), whose logits are then kept."""
+
+        def forward(*inputs: Any) -> Any:
+            logits = model(*inputs)
+            self._add(torch.stack((labels, logits.detach().view(-1).float())))  # read on the host at a point only
+            return logits
+
+        return forward
+
+    def metrics(self) -> ClickMetrics | None:
+        """Of the last rows of all ranks; None if all of them have one label. Collective.
+
+        Raises:
+            ConfigError: for scores that are not numbers.
+        """
+        labels, logits = gather_rows(self.state())
+        if labels.numel() == 0 or bool((labels == labels[0]).all()):
+            return None
+        return click_metrics(labels.numpy(), torch.sigmoid(logits.double()).numpy())
+
+    def state(self) -> Tensor:
+        """Labels and logits, (2, N) float32 on the CPU."""
+        rows = torch.cat([torch.zeros((2, 0)), *(batch.cpu() for batch in self._scored)], dim=1)
+        return rows[:, -self._most :].contiguous()
+
+    def load(self, rows: Tensor) -> None:
+        """Go on from :meth:`state`."""
+        self._scored, self._rows = deque([rows]), rows.size(1)
+
+    def _add(self, rows: Tensor) -> None:
+        if not rows.size(1):  # as of a rank that has none of small arrivals
+            return
+        self._scored.append(rows)
+        self._rows += rows.size(1)
+        while self._rows - self._scored[0].size(1) >= self._most:
+            self._rows -= self._scored.popleft().size(1)

@@ -23,7 +23,7 @@ from shardrec.checkpoint import PendingSave, read_manifest
 from shardrec.launch import RunStopped, StopRequest, on_first_rank, over_ranks, peers, same_everywhere
 from shardrec.trainer.data.rows import NO_TIME
 from shardrec.trainer.run.config import CHECKPOINTS
-from shardrec.trainer.run.locking import locked
+from shardrec.trainer.run.folder import locked
 from shardrec.trainer.run.model import changed_source, source_digest
 from shardrec.trainer.run.run import Run
 
