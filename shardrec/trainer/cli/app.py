@@ -6,7 +6,7 @@ import inspect
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
@@ -54,11 +54,11 @@ def _shardrec(
     """Plan, shard and train TorchRec models."""
 
 
-def _add(name: str, command: Callable[..., None], **settings: Any) -> None:
+def _add(name: str, command: Callable[..., None], context_settings: dict[str, object] | None = None) -> None:
     """A command, whose help is its docstring: each paragraph as one line, for Typer keeps line breaks."""
     paragraphs = inspect.cleandoc(command.__doc__ or "").split("\n\n")
     text = "\n\n".join(paragraph.replace("\n", " ") for paragraph in paragraphs)
-    app.command(name, cls=Command, help=text, **settings)(command)
+    app.command(name, cls=Command, help=text, context_settings=context_settings)(command)
 
 
 def _bench(context: typer.Context) -> None:

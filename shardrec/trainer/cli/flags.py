@@ -31,7 +31,7 @@ class Command(TyperCommand):
             raise
 
 
-def parameter(name: str, annotation: Any, default: Any) -> inspect.Parameter:
+def parameter(name: str, annotation: object, default: object) -> inspect.Parameter:
     """A parameter of the function behind a command."""
     return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 from pydantic import PositiveInt, field_validator
 
@@ -131,7 +131,7 @@ class ModelOptions(Options):
         help=f"One of {', '.join(MODELS)} (docs/models.md), or package.module:Model of your own.",
         metavar="NAME|MODULE:NAME",
     )
-    model_args: dict[str, Any] = option({}, metavar="NAME=VALUE")
+    model_args: dict[str, object] = option({}, metavar="NAME=VALUE")
     """Argument of the model, its value in YAML, such as dropout=0.1; can be repeated."""
     embedding_dim: int = option(16, ge=1)
     """Columns of every embedding table."""
@@ -416,7 +416,7 @@ class TrainConfig(OutputOptions, RankOptions, LearningOptions, ModelOptions, Dat
         comes_back = self.checkpoint_every is not None or self.elastic is not None
         return self.max_restarts if self.max_restarts is not None else _RESTARTS * comes_back
 
-    def check_resumes(self, started: Mapping[str, Any], *, joins: bool = False) -> None:
+    def check_resumes(self, started: Mapping[str, object], *, joins: bool = False) -> None:
         """Check that options of data, model and learning are unchanged; the others may differ when a run is resumed.
 
         So may ``on_bad_row``: a row that is left out moves no other.
@@ -479,7 +479,7 @@ def parse_constraint(text: str) -> tuple[str, Constraint]:
 
 
 def load_config(
-    path: str | Path | None = None, flags: Mapping[str, Any] | None = None, *, resume: bool = False
+    path: str | Path | None = None, flags: Mapping[str, object] | None = None, *, resume: bool = False
 ) -> TrainConfig:
     """Defaults, overridden by a YAML file, overridden by flags.
 
@@ -504,7 +504,7 @@ def load_config(
     if resume and "out" in values and started.is_file():
         values = {name: value for name, (value, _) in _read(started).items()} | values
     try:
-        return TrainConfig(**values)
+        return TrainConfig.of(values)
     except ConfigError as error:
         text = str(error)
         for name in read.keys() - overrides.keys():
@@ -514,10 +514,10 @@ def load_config(
 
 def load_config_text(text: str, path: Path) -> TrainConfig:
     """:func:`load_config` of a file that has been read; ``path`` is for messages."""
-    return TrainConfig(**{name: value for name, (value, _) in _parse(text, path).items()})
+    return TrainConfig.of({name: value for name, (value, _) in _parse(text, path).items()})
 
 
-def _read(path: Path) -> dict[str, tuple[Any, int]]:
+def _read(path: Path) -> dict[str, tuple[object, int]]:
     """The options of a file, and the line of each."""
     try:
         text = read_text(path)
@@ -531,16 +531,16 @@ def _read(path: Path) -> dict[str, tuple[Any, int]]:
     return _parse(text, path)
 
 
-def _parse(text: str, path: Path) -> dict[str, tuple[Any, int]]:
+def _parse(text: str, path: Path) -> dict[str, tuple[object, int]]:
     loaded, root = parse_yaml(text, f"config file {path}")
-    if loaded is None:
+    if loaded is None or root is None:
         return {}
     if not isinstance(loaded, dict):
         raise ConfigError(
             f"config file {path} holds a {type(loaded).__name__}: give options, in lines like 'batch_size: 2048'"
         )
     lines = yaml_lines(root)
-    values: dict[str, tuple[Any, int]] = {}
+    values: dict[str, tuple[object, int]] = {}
     for key, value in loaded.items():
         name, line = str(key).replace("-", "_"), lines.get(str(key), 1)
         if name in values:

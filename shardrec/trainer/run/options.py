@@ -69,7 +69,7 @@ class Options(BaseModel):
     )
     panel: ClassVar[str] = ""
 
-    def __init__(self, **values: Any) -> None:
+    def __init__(self, **values: object) -> None:
         try:
             super().__init__(**values)
         except ValidationError as error:
@@ -101,7 +101,7 @@ class Options(BaseModel):
 
     @field_validator("*", mode="before")
     @classmethod
-    def _as_meant(cls, value: Any, info: ValidationInfo) -> Any:
+    def _as_meant(cls, value: object, info: ValidationInfo) -> object:
         """A text or a mapping ``{"t_*": row_wise}`` for a list; a truth value is meant by none."""
         kind = cls.model_fields[str(info.field_name)].annotation
         if isinstance(value, bool):
@@ -118,23 +118,28 @@ class Options(BaseModel):
 
     @field_validator("*")
     @classmethod
-    def _among_choices(cls, value: Any, info: ValidationInfo) -> Any:
+    def _among_choices(cls, value: object, info: ValidationInfo) -> object:
         choices = cls.shown(str(info.field_name)).choices
         items = value if isinstance(value, tuple) else (value,)
         if "" in items or (choices and value is not None and not set(items) <= set(choices)):
             raise ValueError(f"give one of {', '.join(choices)}" if choices else "give some text")
         return value
 
-    def changed(self, **changes: Any) -> Self:
+    def changed(self, **changes: object) -> Self:
         """These options with other values for some."""
-        return type(self)(**{**self.to_mapping(), **changes})
+        return self.of({**self.to_mapping(), **changes})
 
-    def to_mapping(self) -> dict[str, Any]:
+    @classmethod
+    def of(cls, values: Mapping[str, object]) -> Self:
+        """Options from such data as :meth:`to_mapping` gives, or from texts."""
+        return cls(**values)
+
+    def to_mapping(self) -> dict[str, object]:
         """The options as YAML- and JSON-compatible data, which make equal options as keywords."""
         return self.model_dump(mode="json")
 
 
-def named_values(given: Any) -> Any:
+def named_values(given: object) -> dict[str, object]:
     """A mapping as it is; of texts ``NAME=VALUE`` a mapping, with the values as YAML reads them.
 
     Raises:
@@ -142,13 +147,14 @@ def named_values(given: Any) -> Any:
     """
     if isinstance(given, Mapping):
         return dict(given)
-    pairs = [str(text).partition("=") for text in ([given] if isinstance(given, str) else given)]
+    texts = given if isinstance(given, (list, tuple)) else [given]
+    pairs = [str(text).partition("=") for text in texts]
     if any(not name or not equals for name, equals, _ in pairs):
         raise ValueError("give NAME=VALUE, such as dropout=0.1")
     return {name.strip(): parse_yaml(text, f"the value of {name}")[0] for name, _, text in pairs}
 
 
-def _joined(item: Any) -> str:
+def _joined(item: object) -> str:
     return ",".join(map(str, item)) if isinstance(item, (list, tuple)) else str(item)
 
 

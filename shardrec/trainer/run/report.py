@@ -100,8 +100,8 @@ class RunReport:
         skipped: rows that were left out, by reason.
     """
 
-    config: Mapping[str, Any]
-    environment: Mapping[str, Any]
+    config: Mapping[str, object]
+    environment: Mapping[str, object]
     source: str
     curve: Sequence[CurvePoint]
     final: ClickMetrics | TaskMetrics
@@ -126,7 +126,7 @@ class RunReport:
 
     @property
     def _of_feed(self) -> bool:
-        return bool(self.config["data"].startswith(FEED))
+        return str(self.config["data"]).startswith(FEED)
 
     @property
     def samples_per_second(self) -> float:
@@ -157,7 +157,7 @@ def task_values(values: Mapping[str, float | int | None], *, all_of_them: bool =
     return {name: f"{value:.4f}" for name in chosen if (value := values[name]) is not None}
 
 
-def environment(*, world_size: int, threads: int) -> dict[str, Any]:
+def environment(*, world_size: int, threads: int) -> dict[str, object]:
     """Versions of what computes, and the machine's and the run's size."""
     versions = {"shardrec": shardrec.__version__}
     for package in _PACKAGES:
