@@ -47,8 +47,8 @@ def _flag_parameter(config: type[Options], name: str) -> inspect.Parameter:
     text = ",".join(map(str, default)) if isinstance(default, (dict, tuple)) else default
     known = f" (default: {text})" if text not in (None, "") else ""
     option = typer.Option(flag(name), help=f"{shown.help}{known}", metavar=shown.metavar, rich_help_panel=shown.panel)
-    if field.annotation == tuple[str, ...] or get_origin(field.annotation) is dict:
+    origin, kinds = get_origin(field.annotation), get_args(field.annotation) or (field.annotation,)
+    if origin is dict or (origin is tuple and (kinds[0] is str or shown.choices)):
         return parameter(name, Annotated[list[str] | None, option], None)
-    kinds = {field.annotation, *get_args(field.annotation)}
     value = next((kind for kind in (int, float) if kind in kinds), str)
     return parameter(name, Annotated[value | None, option], None)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable, Mapping
-from typing import Any, ClassVar, Literal, NamedTuple, Self, cast, get_args, get_origin
+from typing import Any, ClassVar, Literal, NamedTuple, Self, get_args, get_origin
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, field_validator
 
@@ -24,37 +24,29 @@ class Shown(NamedTuple):
         choices: values that there are, of texts and lists of texts; empty if others can be given.
     """
 
-    panel: str = ""
-    help: str = ""
-    metavar: str | None = None
-    choices: tuple[str, ...] = ()
+    panel: str
+    help: str
+    metavar: str | None
+    choices: tuple[str, ...]
 
 
-def option(
-    default: object,
-    panel: str = "",
-    help: str = "",
-    *,
-    metavar: str | None = None,
-    choices: tuple[str, ...] = (),
-    **limits: Any,
-) -> Any:
-    """A field of :class:`Options`.
+def option(default: object, *, help: str | None = None, metavar: str | None = None, **limits: Any) -> Any:
+    """A field of :class:`Options`, where its type and its default do not say all.
 
     Args:
         default: its value if it is not given.
-        panel: heading that the help puts it under; default: the ``panel`` of its class.
-        help: one line for people; default: the field's docstring.
+        help: for people; default: the field's docstring.
         metavar: stands for the value in the help; default: the choices.
-        choices: values that there are, of texts and lists of texts, where no ``Literal`` can say so.
         limits: of a number, as pydantic's ``Field`` takes them.
     """
-    shown = Shown(panel, help, metavar, choices)._asdict()
-    return Field(default, description=help or None, json_schema_extra=shown, **limits)
+    return Field(default, description=help, json_schema_extra={"metavar": metavar}, **limits)
 
 
 class Options(BaseModel):
     """Frozen options. Text that spells a value, as YAML files and shells have it, is that value.
+
+    A field's docstring is its help, a ``Literal`` its choices. A subclass may put together several, each a ``panel`` of
+    the help.
 
     Raises:
         ConfigError: naming each option that cannot be honoured, its value and what it may be.
@@ -86,16 +78,14 @@ class Options(BaseModel):
     def shown(cls, name: str) -> Shown:
         """How the help shows a field."""
         field = cls.model_fields[name]
-        given = Shown(**cast(dict[str, Any], field.json_schema_extra or {}))
-        choices = given.choices or next(
-            (get_args(kind) for kind in (field.annotation, *get_args(field.annotation)) if get_origin(kind) is Literal),
-            (),
-        )
-        first = [base for base in cls.__mro__ if name in getattr(base, "model_fields", ())][-1]
+        kinds = (field.annotation, *get_args(field.annotation))
+        choices = next((get_args(kind) for kind in kinds if get_origin(kind) is Literal), ())
+        group = next(base for base in reversed(cls.__mro__) if name in getattr(base, "model_fields", ()))
+        extra = field.json_schema_extra if isinstance(field.json_schema_extra, dict) else {}
         return Shown(
-            panel=given.panel or cast(type[Options], first).panel,
+            panel=getattr(group, "panel", ""),
             help=" ".join(str(field.description).split()),
-            metavar=given.metavar or "|".join(choices) or None,
+            metavar=str(extra.get("metavar") or "|".join(choices)) or None,
             choices=choices,
         )
 
@@ -118,11 +108,9 @@ class Options(BaseModel):
 
     @field_validator("*")
     @classmethod
-    def _among_choices(cls, value: object, info: ValidationInfo) -> object:
-        choices = cls.shown(str(info.field_name)).choices
-        items = value if isinstance(value, tuple) else (value,)
-        if "" in items or (choices and value is not None and not set(items) <= set(choices)):
-            raise ValueError(f"give one of {', '.join(choices)}" if choices else "give some text")
+    def _is_some(cls, value: object) -> object:
+        if "" in (value if isinstance(value, tuple) else (value,)):
+            raise ValueError("give some text")
         return value
 
     def changed(self, **changes: object) -> Self:
