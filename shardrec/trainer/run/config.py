@@ -110,16 +110,6 @@ class DataOptions(Options):
     max_embeddings: int = option(20_000, ge=2)
     """Most rows of an embedding table; categories are hashed into them."""
 
-    @property
-    def is_synthetic(self) -> bool:
-        """Whether the rows are generated."""
-        return self.data == SYNTHETIC
-
-    @property
-    def feed(self) -> str | None:
-        """The folder, pattern or topic whose rows are trained on as they arrive, if the data is one."""
-        return self.data.removeprefix(FEED) if self.data.startswith(FEED) else None
-
 
 class ModelOptions(Options):
     """The model."""
@@ -203,11 +193,6 @@ class LearningOptions(Options):
     repeated."""
     seed: int = option(0, ge=0)
     """Seed of the first weights and of generated rows."""
-
-    @property
-    def needs_groups(self) -> bool:
-        """Whether the loss is one of the order of the rows in a group."""
-        return self.loss in ("softmax", "pairwise")
 
 
 class RankOptions(Options):
@@ -303,21 +288,6 @@ class OutputOptions(Options):
             raise ValueError("give steps, such as 500, minutes, such as 10m, above 0, or point")
         return interval
 
-    @property
-    def checkpoint_steps(self) -> int | None:
-        """Steps from one checkpoint to the next, if they are counted so; 0 with each point of the curve."""
-        return _interval(self.checkpoint_every)[0]
-
-    @property
-    def checkpoint_seconds(self) -> float | None:
-        """Seconds from one checkpoint to the next, if they are counted so."""
-        return _interval(self.checkpoint_every)[1]
-
-    @property
-    def publish_interval(self) -> tuple[int | None, float | None]:
-        """Steps, or seconds, from one published version to the next; (None, None) if nothing is published."""
-        return _interval(self.publish and self.publish_every)
-
 
 class TrainConfig(OutputOptions, RankOptions, LearningOptions, ModelOptions, DataOptions):
     """One training run. Each field is a key of the YAML file and, with dashes, a flag; its text is that flag's help.
@@ -409,6 +379,36 @@ class TrainConfig(OutputOptions, RankOptions, LearningOptions, ModelOptions, Dat
             value = getattr(self, name)
             if value != type(self).model_fields[name].default:
                 yield f"{name} ({flag(name)}) is {value!r}, {why}"
+
+    @property
+    def is_synthetic(self) -> bool:
+        """Whether the rows are generated."""
+        return self.data == SYNTHETIC
+
+    @property
+    def feed(self) -> str | None:
+        """The folder, pattern or topic whose rows are trained on as they arrive, if the data is one."""
+        return self.data.removeprefix(FEED) if self.data.startswith(FEED) else None
+
+    @property
+    def needs_groups(self) -> bool:
+        """Whether the loss is one of the order of the rows in a group."""
+        return self.loss in ("softmax", "pairwise")
+
+    @property
+    def checkpoint_steps(self) -> int | None:
+        """Steps from one checkpoint to the next, if they are counted so; 0 with each point of the curve."""
+        return _interval(self.checkpoint_every)[0]
+
+    @property
+    def checkpoint_seconds(self) -> float | None:
+        """Seconds from one checkpoint to the next, if they are counted so."""
+        return _interval(self.checkpoint_every)[1]
+
+    @property
+    def publish_interval(self) -> tuple[int | None, float | None]:
+        """Steps, or seconds, from one published version to the next; (None, None) if nothing is published."""
+        return _interval(self.publish and self.publish_every)
 
     @property
     def allowed_restarts(self) -> int:
