@@ -309,9 +309,10 @@ class TrainConfig(OutputOptions, RankOptions, LearningOptions, ModelOptions, Dat
         filled = {pair.partition("=")[0] for pair in self.init_rows if pair.partition("=")[2]}
         if len(filled) < len(self.init_rows):
             yield f"init_rows (--init-rows) is {self.init_rows!r}: give TABLE=FILE, each TABLE once"
-        if self.is_synthetic:
-            why = f"which is for files, and data (--data) is {SYNTHETIC!r}: leave it out, or name files"
-            yield from self._refused(("features", "valid", "test", "shuffle"), why)
+        for name in ("features", "valid", "test", "shuffle") if self.is_synthetic else ():
+            if getattr(self, name) is not None:
+                why = f"is for files, and data (--data) is {SYNTHETIC!r}"
+                yield f"{name} ({flag(name)}) {why}: leave it out, or name files"
         if self.feed is None:
             yield from self._refused(
                 ("feed_idle", "late_after", "event_every"), "and data (--data) is no feed: leave it out"
@@ -327,9 +328,11 @@ class TrainConfig(OutputOptions, RankOptions, LearningOptions, ModelOptions, Dat
             yield from self._faults_of_replicas()
         if self.plan is not None and self.constraint:
             yield "constraint (--constraint) is for the planner and plan (--plan) replaces it: leave one out"
-        if self.detect_anomaly == "on":
-            why = "and detect_anomaly (--detect-anomaly) is 'on', which watches the tables of one plan: leave one out"
-            yield from self._refused(("replan",), why)
+        if self.detect_anomaly == "on" and self.replan is not None:
+            yield (
+                f"replan (--replan) is {self.replan!r} and detect_anomaly (--detect-anomaly) is 'on', which watches "
+                "the tables of one plan: leave one out"
+            )
         if self.detect_anomaly == "on" and self.compile == "full":
             yield (
                 "detect_anomaly (--detect-anomaly) is 'on', which cannot look into one graph of compile (--compile) "

@@ -84,7 +84,7 @@ class Options(BaseModel):
         extra = field.json_schema_extra if isinstance(field.json_schema_extra, dict) else {}
         return Shown(
             panel=getattr(group, "panel", ""),
-            help=" ".join(str(field.description).split()),
+            help=" ".join((field.description or "").split()),
             metavar=str(extra.get("metavar") or "|".join(choices)) or None,
             choices=choices,
         )
