@@ -314,9 +314,7 @@ class TrainConfig(OutputOptions, RankOptions, LearningOptions, ModelOptions, Dat
                 why = f"is for files, and data (--data) is {SYNTHETIC!r}"
                 yield f"{name} ({flag(name)}) {why}: leave it out, or name files"
         if self.feed is None:
-            yield from self._refused(
-                ("feed_idle", "late_after", "event_every"), "and data (--data) is no feed: leave it out"
-            )
+            yield from self._refused(("feed_idle", "late_after", "event_every"), "and data (--data) is no feed")
         else:
             yield from self._faults_of_feeds()
         if (self.elastic is None) != (self.replicas == 1):
@@ -351,8 +349,7 @@ class TrainConfig(OutputOptions, RankOptions, LearningOptions, ModelOptions, Dat
     def _faults_of_feeds(self) -> Iterator[str]:
         yield from self._refused(
             _NOT_OF_FEEDS,
-            "and data (--data) a feed, which has no end, and whose rows are scored before they are trained on, by bce: "
-            "leave it out",
+            "and data (--data) a feed, which has no end, and whose rows are scored before they are trained on, by bce",
         )
         if self.checkpoint == "best":
             yield "checkpoint (--checkpoint) is 'best', and a feed's points are of different rows: give 'last'"
@@ -363,9 +360,7 @@ class TrainConfig(OutputOptions, RankOptions, LearningOptions, ModelOptions, Dat
             )
 
     def _faults_of_replicas(self) -> Iterator[str]:
-        yield from self._refused(
-            _NOT_ELASTIC, "which does not go with replicas that come and go (--elastic): leave it out"
-        )
+        yield from self._refused(_NOT_ELASTIC, "which does not go with replicas that come and go (--elastic)")
         if self.feed is not None:
             yield (
                 f"data (--data) is {self.data!r}, whose files replicas (--elastic) would not see at the same step: "
@@ -381,7 +376,7 @@ class TrainConfig(OutputOptions, RankOptions, LearningOptions, ModelOptions, Dat
         for name in names:
             value = getattr(self, name)
             if value != type(self).model_fields[name].default:
-                yield f"{name} ({flag(name)}) is {value!r}, {why}"
+                yield f"{name} ({flag(name)}) is {value!r}, {why}: leave it out"
 
     @property
     def is_synthetic(self) -> bool:
