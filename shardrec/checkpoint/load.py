@@ -16,7 +16,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardrec.checkpoint.agree import Ranks
 from shardrec.checkpoint.data_files import BLOCK_BYTES, CACHED_BYTES, DTYPES, OpenFile
 from shardrec.checkpoint.ids import Moves
 from shardrec.checkpoint.manifest import (
@@ -35,6 +34,7 @@ from shardrec.checkpoint.rows import RowFile
 from shardrec.checkpoint.save import rank_name, wait_for_save
 from shardrec.checkpoint.state import model_tensors, sharded_collections
 from shardrec.errors import CheckpointError, ConfigError
+from shardrec.exchange.agree import Ranks, on_all_ranks, ranks_of
 from shardrec.modules.sharded_model import ShardedModel
 from shardrec.replicas.replicated_model import ReplicatedModel
 
@@ -75,7 +75,7 @@ def load_checkpoint(
     """
     wait_for_save(model)
     with ExitStack() as stack:
-        source = Source(Path(path), Ranks(model.group, model.context.device), stack)
+        source = Source(Path(path), ranks_of(model.group, model.context.device), stack)
         load_source(source, model, optimizer)
     if rank_state is not None:
         rank_state.clear()
@@ -86,14 +86,14 @@ def load_checkpoint(
 def load_source(source: Source, model: ShardedModel, optimizer: torch.optim.Optimizer | None) -> None:
     """Verify a checkpoint on all ranks, then read it; raises what :func:`load_checkpoint` does."""
     ranks = source.ranks
-    if len(set(ranks.agree("load", lambda: source.verify(model, optimizer), remedy=_REMEDY))) > 1:
+    if len(set(on_all_ranks(lambda: source.verify(model, optimizer), ranks, "load", remedy=_REMEDY))) > 1:
         raise CheckpointError(
             f"the ranks see different checkpoints in {source.folder}; give a folder on a file system that they all "
             "share, into which no job saves at the same time"
         )
     if model.servers:
         model.load_servers(source.folder)
-    ranks.agree("load", lambda: source.read(model, optimizer), remedy=f"the model is half loaded: {_REMEDY}")
+    on_all_ranks(lambda: source.read(model, optimizer), ranks, "load", remedy=f"the model is half loaded: {_REMEDY}")
 
 
 def verify_checkpoint(path: str | Path) -> Manifest:
@@ -183,7 +183,7 @@ class Source:
         files = self.manifest.all_files
         blocks = [(number, block) for number, file in enumerate(files) for block in range(file.blocks)]
         contents = self.manifest.contents()
-        rank, size = self.ranks.rank, self.ranks.size
+        rank, size = self.ranks.rank, self.ranks.world_size
         buffer = memoryview(bytearray(CACHED_BYTES))
         for number, block in blocks[len(blocks) * rank // size : len(blocks) * (rank + 1) // size]:
             self._file(number).verify(block, buffer)
@@ -262,7 +262,7 @@ class Source:
         rank_tensors = {
             name: torch.empty(tensor.shape, dtype=DTYPES[tensor.dtype])
             for name, tensor in manifest.tensors.items()
-            if name.startswith(start) and len(manifest.files) == self.ranks.size + model.servers
+            if name.startswith(start) and len(manifest.files) == self.ranks.world_size + model.servers
         }
         targets = self._held | state_targets(model, optimizer, manifest)
         targets |= {name: held(value, saved=False) for name, value in rank_tensors.items()}

@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from shardrec.checkpoint.agree import Ranks
 from shardrec.errors import ConfigError
+from shardrec.exchange.agree import all_gather, on_all_ranks, ranks_of
 from shardrec.exchange.transport import timeout_s
 from shardrec.layout import ShardingPlan
 from shardrec.modules.sharded_model import ShardedModel
@@ -42,7 +42,7 @@ def replan_model(
     **prices: Any,
 ) -> Replanned | None:
     """See :meth:`ShardedModel.replan`."""
-    ranks, batches = Ranks(model.group, model.context.device), list[KeyedJaggedTensor]()
+    ranks, batches = ranks_of(model.group, model.context.device), list[KeyedJaggedTensor]()
     tables = [table for collection in model.sharded_collections for table in collection.planned_tables()]
     features = {feature for table in tables for feature in table.config.feature_names}
     sampled = dict[str, Sampled]()
@@ -68,21 +68,21 @@ def replan_model(
             model.plan.topology,
             batch_size=max(1, round(fmean(batch.stride() for batch in batches))),
             constraints=constraints_of(model.context.options.dynamic_ids)
-            | constraints_by_table(loads, constraints, ranks.size),
+            | constraints_by_table(loads, constraints, ranks.world_size),
             device=model.context.device.type,
             **prices,
         )
         change = paying_plan(planner, model.plan, steps=steps, min_gain=min_gain, limits=limits)
         return None if change is None else (change.new.to_json(), *change[2:])
 
-    seen = ranks.agree("replan", look, remedy=_REMEDY)
+    seen = on_all_ranks(look, ranks, "replan", remedy=_REMEDY)
     wait_s = 60.0 if ranks.group is None else timeout_s(ranks.group, model.context.device) / 4
     with ThreadPoolExecutor(1) as thread:
         decision = None if ranks.rank else thread.submit(decide)
         # The searches may take longer than a rank may be silent.
-        while not ranks.agree("replan", lambda: bool(decision and wait([decision], wait_s).done), remedy=_REMEDY)[0]:
+        while not all_gather(bool(decision and wait([decision], wait_s).done), ranks, "replan")[0]:
             pass
-        decided = ranks.agree("replan", lambda: decision.result() if decision else None, remedy=_REMEDY)[0]
+        decided = on_all_ranks(lambda: decision.result() if decision else None, ranks, "replan", remedy=_REMEDY)[0]
     if decided is None:
         return None
     change = Replanned(model.plan, ShardingPlan.from_json(decided[0]), *decided[1:])

@@ -20,7 +20,6 @@ from itertools import count
 
 import torch
 
-from shardrec.checkpoint.agree import Ranks
 from shardrec.checkpoint.data_files import DTYPES
 from shardrec.checkpoint.ids import Moves, dynamic_tables
 from shardrec.checkpoint.manifest import Manifest, Read, SavedPart, SavedTensor
@@ -30,6 +29,7 @@ from shardrec.checkpoint.remote_reads import Messages
 from shardrec.checkpoint.save import merged, of_all_ranks, step_counts, wait_for_save
 from shardrec.checkpoint.state import parameter_infos, table_tensors
 from shardrec.errors import ConfigError, PlanError
+from shardrec.exchange.agree import on_all_ranks, ranks_of
 from shardrec.exchange.operators import Program
 from shardrec.layout import ShardingPlan
 from shardrec.lookup.shards import ShardLookup
@@ -51,7 +51,8 @@ _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 def reshard_model(model: ShardedModel, plan: ShardingPlan, optimizer: Optimizer | None = None) -> int:
     """See :meth:`ShardedModel.reshard`."""
     wait_for_save(model)
-    agree_on_plan(plan, _plan_faults(model, plan), model.context.headers)
+    ranks = ranks_of(model.group, model.context.device)
+    agree_on_plan(plan, _plan_faults(model, plan), ranks, "reshard")
     plan = plan.on_one_rank() if plan.world_size == 1 else plan
     changes = {change.name for change in model.plan.diff(plan)}
     elsewhere = model.plan.topology != plan.topology  # rows may be summed on other hosts
@@ -63,7 +64,6 @@ def reshard_model(model: ShardedModel, plan: ShardingPlan, optimizer: Optimizer 
     if not changed:
         model.plan = plan
         return 0
-    ranks = Ranks(model.group, model.context.device)
     held: dict[str, HeldTensor] = {}
 
     def describe() -> Manifest:
@@ -82,7 +82,7 @@ def reshard_model(model: ShardedModel, plan: ShardingPlan, optimizer: Optimizer 
             extra={"frozen": [table.layout.name for table in _tables(changed) if _is_frozen(table)]},
         )
 
-    described = ranks.agree("reshard", describe, remedy=_REMEDY)
+    described = on_all_ranks(describe, ranks, "reshard", remedy=_REMEDY)
     without = [rank for rank, rank_manifest in enumerate(described) if rank_manifest.param_groups is None]
     if 0 < len(without) < len(described):
         raise ConfigError(f"model.reshard was not given the optimizer on ranks {without}, and was on the others")
@@ -127,7 +127,7 @@ def reshard_model(model: ShardedModel, plan: ShardingPlan, optimizer: Optimizer 
 
     with ExitStack() as stack, torch.no_grad():
         kept = [id_map for maps in (each.id_maps for each in changed) if maps for id_map in maps.maps.values()]
-        ranks.agree("reshard", build, remedy=_REMEDY)
+        on_all_ranks(build, ranks, "reshard", remedy=_REMEDY)
         moves = Moves(model, manifest, kept, model.tables_without_room)
         parts = [part for tensor in held.values() for part in tensor.parts]
         messages = Messages(parts, ranks, model.context, _REMEDY)

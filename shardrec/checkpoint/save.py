@@ -24,7 +24,6 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
-from shardrec.checkpoint.agree import Ranks
 from shardrec.checkpoint.changes import Kept, PartKey, SavedBefore
 from shardrec.checkpoint.data_files import DTYPES, SavedFile, SavedRows, sync_folder, write_file
 from shardrec.checkpoint.manifest import (
@@ -42,6 +41,7 @@ from shardrec.checkpoint.optimizer import fused_settings, optimizer_faults, opti
 from shardrec.checkpoint.parts import HeldTensor, Part, Rect, held
 from shardrec.checkpoint.state import model_tensors, sharded_collections
 from shardrec.errors import CheckpointError, ConfigError
+from shardrec.exchange.agree import Ranks, on_all_ranks, ranks_of
 from shardrec.exchange.subgroups import subgroup
 from shardrec.modules.sharded_model import ShardedModel, require_sharded
 from shardrec.replicas.replicated_model import ReplicatedModel
@@ -192,17 +192,17 @@ def save(
     if isinstance(model, ReplicatedModel):
         # Then it does not matter which of the ranks that hold a shard writes it.
         model.sync_replicas()
-    ranks = Ranks(model.group, model.context.device)
+    ranks = ranks_of(model.group, model.context.device)
     manifest, tensors = _prepared(ranks, folder, model, optimizer, extra, rank_state)
     data = (folder / manifest.data).absolute()
-    elsewhere: list[Written] = model.save_servers(data, ranks.size) if model.servers else []
+    elsewhere: list[Written] = model.save_servers(data, ranks.world_size) if model.servers else []
     background = _BACKGROUND.setdefault(model, _Background())
     before = background.before if incremental else None
 
     def write(ranks: Ranks, tensors: Mapping[str, HeldTensor]) -> None:
         try:
-            written = ranks.agree(
-                "save", lambda: write_rank(data, ranks.rank, tensors, before, incremental), remedy=REMEDY
+            written = on_all_ranks(
+                lambda: write_rank(data, ranks.rank, tensors, before, incremental), ranks, "save", remedy=REMEDY
             )
         except CheckpointError:
             shutil.rmtree(data, ignore_errors=True)
@@ -214,7 +214,7 @@ def save(
                 if then is not None:
                     then()
 
-        ranks.agree("save", complete, remedy=REMEDY)
+        on_all_ranks(complete, ranks, "save", remedy=REMEDY)
         if before is not None:
             before.complete = True
 
@@ -223,9 +223,9 @@ def save(
         return PendingSave()
     if background.ranks is None:
         group = model.group and subgroup(
-            model.group, range(ranks.size), model.context.device, what="save", backend="gloo"
+            model.group, range(ranks.world_size), model.context.device, what="save", backend="gloo"
         )
-        background.ranks = Ranks(group, torch.device("cpu"))
+        background.ranks = ranks_of(group, torch.device("cpu"))
     of_threads = background.ranks
     copies = _copied(tensors, background)
     background.pending = PendingSave(lambda: write(of_threads, copies))
@@ -271,7 +271,7 @@ def _prepared(
             raise ConfigError(f"nothing was saved, for it could not be loaded: {'; '.join(faults[:5])}")
         return replace(manifest, data=_new_data_folder(folder) if ranks.rank == 0 else "")
 
-    return of_all_ranks(ranks.agree("save", prepare, remedy=REMEDY), model), tensors
+    return of_all_ranks(on_all_ranks(prepare, ranks, "save", remedy=REMEDY), model), tensors
 
 
 def of_all_ranks(prepared: list[Manifest], model: ShardedModel) -> Manifest:

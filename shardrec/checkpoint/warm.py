@@ -21,7 +21,6 @@ import torch
 from numpy.typing import NDArray
 from zlib_ng.zlib_ng import crc32
 
-from shardrec.checkpoint.agree import Ranks
 from shardrec.checkpoint.data_files import DTYPES
 from shardrec.checkpoint.ids import dynamic_tables
 from shardrec.checkpoint.load import Source, load_source
@@ -32,6 +31,7 @@ from shardrec.checkpoint.rows import RowFile, open_rows
 from shardrec.checkpoint.save import wait_for_save
 from shardrec.checkpoint.state import sharded_collections
 from shardrec.errors import ConfigError
+from shardrec.exchange.agree import ranks_of
 from shardrec.ids.id_map import RESERVE
 from shardrec.modules.sharded_model import ShardedModel
 
@@ -201,7 +201,7 @@ def warm_start(
         return selected, {name: held[name] for name in tensors}
 
     with ExitStack() as stack:
-        ranks, empty = Ranks(model.group, model.context.device), None
+        ranks, empty = ranks_of(model.group, model.context.device), None
         if path is None:
             empty = Manifest(data="", numbers={}, step_counts={}, param_groups=None, extra={})
         source_of_all = Source(Path(path or ""), ranks, stack, select, empty)

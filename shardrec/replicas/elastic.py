@@ -34,22 +34,23 @@ from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import partial
 from time import monotonic, sleep
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from shardrec.errors import ConfigError, PeerError, ShardrecError
+from shardrec.errors import ConfigError, PeerError
+from shardrec.exchange.agree import Ranks, all_gather, on_first_rank
 from shardrec.exchange.headers import checksum
-from shardrec.exchange.peers import peers
-from shardrec.exchange.safe_pickle import gather
 from shardrec.replicas.replicas import Replicas, dtype_buckets
 
 __all__ = ["Arrival", "ElasticGroup", "Phase"]
 
 Phase = Literal["new", "trains", "ended"]
 """Of a run: before its replicas have met for the first time, while they train, and after its end."""
+
+T = TypeVar("T")
 
 _POLL_S = 0.01
 
@@ -109,7 +110,7 @@ class ElasticGroup:
 
     Args:
         options: of the replicas; ``elastic`` names the store.
-        within: a gloo group of this replica's ranks; None for one rank.
+        within: this replica's ranks, in a gloo group.
         timeout_s: how long to wait for a replica that lives.
 
     Attributes:
@@ -123,11 +124,11 @@ class ElasticGroup:
         PeerError: if no store answers.
     """
 
-    def __init__(self, options: Replicas, within: dist.ProcessGroup | None, timeout_s: float) -> None:
+    def __init__(self, options: Replicas, within: Ranks, timeout_s: float) -> None:
         assert options.elastic is not None, "the caller has checked"
         self._within, self._timeout_s, self._wanted = within, timeout_s, options.count
         self.agreement, self.most = "", 0
-        self._rank = 0 if within is None else dist.get_rank(within)
+        self._rank = within.rank
         self._name, self._watch = options.elastic, _Watch(options.patience_s)
         self.me, self.size, self.is_asked = 0, 1, False
         self._column: Any = None
@@ -273,22 +274,11 @@ class ElasticGroup:
         column._set_default_timeout(timedelta(seconds=self._timeout_s))
         self._column = column
 
-    def _told(self, ask: Callable[[], Any]) -> Any:
+    def _told(self, ask: Callable[[], T]) -> T:
         """What the store has answered rank 0 of this replica; its error on all ranks."""
-        answer: list[Any] = [None]
-        if self._rank == 0:
-            try:
-                answer = [self._asked(ask)]
-            except ShardrecError as error:
-                answer = [error]
-        if self._within is not None:
-            with peers(self._within, "regrouping"):
-                answer = gather(answer[0], self._within)
-        if isinstance(answer[0], ShardrecError):
-            raise answer[0]
-        return answer[0]
+        return on_first_rank(lambda: self._asked(ask), self._within, "regrouping")
 
-    def _asked(self, ask: Callable[[], Any]) -> Any:
+    def _asked(self, ask: Callable[[], T]) -> T:
         try:
             return ask()
         except (dist.DistNetworkError, dist.DistStoreError) as error:
@@ -307,11 +297,8 @@ class ElasticGroup:
             completed = True
         except Broken:
             completed = False
-        if self._within is not None:
-            flags = torch.tensor([completed, not self.is_asked], dtype=torch.int32)
-            with peers(self._within, "vote of the replica"):
-                dist.all_reduce(flags, dist.ReduceOp.MIN, group=self._within)
-            completed, self.is_asked = bool(flags[0]), not flags[1]
+        votes = all_gather((completed, self.is_asked), self._within, "vote of the replica")
+        completed, self.is_asked = all(vote[0] for vote in votes), any(vote[1] for vote in votes)
         self._failed = not completed
         return completed
 

@@ -24,6 +24,7 @@ from torch.utils import _pytree as pytree
 
 from shardrec._dynamo import left_alone, passed_over
 from shardrec.errors import ConfigError, PeerError
+from shardrec.exchange.agree import ranks_of
 from shardrec.exchange.backward_watch import weak_hook
 from shardrec.exchange.context import ModelContext
 from shardrec.exchange.headers import checksum
@@ -86,7 +87,7 @@ class ElasticModel(ShardedModel):
         self._next = ""  # what the furthest replica was about to do when this one took its state
         ranks, cpu = range(dist.get_world_size(group)), torch.device("cpu")
         within = subgroup(group, ranks, cpu, what="start of the replicas", backend="gloo") if len(ranks) > 1 else None
-        self._group = ElasticGroup(options, within, timeout_s(group, context.device))
+        self._group = ElasticGroup(options, ranks_of(within, cpu), timeout_s(group, context.device))
 
     @property
     def replicas(self) -> int:

@@ -6,8 +6,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from shardrec.checkpoint.agree import Ranks
 from shardrec.errors import CheckpointError, ConfigError
+from shardrec.exchange.agree import on_all_ranks, ranks_of
 from tests.ranks import ranks
 
 
@@ -38,7 +38,8 @@ def test_all_ranks_are_told_the_same(faults: dict[int, Exception], kind: str, te
             return rank
 
         try:
-            results = Ranks(dist.group.WORLD, torch.device("cpu")).agree("save", work, remedy="delete something")
+            everyone = ranks_of(dist.group.WORLD, torch.device("cpu"))
+            results = on_all_ranks(work, everyone, "save", remedy="delete something")
         except (CheckpointError, ConfigError) as error:
             return type(error).__name__, str(error)
         return "list", str(results)
