@@ -74,7 +74,7 @@ class Checkpoints:
         step: int,
         model: ShardedModel,
         optimizer: torch.optim.Optimizer | None = None,
-        extra: Mapping[str, Any] | None = None,
+        extra: Mapping[str, object] | None = None,
         *,
         rank_state: Mapping[str, Tensor] | None = None,
         wait: bool = True,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -12,6 +11,7 @@ from shardrec.checkpoint.ids import dynamic_tables
 from shardrec.errors import CheckpointError
 from shardrec.exchange.agree import on_all_ranks, ranks_of
 from shardrec.exchange.hashing import home_rows
+from shardrec.ids.id_map import IdMap
 from shardrec.layout import Shard, TableLayout
 from shardrec.modules.sharded_model import ShardedModel
 
@@ -72,7 +72,7 @@ def import_ids(model: ShardedModel, folder: str | Path) -> None:
             plan's row blocks, use a checkpoint.
     """
     ranks = ranks_of(model.group, model.context.device)
-    updates: list[tuple[Any, Tensor]] = []
+    updates: list[tuple[IdMap, Tensor]] = []
 
     def read() -> None:
         import pyarrow as pa

@@ -32,7 +32,7 @@ from shardrec.checkpoint.optimizer import load_settings, optimizer_faults, state
 from shardrec.checkpoint.parts import HeldTensor, Rect, as_matrix, held
 from shardrec.checkpoint.rows import RowFile
 from shardrec.checkpoint.save import rank_name, wait_for_save
-from shardrec.checkpoint.state import model_tensors, sharded_collections
+from shardrec.checkpoint.state import model_tensors
 from shardrec.errors import CheckpointError, ConfigError
 from shardrec.exchange.agree import Ranks, on_all_ranks, ranks_of
 from shardrec.modules.sharded_model import ShardedModel
@@ -281,7 +281,7 @@ class Source:
             state = self._held.get(f"model.{path}._extra_state" if path else "model._extra_state")
             if state is not None and state.parts:  # read into what may be a copy of the module's
                 module.set_extra_state(state.parts[0].values)
-        for collection in sharded_collections(model):
+        for collection in model.sharded_collections:
             collection.load_step_counts(manifest.step_counts)
         load_settings(model, optimizer, manifest)
         if isinstance(model, ReplicatedModel):

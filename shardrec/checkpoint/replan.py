@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Mapping
-from concurrent.futures import ThreadPoolExecutor, wait
 from itertools import chain
 from statistics import fmean
 from typing import Any
@@ -13,7 +12,7 @@ import torch
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from shardrec.errors import ConfigError
-from shardrec.exchange.agree import all_gather, on_all_ranks, ranks_of
+from shardrec.exchange.agree import on_all_ranks, on_threads, ranks_of
 from shardrec.exchange.transport import timeout_s
 from shardrec.layout import ShardingPlan
 from shardrec.modules.sharded_model import ShardedModel
@@ -77,12 +76,8 @@ def replan_model(
 
     seen = on_all_ranks(look, ranks, "replan", remedy=_REMEDY)
     wait_s = 60.0 if ranks.group is None else timeout_s(ranks.group, model.context.device) / 4
-    with ThreadPoolExecutor(1) as thread:
-        decision = None if ranks.rank else thread.submit(decide)
-        # The searches may take longer than a rank may be silent.
-        while not all_gather(bool(decision and wait([decision], wait_s).done), ranks, "replan")[0]:
-            pass
-        decided = on_all_ranks(lambda: decision.result() if decision else None, ranks, "replan", remedy=_REMEDY)[0]
+    decision = on_threads(lambda: decide() if ranks.is_lead else None, ranks, "replan", wait_s)
+    decided = on_all_ranks(decision.result, ranks, "replan", remedy=_REMEDY)[0]
     if decided is None:
         return None
     change = Replanned(model.plan, ShardingPlan.from_json(decided[0]), *decided[1:])

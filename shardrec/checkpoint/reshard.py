@@ -20,7 +20,7 @@ from itertools import count
 
 import torch
 
-from shardrec.checkpoint.data_files import DTYPES
+from shardrec.checkpoint.data_files import DTYPE_NAMES
 from shardrec.checkpoint.ids import Moves, dynamic_tables
 from shardrec.checkpoint.manifest import Manifest, Read, SavedPart, SavedTensor
 from shardrec.checkpoint.optimizer import optimizer_groups, optimizer_state, state_targets
@@ -44,7 +44,6 @@ __all__ = ["reshard_model"]
 Optimizer = torch.optim.Optimizer
 
 _REMEDY = "the model has its old plan and goes on"
-_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
 @torch.inference_mode(mode=False)  # in which no new table could be trained
@@ -197,14 +196,14 @@ def _described(held: Mapping[str, HeldTensor], rank: int, *, saved: bool) -> dic
     """
     numbers, tensors = count(), dict[str, SavedTensor]()
     for name, tensor in held.items():
-        if tensor.dtype not in _NAMES:
+        if tensor.dtype not in DTYPE_NAMES:
             raise ConfigError(f"{name} is {tensor.dtype}, which cannot be moved; convert it before reshard")
         parts = {
             part.rect: SavedPart(rect=part.rect, file=rank, start=number)
             for part, number in zip(tensor.parts, numbers, strict=False)
             if part.saved or not saved
         }
-        tensors[name] = SavedTensor(dtype=_NAMES[tensor.dtype], shape=tensor.shape, parts=tuple(parts.values()))
+        tensors[name] = SavedTensor(dtype=DTYPE_NAMES[tensor.dtype], shape=tensor.shape, parts=tuple(parts.values()))
     return tensors
 
 

@@ -7,14 +7,16 @@
     over_ranks          the sum of numbers
     on_first_rank       what the first rank computes, or its error
     on_all_ranks        what each rank computes, or an error that names the ranks that failed
+    on_threads          what may take longer than a rank may be silent
 
-Each makes one collective, or two for values of more than a kilobyte, and none on a single rank. Inside of a step the
-headers of its exchanges carry faults, without another collective (:mod:`shardrec.exchange.headers`).
+Each but the last makes one collective, or two for values of more than a kilobyte, and none on a single rank. Inside of
+a step the headers of its exchanges carry faults, without another collective (:mod:`shardrec.exchange.headers`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -33,6 +35,7 @@ __all__ = [
     "by_rank",
     "on_all_ranks",
     "on_first_rank",
+    "on_threads",
     "over_ranks",
     "ranks_of",
     "same_everywhere",
@@ -149,6 +152,22 @@ def on_all_ranks(work: Callable[[], T], ranks: Ranks, what: str, *, remedy: str)
     if failures:
         raise _joined(failures, ranks.world_size) from cause
     return outcomes
+
+
+def on_threads(work: Callable[[], T], ranks: Ranks, what: str, wait_s: float) -> Future[T]:
+    """Do ``work`` on a thread of each rank, and return when it is done on all of them; raises none of its errors.
+
+    Args:
+        work: may take longer than a rank may be silent.
+        ranks: that do it.
+        what: a noun for what the ranks wait for, for messages.
+        wait_s: seconds after which a rank says that it lives.
+    """
+    with ThreadPoolExecutor(1) as thread:
+        done = thread.submit(work)
+        while not all(all_gather(bool(wait([done], wait_s).done), ranks, what)):
+            pass
+    return done
 
 
 def by_rank(texts: Sequence[str]) -> list[str]:

@@ -12,15 +12,18 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed.distributed_c10d import _get_default_store
 
 from shardrec.errors import ConfigError, PeerError
 from shardrec.exchange.agree import Ranks
+from shardrec.exchange.collectives import FunctionalCollectives
+from shardrec.exchange.headers import Headers
 from shardrec.exchange.peers import peers
 from shardrec.launch.processes import LISTENER
 from shardrec.launch.stop import RunStopped
 
-__all__ = ["SHARE_DEVICES", "RankInfo", "joined_run", "meet"]
+__all__ = ["SHARE_DEVICES", "RankInfo", "check_exchange", "joined_run", "meet"]
 
 _TIMEOUT_S = 300.0
 """Default seconds that a rank waits for the others, at the start and in a collective. Ranks do equal work, so a wait of
@@ -116,6 +119,29 @@ def meet(rank_info: RankInfo, what: str) -> None:
     """
     if rank_info.world_size > 1:
         _come(what, rank_info, max(rank_info.timeout, _TIMEOUT_S))
+
+
+def check_exchange(group: dist.ProcessGroup, device: torch.device) -> list[str]:
+    """Send a header, a payload (1,000 int32) and pooled rows (1,000 float32) of the only rank of a group to itself.
+
+    Args:
+        group: of one rank.
+        device: of the tensors.
+
+    Returns:
+        Those of ``"header"``, ``"payload"`` and ``"output"`` that came back other than sent.
+    """
+    collectives = FunctionalCollectives(group)
+    headers = Headers(collectives, device)
+    headers.columns += 5
+    header = torch.arange(headers.columns, device=device).unsqueeze(0)
+    faults = [] if torch.equal(headers.exchange(header), header) else ["header"]
+    sent: list[tuple[str, Tensor]] = [("payload", torch.arange(1000, dtype=torch.int32, device=device))]
+    sent += [("output", torch.rand(1000, device=device))]
+    for what, values in sent:
+        (received,) = collectives.send([[values[:300], values[300:]]], [values.numel()], what).wait()
+        faults += [] if torch.equal(received, values) else [what]
+    return faults
 
 
 def _device(kind: str, local_rank: int) -> torch.device:

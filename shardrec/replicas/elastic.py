@@ -43,7 +43,7 @@ from torch import Tensor
 from shardrec.errors import ConfigError, PeerError
 from shardrec.exchange.agree import Ranks, all_gather, on_first_rank
 from shardrec.exchange.headers import checksum
-from shardrec.replicas.replicas import Replicas, dtype_buckets
+from shardrec.replicas.replicas import Replicas, dtype_buckets, spread
 
 __all__ = ["Arrival", "ElasticGroup", "Phase"]
 
@@ -131,7 +131,7 @@ class ElasticGroup:
         self._rank = within.rank
         self._name, self._watch = options.elastic, _Watch(options.patience_s)
         self.me, self.size, self.is_asked = 0, 1, False
-        self._column: Any = None
+        self._column: dist.ProcessGroupGloo | None = None
         self._handled, self._failed = 0, False
         self._store = self._asked(self._connect)
         self._replica = self._told(lambda: self._store.add("replicas", 1))
@@ -140,7 +140,7 @@ class ElasticGroup:
         watched = self._store.clone(), None if self._rank else self._replica, over
         threading.Thread(target=self._watch.run, args=watched, name="shardrec-replicas", daemon=True).start()
 
-    def _connect(self) -> Any:
+    def _connect(self) -> Any:  # the stubs of stores lack methods
         address, _, run = self._name.partition("/")
         host, _, port = address.rpartition(":")
         limit = timedelta(seconds=min(self._timeout_s, 60.0))
@@ -211,8 +211,7 @@ class ElasticGroup:
         def look() -> Phase:
             return "ended" if self._store.check(["ended"]) else "trains" if self._store.check(["1/members"]) else "new"
 
-        phase: Phase = self._told(look)
-        return phase
+        return self._told(look)
 
     def end(self) -> None:
         """Set that the run is over."""
@@ -290,7 +289,7 @@ class ElasticGroup:
 
     # -------------------------------------------------------------------------------------------------- operations
 
-    def tried(self, run: Callable[..., None], *given: Any) -> bool:
+    def tried(self, run: Callable[..., None], *given: object) -> bool:
         """Run an operation; whether all ranks of this replica have completed it."""
         try:
             run(*given)
@@ -313,7 +312,7 @@ class ElasticGroup:
             return
         self._sum_header("tables", tensors := list(tensors))
         for parts in dtype_buckets(tensors):
-            _spread(self._sum(torch.cat(parts).div_(self.size)), parts)
+            spread(self._sum(torch.cat(parts).div_(self.size)), parts)
 
     def average_gradients(
         self, gradients: Sequence[Tensor | None], like: Sequence[Tensor], weight: float
@@ -344,7 +343,7 @@ class ElasticGroup:
             for tensor, gradient, count in zip(like, gradients_here, counts, strict=False)
         ]
         for parts in dtype_buckets(mean for mean in means if mean is not None):
-            _spread(self._sum(torch.cat(parts)), parts)
+            spread(self._sum(torch.cat(parts)), parts)
         self.is_asked = bool(requests)
         return means
 
@@ -369,7 +368,7 @@ class ElasticGroup:
             buffer = torch.cat([part.cpu() for part in parts])  # Adam's counts of steps are on the CPU already
             self._done(collective, [buffer], place, 0)
             if collective == "recv":
-                _spread(buffer, parts)
+                spread(buffer, parts)
 
     def _sum(self, buffer: Tensor) -> Tensor:
         buffer = buffer.cpu()
@@ -383,10 +382,10 @@ class ElasticGroup:
         # A wait with a short limit would close the connections of a send.
         self._watched(lambda: getattr(column, collective)(*arguments).wait(limit))
 
-    def _watched(self, run: Callable[[], Any]) -> Any:
+    def _watched(self, run: Callable[[], T]) -> T:
         """What a call returns that waits for other replicas. It cannot be interrupted, and so can the destructor of a
         group not, which waits, too: a thread that has both outlives a generation that is broken."""
-        results = list[Any]()
+        results = list[T]()
 
         def call() -> None:
             with suppress(RuntimeError):
@@ -401,8 +400,3 @@ class ElasticGroup:
         if not results:
             raise Broken
         return results[0]
-
-
-def _spread(buffer: Tensor, parts: Sequence[Tensor]) -> None:
-    for part, values in zip(parts, buffer.split([part.numel() for part in parts]), strict=True):
-        part.copy_(values)

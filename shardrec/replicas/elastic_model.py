@@ -298,7 +298,7 @@ class ElasticModel(ShardedModel):
         list(self._weights(frozen=True))  # the parameters are what the lookups use, until the next forward
         return [*self.parameters(), *self.buffers()]
 
-    def _other_state(self) -> Any:
+    def _other_state(self) -> object:
         states = [stateful.state_dict() for stateful in self._all_stateful()]
         return (self.steps, self._since_sync, self._is_in_step), states
 
@@ -306,5 +306,5 @@ class ElasticModel(ShardedModel):
         return (self.fused_optimizer, *self._stateful) if self.has_fused_tables else self._stateful
 
 
-def _tensors_of(state: Any) -> list[Tensor]:
+def _tensors_of(state: object) -> list[Tensor]:
     return [leaf for leaf in pytree.tree_leaves(state) if isinstance(leaf, Tensor)]

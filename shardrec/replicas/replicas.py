@@ -16,7 +16,7 @@ The idea is that of local SGD (Stich, 2019) on the sharded part only, as in Torc
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import KW_ONLY, dataclass
 from functools import partial
 
@@ -36,6 +36,7 @@ __all__ = [
     "dtype_buckets",
     "make_groups",
     "replica_ranks",
+    "spread",
     "stream_buckets",
 ]
 
@@ -228,5 +229,10 @@ class Averager:
 def _wait_for(work: dist.Work, buffer: Tensor, parts: list[Tensor]) -> None:
     work.wait()
     if len(parts) > 1:
-        for part, values in zip(parts, buffer.split([part.numel() for part in parts]), strict=True):
-            part.copy_(values)
+        spread(buffer, parts)
+
+
+def spread(buffer: Tensor, parts: Sequence[Tensor]) -> None:
+    """Copy the values of a buffer to the flat parts that lie one after the other in it."""
+    for part, values in zip(parts, buffer.split([part.numel() for part in parts]), strict=True):
+        part.copy_(values)

@@ -7,7 +7,6 @@ import time
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import replace
 from functools import partial
 from itertools import islice
@@ -18,7 +17,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from shardrec import ConfigError, DataError
 from shardrec.files import UnreachableError
-from shardrec.launch import RankInfo, all_gather, check_extra
+from shardrec.launch import RankInfo, all_gather, check_extra, on_threads
 from shardrec.trainer.data import (
     ClickBatch,
     ClickMetrics,
@@ -442,11 +441,8 @@ def _on_ranks(rank_info: RankInfo, function: Callable[[Any], Any], items: Sequen
     if ranks == 1:
         return list(map(function, items))
     values, fault = [], ""
-    with ThreadPoolExecutor(1) as thread:
-        share = thread.submit(lambda: list(map(function, items[rank::ranks])))
-        # A share may take longer than a rank may be silent, such as a large file of text that is one item.
-        while not all(all_gather(bool(wait([share], rank_info.timeout / 4).done), rank_info, _ROWS)):
-            pass
+    # A share may be large, such as a file of text that is one item.
+    share = on_threads(lambda: list(map(function, items[rank::ranks])), rank_info, _ROWS, rank_info.timeout / 4)
     try:
         values = share.result()
     except DataError as error:
