@@ -23,13 +23,12 @@ from shardrec.checkpoint.manifest import (
     PARTIAL,
     Manifest,
     Read,
-    SavedPart,
     SavedTensor,
     leftovers,
     read_manifest,
 )
 from shardrec.checkpoint.optimizer import load_settings, optimizer_faults, state_targets
-from shardrec.checkpoint.parts import HeldTensor, Rect, as_matrix, held
+from shardrec.checkpoint.parts import HeldTensor, as_matrix, held
 from shardrec.checkpoint.rows import RowFile
 from shardrec.checkpoint.save import rank_name, wait_for_save
 from shardrec.checkpoint.state import model_tensors
@@ -227,14 +226,10 @@ class Source:
             )
         return self._open[number]
 
-    def _read(self, saved: SavedPart, dtype: torch.dtype, into: Tensor, place: Rect) -> None:
-        """Read the intersection of a saved part and a matrix in memory, as :meth:`OpenFile.read` takes them."""
-        saved.read(self._file, dtype, into, place, self._buffer)
-
     def _serve(self, read: Read) -> None:
         """Carry out a read."""
         if read.rows is None:
-            self._read(read.source, read.dtype, read.into, read.place)
+            read.source.read(self._file, read.dtype, read.into, read.place, self._buffer)
         else:
             (sources, targets), rect = read.rows, read.source.rect
             place = rect._replace(
@@ -247,7 +242,8 @@ class Source:
                 first, last = torch.searchsorted(sources, torch.tensor([start, end])).tolist()
                 if first < last:
                     rows = torch.empty((end - start, place.cols), dtype=read.dtype)
-                    self._read(read.source, read.dtype, rows, place._replace(row_start=start, row_end=end))
+                    part = place._replace(row_start=start, row_end=end)
+                    read.source.read(self._file, read.dtype, rows, part, self._buffer)
                     moved = rows.index_select(0, sources[first:last] - start).to(columns.device, columns.dtype)
                     columns.index_copy_(0, targets[first:last].to(columns.device), moved)
         if read.then is not None:

@@ -47,6 +47,9 @@ class RankInfo(Ranks):
         group: default: the default group.
         threads: number of torch's threads.
         timeout: seconds that this rank waits for the others in a collective.
+
+    Attributes:
+        is_lead: whether this rank is rank 0, which reports and writes.
     """
 
     threads: int

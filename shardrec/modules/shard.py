@@ -248,9 +248,11 @@ def shard(
     model = with_sharded(put_in_place(model, raw), replaced, target)
     if replicas is None:
         return ShardedModel(model, plan, context, everyone, dense=dense)
-    replica: ShardedModel = late_import("replica_of")(
-        model, plan, context, everyone, groups=groups, options=replicas, dense=dense
-    )
+    given: dict[str, Any] = {"options": replicas, "dense": dense}
+    if elastic:
+        replica: ShardedModel = late_import("ElasticModel")(model, plan, context, everyone, **given)
+    else:
+        replica = late_import("ReplicatedModel")(model, plan, context, everyone, groups=groups, **given)
     return replica
 
 

@@ -29,6 +29,6 @@ def contents(folder: Path) -> dict[str, Tensor]:
                 into = as_matrix(value)[
                     part.rect.row_start : part.rect.row_end, part.rect.col_start : part.rect.col_end
                 ]
-                source._read(part, value.dtype, into, part.rect)
+                part.read(source._file, value.dtype, into, part.rect, source._buffer)
             found[name] = value.view(-1).view(torch.uint8)
     return found
