@@ -16,7 +16,7 @@ from shardrec.checkpoint.load import load_checkpoint
 from shardrec.checkpoint.manifest import MANIFEST
 from shardrec.checkpoint.save import PendingSave, check_incremental, remove, save, wait_for_save
 from shardrec.errors import CheckpointError, ConfigError
-from shardrec.exchange.agree import on_all_ranks, ranks_of
+from shardrec.exchange.agree import on_all_ranks
 from shardrec.modules.sharded_model import ShardedModel
 from shardrec.replicas.elastic_model import ElasticModel
 
@@ -117,8 +117,7 @@ class Checkpoints:
             PeerError: if another rank is gone or did not answer in time.
         """
         wait_for_save(model)
-        ranks = ranks_of(model.group, model.context.device)
-        paths = on_all_ranks(self.paths, ranks, "load", remedy="see that every rank can read it")[0]
+        paths = on_all_ranks(self.paths, model.ranks, "load", remedy="see that every rank can read it")[0]
         faults = []
         for step, path in reversed(paths.items()):
             rank_state: dict[str, Tensor] = {}

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from shardrec.checkpoint.ids import dynamic_tables
 from shardrec.errors import CheckpointError
-from shardrec.exchange.agree import on_all_ranks, ranks_of
+from shardrec.exchange.agree import on_all_ranks
 from shardrec.exchange.hashing import home_rows
 from shardrec.ids.id_map import IdMap
 from shardrec.layout import Shard, TableLayout
@@ -33,7 +33,6 @@ def export_ids(model: ShardedModel, folder: str | Path) -> None:
     Raises:
         CheckpointError: on every rank, if one of them cannot write.
     """
-    ranks = ranks_of(model.group, model.context.device)
 
     def write() -> None:
         import pyarrow as pa
@@ -50,9 +49,9 @@ def export_ids(model: ShardedModel, folder: str | Path) -> None:
                 ids, uses, last = id_map.records[rows].t().numpy()
                 columns = {"id": ids, "row": (rows + shard.row_start).numpy(), "uses": uses, "last": last}
                 parts.append(pa.table({"table": [table.layout.name] * len(rows), **columns}, schema=schema))
-        pq.write_table(pa.concat_tables(parts), Path(folder) / f"ids-{ranks.rank:05}.parquet")
+        pq.write_table(pa.concat_tables(parts), Path(folder) / f"ids-{model.ranks.rank:05}.parquet")
 
-    on_all_ranks(write, ranks, "save", remedy=_REMEDY)
+    on_all_ranks(write, model.ranks, "save", remedy=_REMEDY)
 
 
 def import_ids(model: ShardedModel, folder: str | Path) -> None:
@@ -71,7 +70,6 @@ def import_ids(model: ShardedModel, folder: str | Path) -> None:
             fallback rows, reserved rows, or rows outside the row block that its hash gives. To move ids to another
             plan's row blocks, use a checkpoint.
     """
-    ranks = ranks_of(model.group, model.context.device)
     updates: list[tuple[IdMap, Tensor]] = []
 
     def read() -> None:
@@ -117,7 +115,7 @@ def import_ids(model: ShardedModel, folder: str | Path) -> None:
                 records[places] = torch.stack([ids[here], uses[here].clamp(min=1), last[here]], dim=1)
                 updates.append((id_map, records))
 
-    on_all_ranks(read, ranks, "load", remedy=_REMEDY)
+    on_all_ranks(read, model.ranks, "load", remedy=_REMEDY)
     for id_map, records in updates:
         id_map.records.copy_(records)
         id_map.candidates.zero_()

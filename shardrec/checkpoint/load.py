@@ -33,7 +33,7 @@ from shardrec.checkpoint.rows import RowFile
 from shardrec.checkpoint.save import rank_name, wait_for_save
 from shardrec.checkpoint.state import model_tensors
 from shardrec.errors import CheckpointError, ConfigError
-from shardrec.exchange.agree import Ranks, on_all_ranks, ranks_of
+from shardrec.exchange.agree import Ranks, on_all_ranks
 from shardrec.modules.sharded_model import ShardedModel
 from shardrec.replicas.replicated_model import ReplicatedModel
 
@@ -74,7 +74,7 @@ def load_checkpoint(
     """
     wait_for_save(model)
     with ExitStack() as stack:
-        source = Source(Path(path), ranks_of(model.group, model.context.device), stack)
+        source = Source(Path(path), model.ranks, stack)
         load_source(source, model, optimizer)
     if rank_state is not None:
         rank_state.clear()

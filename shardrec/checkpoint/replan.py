@@ -12,7 +12,7 @@ import torch
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from shardrec.errors import ConfigError
-from shardrec.exchange.agree import on_all_ranks, on_threads, ranks_of
+from shardrec.exchange.agree import on_all_ranks, on_threads
 from shardrec.exchange.transport import timeout_s
 from shardrec.layout import ShardingPlan
 from shardrec.modules.sharded_model import ShardedModel
@@ -41,7 +41,7 @@ def replan_model(
     **prices: Any,
 ) -> Replanned | None:
     """See :meth:`ShardedModel.replan`."""
-    ranks, batches = ranks_of(model.group, model.context.device), list[KeyedJaggedTensor]()
+    ranks, batches = model.ranks, list[KeyedJaggedTensor]()
     tables = [table for collection in model.sharded_collections for table in collection.planned_tables()]
     features = {feature for table in tables for feature in table.config.feature_names}
     sampled = dict[str, Sampled]()

@@ -29,7 +29,7 @@ from shardrec.checkpoint.remote_reads import Messages
 from shardrec.checkpoint.save import merged, of_all_ranks, step_counts, wait_for_save
 from shardrec.checkpoint.state import parameter_infos, table_tensors
 from shardrec.errors import ConfigError, PlanError
-from shardrec.exchange.agree import on_all_ranks, ranks_of
+from shardrec.exchange.agree import on_all_ranks
 from shardrec.exchange.operators import Program
 from shardrec.layout import ShardingPlan
 from shardrec.lookup.shards import ShardLookup
@@ -50,7 +50,7 @@ _REMEDY = "the model has its old plan and goes on"
 def reshard_model(model: ShardedModel, plan: ShardingPlan, optimizer: Optimizer | None = None) -> int:
     """See :meth:`ShardedModel.reshard`."""
     wait_for_save(model)
-    ranks = ranks_of(model.group, model.context.device)
+    ranks = model.ranks
     agree_on_plan(plan, _plan_faults(model, plan), ranks, "reshard")
     plan = plan.on_one_rank() if plan.world_size == 1 else plan
     changes = {change.name for change in model.plan.diff(plan)}

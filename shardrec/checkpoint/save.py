@@ -41,8 +41,7 @@ from shardrec.checkpoint.optimizer import fused_settings, optimizer_faults, opti
 from shardrec.checkpoint.parts import HeldTensor, Part, Rect, held
 from shardrec.checkpoint.state import model_tensors
 from shardrec.errors import CheckpointError, ConfigError
-from shardrec.exchange.agree import Ranks, on_all_ranks, ranks_of
-from shardrec.exchange.subgroups import subgroup
+from shardrec.exchange.agree import Ranks, gloo_ranks, on_all_ranks
 from shardrec.modules.sharded_model import ShardedModel, require_sharded
 from shardrec.replicas.replicated_model import ReplicatedModel
 
@@ -192,7 +191,7 @@ def save(
     if isinstance(model, ReplicatedModel):
         # Then it does not matter which of the ranks that hold a shard writes it.
         model.sync_replicas()
-    ranks = ranks_of(model.group, model.context.device)
+    ranks = model.ranks
     manifest, tensors = _prepared(ranks, folder, model, optimizer, extra, rank_state)
     data = (folder / manifest.data).absolute()
     elsewhere: list[Written] = model.save_servers(data, ranks.world_size) if model.servers else []
@@ -221,12 +220,7 @@ def save(
     if wait:
         write(ranks, tensors)
         return PendingSave()
-    if background.ranks is None:
-        group = model.group and subgroup(
-            model.group, range(ranks.world_size), model.context.device, what="save", backend="gloo"
-        )
-        background.ranks = ranks_of(group, torch.device("cpu"))
-    of_threads = background.ranks
+    of_threads = background.ranks = background.ranks or gloo_ranks(ranks, "save")
     copies = _copied(tensors, background)
     background.pending = PendingSave(lambda: write(of_threads, copies))
     return background.pending

@@ -30,7 +30,6 @@ from shardrec.checkpoint.parts import HeldTensor, Rect
 from shardrec.checkpoint.rows import RowFile, open_rows
 from shardrec.checkpoint.save import step_counts, wait_for_save
 from shardrec.errors import ConfigError
-from shardrec.exchange.agree import ranks_of
 from shardrec.ids.id_map import RESERVE
 from shardrec.modules.sharded_model import ShardedModel
 
@@ -201,10 +200,10 @@ def warm_start(
         return selected, {name: held[name] for name in tensors}
 
     with ExitStack() as stack:
-        ranks, empty = ranks_of(model.group, model.context.device), None
+        empty = None
         if path is None:
             empty = Manifest(data="", numbers={}, step_counts={}, param_groups=None, extra={})
-        source_of_all = Source(Path(path or ""), ranks, stack, select, empty)
+        source_of_all = Source(Path(path or ""), model.ranks, stack, select, empty)
         load_source(source_of_all, model, None)
     first_values = {
         collection.tables()[name].layout.name: fused.initial_accumulator_value

@@ -27,12 +27,14 @@ import torch.distributed as dist
 from shardrec.errors import CheckpointError, ConfigError, PeerError, ShardrecError
 from shardrec.exchange.peers import peers
 from shardrec.exchange.safe_pickle import gather
+from shardrec.exchange.subgroups import subgroup
 from shardrec.files import os_fault
 
 __all__ = [
     "Ranks",
     "all_gather",
     "by_rank",
+    "gloo_ranks",
     "on_all_ranks",
     "on_first_rank",
     "on_threads",
@@ -71,6 +73,24 @@ def ranks_of(group: dist.ProcessGroup | None, device: torch.device) -> Ranks:
     if group is None:
         return Ranks(rank=0, world_size=1, device=device)
     return Ranks(rank=dist.get_rank(group), world_size=dist.get_world_size(group), device=device, group=group)
+
+
+def gloo_ranks(ranks: Ranks, what: str) -> Ranks:
+    """The same ranks in a new group on the CPU, whose collectives are not matched with a step's and wait for no device.
+
+    Args:
+        ranks: all of which call this.
+        what: name of the operation, for errors.
+
+    Raises:
+        PeerError: if a rank does not come.
+    """
+    group = None
+    if ranks.world_size > 1:
+        whole = ranks.group or dist.group.WORLD
+        assert whole is not None, "several ranks have a process group"
+        group = subgroup(whole, range(ranks.world_size), ranks.device, what=what, backend="gloo")
+    return ranks_of(group, torch.device("cpu"))
 
 
 def all_gather(value: T, ranks: Ranks, what: str) -> list[T]:

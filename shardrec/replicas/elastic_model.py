@@ -24,11 +24,10 @@ from torch.utils import _pytree as pytree
 
 from shardrec._dynamo import left_alone, passed_over
 from shardrec.errors import ConfigError, PeerError
-from shardrec.exchange.agree import ranks_of
+from shardrec.exchange.agree import gloo_ranks
 from shardrec.exchange.backward_watch import weak_hook
 from shardrec.exchange.context import ModelContext
 from shardrec.exchange.headers import checksum
-from shardrec.exchange.subgroups import subgroup
 from shardrec.exchange.transport import timeout_s
 from shardrec.layout import ShardingPlan
 from shardrec.modules.dense import DenseOptions, DenseWrap
@@ -85,9 +84,8 @@ class ElasticModel(ShardedModel):
         self._stateful: tuple[Stateful, ...] = ()
         self.steps, self._since_sync, self._is_in_step, self._operations = 0, 0, False, -1
         self._next = ""  # what the furthest replica was about to do when this one took its state
-        ranks, cpu = range(dist.get_world_size(group)), torch.device("cpu")
-        within = subgroup(group, ranks, cpu, what="start of the replicas", backend="gloo") if len(ranks) > 1 else None
-        self._group = ElasticGroup(options, ranks_of(within, cpu), timeout_s(group, context.device))
+        within = gloo_ranks(self.ranks, "start of the replicas")
+        self._group = ElasticGroup(options, within, timeout_s(group, context.device))
 
     @property
     def replicas(self) -> int:

@@ -72,9 +72,8 @@ class RemoteModel(ShardedModel):
             for number in range(self.servers) if self._collectives.rank == 0 else ():
                 saved.append(self._collectives.servers.call(number, "save", str(data.absolute()), first + number))
 
-        ranks = ranks_of(self.group, self.context.device)
-        _on_all(ranks, self.flush)  # of all trainers, before any server saves
-        _on_all(ranks, save)
+        _on_all(self.ranks, self.flush)  # of all trainers, before any server saves
+        _on_all(self.ranks, save)
         return [
             (
                 SavedFile(**{**file, "checksums": tuple(file["checksums"])}),
@@ -88,9 +87,8 @@ class RemoteModel(ShardedModel):
             for number in range(self.servers) if self._collectives.rank == 0 else ():
                 self._collectives.servers.tell(number, "load", str(folder.absolute()))
 
-        ranks = ranks_of(self.group, self.context.device)
-        _on_all(ranks, self._collectives.end_updates)
-        _on_all(ranks, load)
+        _on_all(self.ranks, self._collectives.end_updates)
+        _on_all(self.ranks, load)
 
 
 def shard_over_servers(

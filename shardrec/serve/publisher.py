@@ -25,9 +25,8 @@ from shardrec.checkpoint.manifest import Manifest, write_manifest
 from shardrec.checkpoint.parts import HeldTensor, Part, Rect, as_matrix
 from shardrec.checkpoint.save import REMEDY, PendingSave, Written, joined, write_rank
 from shardrec.errors import ConfigError, ShardrecError
-from shardrec.exchange.agree import Ranks, on_all_ranks, ranks_of
+from shardrec.exchange.agree import Ranks, gloo_ranks, on_all_ranks
 from shardrec.exchange.peers import peers
-from shardrec.exchange.subgroups import subgroup
 from shardrec.modules.sharded_model import ShardedModel, require_sharded
 from shardrec.replicas.replicated_model import ReplicatedModel
 from shardrec.serve.published import base_of, data_name, encoded, published_tensors, version_name, versions_in
@@ -118,11 +117,7 @@ class Publisher:
         self._pending.wait()
         model = self._model
         if self._ranks is None:
-            size = 1 if model.group is None else dist.get_world_size(model.group)
-            group = model.group and subgroup(
-                model.group, range(size), model.context.device, what="publish", backend="gloo"
-            )
-            self._ranks = ranks_of(group, torch.device("cpu"))
+            self._ranks = gloo_ranks(model.ranks, "publish")
         if isinstance(model, ReplicatedModel):
             model.sync_replicas()
         if self._plan is not model.plan:  # what is kept of a shard that comes back is older than others

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shardrec.errors import ConfigError
-from shardrec.exchange.agree import all_gather, by_rank, ranks_of
+from shardrec.exchange.agree import all_gather, by_rank
 from shardrec.exchange.context import ModelContext
 from shardrec.exchange.peers import peers
 from shardrec.modules import ShardedEmbeddingBagCollection, ShardedModel
@@ -72,7 +72,7 @@ def quantize(model: ShardedModel, weights: str = "int8", *, tables: Mapping[str,
         memo[id(source)] = source.copied(context, storage)
     module = memo.get(id(model.module)) or copy.deepcopy(model.module, dict(memo))
     faults = [fault for source in sources for fault in _convert(source, memo[id(source)], formats)]
-    texts = all_gather("; ".join(faults), ranks_of(model.group, context.device), "quantization")
+    texts = all_gather("; ".join(faults), model.ranks, "quantization")
     if any(texts):
         raise ConfigError("; ".join(by_rank(texts)))
     return ServedModel(module, model.plan, context, formats)
