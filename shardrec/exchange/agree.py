@@ -23,6 +23,7 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import _get_object_coll_device
 
 from shardrec.errors import CheckpointError, ConfigError, PeerError, ShardrecError
 from shardrec.exchange.peers import peers
@@ -106,7 +107,9 @@ def all_gather(value: T, ranks: Ranks, what: str) -> list[T]:
     """
     if ranks.world_size == 1:
         return [value]
-    on_device = torch.cuda.device(ranks.device) if ranks.device.type == "cuda" else nullcontext()
+    # NCCL gathers on the current device, which may be another rank's.
+    is_nccl = _get_object_coll_device(ranks.group) == "cuda"
+    on_device = torch.cuda.device(ranks.device) if is_nccl else nullcontext()
     with peers(ranks.group, what), on_device:
         return gather(value, ranks.group)
 
