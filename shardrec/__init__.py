@@ -105,8 +105,9 @@ _WITHOUT_FBGEMM = {"errors", "ids", "layout", "pending", "scripting"}
 
 
 PROVIDED |= {
+    "ElasticModel": "shardrec.replicas",
+    "ReplicatedModel": "shardrec.replicas",
     "portable_twin": "shardrec.portable",
-    "replica_of": "shardrec.replicas",
     "replan_model": "shardrec.checkpoint.replan",
     "reshard_model": "shardrec.checkpoint.reshard",
     "shard_over_servers": "shardrec.rpc.remote_model",

@@ -27,6 +27,7 @@ from torch._C._dynamo.eval_frame import get_eval_frame_callback
 from shardrec._dynamo import left_alone, passed_over
 from shardrec._late_imports import late_import
 from shardrec.errors import ConfigError, InputError, ShardrecError
+from shardrec.exchange.agree import Ranks, ranks_of
 from shardrec.exchange.context import ForwardState, ModelContext
 from shardrec.exchange.peers import failed_in_a_collective, peer_error
 from shardrec.ids.maps import collective_stats, cut_faults
@@ -120,6 +121,11 @@ class ShardedModel(nn.Module):
             names = {id(parameter): name for name, parameter in self.named_parameters()}
             self.made_fused_optimizer = FusedOptimizers(self._sharded, names, self.context)
         return self.made_fused_optimizer
+
+    @property
+    def ranks(self) -> Ranks:
+        """The ranks that hold the model: with replicas, those of all of them that one process group has."""
+        return ranks_of(self.group, self.context.device)
 
     @property
     def sharded_collections(self) -> Sequence[ShardedCollection]:

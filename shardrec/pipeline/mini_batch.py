@@ -170,10 +170,10 @@ class Run:
         if isinstance(raised, PeerError):
             raise raised
         self._port.finish()
-        if not any(peers.agree(int(failure is not None))):
-            return
         failures = peers.gather(None if failure is None else failure.told())
         text_of = {failure.stage: failure.text for failure in failures if failure is not None}
+        if not text_of:
+            return
         if raised is not None:
             raise raised
         texts = [f"stage {stage} failed, on its rank:\n{text}" for stage, text in text_of.items()]
@@ -184,16 +184,15 @@ class Run:
         peers = self._peers
         if peers is None:
             return batch_size(input)
-        size, fault = 0, None
+        size, text, fault = 0, "", None
         if self._first:
             try:
                 size = batch_size(input)
             except (TypeError, ConfigError) as error:
-                size, fault = -1, error
-        size = peers.agree(size)[0]
-        if size < 0:
-            texts = peers.gather("" if fault is None else f"{type(fault).__name__}: {fault}")
-            raise fault or PipelineError(f"the first stage cannot take its input: {texts[0]}")
+                text, fault = f"{type(error).__name__}: {error}", error
+        size, text = peers.gather((size, text))[0]
+        if text:
+            raise fault or PipelineError(f"the first stage cannot take its input: {text}")
         return size
 
     def _results(self) -> list[Message]:
@@ -265,8 +264,7 @@ class Run:
             total = torch.stack([part for part in parts if part is not None]).sum()
         if peers is not None:
             last = self._stages[-1].stages - 1
-            dtype = _LOSS_DTYPES[peers.agree(_LOSS_DTYPES.index(total.dtype))[last]]
-            total = total.to(dtype)
+            total = total.to(peers.gather(total.dtype)[last])
             peers.broadcast(total, last)
         return total
 

@@ -18,7 +18,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -31,6 +31,8 @@ from shardrec.pipeline.message import Key, Mailbox, Message
 from shardrec.pipeline.timeline import Recorder
 
 __all__ = ["PeerPort", "Peers"]
+
+T = TypeVar("T")
 
 _FRAME = 1024
 """Bytes of a header's first part; most have no other."""
@@ -60,17 +62,10 @@ class Peers:
         )
         self._threads: dict[tuple[str, int], ThreadPoolExecutor] = {}
 
-    def gather(self, value: Any) -> list[Any]:
-        """The value of each rank, on every rank; over gloo, so that no device waits."""
+    def gather(self, value: T) -> list[T]:
+        """The value of each rank, on every rank, which all call this; over gloo, so that no device waits."""
         with self._about_stages():
             return safe_pickle.gather(value, self._control)
-
-    def agree(self, number: int) -> list[int]:
-        """A number of each rank, on every rank; every rank calls this."""
-        numbers = [torch.zeros(1, dtype=torch.int64) for _ in range(self.size)]
-        with self._about_stages():
-            dist.all_gather(numbers, torch.tensor([number]), group=self._control)
-        return [int(tensor) for tensor in numbers]
 
     def broadcast(self, value: Tensor, stage: int) -> None:
         """Overwrite ``value`` on every rank with that of a stage."""

@@ -18,15 +18,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from shardrec.checkpoint.agree import Ranks
 from shardrec.checkpoint.changes import PartKey, SavedBefore, different_rows, shards_of
 from shardrec.checkpoint.data_files import BLOCK_BYTES, SavedFile
 from shardrec.checkpoint.manifest import Manifest, write_manifest
 from shardrec.checkpoint.parts import HeldTensor, Part, Rect, as_matrix
 from shardrec.checkpoint.save import REMEDY, PendingSave, Written, joined, write_rank
 from shardrec.errors import ConfigError, ShardrecError
+from shardrec.exchange.agree import Ranks, gloo_ranks, on_all_ranks
 from shardrec.exchange.peers import peers
-from shardrec.exchange.subgroups import subgroup
 from shardrec.files import Store
 from shardrec.modules.sharded_model import ShardedModel, require_sharded
 from shardrec.replicas.replicated_model import ReplicatedModel
@@ -119,11 +118,7 @@ class Publisher:
         self._pending.wait()
         model = self._model
         if self._ranks is None:
-            size = 1 if model.group is None else dist.get_world_size(model.group)
-            group = model.group and subgroup(
-                model.group, range(size), model.context.device, what="publish", backend="gloo"
-            )
-            self._ranks = Ranks(group, torch.device("cpu"))
+            self._ranks = gloo_ranks(model.ranks, "publish")
         if isinstance(model, ReplicatedModel):
             model.sync_replicas()
         if self._plan is not model.plan:  # what is kept of a shard that comes back is older than others
@@ -185,7 +180,7 @@ class Publisher:
             version = max([self.version, *versions_in(store.names())]) + 1
             return version, data_name(version, secrets.token_hex(4)), base
 
-        begun = ranks.agree("publish", begin, remedy=REMEDY)
+        begun = on_all_ranks(begin, ranks, "publish", remedy=REMEDY)
         version, data, _ = begun[0]
         base = any(on_rank for *_, on_rank in begun)
         if base:
@@ -204,7 +199,7 @@ class Publisher:
             store.send(f"{data}/{file_name.format(ranks.rank)}")
             return written
 
-        written = ranks.agree("publish", write, remedy=REMEDY)
+        written = on_all_ranks(write, ranks, "publish", remedy=REMEDY)
 
         def complete() -> None:
             if ranks.rank:
@@ -218,7 +213,7 @@ class Publisher:
             if base:
                 self._expire(version, data)
 
-        ranks.agree("publish", complete, remedy=REMEDY)
+        on_all_ranks(complete, ranks, "publish", remedy=REMEDY)
         written_bytes = sum(file.size for (file, _), _ in written)
         self._deltas = 0 if base else self._deltas + 1
         self._base_bytes = written_bytes if base else self._base_bytes

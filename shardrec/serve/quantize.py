@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shardrec.errors import ConfigError
+from shardrec.exchange.agree import all_gather, by_rank
 from shardrec.exchange.context import ModelContext
 from shardrec.exchange.peers import peers
 from shardrec.modules import ShardedEmbeddingBagCollection, ShardedModel
@@ -69,7 +70,9 @@ def quantize(model: ShardedModel, weights: str = "int8", *, tables: Mapping[str,
         memo[id(source)] = source.copied(context, storage)
     module = memo.get(id(model.module)) or copy.deepcopy(model.module, dict(memo))
     faults = [fault for source in sources for fault in _convert(source, memo[id(source)], formats)]
-    _raise_together(faults, context)
+    texts = all_gather("; ".join(faults), model.ranks, "quantization")
+    if any(texts):
+        raise ConfigError("; ".join(by_rank(texts)))
     return ServedModel(module, model.plan, context, formats)
 
 
@@ -154,10 +157,3 @@ def whole_row_ranges(
         with peers(group, "ranges of rows"):
             dist.all_reduce(ranges, dist.ReduceOp.MAX, group)
     return ranges
-
-
-def _raise_together(faults: list[str], context: ModelContext) -> None:
-    rank = context.collectives.rank
-    texts = context.headers.all_gather_text(f"rank {rank}: {'; '.join(faults)}" if faults else "")
-    if any(texts):
-        raise ConfigError("; ".join(filter(None, texts)))
