@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor
 from concurrent.futures import wait as wait_for
 from contextlib import ExitStack
+from itertools import chain
 from typing import Any
 
 import torch
@@ -17,7 +18,7 @@ from shardrec.errors import ConfigError, PeerError, PipelineError
 from shardrec.pipeline.message import Key, Mailbox, Message
 from shardrec.pipeline.microbatch import batch_size, gather, scatter, sizes_of
 from shardrec.pipeline.recompute import Modes, RandomStream
-from shardrec.pipeline.schedule import Schedule, backwards, gpipe, simulate
+from shardrec.pipeline.schedule import Schedule, gpipe, in_order, only
 from shardrec.pipeline.stage import Checkpoint, Stage, StageStep, Step
 from shardrec.pipeline.stage_channel import PeerPort, Peers
 from shardrec.pipeline.timeline import Recorder
@@ -159,9 +160,9 @@ class Run:
         with ExitStack() as stack:
             for step in self._steps.values():
                 stack.enter_context(step.at_work())
-            for entry in simulate(schedule):
-                if entry.stage in self._steps:
-                    self._steps[entry.stage].do(entry.action)
+            for stage, action in chain.from_iterable(in_order(schedule)):
+                if stage in self._steps:
+                    self._steps[stage].do(action)
 
     def _end_together(self, peers: Peers) -> None:
         """Learn of failures on other ranks, and tell them of this one's."""
@@ -228,7 +229,7 @@ class Run:
         ]
         for batch in range(self.batches):
             self._port.send(Key(stages, stages - 1, batch), Message(leaves=[piece[batch] for piece in pieces]))
-        self.execute(backwards(gpipe(stages, self.batches)))
+        self.execute(only("B", gpipe(stages, self.batches)))
         return self._input_gradients()
 
     def input_backward(self) -> None:

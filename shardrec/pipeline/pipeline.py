@@ -16,7 +16,7 @@ from shardrec.errors import ConfigError
 from shardrec.pipeline.balance import check_balance
 from shardrec.pipeline.layers import check_layers
 from shardrec.pipeline.mini_batch import Run
-from shardrec.pipeline.schedule import SCHEDULES, Schedule, ScheduleName, forwards
+from shardrec.pipeline.schedule import SCHEDULES, Schedule, ScheduleName, only
 from shardrec.pipeline.skip.layout import skip_routes
 from shardrec.pipeline.stage import Checkpoint, Stage
 from shardrec.pipeline.stage_channel import Peers
@@ -174,7 +174,7 @@ class Pipeline(nn.Module):
                 "ranks: train with Pipeline.step, and evaluate inside torch.no_grad()"
             )
         run = self._run(input, with_gradients=with_gradients)
-        run.execute(forwards(self.schedule_of(run.batches)))
+        run.execute(only("F", self.schedule_of(run.batches)))
         return run.output() if with_gradients else run.values()
 
     def step(
