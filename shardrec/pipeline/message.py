@@ -17,7 +17,7 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_map
 
 from shardrec.pending import wait
 
-__all__ = ["Failure", "Key", "Mailbox", "Message", "flatten", "versions_of"]
+__all__ = ["Failure", "Key", "Mailbox", "Message", "flatten"]
 
 
 class Key(NamedTuple):
@@ -85,11 +85,6 @@ class Message:
                     leaf.record_stream(stream)
         gpu = device.type == "cuda"
         return [None if leaf is None else leaf.to(device, non_blocking=gpu) for leaf in self.leaves]
-
-
-def versions_of(leaves: Sequence[Tensor | None]) -> list[int]:
-    """How often each tensor was changed in place, as far as torch counts it."""
-    return [0 if leaf is None or leaf.is_inference() else leaf._version for leaf in leaves]
 
 
 def flatten(value: Any, what: str) -> tuple[list[Tensor | None], TreeSpec]:

@@ -17,7 +17,7 @@ from shardrec.pipeline.balance import check_balance
 from shardrec.pipeline.layers import check_layers
 from shardrec.pipeline.mini_batch import Run
 from shardrec.pipeline.schedule import SCHEDULES, Schedule, ScheduleName, only
-from shardrec.pipeline.skip.layout import skip_routes
+from shardrec.pipeline.skip.routes import skip_routes
 from shardrec.pipeline.stage import Checkpoint, Stage
 from shardrec.pipeline.stage_channel import Peers
 from shardrec.pipeline.timeline import Recorder, Timeline

@@ -20,8 +20,7 @@ from typing import Any, ClassVar, Self
 from torch import nn
 
 from shardrec.errors import ConfigError, PipelineError
-from shardrec.pipeline.skip.namespace import Namespace
-from shardrec.pipeline.skip.tracker import SkipKey, current_skip_tracker
+from shardrec.pipeline.skip.tracker import Namespace, SkipKey, current_skip_tracker
 
 __all__ = ["Skippable", "pop", "skippable", "stash"]
 
