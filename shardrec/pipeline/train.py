@@ -36,6 +36,9 @@ from shardrec.pipeline.lookahead import Lookahead
 
 __all__ = ["TrainPipeline"]
 
+_Forward = Callable[[nn.Module, Any], Any]
+"""From a model and a batch to what a step returns."""
+
 
 class TrainPipeline:
     """Trains a sharded model, working ahead on the next batches. An iterator over its steps.
@@ -81,9 +84,9 @@ class TrainPipeline:
         self,
         model: nn.Module,
         optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer],
-        dataloader: Iterable[Any],
+        dataloader: Iterable[object],
         *,
-        loss_fn: Callable[[nn.Module, Any], Any] | None = None,
+        loss_fn: _Forward | None = None,
         depth: int = 2,
         accumulate: int = 1,
         clip_norm: float | None = None,
@@ -100,7 +103,7 @@ class TrainPipeline:
         self._clip_norm = clip_norm
         self.grad_norms: Tensor | None = None
         self._optimizers = [optimizer] if isinstance(optimizer, torch.optim.Optimizer) else list(optimizer)
-        self._loss_fn = loss_fn or operator.call
+        self._loss_fn: _Forward = loss_fn or operator.call
         context = model.context if isinstance(model, ShardedModel) else None
         if device is None:
             device = (
@@ -157,13 +160,11 @@ class TrainPipeline:
         """
         self._steps.close()
 
-    def evaluate(self, dataloader: Iterable[Any]) -> Iterator[Any]:
+    def evaluate(self, dataloader: Iterable[object]) -> Iterator[Any]:
         """Iterate over what ``loss_fn`` returns for each batch, in evaluation mode and without gradients."""
         return self.predict(dataloader, self._loss_fn)
 
-    def predict(
-        self, dataloader: Iterable[Any], forward: Callable[[nn.Module, Any], Any] | None = None
-    ) -> Iterator[Any]:
+    def predict(self, dataloader: Iterable[object], forward: _Forward | None = None) -> Iterator[Any]:
         """Iterate over the model's outputs, in evaluation mode and without gradients.
 
         Args:
@@ -185,7 +186,7 @@ class TrainPipeline:
                     module.training = training
             yield output
 
-    def _loss(self, batch: Any) -> Any:
+    def _loss(self, batch: object) -> Any:
         if not self._accumulated:
             for optimizer in self._optimizers:
                 optimizer.zero_grad(set_to_none=True)
