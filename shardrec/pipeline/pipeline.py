@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from itertools import accumulate
-from typing import Any, Literal, Self, get_args
+from typing import Literal, Self, get_args
 
 import torch
 import torch.distributed as dist
@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from shardrec.errors import ConfigError
 from shardrec.pipeline.balance import check_balance
 from shardrec.pipeline.layers import check_layers
-from shardrec.pipeline.mini_batch import Run
+from shardrec.pipeline.mini_batch import LossFunction, Run
 from shardrec.pipeline.schedule import SCHEDULES, Schedule, ScheduleName, only
 from shardrec.pipeline.skip.routes import skip_routes
 from shardrec.pipeline.stage import Checkpoint, Stage
@@ -131,7 +131,7 @@ class Pipeline(nn.Module):
         """A layer, by number."""
         return list(self)[index]
 
-    def __getstate__(self) -> dict[str, Any]:
+    def __getstate__(self) -> dict[str, object]:
         if self.peers is not None:
             raise ConfigError(
                 "a pipeline over a process group cannot be copied or pickled: copy its state_dict, which has the "
@@ -150,7 +150,7 @@ class Pipeline(nn.Module):
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         return self
 
-    def forward(self, input: Any) -> Any:
+    def forward(self, input: object) -> object:
         """The sequential's forward, in micro-batches.
 
         In one process, ``backward()`` from the output is also pipelined, in GPipe's order, and adds to the parameters'
@@ -179,10 +179,10 @@ class Pipeline(nn.Module):
 
     def step(
         self,
-        input: Any,
-        target: Any = None,
+        input: object,
+        target: object = None,
         *,
-        loss_fn: Callable[[Any, Any], Tensor],
+        loss_fn: LossFunction,
         reduction: Literal["mean", "sum"] = "mean",
     ) -> Tensor:
         """Forward and backward of a mini-batch in the pipeline's schedule; gradients are added to ``.grad``.
@@ -210,7 +210,7 @@ class Pipeline(nn.Module):
             run.input_backward()
             return run.total_loss()
 
-    def _run(self, input: Any, *, with_gradients: bool) -> Run:
+    def _run(self, input: object, *, with_gradients: bool) -> Run:
         return Run(
             self.local_stages,
             self.peers,

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Self
+from typing import ClassVar, Self
 
 from torch import nn
 
@@ -35,7 +35,7 @@ class stash:
     """
 
     name: str
-    tensor: Any
+    tensor: object
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +68,7 @@ class Skippable(nn.Module):
     stashable_names: ClassVar[frozenset[str]]
     poppable_names: ClassVar[frozenset[str]]
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
+    def __init__(self, *args: object, **kwargs: object) -> None:
         super().__init__()
         self.module = self.module_cls(*args, **kwargs)
         self.namespaces: dict[str, Namespace] = {}
@@ -112,7 +112,9 @@ class Skippable(nn.Module):
         self.namespaces.update(dict.fromkeys(names, ns))
         return self
 
-    def dispatch(self, input: Any, handle_stash: Callable[[str, Any], None], handle_pop: Callable[[str], Any]) -> Any:
+    def dispatch(
+        self, input: object, handle_stash: Callable[[str, object], None], handle_pop: Callable[[str], object]
+    ) -> object:
         """Run the decorated forward and answer what it yields.
 
         Args:
@@ -129,7 +131,7 @@ class Skippable(nn.Module):
         running = self.module(input)
         if not isinstance(running, Generator):
             return running
-        answer: Any = None
+        answer: object = None
         try:
             while True:
                 try:
@@ -151,7 +153,7 @@ class Skippable(nn.Module):
         finally:
             running.close()
 
-    def forward(self, input: Any) -> Any:
+    def forward(self, input: object) -> object:
         """The decorated forward, its skips saved to and loaded from the current tracker.
 
         Raises:
@@ -176,10 +178,10 @@ class Skippable(nn.Module):
             done.add(name)
             return self.namespaced(name)
 
-        def handle_stash(name: str, value: Any) -> None:
+        def handle_stash(name: str, value: object) -> None:
             tracker.save(batch, *note(name, self.stashable_names, stashed, "stash"), value)
 
-        def handle_pop(name: str) -> Any:
+        def handle_pop(name: str) -> object:
             key = note(name, self.poppable_names, popped, "pop")
             try:
                 return tracker.load(batch, *key)
