@@ -283,11 +283,10 @@ class StageStep:
         """The layers' forward: what leaves the stage, the activation and then the skips."""
         stage, step = self._stage, self._step
         tracker = SkipTracker()
-        tracker.batch = batch
         with step.modes.applied(), torch.set_grad_enabled(with_graph):
             first, *skips = record.entrances
             for route, entrance in zip(stage.popped, skips, strict=True):
-                tracker.save(batch, *route.key, entrance.enter(stage.token, with_graph=with_graph))
+                tracker.save(route.key, entrance.enter(stage.token, with_graph=with_graph))
             value = first.enter(stage.token, with_graph=with_graph)
             with self._stream or nullcontext():
                 with use_skip_tracker(tracker):
@@ -298,7 +297,7 @@ class StageStep:
                 exits = [self._exit(value, f"the output of stage {stage.index}")]
                 del value
                 for route in stage.stashed:
-                    exits.append(self._exit(tracker.load(batch, *route.key), f"the skip {route.key[1]!r}"))
+                    exits.append(self._exit(tracker.load(route.key), f"the skip {route.key[1]!r}"))
         return [message for message, _ in exits], [edges for _, edges in exits]
 
     def _exit(self, value: object, what: str) -> tuple[Message, _Edges]:

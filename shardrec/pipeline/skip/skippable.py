@@ -161,7 +161,6 @@ class Skippable(nn.Module):
                 a declared stash or pop that did not happen.
         """
         tracker = current_skip_tracker()
-        batch = tracker.batch
         stashed: set[str] = set()
         popped: set[str] = set()
 
@@ -179,12 +178,12 @@ class Skippable(nn.Module):
             return self.namespaced(name)
 
         def handle_stash(name: str, value: object) -> None:
-            tracker.save(batch, *note(name, self.stashable_names, stashed, "stash"), value)
+            tracker.save(note(name, self.stashable_names, stashed, "stash"), value)
 
         def handle_pop(name: str) -> object:
             key = note(name, self.poppable_names, popped, "pop")
             try:
-                return tracker.load(batch, *key)
+                return tracker.load(key)
             except KeyError:
                 raise PipelineError(
                     f"{self._kind}.forward popped {name!r}, which no earlier layer has stashed"

@@ -15,7 +15,6 @@ import uuid
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import total_ordering
 
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
@@ -33,25 +32,17 @@ __all__ = [
 ]
 
 
-@total_ordering
 @dataclass(frozen=True, slots=True)
 class Namespace:
     """A scope of skip names, for :meth:`Skippable.isolate`.
 
-    Unequal to every other namespace, but equal to its copies, also to those unpickled in another process. Namespaces
-    are ordered, ``None`` (the namespace of whatever is not isolated) before all of them, so that pairs of namespace and
-    name can be sorted. The order means nothing.
+    Unequal to every other namespace, but equal to its copies, also to those unpickled in another process.
     """
 
     _id: uuid.UUID = field(default_factory=uuid.uuid4, init=False)
 
     def __repr__(self) -> str:
         return f"<Namespace {self._id.hex[:8]}>"
-
-    def __lt__(self, other: object) -> bool:
-        if other is None:
-            return False
-        return self._id < other._id if isinstance(other, Namespace) else NotImplemented
 
 
 SkipKey = tuple[Namespace | None, str]
@@ -67,31 +58,26 @@ def changed_in_place(name: str) -> PipelineError:
 
 
 class SkipTracker:
-    """Keeps skips from stash to pop, by (batch, namespace, name).
-
-    Attributes:
-        batch: number of the micro-batch whose forward runs; 0 outside of a pipeline.
-    """
+    """Keeps skips from stash to pop, by namespace and name."""
 
     def __init__(self) -> None:
-        self.batch = 0
         # With how often its tensors had been changed in place.
-        self._stashed: dict[tuple[int, Namespace | None, str], tuple[object, list[int]]] = {}
+        self._stashed: dict[SkipKey, tuple[object, list[int]]] = {}
 
-    def save(self, batch: int, namespace: Namespace | None, name: str, value: object) -> None:
+    def save(self, key: SkipKey, value: object) -> None:
         """Keep a stashed value. One that a failed forward left under the same key is dropped."""
-        self._stashed[batch, namespace, name] = value, versions_of(tree_leaves(value))
+        self._stashed[key] = value, versions_of(tree_leaves(value))
 
-    def load(self, batch: int, namespace: Namespace | None, name: str) -> object:
+    def load(self, key: SkipKey) -> object:
         """Give the value away: nothing here refers to it afterwards.
 
         Raises:
             KeyError: if it was not stashed.
             PipelineError: if it was changed in place since it was stashed.
         """
-        value, versions = self._stashed.pop((batch, namespace, name))
+        value, versions = self._stashed.pop(key)
         if versions != versions_of(tree_leaves(value)):
-            raise changed_in_place(name)
+            raise changed_in_place(key[1])
         return value
 
 
