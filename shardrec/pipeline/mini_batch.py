@@ -24,10 +24,7 @@ from shardrec.pipeline.stage import Checkpoint, Stage, StageStep, Step
 from shardrec.pipeline.stage_channel import PeerPort, Peers
 from shardrec.pipeline.timeline import Recorder
 
-__all__ = ["LossFunction", "Run"]
-
-LossFunction = Callable[[Any, Any], Tensor]
-"""From an output and a target of a micro-batch to its loss."""
+__all__ = ["Run"]
 
 _LOSS_DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 
@@ -82,7 +79,7 @@ class Run:
         self._output_rows: list[list[int]] = []  # per leaf, of each micro-batch
         self._went_back = False
 
-    def set_loss(self, target: object, loss_fn: LossFunction, *, mean: bool) -> None:
+    def set_loss(self, target: object, loss_fn: Callable[[Any, Any], Tensor], *, mean: bool) -> None:
         """Let the last stage compute the loss; a faulty target is that stage's failure."""
         total, targets = sum(self._sizes), [target] * self.batches
         fault: Exception | None = None
@@ -253,9 +250,8 @@ class Run:
 
     def _input_gradients(self) -> list[Tensor | None]:
         for leaf, sent in zip(self._input(), self._sent, strict=True):
-            if (
-                leaf is not None and sent is not None and sent._version
-            ):  # changed in place, which the graph before may have to know
+            # Changed in place, which the graph before may have to know.
+            if leaf is not None and sent is not None and sent._version:
                 increment_version(leaf)
         grads = [gradient for batch in range(self.batches) for gradient in self._port.take(Key(0, -1, batch)).leaves]
         return [

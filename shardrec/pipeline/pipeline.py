@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from itertools import accumulate
-from typing import Literal, Self, get_args
+from typing import Any, Literal, Self, get_args
 
 import torch
 import torch.distributed as dist
@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from shardrec.errors import ConfigError
 from shardrec.pipeline.balance import check_balance
 from shardrec.pipeline.layers import check_layers
-from shardrec.pipeline.mini_batch import LossFunction, Run
+from shardrec.pipeline.mini_batch import Run
 from shardrec.pipeline.schedule import SCHEDULES, Schedule, ScheduleName, only
 from shardrec.pipeline.skip.routes import skip_routes
 from shardrec.pipeline.stage import Checkpoint, Stage
@@ -182,7 +182,7 @@ class Pipeline(nn.Module):
         input: object,
         target: object = None,
         *,
-        loss_fn: LossFunction,
+        loss_fn: Callable[[Any, Any], Tensor],
         reduction: Literal["mean", "sum"] = "mean",
     ) -> Tensor:
         """Forward and backward of a mini-batch in the pipeline's schedule; gradients are added to ``.grad``.

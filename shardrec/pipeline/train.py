@@ -36,9 +36,6 @@ from shardrec.pipeline.lookahead import Lookahead
 
 __all__ = ["TrainPipeline"]
 
-_Forward = Callable[[nn.Module, Any], Any]
-"""From a model and a batch to what a step returns."""
-
 
 class TrainPipeline:
     """Trains a sharded model, working ahead on the next batches. An iterator over its steps.
@@ -86,7 +83,7 @@ class TrainPipeline:
         optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer],
         dataloader: Iterable[object],
         *,
-        loss_fn: _Forward | None = None,
+        loss_fn: Callable[[nn.Module, Any], Any] | None = None,
         depth: int = 2,
         accumulate: int = 1,
         clip_norm: float | None = None,
@@ -103,7 +100,7 @@ class TrainPipeline:
         self._clip_norm = clip_norm
         self.grad_norms: Tensor | None = None
         self._optimizers = [optimizer] if isinstance(optimizer, torch.optim.Optimizer) else list(optimizer)
-        self._loss_fn: _Forward = loss_fn or operator.call
+        self._loss_fn = loss_fn or operator.call
         context = model.context if isinstance(model, ShardedModel) else None
         if device is None:
             device = (
@@ -164,7 +161,9 @@ class TrainPipeline:
         """Iterate over what ``loss_fn`` returns for each batch, in evaluation mode and without gradients."""
         return self.predict(dataloader, self._loss_fn)
 
-    def predict(self, dataloader: Iterable[object], forward: _Forward | None = None) -> Iterator[Any]:
+    def predict(
+        self, dataloader: Iterable[object], forward: Callable[[nn.Module, Any], Any] | None = None
+    ) -> Iterator[Any]:
         """Iterate over the model's outputs, in evaluation mode and without gradients.
 
         Args:
