@@ -14,11 +14,11 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from functools import partial
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -72,15 +72,15 @@ class Peers:
         with self._about_stages():
             dist.broadcast(value, self._ranks[stage], group=self._tensors[0])
 
-    def submit(self, way: str, peer: int, work: Any, *args: Any) -> Future[None]:
+    def submit(self, way: str, peer: int, work: Callable[[], None]) -> Future[None]:
         """Do it on the thread for a peer; one at a time, in order."""
         threads = self._threads.get((way, peer))
         if threads is None:
             name = f"pipeline {way} {peer}"
             threads = self._threads[way, peer] = ThreadPoolExecutor(1, thread_name_prefix=name)
-        return threads.submit(work, *args)
+        return threads.submit(work)
 
-    def send(self, key: Key, message: Message, ready: Any) -> None:
+    def send(self, key: Key, message: Message, ready: torch.cuda.Event | None) -> None:
         """Send a message; waits until it is gone. ``ready`` is recorded when its tensors had been computed."""
         shapes = [None if leaf is None else (tuple(leaf.shape), leaf.dtype) for leaf in message.leaves]
         failure = None if message.failure is None else message.failure.told()
@@ -159,7 +159,9 @@ class PeerPort(Mailbox):
         for key in expected:
             if 0 <= key.source < peers.size:
                 by_source.setdefault(key.source, []).append(key)
-        self._under_way = [peers.submit("receive", source, self._receive, keys) for source, keys in by_source.items()]
+        self._under_way = [
+            peers.submit("receive", source, partial(self._receive, keys)) for source, keys in by_source.items()
+        ]
 
     def send(self, key: Key, message: Message) -> None:
         """To another rank, or to the caller."""
@@ -169,7 +171,7 @@ class PeerPort(Mailbox):
         ready = (
             torch.cuda.current_stream(self._peers.device).record_event() if self._peers.device.type == "cuda" else None
         )
-        self._under_way.append(self._peers.submit("send", key.target, self._send, key, message, ready))
+        self._under_way.append(self._peers.submit("send", key.target, partial(self._send, key, message, ready)))
 
     def finish(self) -> None:
         """Wait until all is sent and received.
@@ -182,7 +184,7 @@ class PeerPort(Mailbox):
         if errors:
             raise errors[0]
 
-    def _send(self, key: Key, message: Message, ready: Any) -> None:
+    def _send(self, key: Key, message: Message, ready: torch.cuda.Event | None) -> None:
         if self._recorder is None:
             self._peers.send(key, message, ready)
             return
