@@ -245,13 +245,13 @@ def test_processes_that_are_late_for_each_other_meet_again(tmp_path: Path) -> No
         world = RpcWorld(dist.FileStore(str(tmp_path / "store")), trainers=1, servers=1, name=name, timeout_s=60.0)
         late = [RuntimeError("too late")] if name == "trainer0" else []
 
-        def all_gather(*args: Any, **options: Any) -> Any:
+        def make_agent(*args: Any) -> Any:
             if late:
                 raise late.pop()
-            return gather(*args, **options)
+            return agent(*args)
 
-        gather = rpc.api._all_gather
-        patched = mock.patch("torch.distributed.rpc.api._all_gather", all_gather)
+        agent = rpc.TensorPipeAgent
+        patched = mock.patch("torch.distributed.rpc.TensorPipeAgent", make_agent)
         with patched, mock.patch("shardrec.rpc.world._START_S", 4.0), world.joined():
             dist.barrier()
         return world._generation
