@@ -35,6 +35,7 @@ from time import monotonic
 
 import torch.distributed as dist
 from torch.distributed import autograd, rpc
+from torch.futures import Future, wait_all
 
 from shardrec.errors import ConfigError, PeerError
 
@@ -197,7 +198,7 @@ class RpcWorld:
         )
 
     def _start_agent(self) -> str:
-        """Start this process's agent and connect it with the others; why it could not, or "". One may die on the way."""
+        """Start this process's agent and connect it with the others; why it could not, or ""."""
         options = rpc.TensorPipeRpcBackendOptions(
             num_worker_threads=self._threads,
             rpc_timeout=_START_S,
@@ -213,11 +214,10 @@ class RpcWorld:
             autograd._init(rank)
             rpc._set_profiler_node_id(rank)
             rpc.api._init_rpc_states(rpc.TensorPipeAgent(store, self.name, rank, size, options, {}, []))
-            for call in [rpc.rpc_async(name, _here) for name in self.names if name != self.name]:
-                call.wait()
+            wait_all([rpc.rpc_async(name, _here) for name in self.names if name != self.name])
             store.set(f"connected/{self.name}", "1")
             store.wait([f"connected/{name}" for name in self.names])
-        except RuntimeError as error:
+        except RuntimeError as error:  # one died on the way
             self.leave()
             return f"the processes could not connect within {self._timeout_s:g} s ({error}); start the job again"
         _close_doors(_listening() - before)
@@ -225,7 +225,9 @@ class RpcWorld:
 
     def _wait_until_over(self) -> None:
         """Until the generation is over; if no trainer is left, say so to all."""
-        calls = {name: rpc.rpc_async(name, _here, timeout=self._timeout_s) for name in self._trainers}
+        answered: Future[None] = Future()
+        answered.set_result(None)
+        calls = dict.fromkeys(self._trainers, answered)
         while calls and not self._wait([self._key("over")], _LOOK_S):
             for name in [name for name, call in calls.items() if call.done()]:
                 try:
