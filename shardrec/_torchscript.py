@@ -33,11 +33,14 @@ __all__ = [
     "counts_of",
     "defer",
     "deferred_waits",
+    "dict_of",
     "forward_of",
     "generic_wait",
     "inline",
     "inlined",
+    "list_of",
     "methods_of",
+    "plain",
     "quiet",
     "subgraphs",
     "writes_or_aliases",
@@ -99,7 +102,7 @@ def after_script(module: nn.Module, then: Callable[[torch.jit.ScriptModule], Non
     module.__class__ = type(old.__name__, (old,), members)
 
 
-def compiles_to(function: Callable[..., Any], operator: str) -> None:
+def compiles_to(function: Callable[..., object], operator: str) -> None:
     """Has TorchScript compile calls of ``function`` to ``operator``.
 
     A Python function with type variables cannot be compiled: TorchScript has none, except in the schemas of its own
@@ -113,7 +116,7 @@ def await_type(value: Type) -> Type:
     return torch._C.AwaitType(value)
 
 
-def compiled_nowait(value: Any) -> Any | None:
+def compiled_nowait(value: object) -> Any | None:
     """An Await of ``value`` that compiled code accepts, or None if TorchScript has no type for it.
 
     One that is made in Python, ``torch.jit._awaitable_nowait(value)``, is an ``Await`` of an unknown Python object, and
@@ -182,7 +185,7 @@ _WAIT_OVERLOADS = {
 
 
 @contextmanager
-def generic_wait(wait: Callable[..., Any]) -> Iterator[None]:
+def generic_wait(wait: Callable[..., object]) -> Iterator[None]:
     """Inside, ``wait`` compiles for an Await, a Future and a plain value; outside, as :func:`compiles_to` was told.
 
     On leaving, also by an error, everything that has been compiled inside is made of torch's operators again.
@@ -334,12 +337,12 @@ def counts_of(numbers: Tensor, total: int | None = None) -> list[int]:
     return counts
 
 
-def list_of(kind: Any, values: Iterable[Any]) -> Any:
+def list_of(kind: Any, values: Iterable[object]) -> Any:
     """A list attribute whose type TorchScript is told, for an empty one does not show it."""
     return torch.jit.Attribute(list(values), list[kind])
 
 
-def dict_of(kind: Any, values: Mapping[str, Any]) -> Any:
+def dict_of(kind: Any, values: Mapping[str, object]) -> Any:
     """The same of a dict with text as keys."""
     return torch.jit.Attribute(dict(values), dict[str, kind])
 

@@ -119,7 +119,7 @@ def read_text(path: str | Path, most: int = _MAX_BYTES) -> str:
     return data.decode("utf-8")
 
 
-def parse_json(text: str | bytes, object_hook: Callable[[dict[str, Any]], Any] | None = None) -> Any:
+def parse_json(text: str | bytes, object_hook: Callable[[dict[str, Any]], object] | None = None) -> Any:
     """What a JSON document holds.
 
     Raises:

@@ -13,8 +13,6 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from shardrec.checkpoint.data_files import SavedFile
-from shardrec.checkpoint.manifest import SavedTensor
 from shardrec.checkpoint.save import Written
 from shardrec.errors import CheckpointError, ConfigError, PeerError, PlanError, ShardrecError
 from shardrec.exchange.agree import Ranks, all_gather, ranks_of, same_everywhere
@@ -35,7 +33,7 @@ from shardrec.modules.shard import (
     with_sharded,
 )
 from shardrec.modules.sharded_model import ShardedModel
-from shardrec.rpc.client import Connections
+from shardrec.rpc.messages import Connections
 from shardrec.rpc.remote_storage import RemoteTable, remote_storage
 from shardrec.rpc.server import fused_optimizers_of
 from shardrec.rpc.trainer_collectives import RemoteCollectives
@@ -63,29 +61,24 @@ class RemoteModel(ShardedModel):
     def server_statistics(self) -> list[dict[str, Any]]:
         """Per server, its description and statistics: requests, fused lookups made for them, updates."""
         servers = self._collectives.servers
-        return [servers.call(number, "describe") for number in range(len(servers))]
+        return [servers.call(number, "describe").wait() for number in range(len(servers))]
 
     def save_servers(self, data: Path, first: int) -> list[Written]:
-        saved: list[Any] = []
+        saved: list[Written] = []
 
         def save() -> None:
             for number in range(self.servers) if self._collectives.rank == 0 else ():
-                saved.append(self._collectives.servers.call(number, "save", str(data.absolute()), first + number))
+                call = self._collectives.servers.call(number, "save", str(data.absolute()), first + number)
+                saved.append(call.wait())
 
         _on_all(self.ranks, self.flush)  # of all trainers, before any server saves
         _on_all(self.ranks, save)
-        return [
-            (
-                SavedFile(**{**file, "checksums": tuple(file["checksums"])}),
-                {name: SavedTensor.from_json(tensor) for name, tensor in tensors.items()},
-            )
-            for file, tensors in saved
-        ]
+        return saved
 
     def load_servers(self, folder: Path) -> None:
         def load() -> None:
             for number in range(self.servers) if self._collectives.rank == 0 else ():
-                self._collectives.servers.tell(number, "load", str(folder.absolute()))
+                self._collectives.servers.call_replicas(number, "load", str(folder.absolute()))
 
         _on_all(self.ranks, self._collectives.end_updates)
         _on_all(self.ranks, load)
@@ -125,15 +118,16 @@ def shard_over_servers(
     shifted = _after(plan, trainers.world_size)
     replaced: dict[int, ShardedCollection] = {}
     for number, (path, module) in enumerate(collections.items()):
-        storage = remote_storage(collectives, number)
-        arguments: dict[str, Any] = {
-            "path": path,
-            "device": device,
-            "group": group,
-            "context": context,
-            "storage": storage,
-        }
-        replaced[id(module)] = sharded_collection(module, shifted, dedup=dedup, **arguments)
+        replaced[id(module)] = sharded_collection(
+            module,
+            shifted,
+            dedup=dedup,
+            path=path,
+            device=device,
+            group=group,
+            context=context,
+            storage=remote_storage(collectives, number),
+        )
     remote_collections = list(replaced.values())
     collectives.rates = {optimizer: optimizer.lr for optimizer in fused_optimizers_of(remote_collections)}
     _on_all(ranks, lambda: _check_servers(plan, list(collections), collectives))
@@ -188,7 +182,7 @@ def _check_servers(plan: ShardingPlan, paths: Sequence[str], collectives: Remote
         "optimizers": [repr(optimizer) for optimizer in collectives.rates],
     }
     for number in range(len(servers)):
-        answer = servers.call(number, "describe")
+        answer = servers.call(number, "describe").wait()
         for key, value in {"rank": number, **wanted}.items():
             if answer[key] != value:
                 raise ConfigError(
