@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Final, Literal
 
 from benchmarks.harness.workload import PRESETS, WorkloadTable, parse_tables
 from shardrec.errors import ConfigError
+from shardrec.exchange.wire_format import WireType
 from shardrec.trainer.run.options import Options, option
 
-__all__ = ["CUTS", "PLANNER", "BenchConfig"]
+__all__ = ["PLANNER", "BenchConfig", "Cut"]
 
-PLANNER = "planner"
+PLANNER: Final = "planner"
 """The value of ``cut`` that leaves the plan to the planner."""
 
-CUTS = (
+Cut = Literal[
     "table_wise",
     "row_wise",
     "column_wise",
@@ -22,10 +23,8 @@ CUTS = (
     "grid",
     "data_parallel",
     "mixed",
-    PLANNER,
-)
-
-_WIRES = ("fp32", "fp16", "bf16", "int8")
+    "planner",
+]
 
 
 class _Workload(Options):
@@ -57,13 +56,13 @@ class _Workload(Options):
 class _Sharding(Options):
     panel = "With --bytes: sharding"
 
-    cut: Literal[*CUTS] = "table_wise"
+    cut: Cut = "table_wise"
     """How every table is cut; 'mixed' is by turns."""
     plan: str | None = option(None, metavar="PATH")
     """Use this plan.json; its tables are t0, t1, ..."""
-    output_comms: Literal[*_WIRES] = "fp32"
+    output_comms: WireType = "fp32"
     """Format of the output all-to-all."""
-    gradient_comms: Literal[*_WIRES] = "fp32"
+    gradient_comms: WireType = "fp32"
     """Format of the gradient all-to-all."""
 
 

@@ -6,16 +6,16 @@ from typing import Any, Literal
 
 from pydantic import PositiveInt, field_validator
 
-from benchmarks.harness.timing.case import KERNELS, MODES, SIDES, TRANSPORTS
-from benchmarks.harness.timing.environment import MALLOC
-from benchmarks.harness.timing.plans import LAYOUTS
+from benchmarks.harness.timing.case import Kernels, Mode, Side, Transport
+from benchmarks.harness.timing.environment import Malloc
+from benchmarks.harness.timing.plans import CaseLayout
 from benchmarks.harness.workload import PRESETS, parse_tables
 from shardrec.errors import ConfigError
 from shardrec.trainer.run.options import Options, option
 
-__all__ = ["CASE_PRESETS", "TimingConfig"]
+__all__ = ["CasePreset", "TimingConfig"]
 
-CASE_PRESETS = ("quick", "core", "full", "growth", "gpu")
+CasePreset = Literal["quick", "core", "full", "growth", "gpu"]
 """``quick``: under two minutes, to see that it works. ``core``: the main cases of ``full``; three rounds take ten
 minutes. ``full``: all that benchmarks/train reports. ``growth``: over ranks, tables and samples, and one rank beside
 bare kernels. ``gpu``: one GPU beside bare kernels, for ``--device cuda``."""
@@ -26,30 +26,30 @@ _LISTS = ("workload", "layout", "mode", "ids", "optimizer", "malloc", "transport
 class _Cases(Options):
     panel = "What to time"
 
-    preset: Literal[*CASE_PRESETS] | None = None
+    preset: CasePreset | None = None
     """Cases that are chosen already; the options below then choose among them."""
     workload: tuple[str, ...] = option(
         (),
         help=f"Tables: {', '.join(PRESETS)}, or of a kind. Lists take commas, or the flag again (default: criteo)",
         metavar="NAME|NUMBERxROWSxDIM[xIDS]",
     )
-    layout: tuple[Literal[*LAYOUTS], ...] = ()
+    layout: tuple[CaseLayout, ...] = ()
     """How the tables are cut (default: table_wise,row_wise)"""
     batch: tuple[PositiveInt, ...] = option((), metavar="NUMBERS")
     """Samples of each rank (default: 4096)"""
-    mode: tuple[Literal[*MODES], ...] = ()
+    mode: tuple[Mode, ...] = ()
     """Embeddings forward, or trained, or a whole DLRM (default: forward,train)"""
     ids: tuple[Literal["uniform", "zipf"], ...] = ()
     """Each row as likely, or as rank to the power of -1.05 (default: uniform)"""
     optimizer: tuple[Literal["sgd", "adagrad", "rowwise_adagrad", "adam"], ...] = ()
     """Optimizer of the tables, fused into their backward (default: rowwise_adagrad)"""
-    malloc: tuple[Literal[*MALLOC], ...] = ()
+    malloc: tuple[Malloc, ...] = ()
     """Both sides as they come, or malloc told to keep its memory, or left alone (default: default)"""
-    transport: tuple[Literal[*TRANSPORTS], ...] = ()
+    transport: tuple[Transport, ...] = ()
     """How shardrec's ranks exchange: through shared memory, or gloo alone (default: auto)"""
-    kernels: tuple[Literal[*KERNELS], ...] = ()
+    kernels: tuple[Kernels, ...] = ()
     """What shardrec looks rows up with on the CPU: its own kernels, or fbgemm's (default: own)"""
-    side: tuple[Literal[*SIDES], ...] = ()
+    side: tuple[Side, ...] = ()
     """Who takes turns, shardrec among them (default: shardrec,torchrec)"""
     max_rows: int = option(100_000, ge=1)
     """Most rows of a preset's table."""
