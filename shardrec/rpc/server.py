@@ -19,7 +19,7 @@ from functools import partial
 from itertools import chain, islice
 from pathlib import Path
 from time import monotonic
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -60,6 +60,20 @@ _LONGEST_WINDOW_S = 60.0
 
 _METHODS = frozenset({"describe", "load", "read", "save", "step_counts", "write"})
 """Methods that others may call, on the server's thread between lookups; besides those that :meth:`_answer` names."""
+
+
+class _Lookup(NamedTuple):
+    """A fused lookup in a collection.
+
+    Attributes:
+        places: of its parts among those that were asked for.
+        sizes: elements of the rows of each part.
+        rows: (sum(sizes),) float32 on the collection's device, one part after the other.
+    """
+
+    places: list[int]
+    sizes: list[int]
+    rows: Tensor
 
 
 @dataclass(kw_only=True)
@@ -362,18 +376,17 @@ class EmbeddingServer:
         raise ConfigError(f"table {table!r} has no shard on server {self.rank}; ask the servers that the plan names")
 
     def _look_up(self, requests: Sequence[list[Part]]) -> list[Tensor]:
-        """Several lookups: the rows of each, one part after the other."""
-        parts = list(chain.from_iterable(requests))
-        rows = [torch.empty(0)] * len(parts)
+        """Several lookups: the rows of each on the CPU, one part after the other."""
         with torch.no_grad():
-            lookups = self._serve(parts)
-        for places, rows_of_collection in lookups:
-            for place, rows_of_part in zip(places, rows_of_collection, strict=True):
-                rows[place] = rows_of_part
+            lookups = self._serve(list(chain.from_iterable(requests)))
+        rows: dict[int, Tensor] = {}
+        for lookup in lookups:
+            rows |= zip(lookup.places, lookup.rows.cpu().split(lookup.sizes), strict=True)
         self._counts["lookups"] += len(lookups)
         self._counts["requests"] += len(requests)
-        in_turn = iter(rows)
-        return [torch.cat([torch.empty(0), *islice(in_turn, len(request))]) for request in requests]
+        in_turn = (rows[place] for place in range(len(rows)))
+        nothing = torch.empty(0, dtype=torch.float32)
+        return [torch.cat([*islice(in_turn, len(request))]) if request else nothing for request in requests]
 
     def _update(self, update: _Update) -> int:
         """One update of the trainers' gradients; see [Note: an update]."""
@@ -390,23 +403,23 @@ class EmbeddingServer:
                 collection.set_learning_rate(optimizer, float(rate))
         with torch.enable_grad():
             lookups = self._serve(_alternating([parts for parts, _ in pushes]))
-        rows = dict(pair for lookup in lookups for pair in zip(*lookup, strict=True))
-        sizes = [rows[place].numel() for place in range(len(rows))]
+        size_of = dict(pair for lookup in lookups for pair in zip(lookup.places, lookup.sizes, strict=True))
+        sizes = [size_of[place] for place in range(len(size_of))]
         sizes_of = [sizes[trainer :: len(pushes)] for trainer in range(len(pushes))]
         wanted, got = list(map(sum, sizes_of)), [gradient.numel() for _, gradient in pushes]
         if got != wanted:
             raise InputError(f"the trainers push {got} gradients for {wanted} values that they looked up")
         split = [gradient.split(of_parts) for (_, gradient), of_parts in zip(pushes, sizes_of, strict=True)]
         gradients = _alternating(split)
-        for places, rows_of_collection in lookups:
-            if rows_of_collection[0].requires_grad:
-                of_rows = [gradients[place].to(rows[place].device) for place in places]
-                torch.autograd.backward(rows_of_collection, of_rows)
+        for lookup in lookups:
+            if lookup.rows.requires_grad:
+                gradient = torch.cat([gradients[place] for place in lookup.places])
+                lookup.rows.backward(gradient.to(lookup.rows.device))
         self._counts["updates"] += 1
         return 0
 
-    def _serve(self, parts: Sequence[Part]) -> list[tuple[list[int], tuple[Tensor, ...]]]:
-        """One fused lookup for each collection that is asked for: places of its parts, and of each the (n,) rows."""
+    def _serve(self, parts: Sequence[Part]) -> list[_Lookup]:
+        """One fused lookup for each collection that is asked for."""
         lookups = []
         for number, collection in enumerate(self._collections):
             places = [place for place, part in enumerate(parts) if part[0] == number]
@@ -415,7 +428,7 @@ class EmbeddingServer:
                 words = [parts[place][2].to(collection.device) for place in places]
                 stream = collection.serve(collection.input.payload.unpack(words, headers))
                 sizes = [sum(rows * cols for rows, cols in shapes) for shapes in stream.out]
-                lookups.append((places, stream.flat.reshape(-1).split(sizes)))
+                lookups.append(_Lookup(places, sizes, stream.flat.reshape(-1)))
         return lookups
 
 

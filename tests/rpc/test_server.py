@@ -110,6 +110,19 @@ def test_requests_that_wait_are_one_lookup_per_collection() -> None:
         torch.testing.assert_close(one, other, rtol=0, atol=1e-6)
 
 
+def test_rows_are_float32_whatever_a_program_has_as_default() -> None:
+    with served(lambda: make_model("sgd"), make_plan()) as (model, servers):
+        server, request = servers.local[0], _asked(servers, model, 0)[0]
+        expected = unwrapped(server.lookup(request).wait(), "s")
+        torch.set_default_dtype(torch.float64)
+        try:
+            rows = unwrapped(server.lookup(request).wait(), "s")
+            nothing = unwrapped(server.lookup([]).wait(), "s")
+        finally:
+            torch.set_default_dtype(torch.float32)
+    assert rows.dtype is nothing.dtype is torch.float32 and torch.equal(rows, expected)
+
+
 def test_a_window_waits_for_a_whole_batch() -> None:
     options = {"window_s": 30.0, "max_requests": 2}
     with served(lambda: make_model("sgd"), make_plan()) as (model, servers):
