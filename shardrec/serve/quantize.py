@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shardrec.errors import ConfigError
-from shardrec.exchange.agree import all_gather, by_rank
+from shardrec.exchange.agree import all_gather, by_rank, ranks_of
 from shardrec.exchange.context import ModelContext
 from shardrec.exchange.peers import peers
 from shardrec.modules import ShardedEmbeddingBagCollection, ShardedModel
@@ -70,7 +70,8 @@ def quantize(model: ShardedModel, weights: str = "int8", *, tables: Mapping[str,
         memo[id(source)] = source.copied(context, storage)
     module = memo.get(id(model.module)) or copy.deepcopy(model.module, dict(memo))
     faults = [fault for source in sources for fault in _convert(source, memo[id(source)], formats)]
-    texts = all_gather("; ".join(faults), model.ranks, "quantization")
+    group = next((source.group for source in sources), None)  # of the replica, if there are several
+    texts = all_gather("; ".join(faults), ranks_of(group, model.context.device), "quantization")
     if any(texts):
         raise ConfigError("; ".join(by_rank(texts)))
     return ServedModel(module, model.plan, context, formats)
