@@ -170,7 +170,8 @@ def export(
         ExportError: if the model's code cannot be traced.
         ScriptError: for a module whose scripted twin breaks its protocol.
     """
-    served = _served(model, "program")
+    _check_exports(model, "program")
+    served = _served(model)
     return program_of(example_of(served, args, kwargs, static=static), served)
 
 
@@ -211,8 +212,9 @@ def package(
     from torch._inductor import aoti_compile_and_package
     from torch._inductor.exc import InvalidCxxCompiler
 
-    served = _served(model, "aoti")
-    target = _target(path, served, "aoti")
+    _check_exports(model, "aoti")
+    target = _target(path, model, "aoti")
+    served = _served(model)
     example = example_of(served, args, kwargs, static=static)
     program = program_of(example, served)
     called = {"tensors": [spec.note() for spec in example.specs], "output": _output_of(program, served)}
@@ -249,14 +251,13 @@ def _check_infers(model: nn.Module, form: str) -> None:
         )
 
 
-def _served(model: ShardedModel, form: str) -> ServedModel:
-    """The model itself if its tables are in inference kernels, else a copy with float32 tables.
-
-    Raises:
-        ConfigError: if the model is not sharded, or is in training mode.
-    """
+def _check_exports(model: ShardedModel, form: str) -> None:
     require_sharded(model, "exporting")
     _check_infers(model, form)
+
+
+def _served(model: ShardedModel) -> ServedModel:
+    """The model itself if its tables are in inference kernels, else a copy with float32 tables."""
     return model if isinstance(model, ServedModel) else quantize(model, "fp32")
 
 
