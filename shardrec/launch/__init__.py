@@ -9,8 +9,8 @@
     quiet.py            silence other libraries' warnings during a run
 
 Its names are imported at their first use, because a process that only starts others needs no torch. It also has what a
-program needs to begin (``check_versions``), and what ranks use to agree (``exchange/agree.py``), and
-:func:`peers`, which names the ranks that others wait for.
+program needs to begin (``check_versions``), what ranks use to agree (``exchange/agree.py``), and :func:`peers`,
+which names the ranks that others wait for.
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from shardrec.launch import peers
+from shardrec.launch import gather, peers
 from shardrec.pipeline import TrainPipeline
 from shardrec.trainer.data import ClickBatch, ClickMetrics, Task
 from shardrec.trainer.run.task_metrics import TaskMetrics, logit_metrics, outputs_of, task_metrics
@@ -72,9 +72,7 @@ def gather_rows(rows_CN: Tensor) -> Tensor:
     if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
         return rows_CN
     with peers(None, "gathering of predictions"):
-        counts = [torch.zeros(1, dtype=torch.int64) for _ in range(dist.get_world_size())]
-        dist.all_gather(counts, torch.tensor([rows_CN.size(1)]))
-        sizes = [int(count) for count in counts]
+        sizes = gather(rows_CN.size(1))
         padded_CM = rows_CN.new_zeros((rows_CN.size(0), max(sizes)))
         padded_CM[:, : rows_CN.size(1)] = rows_CN
         gathered = [torch.zeros_like(padded_CM) for _ in sizes]

@@ -29,7 +29,7 @@ from shardrec import (
     shard,
 )
 from shardrec.files import parse_json, read_text
-from shardrec.launch import RankInfo, gather, joined_run, meet, on_first_rank, over_ranks, peers, same_everywhere
+from shardrec.launch import RankInfo, all_gather, joined_run, meet, on_first_rank, over_ranks, same_everywhere
 from shardrec.trainer.console import working
 from shardrec.trainer.data import ClickBatch, ClickMetrics, FeatureSpec
 from shardrec.trainer.data.spec import VOCABULARIES, parse_spec, read_spec
@@ -348,10 +348,7 @@ def _alike_on_ranks(config: TrainConfig, rank_info: RankInfo, resume: bool) -> t
     Raises:
         ConfigError: on every rank, if a rank was started with other options.
     """
-    if rank_info.world_size == 1:
-        return config, resume
-    with peers(None, "start"):
-        of_ranks, resumes = zip(*gather((config.to_mapping(), resume)), strict=True)
+    of_ranks, resumes = zip(*all_gather((config.to_mapping(), resume), rank_info, "start"), strict=True)
     first = of_ranks[0]
     differing = {name: options for options in of_ranks for name in options if options[name] != first[name]}
     faults = [
