@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import lru_cache
 from itertools import accumulate, pairwise
 
 import numpy as np
@@ -92,7 +92,7 @@ def add_option(option: Option, loads: Floats, memory: Floats, limits: Floats) ->
     return chosen
 
 
-@cache
+@lru_cache(1024)
 def _ranks_of(places: tuple[Place, ...]) -> Ints:
     """(items, P) the rank of each item at each place. There are few sets of places, which many gangs share."""
     return np.array(places).T.copy()
