@@ -6,7 +6,6 @@ from typing import Final, Literal
 
 from benchmarks.harness.workload import PRESETS, WorkloadTable, parse_tables
 from shardrec.errors import ConfigError
-from shardrec.exchange.wire_format import WireType
 from shardrec.trainer.run.options import Options, option
 
 __all__ = ["PLANNER", "BenchConfig", "Cut"]
@@ -25,6 +24,8 @@ Cut = Literal[
     "mixed",
     "planner",
 ]
+
+_Wire = Literal["fp32", "fp16", "bf16", "int8"]
 
 
 class _Workload(Options):
@@ -60,9 +61,9 @@ class _Sharding(Options):
     """How every table is cut; 'mixed' is by turns."""
     plan: str | None = option(None, metavar="PATH")
     """Use this plan.json; its tables are t0, t1, ..."""
-    output_comms: WireType = "fp32"
+    output_comms: _Wire = "fp32"
     """Format of the output all-to-all."""
-    gradient_comms: WireType = "fp32"
+    gradient_comms: _Wire = "fp32"
     """Format of the gradient all-to-all."""
 
 
