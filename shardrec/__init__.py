@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from shardrec.planner import Constraint, plan
     from shardrec.replicas import ElasticModel, Replicas
     from shardrec.scripting import script
-    from shardrec.serve.export import export
+    from shardrec.serve.exporter import export
     from shardrec.serve.publisher import Publisher
 
 __version__ = "0.1.0"
@@ -95,7 +95,7 @@ _NAMES = {
     "planner": "Constraint plan",
     "replicas": "ElasticModel Replicas",
     "scripting": "script",
-    "serve.export": "export",
+    "serve.exporter": "export",
     "serve.publisher": "Publisher",
 }
 _HOMES = {name: home for home, names in _NAMES.items() for name in names.split()}
@@ -105,8 +105,9 @@ _WITHOUT_FBGEMM = {"errors", "ids", "layout", "pending", "scripting"}
 
 
 PROVIDED |= {
-    "portable_twin": "shardrec.portable.portable_twin",
-    "replica_of": "shardrec.replicas",
+    "ElasticModel": "shardrec.replicas",
+    "ReplicatedModel": "shardrec.replicas",
+    "portable_twin": "shardrec.portable",
     "replan_model": "shardrec.checkpoint.replan",
     "reshard_model": "shardrec.checkpoint.reshard",
     "shard_over_servers": "shardrec.rpc.remote_model",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any, TypeVar, cast
+from typing import TypeVar, cast
 
 import torch
 import torch._dynamo
@@ -13,7 +13,7 @@ from shardrec.errors import ConfigError
 
 __all__ = ["left_alone", "passed_over"]
 
-F = TypeVar("F", bound=Callable[..., Any])
+F = TypeVar("F", bound=Callable[..., object])
 
 
 def left_alone(function: F) -> F:
@@ -31,7 +31,7 @@ def passed_over(function: F) -> F:
     skipped = torch._dynamo.decorators.skip(function)
 
     @functools.wraps(function)
-    def unless_exported(*args: Any, **kwargs: Any) -> Any:
+    def unless_exported(*args: object, **kwargs: object) -> object:
         if torch.compiler.is_exporting():
             raise ConfigError(
                 f"torch.export.export cannot trace a {type(args[0]).__name__}: use shardrec.export(model.eval(), "

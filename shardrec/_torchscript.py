@@ -7,11 +7,12 @@ been the same since torch 2.0.
 
 from __future__ import annotations
 
+import linecache
 import threading
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from types import MethodType
+from types import FunctionType, MethodType
 from typing import Any
 
 import torch
@@ -32,10 +33,14 @@ __all__ = [
     "counts_of",
     "defer",
     "deferred_waits",
+    "dict_of",
+    "forward_of",
     "generic_wait",
     "inline",
     "inlined",
+    "list_of",
     "methods_of",
+    "plain",
     "quiet",
     "subgraphs",
     "writes_or_aliases",
@@ -97,7 +102,7 @@ def after_script(module: nn.Module, then: Callable[[torch.jit.ScriptModule], Non
     module.__class__ = type(old.__name__, (old,), members)
 
 
-def compiles_to(function: Callable[..., Any], operator: str) -> None:
+def compiles_to(function: Callable[..., object], operator: str) -> None:
     """Has TorchScript compile calls of ``function`` to ``operator``.
 
     A Python function with type variables cannot be compiled: TorchScript has none, except in the schemas of its own
@@ -111,7 +116,7 @@ def await_type(value: Type) -> Type:
     return torch._C.AwaitType(value)
 
 
-def compiled_nowait(value: Any) -> Any | None:
+def compiled_nowait(value: object) -> Any | None:
     """An Await of ``value`` that compiled code accepts, or None if TorchScript has no type for it.
 
     One that is made in Python, ``torch.jit._awaitable_nowait(value)``, is an ``Await`` of an unknown Python object, and
@@ -180,7 +185,7 @@ _WAIT_OVERLOADS = {
 
 
 @contextmanager
-def generic_wait(wait: Callable[..., Any]) -> Iterator[None]:
+def generic_wait(wait: Callable[..., object]) -> Iterator[None]:
     """Inside, ``wait`` compiles for an Await, a Future and a plain value; outside, as :func:`compiles_to` was told.
 
     On leaving, also by an error, everything that has been compiled inside is made of torch's operators again.
@@ -332,14 +337,29 @@ def counts_of(numbers: Tensor, total: int | None = None) -> list[int]:
     return counts
 
 
-def list_of(kind: Any, values: Iterable[Any]) -> Any:
+def list_of(kind: Any, values: Iterable[object]) -> Any:
     """A list attribute whose type TorchScript is told, for an empty one does not show it."""
     return torch.jit.Attribute(list(values), list[kind])
 
 
-def dict_of(kind: Any, values: Mapping[str, Any]) -> Any:
+def dict_of(kind: Any, values: Mapping[str, object]) -> Any:
     """The same of a dict with text as keys."""
     return torch.jit.Attribute(dict(values), dict[str, kind])
+
+
+def forward_of(lines: Sequence[str], source: str, **names: object) -> FunctionType:
+    """The function ``forward`` that some lines define; TorchScript reads a function's source, so that is kept.
+
+    Args:
+        lines: each with its line feed.
+        source: name of the source in ``linecache.cache``, from which it may be removed.
+        names: what the lines use.
+    """
+    linecache.cache[source] = (sum(map(len, lines)), None, [*lines], source)
+    exec(compile("".join(lines), source, "exec"), names)
+    forward = names["forward"]
+    assert isinstance(forward, FunctionType)
+    return forward
 
 
 def plain(module: nn.Module) -> nn.Module:

@@ -26,7 +26,7 @@ from shardrec.exchange.safe_pickle import gather
 from shardrec.launch.ranks import joined_run
 from shardrec.launch.run import run_on_ranks
 from shardrec.trainer.data import ClickSchema
-from shardrec.trainer.models.sasrec import SASRec
+from shardrec.trainer.models.sequence import SASRec
 from shardrec.trainer.run.losses import with_own_loss
 
 ITEMS, DIM, BLOCKS, NEGATIVES = 20_000, 64, 2, 1024

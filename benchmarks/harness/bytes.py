@@ -25,10 +25,10 @@ from benchmarks.harness.report import ByteReport
 from benchmarks.harness.volume import EXCHANGES, Volume
 from benchmarks.harness.workload import WorkloadTable
 from shardrec.exchange.collectives import collectives_of
-from shardrec.step.context import ExchangeOptions, ModelContext
-from shardrec.launch.ranks import RankInfo, joined_run, same_everywhere
+from shardrec.launch import RankInfo, joined_run, same_everywhere
 from shardrec.layout import ShardingPlan, Topology
 from shardrec.planner import plan as make_plan
+from shardrec.step.context import ExchangeOptions, ModelContext
 from shardrec.trainer.run.report import environment
 
 __all__ = ["count_bytes"]

@@ -1,12 +1,12 @@
 """``shardrec bench``: a flag for each field of :class:`~benchmarks.harness.timing.TimingConfig` and, with ``--bytes``,
-of :class:`~benchmarks.harness.BenchConfig`. :mod:`shardrec.trainer.cli.bench` finds it in the checkout."""
+of :class:`~benchmarks.harness.BenchConfig`. :mod:`shardrec.trainer.cli.app` finds it in the checkout."""
 
 from __future__ import annotations
 
 import inspect
 import json
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, get_origin
 
 import typer
 
@@ -84,8 +84,9 @@ def _count(flags: Mapping[str, Any], switches: Mapping[str, bool]) -> bool:
     """Count bytes; whether any differ."""
     _refuse_others(flags, BenchConfig, "--bytes does not time anything: leave it out, or --bytes")
     # Of a list of the timings' only one value makes sense here; the config says which there are.
+    lists = {name for name, field in BenchConfig.model_fields.items() if get_origin(field.annotation) is tuple}
     values: dict[str, Any] = {
-        name: ",".join(value) if isinstance(value, list) and BenchConfig.model_fields[name].annotation is str else value
+        name: ",".join(value) if isinstance(value, list) and name not in lists else value
         for name, value in flags.items()
     }
     report = bench(BenchConfig(**values), debug=switches["debug"])

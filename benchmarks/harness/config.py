@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+from typing import Final, Literal
+
 from benchmarks.harness.workload import PRESETS, WorkloadTable, parse_tables
 from shardrec.errors import ConfigError
 from shardrec.trainer.run.options import Options, option
 
-__all__ = ["CUTS", "PLANNER", "BenchConfig"]
+__all__ = ["PLANNER", "BenchConfig", "Cut"]
 
-PLANNER = "planner"
+PLANNER: Final = "planner"
 """The value of ``cut`` that leaves the plan to the planner."""
 
-CUTS = (
+Cut = Literal[
     "table_wise",
     "row_wise",
     "column_wise",
@@ -20,66 +22,81 @@ CUTS = (
     "grid",
     "data_parallel",
     "mixed",
-    PLANNER,
-)
+    "planner",
+]
 
-_WORKLOAD, _SHARDING, _STEP = (f"With --bytes: {part}" for part in ("workload", "sharding", "step"))
-_RANKS = "Ranks"
-_WIRES = ("fp32", "fp16", "bf16", "int8")
+_Wire = Literal["fp32", "fp16", "bf16", "int8"]
 
 
-class BenchConfig(Options):
+class _Workload(Options):
+    panel = "With --bytes: workload"
+
+    tables: tuple[str, ...] = option(
+        ("26x20000x64",),
+        help=f"Tables of a kind, each with a feature of its own, or a preset: {', '.join(PRESETS)}; can be repeated.",
+        metavar="NUMBERxROWSxDIM[xIDS]",
+    )
+    max_rows: int = option(100_000, ge=1)
+    """Most rows of a preset's table."""
+    batch_size: int = option(4096, ge=1)
+    """Samples of each rank."""
+    pooling: int | None = option(None, ge=1, metavar="IDS")
+    """Ids of every bag (default: 1, or as the tables say)"""
+    ids: Literal["uniform", "zipf"] = "uniform"
+    """Each row as likely, or as rank to the power of -1.05."""
+    module: Literal["pooled", "sequence"] = "pooled"
+    """EmbeddingBagCollection, or EmbeddingCollection."""
+    dedup: Literal["on", "off"] = "on"
+    """Sequences send each distinct id of a table once, or all ids."""
+    weights: Literal["none", "given", "learned"] = "none"
+    """Weights of ids: none, data, or learned."""
+    seed: int = option(0, ge=0)
+    """Seed of ids and weights."""
+
+
+class _Sharding(Options):
+    panel = "With --bytes: sharding"
+
+    cut: Cut = "table_wise"
+    """How every table is cut; 'mixed' is by turns."""
+    plan: str | None = option(None, metavar="PATH")
+    """Use this plan.json; its tables are t0, t1, ..."""
+    output_comms: _Wire = "fp32"
+    """Format of the output all-to-all."""
+    gradient_comms: _Wire = "fp32"
+    """Format of the gradient all-to-all."""
+
+
+class _Step(Options):
+    panel = "With --bytes: step"
+
+    step: Literal["train", "forward"] = "train"
+    """Forward and backward, or forward only."""
+    optimizer: Literal["sgd", "adagrad", "rowwise_adagrad", "adam"] = "rowwise_adagrad"
+    """Optimizer of the tables, fused into their backward."""
+    steps: int = option(3, ge=1)
+    """Steps to measure, each with ids of its own."""
+
+
+class _Ranks(Options):
+    panel = "Ranks"
+
+    nproc: int | None = option(None, ge=1)
+    """Ranks to start on this machine (default: 2; under torchrun, its ranks are joined)"""
+    hosts: int = option(1, ge=1)
+    """Treat the ranks as if spread over this number of hosts, wherever they are."""
+    threads: int | None = option(None, ge=1)
+    """Threads of each rank (default: cores / ranks)"""
+    device: Literal["cpu", "cuda"] = "cpu"
+    """Where the tables live."""
+
+
+class BenchConfig(_Ranks, _Step, _Sharding, _Workload):
     """One measurement. Each field is, with dashes, a flag; its text is that flag's help.
 
     Raises:
         ConfigError: naming each option that cannot be honoured, its value and what it may be.
     """
-
-    tables: tuple[str, ...] = option(
-        ("26x20000x64",),
-        _WORKLOAD,
-        f"Tables of a kind, each with a feature of its own, or a preset: {', '.join(PRESETS)}; can be repeated.",
-        metavar="NUMBERxROWSxDIM[xIDS]",
-    )
-    max_rows: int = option(100_000, _WORKLOAD, "Most rows of a preset's table.", ge=1)
-    batch_size: int = option(4096, _WORKLOAD, "Samples of each rank.", ge=1)
-    pooling: int | None = option(
-        None, _WORKLOAD, "Ids of every bag (default: 1, or as the tables say)", ge=1, metavar="IDS"
-    )
-    ids: str = option(
-        "uniform", _WORKLOAD, "Each row as likely, or as rank to the power of -1.05.", choices=("uniform", "zipf")
-    )
-    module: str = option(
-        "pooled", _WORKLOAD, "EmbeddingBagCollection, or EmbeddingCollection.", choices=("pooled", "sequence")
-    )
-    dedup: str = option(
-        "on", _WORKLOAD, "Sequences send each distinct id of a table once, or all ids.", choices=("on", "off")
-    )
-    weights: str = option(
-        "none", _WORKLOAD, "Weights of ids: none, data, or learned.", choices=("none", "given", "learned")
-    )
-    seed: int = option(0, _WORKLOAD, "Seed of ids and weights.", ge=0)
-
-    cut: str = option("table_wise", _SHARDING, "How every table is cut; 'mixed' is by turns.", choices=CUTS)
-    plan: str | None = option(None, _SHARDING, "Use this plan.json; its tables are t0, t1, ...", metavar="PATH")
-    output_comms: str = option("fp32", _SHARDING, "Format of the output all-to-all.", choices=_WIRES)
-    gradient_comms: str = option("fp32", _SHARDING, "Format of the gradient all-to-all.", choices=_WIRES)
-
-    step: str = option("train", _STEP, "Forward and backward, or forward only.", choices=("train", "forward"))
-    optimizer: str = option(
-        "rowwise_adagrad",
-        _STEP,
-        "Optimizer of the tables, fused into their backward.",
-        choices=("sgd", "adagrad", "rowwise_adagrad", "adam"),
-    )
-    steps: int = option(3, _STEP, "Steps to measure, each with ids of its own.", ge=1)
-
-    nproc: int | None = option(
-        None, _RANKS, "Ranks to start on this machine (default: 2; under torchrun, its ranks are joined)", ge=1
-    )
-    hosts: int = option(1, _RANKS, "Treat the ranks as if spread over this number of hosts, wherever they are.", ge=1)
-    threads: int | None = option(None, _RANKS, "Threads of each rank (default: cores / ranks)", ge=1)
-    device: str = option("cpu", _RANKS, "Where the tables live.", choices=("cpu", "cuda"))
 
     def workload_tables(self) -> tuple[WorkloadTable, ...]:
         """The tables that ``tables`` asks for."""

@@ -24,7 +24,7 @@ __all__ = ["WorkloadFormula", "batches_of", "comms_of"]
 
 def comms_of(config: BenchConfig) -> QuantizedComms:
     """The formats that the options ask for."""
-    return QuantizedComms(output=config.output_comms, gradient=config.gradient_comms)  # type: ignore[arg-type]
+    return QuantizedComms(output=config.output_comms, gradient=config.gradient_comms)
 
 
 def batches_of(config: BenchConfig, tables: Sequence[WorkloadTable]) -> BatchMaker:

@@ -18,7 +18,7 @@ def cut_plan(
 
     Args:
         tables: of the workload.
-        cut: of ``benchmarks.harness.config.CUTS`` but the planner's; ``"mixed"`` takes the cuts in turn, without
+        cut: of ``benchmarks.harness.config.Cut`` but the planner's; ``"mixed"`` takes the cuts in turn, without
             ``data_parallel``.
         topology: the ranks.
         turns: the cuts that ``"mixed"`` takes instead.

@@ -14,9 +14,9 @@ from torchrec.optim import RowWiseAdagrad
 from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
 
 from benchmarks.harness.workload import WorkloadTable
-from shardrec.step.context import ModelContext
 from shardrec.layout import ShardingPlan
 from shardrec.modules import ShardedEmbeddingBagCollection, ShardedEmbeddingCollection, ShardedModel
+from shardrec.step.context import ModelContext
 
 __all__ = ["EPS", "LEARNING_RATE", "sharded_module", "total_of", "unsharded_module"]
 

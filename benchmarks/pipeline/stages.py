@@ -12,7 +12,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from shardrec.pipeline import Pipeline
-from shardrec.pipeline.schedule import bubble
 from shardrec.pipeline.skip import pop, skippable, stash
 
 __all__ = ["bubbles", "skips"]
@@ -98,5 +97,5 @@ def bubbles(steps: int) -> list[tuple[int, float, float]]:
             with pipeline.record() as timeline:
                 pipeline.step(torch.randn(8192, 512), loss_fn=lambda output, _: output.square().mean())
             shares.append(timeline.idle_share)
-        rows.append((chunks, statistics.median(shares[2:]), bubble(stages, chunks)))
+        rows.append((chunks, statistics.median(shares[2:]), (stages - 1) / (chunks + stages - 1)))
     return rows

@@ -1,8 +1,8 @@
 """Embedding servers under load, with and without async_execution, and a training step against collectives.
 
 ``load``: 8 clients (threads of 2 processes) ask one server for pooled rows as fast as it answers. The two ways take
-turns in one run: ``look_up``, which merges what waits, and a plain function, which looks up in the RPC thread that runs
-it. ``step``: 2 trainers with 2 servers, and the same model sharded over the 2 trainers, take turns step by step.
+turns in one run: the server's own, which merges what waits, and a plain function, which looks up in the RPC thread that
+runs it. ``step``: 2 trainers with 2 servers, and the same model sharded over the 2 trainers, take turns step by step.
 """
 
 from __future__ import annotations
@@ -28,12 +28,10 @@ import shardrec
 from shardrec.launch.run import run_on_ranks
 from shardrec.layout import ShardingPlan, Topology, cuts
 from shardrec.rpc import EmbeddingServer, RpcWorld
-from shardrec.rpc.client import Connections
-from shardrec.rpc.messages import Answer, Part, check_parts
-from shardrec.rpc.server import look_up
+from shardrec.rpc.messages import Answer, Connections, Part, call, check_parts
 
 TABLES, DIM, PROCESSES, THREADS = 26, 32, 2, 4
-WAYS = {"async_execution": look_up}
+WAYS = {"async_execution": call}
 
 
 class Bags(nn.Module):
@@ -89,16 +87,14 @@ def plan(rows: int, servers: int, collections: int = 1) -> ShardingPlan:
 _SERVER: list[EmbeddingServer] = []
 
 
-def blocking_look_up(parts: list[Part]) -> Answer:
+def blocking_call(method: str, parts: list[Part]) -> Answer:
     """A lookup without async_execution: the RPC thread makes it, for this request alone."""
     (server,) = _SERVER
     with torch.no_grad():
-        checked = check_parts(parts, server._collections)
-        found = [server._serve(server._collections[part[0]], [part]).flat.reshape(-1) for part in checked]
-    return True, torch.cat(found)
+        return True, server._look_up([check_parts(parts, server._collections)])[0]
 
 
-WAYS["blocking"] = blocking_look_up
+WAYS["blocking"] = blocking_call
 
 
 def serve(options: argparse.Namespace, world: RpcWorld, rank: int, servers: int) -> None:
@@ -150,16 +146,16 @@ def _request(model: Any, features: KeyedJaggedTensor) -> list[Part]:
     """What a forward asks the server for."""
     found: list[list[Part]] = []
     servers: Connections = model._collectives.servers
-    ask = servers.ask
+    unchanged = servers.call
 
-    def note(server: int, function: Any, *args: Any, what: str) -> Any:
-        found.append(args[0])
-        return ask(server, function, *args, what=what)
+    def note(server: int, method: str, *arguments: Any) -> Any:
+        found.append(arguments[0])
+        return unchanged(server, method, *arguments)
 
-    servers.ask = note  # type: ignore[method-assign]
+    servers.call = note  # type: ignore[method-assign]
     with torch.no_grad():
         model(features)
-    servers.ask = ask  # type: ignore[method-assign]
+    servers.call = unchanged  # type: ignore[method-assign]
     return found[0]
 
 
@@ -167,7 +163,7 @@ def _ask(server: str, function: Any, requests: list[list[Part]], end: float, tim
     number = threading.get_ident()
     while (begin := time.perf_counter()) < end:
         number += 1
-        answer = rpc.rpc_sync(server, function, args=(requests[number % len(requests)],))
+        answer = rpc.rpc_sync(server, function, args=("lookup", requests[number % len(requests)]))
         assert answer[0], answer
         times.append(time.perf_counter() - begin)
 

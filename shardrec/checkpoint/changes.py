@@ -32,7 +32,6 @@ import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -55,13 +54,16 @@ Kept = dict[PartKey, tuple[SavedPart, Tensor]]
 """What is saved of parts, and (n,) int64 ascending, the rows that have changed since: one tensor for all of a shard."""
 
 
+ShardKey = tuple[str, int, int, int]
+"""A table, the first row of a shard of it, the row after the last, and the first column."""
+
 ShardParts = dict[PartKey, Part]
 """Parts of tensors that have the same rows."""
 
 
-def shards_of(tensors: Mapping[str, HeldTensor]) -> dict[tuple[Any, ...], ShardParts]:
+def shards_of(tensors: Mapping[str, HeldTensor]) -> dict[ShardKey, ShardParts]:
     """The parts of tables that this rank writes, by table, rows and first column."""
-    shards: dict[tuple[Any, ...], ShardParts] = {}
+    shards: dict[ShardKey, ShardParts] = {}
     for name, tensor in tensors.items():
         for part in tensor.parts if tensor.rows_of else ():
             if part.saved:
@@ -90,7 +92,7 @@ class SavedBefore:
         self.complete = False
         self._random = torch.Generator().manual_seed(secrets.randbits(63))
         self._factors = torch.empty((2, 0), dtype=torch.int64)
-        self._hashes: dict[tuple[Any, ...], tuple[list[tuple[Any, ...]], Tensor]] = {}
+        self._hashes: dict[ShardKey, tuple[list[tuple[str, Rect, torch.dtype]], Tensor]] = {}
 
     def kept(
         self,
@@ -158,7 +160,7 @@ class SavedBefore:
             return False
         return True
 
-    def _update(self, key: tuple[Any, ...], shard: ShardParts) -> Tensor | None:
+    def _update(self, key: ShardKey, shard: ShardParts) -> Tensor | None:
         """(n,) the rows whose hashes have changed, or None if there were none; stores the new hashes."""
         kinds = [(*part_key, part.values.dtype) for part_key, part in shard.items()]
         matrices = [as_matrix(part.values) for part in shard.values()]

@@ -12,11 +12,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardrec.checkpoint.agree import Ranks
 from shardrec.checkpoint.load import load_checkpoint
 from shardrec.checkpoint.manifest import MANIFEST
 from shardrec.checkpoint.save import PendingSave, check_incremental, remove, save, wait_for_save
 from shardrec.errors import CheckpointError, ConfigError
+from shardrec.exchange.agree import on_all_ranks
 from shardrec.modules.sharded_model import ShardedModel
 from shardrec.replicas.elastic_model import ElasticModel
 
@@ -74,7 +74,7 @@ class Checkpoints:
         step: int,
         model: ShardedModel,
         optimizer: torch.optim.Optimizer | None = None,
-        extra: Mapping[str, Any] | None = None,
+        extra: Mapping[str, object] | None = None,
         *,
         rank_state: Mapping[str, Tensor] | None = None,
         wait: bool = True,
@@ -117,8 +117,7 @@ class Checkpoints:
             PeerError: if another rank is gone or did not answer in time.
         """
         wait_for_save(model)
-        ranks = Ranks(model.group, model.context.device)
-        paths = ranks.agree("load", self.paths, remedy="see that every rank can read it")[0]
+        paths = on_all_ranks(self.paths, model.ranks, "load", remedy="see that every rank can read it")[0]
         faults = []
         for step, path in reversed(paths.items()):
             rank_state: dict[str, Tensor] = {}

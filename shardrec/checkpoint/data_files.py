@@ -43,6 +43,7 @@ __all__ = [
     "BLOCK_BYTES",
     "CACHED_BYTES",
     "DTYPES",
+    "DTYPE_NAMES",
     "OpenFile",
     "SavedFile",
     "SavedRows",
@@ -70,6 +71,8 @@ DTYPES = {
     "BOOL": torch.bool,
 }
 """The dtypes that a checkpoint can hold, by their names in the safetensors format."""
+
+DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -140,12 +143,11 @@ def write_file(path: Path, tensors: Sequence[tuple[str, Part, Tensor | None]]) -
         The file, and where in it each tensor starts, in bytes.
     """
     header, end = {}, 0
-    names = {dtype: name for name, dtype in DTYPES.items()}
     for name, part, rows in tensors:
         values = part.values
         shape = list(values.shape) if rows is None else [len(rows), *values.shape[1:]]
         start, end = end, end + math.prod(shape) * values.itemsize
-        header[name] = {"dtype": names[values.dtype], "shape": shape, "data_offsets": [start, end]}
+        header[name] = {"dtype": DTYPE_NAMES[values.dtype], "shape": shape, "data_offsets": [start, end]}
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)
     starts = []
@@ -269,13 +271,6 @@ class OpenFile:
             self._read(block.numpy().data, start)
             part.copy_(block.view(dtype).view(len(part), saved.cols)[:, place.cols_in(saved)])
             start += len(block)
-
-    def read_rows(
-        self, rows: SavedRows, saved: Rect, dtype: torch.dtype, into: Tensor, place: Rect, buffer: Tensor
-    ) -> None:
-        """As :meth:`read`, of some rows of the saved rectangle."""
-        for numbers, values in self.rows(rows, saved, dtype, place, buffer):
-            into[numbers.to(into.device)] = values.to(into.device, into.dtype)
 
     def rows(
         self, rows: SavedRows, saved: Rect, dtype: torch.dtype, place: Rect, buffer: Tensor

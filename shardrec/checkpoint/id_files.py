@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from shardrec.checkpoint.agree import Ranks
 from shardrec.checkpoint.ids import dynamic_tables
 from shardrec.errors import CheckpointError
+from shardrec.exchange.agree import on_all_ranks
 from shardrec.exchange.hashing import home_rows
+from shardrec.ids.id_map import IdMap
 from shardrec.layout import Shard, TableLayout
 from shardrec.modules.sharded_model import ShardedModel
 
@@ -33,7 +33,6 @@ def export_ids(model: ShardedModel, folder: str | Path) -> None:
     Raises:
         CheckpointError: on every rank, if one of them cannot write.
     """
-    ranks = Ranks(model.group, model.context.device)
 
     def write() -> None:
         import pyarrow as pa
@@ -50,9 +49,9 @@ def export_ids(model: ShardedModel, folder: str | Path) -> None:
                 ids, uses, last = id_map.records[rows].t().numpy()
                 columns = {"id": ids, "row": (rows + shard.row_start).numpy(), "uses": uses, "last": last}
                 parts.append(pa.table({"table": [table.layout.name] * len(rows), **columns}, schema=schema))
-        pq.write_table(pa.concat_tables(parts), Path(folder) / f"ids-{ranks.rank:05}.parquet")
+        pq.write_table(pa.concat_tables(parts), Path(folder) / f"ids-{model.ranks.rank:05}.parquet")
 
-    ranks.agree("save", write, remedy=_REMEDY)
+    on_all_ranks(write, model.ranks, "save", remedy=_REMEDY)
 
 
 def import_ids(model: ShardedModel, folder: str | Path) -> None:
@@ -71,8 +70,7 @@ def import_ids(model: ShardedModel, folder: str | Path) -> None:
             fallback rows, reserved rows, or rows outside the row block that its hash gives. To move ids to another
             plan's row blocks, use a checkpoint.
     """
-    ranks = Ranks(model.group, model.context.device)
-    updates: list[tuple[Any, Tensor]] = []
+    updates: list[tuple[IdMap, Tensor]] = []
 
     def read() -> None:
         import pyarrow as pa
@@ -117,7 +115,7 @@ def import_ids(model: ShardedModel, folder: str | Path) -> None:
                 records[places] = torch.stack([ids[here], uses[here].clamp(min=1), last[here]], dim=1)
                 updates.append((id_map, records))
 
-    ranks.agree("load", read, remedy=_REMEDY)
+    on_all_ranks(read, model.ranks, "load", remedy=_REMEDY)
     for id_map, records in updates:
         id_map.records.copy_(records)
         id_map.candidates.zero_()

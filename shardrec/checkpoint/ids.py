@@ -81,8 +81,8 @@ def dynamic_tables(model: ShardedModel) -> list[DynamicTable]:
     path_of = {id(module): path for path, module in model.module.named_modules() if isinstance(module, ShardedTable)}
     return [
         DynamicTable(path=path_of[id(table)], layout=table.layout, collection=collection, maps=collection.id_maps)
-        for collection in model.module.modules()
-        if isinstance(collection, ShardedCollection) and collection.id_maps is not None
+        for collection in model.sharded_collections
+        if collection.id_maps is not None
         for table in collection.tables().values()
         if table.layout.name in collection.id_maps.options
     ]

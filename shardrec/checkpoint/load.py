@@ -16,7 +16,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardrec.checkpoint.agree import Ranks
 from shardrec.checkpoint.data_files import BLOCK_BYTES, CACHED_BYTES, DTYPES, OpenFile
 from shardrec.checkpoint.ids import Moves
 from shardrec.checkpoint.manifest import (
@@ -24,17 +23,17 @@ from shardrec.checkpoint.manifest import (
     PARTIAL,
     Manifest,
     Read,
-    SavedPart,
     SavedTensor,
     leftovers,
     read_manifest,
 )
 from shardrec.checkpoint.optimizer import load_settings, optimizer_faults, state_targets
-from shardrec.checkpoint.parts import HeldTensor, Rect, as_matrix, held
+from shardrec.checkpoint.parts import HeldTensor, as_matrix, held
 from shardrec.checkpoint.rows import RowFile
 from shardrec.checkpoint.save import rank_name, wait_for_save
-from shardrec.checkpoint.state import model_tensors, sharded_collections
+from shardrec.checkpoint.state import model_tensors
 from shardrec.errors import CheckpointError, ConfigError
+from shardrec.exchange.agree import Ranks, on_all_ranks
 from shardrec.modules.sharded_model import ShardedModel
 from shardrec.replicas.replicated_model import ReplicatedModel
 
@@ -75,7 +74,7 @@ def load_checkpoint(
     """
     wait_for_save(model)
     with ExitStack() as stack:
-        source = Source(Path(path), Ranks(model.group, model.context.device), stack)
+        source = Source(Path(path), model.ranks, stack)
         load_source(source, model, optimizer)
     if rank_state is not None:
         rank_state.clear()
@@ -86,14 +85,14 @@ def load_checkpoint(
 def load_source(source: Source, model: ShardedModel, optimizer: torch.optim.Optimizer | None) -> None:
     """Verify a checkpoint on all ranks, then read it; raises what :func:`load_checkpoint` does."""
     ranks = source.ranks
-    if len(set(ranks.agree("load", lambda: source.verify(model, optimizer), remedy=_REMEDY))) > 1:
+    if len(set(on_all_ranks(lambda: source.verify(model, optimizer), ranks, "load", remedy=_REMEDY))) > 1:
         raise CheckpointError(
             f"the ranks see different checkpoints in {source.folder}; give a folder on a file system that they all "
             "share, into which no job saves at the same time"
         )
     if model.servers:
         model.load_servers(source.folder)
-    ranks.agree("load", lambda: source.read(model, optimizer), remedy=f"the model is half loaded: {_REMEDY}")
+    on_all_ranks(lambda: source.read(model, optimizer), ranks, "load", remedy=f"the model is half loaded: {_REMEDY}")
 
 
 def verify_checkpoint(path: str | Path) -> Manifest:
@@ -183,7 +182,7 @@ class Source:
         files = self.manifest.all_files
         blocks = [(number, block) for number, file in enumerate(files) for block in range(file.blocks)]
         contents = self.manifest.contents()
-        rank, size = self.ranks.rank, self.ranks.size
+        rank, size = self.ranks.rank, self.ranks.world_size
         buffer = memoryview(bytearray(CACHED_BYTES))
         for number, block in blocks[len(blocks) * rank // size : len(blocks) * (rank + 1) // size]:
             self._file(number).verify(block, buffer)
@@ -227,14 +226,10 @@ class Source:
             )
         return self._open[number]
 
-    def _read(self, saved: SavedPart, dtype: torch.dtype, into: Tensor, place: Rect) -> None:
-        """Read the intersection of a saved part and a matrix in memory, as :meth:`OpenFile.read` takes them."""
-        saved.read(self._file, dtype, into, place, self._buffer)
-
     def _serve(self, read: Read) -> None:
         """Carry out a read."""
         if read.rows is None:
-            self._read(read.source, read.dtype, read.into, read.place)
+            read.source.read(self._file, read.dtype, read.into, read.place, self._buffer)
         else:
             (sources, targets), rect = read.rows, read.source.rect
             place = rect._replace(
@@ -247,7 +242,8 @@ class Source:
                 first, last = torch.searchsorted(sources, torch.tensor([start, end])).tolist()
                 if first < last:
                     rows = torch.empty((end - start, place.cols), dtype=read.dtype)
-                    self._read(read.source, read.dtype, rows, place._replace(row_start=start, row_end=end))
+                    part = place._replace(row_start=start, row_end=end)
+                    read.source.read(self._file, read.dtype, rows, part, self._buffer)
                     moved = rows.index_select(0, sources[first:last] - start).to(columns.device, columns.dtype)
                     columns.index_copy_(0, targets[first:last].to(columns.device), moved)
         if read.then is not None:
@@ -262,7 +258,7 @@ class Source:
         rank_tensors = {
             name: torch.empty(tensor.shape, dtype=DTYPES[tensor.dtype])
             for name, tensor in manifest.tensors.items()
-            if name.startswith(start) and len(manifest.files) == self.ranks.size + model.servers
+            if name.startswith(start) and len(manifest.files) == self.ranks.world_size + model.servers
         }
         targets = self._held | state_targets(model, optimizer, manifest)
         targets |= {name: held(value, saved=False) for name, value in rank_tensors.items()}
@@ -281,7 +277,7 @@ class Source:
             state = self._held.get(f"model.{path}._extra_state" if path else "model._extra_state")
             if state is not None and state.parts:  # read into what may be a copy of the module's
                 module.set_extra_state(state.parts[0].values)
-        for collection in sharded_collections(model):
+        for collection in model.sharded_collections:
             collection.load_step_counts(manifest.step_counts)
         load_settings(model, optimizer, manifest)
         if isinstance(model, ReplicatedModel):

@@ -19,13 +19,13 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from itertools import chain, islice, pairwise
 from pathlib import Path
-from typing import Any
+from types import UnionType
+from typing import Any, TypedDict
 
 import torch
 from torch import Tensor
@@ -33,15 +33,17 @@ from torch import Tensor
 from shardrec.checkpoint.data_files import DTYPES, OpenFile, SavedFile, SavedRows, sync_folder
 from shardrec.checkpoint.parts import Rect
 from shardrec.errors import CheckpointError
-from shardrec.files import naming, open_regular, parse_json
+from shardrec.files import naming, open_regular, parse_json, replacing
 
 __all__ = [
     "MANIFEST",
     "PARTIAL",
     "Manifest",
+    "ParamGroup",
     "Read",
     "SavedPart",
     "SavedTensor",
+    "Settings",
     "from_pairs",
     "leftovers",
     "read_manifest",
@@ -56,6 +58,17 @@ _DATA_FOLDER = re.compile(r"data-[0-9a-f]{16}")
 _DIGEST = b',\n"sha256": '
 _MAX_STEPS = 2**53
 _PAIRS = "(pairs)"
+
+
+Settings = Mapping[str, object]
+"""Of an optimizer, by name: numbers, texts, None and lists of these."""
+
+
+class ParamGroup(TypedDict):
+    """A group of an ordinary optimizer: its settings, and its parameters by name."""
+
+    settings: Settings
+    parameters: list[str]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,7 +117,8 @@ class SavedPart:
         buffer = buffer if row_bytes <= len(buffer) else torch.empty(row_bytes, dtype=torch.uint8)
         file(self.file).read(self.start, self.rect, dtype, into, common, buffer)
         for rows in self.changes:
-            file(rows.file).read_rows(rows, self.rect, dtype, into, common, buffer)
+            for numbers, values in file(rows.file).rows(rows, self.rect, dtype, common, buffer):
+                into[numbers.to(into.device)] = values.to(into.device, into.dtype)
 
     def extents(self, itemsize: int) -> tuple[list[tuple[int, int, int]], list[tuple[int, int, int]]]:
         """Where its values are, and the numbers of rows: file, first byte, and the one after the last."""
@@ -151,7 +165,7 @@ class SavedTensor:
     shape: tuple[int, ...]
     parts: tuple[SavedPart, ...]
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> dict[str, object]:
         """As JSON-compatible data; a part is ``[row_start, row_end, col_start, col_end, file, start, *changes]``."""
         parts = [[*part.rect, part.file, part.start, *map(list, part.changes)] for part in self.parts]
         return {"dtype": self.dtype, "shape": list(self.shape), "parts": parts}
@@ -231,11 +245,11 @@ class Manifest:
     files: tuple[SavedFile, ...] = ()
     linked: tuple[SavedFile, ...] = ()
     tensors: Mapping[str, SavedTensor] = field(default_factory=dict)
-    numbers: Mapping[str, Any]
+    numbers: Mapping[str, float]
     plan: Mapping[str, Any] = field(default_factory=dict)
     step_counts: Mapping[str, int]
-    fused_settings: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
-    param_groups: Sequence[Mapping[str, Any]] | None
+    fused_settings: Mapping[str, Settings] = field(default_factory=dict)
+    param_groups: Sequence[ParamGroup] | None
     extra: Mapping[str, Any]
 
     def contents(self) -> dict[int, dict[int, tuple[str, int]]]:
@@ -330,7 +344,7 @@ class Manifest:
         return manifest
 
 
-def with_pairs(value: Any) -> Any:
+def with_pairs(value: object) -> object:
     """A value for JSON, whose keys are texts: a dict with others as one whose only entry is a list of pairs."""
     if isinstance(value, dict):
         pairs = [[key, with_pairs(item)] for key, item in value.items()]
@@ -345,16 +359,17 @@ def from_pairs(value: dict[str, Any]) -> dict[Any, Any]:
     return dict(value[_PAIRS]) if value.keys() == {_PAIRS} else value
 
 
-def _check(name: str, value: object, kind: Any) -> None:
+def _check(name: str, value: object, kind: type | UnionType) -> None:
     if not isinstance(value, kind):
         raise ValueError(f"its {name!r} is a {type(value).__name__}")
 
 
-def _integers(values: Sequence[Any]) -> tuple[int, ...]:
+def _integers(values: Sequence[object]) -> tuple[int, ...]:
     """The values, each of which must be a whole number; JSON's 1.0 and true would pass for one until they are used."""
-    if not all(type(value) is int for value in values):
+    integers = tuple(value for value in values if type(value) is int)
+    if len(integers) < len(values):
         raise ValueError(f"{next(value for value in values if type(value) is not int)!r} is no whole number")
-    return tuple(values)
+    return integers
 
 
 def read_manifest(folder: Path, name: str = MANIFEST) -> Manifest:
@@ -387,12 +402,8 @@ def read_manifest(folder: Path, name: str = MANIFEST) -> Manifest:
 
 def write_manifest(folder: Path, manifest: Manifest, name: str = MANIFEST) -> None:
     """Atomically make ``folder`` the checkpoint that ``manifest`` describes, and wait until it is on disk."""
-    partial = folder / PARTIAL
-    with naming(partial), partial.open("wb") as file:
-        file.write(manifest.to_bytes())
-        file.flush()
-        os.fsync(file.fileno())
-    partial.replace(folder / name)
+    with replacing(folder / name, PARTIAL, sync=True) as partial, naming(partial):
+        partial.write_bytes(manifest.to_bytes())
     sync_folder(folder)
 
 

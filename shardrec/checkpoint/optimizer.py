@@ -13,9 +13,9 @@ from torch import Tensor
 from torchrec.optim.keyed import CombinedOptimizer, OptimizerWrapper
 
 from shardrec.checkpoint.data_files import DTYPES
-from shardrec.checkpoint.manifest import Manifest, SavedTensor
+from shardrec.checkpoint.manifest import Manifest, ParamGroup, SavedTensor, Settings
 from shardrec.checkpoint.parts import HeldTensor, held
-from shardrec.checkpoint.state import ParameterInfo, parameter_infos, sharded_collections
+from shardrec.checkpoint.state import ParameterInfo, parameter_infos
 from shardrec.errors import ConfigError
 from shardrec.modules.optim import FusedOptimizers
 from shardrec.modules.sharded_model import ShardedModel
@@ -32,14 +32,14 @@ __all__ = [
 Optimizer = torch.optim.Optimizer
 
 
-def optimizer_state(model: ShardedModel, optimizer: Optimizer | None) -> tuple[dict[str, HeldTensor], dict[str, Any]]:
+def optimizer_state(model: ShardedModel, optimizer: Optimizer | None) -> tuple[dict[str, HeldTensor], dict[str, float]]:
     """An ordinary optimizer's states as ``"optimizer.<parameter>.<state>"``: the tensors, and the Python numbers.
 
     Raises:
         ConfigError: for a state that cannot be cut for another plan, or is of another type.
     """
     tensors: dict[str, HeldTensor] = {}
-    numbers: dict[str, Any] = {}
+    numbers: dict[str, float] = {}
     _refuse_fused(optimizer)
     place_of = partial(_parameter_info, parameter_infos(model))
     for parameter, states in optimizer.state.items() if optimizer is not None else ():
@@ -59,7 +59,7 @@ def optimizer_state(model: ShardedModel, optimizer: Optimizer | None) -> tuple[d
 
 
 def _refuse_fused(optimizer: Optimizer | None) -> None:
-    inner: Any = optimizer
+    inner = optimizer
     while isinstance(inner, OptimizerWrapper):
         inner = inner._optimizer
     if isinstance(inner, (CombinedOptimizer, FusedOptimizers)):
@@ -104,35 +104,35 @@ def _state(info: ParameterInfo, parameter: Tensor, value: Tensor, name: str) -> 
     return held(value, saved=any(part.saved for part in info.tensor.parts))
 
 
-def optimizer_groups(model: ShardedModel, optimizer: Optimizer | None) -> list[dict[str, Any]] | None:
+def optimizer_groups(model: ShardedModel, optimizer: Optimizer | None) -> list[ParamGroup] | None:
     """Each parameter group's settings, as far as JSON can hold them, and this rank's parameters by name."""
     if optimizer is None:
         return None
     _refuse_fused(optimizer)
     place_of = partial(_parameter_info, parameter_infos(model))
     return [
-        {
-            "settings": _settings(group, ("params",)),
-            "parameters": sorted({info.name for info in map(place_of, group["params"]) if not info.is_fused}),
-        }
+        ParamGroup(
+            settings=_settings(group, ("params",)),
+            parameters=sorted({info.name for info in map(place_of, group["params"]) if not info.is_fused}),
+        )
         for group in optimizer.param_groups
     ]
 
 
-def fused_settings(model: ShardedModel) -> dict[str, dict[str, Any]]:
+def fused_settings(model: ShardedModel) -> dict[str, Settings]:
     """Per table with a fused optimizer, the settings that schedules change: learning rate and schedulers' own."""
     made = model.made_fused_optimizer
     if made is None:
         return {
             collection.tables()[name].layout.name: {"lr": optimizer.lr}
-            for collection in sharded_collections(model)
+            for collection in model.sharded_collections
             for name, optimizer in collection.fused_optimizers().items()
         }
     excluded = ("params", "tables", "optimizer", "eps", "betas", "weight_decay")
     return {table: _settings(group, excluded) for group in made.param_groups for table in group["tables"]}
 
 
-def _settings(group: Mapping[str, Any], without: tuple[str, ...]) -> dict[str, Any]:
+def _settings(group: Settings, without: tuple[str, ...]) -> Settings:
     keep = (int, float, str, bool, tuple, list, type(None))
     values = {
         key: value.item() if isinstance(value, Tensor) and value.dim() == 0 else value for key, value in group.items()
@@ -180,7 +180,7 @@ def optimizer_faults(model: ShardedModel, optimizer: Optimizer | None, manifest:
     return faults
 
 
-def _setting_faults(owner: str, group: Mapping[str, Any], settings: Mapping[str, Any]) -> list[str]:
+def _setting_faults(owner: str, group: Settings, settings: Settings) -> list[str]:
     """The saved settings that a parameter group does not accept."""
     return [
         f"its {key} of {owner} is {value!r}; set another value, or load an older checkpoint"
@@ -189,7 +189,7 @@ def _setting_faults(owner: str, group: Mapping[str, Any], settings: Mapping[str,
     ]
 
 
-def _fits(setting: Any, saved: Any) -> bool:
+def _fits(setting: object, saved: object) -> bool:
     """Whether a saved value can replace a setting; in both, None stands for torch's choice."""
     if setting is None or (saved is None and isinstance(setting, bool)):
         return not isinstance(saved, dict)
@@ -208,7 +208,7 @@ def _fused_groups(model: ShardedModel, manifest: Manifest) -> list[dict[str, Any
     return [] if same else model.fused_optimizer.param_groups
 
 
-def _saved_fused(group: Mapping[str, Any], manifest: Manifest) -> list[Mapping[str, Any]]:
+def _saved_fused(group: Mapping[str, Any], manifest: Manifest) -> list[Settings]:
     return [manifest.fused_settings[table] for table in group["tables"] if table in manifest.fused_settings]
 
 
@@ -224,7 +224,7 @@ def load_settings(model: ShardedModel, optimizer: Optimizer | None, manifest: Ma
             _update(group, saved["settings"])
 
 
-def _update(group: dict[str, Any], settings: Mapping[str, Any]) -> None:
+def _update(group: dict[str, Any], settings: Settings) -> None:
     for key, value in settings.items():
         if isinstance(group.get(key), Tensor):
             group[key].fill_(value)
@@ -237,28 +237,34 @@ def state_targets(model: ShardedModel, optimizer: Optimizer | None, manifest: Ma
     right shape is reused. States that are not in the checkpoint are dropped.
     """
     targets: dict[str, HeldTensor] = {}
-    saved: dict[str, dict[str, Any]] = {}
-    for name, saved_value in (*manifest.tensors.items(), *manifest.numbers.items()):
+    if optimizer is None:
+        return targets
+    saved: dict[str, dict[str, SavedTensor | float]] = {}
+    by_name: dict[str, SavedTensor | float] = {**manifest.tensors, **manifest.numbers}
+    for name, saved_value in by_name.items():
         parameter_name, _, key = name.rpartition(".")
         saved.setdefault(parameter_name, {})[key] = saved_value
     infos = parameter_infos(model)
-    for group in optimizer.param_groups if optimizer is not None else ():
+    for group in optimizer.param_groups:
         for parameter in group["params"]:
             info = infos[id(parameter)]
-            old = optimizer.state.pop(parameter, {})  # type: ignore[union-attr]
+            old = optimizer.state.pop(parameter, {})
             for key, saved_value in saved.get(f"optimizer.{info.name}", {}).items():
-                value = saved_value
-                if isinstance(saved_value, SavedTensor):
-                    # As torch's own load_state_dict places them.
-                    on_host = key == "step" and not (group.get("capturable") or group.get("fused"))
-                    value = _room(parameter, info, saved_value, old.get(key), "cpu" if on_host else parameter.device)
-                    name = f"optimizer.{info.name}.{key}"
-                    _add(targets, name, _state(info, parameter, value, name))
-                optimizer.state[parameter][key] = value  # type: ignore[union-attr]
+                if not isinstance(saved_value, SavedTensor):
+                    optimizer.state[parameter][key] = saved_value
+                    continue
+                # As torch's own load_state_dict places them.
+                on_host = key == "step" and not (group.get("capturable") or group.get("fused"))
+                room = _room(parameter, info, saved_value, old.get(key), "cpu" if on_host else parameter.device)
+                name = f"optimizer.{info.name}.{key}"
+                _add(targets, name, _state(info, parameter, room, name))
+                optimizer.state[parameter][key] = room
     return targets
 
 
-def _room(parameter: Tensor, info: ParameterInfo, saved: SavedTensor, old: Any, device: torch.device | str) -> Tensor:
+def _room(
+    parameter: Tensor, info: ParameterInfo, saved: SavedTensor, old: object, device: torch.device | str
+) -> Tensor:
     dtype = DTYPES[saved.dtype]
     shape = parameter.shape if saved.shape == info.tensor.shape else torch.Size(saved.shape)
     if isinstance(old, Tensor) and (old.shape, old.dtype, old.device) == (shape, dtype, torch.device(device)):

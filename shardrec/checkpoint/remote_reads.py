@@ -18,9 +18,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from shardrec.checkpoint.agree import Ranks
 from shardrec.checkpoint.manifest import Read
 from shardrec.checkpoint.parts import Part, Rect, as_matrix
+from shardrec.exchange.agree import Ranks, on_all_ranks
 from shardrec.step.context import ModelContext
 
 __all__ = ["Messages"]
@@ -69,11 +69,11 @@ class Messages:
 
     def __init__(self, parts: Sequence[Part], ranks: Ranks, context: ModelContext, remedy: str) -> None:
         self._parts, self._ranks, self._context, self._remedy = parts, ranks, context, remedy
-        self._room = _ROUND_BYTES // max(1, ranks.size - 1)
+        self._room = _ROUND_BYTES // max(1, ranks.world_size - 1)
         self.received = 0
 
     def run(self, reads: Iterable[Read]) -> None:
-        """Carry out the reads, in their order; every rank calls it. Raises what :meth:`Ranks.agree` does."""
+        """Carry out the reads, in their order; every rank calls it. Raises what :func:`on_all_ranks` does."""
         blocks, left = self._blocks(reads), list[_Block]()
         of_round, answers = list[_Block](), list[Tensor]()
         sent = list[list[Tensor]]()
@@ -89,10 +89,10 @@ class Messages:
             sent[:] = [[self._answer(requests)] for _, requests in asked]
 
         while True:
-            asked = self._ranks.agree("reshard", go_on, remedy=self._remedy)
+            asked = on_all_ranks(go_on, self._ranks, "reshard", remedy=self._remedy)
             if not any(wants for wants, _ in asked):
                 return
-            self._ranks.agree("reshard", answer, remedy=self._remedy)  # its memory may not be there
+            on_all_ranks(answer, self._ranks, "reshard", remedy=self._remedy)  # its memory may not be there
             answers = self._exchange(sent, asked[self._ranks.rank][1])
 
     def _blocks(self, reads: Iterable[Read]) -> Iterator[_Block]:
@@ -105,7 +105,7 @@ class Messages:
             start, stop = rect[:2] if read.rows is None else (0, len(read.rows[0]))
             row_bytes = rect.cols * read.dtype.itemsize
             if read.rows is not None:
-                row_bytes += 8 * self._ranks.size  # their numbers go to all ranks
+                row_bytes += 8 * self._ranks.world_size  # their numbers go to all ranks
             length = max(1, self._room // row_bytes)
             for first in range(start, stop, length):
                 end = min(first + length, stop)
@@ -117,10 +117,14 @@ class Messages:
 
     def _next(self, blocks: Iterator[_Block]) -> tuple[list[_Block], list[_Block]]:
         """The blocks of a round, in order, and the first one after them, if there is one."""
-        of_round, sizes = list[_Block](), [0] * self._ranks.size
+        of_round, sizes = list[_Block](), [0] * self._ranks.world_size
         for block in blocks:
             request = block.request
-            size = 0 if request.rank == self._ranks.rank else 8 * request.words + len(request.rows) * self._ranks.size
+            size = (
+                0
+                if request.rank == self._ranks.rank
+                else 8 * request.words + len(request.rows) * self._ranks.world_size
+            )
             if sizes[request.rank] and sizes[request.rank] + size > self._room:
                 return of_round, [block]
             sizes[request.rank] += size
@@ -139,7 +143,7 @@ class Messages:
 
     def _exchange(self, sent: Sequence[Sequence[Tensor]], requests: Sequence[_Request]) -> list[Tensor]:
         """Send the answers; gives those of each rank to the requests of this one."""
-        sizes = [0] * self._ranks.size
+        sizes = [0] * self._ranks.world_size
         for request in requests:
             sizes[request.rank] += request.words
         return self._context.collectives.send(sent, sizes, "reshard").wait()
@@ -155,7 +159,7 @@ class Messages:
 
     def _write(self, blocks: Sequence[_Block], answers: Sequence[Tensor]) -> None:
         """Write the values of a round where they are wanted."""
-        places = [0] * self._ranks.size
+        places = [0] * self._ranks.world_size
         for read, request, start, end, is_last in blocks:
             if request.rank == self._ranks.rank:
                 values = self._values(request)

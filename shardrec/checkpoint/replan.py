@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Mapping
-from concurrent.futures import ThreadPoolExecutor, wait
 from itertools import chain
 from statistics import fmean
 from typing import Any
@@ -12,8 +11,8 @@ from typing import Any
 import torch
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from shardrec.checkpoint.agree import Ranks
 from shardrec.errors import ConfigError
+from shardrec.exchange.agree import on_all_ranks, on_threads
 from shardrec.exchange.transport import timeout_s
 from shardrec.layout import ShardingPlan
 from shardrec.modules.sharded_model import ShardedModel
@@ -42,7 +41,7 @@ def replan_model(
     **prices: Any,
 ) -> Replanned | None:
     """See :meth:`ShardedModel.replan`."""
-    ranks, batches = Ranks(model.group, model.context.device), list[KeyedJaggedTensor]()
+    ranks, batches = model.ranks, list[KeyedJaggedTensor]()
     tables = [table for collection in model.sharded_collections for table in collection.planned_tables()]
     features = {feature for table in tables for feature in table.config.feature_names}
     sampled = dict[str, Sampled]()
@@ -68,21 +67,17 @@ def replan_model(
             model.plan.topology,
             batch_size=max(1, round(fmean(batch.stride() for batch in batches))),
             constraints=constraints_of(model.context.options.dynamic_ids)
-            | constraints_by_table(loads, constraints, ranks.size),
+            | constraints_by_table(loads, constraints, ranks.world_size),
             device=model.context.device.type,
             **prices,
         )
         change = paying_plan(planner, model.plan, steps=steps, min_gain=min_gain, limits=limits)
         return None if change is None else (change.new.to_json(), *change[2:])
 
-    seen = ranks.agree("replan", look, remedy=_REMEDY)
+    seen = on_all_ranks(look, ranks, "replan", remedy=_REMEDY)
     wait_s = 60.0 if ranks.group is None else timeout_s(ranks.group, model.context.device) / 4
-    with ThreadPoolExecutor(1) as thread:
-        decision = None if ranks.rank else thread.submit(decide)
-        # The searches may take longer than a rank may be silent.
-        while not ranks.agree("replan", lambda: bool(decision and wait([decision], wait_s).done), remedy=_REMEDY)[0]:
-            pass
-        decided = ranks.agree("replan", lambda: decision.result() if decision else None, remedy=_REMEDY)[0]
+    decision = on_threads(lambda: decide() if ranks.is_lead else None, ranks, "replan", wait_s)
+    decided = on_all_ranks(decision.result, ranks, "replan", remedy=_REMEDY)[0]
     if decided is None:
         return None
     change = Replanned(model.plan, ShardingPlan.from_json(decided[0]), *decided[1:])

@@ -20,8 +20,7 @@ from itertools import count
 
 import torch
 
-from shardrec.checkpoint.agree import Ranks
-from shardrec.checkpoint.data_files import DTYPES
+from shardrec.checkpoint.data_files import DTYPE_NAMES
 from shardrec.checkpoint.ids import Moves, dynamic_tables
 from shardrec.checkpoint.manifest import Manifest, Read, SavedPart, SavedTensor
 from shardrec.checkpoint.optimizer import optimizer_groups, optimizer_state, state_targets
@@ -30,6 +29,7 @@ from shardrec.checkpoint.remote_reads import Messages
 from shardrec.checkpoint.save import merged, of_all_ranks, step_counts, wait_for_save
 from shardrec.checkpoint.state import parameter_infos, table_tensors
 from shardrec.errors import ConfigError, PlanError
+from shardrec.exchange.agree import on_all_ranks
 from shardrec.layout import ShardingPlan
 from shardrec.modules.annotate import annotate_for_dynamo
 from shardrec.modules.collection import ShardedCollection
@@ -43,14 +43,14 @@ __all__ = ["reshard_model"]
 Optimizer = torch.optim.Optimizer
 
 _REMEDY = "the model has its old plan and goes on"
-_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
 @torch.inference_mode(mode=False)  # in which no new table could be trained
 def reshard_model(model: ShardedModel, plan: ShardingPlan, optimizer: Optimizer | None = None) -> int:
     """See :meth:`ShardedModel.reshard`."""
     wait_for_save(model)
-    agree_on_plan(plan, _plan_faults(model, plan), model.context.headers)
+    ranks = model.ranks
+    agree_on_plan(plan, _plan_faults(model, plan), ranks, "reshard")
     plan = plan.on_one_rank() if plan.world_size == 1 else plan
     changes = {change.name for change in model.plan.diff(plan)}
     elsewhere = model.plan.topology != plan.topology  # rows may be summed on other hosts
@@ -62,7 +62,6 @@ def reshard_model(model: ShardedModel, plan: ShardingPlan, optimizer: Optimizer 
     if not changed:
         model.plan = plan
         return 0
-    ranks = Ranks(model.group, model.context.device)
     held: dict[str, HeldTensor] = {}
 
     def describe() -> Manifest:
@@ -81,7 +80,7 @@ def reshard_model(model: ShardedModel, plan: ShardingPlan, optimizer: Optimizer 
             extra={"frozen": [table.layout.name for table in _tables(changed) if _is_frozen(table)]},
         )
 
-    described = ranks.agree("reshard", describe, remedy=_REMEDY)
+    described = on_all_ranks(describe, ranks, "reshard", remedy=_REMEDY)
     without = [rank for rank, rank_manifest in enumerate(described) if rank_manifest.param_groups is None]
     if 0 < len(without) < len(described):
         raise ConfigError(f"model.reshard was not given the optimizer on ranks {without}, and was on the others")
@@ -126,7 +125,7 @@ def reshard_model(model: ShardedModel, plan: ShardingPlan, optimizer: Optimizer 
 
     with ExitStack() as stack, torch.no_grad():
         kept = [id_map for maps in (each.id_maps for each in changed) if maps for id_map in maps.maps.values()]
-        ranks.agree("reshard", build, remedy=_REMEDY)
+        on_all_ranks(build, ranks, "reshard", remedy=_REMEDY)
         moves = Moves(model, manifest, kept, model.tables_without_room)
         parts = [part for tensor in held.values() for part in tensor.parts]
         messages = Messages(parts, ranks, model.context, _REMEDY)
@@ -196,14 +195,14 @@ def _described(held: Mapping[str, HeldTensor], rank: int, *, saved: bool) -> dic
     """
     numbers, tensors = count(), dict[str, SavedTensor]()
     for name, tensor in held.items():
-        if tensor.dtype not in _NAMES:
+        if tensor.dtype not in DTYPE_NAMES:
             raise ConfigError(f"{name} is {tensor.dtype}, which cannot be moved; convert it before reshard")
         parts = {
             part.rect: SavedPart(rect=part.rect, file=rank, start=number)
             for part, number in zip(tensor.parts, numbers, strict=False)
             if part.saved or not saved
         }
-        tensors[name] = SavedTensor(dtype=_NAMES[tensor.dtype], shape=tensor.shape, parts=tuple(parts.values()))
+        tensors[name] = SavedTensor(dtype=DTYPE_NAMES[tensor.dtype], shape=tensor.shape, parts=tuple(parts.values()))
     return tensors
 
 

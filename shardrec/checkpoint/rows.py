@@ -13,7 +13,7 @@ import zlib
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
-from typing import Any
+from typing import IO, TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -25,7 +25,15 @@ from shardrec.checkpoint.parts import Rect
 from shardrec.errors import ConfigError
 from shardrec.files import open_regular
 
+if TYPE_CHECKING:
+    import pyarrow as pa
+
 __all__ = ["RowFile", "open_rows"]
+
+Rows = NDArray[np.float32] | NDArray[np.int64]
+"""(n, columns) of a table, or of the records of its ids."""
+
+_NONE: Rows = np.empty(0, np.float32)
 
 _FORMS = (
     "give Parquet with the ids in the first column and a list, or a column for each value, after it; .npz with ids "
@@ -50,10 +58,10 @@ class RowFile(OpenFile):
     targets: Tensor | None = None
     checksum = ""
 
-    def __init__(self, path: str, shape: tuple[int, int], blocks: Callable[[], Iterator[NDArray[Any]]]) -> None:
+    def __init__(self, path: str, shape: tuple[int, int], blocks: Callable[[], Iterator[Rows]]) -> None:
         self.path, self.shape, self._blocks = path, shape, blocks
-        self._reading: Iterator[NDArray[Any]] = iter(())
-        self._at, self._rest = shape[0], np.empty(0)
+        self._reading: Iterator[Rows] = iter(())
+        self._at, self._rest = shape[0], _NONE
 
     def read(self, start: int, saved: Rect, dtype: torch.dtype, into: Tensor, place: Rect, buffer: Tensor) -> None:
         first, end = (place.row_start, place.row_end) if self.targets is None else (0, self.shape[0])
@@ -70,14 +78,14 @@ class RowFile(OpenFile):
                 value = f"row {at + row} of {self.path} has {block[row, column]} in column {column}"
                 raise ConfigError(f"{value}: write finite numbers")
 
-    def _between(self, start: int, end: int) -> Iterator[tuple[int, NDArray[Any]]]:
+    def _between(self, start: int, end: int) -> Iterator[tuple[int, Rows]]:
         """Blocks of rows, each with the number of its first."""
         if start < self._at:
-            self._reading, self._at, self._rest = self._blocks(), 0, np.empty(0)
+            self._reading, self._at, self._rest = self._blocks(), 0, _NONE
         while self._at < end:
             if not len(self._rest):
                 with _readable(self.path):
-                    self._rest = next(self._reading, np.empty(0))
+                    self._rest = next(self._reading, self._rest)
                     if not len(self._rest):
                         raise ValueError(f"it ends at row {self._at}")
             block, left = self._rest[: end - self._at], max(0, start - self._at)
@@ -86,7 +94,7 @@ class RowFile(OpenFile):
             self._at, self._rest = self._at + len(block), self._rest[len(block) :]
 
 
-def open_rows(path: str, stack: ExitStack) -> tuple[RowFile, Any]:
+def open_rows(path: str, stack: ExitStack) -> tuple[RowFile, pa.Array]:
     """Open a file of rows.
 
     Args:
@@ -116,7 +124,7 @@ def open_rows(path: str, stack: ExitStack) -> tuple[RowFile, Any]:
                 width = next((len(batch[0][0]) for batch in parquet.iter_batches(1, columns=columns)), 0)
             many = max(1, BLOCK_BYTES // (4 * max(1, width)))
 
-            def blocks() -> Iterator[NDArray[Any]]:
+            def blocks() -> Iterator[Rows]:
                 for batch in parquet.iter_batches(many, columns=columns, use_threads=False):
                     lists = batch.column(0)
                     if is_list and not (pc.list_value_length(lists).to_numpy(zero_copy_only=False) == width).all():
@@ -131,10 +139,10 @@ def open_rows(path: str, stack: ExitStack) -> tuple[RowFile, Any]:
             archive = stack.enter_context(zipfile.ZipFile(file))
             with archive.open("ids.npy") as stream:
                 ids = pa.array(np.lib.format.read_array(stream, allow_pickle=False))
-            opened: Callable[[], Any] = partial(archive.open, "rows.npy")
+            opened: Callable[[], IO[bytes]] = partial(archive.open, "rows.npy")
         elif path.endswith(".npy"):
 
-            def opened() -> Any:
+            def opened() -> IO[bytes]:
                 file.seek(0)
                 return file
 
@@ -147,7 +155,7 @@ def open_rows(path: str, stack: ExitStack) -> tuple[RowFile, Any]:
     return RowFile(path, (shape[0], shape[1]), lambda: _array_blocks(opened())), ids
 
 
-def _once(ids: Any) -> Any:
+def _once(ids: pa.Array) -> pa.Array:
     """The ids, if none is there twice."""
     import pyarrow.compute as pc
 
@@ -158,14 +166,14 @@ def _once(ids: Any) -> Any:
     return ids
 
 
-def _array_blocks(stream: Any) -> Iterator[NDArray[Any]]:
+def _array_blocks(stream: IO[bytes]) -> Iterator[Rows]:
     (_, width), dtype = _header(stream)
     row_bytes = width * dtype.itemsize
     while data := stream.read(row_bytes * max(1, BLOCK_BYTES // (row_bytes + 4 * width))):
         yield np.frombuffer(data, dtype).reshape(-1, width).astype(np.float32)
 
 
-def _header(stream: Any) -> tuple[tuple[int, ...], np.dtype[Any]]:
+def _header(stream: IO[bytes]) -> tuple[tuple[int, ...], np.dtype[np.generic]]:
     version = np.lib.format.read_magic(stream)
     read = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
     shape, by_column, dtype = read(stream)

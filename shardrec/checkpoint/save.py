@@ -18,18 +18,17 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from itertools import islice
 from pathlib import Path
-from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
 
-from shardrec.checkpoint.agree import Ranks
 from shardrec.checkpoint.changes import Kept, PartKey, SavedBefore
-from shardrec.checkpoint.data_files import DTYPES, SavedFile, SavedRows, sync_folder, write_file
+from shardrec.checkpoint.data_files import DTYPE_NAMES, SavedFile, SavedRows, sync_folder, write_file
 from shardrec.checkpoint.manifest import (
     MANIFEST,
     Manifest,
+    ParamGroup,
     SavedPart,
     SavedTensor,
     from_pairs,
@@ -40,9 +39,9 @@ from shardrec.checkpoint.manifest import (
 )
 from shardrec.checkpoint.optimizer import fused_settings, optimizer_faults, optimizer_groups, optimizer_state
 from shardrec.checkpoint.parts import HeldTensor, Part, Rect, held
-from shardrec.checkpoint.state import model_tensors, sharded_collections
+from shardrec.checkpoint.state import model_tensors
 from shardrec.errors import CheckpointError, ConfigError
-from shardrec.exchange.subgroups import subgroup
+from shardrec.exchange.agree import Ranks, gloo_ranks, on_all_ranks
 from shardrec.modules.sharded_model import ShardedModel, require_sharded
 from shardrec.replicas.replicated_model import ReplicatedModel
 
@@ -132,7 +131,7 @@ def save_checkpoint(
     path: str | Path,
     model: ShardedModel,
     optimizer: torch.optim.Optimizer | None = None,
-    extra: Mapping[str, Any] | None = None,
+    extra: Mapping[str, object] | None = None,
     *,
     rank_state: Mapping[str, Tensor] | None = None,
     wait: bool = True,
@@ -179,7 +178,7 @@ def save(
     folder: Path,
     model: ShardedModel,
     optimizer: torch.optim.Optimizer | None,
-    extra: Mapping[str, Any] | None,
+    extra: Mapping[str, object] | None,
     *,
     rank_state: Mapping[str, Tensor] | None,
     wait: bool,
@@ -192,17 +191,17 @@ def save(
     if isinstance(model, ReplicatedModel):
         # Then it does not matter which of the ranks that hold a shard writes it.
         model.sync_replicas()
-    ranks = Ranks(model.group, model.context.device)
+    ranks = model.ranks
     manifest, tensors = _prepared(ranks, folder, model, optimizer, extra, rank_state)
     data = (folder / manifest.data).absolute()
-    elsewhere: list[Written] = model.save_servers(data, ranks.size) if model.servers else []
+    elsewhere: list[Written] = model.save_servers(data, ranks.world_size) if model.servers else []
     background = _BACKGROUND.setdefault(model, _Background())
     before = background.before if incremental else None
 
     def write(ranks: Ranks, tensors: Mapping[str, HeldTensor]) -> None:
         try:
-            written = ranks.agree(
-                "save", lambda: write_rank(data, ranks.rank, tensors, before, incremental), remedy=REMEDY
+            written = on_all_ranks(
+                lambda: write_rank(data, ranks.rank, tensors, before, incremental), ranks, "save", remedy=REMEDY
             )
         except CheckpointError:
             shutil.rmtree(data, ignore_errors=True)
@@ -214,19 +213,14 @@ def save(
                 if then is not None:
                     then()
 
-        ranks.agree("save", complete, remedy=REMEDY)
+        on_all_ranks(complete, ranks, "save", remedy=REMEDY)
         if before is not None:
             before.complete = True
 
     if wait:
         write(ranks, tensors)
         return PendingSave()
-    if background.ranks is None:
-        group = model.group and subgroup(
-            model.group, range(ranks.size), model.context.device, what="save", backend="gloo"
-        )
-        background.ranks = Ranks(group, torch.device("cpu"))
-    of_threads = background.ranks
+    of_threads = background.ranks = background.ranks or gloo_ranks(ranks, "save")
     copies = _copied(tensors, background)
     background.pending = PendingSave(lambda: write(of_threads, copies))
     return background.pending
@@ -237,7 +231,7 @@ def _prepared(
     folder: Path,
     model: ShardedModel,
     optimizer: torch.optim.Optimizer | None,
-    extra: Mapping[str, Any] | None,
+    extra: Mapping[str, object] | None,
     rank_state: Mapping[str, Tensor] | None,
 ) -> tuple[Manifest, dict[str, HeldTensor]]:
     """Make the data folder: the manifest without files and tensors, and what this rank holds, by name."""
@@ -251,7 +245,7 @@ def _prepared(
             {rank_name(ranks.rank, key): held(tensor, saved=True) for key, tensor in (rank_state or {}).items()}
         )
         for name, tensor in tensors.items():
-            if tensor.dtype not in DTYPES.values():
+            if tensor.dtype not in DTYPE_NAMES:
                 raise ConfigError(f"{name} is {tensor.dtype}, which a checkpoint cannot hold; convert it before saving")
         manifest = Manifest(
             extra=_as_json(extra or {}),
@@ -271,7 +265,7 @@ def _prepared(
             raise ConfigError(f"nothing was saved, for it could not be loaded: {'; '.join(faults[:5])}")
         return replace(manifest, data=_new_data_folder(folder) if ranks.rank == 0 else "")
 
-    return of_all_ranks(ranks.agree("save", prepare, remedy=REMEDY), model), tensors
+    return of_all_ranks(on_all_ranks(prepare, ranks, "save", remedy=REMEDY), model), tensors
 
 
 def of_all_ranks(prepared: list[Manifest], model: ShardedModel) -> Manifest:
@@ -291,7 +285,7 @@ def of_all_ranks(prepared: list[Manifest], model: ShardedModel) -> Manifest:
 
 def step_counts(model: ShardedModel) -> dict[str, int]:
     """The updates of each table, and the steps of its ids, that this rank counts."""
-    return {key: n for collection in sharded_collections(model) for key, n in collection.step_counts().items()}
+    return {key: n for collection in model.sharded_collections for key, n in collection.step_counts().items()}
 
 
 def check_incremental(incremental: int) -> None:
@@ -304,9 +298,9 @@ def check_incremental(incremental: int) -> None:
         raise ConfigError(f"incremental={incremental}; give the saves in a row that may write changes alone, or 0")
 
 
-def _as_json(extra: Mapping[str, Any]) -> dict[str, Any]:
+def _as_json(extra: Mapping[str, object]) -> dict[str, object]:
     try:
-        values: dict[str, Any] = json.loads(json.dumps(with_pairs(dict(extra))), object_hook=from_pairs)
+        values: dict[str, object] = json.loads(json.dumps(with_pairs(dict(extra))), object_hook=from_pairs)
     except (RecursionError, TypeError, ValueError) as error:
         raise ConfigError(
             f"extra cannot be written as JSON ({error}); give numbers, texts, lists and dicts, and tensors as "
@@ -315,13 +309,16 @@ def _as_json(extra: Mapping[str, Any]) -> dict[str, Any]:
     return values
 
 
-def _merged_groups(prepared: list[Manifest]) -> list[dict[str, Any]] | None:
+def _merged_groups(prepared: list[Manifest]) -> list[ParamGroup] | None:
     """The groups of all ranks, merged: only the ranks that hold a table have its parameters."""
     if prepared[0].param_groups is None:
         return None
     groups_of_ranks = zip(*(manifest.param_groups or () for manifest in prepared), strict=True)
     return [
-        {**groups[0], "parameters": sorted({name for group in groups for name in group["parameters"]})}
+        ParamGroup(
+            settings=groups[0]["settings"],
+            parameters=sorted({name for group in groups for name in group["parameters"]}),
+        )
         for groups in groups_of_ranks
     ]
 
@@ -461,9 +458,8 @@ def write_part(
                 fresh = SavedRows(file=linked, start=next(start), numbers=numbers_at[id(rows)], length=len(rows))
                 saved_part = replace(saved_part, changes=(*saved_part.changes, fresh))
         saved[name].append(saved_part)
-    names = {dtype: name for name, dtype in DTYPES.items()}
     return file, {
-        name: SavedTensor(dtype=names[tensor.dtype], shape=tensor.shape, parts=tuple(saved[name]))
+        name: SavedTensor(dtype=DTYPE_NAMES[tensor.dtype], shape=tensor.shape, parts=tuple(saved[name]))
         for name, tensor in tensors.items()
     }
 

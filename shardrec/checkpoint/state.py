@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -20,12 +19,11 @@ from shardrec.checkpoint.ids import dynamic_tables
 from shardrec.checkpoint.parts import HeldTensor, Part, Rect, held
 from shardrec.errors import ConfigError
 from shardrec.layout import Shard
-from shardrec.modules.collection import ShardedCollection
 from shardrec.modules.sharded_model import ShardedModel
 from shardrec.modules.table import ShardedTable
 from shardrec.replicas.replicated_model import ReplicatedModel
 
-__all__ = ["ParameterInfo", "model_tensors", "parameter_infos", "sharded_collections", "table_tensors"]
+__all__ = ["ParameterInfo", "model_tensors", "parameter_infos", "table_tensors"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,16 +43,11 @@ class ParameterInfo:
     is_fused: bool = False
 
 
-def sharded_collections(model: ShardedModel) -> list[ShardedCollection]:
-    """The sharded collections of a model."""
-    return [module for module in model.module.modules() if isinstance(module, ShardedCollection)]
-
-
 def parameter_infos(model: ShardedModel) -> dict[int, ParameterInfo]:
     """The description of each parameter of this rank, by the parameter's ``id``."""
     _reshard(model)
     infos = {}
-    collections = sharded_collections(model)
+    collections = model.sharded_collections
     fused = {id(collection.tables()[name]) for collection in collections for name in collection.fused_optimizers()}
     for path, table in _tables(model):
         for shard, parameter in table.locals.items():
@@ -88,7 +81,7 @@ def table_tensors(model: ShardedModel, *, to_write: bool = False) -> dict[str, H
     for path, table in _tables(model):
         paths[id(table)] = path
         tensors[f"model.{path}.weight"] = _of_table(model, table, table.tensors(to_write=to_write), table.dtype)
-    for collection in sharded_collections(model):
+    for collection in model.sharded_collections:
         for name, optimizer in collection.fused_optimizers().items():
             table = collection.tables()[name]
             for state in optimizer.states:
@@ -108,7 +101,7 @@ def _dense_values(model: ShardedModel) -> Iterator[tuple[str, Tensor]]:
     """What the modules that are not tables put into a state_dict, by key."""
     _reshard(model)
     for path, module in model.module.named_modules(remove_duplicate=False):
-        values: dict[str, Any] = {}
+        values: dict[str, object] = {}
         if not isinstance(module, ShardedTable):
             module._save_to_state_dict(values, f"{path}." if path else "", keep_vars=False)
         for name, value in values.items():

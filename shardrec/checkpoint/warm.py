@@ -14,14 +14,13 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from zlib_ng.zlib_ng import crc32
 
-from shardrec.checkpoint.agree import Ranks
 from shardrec.checkpoint.data_files import DTYPES
 from shardrec.checkpoint.ids import dynamic_tables
 from shardrec.checkpoint.load import Source, load_source
@@ -29,16 +28,18 @@ from shardrec.checkpoint.manifest import Manifest, SavedPart, SavedTensor
 from shardrec.checkpoint.optimizer import fused_settings
 from shardrec.checkpoint.parts import HeldTensor, Rect
 from shardrec.checkpoint.rows import RowFile, open_rows
-from shardrec.checkpoint.save import wait_for_save
-from shardrec.checkpoint.state import sharded_collections
+from shardrec.checkpoint.save import step_counts, wait_for_save
 from shardrec.errors import ConfigError
 from shardrec.ids.id_map import RESERVE
 from shardrec.modules.sharded_model import ShardedModel
 
+if TYPE_CHECKING:
+    import pyarrow as pa
+
 __all__ = ["Resize", "WarmStart", "WarmTensor", "match", "warm_start"]
 
 Resize = Literal["grow", "truncate"]
-Number = Callable[[str, Any], tuple[NDArray[np.int64], NDArray[np.bool_]]]
+Number = Callable[[str, "pa.Array"], tuple[NDArray[np.int64], NDArray[np.bool_]]]
 Outcome = Literal["loaded", "resized", "new", "left out"]
 
 _TABLE = re.compile(r"((?:.*\.)?)(?:embedding_bags|embeddings)\.([^.]+)")
@@ -187,9 +188,7 @@ def warm_start(
             for name in beside.get(path_of_table, ()):
                 if name not in tensors and not name.startswith("ids."):
                     anew[_table_names(path_of_table)[0], name] = held[name]
-        counts = {
-            name: count for collection in sharded_collections(model) for name, count in collection.step_counts().items()
-        }
+        counts = step_counts(model)
         selected = replace(
             manifest,
             tensors=tensors,
@@ -201,14 +200,14 @@ def warm_start(
         return selected, {name: held[name] for name in tensors}
 
     with ExitStack() as stack:
-        ranks, empty = Ranks(model.group, model.context.device), None
+        empty = None
         if path is None:
             empty = Manifest(data="", numbers={}, step_counts={}, param_groups=None, extra={})
-        source_of_all = Source(Path(path or ""), ranks, stack, select, empty)
+        source_of_all = Source(Path(path or ""), model.ranks, stack, select, empty)
         load_source(source_of_all, model, None)
     first_values = {
         collection.tables()[name].layout.name: fused.initial_accumulator_value
-        for collection in sharded_collections(model)
+        for collection in model.sharded_collections
         for name, fused in collection.fused_optimizers().items()
     }
     for (table, kind), states in anew.items():
@@ -331,7 +330,7 @@ def _in_file(
     return tensors, report
 
 
-def _as_they_are(table: str, ids: Any) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
+def _as_they_are(table: str, ids: pa.Array) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
     """Ids that are whole numbers."""
     import pyarrow as pa
 

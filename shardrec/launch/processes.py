@@ -87,14 +87,14 @@ class RankFailure:
     trace: str = ""
 
 
-def spawn(target: Callable[..., None], *args: Any, name: str) -> BaseProcess:
+def spawn(target: Callable[..., None], *args: object, name: str) -> BaseProcess:
     """Start a new Python process that calls ``target(*args)``; ``target`` is a module's function."""
     process = multiprocessing.get_context("spawn").Process(target=target, args=args, name=name)
     process.start()
     return process
 
 
-def spawn_alone(target: Callable[..., None], *args: Any, name: str) -> BaseProcess:
+def spawn_alone(target: Callable[..., None], *args: object, name: str) -> BaseProcess:
     """:func:`spawn`, of a process that does not import this program, which then needs no ``if __name__ ==`` guard.
 
     Args:

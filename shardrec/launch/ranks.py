@@ -5,25 +5,25 @@ from __future__ import annotations
 import os
 import time
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed.distributed_c10d import _get_default_store
 
-from shardrec.errors import ConfigError, PeerError, ShardrecError
+from shardrec.errors import ConfigError, PeerError
+from shardrec.exchange.agree import Ranks
+from shardrec.exchange.collectives import FunctionalCollectives
+from shardrec.exchange.headers import Headers
 from shardrec.exchange.peers import peers
-from shardrec.exchange.safe_pickle import gather
 from shardrec.launch.processes import LISTENER
 from shardrec.launch.stop import RunStopped
 
-__all__ = ["SHARE_DEVICES", "RankInfo", "joined_run", "meet", "on_first_rank", "over_ranks", "same_everywhere"]
-
-T = TypeVar("T")
+__all__ = ["SHARE_DEVICES", "RankInfo", "check_exchange", "joined_run", "meet"]
 
 _TIMEOUT_S = 300.0
 """Default seconds that a rank waits for the others, at the start and in a collective. Ranks do equal work, so a wait of
@@ -37,27 +37,23 @@ _ASK_S = 0.05
 
 
 @dataclass(frozen=True, kw_only=True)
-class RankInfo:
-    """This process's rank in a run, and its resources.
+class RankInfo(Ranks):
+    """This process's rank in a run, and its resources; to agree, it stands for all ranks of the run.
 
     Args:
         rank: 0 <= rank < world_size.
         world_size: number of ranks.
         device: device of this rank's tensors.
+        group: default: the default group.
         threads: number of torch's threads.
         timeout: seconds that this rank waits for the others in a collective.
+
+    Attributes:
+        is_lead: whether this rank is rank 0, which reports and writes.
     """
 
-    rank: int
-    world_size: int
-    device: torch.device
     threads: int
     timeout: float = _TIMEOUT_S
-
-    @property
-    def is_lead(self) -> bool:
-        """Whether this rank is rank 0, which reports and writes."""
-        return self.rank == 0
 
 
 @contextmanager
@@ -112,42 +108,6 @@ def joined_run(
         torch.set_num_threads(threads_before)
 
 
-def same_everywhere(value: str, rank_info: RankInfo) -> str:
-    """Return rank 0's value on every rank."""
-    if rank_info.world_size == 1:
-        return value
-    with peers(None, "start"):
-        return str(gather(value)[0])
-
-
-def on_first_rank(work: Callable[[], T], rank_info: RankInfo, what: str) -> T:
-    """Return what ``work`` returns on rank 0, on every rank; its error is raised on all of them.
-
-    Args:
-        work: is called on rank 0; returns a type that :mod:`shardrec.exchange.safe_pickle` supports.
-        rank_info: this rank.
-        what: a noun for what the others wait for, for messages.
-    """
-    outcome: Any = None
-    error: Exception | None = None
-    if rank_info.is_lead:
-        try:
-            outcome = work()
-        except Exception as raised:
-            error = raised
-            outcome = (
-                raised if isinstance(raised, ShardrecError) else ShardrecError(f"{type(raised).__name__}: {raised}")
-            )
-    if rank_info.world_size > 1:
-        with peers(None, what):
-            outcome = gather(outcome)[0]
-    if error is not None:
-        raise error
-    if isinstance(outcome, ShardrecError):
-        raise outcome
-    return cast(T, outcome)
-
-
 def meet(rank_info: RankInfo, what: str) -> None:
     """A barrier that waits at least 300 s, however short the time-out of collectives is.
 
@@ -164,14 +124,27 @@ def meet(rank_info: RankInfo, what: str) -> None:
         _come(what, rank_info, max(rank_info.timeout, _TIMEOUT_S))
 
 
-def over_ranks(count: int, rank_info: RankInfo) -> int:
-    """Return the sum of all ranks' counts."""
-    if rank_info.world_size == 1:
-        return count
-    total = torch.tensor([count])
-    with peers(None, "count of rows"):
-        dist.all_reduce(total)
-    return int(total)
+def check_exchange(group: dist.ProcessGroup, device: torch.device) -> list[str]:
+    """Send a header, a payload (1,000 int32) and pooled rows (1,000 float32) of the only rank of a group to itself.
+
+    Args:
+        group: of one rank.
+        device: of the tensors.
+
+    Returns:
+        Those of ``"header"``, ``"payload"`` and ``"output"`` that came back other than sent.
+    """
+    collectives = FunctionalCollectives(group)
+    headers = Headers(collectives, device)
+    headers.columns += 5
+    header = torch.arange(headers.columns, device=device).unsqueeze(0)
+    faults = [] if torch.equal(headers.exchange(header), header) else ["header"]
+    sent: list[tuple[str, Tensor]] = [("payload", torch.arange(1000, dtype=torch.int32, device=device))]
+    sent += [("output", torch.rand(1000, device=device))]
+    for what, values in sent:
+        (received,) = collectives.send([[values[:300], values[300:]]], [values.numel()], what).wait()
+        faults += [] if torch.equal(received, values) else [what]
+    return faults
 
 
 def _device(kind: str, local_rank: int) -> torch.device:

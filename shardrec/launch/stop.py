@@ -5,10 +5,10 @@ from __future__ import annotations
 import signal
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from types import FrameType
-from typing import Any, Self
+from typing import Self
 
 __all__ = ["SAME_SIGNAL_S", "RunStopped", "StopRequest", "handling"]
 
@@ -31,7 +31,9 @@ class RunStopped(KeyboardInterrupt):
 
 
 @contextmanager
-def handling(handler: Any, *numbers: signal.Signals) -> Iterator[None]:
+def handling(
+    handler: Callable[[int, FrameType | None], object] | signal.Handlers, *numbers: signal.Signals
+) -> Iterator[None]:
     """Install a signal handler for a while. Does nothing outside of the main thread, where Python allows none."""
     if threading.current_thread() is not threading.main_thread():
         yield

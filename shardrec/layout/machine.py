@@ -65,12 +65,12 @@ class Machine:
         """Bytes of the tier that the tables are in: the device's for CUDA, else the host's share."""
         return self.device_memory if self.kind == "cuda" else self.host_memory
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> dict[str, object]:
         """JSON-compatible data; memory without a limit is null."""
         return {name: None if value == inf else value for name, value in asdict(self).items()}
 
     @classmethod
-    def from_json(cls, data: Mapping[str, Any]) -> Machine:
+    def from_json(cls, data: Mapping[str, object]) -> Machine:
         """The machine that :meth:`to_json` gave.
 
         Raises:

@@ -86,7 +86,7 @@ class PlanReport:
         """Memory of each rank."""
         return tuple(map(sum, self.memory))
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> dict[str, object]:
         """JSON-compatible data; infinity is null."""
         return {**asdict(self), "capacity": None if self.capacity == inf else self.capacity}
 

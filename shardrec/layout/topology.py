@@ -6,7 +6,6 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from math import inf
-from typing import Any
 
 from shardrec.errors import ConfigError
 from shardrec.layout.machine import Machine
@@ -90,9 +89,9 @@ class Topology:
         machine = detect_machine(ranks_per_host, device=device)
         return cls(hosts=hosts, ranks_per_host=ranks_per_host, machine=machine)
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> dict[str, object]:
         """JSON-compatible data; ``machine`` and ``rank_memory`` only where they are given."""
-        data: dict[str, Any] = {"hosts": self.hosts, "ranks_per_host": self.ranks_per_host}
+        data: dict[str, object] = {"hosts": self.hosts, "ranks_per_host": self.ranks_per_host}
         if self.machine is not None:
             data["machine"] = self.machine.to_json()
         if self.rank_memory is not None:
@@ -100,7 +99,7 @@ class Topology:
         return data
 
     @classmethod
-    def from_json(cls, data: Mapping[str, Any]) -> Topology:
+    def from_json(cls, data: Mapping[str, object]) -> Topology:
         """The topology that :meth:`to_json` gave.
 
         Raises:
@@ -108,9 +107,10 @@ class Topology:
         """
         counts = {}
         for name in ("hosts", "ranks_per_host"):
-            if type(data.get(name)) is not int:
-                raise ConfigError(f"a topology's {name} is {data.get(name)!r}; give a whole number")
-            counts[name] = data[name]
+            count = data.get(name)
+            if type(count) is not int:
+                raise ConfigError(f"a topology's {name} is {count!r}; give a whole number")
+            counts[name] = count
         machine = data.get("machine")
         if machine is not None and not isinstance(machine, Mapping):
             raise ConfigError(f"a topology's machine is {machine!r}; give its entries, or leave it out")

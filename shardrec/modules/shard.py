@@ -15,10 +15,10 @@ from torchrec.modules.embedding_modules import EmbeddingBagCollection
 
 from shardrec._late_imports import late_import
 from shardrec.errors import ConfigError, PlanError
+from shardrec.exchange.agree import Ranks, all_gather, by_rank, ranks_of
 from shardrec.exchange.bad_ids import policies_of
 from shardrec.exchange.batch import OnBadId
 from shardrec.exchange.collectives import LocalCollectives, collectives_of
-from shardrec.exchange.headers import Headers, checksum
 from shardrec.exchange.transport import Transport, transport_of
 from shardrec.exchange.wire_format import QuantizedComms
 from shardrec.ids.options import DynamicIds
@@ -63,7 +63,6 @@ TorchRecLazyAwaitable.register(LazyAwaitable)
 __all__ = [
     "agree_on_plan",
     "agree_on_values",
-    "exchange_faults",
     "features_of",
     "put_in_place",
     "shard",
@@ -73,6 +72,9 @@ __all__ = [
 
 UpdateTime = Literal["backward", "step"]
 """When tables with an optimizer of their own are updated."""
+
+_START = "header exchange"
+"""What a rank waits for, in messages: it misses another rank, whose first header comes next."""
 
 
 def shard(
@@ -205,8 +207,9 @@ def shard(
     )
     raw = without_managed_collision(model, dynamic_ids or {})
     refuse_remappers(model, raw, collectives.world_size)
-    world = Headers(collectives, target)
-    _agree_on_replicas(replicas, world)
+    whole = group or dist.group.WORLD
+    ranks = ranks_of(whole, target)
+    _agree_on_replicas(replicas, ranks)
     elastic = replicas is not None and replicas.elastic is not None
     if elastic and (dense_options(dense)[0] != "ddp" or not dist.is_initialized()):
         raise ConfigError(
@@ -221,11 +224,11 @@ def shard(
         limits = constraints_of(dynamic_ids or {})
         plan = make_plan(model, Topology.of_world(size), device=target, constraints=limits, dedup=dedup)
     tables, faults = dynamic_tables(model, plan, dynamic_ids or {}, 1 if replicas is None else replicas.count + elastic)
-    agree_on_plan(plan, _plan_faults(plan, model, copies, collectives.world_size) or faults, world)
+    agree_on_plan(plan, _plan_faults(plan, model, copies, collectives.world_size) or faults, ranks)
     copies_of = [range(start, start + size) for start in range(0, collectives.world_size, size)]
-    agree_on_values(collections, plan, copies_of, world)
+    agree_on_values(collections, plan, copies_of, ranks)
     plan = plan.on_one_rank() if size == 1 else plan
-    everyone = (group or dist.group.WORLD) if collectives.world_size > 1 or elastic else None
+    everyone = whole if collectives.world_size > 1 or elastic else None
     groups = None if replicas is None else replicas.make_groups(group, target)
     within = groups.within if groups is not None else everyone
     if target.type == "cpu":
@@ -246,9 +249,11 @@ def shard(
     model = with_sharded(put_in_place(model, raw), replaced, target)
     if replicas is None:
         return ShardedModel(model, plan, context, everyone, dense=dense)
-    replica: ShardedModel = late_import("replica_of")(
-        model, plan, context, everyone, groups=groups, options=replicas, dense=dense
-    )
+    given: dict[str, Any] = {"options": replicas, "dense": dense}
+    if elastic:
+        replica: ShardedModel = late_import("ElasticModel")(model, plan, context, everyone, **given)
+    else:
+        replica = late_import("ReplicatedModel")(model, plan, context, everyone, groups=groups, **given)
     return replica
 
 
@@ -266,28 +271,15 @@ def features_of(collection: Collection) -> list[str]:
     return [feature for config in configs_of(collection) for feature in config.feature_names]
 
 
-def _agree_on_replicas(replicas: Replicas | None, headers: Headers) -> None:
+def _agree_on_replicas(replicas: Replicas | None, ranks: Ranks) -> None:
     """Raise on every rank if the replicas of any are unsound, or differ from another's: none may go on to wait."""
-    faults = [] if replicas is None else replicas.faults(headers.collectives.world_size)
-    words = f"replicas={replicas}"
-    theirs, numbers = exchange_faults(faults, checksum(words), headers)
+    faults = "" if replicas is None else "; ".join(replicas.faults(ranks.world_size))
+    theirs, words = zip(*all_gather((faults, f"replicas={replicas}"), ranks, _START), strict=True)
     if any(theirs):
-        message = "; ".join(faults)
-        raise ConfigError(message or "; ".join(f"rank {rank}: {text}" for rank, text in enumerate(theirs) if text))
-    if any(number != numbers[0] for number in numbers):
-        lines = [f"rank {rank}: {text}" for rank, text in enumerate(headers.all_gather_text(words))]
-        raise ConfigError("the ranks ask for different replicas; give all of them the same:\n  " + "\n  ".join(lines))
-
-
-def exchange_faults(faults: Sequence[str], number: int, headers: Headers) -> tuple[list[str], list[int]]:
-    """The faults of each rank as one text ("" on all ranks where none has any), and its number."""
-    world_size = headers.collectives.world_size
-    rows = torch.tensor([[number, len(faults)]] * world_size, dtype=torch.int64, device=headers.device)
-    received = headers.exchange(rows)
-    texts = [""] * world_size
-    if bool(received[:, 1].any()):
-        texts = headers.all_gather_text("; ".join(faults))
-    return texts, received[:, 0].tolist()
+        raise ConfigError(faults or "; ".join(by_rank(theirs)))
+    if len(set(words)) > 1:
+        lines = "\n  ".join(by_rank(words))
+        raise ConfigError(f"the ranks ask for different replicas; give all of them the same:\n  {lines}")
 
 
 def _plan_faults(plan: ShardingPlan, model: nn.Module, copies: int, world_size: int) -> tuple[str, ...]:
@@ -310,11 +302,11 @@ def _plan_faults(plan: ShardingPlan, model: nn.Module, copies: int, world_size: 
     return ()
 
 
-def agree_on_plan(plan: ShardingPlan, faults: Sequence[str], headers: Headers) -> None:
+def agree_on_plan(plan: ShardingPlan, faults: Sequence[str], ranks: Ranks, what: str = _START) -> None:
     """Raise on every rank if the plan of any has ``faults``, or differs from another's: none may go on to wait."""
-    theirs, fingerprints = exchange_faults(faults, plan.fingerprint, headers)
+    theirs, fingerprints = zip(*all_gather(("; ".join(faults), plan.fingerprint), ranks, what), strict=True)
     if any(theirs):
-        raise PlanError(faults or [f"rank {rank}: {fault}" for rank, fault in enumerate(theirs) if fault])
+        raise PlanError(faults or by_rank(theirs))
     differing = [rank for rank, fingerprint in enumerate(fingerprints) if fingerprint != fingerprints[0]]
     if differing:
         raise PlanError(
@@ -324,18 +316,17 @@ def agree_on_plan(plan: ShardingPlan, faults: Sequence[str], headers: Headers) -
 
 
 def agree_on_values(
-    collections: Mapping[str, Collection], plan: ShardingPlan, copies: Sequence[Sequence[int]], headers: Headers
+    collections: Mapping[str, Collection], plan: ShardingPlan, copies: Sequence[Sequence[int]], ranks: Ranks
 ) -> None:
     """Raise on every rank if a cut table has other values on some of the ranks that share a copy: each keeps a part."""
-    world_size, checksums = headers.collectives.world_size, dict[str, int]()
-    for path, collection in collections.items() if world_size > 1 else ():
+    checksums = dict[str, int]()
+    for path, collection in collections.items() if ranks.world_size > 1 else ():
         numbers = {qualified_name(path, name): number for name, number in value_checksums(collection).items()}
         checksums |= {name: number for name, number in numbers.items() if not plan.by_name[name].replicated}
     if not checksums:
         return
-    rows = torch.tensor([list(checksums.values())] * world_size, device=headers.device)
-    of_ranks = headers.exchange(rows).tolist()
-    for rank, first in ((rank, ranks[0]) for ranks in copies for rank in ranks):
+    of_ranks = all_gather(list(checksums.values()), ranks, _START)
+    for rank, first in ((rank, copy[0]) for copy in copies for rank in copy):
         for name, number, right in zip(checksums, of_ranks[rank], of_ranks[first], strict=True):
             if number != right:
                 raise ConfigError(

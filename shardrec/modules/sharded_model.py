@@ -28,6 +28,7 @@ from torch.fx import Proxy
 from shardrec._dynamo import passed_over
 from shardrec._late_imports import late_import
 from shardrec.errors import ConfigError, InputError
+from shardrec.exchange.agree import Ranks, ranks_of
 from shardrec.ids.maps import collective_stats, cut_faults
 from shardrec.layout import ShardingPlan
 from shardrec.modules.annotate import annotate_for_dynamo
@@ -129,6 +130,11 @@ class ShardedModel(nn.Module):
             names = {id(parameter): name for name, parameter in self.named_parameters()}
             self.made_fused_optimizer = FusedOptimizers(self._sharded, names, self.context)
         return self.made_fused_optimizer
+
+    @property
+    def ranks(self) -> Ranks:
+        """The ranks that hold the model: with replicas, those of all of them that one process group has."""
+        return ranks_of(self.group, self.context.device)
 
     @property
     def sharded_collections(self) -> Sequence[ShardedCollection]:

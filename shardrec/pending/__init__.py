@@ -17,11 +17,26 @@ use of an embedding overlaps with the collective that delivers it.
 """
 
 from shardrec.errors import AwaitableError
-from shardrec.pending.awaitable import Awaitable, LazyAwaitable, LazyNoWait, NoWait
-from shardrec.pending.awaits import Await, as_await, as_lazy, awaitable, awaitable_nowait, awaitable_wait, gather
-from shardrec.pending.futures import fork, join
-from shardrec.pending.getitem import GetItemLazyAwaitable, LazyGetItemMixin
-from shardrec.pending.waiting import wait
+from shardrec.pending.awaitable import (
+    Awaitable,
+    GetItemLazyAwaitable,
+    LazyAwaitable,
+    LazyGetItemMixin,
+    LazyNoWait,
+    NoWait,
+)
+from shardrec.pending.awaits import (
+    Await,
+    as_await,
+    as_lazy,
+    awaitable,
+    awaitable_nowait,
+    awaitable_wait,
+    fork,
+    gather,
+    join,
+    wait,
+)
 
 __all__ = [
     "Await",

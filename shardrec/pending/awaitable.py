@@ -14,8 +14,9 @@ from __future__ import annotations
 
 import abc
 import copy
-from collections.abc import Callable, Iterable
-from typing import Any, Generic, Self, SupportsIndex, TypeVar
+from collections.abc import Callable, Iterable, Sized
+from functools import partial
+from typing import Any, Generic, Protocol, Self, SupportsIndex, TypeVar, cast
 
 import torch
 import torch.fx
@@ -27,13 +28,17 @@ from shardrec.errors import AwaitableError
 from shardrec.pending.once import Callbacks, Once, State
 from shardrec.pending.type_methods import Operators, force, force_nested
 
-__all__ = ["Awaitable", "LazyAwaitable", "LazyNoWait", "NoWait"]
+__all__ = ["Awaitable", "GetItemLazyAwaitable", "LazyAwaitable", "LazyGetItemMixin", "LazyNoWait", "NoWait"]
 
 W = TypeVar("W")
 V = TypeVar("V")
+ParentW = TypeVar("ParentW")
+KT = TypeVar("KT")
+VT_co = TypeVar("VT_co", covariant=True)
 
 _MAY_HOLD_PROXIES = torch.fx.Proxy, tuple, list, dict, slice
 _LONGEST_REPR = 60  # characters of the value
+_MAX_KEYS = 8  # in a message
 _CONVERSIONS = frozenset({"__cuda_array_interface__", "__dlpack__", "__dlpack_device__"})
 
 
@@ -51,7 +56,7 @@ class Awaitable(abc.ABC, Generic[W]):
 
     _once: Once[W]
 
-    def __new__(cls, *args: Any, **kwargs: Any) -> Self:
+    def __new__(cls, *args: object, **kwargs: object) -> Self:
         # Set here and not in __init__, so that a subclass can set its attributes before or after super().__init__().
         self = super().__new__(cls)
         object.__setattr__(self, "_once", Once())
@@ -121,13 +126,13 @@ class Awaitable(abc.ABC, Generic[W]):
         short = text if len(text) <= _LONGEST_REPR else f"{text[: _LONGEST_REPR - 1]}…"
         return f"<{name} {once.state.value}: {short}>"
 
-    def __reduce_ex__(self, protocol: SupportsIndex) -> tuple[Any, ...]:
+    def __reduce_ex__(self, protocol: SupportsIndex) -> tuple[Callable[[W], Awaitable[W]], tuple[W]]:
         return self._finished_type(), (self._finished_value("pickled"),)
 
     def __copy__(self) -> Awaitable[W]:
         return self._finished_type()(copy.copy(self._finished_value("copied")))
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Awaitable[W]:
+    def __deepcopy__(self, memo: dict[int, object]) -> Awaitable[W]:
         return self._finished_type()(copy.deepcopy(self._finished_value("copied"), memo))
 
     def _wait_recorded(self) -> W:
@@ -206,17 +211,17 @@ class LazyAwaitable(Awaitable[W], Operators, metaclass=_LazyAwaitableMeta):
     """
 
     _is_made = False
-    _result: Any = None
+    _result: object = None
     """The attribute in which TorchRec's ``LazyAwaitable._wait_async`` keeps the value of an awaitable."""
 
     @classmethod
     def __torch_function__(
         cls,
-        func: Callable[..., Any],
+        func: Callable[..., V],
         types: Iterable[type],
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
+        args: tuple[object, ...] = (),
+        kwargs: dict[str, object] | None = None,
+    ) -> V:
         """Waits for every lazy awaitable among the arguments, in order, then calls ``func`` on the values."""
         return func(*force_nested(args), **force_nested(kwargs or {}))
 
@@ -233,7 +238,7 @@ class LazyAwaitable(Awaitable[W], Operators, metaclass=_LazyAwaitableMeta):
         return Chained(as_it_is, future)
 
     @staticmethod
-    def _wait_async(obj: Any) -> Any:
+    def _wait_async(obj: object) -> object:
         """TorchRec's name for :func:`~shardrec.pending.type_methods.force`."""
         return force(obj)
 
@@ -247,7 +252,7 @@ class LazyAwaitable(Awaitable[W], Operators, metaclass=_LazyAwaitableMeta):
             raise AttributeError(f"{text}, and its value cannot be asked while {where}", name=name, obj=self)
         return getattr(self.wait(), name)
 
-    def __setattr__(self, name: str, value: Any) -> None:
+    def __setattr__(self, name: str, value: object) -> None:
         if name.startswith("_") or self._owns(name):
             object.__setattr__(self, name, value)
         else:
@@ -280,6 +285,14 @@ class LazyNoWait(NoWait[W], LazyAwaitable[W]):
     """
 
 
+class _Waitable(Protocol):
+    """A future or an awaitable."""
+
+    def wait(self) -> object: ...
+
+    def done(self) -> bool: ...
+
+
 class Chained(LazyAwaitable[V]):
     """A function of other pending values; its first use waits for these, one after the other.
 
@@ -288,7 +301,7 @@ class Chained(LazyAwaitable[V]):
         parents: futures or awaitables.
     """
 
-    def __init__(self, function: Callable[..., V], *parents: Any) -> None:
+    def __init__(self, function: Callable[..., V], *parents: _Waitable) -> None:
         super().__init__()
         self._function: Callable[..., V] | None = function
         self._parents = parents
@@ -301,9 +314,62 @@ class Chained(LazyAwaitable[V]):
         return function(*[parent.wait() for parent in parents])
 
     def _is_ready(self) -> bool:
-        return self._function is not None and all(bool(parent.done()) for parent in self._parents)
+        return self._function is not None and all(parent.done() for parent in self._parents)
 
 
 def as_it_is(value: V) -> V:
     """The value itself."""
     return value
+
+
+class LazyGetItemMixin(Generic[KT, VT_co]):
+    """Makes ``lazy[key]`` an awaitable of the item, without waiting for the collection.
+
+    For awaitables of keyed collections, such as ``KeyedTensor`` or ``dict``: a model can select its features before the
+    collective that delivers them has ended. A missing key raises at the first use of the item.
+
+    List it before ``LazyAwaitable`` among the bases, so that its ``__getitem__`` takes precedence::
+
+        class FeaturesAwaitable(LazyGetItemMixin[str, Tensor], LazyAwaitable[KeyedTensor]): ...
+
+    The idea and the interface are TorchRec's ``torchrec.distributed.types.LazyGetItemMixin``.
+    """
+
+    def __getitem__(self, key: KT) -> LazyAwaitable[VT_co]:
+        return GetItemLazyAwaitable(cast("LazyAwaitable[Any]", self), key)
+
+
+class GetItemLazyAwaitable(Chained[W], Generic[W, ParentW, KT]):
+    """The item of a pending collection.
+
+    Args:
+        parent: the awaitable of the collection.
+        key: key or index of the item.
+
+    Raises:
+        KeyError, IndexError: at the first use, if the collection has no such item; the message lists its keys.
+    """
+
+    def __init__(self, parent: LazyAwaitable[ParentW], key: KT) -> None:
+        super().__init__(partial(_item, key, type(parent).__name__), parent)
+
+
+class _Items(Protocol):
+    def __getitem__(self, key: Any, /) -> Any: ...
+
+
+def _item(key: object, parent: str, collection: _Items) -> Any:
+    try:
+        return collection[key]
+    except (KeyError, IndexError) as error:
+        text = f"{type(collection).__name__} of {parent} has no item {key!r}"
+        raise type(error)(text + _its_keys(collection)) from error
+
+
+def _its_keys(collection: object) -> str:
+    asked = getattr(collection, "keys", None)
+    if not callable(asked):
+        return f"; its length is {len(collection)}" if isinstance(collection, Sized) else ""
+    keys = list(map(repr, asked()))
+    more = f" and {len(keys) - _MAX_KEYS} more" if len(keys) > _MAX_KEYS else ""
+    return f"; it has {', '.join(keys[:_MAX_KEYS]) or 'none'}{more}"

@@ -11,23 +11,26 @@ import math
 import operator
 from collections.abc import Callable, Iterator
 from types import TracebackType
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy
 import torch
+from numpy.typing import DTypeLike, NDArray
 
 __all__ = ["Operators", "force", "force_nested"]
 
-_Unary = Callable[[Any], Any]
-_Binary = Callable[[Any, Any], Any]
+R = TypeVar("R")
+
+_Binary = Callable[[Any, Any], R]
+_Method = Callable[["Operators", object], R]
 
 
-def force(value: Any) -> Any:
+def force(value: object) -> Any:
     """The value of a lazy awaitable; anything else is returned unchanged."""
     return value.wait() if isinstance(value, Operators) else value
 
 
-def force_nested(value: Any) -> Any:
+def force_nested(value: object) -> Any:
     """Apply :func:`force` inside tuples, lists, dicts and slices.
 
     A container without an awaitable is returned itself, not a copy: the callee may write to it.
@@ -49,30 +52,30 @@ def force_nested(value: Any) -> Any:
     return value
 
 
-def _unary(function: _Unary) -> _Unary:
-    def method(self: Any) -> Any:
+def _unary(function: Callable[[Any], R]) -> Callable[[Operators], R]:
+    def method(self: Operators) -> R:
         return function(self.wait())
 
     return method
 
 
-def _binary(function: _Binary) -> _Binary:
-    def method(self: Any, other: Any) -> Any:
+def _binary(function: _Binary[R]) -> _Method[R]:
+    def method(self: Operators, other: object) -> R:
         return function(self.wait(), force(other))
 
     return method
 
 
-def _three(function: _Binary, in_place: _Binary) -> tuple[_Binary, _Binary, _Binary]:
+def _three(function: _Binary[R], in_place: _Binary[R]) -> tuple[_Method[R], _Method[R], _Method[R]]:
     """``self + other``, ``other + self`` and ``self += other``; the last one rebinds the name to the plain result."""
 
-    def reflected(self: Any, other: Any) -> Any:
+    def reflected(self: Operators, other: object) -> R:
         return function(force(other), self.wait())
 
     return _binary(function), reflected, _binary(in_place)
 
 
-def _can_index(value: Any) -> bool:
+def _can_index(value: object) -> bool:
     """Whether ``value`` is an array of integers or bools, of torch or numpy."""
     if isinstance(value, torch.Tensor):
         return not (value.is_floating_point() or value.is_complex())
@@ -101,7 +104,7 @@ class Operators(abc.ABC):
     __divmod__, __rdivmod__, _ = _three(divmod, divmod)
     _, __rpow__, __ipow__ = _three(operator.pow, operator.ipow)
 
-    def __pow__(self, exponent: Any, modulus: Any = None) -> Any:
+    def __pow__(self, exponent: object, modulus: object = None) -> Any:
         if modulus is None:
             return operator.pow(self.wait(), force(exponent))
         return pow(self.wait(), force(exponent), force(modulus))
@@ -145,13 +148,15 @@ class Operators(abc.ABC):
     __reversed__ = _unary(reversed)
     __next__ = _unary(next)
     __contains__ = _binary(operator.contains)
-    __getitem__ = _binary(operator.getitem)
     __delitem__ = _binary(operator.delitem)
 
-    def __setitem__(self, key: Any, item: Any) -> None:
+    def __getitem__(self, key: Any) -> Any:
+        return self.wait()[force(key)]
+
+    def __setitem__(self, key: object, item: object) -> None:
         self.wait()[force(key)] = force(item)
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, *args: object, **kwargs: object) -> Any:
         return self.wait()(*args, **kwargs)
 
     __str__ = _unary(str)
@@ -179,7 +184,7 @@ class Operators(abc.ABC):
         leave: bool | None = type(value).__exit__(value, kind, error, trace)
         return leave
 
-    def __array__(self, dtype: Any = None, copy: bool | None = None) -> Any:
+    def __array__(self, dtype: DTypeLike | None = None, copy: bool | None = None) -> NDArray[numpy.generic]:
         """The value as a numpy array, for ``numpy.asarray`` and numpy's functions."""
         value = self.wait()
         if hasattr(value, "__array__"):

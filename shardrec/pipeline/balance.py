@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from itertools import accumulate, chain
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -57,7 +56,7 @@ def balance_by_size(stages: int, module: nn.Sequential) -> list[int]:
     return partition(sizes, stages)
 
 
-def balance_by_time(stages: int, module: nn.Sequential, sample: Any, *, repeats: int = 5) -> list[int]:
+def balance_by_time(stages: int, module: nn.Sequential, sample: object, *, repeats: int = 5) -> list[int]:
     """Number of layers of each stage so that the slowest stage takes least time, forward and backward.
 
     Layers are timed one after the other on their devices, in training mode; modes, gradients, statistics and random
@@ -75,7 +74,7 @@ def balance_by_time(stages: int, module: nn.Sequential, sample: Any, *, repeats:
     return partition(layer_seconds(module, sample, repeats=repeats), stages)
 
 
-def layer_seconds(module: nn.Sequential, sample: Any, *, repeats: int = 5) -> list[float]:
+def layer_seconds(module: nn.Sequential, sample: object, *, repeats: int = 5) -> list[float]:
     """Seconds of each layer's forward and backward on ``sample``, in training mode."""
     layers = _layers(module)
     parameters = list(module.parameters())
@@ -90,7 +89,7 @@ def layer_seconds(module: nn.Sequential, sample: Any, *, repeats: int = 5) -> li
         with torch.random.fork_rng(devices=devices), torch.enable_grad():
             for _ in range(repeats):
                 with use_skip_tracker(SkipTracker()):
-                    value = sample
+                    value: object = sample
                     for number, layer in enumerate(layers):
                         value = tree_map(_leaf, value)
                         begin = _now(devices)
@@ -114,7 +113,7 @@ def _now(devices: Sequence[int]) -> float:
     return time.perf_counter()
 
 
-def _leaf(value: Any) -> Any:
+def _leaf(value: object) -> object:
     if not isinstance(value, Tensor):
         return value
     # Not the leaf itself, which a layer could not change in place.

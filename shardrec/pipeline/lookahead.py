@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import dataclasses
 import warnings
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext, suppress
-from typing import Any
+from dataclasses import dataclass
+from operator import attrgetter, itemgetter
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -16,6 +17,7 @@ from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor, Keyed
 from shardrec.errors import AnomalyError, ConfigError, InputError, PeerError, ShardrecError
 from shardrec.exchange.headers import FORWARD_FAILED, ForwardFailed
 from shardrec.modules.collection import ShardedCollection
+from shardrec.modules.compiled import leaves
 from shardrec.modules.forward import dense_signature
 from shardrec.step.calls_ahead import Ahead
 from shardrec.step.context import ForwardState, ModelContext
@@ -23,13 +25,15 @@ from shardrec.step.records import GradMode
 
 __all__ = ["Lookahead", "tell_others"]
 
-Path = tuple[tuple[str, Any], ...]
-"""The way from a batch to a value in it: ("item", key) and ("attribute", name)."""
+_Result = TypeVar("_Result")
+
+_Path = list[Callable[[Any], object]]
+"""The way from a batch to a value in it: an item or an attribute, an item or an attribute of that, and so on."""
 
 _DEEPEST = 4
 
 
-@dataclasses.dataclass(eq=False)
+@dataclass(eq=False)
 class _Slot:
     """A batch whose step is still to come.
 
@@ -42,12 +46,12 @@ class _Slot:
         ready: on CUDA, an event recorded after the work done ahead.
     """
 
-    batch: Any = None
+    batch: object = None
     error: Exception | None = None
     told: bool = False
     ahead: Ahead | None = None
     exchanged: bool = False
-    ready: Any = None
+    ready: torch.cuda.Event | None = None
 
     def let_go(self) -> None:
         """Drop the calls that no forward has made."""
@@ -68,26 +72,26 @@ class Lookahead:
 
     def __init__(
         self,
-        batches: Iterable[Any],
+        batches: Iterable[object],
         context: ModelContext | None,
         *,
         depth: int,
         device: torch.device,
     ) -> None:
         self._batches = batches
-        self._source: Iterator[Any] | None = iter(batches)
+        self._source: Iterator[object] | None = iter(batches)
         self._needs_batch = False  # a pass over the batches that is not the first
         self._context = context
         self._depth = depth
         self._device = device
         self._slots: deque[_Slot] = deque()
-        self._input_paths: list[tuple[ShardedCollection, Path, GradMode]] | None = None
+        self._input_paths: list[tuple[ShardedCollection, _Path, GradMode]] | None = None
         self._has_warned = False
         on_gpu = device.type == "cuda"
         # Their short kernels go before those of the step under way.
         self._copies, self._ids = [torch.cuda.Stream(device, priority=-1) if on_gpu else None for _ in range(2)]
 
-    def step(self, forward: Callable[[Any], Any]) -> Any:
+    def step(self, forward: Callable[[Any], _Result]) -> _Result:
         """One step, up to its backward.
 
         Args:
@@ -221,7 +225,7 @@ class Lookahead:
             slot.error = slot.error or error
             slot.let_go()
 
-    def _forward(self, slot: _Slot, forward: Callable[[Any], Any]) -> Any:
+    def _forward(self, slot: _Slot, forward: Callable[[Any], _Result]) -> _Result:
         context = self._context
         if slot.ready is not None:
             main = torch.cuda.current_stream(self._device)
@@ -311,7 +315,7 @@ def _words(error: Exception) -> str:
     return str(error) if isinstance(error, ShardrecError) else f"{type(error).__name__}: {error}"
 
 
-def _on(stream: Any, after: Any = None) -> AbstractContextManager[Any]:
+def _on(stream: torch.cuda.Stream | None, after: torch.cuda.Event | None = None) -> AbstractContextManager[object]:
     """Issue on a CUDA stream, after an event; nothing on the CPU."""
     if stream is None:
         return nullcontext()
@@ -320,11 +324,12 @@ def _on(stream: Any, after: Any = None) -> AbstractContextManager[Any]:
     return torch.cuda.stream(stream)
 
 
-def _copied(batch: Any, device: torch.device) -> Any:
+def _copied(batch: object, device: torch.device) -> object:
     """The batch on a device; to CUDA from pinned memory, without waiting."""
     if isinstance(batch, (tuple, list)):
         moved = [_copied(part, device) for part in batch]
-        return type(batch)(*moved) if hasattr(batch, "_fields") else type(batch)(moved)
+        make: Callable[..., object] = type(batch)
+        return make(*moved) if hasattr(batch, "_fields") else make(moved)
     if isinstance(batch, Mapping):
         return {key: _copied(part, device) for key, part in batch.items()}
     if not hasattr(batch, "to"):
@@ -334,49 +339,38 @@ def _copied(batch: Any, device: torch.device) -> Any:
     return (batch.pin_memory() if hasattr(batch, "pin_memory") else batch).to(device, non_blocking=True)
 
 
-def _keep(value: Any, stream: Any) -> None:
+def _keep(value: object, stream: torch.cuda.Stream | None) -> None:
     """Tell CUDA's allocator that ``stream`` reads the tensors in a value."""
-    if stream is None:
-        return
-    if isinstance(value, Tensor):
-        if value.is_cuda:
-            value.record_stream(stream)
-    elif isinstance(value, (tuple, list)):
-        for element in value:
-            _keep(element, stream)
-    elif isinstance(value, Mapping):
-        _keep(list(value.values()), stream)
-    elif dataclasses.is_dataclass(value):
-        _keep([getattr(value, field.name) for field in dataclasses.fields(value)], stream)
-    elif hasattr(value, "record_stream"):
-        value.record_stream(stream)
+    for leaf in leaves(value) if stream is not None else ():
+        on_cpu = isinstance(leaf, Tensor) and not leaf.is_cuda
+        if hasattr(leaf, "record_stream") and not on_cpu:
+            leaf.record_stream(stream)
 
 
-def _path(batch: Any, wanted: object, deepest: int = _DEEPEST) -> Path | None:
+def _path(batch: object, wanted: object, deepest: int = _DEEPEST) -> _Path | None:
     """The path from a batch to this object."""
     if batch is wanted:
-        return ()
+        return []
     if not deepest or isinstance(batch, (Tensor, KeyedJaggedTensor, KeyedTensor, JaggedTensor, str, bytes)):
         return None
-    inside: list[tuple[str, Any, Any]]
+    steps: Iterable[Callable[[Any], object]]
     if isinstance(batch, Mapping):
-        inside = [("item", key, part) for key, part in batch.items()]
+        steps = map(itemgetter, batch)
     elif isinstance(batch, (tuple, list)):
-        inside = [("item", number, part) for number, part in enumerate(batch)]
+        steps = map(itemgetter, range(len(batch)))
     else:
-        names = [*getattr(batch, "__dict__", {}), *getattr(type(batch), "__slots__", ())]
-        inside = [("attribute", name, getattr(batch, name, None)) for name in names]
-    for kind, key, part in inside:
-        rest = _path(part, wanted, deepest - 1)
+        steps = map(attrgetter, [*getattr(batch, "__dict__", {}), *getattr(type(batch), "__slots__", ())])
+    for step in steps:
+        rest = _path(_at(batch, [step]), wanted, deepest - 1)
         if rest is not None:
-            return ((kind, key), *rest)
+            return [step, *rest]
     return None
 
 
-def _at(batch: Any, path: Path) -> Any:
+def _at(batch: object, path: _Path) -> object:
     """What a path leads to; None if the batch ends before."""
     with suppress(LookupError, AttributeError, TypeError):
-        for kind, key in path:
-            batch = batch[key] if kind == "item" else getattr(batch, key)
+        for step in path:
+            batch = step(batch)
         return batch
     return None

@@ -9,7 +9,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,7 +17,7 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_map
 
 from shardrec.pending import wait
 
-__all__ = ["Failure", "Key", "Mailbox", "Message", "flatten", "versions_of"]
+__all__ = ["Failure", "Key", "Mailbox", "Message", "flatten"]
 
 
 class Key(NamedTuple):
@@ -73,7 +73,7 @@ class Message:
     differentiable: Sequence[bool] = ()
     versions: Sequence[int] = ()
     failure: Failure | None = None
-    ready: Any = None
+    ready: torch.cuda.Event | None = None
 
     def on(self, device: torch.device) -> list[Tensor | None]:
         """The tensors on a device."""
@@ -87,12 +87,7 @@ class Message:
         return [None if leaf is None else leaf.to(device, non_blocking=gpu) for leaf in self.leaves]
 
 
-def versions_of(leaves: Sequence[Tensor | None]) -> list[int]:
-    """How often each tensor was changed in place, as far as torch counts it."""
-    return [0 if leaf is None or leaf.is_inference() else leaf._version for leaf in leaves]
-
-
-def flatten(value: Any, what: str) -> tuple[list[Tensor | None], TreeSpec]:
+def flatten(value: object, what: str) -> tuple[list[Tensor | None], TreeSpec]:
     """The tensors of a nest, pending ones waited for.
 
     Args:

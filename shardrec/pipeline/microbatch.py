@@ -9,13 +9,16 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, TypeGuard
 
 import torch
 from torch import Tensor
 from torch.utils._pytree import keystr, tree_flatten, tree_flatten_with_path, tree_unflatten
 
 from shardrec.errors import ConfigError
+
+if TYPE_CHECKING:
+    from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 __all__ = ["batch_size", "gather", "scatter", "sizes_of"]
 
@@ -32,7 +35,7 @@ def sizes_of(total: int, chunks: int) -> list[int]:
     return [small + (number < more) for number in range(count)]
 
 
-def batch_size(value: Any, what: str = "the input") -> int:
+def batch_size(value: object, what: str = "the input") -> int:
     """Samples B of a nest of (B, ...) tensors.
 
     Args:
@@ -69,13 +72,13 @@ def batch_size(value: Any, what: str = "the input") -> int:
     return next(iter(sizes.values()))
 
 
-def scatter(value: Any, sizes: Sequence[int]) -> list[Any]:
+def scatter(value: object, sizes: Sequence[int]) -> list[object]:
     """Cut a nest of (B, ...) tensors along dimension 0 into one nest, of views, for each micro-batch.
 
     A KeyedJaggedTensor is cut by its samples, and its ids are copied.
     """
     leaves, spec = tree_flatten(value, is_leaf=_is_jagged)
-    pieces: list[Sequence[Any]] = []
+    pieces: list[Sequence[object]] = []
     for leaf in leaves:
         if isinstance(leaf, Tensor):
             pieces.append(leaf.split(list(sizes)))
@@ -84,13 +87,13 @@ def scatter(value: Any, sizes: Sequence[int]) -> list[Any]:
     return [tree_unflatten([piece[number] for piece in pieces], spec) for number in range(len(sizes))]
 
 
-def _is_jagged(value: Any) -> bool:
+def _is_jagged(value: object) -> TypeGuard[KeyedJaggedTensor]:
     """Whether it is a KeyedJaggedTensor, which nothing is before its module was imported."""
     module = sys.modules.get("torchrec.sparse.jagged_tensor")
     return module is not None and isinstance(value, module.KeyedJaggedTensor)
 
 
-def _jagged_pieces(features: Any, sizes: Sequence[int]) -> list[Any]:
+def _jagged_pieces(features: KeyedJaggedTensor, sizes: Sequence[int]) -> list[KeyedJaggedTensor]:
     """KeyedJaggedTensors of ``sizes`` samples each; their bounds are read on the host."""
     keys, samples = features.keys(), features.stride()
     lengths_FB = features.lengths().view(len(keys), samples)
@@ -112,7 +115,7 @@ def _jagged_pieces(features: Any, sizes: Sequence[int]) -> list[Any]:
     return pieces
 
 
-def gather(values: Sequence[Any], what: str = "the output") -> Any:
+def gather(values: Sequence[object], what: str = "the output") -> object:
     """Concatenate nests of (b, ...) tensors along dimension 0.
 
     Raises:

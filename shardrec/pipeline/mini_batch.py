@@ -6,10 +6,12 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor
 from concurrent.futures import wait as wait_for
 from contextlib import ExitStack
+from itertools import chain
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import FunctionCtx
 from torch.autograd.graph import get_gradient_edge, increment_version
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
@@ -17,7 +19,7 @@ from shardrec.errors import ConfigError, PeerError, PipelineError
 from shardrec.pipeline.message import Key, Mailbox, Message
 from shardrec.pipeline.microbatch import batch_size, gather, scatter, sizes_of
 from shardrec.pipeline.recompute import Modes, RandomStream
-from shardrec.pipeline.schedule import Schedule, backwards, gpipe, simulate
+from shardrec.pipeline.schedule import Schedule, gpipe, in_order, only
 from shardrec.pipeline.stage import Checkpoint, Stage, StageStep, Step
 from shardrec.pipeline.stage_channel import PeerPort, Peers
 from shardrec.pipeline.timeline import Recorder
@@ -49,7 +51,7 @@ class Run:
         stages: Sequence[Stage],
         peers: Peers | None,
         threads: ThreadPoolExecutor | None,
-        input: Any,
+        input: object,
         *,
         chunks: int,
         checkpoint: Checkpoint,
@@ -77,7 +79,7 @@ class Run:
         self._output_rows: list[list[int]] = []  # per leaf, of each micro-batch
         self._went_back = False
 
-    def set_loss(self, target: Any, loss_fn: Callable[[Any, Any], Tensor], *, mean: bool) -> None:
+    def set_loss(self, target: object, loss_fn: Callable[[Any, Any], Tensor], *, mean: bool) -> None:
         """Let the last stage compute the loss; a faulty target is that stage's failure."""
         total, targets = sum(self._sizes), [target] * self.batches
         fault: Exception | None = None
@@ -92,7 +94,7 @@ class Run:
         except (TypeError, ConfigError) as error:
             fault = error
 
-        def loss(batch: int, output: Any) -> Tensor:
+        def loss(batch: int, output: object) -> Tensor:
             if fault is not None:
                 raise fault
             value = loss_fn(output, targets[batch])
@@ -159,9 +161,9 @@ class Run:
         with ExitStack() as stack:
             for step in self._steps.values():
                 stack.enter_context(step.at_work())
-            for entry in simulate(schedule):
-                if entry.stage in self._steps:
-                    self._steps[entry.stage].do(entry.action)
+            for stage, action in chain.from_iterable(in_order(schedule)):
+                if stage in self._steps:
+                    self._steps[stage].do(action)
 
     def _end_together(self, peers: Peers) -> None:
         """Learn of failures on other ranks, and tell them of this one's."""
@@ -170,30 +172,29 @@ class Run:
         if isinstance(raised, PeerError):
             raise raised
         self._port.finish()
-        if not any(peers.agree(int(failure is not None))):
-            return
         failures = peers.gather(None if failure is None else failure.told())
         text_of = {failure.stage: failure.text for failure in failures if failure is not None}
+        if not text_of:
+            return
         if raised is not None:
             raise raised
         texts = [f"stage {stage} failed, on its rank:\n{text}" for stage, text in text_of.items()]
         raise PipelineError("\n".join(texts))
 
-    def _agreed_size(self, input: Any) -> int:
+    def _agreed_size(self, input: object) -> int:
         """Samples of the mini-batch, which the first stage knows."""
         peers = self._peers
         if peers is None:
             return batch_size(input)
-        size, fault = 0, None
+        size, text, fault = 0, "", None
         if self._first:
             try:
                 size = batch_size(input)
             except (TypeError, ConfigError) as error:
-                size, fault = -1, error
-        size = peers.agree(size)[0]
-        if size < 0:
-            texts = peers.gather("" if fault is None else f"{type(fault).__name__}: {fault}")
-            raise fault or PipelineError(f"the first stage cannot take its input: {texts[0]}")
+                text, fault = f"{type(error).__name__}: {error}", error
+        size, text = peers.gather((size, text))[0]
+        if text:
+            raise fault or PipelineError(f"the first stage cannot take its input: {text}")
         return size
 
     def _results(self) -> list[Message]:
@@ -201,11 +202,11 @@ class Run:
         stages = self._stages[0].stages
         return [self._port.take(Key(stages - 1, stages, batch)) for batch in range(self.batches)]
 
-    def values(self) -> Any:
+    def values(self) -> object:
         """The output, without a graph; None on ranks without the last stage."""
         return _gathered(self._results()) if self._last else None
 
-    def output(self) -> Any:
+    def output(self) -> object:
         """The output, from which a backward goes back through the pipeline."""
         results = self._results()
         leaves, spec = tree_flatten(_gathered(results))
@@ -213,7 +214,7 @@ class Run:
         pieces_of_leaves = zip(*(message.leaves for message in results), strict=True)
         self._output_rows = [[0 if leaf is None else leaf.size(0) for leaf in pieces] for pieces in pieces_of_leaves]
         token = torch.zeros(0, dtype=torch.float32, requires_grad=True)
-        attached: Any = _Attach.apply(self, leaves, asks, token, *self._input())  # type: ignore[no-untyped-call]
+        attached = _Attach.apply(self, leaves, asks, token, *self._input())  # type: ignore[no-untyped-call]
         return tree_unflatten(attached, spec)
 
     def backward(self, gradients: list[Tensor | None]) -> list[Tensor | None]:
@@ -228,7 +229,7 @@ class Run:
         ]
         for batch in range(self.batches):
             self._port.send(Key(stages, stages - 1, batch), Message(leaves=[piece[batch] for piece in pieces]))
-        self.execute(backwards(gpipe(stages, self.batches)))
+        self.execute(only("B", gpipe(stages, self.batches)))
         return self._input_gradients()
 
     def input_backward(self) -> None:
@@ -242,17 +243,18 @@ class Run:
         if reached:
             torch.autograd.backward([edge for edge, _ in reached], [gradient for _, gradient in reached])
 
-    def _input(self) -> list[Any]:
+    def _input(self) -> list[Tensor | None]:
         """The leaves of the micro-batches, one after the other; autograd knows how they were cut out of the input."""
         return [leaf for leaves, _ in self._parts for leaf in leaves]
 
     def _input_gradients(self) -> list[Tensor | None]:
         for leaf, sent in zip(self._input(), self._sent, strict=True):
-            if sent is not None and sent._version:  # changed in place, which the graph before may have to know
+            # Changed in place, which the graph before may have to know.
+            if leaf is not None and sent is not None and sent._version:
                 increment_version(leaf)
         grads = [gradient for batch in range(self.batches) for gradient in self._port.take(Key(0, -1, batch)).leaves]
         return [
-            None if gradient is None else gradient.to(leaf.device)
+            None if gradient is None or leaf is None else gradient.to(leaf.device)
             for gradient, leaf in zip(grads, self._input(), strict=True)
         ]
 
@@ -265,10 +267,13 @@ class Run:
             total = torch.stack([part for part in parts if part is not None]).sum()
         if peers is not None:
             last = self._stages[-1].stages - 1
-            dtype = _LOSS_DTYPES[peers.agree(_LOSS_DTYPES.index(total.dtype))[last]]
-            total = total.to(dtype)
+            total = total.to(peers.gather(total.dtype)[last])
             peers.broadcast(total, last)
         return total
+
+
+class _AttachContext(FunctionCtx):
+    run: Run
 
 
 class _Attach(torch.autograd.Function):
@@ -276,7 +281,12 @@ class _Attach(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, run: Run, leaves: list[Tensor | None], asks: list[bool], token: Tensor, *inputs: Tensor | None
+        ctx: _AttachContext,
+        run: Run,
+        leaves: list[Tensor | None],
+        asks: list[bool],
+        token: Tensor,
+        *inputs: Tensor | None,
     ) -> tuple[Tensor | None, ...]:
         ctx.run = run
         ctx.set_materialize_grads(False)
@@ -285,11 +295,11 @@ class _Attach(torch.autograd.Function):
         return tuple(leaves)
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
+    def backward(ctx: _AttachContext, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
         return None, None, None, None, *ctx.run.backward(list(gradients))
 
 
-def _gathered(results: list[Message]) -> Any:
+def _gathered(results: list[Message]) -> object:
     nests = []
     for message in results:
         assert message.spec is not None, "what goes forward tells how it is nested"

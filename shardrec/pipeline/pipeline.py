@@ -16,8 +16,8 @@ from shardrec.errors import ConfigError
 from shardrec.pipeline.balance import check_balance
 from shardrec.pipeline.layers import check_layers
 from shardrec.pipeline.mini_batch import Run
-from shardrec.pipeline.schedule import SCHEDULES, Schedule, ScheduleName, forwards
-from shardrec.pipeline.skip.layout import skip_routes
+from shardrec.pipeline.schedule import SCHEDULES, Schedule, ScheduleName, only
+from shardrec.pipeline.skip.routes import skip_routes
 from shardrec.pipeline.stage import Checkpoint, Stage
 from shardrec.pipeline.stage_channel import Peers
 from shardrec.pipeline.timeline import Recorder, Timeline
@@ -131,7 +131,7 @@ class Pipeline(nn.Module):
         """A layer, by number."""
         return list(self)[index]
 
-    def __getstate__(self) -> dict[str, Any]:
+    def __getstate__(self) -> dict[str, object]:
         if self.peers is not None:
             raise ConfigError(
                 "a pipeline over a process group cannot be copied or pickled: copy its state_dict, which has the "
@@ -150,7 +150,7 @@ class Pipeline(nn.Module):
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         return self
 
-    def forward(self, input: Any) -> Any:
+    def forward(self, input: object) -> object:
         """The sequential's forward, in micro-batches.
 
         In one process, ``backward()`` from the output is also pipelined, in GPipe's order, and adds to the parameters'
@@ -174,13 +174,13 @@ class Pipeline(nn.Module):
                 "ranks: train with Pipeline.step, and evaluate inside torch.no_grad()"
             )
         run = self._run(input, with_gradients=with_gradients)
-        run.execute(forwards(self.schedule_of(run.batches)))
+        run.execute(only("F", self.schedule_of(run.batches)))
         return run.output() if with_gradients else run.values()
 
     def step(
         self,
-        input: Any,
-        target: Any = None,
+        input: object,
+        target: object = None,
         *,
         loss_fn: Callable[[Any, Any], Tensor],
         reduction: Literal["mean", "sum"] = "mean",
@@ -210,7 +210,7 @@ class Pipeline(nn.Module):
             run.input_backward()
             return run.total_loss()
 
-    def _run(self, input: Any, *, with_gradients: bool) -> Run:
+    def _run(self, input: object, *, with_gradients: bool) -> Run:
         return Run(
             self.local_stages,
             self.peers,

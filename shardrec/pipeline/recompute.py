@@ -15,11 +15,12 @@ step.
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from typing import Any, Literal
+from typing import Literal
 
 import torch
+from torch._ops import OpOverload
 from torch.utils._python_dispatch import TorchDispatchMode
 
 __all__ = ["Modes", "RandomState", "RandomStream", "flagged", "is_checkpointing", "is_recomputing"]
@@ -95,7 +96,13 @@ class RandomStream(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]
         self.state = torch.Generator().manual_seed(seed).get_state()
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self,
+        func: OpOverload[..., object],
+        types: Sequence[type],
+        args: Sequence[object] = (),
+        kwargs: Mapping[str, object] | None = None,
+    ) -> object:
         if torch.Tag.nondeterministic_seeded not in func.tags:
             return func(*args, **(kwargs or {}))
         with _GENERATOR:

@@ -16,27 +16,13 @@ instead of all. GPipe: Huang et al., 2019. 1F1B: Narayanan et al., 2019 (PipeDre
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import deque
 from dataclasses import dataclass
 from typing import Literal
 
 from shardrec.errors import ConfigError
 
-__all__ = [
-    "SCHEDULES",
-    "Action",
-    "Schedule",
-    "ScheduleName",
-    "TimedAction",
-    "backwards",
-    "bubble",
-    "draw",
-    "forwards",
-    "gpipe",
-    "idle_share",
-    "one_f_one_b",
-    "simulate",
-]
+__all__ = ["SCHEDULES", "Action", "Schedule", "ScheduleName", "gpipe", "in_order", "one_f_one_b", "only"]
 
 ScheduleName = Literal["gpipe", "1f1b"]
 
@@ -59,16 +45,6 @@ class Action:
 
 Schedule = list[list[Action]]
 """Per stage, its actions in order."""
-
-
-@dataclass(frozen=True, slots=True)
-class TimedAction:
-    """An action of a stage with its time, from ``start`` to ``end``."""
-
-    stage: int
-    action: Action
-    start: float
-    end: float
 
 
 def gpipe(stages: int, batches: int) -> Schedule:
@@ -101,82 +77,46 @@ def one_f_one_b(stages: int, batches: int) -> Schedule:
     return schedule
 
 
-def forwards(schedule: Schedule) -> Schedule:
-    """The forwards of a schedule only."""
-    return [[action for action in actions if action.kind == "F"] for actions in schedule]
-
-
-def backwards(schedule: Schedule) -> Schedule:
-    """The backwards of a schedule only."""
-    return [[action for action in actions if action.kind == "B"] for actions in schedule]
+def only(kind: Literal["F", "B"], schedule: Schedule) -> Schedule:
+    """The forwards of a schedule only, or the backwards."""
+    return [[action for action in actions if action.kind == kind] for actions in schedule]
 
 
 SCHEDULES = {"gpipe": gpipe, "1f1b": one_f_one_b}
 """The schedules by name."""
 
 
-def simulate(schedule: Schedule) -> list[TimedAction]:
+def in_order(schedule: Schedule) -> list[list[tuple[int, Action]]]:
     """Start each action, of one unit of time, as early as its stage and its neighbour (the stage before for a forward,
     the next one for a backward) allow.
 
     Returns:
-        The actions in order of their starts: an order in which one thread can do them all.
+        Per unit of time, the stages that start an action then, and the actions: one thread can do them all in this
+        order.
 
     Raises:
         ConfigError: if some can never start.
     """
-    members = [set(actions) for actions in schedule]
-    ends: dict[tuple[int, Action], float] = {}
-    free = [0.0] * len(schedule)
-    left = [list(reversed(actions)) for actions in schedule]
-    timed: list[TimedAction] = []
+    everything = {(stage, action) for stage, actions in enumerate(schedule) for action in actions}
+    done: set[tuple[int, Action]] = set()
+    left = [deque(actions) for actions in schedule]
+    units = []
 
-    def needs(stage: int, action: Action) -> list[tuple[int, Action]]:
-        forward_of = (stage, Action("F", action.batch))
-        needed = [(stage - 1, action)] if action.kind == "F" else [(stage + 1, action), forward_of]
-        return [
-            (at, needed_action)
-            for at, needed_action in needed
-            if 0 <= at < len(schedule) and needed_action in members[at]
+    def can_start(stage: int, action: Action) -> bool:
+        before = (
+            {(stage - 1, action)} if action.kind == "F" else {(stage + 1, action), (stage, Action("F", action.batch))}
+        )
+        return before & everything <= done
+
+    while any(left):
+        started = [
+            (stage, actions[0]) for stage, actions in enumerate(left) if actions and can_start(stage, actions[0])
         ]
-
-    progress = True
-    while progress:
-        progress = False
-        for stage, actions in enumerate(left):
-            while actions and all(need in ends for need in needs(stage, actions[-1])):
-                action = actions.pop()
-                start = max([free[stage], *(ends[need] for need in needs(stage, action))])
-                free[stage] = ends[stage, action] = start + 1
-                timed.append(TimedAction(stage, action, start, start + 1))
-                progress = True
-    stuck = [f"stage {stage} at {actions[-1]}" for stage, actions in enumerate(left) if actions]
-    if stuck:
-        raise ConfigError(f"the schedule cannot go on, {', '.join(stuck)}: put actions after those that they need")
-    return sorted(timed, key=lambda entry: (entry.start, entry.end, entry.stage))
-
-
-def draw(schedule: Schedule) -> str:
-    """The schedule as text, a line per stage and a column per unit of time; forward and backward take one each."""
-    timed = simulate(schedule)
-    width = 1 + max((len(str(entry.action)) for entry in timed), default=0)
-    columns = int(max((entry.end for entry in timed), default=0))
-    lines = [["."] * columns for _ in schedule]
-    for entry in timed:
-        lines[entry.stage][int(entry.start)] = str(entry.action)
-    return "\n".join(
-        f"stage {stage} " + "".join(cell.rjust(width) for cell in cells) for stage, cells in enumerate(lines)
-    )
-
-
-def bubble(stages: int, batches: int) -> float:
-    """Share of the time that a stage is idle, in either schedule: (S - 1) / (M + S - 1)."""
-    return (stages - 1) / (batches + stages - 1)
-
-
-def idle_share(timed: Sequence[TimedAction]) -> float:
-    """Share of the stages' time, from the first start to the last end, in which they do nothing."""
-    stages = len({entry.stage for entry in timed})
-    begin, end = min(entry.start for entry in timed), max(entry.end for entry in timed)
-    busy = sum(entry.end - entry.start for entry in timed)
-    return 1 - busy / (stages * (end - begin))
+        if not started:
+            stuck = ", ".join(f"stage {stage} at {actions[0]}" for stage, actions in enumerate(left) if actions)
+            raise ConfigError(f"the schedule cannot go on, {stuck}: put actions after those that they need")
+        for stage, _ in started:
+            left[stage].popleft()
+        done.update(started)
+        units.append(started)
+    return units

@@ -20,19 +20,20 @@ import traceback
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.function import FunctionCtx
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.utils._pytree import TreeSpec, tree_unflatten
 
 from shardrec.errors import PipelineError
-from shardrec.pipeline.message import Failure, Key, Mailbox, Message, flatten, versions_of
+from shardrec.pipeline.message import Failure, Key, Mailbox, Message, flatten
 from shardrec.pipeline.recompute import Modes, RandomState, RandomStream, flagged
 from shardrec.pipeline.schedule import Action
-from shardrec.pipeline.skip.layout import Route
-from shardrec.pipeline.skip.tracker import SkipTracker, changed_in_place, use_skip_tracker
+from shardrec.pipeline.skip.routes import Route
+from shardrec.pipeline.skip.tracker import SkipTracker, changed_in_place, use_skip_tracker, versions_of
 from shardrec.pipeline.statistics import MiniBatchStatistics
 from shardrec.pipeline.timeline import Recorder
 
@@ -57,21 +58,27 @@ class Step:
     with_gradients: bool
     checkpointed: int
     modes: Modes
-    loss: Callable[[int, Any], Tensor] | None = None
+    loss: Callable[[int, object], Tensor] | None = None
     recorder: Recorder | None = None
+
+
+class _BoundaryContext(FunctionCtx):
+    caught: list[Tensor | None]
 
 
 class _Boundary(torch.autograd.Function):
     """Tensors enter a stage's graph here; their gradients end in ``caught``."""
 
     @staticmethod
-    def forward(ctx: Any, caught: list[Any], token: Tensor, *leaves: Tensor | None) -> tuple[Tensor | None, ...]:
+    def forward(
+        ctx: _BoundaryContext, caught: list[Tensor | None], token: Tensor, *leaves: Tensor | None
+    ) -> tuple[Tensor | None, ...]:
         ctx.caught = caught
         ctx.set_materialize_grads(False)
         return tuple(None if leaf is None else leaf.detach() for leaf in leaves)
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[None, ...]:
+    def backward(ctx: _BoundaryContext, *gradients: Tensor | None) -> tuple[None, ...]:
         ctx.caught[:] = gradients
         return (None,) * (2 + len(gradients))
 
@@ -92,12 +99,12 @@ class _Entrance:
     differentiable: Sequence[bool]
     caught: list[Tensor | None] = field(default_factory=list)
 
-    def enter(self, token: Tensor, *, with_graph: bool) -> Any:
+    def enter(self, token: Tensor, *, with_graph: bool) -> object:
         """The nest, at the beginning of a graph if there is to be one."""
         leaves = self.leaves
         if with_graph and any(self.differentiable):
             entering = (leaf if wanted else None for leaf, wanted in zip(leaves, self.differentiable, strict=True))
-            inside: Any = _Boundary.apply(self.caught, token, *entering)  # type: ignore[no-untyped-call]
+            inside = _Boundary.apply(self.caught, token, *entering)  # type: ignore[no-untyped-call]
             leaves = [leaf if entered is None else entered for leaf, entered in zip(leaves, inside, strict=True)]
         return tree_unflatten(leaves, self.spec)
 
@@ -276,11 +283,10 @@ class StageStep:
         """The layers' forward: what leaves the stage, the activation and then the skips."""
         stage, step = self._stage, self._step
         tracker = SkipTracker()
-        tracker.batch = batch
         with step.modes.applied(), torch.set_grad_enabled(with_graph):
             first, *skips = record.entrances
             for route, entrance in zip(stage.popped, skips, strict=True):
-                tracker.save(batch, *route.key, entrance.enter(stage.token, with_graph=with_graph))
+                tracker.save(route.key, entrance.enter(stage.token, with_graph=with_graph))
             value = first.enter(stage.token, with_graph=with_graph)
             with self._stream or nullcontext():
                 with use_skip_tracker(tracker):
@@ -291,10 +297,10 @@ class StageStep:
                 exits = [self._exit(value, f"the output of stage {stage.index}")]
                 del value
                 for route in stage.stashed:
-                    exits.append(self._exit(tracker.load(batch, *route.key), f"the skip {route.key[1]!r}"))
+                    exits.append(self._exit(tracker.load(route.key), f"the skip {route.key[1]!r}"))
         return [message for message, _ in exits], [edges for _, edges in exits]
 
-    def _exit(self, value: Any, what: str) -> tuple[Message, _Edges]:
+    def _exit(self, value: object, what: str) -> tuple[Message, _Edges]:
         leaves, spec = flatten(value, what)
         will = self._step.with_gradients
         # A checkpointed forward cannot tell, so that a gradient is asked for that may be left out.
@@ -308,7 +314,7 @@ class StageStep:
         detached = [None if leaf is None else leaf.detach() for leaf in leaves]
         return Message(leaves=detached, spec=spec, differentiable=asks, versions=versions_of(detached)), edges
 
-    def _noted(self, action: Action, what: str) -> Any:
+    def _noted(self, action: Action, what: str) -> AbstractContextManager[None]:
         recorder, stage = self._step.recorder, self._stage
         if recorder is None:
             return nullcontext()

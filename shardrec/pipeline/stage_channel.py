@@ -14,11 +14,11 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from functools import partial
-from typing import Any
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -31,6 +31,8 @@ from shardrec.pipeline.message import Key, Mailbox, Message
 from shardrec.pipeline.timeline import Recorder
 
 __all__ = ["PeerPort", "Peers"]
+
+T = TypeVar("T")
 
 _FRAME = 1024
 """Bytes of a header's first part; most have no other."""
@@ -60,32 +62,25 @@ class Peers:
         )
         self._threads: dict[tuple[str, int], ThreadPoolExecutor] = {}
 
-    def gather(self, value: Any) -> list[Any]:
-        """The value of each rank, on every rank; over gloo, so that no device waits."""
+    def gather(self, value: T) -> list[T]:
+        """The value of each rank, on every rank, which all call this; over gloo, so that no device waits."""
         with self._about_stages():
             return safe_pickle.gather(value, self._control)
-
-    def agree(self, number: int) -> list[int]:
-        """A number of each rank, on every rank; every rank calls this."""
-        numbers = [torch.zeros(1, dtype=torch.int64) for _ in range(self.size)]
-        with self._about_stages():
-            dist.all_gather(numbers, torch.tensor([number]), group=self._control)
-        return [int(tensor) for tensor in numbers]
 
     def broadcast(self, value: Tensor, stage: int) -> None:
         """Overwrite ``value`` on every rank with that of a stage."""
         with self._about_stages():
             dist.broadcast(value, self._ranks[stage], group=self._tensors[0])
 
-    def submit(self, way: str, peer: int, work: Any, *args: Any) -> Future[None]:
+    def submit(self, way: str, peer: int, work: Callable[[], None]) -> Future[None]:
         """Do it on the thread for a peer; one at a time, in order."""
         threads = self._threads.get((way, peer))
         if threads is None:
             name = f"pipeline {way} {peer}"
             threads = self._threads[way, peer] = ThreadPoolExecutor(1, thread_name_prefix=name)
-        return threads.submit(work, *args)
+        return threads.submit(work)
 
-    def send(self, key: Key, message: Message, ready: Any) -> None:
+    def send(self, key: Key, message: Message, ready: torch.cuda.Event | None) -> None:
         """Send a message; waits until it is gone. ``ready`` is recorded when its tensors had been computed."""
         shapes = [None if leaf is None else (tuple(leaf.shape), leaf.dtype) for leaf in message.leaves]
         failure = None if message.failure is None else message.failure.told()
@@ -164,7 +159,9 @@ class PeerPort(Mailbox):
         for key in expected:
             if 0 <= key.source < peers.size:
                 by_source.setdefault(key.source, []).append(key)
-        self._under_way = [peers.submit("receive", source, self._receive, keys) for source, keys in by_source.items()]
+        self._under_way = [
+            peers.submit("receive", source, partial(self._receive, keys)) for source, keys in by_source.items()
+        ]
 
     def send(self, key: Key, message: Message) -> None:
         """To another rank, or to the caller."""
@@ -174,7 +171,7 @@ class PeerPort(Mailbox):
         ready = (
             torch.cuda.current_stream(self._peers.device).record_event() if self._peers.device.type == "cuda" else None
         )
-        self._under_way.append(self._peers.submit("send", key.target, self._send, key, message, ready))
+        self._under_way.append(self._peers.submit("send", key.target, partial(self._send, key, message, ready)))
 
     def finish(self) -> None:
         """Wait until all is sent and received.
@@ -187,7 +184,7 @@ class PeerPort(Mailbox):
         if errors:
             raise errors[0]
 
-    def _send(self, key: Key, message: Message, ready: Any) -> None:
+    def _send(self, key: Key, message: Message, ready: torch.cuda.Event | None) -> None:
         if self._recorder is None:
             self._peers.send(key, message, ready)
             return

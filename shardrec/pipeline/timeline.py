@@ -101,7 +101,10 @@ class Timeline:
 
     @property
     def idle_share(self) -> float:
-        """Share of the stages' time in which they compute nothing; the schedule's own is :func:`schedule.bubble`."""
+        """Share of the stages' time in which they compute nothing.
+
+        Both schedules, of S stages and M micro-batches, leave (S - 1) / (M + S - 1).
+        """
         computed = self._computed()
         stages = len({span.stage for span in computed})
         return 1 - sum(span.end - span.start for span in computed) / (stages * self.seconds)

@@ -81,7 +81,7 @@ class TrainPipeline:
         self,
         model: nn.Module,
         optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer],
-        dataloader: Iterable[Any],
+        dataloader: Iterable[object],
         *,
         loss_fn: Callable[[nn.Module, Any], Any] | None = None,
         depth: int = 2,
@@ -157,12 +157,12 @@ class TrainPipeline:
         """
         self._steps.close()
 
-    def evaluate(self, dataloader: Iterable[Any]) -> Iterator[Any]:
+    def evaluate(self, dataloader: Iterable[object]) -> Iterator[Any]:
         """Iterate over what ``loss_fn`` returns for each batch, in evaluation mode and without gradients."""
         return self.predict(dataloader, self._loss_fn)
 
     def predict(
-        self, dataloader: Iterable[Any], forward: Callable[[nn.Module, Any], Any] | None = None
+        self, dataloader: Iterable[object], forward: Callable[[nn.Module, Any], Any] | None = None
     ) -> Iterator[Any]:
         """Iterate over the model's outputs, in evaluation mode and without gradients.
 
@@ -185,7 +185,7 @@ class TrainPipeline:
                     module.training = training
             yield output
 
-    def _loss(self, batch: Any) -> Any:
+    def _loss(self, batch: object) -> Any:
         if not self._accumulated:
             for optimizer in self._optimizers:
                 optimizer.zero_grad(set_to_none=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from itertools import accumulate, pairwise
 
 import numpy as np
@@ -69,19 +70,14 @@ def lay_out(name: str, table: TableLoad, candidate: Candidate, places: Sequence[
     )
 
 
-def add_option(option: Option, loads: Floats, memory: Floats, limits: Floats, known: dict[int, Ints]) -> list[Place]:
+def add_option(option: Option, loads: Floats, memory: Floats, limits: Floats) -> list[Place]:
     """Add an option to the ranks' loads (R,) and bytes (R,), each gang where these are least over the limits (R,), and
-    of such places where the slowest rank is fastest; returns the places.
-
-    ``known`` keeps places as arrays, by their identity: there are few of them.
-    """
+    of such places where the slowest rank is fastest; returns the places."""
     loads += option.everywhere.load
     memory += option.everywhere.memory[0]
     chosen = []
     for gang in option.gangs:
-        if id(gang.places) not in known:
-            known[id(gang.places)] = np.array(gang.places).T.copy()
-        ranks = known[id(gang.places)]
+        ranks = _ranks_of(gang.places)
         time = np.array([[item.load] for item in gang.items])
         size = np.array([[item.memory[0]] for item in gang.items])
         for _ in range(gang.count):
@@ -94,3 +90,9 @@ def add_option(option: Option, loads: Floats, memory: Floats, limits: Floats, kn
             np.add.at(memory, ranks[:, place], size[:, 0])
             chosen.append(gang.places[place])
     return chosen
+
+
+@lru_cache(1024)
+def _ranks_of(places: tuple[Place, ...]) -> Ints:
+    """(items, P) the rank of each item at each place. There are few sets of places, which many gangs share."""
+    return np.array(places).T.copy()

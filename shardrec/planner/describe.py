@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from math import log
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,6 +15,7 @@ from shardrec.planner.cost import Growth, Histogram, TableLoad
 
 if TYPE_CHECKING:
     from torch import nn
+    from torchrec.modules.embedding_configs import BaseEmbeddingConfig
     from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
     from shardrec.lookup.optimizers import FusedOptimizer
@@ -27,7 +28,7 @@ class PlannedTable(NamedTuple):
     is sent once (``dedup``); raw ids, which are spread evenly over its rows (``dynamic``)."""
 
     name: str
-    config: Any
+    config: BaseEmbeddingConfig
     optimizer: FusedOptimizer | None
     pooled: bool
     dedup: bool
@@ -76,10 +77,14 @@ def table_loads(
     tables = []
     for path, collection in collections_of(model).items():
         pooled = isinstance(collection, EmbeddingBagCollection)
-        modules: Any = collection.embedding_bags if pooled else collection.embeddings
+        modules: nn.ModuleDict = collection.embedding_bags if pooled else collection.embeddings
         for config in configs_of(collection):
             name = qualified_name(path, config.name)
-            optimizer = fused_optimizer_of(modules[config.name].weight, name) if config.name in modules else None
+            optimizer = (
+                fused_optimizer_of(modules[config.name].get_parameter("weight"), name)
+                if config.name in modules
+                else None
+            )
             tables.append(PlannedTable(name, config, optimizer, pooled, dedup))
     return loads_of(tables, poolings=poolings, sampled=sampled)
 

@@ -15,7 +15,7 @@ from shardrec.planner.cut_option import Candidate, add_option, lay_out
 from shardrec.planner.planner import Planner
 from shardrec.planner.price import predicted_ms, priced_layout
 from shardrec.planner.solve import SolveLimits, solve
-from shardrec.planner.solve.encode import Floats, Ints
+from shardrec.planner.solve.encode import Floats
 from shardrec.planner.solve.problem import Place
 
 __all__ = ["Replanned", "moved_bytes", "paying_plan", "replan_tables"]
@@ -117,7 +117,6 @@ class _Moves:
         self.limits = planner.capacities
         self.layouts = {table.name: table for table in old.tables}
         self.labels: dict[str, str] = {}
-        self._known: dict[int, Ints] = {}
         self.moved = dict.fromkeys(self.layouts, 0.0)
         self.shares = {name: self._price(name, layout) for name, layout in self.layouts.items()}
         self.loads: Floats = sum((loads for loads, _ in self.shares.values()), np.zeros(old.world_size))
@@ -172,7 +171,7 @@ class _Moves:
 
     def _placed(self, name: str, candidate: Candidate, loads: Floats, memory: Floats) -> TableLayout:
         """A candidate with each gang where the load is least and the memory is enough."""
-        places = add_option(candidate.option, loads.copy(), memory.copy(), self.limits, self._known)
+        places = add_option(candidate.option, loads.copy(), memory.copy(), self.limits)
         table = self.planner.tables[name]
         return lay_out(name, table, candidate, self._near(name, table, candidate, places), self.old.world_size)
 

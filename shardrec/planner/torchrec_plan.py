@@ -21,6 +21,7 @@ from shardrec.layout import Shard, ShardingPlan, TableLayout, Topology
 from shardrec.planner.constraint import CUTS, Constraint
 
 if TYPE_CHECKING:
+    from torch.distributed._shard.metadata import ShardMetadata
     from torchrec.distributed.planner.types import ParameterConstraints
     from torchrec.distributed.types import ShardingPlan as TorchRecPlan
 
@@ -89,7 +90,7 @@ def to_torchrec(
     from torchrec.distributed.types import EmbeddingModuleShardingPlan, ParameterSharding
     from torchrec.distributed.types import ShardingPlan as TorchRecPlan
 
-    modules: dict[str, Any] = {}
+    modules: dict[str, EmbeddingModuleShardingPlan] = {}
     faults = [fault for layout in plan.tables for fault in _unknown_to_torchrec(layout, plan.topology)]
     if faults:
         raise PlanError(faults)
@@ -97,7 +98,7 @@ def to_torchrec(
     for layout in plan.tables:
         path = layout.name.rpartition(".")[0] if paths is None else paths[layout.name]
         table = layout.name[len(path) + 1 :] if path else layout.name
-        shards = _in_torchrec_order(layout)
+        shards = [shard for stripe in layout.stripes() for shard in stripe.shards]
         spec = None
         if not layout.replicated:
             spec = EnumerableShardingSpec([_metadata(shard, device, local) for shard in shards])
@@ -140,7 +141,7 @@ def constraints_from_torchrec(
     return by_table, poolings
 
 
-def _metadata(shard: Shard, device: str, ranks_per_host: int) -> Any:
+def _metadata(shard: Shard, device: str, ranks_per_host: int) -> ShardMetadata:
     from torch.distributed._shard.metadata import ShardMetadata
 
     number = f":{shard.rank % ranks_per_host}" if device == "cuda" else ""
@@ -159,10 +160,6 @@ def _shards(name: str, spec: Any) -> list[Shard]:
             rectangle = {"row_start": top, "row_end": top + rows, "col_start": left, "col_end": left + cols}
             shards.append(Shard(table=name, rank=each.placement.rank(), **rectangle))
     return shards
-
-
-def _in_torchrec_order(layout: TableLayout) -> list[Shard]:
-    return sorted(layout.shards, key=lambda shard: (shard.col_start, shard.row_start))
 
 
 def _torchrec_cut(layout: TableLayout) -> str:

@@ -6,10 +6,32 @@ gradient. It has what docs/executors.md says, and refuses the rest with the reas
 
 ::
 
-    portable_input.py        checks and cuts a batch, header and payload
-    portable_module.py         what both twins have: the lookups of this rank's shards, the all-to-all of float rows
-    portable_bags.py         a sharded embedding bag collection
-    portable_sequences.py    a sharded embedding collection
-    frozen_ids.py   maps of dynamic ids, which learn no more
-    portable_twin.py        which module has which twin
+    portable_input.py       checks and cuts a batch, header and payload
+    portable_module.py      what both twins have: the lookups of this rank's shards, the all-to-all of float rows
+    portable_bags.py        a sharded embedding bag collection
+    portable_sequences.py   a sharded embedding collection
+    frozen_ids.py           maps of dynamic ids, which learn no more
 """
+
+from __future__ import annotations
+
+from torch import nn
+
+from shardrec.modules.bags import ShardedEmbeddingBagCollection
+from shardrec.modules.sequences import ShardedEmbeddingCollection
+from shardrec.portable.portable_bags import PortableBags
+from shardrec.portable.portable_sequences import PortableSequences
+
+__all__ = ["portable_twin"]
+
+
+def portable_twin(module: nn.Module, parallel_lookups: bool) -> nn.Module | None:
+    """The portable twin of a sharded collection; None for another module, whose own twin is portable.
+
+    Called by :mod:`shardrec.scripting`, by way of :mod:`shardrec._late_imports`.
+    """
+    if isinstance(module, ShardedEmbeddingBagCollection):
+        return PortableBags(module, parallel_lookups)
+    if isinstance(module, ShardedEmbeddingCollection):
+        return PortableSequences(module, parallel_lookups)
+    return None

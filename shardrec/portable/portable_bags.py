@@ -19,7 +19,7 @@ from shardrec.exchange.route import Piece, output_pieces
 from shardrec.modules.live_twins import parameters_of
 from shardrec.pending import Await, awaitable
 from shardrec.portable.portable_input import Checked, constant
-from shardrec.portable.portable_module import PortableTwin, arrived_rows
+from shardrec.portable.portable_module import PortableTwin
 
 if TYPE_CHECKING:
     from shardrec.modules.bags import ShardedEmbeddingBagCollection
@@ -54,7 +54,9 @@ class PortableBags(PortableTwin):
         sources = [
             [(source.block, starts[source.block].index(source.start)) for source in piece.sources] for piece in pieces
         ]
+        # Per block, those of the ranks and then that of replicated tables, the widths of its runs of columns.
         self.splits = list_of(list[int], splits)
+        # Per run of the output's columns, the (block, run) that it is the sum of.
         self.sources = list_of(list[tuple[int, int]], sources)
 
     def forward(self, features: KeyedJaggedTensor) -> Await[KeyedTensor]:
@@ -66,19 +68,7 @@ class PortableBags(PortableTwin):
         out = [size * self.widths[self.rank] for size in sizes]
         pending = self.exchange_rows(pooled.reshape(-1), into, out)
         replicated, bags = self.own_columns(checked, batch)
-        return awaitable(
-            finish_bags,
-            pending,
-            batch,
-            replicated,
-            bags,
-            self.widths,
-            self.splits,
-            self.sources,
-            self.keys,
-            self.dims,
-            self.output_dtype,
-        )
+        return awaitable(self.finish, pending, batch, replicated, bags)
 
     def pooled(self, checked: Checked) -> tuple[Tensor, list[int]]:
         """(B_all, D_mine) pooled rows of this rank's shards, rank after rank, and the batch size of each rank."""
@@ -121,6 +111,32 @@ class PortableBags(PortableTwin):
         positions = [keys.index(feature) for feature in features]
         return constant(positions, torch.int64, self.nothing.device)
 
+    def finish(self, pending: Tensor, batch: int, replicated: Tensor, bags: Tensor) -> KeyedTensor:
+        """Wait for the blocks and put the columns in the unsharded order.
+
+        Args:
+            pending: the all-to-all.
+            batch: B.
+            replicated: (B, D_r) columns of replicated tables.
+            bags: (B, D) number of ids behind each mean, or empty.
+        """
+        received = self.arrived_rows(pending).split([batch * width for width in self.widths])
+        blocks: list[list[Tensor]] = []
+        for block, width in enumerate(self.widths):
+            blocks.append(list(received[block].view(batch, width).split(self.splits[block], dim=1)))
+        blocks.append(list(replicated.split(self.splits[self.world_size], dim=1)))
+        columns: list[Tensor] = []
+        for piece in self.sources:
+            block, run = piece[0]
+            column = blocks[block][run]
+            for other, its_run in piece[1:]:
+                column = column + blocks[other][its_run]
+            columns.append(column)
+        values = columns[0] if len(columns) == 1 else torch.cat(columns, dim=1)
+        if bags.dim() == 2:
+            values = values / bags
+        return KeyedTensor(self.keys, self.dims, values.to(dtype=self.output_dtype))
+
 
 def _starts(pieces: Sequence[Piece], block: int) -> list[int]:
     """Where the block's runs of columns begin."""
@@ -129,47 +145,3 @@ def _starts(pieces: Sequence[Piece], block: int) -> list[int]:
 
 def _widths(starts: Sequence[int], total: int) -> list[int]:
     return [after - start for start, after in pairwise([*starts, total])]
-
-
-def finish_bags(
-    pending: Tensor,
-    batch: int,
-    replicated: Tensor,
-    bags: Tensor,
-    widths: list[int],
-    splits: list[list[int]],
-    sources: list[list[tuple[int, int]]],
-    keys: list[str],
-    dims: list[int],
-    dtype: torch.dtype,
-) -> KeyedTensor:
-    """Wait for the blocks and put the columns in the unsharded order.
-
-    Args:
-        pending: the all-to-all.
-        batch: B.
-        replicated: (B, D_r) columns of replicated tables.
-        bags: (B, D) number of ids behind each mean, or empty.
-        widths: columns from each rank.
-        splits: per block, those of the ranks and ``replicated``, the widths of its runs of columns.
-        sources: per run of the output's columns, the (block, run) that it is the sum of.
-        keys: of the output.
-        dims: columns of each.
-        dtype: of the output.
-    """
-    received = arrived_rows(pending, len(widths)).split([batch * width for width in widths])
-    blocks: list[list[Tensor]] = []
-    for block, width in enumerate(widths):
-        blocks.append(list(received[block].view(batch, width).split(splits[block], dim=1)))
-    blocks.append(list(replicated.split(splits[len(widths)], dim=1)))
-    columns: list[Tensor] = []
-    for piece in sources:
-        block, run = piece[0]
-        column = blocks[block][run]
-        for other, its_run in piece[1:]:
-            column = column + blocks[other][its_run]
-        columns.append(column)
-    values = columns[0] if len(columns) == 1 else torch.cat(columns, dim=1)
-    if bags.dim() == 2:
-        values = values / bags
-    return KeyedTensor(keys, dims, values.to(dtype=dtype))

@@ -14,7 +14,7 @@ from shardrec.modules.collection import ShardedCollection
 from shardrec.portable.frozen_ids import frozen_maps
 from shardrec.portable.portable_input import PortableInput
 
-__all__ = ["PortableTwin", "arrived_rows"]
+__all__ = ["PortableTwin"]
 
 
 class PortableTwin(nn.Module):
@@ -56,12 +56,19 @@ class PortableTwin(nn.Module):
             out: elements to each rank.
 
         Returns:
-            What :func:`arrived_rows` takes.
+            What :meth:`arrived_rows` takes.
         """
         if self.world_size == 1:
             return flat
         pending: Tensor = torch.ops._c10d_functional.all_to_all_single(flat, into, out, self.input.group_name)
         return pending
+
+    def arrived_rows(self, pending: Tensor) -> Tensor:
+        """Wait for :meth:`exchange_rows`."""
+        if self.world_size == 1:
+            return pending
+        done: Tensor = torch.ops._c10d_functional.wait_tensor(pending)
+        return done
 
     def by_group(self, lengths: Tensor, ids: Tensor, weights: Tensor | None, came: list[list[int]]) -> list[Tensor]:
         """Per group, the (B_all, D) pooled columns of this rank's shards, or the (n, w) rows.
@@ -88,11 +95,3 @@ class PortableTwin(nn.Module):
         for fork in forks:
             looked_up.append(torch.jit.wait(fork))
         return looked_up
-
-
-def arrived_rows(pending: Tensor, world_size: int) -> Tensor:
-    """Wait for :meth:`PortableTwin.exchange_rows`."""
-    if world_size == 1:
-        return pending
-    done: Tensor = torch.ops._c10d_functional.wait_tensor(pending)
-    return done

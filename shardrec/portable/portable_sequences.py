@@ -7,7 +7,7 @@ It takes the steps of :mod:`shardrec.modules.sequences`, :mod:`shardrec.exchange
 from __future__ import annotations
 
 from itertools import accumulate
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -19,37 +19,13 @@ from shardrec.exchange.dedup import distinct
 from shardrec.modules.live_twins import parameters_of
 from shardrec.pending import Await, awaitable
 from shardrec.portable.portable_input import Received, constant
-from shardrec.portable.portable_module import PortableTwin, arrived_rows
+from shardrec.portable.portable_module import PortableTwin
 from shardrec.step.sequence_rows import column_unit_targets
 
 if TYPE_CHECKING:
     from shardrec.modules.sequences import ShardedEmbeddingCollection
 
 __all__ = ["PortableSequences"]
-
-
-# Spelled as a call, for TorchScript wants types where an annotation is text.
-IssuedRows = NamedTuple(  # noqa: UP014
-    "IssuedRows",
-    [
-        ("pending", Tensor),
-        ("target", Tensor),
-        ("rows", int),
-        ("places", Tensor | None),
-        ("zeros", bool),
-        ("sizes", list[int]),
-        ("replicas", list[Tensor]),
-        ("ids", list[Tensor]),
-        ("lengths", list[Tensor]),
-    ],
-)
-"""Rows under way, and what puts them in place.
-
-``pending``: the all-to-all; ``target``: (n,) int64, where each column unit that comes goes; ``rows``: number of rows in
-which the units go; ``places``: (M,) int64, the place of each id's row among them, None if they are the ids'; ``zeros``:
-the places count from a zero row before the rows. ``sizes``: rows of each output of a cut table; ``replicas``: rows of
-each of a replicated one; ``ids``, ``lengths``: of each output.
-"""
 
 
 class PortableSequences(PortableTwin):
@@ -91,20 +67,6 @@ class PortableSequences(PortableTwin):
 
     def forward(self, features: KeyedJaggedTensor) -> Await[dict[str, JaggedTensor]]:
         """Look up the local batch."""
-        return awaitable(
-            finish_sequences,
-            self.begin(features),
-            self.world_size,
-            self.dim,
-            self.column_unit,
-            self.names,
-            self.replicated,
-            self.need_indices,
-            self.output_dtype,
-        )
-
-    def begin(self, features: KeyedJaggedTensor) -> IssuedRows:
-        """The rows under way, and what puts them in place."""
         checked = self.input.checked(features)
         keys, local, values = checked.keys, checked.lengths, checked.values
         sent_keys, sent_lengths, sent_values = keys, local, values
@@ -149,7 +111,8 @@ class PortableSequences(PortableTwin):
             if checked.dropped:
                 rows = rows.masked_fill(kept[key].logical_not().unsqueeze(1), 0)
             replicas.append(rows)
-        return IssuedRows(
+        return awaitable(
+            self.finish,
             pending,
             target,
             rows_back,
@@ -212,30 +175,43 @@ class PortableSequences(PortableTwin):
         first_S = constant(firsts, torch.int64, positions.device)
         return column_unit_targets(positions, sent.slot_ids, first_S, self.slot_column_units, units, total), row
 
+    def finish(
+        self,
+        pending: Tensor,
+        target: Tensor,
+        count: int,
+        places: Tensor | None,
+        zeros: bool,
+        sizes: list[int],
+        replicas: list[Tensor],
+        ids: list[Tensor],
+        lengths: list[Tensor],
+    ) -> dict[str, JaggedTensor]:
+        """Wait for the rows and put each in its place.
 
-def finish_sequences(
-    issued: IssuedRows,
-    world_size: int,
-    dim: int,
-    column_unit: int,
-    names: list[str],
-    replicated: list[int],
-    need_indices: bool,
-    dtype: torch.dtype,
-) -> dict[str, JaggedTensor]:
-    """Wait for the rows and put each in its place."""
-    received = arrived_rows(issued.pending, world_size).view(issued.target.size(0), column_unit)
-    rows = received.new_zeros([issued.rows * (dim // column_unit), column_unit]).index_copy(0, issued.target, received)
-    rows = rows.view(issued.rows, dim)
-    if issued.zeros:
-        rows = nn.functional.pad(rows, [0, 0, 1, 0])
-    places = issued.places
-    if places is not None:
-        rows = rows.index_select(0, places)
-    cut, replicas = list(rows.split(issued.sizes)), list(issued.replicas)
-    by_name: dict[str, JaggedTensor] = {}
-    for number, name in enumerate(names):
-        values = replicas.pop(0) if number in replicated else cut.pop(0)
-        weights = issued.ids[number] if need_indices else None
-        by_name[name] = JaggedTensor(values.to(dtype=dtype), lengths=issued.lengths[number], weights=weights)
-    return by_name
+        Args:
+            pending: the all-to-all.
+            target: (n,) int64, where each column unit that comes goes.
+            count: number of rows in which the units go.
+            places: (M,) int64, the place of each id's row among them; None if they are the ids'.
+            zeros: the places count from a zero row before the rows.
+            sizes: rows of each output of a cut table.
+            replicas: rows of each output of a replicated one.
+            ids: of each output.
+            lengths: of each output.
+        """
+        unit = self.column_unit
+        received = self.arrived_rows(pending).view(target.size(0), unit)
+        rows = received.new_zeros([count * (self.dim // unit), unit]).index_copy(0, target, received)
+        rows = rows.view(count, self.dim)
+        if zeros:
+            rows = nn.functional.pad(rows, [0, 0, 1, 0])
+        if places is not None:
+            rows = rows.index_select(0, places)
+        cut, whole = list(rows.split(sizes)), list(replicas)
+        by_name: dict[str, JaggedTensor] = {}
+        for number, name in enumerate(self.names):
+            values = whole.pop(0) if number in self.replicated else cut.pop(0)
+            weights = ids[number] if self.need_indices else None
+            by_name[name] = JaggedTensor(values.to(self.output_dtype), lengths=lengths[number], weights=weights)
+        return by_name

@@ -10,18 +10,8 @@
 
 from __future__ import annotations
 
-from typing import Any
-
-from shardrec.modules import ShardedModel
 from shardrec.replicas.elastic_model import ElasticModel
 from shardrec.replicas.replicas import ReplicaGroups, Replicas
 from shardrec.replicas.replicated_model import ReplicatedModel
 
 __all__ = ["ElasticModel", "ReplicaGroups", "Replicas", "ReplicatedModel"]
-
-
-def replica_of(*arguments: Any, groups: ReplicaGroups, options: Replicas, **more: Any) -> ShardedModel:
-    """The model of one replica, of the class that its options ask for; the other arguments are the model's."""
-    if options.elastic is not None:
-        return ElasticModel(*arguments, options=options, **more)
-    return ReplicatedModel(*arguments, groups=groups, options=options, **more)

@@ -34,22 +34,23 @@ from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import partial
 from time import monotonic, sleep
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from shardrec.errors import ConfigError, PeerError, ShardrecError
+from shardrec.errors import ConfigError, PeerError
+from shardrec.exchange.agree import Ranks, all_gather, on_first_rank
 from shardrec.exchange.headers import checksum
-from shardrec.exchange.peers import peers
-from shardrec.exchange.safe_pickle import gather
-from shardrec.replicas.replicas import Replicas, dtype_buckets
+from shardrec.replicas.replicas import Replicas, dtype_buckets, spread
 
 __all__ = ["Arrival", "ElasticGroup", "Phase"]
 
 Phase = Literal["new", "trains", "ended"]
 """Of a run: before its replicas have met for the first time, while they train, and after its end."""
+
+T = TypeVar("T")
 
 _POLL_S = 0.01
 
@@ -109,7 +110,7 @@ class ElasticGroup:
 
     Args:
         options: of the replicas; ``elastic`` names the store.
-        within: a gloo group of this replica's ranks; None for one rank.
+        within: this replica's ranks, in a gloo group.
         timeout_s: how long to wait for a replica that lives.
 
     Attributes:
@@ -123,14 +124,14 @@ class ElasticGroup:
         PeerError: if no store answers.
     """
 
-    def __init__(self, options: Replicas, within: dist.ProcessGroup | None, timeout_s: float) -> None:
+    def __init__(self, options: Replicas, within: Ranks, timeout_s: float) -> None:
         assert options.elastic is not None, "the caller has checked"
         self._within, self._timeout_s, self._wanted = within, timeout_s, options.count
         self.agreement, self.most = "", 0
-        self._rank = 0 if within is None else dist.get_rank(within)
+        self._rank = within.rank
         self._name, self._watch = options.elastic, _Watch(options.patience_s)
         self.me, self.size, self.is_asked = 0, 1, False
-        self._column: Any = None
+        self._column: dist.ProcessGroupGloo | None = None
         self._handled, self._failed = 0, False
         self._store = self._asked(self._connect)
         self._replica = self._told(lambda: self._store.add("replicas", 1))
@@ -139,7 +140,7 @@ class ElasticGroup:
         watched = self._store.clone(), None if self._rank else self._replica, over
         threading.Thread(target=self._watch.run, args=watched, name="shardrec-replicas", daemon=True).start()
 
-    def _connect(self) -> Any:
+    def _connect(self) -> Any:  # the stubs of stores lack methods
         address, _, run = self._name.partition("/")
         host, _, port = address.rpartition(":")
         limit = timedelta(seconds=min(self._timeout_s, 60.0))
@@ -210,8 +211,7 @@ class ElasticGroup:
         def look() -> Phase:
             return "ended" if self._store.check(["ended"]) else "trains" if self._store.check(["1/members"]) else "new"
 
-        phase: Phase = self._told(look)
-        return phase
+        return self._told(look)
 
     def end(self) -> None:
         """Set that the run is over."""
@@ -273,22 +273,11 @@ class ElasticGroup:
         column._set_default_timeout(timedelta(seconds=self._timeout_s))
         self._column = column
 
-    def _told(self, ask: Callable[[], Any]) -> Any:
+    def _told(self, ask: Callable[[], T]) -> T:
         """What the store has answered rank 0 of this replica; its error on all ranks."""
-        answer: list[Any] = [None]
-        if self._rank == 0:
-            try:
-                answer = [self._asked(ask)]
-            except ShardrecError as error:
-                answer = [error]
-        if self._within is not None:
-            with peers(self._within, "regrouping"):
-                answer = gather(answer[0], self._within)
-        if isinstance(answer[0], ShardrecError):
-            raise answer[0]
-        return answer[0]
+        return on_first_rank(lambda: self._asked(ask), self._within, "regrouping")
 
-    def _asked(self, ask: Callable[[], Any]) -> Any:
+    def _asked(self, ask: Callable[[], T]) -> T:
         try:
             return ask()
         except (dist.DistNetworkError, dist.DistStoreError) as error:
@@ -300,18 +289,15 @@ class ElasticGroup:
 
     # -------------------------------------------------------------------------------------------------- operations
 
-    def tried(self, run: Callable[..., None], *given: Any) -> bool:
+    def tried(self, run: Callable[..., None], *given: object) -> bool:
         """Run an operation; whether all ranks of this replica have completed it."""
         try:
             run(*given)
             completed = True
         except Broken:
             completed = False
-        if self._within is not None:
-            flags = torch.tensor([completed, not self.is_asked], dtype=torch.int32)
-            with peers(self._within, "vote of the replica"):
-                dist.all_reduce(flags, dist.ReduceOp.MIN, group=self._within)
-            completed, self.is_asked = bool(flags[0]), not flags[1]
+        votes = all_gather((completed, self.is_asked), self._within, "vote of the replica")
+        completed, self.is_asked = all(vote[0] for vote in votes), any(vote[1] for vote in votes)
         self._failed = not completed
         return completed
 
@@ -326,7 +312,7 @@ class ElasticGroup:
             return
         self._sum_header("tables", tensors := list(tensors))
         for parts in dtype_buckets(tensors):
-            _spread(self._sum(torch.cat(parts).div_(self.size)), parts)
+            spread(self._sum(torch.cat(parts).div_(self.size)), parts)
 
     def average_gradients(
         self, gradients: Sequence[Tensor | None], like: Sequence[Tensor], weight: float
@@ -357,7 +343,7 @@ class ElasticGroup:
             for tensor, gradient, count in zip(like, gradients_here, counts, strict=False)
         ]
         for parts in dtype_buckets(mean for mean in means if mean is not None):
-            _spread(self._sum(torch.cat(parts)), parts)
+            spread(self._sum(torch.cat(parts)), parts)
         self.is_asked = bool(requests)
         return means
 
@@ -382,7 +368,7 @@ class ElasticGroup:
             buffer = torch.cat([part.cpu() for part in parts])  # Adam's counts of steps are on the CPU already
             self._done(collective, [buffer], place, 0)
             if collective == "recv":
-                _spread(buffer, parts)
+                spread(buffer, parts)
 
     def _sum(self, buffer: Tensor) -> Tensor:
         buffer = buffer.cpu()
@@ -396,10 +382,10 @@ class ElasticGroup:
         # A wait with a short limit would close the connections of a send.
         self._watched(lambda: getattr(column, collective)(*arguments).wait(limit))
 
-    def _watched(self, run: Callable[[], Any]) -> Any:
+    def _watched(self, run: Callable[[], T]) -> T:
         """What a call returns that waits for other replicas. It cannot be interrupted, and so can the destructor of a
         group not, which waits, too: a thread that has both outlives a generation that is broken."""
-        results = list[Any]()
+        results = list[T]()
 
         def call() -> None:
             with suppress(RuntimeError):
@@ -414,8 +400,3 @@ class ElasticGroup:
         if not results:
             raise Broken
         return results[0]
-
-
-def _spread(buffer: Tensor, parts: Sequence[Tensor]) -> None:
-    for part, values in zip(parts, buffer.split([part.numel() for part in parts]), strict=True):
-        part.copy_(values)

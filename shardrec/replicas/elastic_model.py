@@ -24,9 +24,9 @@ from torch.utils import _pytree as pytree
 
 from shardrec._dynamo import left_alone, passed_over
 from shardrec.errors import ConfigError, PeerError
+from shardrec.exchange.agree import gloo_ranks
 from shardrec.exchange.backward_watch import weak_hook
 from shardrec.exchange.headers import checksum
-from shardrec.exchange.subgroups import subgroup
 from shardrec.exchange.transport import timeout_s
 from shardrec.layout import ShardingPlan
 from shardrec.modules.dense import DenseOptions, DenseWrap
@@ -84,8 +84,7 @@ class ElasticModel(ShardedModel):
         self._stateful: tuple[Stateful, ...] = ()
         self.steps, self._since_sync, self._is_in_step, self._operations = 0, 0, False, -1
         self._next = ""  # what the furthest replica was about to do when this one took its state
-        ranks, cpu = range(dist.get_world_size(group)), torch.device("cpu")
-        within = subgroup(group, ranks, cpu, what="start of the replicas", backend="gloo") if len(ranks) > 1 else None
+        within = gloo_ranks(self.ranks, "start of the replicas")
         self._group = ElasticGroup(options, within, timeout_s(group, context.device))
 
     @property
@@ -297,7 +296,7 @@ class ElasticModel(ShardedModel):
         list(self._weights(frozen=True))  # the parameters are what the lookups use, until the next forward
         return [*self.parameters(), *self.buffers()]
 
-    def _other_state(self) -> Any:
+    def _other_state(self) -> object:
         states = [stateful.state_dict() for stateful in self._all_stateful()]
         return (self.steps, self._since_sync, self._is_in_step), states
 
@@ -305,5 +304,5 @@ class ElasticModel(ShardedModel):
         return (self.fused_optimizer, *self._stateful) if self.has_fused_tables else self._stateful
 
 
-def _tensors_of(state: Any) -> list[Tensor]:
+def _tensors_of(state: object) -> list[Tensor]:
     return [leaf for leaf in pytree.tree_leaves(state) if isinstance(leaf, Tensor)]

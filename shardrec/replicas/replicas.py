@@ -16,7 +16,7 @@ The idea is that of local SGD (Stich, 2019) on the sharded part only, as in Torc
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import KW_ONLY, dataclass
 from functools import partial
 
@@ -34,8 +34,8 @@ __all__ = [
     "ReplicaGroups",
     "Replicas",
     "dtype_buckets",
-    "make_groups",
     "replica_ranks",
+    "spread",
     "stream_buckets",
 ]
 
@@ -86,8 +86,26 @@ class Replicas:
         return faults
 
     def make_groups(self, group: dist.ProcessGroup | None, device: torch.device) -> ReplicaGroups:
-        """The process groups of this rank; elastic replicas have a process group each, which is one replica here."""
-        return make_groups(group, 1 if self.elastic is not None else self.count, device)
+        """Make the process groups; every rank of ``group`` calls this, whose ranks the number of replicas divides.
+
+        Args:
+            group: all the ranks; default: the default group, or a single rank without one. Elastic replicas have a
+                process group each, which is one replica here.
+            device: of the tables.
+        """
+        collectives = collectives_of(group)
+        ranks = replica_ranks(collectives.world_size, 1 if self.elastic is not None else self.count)
+        whole = (group or dist.group.WORLD) if collectives.world_size > 1 else None
+        if whole is None or len(ranks) == 1:
+            return ReplicaGroups(ranks=ranks, replica=0, within=whole, across=None, everyone=None)
+        size = len(ranks[0])
+        replica, replica_rank = divmod(collectives.rank, size)
+        of_some = partial(subgroup, whole, device=device, what="start of the replicas")
+        within = of_some(ranks[replica]) if size > 1 else None
+        across = of_some([row[replica_rank] for row in ranks])
+        everyone = of_some(range(collectives.world_size), backend="gloo")
+        headers = Headers(collectives_of(everyone), torch.device("cpu"))
+        return ReplicaGroups(ranks=ranks, replica=replica, within=within, across=across, everyone=headers)
 
 
 def replica_ranks(world_size: int, replicas: int) -> tuple[tuple[int, ...], ...]:
@@ -113,29 +131,6 @@ class ReplicaGroups:
     within: dist.ProcessGroup | None
     across: dist.ProcessGroup | None
     everyone: Headers | None
-
-
-def make_groups(group: dist.ProcessGroup | None, replicas: int, device: torch.device) -> ReplicaGroups:
-    """Make the process groups; every rank of ``group`` calls this, with a number of replicas that divides them.
-
-    Args:
-        group: all the ranks; default: the default group, or a single rank without one.
-        replicas: number of copies of the tables.
-        device: of the tables.
-    """
-    collectives = collectives_of(group)
-    ranks = replica_ranks(collectives.world_size, replicas)
-    whole = (group or dist.group.WORLD) if collectives.world_size > 1 else None
-    if whole is None or replicas == 1:
-        return ReplicaGroups(ranks=ranks, replica=0, within=whole, across=None, everyone=None)
-    size = len(ranks[0])
-    replica, replica_rank = divmod(collectives.rank, size)
-    of_some = partial(subgroup, whole, device=device, what="start of the replicas")
-    within = of_some(ranks[replica]) if size > 1 else None
-    across = of_some([row[replica_rank] for row in ranks])
-    everyone = of_some(range(collectives.world_size), backend="gloo")
-    headers = Headers(collectives_of(everyone), torch.device("cpu"))
-    return ReplicaGroups(ranks=ranks, replica=replica, within=within, across=across, everyone=headers)
 
 
 def stream_buckets(tensors: Iterable[Tensor], most: int) -> Iterator[list[Tensor]]:
@@ -228,5 +223,10 @@ class Averager:
 def _wait_for(work: dist.Work, buffer: Tensor, parts: list[Tensor]) -> None:
     work.wait()
     if len(parts) > 1:
-        for part, values in zip(parts, buffer.split([part.numel() for part in parts]), strict=True):
-            part.copy_(values)
+        spread(buffer, parts)
+
+
+def spread(buffer: Tensor, parts: Sequence[Tensor]) -> None:
+    """Copy the values of a buffer to the flat parts that lie one after the other in it."""
+    for part, values in zip(parts, buffer.split([part.numel() for part in parts]), strict=True):
+        part.copy_(values)

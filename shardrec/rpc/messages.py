@@ -1,7 +1,8 @@
-"""The messages between trainers and servers: tensors and plain data, checked on arrival.
+"""How a process calls the embedding server of another one: messages of tensors and plain data, checked on arrival.
 
 ::
 
+    call      (method, arguments)           of the server; its Future is the answer, so that no RPC thread waits
     part      (collection, header, words)   one collection's ids for this server, as a payload all-to-all carries
               int, [int], (n,) int32        them (:mod:`shardrec.exchange.payload`), and its row of the header exchange
     answer    (True, value) or (False, name of an error class, its text)
@@ -11,35 +12,188 @@ An error travels as text: the exception of a callee would come as a RuntimeError
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from itertools import count
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
+from torch.distributed import rpc
+from torch.distributed.rpc.functions import async_execution
+from torch.futures import Future
 
 from shardrec import errors
-from shardrec.errors import BusyError, CheckpointError, ConfigError, InputError, PeerError, ShardrecError
+from shardrec.errors import BusyError, InputError, PeerError
 from shardrec.exchange.batch import Batch
 from shardrec.exchange.check import ids_are_valid
 from shardrec.modules.collection import ShardedCollection
+from shardrec.modules.servers import Servers
 
-__all__ = ["Answer", "Part", "check_gradient", "check_parts", "failure", "unwrapped"]
+__all__ = [
+    "Answer",
+    "Call",
+    "Connections",
+    "Part",
+    "answer_calls",
+    "asynchronous",
+    "call",
+    "check_gradient",
+    "check_parts",
+    "complete",
+    "completed",
+    "failure",
+    "unwrapped",
+]
 
 Part = tuple[int, list[int], Tensor]
-Answer = tuple[bool, Any] | tuple[bool, str, str]
+Answer = tuple[bool, object] | tuple[bool, str, str]
 
-_CLASSES: tuple[type[ShardrecError], ...] = (BusyError, CheckpointError, ConfigError, InputError, PeerError)
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.001, 0.05
+
+_F = TypeVar("_F", bound=Callable[..., Future[Answer]])
+
+
+def asynchronous(function: _F) -> _F:
+    """``async_execution`` with types: the function that RPC is given must be the one that it returns."""
+    marked: _F = async_execution(function)
+    return marked
+
+
+_answer: Callable[[str, Sequence[object]], Future[Answer]] | None = None
+"""Answers calls of this process."""
+
+
+def answer_calls(answer: Callable[[str, Sequence[object]], Future[Answer]]) -> None:
+    """Have ``answer`` answer the calls of this process, given the method and its arguments."""
+    global _answer
+    _answer = answer
+
+
+@asynchronous
+def call(method: str, *arguments: object) -> Future[Answer]:
+    """Call a method of the embedding server in the process that this is called in."""
+    if _answer is None:
+        return completed(failure(PeerError("there is no embedding server in this process; is the name a trainer's?")))
+    return _answer(method, arguments)
+
+
+class Connections:
+    """The servers of a plan, each with the replicas that stand for it, as this process calls them."""
+
+    def __init__(self, servers: Servers) -> None:
+        self.names = servers.of_ranks()
+        self.timeout_s = servers.timeout_s
+        self._turn = count()
+
+    def __len__(self) -> int:
+        return len(self.names)
+
+    def call(self, server: int, method: str, *arguments: object) -> Call:
+        """Call a method of a server, or of one of its replicas in turn.
+
+        Args:
+            server: its rank in the plan.
+            method: of :class:`shardrec.rpc.server.EmbeddingServer`.
+            arguments: tensors on the CPU, and plain data.
+        """
+        names = self.names[server]
+        first = next(self._turn) % len(names)
+        return Call([*names[first:], *names[:first]], method, arguments, self.timeout_s)
+
+    def call_replicas(self, server: int, method: str, *arguments: object) -> None:
+        """Call a method of a server and all its replicas, and wait."""
+        for each in [Call([name], method, arguments, self.timeout_s) for name in self.names[server]]:
+            each.wait()
+
+
+class Call:
+    """A call in progress; if a replica is gone, another one is asked.
+
+    Args:
+        names: RPC names of the replicas; the first is asked first.
+        method: to call.
+        arguments: of it.
+        timeout_s: in seconds, for all attempts.
+    """
+
+    def __init__(self, names: Sequence[str], method: str, arguments: Sequence[object], timeout_s: float) -> None:
+        self._names = list(names)
+        self._method = method
+        self._arguments = arguments
+        self._timeout_s = timeout_s
+        self._end = time.monotonic() + timeout_s
+        self._future = self._send()
+
+    def _send(self) -> Future[Answer]:
+        future: Future[Answer]
+        try:
+            message = (self._method, *self._arguments)
+            future = rpc.rpc_async(self._names[0], call, args=message, timeout=max(self._left(), 0.001))
+        except RuntimeError as error:  # the agent is not there, or knows no such name
+            future = Future()
+            future.set_exception(error)  # type: ignore[arg-type] # torch says that it takes a value
+        return future
+
+    def _left(self) -> float:
+        return self._end - time.monotonic()
+
+    def wait(self) -> Any:
+        """Wait for the answer; while the server is busy, ask it again.
+
+        Raises:
+            ShardrecError: what the server answered.
+            PeerError: if no replica has answered in time.
+        """
+        pause = _FIRST_PAUSE_S
+        while True:
+            name = self._names[0]
+            try:
+                answer = self._future.wait()
+            except Exception as error:  # torch raises the class of the callee's error, if it knows it
+                if len(self._names) > 1:
+                    self._names.pop(0)
+                    self._future = self._send()
+                    continue
+                first = str(error).split("\n", 1)[0][:200]
+                raise PeerError(
+                    f"server {name!r} is gone or did not answer the {self._method} within {self._timeout_s:g} s "
+                    f"({first}); start it again from the last checkpoint, and connect anew",
+                    waited_for=self._method,
+                ) from error
+            try:
+                return unwrapped(answer, name)
+            except BusyError:
+                if self._left() <= pause:
+                    raise
+                time.sleep(pause)
+                pause = min(2 * pause, _LONGEST_PAUSE_S)
+                self._future = self._send()
+
+
+def complete(future: Future[Answer], answer: Answer) -> None:
+    """Complete a Future, whose callbacks send it to a caller that may be gone."""
+    with suppress(RuntimeError):
+        future.set_result(answer)
+
+
+def completed(answer: Answer) -> Future[Answer]:
+    """A Future that has the answer already."""
+    future: Future[Answer] = Future()
+    future.set_result(answer)
+    return future
 
 
 def failure(error: BaseException) -> Answer:
-    """An error as an answer."""
-    for cls in _CLASSES:
-        if isinstance(error, cls):
+    """An error as an answer: by the class of it that callers know."""
+    for cls in type(error).__mro__:
+        if cls.__name__ in errors.__all__ and issubclass(cls, errors.ShardrecError):
             return False, cls.__name__, str(error)
     return False, "PeerError", f"the server failed: {type(error).__name__}: {error}"
 
 
-def unwrapped(answer: Any, server: str) -> Any:
+def unwrapped(answer: object, server: str) -> Any:
     """The value of an answer.
 
     Raises:

@@ -13,10 +13,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from shardrec.checkpoint.data_files import SavedFile
-from shardrec.checkpoint.manifest import SavedTensor
 from shardrec.checkpoint.save import Written
 from shardrec.errors import CheckpointError, ConfigError, PeerError, PlanError, ShardrecError
+from shardrec.exchange.agree import Ranks, all_gather, ranks_of, same_everywhere
 from shardrec.exchange.bad_ids import policies_of
 from shardrec.exchange.batch import OnBadId
 from shardrec.exchange.collectives import collectives_of
@@ -28,13 +27,12 @@ from shardrec.modules.servers import Servers
 from shardrec.modules.shard import (
     agree_on_plan,
     agree_on_values,
-    exchange_faults,
     features_of,
     sharded_collection,
     with_sharded,
 )
 from shardrec.modules.sharded_model import ShardedModel
-from shardrec.rpc.client import Connections
+from shardrec.rpc.messages import Connections
 from shardrec.rpc.remote_storage import RemoteTable, remote_storage
 from shardrec.rpc.server import fused_optimizers_of
 from shardrec.rpc.trainer_collectives import RemoteCollectives
@@ -63,32 +61,27 @@ class RemoteModel(ShardedModel):
     def server_statistics(self) -> list[dict[str, Any]]:
         """Per server, its description and statistics: requests, fused lookups made for them, updates."""
         servers = self._collectives.servers
-        return [servers.call(number, "describe") for number in range(len(servers))]
+        return [servers.call(number, "describe").wait() for number in range(len(servers))]
 
     def save_servers(self, data: Path, first: int) -> list[Written]:
-        saved: list[Any] = []
+        saved: list[Written] = []
 
         def save() -> None:
             for number in range(self.servers) if self._collectives.rank == 0 else ():
-                saved.append(self._collectives.servers.call(number, "save", str(data.absolute()), first + number))
+                call = self._collectives.servers.call(number, "save", str(data.absolute()), first + number)
+                saved.append(call.wait())
 
-        _on_all(self.context, self.flush)  # of all trainers, before any server saves
-        _on_all(self.context, save)
-        return [
-            (
-                SavedFile(**{**file, "checksums": tuple(file["checksums"])}),
-                {name: SavedTensor.from_json(tensor) for name, tensor in tensors.items()},
-            )
-            for file, tensors in saved
-        ]
+        _on_all(self.ranks, self.flush)  # of all trainers, before any server saves
+        _on_all(self.ranks, save)
+        return saved
 
     def load_servers(self, folder: Path) -> None:
         def load() -> None:
             for number in range(self.servers) if self._collectives.rank == 0 else ():
-                self._collectives.servers.tell(number, "load", str(folder.absolute()))
+                self._collectives.servers.call_replicas(number, "load", str(folder.absolute()))
 
-        _on_all(self.context, self._collectives.end_updates)
-        _on_all(self.context, load)
+        _on_all(self.ranks, self._collectives.end_updates)
+        _on_all(self.ranks, load)
 
 
 def shard_over_servers(
@@ -117,29 +110,30 @@ def shard_over_servers(
     policies = policies_of(on_bad_id, (name for module in collections.values() for name in features_of(module)))
     context = ModelContext(collectives, device, ExchangeOptions(on_bad_id=policies, updates_at_step=updates_at_step))
     context.gradients.are_reduced = trainers.world_size == 1  # nothing to reduce
-    agree_on_plan(plan, _faults(plan, model, len(connections)), context.headers)
-    agree_on_values(collections, plan, [range(trainers.world_size)], context.headers)
-    _, sessions = exchange_faults([], secrets.randbits(32), context.headers)
-    collectives.session = sessions[0]
+    everyone = (group or dist.group.WORLD) if trainers.world_size > 1 else None
+    ranks = ranks_of(everyone, device)
+    agree_on_plan(plan, _faults(plan, model, len(connections)), ranks)
+    agree_on_values(collections, plan, [range(trainers.world_size)], ranks)
+    collectives.session = same_everywhere(secrets.randbits(32), ranks)
     shifted = _after(plan, trainers.world_size)
     replaced: dict[int, ShardedCollection] = {}
     for number, (path, module) in enumerate(collections.items()):
-        storage = remote_storage(collectives, number)
-        arguments: dict[str, Any] = {
-            "path": path,
-            "device": device,
-            "group": group,
-            "context": context,
-            "storage": storage,
-        }
-        replaced[id(module)] = sharded_collection(module, shifted, dedup=dedup, **arguments)
+        replaced[id(module)] = sharded_collection(
+            module,
+            shifted,
+            dedup=dedup,
+            path=path,
+            device=device,
+            group=group,
+            context=context,
+            storage=remote_storage(collectives, number),
+        )
     remote_collections = list(replaced.values())
     collectives.rates = {optimizer: optimizer.lr for optimizer in fused_optimizers_of(remote_collections)}
-    _on_all(context, lambda: _check_servers(plan, list(collections), collectives))
+    _on_all(ranks, lambda: _check_servers(plan, list(collections), collectives))
     for module in collections.values():
-        _on_all(context, partial(_send_first_values, module, replaced[id(module)]))
+        _on_all(ranks, partial(_send_first_values, module, replaced[id(module)]))
     model = with_sharded(model, replaced, device)
-    everyone = (group or dist.group.WORLD) if trainers.world_size > 1 else None
     remote = RemoteModel(model, plan, context, everyone, dense=dense)
     remote._collectives, remote.servers = collectives, len(connections)
     return remote
@@ -188,7 +182,7 @@ def _check_servers(plan: ShardingPlan, paths: Sequence[str], collectives: Remote
         "optimizers": [repr(optimizer) for optimizer in collectives.rates],
     }
     for number in range(len(servers)):
-        answer = servers.call(number, "describe")
+        answer = servers.call(number, "describe").wait()
         for key, value in {"rank": number, **wanted}.items():
             if answer[key] != value:
                 raise ConfigError(
@@ -200,14 +194,14 @@ def _check_servers(plan: ShardingPlan, paths: Sequence[str], collectives: Remote
 _CLASSES = (ShardrecError, ConfigError, CheckpointError, PeerError)
 
 
-def _on_all(context: ModelContext, work: Callable[[], None]) -> None:
-    """Do ``work``, and raise on every trainer what goes wrong on any."""
+def _on_all(ranks: Ranks, work: Callable[[], None]) -> None:
+    """Do ``work``, and raise on every trainer what goes wrong on any: also that a server is gone."""
     error: ShardrecError | None = None
     try:
         work()
     except ShardrecError as raised:
         error = raised
-    number = max(n for n, cls in enumerate(_CLASSES) if n == 0 or isinstance(error, cls))
-    theirs, numbers = exchange_faults([] if error is None else [str(error)], number, context.headers)
-    if any(theirs):
-        raise _CLASSES[max(numbers)]("; ".join(sorted(set(filter(None, theirs))))) from error
+    errors = [theirs for theirs in all_gather(error, ranks, "servers' work") if theirs is not None]
+    if errors:
+        kind = max((cls for theirs in errors for cls in _CLASSES if isinstance(theirs, cls)), key=_CLASSES.index)
+        raise kind("; ".join(sorted({str(theirs) for theirs in errors}))) from error

@@ -10,12 +10,12 @@ import torch
 from torch import Tensor
 
 from shardrec.errors import ConfigError
-from shardrec.layout import Shard, TableLayout
+from shardrec.layout import TableLayout
 from shardrec.lookup.deferred import DeferredGradients
 from shardrec.lookup.optimizers import FusedOptimizer
 from shardrec.lookup.shards import ShardLookup
 from shardrec.modules.storage import Storage
-from shardrec.modules.table import ShardedTable, load_table
+from shardrec.modules.table import ShardedTable
 from shardrec.rpc.trainer_collectives import RemoteCollectives, words
 from shardrec.step.records import InFlight
 
@@ -35,34 +35,31 @@ class RemoteTable(ShardedTable):
         super().__init__(*table, has_optimizer=has_optimizer)
         self._collectives = collectives
 
-    def _save_to_state_dict(self, destination: MutableMapping[str, Any], prefix: str, keep_vars: bool) -> None:
+    def _save_to_state_dict(self, destination: MutableMapping[str, object], prefix: str, keep_vars: bool) -> None:
         layout = self.layout
         whole = torch.empty((layout.num_embeddings, layout.embedding_dim), dtype=self.dtype)
         self._collectives.wait_for_updates()
         for rank in layout.ranks:
             server = rank - self._collectives.trainers.world_size
-            for (top, bottom, left, right), values in self._collectives.servers.call(server, "read", layout.name, ""):
+            call = self._collectives.servers.call(server, "read", layout.name, "")
+            for (top, bottom, left, right), values in call.wait():
                 whole[top:bottom, left:right] = values
         destination[prefix + "weight"] = whole
 
-    def write(self, value: Any) -> None:
+    def write(self, value: Tensor) -> None:
         """Set the table's values on the servers; every trainer calls this, and the first one sends them.
 
         Args:
             value: (num_embeddings, embedding_dim).
         """
         collectives, layout = self._collectives, self.layout
-        shards: dict[Shard | None, Tensor] = {
-            shard: torch.empty((shard.rows, shard.cols), dtype=self.dtype)
-            for shard in (() if collectives.rank else layout.shards)
-        }
-        load_table(shards, value)
         collectives.wait_for_updates()
-        for shard, values in shards.items():
-            assert shard is not None, "a table on servers is cut"
+        for shard in () if collectives.rank else layout.shards:
             rect = [shard.row_start, shard.row_end, shard.col_start, shard.col_end]
+            part = value[shard.row_start : shard.row_end, shard.col_start : shard.col_end]
+            values = torch.empty(part.shape, dtype=self.dtype).copy_(part)  # in memory of its own, which RPC sends
             server = shard.rank - collectives.trainers.world_size
-            collectives.servers.tell(server, "write", layout.name, rect, values)
+            collectives.servers.call_replicas(server, "write", layout.name, rect, values)
 
 
 class RemoteShards(ShardLookup):
@@ -98,7 +95,7 @@ class RemoteShards(ShardLookup):
         self._collectives.wait_for_updates()
         counts = super().step_counts()
         for server in range(len(self._collectives.servers)):
-            for name, count in self._collectives.servers.call(server, "step_counts").items():
+            for name, count in self._collectives.servers.call(server, "step_counts").wait().items():
                 if name in counts:
                     counts[name] = max(counts[name], count)
         return counts
@@ -118,7 +115,7 @@ def remote_storage(collectives: RemoteCollectives, number: int) -> Storage:
     def add_request(call: InFlight) -> None:
         """Let a call's ids go with the lookup that is to come."""
         if call.learned_weights is not None:
-            collectives.drop_requests()
+            collectives.requests.clear()
             tables = ", ".join(repr(table) for _, table, _ in call.input.expect.tables)
             raise ConfigError(
                 f"the ids of tables {tables} have weights that take a gradient, which servers do not send back; detach "
@@ -128,7 +125,7 @@ def remote_storage(collectives: RemoteCollectives, number: int) -> Storage:
         bag_words = call.input.payload.bag_words(call.slot_sizes)
         of_ranks = zip(bag_words, call.counts, call.parts, strict=True)
         parts = [(number, [call.size, bags, *counts], words(pieces)) for bags, counts, pieces in of_ranks]
-        collectives.add_request(parts[collectives.trainers.world_size :])
+        collectives.requests.append(parts[collectives.trainers.world_size :])
 
     shards = partial(RemoteShards, collectives, number)
     return Storage(shards=shards, table=table, portable=False, before_rows=add_request)

@@ -14,19 +14,19 @@ from __future__ import annotations
 import threading
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from functools import partial
+from itertools import chain, islice
 from pathlib import Path
 from time import monotonic
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.rpc.functions import async_execution
 from torch.futures import Future
 
 from shardrec.checkpoint import load_checkpoint
-from shardrec.checkpoint.save import write_part
+from shardrec.checkpoint.save import Written, write_part
 from shardrec.checkpoint.state import table_tensors
 from shardrec.errors import BusyError, ConfigError, InputError, PeerError, PlanError
 from shardrec.layout import Shard, ShardingPlan
@@ -37,53 +37,70 @@ from shardrec.modules.collection import ShardedCollection
 from shardrec.modules.shard import put_in_place, sharded_collection
 from shardrec.modules.sharded_model import ShardedModel
 from shardrec.modules.tied_weights import refuse_ties
-from shardrec.rpc.batching import Request, RequestQueue, complete
-from shardrec.rpc.messages import Answer, Part, check_gradient, check_parts, failure
+from shardrec.rpc.batching import WorkQueue
+from shardrec.rpc.messages import (
+    Answer,
+    Part,
+    answer_calls,
+    asynchronous,
+    check_gradient,
+    check_parts,
+    complete,
+    completed,
+    failure,
+)
 from shardrec.rpc.server_collectives import ServerCollectives
 from shardrec.step.context import ModelContext
-from shardrec.step.look_up import LookedUp
-from shardrec.step.look_up import look_up as look_up_rows
+from shardrec.step.look_up import LookedUp, look_up
 
-__all__ = ["EmbeddingServer", "call", "fused_optimizers_of", "look_up", "push", "take_rows"]
+__all__ = ["EmbeddingServer", "fused_optimizers_of"]
 
-_IDLE_S = 60.0
+_T = TypeVar("_T")
 
-_F = TypeVar("_F", bound=Callable[..., Future[Answer]])
+_LONGEST_WINDOW_S = 60.0
 
-
-def _asynchronous(function: _F) -> _F:
-    """``async_execution`` with types: the function that RPC is given must be the one that it returns."""
-    marked: _F = async_execution(function)
-    return marked
+_METHODS = frozenset({"describe", "load", "read", "save", "step_counts", "write"})
+"""Methods that others may call, on the server's thread between lookups; besides those that :meth:`_answer` names."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Push:
-    """A trainer's gradients of one step: ``gradient`` (n,) float32, of the rows of its ``parts``, as they were sent."""
+class _Lookup(NamedTuple):
+    """A fused lookup in a collection.
 
-    parts: list[Part]
-    gradient: Tensor
-    deadline: float
-    answer: Future[Answer] = field(default_factory=Future)
+    Attributes:
+        places: of its parts among those that were asked for.
+        sizes: elements of the rows of each part.
+        flat: (sum(sizes),) float32 on the collection's device: the rows of the parts, one part after the other.
+        rows: of the collection's lookup groups, which an update needs.
+    """
+
+    places: list[int]
+    sizes: list[int]
+    flat: Tensor
+    rows: LookedUp
 
 
-@dataclass
-class _Pushes:
-    """The parts of an update that trainers have pushed, by number of the trainer."""
+@dataclass(kw_only=True)
+class _Update:
+    """An update that trainers push.
 
+    Args:
+        key: the run of the trainers and the number of its update.
+        trainers: that are to push it.
+        rates: learning rate of each fused optimizer.
+        deadline: on the monotonic clock, of the first push.
+        timer: gives the update up at the deadline, if trainers are missing.
+        pushes: that have come, by number of the trainer: the parts as they were looked up, and the (n,) float32
+            gradient of their rows.
+        answer: of all pushes.
+    """
+
+    key: tuple[int, int]
     trainers: int
     rates: list[float]
-    of: dict[int, _Push] = field(default_factory=dict)
-
-    def deadline(self) -> float:
-        return min(push.deadline for push in self.of.values())
-
-    def answer(self, answer: Answer) -> None:
-        for push in self.of.values():
-            complete(push.answer, answer)
-
-    def answered(self, made: Future[Answer]) -> None:
-        self.answer(made.value())
+    deadline: float
+    timer: threading.Timer
+    pushes: dict[int, tuple[list[Part], Tensor]] = field(default_factory=dict)
+    answer: Future[Answer] = field(default_factory=Future)
 
 
 class EmbeddingServer:
@@ -103,8 +120,8 @@ class EmbeddingServer:
         servers: RPC names of all servers, by rank; default: ``server0`` and on.
         device: of the shards; default: the CPU.
         capacity: lookups that may wait, and updates that wait for their other trainers; one more is answered with
-            BusyError. window_s: seconds to wait for more lookups after the first of a batch; by default, a batch is
-                what has come
+            BusyError.
+        window_s: seconds to wait for more lookups after the first of a batch; by default, a batch is what has come
             while the one before was looked up.
         max_requests: lookups of a batch.
         read_only: refuse updates.
@@ -129,10 +146,10 @@ class EmbeddingServer:
     ) -> None:
         if not 0 <= rank < plan.world_size:
             raise PlanError(f"server {rank} is asked for, and the plan is for {plan.world_size} servers")
-        if capacity < 1 or max_requests < 1 or not 0 <= window_s < _IDLE_S:
+        if capacity < 1 or max_requests < 1 or not 0 <= window_s < _LONGEST_WINDOW_S:
             raise ConfigError(
                 f"capacity={capacity}, max_requests={max_requests}, window_s={window_s}; give at least 1, at least 1, "
-                f"and a time from 0 to {_IDLE_S:.0f} seconds"
+                f"and a time from 0 to {_LONGEST_WINDOW_S:.0f} seconds"
             )
         refuse_ties(model)
         plan.check_tables(table_shapes(model))
@@ -143,7 +160,7 @@ class EmbeddingServer:
         names = list(servers) if servers is not None else [f"server{number}" for number in range(plan.world_size)]
         if len(names) != plan.world_size:
             raise ConfigError(f"servers={names}; give a name for each of the plan's {plan.world_size} ranks")
-        self.between = ServerCollectives(rank, names, take_rows)
+        self.between = ServerCollectives(rank, names)
         context = ModelContext(self.between, target)
         collections: dict[str, ShardedCollection] = {}
         replaced: dict[int, ShardedCollection] = {}
@@ -161,17 +178,14 @@ class EmbeddingServer:
             "this server is read-only; train with servers that are not" if read_only else _no_updates(self._collections)
         )
         self._capacity = capacity
-        self._pushes: dict[tuple[int, int], _Pushes] = {}
+        self._updates: dict[tuple[int, int], _Update] = {}  # whose pushes are still to come
         self._next: dict[int, int] = {}  # of the present run, the update that comes next
         self._lock = threading.Lock()
         self._counts: Counter[str] = Counter()
-        self._queue = RequestQueue(
-            self._look_up, self._expire, capacity=capacity, window_s=window_s, max_requests=max_requests
-        )
-        global _SERVER
-        _SERVER = self
+        self._queue = WorkQueue(self._look_up, capacity=capacity, window_s=window_s, max_requests=max_requests)
+        answer_calls(self._answer)
 
-    @_asynchronous
+    @asynchronous
     def lookup(self, parts: list[Part]) -> Future[Answer]:
         """Look up the rows of a request.
 
@@ -182,9 +196,12 @@ class EmbeddingServer:
             Future of the answer: per part, one after the other, (B, D) pooled sums or (N, w) rows per lookup group, as
             one flat float32 tensor on the CPU.
         """
-        return self._answered(lambda: Request(parts=check_parts(parts, self._collections)))
+        try:
+            return self._queue.look_up(check_parts(parts, self._collections))
+        except Exception as error:
+            return completed(failure(error))
 
-    @_asynchronous
+    @asynchronous
     def update(
         self,
         update: tuple[int, int],
@@ -211,42 +228,79 @@ class EmbeddingServer:
         try:
             if self._no_updates:
                 raise ConfigError(self._no_updates)
-            checked = check_parts(parts, self._collections)
-            pushed = _Push(parts=checked, gradient=check_gradient(gradient), deadline=monotonic() + wait_s)
-            number, trainers = trainer
+            pushed = check_parts(parts, self._collections), check_gradient(gradient)
             with self._lock:
-                if update not in self._pushes and len(self._pushes) >= self._capacity:
-                    raise BusyError(f"{len(self._pushes)} updates wait for their other trainers; nothing was done")
-                pushes = self._pushes.get(update) or _Pushes(trainers, list(rates))
-                if not 0 <= number < trainers == pushes.trainers:
-                    raise InputError(
-                        f"trainer {number} of {trainers} pushes update {update[1]}, which is one of {pushes.trainers} "
-                        "trainers; start all trainers as one job"
-                    )
-                if number in pushes.of:
-                    raise InputError(f"trainer {number} of {trainers} has pushed update {update[1]} already")
-                pushes.of[number] = pushed
-                self._pushes[update] = pushes  # once it has a push: its deadline is that of its pushes
+                begun = self._begun(update, trainer, wait_s, rates)
+                begun.pushes[trainer[0]] = pushed
+                self._updates[update] = begun
                 self._queue_updates(update[0])
-            self._queue.wake()
+                if update in self._updates and not begun.timer.is_alive():
+                    begun.timer.start()
         except Exception as error:
-            return _failed(error)
-        return pushed.answer
+            return completed(failure(error))
+        return begun.answer
+
+    def _begun(self, key: tuple[int, int], trainer: tuple[int, int], wait_s: float, rates: list[float]) -> _Update:
+        """The update that a trainer pushes, which others may have begun; with the lock held."""
+        number, trainers = trainer
+        update = self._updates.get(key)
+        if update is None:
+            if len(self._updates) >= self._capacity:
+                raise BusyError(f"{len(self._updates)} updates wait for their other trainers; nothing was done")
+            timer = threading.Timer(wait_s, self._give_up, [key])
+            timer.daemon = True
+            end = monotonic() + wait_s
+            update = _Update(key=key, trainers=trainers, rates=list(rates), deadline=end, timer=timer)
+        if not 0 <= number < trainers == update.trainers:
+            raise InputError(
+                f"trainer {number} of {trainers} pushes update {key[1]}, which is one of {update.trainers} trainers; "
+                "start all trainers as one job"
+            )
+        if number in update.pushes:
+            raise InputError(f"trainer {number} of {trainers} has pushed update {key[1]} already")
+        return update
 
     def _queue_updates(self, run: int) -> None:
         """Queue the updates of a run that are complete, in their order, with the lock held."""
-        for update in sorted(update for update in self._pushes if update[0] == run):
-            pushes = self._pushes[update]
-            if len(pushes.of) < pushes.trainers or update[1] > self._next.get(run, update[1]):
+        for key in sorted(key for key in self._updates if key[0] == run):
+            update = self._updates[key]
+            if len(update.pushes) < update.trainers or key[1] > self._next.get(run, key[1]):
                 return
-            del self._pushes[update]
-            self._next = {run: max(update[1] + 1, self._next.get(run, 0))}
-            done = self._answered(partial(Request, work=partial(self._update, update, pushes)))
-            done.add_done_callback(pushes.answered)
+            del self._updates[key]
+            update.timer.cancel()
+            self._next = {run: max(key[1] + 1, self._next.get(run, 0))}
+            self._queue.submit(partial(self._update, update), update.answer)
 
-    def submit(self, work: Callable[[], Any]) -> Future[Answer]:
+    def _give_up(self, key: tuple[int, int]) -> None:
+        """Fail an update whose other trainers have not come, or one before it."""
+        with self._lock:
+            update = self._updates.pop(key, None)
+        if update is not None:
+            trainers = ", ".join(map(str, sorted(update.pushes)))
+            error = PeerError(
+                f"of update {key[1]} only the gradients of trainer(s) {trainers} have come in time; the others, or an "
+                "update before it, are missing. Nothing of it was applied: start the trainers again from the last "
+                "checkpoint"
+            )
+            complete(update.answer, failure(error))
+
+    def submit(self, work: Callable[[], object]) -> Future[Answer]:
         """Have the server's thread do ``work`` between lookups; the answer's value is what it returns."""
-        return self._answered(lambda: Request(work=work))
+        return self._queue.submit(work)
+
+    def _answer(self, method: str, arguments: Sequence[Any]) -> Future[Answer]:
+        """Answer a call of another process."""
+        if method == "lookup":
+            return self.lookup(*arguments)
+        if method == "update":
+            return self.update(*arguments)
+        if method == "take_rows":  # for which the server's thread waits
+            self.between.put(*arguments)
+            return completed((True, 0))
+        if method not in _METHODS:
+            error = PeerError(f"a server has no method {method!r} to call; use one release of shardrec everywhere")
+            return completed(failure(error))
+        return self.submit(lambda: getattr(self, method)(*arguments))
 
     def describe(self) -> dict[str, Any]:
         """A description and statistics of this server, as plain data."""
@@ -293,14 +347,13 @@ class EmbeddingServer:
                 return 0
         raise InputError(f"table {table!r} has no shard {rect} of shape {tuple(values.shape)} on server {self.rank}")
 
-    def save(self, data: str, number: int) -> list[Any]:
+    def save(self, data: str, number: int) -> Written:
         """Write this server's shards into a checkpoint's data folder, as file ``number``.
 
         Returns:
-            The file, and what is in it, as JSON-compatible data.
+            The file, and what is in it.
         """
-        file, tensors = write_part(Path(data), number, table_tensors(self.model))
-        return [asdict(file), {name: tensor.to_json() for name, tensor in tensors.items()}]
+        return write_part(Path(data), number, table_tensors(self.model))
 
     def load(self, folder: str) -> int:
         """Load this server's shards from a checkpoint, whichever plan it was saved under.
@@ -318,15 +371,6 @@ class EmbeddingServer:
         """End the server's thread; what waits is answered with BusyError."""
         self._queue.close()
 
-    def _answered(self, make: Callable[[], Request]) -> Future[Answer]:
-        """Queue a request; what is wrong with it is the answer."""
-        try:
-            request = make()
-            self._queue.put(request)
-        except Exception as error:
-            return _failed(error)
-        return request.answer
-
     def _owner(self, table: str) -> tuple[ShardedCollection, str]:
         for collection in self._collections:
             for name, entry in collection.tables().items():
@@ -334,105 +378,69 @@ class EmbeddingServer:
                     return collection, name
         raise ConfigError(f"table {table!r} has no shard on server {self.rank}; ask the servers that the plan names")
 
-    def _look_up(self, requests: Sequence[Request]) -> None:
-        """Answer several lookups, with one fused lookup per collection."""
-        rows_of: list[list[Tensor]] = [
-            [torch.empty(0, dtype=torch.float32)] * len(request.parts) for request in requests
-        ]
-        try:
-            with torch.no_grad():
-                for number, collection in enumerate(self._collections):
-                    places = [
-                        (owner, place)
-                        for owner, request in enumerate(requests)
-                        for place, part in enumerate(request.parts)
-                        if part[0] == number
-                    ]
-                    if places:
-                        parts = [requests[owner].parts[place] for owner, place in places]
-                        flat, sizes = _rows(self._look_up_parts(collection, parts))
-                        for (owner, place), piece in zip(places, flat.cpu().split(sizes), strict=True):
-                            rows_of[owner][place] = piece
-                        self._counts["lookups"] += 1
-            answers: list[Answer] = [
-                (True, torch.cat(pieces) if pieces else torch.empty(0, dtype=torch.float32)) for pieces in rows_of
-            ]
-        except Exception as error:
-            answers = [failure(error)] * len(requests)
+    def _look_up(self, requests: Sequence[list[Part]]) -> list[Tensor]:
+        """Several lookups: the rows of each on the CPU, one part after the other."""
+        with torch.no_grad():
+            lookups = self._serve(list(chain.from_iterable(requests)))
+        rows: dict[int, Tensor] = {}
+        for lookup in lookups:
+            rows |= zip(lookup.places, lookup.flat.cpu().split(lookup.sizes), strict=True)
+        self._counts["lookups"] += len(lookups)
         self._counts["requests"] += len(requests)
-        for request, answer in zip(requests, answers, strict=True):
-            complete(request.answer, answer)
+        in_turn = (rows[place] for place in range(len(rows)))
+        nothing = torch.empty(0, dtype=torch.float32)
+        return [torch.cat([*islice(in_turn, len(request))]) if request else nothing for request in requests]
 
-    def _update(self, update: tuple[int, int], of_trainers: _Pushes) -> int:
+    def _update(self, update: _Update) -> int:
         """One update of the trainers' gradients; see [Note: an update]."""
-        pushes = [of_trainers.of[number] for number in sorted(of_trainers.of)]
-        rates = of_trainers.rates
-        self.between.begin(update, of_trainers.deadline())
-        numbers = [[part[0] for part in push.parts] for push in pushes]
-        if any(of_push != numbers[0] for of_push in numbers) or len(rates) != len(self._optimizers):
+        pushes = [update.pushes[number] for number in sorted(update.pushes)]
+        self.between.begin(update.key, update.deadline)
+        numbers = [[part[0] for part in parts] for parts, _ in pushes]
+        if any(of_push != numbers[0] for of_push in numbers) or len(update.rates) != len(self._optimizers):
             raise InputError(
-                f"the trainers push gradients of collections {numbers}, with {len(rates)} learning rates for "
+                f"the trainers push gradients of collections {numbers}, with {len(update.rates)} learning rates for "
                 f"{len(self._optimizers)} optimizers; give all of them the same model"
             )
-        for optimizer, rate in zip(self._optimizers, rates, strict=True):
+        for optimizer, rate in zip(self._optimizers, update.rates, strict=True):
             for collection in self._collections:
                 collection.set_learning_rate(optimizer, float(rate))
-        together = [
-            [place for place, collection_number in enumerate(numbers[0]) if collection_number == number]
-            for number in sorted(set(numbers[0]))
-        ]
         with torch.no_grad():
-            looked_up = [
-                self._look_up_parts(
-                    self._collections[numbers[0][places[0]]],
-                    [push.parts[place] for place in places for push in pushes],
-                    to_update=True,
-                )
-                for places in together
-            ]
-            sizes = [[0] * len(numbers[0]) for _ in pushes]  # per trainer and place
-            for places, rows in zip(together, looked_up, strict=True):
-                owners = ((owner, place) for place in places for owner in range(len(pushes)))
-                for (owner, place), size in zip(owners, _rows(rows)[1], strict=True):
-                    sizes[owner][place] = size
-            wanted, got = list(map(sum, sizes)), [push.gradient.numel() for push in pushes]
-            if numbers[0] and got != wanted:
+            lookups = self._serve(_alternating([parts for parts, _ in pushes]), to_update=True)
+            size_of = dict(pair for lookup in lookups for pair in zip(lookup.places, lookup.sizes, strict=True))
+            sizes = [size_of[place] for place in range(len(size_of))]
+            sizes_of = [sizes[trainer :: len(pushes)] for trainer in range(len(pushes))]
+            wanted, got = list(map(sum, sizes_of)), [gradient.numel() for _, gradient in pushes]
+            if got != wanted:
                 raise InputError(f"the trainers push {got} gradients for {wanted} values that they looked up")
-            pieces = [push.gradient.split(of_places) for push, of_places in zip(pushes, sizes, strict=True)]
-            for places, rows in zip(together, looked_up, strict=True):
-                gradient = torch.cat([of_push[place] for place in places for of_push in pieces])
-                received = rows.received
-                of_rows, _ = rows.plan.output.returned(gradient.to(received.lengths.device), received)
-                rows.update(of_rows, is_last=True)
+            split = [gradient.split(of_parts) for (_, gradient), of_parts in zip(pushes, sizes_of, strict=True)]
+            gradients = _alternating(split)
+            for lookup in lookups:
+                received = lookup.rows.received
+                gradient = torch.cat([gradients[place] for place in lookup.places]).to(received.lengths.device)
+                of_rows, _ = lookup.rows.plan.output.returned(gradient, received)
+                lookup.rows.update(of_rows, is_last=True)
         self._counts["updates"] += 1
         return 0
 
-    def _look_up_parts(
-        self, collection: ShardedCollection, parts: Sequence[Part], *, to_update: bool = False
-    ) -> LookedUp:
-        """The rows of this server's shards for parts of requests."""
-        plan, device = collection.step_plan, collection.device
-        headers, words = [part[1] for part in parts], [part[2].to(device) for part in parts]
-        return look_up_rows(plan, plan.input.payload.unpack(words, headers), to_update=to_update)
+    def _serve(self, parts: Sequence[Part], *, to_update: bool = False) -> list[_Lookup]:
+        """One fused lookup for each collection that is asked for."""
+        lookups = []
+        for number, collection in enumerate(self._collections):
+            places = [place for place, part in enumerate(parts) if part[0] == number]
+            if places:
+                plan = collection.step_plan
+                headers = [parts[place][1] for place in places]
+                words = [parts[place][2].to(collection.device) for place in places]
+                rows = look_up(plan, plan.input.payload.unpack(words, headers), to_update=to_update)
+                flat, out = plan.output.outgoing(rows.rows, rows.received)
+                sizes = [sum(height * width for height, width in shapes) for shapes in out]
+                lookups.append(_Lookup(places, sizes, flat, rows))
+        return lookups
 
-    def _expire(self) -> float:
-        """Give up updates whose other trainers have not come; returns the seconds until the next may be due."""
-        now = monotonic()
-        with self._lock:
-            late = {
-                update: self._pushes.pop(update)
-                for update in list(self._pushes)
-                if self._pushes[update].deadline() <= now
-            }
-            due = min((pushes.deadline() for pushes in self._pushes.values()), default=now + _IDLE_S)
-        for update, pushes in late.items():
-            error = PeerError(
-                f"of update {update[1]} only the gradients of trainer(s) {', '.join(map(str, sorted(pushes.of)))} have "
-                "come in time; the others, or an update before it, are missing. Nothing of it was applied: start the "
-                "trainers again from the last checkpoint"
-            )
-            pushes.answer(failure(error))
-        return due - now
+
+def _alternating(of_trainers: Sequence[Sequence[_T]]) -> list[_T]:
+    """What all trainers have in the first place, in their order, and then in the others."""
+    return [item for of_place in zip(*of_trainers, strict=True) for item in of_place]
 
 
 def fused_optimizers_of(collections: Sequence[ShardedCollection]) -> list[FusedOptimizer]:
@@ -456,55 +464,5 @@ def _no_updates(collections: Sequence[ShardedCollection]) -> str:
     return ""
 
 
-def _rows(looked_up: LookedUp) -> tuple[Tensor, list[int]]:
-    """What was looked up, flat, one request after the other, and the elements of each."""
-    flat, out = looked_up.plan.output.outgoing(looked_up.rows, looked_up.received)
-    return flat, [sum(rows * cols for rows, cols in shapes) for shapes in out]
-
-
 def _rect(shard: Shard) -> list[int]:
     return [shard.row_start, shard.row_end, shard.col_start, shard.col_end]
-
-
-_SERVER: EmbeddingServer | None = None
-"""Of this process."""
-
-_METHODS = frozenset({"describe", "load", "read", "save", "step_counts", "write"})
-
-
-def _failed(error: Exception) -> Future[Answer]:
-    """An error as an answer that is already complete."""
-    future: Future[Answer] = Future()
-    future.set_result(failure(error))
-    return future
-
-
-def _refused() -> Future[Answer]:
-    return _failed(PeerError("there is no embedding server in this process; is the name a trainer's?"))
-
-
-@_asynchronous
-def look_up(parts: list[Part]) -> Future[Answer]:
-    """:meth:`EmbeddingServer.lookup` of the server in the process that this is called in."""
-    return _refused() if _SERVER is None else _SERVER.lookup(parts)
-
-
-@_asynchronous
-def push(*args: Any) -> Future[Answer]:
-    """:meth:`EmbeddingServer.update` of the server in the process that this is called in."""
-    return _refused() if _SERVER is None else _SERVER.update(*args)
-
-
-@_asynchronous
-def call(method: str, *args: Any) -> Future[Answer]:
-    """Another method of that server, on its thread, between lookups."""
-    if _SERVER is None or method not in _METHODS:
-        return _refused()
-    server = _SERVER
-    return server.submit(lambda: getattr(server, method)(*args))
-
-
-def take_rows(key: tuple[int, int, int, int], rows: Tensor) -> None:
-    """Sums of squares from another server, for the update that ``key`` names."""
-    if _SERVER is not None:
-        _SERVER.between.put(key, rows)

@@ -7,22 +7,22 @@ update. The server's own thread waits; the RPC threads store received rows and a
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from concurrent.futures import Future
 from functools import partial
 from time import monotonic
-from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed import rpc
 
 from shardrec.errors import PeerError
 from shardrec.exchange.collectives import Collectives, Later, Pending, StreamSizes, joined
+from shardrec.modules.servers import Servers
+from shardrec.rpc.messages import Call, Connections
 
 __all__ = ["ServerCollectives"]
 
-_Key = tuple[int, int, int, int]
+_Key = tuple[int, int, int, int]  # run, update, exchange of the update, rank of the sender
 
 
 class ServerCollectives(Collectives):
@@ -31,20 +31,17 @@ class ServerCollectives(Collectives):
     Args:
         rank: of the plan, whose shards this server holds.
         names: RPC names of all servers.
-        take: the function by which a server takes rows, with (key, rows).
     """
 
-    def __init__(self, rank: int, names: Sequence[str], take: Callable[[_Key, Tensor], Any]) -> None:
+    def __init__(self, rank: int, names: Sequence[str]) -> None:
         self.rank = rank
         self.world_size = len(names)
-        self.call: Callable[..., Any] = rpc.rpc_async
+        self.servers = Connections(Servers(names))
         self._names = tuple(names)
-        self._take = take
         self._update = (0, 0)
         self._deadline = 0.0
         self._exchanges = 0
-        self._box: dict[_Key, Tensor] = {}
-        self._came = threading.Condition()
+        self._received: dict[_Key, Future[Tensor]] = {}  # and what is waited for
 
     def begin(self, update: tuple[int, int], deadline: float) -> None:
         """An update begins.
@@ -54,15 +51,13 @@ class ServerCollectives(Collectives):
             deadline: time limit on the monotonic clock, for the others' sums.
         """
         self._update, self._deadline, self._exchanges = update, deadline, 0
-        with self._came:
-            for key in [key for key in self._box if key[0] != update[0] or key[1] < update[1]]:
-                del self._box[key]
+        for key in list(self._received):
+            if key[0] != update[0] or key[1] < update[1]:
+                del self._received[key]
 
     def put(self, key: _Key, rows: Tensor) -> None:
         """Take what another server tells."""
-        with self._came:
-            self._box[key] = rows
-            self._came.notify_all()
+        self._received.setdefault(key, Future()).set_result(rows)
 
     def send(
         self, parts: Sequence[Sequence[Tensor]], receive: Sequence[int], what: str, streams: StreamSizes | None = None
@@ -70,41 +65,41 @@ class ServerCollectives(Collectives):
         assert what == "row norm", f"a server takes no part in the {what} exchange"
         self._exchanges += 1
         exchange = (*self._update, self._exchanges)
-        sent = []
-        for rank, of_rank in enumerate(parts):
-            rows = joined(of_rank)
-            if rank != self.rank and rows.numel():
-                args = ((*exchange, self.rank), rows.cpu().clone())
-                sent.append(self.call(self._names[rank], self._take, args=args))
-        return Later(partial(self._squares, exchange, joined(parts[self.rank]), receive, sent))
+        sums = [joined(of_rank) for of_rank in parts]
+        calls = [
+            self.servers.call(rank, "take_rows", (*exchange, self.rank), rows.cpu().clone())
+            for rank, rows in enumerate(sums)
+            if rank != self.rank and rows.numel()
+        ]
+        return Later(partial(self._receive, exchange, sums[self.rank], receive, calls))
 
-    def _squares(
-        self, exchange: tuple[int, int, int], own_part: Tensor, receive: Sequence[int], sent: Sequence[Any]
+    def _receive(
+        self, exchange: tuple[int, int, int], own_part: Tensor, receive: Sequence[int], calls: Sequence[Call]
     ) -> list[Tensor]:
-        """Wait for an exchange: ``own_part`` is what this server would send to itself, ``sent`` are its calls."""
+        """Wait for an exchange: ``own_part`` is what this server would send to itself."""
         parts = []
         for rank, count in enumerate(receive):
             if rank == self.rank:
                 parts.append(own_part)
             elif count:
-                parts.append(self.receive((*exchange, rank), own_part, count))
+                parts.append(self._take((*exchange, rank), count).to(own_part.device))
             else:
                 parts.append(own_part[:0])
-        for call in sent:
+        for call in calls:
             call.wait()
         return parts
 
-    def receive(self, key: _Key, like: Tensor, count: int) -> Tensor:
-        """Wait for what another server tells; ``key`` ends with its rank."""
-        with self._came:
-            if not self._came.wait_for(lambda: key in self._box, self._deadline - monotonic()):
-                raise PeerError(
-                    f"server {self._names[key[3]]!r} has not told its part of rows that an update needs; nothing of "
-                    "them was changed: start it again from the last checkpoint"
-                )
-            rows = self._box.pop(key)
-        if rows.numel() != count or rows.dtype is not torch.float32:
+    def _take(self, key: _Key, count: int) -> Tensor:
+        """Wait for the ``count`` sums that another server tells."""
+        name = self._names[key[3]]
+        try:
+            rows = self._received.setdefault(key, Future()).result(self._deadline - monotonic())
+        except TimeoutError as error:
             raise PeerError(
-                f"server {self._names[key[3]]!r} tells of {rows.numel()} rows, and {count} are updated here"
-            )
-        return rows.to(like.device)
+                f"server {name!r} has not told its part of rows that an update needs; nothing of them was changed: "
+                "start it again from the last checkpoint"
+            ) from error
+        del self._received[key]
+        if rows.numel() != count or rows.dtype is not torch.float32:
+            raise PeerError(f"server {name!r} tells of {rows.numel()} rows, and {count} are updated here")
+        return rows

@@ -25,6 +25,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import chain
 
 import torch
 from torch import Tensor
@@ -34,9 +35,7 @@ from shardrec.exchange.collectives import Collectives, Later, Pending, StreamSiz
 from shardrec.exchange.headers import FIXED_COLUMNS
 from shardrec.lookup.deferred import DeferredGradients
 from shardrec.lookup.optimizers import FusedOptimizer
-from shardrec.rpc.client import Answers, Connections
-from shardrec.rpc.messages import Part
-from shardrec.rpc.server import look_up, push
+from shardrec.rpc.messages import Call, Connections, Part
 
 __all__ = ["KeptGradients", "RemoteCollectives"]
 
@@ -47,7 +46,7 @@ class KeptGradients(DeferredGradients):
     """What exchanges have for the servers since the last update; see [Note: one push of several exchanges].
 
     Attributes:
-        pushes: per exchange, in the order of their backwards, the arguments of :meth:`RemoteCollectives.push`.
+        pushes: per exchange, in the order of their backwards, for each server what was looked up, and its gradient.
     """
 
     def __init__(self) -> None:
@@ -81,6 +80,7 @@ class RemoteCollectives(Collectives):
         rates: the learning rate of each fused optimizer, in the order in which the servers know them.
         updates_at_step: the optimizer's step calls :meth:`step`; else the end of each backward does.
         kept: what :meth:`step` pushes.
+        requests: per module of the lookup that is to come, the part for each server.
     """
 
     def __init__(self, trainers: Collectives, servers: Connections, *, staleness: int) -> None:
@@ -93,21 +93,13 @@ class RemoteCollectives(Collectives):
         self.rates: dict[FusedOptimizer, float] = {}
         self.updates_at_step = False
         self.kept = KeptGradients()
-        self._requests: list[list[Part]] = []  # per module of the exchange that is to come, the part for each server
+        self.requests: list[list[Part]] = []
         self._updates = 0
-        self._pushed: deque[list[Answers]] = deque()  # per update, of each server
+        self._pushed: deque[list[Call]] = deque()  # per update, of each server
 
     @property
     def mean_over(self) -> int:
         return self.trainers.world_size
-
-    def add_request(self, parts: list[Part]) -> None:
-        """Add a module's ids to the lookup that is to come: its part for each server."""
-        self._requests.append(parts)
-
-    def drop_requests(self) -> None:
-        """Let go of what was added: there is no lookup to come."""
-        self._requests = []
 
     def header(self, rows: Tensor) -> Tensor:
         of_trainers = self.trainers.header(rows[: self.trainers.world_size])
@@ -130,19 +122,19 @@ class RemoteCollectives(Collectives):
         like = parts[0][0]
         if not self.updates_at_step and torch._C._current_graph_task_id() == -1:
             self.kept.drop()  # of a backward that raised
-        modules, self._requests = self._requests, []
+        modules, self.requests = self.requests, []
         if not modules:  # nothing of the servers: sums of squares of rows that no trainer holds
             return Later(lambda: [like.new_zeros(size) for size in receive])
         requests = [[parts[server] for parts in modules] for server in range(len(self.servers))]
-        answers = [self.servers.ask(server, look_up, request, what="lookup") for server, request in enumerate(requests)]
+        lookups = [self.servers.call(server, "lookup", request) for server, request in enumerate(requests)]
         way_back = None if streams is None else _Gradients(self, requests, streams, like.device)
-        return Later(partial(self._rows, answers, like.device), way_back)
+        return Later(partial(self._rows, lookups, like.device), way_back)
 
-    def _rows(self, answers: Sequence[Answers], device: torch.device) -> list[Tensor]:
+    def _rows(self, lookups: Sequence[Call], device: torch.device) -> list[Tensor]:
         """Wait for the rows of each server: per rank, on ``device``."""
         rows_by_rank = [torch.empty(0, dtype=torch.float32, device=device)] * self.trainers.world_size
-        for answer in answers:
-            rows: Tensor = answer.wait()
+        for lookup in lookups:
+            rows: Tensor = lookup.wait()
             rows_by_rank.append(rows if device.type == "cpu" else rows.pin_memory().to(device, non_blocking=True))
         return rows_by_rank
 
@@ -153,26 +145,13 @@ class RemoteCollectives(Collectives):
             behind: of :meth:`wait_for_updates`.
 
         Raises:
+            ConfigError: if a server has replicas.
             PeerError: if a server is gone or did not answer in time.
         """
-        if not self.kept.pushes:
+        pushes = self.kept.pushes
+        if not pushes:
             return
-        requests, gradients = zip(*self.kept.pushes, strict=True)
         self.kept.drop()
-        parts = [[part for parts in of_server for part in parts] for of_server in zip(*requests, strict=True)]
-        self.push(parts, [torch.cat(of_server) for of_server in zip(*gradients, strict=True)])
-        self.wait_for_updates(behind)
-
-    def push(self, requests: Sequence[list[Part]], gradients: Sequence[Tensor]) -> None:
-        """Have the servers update the rows of lookups; all trainers push in the same order.
-
-        Args:
-            requests: per server, what was looked up.
-            gradients: per server, (n,) of what the lookups gave.
-
-        Raises:
-            ConfigError: if a server has replicas.
-        """
         for names in self.servers.names:
             if len(names) > 1:
                 raise ConfigError(
@@ -182,13 +161,13 @@ class RemoteCollectives(Collectives):
         self._updates += 1
         update, trainer = (self.session, self._updates), (self.rank, self.trainers.world_size)
         common = (update, trainer, _SHARE_OF_TIMEOUT * self.servers.timeout_s, list(self.rates.values()))
-        pairs = enumerate(zip(requests, gradients, strict=True))
-        self._pushed.append(
-            [
-                self.servers.ask(server, push, *common, parts, gradient.cpu(), what="update")
-                for server, (parts, gradient) in pairs
-            ]
-        )
+        calls = []
+        for server in range(len(self.servers)):
+            parts = [part for requests, _ in pushes for part in requests[server]]
+            gradient = torch.cat([gradients[server] for _, gradients in pushes])
+            calls.append(self.servers.call(server, "update", *common, parts, gradient.cpu()))
+        self._pushed.append(calls)
+        self.wait_for_updates(behind)
 
     def wait_for_updates(self, behind: int = 0) -> None:
         """Wait for all updates but the last ones.
@@ -200,14 +179,14 @@ class RemoteCollectives(Collectives):
             PeerError: if a server is gone or did not answer in time.
         """
         while len(self._pushed) > behind:
-            for answer in self._pushed.popleft():
-                answer.wait()
+            for update in self._pushed.popleft():
+                update.wait()
 
     def end_updates(self) -> None:
         """Wait until no update is under way any more, made or failed: the tables are about to be replaced."""
-        for answer in (answer for answers in self._pushed for answer in answers):
+        for update in chain.from_iterable(self._pushed):
             with suppress(ShardrecError):
-                answer.wait()
+                update.wait()
         self._pushed.clear()
 
 

@@ -13,6 +13,13 @@ outlives them. Servers keep their tables.
 [Note: no open port] TensorPipe parses data from any sender: an HTTP request ends the process, and an RPC message runs
 code in it. All the connections of a generation are made at its start, so agents listen only then. On one host they
 listen on an abstract Unix socket, never on a port, and connections that another user made meanwhile are closed.
+
+[Note: no init_rpc] ``init_rpc`` numbers the agents of a process, and the meetings of agents with the same names, and
+expects equal numbers on all processes; a restarted process begins at 0. Tried instead: setting torch's counters back,
+which changes private state that other code may use; and a backend of our own (``backend_registry.register_backend``),
+which takes a store without the number, but after which torch refuses a plain ``init_rpc``, because its
+``rpc.BackendType`` stays the one of before. So the agent is made and started here, as ``init_rpc`` does it. All that
+torch agrees on besides is the devices of tensors, and messages have theirs on the CPU.
 """
 
 from __future__ import annotations
@@ -25,27 +32,16 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from time import monotonic
-from typing import Any
 
 import torch.distributed as dist
-from torch.distributed import rpc
-from torch.distributed.rendezvous import register_rendezvous_handler
+from torch.distributed import autograd, rpc
+from torch.futures import Future, wait_all
 
 from shardrec.errors import ConfigError, PeerError
 
 __all__ = ["RpcWorld"]
 
-_SCHEME = "shardrec-rpc"
 _LOOK_S, _START_S = 0.5, 20.0
-_JOINING: dict[str, tuple[dist.Store, int, int]] = {}
-
-
-def _rendezvous(url: str, *args: Any, **kwargs: Any) -> Iterator[tuple[dist.Store, int, int]]:
-    yield _JOINING[url.partition("?")[0]]
-    raise RuntimeError("an RPC agent does not join twice")
-
-
-register_rendezvous_handler(_SCHEME, _rendezvous)
 
 
 def _here() -> None:
@@ -65,12 +61,12 @@ def _sockets() -> Iterator[socket.socket]:
             yield copy
 
 
-def _listening() -> set[Any]:
+def _listening() -> set[object]:
     """The addresses at which this process listens."""
     return {sock.getsockname() for sock in _sockets() if sock.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)}
 
 
-def _close_doors(doors: set[Any]) -> None:
+def _close_doors(doors: set[object]) -> None:
     """Stop listening at these addresses, and close connections of other users to them; [Note: no open port]."""
     for sock in _sockets():
         if sock.getsockname() in doors and sock.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
@@ -80,19 +76,6 @@ def _close_doors(doors: set[Any]) -> None:
             _, user, _ = struct.unpack("3i", sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
             if user != os.getuid():
                 sock.shutdown(socket.SHUT_RDWR)
-
-
-def _forget_agents() -> None:
-    """Have torch take the agent that is to start for the first one of this process.
-
-    torch numbers the agents of a process, and the meetings of agents with the same names, and expects equal numbers on
-    all processes; a restarted process begins at 0. A meeting that some processes missed keeps the ones that joined,
-    which would join the next meeting of its number twice. And torch gives agents half an hour to find each other.
-    """
-    rpc._init_counter = 0
-    rpc.api._all_gather_sequence_id.clear()
-    rpc.api._all_gather_sequence_id_to_states.clear()
-    rpc.constants.DEFAULT_PROCESS_GROUP_TIMEOUT = timedelta(seconds=_START_S)
 
 
 class RpcWorld:
@@ -134,7 +117,7 @@ class RpcWorld:
         self._store = store
         self._timeout_s = timeout_s
         self._threads = threads
-        self._generation = -1
+        self._generation = 0
         self._trainers = self.names[:trainers]
         os.environ.setdefault("TP_SOCKET_IFNAME", interface)
 
@@ -144,48 +127,12 @@ class RpcWorld:
         Raises:
             PeerError: if some processes did not join in time, or the job has ended.
         """
-        end = monotonic() + self._timeout_s
-        while not (self._come(end) and self._start_agent(end)):
-            pass
-
-    def _start_agent(self, end: float) -> bool:
-        """Whether the agents of all have found each other; one may die on the way."""
-        options = rpc.TensorPipeRpcBackendOptions(
-            num_worker_threads=self._threads,
-            init_method=f"{_SCHEME}://{self._generation}",
-            rpc_timeout=_START_S,
-            # With "uv" each agent has a TCP port; the channel that is left out would have 16 more.
-            _transports=["shm"] if os.environ["TP_SOCKET_IFNAME"] == "lo" else ["shm", "uv"],
-            _channels=["cma", "basic"],
-        )
-        rank, size = self.names.index(self.name), len(self.names)
-        store = dist.PrefixStore(f"shardrec/{self._generation}/agent", self._store)
-        store.set_timeout(timedelta(seconds=_START_S))
-        _JOINING[options.init_method] = (store, rank, size)
-        _forget_agents()
-        before = _listening()
-        try:
-            rpc.init_rpc(self.name, rank=rank, world_size=size, rpc_backend_options=options)
-            for call in [rpc.rpc_async(name, _here) for name in self.names if name != self.name]:
-                call.wait()
-            store.set(f"connected/{self.name}", "1")
-            store.wait([f"connected/{name}" for name in self.names])
-        except RuntimeError as error:
-            self._store.set(self._key("over"), "1")
-            with suppress(RuntimeError):
-                rpc.shutdown(graceful=False)
-            if monotonic() > end:
-                raise PeerError(
-                    f"the processes could not connect within {self._timeout_s:g} s ({error}); start the job again",
-                    waited_for="start",
-                ) from error
-            return False
-        _close_doors(_listening() - before)
-        return True
+        if not self._join():
+            raise PeerError("the job has ended; start another one with a store of its own", waited_for="start")
 
     def leave(self) -> None:
         """End this process's agent. Calls in progress fail on the other processes."""
-        if self._generation >= 0:
+        with suppress(RuntimeError):  # there is none
             rpc.shutdown(graceful=False)
 
     def rejoin(self) -> None:
@@ -194,14 +141,14 @@ class RpcWorld:
         Raises:
             PeerError: if some processes did not join in time.
         """
-        self._store.set(self._key("over"), "1")
+        self._end_generation()
         self.leave()
         self.join()
 
     def end(self) -> None:
         """The job is done: servers stop."""
         self._store.set("shardrec/end", "1")
-        self._store.set(self._key("over"), "1")
+        self._end_generation()
 
     def serve(self) -> None:
         """Serve calls, in one generation after the other, until a trainer ends the job.
@@ -211,32 +158,9 @@ class RpcWorld:
         Raises:
             PeerError: if the other processes did not join in time.
         """
-        while True:
-            try:
-                self.join()
-            except PeerError:
-                if self._has_ended():
-                    return
-                raise
+        while self._join():
             self._wait_until_over()
             self.leave()
-            if self._has_ended():
-                return
-
-    def _wait_until_over(self) -> None:
-        """Until the generation is over; if no trainer is left, say so to all."""
-        calls: dict[str, Any] = dict.fromkeys(self._trainers)
-        while calls and not self._is_over():
-            for name, call in list(calls.items()):
-                try:
-                    if call is None or call.done():
-                        if call is not None:
-                            call.wait()
-                        calls[name] = rpc.rpc_async(name, _here, timeout=self._timeout_s)
-                except RuntimeError:  # it has ended, or is stopped
-                    del calls[name]
-            self._wait([self._key("over")], _LOOK_S)
-        self._store.set(self._key("over"), "1")
 
     @contextmanager
     def joined(self) -> Iterator[None]:
@@ -247,41 +171,83 @@ class RpcWorld:
         finally:
             self.leave()
 
+    def _join(self) -> bool:
+        """Join a generation that all others join; False if the job has ended."""
+        end = monotonic() + self._timeout_s
+        while not self._has("shardrec/end"):
+            while self._is_over():
+                self._generation += 1
+            fault = self._meet(end) or self._start_agent()
+            if not fault:
+                return True
+            self._end_generation()
+            if monotonic() > end and not self._has("shardrec/end"):
+                raise PeerError(fault, waited_for="start")
+        return False
+
+    def _meet(self, end: float) -> str:
+        """Come to the generation and wait for the others, until it is over or ``end``; who is missing, or ""."""
+        is_first = self._store.add(self._key(self.name), 1) == 1
+        while is_first and monotonic() < end and not self._is_over() and not self._has("shardrec/end"):
+            if self._wait([self._key(name) for name in self.names], _LOOK_S):
+                return ""
+        missing = [name for name in self.names if not self._has(self._key(name))] or [self.name]
+        return (
+            f"{', '.join(missing)} did not come within {self._timeout_s:g} s; start every process of the job, with the "
+            "same store"
+        )
+
+    def _start_agent(self) -> str:
+        """Start this process's agent and connect it with the others; why it could not, or ""."""
+        options = rpc.TensorPipeRpcBackendOptions(
+            num_worker_threads=self._threads,
+            rpc_timeout=_START_S,
+            # With "uv" each agent has a TCP port; the channel that is left out would have 16 more.
+            _transports=["shm"] if os.environ["TP_SOCKET_IFNAME"] == "lo" else ["shm", "uv"],
+            _channels=["cma", "basic"],
+        )
+        rank, size = self.names.index(self.name), len(self.names)
+        store = dist.PrefixStore(f"shardrec/{self._generation}/agent", self._store)
+        store.set_timeout(timedelta(seconds=_START_S))
+        before = _listening()
+        try:
+            autograd._init(rank)
+            rpc._set_profiler_node_id(rank)
+            rpc.api._init_rpc_states(rpc.TensorPipeAgent(store, self.name, rank, size, options, {}, []))
+            wait_all([rpc.rpc_async(name, _here) for name in self.names if name != self.name])
+            store.set(f"connected/{self.name}", "1")
+            store.wait([f"connected/{name}" for name in self.names])
+        except RuntimeError as error:  # one died on the way
+            self.leave()
+            return f"the processes could not connect within {self._timeout_s:g} s ({error}); start the job again"
+        _close_doors(_listening() - before)
+        return ""
+
+    def _wait_until_over(self) -> None:
+        """Until the generation is over; if no trainer is left, say so to all."""
+        answered: Future[None] = Future()
+        answered.set_result(None)
+        calls = dict.fromkeys(self._trainers, answered)
+        while calls and not self._wait([self._key("over")], _LOOK_S):
+            for name in [name for name, call in calls.items() if call.done()]:
+                try:
+                    calls[name].wait()
+                    calls[name] = rpc.rpc_async(name, _here, timeout=self._timeout_s)
+                except RuntimeError:  # it has ended, or is stopped
+                    del calls[name]
+        self._end_generation()
+
     def _key(self, what: str) -> str:
         return f"shardrec/{self._generation}/{what}"
 
+    def _has(self, key: str) -> bool:
+        return bool(self._store.check([key]))
+
     def _is_over(self) -> bool:
-        return bool(self._store.check([self._key("over")]))
+        return self._has(self._key("over"))
 
-    def _has_ended(self) -> bool:
-        return bool(self._store.check(["shardrec/end"]))
-
-    def _check_end(self) -> None:
-        if self._has_ended():
-            raise PeerError("the job has ended; start another one with a store of its own", waited_for="start")
-
-    def _come(self, end: float) -> bool:
-        """Whether all have come to the present generation, and it is not over."""
-        self._check_end()
-        self._generation = max(self._generation, 0)
-        while self._is_over():
-            self._generation += 1
-        if self._store.add(self._key(self.name), 1) > 1:
-            self._store.set(self._key("over"), "1")
-            return False
-        while not self._wait([self._key(name) for name in self.names], _LOOK_S):
-            self._check_end()
-            if self._is_over():
-                return False
-            if monotonic() > end:
-                missing = [name for name in self.names if not self._store.check([self._key(name)])]
-                self._store.set(self._key("over"), "1")
-                raise PeerError(
-                    f"{', '.join(missing)} did not come within {self._timeout_s:g} s; start every process of the job, "
-                    "with the same store",
-                    waited_for="start",
-                )
-        return True
+    def _end_generation(self) -> None:
+        self._store.set(self._key("over"), "1")
 
     def _wait(self, keys: list[str], seconds: float) -> bool:
         try:

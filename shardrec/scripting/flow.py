@@ -13,8 +13,7 @@ from typing import TypeAlias
 
 from shardrec._torchscript import Graph, Node, Type, Value, constant_int, writes_or_aliases
 from shardrec.scripting.container_operators import Rule, rule_of
-from shardrec.scripting.pending_types import Shape, solve
-from shardrec.scripting.types import has_optional, shape_of
+from shardrec.scripting.pending_types import Shape, has_optional, shape_of, solve
 
 __all__ = ["Flow", "Need", "NodePlan", "Plan", "Use"]
 

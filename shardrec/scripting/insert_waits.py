@@ -10,8 +10,7 @@ import torch
 
 from shardrec._torchscript import Graph, Node, Type, Value, await_type, deferred_waits
 from shardrec.scripting.flow import Flow, Need, NodePlan, Plan, Use
-from shardrec.scripting.pending_types import Shape
-from shardrec.scripting.types import pending_type
+from shardrec.scripting.pending_types import Shape, pending_type
 
 __all__ = ["insert_waits"]
 

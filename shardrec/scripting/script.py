@@ -2,22 +2,29 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from typing import Protocol, runtime_checkable
 from weakref import WeakSet
 
 import torch
 from torch import nn
 
-from shardrec._torchscript import deferred_waits, generic_wait, inline, inlined, methods_of, quiet
+from shardrec._torchscript import Graph, deferred_waits, generic_wait, inline, inlined, methods_of, quiet, subgraphs
 from shardrec.errors import ConfigError
 from shardrec.pending import wait
 from shardrec.scripting.attributes import lift_attributes
-from shardrec.scripting.error import explain
-from shardrec.scripting.forks import refuse_forked_exchanges
+from shardrec.scripting.error import ScriptError, explain
 from shardrec.scripting.insert_waits import insert_waits
-from shardrec.scripting.reducer import ignore_in_reducer
 from shardrec.scripting.twins import scriptable_copy
 
 __all__ = ["compiled", "move_waits", "script"]
+
+_EXCHANGES = (
+    "_c10d_functional::all_to_all_single",
+    "_c10d_functional_autograd::all_to_all_single",
+    "shardrec::issue_lookup",
+)
+_IGNORED = "_ddp_params_and_buffers_to_ignore"  # torch.nn.parallel.DistributedDataParallel reads it
 
 
 def script(model: nn.Module, *, parallel_lookups: bool = False, portable: bool | None = None) -> torch.jit.ScriptModule:
@@ -84,7 +91,7 @@ def move_waits(model: nn.Module, scripted: torch.jit.ScriptModule, *, portable: 
     Raises:
         ScriptError: if a sharded module is called in a fork on several ranks.
     """
-    refuse_forked_exchanges(scripted)
+    _refuse_forked_exchanges(scripted)
     # All are inlined before any is changed, since what is inlined is the called method as it is then.
     methods = methods_of(scripted) if overlap else ()
     graphs = [method.graph for method in methods if deferred_waits(inlined(method.graph))]
@@ -93,8 +100,64 @@ def move_waits(model: nn.Module, scripted: torch.jit.ScriptModule, *, portable: 
     for graph in graphs:
         insert_waits(graph)
     lift_attributes(scripted)
-    ignore_in_reducer(scripted, model)
+    _ignore_in_reducer(scripted, model)
     for module in model.modules() if portable else ():
         programs = getattr(module, "portable_programs", None)
         if isinstance(programs, WeakSet):
             programs.add(scripted)
+
+
+def _refuse_forked_exchanges(scripted: torch.jit.ScriptModule) -> None:
+    """Refuse a program that calls sharded modules inside of forks, if there are several ranks.
+
+    A process group matches the collectives of its ranks by the order in which each rank issues them. Forks run on
+    threads of TorchScript's, in an order that differs from rank to rank: gloo ends the process when sizes do not match,
+    other backends mix the values of two modules. A fork would gain nothing: a sharded module's exchange is under way
+    when its call returns.
+
+    Raises:
+        ScriptError: names the line of the fork and the remedy.
+    """
+    if not any(
+        getattr(module, "group_name", "") or getattr(module, "collective", False) for module in scripted.modules()
+    ):
+        return
+    for method in methods_of(scripted):
+        for fork in method.graph.findAllNodes("prim::fork"):
+            if _exchanges(fork.g("Subgraph").copy()):
+                raise ScriptError(
+                    f"a sharded module is called inside of a fork:\n{fork.sourceRange()}\nForks run in another order "
+                    "on each rank, and the ranks' exchanges would not match. Call the module without torch.jit.fork: "
+                    "its exchange is under way when the call returns, and is waited for at the first use of its value"
+                )
+
+
+def _exchanges(graph: Graph) -> bool:
+    inline(graph)
+    if any(graph.findAllNodes(kind) for kind in _EXCHANGES):
+        return True
+    return any(_exchanges(inner.copy()) for inner in subgraphs(graph))
+
+
+def _ignore_in_reducer(scripted: torch.jit.ScriptModule, model: nn.Module) -> None:
+    """Mark the scripted model so that ``DistributedDataParallel(scripted)`` reduces no parameter that differs by rank.
+
+    Args:
+        scripted: holds the parameters of ``model``, some under several names.
+        model: what was scripted; the ``unreduced_parameters()`` of its modules, where they have such a method, are not
+            averaged over the ranks.
+    """
+    unreduced = {
+        id(parameter)
+        for module in model.modules()
+        if isinstance(module, _HasUnreduced)
+        for parameter in module.unreduced_parameters()
+    }
+    if unreduced:
+        named = scripted.named_parameters(remove_duplicate=False)
+        setattr(scripted, _IGNORED, [name for name, parameter in named if id(parameter) in unreduced])
+
+
+@runtime_checkable
+class _HasUnreduced(Protocol):
+    def unreduced_parameters(self) -> Iterable[nn.Parameter]: ...

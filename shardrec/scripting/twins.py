@@ -17,16 +17,16 @@ import linecache
 import types
 import typing
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from itertools import count
-from typing import Any, Protocol, runtime_checkable
+from typing import Protocol, runtime_checkable
 
 import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from shardrec._late_imports import late_import
-from shardrec._torchscript import defer
+from shardrec._torchscript import defer, forward_of
 from shardrec.pending import Await
 from shardrec.scripting.error import ScriptError
 
@@ -134,7 +134,7 @@ class _Copier:
     def _twin_of(self, module: nn.Module, path: str) -> nn.Module:
         """The module to script in place of another: its twin's twin's twin, or itself."""
         while _offers_twin(module):
-            twin: Any = module.module if isinstance(module, DistributedDataParallel) else self._ask(module)
+            twin: object = module.module if isinstance(module, DistributedDataParallel) else self._ask(module)
             if twin is module:
                 break
             if module._forward_hooks or module._forward_pre_hooks:
@@ -150,12 +150,13 @@ class _Copier:
             module = twin
         return module
 
-    def _ask(self, module: Any) -> Any:
+    def _ask(self, module: nn.Module) -> object:
         if self._portable and getattr(module, "portable", False):
             twin = late_import("portable_twin")(module, self._parallel_lookups)
             if twin is not None:
                 self.infers = True
                 return twin
+        assert isinstance(module, HasScriptedTwin)
         return module.scripted_twin()
 
     def _copy_as(self, cls: type[nn.Module], module: nn.Module, path: str) -> nn.Module:
@@ -188,10 +189,10 @@ class _Copier:
         members = {"forward": self._waiting_forward(original, cls), ISSUE: issue, "__module__": cls.__module__}
         return type(cls.__name__, (cls,), {**members, "__doc__": cls.__doc__})
 
-    def _waiting_forward(self, original: types.FunctionType, cls: type[nn.Module]) -> Callable[..., Any]:
+    def _waiting_forward(self, original: types.FunctionType, cls: type[nn.Module]) -> types.FunctionType:
         """A function with the parameters of the twin's forward, made from source text since TorchScript reads that."""
         hints = _hints(original, cls)
-        names: dict[str, Any] = {"torch": torch}
+        names: dict[str, object] = {"torch": torch}
         written, passed = [], []
         parameters = list(inspect.signature(original).parameters.values())
         for number, parameter in enumerate(parameters[1:]):
@@ -214,11 +215,8 @@ class _Copier:
             f"    return {defer(call)}\n",
         ]
         source = f"<shardrec.script: {cls.__name__} {next(_NUMBERS)}>"
-        linecache.cache[source] = (sum(map(len, lines)), None, lines, source)
         self.sources.append(source)
-        exec(compile("".join(lines), source, "exec"), names)
-        forward: Callable[..., Any] = names["forward"]
-        return forward
+        return forward_of(lines, source, **names)
 
 
 def _scriptable_class(cls: type[nn.Module]) -> type[nn.Module]:
@@ -245,7 +243,7 @@ def _returns_await(twin: nn.Module, path: str) -> bool:
     return typing.get_origin(said) is Await
 
 
-def _plain_function(function: Any, cls: type, path: str) -> types.FunctionType:
+def _plain_function(function: object, cls: type, path: str) -> types.FunctionType:
     if not isinstance(function, types.FunctionType):
         raise ScriptError(
             f"{cls.__name__}.forward, of the scripted twin of {path or 'the model'}, is a {type(function).__name__}: "
@@ -254,7 +252,7 @@ def _plain_function(function: Any, cls: type, path: str) -> types.FunctionType:
     return function
 
 
-def _hints(function: types.FunctionType, cls: type) -> dict[str, Any]:
+def _hints(function: types.FunctionType, cls: type) -> dict[str, object]:
     try:
         return typing.get_type_hints(function, localns=dict(inspect.getclosurevars(function).nonlocals))
     except NameError as error:

@@ -3,22 +3,22 @@
 ::
 
     sharded model ── quantize.py ──► served model: same plan, same exchanges, tables in fbgemm's inference kernels
-                  ── entry.py ──► an entry that takes plain tensors ── script, program_file.py ──► a TorchScript file
-                                                    └── program.py, AOTInductor, package.py ──► a file of machine code
+                  ── entry.py ──► an entry that takes plain tensors ── exporter.py ──► a TorchScript file
+                                                                                  ──► an exported program
+                                                                                  ──► a file of machine code, loader.py
 
 docs/serving.md says how to use it; examples/cpp_serving answers requests with either file.
 """
 
+from shardrec.files import Store
 from shardrec.serve.entry import from_tensors
+from shardrec.serve.exporter import NOTES, ExportError, package, save
 from shardrec.serve.follower import Follower
-from shardrec.serve.format import WeightFormat
-from shardrec.serve.package import Package, load_package, package
-from shardrec.serve.program import ExportError
-from shardrec.serve.program_file import NOTES, save
+from shardrec.serve.loader import Package, load_package
 from shardrec.serve.publisher import Publisher
 from shardrec.serve.quantize import quantize
+from shardrec.serve.row_bytes import WeightFormat
 from shardrec.serve.served_model import ServedModel
-from shardrec.serve.store import Store
 
 __all__ = [
     "NOTES",

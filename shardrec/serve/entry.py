@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import inspect
 import keyword
-import linecache
 import typing
 from collections.abc import Mapping, Sequence
 from itertools import count
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import torch
 from torch import Tensor, nn
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
+from shardrec._torchscript import forward_of
 from shardrec.errors import ConfigError
 from shardrec.modules import ShardedEmbeddingBagCollection, ShardedModel
 from shardrec.modules.collection import ShardedCollection
@@ -107,10 +107,8 @@ def from_tensors(model: nn.Module, features: Features) -> Entry:
     ]
     # TorchScript reads a function's source; each entry has its own arguments, so its source is generated.
     source = f"<shardrec.serve entry {next(_NUMBERS)}>"
-    linecache.cache[source] = (sum(map(len, lines)), None, lines, source)
-    names: dict[str, Any] = {"torch": torch, "Tensor": Tensor, "KeyedJaggedTensor": KeyedJaggedTensor}
-    exec(compile("".join(lines), source, "exec"), names)
-    cls = type("TensorEntry", (Entry,), {"forward": names["forward"], "__module__": __name__})
+    forward = forward_of(lines, source, torch=torch, Tensor=Tensor, KeyedJaggedTensor=KeyedJaggedTensor)
+    cls = type("TensorEntry", (Entry,), {"forward": forward, "__module__": __name__})
     entry: Entry = cls(model, keys, inputs)
     return entry.train(model.training)
 

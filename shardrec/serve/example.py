@@ -13,7 +13,7 @@ import inspect
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
+from typing import TypedDict
 
 import torch
 from torch import Tensor, nn
@@ -25,6 +25,14 @@ from shardrec.serve.entry import Entry, from_tensors
 __all__ = ["Example", "TensorSpec", "example_of"]
 
 _SAMPLES, _IDS = 7, 23
+
+
+class TensorNote(TypedDict):
+    """A :class:`TensorSpec` as JSON values."""
+
+    name: str
+    dtype: str
+    shape: list[int | str]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,12 +49,12 @@ class TensorSpec:
     dtype: torch.dtype
     shape: tuple[int | str, ...]
 
-    def note(self) -> dict[str, Any]:
+    def note(self) -> TensorNote:
         """This spec as JSON values."""
         return {"name": self.name, "dtype": str(self.dtype).removeprefix("torch."), "shape": list(self.shape)}
 
     @classmethod
-    def of_note(cls, note: Mapping[str, Any]) -> TensorSpec:
+    def of_note(cls, note: TensorNote) -> TensorSpec:
         """The spec that :meth:`note` converted."""
         return cls(name=note["name"], dtype=getattr(torch, note["dtype"]), shape=tuple(note["shape"]))
 
@@ -100,11 +108,11 @@ class Example:
             tensors.append(tensor.uniform_() if tensor.is_floating_point() else tensor)
         return tuple(tensors)
 
-    def dynamic_shapes(self) -> tuple[dict[int, Any], ...]:
+    def dynamic_shapes(self) -> tuple[dict[int, torch.export.Dim], ...]:
         """The ``dynamic_shapes`` argument of ``torch.export.export``."""
-        dims: dict[str, Any] = {name: torch.export.Dim(name, min=0) for name in ("B", "N")}
+        dims = {name: torch.export.Dim(name, min=0) for name in ("B", "N")}
 
-        def changing(size: str) -> Any:
+        def changing(size: str) -> torch.export.Dim:
             return dims[size] if size in dims else _factor(size) * dims[size[-1]]
 
         return tuple(
@@ -119,8 +127,8 @@ def _factor(size: str) -> int:
 
 def example_of(
     model: nn.Module,
-    args: Sequence[Any],
-    kwargs: Mapping[str, Any] | None = None,
+    args: Sequence[object],
+    kwargs: Mapping[str, object] | None = None,
     *,
     static: Sequence[str] = (),
 ) -> Example:
@@ -176,7 +184,7 @@ def example_of(
     return Example(entry=entry, specs=tuple(specs), device=features.values().device)
 
 
-def _dense_spec(name: str, value: Any, samples: int, is_static: bool) -> TensorSpec:
+def _dense_spec(name: str, value: object, samples: int, is_static: bool) -> TensorSpec:
     if not isinstance(value, Tensor):
         raise ConfigError(
             f"{name!r} of the example is a {type(value).__name__}, and an exported model takes tensors: give one"

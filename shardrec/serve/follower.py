@@ -27,10 +27,10 @@ from shardrec.checkpoint.ids import dynamic_tables
 from shardrec.checkpoint.manifest import Manifest, SavedPart, read_manifest
 from shardrec.checkpoint.parts import HeldTensor, Part, Rect, as_matrix
 from shardrec.errors import CheckpointError, ConfigError
+from shardrec.files import Store
 from shardrec.modules.sharded_model import ShardedModel
-from shardrec.serve.format import WeightFormat
 from shardrec.serve.published import served_tensors, version_name, versions_in
-from shardrec.serve.store import Store
+from shardrec.serve.row_bytes import WeightFormat
 
 __all__ = ["Follower"]
 
@@ -39,7 +39,7 @@ _LONGEST_WAIT_S = 60.0
 _Change = tuple[Tensor, Tensor, Tensor]
 """A tensor of the model, (n,) int64 rows of it, and their values."""
 
-_Content = tuple[Any, ...]
+_Content = tuple[object, ...]
 """What identifies the values of a part, or of its changed rows: the file with its checksums, and where they are."""
 
 

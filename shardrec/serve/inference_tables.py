@@ -17,7 +17,7 @@ from fbgemm_gpu.split_table_batched_embeddings_ops_common import BoundsCheckMode
 from fbgemm_gpu.split_table_batched_embeddings_ops_inference import IntNBitTableBatchedEmbeddingBagsCodegen
 from torch import Tensor, nn
 
-from shardrec.serve.format import WeightFormat
+from shardrec.serve.row_bytes import WeightFormat
 
 __all__ = ["ServedTables"]
 

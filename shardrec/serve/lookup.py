@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from functools import partial
 from itertools import accumulate
-from typing import Any, NoReturn
+from typing import NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -27,8 +27,8 @@ from shardrec.lookup.shards import LookupInputs, ShardLookup
 from shardrec.modules.collection import ShardedCollection
 from shardrec.modules.storage import Storage
 from shardrec.modules.table import ShardedTable
-from shardrec.serve.format import WeightFormat
 from shardrec.serve.inference_tables import ServedTables
+from shardrec.serve.row_bytes import WeightFormat
 
 __all__ = ["ServedReplicas", "ServedShards", "served_memory", "served_storage"]
 
@@ -57,7 +57,7 @@ def served_memory(collection: ShardedCollection) -> dict[Shard | str, Tensor]:
 class ServedTable(ShardedTable):
     """A table that is not trained: it has no parameters, and no entry in a state_dict."""
 
-    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> NoReturn:
+    def _save_to_state_dict(self, destination: object, prefix: str, keep_vars: bool) -> NoReturn:
         raise ConfigError(
             "a served model has no state_dict: save it with shardrec.serve.save, and the trained one with "
             "shardrec.save_checkpoint"

@@ -28,7 +28,6 @@ from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
 from itertools import chain
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -39,9 +38,8 @@ from shardrec.checkpoint.parts import HeldTensor, Part, Rect, as_matrix
 from shardrec.checkpoint.state import model_tensors
 from shardrec.errors import ConfigError
 from shardrec.modules.sharded_model import ShardedModel
-from shardrec.serve.format import HEAD_BYTES, WeightFormat
 from shardrec.serve.lookup import served_memory
-from shardrec.serve.row_bytes import encode, fault_of
+from shardrec.serve.row_bytes import HEAD_BYTES, WeightFormat, dtype_of, encode, fault_of
 
 __all__ = [
     "base_of",
@@ -102,10 +100,6 @@ def _ids_of(records: Tensor) -> Tensor:
     return torch.stack([records[:, 0], records[:, 1].clamp(max=1)], dim=1)
 
 
-def _dtype(form: WeightFormat) -> torch.dtype:
-    return {WeightFormat.FP32: torch.float32, WeightFormat.FP16: torch.float16}.get(form, torch.uint8)
-
-
 def _encoded_rect(rect: Rect, form: WeightFormat) -> Rect:
     """A part's place in the published tensor; scale and bias belong to the part with the first column."""
     if not form.is_quantized:
@@ -118,7 +112,7 @@ def _whole(tensor: HeldTensor, form: WeightFormat) -> HeldTensor:
     """The published tensor of a table, without parts."""
     rows, columns = tensor.shape
     cols = _encoded_rect(Rect(0, rows, 0, columns), form).cols
-    return replace(tensor, shape=(rows, cols), dtype=_dtype(form), parts=())
+    return replace(tensor, shape=(rows, cols), dtype=dtype_of(form), parts=())
 
 
 def encoded(tensor: HeldTensor, form: WeightFormat, ranges: Mapping[Rect, Tensor]) -> HeldTensor:
@@ -135,7 +129,7 @@ def encoded(tensor: HeldTensor, form: WeightFormat, ranges: Mapping[Rect, Tensor
     parts = []
     for part in tensor.parts:
         rect = _encoded_rect(part.rect, form)
-        values = torch.empty((len(part.values), rect.cols), dtype=_dtype(form), device="meta")
+        values = torch.empty((len(part.values), rect.cols), dtype=dtype_of(form), device="meta")
         rows = partial(_encode, tensor.rows_of, part, form, ranges.get(part.rect))
         parts.append(Part(rect=rect, values=values, saved=part.saved, encode=rows))
     return replace(_whole(tensor, form), parts=tuple(parts))
@@ -147,7 +141,7 @@ def _encode(table: str, part: Part, form: WeightFormat, ranges: Tensor | None, b
     if fault:
         raise ConfigError(fault)
     rows = encode(weights, form, None if ranges is None else ranges[block])
-    return rows[:, HEAD_BYTES if form.is_quantized and part.rect.col_start else 0 :].view(_dtype(form))
+    return rows[:, HEAD_BYTES if form.is_quantized and part.rect.col_start else 0 :].view(dtype_of(form))
 
 
 def served_tensors(model: ShardedModel, formats: Mapping[str, WeightFormat]) -> dict[str, HeldTensor]:
@@ -174,12 +168,14 @@ def served_tensors(model: ShardedModel, formats: Mapping[str, WeightFormat]) -> 
                     head = place._replace(col_start=0, col_end=HEAD_BYTES)
                     parts.append(Part(rect=head, values=rows[:, :HEAD_BYTES], saved=False))
                     rows = rows[:, HEAD_BYTES:]
-                parts.append(Part(rect=place, values=rows.view(_dtype(form)), saved=False))
+                parts.append(Part(rect=place, values=rows.view(dtype_of(form)), saved=False))
             tensors[name] = replace(_whole(tensors[name], form), parts=tuple(parts))
     return tensors
 
 
-def places_in(program: torch.jit.ScriptModule, model: ShardedModel, formats: Mapping[str, WeightFormat]) -> Any:
+def places_in(
+    program: torch.jit.ScriptModule, model: ShardedModel, formats: Mapping[str, WeightFormat]
+) -> dict[str, object]:
     """Where a program has the tensors that are published of its model.
 
     Args:
@@ -206,9 +202,9 @@ def places_in(program: torch.jit.ScriptModule, model: ShardedModel, formats: Map
     }
     attributes = list(chain(program.named_parameters(), program.named_buffers()))
     dtypes = {dtype: name for name, dtype in DTYPES.items()}
-    places: dict[str, Any] = {}
+    places: dict[str, object] = {}
     for name, tensor in served_tensors(model, formats).items():
-        parts: list[list[Any]] = []
+        parts: list[list[int | str]] = []
         for part in tensor.parts:
             if name in fallback:
                 parts.append([*part.rect, *maps[tensor.rows_of, part.rect.row_start]])

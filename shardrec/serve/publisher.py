@@ -13,27 +13,25 @@ import warnings
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from shardrec.checkpoint.agree import Ranks
 from shardrec.checkpoint.changes import PartKey, SavedBefore, different_rows, shards_of
-from shardrec.checkpoint.data_files import BLOCK_BYTES
+from shardrec.checkpoint.data_files import BLOCK_BYTES, SavedFile
 from shardrec.checkpoint.manifest import Manifest, write_manifest
 from shardrec.checkpoint.parts import HeldTensor, Part, Rect, as_matrix
 from shardrec.checkpoint.save import REMEDY, PendingSave, Written, joined, write_rank
 from shardrec.errors import ConfigError, ShardrecError
+from shardrec.exchange.agree import Ranks, gloo_ranks, on_all_ranks
 from shardrec.exchange.peers import peers
-from shardrec.exchange.subgroups import subgroup
+from shardrec.files import Store
 from shardrec.modules.sharded_model import ShardedModel, require_sharded
 from shardrec.replicas.replicated_model import ReplicatedModel
 from shardrec.serve.published import base_of, data_name, encoded, published_tensors, version_name, versions_in
 from shardrec.serve.quantize import CHUNK, table_formats, whole_row_ranges
 from shardrec.serve.served_model import ServedModel
-from shardrec.serve.store import Store
 
 __all__ = ["Publisher"]
 
@@ -97,7 +95,9 @@ class Publisher:
         self.version = 0
         """The last version that is complete; 0 for none."""
 
-    def publish(self, *, full: bool = False, extra: Mapping[str, Any] | None = None, wait: bool = True) -> PendingSave:
+    def publish(
+        self, *, full: bool = False, extra: Mapping[str, object] | None = None, wait: bool = True
+    ) -> PendingSave:
         """Publish the model as it is now. If the last version is still being written, wait for that first.
 
         Args:
@@ -118,11 +118,7 @@ class Publisher:
         self._pending.wait()
         model = self._model
         if self._ranks is None:
-            size = 1 if model.group is None else dist.get_world_size(model.group)
-            group = model.group and subgroup(
-                model.group, range(size), model.context.device, what="publish", backend="gloo"
-            )
-            self._ranks = Ranks(group, torch.device("cpu"))
+            self._ranks = gloo_ranks(model.ranks, "publish")
         if isinstance(model, ReplicatedModel):
             model.sync_replicas()
         if self._plan is not model.plan:  # what is kept of a shard that comes back is older than others
@@ -173,7 +169,9 @@ class Publisher:
         changed[key] = torch.cat(rows) if rows else torch.empty(0, dtype=torch.int64)
         return kept
 
-    def _publish(self, copies: Mapping[str, HeldTensor], changed: Changed, note: dict[str, Any], *, base: bool) -> None:
+    def _publish(
+        self, copies: Mapping[str, HeldTensor], changed: Changed, note: dict[str, object], *, base: bool
+    ) -> None:
         """Write a version: what the thread does."""
         ranks, store = self._ranks, self._store
         assert ranks is not None, "publish has made it"
@@ -182,7 +180,7 @@ class Publisher:
             version = max([self.version, *versions_in(store.names())]) + 1
             return version, data_name(version, secrets.token_hex(4)), base
 
-        begun = ranks.agree("publish", begin, remedy=REMEDY)
+        begun = on_all_ranks(begin, ranks, "publish", remedy=REMEDY)
         version, data, _ = begun[0]
         base = any(on_rank for *_, on_rank in begun)
         if base:
@@ -192,7 +190,7 @@ class Publisher:
         tensors, changed = self._encoded(copies, changed, ranks, base=base)
         file_name = f"rank-{{:05}}.{version:012}.safetensors"
 
-        def write() -> tuple[Written, Any]:
+        def write() -> tuple[Written, list[SavedFile]]:
             folder = store.folder / data
             folder.mkdir(parents=True, exist_ok=True)
             most = self._most_deltas + 1
@@ -201,7 +199,7 @@ class Publisher:
             store.send(f"{data}/{file_name.format(ranks.rank)}")
             return written
 
-        written = ranks.agree("publish", write, remedy=REMEDY)
+        written = on_all_ranks(write, ranks, "publish", remedy=REMEDY)
 
         def complete() -> None:
             if ranks.rank:
@@ -215,7 +213,7 @@ class Publisher:
             if base:
                 self._expire(version, data)
 
-        ranks.agree("publish", complete, remedy=REMEDY)
+        on_all_ranks(complete, ranks, "publish", remedy=REMEDY)
         written_bytes = sum(file.size for (file, _), _ in written)
         self._deltas = 0 if base else self._deltas + 1
         self._base_bytes = written_bytes if base else self._base_bytes

@@ -4,20 +4,19 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from shardrec.errors import ConfigError
+from shardrec.exchange.agree import all_gather, by_rank, ranks_of
 from shardrec.exchange.peers import peers
 from shardrec.modules import ShardedEmbeddingBagCollection, ShardedModel
 from shardrec.modules.collection import ShardedCollection
 from shardrec.modules.sharded_model import require_sharded
-from shardrec.serve.format import WeightFormat
 from shardrec.serve.lookup import served_memory, served_storage
-from shardrec.serve.row_bytes import encode, fault_of, row_ranges
+from shardrec.serve.row_bytes import WeightFormat, encode, fault_of, row_ranges
 from shardrec.serve.served_model import ServedModel
 from shardrec.step.context import ModelContext
 
@@ -65,13 +64,16 @@ def quantize(model: ShardedModel, weights: str = "int8", *, tables: Mapping[str,
     formats = table_formats(sources, weights, tables or {})
     context = ModelContext(model.context.collectives, model.context.device, model.context.options)
     # deepcopy finds the served collections in its memo, so it copies no trained table.
-    memo: dict[int, Any] = {}
+    memo: dict[int, ShardedCollection] = {}
     for source in sources:
         storage = served_storage(formats, pooled=isinstance(source, ShardedEmbeddingBagCollection))
         memo[id(source)] = source.copied(context, storage)
     module = memo.get(id(model.module)) or copy.deepcopy(model.module, dict(memo))
     faults = [fault for source in sources for fault in _convert(source, memo[id(source)], formats)]
-    _raise_together(faults, context)
+    group = next((source.group for source in sources), None)  # of the replica, if there are several
+    texts = all_gather("; ".join(faults), ranks_of(group, model.context.device), "quantization")
+    if any(texts):
+        raise ConfigError("; ".join(by_rank(texts)))
     return ServedModel(module, model.plan, context, formats)
 
 
@@ -156,10 +158,3 @@ def whole_row_ranges(
         with peers(group, "ranges of rows"):
             dist.all_reduce(ranges, dist.ReduceOp.MAX, group)
     return ranges
-
-
-def _raise_together(faults: list[str], context: ModelContext) -> None:
-    rank = context.collectives.rank
-    texts = context.headers.all_gather_text(f"rank {rank}: {'; '.join(faults)}" if faults else "")
-    if any(texts):
-        raise ConfigError("; ".join(filter(None, texts)))

@@ -1,6 +1,6 @@
-"""Convert rows to the bytes of a weight format.
+"""Storage formats of the rows of a served table, and the bytes of rows in them.
 
-Shapes: n rows, w columns, b bytes of a row (see :class:`shardrec.serve.format.WeightFormat`).
+Shapes: n rows, w columns, b bytes of a row (see :class:`WeightFormat`).
 
 [Note: half a scale]
 The error of a column of a quantized row is at most half the row's scale. Scale and bias are stored in float16; for the
@@ -16,17 +16,56 @@ holds the same codes as an uncut table: the sharding does not change the served 
 
 from __future__ import annotations
 
+import enum
 from collections.abc import Iterable
 
 import torch
 from torch import Tensor
 
-from shardrec.serve.format import HEAD_BYTES, WeightFormat
-
-__all__ = ["GREATEST", "encode", "fault_of", "row_ranges"]
+__all__ = ["GREATEST", "HEAD_BYTES", "WeightFormat", "dtype_of", "encode", "fault_of", "row_ranges"]
 
 GREATEST = 65504.0
 """The greatest float16."""
+
+HEAD_BYTES = 4
+"""Bytes before the codes of a quantized row: scale and bias, float16 each."""
+
+
+class WeightFormat(enum.Enum):
+    """Storage format of a table's rows for inference.
+
+    A quantized row is ``scale | bias | codes``: scale and bias in float16, a code of 8 or 4 bits per column. A
+    column's value is ``scale * code + bias``. In every format rows are summed in float32.
+    """
+
+    FP32 = "fp32"
+    FP16 = "fp16"
+    INT8 = "int8"
+    INT4 = "int4"
+
+    @property
+    def bits(self) -> int:
+        """Bits per column."""
+        return {"fp32": 32, "fp16": 16, "int8": 8, "int4": 4}[self.value]
+
+    @property
+    def is_quantized(self) -> bool:
+        """Whether a row has a scale and a bias."""
+        return self in (WeightFormat.INT8, WeightFormat.INT4)
+
+    @property
+    def levels(self) -> int:
+        """The largest code of a quantized row."""
+        return (1 << self.bits) - 1
+
+    def row_bytes(self, columns: int) -> int:
+        """Bytes of a row of ``columns`` columns, whose bits fill whole bytes."""
+        return columns * self.bits // 8 + (HEAD_BYTES if self.is_quantized else 0)
+
+
+def dtype_of(form: WeightFormat) -> torch.dtype:
+    """The dtype of a tensor of rows: of values, or of the bytes of quantized rows."""
+    return {WeightFormat.FP32: torch.float32, WeightFormat.FP16: torch.float16}.get(form, torch.uint8)
 
 
 def row_ranges(weight: Tensor) -> Tensor:
@@ -50,10 +89,8 @@ def encode(weight: Tensor, form: WeightFormat, ranges: Tensor | None = None) -> 
     Returns:
         (n, b) uint8, on the device of ``weight``.
     """
-    if form is WeightFormat.FP32:
-        return weight.to(torch.float32).contiguous().view(torch.uint8)
-    if form is WeightFormat.FP16:
-        return weight.to(torch.float16).contiguous().view(torch.uint8)
+    if not form.is_quantized:
+        return weight.to(dtype_of(form)).contiguous().view(torch.uint8)
     device = weight.device
     # fbgemm has this operator for the CPU only; a table is converted once.
     weight = weight.to("cpu", torch.float32)

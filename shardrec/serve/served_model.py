@@ -15,8 +15,8 @@ from shardrec.errors import ConfigError
 from shardrec.layout import ShardingPlan
 from shardrec.modules import ShardedModel
 from shardrec.pending import wait
-from shardrec.serve.format import WeightFormat
 from shardrec.serve.lookup import served_memory
+from shardrec.serve.row_bytes import WeightFormat
 from shardrec.step.context import ModelContext
 
 if TYPE_CHECKING:

@@ -7,7 +7,7 @@ import os
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from typing import IO, TYPE_CHECKING, Any, TextIO, cast
+from typing import IO, TYPE_CHECKING, TextIO, cast
 
 from shardrec import ConfigError
 
@@ -64,7 +64,7 @@ class CheckedOutput:
         """As a stream's."""
         self._try(self._stream.flush)
 
-    def __getattr__(self, name: str) -> Any:
+    def __getattr__(self, name: str) -> object:
         return getattr(self._stream, name)
 
     def _try(self, act: Callable[..., object], *arguments: str) -> None:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from shardrec import ConfigError
+
+if TYPE_CHECKING:
+    import yaml
 
 __all__ = ["parse_yaml", "yaml_lines"]
 
@@ -16,7 +19,7 @@ _LONGEST_NUMBER = 1000
 """Characters of a value other than text; parsing some numbers takes O(length²) time."""
 
 
-def parse_yaml(text: str, where: str) -> tuple[Any, Any]:
+def parse_yaml(text: str, where: str) -> tuple[object, yaml.Node | None]:
     """What a YAML document holds, of plain types.
 
     Args:
@@ -32,7 +35,7 @@ def parse_yaml(text: str, where: str) -> tuple[Any, Any]:
     """
     import yaml
 
-    kind: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+    kind = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
     try:
         depth = 0  # before anything is composed: libyaml's recursion has no end but the stack's
         for event in yaml.parse(_bounded(text), kind):
@@ -60,7 +63,7 @@ def _bounded(text: str) -> str:
     return text
 
 
-def _values(node: Any, counted: dict[int, int]) -> int:
+def _values(node: yaml.Node, counted: dict[int, int]) -> int:
     """Values of a node with each alias replaced by what it stands for; counts of finished nodes are kept by id.
 
     Raises:
@@ -93,6 +96,6 @@ def _fault(node: Any, problem: str) -> Exception:
     return yaml.MarkedYAMLError(problem=problem, problem_mark=node.start_mark)
 
 
-def yaml_lines(node: Any) -> dict[str, int]:
+def yaml_lines(node: yaml.Node) -> dict[str, int]:
     """The line of each key of a mapping, which :func:`parse_yaml` gave."""
     return {str(key.value): key.start_mark.line + 1 for key, _ in node.value}

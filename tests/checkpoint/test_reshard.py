@@ -22,9 +22,9 @@ from torchrec.optim.warmup import WarmupOptimizer, WarmupStage
 
 from shardrec import Checkpoints, Publisher, Replicas, annotate_for_dynamo, script, shard
 from shardrec.checkpoint import remote_reads as messages_module
-from shardrec.checkpoint.agree import Ranks
 from shardrec.checkpoint.remote_reads import Messages
 from shardrec.errors import CheckpointError, ConfigError, PeerError, PlanError
+from shardrec.exchange import agree
 from shardrec.layout import Shard, ShardingPlan, TableLayout, Topology, cuts
 from shardrec.pipeline import TrainPipeline
 from shardrec.serve import Follower, quantize
@@ -235,7 +235,7 @@ def test_errors_leave_the_old_plan_on_all_ranks() -> None:
 @pytest.mark.parametrize("transport", ["auto", "group"])
 @pytest.mark.parametrize(
     ("where", "moment"),
-    [("agree", 0), ("agree", 1), ("agree", 2), ("agree", 4), ("_exchange", 0), ("_exchange", 2)],
+    [("all_gather", 1), ("all_gather", 2), ("all_gather", 3), ("all_gather", 5), ("_exchange", 0), ("_exchange", 2)],
 )
 def test_a_rank_that_dies_in_the_middle(where: str, moment: int, transport: str) -> None:
     """Before one of its agreements, or of the exchanges of rows; the others keep the old plan, with its values."""
@@ -246,7 +246,7 @@ def test_a_rank_that_dies_in_the_middle(where: str, moment: int, transport: str)
         model, optimizer = make(case, old)
         train(case, model, optimizer, range(2))
         before, count = contents(model, optimizer), iter(range(100))
-        owner: Any = Ranks if where == "agree" else Messages
+        owner: Any = agree if where == "all_gather" else Messages
         method = getattr(owner, where)
 
         def dying(self: Any, *args: Any, **kwargs: Any) -> Any:

@@ -175,7 +175,7 @@ def test_what_it_cannot_start_with_is_said(program: Path, saved: dict[str, Saved
     assert (code, "cannot load" in said) == (1, True)
     torch.jit.save(torch.jit.script(torch.nn.Linear(1, 1)), tmp_path / "other.pt")
     code, said = start("--model", str(tmp_path / "other.pt"), "--operators", str(OPERATORS))
-    assert (code, "was not written by shardrec.serve.program_file" in said) == (1, True)
+    assert (code, "was not written by shardrec.serve.save" in said) == (1, True)
     code, said = start("--model", str(tmp_path / "none.pt2"), "--operators", str(OPERATORS))
     assert (code, "there is no such file" in said) == (1, True)
     (tmp_path / "other.pt2").write_bytes((tmp_path / "other.pt").read_bytes())

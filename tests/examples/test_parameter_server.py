@@ -19,4 +19,5 @@ def test_losses_are_those_of_collectives(staleness: int) -> None:
     )
     found = re.search(r"largest difference of a step's loss: (\S+)", done.stdout)
     assert found is not None, done.stdout + done.stderr
-    assert (float(found[1]) <= 1e-6) == (staleness == 0)
+    # With a staleness, an update may be made in time all the same.
+    assert staleness or float(found[1]) <= 1e-6

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import torch
@@ -11,7 +11,7 @@ import torch
 from benchmarks.harness import BenchConfig, bench
 from benchmarks.harness.batches import BatchMaker
 from benchmarks.harness.bytes import count_bytes
-from benchmarks.harness.config import CUTS
+from benchmarks.harness.config import Cut
 from benchmarks.harness.layouts import cut_plan
 from benchmarks.harness.report import ByteReport
 from benchmarks.harness.traffic import counted_traffic
@@ -33,7 +33,7 @@ def report_of(world_size: int, **options: Any) -> ByteReport:
 
 
 @pytest.mark.some(4)
-@pytest.mark.parametrize("cut", CUTS)
+@pytest.mark.parametrize("cut", get_args(Cut))
 def test_every_cut(cut: str) -> None:
     report = report_of(4, **SMALL, cut=cut, hosts=2)
     assert report.mismatches == ()

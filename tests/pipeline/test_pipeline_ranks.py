@@ -16,7 +16,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from shardrec.errors import ConfigError, PeerError
 from shardrec.pipeline import Pipeline, PipelineError
-from shardrec.pipeline.skip.layout import skip_routes
+from shardrec.pipeline.skip.routes import skip_routes
 from tests.pipeline.networks import BrokenBackward, Counts, Fails, failures_told, nested, network, two_skips
 from tests.pipeline.skip.layers import popping, stashing
 from tests.ranks import raises_on_all, ranks

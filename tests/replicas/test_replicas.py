@@ -19,7 +19,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from shardrec.layout import ShardingPlan, Topology, cuts
 from shardrec.modules import ShardedModel, shard
 from shardrec.replicas import Replicas, ReplicatedModel
-from shardrec.replicas.replicas import Averager, make_groups, replica_ranks, stream_buckets
+from shardrec.replicas.replicas import Averager, replica_ranks, stream_buckets
 from tests.batches import Bags, joined, random_bags
 from tests.collective_counts import CountCollectives
 from tests.models import (
@@ -391,7 +391,7 @@ def test_in_a_part_of_the_world() -> None:
         part = dist.new_group([1, 2], timeout=timedelta(seconds=37))
         if dist.get_rank() not in (1, 2):
             return
-        groups = make_groups(part, 2, torch.device("cpu"))
+        groups = Replicas(2).make_groups(part, torch.device("cpu"))
         assert groups.within is None
         assert groups.replica == dist.get_rank() - 1
         assert dist.get_process_group_ranks(groups.across) == [1, 2]

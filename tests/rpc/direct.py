@@ -11,11 +11,8 @@ from torch import nn
 
 import shardrec
 from shardrec.layout import ShardingPlan
-from shardrec.pending import NoWait
 from shardrec.rpc import EmbeddingServer, RemoteModel
-from shardrec.rpc.client import Connections
-from shardrec.rpc.messages import unwrapped
-from shardrec.rpc.server import look_up, push, take_rows
+from shardrec.rpc.messages import Connections, unwrapped
 
 __all__ = ["DirectServers", "served"]
 
@@ -27,27 +24,14 @@ class DirectServers(Connections):
         super().__init__(shardrec.Servers([f"server{one.rank}" for one in servers], timeout_s=5.0))
         self.local = list(servers)
         for one in servers:
-            one.between.call = self._tell_another
+            one.between.servers = self
 
-    def _tell_another(self, name: str, take: Any, args: Any) -> Any:
-        assert take is take_rows
-        self.local[int(name.removeprefix("server"))].between.put(*args)
-        return NoWait(None)
-
-    def ask(self, server: int, function: Callable[..., Any], *args: Any, what: str) -> Any:
-        one = self.local[server]
-        if function is look_up or function is push:
-            future = (one.lookup if function is look_up else one.update)(*args)
-        else:
-            method, *rest = args
-            future = one.submit(lambda: getattr(one, method)(*rest))
+    def call(self, server: int, method: str, *arguments: Any) -> Any:
+        future = self.local[server]._answer(method, arguments)
         return shardrec.LazyAwaitable.from_future(future).then(lambda answer: unwrapped(answer, f"server{server}"))
 
-    def call(self, server: int, method: str, *args: Any) -> Any:
-        return shardrec.wait(self.ask(server, NoWait, method, *args, what=method))
-
-    def tell(self, server: int, method: str, *args: Any) -> None:
-        self.call(server, method, *args)
+    def call_replicas(self, server: int, method: str, *arguments: Any) -> None:
+        shardrec.wait(self.call(server, method, *arguments))
 
 
 @contextmanager

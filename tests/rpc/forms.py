@@ -44,10 +44,6 @@ def by_then(x: Tensor) -> Future[Tensor]:
     return _later(x, 0.5).then(lambda one: one.value() + 0.5)
 
 
-def plus_one(x: Tensor) -> Tensor:
-    return x + 1
-
-
 @async_execution
 def over_another(to: str, x: Tensor) -> Future[Tensor]:
     return rpc.rpc_async(to, by_hand, args=(x,)).then(lambda one: one.value() + 1)

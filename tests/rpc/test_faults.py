@@ -226,10 +226,17 @@ def test_what_another_user_has_connected_is_closed() -> None:
 def test_a_server_whose_trainers_are_gone_ends(tmp_path: Path) -> None:
     def run() -> Any:
         name = ["trainer0", "trainer1", "server0"][dist.get_rank()]
-        world = RpcWorld(dist.FileStore(str(tmp_path / "store")), trainers=2, servers=1, name=name, timeout_s=6.0)
+        world = RpcWorld(dist.FileStore(str(tmp_path / "store")), trainers=2, servers=1, name=name, timeout_s=30.0)
         if name != "server0":
             world.join()
             os._exit(3)
+        wait_until_over = world._wait_until_over
+
+        def until_over() -> None:
+            wait_until_over()
+            world._timeout_s = 0.5  # that new trainers have
+
+        world._wait_until_over = until_over  # type: ignore[method-assign]
         with pytest.raises(PeerError, match="trainer0, trainer1 did not come"):
             world.serve()
         return world._generation
@@ -245,14 +252,14 @@ def test_processes_that_are_late_for_each_other_meet_again(tmp_path: Path) -> No
         world = RpcWorld(dist.FileStore(str(tmp_path / "store")), trainers=1, servers=1, name=name, timeout_s=60.0)
         late = [RuntimeError("too late")] if name == "trainer0" else []
 
-        def all_gather(*args: Any, **options: Any) -> Any:
+        def make_agent(*args: Any) -> Any:
             if late:
                 raise late.pop()
-            return gather(*args, **options)
+            return agent(*args)
 
-        gather = rpc.api._all_gather
-        patched = mock.patch("torch.distributed.rpc.api._all_gather", all_gather)
-        with patched, mock.patch("shardrec.rpc.world._START_S", 4.0), world.joined():
+        agent = rpc.TensorPipeAgent
+        patched = mock.patch("torch.distributed.rpc.TensorPipeAgent", make_agent)
+        with patched, mock.patch("shardrec.rpc.world._START_S", 2.0), world.joined():
             dist.barrier()
         return world._generation
 

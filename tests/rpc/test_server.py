@@ -19,8 +19,7 @@ import shardrec
 from shardrec.errors import BusyError, ConfigError, InputError, PeerError, PlanError
 from shardrec.layout import ShardingPlan, Topology, cuts
 from shardrec.rpc import EmbeddingServer
-from shardrec.rpc.messages import unwrapped
-from shardrec.rpc.server import _failed, look_up, push
+from shardrec.rpc.messages import completed, failure, unwrapped
 from tests.batches import random_bags
 from tests.models import collection, feature_rows, random_configs, table_sizes
 from tests.plans import random_plan, randoms
@@ -70,17 +69,17 @@ def test_any_plan_gives_what_one_rank_gives(rng: Random) -> None:
 def _asked(servers: DirectServers, model: Any, step: int) -> list[Any]:
     """The arguments of the lookup on each server that a forward makes."""
     found: dict[int, Any] = {}
-    ask = servers.ask
+    call = servers.call
 
-    def note(server: int, function: Any, *args: Any, what: str) -> Any:
-        if function is look_up:
-            found[server] = args[0]
-        return ask(server, function, *args, what=what)
+    def note(server: int, method: str, *arguments: Any) -> Any:
+        if method == "lookup":
+            found[server] = arguments[0]
+        return call(server, method, *arguments)
 
-    servers.ask = note  # type: ignore[method-assign]
+    servers.call = note  # type: ignore[method-assign]
     with torch.no_grad():
         model(batch(0, step))
-    servers.ask = ask  # type: ignore[method-assign]
+    servers.call = call  # type: ignore[method-assign]
     return [found[server] for server in sorted(found)]
 
 
@@ -109,6 +108,19 @@ def test_requests_that_wait_are_one_lookup_per_collection() -> None:
     assert after["lookups"] - before["lookups"] == 2  # one for each collection
     for one, other in zip(alone, merged, strict=True):
         torch.testing.assert_close(one, other, rtol=0, atol=1e-6)
+
+
+def test_rows_are_float32_whatever_a_program_has_as_default() -> None:
+    with served(lambda: make_model("sgd"), make_plan()) as (model, servers):
+        server, request = servers.local[0], _asked(servers, model, 0)[0]
+        expected = unwrapped(server.lookup(request).wait(), "s")
+        torch.set_default_dtype(torch.float64)
+        try:
+            rows = unwrapped(server.lookup(request).wait(), "s")
+            nothing = unwrapped(server.lookup([]).wait(), "s")
+        finally:
+            torch.set_default_dtype(torch.float32)
+    assert rows.dtype is nothing.dtype is torch.float32 and torch.equal(rows, expected)
 
 
 def test_a_window_waits_for_a_whole_batch() -> None:
@@ -156,12 +168,15 @@ def test_what_waits_when_a_server_ends_is_answered() -> None:
         server, request = servers.local[0], _asked(servers, model, 0)[0]
         _, hold = _busy(server)
         waiting = server.lookup(request)
+        pushes = [server.update((1, 1), (0, 2), 30.0, [0.1], request, torch.zeros(1))]
         threading.Timer(0.05, hold.set).start()
         server.close()
         with pytest.raises(BusyError, match="ending"):
             unwrapped(waiting.wait(), "server0")
-        with pytest.raises(BusyError, match="closed"):
-            unwrapped(server.lookup(request).wait(), "server0")
+        pushes.append(server.update((1, 1), (1, 2), 30.0, [0.1], request, torch.zeros(1)))
+        for late in (server.lookup(request), *pushes):
+            with pytest.raises(BusyError, match="closed"):
+                unwrapped(late.wait(), "server0")
 
 
 def test_an_update_waits_for_all_trainers_and_is_given_up_without_them() -> None:
@@ -194,7 +209,6 @@ def test_a_push_that_is_refused_leaves_the_server_answering() -> None:
             unwrapped(server.update((1, 1), (2, 2), 0.01, [0.1], request, gradient).wait(), "server0")
         for _ in range(3):
             unwrapped(server.lookup(request).wait(), "server0")
-        assert server._queue._thread.is_alive()
         pushes = [server.update((1, 1), (trainer, 2), 5.0, [0.1], request, gradient) for trainer in range(2)]
         assert [unwrapped(push.wait(), "server0") for push in pushes] == [0, 0]
 
@@ -209,7 +223,7 @@ def test_updates_are_made_in_the_order_in_which_they_were_pushed() -> None:
 
         made: list[int] = []
         update = server._update
-        server._update = lambda one, pushes: (made.append(one[1]), update(one, pushes))[1]  # type: ignore[method-assign]
+        server._update = lambda pushed: (made.append(pushed.key[1]), update(pushed))[1]  # type: ignore[method-assign]
         first = [pushed(1, 0), pushed(1, 1)]
         later = [pushed(3, 0), pushed(3, 1), pushed(2, 0)]
         for one in first:
@@ -321,19 +335,18 @@ def test_a_checkpoint_is_loaded_after_updates_that_failed(tmp_path: Path) -> Non
         model.flush()
         shardrec.save_checkpoint(tmp_path / "saved", model)
         saved = model.state_dict()
-        ask = servers.ask
+        call = servers.call
 
-        def lost(server: int, function: Any, *args: Any, what: str) -> Any:
-            if function is push:
-                return shardrec.LazyAwaitable.from_future(_failed(PeerError("gone"))).then(
-                    lambda it: unwrapped(it, "s")
-                )
-            return ask(server, function, *args, what=what)
+        def lost(server: int, method: str, *arguments: Any) -> Any:
+            if method == "update":
+                gone = shardrec.LazyAwaitable.from_future(completed(failure(PeerError("gone"))))
+                return gone.then(lambda answer: unwrapped(answer, "s"))
+            return call(server, method, *arguments)
 
-        servers.ask = lost  # type: ignore[method-assign]
+        servers.call = lost  # type: ignore[method-assign]
         with pytest.raises(PeerError, match="gone"):
             train(model, 0, range(1, 4))
-        servers.ask = ask  # type: ignore[method-assign]
+        servers.call = call  # type: ignore[method-assign]
         shardrec.load_checkpoint(tmp_path / "saved", model)
         assert all(torch.equal(value, saved[name]) for name, value in model.state_dict().items())
         train(model, 0, range(1, 2))
@@ -386,10 +399,10 @@ def test_a_lookup_that_was_refused_leaves_nothing_for_the_next() -> None:
 def test_a_table_that_a_server_does_not_own_is_an_error() -> None:
     with served(lambda: make_model("sgd"), make_plan()) as (_, servers):
         with pytest.raises(ConfigError, match=r"table 'bags.item' has no shard on server 0"):
-            servers.call(0, "read", "bags.item", "")
-        assert servers.call(1, "read", "bags.item", "")[0][0] == [0, 23, 0, 4]
+            servers.call(0, "read", "bags.item", "").wait()
+        assert servers.call(1, "read", "bags.item", "").wait()[0][0] == [0, 23, 0, 4]
         with pytest.raises(ConfigError, match=r"'bags\.nothing'"):
-            servers.call(1, "read", "bags.nothing", "")
+            servers.call(1, "read", "bags.nothing", "").wait()
 
 
 def test_model_and_servers_must_fit() -> None:

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +16,9 @@ from torch import Tensor
 
 import shardrec
 from shardrec.errors import ConfigError
+from shardrec.layout import cuts
 from shardrec.rpc import EmbeddingServer, RpcWorld
+from shardrec.rpc.messages import answer_calls
 from shardrec.serve import quantize
 from tests.ranks import ranks
 from tests.rpc.jobs import batch, in_job, make_model, make_plan, train
@@ -185,3 +191,44 @@ def test_staleness_1_sees_all_updates_but_the_last(tmp_path: Path) -> None:
     assert last == (0, 6)
     assert all(waiting == 1 for waiting, _ in found)
     assert all(step <= done <= step + 1 for step, (_, done) in enumerate(found))
+
+
+def test_with_a_staleness_a_lookup_does_not_wait_for_the_update_before(tmp_path: Path) -> None:
+    """Here the servers begin the first update when they have answered the second lookup."""
+    plan = make_plan()
+    cut = (*(table for table in plan.tables if not table.replicated), cuts.table_wise("bags.small", 5, 4, rank=0))
+    plan = replace(plan, tables=cut)  # trainers update a replicated table themselves
+
+    def server(rank: int) -> EmbeddingServer:
+        late = EmbeddingServer(make_model("sgd"), plan, rank)
+        answered, second = count(1), threading.Event()
+
+        def answer(method: str, arguments: Sequence[Any]) -> Any:
+            if method == "update":
+                assert second.wait(60.0)
+            answer = late._answer(method, arguments)
+            if method == "lookup":
+                answer.wait()
+                if next(answered) == 2:
+                    second.set()
+            return answer
+
+        answer_calls(answer)
+        return late
+
+    def trainer(world: RpcWorld, rank: int, group: Any) -> list[Tensor]:
+        model = shardrec.shard(
+            make_model("sgd"), plan, servers=shardrec.Servers(world.servers, staleness=1), group=group
+        )
+        outputs = []
+        for _ in range(2):
+            outputs.append(model(batch(0, 0)))
+            outputs[-1].sum().backward()
+        model.flush()
+        outputs.append(model(batch(0, 0)))
+        assert model.server_statistics()[0]["requests"] == len(outputs)
+        return [output.detach() for output in outputs]
+
+    first, second, third = ranks(3, lambda: in_job(str(tmp_path / "store"), trainer, server, trainers=1))[0]
+    assert torch.equal(first, second)
+    assert not torch.equal(second, third)

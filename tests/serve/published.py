@@ -18,9 +18,9 @@ from shardrec.ids import DynamicIds
 from shardrec.layout import ShardingPlan, Topology
 from shardrec.modules import ShardedModel
 from shardrec.serve import Follower, ServedModel, quantize
-from shardrec.serve.format import HEAD_BYTES
 from shardrec.serve.lookup import served_memory
 from shardrec.serve.published import version_name, versions_in
+from shardrec.serve.row_bytes import HEAD_BYTES
 from tests.batches import random_bags
 from tests.checkpoint.models import CUTS, ROWS, adam, make
 from tests.ids.oracle import DIM, dynamic_step, model_of, raw_batches

@@ -12,8 +12,8 @@ from torchrec.modules.embedding_configs import EmbeddingBagConfig
 from shardrec.layout import ShardingPlan, Topology
 from shardrec.modules import ShardedModel, shard
 from shardrec.modules.collection import ShardedCollection
-from shardrec.serve.format import HEAD_BYTES, WeightFormat
 from shardrec.serve.lookup import served_memory
+from shardrec.serve.row_bytes import HEAD_BYTES, WeightFormat
 from shardrec.serve.served_model import ServedModel
 from tests.models import collection, random_configs, table_sizes
 from tests.plans import cut_plan, random_plan

@@ -217,8 +217,8 @@ def test_a_failed_compilation_replaces_nothing(tmp_path: Path, monkeypatch: pyte
     import torch._inductor as inductor
     from torch._inductor.exc import InvalidCxxCompiler
 
-    def traced_once(example: Any) -> Any:
-        programs[:] = programs or [trace(example)]
+    def traced_once(*args: Any) -> Any:
+        programs[:] = programs or [trace(*args)]
         return programs[0]
 
     module, programs = sys.modules[package.__module__], []

@@ -19,7 +19,7 @@ from shardrec.errors import ConfigError
 from shardrec.layout import Topology
 from shardrec.modules import ShardedModel, shard
 from shardrec.serve import from_tensors, quantize, save
-from shardrec.serve.export import export
+from shardrec.serve.exporter import export
 from shardrec.serve.published import served_tensors
 from tests.batches import random_bags
 from tests.models import ClickModel, collection, feature_rows, random_configs, table_sizes

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 from dataclasses import replace
 from random import Random
 from typing import Any
@@ -16,7 +17,7 @@ from torchrec.modules.embedding_modules import EmbeddingCollection
 
 import shardrec
 from shardrec.errors import ConfigError, InputError
-from shardrec.layout import Topology, cuts
+from shardrec.layout import ShardingPlan, Topology, cuts
 from shardrec.modules import shard
 from shardrec.serve import ServedModel, WeightFormat, quantize
 from shardrec.serve.row_bytes import encode
@@ -283,6 +284,25 @@ def test_what_is_wrong_is_named() -> None:
         served.state_dict()
     with pytest.raises(ConfigError, match=r"ServedModel cannot be copied"):
         copy.deepcopy(served)
+
+
+def test_a_replica_quantizes_by_itself() -> None:
+    def rank_main() -> str:
+        rank, table = dist.get_rank(), cuts.row_wise("t0", 6, 8, ranks=(0, 1))
+        configs = [EmbeddingBagConfig(name="t0", num_embeddings=6, embedding_dim=8, feature_names=["f0"])]
+        bags, plan = collection(configs), ShardingPlan(topology=Topology(ranks_per_host=2), tables=(table,))
+        with torch.no_grad():
+            bags.embedding_bags["t0"].weight[3:] = torch.inf  # on the second rank of each replica
+        model = shard(bags, plan, replicas=shardrec.Replicas(2)).eval()
+        if rank < 2:
+            return ""
+        with pytest.raises(ConfigError) as caught:
+            quantize(model)
+        return str(caught.value)
+
+    messages = ranks(4, rank_main)
+    assert messages[:2] == ["", ""] and messages[2] == messages[3]
+    assert re.match("rank 1: .*not finite", messages[3])
 
 
 def test_smaller_formats_take_less_memory() -> None:

@@ -8,8 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from shardrec.serve.format import HEAD_BYTES, WeightFormat
-from shardrec.serve.row_bytes import GREATEST, encode, row_ranges
+from shardrec.serve.row_bytes import GREATEST, HEAD_BYTES, WeightFormat, encode, row_ranges
 from tests.serve.served import decode
 
 QUANTIZED = [WeightFormat.INT8, WeightFormat.INT4]

@@ -5,24 +5,24 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from benchmarks.harness.workload import WorkloadTable, parse_tables
 
-__all__ = ["KERNELS", "MODES", "SIDES", "TRANSPORTS", "Case", "Job", "fits"]
+__all__ = ["Case", "Job", "Kernels", "Mode", "Side", "Transport", "fits"]
 
-MODES = ("forward", "train", "dlrm")
+Mode = Literal["forward", "train", "dlrm"]
 """``forward``: the sharded embeddings without gradients. ``train``: their forward, backward and fused update, no dense
 part. ``dlrm``: a step of a whole DLRM."""
 
-SIDES = ("shardrec", "torchrec", "torch", "kernels")
+Side = Literal["shardrec", "torchrec", "torch", "kernels"]
 """Who makes the step. ``torch``: ``nn.EmbeddingBag`` for each table, replicated where there are several ranks.
 ``kernels``: one rank's bare fbgemm calls."""
 
-TRANSPORTS = ("auto", "group")
+Transport = Literal["auto", "group"]
 """``shardrec.shard``'s: shared memory between ranks of a host, or the process group (gloo) alone, as between hosts."""
 
-KERNELS = ("own", "fbgemm")
+Kernels = Literal["own", "fbgemm"]
 """What shardrec looks rows up and updates them with on the CPU: its own, or fbgemm's, as the other sides."""
 
 
@@ -34,15 +34,15 @@ class Case:
         workload: a preset of :data:`benchmarks.harness.workload.PRESETS`, or tables as ``NUMBERxROWSxDIM[xIDS]``.
         layout: how the tables are cut, see :mod:`benchmarks.harness.timing.plans`.
         batch_size: samples of each rank.
-        mode: of :data:`MODES`.
+        mode: of :data:`Mode`.
         ids: ``"uniform"`` or ``"zipf"``.
         optimizer: of the tables, fused into backward.
         malloc: of :data:`~benchmarks.harness.timing.environment.MALLOC`.
-        transport: of :data:`TRANSPORTS`; how shardrec's ranks exchange.
-        kernels: of :data:`KERNELS`; shardrec's.
+        transport: of :data:`Transport`; how shardrec's ranks exchange.
+        kernels: of :data:`Kernels`; shardrec's.
         ranks: number of them.
         max_rows: most rows of a preset's table.
-        sides: of :data:`SIDES`, in the order in which they take turns.
+        sides: of :data:`Side`, in the order in which they take turns.
         group: of the summary that it counts for; default: that of its mode, malloc, transport and kernels.
     """
 

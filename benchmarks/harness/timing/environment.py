@@ -6,13 +6,15 @@ import os
 import platform
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from benchmarks.harness.template import ONE_THREAD
 
-__all__ = ["MALLOC", "load_average", "machine_record", "template_environment"]
+__all__ = ["MALLOC", "Malloc", "load_average", "machine_record", "template_environment"]
 
 _KEPT = str(2**40)
+Malloc = Literal["default", "keep", "alone"]
+
 MALLOC: Mapping[str, Mapping[str, str]] = {
     "default": {},
     "keep": {

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
+from typing import Literal
 
 from benchmarks.harness.layouts import cut_plan
 from benchmarks.harness.timing.case import Case
 from benchmarks.harness.workload import WorkloadTable
 from shardrec.layout import ShardingPlan, Topology
 
-__all__ = ["LAYOUTS", "TABLES_OF_DLRM", "case_plan", "renamed"]
+__all__ = ["TABLES_OF_DLRM", "CaseLayout", "case_plan", "renamed"]
 
-LAYOUTS = ("table_wise", "row_wise", "column_wise", "mixed", "planner")
+CaseLayout = Literal["table_wise", "row_wise", "column_wise", "mixed", "planner"]
 """``mixed``: table-wise, row-wise and column-wise by turns. ``planner``: what :func:`shardrec.plan` makes of the cuts
 that TorchRec has, too."""
 

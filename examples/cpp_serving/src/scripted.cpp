@@ -76,7 +76,7 @@ std::unique_ptr<Model> load_scripted(const std::string& path, const Follow& foll
     throw std::runtime_error("cannot load " + path + ": " +
                              (is_without ? "fbgemm's operators are not loaded: give --operators, or preload them" : said));
   }
-  if (files[kNotes].empty()) throw std::runtime_error(path + " was not written by shardrec.serve.program_file");
+  if (files[kNotes].empty()) throw std::runtime_error(path + " was not written by shardrec.serve.save");
   const json::Value notes = json::read(files[kNotes]);
   return std::make_unique<Scripted>(path, *notes.as<json::Object>(), std::move(module), follow);
 }

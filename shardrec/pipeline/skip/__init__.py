@@ -8,10 +8,9 @@
 See :mod:`shardrec.pipeline` for what becomes of them between stages.
 """
 
-from shardrec.pipeline.skip.namespace import Namespace
+from shardrec.pipeline.skip.routes import verify_skippables
 from shardrec.pipeline.skip.skippable import Skippable, pop, skippable, stash
-from shardrec.pipeline.skip.tracker import SkipTracker, current_skip_tracker, use_skip_tracker
-from shardrec.pipeline.skip.verify import verify_skippables
+from shardrec.pipeline.skip.tracker import Namespace, SkipTracker, current_skip_tracker, use_skip_tracker
 
 __all__ = [
     "Namespace",

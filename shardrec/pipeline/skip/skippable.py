@@ -15,13 +15,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Self
+from typing import ClassVar, Self
 
 from torch import nn
 
 from shardrec.errors import ConfigError, PipelineError
-from shardrec.pipeline.skip.namespace import Namespace
-from shardrec.pipeline.skip.tracker import SkipKey, current_skip_tracker
+from shardrec.pipeline.skip.tracker import Namespace, SkipKey, current_skip_tracker
 
 __all__ = ["Skippable", "pop", "skippable", "stash"]
 
@@ -36,7 +35,7 @@ class stash:
     """
 
     name: str
-    tensor: Any
+    tensor: object
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +68,7 @@ class Skippable(nn.Module):
     stashable_names: ClassVar[frozenset[str]]
     poppable_names: ClassVar[frozenset[str]]
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
+    def __init__(self, *args: object, **kwargs: object) -> None:
         super().__init__()
         self.module = self.module_cls(*args, **kwargs)
         self.namespaces: dict[str, Namespace] = {}
@@ -113,7 +112,9 @@ class Skippable(nn.Module):
         self.namespaces.update(dict.fromkeys(names, ns))
         return self
 
-    def dispatch(self, input: Any, handle_stash: Callable[[str, Any], None], handle_pop: Callable[[str], Any]) -> Any:
+    def dispatch(
+        self, input: object, handle_stash: Callable[[str, object], None], handle_pop: Callable[[str], object]
+    ) -> object:
         """Run the decorated forward and answer what it yields.
 
         Args:
@@ -130,7 +131,7 @@ class Skippable(nn.Module):
         running = self.module(input)
         if not isinstance(running, Generator):
             return running
-        answer: Any = None
+        answer: object = None
         try:
             while True:
                 try:
@@ -152,7 +153,7 @@ class Skippable(nn.Module):
         finally:
             running.close()
 
-    def forward(self, input: Any) -> Any:
+    def forward(self, input: object) -> object:
         """The decorated forward, its skips saved to and loaded from the current tracker.
 
         Raises:
@@ -160,7 +161,6 @@ class Skippable(nn.Module):
                 a declared stash or pop that did not happen.
         """
         tracker = current_skip_tracker()
-        batch = tracker.batch
         stashed: set[str] = set()
         popped: set[str] = set()
 
@@ -177,13 +177,13 @@ class Skippable(nn.Module):
             done.add(name)
             return self.namespaced(name)
 
-        def handle_stash(name: str, value: Any) -> None:
-            tracker.save(batch, *note(name, self.stashable_names, stashed, "stash"), value)
+        def handle_stash(name: str, value: object) -> None:
+            tracker.save(note(name, self.stashable_names, stashed, "stash"), value)
 
-        def handle_pop(name: str) -> Any:
+        def handle_pop(name: str) -> object:
             key = note(name, self.poppable_names, popped, "pop")
             try:
-                return tracker.load(batch, *key)
+                return tracker.load(key)
             except KeyError:
                 raise PipelineError(
                     f"{self._kind}.forward popped {name!r}, which no earlier layer has stashed"

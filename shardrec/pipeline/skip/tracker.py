@@ -11,17 +11,39 @@ A skippable asks :func:`current_skip_tracker`, so that its forward is the same i
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+import uuid
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from dataclasses import dataclass, field
 
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from shardrec.errors import PipelineError
-from shardrec.pipeline.skip.namespace import Namespace
 
-__all__ = ["SkipKey", "SkipTracker", "changed_in_place", "current_skip_tracker", "use_skip_tracker"]
+__all__ = [
+    "Namespace",
+    "SkipKey",
+    "SkipTracker",
+    "changed_in_place",
+    "current_skip_tracker",
+    "use_skip_tracker",
+    "versions_of",
+]
+
+
+@dataclass(frozen=True, slots=True)
+class Namespace:
+    """A scope of skip names, for :meth:`Skippable.isolate`.
+
+    Unequal to every other namespace, but equal to its copies, also to those unpickled in another process.
+    """
+
+    _id: uuid.UUID = field(default_factory=uuid.uuid4, init=False)
+
+    def __repr__(self) -> str:
+        return f"<Namespace {self._id.hex[:8]}>"
+
 
 SkipKey = tuple[Namespace | None, str]
 """A skip's namespace and name."""
@@ -36,38 +58,32 @@ def changed_in_place(name: str) -> PipelineError:
 
 
 class SkipTracker:
-    """Keeps skips from stash to pop, by (batch, namespace, name).
-
-    Attributes:
-        batch: number of the micro-batch whose forward runs; 0 outside of a pipeline.
-    """
+    """Keeps skips from stash to pop, by namespace and name."""
 
     def __init__(self) -> None:
-        self.batch = 0
         # With how often its tensors had been changed in place.
-        self._stashed: dict[tuple[int, Namespace | None, str], tuple[Any, list[int]]] = {}
+        self._stashed: dict[SkipKey, tuple[object, list[int]]] = {}
 
-    def save(self, batch: int, namespace: Namespace | None, name: str, value: Any) -> None:
+    def save(self, key: SkipKey, value: object) -> None:
         """Keep a stashed value. One that a failed forward left under the same key is dropped."""
-        self._stashed[batch, namespace, name] = value, _versions(value)
+        self._stashed[key] = value, versions_of(tree_leaves(value))
 
-    def load(self, batch: int, namespace: Namespace | None, name: str) -> Any:
+    def load(self, key: SkipKey) -> object:
         """Give the value away: nothing here refers to it afterwards.
 
         Raises:
             KeyError: if it was not stashed.
             PipelineError: if it was changed in place since it was stashed.
         """
-        value, versions = self._stashed.pop((batch, namespace, name))
-        if versions != _versions(value):
-            raise changed_in_place(name)
+        value, versions = self._stashed.pop(key)
+        if versions != versions_of(tree_leaves(value)):
+            raise changed_in_place(key[1])
         return value
 
 
-def _versions(value: Any) -> list[int]:
-    """How often each tensor of a nest was changed in place, where torch counts it."""
-    tensors = (leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor))
-    return [0 if tensor.is_inference() else tensor._version for tensor in tensors]
+def versions_of(leaves: Iterable[object]) -> list[int]:
+    """How often each tensor was changed in place, where torch counts it; 0 for what is no tensor."""
+    return [leaf._version if isinstance(leaf, Tensor) and not leaf.is_inference() else 0 for leaf in leaves]
 
 
 class _Current(threading.local):

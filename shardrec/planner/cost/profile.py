@@ -113,7 +113,7 @@ class Profile:
             backward_us=100.0 if gpu else 150.0,
         )
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> dict[str, object]:
         """The profile as JSON-compatible data."""
         return {"format": _FORMAT, **asdict(self)}
 

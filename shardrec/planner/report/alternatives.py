@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from shardrec.planner.cut_option import Candidate, add_option
-from shardrec.planner.solve.encode import Floats, Ints
+from shardrec.planner.solve.encode import Floats
 from shardrec.planner.solve.problem import Option, Place, Solution
 
 __all__ = ["next_best"]
@@ -31,13 +31,12 @@ def next_best(
     memory = np.array(solution.memory)[:, 0]
     limits = np.full(len(loads), capacity)
     known: dict[tuple[int, int], tuple[str, str]] = {}
-    arrays: dict[int, Ints] = {}
     compared = {}
     for name, options in candidates.items():
         chosen = solution.choice[name]
         key = (id(options), chosen)
         if key not in known:
-            known[key] = _compare(options, chosen, solution.places[name], loads, memory, limits, arrays)
+            known[key] = _compare(options, chosen, solution.places[name], loads, memory, limits)
         compared[name] = known[key]
     return compared
 
@@ -49,7 +48,6 @@ def _compare(
     loads: Floats,
     memory: Floats,
     limits: Floats,
-    arrays: dict[int, Ints],
 ) -> tuple[str, str]:
     rest_loads, rest_memory = loads.copy(), memory.copy()
     _take_off(options[chosen].option, places, rest_loads, rest_memory)
@@ -69,7 +67,7 @@ def _compare(
             break
         option = options[number].option
         with_it, held = rest_loads.copy(), rest_memory.copy()
-        add_option(option, with_it, held, limits, arrays)
+        add_option(option, with_it, held, limits)
         cost, missing = float(with_it.max()), max(float((held - limits).max()), 0.0)
         rank = (np.inf, missing) if missing > 0 else (cost, work)
         if missing > 0:

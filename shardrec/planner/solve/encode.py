@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Hashable
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -228,7 +227,7 @@ def _plus(item: Item, load: float, memory: tuple[float, ...], times: int) -> Ite
     return Item(load=item.load + times * load, memory=held)
 
 
-def _key(option: Option) -> Any:
+def _key(option: Option) -> Hashable:
     gangs = tuple(
         (tuple((item.load, item.memory) for item in gang.items), id(gang.places), gang.count) for gang in option.gangs
     )

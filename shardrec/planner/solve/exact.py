@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from shardrec.planner.solve.encode import Encoded, Ints
+from shardrec.planner.solve.encode import Encoded, Floats
 from shardrec.planner.solve.linear_program import minimise_in_integers
 from shardrec.planner.solve.packing import Packing
 
@@ -64,23 +64,21 @@ def solve_exactly(
         for block, gangs in blocks:
             matrix[row_of[block], option] -= gangs
     first = groups + len(used)
-    for rank in range(ranks):
-        matrix[first + rank, : len(encoded.options)] = encoded.base_load * load_scale
-        matrix[first + rank, count] = -1.0
-        for index, tier in enumerate(tiers):
-            matrix[first + ranks * (1 + index) + rank, : len(encoded.options)] = encoded.base_memory[:, tier] / max(
-                encoded.capacity[tier], 1.0
-            )
+
+    def in_units(load: Floats, memory: Floats) -> Floats:
+        """(D, n) of n options or items: load, and bytes of each tier with a limit, which is 1."""
+        return np.stack([load * load_scale, *(memory[:, tier] / max(encoded.capacity[tier], 1.0) for tier in tiers)])
+
+    for dim, of_options in enumerate(in_units(encoded.base_load, encoded.base_memory)):
+        matrix[first + ranks * dim : first + ranks * (dim + 1), : len(encoded.options)] = of_options
+    matrix[first : first + ranks, count] = -1.0
     for block in used:
         kind = encoded.blocks[block]
-        for place in range(len(kind.names)):
-            column = starts[block] + place
+        sizes = in_units(kind.loads, kind.memory)
+        for column, place in enumerate(kind.places, starts[block]):
             matrix[row_of[block], column] = 1.0
-            for item, rank in enumerate(kind.places[place]):
-                matrix[first + rank, column] += kind.loads[item] * load_scale
-                for index, tier in enumerate(tiers):
-                    share = kind.memory[item, tier] / max(encoded.capacity[tier], 1.0)
-                    matrix[first + ranks * (1 + index) + rank, column] += share
+            for dim, of_items in enumerate(sizes):
+                np.add.at(matrix[:, column], first + ranks * dim + place, of_items)
     lower = np.concatenate([encoded.sizes, np.zeros(len(used)), np.full(matrix.shape[0] - first, -np.inf)])
     upper = np.concatenate([encoded.sizes, np.zeros(len(used) + ranks), np.ones(ranks * len(tiers))])
     most = np.full(count + 1, np.inf)
@@ -90,9 +88,13 @@ def solve_exactly(
     least = np.zeros(count + 1)
     least[count] = bound * load_scale
     outcome = minimise_in_integers(matrix, (lower, upper), (least, most), nodes=nodes, seconds=seconds, gap=gap / 2)
-    packing = (
-        None if outcome.values is None else _packing(encoded, np.rint(outcome.values).astype(np.int64), used, starts)
-    )
+    packing = None
+    if outcome.values is not None:
+        values = np.rint(outcome.values).astype(np.int64)
+        kinds = ((block, place) for block in used for place in range(len(encoded.blocks[block].names)))
+        counted = zip(kinds, values[len(encoded.options) : count].tolist(), strict=True)
+        placed = ((block, place, number) for (block, place), number in counted if number)
+        packing = Packing.fitting(encoded, values[: len(encoded.options)], placed)
     return Exact(
         packing=packing,
         bound=max(bound, outcome.bound / load_scale * (1 - 1e-7)) if np.isfinite(outcome.bound) else bound,
@@ -100,12 +102,3 @@ def solve_exactly(
         # Without values, there is nothing below the best that was known.
         finished=outcome.finished and (outcome.values is None or packing is not None),
     )
-
-
-def _packing(encoded: Encoded, values: Ints, used: list[int], starts: dict[int, int]) -> Packing | None:
-    packing = Packing(encoded, values[: len(encoded.options)])
-    for block in used:
-        for place in range(len(encoded.blocks[block].names)):
-            if values[starts[block] + place]:
-                packing.put(block, place, int(values[starts[block] + place]))
-    return packing if packing.fits() else None

@@ -46,8 +46,8 @@ class LinearProgram:
         self._by_group = np.argsort(group_of, kind="stable")
         self._starts = np.searchsorted(group_of[self._by_group], np.arange(len(sizes)))
         self._sizes = sizes.astype(np.float64)
-        self._basis: dict[tuple[int, ...], Any] = {}
-        self._solver = _highs(presolve="off")
+        self._basis: dict[tuple[int, ...], highspy.HighsBasis] = {}
+        self._solver: Any = _highs(presolve="off")  # highspy's stubs lack getDualRay
 
     def minimise(
         self, objective: Floats, upper: Floats, rows: Floats, limits: Floats, *, key: tuple[int, ...] = ()
@@ -154,7 +154,7 @@ def minimise_in_integers(
 
 
 def _pass(
-    solver: Any,
+    solver: highspy.Highs,
     *,
     objective: Floats,
     columns: tuple[Floats, Floats],
@@ -181,8 +181,8 @@ def _pass(
     )
 
 
-def _highs(presolve: str = "choose") -> Any:
-    solver: Any = highspy.Highs()  # type: ignore[no-untyped-call]
+def _highs(presolve: str = "choose") -> highspy.Highs:
+    solver = highspy.Highs()  # type: ignore[no-untyped-call]
     for name, value in (("output_flag", False), ("threads", 1), ("random_seed", 0), ("presolve", presolve)):
         solver.setOptionValue(name, value)
     return solver

@@ -2,7 +2,7 @@
 
 A :class:`Batch` holds, for each of B proposals, the load and the bytes of every rank. :meth:`Batch.put` puts one table
 on in each proposal, with an option of its own: the places of equal gangs are compared as a matrix (proposals, places),
-and as many of the best are taken as there are gangs. :meth:`Batch.first_fit` says which of many options have enough
+and as many of the best are taken as there are gangs. :meth:`Batch.fill` takes the first of many options that has enough
 places left.
 
 ::
@@ -335,7 +335,7 @@ class Batch:
             enough: Bools = np.logical_and.reduce(at(of_ranks) >= size[:, None, :, dim], axis=2)
             return enough
 
-        free: Any = np.True_
+        free: Bools = np.array(True)
         if budget is not None:
             left = budget[rows, None] - load
             free = fits(left, 0)

@@ -8,7 +8,7 @@ Shapes: R ranks, M memory tiers, O options, P places of a kind.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 import numpy as np
 
@@ -50,13 +50,20 @@ class Packing:
         """Load of the most loaded rank."""
         return float(self.loads.max())
 
-    def of(self, encoded: Encoded) -> Packing:
-        """The same places and options in another problem, whose gangs are of other sizes."""
-        other = Packing(encoded, self.counts)
+    @classmethod
+    def fitting(cls, encoded: Encoded, counts: Ints, gangs: Iterable[tuple[int, int, int]]) -> Packing | None:
+        """The packing of gangs, (kind, place, number of them); None if it does not fit memory."""
+        packing = cls(encoded, counts)
+        for block, place, count in gangs:
+            packing.put(block, place, count)
+        return packing if packing.fits() else None
+
+    @property
+    def gangs(self) -> Iterator[tuple[int, int, int]]:
+        """Kind, place and number of the gangs that were put."""
         for block, at in self.at.items():
             for place in np.flatnonzero(at).tolist():
-                other.put(block, place, int(at[place]))
-        return other
+                yield block, place, int(at[place])
 
     def solution(self, bound: float) -> Solution:
         """Table by table: the first tables of a group take the first options in use, and gangs as they come."""

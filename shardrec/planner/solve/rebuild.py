@@ -22,6 +22,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from itertools import repeat
 from math import log
 
 import numpy as np
@@ -189,11 +190,9 @@ class Rebuilder:
         placed = batch.placed(np.flatnonzero(batch.alive))
         packings: list[Packing | None] = [None] * count
         for number in np.flatnonzero(batch.alive).tolist():
-            packing = Packing(encoded, np.bincount(options[number], minlength=len(encoded.options)))
-            mine = placed.proposal == number
-            for kind, place in zip(placed.kind[mine].tolist(), placed.place[mine].tolist(), strict=True):
-                packing.put(kind, place)
-            packings[number] = packing if packing.fits() else None
+            counts, mine = np.bincount(options[number], minlength=len(encoded.options)), placed.proposal == number
+            gangs = zip(placed.kind[mine].tolist(), placed.place[mine].tolist(), repeat(1))
+            packings[number] = Packing.fitting(encoded, counts, gangs)
         return packings
 
     def _below(self, cost: float) -> Arrays:

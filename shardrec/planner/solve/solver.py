@@ -179,7 +179,9 @@ class _Search:
                 (improvement or start for improvement, start in zip(repaired, starts, strict=True)),
                 key=lambda each: each.cost,
             )
-            if (packing := best.of(self.encoded)).fits():
+            # The same options and places; here the gangs have other sizes.
+            packing = Packing.fitting(self.encoded, best.counts, best.gangs)
+            if packing is not None:
                 self._add(packing)
 
     def _exact(self) -> bool:

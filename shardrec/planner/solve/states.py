@@ -104,11 +104,9 @@ class States:
         option, gangs = self._best[search]
         if self.best[search] >= self._first_cost[search] * (1 - 1e-9):
             return None
-        packing = Packing(encoded, np.bincount(option, minlength=len(encoded.options)))
-        for kinds, places in gangs:
-            for kind, place in zip(kinds.tolist(), places.tolist(), strict=True):
-                packing.put(kind, place)
-        return packing if packing.fits() else None
+        counts = np.bincount(option, minlength=len(encoded.options))
+        placed = (pair for kinds, places in gangs for pair in zip(kinds.tolist(), places.tolist(), strict=True))
+        return Packing.fitting(encoded, counts, ((kind, place, 1) for kind, place in placed))
 
     def _place(self, search: int, table: int, gangs: Gangs) -> None:
         """Note the ranks and the items of a table."""

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from math import ceil
 from time import perf_counter
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from shardrec import ConfigError, ShardingPlan
 from shardrec.launch import on_new_ranks
@@ -64,10 +65,8 @@ def measure(workloads: Sequence[Workload], world: int, *, device: str = "cpu", r
         device: ``"cpu"`` (gloo) or ``"cuda"`` (NCCL, a device for each rank).
         repeats: steps that are timed at least, in passes through the workloads; that of the quietest pass counts.
     """
-    times = on_new_ranks(_time_workloads, tuple(workloads), repeats, nproc=world, device=device)
-    steps, forward = tuple(times["steps"]), tuple(times["forward"])
-    pairs = {name: tuple(map(tuple, times[name])) for name in ("all_to_all", "all_reduce")}
-    return Measured(world=world, steps=steps, forward=forward, **pairs)
+    measured: Measured = on_new_ranks(_time_workloads, tuple(workloads), repeats, nproc=world, device=device)
+    return measured
 
 
 def measure_plans(
@@ -103,10 +102,9 @@ def measure_plans(
     """
     world = plans[0].world_size
     _check_batches(tables, batches, batch_size, world)
-    all_batches = tuple(batches)
-    work = (dict(tables), tuple(plans), batch_size, all_batches, rounds, steps)
-    results = on_new_ranks(_time_plans, *work, nproc=world, device=device)
-    return [tuple(times) for times in results["plans"]]
+    work = (dict(tables), tuple(plans), batch_size, tuple(batches), rounds, steps)
+    times: list[tuple[float, ...]] = on_new_ranks(_time_plans, *work, nproc=world, device=device)
+    return times
 
 
 def _check_batches(
@@ -116,7 +114,7 @@ def _check_batches(
         return
     if len(batches) < world:
         raise ConfigError(f"{len(batches)} batches are too few for {world} ranks; give at least one for each")
-    keys = [key for each in _features(tables).values() for key in each]
+    keys = _keys(tables)
     for number, batch in enumerate(batches):
         if batch.keys() != keys or batch.stride() != batch_size:
             raise ConfigError(
@@ -128,30 +126,38 @@ def _features(tables: Mapping[str, TableLoad]) -> dict[str, list[str]]:
     return {name: [f"{name}.{index}" for index in range(load.features)] for name, load in tables.items()}
 
 
-def _time_workloads(rank_info: RankInfo, workloads: Sequence[Workload], repeats: int) -> dict[str, list[float]]:
+def _keys(tables: Mapping[str, TableLoad]) -> list[str]:
+    return [key for each in _features(tables).values() for key in each]
+
+
+def _time_workloads(rank_info: RankInfo, workloads: Sequence[Workload], repeats: int) -> Measured:
     import torch
+    import torch.distributed as dist
 
     world, where = rank_info.world_size, rank_info.device
-    measured: dict[str, list[object]] = {"steps": [], "forward": [], "all_to_all": [], "all_reduce": []}
     times: list[list[tuple[float, float]]] = [[] for _ in workloads]
     for _ in range(_PASSES):
         for workload, seen in zip(workloads, times, strict=True):
             forward = _forward(table_loads(workload), step_plan(workload, world), workload.batch, where)
             seen.append(_time_step(forward, -(-repeats // _PASSES), where, _MIN_MS))
     # On every rank alike: the times are those of the slowest.
-    for seen in times:
-        first, step = min(seen, key=lambda each: each[1])
-        measured["steps"].append(step)
-        measured["forward"].append(first)
-    if world > 1:
-        for size in _SIZES:
-            each = size // world
-            send = torch.zeros(each * world, device=where)
-            receive = torch.empty_like(send)
-            sent = 4 * each * (world - 1)
-            measured["all_to_all"].append((sent, _time(_all_to_all(send, receive), 3 * repeats, where)))
-            measured["all_reduce"].append((4 * send.numel(), _time(_all_reduce(send), 3 * repeats, where)))
-    return measured  # type: ignore[return-value]
+    quiet = [min(seen, key=lambda each: each[1]) for seen in times]
+    all_to_all: list[tuple[float, float]] = []
+    all_reduce: list[tuple[float, float]] = []
+    for size in _SIZES if world > 1 else ():
+        each = size // world
+        send = torch.zeros(each * world, device=where)
+        receive = torch.empty_like(send)
+        exchange, reduce = partial(dist.all_to_all_single, receive, send), partial(dist.all_reduce, send)
+        all_to_all.append((4 * each * (world - 1), _time(exchange, 3 * repeats, where)))
+        all_reduce.append((4 * send.numel(), _time(reduce, 3 * repeats, where)))
+    return Measured(
+        world=world,
+        steps=tuple(step for _, step in quiet),
+        forward=tuple(forward for forward, _ in quiet),
+        all_to_all=tuple(all_to_all),
+        all_reduce=tuple(all_reduce),
+    )
 
 
 def _time_plans(
@@ -162,7 +168,7 @@ def _time_plans(
     batches: Sequence[KeyedJaggedTensor],
     rounds: int,
     steps: int,
-) -> dict[str, list[float]]:
+) -> list[tuple[float, ...]]:
     here = [batch.to(rank_info.device) for batch in batches[rank_info.rank :: rank_info.world_size]]
     running = [_forward(tables, plan, batch_size, rank_info.device, here) for plan in plans]
     times: list[list[float]] = [[] for _ in plans]
@@ -170,7 +176,7 @@ def _time_plans(
         for turn in range(len(plans)):
             plan = (number + turn) % len(plans)
             times[plan].append(_time_step(running[plan], steps, rank_info.device)[1])
-    return {"plans": times}  # type: ignore[dict-item]
+    return [tuple(each) for each in times]
 
 
 def _forward(
@@ -219,11 +225,9 @@ def _forward(
 
 
 def _drawn(tables: Mapping[str, TableLoad], batch_size: int, device: torch.device) -> list[KeyedJaggedTensor]:
-    """Batches whose ids are drawn evenly from all rows."""
     import torch
     from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-    keys = [key for each in _features(tables).values() for key in each]
     batches = []
     for _ in range(_BATCHES):
         ids, sizes = [], []
@@ -231,23 +235,11 @@ def _drawn(tables: Mapping[str, TableLoad], batch_size: int, device: torch.devic
             for pooling in load.poolings:
                 ids.append(torch.randint(load.num_embeddings, (batch_size * round(pooling),), device=device))
                 sizes.append(torch.full((batch_size,), round(pooling), dtype=torch.int32, device=device))
-        batches.append(KeyedJaggedTensor(keys=keys, values=torch.cat(ids), lengths=torch.cat(sizes)))
+        batches.append(KeyedJaggedTensor(keys=_keys(tables), values=torch.cat(ids), lengths=torch.cat(sizes)))
     return batches
 
 
-def _all_to_all(send: torch.Tensor, receive: torch.Tensor) -> Callable[[], None]:
-    import torch.distributed as dist
-
-    return lambda: dist.all_to_all_single(receive, send)
-
-
-def _all_reduce(tensor: torch.Tensor) -> Callable[[], None]:
-    import torch.distributed as dist
-
-    return lambda: dist.all_reduce(tensor)
-
-
-def _time(run: Callable[[], None], repeats: int, device: torch.device) -> float:
+def _time(run: Callable[[], object], repeats: int, device: torch.device) -> float:
     """Milliseconds of a quiet run, on the slowest rank."""
 
     def forward() -> Callable[[], None]:
@@ -298,30 +290,28 @@ class _Clock:
     """Milliseconds since it was made: by the host's clock on the CPU, by the stream's on CUDA, where nothing waits."""
 
     def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._begin = perf_counter()
-        self._start = self._event()
+        self._device, self._begin = device, perf_counter()
+        self._start = _event(device) if device.type == "cuda" else None
 
     def mark(self) -> Callable[[], float]:
         """The time of this moment, to be asked for after :meth:`wait`."""
-        if self._device.type != "cuda":
+        if self._start is None:
             passed = (perf_counter() - self._begin) * 1e3
             return lambda: passed
-        event, start = self._event(), self._start
-        return lambda: float(start.elapsed_time(event))
+        start, event = self._start, _event(self._device)
+        return lambda: start.elapsed_time(event)
 
     def wait(self) -> None:
         """Until all marks have been passed."""
-        if self._device.type == "cuda":
+        if self._start is not None:
             import torch
 
             torch.cuda.synchronize(self._device)
 
-    def _event(self) -> Any:
-        if self._device.type != "cuda":
-            return None
-        import torch
 
-        event = torch.cuda.Event(enable_timing=True)
-        event.record(torch.cuda.current_stream(self._device))
-        return event
+def _event(device: torch.device) -> torch.cuda.Event:
+    import torch
+
+    event = torch.cuda.Event(enable_timing=True)
+    event.record(torch.cuda.current_stream(device))
+    return event

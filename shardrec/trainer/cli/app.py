@@ -5,15 +5,15 @@ from __future__ import annotations
 import inspect
 import sys
 from collections.abc import Callable
-from typing import Annotated, Any
+from pathlib import Path
+from typing import Annotated
 
 import typer
 
 import shardrec
+from shardrec import ConfigError
 from shardrec.launch import environment_for_torch, quiet_libraries
-from shardrec.trainer.cli.bench import bench_command
 from shardrec.trainer.cli.calibrate import calibrate_command
-from shardrec.trainer.cli.convert import convert_command
 from shardrec.trainer.cli.doctor import doctor
 from shardrec.trainer.cli.ending import ended_by_error, writable_output
 from shardrec.trainer.cli.flags import Command
@@ -27,8 +27,7 @@ from shardrec.trainer.cli.run_commands import (
     serve_command,
 )
 from shardrec.trainer.cli.serve_embeddings import serve_embeddings_command
-from shardrec.trainer.cli.sweep import sweep_command
-from shardrec.trainer.cli.train import train_command
+from shardrec.trainer.cli.train import convert_command, sweep_command, train_command
 
 __all__ = ["app", "main"]
 
@@ -55,11 +54,30 @@ def _shardrec(
     """Plan, shard and train TorchRec models."""
 
 
-def _add(name: str, command: Callable[..., None], **settings: Any) -> None:
+def _add(name: str, command: Callable[..., None], context_settings: dict[str, object] | None = None) -> None:
     """A command, whose help is its docstring: each paragraph as one line, for Typer keeps line breaks."""
     paragraphs = inspect.cleandoc(command.__doc__ or "").split("\n\n")
     text = "\n\n".join(paragraph.replace("\n", " ") for paragraph in paragraphs)
-    app.command(name, cls=Command, help=text, **settings)(command)
+    app.command(name, cls=Command, help=text, context_settings=context_settings)(command)
+
+
+def _bench(context: typer.Context) -> None:
+    """Time sharded steps beside TorchRec's, or count the bytes that they send (from a checkout).
+
+    Raises:
+        ConfigError: if shardrec is not installed from a checkout.
+    """
+    root = Path(shardrec.__file__).resolve().parents[1]
+    if not (root / "benchmarks" / "harness" / "command.py").is_file():
+        raise ConfigError(
+            f"shardrec bench runs the harness in benchmarks/harness of a checkout, and {root} is none: clone the "
+            "repository and run `make bench`, or `pip install -e .` there"
+        )
+    if str(root) not in sys.path:
+        sys.path.append(str(root))
+    from benchmarks.harness.command import app
+
+    app(context.args, prog_name=context.command_path)
 
 
 _add("train", train_command())
@@ -73,7 +91,7 @@ _add("compare", compare_command)
 _add("convert", convert_command)
 # The harness reads the arguments, --help among them.
 _FORWARDED = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}
-_add("bench", bench_command, context_settings=_FORWARDED)
+_add("bench", _bench, context_settings=_FORWARDED)
 _add("plan", plan_command)
 _add("calibrate", calibrate_command)
 _add("serve-embeddings", serve_embeddings_command)

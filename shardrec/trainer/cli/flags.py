@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import inspect
-from typing import Annotated, Any, Literal, get_args
+from typing import Annotated, Any, Literal, get_args, get_origin
 
 import typer
-from pydantic.fields import FieldInfo
 from typer.core import TyperCommand
 
-from shardrec.trainer.run.options import Options, flag, shown_as
+from shardrec.trainer.run.options import Options, flag
 
 __all__ = ["Command", "Debug", "Device", "flag_parameters", "parameter"]
 
@@ -32,25 +31,24 @@ class Command(TyperCommand):
             raise
 
 
-def parameter(name: str, annotation: Any, default: Any) -> inspect.Parameter:
+def parameter(name: str, annotation: object, default: object) -> inspect.Parameter:
     """A parameter of the function behind a command."""
     return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
 
 
 def flag_parameters(config: type[Options]) -> list[inspect.Parameter]:
     """A flag for each field, which is None (or empty, for a list) when it is not given."""
-    return [_flag_parameter(name, field) for name, field in config.model_fields.items()]
+    return [_flag_parameter(config, name) for name in config.model_fields]
 
 
-def _flag_parameter(name: str, field: FieldInfo) -> inspect.Parameter:
-    shown, default = shown_as(field), field.default
+def _flag_parameter(config: type[Options], name: str) -> inspect.Parameter:
+    shown, field = config.shown(name), config.model_fields[name]
+    default = field.default
     text = ",".join(map(str, default)) if isinstance(default, (dict, tuple)) else default
     known = f" (default: {text})" if text not in (None, "") else ""
-    option = typer.Option(
-        flag(name), help=f"{field.description}{known}", metavar=shown["metavar"], rich_help_panel=shown["panel"]
-    )
-    if field.annotation in (tuple[str, ...], dict[str, Any]):
+    option = typer.Option(flag(name), help=f"{shown.help}{known}", metavar=shown.metavar, rich_help_panel=shown.panel)
+    origin, kinds = get_origin(field.annotation), get_args(field.annotation) or (field.annotation,)
+    if origin is dict or (origin is tuple and (kinds[0] is str or shown.choices)):
         return parameter(name, Annotated[list[str] | None, option], None)
-    kinds = {field.annotation, *get_args(field.annotation)}
-    value: Any = next((kind for kind in (int, float) if kind in kinds), str)
+    value = next((kind for kind in (int, float) if kind in kinds), str)
     return parameter(name, Annotated[value | None, option], None)

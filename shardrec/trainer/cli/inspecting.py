@@ -6,7 +6,6 @@ import zipfile
 import zlib
 from collections import Counter
 from pathlib import Path
-from typing import Any
 
 from shardrec import ConfigError, ShardingPlan
 from shardrec.checkpoint import MANIFEST, Manifest, verify_checkpoint
@@ -20,7 +19,7 @@ __all__ = ["describe"]
 _MAX_NOTES_BYTES = 16 << 20
 
 
-def describe(path: Path) -> dict[str, Any]:
+def describe(path: Path) -> dict[str, str]:
     """What the file or folder is, by its contents, and what it holds.
 
     Args:
@@ -47,7 +46,7 @@ def describe(path: Path) -> dict[str, Any]:
     raise ConfigError(f"{path} {problem}: {kinds}")
 
 
-def _checkpoint(path: Path) -> dict[str, Any]:
+def _checkpoint(path: Path) -> dict[str, str]:
     manifest = verify_checkpoint(path)
     plan = ShardingPlan.from_json(manifest.plan)
     ordinary = sum(len(group["parameters"]) for group in manifest.param_groups or ())
@@ -63,7 +62,7 @@ def _checkpoint(path: Path) -> dict[str, Any]:
     }
 
 
-def _linked(manifest: Manifest) -> dict[str, Any]:
+def _linked(manifest: Manifest) -> dict[str, str]:
     """What an incremental checkpoint takes besides its own files."""
     if not manifest.linked:
         return {}
@@ -75,12 +74,16 @@ def _linked(manifest: Manifest) -> dict[str, Any]:
     }
 
 
-def _plan(plan: ShardingPlan) -> dict[str, Any]:
+def _plan(plan: ShardingPlan) -> dict[str, str]:
     rows = sum(table.num_embeddings for table in plan.tables)
-    return {"plan": cuts_of(plan), "tables": f"{len(plan.tables):,}, {rows:,} rows", "fingerprint": plan.fingerprint}
+    return {
+        "plan": cuts_of(plan),
+        "tables": f"{len(plan.tables):,}, {rows:,} rows",
+        "fingerprint": str(plan.fingerprint),
+    }
 
 
-def _served(path: Path) -> dict[str, Any]:
+def _served(path: Path) -> dict[str, str]:
     try:
         with zipfile.ZipFile(path) as file:
             scripted = next((name for name in file.namelist() if name.endswith(f"/extra/{NOTES}")), None)
@@ -113,7 +116,7 @@ def _member(file: zipfile.ZipFile, name: str) -> bytes:
     return file.read(name)
 
 
-def _noted(path: Path, text: str | bytes) -> dict[str, Any]:
+def _noted(path: Path, text: str | bytes) -> dict[str, str]:
     """What shardrec has noted of a model in the file."""
     notes = parse_json(text)
     formats = Counter(notes["formats"].values())

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from math import inf
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
@@ -68,7 +68,7 @@ def plan_command(
     a sample, ';' between the features of a table) and instance; or a YAML file with a list of the same under 'tables'.
     """
     from shardrec.planner import Profile, SolveLimits, explain, plan_tables, to_html, to_png
-    from shardrec.trainer.run.constraints import parse_constraint
+    from shardrec.trainer.run.config import parse_constraint
 
     check_outputs({"--save": save, "--html": html, "--png": png})
     loads = read_tables(tables, instance=instance, optimizer=optimizer)
@@ -167,7 +167,7 @@ def read_tables(path: Path, *, instance: str | None = None, optimizer: str = "ro
     return loads
 
 
-def _csv_rows(path: Path) -> list[tuple[int, Mapping[str, Any]]]:
+def _csv_rows(path: Path) -> list[tuple[int, Mapping[str, object]]]:
     with path.open(encoding="utf-8", newline="") as file:
         reader = csv.DictReader(file)
         missing = [name for name in _COLUMNS if name not in (reader.fieldnames or ())]
@@ -176,16 +176,16 @@ def _csv_rows(path: Path) -> list[tuple[int, Mapping[str, Any]]]:
         return [(reader.line_num, row) for row in reader]
 
 
-def _yaml_rows(path: Path) -> list[tuple[int, Mapping[str, Any]]]:
+def _yaml_rows(path: Path) -> list[tuple[int, Mapping[str, object]]]:
     data, root = parse_yaml(read_text(path), str(path))
     tables = data.get("tables") if isinstance(data, Mapping) else None
-    if not isinstance(tables, list) or not all(isinstance(each, Mapping) for each in tables):
+    if root is None or not isinstance(tables, list) or not all(isinstance(each, Mapping) for each in tables):
         raise ConfigError(f"{path} has no list of tables; write 'tables:' and one entry for each")
     nodes = next((value.value for key, value in root.value if key.value == "tables"), [root] * len(tables))
     return [(node.start_mark.line + 1, table) for node, table in zip(nodes, tables, strict=True)]
 
 
-def _load(where: str, row: Mapping[str, Any], optimizer: str) -> TableLoad:
+def _load(where: str, row: Mapping[str, object], optimizer: str) -> TableLoad:
     from shardrec.planner import TableLoad
 
     known = {"name", "count", "pooling", "instance", *_COLUMNS}

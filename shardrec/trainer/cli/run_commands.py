@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
@@ -163,14 +163,16 @@ def compare_command(
 ) -> None:
     """Show the options that two runs differ in, and their metrics side by side."""
     runs = [RunFolder(path) for path in (left, right)]
-    rows: list[tuple[Any, ...]] = [(name, *values) for name, values in differing(*(run.config for run in runs)).items()]
+    rows: list[tuple[object, ...]] = [
+        (name, *values) for name, values in differing(*(run.config for run in runs)).items()
+    ]
     first, second = (run.summary() for run in runs)
     names = [name for name in (*first, *second) if name not in ("data", "model", "checkpoints")]
     rows += [(name, first.get(name, ""), second.get(name, "")) for name in dict.fromkeys(names)]
     console().print(_table(rows, "", str(left), str(right)))
 
 
-def _table(rows: Iterable[tuple[Any, ...]], *headings: str) -> Table:
+def _table(rows: Iterable[tuple[object, ...]], *headings: str) -> Table:
     from rich.table import Table
 
     table = Table()

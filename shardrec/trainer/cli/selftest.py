@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -15,7 +14,7 @@ from torchrec.modules.embedding_modules import EmbeddingBagCollection
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 import shardrec
-from shardrec import ConfigError, ShardingPlan, Topology, VersionError
+from shardrec import ConfigError, ShardedModel, ShardingPlan, Topology, VersionError
 from shardrec.launch import check_exchange
 from shardrec.layout import cuts, table_shapes
 
@@ -107,7 +106,7 @@ def _collection() -> EmbeddingBagCollection:
     return EmbeddingBagCollection(tables=configs)
 
 
-def _sharded(device: torch.device) -> Any:
+def _sharded(device: torch.device) -> ShardedModel:
     module = _collection()
     apply_optimizer_in_backward(torch.optim.SGD, module.parameters(), {"lr": 0.5})
     # Not the planner's, whose extra may not be installed.
@@ -131,10 +130,12 @@ def _compare(what: str, actual: Tensor, expected: Tensor) -> None:
 
 
 @contextmanager
-def _group_of_one(device: torch.device) -> Iterator[Any]:
+def _group_of_one(device: torch.device) -> Iterator[dist.ProcessGroup]:
     backend = "gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl"
     dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
     try:
-        yield dist.group.WORLD
+        group = dist.group.WORLD
+        assert group is not None, "it was made above"
+        yield group
     finally:
         dist.destroy_process_group()

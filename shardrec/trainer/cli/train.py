@@ -1,4 +1,5 @@
-"""``shardrec train``: a flag for each field of :class:`~shardrec.trainer.run.TrainConfig`."""
+"""``shardrec train``, whose flags are the fields of :class:`~shardrec.trainer.run.TrainConfig`; ``sweep``, the runs of
+a grid of them; and ``convert``, which makes Parquet of files of rows."""
 
 from __future__ import annotations
 
@@ -9,11 +10,14 @@ from typing import Annotated, Any
 
 import typer
 
+from shardrec import ConfigError
+from shardrec.files import os_fault
 from shardrec.trainer.cli.ending import SAVED, ended_after_saving, ended_by_user
-from shardrec.trainer.cli.flags import flag_parameters, parameter
+from shardrec.trainer.cli.flags import Debug, flag_parameters, parameter
+from shardrec.trainer.console import console, working
 from shardrec.trainer.run import RunStopped, TrainConfig, load_config, train
 
-__all__ = ["train_command"]
+__all__ = ["convert_command", "sweep_command", "train_command"]
 
 
 def train_command() -> Callable[..., None]:
@@ -51,3 +55,77 @@ def train_command() -> Callable[..., None]:
     command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]  # functions take attributes
     command.__annotations__ = {command_parameter.name: command_parameter.annotation for command_parameter in parameters}
     return command
+
+
+def sweep_command(
+    config: Annotated[Path, typer.Argument(help="YAML file of options of shardrec train.", metavar="CONFIG")],
+    out: Annotated[Path, typer.Option(help="Folder for the runs and their results.", metavar="DIR")],
+    grid: Annotated[
+        list[str],
+        typer.Option(help="Values of an option, or of model_args.NAME; can be repeated.", metavar="OPTION=VALUE,..."),
+    ],
+    seeds: Annotated[int, typer.Option(help="Runs of each setting, with as many seeds.", min=1)] = 3,
+    monitor: Annotated[
+        str | None, typer.Option(help="Metric of the held-out rows to compare by (default: the file's)")
+    ] = None,
+    debug: Debug = False,
+) -> None:
+    """Train with each combination of some options' values, compare them on held-out rows, and test the best.
+
+    The test files are read once, for the best setting. The same command goes on with a sweep that was stopped. The
+    results go to sweep.json and sweep.png.
+    """
+    from shardrec.trainer.run.grid_search import parse_grid, run_sweep, sweep_table
+
+    options = load_config(config)
+    if monitor is not None and options.feed is None:  # of which the sweep says more
+        options = options.changed(monitor=monitor)
+    try:
+        sweep = run_sweep(options, parse_grid(grid), seeds=seeds, out=out, debug=debug)
+    except KeyboardInterrupt as stopped:
+        ended_by_user()
+        typer.echo(f"shardrec: go on with the same command; finished runs in {out} are kept", err=True)
+        raise typer.Exit(SAVED if isinstance(stopped, RunStopped) else 130) from None
+    console().print(sweep_table(sweep))
+    if not sweep.test:
+        typer.echo("the file of options names no test files: the best setting's metric is that which chose it")
+    typer.echo(f"results in {out}: sweep.json, sweep.png")
+
+
+def convert_command(
+    data: Annotated[
+        list[str], typer.Argument(help="Files of rows, as shardrec train --data takes them.", metavar="FILES")
+    ],
+    out: Annotated[Path, typer.Option(help="Folder for the Parquet files, one for each file.", metavar="DIR")],
+    features: Annotated[
+        Path | None, typer.Option(help="YAML file that says what the columns are (default: those of Criteo's files)")
+    ] = None,
+    column: Annotated[
+        list[str] | None, typer.Option(help="Column to keep beside those of the features; can be repeated.")
+    ] = None,
+    group_rows: Annotated[int, typer.Option(help="Rows of a row group.", min=1)] = 65_536,
+    debug: Debug = False,
+) -> None:
+    """Write the columns of files as Parquet, whose row groups ranks read in parts.
+
+    Rows are read in bounded memory, and compared by a checksum with what was written. Values stay as they are in the
+    source: rows are bit-identical to train on, in the order that the row groups make.
+    """
+    from shardrec.trainer.data import criteo_spec, load_spec
+    from shardrec.trainer.data.to_parquet import convert
+    from shardrec.trainer.data.urls import files_of, path_of
+
+    spec = criteo_spec() if features is None else load_spec(features)
+    sources = [name for pattern in data for name in files_of(pattern)]
+    targets = [out / f"{Path(path_of(source)).name.split('.')[0]}.parquet" for source in sources]
+    for target in targets:
+        if target.exists() or targets.count(target) > 1:
+            raise ConfigError(f"out (--out): {target} would be written over: give another folder, or other names")
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        for source, target in zip(sources, targets, strict=True):
+            with working(f"converting {source}"):
+                rows, checksum = convert(source, spec, target, columns=column or (), group_rows=group_rows)
+            typer.echo(f"{target}: {rows:,} rows, checksum {checksum}")
+    except OSError as error:
+        raise ConfigError(f"out (--out) is {str(out)!r}: {os_fault(error)}; give a folder to write to") from error

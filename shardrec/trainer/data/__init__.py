@@ -5,28 +5,26 @@
         loss = model(batch.dense, batch.sparse, batch.labels)
 
 Files are named for the steps of the data: ``spec`` and ``tasks`` (what the columns are; ``suggest`` proposes a spec,
-``vocabulary`` counts its values) → ``order`` (which rows, of which files, on which rank) → ``tables`` (a file as Arrow
-tables; ``svmlight`` parses LIBSVM's lines) or ``request`` (rows as JSON) → ``encode`` with ``fault`` for what is
-wrong → ``preprocess`` → ``rows`` → ``reading`` (ahead, on threads) → ``split`` (ranks, held-out part) → ``batch``;
-``zipf`` → ``planted`` → ``synthetic`` for generated rows, which ``write`` turns into files; and ``metrics`` and
-``ranking`` of predictions. ``feed`` is of files that go on arriving.
+``vocabulary`` counts its values) → ``order`` (which rows, of which files, on which rank; which are held out) →
+``tables`` (a file as Arrow tables; ``svmlight`` parses LIBSVM's lines) or ``request`` (rows as JSON) → ``encode`` with
+``ids``, and ``fault`` for what is wrong → ``preprocess`` → ``rows`` → ``reading`` (ahead, on threads) → ``files`` (as
+batches, which ``click_data`` describes); ``zipf`` → ``planted`` → ``synthetic`` for generated rows, which ``write``
+turns into files; and ``metrics`` and ``ranking`` of predictions. ``feed`` is of files that go on arriving.
 """
 
 from __future__ import annotations
 
-from shardrec.trainer.data.batch import ClickBatch
-from shardrec.trainer.data.click_data import ClickData
+from shardrec.trainer.data.click_data import ClickBatch, ClickData
 from shardrec.trainer.data.fault import Reason
-from shardrec.trainer.data.files import FileClickData
+from shardrec.trainer.data.files import FileClickData, open_click_data
 from shardrec.trainer.data.metrics import ClickMetrics, area_under_roc, click_metrics
-from shardrec.trainer.data.open import open_click_data
+from shardrec.trainer.data.planted import SyntheticConfig
 from shardrec.trainer.data.preprocess import hash_categories, transform_dense
 from shardrec.trainer.data.ranking import RankingMetrics, ranking_metrics
 from shardrec.trainer.data.request import batch_of_request, request_example
 from shardrec.trainer.data.schema import CRITEO_CARDINALITIES, ClickSchema, criteo_schema
 from shardrec.trainer.data.spec import Feature, FeatureSpec, Label, click_spec, criteo_spec, load_spec
 from shardrec.trainer.data.synthetic import BestMetrics, SyntheticClickData
-from shardrec.trainer.data.synthetic_config import SyntheticConfig
 from shardrec.trainer.data.tasks import Task
 from shardrec.trainer.data.write import write_criteo_tsv, write_parquet
 

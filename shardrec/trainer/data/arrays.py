@@ -1,13 +1,24 @@
-"""What columns of Arrow are made of."""
+"""Columns of Arrow: one array of each, masks of its values as NumPy has them, and what their types are.
+
+pyarrow is imported by the functions that need it, here and in the files beside: generated data do without, and it
+starts threads, after which ranks could not be forked (``benchmarks/harness/template.py``). It has no type information,
+so that its names in signatures are for readers.
+"""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING
 
-__all__ = ["is_fraction", "is_list", "is_text", "plain", "whole"]
+import numpy as np
+from numpy.typing import NDArray
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+
+__all__ = ["is_list", "is_null", "is_number", "is_text", "mask", "plain", "plain_column", "values_of", "whole"]
 
 
-def plain(array: Any) -> Any:
+def plain(array: pa.Array | pa.ChunkedArray) -> pa.Array:
     """One array of values, without a dictionary."""
     import pyarrow as pa
 
@@ -15,7 +26,7 @@ def plain(array: Any) -> Any:
     return array.dictionary_decode() if pa.types.is_dictionary(array.type) else array
 
 
-def whole(array: Any) -> Any:
+def whole(array: pa.Array | pa.ChunkedArray) -> pa.Array:
     """One array, of values, a dictionary, or lists of any length."""
     import pyarrow as pa
 
@@ -26,20 +37,60 @@ def whole(array: Any) -> Any:
     return array
 
 
-def is_list(kind: Any) -> bool:
+def plain_column(column: pa.ChunkedArray) -> pa.ChunkedArray:
+    """The column, of values or lists of them, without a dictionary, which could differ from block to block."""
+    import pyarrow as pa
+
+    kind, types = column.type, pa.types
+    if types.is_dictionary(kind):
+        return column.cast(kind.value_type)
+    if not is_list(kind) or not types.is_dictionary(kind.value_type):
+        return column
+    values = kind.value_type.value_type
+    if types.is_large_list(kind):
+        return column.cast(pa.large_list(values))
+    return column.cast(pa.list_(values, kind.list_size if types.is_fixed_size_list(kind) else -1))
+
+
+def mask(array: pa.BooleanArray) -> NDArray[np.bool_]:
+    """Truth values (N,), none of them null."""
+    return np.asarray(array.to_numpy(zero_copy_only=False), dtype=np.bool_)
+
+
+def is_null(array: pa.Array) -> NDArray[np.bool_]:
+    """Which values, (N,), are null."""
+    return mask(array.is_null())
+
+
+def is_list(kind: pa.DataType) -> bool:
     """Whether a type is one of lists."""
     import pyarrow as pa
 
     return bool(pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind))
 
 
-def is_fraction(kind: Any) -> bool:
-    """Whether a type has numbers that are not whole."""
+def is_number(kind: pa.DataType) -> bool:
+    """Whether a type is one of numbers or truth values."""
     import pyarrow as pa
 
-    return bool(pa.types.is_floating(kind) or pa.types.is_decimal(kind))
+    types = pa.types
+    return bool(types.is_integer(kind) or types.is_floating(kind) or types.is_boolean(kind) or types.is_decimal(kind))
 
 
-def is_text(kind: Any) -> bool:
+def is_text(kind: pa.DataType) -> bool:
     """Whether a type is one of texts or bytes."""
     return str(kind) in ("string", "large_string", "binary", "large_binary")
+
+
+def values_of(kind: pa.DataType) -> str:
+    """What values of a type are, where two files may not differ; whole and broken numbers are the same."""
+    import pyarrow as pa
+
+    if is_list(kind):
+        inner = values_of(kind.value_type)
+        return f"lists of {inner}" if inner else ""
+    if pa.types.is_dictionary(kind):
+        return values_of(kind.value_type)
+    if pa.types.is_null(kind):
+        return ""
+    return "dates" if pa.types.is_temporal(kind) else "numbers" if is_number(kind) else "texts"

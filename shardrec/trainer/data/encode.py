@@ -2,9 +2,6 @@
 
 What is wrong with a row is found by vectorised checks, which say *that* it is; a message is made of its value then.
 
-pyarrow is imported by the functions that need it: generated data do without, and it starts threads, after which ranks
-could not be forked (``benchmarks/harness/template.py``).
-
 Legend: N rows, D dense features, F sparse features, V ids of one feature.
 """
 
@@ -12,18 +9,21 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
-from shardrec.trainer.data.arrays import is_fraction, is_list, is_text, plain, whole
+from shardrec.trainer.data.arrays import is_list, is_null, is_number, is_text, mask, plain, whole
 from shardrec.trainer.data.fault import Reason, RowFault, shown_scalar
 from shardrec.trainer.data.ids import ID_WORDS, exact_below, id_keys, id_texts, text_keys, vocabulary_places
 from shardrec.trainer.data.preprocess import days, hash_categories, transform_dense
 from shardrec.trainer.data.rows import NO_TIME, ClickRows, bags_at
 from shardrec.trainer.data.spec import Feature, FeatureSpec
 from shardrec.trainer.data.tasks import Task
+
+if TYPE_CHECKING:
+    import pyarrow as pa
 
 __all__ = ["Dictionary", "Encoded", "column_fault", "count_values", "encode", "group_keys", "row_numbers"]
 
@@ -56,9 +56,13 @@ class Dictionary:
         bad: bool (D + 1,), which are no ids.
     """
 
-    values: Any
+    values: pa.Array
     ids: NDArray[np.int64]
     bad: NDArray[np.bool_]
+
+
+_Bad: TypeAlias = tuple[str, Reason, str, NDArray[np.bool_]]
+"""A column, and why, in which words, which of its rows, (N,), are bad."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -73,19 +77,22 @@ class _Bags:
 
 
 def encode(
-    table: Any, spec: FeatureSpec, *, labelled: bool = True, dictionaries: dict[str, Dictionary] | None = None
+    table: pa.Table | pa.RecordBatch,
+    spec: FeatureSpec,
+    *,
+    labelled: bool = True,
+    dictionaries: dict[str, Dictionary] | None = None,
 ) -> Encoded:
     """The rows of a table (N rows) that has the spec's columns.
 
     Args:
-        table: a ``pyarrow.Table`` or ``RecordBatch``.
         spec: what the columns are.
         labelled: whether the columns of label, group and event time are there; without, labels are 0.
         dictionaries: by name of the feature, those of the table before, whose ids are not made again where a column
             has the same values; replaced by this table's, but for a dictionary that is larger than the table.
     """
     count = int(table.num_rows)
-    bads: list[tuple[str, Reason, str, NDArray[np.bool_]]] = []
+    bads: list[_Bad] = []
     labels, groups, row_weights, times = np.zeros(count, dtype=np.float32), None, None, None
     if labelled and spec.labels:
         labels = np.column_stack([_task_labels(table, task, bads) for task in spec.labels])
@@ -138,12 +145,12 @@ def encode(
     return Encoded(rows=rows, faults=_faults(table, bads))
 
 
-def _task_labels(table: Any, task: Task, bads: list[tuple[str, Reason, str, NDArray[np.bool_]]]) -> NDArray[np.float32]:
+def _task_labels(table: pa.Table | pa.RecordBatch, task: Task, bads: list[_Bad]) -> NDArray[np.float32]:
     """The labels of a task, NaN where rows may lack it and do; adds to ``bads`` which values are none."""
     array = plain(table[task.source])
     values, missing, bad = _numbers(array)
     if not is_text(array.type):  # of which a NaN counts as missing
-        bad = bad | (missing & ~np.asarray(array.is_null().to_numpy(zero_copy_only=False)))
+        bad = bad | (missing & ~is_null(array))
     bad = bad | (~missing & ~task.takes(values))
     bads.append((task.source, Reason.LABEL, task.words, bad))
     if not task.optional:
@@ -153,7 +160,7 @@ def _task_labels(table: Any, task: Task, bads: list[tuple[str, Reason, str, NDAr
     return np.where(missing, np.nan, np.where(bad, 0, labels)).astype(np.float32)
 
 
-def _faults(table: Any, bads: Sequence[tuple[str, Reason, str, NDArray[np.bool_]]]) -> dict[int, RowFault]:
+def _faults(table: pa.Table | pa.RecordBatch, bads: Sequence[_Bad]) -> dict[int, RowFault]:
     """The first fault of each bad row, in the order of the rows."""
     faults: dict[int, RowFault] = {}
     for column, reason, words, bad in bads:
@@ -164,15 +171,14 @@ def _faults(table: Any, bads: Sequence[tuple[str, Reason, str, NDArray[np.bool_]
     return dict(sorted(faults.items()))
 
 
-def column_fault(kind: Any, name: str, spec: FeatureSpec) -> str:
+def column_fault(kind: pa.DataType, name: str, spec: FeatureSpec) -> str:
     """What to give instead of a column of this type; empty when it can be read."""
     import pyarrow as pa
 
     numeric = {*spec.label_sources, *(feature.source for feature in spec.dense)}
     inner = kind.value_type if is_list(kind) else kind
     inner = inner.value_type if pa.types.is_dictionary(inner) else inner
-    number = pa.types.is_integer(inner) or is_fraction(inner) or pa.types.is_boolean(inner)
-    readable = number or is_text(inner) or pa.types.is_null(inner)
+    readable = is_number(inner) or is_text(inner) or pa.types.is_null(inner)
     if pa.types.is_date(kind) or pa.types.is_timestamp(kind):
         as_ids = {spec.group, *(feature.source for feature in spec.sparse if feature.coding != "buckets")}
         return "a date is read as a number of days: give boundaries, or kind: dense" if name in as_ids else ""
@@ -185,7 +191,9 @@ def column_fault(kind: Any, name: str, spec: FeatureSpec) -> str:
     return "" if readable else "write ids as texts or numbers, or lists of either"
 
 
-def _numbers(array: Any) -> tuple[NDArray[np.float64], NDArray[np.bool_], NDArray[np.bool_]]:
+def _numbers(
+    array: pa.Array | pa.ChunkedArray,
+) -> tuple[NDArray[np.float64], NDArray[np.bool_], NDArray[np.bool_]]:
     """A column of numbers or dates, or of texts of them, as float64 (N,): values, which are missing, which are bad.
 
     A date or time is the days since 1970-01-01.
@@ -196,14 +204,14 @@ def _numbers(array: Any) -> tuple[NDArray[np.float64], NDArray[np.bool_], NDArra
     array = plain(array)
     if is_text(array.type):
         array = array.cast(pa.large_binary())
-        missing = np.asarray(pc.equal(array, b"").fill_null(True).to_numpy(zero_copy_only=False))
+        missing = mask(pc.equal(array, b"").fill_null(True))
         bad = np.zeros(len(array), dtype=np.bool_)
         zero = pa.scalar(b"0", pa.large_binary())
         try:
             numbers = pc.if_else(pa.array(missing), zero, array).cast(pa.large_string()).cast(pa.float64())
         except pa.ArrowInvalid:  # which does not say where
             good = pc.match_substring_regex(array, _NUMBER).fill_null(False)
-            bad = ~np.asarray(good.to_numpy(zero_copy_only=False)) & ~missing
+            bad = ~(mask(good) | missing)
             numbers = pc.if_else(good, array, zero).cast(pa.large_string()).cast(pa.float64())
         values = np.asarray(numbers.to_numpy(zero_copy_only=False))
         if bad.any():
@@ -224,7 +232,7 @@ def _numbers(array: Any) -> tuple[NDArray[np.float64], NDArray[np.bool_], NDArra
     return np.where(missing, 0.0, values), missing, np.isinf(values)
 
 
-def _event_times(array: Any) -> tuple[NDArray[np.float64], NDArray[np.bool_]]:
+def _event_times(array: pa.Array | pa.ChunkedArray) -> tuple[NDArray[np.float64], NDArray[np.bool_]]:
     """Seconds since 1970 (N,) of dates and times, numbers, or texts of either; and which are none, whose time is 0."""
     import pyarrow as pa
     import pyarrow.compute as pc
@@ -233,7 +241,7 @@ def _event_times(array: Any) -> tuple[NDArray[np.float64], NDArray[np.bool_]]:
     times, (missing, bad) = np.zeros(len(array)), np.zeros((2, len(array)), dtype=np.bool_)
     is_date = np.full(len(array), pa.types.is_temporal(array.type))
     if is_text(array.type):
-        is_date = ~np.asarray(pc.match_substring_regex(array, _NUMBER).fill_null(False).to_numpy(zero_copy_only=False))
+        is_date = ~mask(pc.match_substring_regex(array, _NUMBER).fill_null(False))
     for kind in (is_date, ~is_date):  # so that what a text is does not depend on those beside it
         times[kind], missing[kind], bad[kind] = _numbers(array.filter(pa.array(kind)))
     times = np.where(is_date, 86_400 * times, np.where(np.abs(times) < 1e11, times, times / 1000))
@@ -248,7 +256,7 @@ def _transformed(feature: Feature, values: NDArray[np.float64], missing: NDArray
         return np.where(missing, 0.0, (transformed - feature.mean) / feature.std)
 
 
-def _bags(table: Any, feature: Feature, dictionaries: dict[str, Dictionary] | None) -> _Bags:
+def _bags(table: pa.Table | pa.RecordBatch, feature: Feature, dictionaries: dict[str, Dictionary] | None) -> _Bags:
     """A feature with a table, one id a row or any number."""
     array, lengths = _flat(table[feature.source], feature)
     ids, bad_V = _ids_by_value(array, feature, dictionaries)
@@ -278,7 +286,7 @@ def _bags(table: Any, feature: Feature, dictionaries: dict[str, Dictionary] | No
     return _Bags(ids=ids, lengths=lengths, weights=weights, bad=bad, bad_weights=bad_weights)
 
 
-def _flat(array: Any, feature: Feature) -> tuple[Any, NDArray[np.int64] | None]:
+def _flat(array: pa.Array | pa.ChunkedArray, feature: Feature) -> tuple[pa.Array, NDArray[np.int64] | None]:
     """The values of a column, and how many each row has; None for one each.
 
     A null is a row without ids, or of a feature with one id a row a missing one.
@@ -297,7 +305,7 @@ def _flat(array: Any, feature: Feature) -> tuple[Any, NDArray[np.int64] | None]:
         return (array, np.ones(len(array), dtype=np.int64)) if feature.is_list else (array, None)
     counts = array.value_lengths().fill_null(0 if feature.is_list else 1)
     lengths = counts.to_numpy(zero_copy_only=False).astype(np.int64)
-    null = np.asarray(array.is_null().to_numpy(zero_copy_only=False))
+    null = is_null(array)
     values = array.flatten()
     if feature.is_list or not null.any():
         return values, lengths
@@ -307,7 +315,7 @@ def _flat(array: Any, feature: Feature) -> tuple[Any, NDArray[np.int64] | None]:
 
 
 def _ids_by_value(
-    array: Any, feature: Feature, dictionaries: dict[str, Dictionary] | None
+    array: pa.Array, feature: Feature, dictionaries: dict[str, Dictionary] | None
 ) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
     """:func:`_ids`, of a column with a dictionary made for its distinct values and gathered."""
     import pyarrow as pa
@@ -329,9 +337,8 @@ def _ids_by_value(
     return distinct.ids.take(places), distinct.bad.take(places) if distinct.bad.any() else none
 
 
-def _ids(array: Any, feature: Feature) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
+def _ids(array: pa.Array, feature: Feature) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
     """Embedding rows (V,), or 64-bit ids of a feature with dynamic ids; and which values are bad."""
-
     coding = feature.coding
     if coding == "buckets":
         values, missing, bad = _numbers(array)
@@ -348,7 +355,7 @@ def _ids(array: Any, feature: Feature) -> tuple[NDArray[np.int64], NDArray[np.bo
         return places + 1, bad
     if coding == "hexadecimal" and is_text(array.type):
         keys, missing, bad = text_keys(array, hexadecimal=True)
-        null = np.asarray(array.is_null().to_numpy(zero_copy_only=False))  # which may have bytes
+        null = is_null(array)  # which may have bytes
         missing, bad = missing | null, bad & ~null
     else:
         keys, missing, bad = id_keys(array, spread=coding != "hexadecimal" and feature.dynamic_ids is None)
@@ -357,15 +364,15 @@ def _ids(array: Any, feature: Feature) -> tuple[NDArray[np.int64], NDArray[np.bo
     return hash_categories(keys, missing, np.asarray(feature.num_embeddings, dtype=np.uint64)), bad
 
 
-def row_numbers(array: Any, feature: Feature) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
-    """The row of each value of an Arrow array (V,), or its dynamic id, (V,); and which are missing or have none."""
+def row_numbers(array: pa.Array, feature: Feature) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
+    """The row of each value (V,), or its dynamic id, (V,); and which are missing or have none."""
     array = plain(array)
     rows, bad = _ids(array, feature)
-    bad = bad | np.asarray(array.is_null().to_numpy(zero_copy_only=False))
+    bad = bad | is_null(array)
     return rows, bad if feature.coding == "number" else bad | (rows == feature.missing_id)
 
 
-def count_values(table: Any, feature: Feature) -> dict[str, int]:
+def count_values(table: pa.Table, feature: Feature) -> dict[str, int]:
     """How often each id of a feature that has a vocabulary occurs in a table."""
     _, texts, bad = id_texts(_flat(table[feature.source], feature)[0])
     pairs = texts.filter(~bad).value_counts()
@@ -373,7 +380,7 @@ def count_values(table: Any, feature: Feature) -> dict[str, int]:
     return {value.decode(): count for value, count in counts if value}
 
 
-def group_keys(table: Any, spec: FeatureSpec) -> NDArray[np.uint64]:
+def group_keys(table: pa.Table | pa.RecordBatch, spec: FeatureSpec) -> NDArray[np.uint64]:
     """The key of each row's group, as :func:`encode` gives it."""
     return id_keys(table[spec.group])[0]
 

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Any
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import pyarrow as pa
 
 __all__ = ["Reason", "RowFault", "shown", "shown_scalar"]
 
@@ -39,6 +42,9 @@ class RowFault:
     where: str
     remedy: str
 
+    def __str__(self) -> str:
+        return f"{self.where}; {self.remedy}"
+
 
 def shown(value: object) -> str:
     """A value in a message, cut short."""
@@ -48,7 +54,7 @@ def shown(value: object) -> str:
     return text if len(text) <= _SHOWN else text[: _SHOWN - 3] + "..."
 
 
-def shown_scalar(scalar: Any) -> str:
+def shown_scalar(scalar: pa.Scalar) -> str:
     """:func:`shown` of an Arrow scalar; of a text that is not UTF-8 its bytes, of a date after 9999 why it has none."""
     try:
         return shown(scalar.as_py())

@@ -18,7 +18,7 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from itertools import accumulate, islice
-from typing import Any
+from typing import Any, Protocol, TypeAlias, TypeVar
 
 from shardrec import DataError
 from shardrec.files import UnreachableError
@@ -34,6 +34,17 @@ __all__ = ["Arrival", "Feed", "watermark"]
 _MANIFEST_BYTES = 1 << 20
 """Bytes of a manifest that are read at once."""
 
+Position: TypeAlias = Mapping[str, Any]
+"""What an arrival has and what is taken by then: ``files``, ``taken``, ``kinds`` and ``left_out``; JSON-compatible."""
+
+_Value = TypeVar("_Value")
+
+
+class Gathered(Protocol):
+    """Gives every rank the values of all ranks."""
+
+    def __call__(self, value: _Value, /) -> list[_Value]: ...
+
 
 @dataclass(frozen=True, kw_only=True)
 class Arrival:
@@ -45,10 +56,10 @@ class Arrival:
     """
 
     rows: FileClickData
-    listing: Mapping[str, Any]
+    listing: Position
 
     @property
-    def position(self) -> dict[str, Any]:
+    def position(self) -> Position:
         """For :meth:`Feed.seek`, after which the next poll gives these rows again; JSON-compatible."""
         return {**self.listing, "counted": [asdict(info) for info in self.rows.files]}
 
@@ -83,7 +94,7 @@ class Feed:
         spec: FeatureSpec,
         opened: Callable[[Sequence[str], Sequence[FileInfo]], FileClickData],
         *,
-        gathered: Callable[[Any], list[Any]] = lambda value: [value],
+        gathered: Gathered = lambda value: [value],
         is_lead: bool = True,
         most: int = 64,
         skips: bool = False,
@@ -93,7 +104,7 @@ class Feed:
         self._most, self._skips = most, skips
         self._taken: set[str] = set()
         self._kinds: dict[str, tuple[str, str]] = {}
-        self._next: Mapping[str, Any] | None = None
+        self._next: Position | None = None
         self.left_out = 0
 
     def poll(self, *, last: bool = False) -> Arrival | None:
@@ -108,6 +119,7 @@ class Feed:
                 been.
         """
         listing = self._gathered(self._listing(last) if self._is_lead else None)[0]
+        assert listing is not None, "the first rank has looked"
         if isinstance(listing, DataError):
             raise listing
         rows, fault = None, None
@@ -125,16 +137,16 @@ class Feed:
         self.left_out += listing["left_out"]
         return None if rows is None else Arrival(rows=rows, listing=listing)
 
-    def position(self) -> Mapping[str, Any]:
+    def position(self) -> Position:
         """For :meth:`seek`: of the rows that follow those polled; JSON-compatible."""
         return self._next or {"taken": sorted(self._taken), "kinds": self._kinds, "files": [], "left_out": 0}
 
-    def seek(self, position: Mapping[str, Any]) -> None:
+    def seek(self, position: Position) -> None:
         """Go on from there, or from the position of an arrival."""
         self._taken, self._next = set(position["taken"]), position if position["files"] else None
         self._kinds = {name: (kind, path) for name, (kind, path) in position["kinds"].items()}
 
-    def _listing(self, last: bool) -> dict[str, Any] | DataError:
+    def _listing(self, last: bool) -> Position | DataError:
         """The position of what has arrived, after which ``taken`` is taken; or the fault."""
         try:
             is_topic = self._source.startswith(TOPIC)
@@ -164,7 +176,7 @@ class Feed:
         except DataError as error:
             return error
 
-    def _arrived(self, names: Sequence[str], last: bool) -> dict[str, Any]:
+    def _arrived(self, names: Sequence[str], last: bool) -> Position:
         """Of the first files that can be read, the position if nothing else was taken before."""
         files: list[str] = []
         bad: list[str] = []
@@ -190,7 +202,6 @@ class Feed:
         return {"files": files, "taken": [*files, *bad], "kinds": kinds, "left_out": len(bad)}
 
     def _names(self) -> list[str]:
-        """All names of the folder or the pattern."""
         names = files_of(self._source, least=0)
         if names in ([], [self._source]):
             check_listable(self._source)
@@ -240,5 +251,5 @@ def _hidden(name: str) -> bool:
     return path_of(name).rpartition("/")[2].startswith((".", "_"))
 
 
-def _known(info: Mapping[str, Any]) -> FileInfo:
+def _known(info: Position) -> FileInfo:
     return FileInfo(**{**info, "groups": tuple(info["groups"])})

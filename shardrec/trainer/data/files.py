@@ -1,4 +1,4 @@
-"""``FileClickData``: batches from files of columns, by a spec of the features."""
+"""``FileClickData``: batches from files of columns, by a spec of the features; ``open_click_data`` opens them."""
 
 from __future__ import annotations
 
@@ -10,29 +10,39 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from shardrec import ConfigError, DataError
-from shardrec.trainer.data.batch import ClickBatch
-from shardrec.trainer.data.click_data import ClickData
+from shardrec.trainer.data.click_data import ClickBatch, ClickData
 from shardrec.trainer.data.encode import encode
 from shardrec.trainer.data.fault import Reason
-from shardrec.trainer.data.order import STREAMS, Chunk, deal, slices, stream_count, stream_share
+from shardrec.trainer.data.order import STREAMS, BatchRequest, Chunk, deal, slices, stream_count, stream_share
+from shardrec.trainer.data.planted import SyntheticConfig
 from shardrec.trainer.data.reading import Part, Reader, StreamRows, shuffled
-from shardrec.trainer.data.rows import NO_TIME, join_rows
+from shardrec.trainer.data.rows import NO_TIME, ClickRows, join_rows
 from shardrec.trainer.data.schema import ClickSchema
-from shardrec.trainer.data.spec import FeatureSpec
-from shardrec.trainer.data.split import BatchRequest
+from shardrec.trainer.data.spec import FeatureSpec, criteo_spec
+from shardrec.trainer.data.synthetic import SyntheticClickData
 from shardrec.trainer.data.tables import FileInfo, check_file, counted, is_of_file
+from shardrec.trainer.data.urls import files_of
 
-__all__ = ["FileClickData", "check_kinds"]
+__all__ = ["Each", "FileClickData", "check_kinds", "open_click_data"]
+
+_Item = TypeVar("_Item")
+_Result = TypeVar("_Result")
 
 _THREADS = 2
 _ROWS_AHEAD = 1 << 19
 """Most rows that a rank decodes at once, over its streams; as many are ready, and as many are taken from."""
+
+
+class Each(Protocol):
+    """Calls a function for each item, as ``map`` does; for instance on other ranks."""
+
+    def __call__(self, function: Callable[[_Item], _Result], items: Sequence[_Item], /) -> Iterable[_Result]: ...
 
 
 class FileClickData(ClickData):
@@ -115,7 +125,7 @@ class FileClickData(ClickData):
         self.count()
         return sum(chunk.kept for chunk in self._chunks[False])
 
-    def count(self, each: Callable[[Callable[[Any], Any], Sequence[Any]], Iterable[Any]] = map) -> None:
+    def count(self, each: Each = map) -> None:
         """Count the rows, on which their order depends; the first pass does it otherwise.
 
         Parquet's footers tell them. The lines of text are counted, which reads all of it; where groups of rows are held
@@ -224,7 +234,8 @@ class FileClickData(ClickData):
         size = request.global_size
         dealt, lengths = self._dealt(size, epoch, held=epoch is None)
         total, at_once = int(lengths.sum()), -(-int((lengths > 0).sum()) // request.world_size)
-        reader = self._reader = self._new_reader(held=epoch is None, part=_part_of_block(at_once))
+        part = min(1.0, _ROWS_AHEAD / 16_384 / max(1, at_once))  # of a usual block
+        reader = self._reader = self._new_reader(held=epoch is None, part=part)
         window = max(1, self._shuffle // len(dealt))
         opened: dict[int, StreamRows] = {}
 
@@ -265,24 +276,49 @@ class FileClickData(ClickData):
             )
 
     def _batch(self, parts: Sequence[Part], skipped: Counter[str]) -> ClickBatch:
-        for fault in (fault for part in parts for fault in part.faults if fault.reason is not Reason.ABSENT):
+        for fault in (fault for part in parts for fault in part.faults.values() if fault.reason is not Reason.ABSENT):
             if not self._skips:
-                raise DataError(fault.message)
+                raise DataError(str(fault))
             skipped[fault.reason.value] += 1
         rows = join_rows([part.rows for part in parts] or [self._no_rows()])
         if rows.times is not None:
             self.latest = float(rows.times.max(initial=self.latest))
         return rows.to_batch(self.schema)
 
-    def _no_rows(self) -> Any:
+    def _no_rows(self) -> ClickRows:
         import pyarrow as pa
 
         return encode(pa.table({name: pa.array([], pa.string()) for name in self.spec.sources}), self.spec).rows
 
 
-def _part_of_block(streams: int) -> float:
-    """Of a usual block, the part that is read of each stream at a time."""
-    return min(1.0, _ROWS_AHEAD / 16_384 / max(1, streams))
+def open_click_data(
+    source: SyntheticConfig | str | os.PathLike[str] | Sequence[str | os.PathLike[str]],
+    spec: FeatureSpec | None = None,
+    **options: Any,
+) -> FileClickData | SyntheticClickData:
+    """Opens rows of clicks.
+
+    Args:
+        source: a :class:`SyntheticConfig`; or files, read as one stream: a name, a folder, a pattern, a URL of one of
+            these, or a sequence of them.
+        spec: what the files' columns are; :func:`criteo_spec` by default.
+        options: of :class:`FileClickData`.
+
+    Returns:
+        The source, as a :class:`ClickData`; a synthetic one also has ``best_metrics()``, a file ``skipped``.
+
+    Raises:
+        ConfigError: an option out of range, or one for files given with a :class:`SyntheticConfig`.
+        DataError: a file that cannot be read.
+    """
+    if isinstance(source, SyntheticConfig):
+        option_names = [*options, *(["spec"] if spec is not None else [])]
+        if option_names:
+            raise ConfigError(f"{', '.join(option_names)} given with a SyntheticConfig: set its own fields instead")
+        return SyntheticClickData(source)
+    paths = [source] if isinstance(source, (str, os.PathLike)) else source
+    files = [name for path in paths for name in files_of(os.fspath(path))]
+    return FileClickData(files, criteo_spec() if spec is None else spec, **options)
 
 
 def check_kinds(files: Sequence[FileInfo], kinds: dict[str, tuple[str, str]]) -> None:

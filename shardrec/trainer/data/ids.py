@@ -13,26 +13,28 @@ Legend: V values of one column.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
 from shardrec.launch import has_operators
-from shardrec.trainer.data.arrays import is_text, plain
+from shardrec.trainer.data.arrays import is_null, is_text, mask, plain
 from shardrec.trainer.data.preprocess import mixed
+
+if TYPE_CHECKING:
+    import pyarrow as pa
 
 __all__ = ["ID_WORDS", "exact_below", "hash_texts", "id_keys", "id_texts", "text_keys", "vocabulary_places"]
 
 ID_WORDS = "give a text in UTF-8, or a whole number; as a float one below 2^53 (float32: 2^24), where it is exact"
 _OF_FLOATS = r"^-?(0|[1-9][0-9]*)(\.0*|\.[0-9]+[eE][+]?[0-9]+)$"
-_NIBBLES = np.full(256, 255, dtype=np.uint8)
-for _digits in (b"0123456789abcdef", b"0123456789ABCDEF"):
-    _NIBBLES[np.frombuffer(_digits, dtype=np.uint8)] = np.arange(16)
 
 
-def id_keys(array: Any, *, spread: bool = True) -> tuple[NDArray[np.uint64], NDArray[np.bool_], NDArray[np.bool_]]:
+def id_keys(
+    array: pa.Array | pa.ChunkedArray, *, spread: bool = True
+) -> tuple[NDArray[np.uint64], NDArray[np.bool_], NDArray[np.bool_]]:
     """A column of ids as 64-bit keys (V,), which are missing, and which are bad.
 
     Args:
@@ -42,7 +44,7 @@ def id_keys(array: Any, *, spread: bool = True) -> tuple[NDArray[np.uint64], NDA
     import pyarrow as pa
 
     values, fraction, bad = _ids(plain(array))
-    null = np.asarray(values.is_null().to_numpy(zero_copy_only=False))
+    null = is_null(values)
     if pa.types.is_null(values.type):
         return np.zeros(len(null), dtype=np.uint64), null, bad
     if is_text(values.type):
@@ -53,7 +55,9 @@ def id_keys(array: Any, *, spread: bool = True) -> tuple[NDArray[np.uint64], NDA
     return (mixed(raw) if spread else raw), null, bad | fraction
 
 
-def vocabulary_places(array: Any, vocabulary: Sequence[str]) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
+def vocabulary_places(
+    array: pa.Array | pa.ChunkedArray, vocabulary: Sequence[str]
+) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
     """The place of each value (V,) in a vocabulary, -1 for another value; and which are bad.
 
     A value as its column writes it (``false``, ``7.0``), which vocabularies of older versions have, goes before its id.
@@ -70,12 +74,12 @@ def vocabulary_places(array: Any, vocabulary: Sequence[str]) -> tuple[NDArray[np
     return numbers, bad & (numbers < 0)
 
 
-def id_texts(array: Any) -> tuple[Any, Any, NDArray[np.bool_]]:
+def id_texts(array: pa.Array | pa.ChunkedArray) -> tuple[pa.Array, pa.Array, NDArray[np.bool_]]:
     """Values as written and their ids, null for missing ones, as large_binary arrays (V,); and which are bad."""
     import pyarrow as pa
     import pyarrow.compute as pc
 
-    def as_binary(array: Any) -> Any:
+    def as_binary(array: pa.Array) -> pa.Array:
         return (array if is_text(array.type) else array.cast(pa.string())).cast(pa.large_binary())
 
     array = plain(array)
@@ -86,14 +90,14 @@ def id_texts(array: Any) -> tuple[Any, Any, NDArray[np.bool_]]:
     return written, pc.if_else(pa.array(fraction), written, ids) if fraction.any() else ids, bad
 
 
-def exact_below(kind: Any) -> float:
+def exact_below(kind: pa.DataType) -> float:
     """The number below which floats of an Arrow type tell whole numbers apart; infinite for other types."""
     import pyarrow as pa
 
     return {16: 2.0**11, 32: 2.0**24, 64: 2.0**53}[kind.bit_width] if pa.types.is_floating(kind) else np.inf
 
 
-def _ids(array: Any) -> tuple[Any, NDArray[np.bool_], NDArray[np.bool_]]:
+def _ids(array: pa.Array) -> tuple[pa.Array, NDArray[np.bool_], NDArray[np.bool_]]:
     """The ids of an Arrow array (V,), integers or texts; which have a fraction, and which others are none."""
     import pyarrow as pa
     import pyarrow.compute as pc
@@ -105,8 +109,7 @@ def _ids(array: Any) -> tuple[Any, NDArray[np.bool_], NDArray[np.bool_]]:
         array = array.cast(pa.int8())
     elif pa.types.is_decimal(array.type):  # which floats would round
         whole = array.cast(pa.decimal256(76, 0), safe=False)
-        is_whole = pc.equal(whole.cast(array.type, safe=False), array).fill_null(True)
-        fraction = ~np.asarray(is_whole.to_numpy(zero_copy_only=False))
+        fraction = ~mask(pc.equal(whole.cast(array.type, safe=False), array).fill_null(True))
         array = whole.cast(pa.string())
     elif pa.types.is_floating(array.type):
         numbers = np.asarray(array.cast(pa.float64()).to_numpy(zero_copy_only=False))  # NaN for a null
@@ -117,7 +120,7 @@ def _ids(array: Any) -> tuple[Any, NDArray[np.bool_], NDArray[np.bool_]]:
     return array, fraction, bad
 
 
-def _text_ids(array: Any) -> tuple[Any, NDArray[np.bool_], NDArray[np.bool_]]:
+def _text_ids(array: pa.Array) -> tuple[pa.Array, NDArray[np.bool_], NDArray[np.bool_]]:
     """:func:`_ids` of texts, most columns of which are looked through once, for a '.'."""
     import pyarrow as pa
     import pyarrow.compute as pc
@@ -135,13 +138,13 @@ def _text_ids(array: Any) -> tuple[Any, NDArray[np.bool_], NDArray[np.bool_]]:
     data, starts, lengths = _bytes(texts)
     last = data.take(starts + lengths - 1, mode="clip")  # of most names of sites and files a letter
     ends_so = (last == ord(".")) | ((last >= ord("0")) & (last <= ord("9")))
-    matches = pc.match_substring_regex(texts.filter(pa.array(ends_so)), _OF_FLOATS).fill_null(False)
-    places = np.flatnonzero(ends_so)[np.asarray(matches.to_numpy(zero_copy_only=False))]
+    matches = mask(pc.match_substring_regex(texts.filter(pa.array(ends_so)), _OF_FLOATS).fill_null(False))
+    places = np.flatnonzero(ends_so)[matches]
     if not len(places):
         return array, fraction, bad
     floats = texts.take(pa.array(places)).cast(pa.large_string())
     numbers = np.asarray(floats.cast(pa.float64()).to_numpy(zero_copy_only=False))
-    has_exponent = pc.match_substring(floats, "e", ignore_case=True).to_numpy(zero_copy_only=False)
+    has_exponent = mask(pc.match_substring(floats, "e", ignore_case=True))
     inexact = has_exponent | (np.abs(numbers) >= exact_below(pa.float64()))
     bad[places[inexact]], is_whole = True, np.zeros(len(array), dtype=np.bool_)
     is_whole[places[~inexact]] = True
@@ -150,10 +153,14 @@ def _text_ids(array: Any) -> tuple[Any, NDArray[np.bool_], NDArray[np.bool_]]:
 
 
 def text_keys(
-    array: Any, *, hexadecimal: bool = False, spread: bool = False
+    array: pa.Array, *, hexadecimal: bool = False, spread: bool = False
 ) -> tuple[NDArray[np.uint64], NDArray[np.bool_], NDArray[np.bool_]]:
     """Texts as 64-bit keys (N,), which are empty, and which are no hexadecimal numbers although they are to be."""
     import pyarrow as pa
+    import pyarrow.compute as pc
+
+    def matches(texts: pa.LargeBinaryArray, pattern: str) -> NDArray[np.bool_]:
+        return mask(pc.match_substring_regex(texts, pattern).fill_null(False))
 
     if has_operators() and len(array):  # an empty column may have no offsets
         is_large = pa.types.is_large_string(array.type) or pa.types.is_large_binary(array.type)
@@ -165,14 +172,23 @@ def text_keys(
             content = torch.from_dlpack(pa.Array.from_buffers(pa.uint8(), data_buffer.size, [None, data_buffer]))
         keys, bad = torch.ops.shardrec.text_keys(content, offsets, hexadecimal, spread)
         return keys.numpy().view(np.uint64), (offsets[1:] == offsets[:-1]).numpy(), bad.numpy()
-    data, starts, lengths = _bytes(array.cast(pa.large_binary()))
-    missing = lengths == 0
+    texts = array.cast(pa.large_binary())
+    data, starts, lengths = _bytes(texts)
+    raw, missing = np.zeros(len(texts), dtype=np.uint64), lengths == 0
     if hexadecimal:
-        raw, bad = _hexadecimal(data, starts, lengths)
-        return raw, missing, bad & ~missing
-    raw, number = _decimal(data, starts, lengths)
-    text = np.flatnonzero(~number)
+        is_number = matches(texts, r"^[0-9a-fA-F]{1,16}$")
+        digits = texts.filter(pa.array(is_number)).cast(pa.string())
+        raw[is_number] = pc.binary_join_element_wise("0x", digits, "").cast(pa.uint64()).to_numpy()
+        return raw, missing, ~(is_number | missing)
+    is_short, is_long = matches(texts, r"^(0|-?[1-9][0-9]{0,17})$"), matches(texts, r"^-?[1-9][0-9]{18,19}$")
+    small = texts.filter(pa.array(is_short)).cast(pa.large_string()).cast(pa.int64())
+    raw[is_short] = small.to_numpy().view(np.uint64)
+    large = [int(text) for text in texts.filter(pa.array(is_long)).to_pylist()]
+    fits = np.array([-(2**63) <= number < 2**64 for number in large], dtype=np.bool_)
+    raw[is_long] = np.array([number % 2**64 for number in large], dtype=np.uint64)
     raw = mixed(raw) if spread else raw
+    is_long[is_long] = fits
+    text = np.flatnonzero(~(is_short | is_long))
     raw[text] = hash_texts(data, starts[text], lengths[text])
     return raw, missing, np.zeros(len(raw), dtype=np.bool_)
 
@@ -195,53 +211,7 @@ def hash_texts(data: NDArray[np.uint8], starts: NDArray[np.int64], lengths: NDAr
     return mixed(sums[ends] - sums[ends - lengths])
 
 
-def _decimal(
-    data: NDArray[np.uint8], starts: NDArray[np.int64], lengths: NDArray[np.int64]
-) -> tuple[NDArray[np.uint64], NDArray[np.bool_]]:
-    """Whole numbers of 64 bits as they are usually written (``7``, ``-7``, not ``07`` or ``+7``), modulo 2^64; and
-    which texts are such."""
-    raw = np.zeros(len(starts), dtype=np.uint64)
-    number = np.zeros(len(starts), dtype=np.bool_)
-    at = np.flatnonzero((lengths > 0) & (lengths <= 20))
-    first = data[starts[at]]
-    at = at[((first >= 48) & (first <= 57)) | (first == 45)]
-    if not len(at):
-        return raw, number
-    minus = data[starts[at]] == 45
-    begin, digits = starts[at] + minus, lengths[at] - minus
-    good = digits > 0
-    leading = data.take(begin, mode="clip")
-    good &= (leading != 48) | ((digits == 1) & ~minus)
-    value = np.zeros(len(at), dtype=np.uint64)
-    tenth, last = np.uint64(2**64 // 10), np.uint64(2**64 % 10 - 1)
-    for place in range(int(digits.max(initial=0))):
-        inside = place < digits
-        digit = (data.take(begin + place, mode="clip") - np.uint8(48)).astype(np.uint64)
-        good &= ~inside | (digit <= 9)
-        if place == 19:  # the only one that can pass 2^64
-            good &= ~inside | (value < tenth) | ((value == tenth) & (digit <= last))
-        value = np.where(inside, value * np.uint64(10) + digit, value)
-    good &= ~minus | (value <= np.uint64(2**63))
-    raw[at] = np.where(minus, np.uint64(0) - value, value)
-    number[at] = good
-    return raw, number
-
-
-def _hexadecimal(
-    data: NDArray[np.uint8], starts: NDArray[np.int64], lengths: NDArray[np.int64]
-) -> tuple[NDArray[np.uint64], NDArray[np.bool_]]:
-    """Numbers of 1 to 16 hexadecimal digits, and which texts are not such."""
-    raw = np.zeros(len(starts), dtype=np.uint64)
-    bad = (lengths < 1) | (lengths > 16)
-    for place in range(min(16, int(lengths.max(initial=0)))):
-        inside = place < lengths
-        nibble = _NIBBLES[data.take(starts + place, mode="clip")]
-        bad |= inside & (nibble > 15)
-        raw = np.where(inside, raw * np.uint64(16) + nibble, raw)
-    return raw, bad
-
-
-def _bytes(array: Any) -> tuple[NDArray[np.uint8], NDArray[np.int64], NDArray[np.int64]]:
+def _bytes(array: pa.LargeBinaryArray) -> tuple[NDArray[np.uint8], NDArray[np.int64], NDArray[np.int64]]:
     """The bytes of a large_binary column, and the first of each value and how many it has (none of a null)."""
     _, offsets_buffer, data_buffer = array.buffers()
     offsets = np.frombuffer(offsets_buffer, dtype=np.int64, count=array.offset + len(array) + 1)[array.offset :]

@@ -16,7 +16,7 @@ import warnings
 from collections import deque
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 from zlib import crc32
 
 from shardrec import DataError
@@ -25,6 +25,10 @@ from shardrec.trainer.data.fault import Reason, RowFault
 from shardrec.trainer.data.records import decoder_of
 from shardrec.trainer.data.request import table_of
 from shardrec.trainer.data.spec import FeatureSpec
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+    from confluent_kafka import Consumer, KafkaError  # an extra
 
 __all__ = ["Range", "check_last", "new_ranges", "range_of", "read_range"]
 
@@ -59,7 +63,7 @@ _KEEP = (
     "keep records for longer (retention.ms, retention.bytes); leave out those that are gone (--on-bad-row skip), or, "
     "if the topic was made anew, start a new run in another folder (--out)"
 )
-_idle: dict[str, list[Any]] = {}
+_idle: dict[str, list[Consumer]] = {}
 """Consumers that read nothing now, by their brokers: a new one takes threads and connections."""
 
 
@@ -169,14 +173,18 @@ def _last_of(source: str, ranges: Iterable[Range]) -> dict[int, str]:
             if silent_s > _REQUEST_S:
                 raise UnreachableError(f"{source} cannot be read (no record comes of partitions {[*left]}): {_REACH}")
             for message in messages:
-                offset = left.pop(message.partition(), None)
+                partition = message.partition()
+                assert partition is not None, "it comes from one"
+                offset = left.pop(partition, None)
                 if message.error() is None and message.offset() == offset:
                     value = crc32(message.value() or b"", crc32(message.key() or b""))
-                    marks[message.partition()] = f"{max(0, message.timestamp()[1]):x}-{value:08x}"
+                    marks[partition] = f"{max(0, message.timestamp()[1]):x}-{value:08x}"
     return marks
 
 
-def read_range(path: str, spec: FeatureSpec, start: int, at_once: int) -> Iterator[tuple[Any, dict[int, RowFault]]]:
+def read_range(
+    path: str, spec: FeatureSpec, start: int, at_once: int
+) -> Iterator[tuple[pa.Table, dict[int, RowFault]]]:
     """Tables of a range's records, without those of the first ``start`` offsets, and faults of the others by place.
 
     Args:
@@ -200,7 +208,7 @@ def read_range(path: str, spec: FeatureSpec, start: int, at_once: int) -> Iterat
             silent_s = 0.0 if messages else silent_s + _LOOK_S
             if silent_s > _SILENT_S:
                 raise UnreachableError(f"{path} cannot be read (offset {at} has not come in {_SILENT_S:g} s): {_REACH}")
-            rows: list[Any] = []
+            rows: list[object] = []
             for message in messages:
                 error = message.error()
                 if error is not None and error.code() != KafkaError._PARTITION_EOF:
@@ -214,7 +222,9 @@ def read_range(path: str, spec: FeatureSpec, start: int, at_once: int) -> Iterat
                     rows += [_GONE] * (min(oldest, stop) - at - len(rows))
                     consumer.assign([TopicPartition(topic, partition, oldest)])
                     break
-                place = min(message.offset(), stop) - at
+                offset = message.offset()
+                assert offset is not None, "also the end of a partition has one"
+                place = min(offset, stop) - at
                 rows += [_ABSENT] * (place - len(rows))
                 if error is None and len(rows) == place < stop - at:
                     rows.append(decode(message.value() or b""))
@@ -224,7 +234,7 @@ def read_range(path: str, spec: FeatureSpec, start: int, at_once: int) -> Iterat
 
 
 @contextmanager
-def _consumer(path: str) -> Iterator[Any]:
+def _consumer(path: str) -> Iterator[Consumer]:
     """A consumer, of which errors are those of reading ``path``."""
     from confluent_kafka import Consumer, KafkaException  # an extra
 
@@ -249,7 +259,7 @@ def _consumer(path: str) -> Iterator[Any]:
             idle.append(consumer)
 
 
-def _options() -> dict[str, Any]:
+def _options() -> dict[str, str | int | float]:
     """Options of librdkafka, such as those of TLS and SASL."""
     try:
         options = parse_json(os.environ.get(_OPTIONS, "{}"))
@@ -263,14 +273,14 @@ def _options() -> dict[str, Any]:
     return options
 
 
-def _is_gone(error: Any) -> bool:
+def _is_gone(error: KafkaError) -> bool:
     """Whether a partition has no such offset."""
     from confluent_kafka import KafkaError  # an extra
 
     return error.code() in (KafkaError._AUTO_OFFSET_RESET, KafkaError.OFFSET_OUT_OF_RANGE)
 
 
-def _fault(path: str, error: Any) -> DataError:
+def _fault(path: str, error: KafkaError) -> DataError:
     from confluent_kafka import KafkaError  # an extra
 
     if _is_gone(error):

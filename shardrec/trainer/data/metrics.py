@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from shardrec import ConfigError
-from shardrec.trainer.data.ranking import RankingMetrics, ranking_metrics
+from shardrec.trainer.data.ranking import RankingMetrics, check_scores, ranking_metrics
 
 __all__ = ["ClickMetrics", "area_under_roc", "click_metrics"]
 
@@ -117,10 +117,7 @@ def _check(target: NDArray[np.float64], score: NDArray[np.generic]) -> None:
         raise ConfigError(f"labels has {target.size} values and scores {score.size}: give one score per label")
     if target.size == 0 or not (target.min() >= 0 and target.max() <= 1):
         raise ConfigError("labels must be a non-empty array of values from 0 to 1")
-    if np.isnan(score).any():
-        raise ConfigError(
-            f"{int(np.isnan(score).sum())} of {score.size} scores are not numbers: has training diverged?"
-        )
+    check_scores(score)
 
 
 def _cross_entropy(target: NDArray[np.float64], predicted: NDArray[np.float64]) -> float:

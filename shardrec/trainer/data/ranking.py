@@ -13,7 +13,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from shardrec import ConfigError
 
-__all__ = ["RankingMetrics", "placed_metrics", "ranking_metrics"]
+__all__ = ["RankingMetrics", "check_scores", "placed_metrics", "ranking_metrics"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,10 +59,7 @@ def ranking_metrics(labels: ArrayLike, scores: ArrayLike, groups: ArrayLike, k: 
         raise ConfigError(
             f"labels, scores and groups have {target.size}, {score.size} and {group.size} values: give one per row"
         )
-    if np.isnan(score).any():
-        raise ConfigError(
-            f"{int(np.isnan(score).sum())} of {score.size} scores are not numbers: has training diverged?"
-        )
+    check_scores(score)
     if target.sum() == 0:
         raise ConfigError(f"none of {target.size} rows was clicked: ranking metrics need groups with a clicked row")
     # By group, then from the highest score down; of equal ones, the clicked rows last.
@@ -72,6 +69,14 @@ def ranking_metrics(labels: ArrayLike, scores: ArrayLike, groups: ArrayLike, k: 
     sizes = np.diff(np.r_[first, len(group)])
     place = np.arange(len(group)) - np.repeat(first, sizes)
     return _metrics(target, place, first, k, _gauc(target, score, first, sizes, np.add.reduceat(target, first)))
+
+
+def check_scores(score: NDArray[np.generic]) -> None:
+    """Raise if some scores, (N,), are not numbers."""
+    if np.isnan(score).any():
+        raise ConfigError(
+            f"{int(np.isnan(score).sum())} of {score.size} scores are not numbers: has training diverged?"
+        )
 
 
 def placed_metrics(

@@ -8,10 +8,9 @@ from __future__ import annotations
 
 import math
 import warnings
-from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Executor
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 
 import numpy as np
@@ -20,24 +19,14 @@ from numpy.typing import NDArray
 from shardrec import DataError
 from shardrec.trainer.data.encode import Dictionary, Encoded, encode
 from shardrec.trainer.data.fault import Reason, RowFault
-from shardrec.trainer.data.order import Chunk
+from shardrec.trainer.data.order import Chunk, held_out
 from shardrec.trainer.data.rows import NO_TIME, ClickRows, bags_at, join_rows
 from shardrec.trainer.data.spec import FeatureSpec
-from shardrec.trainer.data.split import held_out
 from shardrec.trainer.data.tables import FileInfo, TableBlock, is_of_file, read_blocks
 
-__all__ = ["Fault", "Part", "Reader", "StreamRows", "shuffled"]
+__all__ = ["Part", "Reader", "StreamRows", "shuffled"]
 
 _BROKEN_AT_ONCE = 16_384
-
-
-@dataclass(frozen=True, kw_only=True)
-class Fault:
-    """A row that cannot be read: its place in a part, why, and a message that names file, row group, row and remedy."""
-
-    place: int
-    reason: Reason
-    message: str
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -46,26 +35,20 @@ class Part:
 
     Attributes:
         rows: the good ones.
-        faults: of the others, by place.
+        faults: of the others, by their places in the part; each says file, row group and row.
     """
 
     rows: ClickRows
-    faults: tuple[Fault, ...] = ()
+    faults: dict[int, RowFault] = field(default_factory=dict)
 
     def __len__(self) -> int:
         return len(self.rows) + len(self.faults)
 
     def between(self, start: int, stop: int) -> Part:
         """Rows ``start`` to ``stop`` (not included)."""
-        if not self.faults:
-            return Part(rows=self.rows.between(start, stop))
-        places = [fault.place for fault in self.faults]
-        first, last = bisect_left(places, start), bisect_left(places, stop)
-        return Part(rows=self.rows.between(start - first, stop - last), faults=_moved(self.faults[first:last], -start))
-
-
-def _moved(faults: Sequence[Fault], by: int) -> tuple[Fault, ...]:
-    return tuple(Fault(place=fault.place + by, reason=fault.reason, message=fault.message) for fault in faults)
+        first = start - sum(place < start for place in self.faults)
+        faults = {place - start: fault for place, fault in self.faults.items() if start <= place < stop}
+        return Part(rows=self.rows.between(first, first + stop - start - len(faults)), faults=faults)
 
 
 @dataclass(kw_only=True, eq=False)
@@ -91,10 +74,8 @@ class Reader:
     part: float = 1.0
     skips: bool = False
     bounds: tuple[float, float] = (NO_TIME, math.inf)
-
-    def __post_init__(self) -> None:
-        self.decoded: dict[int, int] = {}
-        self.good = False
+    decoded: dict[int, int] = field(default_factory=dict, init=False)
+    good: bool = field(default=False, init=False)
 
     def kept(self, chunk: Chunk) -> int:
         """The rows of a chunk that are on this side: of groups by reading them."""
@@ -157,7 +138,7 @@ class Reader:
     ) -> Part:
         if self._by_group and any(fault.reason is Reason.DAMAGED for fault in block.faults.values()):
             fault = next(iter(block.faults.values()))  # it is not known which groups have its rows
-            raise DataError(f"{info.path}:{block.first + info.first_line}: {fault.where}; {fault.remedy}")
+            raise DataError(f"{info.path}:{block.first + info.first_line}: {fault}")
         encoded = encode(block.table, self.spec, dictionaries=dictionaries)
         if encoded.rows.times is not None:
             self._add_untimely(encoded, encoded.rows.times)
@@ -175,17 +156,16 @@ class Reader:
         good[list(encoded.faults)] = False
         place = np.cumsum(kept) - 1
         where = f"{info.path}:" if len(info.groups) == 1 else f"{info.path}: row group {group}, row "
-        remedy = "or leave such rows out (on_bad_row: skip, --on-bad-row skip)"
-        broken = (
-            Fault(
-                place=int(place[number - block.first]),
-                reason=fault.reason,
-                message=f"{where}{number + info.first_line}: {fault.where}; {fault.remedy}, {remedy}",
+        broken = {
+            int(place[number - block.first]): replace(
+                fault,
+                where=f"{where}{number + info.first_line}: {fault.where}",
+                remedy=f"{fault.remedy}, or leave such rows out (on_bad_row: skip, --on-bad-row skip)",
             )
             for number, fault in sorted(faults.items())
             if kept[number - block.first]
-        )
-        return Part(rows=encoded.rows.where(good), faults=tuple(broken))
+        }
+        return Part(rows=encoded.rows.where(good), faults=broken)
 
     def _add_untimely(self, encoded: Encoded, times: NDArray[np.float64]) -> None:
         """Add the faults of rows with event times out of the bounds."""
@@ -271,6 +251,9 @@ def _windows(parts: Iterator[Part], size: int) -> Iterator[Part]:
 
 
 def _joined(parts: Sequence[Part]) -> Part:
-    starts = np.cumsum([0, *map(len, parts)]).tolist()
-    faults = [fault for part, start in zip(parts, starts, strict=False) for fault in _moved(part.faults, start)]
-    return Part(rows=join_rows([part.rows for part in parts]), faults=tuple(faults))
+    faults: dict[int, RowFault] = {}
+    start = 0
+    for part in parts:
+        faults |= {start + place: fault for place, fault in part.faults.items()}
+        start += len(part)
+    return Part(rows=join_rows([part.rows for part in parts]), faults=faults)

@@ -11,7 +11,6 @@ from collections.abc import Callable, Mapping, Sequence
 from datetime import date, time
 from decimal import Decimal
 from functools import lru_cache
-from typing import Any
 from uuid import UUID
 
 from shardrec import DataError
@@ -21,7 +20,7 @@ from shardrec.trainer.data.fault import Reason, RowFault
 
 __all__ = ["Decode", "decoder_of"]
 
-Decode = Callable[[bytes], Any]
+Decode = Callable[[bytes], object]
 """Gives a record's object, or the fault of one that is none."""
 
 _NAMES = {"json": set[str](), "avro": {"schema"}, "protobuf": {"schema", "message"}}
@@ -57,7 +56,7 @@ def decoder_of(options: str) -> Decode:
     )
     header = b"" if number is None else b"\0" + int(number).to_bytes(4, "big") + indexes
 
-    def decode_record(data: bytes) -> Any:
+    def decode_record(data: bytes) -> object:
         if not data.startswith(header):
             where = f"record {data[:16]!r} does not begin with the header {header!r} of schema_id={number}"
             return RowFault(reason=Reason.OBJECT, where=where, remedy="give that of the topic's records")
@@ -71,7 +70,7 @@ def decoder_of(options: str) -> Decode:
     return decode_record
 
 
-def _json(data: bytes) -> Any:
+def _json(data: bytes) -> object:
     try:
         return parse_json(data)
     except ValueError:
@@ -95,7 +94,7 @@ def _avro(path: str) -> tuple[Decode, bytes]:
     except (AttributeError, LookupError, OSError, SchemaParseException, TypeError, UnknownType, ValueError) as error:
         raise DataError(f"schema {path} is no schema of Avro ({type(error).__name__}: {error}): correct it") from error
 
-    def decode(data: bytes) -> Any:
+    def decode(data: bytes) -> object:
         stream = io.BytesIO(data)
         record = schemaless_reader(stream, schema, None)
         if rest := len(data) - stream.tell():
@@ -105,14 +104,14 @@ def _avro(path: str) -> tuple[Decode, bytes]:
     return decode, b""
 
 
-def _check_ends(schema: Any, inside: frozenset[str] = frozenset(), space: str = "") -> None:
+def _check_ends(schema: object, inside: frozenset[str] = frozenset(), space: str = "") -> None:
     """Raise a ValueError if a record can hold another one of its own: many levels of them would end the process."""
     match schema:
         case str() if schema in inside or f"{space}.{schema}" in inside:
             raise ValueError(f"record {schema} is within itself")
-        case {"type": "record" | "error", "name": str(name), "fields": Sequence() as fields}:
-            space, dot, _ = name.rpartition(".") if "." in name else (schema.get("namespace", space), ".", "")
-            full = name if "." in name or not space else f"{space}{dot}{name}"
+        case {"type": "record" | "error", "name": str(name), "fields": Sequence() as fields, **more}:
+            space = name.rpartition(".")[0] if "." in name else str(more.get("namespace", space) or "")
+            full = name if "." in name or not space else f"{space}.{name}"
             for field in fields:
                 _check_ends(field["type"], inside | {full}, space)
         case Mapping():
@@ -144,7 +143,7 @@ def _protobuf(path: str, name: str) -> tuple[Decode, bytes]:
         ) from error
     kind, lacking = GetMessageClass(described), {field.name: None for field in described.fields if field.has_presence}
 
-    def decode(data: bytes) -> Any:
+    def decode(data: bytes) -> object:
         try:
             return lacking | json_format.MessageToDict(
                 kind.FromString(data),
@@ -167,7 +166,7 @@ def _varint(number: int) -> bytes:
     return bytes([number]) if number < 128 else bytes([number % 128 + 128]) + _varint(number // 128)
 
 
-def _plain(value: Any) -> Any:
+def _plain(value: object) -> object:
     """A value as JSON has it: a date or time as a text, bytes as the text that they are."""
     match value:
         case bytes():

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, TypeGuard
 
 from shardrec import DataError
-from shardrec.trainer.data.batch import ClickBatch
+from shardrec.trainer.data.click_data import ClickBatch
 from shardrec.trainer.data.encode import encode
 from shardrec.trainer.data.fault import Reason, RowFault, shown
 from shardrec.trainer.data.spec import Feature, FeatureSpec
+
+if TYPE_CHECKING:
+    import pyarrow as pa
 
 __all__ = ["batch_of_request", "named_spec", "request_example", "table_of"]
 
@@ -18,7 +21,7 @@ _PLAIN = Feature(name="label", kind="dense")
 """How a label, a weight, a group or an event time is written."""
 
 
-def batch_of_request(rows: Any, spec: FeatureSpec) -> ClickBatch:
+def batch_of_request(rows: object, spec: FeatureSpec) -> ClickBatch:
     """The rows of a request, encoded as those of a file are.
 
     Each row is an object with exactly the spec's features: an ``id`` is a text or a number; a ``multi_hot`` feature or
@@ -41,7 +44,7 @@ def batch_of_request(rows: Any, spec: FeatureSpec) -> ClickBatch:
     table, faults = table_of(rows, named, labelled=False)
     encoded = encode(table, named, labelled=False)
     for number, fault in (faults or encoded.faults).items():
-        raise DataError(f"row {number}: {fault.where}; {fault.remedy}")
+        raise DataError(f"row {number}: {fault}")
     return encoded.rows.to_batch(spec.schema_)
 
 
@@ -55,8 +58,8 @@ def named_spec(spec: FeatureSpec) -> FeatureSpec:
     return FeatureSpec(**{**fields, "features": tuple(features), "columns": None})
 
 
-def table_of(rows: Sequence[Any], spec: FeatureSpec, *, labelled: bool) -> tuple[Any, dict[int, RowFault]]:
-    """Rows as a ``pyarrow.Table`` of those without faults, and the faults of the others by their numbers.
+def table_of(rows: Sequence[object], spec: FeatureSpec, *, labelled: bool) -> tuple[pa.Table, dict[int, RowFault]]:
+    """Rows as a table of those without faults, and the faults of the others by their numbers.
 
     Args:
         rows: objects as :func:`batch_of_request` takes them; or, of a row that is none, its fault.
@@ -72,7 +75,7 @@ def table_of(rows: Sequence[Any], spec: FeatureSpec, *, labelled: bool) -> tuple
     texts, faults = pa.string(), dict[int, RowFault]()
     types = {name: pa.list_(texts) if feature.is_list else texts for name, feature in features.items()}
     types |= {feature.weights: pa.list_(pa.float64()) for feature in spec.features if feature.weights}
-    columns: dict[str, list[Any]] = {name: [] for name in types}
+    columns: dict[str, list[object]] = {name: [] for name in types}
     for number, row in enumerate(rows):
         try:
             values = {} if isinstance(row, RowFault) else _values(row, features, more=labelled)
@@ -85,12 +88,12 @@ def table_of(rows: Sequence[Any], spec: FeatureSpec, *, labelled: bool) -> tuple
     return pa.table({name: pa.array(column, types[name]) for name, column in columns.items()}), faults
 
 
-def request_example(spec: FeatureSpec) -> dict[str, Any]:
+def request_example(spec: FeatureSpec) -> dict[str, object]:
     """A row of the form that :func:`batch_of_request` takes."""
     return {feature.name: _example(feature) for feature in spec.features}
 
 
-def _values(row: Any, features: Mapping[str, Feature], *, more: bool) -> dict[str, Any]:
+def _values(row: object, features: Mapping[str, Feature], *, more: bool) -> dict[str, object]:
     """What the columns have of a row, which may have more fields or not.
 
     Raises:
@@ -101,7 +104,7 @@ def _values(row: Any, features: Mapping[str, Feature], *, more: bool) -> dict[st
     for name in row if not more else ():
         if name not in features:
             raise DataError(f"field {name!r} is no feature: the features are {', '.join(features)}")
-    values = {}
+    values: dict[str, object] = {}
     for name, feature in features.items():
         if name not in row:
             raise DataError(f"field {name!r} is missing: give it, or null for a missing value")
@@ -111,7 +114,7 @@ def _values(row: Any, features: Mapping[str, Feature], *, more: bool) -> dict[st
     return values
 
 
-def _value(value: Any, feature: Feature) -> Any:
+def _value(value: object, feature: Feature) -> str | Sequence[str | None] | None:
     """A feature of a row as its column has it.
 
     Raises:
@@ -144,11 +147,11 @@ def _value(value: Any, feature: Feature) -> Any:
     return texts
 
 
-def _is_number(value: Any) -> bool:
+def _is_number(value: object) -> TypeGuard[int | float]:
     return isinstance(value, (int, float)) and abs(value) <= sys.float_info.max
 
 
-def _text(value: Any) -> str | None:
+def _text(value: object) -> str | None:
     """As a CSV file has it, whose ids are those of a Parquet file's numbers and booleans."""
     if isinstance(value, str):
         return value if _is_encodable(value) else None
@@ -159,7 +162,7 @@ def _text(value: Any) -> str | None:
     return f"{value:.1f}" if value.is_integer() else repr(value)  # of a large one without an exponent
 
 
-def _hexadecimal(value: Any) -> str | None:
+def _hexadecimal(value: object) -> str | None:
     if isinstance(value, int) and 0 <= value < 2**64:
         return f"{value:x}"
     return value if isinstance(value, str) and _is_encodable(value) else None
@@ -170,10 +173,10 @@ def _is_encodable(text: str) -> bool:
     return text.encode(errors="ignore").decode() == text
 
 
-def _example(feature: Feature) -> Any:
+def _example(feature: Feature) -> object:
     if feature.kind == "dense":
         return feature.mean if feature.mean and feature.transform == "none" else 0.5  # a value that is not extreme
-    make: Callable[[int], Any] = {
+    make: Callable[[int], object] = {
         "vocabulary": lambda place: (feature.values or ("",))[place % len(feature.values or ("",))],
         "buckets": lambda place: (feature.boundaries or (0.0,))[0],
         "number": lambda place: place,

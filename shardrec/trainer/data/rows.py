@@ -14,7 +14,7 @@ rank keeps.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 from functools import cached_property
 
 import numpy as np
@@ -23,13 +23,16 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from shardrec.trainer.data.batch import ClickBatch
+from shardrec.trainer.data.click_data import ClickBatch
 from shardrec.trainer.data.schema import ClickSchema
 
 __all__ = ["NO_TIME", "ClickRows", "bags_at", "join_rows"]
 
 NO_TIME = -62_135_596_800.0
 """The first second of the calendar, which stands for no event time."""
+
+_OF_ROWS = ("labels", "dense", "lengths", "groups", "row_weights", "times")
+"""Arrays that have an entry for each row; the others have one for each id."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -96,17 +99,8 @@ class ClickRows:
     def _at(
         self, rows: slice | NDArray[np.int64], ids: NDArray[np.int64], weights: NDArray[np.float32] | None
     ) -> ClickRows:
-        """These rows, which have these ids."""
-        return ClickRows(
-            labels=self.labels[rows],
-            dense=self.dense[rows],
-            ids=ids,
-            lengths=None if self.lengths is None else self.lengths[rows],
-            weights=weights,
-            groups=None if self.groups is None else self.groups[rows],
-            row_weights=None if self.row_weights is None else self.row_weights[rows],
-            times=None if self.times is None else self.times[rows],
-        )
+        arrays = {name: array[rows] for name in _OF_ROWS if (array := getattr(self, name)) is not None}
+        return replace(self, ids=ids, weights=weights, **arrays)
 
     def to_batch(self, schema: ClickSchema) -> ClickBatch:
         """These rows as tensors, ids feature-major under ``schema.sparse_names``; no memory is shared."""
@@ -118,14 +112,15 @@ class ClickRows:
         else:
             by_feature = np.arange(count * features).reshape(count, features).T.reshape(-1)
             lengths, values, weights = bags_at(by_feature, self.lengths.reshape(-1), self.ids, self.weights)
+        groups, row_weights = self.groups, self.row_weights
         return ClickBatch(
             dense=torch.from_numpy(self.dense.copy()),
             sparse=KeyedJaggedTensor(
                 keys=list(schema.sparse_names), values=values, lengths=lengths, weights=weights, stride=count
             ),
             labels=torch.from_numpy(self.labels.copy()),
-            groups=None if self.groups is None else torch.from_numpy(self.groups.view(np.int64).copy()),
-            row_weights=None if self.row_weights is None else torch.from_numpy(self.row_weights.copy()),
+            groups=None if groups is None else torch.from_numpy(groups.view(np.int64).copy()),
+            row_weights=None if row_weights is None else torch.from_numpy(row_weights.copy()),
         )
 
 
@@ -147,20 +142,9 @@ def join_rows(parts: Sequence[ClickRows]) -> ClickRows:
     lengths = None
     if any(part.lengths is not None for part in parts):
         width = max(part.num_sparse for part in parts)
-        lengths = np.concatenate(
-            [np.ones((len(part), width), np.int64) if part.lengths is None else part.lengths for part in parts]
-        )
-    weights = [part.weights for part in parts if part.weights is not None]
-    groups = [part.groups for part in parts if part.groups is not None]
-    row_weights = [part.row_weights for part in parts if part.row_weights is not None]
-    times = [part.times for part in parts if part.times is not None]
-    return ClickRows(
-        labels=np.concatenate([part.labels for part in parts]),
-        dense=np.concatenate([part.dense for part in parts]),
-        ids=np.concatenate([part.ids for part in parts]),
-        lengths=lengths,
-        weights=np.concatenate(weights) if len(weights) == len(parts) else None,
-        groups=np.concatenate(groups) if len(groups) == len(parts) else None,
-        row_weights=np.concatenate(row_weights) if len(row_weights) == len(parts) else None,
-        times=np.concatenate(times) if len(times) == len(parts) else None,
-    )
+        ones = (np.ones((len(part), width), np.int64) if part.lengths is None else part.lengths for part in parts)
+        lengths = np.concatenate([*ones])
+    names = [field.name for field in fields(ClickRows) if field.name != "lengths"]
+    arrays = {name: [getattr(part, name) for part in parts] for name in names}
+    joined = {name: np.concatenate(each) for name, each in arrays.items() if all(array is not None for array in each)}
+    return ClickRows(lengths=lengths, **joined)

@@ -33,7 +33,7 @@ from collections.abc import Mapping, Sequence
 from difflib import get_close_matches
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, ValidationError, field_validator, model_validator
 
@@ -136,7 +136,7 @@ class Feature(_Strict):
 
     @field_validator("vocabulary", mode="before")
     @classmethod
-    def _texts(cls, value: Any) -> Any:
+    def _texts(cls, value: object) -> object:
         """YAML reads words such as ``1`` and ``no`` as other types, and of the second what was written is lost."""
         if not isinstance(value, (list, tuple)):
             return value
@@ -147,7 +147,7 @@ class Feature(_Strict):
 
     @model_validator(mode="before")
     @classmethod
-    def _shares(cls, fields: Any) -> Any:
+    def _shares(cls, fields: object) -> object:
         if isinstance(fields, dict) and fields.get("share") is not None:
             for name in _OF_TABLE:
                 if fields.get(name) is not None:
@@ -263,7 +263,7 @@ class FeatureSpec(_Strict):
 
     @field_validator("label", mode="before")
     @classmethod
-    def _label(cls, value: Any) -> Any:
+    def _label(cls, value: object) -> object:
         return {"column": value} if isinstance(value, str) else value
 
     @field_validator("features")
@@ -418,11 +418,11 @@ def parse_spec(text: str, where: str) -> FeatureSpec:
         raise ConfigError(f"{where}: " + "; ".join(faults)) from error
 
 
-def _place(loc: tuple[int | str, ...], data: Any) -> str:
+def _place(loc: tuple[int | str, ...], data: Mapping[str, object]) -> str:
     """``features.2.rows`` of what a file has given, as the feature's name and the field."""
     words = [str(part) for part in loc]
     if len(loc) > 1 and loc[0] in ("features", "labels") and isinstance(loc[1], int):
-        items = data[loc[0]]
+        items = data[str(loc[0])]
         item = items[loc[1]] if isinstance(items, list) else None
         name = item.get("name", loc[1]) if isinstance(item, dict) else loc[1]
         words = [f"{'feature' if loc[0] == 'features' else 'label'} {name!r}", *words[2:]]
@@ -431,7 +431,8 @@ def _place(loc: tuple[int | str, ...], data: Any) -> str:
 
 def _unknown_key(loc: tuple[int | str, ...]) -> str:
     """What is said of a key that there is none of: the nearest one, and all."""
-    holder: Any = FeatureSpec if len(loc) == 1 else {"label": Label, "labels": Task}.get(str(loc[0]), Feature)
+    models: dict[str, type[BaseModel]] = {"label": Label, "labels": Task}
+    holder = FeatureSpec if len(loc) == 1 else models.get(str(loc[0]), Feature)
     known = [*(DynamicIds.__dataclass_fields__ if "dynamic_ids" in loc else holder.model_fields)]
     close = "".join(f", did you mean {key!r}?" for key in get_close_matches(str(loc[-1]), known, n=1))
     return f"there is no such key{close} (the keys are {', '.join(known)})"

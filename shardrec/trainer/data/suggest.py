@@ -6,18 +6,28 @@ are left to training (``from_data``), which counts them in all its rows.
 
 from __future__ import annotations
 
+import lzma
 import re
 from itertools import pairwise
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
+from numpy.typing import NDArray
 
 from shardrec import DataError
+from shardrec.trainer.data.arrays import plain
 from shardrec.trainer.data.spec import parse_spec
 from shardrec.trainer.data.svmlight import parse_svmlight
-from shardrec.trainer.data.urls import files_of, open_input, path_of
+from shardrec.trainer.data.tables import file_kind, opened_text, text_header, usual_delimiter
+from shardrec.trainer.data.urls import files_of, open_input
+
+if TYPE_CHECKING:
+    import pyarrow as pa
 
 __all__ = ["suggest_spec"]
+
+_Settings: TypeAlias = dict[str, object]
+"""What a spec says of a file or a feature, by field."""
 
 _MAX_BYTES = 32 << 20
 _MAX_ROWS = 500_000
@@ -30,7 +40,6 @@ _IDS = {"id", "ids", "code", "zip", "key", "hash"}
 _THINGS = set("user customer member item product movie film book song track artist video ad shop store".split())  # noqa: SIM905
 _IN_ORDER = {"history", "sequence", "seq", "recent", "last", "session", "previous", "past", "viewed", "watched"}
 _NUMBER = re.compile(r"[+-]?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][+-]?[0-9]+)?")
-_CODECS = {".gz": "gzip", ".bz2": "bz2", ".zst": "zstd"}
 
 
 def suggest_spec(pattern: str, label: str | None = None) -> str:
@@ -47,7 +56,7 @@ def suggest_spec(pattern: str, label: str | None = None) -> str:
     table, settings = _head(path, label)
     columns = {name: _unwrapped(table[name]) for name in table.column_names if name}
     label, target = _label(columns, label)
-    features: dict[str, dict[str, Any]] = {}
+    features: dict[str, _Settings] = {}
     values: dict[str, set[Any]] = {}
     notes, left_out = {}, {}
     for column, array in columns.items():
@@ -78,42 +87,38 @@ def suggest_spec(pattern: str, label: str | None = None) -> str:
     return text
 
 
-def _flow(value: Any) -> str:
+def _flow(value: object) -> str:
     import yaml
 
     text: str = yaml.safe_dump(value, default_flow_style=True, sort_keys=False, width=2**31, allow_unicode=True)
     return text.removesuffix("\n").removesuffix("\n...")
 
 
-def _head(path: str, label: str | None) -> tuple[Any, dict[str, Any]]:
+def _head(path: str, label: str | None) -> tuple[pa.Table, _Settings]:
     """The first rows as an Arrow table, and what a spec has to say of a text file's form."""
     import pyarrow as pa
     import pyarrow.parquet as pq
     from pyarrow import csv
 
-    stem, _, suffix = path_of(path).lower().rpartition(".")
-    codec = _CODECS.get(f".{suffix}")
-    suffix = stem.rpartition(".")[2] if codec else suffix
-    file = open_input(path)
+    kind = file_kind(path)
     try:
-        if suffix in ("parquet", "pq"):
+        if kind == "parquet":
             batches, rows = [], 0
-            for batch in pq.ParquetFile(file).iter_batches():
+            for batch in pq.ParquetFile(open_input(path)).iter_batches():
                 batches.append(batch)
                 rows += len(batch)
                 if rows >= _MAX_ROWS:
                     break
             return pa.Table.from_batches(batches), {}
-        data = pa.input_stream(file, compression=codec).read(_MAX_BYTES)
+        data = opened_text(path).read(_MAX_BYTES)
         data = data[: data.rfind(b"\n") + 1] or data
-        if suffix in ("libsvm", "svm", "svmlight", "libfm"):
+        if kind == "svmlight":
             table = parse_svmlight(data)[0]
             return pa.table({"label": table["label"].cast(pa.string()).cast(pa.float64()), "ids": table["ids"]}), {}
-        usual = "," if suffix == "csv" else "\t"
-        line = data.partition(b"\n")[0].decode("utf-8-sig", errors="replace").rstrip("\r")
+        usual, line = usual_delimiter(path), data.partition(b"\n")[0].decode("utf-8-sig", errors="replace")
         delimiter = usual if usual in line else max(",\t;| ", key=line.count)
-        names = [text.strip().strip('"') for text in line.split(delimiter)]
-        settings: dict[str, Any] = {} if delimiter == usual else {"delimiter": delimiter}
+        names = text_header(data, delimiter)
+        settings: _Settings = {} if delimiter == usual else {"delimiter": delimiter}
         headless = label not in names and any(map(_NUMBER.fullmatch, names))
         if headless:
             names = settings["columns"] = [f"column_{number}" for number in range(1, len(names) + 1)]
@@ -129,19 +134,18 @@ def _head(path: str, label: str | None) -> tuple[Any, dict[str, Any]]:
             convert_options=csv.ConvertOptions(null_values=[""], strings_can_be_null=True),
         )
         return table, settings
-    except (pa.ArrowException, OSError) as error:
+    except (pa.ArrowException, EOFError, OSError, lzma.LZMAError) as error:
         reason = str(error).splitlines()[0]
         raise DataError(
-            f"data file {path} cannot be read ({reason}): give Parquet, text of columns, plain or .gz, .bz2 or .zst, "
-            "or LIBSVM's text"
+            f"data file {path} cannot be read ({reason}): give Parquet, text of columns, plain or .gz, .xz, .bz2 or "
+            ".zst, or LIBSVM's text"
         ) from error
 
 
-def _unwrapped(column: Any) -> Any:
+def _unwrapped(column: pa.ChunkedArray) -> pa.Array:
     import pyarrow as pa
 
-    array = column.combine_chunks()
-    array = array.dictionary_decode() if pa.types.is_dictionary(array.type) else array
+    array = plain(column)
     if pa.types.is_floating(array.type):  # whole numbers with missing ones, as pandas has them
         numbers = array.drop_null().to_numpy()
         if np.isfinite(numbers).all() and (numbers == np.floor(numbers)).all() and (np.abs(numbers) < 2**53).all():
@@ -149,21 +153,18 @@ def _unwrapped(column: Any) -> Any:
     return array
 
 
-def _words(name: str) -> set[str]:
-    return {*_word_list(name)}
-
-
-def _word_list(name: str) -> list[str]:
+def _words(name: str) -> list[str]:
     words: list[str] = re.findall(r"[a-z]+", re.sub(r"([a-z])([A-Z])", r"\1_\2", name).lower())
     return words
 
 
 def _names_ids(column: str) -> bool:
     """Such as ``item_id`` and ``item``, and not ``item_price``."""
-    return bool(_words(column) & _IDS) or not _THINGS.isdisjoint(_word_list(column)[-1:])
+    words = _words(column)
+    return not (_IDS.isdisjoint(words) and _THINGS.isdisjoint(words[-1:]))
 
 
-def _label(columns: dict[str, Any], label: str | None) -> tuple[str, Any]:
+def _label(columns: dict[str, pa.Array], label: str | None) -> tuple[str, object]:
     """The label's column, and what the spec says of it."""
     import pyarrow as pa
 
@@ -176,11 +177,12 @@ def _label(columns: dict[str, Any], label: str | None) -> tuple[str, Any]:
     }
     binary = [name for name, values in numeric.items() if values.tolist() in ([0, 1], [-1, 1])]
     rated = [name for name, values in numeric.items() if 2 <= len(values) <= _FEW + 1]
-    candidates = [name for name in binary if _words(name) & _LABELS] or [
-        name for name in rated if _words(name) & _RATINGS
+    candidates = [name for name in binary if _LABELS.intersection(_words(name))] or [
+        name for name in rated if _RATINGS.intersection(_words(name))
     ]
     # Of rows that were all clicked, for a model that draws the others.
-    ones = [name for name, values in numeric.items() if values.tolist() == [1] and (label or _words(name) & _LABELS)]
+    clicked = (name for name, values in numeric.items() if values.tolist() == [1])
+    ones = [name for name in clicked if label or _LABELS.intersection(_words(name))]
     candidates = candidates or (binary if len(binary) == 1 else []) or ones or [name for name in rated if label]
     if not candidates:
         which = f"column {label!r} has no two numbers or more" if label else "no column is clearly the label"
@@ -196,14 +198,14 @@ def _label(columns: dict[str, Any], label: str | None) -> tuple[str, Any]:
     return name, {"column": name, "above": min(limits, key=lambda limit: abs((numbers > limit).mean() - 0.5))}
 
 
-def _feature(column: str, array: Any) -> tuple[dict[str, Any] | None, str, set[Any]]:
+def _feature(column: str, array: pa.Array) -> tuple[_Settings | None, str, set[Any]]:
     """What a spec says of a column but its name, or None to leave it out; why; and the distinct ids."""
     import pyarrow as pa
     import pyarrow.compute as pc
 
     rows, words = len(array), _words(column)
     array = array.drop_null()
-    listed, kind, more = array, "id", dict[str, Any]()
+    listed, kind, more = array, "id", _Settings()
     if pa.types.is_nested(array.type):
         listed, kind = array.flatten(), "multi_hot"
     elif pa.types.is_string(array.type) and (separator := _separator(array)):
@@ -215,7 +217,7 @@ def _feature(column: str, array: Any) -> tuple[dict[str, Any] | None, str, set[A
     if kind != "id":
         if pa.types.is_floating(listed.type):
             return None, "its lists are of fractions: to weight ids, give these weights: and kind: weighted", distinct
-        if words & _IN_ORDER or of_each > 10:
+        if _IN_ORDER.intersection(words) or of_each > 10:
             kind, more = "sequence", {**more, "max_length": 50}
     elif pa.types.is_temporal(array.type):
         days = array.cast(pa.timestamp("us")).cast(pa.int64()).to_numpy() / 86_400e6
@@ -229,7 +231,7 @@ def _feature(column: str, array: Any) -> tuple[dict[str, Any] | None, str, set[A
     if kind == "id" and count > max(_FEW, 0.95 * rows):
         return None, "almost each row has a value of its own", distinct
     if count > _MANY:
-        size = {"rows": 10 ** len(str(2 * count)) // (5 if str(2 * count)[0] == "1" else 1)}
+        size: _Settings = {"rows": 10 ** len(str(2 * count)) // (5 if str(2 * count)[0] == "1" else 1)}
     else:
         least = 2 if len(listed) > count else 1  # where no value occurs twice, 2 would leave none
         size = {"vocabulary": "from_data", "min_count": least, **({"dim": 8} if count <= _FEW else {})}
@@ -237,7 +239,7 @@ def _feature(column: str, array: Any) -> tuple[dict[str, Any] | None, str, set[A
     return {"kind": kind, **size, **more}, note, distinct
 
 
-def _separator(array: Any) -> str:
+def _separator(array: pa.Array) -> str:
     """What is between the ids of a text; empty for texts of one."""
     import pyarrow.compute as pc
 
@@ -253,20 +255,20 @@ def _separator(array: Any) -> str:
     return ""
 
 
-def _dense(values: Any) -> dict[str, Any]:
+def _dense(values: NDArray[np.float64] | NDArray[np.int64]) -> _Settings:
     log = values.min() >= 0 and values.max() > 20 * max(float(np.median(values)), 1.0)
     numbers = np.log(values + 3.0) if log else values.astype(np.float64)
     scaled = {"mean": float(f"{numbers.mean():.6g}"), "std": float(f"{numbers.std():.4g}") or 1.0}
     return {"kind": "dense", **({"transform": "log"} if log else {}), **scaled}
 
 
-def _shared(features: dict[str, dict[str, Any]], values: dict[str, set[Any]]) -> dict[str, str]:
+def _shared(features: dict[str, _Settings], values: dict[str, set[Any]]) -> dict[str, str]:
     """For each sequence whose ids are those of another feature, the feature."""
     shared = {}
     values = {name: {*map(str, values[name])} for name, feature in features.items() if feature["kind"] != "dense"}
     for name, feature in features.items():
         alike = {
-            other: (bool(_words(name) & _words(other)), overlap)
+            other: (not {*_words(name)}.isdisjoint(_words(other)), overlap)
             for other in features
             if feature["kind"] == "sequence" and features[other]["kind"] == "id"
             for overlap in [len(values[name] & values[other]) / len(values[name] | values[other])]

@@ -12,11 +12,15 @@ A spec names the columns ``label``, ``qid`` (for ``group``), ``ids`` and ``value
 from __future__ import annotations
 
 import re
-from typing import Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
+from shardrec.trainer.data.arrays import mask
 from shardrec.trainer.data.fault import Reason, RowFault, shown
+
+if TYPE_CHECKING:
+    import pyarrow as pa
 
 __all__ = ["COLUMNS", "parse_svmlight"]
 
@@ -24,7 +28,7 @@ COLUMNS = ("label", "qid", "ids", "values")
 _TOKEN = r"^[0-9A-Za-z_]+:[+-]?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][+-]?[0-9]+)?$"
 
 
-def parse_svmlight(data: bytes) -> tuple[Any, dict[int, RowFault]]:
+def parse_svmlight(data: bytes) -> tuple[pa.Table, dict[int, RowFault]]:
     """The lines of a block of text.
 
     Args:
@@ -44,7 +48,7 @@ def parse_svmlight(data: bytes) -> tuple[Any, dict[int, RowFault]]:
     texts = [line.partition(b"#")[0].split() for line in lines]
     lengths = np.fromiter((max(0, len(words) - 1) for words in texts), dtype=np.int64, count=len(texts))
     tokens = pa.array([word for words in texts for word in words[1:]], pa.binary())
-    good = np.asarray(pc.match_substring_regex(tokens, _TOKEN).to_numpy(zero_copy_only=False), dtype=np.bool_)
+    good = mask(pc.match_substring_regex(tokens, _TOKEN))
     row_V = np.repeat(np.arange(len(texts)), lengths)
     bad = np.bincount(row_V[~good], minlength=len(texts)) > 0
     empty = np.fromiter((not words for words in texts), dtype=np.bool_, count=len(texts))
@@ -55,7 +59,7 @@ def parse_svmlight(data: bytes) -> tuple[Any, dict[int, RowFault]]:
     indices, values = pc.list_element(pairs, 0), pc.list_element(pairs, 1)
     rows = row_V[keep_V]
     # A query's number is the first pair of a line, and no feature of it.
-    is_query = np.asarray(pc.equal(indices, "qid").to_numpy(zero_copy_only=False), dtype=np.bool_)
+    is_query = mask(pc.equal(indices, "qid"))
     number = np.cumsum(keep_N) - 1
     places = np.full(int(keep_N.sum()), -1, dtype=np.int64)
     places[number[rows[is_query]]] = np.flatnonzero(is_query)

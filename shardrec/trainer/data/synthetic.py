@@ -6,14 +6,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
-from shardrec.trainer.data.batch import ClickBatch
-from shardrec.trainer.data.click_data import ClickData
+from shardrec.trainer.data.click_data import ClickBatch, ClickData
 from shardrec.trainer.data.metrics import ClickMetrics, click_metrics
-from shardrec.trainer.data.planted import PlantedModel, PlantedRows, RandomStream
+from shardrec.trainer.data.order import BatchRequest
+from shardrec.trainer.data.planted import PlantedModel, PlantedRows, RandomStream, SyntheticConfig
 from shardrec.trainer.data.rows import ClickRows
 from shardrec.trainer.data.schema import ClickSchema
-from shardrec.trainer.data.split import BatchRequest
-from shardrec.trainer.data.synthetic_config import SyntheticConfig
 
 __all__ = ["BestMetrics", "SyntheticClickData"]
 

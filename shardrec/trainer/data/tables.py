@@ -10,12 +10,12 @@ import lzma
 import zipfile
 import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
@@ -24,13 +24,30 @@ from shardrec import DataError
 from shardrec.files import UnreachableError
 from shardrec.layout import host_memory
 from shardrec.trainer.data import svmlight
+from shardrec.trainer.data.arrays import values_of
 from shardrec.trainer.data.encode import column_fault
 from shardrec.trainer.data.fault import Reason, RowFault, shown
 from shardrec.trainer.data.kafka import range_of, read_range
 from shardrec.trainer.data.spec import FeatureSpec
 from shardrec.trainer.data.urls import TOPIC, open_input, path_of
 
-__all__ = ["FileInfo", "TableBlock", "check_file", "counted", "is_of_file", "read_blocks", "rows_between"]
+if TYPE_CHECKING:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+__all__ = [
+    "FileInfo",
+    "TableBlock",
+    "check_file",
+    "counted",
+    "file_kind",
+    "is_of_file",
+    "opened_text",
+    "read_blocks",
+    "rows_between",
+    "text_header",
+    "usual_delimiter",
+]
 
 _ROWS_AT_ONCE = 16_384
 _BLOCK_BYTES = 4 << 20
@@ -66,7 +83,7 @@ class FileInfo:
     @property
     def divisible(self) -> bool:
         """Whether the file could have several groups."""
-        return _kind(self.path) == "parquet"
+        return file_kind(self.path) == "parquet"
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -74,14 +91,14 @@ class TableBlock:
     """Rows of a file.
 
     Attributes:
-        table: N rows, as a ``pyarrow.Table`` or a ``RecordBatch``.
+        table: N rows.
         numbers: int64 (N,), the number of each among the file's rows, from 0; broken ones are counted too.
         faults: of rows that are not in the table, by their number.
         first: number of the block's first row.
         stop: number of the row after its last one.
     """
 
-    table: Any
+    table: pa.Table | pa.RecordBatch
     numbers: NDArray[np.int64]
     faults: dict[int, RowFault]
     first: int
@@ -109,7 +126,7 @@ def check_file(path: str, spec: FeatureSpec) -> FileInfo:
         with open_input(path) as file:
             size = file.size()
             file.read(1)  # so that a failure to read is not taken for a damaged file
-        match _kind(path):
+        match file_kind(path):
             case "parquet":
                 with _parquet(path) as parquet:
                     schema, metadata = parquet.schema_arrow, parquet.metadata
@@ -119,10 +136,10 @@ def check_file(path: str, spec: FeatureSpec) -> FileInfo:
                 schema = _table_of(_arrays(path, spec.sources), 0, 0).schema
                 names = schema.names
             case "svmlight":
-                with _opened(path):
+                with opened_text(path):
                     names = list(svmlight.COLUMNS)
             case _:
-                with _opened(path) as stream, _undamaged(path, size, 1):
+                with opened_text(path) as stream, _undamaged(path, size, 1):
                     names = _header(path, stream.read(_BLOCK_BYTES), spec)[0]
                 first = 1 if spec.columns is not None else 2
     except OSError as error:
@@ -146,7 +163,7 @@ def check_file(path: str, spec: FeatureSpec) -> FileInfo:
             not set(spec.sources) <= set(names)
         )
         raise DataError(f"data file {path}{shown}: " + "; ".join(faults))
-    kinds = {} if schema is None else {name: _values(schema.field(name).type) for name in spec.sources}
+    kinds = {} if schema is None else {name: values_of(schema.field(name).type) for name in spec.sources}
     return FileInfo(path=path, size=size, digest=digest, groups=groups, kinds=kinds, first_line=first)
 
 
@@ -156,11 +173,11 @@ def counted(info: FileInfo, spec: FeatureSpec) -> FileInfo:
     Raises:
         DataError: for a file that is damaged.
     """
-    kind, lines, end, digest = _kind(info.path), 0, b"\n", 0
+    kind, lines, end, digest = file_kind(info.path), 0, b"\n", 0
     if kind in ("parquet", "kafka"):
         return info
     archive = kind == "archive"
-    with _undamaged(info.path, info.size, 1), open_input(info.path) if archive else _opened(info.path) as stream:
+    with _undamaged(info.path, info.size, 1), open_input(info.path) if archive else opened_text(info.path) as stream:
         while data := stream.read(_BLOCK_BYTES):
             digest = zlib.crc32(data, digest)
             lines, end = lines + data.count(b"\n"), data[-1:]
@@ -248,12 +265,12 @@ def _rows_from(info: FileInfo, spec: FeatureSpec, first: int) -> Iterator[TableB
 
 def _tables(
     info: FileInfo, spec: FeatureSpec, group: int, start: int, part: float, columns: Sequence[str]
-) -> Iterator[tuple[Any, dict[int, RowFault]]]:
+) -> Iterator[tuple[pa.Table | pa.RecordBatch, dict[int, RowFault]]]:
     """Tables of the rows that could be read, each with the faults of the others by their place among both."""
     path, at_once, size = info.path, max(1, int(_ROWS_AT_ONCE * part)), max(1, int(_BLOCK_BYTES * part))
     if info.lost:
         raise DataError(info.lost)
-    match _kind(path):
+    match file_kind(path):
         case "parquet":
             yield from _row_group(info, spec, group, start, at_once, columns)
         case "archive":
@@ -263,10 +280,10 @@ def _tables(
         case "kafka":
             yield from read_range(path, spec, start, at_once)
         case "svmlight":
-            with _opened(path) as stream:
+            with opened_text(path) as stream:
                 yield from map(svmlight.parse_svmlight, _without(_whole_lines(path, stream, size), start))
         case _:
-            with _opened(path) as stream:
+            with opened_text(path) as stream:
                 blocks = _whole_lines(path, stream, size)
                 data = next(blocks, b"")
                 names, begin = _header(path, data, spec)
@@ -276,7 +293,7 @@ def _tables(
 
 def _row_group(
     info: FileInfo, spec: FeatureSpec, group: int, start: int, at_once: int, columns: Sequence[str]
-) -> Iterator[tuple[Any, dict[int, RowFault]]]:
+) -> Iterator[tuple[pa.Table | pa.RecordBatch, dict[int, RowFault]]]:
     """:func:`_tables` of Parquet. From a damaged page on, the rows of the group are broken.
 
     What fails is read once more, for it may have been a network that did.
@@ -353,29 +370,7 @@ def _footer_digest(path: str) -> str:
         return f"{size}-{zlib.crc32(file.read()):08x}"
 
 
-def _values(kind: Any) -> str:
-    """What values of an Arrow type are, where two files may not differ; whole and broken numbers are the same."""
-    import pyarrow as pa
-
-    types = pa.types
-    if types.is_list(kind) or types.is_large_list(kind) or types.is_fixed_size_list(kind):
-        inner = _values(kind.value_type)
-        return f"lists of {inner}" if inner else ""
-    if types.is_dictionary(kind):
-        return _values(kind.value_type)
-    if types.is_null(kind):
-        return ""
-    return "dates" if types.is_temporal(kind) else "numbers" if _is_number(kind) else "texts"
-
-
-def _is_number(kind: Any) -> bool:
-    import pyarrow as pa
-
-    types = pa.types
-    return bool(types.is_integer(kind) or types.is_floating(kind) or types.is_boolean(kind) or types.is_decimal(kind))
-
-
-def _kind(path: str) -> str:
+def file_kind(path: str) -> str:
     """What a file is by its name: ``kafka``, ``parquet``, ``archive`` (of NumPy), ``svmlight`` or ``text``."""
     if path.startswith(TOPIC):
         return "kafka"
@@ -397,7 +392,7 @@ def _plain_suffix(path: str) -> str:
 
 
 @lru_cache(64)
-def _footer(path: str, digest: str) -> tuple[Any, list[str]]:
+def _footer(path: str, digest: str) -> tuple[pq.FileMetaData, list[str]]:
     """The footer of a Parquet file, which has this digest, and the paths of the columns in its schema.
 
     To parse it takes as long as it has row groups, each of which is opened anew.
@@ -406,7 +401,7 @@ def _footer(path: str, digest: str) -> tuple[Any, list[str]]:
         return file.metadata, [file.schema.column(index).path for index in range(len(file.schema))]
 
 
-def _parquet(path: str, texts: Sequence[str] = (), footer: Any = None) -> Any:
+def _parquet(path: str, texts: Sequence[str] = (), footer: pq.FileMetaData | None = None) -> pq.ParquetFile:
     """The file, of which the columns with these paths are read as dictionaries, through small buffers, for many are
     open; it has this footer, if that was read before."""
     import pyarrow as pa
@@ -421,7 +416,7 @@ def _parquet(path: str, texts: Sequence[str] = (), footer: Any = None) -> Any:
         raise DataError(f"data file {path} is not a complete Parquet file ({text}): copy or write it again") from error
 
 
-def _table_of(arrays: dict[str, NDArray[Any]], start: int, stop: int) -> Any:
+def _table_of(arrays: dict[str, NDArray[np.generic]], start: int, stop: int) -> pa.Table:
     """Some rows of an archive; an array (N, k) is a column of lists of k."""
     import pyarrow as pa
 
@@ -435,7 +430,7 @@ def _table_of(arrays: dict[str, NDArray[Any]], start: int, stop: int) -> Any:
     return pa.table(columns)
 
 
-def _arrays(path: str, columns: Sequence[str]) -> dict[str, NDArray[Any]]:
+def _arrays(path: str, columns: Sequence[str]) -> dict[str, NDArray[np.generic]]:
     """The columns of an archive, as far as they are there.
 
     Raises:
@@ -477,14 +472,14 @@ def _arrays(path: str, columns: Sequence[str]) -> dict[str, NDArray[Any]]:
 
 def _parsed(
     path: str, data: bytes, names: Sequence[str], columns: Sequence[str], spec: FeatureSpec
-) -> tuple[Any, dict[int, RowFault]]:
+) -> tuple[pa.Table, dict[int, RowFault]]:
     import pyarrow as pa
     from pyarrow import csv
 
     broken: dict[int, RowFault] = {}
     last = data.count(b"\n") + (not data.endswith(b"\n"))
 
-    def leave_out(row: Any) -> str:
+    def leave_out(row: csv.InvalidRow) -> str:
         remedy = "separate the columns by single delimiters"
         if row.number == last and not data.endswith(b"\n"):
             remedy = "it is the file's end, without a line feed: copy the file again if it is cut short"
@@ -496,7 +491,7 @@ def _parsed(
         pa.BufferReader(data),
         read_options=csv.ReadOptions(column_names=list(names), use_threads=False, block_size=len(data) + 1),
         parse_options=csv.ParseOptions(
-            delimiter=_delimiter(path, spec),
+            delimiter=spec.delimiter or usual_delimiter(path),
             quote_char='"' if spec.quoted else False,
             ignore_empty_lines=False,
             invalid_row_handler=leave_out,
@@ -528,17 +523,21 @@ def _header(path: str, data: bytes, spec: FeatureSpec) -> tuple[list[str], int]:
     """The names of a text file's columns, and where its rows begin."""
     if spec.columns is not None:
         return list(spec.columns), 0
-    line, feed, _ = data.partition(b"\n")
-    delimiter = _delimiter(path, spec)
-    texts = line.decode("utf-8-sig", errors="replace").rstrip("\r").split(delimiter)
-    return [text.strip().strip('"') for text in texts], len(line) + len(feed)
+    return text_header(data, spec.delimiter or usual_delimiter(path)), data.find(b"\n") + 1 or len(data)
 
 
-def _delimiter(path: str, spec: FeatureSpec) -> str:
-    return spec.delimiter or ("," if _plain_suffix(path) == ".csv" else "\t")
+def text_header(data: bytes, delimiter: str) -> list[str]:
+    """The names of columns in the first line of a text."""
+    line = data.partition(b"\n")[0].decode("utf-8-sig", errors="replace").rstrip("\r")
+    return [text.strip().strip('"') for text in line.split(delimiter)]
 
 
-def _whole_lines(path: str, stream: Any, size: int) -> Iterator[bytes]:
+def usual_delimiter(path: str) -> str:
+    """What separates the columns of a text file whose spec does not say."""
+    return "," if _plain_suffix(path) == ".csv" else "\t"
+
+
+def _whole_lines(path: str, stream: lzma.LZMAFile | pa.NativeFile, size: int) -> Iterator[bytes]:
     """Blocks that end with a line feed, but perhaps the last one."""
     rest = b""
     while data := stream.read(size):
@@ -569,7 +568,7 @@ def _without(blocks: Iterable[bytes], count: int) -> Iterator[bytes]:
             yield data[place:]
 
 
-def _opened(path: str) -> AbstractContextManager[Any]:
+def opened_text(path: str) -> lzma.LZMAFile | pa.NativeFile:
     """A stream of the text, decompressed.
 
     Raises:
@@ -582,4 +581,5 @@ def _opened(path: str) -> AbstractContextManager[Any]:
         raise DataError(f"data file {path} is empty: copy or write it again")
     if kind == "xz":
         return lzma.open(file)
-    return pa.CompressedInputStream(file, kind) if kind else file  # type: ignore[no-any-return]
+    stream: pa.NativeFile = pa.CompressedInputStream(file, kind) if kind else file
+    return stream

@@ -6,16 +6,20 @@ import zlib
 from collections.abc import Iterator, Sequence
 from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from shardrec import DataError
+from shardrec.files import replacing
+from shardrec.trainer.data.arrays import is_null, plain_column
 from shardrec.trainer.data.spec import FeatureSpec
 from shardrec.trainer.data.tables import check_file, counted, read_blocks
-from shardrec.trainer.data.write import complete_or_absent
 
-__all__ = ["convert", "plain_column"]
+if TYPE_CHECKING:
+    import pyarrow as pa
+
+__all__ = ["convert"]
 
 
 def convert(
@@ -41,17 +45,17 @@ def convert(
     import pyarrow as pa
     import pyarrow.parquet as pq
 
-    def tables() -> Iterator[Any]:
+    def tables() -> Iterator[pa.Table]:
         info = counted(check_file(source, spec), spec)
         for group in range(len(info.groups)):
             for block in read_blocks(info, spec, group=group, columns=columns):
                 for number, fault in block.faults.items():
-                    raise DataError(f"{source}:{number + info.first_line}: {fault.where}; {fault.remedy}")
+                    raise DataError(f"{source}:{number + info.first_line}: {fault}")
                 columns_of = zip(block.table.schema.names, block.table.columns, strict=True)
                 yield pa.table({name: plain_column(column) for name, column in columns_of})
 
     read, written, rows = _Checksum(), _Checksum(), 0
-    with complete_or_absent(target) as partial:
+    with replacing(target) as partial:
         iterator = tables()
         waiting = next(iterator, None)
         if waiting is None:
@@ -76,27 +80,13 @@ def convert(
     return rows, str(read)
 
 
-def plain_column(column: Any) -> Any:
-    """The column, of values or lists of them, without a dictionary, which could differ from block to block."""
-    import pyarrow as pa
-
-    kind, types = column.type, pa.types
-    if types.is_dictionary(kind):
-        return column.cast(kind.value_type)
-    size = kind.list_size if types.is_fixed_size_list(kind) else -1
-    if not (types.is_list(kind) or types.is_large_list(kind) or size >= 0) or not types.is_dictionary(kind.value_type):
-        return column
-    new_list = pa.large_list if types.is_large_list(kind) else lambda values: pa.list_(values, size)
-    return column.cast(new_list(kind.value_type.value_type))
-
-
 class _Checksum:
     """CRC-32 of the values of a table's columns, whatever blocks they come in."""
 
     def __init__(self) -> None:
         self._sums: dict[tuple[str, int], int] = {}
 
-    def add(self, table: Any) -> None:
+    def add(self, table: pa.Table | pa.RecordBatch) -> None:
         for name in table.schema.names:
             column = table[name]
             for chunk in getattr(column, "chunks", [column]):
@@ -107,12 +97,12 @@ class _Checksum:
         return f"{zlib.crc32(repr(sorted(self._sums.items())).encode()):08x}"
 
 
-def _parts_of(array: Any) -> Iterator[bytes]:
+def _parts_of(array: pa.Array) -> Iterator[bytes]:
     """Bytes of an array, in parts that can each be joined to those of the array after it."""
     import pyarrow as pa
     import pyarrow.compute as pc
 
-    yield np.asarray(array.is_null().to_numpy(zero_copy_only=False)).tobytes()
+    yield is_null(array).tobytes()
     if pa.types.is_nested(array.type):
         yield np.asarray(pc.list_value_length(array).fill_null(0).to_numpy(zero_copy_only=False), np.int64).tobytes()
         yield from _parts_of(array.flatten())

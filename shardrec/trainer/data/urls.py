@@ -6,10 +6,13 @@ import os
 import re
 from collections.abc import Callable, Iterable, Iterator
 from glob import escape, glob
-from typing import Any
+from typing import TYPE_CHECKING
 
 from shardrec import DataError
 from shardrec.files import UnreachableError, file_system
+
+if TYPE_CHECKING:
+    import pyarrow as pa
 
 __all__ = ["TOPIC", "check_listable", "files_of", "gone_of", "open_input", "path_of"]
 
@@ -112,8 +115,8 @@ def gone_of(paths: Iterable[str]) -> Iterator[str]:
             pass
 
 
-def open_input(path: str) -> Any:
-    """A file as a ``pyarrow.NativeFile``, to be read at any place.
+def open_input(path: str) -> pa.NativeFile:
+    """A file that can be read at any place.
 
     Raises:
         DataError: if there is none.

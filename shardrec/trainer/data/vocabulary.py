@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Sequence
 from functools import partial
-from typing import Any
 
 from shardrec.trainer.data.encode import count_values, group_keys
+from shardrec.trainer.data.files import Each
+from shardrec.trainer.data.order import held_out
 from shardrec.trainer.data.spec import FeatureSpec
-from shardrec.trainer.data.split import held_out
 from shardrec.trainer.data.tables import FileInfo, check_file, counted, read_blocks
 
 __all__ = ["count_vocabularies"]
@@ -20,7 +20,7 @@ def count_vocabularies(
     spec: FeatureSpec,
     *,
     holdout: float = 0.0,
-    each: Callable[[Callable[[Any], Any], Sequence[Any]], Iterable[Any]] = map,
+    each: Each = map,
     parts: int = 1,
 ) -> dict[str, list[str]]:
     """The values of each feature in ``spec.uncounted`` that occur ``min_count`` times, the most frequent first.

@@ -11,20 +11,23 @@ import gzip
 import lzma
 import os
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
 
 from shardrec import ConfigError
-from shardrec.trainer.data.planted import RandomStream
+from shardrec.files import replacing
+from shardrec.trainer.data.planted import RandomStream, SyntheticConfig
 from shardrec.trainer.data.synthetic import SyntheticClickData
-from shardrec.trainer.data.synthetic_config import SyntheticConfig
 
-__all__ = ["complete_or_absent", "write_criteo_tsv", "write_parquet"]
+if TYPE_CHECKING:
+    import pyarrow as pa
+
+__all__ = ["write_criteo_tsv", "write_parquet"]
 
 _ROWS_AT_ONCE = 16_384
 _PARQUET = (".parquet", ".pq")
@@ -54,7 +57,7 @@ def write_criteo_tsv(
     options = csv.WriteOptions(include_header=False, delimiter="\t", quoting_style="none")
     schema, blocks = _blocks(rows, seed, config)
     with (
-        complete_or_absent(path) as temporary,
+        replacing(path) as temporary,
         temporary.open("wb") as file,
         _packed(file, path.suffix) as packed,
         csv.CSVWriter(packed, schema, write_options=options) as writer,
@@ -85,13 +88,13 @@ def write_parquet(
     if path.suffix.lower() not in _PARQUET:
         raise ConfigError(f"path {path} has no suffix of Parquet: name it .parquet, which the reader goes by")
     schema, blocks = _blocks(rows, seed, config)
-    with complete_or_absent(path) as temporary, pq.ParquetWriter(temporary, schema) as writer:
+    with replacing(path) as temporary, pq.ParquetWriter(temporary, schema) as writer:
         for block in blocks:
             writer.write_table(block)
 
 
-def _blocks(rows: int, seed: int, config: SyntheticConfig | None) -> tuple[Any, Iterator[Any]]:
-    """The columns as a ``pyarrow.Schema``, and the rows as tables of them."""
+def _blocks(rows: int, seed: int, config: SyntheticConfig | None) -> tuple[pa.Schema, Iterator[pa.Table]]:
+    """The columns, and the rows as tables of them."""
     import pyarrow as pa
 
     config = replace(config or SyntheticConfig(), rows=rows, seed=seed)
@@ -99,7 +102,7 @@ def _blocks(rows: int, seed: int, config: SyntheticConfig | None) -> tuple[Any, 
     fields = [("label", pa.int8()), *((name, pa.int64()) for name in dense), *((name, pa.string()) for name in sparse)]
     schema = pa.schema(fields)
 
-    def blocks() -> Iterator[Any]:
+    def blocks() -> Iterator[pa.Table]:
         model = SyntheticClickData(config).model
         feature = np.arange(len(dense))
         for start in range(0, rows, _ROWS_AT_ONCE):
@@ -129,20 +132,9 @@ def _categories(ids: NDArray[np.int64], num_embeddings: NDArray[np.int64]) -> ND
     return np.where(ids == 0, -1, ids - 1 + modulus * (mixed % choices))
 
 
-def _packed(file: IO[bytes], suffix: str) -> AbstractContextManager[Any]:
+def _packed(file: IO[bytes], suffix: str) -> gzip.GzipFile | lzma.LZMAFile | nullcontext[IO[bytes]]:
     """A stream that compresses into a file by the suffix of its name."""
     if suffix == ".gz":
         # no name and no time in the header: the same rows make the same file
         return gzip.GzipFile(filename="", mode="wb", compresslevel=6, fileobj=file, mtime=0)
     return lzma.open(file, "wb", preset=1) if suffix == ".xz" else nullcontext(file)
-
-
-@contextmanager
-def complete_or_absent(path: Path) -> Iterator[Path]:
-    """A temporary name beside ``path`` that becomes ``path`` at the end, or is removed after an error."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.part")
-    try:
-        yield temporary
-        os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)

@@ -18,9 +18,21 @@ Arguments that several models have are said here once:
 
 __all__ = ["MODELS"]
 
-_NAMES = (
-    "dlrm=DLRM dcn=DCN dnn=DNN deepfm=DeepFM finalmlp=FinalMLP din=DIN sasrec=SASRec hstu=HSTU two_tower=TwoTower "
-    "lightgcn=LightGCN mmoe=MMoE ple=PLE"
-)
-MODELS: dict[str, str] = dict(pair.split("=") for pair in _NAMES.split())
-"""The class of each model, by the model's name on the command line, which is also its file's."""
+MODELS = {
+    name: f"shardrec.trainer.models.{place}"
+    for name, place in {
+        "dlrm": "dlrm:DLRM",
+        "dcn": "dlrm:DCN",
+        "dnn": "dnn:DNN",
+        "deepfm": "deepfm:DeepFM",
+        "finalmlp": "finalmlp:FinalMLP",
+        "din": "din:DIN",
+        "sasrec": "sequence:SASRec",
+        "hstu": "sequence:HSTU",
+        "two_tower": "two_tower:TwoTower",
+        "lightgcn": "lightgcn:LightGCN",
+        "mmoe": "ple:MMoE",
+        "ple": "ple:PLE",
+    }.items()
+}
+"""The class of each model, as ``package.module:Model``, by the model's name on the command line."""

@@ -9,14 +9,18 @@ Legend: B rows, P items of their histories, C candidates, M users that have thes
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
+from shardrec import ConfigError
 from shardrec.trainer.data import ClickSchema
-from shardrec.trainer.models.parts import ItemNeighbors, Positive, Size, check_one_each, pooled_features
+from shardrec.trainer.models.parts import Positive, Size, check_one_each, pooled_features
 
 __all__ = ["LightGCN"]
 
@@ -56,7 +60,7 @@ class LightGCN(nn.Module):
             table.embedding_dim, table.init_fn = dim, lambda weight: nn.init.uniform_(weight, -0.12, 0.12)
         self.bags = EmbeddingBagCollection(tables=tables, is_weighted=True, device=torch.device("meta"))
         sizes = [schema.num_embeddings[schema.sparse_names.index(name)] for name in (user, item)]
-        self.graph = ItemNeighbors(graph, (user, history), sizes[0], sizes[1], neighbor_weight)
+        self.graph = _ItemNeighbors(graph, (user, history), sizes[0], sizes[1], neighbor_weight)
 
     def forward(self, dense: Tensor, sparse: KeyedJaggedTensor) -> Tensor:
         """The logit of each row's user and item: (B,)."""
@@ -119,3 +123,35 @@ class LightGCN(nn.Module):
         pooled = self.bags(KeyedJaggedTensor([self.user, self.item], values, weights, lengths))
         users, items, size = pooled[self.user], pooled[self.item], user.lengths().numel()
         return torch.cat([users[:size], items[size:]]), torch.cat([items[:size], users[size:]]), edges_P.unsqueeze(1)
+
+
+class _ItemNeighbors(nn.Module):
+    """The users of each item, and ``weight`` times what both weigh by LightGCN's symmetric normalization.
+
+    By a Parquet file's ``columns``, numbers of users and lists of numbers of items, each below the given one. On the
+    CPU, and not in buffers, which each step would broadcast.
+    """
+
+    def __init__(self, path: str, columns: Sequence[str], num_users: int, num_items: int, weight: float) -> None:
+        import pyarrow.parquet as pq  # which no other model needs
+
+        super().__init__()
+        try:
+            user, lists = (column.combine_chunks() for column in pq.read_table(path, columns=[*columns]).columns)
+            users, items = np.repeat(user.to_numpy(), lists.value_lengths().to_numpy()), lists.flatten().to_numpy()
+            if users.max() >= num_users or items.max() >= num_items:
+                raise ValueError(f"numbers of {columns} are above the features' rows")
+            counts = np.bincount(items, minlength=num_items), np.bincount(users, minlength=num_users)
+        except (OSError, TypeError, ValueError, AttributeError) as error:
+            raise ConfigError(f"graph (--model-arg graph=FILE) is {path!r}: {error}; give the training data") from error
+        self.users, self.visits_I, sizes = (torch.tensor(of) for of in (users[np.argsort(items)], *counts))
+        self.num_users, self.ends_I = int((sizes > 0).sum()), self.visits_I.cumsum(0)
+        self.scale_I = weight * self.visits_I.clamp(min=1).rsqrt()
+        self.weights = sizes.clamp(min=1).rsqrt()[self.users.long()] * self.scale_I.repeat_interleave(self.visits_I)
+
+    def forward(self, items_C: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Users of some items, int64 (M,); their weights, float32 (M,); how many each item has, int64 (C,)."""
+        visits_C = self.visits_I[items_C.cpu()]
+        shifts = (self.ends_I[items_C.cpu()] - visits_C.cumsum(0)).repeat_interleave(visits_C)
+        places = torch.arange(shifts.numel()) + shifts
+        return self.users[places].to(items_C), self.weights[places].to(items_C.device), visits_C.to(items_C)

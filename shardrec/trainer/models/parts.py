@@ -1,4 +1,4 @@
-"""What the models share: tables of a schema, layers with dropout and batch norm, the factorization machine, experts.
+"""What the models share: tables of a schema, layers with dropout and batch norm, counts of items.
 
 Legend: B rows, F features, D columns.
 """
@@ -7,9 +7,8 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from typing import Annotated, Any, TypeAlias
+from typing import Annotated, TypeAlias
 
-import numpy as np
 import torch
 import torch.nn.functional as F
 from pydantic import Field
@@ -23,11 +22,9 @@ from shardrec.trainer.data import ClickSchema
 
 __all__ = [
     "MLP",
-    "Experts",
     "FactorizationMachine",
     "FeatureVectors",
     "ItemCounts",
-    "ItemNeighbors",
     "Positive",
     "Share",
     "Size",
@@ -180,43 +177,6 @@ class FactorizationMachine(nn.Module):
         return pairs_BD.sum(1) / 2
 
 
-class Experts(nn.Module):
-    """Networks of the same layers, ``per_task`` for each of T tasks and ``shared`` for all, which gates mix.
-
-    Args:
-        inputs: columns of the inputs.
-        hidden: widths of an expert's layers.
-        tasks: T.
-        shared: experts of all tasks.
-        per_task: experts of each task.
-        gates: T, each of which sees its task's experts and the shared ones; or T + 1, the last of which sees all.
-        settings: dropout and batch norm, as :class:`MLP` takes them.
-    """
-
-    def __init__(
-        self, inputs: int, hidden: Sequence[int], tasks: int, shared: int, per_task: int, gates: int, **settings: Any
-    ) -> None:
-        super().__init__()
-        self.input_of = [task for task in range(tasks) for _ in range(per_task)] + [tasks] * shared
-        numbers = [*range(len(self.input_of))]
-        of_tasks = [[n for n in numbers if self.input_of[n] in (task, tasks)] for task in range(tasks)]
-        self.mixed = [*of_tasks, numbers][:gates]
-        self.experts = nn.ModuleList(MLP(inputs, hidden, **settings) for _ in numbers)
-        self.gates = nn.ModuleList(nn.Linear(inputs, len(experts)) for experts in self.mixed)
-
-    def forward(self, inputs: list[Tensor]) -> list[Tensor]:
-        """T + 1 inputs (B, inputs), those of each task and of all, to a mixture (B, last width) for each gate."""
-        outputs: list[Tensor] = []
-        for number, expert in enumerate(self.experts):
-            outputs.append(expert(inputs[self.input_of[number]]))
-        mixtures: list[Tensor] = []
-        for number, gate in enumerate(self.gates):
-            shares_BE = gate(inputs[number]).softmax(1)
-            experts_BED = torch.stack([outputs[n] for n in self.mixed[number]], dim=1)
-            mixtures.append((shares_BE.unsqueeze(2) * experts_BED).sum(1))
-        return mixtures
-
-
 class ItemCounts(nn.Module):
     """How often each item was clicked so far, from which follows how likely it is drawn as a negative: its Q.
 
@@ -243,35 +203,3 @@ class ItemCounts(nn.Module):
     def log_q(self, ids_N: Tensor) -> Tensor:
         """Logs of the items' shares: float32 (N,)."""
         return (self.counts[ids_N].float() / self.counts.sum()).log()
-
-
-class ItemNeighbors(nn.Module):
-    """The users of each item, and ``weight`` times what both weigh by LightGCN's symmetric normalization.
-
-    By a Parquet file's ``columns``, numbers of users and lists of numbers of items, each below the given one. On the
-    CPU, and not in buffers, which each step would broadcast.
-    """
-
-    def __init__(self, path: str, columns: Sequence[str], num_users: int, num_items: int, weight: float) -> None:
-        import pyarrow.parquet as pq  # which no other model needs
-
-        super().__init__()
-        try:
-            user, lists = (column.combine_chunks() for column in pq.read_table(path, columns=[*columns]).columns)
-            users, items = np.repeat(user.to_numpy(), lists.value_lengths().to_numpy()), lists.flatten().to_numpy()
-            if users.max() >= num_users or items.max() >= num_items:
-                raise ValueError(f"numbers of {columns} are above the features' rows")
-            counts = np.bincount(items, minlength=num_items), np.bincount(users, minlength=num_users)
-        except (OSError, TypeError, ValueError, AttributeError) as error:
-            raise ConfigError(f"graph (--model-arg graph=FILE) is {path!r}: {error}; give the training data") from error
-        self.users, self.visits_I, sizes = (torch.tensor(of) for of in (users[np.argsort(items)], *counts))
-        self.num_users, self.ends_I = int((sizes > 0).sum()), self.visits_I.cumsum(0)
-        self.scale_I = weight * self.visits_I.clamp(min=1).rsqrt()
-        self.weights = sizes.clamp(min=1).rsqrt()[self.users.long()] * self.scale_I.repeat_interleave(self.visits_I)
-
-    def forward(self, items_C: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Users of some items, int64 (M,); their weights, float32 (M,); how many each item has, int64 (C,)."""
-        visits_C = self.visits_I[items_C.cpu()]
-        shifts = (self.ends_I[items_C.cpu()] - visits_C.cumsum(0)).repeat_interleave(visits_C)
-        places = torch.arange(shifts.numel()) + shifts
-        return self.users[places].to(items_C), self.weights[places].to(items_C.device), visits_C.to(items_C)

@@ -1,4 +1,4 @@
-"""What models of the next item in a user's history share: tokens in, a state for each position out, and the loss.
+"""SASRec and HSTU, models of the next item in a user's history: tokens in, a state for each position out, and the loss.
 
 Linear layers and norms see a batch's tokens end to end; attention sees them padded, rows of like length together,
 because most histories are short and a few fill all positions.
@@ -20,7 +20,7 @@ from shardrec import ConfigError
 from shardrec.trainer.data import ClickSchema
 from shardrec.trainer.models.parts import ItemCounts, Share, Size, check_one_each, item_rows
 
-__all__ = ["Groups", "SequenceModel"]
+__all__ = ["HSTU", "Groups", "SASRec", "SequenceModel"]
 
 Groups: TypeAlias = list[tuple[Tensor, Tensor, int]]
 """Rows of like length: where their tokens are, int64; the rows' offsets, int64 (R + 1,); the width to pad to."""
@@ -156,6 +156,89 @@ class SequenceModel(nn.Module):
             x_TD = block(x_TD, groups)
         encoded: Tensor = self.norm(x_TD)
         return encoded
+
+
+class _SelfAttention(nn.Module):
+    """Causal self-attention, then a network for each token."""
+
+    def __init__(self, dim: int, heads: int, max_length: int, dropout: float) -> None:
+        super().__init__()
+        self.heads, self.columns = heads, dim // heads
+        self.attention_norm, self.token_norm = nn.LayerNorm(dim), nn.LayerNorm(dim)
+        self.project_in, self.project_out = nn.Linear(dim, 3 * dim), nn.Linear(dim, dim)
+        self.network = nn.Sequential(nn.Linear(dim, dim), nn.GELU(), nn.Linear(dim, dim))
+        self.dropout = nn.Dropout(dropout)
+
+    def forward(self, x_TD: Tensor, groups: Groups) -> Tensor:
+        projected = self.project_in(self.attention_norm(x_TD))
+        attended_TD = torch.zeros_like(x_TD)
+        for tokens, offsets, width in groups:
+            padded = torch.ops.fbgemm.jagged_to_padded_dense(projected[tokens], [offsets], [width], 0.0)
+            query, key, value = padded.unflatten(2, [3, self.heads, self.columns]).permute(2, 0, 3, 1, 4).unbind(0)
+            mixed = F.scaled_dot_product_attention(query, key, value, is_causal=True)
+            flat = mixed.transpose(1, 2).flatten(2)
+            jagged = torch.ops.fbgemm.dense_to_jagged(flat, [offsets], tokens.size(0))[0]
+            attended_TD = attended_TD.index_copy(0, tokens, jagged)
+        x_TD = x_TD + self.dropout(self.project_out(attended_TD))
+        x_TD = x_TD + self.dropout(self.network(self.token_norm(x_TD)))
+        return x_TD
+
+
+class SASRec(SequenceModel):
+    """Causal self-attention; the arguments are those of :class:`SequenceModel`.
+
+    "Self-Attentive Sequential Recommendation", Kang and McAuley, 2018, with layer norms before each sublayer, and with
+    a softmax over random items, which a batch shares, as loss.
+    """
+
+    block = _SelfAttention
+
+
+class _PointwiseAttention(nn.Module):
+    """Queries, keys, values and a gate of each token; causal pointwise attention; the gate.
+
+    R rows of like length, H heads, W positions.
+    """
+
+    def __init__(self, dim: int, heads: int, max_length: int, dropout: float) -> None:
+        super().__init__()
+        self.dim, self.heads, self.columns, self.max_length = dim, heads, dim // heads, max_length
+        # Norms without a learned scale, and first values, as in the authors' code.
+        self.norm, self.attended_norm = (nn.LayerNorm(dim, eps=1e-6, elementwise_affine=False) for _ in range(2))
+        self.project_in, self.project_out = nn.Linear(dim, 4 * dim, bias=False), nn.Linear(dim, dim)
+        nn.init.normal_(self.project_in.weight, std=0.02)
+        nn.init.xavier_uniform_(self.project_out.weight)
+        self.bias = nn.Parameter(torch.zeros(heads, max_length))
+        self.dropout = nn.Dropout(dropout)
+
+    def forward(self, x_TD: Tensor, groups: Groups) -> Tensor:
+        projected = F.silu(self.project_in(self.norm(x_TD)))
+        gate_TD, others = projected[:, : self.dim], projected[:, self.dim :]
+        attended_TD = torch.zeros_like(x_TD)
+        for tokens, offsets, width in groups:
+            padded = torch.ops.fbgemm.jagged_to_padded_dense(others[tokens], [offsets], [width], 0.0)
+            query, key, value = padded.unflatten(2, [3, self.heads, self.columns]).permute(2, 0, 3, 1, 4).unbind(0)
+            position_W = torch.arange(width, device=x_TD.device)
+            age_WW = position_W.unsqueeze(1) - position_W
+            scores_RHWW = query @ key.transpose(2, 3) + self.bias[:, age_WW.clamp(min=0)]
+            weights_RHWW = F.silu(scores_RHWW) * (age_WW >= 0) / self.max_length
+            flat = (weights_RHWW @ value).transpose(1, 2).flatten(2)
+            jagged = torch.ops.fbgemm.dense_to_jagged(flat, [offsets], tokens.size(0))[0]
+            attended_TD = attended_TD.index_copy(0, tokens, jagged)
+        mixed_TD: Tensor = x_TD + self.project_out(self.dropout(self.attended_norm(attended_TD) * gate_TD))
+        return mixed_TD
+
+
+class HSTU(SequenceModel):
+    """Pointwise attention with a gate; the arguments are those of :class:`SequenceModel`.
+
+    "Actions Speak Louder than Words: Trillion-Parameter Sequential Transducers for Generative Recommendations", Zhai et
+    al., 2024. In place of softmax, each pair of positions has SiLU of its score, over ``max_length``, so that how often
+    an item occurs is not normalized away. Times of the actions are not among a sequence's ids: the bias of a pair
+    depends on the positions alone. The loss is SASRec's.
+    """
+
+    block = _PointwiseAttention
 
 
 def _by_length(lengths_B: Tensor, widths: list[int]) -> Groups:

@@ -9,7 +9,6 @@ Legend: B rows, D columns of the towers' outputs.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -120,7 +119,9 @@ class _Tower(nn.Module):
         dense_names: Sequence[str],
         features: Sequence[str],
         widths: Sizes,
-        **settings: Any,
+        *,
+        dropout: float,
+        batch_norm: bool,
     ) -> None:
         super().__init__()
         dense_columns = [number for number, name in enumerate(dense_names) if name in features]
@@ -129,7 +130,8 @@ class _Tower(nn.Module):
         self.pooled_columns: Tensor
         self.register_buffer("dense_columns", torch.tensor(dense_columns, dtype=torch.int64), persistent=False)
         self.register_buffer("pooled_columns", torch.tensor(pooled_columns, dtype=torch.int64), persistent=False)
-        self.network = MLP(len(pooled_columns) + len(dense_columns), widths[:-1], widths[-1], **settings)
+        columns = len(pooled_columns) + len(dense_columns)
+        self.network = MLP(columns, widths[:-1], widths[-1], dropout=dropout, batch_norm=batch_norm)
 
     def forward(self, dense: Tensor, pooled: Tensor) -> Tensor:
         parts = [pooled.index_select(1, self.pooled_columns), dense.index_select(1, self.dense_columns)]

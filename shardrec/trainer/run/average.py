@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from itertools import chain
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -48,7 +48,7 @@ class Average:
             rows for collection in self._model.sharded_collections for rows in collection.keep_averages(self._decay)
         ]
 
-    def _after_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    def _after_step(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
         for group in optimizer.param_groups:
             group["averaged"] += 1
             share = (1 - self._decay) / (1 - self._decay ** group["averaged"])

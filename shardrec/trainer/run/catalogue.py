@@ -229,7 +229,11 @@ class CatalogueRanking:
 
 
 def _called(model: nn.Module, method: str, dense: Tensor, sparse: KeyedJaggedTensor) -> Tensor:
-    """What a method of a model returns, called as the model's forward: only there do ranks fail together."""
+    """What a method of a model returns, called as the model's forward: only there do ranks fail together.
+
+    The swap lasts for the call. A subclass with another forward, as :func:`with_own_loss` makes it, would stay for the
+    steps between two evaluations, and be compiled again; a forward hook sees the inputs and cannot call another method.
+    """
     module: Any = model.module if isinstance(model, ShardedModel) else model
     module.forward = getattr(module, method)
     try:

@@ -204,7 +204,7 @@ def _advice(report: RunReport) -> str:
     """What to give to a run that overfits, of what it was not given."""
     config = report.config
     advice = ["--patience, to end sooner"] if config["patience"] is None else []
-    advice += ["fewer --epochs"] if config["epochs"] > 1 and config["patience"] is None else []
+    advice += ["fewer --epochs"] if config["epochs"] != 1 and config["patience"] is None else []
     kept = f"; the final metrics are those of step {report.final_step:,}"
     if config["checkpoint"] != "best":
         kept, advice = "", ["--checkpoint best, for the weights of the best point", *advice]

@@ -17,9 +17,9 @@ import json
 import socket
 import threading
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from waitress.channel import HTTPChannel
@@ -57,7 +57,7 @@ class Endpoint:
         loss: of its run; logits of another than ``bce`` are no log odds, and are answered as ``scores``.
     """
 
-    def __init__(self, model: nn.Module, spec: FeatureSpec, about: Mapping[str, Any], *, loss: str = "bce") -> None:
+    def __init__(self, model: nn.Module, spec: FeatureSpec, about: Mapping[str, str], *, loss: str = "bce") -> None:
         self._model = model
         self._spec = spec
         self._about = dict(about)
@@ -75,14 +75,14 @@ class Endpoint:
         except HTTPException as error:
             answer, status = {"error": error.description}, error.code or 500
         response = Response(json.dumps(answer) + "\n", status=status, mimetype="application/json")
-        follower: Any = getattr(self._model, "follower", None)
+        follower = getattr(self._model, "follower", None)
         if follower is not None:
             version, age = follower.seen()
             response.headers.update({"Shardrec-Version": str(version), "Shardrec-Age": f"{age:.3f}"})
         return response(environ, start_response)
 
-    def _answer(self, request: Request) -> dict[str, Any]:
-        routes = {
+    def _answer(self, request: Request) -> dict[str, object]:
+        routes: dict[str, tuple[str, Callable[[Request], dict[str, object]]]] = {
             "/": ("GET", self._describe),
             "/health": ("GET", lambda _: {"status": "ok"}),
             "/predict": ("POST", self._predict),
@@ -94,11 +94,11 @@ class Endpoint:
             raise MethodNotAllowed([method], f"{request.path} takes {method}, not {request.method}")
         return answer(request)
 
-    def _describe(self, request: Request) -> dict[str, Any]:
+    def _describe(self, request: Request) -> dict[str, object]:
         example = {"rows": [request_example(self._spec)]}
         return {"model": self._about, "predict": {"method": "POST", "path": "/predict", "example": example}}
 
-    def _predict(self, request: Request) -> dict[str, Any]:
+    def _predict(self, request: Request) -> dict[str, object]:
         try:
             body = parse_json(request.get_data())
         except ValueError as error:
@@ -140,7 +140,7 @@ class _Connection(HTTPChannel):  # type: ignore[misc]
     If there are too many connections, the one whose time has run for the longest is closed.
     """
 
-    def __init__(self, server: BaseWSGIServer, *args: Any, **kwargs: Any) -> None:
+    def __init__(self, server: BaseWSGIServer, *args: object, **kwargs: object) -> None:
         self._since = time.time()
         super().__init__(server, *args, **kwargs)
         waiting = [each for each in server.active_channels.values() if not each.requests and not each.will_close]

@@ -56,18 +56,18 @@ class Sweep:
     test: Mapping[str, Sequence[float]]
 
 
-def parse_grid(texts: Sequence[str]) -> dict[str, list[Any]]:
+def parse_grid(texts: Sequence[str]) -> dict[str, list[object]]:
     """``["lr=0.1,0.01", "model_args.hidden=[64],[128, 64]"]`` as the values of each option, which are YAML.
 
     Raises:
         ConfigError: for another form, an option twice, a value twice, or an option that the sweep gives itself.
     """
-    grid: dict[str, list[Any]] = {}
+    grid: dict[str, list[object]] = {}
     for text in texts:
         name, _, listed = text.partition("=")
         name = name.strip() if name.startswith(_ARGUMENT) else name.strip().replace("-", "_")
         values = parse_yaml(f"[{listed}]", f"the values of grid (--grid) {name}")[0]
-        if not name or not values:
+        if not name or not isinstance(values, list) or not values:
             raise ConfigError(f"grid (--grid) is {text!r}: give OPTION=VALUE,VALUE, such as lr=0.1,0.01")
         if name in _OWN:
             raise ConfigError(f"grid (--grid) is {text!r}: a sweep takes {name} from {_OWN[name]}")
@@ -78,7 +78,7 @@ def parse_grid(texts: Sequence[str]) -> dict[str, list[Any]]:
 
 
 def run_sweep(
-    config: TrainConfig, grid: Mapping[str, Sequence[Any]], *, seeds: int, out: Path, debug: bool = False
+    config: TrainConfig, grid: Mapping[str, Sequence[object]], *, seeds: int, out: Path, debug: bool = False
 ) -> Sweep:
     """Make the runs that are missing, test the best setting's, and write the results.
 
@@ -140,11 +140,11 @@ def run_sweep(
     return sweep
 
 
-def _name(values: Mapping[str, Any]) -> str:
+def _name(values: Mapping[str, object]) -> str:
     return ",".join(f"{option}={value}" for option, value in values.items()) or "runs"
 
 
-def _runs(config: TrainConfig, values: Mapping[str, Any], seeds: int, out: Path) -> list[TrainConfig]:
+def _runs(config: TrainConfig, values: Mapping[str, object], seeds: int, out: Path) -> list[TrainConfig]:
     """A run for each seed, with some values of the grid."""
     arguments = {name.removeprefix(_ARGUMENT): value for name, value in values.items() if name.startswith(_ARGUMENT)}
     options = {name: value for name, value in values.items() if not name.startswith(_ARGUMENT)}

@@ -1,24 +1,26 @@
-"""Held-out metrics of a sharded model, over the rows of all ranks: exact, from the gathered predictions.
+"""Metrics of a sharded model, over the rows of all ranks: exact, from the gathered predictions.
+
+Of rows that are held out, :func:`evaluate`; of those that a run without an end trains on, :class:`Progressive`.
 
 Legend: B rows of a batch, N rows of this rank, M rows of the longest rank, W ranks.
 """
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Iterable, Iterator, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from shardrec.launch import peers
+from shardrec.launch import gather, peers
 from shardrec.pipeline import TrainPipeline
-from shardrec.trainer.data import ClickBatch, ClickMetrics, Task, click_metrics, ranking_metrics
-from shardrec.trainer.run.task_metrics import TaskMetrics, outputs_of, task_metrics
+from shardrec.trainer.data import ClickBatch, ClickMetrics, Task
+from shardrec.trainer.run.task_metrics import TaskMetrics, logit_metrics, outputs_of, task_metrics
 
-__all__ = ["evaluate", "gather_rows"]
+__all__ = ["Progressive", "evaluate", "gather_rows"]
 
 
 def evaluate(
@@ -45,38 +47,22 @@ def evaluate(
             yield batch
 
     steps = TrainPipeline(model, (), (), depth=0, device=device)  # copies batches to the device without waiting
-    if tasks:
-        return _evaluate_tasks(steps.predict(grouped(), partial(_task_rows, tasks)), groups, tasks, k, device)
-    scored = [torch.zeros((2, 0), device=device), *steps.predict(grouped(), _scores)]
+    sizes = [len(tasks), sum(task.outputs for task in tasks), 1] if tasks else [1, 1]
+    scored = [torch.zeros((sum(sizes), 0), device=device), *steps.predict(grouped(), partial(_scored, tasks))]
     # Scores stay on the device until here: reading each batch's would make the host wait for it.
-    labels, logits = gather_rows(torch.cat(scored, dim=1).cpu())
-    metrics = click_metrics(labels.numpy(), torch.sigmoid(logits.double()).numpy())  # float32 has 1 from 17 on
-    if not groups or not labels.any():  # a ranking needs a clicked row
-        return metrics
-    # By logits: probabilities of 1 are equal where their logits are not.
-    ranking = ranking_metrics(labels.numpy(), logits.numpy(), gather_rows(torch.cat(groups, dim=1).cpu()).numpy(), k)
-    return dataclasses.replace(metrics, ranking=ranking)
-
-
-def _scores(model: nn.Module, batch: ClickBatch) -> Tensor:
-    """(2, B): labels and logits."""
-    logits: Tensor = model(batch.dense, batch.sparse)
-    return torch.stack((batch.labels, logits.view(-1).float()))
-
-
-def _evaluate_tasks(
-    scored: Iterator[Tensor], groups: list[Tensor], tasks: Sequence[Task], k: int, device: torch.device
-) -> TaskMetrics:
-    sizes = [len(tasks), sum(task.outputs for task in tasks), 1]
-    rows = gather_rows(torch.cat([torch.zeros((sum(sizes), 0), device=device), *scored], dim=1).cpu())
-    labels, outputs, weights = rows.t().split(sizes, 1)
+    labels, outputs, *weights = gather_rows(torch.cat(scored, dim=1).cpu()).t().split(sizes, 1)
     group = gather_rows(torch.cat(groups, dim=1).cpu()).squeeze(0) if groups else None
-    return task_metrics(outputs, labels, weights.squeeze(1), group, tasks, k)
+    if tasks:
+        return task_metrics(outputs, labels, weights[0].squeeze(1), group, tasks, k)
+    return logit_metrics(outputs, labels, group, k)
 
 
-def _task_rows(tasks: Sequence[Task], model: nn.Module, batch: ClickBatch) -> Tensor:
-    """(T + K + 1, B): labels, outputs and weights of the rows."""
-    outputs = outputs_of(model(batch.dense, batch.sparse), batch.size, tasks)
+def _scored(tasks: Sequence[Task], model: nn.Module, batch: ClickBatch) -> Tensor:
+    """(2, B): labels and logits; of tasks (T + K + 1, B): labels, outputs and weights of the rows."""
+    logits: Tensor = model(batch.dense, batch.sparse)
+    if not tasks:
+        return torch.stack((batch.labels, logits.view(-1).float()))
+    outputs = outputs_of(logits, batch.size, tasks)
     weights = outputs.new_ones(batch.size) if batch.row_weights is None else batch.row_weights
     return torch.cat([batch.labels, outputs, weights.unsqueeze(1)], dim=1).t()
 
@@ -86,11 +72,61 @@ def gather_rows(rows_CN: Tensor) -> Tensor:
     if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
         return rows_CN
     with peers(None, "gathering of predictions"):
-        counts = [torch.zeros(1, dtype=torch.int64) for _ in range(dist.get_world_size())]
-        dist.all_gather(counts, torch.tensor([rows_CN.size(1)]))
-        sizes = [int(count) for count in counts]
+        sizes = gather(rows_CN.size(1))
         padded_CM = rows_CN.new_zeros((rows_CN.size(0), max(sizes)))
         padded_CM[:, : rows_CN.size(1)] = rows_CN
         gathered = [torch.zeros_like(padded_CM) for _ in sizes]
         dist.all_gather(gathered, padded_CM)
     return torch.cat([part[:, :size] for part, size in zip(gathered, sizes, strict=True)], dim=1)
+
+
+class Progressive:
+    """Metrics of the last rows that a run trains on, each scored before the step that learns from it.
+
+    "Beating the hold-out", Blum et al., 1999. Training computes the scores anyway, in its own mode (with dropout).
+
+    Args:
+        rows: of this rank, that are kept.
+    """
+
+    def __init__(self, rows: int) -> None:
+        self._most, self._rows = rows, 0
+        self._scored: deque[Tensor] = deque()
+
+    def scoring(self, model: nn.Module, labels: Tensor) -> Callable[..., Tensor]:
+        """The model, for one call on the rows with these labels, (B,), whose logits are then kept."""
+
+        def forward(*inputs: object) -> Tensor:
+            logits: Tensor = model(*inputs)
+            self._add(torch.stack((labels, logits.detach().view(-1).float())))  # read on the host at a point only
+            return logits
+
+        return forward
+
+    def metrics(self) -> ClickMetrics | None:
+        """Of the last rows of all ranks; None if all of them have one label. Collective.
+
+        Raises:
+            ConfigError: for scores that are not numbers.
+        """
+        labels, logits = gather_rows(self.state())
+        if labels.numel() == 0 or bool((labels == labels[0]).all()):
+            return None
+        return logit_metrics(logits, labels)
+
+    def state(self) -> Tensor:
+        """Labels and logits, (2, N) float32 on the CPU."""
+        rows = torch.cat([torch.zeros((2, 0)), *(batch.cpu() for batch in self._scored)], dim=1)
+        return rows[:, -self._most :].contiguous()
+
+    def load(self, rows: Tensor) -> None:
+        """Go on from :meth:`state`."""
+        self._scored, self._rows = deque([rows]), rows.size(1)
+
+    def _add(self, rows: Tensor) -> None:
+        if not rows.size(1):  # as of a rank that has none of small arrivals
+            return
+        self._scored.append(rows)
+        self._rows += rows.size(1)
+        while self._rows - self._scored[0].size(1) >= self._most:
+            self._rows -= self._scored.popleft().size(1)

@@ -132,4 +132,4 @@ def _train_rank(options: dict[str, Any]) -> None:
     from shardrec.trainer.run.session import run_rank  # with torch, which the launcher does without
 
     resume = options.pop("resume")
-    run_rank(TrainConfig(**options), resume=resume)
+    run_rank(TrainConfig.of(options), resume=resume)

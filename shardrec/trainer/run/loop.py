@@ -22,7 +22,6 @@ from shardrec import ShardedModel
 from shardrec.launch import RunStopped
 from shardrec.pipeline import TrainPipeline, tell_others
 from shardrec.trainer.data import ClickBatch, ClickMetrics
-from shardrec.trainer.run.dealing import DealtParts
 from shardrec.trainer.run.display import Display
 from shardrec.trainer.run.losses import batch_loss
 from shardrec.trainer.run.prefetch import Prefetcher
@@ -116,7 +115,7 @@ def step_parts(
 
 def train_epoch(
     run: Run,
-    batches: Prefetcher[StepPart] | DealtParts[StepPart],
+    batches: Prefetcher[StepPart],
     *,
     schedule: Schedule,
     evaluate: Callable[[], ClickMetrics | TaskMetrics | None],

@@ -26,7 +26,7 @@ __all__ = ["batch_loss", "click_loss", "pairwise_loss", "softmax_loss", "with_ow
 
 def batch_loss(
     name: str,
-    model: Callable[..., Any],
+    model: Callable[..., Tensor],
     batch: ClickBatch,
     tasks: Sequence[Task] = (),
     divisors: Callable[[], Tensor | None] = lambda: None,

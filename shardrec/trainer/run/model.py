@@ -25,8 +25,7 @@ from shardrec.planner import constraints_of
 from shardrec.serve import from_tensors
 from shardrec.trainer.data import ClickSchema, FeatureSpec
 from shardrec.trainer.models import MODELS
-from shardrec.trainer.run.config import TrainConfig
-from shardrec.trainer.run.constraints import parse_constraint
+from shardrec.trainer.run.config import TrainConfig, parse_constraint
 from shardrec.trainer.run.options import flag
 
 if TYPE_CHECKING:
@@ -46,7 +45,7 @@ __all__ = [
 _FLAGS = {"embedding_dim": "dim", "dense_layers": "dense_layers", "over_layers": "hidden"}
 """Options that give a built-in model an argument."""
 
-_TABLE_OPTIMIZERS: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
+_TABLE_OPTIMIZERS: dict[str, tuple[type[torch.optim.Optimizer], dict[str, float]]] = {
     "sgd": (torch.optim.SGD, {}),
     "adagrad": (torch.optim.Adagrad, {"eps": 1e-8}),
     "rowwise_adagrad": (RowWiseAdagrad, {"eps": 1e-8}),
@@ -55,7 +54,7 @@ _TABLE_OPTIMIZERS: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]]
     "partial_rowwise_adam": (PartialRowWiseAdam, {}),
     "lamb": (LAMB, {}),
 }
-_DENSE_OPTIMIZERS: dict[str, type[torch.optim.Optimizer]] = {
+_DENSE_OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
     "sgd": torch.optim.SGD,
     "adagrad": torch.optim.Adagrad,
     "adam": torch.optim.Adam,
@@ -113,23 +112,19 @@ def _check_tables(name: str, model: nn.Module, schema: ClickSchema) -> None:
             )
 
 
-def _model_class(name: str) -> Callable[..., Any]:
+def _model_class(name: str) -> Callable[..., object]:
     """The class of a built-in model, or ``package.module:Model``, looked for in the working directory, too."""
-    if name in MODELS:
-        return typing.cast(
-            Callable[..., Any], getattr(importlib.import_module(f"shardrec.trainer.models.{name}"), MODELS[name])
-        )
-    module_name, _, attribute = name.partition(":")
-    if "" not in sys.path and os.getcwd() not in sys.path:
+    module_name, _, attribute = MODELS.get(name, name).partition(":")
+    if name not in MODELS and "" not in sys.path and os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())
     try:
-        make: Callable[..., Any] = getattr(importlib.import_module(module_name), attribute)
+        make: Callable[..., object] = getattr(importlib.import_module(module_name), attribute)
     except (ImportError, AttributeError) as error:
         raise ConfigError(f"model (--model) is {name!r}: {error}; give package.module:Model") from error
     return make
 
 
-def _arguments(config: TrainConfig, make: Callable[..., Any]) -> dict[str, Any]:
+def _arguments(config: TrainConfig, make: Callable[..., object]) -> dict[str, object]:
     """The model's arguments after the schema, of the types that its signature names.
 
     Raises:
@@ -159,13 +154,13 @@ def _arguments(config: TrainConfig, make: Callable[..., Any]) -> dict[str, Any]:
                 f"model_args (--model-arg) has {name!r}, which model {config.model!r} does not take: {meant}"
                 f"It takes {', '.join(names) or 'none'}"
             )
-    return {name: _as_hinted(config.model, name, value, hints.get(name, Any)) for name, value in arguments.items()}
+    return {name: _as_hinted(config.model, name, value, hints.get(name, object)) for name, value in arguments.items()}
 
 
-def _as_hinted(model: str, name: str, value: Any, hint: Any) -> Any:
+def _as_hinted(model: str, name: str, value: object, hint: Any) -> object:
     """A value as its annotation has it, such as a tuple where YAML has lists; one that pydantic does not know as is."""
     try:
-        adapter: TypeAdapter[Any] = TypeAdapter(hint, config=ConfigDict(arbitrary_types_allowed=True))
+        adapter: TypeAdapter[object] = TypeAdapter(hint, config=ConfigDict(arbitrary_types_allowed=True))
     except Exception:  # a class with a config of its own, or no type at all
         return value
     try:
@@ -235,11 +230,8 @@ def fuse_optimizer(model: nn.Module, config: TrainConfig) -> None:
 
 def dense_optimizer(model: ShardedModel, config: TrainConfig) -> torch.optim.Optimizer:
     """The optimizer of everything that is not a table."""
-    cls: Any = _DENSE_OPTIMIZERS[config.optimizer]
-    parameters = model.dense_parameters()
-    groups = [{"params": parameters}]  # of none, where tables are all that a model has
-    optimizer: torch.optim.Optimizer = cls(groups, lr=config.lr, weight_decay=config.weight_decay)
-    return optimizer
+    groups = [{"params": model.dense_parameters()}]  # of none, where tables are all that a model has
+    return _DENSE_OPTIMIZERS[config.optimizer](groups, lr=config.lr, weight_decay=config.weight_decay)
 
 
 def planner_constraints(

@@ -3,65 +3,95 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Mapping
-from typing import Any, Self, cast, get_args, get_origin
+from collections.abc import Iterable, Mapping
+from typing import Any, ClassVar, Literal, NamedTuple, Self, get_args, get_origin
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, field_validator
-from pydantic.fields import FieldInfo
 
 from shardrec import ConfigError
 from shardrec.trainer.yaml_files import parse_yaml
 
-__all__ = ["Options", "flag", "named_values", "option", "shown_as", "together"]
+__all__ = ["Options", "Shown", "flag", "named_values", "option", "together"]
 
 
-def option(
-    default: Any, panel: str, help: str, *, metavar: str | None = None, choices: tuple[str, ...] = (), **limits: Any
-) -> Any:
-    """A field of :class:`Options`.
+class Shown(NamedTuple):
+    """How an option is shown in the help.
+
+    Attributes:
+        panel: the heading that it is under.
+        help: for people, in one line.
+        metavar: stands for the value.
+        choices: values that there are, of texts and lists of texts; empty if others can be given.
+    """
+
+    panel: str
+    help: str
+    metavar: str | None
+    choices: tuple[str, ...]
+
+
+def option(default: object, *, help: str | None = None, metavar: str | None = None, **limits: Any) -> Any:
+    """A field of :class:`Options`, where its type and its default do not say all.
 
     Args:
         default: its value if it is not given.
-        panel: heading that the help puts it under.
-        help: one line for people.
+        help: for people; default: the field's docstring.
         metavar: stands for the value in the help; default: the choices.
-        choices: values that there are, of texts and lists of texts.
         limits: of a number, as pydantic's ``Field`` takes them.
     """
-    shown: dict[str, Any] = {"panel": panel, "metavar": metavar or "|".join(choices) or None, "choices": list(choices)}
-    return Field(default, description=help, json_schema_extra=shown, **limits)
-
-
-def shown_as(field: FieldInfo) -> dict[str, Any]:
-    """The panel, the metavar and the choices that :func:`option` gave to a field."""
-    return cast(dict[str, Any], field.json_schema_extra)
+    return Field(default, description=help, json_schema_extra={"metavar": metavar}, **limits)
 
 
 class Options(BaseModel):
     """Frozen options. Text that spells a value, as YAML files and shells have it, is that value.
 
+    A field's docstring is its help, a ``Literal`` its choices. A subclass may put together several, each a ``panel`` of
+    the help.
+
     Raises:
         ConfigError: naming each option that cannot be honoured, its value and what it may be.
     """
 
-    model_config = ConfigDict(extra="forbid", frozen=True, coerce_numbers_to_str=True, allow_inf_nan=False)
+    model_config = ConfigDict(
+        extra="forbid",
+        frozen=True,
+        coerce_numbers_to_str=True,
+        allow_inf_nan=False,
+        use_attribute_docstrings=True,
+    )
+    panel: ClassVar[str] = ""
 
-    def __init__(self, **values: Any) -> None:
+    def __init__(self, **values: object) -> None:
         try:
             super().__init__(**values)
         except ValidationError as error:
-            raise ConfigError(_explained(error, values, [*type(self).model_fields])) from None
-        faults = self.structural_faults()
+            raise ConfigError(_explained(error, values, type(self))) from None
+        faults = [*self.structural_faults()]
         if faults:
             raise ConfigError(together(faults))
 
-    def structural_faults(self) -> list[str]:
+    def structural_faults(self) -> Iterable[str]:
         """Why options that are well-formed do not go together, a sentence each."""
-        return []
+        return ()
+
+    @classmethod
+    def shown(cls, name: str) -> Shown:
+        """How the help shows a field."""
+        field = cls.model_fields[name]
+        kinds = (field.annotation, *get_args(field.annotation))
+        choices = next((get_args(kind) for kind in kinds if get_origin(kind) is Literal), ())
+        group = next(base for base in reversed(cls.__mro__) if name in getattr(base, "model_fields", ()))
+        extra = field.json_schema_extra if isinstance(field.json_schema_extra, dict) else {}
+        return Shown(
+            panel=getattr(group, "panel", ""),
+            help=" ".join((field.description or "").split()),
+            metavar=str(extra.get("metavar") or "|".join(choices)) or None,
+            choices=choices,
+        )
 
     @field_validator("*", mode="before")
     @classmethod
-    def _as_meant(cls, value: Any, info: ValidationInfo) -> Any:
+    def _as_meant(cls, value: object, info: ValidationInfo) -> object:
         """A text or a mapping ``{"t_*": row_wise}`` for a list; a truth value is meant by none."""
         kind = cls.model_fields[str(info.field_name)].annotation
         if isinstance(value, bool):
@@ -78,23 +108,26 @@ class Options(BaseModel):
 
     @field_validator("*")
     @classmethod
-    def _among_choices(cls, value: Any, info: ValidationInfo) -> Any:
-        choices = shown_as(cls.model_fields[str(info.field_name)])["choices"]
-        items = value if isinstance(value, tuple) else (value,)
-        if "" in items or (choices and value is not None and not set(items) <= set(choices)):
-            raise ValueError(f"give one of {', '.join(choices)}" if choices else "give some text")
+    def _is_some(cls, value: object) -> object:
+        if "" in (value if isinstance(value, tuple) else (value,)):
+            raise ValueError("give some text")
         return value
 
-    def changed(self, **changes: Any) -> Self:
+    def changed(self, **changes: object) -> Self:
         """These options with other values for some."""
-        return type(self)(**{**self.to_mapping(), **changes})
+        return self.of({**self.to_mapping(), **changes})
 
-    def to_mapping(self) -> dict[str, Any]:
+    @classmethod
+    def of(cls, values: Mapping[str, object]) -> Self:
+        """Options from such data as :meth:`to_mapping` gives, or from texts."""
+        return cls(**values)
+
+    def to_mapping(self) -> dict[str, object]:
         """The options as YAML- and JSON-compatible data, which make equal options as keywords."""
         return self.model_dump(mode="json")
 
 
-def named_values(given: Any) -> Any:
+def named_values(given: object) -> dict[str, object]:
     """A mapping as it is; of texts ``NAME=VALUE`` a mapping, with the values as YAML reads them.
 
     Raises:
@@ -102,30 +135,32 @@ def named_values(given: Any) -> Any:
     """
     if isinstance(given, Mapping):
         return dict(given)
-    pairs = [str(text).partition("=") for text in ([given] if isinstance(given, str) else given)]
+    texts = given if isinstance(given, (list, tuple)) else [given]
+    pairs = [str(text).partition("=") for text in texts]
     if any(not name or not equals for name, equals, _ in pairs):
         raise ValueError("give NAME=VALUE, such as dropout=0.1")
     return {name.strip(): parse_yaml(text, f"the value of {name}")[0] for name, _, text in pairs}
 
 
-def _joined(item: Any) -> str:
+def _joined(item: object) -> str:
     return ",".join(map(str, item)) if isinstance(item, (list, tuple)) else str(item)
 
 
-def _explained(error: ValidationError, values: Mapping[str, Any], known: list[str]) -> str:
+def _explained(error: ValidationError, values: Mapping[str, object], options: type[Options]) -> str:
     """Each option that is wrong, its value and what it may be."""
     faults: dict[str, str] = {}
+    known = [*options.model_fields]
     for fault in error.errors():
         name = str(fault["loc"][0])
-        wanted = (
-            fault["msg"]
-            .removeprefix("Value error, ")
-            .replace("Input should", "each should" if fault["loc"][1:] else "it should")
-        )
-        text = f"{name} ({flag(name)}) is {values[name]!r}: {wanted}"
         if name not in known:
             close = difflib.get_close_matches(name, known, n=1)
             text = f"{name} ({flag(name)}) is no option" + (f": did you mean {close[0]!r}?" if close else "")
+        else:
+            wanted = fault["msg"].removeprefix("Value error, ")
+            wanted = wanted.replace("Input should", "each should" if fault["loc"][1:] else "it should")
+            if fault["type"] == "literal_error":
+                wanted = f"give one of {', '.join(options.shown(name).choices)}"
+            text = f"{name} ({flag(name)}) is {values[name]!r}: {wanted}"
         faults.setdefault(name, text)
     names = "" if faults.keys() <= set(known) else f"\nThe options are {', '.join(known)}"
     return together([*faults.values()]) + names

@@ -1,21 +1,32 @@
-"""Prepares batches ahead, on a separate thread, while the model computes.
+"""Prepares batches ahead, on a separate thread, while the model computes; of elastic replicas, a share of each step.
 
 ::
 
     thread:  make b0 │ make b1 │ make b2 │ wait: depth reached │ make b3 …
     ahead:           [b0]      [b0 b1]   [b1 b2]
     loop:    wait    │ step 0             │ step 1 …
+
+The batches of a step are spread over the replicas that are there when it begins::
+
+    step                 7         8         9        10        11
+    rows of replica 0   first half           │ all ──────►│ first half
+    rows of replica 1   second half ─ dies   │            │ joins: second half
+
+What a step trains on is the same whatever replicas there are, but for the rows of one that dies in it.
 """
 
 from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, Generic, Self, TypeVar
 
-__all__ = ["Prefetcher"]
+from shardrec import ElasticModel
+from shardrec.trainer.run.run import Run
+
+__all__ = ["DealtParts", "Prefetcher"]
 
 T = TypeVar("T")
 
@@ -64,5 +75,39 @@ class Prefetcher(Generic[T]):
         self._make_one()
         return item
 
+    def _read_from(self, source: Iterator[T]) -> None:
+        """Go on with another source, and without the items that are waiting."""
+        self.__exit__()
+        self._source, self._thread = source, ThreadPoolExecutor(1, thread_name_prefix="prefetch")
+        self._ahead.clear()
+        self.__enter__()
+
     def _make_one(self) -> None:
         self._ahead.append(self._thread.submit(next, self._source, _END))
+
+
+class DealtParts(Prefetcher[T]):
+    """This rank's batches of an epoch. They are read anew whenever replicas have come or gone, or the progress has
+    become that of another replica; they end where that ends an epoch.
+
+    Args:
+        run: whose progress says which step is next.
+        model: of the run.
+        read: gives the batches from there on, for a place among a number of replicas.
+    """
+
+    def __init__(self, run: Run, model: ElasticModel, read: Callable[[int, int], Iterator[T]]) -> None:
+        super().__init__(iter(()))
+        self._run, self._model, self._read = run, model, read
+        self._expected: tuple[int, ...] = ()
+
+    def __next__(self) -> T:
+        progress = self._run.progress
+        if progress.epoch >= self._run.config.epochs or progress.epoch_steps >= self._run.source.steps:
+            raise StopIteration
+        self._model.begin()
+        deal = self._model.place, self._model.replicas
+        if self._expected != (*deal, progress.epoch, progress.epoch_steps):
+            self._read_from(self._read(*deal))
+        self._expected = (*deal, progress.epoch, progress.epoch_steps + 1)
+        return super().__next__()

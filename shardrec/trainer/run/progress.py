@@ -59,7 +59,7 @@ class RecentMean:
         self._point_sum, self._point_steps = 0.0, 0
         return mean
 
-    def state(self) -> list[Any]:
+    def state(self) -> list[float | None]:
         """All of it, JSON-compatible; nothing is read that would round a later sum otherwise."""
         return [float(self._sum), self._steps, self._smooth, self._point_sum, self._point_steps]
 
@@ -155,7 +155,7 @@ class Progress:
         """``seconds``, with those that are running."""
         return self.seconds if self._begin is None else self.seconds + time.perf_counter() - self._begin
 
-    def state(self) -> dict[str, Any]:
+    def state(self) -> dict[str, object]:
         """All but the rows, JSON-compatible."""
         kept = {name: getattr(self, name) for name in _KEPT}
         norms = {name: mean.state() for name, mean in self.grad_norms.items()}

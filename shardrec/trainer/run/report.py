@@ -13,7 +13,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rich.table import Table
+from rich.table import Column, Table
 
 import shardrec
 from shardrec.trainer.data import ClickMetrics
@@ -100,8 +100,8 @@ class RunReport:
         skipped: rows that were left out, by reason.
     """
 
-    config: Mapping[str, Any]
-    environment: Mapping[str, Any]
+    config: Mapping[str, object]
+    environment: Mapping[str, object]
     source: str
     curve: Sequence[CurvePoint]
     final: ClickMetrics | TaskMetrics
@@ -126,7 +126,7 @@ class RunReport:
 
     @property
     def _of_feed(self) -> bool:
-        return bool(self.config["data"].startswith(FEED))
+        return str(self.config["data"]).startswith(FEED)
 
     @property
     def samples_per_second(self) -> float:
@@ -157,7 +157,7 @@ def task_values(values: Mapping[str, float | int | None], *, all_of_them: bool =
     return {name: f"{value:.4f}" for name in chosen if (value := values[name]) is not None}
 
 
-def environment(*, world_size: int, threads: int) -> dict[str, Any]:
+def environment(*, world_size: int, threads: int) -> dict[str, object]:
     """Versions of what computes, and the machine's and the run's size."""
     versions = {"shardrec": shardrec.__version__}
     for package in _PACKAGES:
@@ -180,32 +180,25 @@ def metrics_table(report: RunReport) -> Table:
 
     Logits that rank are no log odds: without cross entropy of rows there are none of probabilities.
     """
-    table = Table()
-    table.add_column(report.final_rows)
-    table.add_column("model", justify="right")
-    if isinstance(report.final, TaskMetrics):
-        for row in task_values(report.final.values).items():
+    final, optimum = report.final, report.optimum
+    table = Table(report.final_rows, Column("model", justify="right"))
+    if isinstance(final, TaskMetrics):
+        for row in task_values(final.values).items():
             table.add_row(*row)
         return table
-    if report.optimum is not None:
-        table.add_column("best possible", justify="right")
-        table.add_column("gap", justify="right")
-    shown_metrics = [("AUC", "auc")]
-    if report.config["loss"] == "bce" or report.final.ranking is None:
-        shown_metrics += [("normalized entropy", "normalized_entropy"), ("logloss", "logloss")]
-    for label, name in shown_metrics:
-        value = getattr(report.final, name)
-        cells = [f"{value:.4f}"]
-        if report.optimum is not None:
-            best = getattr(report.optimum, name)
-            cells += [f"{best:.4f}", f"{abs(best - value):.4f}"]
-        table.add_row(label, *cells)
-    if report.final.ranking is not None:
-        ranking = report.final.ranking
-        of_top = (("NDCG", ranking.ndcg), ("recall", ranking.recall), ("hit rate", ranking.hit_rate))
-        shown = "none" if ranking.gauc is None else f"{ranking.gauc:.4f}"
-        table.add_row("GAUC", shown)
-        for label, value in of_top:
+    for heading in ("best possible", "gap") if optimum is not None else ():
+        table.add_column(heading, justify="right")
+    shown = {"AUC": "auc"}
+    if report.config["loss"] == "bce" or final.ranking is None:
+        shown |= {"normalized entropy": "normalized_entropy", "logloss": "logloss"}
+    for label, name in shown.items():
+        value, best = (getattr(metrics, name, None) for metrics in (final, optimum))
+        cells = [value] if best is None else [value, best, abs(best - value)]
+        table.add_row(label, *(f"{cell:.4f}" for cell in cells))
+    ranking = final.ranking
+    if ranking is not None:
+        table.add_row("GAUC", "none" if ranking.gauc is None else f"{ranking.gauc:.4f}")
+        for label, value in (("NDCG", ranking.ndcg), ("recall", ranking.recall), ("hit rate", ranking.hit_rate)):
             table.add_row(f"{label}@{ranking.k}", f"{value:.4f}")
     return table
 

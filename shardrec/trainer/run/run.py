@@ -15,8 +15,8 @@ from shardrec.trainer.data import FeatureSpec
 from shardrec.trainer.run.average import Average
 from shardrec.trainer.run.config import TrainConfig
 from shardrec.trainer.run.display import Announcer
+from shardrec.trainer.run.held_out import Progressive
 from shardrec.trainer.run.progress import Progress
-from shardrec.trainer.run.progressive import Progressive
 from shardrec.trainer.run.source import Source
 
 __all__ = ["Run"]

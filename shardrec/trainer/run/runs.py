@@ -71,7 +71,7 @@ class RunFolder:
         """The model of :meth:`loaded` on the CPU."""
         return self.loaded()[0]
 
-    def loaded(self, device: torch.device | None = None) -> tuple[ShardedModel, dict[str, Any]]:
+    def loaded(self, device: torch.device | None = None) -> tuple[ShardedModel, dict[str, int | str]]:
         """The model of the last good checkpoint or, if the run keeps it, of the best, sharded over the ranks of the
         process group, in eval mode; and the checkpoint's step and the SHA-256 of its manifest. Every rank calls it.
 
@@ -230,7 +230,7 @@ class RunFolder:
         )
         return serve.package(served, out, (torch.zeros(1, len(schema.dense_names)), sample))
 
-    def summary(self) -> dict[str, Any]:
+    def summary(self) -> dict[str, str]:
         """What the run is and came to: data, model, steps, checkpoints, cuts and metrics."""
         try:
             results = _results(self.metrics)
@@ -240,7 +240,7 @@ class RunFolder:
                 f"with shardrec train --resume --out {self.path}"
             ) from error
         checkpoints = sorted(path.name for path in (self.path / CHECKPOINTS).glob("step-*"))
-        summary: dict[str, Any] = {
+        summary = {
             "data": self.config.data,
             "model": " ".join(
                 [self.config.model, *(f"{name}={value}" for name, value in self.config.model_args.items())]
@@ -280,7 +280,7 @@ def cuts_of(plan: ShardingPlan) -> str:
     return f"{plan.world_size} ranks: " + ", ".join(f"{count} {cut}" for cut, count in sorted(cuts.items()))
 
 
-def differing(left: TrainConfig, right: TrainConfig) -> Mapping[str, tuple[Any, Any]]:
+def differing(left: TrainConfig, right: TrainConfig) -> Mapping[str, tuple[object, object]]:
     """The options that two runs differ in, but for their folders; of feature specs, the contents count."""
     first, second = left.to_mapping(), right.to_mapping()
     specs = {Path(config.features).read_bytes() if config.features else b"" for config in (left, right)}

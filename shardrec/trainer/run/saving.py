@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import time
 from contextlib import AbstractContextManager, ExitStack, nullcontext
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -23,7 +23,7 @@ from shardrec.checkpoint import PendingSave, read_manifest
 from shardrec.launch import RunStopped, StopRequest, on_first_rank, over_ranks, peers, same_everywhere
 from shardrec.trainer.data.rows import NO_TIME
 from shardrec.trainer.run.config import CHECKPOINTS
-from shardrec.trainer.run.locking import locked
+from shardrec.trainer.run.folder import locked
 from shardrec.trainer.run.model import changed_source, source_digest
 from shardrec.trainer.run.run import Run
 
@@ -267,7 +267,7 @@ class Saver:
         return has_lock
 
     def _own_state(self) -> dict[str, Tensor]:
-        state: dict[str, Any] = {"rows": torch.tensor(self._progress.rows), "random": torch.get_rng_state()}
+        state = {"rows": torch.tensor(self._progress.rows), "random": torch.get_rng_state()}
         if self._run.progressive is not None:
             state["scored"] = self._run.progressive.state()
             state["latest"] = torch.tensor(self._run.source.latest(), dtype=torch.float64)

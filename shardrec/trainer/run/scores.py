@@ -20,26 +20,28 @@ from dataclasses import asdict
 from functools import cached_property, partial
 from itertools import chain, groupby
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 from pydantic import model_validator
 from torch import Tensor, nn
 
 from shardrec import ConfigError, DataError
-from shardrec.files import os_fault, parse_json
+from shardrec.files import Store, os_fault, parse_json
 from shardrec.launch import RankInfo, joined_run, meet, on_first_rank
 from shardrec.pipeline import TrainPipeline
-from shardrec.serve import Store
 from shardrec.trainer.data import ClickBatch, FeatureSpec
+from shardrec.trainer.data.arrays import plain_column
 from shardrec.trainer.data.encode import encode
 from shardrec.trainer.data.rows import ClickRows
 from shardrec.trainer.data.tables import FileInfo, check_file, counted, rows_between
-from shardrec.trainer.data.to_parquet import plain_column
 from shardrec.trainer.data.urls import files_of
 from shardrec.trainer.run.prefetch import Prefetcher
 from shardrec.trainer.run.runs import RunFolder
 from shardrec.trainer.run.task_metrics import predictions
+
+if TYPE_CHECKING:
+    import pyarrow as pa
 
 __all__ = ["predict_rank"]
 
@@ -78,7 +80,7 @@ class _Scored(NamedTuple):
     """A batch, the keys of its rows (a ``pyarrow.Table``), its part, and whether it is the part's last; or padding."""
 
     batch: ClickBatch
-    keys: Any = None
+    keys: pa.Table | None = None
     part: _Part | None = None
     ends: bool = False
 
@@ -104,7 +106,7 @@ def predict_rank(options: Mapping[str, Any]) -> dict[str, Any] | None:
             return predictions(logits, item.batch.size, spec.labels, config.loss), item
 
         steps = TrainPipeline(model, (), (), depth=0, device=rank_info.device)
-        tables: list[Any] = []
+        tables: list[pa.Table] = []
         complete: list[str] = []
 
         def written(batches: Iterator[_Scored]) -> Iterator[_Scored]:
@@ -226,7 +228,7 @@ def _scored(parts: Sequence[_Part], spec: _Keyed, skips: bool) -> Iterator[_Scor
             yield _Scored(encoded.rows.where(keep).to_batch(spec.schema_), keys, part, stop == part.stop)
 
 
-def _with_scores(keys: Any, scores: Mapping[str, Tensor]) -> Any:
+def _with_scores(keys: pa.Table, scores: Mapping[str, Tensor]) -> pa.Table:
     """A table of keys, texts and bytes as texts, and of scores: float32, of several classes lists of it."""
     import pyarrow as pa
 
@@ -245,7 +247,7 @@ def _with_scores(keys: Any, scores: Mapping[str, Tensor]) -> Any:
     return pa.table(columns)
 
 
-def _parquet(tables: Sequence[Any]) -> bytes:
+def _parquet(tables: Sequence[pa.Table]) -> bytes:
     import pyarrow as pa
     import pyarrow.parquet as pq
 

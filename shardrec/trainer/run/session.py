@@ -14,7 +14,7 @@ import json
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, nullcontext
 from pathlib import Path
 
 from shardrec import (
@@ -28,8 +28,8 @@ from shardrec import (
     detect_anomaly,
     shard,
 )
-from shardrec.files import naming, os_fault, parse_json, read_text
-from shardrec.launch import RankInfo, gather, joined_run, meet, on_first_rank, over_ranks, peers, same_everywhere
+from shardrec.files import parse_json, read_text
+from shardrec.launch import RankInfo, all_gather, joined_run, meet, on_first_rank, over_ranks, same_everywhere
 from shardrec.trainer.console import working
 from shardrec.trainer.data import ClickBatch, ClickMetrics, FeatureSpec
 from shardrec.trainer.data.spec import VOCABULARIES, parse_spec, read_spec
@@ -37,10 +37,10 @@ from shardrec.trainer.run.average import Average
 from shardrec.trainer.run.board import Board
 from shardrec.trainer.run.catalogue import evaluator
 from shardrec.trainer.run.config import FILE, METRICS, PLAN, SPEC, TrainConfig, load_config_text
-from shardrec.trainer.run.dealing import DealtParts
 from shardrec.trainer.run.display import Announcer, Display
+from shardrec.trainer.run.folder import lock_folder, own_folder, replaced
+from shardrec.trainer.run.held_out import Progressive
 from shardrec.trainer.run.initial import start_from
-from shardrec.trainer.run.locking import Kind, locked
 from shardrec.trainer.run.loop import Schedule, StepPart, failing_together, step_parts, train_epoch
 from shardrec.trainer.run.losses import with_own_loss
 from shardrec.trainer.run.model import (
@@ -52,9 +52,8 @@ from shardrec.trainer.run.model import (
     planner_constraints,
 )
 from shardrec.trainer.run.options import flag, together
-from shardrec.trainer.run.prefetch import Prefetcher
+from shardrec.trainer.run.prefetch import DealtParts, Prefetcher
 from shardrec.trainer.run.progress import Progress, RecentMean
-from shardrec.trainer.run.progressive import Progressive
 from shardrec.trainer.run.replan import Replanner
 from shardrec.trainer.run.report import RunReport, environment, write_curve, write_metrics
 from shardrec.trainer.run.run import Run
@@ -66,9 +65,6 @@ __all__ = ["run_rank"]
 
 _CURVE_ROWS = 100_000
 """Most held-out rows behind a point of the curve; all of the generated ones by default, few of a large file's."""
-
-_LOCK_S = 10.0
-"""How long a run waits for one in its folder that is being ended."""
 
 _POLL_S = 0.5
 """Between two looks for rows of a feed."""
@@ -101,7 +97,7 @@ def run_rank(config: TrainConfig, *, resume: bool = False) -> RunReport | None:
         ) as rank_info:
             rows = config.global_batch_size or config.batch_size * rank_info.world_size * config.replicas
             config, resume = _alike_on_ranks(config.changed(global_batch_size=rows), rank_info, resume)
-            folder, is_first = _own_folder(config, rank_info, lock)
+            folder, is_first = own_folder(config, rank_info, lock)
             finish = _run(config, rank_info, folder, resume, lock, is_first)
         return finish()
 
@@ -165,17 +161,17 @@ def _run(
         announcer.say(f"from {origin}:\n{start_from(config, spec, model, rank_info)}")
 
     def describe() -> None:
-        with _replacing(folder / FILE) as file:
+        with replaced(folder / FILE) as file:
             file.write_text(config.to_yaml(), encoding="utf-8")
         if config.features is not None:
-            with _replacing(folder / SPEC) as file:
+            with replaced(folder / SPEC) as file:
                 file.write_text(Path(config.features).read_text(encoding="utf-8"), encoding="utf-8")
         _save_plan(run)
 
     if is_first and phase == "new":
         on_first_rank(describe, rank_info, "options and plan")
     if elastic is not None:
-        on_first_rank(lambda: _lock_folder(config, lock, "shared"), rank_info, "start of the other replicas")
+        on_first_rank(lambda: lock_folder(config, lock, "shared"), rank_info, "start of the other replicas")
         elastic.join(optimizer, run.progress)
         announcer.say(f"{elastic.replicas} replica(s) train, this one from step {elastic.steps:,}")
     anomalies = detect_anomaly(model) if config.detect_anomaly == "on" else nullcontext()
@@ -214,9 +210,9 @@ def _concluded(
             return None
         _save_plan(run)  # which may have changed
         report = _report(run, samples, final, final_step, left_out)
-        with _replacing(run.folder / METRICS) as file:
+        with replaced(run.folder / METRICS) as file:
             write_metrics(report, file)
-        with _replacing(run.folder / "curve.png") as file:
+        with replaced(run.folder / "curve.png") as file:
             write_curve(report, file)
         announcer.results(report, run.folder)
         return report
@@ -225,7 +221,7 @@ def _concluded(
 
 
 def _save_plan(run: Run) -> None:
-    with _replacing(run.folder / PLAN) as file:
+    with replaced(run.folder / PLAN) as file:
         run.model.plan.save(file)
 
 
@@ -286,7 +282,7 @@ def _own_spec(config: TrainConfig, rank_info: RankInfo, folder: Path, resume: bo
             text = json.dumps(counted_vocabularies(config, spec, uncounted, rank_info), ensure_ascii=False, indent=0)
 
         def keep() -> None:
-            with _replacing(file) as partial:
+            with replaced(file) as partial:
                 partial.write_text(text, encoding="utf-8")
 
         on_first_rank(keep, rank_info, "vocabularies")
@@ -352,10 +348,7 @@ def _alike_on_ranks(config: TrainConfig, rank_info: RankInfo, resume: bool) -> t
     Raises:
         ConfigError: on every rank, if a rank was started with other options.
     """
-    if rank_info.world_size == 1:
-        return config, resume
-    with peers(None, "start"):
-        of_ranks, resumes = zip(*gather((config.to_mapping(), resume)), strict=True)
+    of_ranks, resumes = zip(*all_gather((config.to_mapping(), resume), rank_info, "start"), strict=True)
     first = of_ranks[0]
     differing = {name: options for options in of_ranks for name in options if options[name] != first[name]}
     faults = [
@@ -367,36 +360,6 @@ def _alike_on_ranks(config: TrainConfig, rank_info: RankInfo, resume: bool) -> t
     if faults:
         raise ConfigError(together(faults))
     return config.changed(out=first["out"]), any(resumes)
-
-
-def _own_folder(config: TrainConfig, rank_info: RankInfo, lock: ExitStack) -> tuple[Path, bool]:
-    """The folder of the results, made and locked on the first rank, so that no two runs write to it; and whether this
-    process's ranks are the only ones in it, and not of a replica that joins others.
-
-    Raises:
-        ConfigError: on every rank, if it cannot be written to or another run has it.
-    """
-    kinds: tuple[Kind, ...] = ("alone",) if config.elastic is None else ("alone", "shared")
-    held = on_first_rank(lambda: _lock_folder(config, lock, *kinds), rank_info, "start")
-    return Path(str(config.out)), held == "alone"
-
-
-def _lock_folder(config: TrainConfig, lock: ExitStack, *kinds: Kind) -> Kind:
-    """Make the folder, and hold its lock in another way than before."""
-    folder = Path(str(config.out))
-    # Another replica may be making the plan meanwhile, and this one's other ranks wait for the first.
-    wait_s = _LOCK_S if config.elastic is None else config.timeout / 2
-    lock.close()
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        held = lock.enter_context(locked(folder, wait_s, *kinds))
-    except OSError as error:
-        raise ConfigError(f"out (--out) is {config.out!r}: {error.strerror}; give a folder to write to") from error
-    if held is None:
-        raise ConfigError(
-            f"out (--out) is {config.out!r}: another run writes to it; wait for its end, or give another folder"
-        )
-    return held
 
 
 def _watched(config: TrainConfig) -> str:
@@ -519,17 +482,3 @@ def _report(
         seconds=run.progress.seconds,
         skipped=left_out,
     )
-
-
-@contextmanager
-def _replacing(path: Path) -> Iterator[Path]:
-    """Another path to write to, which then takes the name: a run that is killed leaves the old file or the new one."""
-    partial = path.with_stem(f"{path.stem}.partial")
-    try:
-        with naming(partial):
-            yield partial
-            partial.replace(path)
-    except OSError as error:
-        raise ConfigError(
-            f"out (--out) is {str(path.parent)!r}: {os_fault(error)}; give a folder to write to, or make room in it"
-        ) from error

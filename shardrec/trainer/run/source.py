@@ -7,7 +7,6 @@ import time
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import replace
 from functools import partial
 from itertools import islice
@@ -18,7 +17,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from shardrec import ConfigError, DataError
 from shardrec.files import UnreachableError
-from shardrec.launch import RankInfo, check_extra, gather, peers
+from shardrec.launch import RankInfo, all_gather, check_extra, on_threads
 from shardrec.trainer.data import (
     ClickBatch,
     ClickMetrics,
@@ -46,6 +45,9 @@ _SYNTHETIC_ROWS = 2_400_000
 _SYNTHETIC_HOLDOUT_ROWS = 100_000
 _SCORED_ROWS = 2048
 """Rows to score at once on a rank, where a step has fewer: without gradients they need little memory."""
+
+_ROWS = "count of rows"
+"""What ranks that agree about rows wait for, in messages."""
 
 _AHEAD_S = 3600.0
 """How far event times may be ahead of the clock of the first rank."""
@@ -151,7 +153,7 @@ class Source:
 
     def _agreed_times(self) -> dict[str, float]:
         """The watermark, and the clock of the first rank. Collective."""
-        latest, clocks = zip(*_gathered(self._rank_info, (self.latest(), time.time())), strict=True)
+        latest, clocks = zip(*all_gather((self.latest(), time.time()), self._rank_info, _ROWS), strict=True)
         self._watermark = watermark(self._watermark, latest, clocks[0])
         return {"watermark": self._watermark, "clock": clocks[0]}
 
@@ -217,7 +219,7 @@ class Source:
             source,
             spec,
             lambda names, known: _opened(config, names, spec, shuffle=shuffle, needs_rows=False, known=known),
-            gathered=partial(_gathered, self._rank_info),
+            gathered=partial(all_gather, ranks=self._rank_info, what=_ROWS),
             is_lead=self._rank_info.is_lead,
             most=config.streams,
             skips=config.on_bad_row == "skip",
@@ -237,7 +239,7 @@ class Source:
     def all_left_out(self) -> dict[str, dict[str, int]]:
         """:attr:`left_out` over all ranks; every rank calls it."""
         total: dict[str, Counter[str]] = {}
-        for left_out in _gathered(self._rank_info, self.left_out):
+        for left_out in all_gather(self.left_out, self._rank_info, _ROWS):
             for name, counts in left_out.items():
                 total.setdefault(name, Counter()).update(counts)
         return {name: dict(counts) for name, counts in total.items()}
@@ -439,28 +441,17 @@ def _on_ranks(rank_info: RankInfo, function: Callable[[Any], Any], items: Sequen
     if ranks == 1:
         return list(map(function, items))
     values, fault = [], ""
-    with ThreadPoolExecutor(1) as thread:
-        share = thread.submit(lambda: list(map(function, items[rank::ranks])))
-        # A share may take longer than a rank may be silent, such as a large file of text that is one item.
-        while not all(_gathered(rank_info, bool(wait([share], rank_info.timeout / 4).done))):
-            pass
+    # A share may be large, such as a file of text that is one item.
+    share = on_threads(lambda: list(map(function, items[rank::ranks])), rank_info, _ROWS, rank_info.timeout / 4)
     try:
         values = share.result()
     except DataError as error:
         fault = str(error)
-    gathered = _gathered(rank_info, (values, fault))
+    gathered = all_gather((values, fault), rank_info, _ROWS)
     for _, fault in gathered:
         if fault:
             raise DataError(fault)
     return [gathered[number % ranks][0][number // ranks] for number in range(len(items))]
-
-
-def _gathered(rank_info: RankInfo, value: Any) -> list[Any]:
-    """Every rank's value, on every rank."""
-    if rank_info.world_size == 1:
-        return [value]
-    with peers(None, "count of rows"):
-        return gather(value)
 
 
 def _holdout(config: TrainConfig) -> float:

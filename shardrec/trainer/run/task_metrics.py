@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -17,9 +16,21 @@ from torch import Tensor
 
 from shardrec import ConfigError
 from shardrec.launch import peers
-from shardrec.trainer.data import Task, click_metrics, ranking_metrics
+from shardrec.trainer.data import ClickMetrics, Task, click_metrics, ranking_metrics
 
-__all__ = ["LabelWeights", "TaskMetrics", "label_weights", "outputs_of", "predictions", "task_loss", "task_metrics"]
+__all__ = [
+    "LabelWeights",
+    "TaskMetrics",
+    "label_weights",
+    "logit_metrics",
+    "outputs_of",
+    "predictions",
+    "task_loss",
+    "task_metrics",
+]
+
+
+_Values = dict[str, float | int | None]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,9 +45,9 @@ class TaskMetrics:
     """
 
     rows: int
-    values: dict[str, float | int | None]
+    values: _Values
 
-    def to_mapping(self) -> dict[str, float | int | None]:
+    def to_mapping(self) -> _Values:
         """All of it by name; JSON-compatible."""
         return {"rows": self.rows, **self.values}
 
@@ -77,7 +88,7 @@ class LabelWeights:
 
     def __init__(self) -> None:
         self._sums: Tensor | None = None
-        self._work: Any = None
+        self._work: dist.Work | None = None
 
     def begin(self, sums: Tensor, batches: int) -> None:
         """Add up this rank's sums, float64 (T,), of a step of this many batches. Every rank calls it in every step."""
@@ -172,7 +183,7 @@ def task_metrics(
         raise ConfigError(f"outputs of {len(outputs)} rows are not all finite numbers: has training diverged?")
     divisors = label_weights(labels, row_weights).double().sum(0)
     loss = task_loss(outputs, labels, row_weights, tasks, divisors)
-    values: dict[str, float | int | None] = {"loss": float(loss)}
+    values: _Values = {"loss": float(loss)}
     for number, (task, columns) in enumerate(_by_task(outputs, tasks)):
         there = ~labels[:, number].isnan()
         group = None if groups is None else groups[there]
@@ -182,22 +193,26 @@ def task_metrics(
     return TaskMetrics(rows=len(labels), values=values)
 
 
-def _binary(task: Task, logits: Tensor, labels: Tensor, groups: Tensor | None, k: int) -> dict[str, Any]:
-    logits = logits.squeeze(1)
-    metrics = click_metrics(labels.numpy(), logits.double().sigmoid().numpy())
-    if groups is not None and labels.any():
-        ranking = ranking_metrics(labels.numpy(), logits.numpy(), groups.numpy(), k)
-        metrics = replace(metrics, ranking=ranking)
-    return metrics.to_mapping()
+def logit_metrics(logits: Tensor, labels: Tensor, groups: Tensor | None = None, k: int = 10) -> ClickMetrics:
+    """Metrics of N rows from their log odds, and of their order in groups, if any was clicked; (N,) or (N, 1), CPU."""
+    metrics = click_metrics(labels.numpy(), torch.sigmoid(logits.double()).numpy())  # float32 has 1 from 17 on
+    if groups is None or not labels.any():
+        return metrics
+    # By logits: probabilities of 1 are equal where their logits are not.
+    return replace(metrics, ranking=ranking_metrics(labels.numpy(), logits.numpy(), groups.numpy(), k))
 
 
-def _regression(task: Task, outputs: Tensor, labels: Tensor, groups: Tensor | None, k: int) -> dict[str, Any]:
+def _binary(task: Task, logits: Tensor, labels: Tensor, groups: Tensor | None, k: int) -> _Values:
+    return logit_metrics(logits, labels, groups, k).to_mapping()
+
+
+def _regression(task: Task, outputs: Tensor, labels: Tensor, groups: Tensor | None, k: int) -> _Values:
     errors, variance = _predicted(task, outputs).double() - labels, float(labels.double().var(correction=0))
     mse = float(errors.square().mean())
     return {"mse": mse, "mae": float(errors.abs().mean()), "r2": 1 - mse / variance if variance else None}
 
 
-def _multiclass(task: Task, logits: Tensor, labels: Tensor, groups: Tensor | None, k: int) -> dict[str, Any]:
+def _multiclass(task: Task, logits: Tensor, labels: Tensor, groups: Tensor | None, k: int) -> _Values:
     logloss = float(F.cross_entropy(logits.double(), labels.long()))
     shares = labels.long().bincount() / len(labels)
     entropy = float(-torch.xlogy(shares, shares).sum())

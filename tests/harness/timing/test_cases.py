@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+from typing import get_args
 
 import pytest
 
 from benchmarks.harness.timing import TimingConfig
 from benchmarks.harness.timing.case import Case, Job
-from benchmarks.harness.timing.config import CASE_PRESETS
+from benchmarks.harness.timing.config import CasePreset
 from benchmarks.harness.timing.matrix import cases_of
 from benchmarks.harness.timing.plans import case_plan
 from shardrec.errors import ConfigError
@@ -61,7 +62,7 @@ class TestOptions:
 
 
 class TestPresets:
-    @pytest.mark.parametrize("preset", CASE_PRESETS)
+    @pytest.mark.parametrize("preset", get_args(CasePreset))
     def test_each_case_once_and_with_a_plan_for_its_ranks(self, preset: str) -> None:
         cases = cases_of(TimingConfig(preset=preset, max_rows=50))
         assert len({case.key for case in cases}) == len(cases)

@@ -17,13 +17,4 @@ def test_unequal_to_others_and_equal_to_copies() -> None:
         assert same is not one
         assert hash(same) == hash(one)
     assert len({one, other, copy.copy(one)}) == 2
-
-
-def test_ordered_and_after_none() -> None:
-    namespaces = [Namespace() for _ in range(5)]
-    ordered = sorted([*namespaces, None], key=lambda one: (one is not None, one))  # type: ignore[arg-type]
-    assert ordered[0] is None
-    assert sorted(reversed(namespaces)) == ordered[1:]
-    keys = [(namespaces[0], "a"), (None, "b")]
-    assert sorted(keys, reverse=True)[0] == keys[0]
-    assert not hasattr(namespaces[0], "__dict__")
+    assert not hasattr(one, "__dict__")

@@ -194,10 +194,10 @@ def test_a_stashed_tensor_is_not_changed_in_place() -> None:
     with pytest.raises(PipelineError, match=r"the tensor stashed as 'x' was changed in place.*x\.clone\(\)"):
         model(torch.zeros(2))
     tracker = SkipTracker()
-    tracker.save(0, None, "x", {"in a nest": [x := torch.zeros(2)]})
+    tracker.save((None, "x"), {"in a nest": [x := torch.zeros(2)]})
     x.add_(1)
     with pytest.raises(PipelineError, match="'x' was changed in place"):
-        tracker.load(0, None, "x")
+        tracker.load((None, "x"))
     with torch.inference_mode():  # whose tensors count no changes
         assert nn.Sequential(Stash(), Pop())(torch.ones(1)).item() == 11
 
@@ -253,13 +253,13 @@ def test_threads_have_trackers_of_their_own() -> None:
     assert trackers[0] is not trackers[1]
 
 
-def test_the_tracker_saves_and_loads_by_batch_namespace_and_name() -> None:
+def test_the_tracker_saves_and_loads_by_namespace_and_name() -> None:
     tracker, ns = SkipTracker(), Namespace()
-    for number, key in enumerate([(0, None, "a"), (1, None, "a"), (0, ns, "a"), (0, None, "b")]):
-        tracker.save(*key, number)
-    assert [tracker.load(0, None, "b"), tracker.load(0, ns, "a"), tracker.load(1, None, "a")] == [3, 2, 1]
+    for number, key in enumerate([(None, "a"), (ns, "a"), (None, "b")]):
+        tracker.save(key, number)
+    assert [tracker.load((None, "b")), tracker.load((ns, "a"))] == [2, 1]
     with pytest.raises(KeyError):
-        tracker.load(1, None, "a")
+        tracker.load((ns, "a"))
 
 
 def test_modules_stay_what_they_were() -> None:

@@ -86,8 +86,8 @@ def test_repair_brings_every_rank_within_its_memory(rng: Random) -> None:
             start.put(block, rng.randrange(encoded.ranks))
     found = start if start.cost <= 1 else Rebuilder(memory).run([start], 80000, lambda: False, floor=1.0)[0]
     assert found is not None
-    packing = found.of(encoded)
-    assert packing.fits()
+    packing = Packing.fitting(encoded, found.counts, found.gangs)
+    assert packing is not None
     np.testing.assert_allclose(found.loads * encoded.capacity[0], packing.memory[:, 0])
 
 
@@ -128,7 +128,7 @@ def test_what_greedy_packing_misses() -> None:
         start.put(block, rank)
     assert start.cost > 1
     (found,) = Rebuilder(memory).run([start], 20000, lambda: False, floor=1.0)
-    assert found is not None and found.of(encoded).fits()
+    assert found is not None and Packing.fitting(encoded, found.counts, found.gangs) is not None
 
 
 @pytest.mark.some(1, of="crowded ranks")

@@ -43,7 +43,7 @@ def test_a_plan(run: Run, text: str) -> None:
     ],
 )
 def test_a_model_to_serve(run: Run, name: str, data: str | bytes, words: str) -> None:
-    from shardrec.serve.program_file import NOTES
+    from shardrec.serve import NOTES
 
     archive(Path("m.pt"), **{name.format(NOTES): data})
     code, _, errors = run("inspect", "m.pt")

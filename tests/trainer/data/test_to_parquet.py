@@ -8,7 +8,8 @@ import pytest
 
 from shardrec.errors import DataError
 from shardrec.trainer.data import criteo_spec, open_click_data, tables, write_criteo_tsv
-from shardrec.trainer.data.to_parquet import convert, plain_column
+from shardrec.trainer.data.arrays import plain_column
+from shardrec.trainer.data.to_parquet import convert
 from tests.trainer.data.raw import LINES, SPEC, equal, lines, write
 
 

@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 
 from shardrec.errors import ConfigError
+from shardrec.exchange import agree
 from shardrec.launch.ranks import RankInfo
 from shardrec.trainer.data import FileClickData, load_spec
 from shardrec.trainer.data.request import batch_of_request
@@ -165,19 +166,19 @@ def test_ranks_that_have_counted_their_share_hear_of_those_that_count() -> None:
 
     def counted_on_rank() -> list[int]:
         rank_info = RankInfo(rank=dist.get_rank(), world_size=2, device=torch.device("cpu"), threads=1, timeout=0.01)
-        gathered, signs, alive = source._gathered, [], threading.Event()
+        gathered, signs, alive = agree.all_gather, [], threading.Event()
 
-        def heard(rank_info: RankInfo, value: Any) -> list[Any]:
+        def heard(value: Any, ranks: RankInfo, what: str) -> list[Any]:
             signs.append(value)
             if len(signs) == 3:
                 alive.set()
-            return gathered(rank_info, value)
+            return gathered(value, ranks, what)
 
         def count(number: int) -> int:
             assert number or alive.wait(5)
             return number + 7
 
-        with mock.patch.object(source, "_gathered", heard):
+        with mock.patch.object(agree, "all_gather", heard):
             return source._on_ranks(rank_info, count, [0, 1])
 
     assert ranks(2, counted_on_rank) == [[7, 8]] * 2

@@ -248,7 +248,8 @@ def test_tables_that_a_sequence_model_cannot_share() -> None:
 @pytest.mark.parametrize("name", MODELS)
 def test_defaults_are_those_of_the_options(name: str) -> None:
     """So an option with its default value gives no argument."""
-    defaults = inspect.signature(getattr(import_module(f"shardrec.trainer.models.{name}"), MODELS[name])).parameters
+    module, _, attribute = MODELS[name].partition(":")
+    defaults = inspect.signature(getattr(import_module(module), attribute)).parameters
     config = TrainConfig()
     values = {"dim": config.embedding_dim, "dense_layers": config.dense_layers, "hidden": config.over_layers}
     assert {key: defaults[key].default for key in values if key in defaults}.items() <= values.items()

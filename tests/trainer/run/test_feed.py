@@ -24,7 +24,7 @@ from shardrec.files import UnreachableError
 from shardrec.launch.ranks import RankInfo
 from shardrec.trainer.data import ClickMetrics, tables
 from shardrec.trainer.run import RunStopped, TrainConfig
-from shardrec.trainer.run.progressive import Progressive
+from shardrec.trainer.run.held_out import Progressive
 from shardrec.trainer.run.runs import RunFolder
 from shardrec.trainer.run.source import Source
 from tests.campaign.results import differences

@@ -17,7 +17,6 @@ from shardrec.lookup.row_optimizers import RowOptimizer
 from shardrec.trainer.data import CRITEO_CARDINALITIES, write_criteo_tsv
 from shardrec.trainer.run import RunFolder, TrainConfig
 from shardrec.trainer.run.loop import Schedule, step_parts
-from shardrec.trainer.run.options import shown_as
 from tests.campaign.results import differences
 from tests.checkpoint.whole import contents
 from tests.ranks import ranks
@@ -336,7 +335,7 @@ def test_another_number_of_ranks_goes_on_with_the_recipe(before: int, after: int
 @pytest.mark.some(1)
 @pytest.mark.parametrize("field", ["optimizer", "embedding_optimizer"])
 def test_every_optimizer_that_can_be_named_trains(field: str, tmp_path: Path) -> None:
-    choices = shown_as(TrainConfig.model_fields[field])["choices"]
+    choices = TrainConfig.shown(field).choices
     assert "adamw" in choices
     seen: list[dict[str, Tensor]] = []
     for choice in choices:

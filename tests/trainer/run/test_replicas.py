@@ -18,8 +18,8 @@ import torch.distributed as dist
 from shardrec.errors import ConfigError
 from shardrec.launch.ranks import RankInfo
 from shardrec.layout import ShardingPlan, Topology
-from shardrec.trainer.run import TrainConfig, session
-from shardrec.trainer.run.locking import locked
+from shardrec.trainer.run import TrainConfig, folder, session
+from shardrec.trainer.run.folder import locked
 from shardrec.trainer.run.source import Source
 from tests.ranks import RankDied, ranks
 from tests.trainer.run.broken_off import SMALL
@@ -55,8 +55,8 @@ def replica(config: TrainConfig, before_batch: Callable[[Any, Any], None]) -> di
     Returns: The keys of its rows by step, what it has said, the sums of its weights, the samples of its points, and
         whether it has written the results.
     """
-    from shardrec.trainer.run.dealing import DealtParts
     from shardrec.trainer.run.display import Announcer
+    from shardrec.trainer.run.prefetch import DealtParts
 
     if dist.is_initialized():
         dist.destroy_process_group()
@@ -157,7 +157,7 @@ def test_one_that_differs_from_those_that_live_changes_nothing(store: Any, tmp_p
             ({"elastic": None, "replicas": 1}, "another run writes to it"),
             ({}, r"the replicas of the run in .* have 2 rank\(s\) each, and this one 1: start 2"),
         ):
-            with pytest.raises(ConfigError, match=words), mock.patch.object(session, "_LOCK_S", 0.0):
+            with pytest.raises(ConfigError, match=words), mock.patch.object(folder, "_LOCK_S", 0.0):
                 session.run_rank(config.changed(**options), resume=True)
     assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
 

@@ -272,10 +272,9 @@ def test_an_option_that_makes_another_run_is_named_with_both_values(undisturbed:
 
 
 def test_two_runs_do_not_write_to_one_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from shardrec.trainer.run import session
-    from shardrec.trainer.run.locking import locked
+    from shardrec.trainer.run.folder import locked
 
-    monkeypatch.setattr(session, "_LOCK_S", 0.05)
+    monkeypatch.setattr("shardrec.trainer.run.folder._LOCK_S", 0.05)
     with locked(tmp_path, 0.0) as mine, locked(tmp_path, 0.0, "alone", "shared") as other:
         assert (mine, other) == ("alone", None)
         with pytest.raises(ConfigError, match=r"out \(--out\).*another run writes to it"):

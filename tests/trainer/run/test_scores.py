@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from shardrec.errors import ConfigError, DataError, ShardrecError
-from shardrec.serve.store import Store
+from shardrec.files import Store
 from shardrec.trainer.data import click_metrics
 from shardrec.trainer.data.tables import check_file, counted, rows_between
 from shardrec.trainer.data.urls import files_of, open_input

@@ -21,8 +21,8 @@ from werkzeug.test import Client
 
 from shardrec.errors import ConfigError, ShardrecError
 from shardrec.trainer.data import ClickSchema, SyntheticConfig, Task, area_under_roc, write_parquet
+from shardrec.trainer.data.order import held_out
 from shardrec.trainer.data.planted import PlantedModel, RandomStream
-from shardrec.trainer.data.split import held_out
 from shardrec.trainer.run import RunFolder, TrainConfig
 from shardrec.trainer.run.losses import click_loss
 from shardrec.trainer.run.task_metrics import label_weights, outputs_of, predictions, task_loss, task_metrics

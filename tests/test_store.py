@@ -10,7 +10,7 @@ from unittest import mock
 import pytest
 
 from shardrec.errors import ConfigError
-from shardrec.serve.store import Store
+from shardrec.files import Store
 
 
 @pytest.mark.parametrize("scheme", ["", "file://"])

@@ -1,18 +1,20 @@
-"""Whether the skips of a sequential fit together, before anything runs."""
+"""The skips of a sequential: whether they fit together, and which go from which stage to which."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
 
 from torch import nn
 
 from shardrec.pipeline.skip.skippable import Skippable
 from shardrec.pipeline.skip.tracker import SkipKey
 
-__all__ = ["skippables", "verify_skippables"]
+__all__ = ["Route", "skip_routes", "verify_skippables"]
 
 
-def skippables(module: nn.Sequential) -> Iterator[tuple[int, str, Skippable]]:
+def _skippables(module: nn.Sequential) -> Iterator[tuple[int, str, Skippable]]:
     """The skippables of a sequential, in order.
 
     Those inside of a layer are taken in order of registration, which for a nested sequential is that of execution.
@@ -42,7 +44,7 @@ def verify_skippables(module: nn.Sequential) -> None:
     stashed: dict[SkipKey, str] = {}
     popped: dict[SkipKey, str] = {}
     isolate = "isolate one of the pairs: .isolate(Namespace())"
-    for _, path, layer in skippables(module):
+    for _, path, layer in _skippables(module):
         overlap = layer.stashable_names & layer.poppable_names
         faults += [
             f"layer {path!r} declares {name!r} both as stash and as pop: give the two skips different names"
@@ -75,3 +77,45 @@ def verify_skippables(module: nn.Sequential) -> None:
     ]
     if faults:
         raise TypeError("the skips do not fit together:\n" + "\n".join(f"  - {fault}" for fault in faults))
+
+
+@dataclass(frozen=True, slots=True)
+class Route:
+    """A skip between two stages.
+
+    Args:
+        number: of the skip; the same on every rank, on which namespaces made there are not.
+        key: its namespace and name.
+        source: the stage that stashes it.
+        target: the stage that pops it, behind ``source``.
+    """
+
+    number: int
+    key: SkipKey
+    source: int
+    target: int
+
+
+def skip_routes(module: nn.Sequential, balance: Sequence[int]) -> list[Route]:
+    """The skips of a sequential that leave their stage, in order of their stash.
+
+    Args:
+        module: the sequential.
+        balance: number of layers of each stage.
+
+    Raises:
+        TypeError: as :func:`verify_skippables` does.
+    """
+    verify_skippables(module)
+    ends = list(accumulate(balance))
+    stashed: dict[SkipKey, int] = {}
+    popped: dict[SkipKey, int] = {}
+    for layer, _, child in _skippables(module):
+        stage = next(number for number, end in enumerate(ends) if layer < end)
+        stashed.update((key, stage) for key in child.stashable())
+        popped.update((key, stage) for key in child.poppable())
+    return [
+        Route(number, key, stage, popped[key])
+        for number, (key, stage) in enumerate(stashed.items())
+        if popped[key] != stage
+    ]
