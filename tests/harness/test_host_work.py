@@ -1,4 +1,4 @@
-"""Counts of Python calls and operators."""
+"""Counts of Python calls and operators, and the benchmark of them."""
 
 from __future__ import annotations
 
@@ -7,10 +7,16 @@ import importlib.util
 import sys
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
+import pytest
 import torch
+import torch.distributed as dist
 
 from benchmarks.harness.host_work import HostWork, count_calls, count_operators, count_steps, largest
+from benchmarks.host.main import Measured, measure, show_counts, show_times
+from shardrec.launch.ranks import RankInfo
+from tests.ranks import ranks
 
 
 def module(path: Path, text: str) -> ModuleType:
@@ -75,5 +81,23 @@ def test_steps() -> None:
 
 
 def test_the_most_of_several_ranks() -> None:
-    ranks = [HostWork(calls=3, own=1, by_file={"a": 1}), HostWork(calls=2, own=2, operators=1, by_operator={"f": 1})]
-    assert largest(ranks) == HostWork(calls=3, own=2, operators=1, by_file={"a": 1}, by_operator={"f": 1})
+    works = [HostWork(calls=3, own=1, by_file={"a": 1}), HostWork(calls=2, own=2, operators=1, by_operator={"f": 1})]
+    assert largest(works) == HostWork(calls=3, own=2, operators=1, by_file={"a": 1}, by_operator={"f": 1})
+
+
+def test_the_benchmark_on_two_ranks(capsys: pytest.CaptureFixture[str]) -> None:
+    def measured(options: dict[str, Any]) -> Measured:
+        place = RankInfo(rank=dist.get_rank(), world_size=2, device=torch.device("cpu"), threads=1)
+        return measure(options, place)
+
+    first, second = ranks(2, measured, {"batch_size": 2, "workload": "4x10x16", "rounds": 2, "steps": 1})
+    assert first == second
+    show_counts({2: first})
+    show_times({(2, 2): first})
+    lines = capsys.readouterr().out.splitlines()
+    sides = ["shardrec", "torchrec"]
+    assert [line.split(" | ")[:3] for line in lines[2:6]] == [
+        ["| 2", part, side] for part in ("forward", "backward") for side in sides
+    ]
+    assert [line.split(" | ")[:3] for line in lines[8:]] == [["| 2", "2", part] for part in ("forward", "step")]
+    assert 0 < first.work["shardrec"][0].own < first.work["shardrec"][0].calls
