@@ -25,7 +25,7 @@ LAYERS = [
     {"exchange"},
     {"launch", "lookup"},
     {"ids"},
-    {"planner"},
+    {"planner", "step"},
     {"modules"},
     {"portable", "replicas"},
     {"checkpoint", "pipeline"},

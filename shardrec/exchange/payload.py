@@ -19,6 +19,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import accumulate
+from operator import itemgetter
 
 import torch
 from torch import Tensor, nn
@@ -31,6 +32,7 @@ __all__ = ["HEADER_SIZES", "Payload", "ShardInput"]
 HEADER_SIZES = 2
 """Columns of a row of the header before its counts of ids."""
 
+_BATCH_SIZE, _BAG_WORDS, _COUNTS = itemgetter(0), itemgetter(1), itemgetter(slice(HEADER_SIZES, None))
 _SOURCES = 64  # numbers of sources for which constants are cached; a server that merges requests has many
 
 
@@ -115,7 +117,7 @@ class Payload:
         """
         if len(counts) == 1:
             return [[lengths_SB, ids, *([] if weights is None else [weights])]]
-        id_parts = ids.to(torch.int64 if self._wide else torch.int32).split(list(counts))
+        id_parts = torch.split_with_sizes(ids.to(torch.int64 if self._wide else torch.int32), list(counts))
         weight_parts = weights.split(list(counts)) if weights is not None else None
         parts: list[list[Tensor]] = []
         for rank in range(len(counts)):
@@ -172,9 +174,13 @@ class Payload:
         lengths, ids, weights = [], [], []
         for part, header, sizes in zip(parts, headers, slot_sizes, strict=True):
             bags, weights_from, _ = self._edges(header)
-            lengths.append(self._lengths(part[:bags], header[0], sizes))
-            ids.append(part[bags:weights_from])
-            weights.append(part[weights_from:])
+            bag_words, id_words, weight_words = part.split([bags, weights_from - bags, part.size(0) - weights_from])
+            plain = sizes is None
+            lengths.append(
+                bag_words.view(self._mine, header[0]) if plain else self._lengths(bag_words, header[0], sizes)
+            )
+            ids.append(id_words)
+            weights.append(weight_words)
         flat_ids = torch.cat(ids)
         if self._wide:
             flat_ids = flat_ids.view(torch.int64)
@@ -183,7 +189,7 @@ class Payload:
         total = sum(map(sum, counts))
         order = None
         if self._mine > 1 and total > 0:
-            block_lengths = torch.stack([part.sum(dim=1, dtype=torch.int32) for part in lengths]).view(-1)
+            block_lengths = torch.cat([part.sum(dim=1, dtype=torch.int32) for part in lengths])
             slot_major = self.slot_major(len(parts))
             if keep_order:
                 positions = torch.arange(total, dtype=torch.int32, device=flat_ids.device)
@@ -195,7 +201,7 @@ class Payload:
             lengths=torch.cat(lengths, dim=1),
             ids=flat_ids,
             weights=flat_weights,
-            batch_sizes=tuple(header[0] for header in headers),
+            batch_sizes=tuple(map(_BATCH_SIZE, headers)),
             group_ids=tuple(map(sum, zip(*counts, strict=True))),
             counts=counts,
             slot_sizes=slot_sizes,
@@ -232,6 +238,8 @@ class Payload:
         self, parts: Sequence[Tensor], headers: Sequence[Sequence[int]]
     ) -> tuple[tuple[int, ...] | None, ...]:
         """Read the sizes that some ranks sent; the host waits only if any rank sent them."""
+        if not any(map(_BAG_WORDS, headers)):
+            return (None,) * len(headers)
         heads = [part[: self._mine] for part, header in zip(parts, headers, strict=True) if header[1]]
         sizes = iter(torch.stack(heads).tolist() if heads else [])
         return tuple(tuple(next(sizes)) if header[1] else None for header in headers)
@@ -247,4 +255,4 @@ class Payload:
 
 def _counts(headers: Sequence[Sequence[int]]) -> tuple[tuple[int, ...], ...]:
     """Ids from each rank, per group."""
-    return tuple(tuple(header[HEADER_SIZES:]) for header in headers)
+    return tuple(map(tuple, map(_COUNTS, headers)))

@@ -17,6 +17,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import chain
+from math import prod
+from operator import attrgetter
 
 import torch
 from torch import Tensor
@@ -26,6 +29,8 @@ from shardrec.exchange.collectives import Collectives, Pending, StreamSizes, Way
 from shardrec.exchange.wire_format import QuantizedComms, Shape, Wire
 
 __all__ = ["OutgoingRows", "RowAllToAll", "RowsInFlight"]
+
+_OUT, _INTO = attrgetter("out"), attrgetter("into")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -94,16 +99,18 @@ class RowsInFlight:
 
     def __init__(self, exchange: RowAllToAll, calls: Sequence[OutgoingRows], *, with_gradients: bool) -> None:
         self.exchange = exchange
-        self._out, self._out_sizes = _by_rank([call.out for call in calls])
-        self._into, self._into_sizes = _by_rank([call.into for call in calls])
+        self._out, self._out_sizes = _by_rank(list(map(_OUT, calls)))
+        self._into, self._into_sizes = _by_rank(list(map(_INTO, calls)))
         self._views: list[Tensor] | None = None
         wire, what = exchange.wire, exchange.what
-        split = [call.flat.split([rank[place] for rank in self._out_sizes]) for place, call in enumerate(calls)]
+        split = []
+        for call, sizes in zip(calls, zip(*self._out_sizes, strict=True), strict=True):
+            split.append(torch.split_with_sizes(call.flat, sizes))
         parts = list(zip(*split, strict=True))
         if wire.is_plain:
             in_place = with_gradients and exchange.gradient_wire.is_plain
-            sizes = StreamSizes(out=self._out_sizes, into=self._into_sizes) if in_place else None
-            pending = exchange.collectives.send(parts, list(map(sum, self._into_sizes)), what, sizes)
+            streams = StreamSizes(out=self._out_sizes, into=self._into_sizes) if in_place else None
+            pending = exchange.collectives.send(parts, list(map(sum, self._into_sizes)), what, streams)
         else:
             buffer = joined([part for rank in parts for part in rank])
             pending = wire.send(buffer, self._into, self._out, what)
@@ -170,6 +177,12 @@ class _Buffered:
 
 def _by_rank(calls: Sequence[Sequence[Sequence[Shape]]]) -> tuple[list[list[Shape]], list[list[int]]]:
     """Per rank, the shapes of the parts of all calls, and the elements of each call."""
-    ranks = list(zip(*calls, strict=True))
-    shapes = [[shape for call in rank for shape in call] for rank in ranks]
-    return shapes, [[sum([rows * cols for rows, cols in call]) for call in rank] for rank in ranks]
+    shapes: list[list[Shape]] = []
+    sizes: list[list[int]] = []
+    for of_rank in zip(*calls, strict=True):
+        shapes.append(list(chain.from_iterable(of_rank)))
+        elements = []
+        for parts in of_rank:
+            elements.append(sum(map(prod, parts)))
+        sizes.append(elements)
+    return shapes, sizes

@@ -422,11 +422,11 @@ class ShardLookup:
     ) -> tuple[list[Tensor], LookupInputs, list[Kept]]:
         """:meth:`rows`, with the memory of each group's pooled columns, if all banks write in place."""
         rows, lookups, inputs = [], [], list[Tensor | None]()
-        for (local, *of_group), out in zip(self._inputs(shard_input), outs, strict=True):
-            looked_up, kept = local.look_up(*of_group, out, to_update=to_update)
+        for (local, ids, lengths, id_weights), out in zip(self._inputs(shard_input), outs, strict=True):
+            looked_up, kept = local.look_up(ids, lengths, id_weights, out, to_update=to_update)
             rows.append(looked_up)
             lookups.append(kept)
-            inputs += of_group
+            inputs += (ids, lengths, id_weights)
         return rows, inputs, lookups
 
     def _inputs(self, shard_input: ShardInput) -> Iterator[tuple[_LocalGroup, Tensor, Tensor, Tensor | None]]:

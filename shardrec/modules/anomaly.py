@@ -20,9 +20,8 @@ from shardrec.exchange.headers import Headers
 from shardrec.lookup.replicated import ReplicatedLookup
 from shardrec.modules.collection import ShardedCollection
 from shardrec.step.context import ModelContext
-from shardrec.step.in_flight import InFlight
 from shardrec.step.look_up import LookedUp
-from shardrec.step.step_plan import StepPlan
+from shardrec.step.records import InFlight, StepPlan
 
 __all__ = ["detect_anomaly"]
 

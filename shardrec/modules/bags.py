@@ -16,8 +16,8 @@ from shardrec.lookup.groups import group_tables
 from shardrec.modules.collection import ShardedCollection
 from shardrec.modules.live_twins import LiveBags
 from shardrec.pending import LazyAwaitable
-from shardrec.step.in_flight import InFlight
-from shardrec.step.pooled import PooledOutput
+from shardrec.step.pooled_columns import PooledOutput
+from shardrec.step.records import InFlight
 
 __all__ = ["PooledEmbeddings", "ShardedEmbeddingBagCollection"]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import abc
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, ClassVar, Self, TypeAlias
 from weakref import WeakSet
 
@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.fx import Proxy
-from torchrec.modules.embedding_configs import BaseEmbeddingConfig, DataType, EmbeddingBagConfig
+from torchrec.modules.embedding_configs import EmbeddingBagConfig
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from shardrec._dynamo import left_alone
@@ -25,14 +25,15 @@ from shardrec.exchange.to_device import moved
 from shardrec.exchange.transport import transport_of
 from shardrec.ids.maps import IdMaps, cut_faults
 from shardrec.layout import Shard, ShardingPlan, TableLayout
-from shardrec.layout.discover import Collection, configs_of, qualified_name
+from shardrec.layout.discover import Collection, configs_of
 from shardrec.lookup.groups import LookupGroup, LookupTable, group_tables
-from shardrec.lookup.optimizers import FusedOptimizer, fused_optimizer_of
+from shardrec.lookup.optimizers import FusedOptimizer
 from shardrec.lookup.replicated import ReplicatedLookup
 from shardrec.lookup.row_optimizers import RowOptimizer
 from shardrec.lookup.shards import ShardLookup
 from shardrec.modules.compiled_outputs import Deferred, DeferredKeyedTensor
 from shardrec.modules.fx_calls import recorded_call
+from shardrec.modules.given_tables import GivenTables, given_tables
 from shardrec.modules.initial import TableDraw, check_init_fn, draw_rows, first_values
 from shardrec.modules.overrides import copy_hooks
 from shardrec.modules.storage import Storage
@@ -41,16 +42,12 @@ from shardrec.pending import LazyAwaitable
 from shardrec.planner.describe import PlannedTable
 from shardrec.step.begin import begin_call
 from shardrec.step.context import ModelContext
-from shardrec.step.in_flight import GradMode, InFlight
-from shardrec.step.pooled import PooledOutput
-from shardrec.step.sequences import SequenceOutput
-from shardrec.step.step_plan import InputPlan, StepPlan
+from shardrec.step.input_plan import InputPlan
+from shardrec.step.pooled_columns import PooledOutput
+from shardrec.step.records import GradMode, InFlight, StepPlan
+from shardrec.step.sequence_rows import SequenceOutput
 
-__all__ = ["TABLE_DTYPES", "ShardedCollection", "Values"]
-
-TABLE_DTYPES = {DataType.FP32: torch.float32, DataType.FP16: torch.float16, DataType.BF16: torch.bfloat16}
-"""The weights' dtype for each ``data_type`` of a table that can be sharded."""
-
+__all__ = ["ShardedCollection", "Values"]
 
 Values: TypeAlias = Tensor | TableDraw | Mapping[Shard | None, Tensor] | None
 """A table's values: (num_embeddings, embedding_dim), how to draw them, or those of each of this rank's shards, the
@@ -107,8 +104,8 @@ class ShardedCollection(nn.Module, abc.ABC):
         self.group = (group or dist.group.WORLD) if self.context.collectives.world_size > 1 else None
         self._ranks_per_host = plan.topology.ranks_per_host
         self._config_of = {config.name: config for config in configs}
-        self._given: _Given = (
-            _given(getattr(module, self._holder), configs, plan, path, self._is_at_step)
+        self._given: GivenTables = (
+            given_tables(getattr(module, self._holder), configs, plan, path, self._is_at_step)
             if sharded is None
             else sharded._given
         )
@@ -593,49 +590,6 @@ class ShardedCollection(nn.Module, abc.ABC):
                 "device= to shardrec.shard, and cast the unsharded model before"
             )
         return self
-
-
-@dataclass(frozen=True)
-class _Given:
-    """What an unsharded collection says of its tables, by their own names.
-
-    Args:
-        lookup_tables: layout, fused optimizer and dtype of each.
-        frozen: those that take no gradient.
-        optimizers: those that were given an optimizer in backward; frozen tables among them, which use none.
-    """
-
-    lookup_tables: dict[str, LookupTable]
-    frozen: set[str]
-    optimizers: set[str]
-
-
-_AtStep: TypeAlias = Callable[[TableLayout], bool]
-
-
-def _given(
-    tables: Any, configs: Sequence[BaseEmbeddingConfig], plan: ShardingPlan, path: str, at_step: _AtStep
-) -> _Given:
-    weights: dict[str, nn.Parameter] = {config.name: tables[config.name].weight for config in configs}
-    return _Given(
-        {config.name: _lookup_table(config, weights[config.name], plan, path, at_step) for config in configs},
-        {name for name, weight in weights.items() if not weight.requires_grad},
-        {name for name, weight in weights.items() if hasattr(weight, "_optimizer_classes")},
-    )
-
-
-def _lookup_table(
-    config: BaseEmbeddingConfig, weight: nn.Parameter, plan: ShardingPlan, path: str, at_step: _AtStep
-) -> LookupTable:
-    name = qualified_name(path, config.name)
-    if config.data_type not in TABLE_DTYPES:
-        known = ", ".join(data_type.value for data_type in TABLE_DTYPES)
-        raise ConfigError(f"table {name!r} is {config.data_type}; tables that train are {known}: set data_type to one")
-    plan.check_tables({name: (config.num_embeddings, config.embedding_dim)}, partial=True)
-    # A fused optimizer would update a frozen table; the kernels do not know that it is frozen.
-    optimizer = fused_optimizer_of(weight, name) if weight.requires_grad else None
-    dtype = TABLE_DTYPES[config.data_type]
-    return LookupTable(layout=(layout := plan.by_name[name]), optimizer=optimizer, dtype=dtype, at_step=at_step(layout))
 
 
 @left_alone

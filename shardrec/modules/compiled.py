@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
 import torch
+from torch import Tensor
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
 
 __all__ = ["compiled_step", "leaves"]
@@ -50,16 +51,19 @@ def _mark(inputs: Any) -> None:
                     torch._dynamo.maybe_mark_dynamic(tensor, 0)
 
 
-def leaves(value: Any) -> Iterator[Any]:
+def leaves(value: Any) -> list[Any]:
     """The leaves of a forward's arguments in mappings, lists, tuples and dataclasses; a jagged tensor is one leaf."""
-    inner: Iterable[Any] = ()
-    if isinstance(value, Mapping):
-        inner = value.values()
-    elif isinstance(value, list | tuple):
-        inner = value
-    elif dataclasses.is_dataclass(value):
-        inner = (getattr(value, field.name, None) for field in dataclasses.fields(value))
-    else:
-        yield value
-    for item in inner:
-        yield from leaves(item)
+    leaf_values, left = [], [value]
+    while left:
+        value = left.pop()
+        if isinstance(value, list | tuple):
+            left += reversed(value)
+        elif isinstance(value, Tensor) or type(value) is KeyedJaggedTensor:
+            leaf_values.append(value)
+        elif isinstance(value, dict | Mapping):
+            left += reversed(list(value.values()))
+        elif dataclasses.is_dataclass(value):
+            left += reversed([getattr(value, field.name, None) for field in dataclasses.fields(value)])
+        else:
+            leaf_values.append(value)
+    return leaf_values

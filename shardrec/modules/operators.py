@@ -44,8 +44,8 @@ from shardrec.errors import ConfigError, InputError
 from shardrec.exchange.batch import Expectation, form_fault, length_fault
 from shardrec.modules.collection import ShardedCollection
 from shardrec.step.context import ModelContext
-from shardrec.step.exchange import SharedExchange, finish
-from shardrec.step.in_flight import InFlight
+from shardrec.step.exchange import finish
+from shardrec.step.records import Exchange, InFlight
 
 __all__ = ["Program"]
 
@@ -124,7 +124,7 @@ class _Backward:
         exchange: that is gone back.
     """
 
-    def __init__(self, exchange: SharedExchange) -> None:
+    def __init__(self, exchange: Exchange) -> None:
         self._sent, self._leaves = exchange.cut_graph()
         self._arrived: list[weakref.ref[_Issued]] = []
         self._given: dict[_Issued, Tensor] = {}
@@ -185,7 +185,7 @@ def _receive(returning: list[tuple[Tensor, Tensor]]) -> None:
             torch.autograd.backward(sent, gradients, retain_graph=True)
 
 
-_BACKWARDS: weakref.WeakKeyDictionary[SharedExchange, _Backward] = weakref.WeakKeyDictionary()
+_BACKWARDS: weakref.WeakKeyDictionary[Exchange, _Backward] = weakref.WeakKeyDictionary()
 
 
 class Program:

@@ -25,8 +25,8 @@ from shardrec.modules.live_twins import LiveSequences
 from shardrec.modules.storage import Storage
 from shardrec.pending import LazyAwaitable, LazyGetItemMixin
 from shardrec.step.context import ModelContext
-from shardrec.step.in_flight import InFlight
-from shardrec.step.sequences import SequenceKey, SequenceOutput
+from shardrec.step.records import InFlight
+from shardrec.step.sequence_rows import SequenceKey, SequenceOutput
 from shardrec.step.step import Step
 
 __all__ = ["SequenceEmbeddings", "ShardedEmbeddingCollection"]

@@ -34,7 +34,7 @@ from shardrec.layout.discover import (
 from shardrec.memory import keep_large_blocks
 from shardrec.modules.annotate import annotate_for_dynamo
 from shardrec.modules.bags import ShardedEmbeddingBagCollection
-from shardrec.modules.collection import TABLE_DTYPES, ShardedCollection
+from shardrec.modules.collection import ShardedCollection
 from shardrec.modules.dense import DenseOptions, DenseWrap, dense_options
 from shardrec.modules.dynamic import (
     dynamic_tables,
@@ -42,6 +42,7 @@ from shardrec.modules.dynamic import (
     without_managed_collision,
 )
 from shardrec.modules.fsdp import refuse_in_backward
+from shardrec.modules.given_tables import TABLE_DTYPES
 from shardrec.modules.initial import value_checksums
 from shardrec.modules.overrides import refuse_overrides
 from shardrec.modules.sequences import ShardedEmbeddingCollection

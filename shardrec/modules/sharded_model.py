@@ -15,7 +15,7 @@ import inspect
 import warnings
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -25,16 +25,15 @@ from torch import Tensor, nn
 from torch._C._dynamo.eval_frame import get_eval_frame_callback
 from torch.fx import Proxy
 
-from shardrec._dynamo import left_alone, passed_over
+from shardrec._dynamo import passed_over
 from shardrec._late_imports import late_import
-from shardrec.errors import ConfigError, InputError, ShardrecError
-from shardrec.exchange.peers import failed_in_a_collective, peer_error
+from shardrec.errors import ConfigError, InputError
 from shardrec.ids.maps import collective_stats, cut_faults
 from shardrec.layout import ShardingPlan
 from shardrec.modules.annotate import annotate_for_dynamo
 from shardrec.modules.collection import ShardedCollection
-from shardrec.modules.compiled import compiled_step, leaves
 from shardrec.modules.dense import DenseOptions, DenseReducer, DenseWrap, average_dense, dense_options
+from shardrec.modules.forward import COMPILED, EAGER, dense_signature
 from shardrec.modules.fx_calls import recorded_call
 from shardrec.modules.grad_scaler import watch_scalers
 from shardrec.modules.optim import FusedOptimizers
@@ -48,7 +47,7 @@ if TYPE_CHECKING:
 
     from shardrec.planner.replanning import Replanned
 
-__all__ = ["ShardedModel", "dense_signature", "require_sharded"]
+__all__ = ["ShardedModel", "require_sharded"]
 
 
 class ShardedModel(nn.Module):
@@ -108,7 +107,7 @@ class ShardedModel(nn.Module):
                 return recorded_call(self, args, kwargs)
         # What is compiled must not look into the functions around it; where nothing is, their wrappers are not needed.
         is_compiled = callable(get_eval_frame_callback())
-        begin, before, end = _COMPILED if is_compiled else _EAGER
+        begin, before, end = COMPILED if is_compiled else EAGER
         forward = begin(self, args, kwargs)
         try:
             if self._reducer is not None or self.context.step.ahead is not None:
@@ -135,6 +134,11 @@ class ShardedModel(nn.Module):
     def sharded_collections(self) -> Sequence[ShardedCollection]:
         """The model's collections, in its order."""
         return self._sharded
+
+    @property
+    def is_traced(self) -> bool:
+        """Whether a collection's operators are part of a compiled graph; else each collection is a graph break."""
+        return any(collection._traced is not None for collection in self._sharded)
 
     @property
     def has_fused_tables(self) -> bool:
@@ -505,94 +509,6 @@ class ShardedModel(nn.Module):
         return self.module.named_buffers(prefix, recurse, remove_duplicate)
 
 
-class _Forward:
-    """A forward of a model.
-
-    Args:
-        model: the sharded model.
-        args: of the forward.
-        kwargs: of the forward.
-        compiled: the settings of its compiled parts, if there can be any.
-        is_outermost: whether it is not inside of another forward of the model.
-    """
-
-    __slots__ = ("args", "compiled", "is_outermost", "kwargs", "model")
-
-    def __init__(
-        self,
-        model: ShardedModel,
-        args: tuple[Any, ...],
-        kwargs: Mapping[str, Any],
-        compiled: AbstractContextManager[None] | None = None,
-    ) -> None:
-        self.model, self.args, self.kwargs, self.compiled = model, args, kwargs, compiled
-        context = model.context
-        state = context.forward_state
-        state.refusal = ""
-        if context.collectives.world_size > 1:
-            state.dense_signature = dense_signature((args, kwargs))
-        if context.options.updates_at_step and model.made_fused_optimizer is None and torch.is_grad_enabled():
-            model.warn_without_step()
-        context.gradients.begin_forward()
-        if compiled is not None:
-            compiled.__enter__()
-        self.is_outermost = context.step.begin_forward()
-
-
-def _begin_compiled(model: ShardedModel, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> _Forward:
-    traced = any(collection._traced is not None for collection in model.sharded_collections)
-    return _Forward(model, args, kwargs, compiled_step((args, kwargs), traced=traced))
-
-
-def _before_module(model: ShardedModel) -> None:
-    """What precedes the model's own forward; see :meth:`shardrec.step.step.Step.launch_ahead`."""
-    model.context.step.launch_ahead()
-    model.broadcast_buffers()
-
-
-def _end(forward: _Forward, error: BaseException | None, output: Any = None) -> Any:
-    """End a forward; gives its output, watched: if a backward from it raises, the other ranks are told."""
-    model, context = forward.model, forward.model.context
-    try:
-        try:
-            if forward.is_outermost:
-                context.step.end_forward(error)
-            else:
-                context.step.lock.release()
-        finally:
-            if forward.compiled is not None:
-                forward.compiled.__exit__(None, None, None)
-    except Exception as late:
-        # Of an exchange that waited for more calls.
-        _tell(forward, late)
-        raise
-    if error is not None:
-        _tell(forward, error)
-    elif model.group is not None and torch.is_grad_enabled():
-        context.gradients.backward.watch(output)
-    context.forward_state.dense_signature = ""
-    return output
-
-
-def _tell(forward: _Forward, error: BaseException) -> None:
-    """Tell the other ranks of an error, unless they raise it, too."""
-    model, context = forward.model, forward.model.context
-    try:
-        # For calls made ahead, the other ranks have the headers; the code that made the calls tells the others.
-        if isinstance(error, Exception) and not isinstance(error, ShardrecError):
-            if model.group is not None and failed_in_a_collective(error):
-                # A buffer's broadcast, a collective of the model's own, one of a compiled or scripted program.
-                raise peer_error(model.group, "forward", error) from error
-            if not context.step.ahead:
-                model.fail(error, (forward.args, forward.kwargs))
-    finally:
-        context.forward_state.dense_signature = context.forward_state.refusal = ""
-
-
-_EAGER = _Forward, _before_module, _end
-_COMPILED = left_alone(_begin_compiled), left_alone(_before_module), left_alone(_end)
-
-
 def require_sharded(model: nn.Module, taker: str) -> None:
     """Raise unless a model was returned by :func:`shardrec.shard`.
 
@@ -615,11 +531,4 @@ def require_sharded(model: nn.Module, taker: str) -> None:
     raise ConfigError(
         f"{taker} takes what shardrec.shard returns, not {name}: shard the model first, which takes no process "
         "group on one rank"
-    )
-
-
-def dense_signature(inputs: object) -> str:
-    """The dtypes of the tensors among a model's inputs, except ids, as a text that ranks compare."""
-    return ", ".join(
-        sorted({str(leaf.dtype).removeprefix("torch.") for leaf in leaves(inputs) if isinstance(leaf, Tensor)})
     )

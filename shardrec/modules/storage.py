@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from shardrec.lookup.replicated import ReplicatedLookup
 from shardrec.lookup.shards import ShardLookup
 from shardrec.modules.table import ShardedTable
-from shardrec.step.in_flight import InFlight
+from shardrec.step.records import InFlight
 
 __all__ = ["Storage"]
 

@@ -16,10 +16,10 @@ from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor, Keyed
 from shardrec.errors import AnomalyError, ConfigError, InputError, PeerError, ShardrecError
 from shardrec.exchange.headers import FORWARD_FAILED, ForwardFailed
 from shardrec.modules.collection import ShardedCollection
-from shardrec.modules.sharded_model import dense_signature
+from shardrec.modules.forward import dense_signature
 from shardrec.step.calls_ahead import Ahead
 from shardrec.step.context import ForwardState, ModelContext
-from shardrec.step.in_flight import GradMode
+from shardrec.step.records import GradMode
 
 __all__ = ["Lookahead", "tell_others"]
 

@@ -1,7 +1,7 @@
 """A batch checked, cut and exchanged by operators and plain data, as TorchScript and torch.export take them.
 
-What :mod:`shardrec.step.begin` and :mod:`shardrec.step.ids` do for one module, by the same routes and in the same
-order of slots. Header and payload differ from the live driver's: a row of the header is fault | batch size | counts,
+What :mod:`shardrec.step.begin` and :mod:`shardrec.step.id_exchange` do for one module, by the same routes and in the
+same order of slots. Header and payload differ from the live driver's: a row of the header is fault | batch size | counts,
 without a checksum; weights have a separate all-to-all; wide ids widen the lengths. A batch size per feature is not
 supported and raises a fault. Sums inside hosts are not needed (the output is the same without them).
 
@@ -32,7 +32,7 @@ from shardrec.exchange.check import add_up, are_sound
 from shardrec.exchange.collectives import Collectives
 from shardrec.exchange.cut import in_blocks, permuted
 from shardrec.exchange.to_device import staged
-from shardrec.step.step_plan import InputPlan
+from shardrec.step.input_plan import InputPlan
 
 __all__ = ["FAULTS", "Checked", "PortableInput", "Received", "constant"]
 

@@ -1,7 +1,7 @@
 """A sharded embedding collection as operators and plain data: its portable twin.
 
 It takes the steps of :mod:`shardrec.modules.sequences`, :mod:`shardrec.exchange.dedup` and
-:mod:`shardrec.step.sequences`.
+:mod:`shardrec.step.sequence_rows`.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from shardrec.modules.live_twins import parameters_of
 from shardrec.pending import Await, awaitable
 from shardrec.portable.portable_input import Received, constant
 from shardrec.portable.portable_module import PortableTwin, arrived_rows
-from shardrec.step.sequences import column_unit_targets
+from shardrec.step.sequence_rows import column_unit_targets
 
 if TYPE_CHECKING:
     from shardrec.modules.sequences import ShardedEmbeddingCollection

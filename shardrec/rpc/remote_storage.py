@@ -17,7 +17,7 @@ from shardrec.lookup.shards import ShardLookup
 from shardrec.modules.storage import Storage
 from shardrec.modules.table import ShardedTable, load_table
 from shardrec.rpc.trainer_collectives import RemoteCollectives, words
-from shardrec.step.in_flight import InFlight
+from shardrec.step.records import InFlight
 
 __all__ = ["RemoteTable", "remote_storage"]
 

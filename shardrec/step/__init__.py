@@ -7,5 +7,5 @@
     backward    distribute → [gradients] → update
 
 Plain functions over two records: a :class:`~shardrec.step.step_plan.StepPlan`, which is made at ``shard()`` and holds
-all that does not depend on the batch, and an :class:`~shardrec.step.in_flight.InFlight` for each call of a module.
+all that does not depend on the batch, and an :class:`~shardrec.step.records.InFlight` for each call of a module.
 """

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from shardrec.exchange.bad_ids import mended
 from shardrec.exchange.batch import Batch, Expectation, read_batch
 from shardrec.exchange.check import add_up, describe_fault, ids_are_valid
-from shardrec.step.in_flight import FullBatch, GradMode, InFlight
-from shardrec.step.step_plan import InputPlan, StepPlan
+from shardrec.step.input_plan import InputPlan
+from shardrec.step.records import FullBatch, GradMode, InFlight, StepPlan
 
 __all__ = ["begin", "begin_call"]
 

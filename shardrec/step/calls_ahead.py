@@ -20,8 +20,8 @@ from typing import Any
 from shardrec.errors import ConfigError, ShardrecError
 from shardrec.exchange.headers import Headers
 from shardrec.step.exchange import finish
-from shardrec.step.ids import exchange_ids, split_by_compatibility
-from shardrec.step.in_flight import GradMode, InFlight
+from shardrec.step.id_exchange import exchange_ids, split_by_compatibility
+from shardrec.step.records import GradMode, InFlight
 
 __all__ = ["Ahead"]
 

@@ -27,9 +27,8 @@ from torch import Tensor
 from torch.autograd.function import FunctionCtx, once_differentiable
 
 from shardrec.exchange.row_exchange import OutgoingRows, RowAllToAll, RowsInFlight
-from shardrec.step.in_flight import Arrival, InFlight
 from shardrec.step.look_up import LookedUp, look_up, node_inputs, update
-from shardrec.step.step_plan import StepPlan
+from shardrec.step.records import Arrival, InFlight, StepPlan
 
 __all__ = ["RowExchange", "SharedExchange", "finish", "launch"]
 
@@ -120,7 +119,7 @@ class _Sent:
 
     def returned(self) -> list[Sequence[Tensor]]:
         """Wait for the gradients of the calls' looked-up rows."""
-        gradients, summed = [], []
+        gradients, summed = list[Sequence[Tensor]](), []
         for number, (looked_up, flat) in enumerate(zip(self.looked_up, self.rows.receive_gradients(), strict=True)):
             output, received = looked_up.plan.output, looked_up.received
             of_rows, of_sums = output.returned(flat, received)
@@ -138,7 +137,9 @@ class _Sent:
     def assembled(self, arrivals: Sequence[Arrival], replicated: Sequence[Tensor | None]) -> list[Tensor]:
         """Wait for the rows, and put those of each call in order."""
         calls = zip(self.looked_up, arrivals, self.rows.receive(), replicated, strict=True)
-        return [looked_up.plan.output.assemble(*arrived) for looked_up, *arrived in calls]
+        return [
+            looked_up.plan.output.assemble(arrival, blocks, columns) for looked_up, arrival, blocks, columns in calls
+        ]
 
     def send_gradients(self, arrivals: Sequence[Arrival], gradients: Sequence[Tensor | None]) -> list[Tensor | None]:
         """Send the gradients of what was :meth:`assembled`; gives those of ``replicated``."""

@@ -16,8 +16,7 @@ from shardrec.exchange.payload import ShardInput
 from shardrec.ids.maps import Mapped, OpenStep
 from shardrec.lookup.backward import Kept
 from shardrec.lookup.shards import LookupInputs
-from shardrec.step.in_flight import InFlight
-from shardrec.step.step_plan import StepPlan
+from shardrec.step.records import InFlight, StepPlan
 
 __all__ = ["LookedUp", "look_up", "node_inputs", "update"]
 
@@ -73,7 +72,7 @@ class LookedUp:
         """(N,) gradient of the weights of this rank's ids, which the ranks that looked them up send back.
 
         Such weights are computed on their own rank (position weights, attention), so their gradient is not averaged:
-        the division by the number of ranks in the output's gradient (see :mod:`shardrec.step.pooled`) is reversed.
+        the division by the number of ranks in the output's gradient (:mod:`shardrec.step.pooled_columns`) is reversed.
         """
         assert self.learned is not None, "weights of ids take a gradient"
         count, dtype, positions = self.learned
@@ -115,8 +114,8 @@ def look_up(
     """
     mapped, rows_of = None, received
     if plan.id_maps is not None:
-        assigns, found = (False, None) if call is None else (call.assigns_new_ids, call.found_rows)
-        mapped = plan.id_maps(received, assigns, found)
+        assigns, found_rows = (False, None) if call is None else (call.assigns_new_ids, call.found_rows)
+        mapped = plan.id_maps(received, assigns, found_rows)
         rows_of = mapped.shard_input
     if plan.output.pools:
         pooled, inputs, lookups = plan.lookup.look_up(rows_of, allocate, to_update=to_update)

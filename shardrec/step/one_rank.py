@@ -9,8 +9,8 @@ from torch import Tensor
 from torch.autograd.function import FunctionCtx, once_differentiable
 
 from shardrec.step.exchange import RowExchange
-from shardrec.step.in_flight import Arrival, InFlight
 from shardrec.step.look_up import look_up, node_inputs, update
+from shardrec.step.records import Arrival, InFlight
 
 __all__ = ["look_up_here"]
 

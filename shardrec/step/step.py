@@ -35,9 +35,9 @@ from shardrec.exchange.wire_format import QuantizedComms
 from shardrec.step.call_batching import CallBatching, Phase
 from shardrec.step.calls_ahead import Ahead
 from shardrec.step.exchange import RowExchange, finish, launch
-from shardrec.step.ids import can_share, exchange_ids, split_by_compatibility
-from shardrec.step.in_flight import GradMode, InFlight
+from shardrec.step.id_exchange import can_share, exchange_ids, split_by_compatibility
 from shardrec.step.one_rank import look_up_here
+from shardrec.step.records import GradMode, InFlight
 
 __all__ = ["Step"]
 

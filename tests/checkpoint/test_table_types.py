@@ -18,7 +18,8 @@ from shardrec.checkpoint.data_files import DTYPES
 from shardrec.checkpoint.manifest import read_manifest
 from shardrec.layout import Shard
 from shardrec.modules import ShardedModel
-from shardrec.modules.collection import TABLE_DTYPES, ShardedCollection
+from shardrec.modules.collection import ShardedCollection
+from shardrec.modules.given_tables import TABLE_DTYPES
 from tests.batches import random_bags
 from tests.models import OPTIMIZERS, apply_optimizer_in_backward
 from tests.plans import cut_plan, topologies_of

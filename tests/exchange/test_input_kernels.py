@@ -12,7 +12,7 @@ from hypothesis import given
 
 from shardrec.exchange import check, launching
 from shardrec.exchange.batch import NO_LIMIT
-from shardrec.step.ids import write_header
+from shardrec.step.id_exchange import write_header
 from tests.cuda_double import INTERPRETS_TRITON
 from tests.plans import randoms
 

@@ -33,8 +33,8 @@ from shardrec.layout import ShardingPlan, Topology, cuts
 from shardrec.modules import ShardedEmbeddingBagCollection, ShardedEmbeddingCollection
 from shardrec.step.begin import begin
 from shardrec.step.context import ExchangeOptions, ModelContext
-from shardrec.step.ids import exchange_ids
-from shardrec.step.step_plan import InputPlan
+from shardrec.step.id_exchange import exchange_ids
+from shardrec.step.input_plan import InputPlan
 from tests.batches import random_bags, random_sizes_bags
 from tests.exchange.lookups import random_case
 from tests.models import OPTIMIZERS, apply_optimizer_in_backward, collection, feature_rows, random_configs, table_sizes

@@ -163,7 +163,7 @@ def count_waits(world_size: int) -> None:
             waits = [f"{one.filename}:{one.lineno}" for one in caught if is_wait(str(one.message))]
             if step:
                 assert len(waits) == 1, f"{cut}: the host waits at {waits}"
-                assert "step/ids.py" in waits[0]
+                assert "step/id_exchange.py" in waits[0]
 
 
 def script_with_adam(world_size: int) -> None:

@@ -83,7 +83,7 @@ def test_bags(optimizer: str, placed: dict[str, Any]) -> None:
         train(model, moved[:1])
         double.waits.clear()
         train(model, moved[1:])
-        assert {one.partition(":")[0] for one in double.waits} == {"step/ids.py"}
+        assert {one.partition(":")[0] for one in double.waits} == {"step/id_exchange.py"}
         assert same(model, expected)
         # One kernel for each width of rows; in a small cache rows make room for others.
         found = kernels_of(model)

@@ -50,7 +50,7 @@ from tests.modules.clicks import CONFIGS, mixed_plan
 from tests.plans import cut_plan, random_plan
 from tests.ranks import ranks
 
-HEADER = "step/ids.py"
+HEADER = "step/id_exchange.py"
 
 
 def weights(model: ShardedModel) -> dict[str, Tensor]:

@@ -19,7 +19,8 @@ import shardrec
 from shardrec.errors import ConfigError
 from shardrec.exchange.wire_format import QuantizedComms
 from shardrec.modules import ShardedModel, shard
-from shardrec.modules.collection import TABLE_DTYPES, ShardedCollection
+from shardrec.modules.collection import ShardedCollection
+from shardrec.modules.given_tables import TABLE_DTYPES
 from tests.batches import random_bags
 from tests.collective_counts import CountCollectives
 from tests.models import OPTIMIZERS, apply_optimizer_in_backward

@@ -16,7 +16,7 @@ from shardrec.exchange.route import Lookup, build_route
 from shardrec.layout import ShardingPlan, Topology, cuts
 from shardrec.modules import ShardedEmbeddingCollection, shard
 from shardrec.modules.sequences import distinct_ids_pay
-from shardrec.step.sequences import SequenceOutput
+from shardrec.step.sequence_rows import SequenceOutput
 from tests.collective_counts import CountCollectives
 from tests.large_tensors import LargeTensors
 from tests.modules.sequence_models import DIM, ROWS, Holder, batch, collection

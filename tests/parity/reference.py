@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torchrec.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from shardrec.modules.collection import TABLE_DTYPES
+from shardrec.modules.given_tables import TABLE_DTYPES
 from tests.models import OPTIMIZERS, apply_optimizer_in_backward
 from tests.parity.cases import DTYPES, Case, Cell
 from tests.parity.policies import repaired

@@ -20,7 +20,7 @@ from tests.models import click_model, feature_rows
 from tests.modules import clicks
 from tests.modules.clicks import CONFIGS, dense_parameters, mixed_plan
 
-HEADER = "step/ids.py"
+HEADER = "step/id_exchange.py"
 
 
 @pytest.mark.some(1)

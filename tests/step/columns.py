@@ -9,8 +9,8 @@ from shardrec.exchange.collectives import Collectives
 from shardrec.exchange.payload import ShardInput
 from shardrec.exchange.row_exchange import OutgoingRows, RowAllToAll, RowsInFlight
 from shardrec.exchange.wire_format import QuantizedComms
-from shardrec.step.in_flight import Arrival
-from shardrec.step.pooled import PooledOutput
+from shardrec.step.pooled_columns import PooledOutput
+from shardrec.step.records import Arrival
 from tests.exchange.lookups import Case
 
 __all__ = ["exchange_columns", "pooled_output", "served"]

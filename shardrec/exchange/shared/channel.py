@@ -12,6 +12,7 @@ import marshal
 import os
 import select
 import socket
+from array import array
 from collections import deque
 from collections.abc import Callable, Mapping
 from threading import RLock
@@ -22,7 +23,7 @@ import torch.distributed as dist
 
 from shardrec.errors import PeerError
 from shardrec.exchange.peers import peer_error
-from shardrec.exchange.shared.windows import PeerWindows
+from shardrec.exchange.shared.windows import Bytes, InUse, PeerWindows
 
 __all__ = ["Channel", "Key", "Message"]
 
@@ -40,6 +41,7 @@ _WENT_ON = (
     "output.sum() * 0"
 )
 _MAX_BYTES = 1 << 16
+_DESCRIPTOR_BYTES = socket.CMSG_LEN(array("i").itemsize)  # of a message with a window
 _MAX_RELEASED = 4096
 _MAX_FAULT = 4000
 
@@ -85,13 +87,26 @@ class Channel:
         self.windows = {peer: PeerWindows() for peer in sockets}
         self._reported: dict[int, tuple[int, int, str]] = {}  # by peer: exchanges begun, global rank, its fault
         self._begun, self._peer_begun = 0, dict.fromkeys(sockets, 0)  # numbers of exchanges
-        self._released: dict[int, deque[int]] = {peer: deque() for peer in sockets}  # filled by finalizers
+        self._released: dict[int, deque[InUse | int]] = {
+            peer: deque() for peer in sockets
+        }  # at any time, by any thread
+        self._borrowed: dict[int, InUse] = {}  # by identity
+        self._pollers = {peer: select.poll() for peer in sockets}
+        for peer, connection in sockets.items():
+            connection.settimeout(None)
+            self._pollers[peer].register(connection, select.POLLIN)
         self._returned: dict[int, list[int]] = {peer: [] for peer in sockets}
         _OPEN.add(self)
 
     def release(self, peer: int, token: int) -> None:
         """Tell ``peer``, with the next message, that a region it lent is no longer used here."""
         self._released[peer].append(token)
+
+    def release_after(self, peer: int, token: int, memory: Bytes) -> None:
+        """:meth:`release` when nothing refers to a region's memory any more."""
+        borrowed = InUse(memory, self._released[peer].append)
+        borrowed.place = token
+        self._borrowed[id(borrowed)] = borrowed
 
     def returned(self, peer: int) -> list[int]:
         """The tokens that ``peer`` has released since the last call."""
@@ -114,11 +129,21 @@ class Channel:
             PeerError: if ``peer`` is gone.
         """
         self._begun = max(self._begun, key[0] + 1)
-        waiting = self._released[peer]
-        released = tuple(waiting.popleft() for _ in range(min(len(waiting), _MAX_RELEASED)))
+        waiting, released = self._released[peer], list[int]()
+        while waiting and len(released) < _MAX_RELEASED:
+            region = waiting.popleft()
+            if isinstance(region, InUse):
+                del self._borrowed[id(region)]
+                region = region.place
+            released.append(region)
         data = marshal.dumps((*key, released, what, *message))
         try:
-            self._sockets[peer].send(data)
+            connection = self._sockets[peer]
+            try:
+                connection.send(data, socket.MSG_DONTWAIT)
+            except BlockingIOError:
+                self._wait(peer, select.POLLOUT)
+                connection.send(data)
         except (OSError, KeyError) as error:
             self._fail(peer, what, error)
 
@@ -142,10 +167,8 @@ class Channel:
             PeerError: naming the rank and its fault.
         """
         for peer, connection in self._sockets.items():
-            ready = select.poll()
-            ready.register(connection, select.POLLIN)
             # A peer that has ended may have sent the message that this rank waits for.
-            while ready.poll(0) and connection.recv(1, socket.MSG_PEEK):
+            while self._pollers[peer].poll(0) and connection.recv(1, socket.MSG_PEEK):
                 self._take(peer, what)
             self._raise_reported_failure(peer, begun, what)
 
@@ -189,8 +212,12 @@ class Channel:
     def _take(self, peer: int, what: str) -> None:
         """Wait for the next message of a peer, whatever it is."""
         try:
-            self._sockets[peer].settimeout(self._timeout_s())
-            data, descriptors, _, _ = socket.recv_fds(self._sockets[peer], _MAX_BYTES, 1)
+            connection = self._sockets[peer]
+            try:
+                data, descriptors, _, _ = connection.recvmsg(_MAX_BYTES, _DESCRIPTOR_BYTES, socket.MSG_DONTWAIT)
+            except BlockingIOError:
+                self._wait(peer, select.POLLIN)
+                data, descriptors, _, _ = connection.recvmsg(_MAX_BYTES, _DESCRIPTOR_BYTES)
         except (OSError, KeyError) as error:
             self._fail(peer, what, error)
         if not data:
@@ -198,7 +225,7 @@ class Channel:
         number, way, released, *message = marshal.loads(data)
         if number == _WINDOW:
             index, size = message
-            self.windows[peer].add(index, size, descriptors[0])
+            self.windows[peer].add(index, size, array("i", descriptors[0][2])[0])
         elif number == _FAULT:
             begun, rank, fault = message
             self._reported[peer] = begun, rank, fault
@@ -208,6 +235,20 @@ class Channel:
             self._inbox[peer][number, way] = tuple(message)
             if (number, way) in self._forgotten[peer]:
                 self.forget(peer, (number, way), self._forgotten[peer].pop((number, way)))
+
+    def _wait(self, peer: int, event: int) -> None:
+        """Wait until a peer's socket can be read or written.
+
+        Raises:
+            TimeoutError: after the time limit.
+        """
+        poller = self._pollers[peer]
+        poller.modify(self._sockets[peer], event)
+        try:
+            if not poller.poll(1000 * self._timeout_s()):
+                raise TimeoutError
+        finally:
+            poller.modify(self._sockets[peer], select.POLLIN)
 
     def forget(self, peer: int, key: Key, tokens: Callable[[Message], list[int]]) -> None:
         """Do not wait for a message: release its regions, now or when it arrives.

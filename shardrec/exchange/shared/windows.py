@@ -6,7 +6,8 @@ passed to other ranks as a descriptor over a socket. Pages are allocated when th
 [Note: memory in use]
 A region is lent as a numpy array, which tensors made of it keep alive; when the last of them is freed, the region is
 free again. So memory that is still in use, by the user or autograd, is never overwritten, and there is no explicit
-release.
+release. The end of an array is noticed by a weak reference, which puts itself into a queue: no Python code runs where
+and when the array is freed, which may be anywhere.
 """
 
 from __future__ import annotations
@@ -17,14 +18,14 @@ import weakref
 from bisect import bisect_left, insort
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
 
-__all__ = ["Arena", "Bytes", "PeerWindows", "Region", "as_tensor"]
+__all__ = ["Arena", "Bytes", "InUse", "PeerWindows", "Region", "as_tensor"]
 
 Bytes = npt.NDArray[np.uint8]
 
@@ -32,13 +33,26 @@ _PAGE = 4096
 _FIRST_BYTES = 32 << 20
 
 
-@dataclass(frozen=True, kw_only=True)
-class Region:
+class Region(NamedTuple):
     """Part of a window: number of the window, first byte, and the bytes themselves."""
 
     window: int
     offset: int
     bytes: Bytes
+
+
+class InUse(weakref.ref[Bytes]):
+    """A reference to memory in use, which is queued when nothing else refers to it any more.
+
+    Attributes:
+        place: of the memory; (window, first byte, end), or the token by which a peer knows it.
+        may_be_sent: nothing is written to it after it was sent.
+    """
+
+    __slots__ = ("may_be_sent", "place")
+
+    place: Any
+    may_be_sent: bool
 
 
 def as_tensor(memory: Bytes, dtype: torch.dtype) -> Tensor:
@@ -53,13 +67,18 @@ class Arena:
 
     Args:
         announce: called with (number, size, descriptor) of each new window, before a region of it is lent.
+
+    Attributes:
+        lent: the regions in use, by address.
     """
 
     def __init__(self, announce: Callable[[int, int, int], None]) -> None:
         self._announce = announce
         self._maps: list[mmap.mmap] = []
+        self._addresses: list[int] = []  # of the windows
+        self.lent: dict[int, InUse] = {}
         self._free: list[tuple[int, int, int]] = []  # (window, first byte, end), ascending
-        self._returned: deque[tuple[int, int, int]] = deque()  # filled by finalizers, at any time and in any thread
+        self._returned: deque[InUse] = deque()  # filled at any time and in any thread
 
     @property
     def total_bytes(self) -> int:
@@ -72,13 +91,19 @@ class Arena:
         self._take_back()
         return self.total_bytes - sum(end - start for _, start, end in self._free)
 
-    def lend(self, size: int) -> Region:
-        """Lend a region of ``size`` bytes, at least one, which is in use until its last tensor is freed."""
+    def lend(self, size: int, *, may_be_sent: bool = False) -> Region:
+        """Lend a region of ``size`` bytes, at least one, which is in use until its last tensor is freed.
+
+        Args:
+            size: in bytes.
+            may_be_sent: see :class:`InUse`.
+        """
         self._take_back()
         pages = -(-size // _PAGE) * _PAGE
-        fitting = (place for place, (_, start, end) in enumerate(self._free) if end - start >= pages)
-        place = next(fitting, -1)
-        if place < 0:
+        for place, (_, start, end) in enumerate(self._free):  # noqa: B007 - the place is used
+            if end - start >= pages:
+                break
+        else:
             place = self._new_window(pages)
         window, start, end = self._free[place]
         if end - start == pages:
@@ -86,12 +111,15 @@ class Arena:
         else:
             self._free[place] = (window, start + pages, end)
         memory = np.frombuffer(self._maps[window], dtype=np.uint8, count=size, offset=start)
-        weakref.finalize(memory, self._returned.append, (window, start, start + pages)).atexit = False
-        return Region(window=window, offset=start, bytes=memory)
+        in_use = InUse(memory, self._returned.append)
+        in_use.place, in_use.may_be_sent = (window, start, start + pages), may_be_sent
+        self.lent[self._addresses[window] + start] = in_use
+        return Region(window, start, memory)
 
     def _take_back(self) -> None:
         while self._returned:
-            window, start, end = self._returned.popleft()
+            window, start, end = self._returned.popleft().place
+            del self.lent[self._addresses[window] + start]
             place = bisect_left(self._free, (window, start, end))
             if place < len(self._free) and self._free[place][:2] == (window, end):
                 end = self._free.pop(place)[2]
@@ -106,6 +134,7 @@ class Arena:
         try:
             os.ftruncate(descriptor, size)
             self._maps.append(mmap.mmap(descriptor, size))
+            self._addresses.append(np.frombuffer(self._maps[-1], dtype=np.uint8).ctypes.data)
             self._announce(number, size, descriptor)
         finally:
             os.close(descriptor)

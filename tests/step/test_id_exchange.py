@@ -13,8 +13,8 @@ from shardrec.exchange.batch import Expectation
 from shardrec.exchange.payload import ShardInput
 from shardrec.step.begin import begin
 from shardrec.step.context import ModelContext
-from shardrec.step.ids import exchange_ids
-from shardrec.step.step_plan import InputPlan
+from shardrec.step.id_exchange import exchange_ids
+from shardrec.step.input_plan import InputPlan
 from tests.batches import Bags, random_bags
 from tests.exchange.lookups import Case, random_case
 from tests.plans import randoms

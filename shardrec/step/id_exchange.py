@@ -16,6 +16,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from itertools import islice
+from operator import attrgetter, itemgetter
 
 import torch
 from torch import Tensor
@@ -26,7 +27,10 @@ from shardrec.exchange.collectives import Pending, joined
 from shardrec.exchange.headers import FIXED_COLUMNS, Headers, checksum
 from shardrec.exchange.payload import HEADER_SIZES, ShardInput
 from shardrec.exchange.to_device import staged
-from shardrec.step.in_flight import InFlight
+from shardrec.step.records import InFlight
+
+_FAULT, _AGREEMENT = attrgetter("fault"), attrgetter("agreement")
+_FLAG, _CHECK = itemgetter(0), itemgetter(1)
 
 __all__ = ["can_share", "exchange_ids", "pack", "split_by_compatibility", "write_header"]
 
@@ -57,20 +61,24 @@ def exchange_ids(headers: Headers, calls: Sequence[InFlight]) -> None:
                 headers.raise_faults(call.fault, "")
             pack(call)
         return
-    faults = [call.fault for call in calls if call.fault]
-    check = checksum(agreement := "; ".join([call.agreement for call in calls]))
-    rows = [[int(bool(faults)), check] for _ in range(world_size)]
-    parts: list[list[Tensor]] = [[] for _ in range(world_size)]
+    faults = list(filter(None, map(_FAULT, calls)))
+    check = checksum(agreement := "; ".join(map(_AGREEMENT, calls)))
+    rows: list[list[int]] = []
+    parts: list[list[Tensor]] = []
+    for _ in range(world_size):
+        rows.append([int(bool(faults)), check])
+        parts.append([])
     if not faults:
         for call in calls:
             pack(call)
-            bag_words = call.input.payload.bag_words(call.slot_sizes)
-            for row, words, of_groups in zip(rows, bag_words, call.counts, strict=True):
-                row += (call.size, words, *of_groups)
-        parts = _joined_parts(calls, world_size)
+            bag_words, packed = call.input.payload.bag_words(call.slot_sizes), call.parts
+            assert packed is not None, "what is packed has parts"
+            for rank, (row, words, of_groups) in enumerate(zip(rows, bag_words, call.counts, strict=True)):
+                row += (call.lengths.size(1), words, *of_groups)
+                parts[rank] += packed[rank]
     received, receive = headers.exchange_with_ids(rows, parts)
-    flags = [row[0] for row in received]
-    if any(flags) or any([row[1] != check for row in received]):
+    flags = list(map(_FLAG, received))
+    if any(flags) or set(map(_CHECK, received)) != {check}:
         headers.raise_faults("; ".join(faults), agreement, flags)
     if calls:
         _receive_later(calls, received, receive)
@@ -115,7 +123,7 @@ def pack(call: InFlight, counts: Sequence[int] | None = None, counted: Iterator[
         )
         return
     groups = input.route.groups
-    call.counts = tuple([tuple(counts[q * groups : (q + 1) * groups]) for q in range(input.world_size)])
+    call.counts = tuple(zip(*[iter(counts)] * groups, strict=True)) if groups else ((),) * input.world_size
     call.parts = input.payload.pack(lengths, ids, weights, list(map(sum, call.counts)), call.slot_sizes)
 
 
@@ -129,7 +137,7 @@ def _of_calls(calls: Sequence[InFlight], rows: Sequence[Sequence[int]]) -> Itera
     column = FIXED_COLUMNS
     for call in calls:
         end = column + call.input.columns
-        yield [row[column:end] for row in rows]
+        yield list(map(itemgetter(slice(column, end)), rows))
         column = end
 
 
@@ -138,7 +146,9 @@ def _receive_later(
 ) -> None:
     """Let each call's ``receive`` wait for the payload of all calls."""
     headers = list(_of_calls(calls, received))
-    words = [list(map(call.input.payload.words_in, rows)) for call, rows in zip(calls, headers, strict=True)]
+    words = []
+    for call, rows in zip(calls, headers, strict=True):
+        words.append(map(call.input.payload.words_in, rows))
     words_in = list(zip(*words, strict=True))
     pending: list[Pending] = [receive(list(map(sum, words_in)))]
     arrived: list[ShardInput] = []

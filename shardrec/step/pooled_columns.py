@@ -34,7 +34,7 @@ from shardrec.exchange.payload import ShardInput
 from shardrec.exchange.ragged import Ragged
 from shardrec.exchange.route import Lookup, Route, output_pieces
 from shardrec.exchange.wire_format import Shape
-from shardrec.step.in_flight import Arrival, DifferentiableOutput, InFlight
+from shardrec.step.records import Arrival, DifferentiableOutput, InFlight
 
 __all__ = ["PooledOutput"]
 

@@ -1,9 +1,7 @@
-"""All of a sharded module's step that does not depend on the batch, made at ``shard()`` and again at ``reshard()``."""
+"""All of a sharded module's exchange of ids that does not depend on the batch."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
 from functools import lru_cache
 from itertools import accumulate, pairwise
 
@@ -17,14 +15,8 @@ from shardrec.exchange.dedup import DistinctIds
 from shardrec.exchange.headers import Headers
 from shardrec.exchange.payload import HEADER_SIZES, Payload
 from shardrec.exchange.route import Route
-from shardrec.ids.maps import IdMaps
-from shardrec.lookup.replicated import ReplicatedLookup
-from shardrec.lookup.shards import ShardLookup
-from shardrec.step.in_flight import InFlight
-from shardrec.step.pooled import PooledOutput
-from shardrec.step.sequences import SequenceOutput
 
-__all__ = ["InputPlan", "StepPlan"]
+__all__ = ["InputPlan"]
 
 _REPEATS = 4  # calls of one module that a header has room for; further ones go into another exchange
 
@@ -99,26 +91,3 @@ class InputPlan:
         places = [keys.index(feature) for feature in self.expect.features]
         device = self.expect.device
         return torch.tensor(numbers, device=device), torch.tensor(places, dtype=torch.int64, device=device)
-
-
-@dataclass(frozen=True, kw_only=True, eq=False)
-class StepPlan:
-    """What the step of a sharded module reads.
-
-    Args:
-        input: the exchange of ids.
-        lookup: this rank's shards.
-        output: how rows or columns are laid out for the ranks that asked, and put in order there.
-        id_maps: of dynamic ids; None without any.
-        replicas: the replicated tables; None without any.
-        trains_shards: whether any cut table is trained; if not, no gradients are sent.
-        before_rows: called just before a call's rows are exchanged; embedding servers use it to attach the ids.
-    """
-
-    input: InputPlan
-    lookup: ShardLookup
-    output: PooledOutput | SequenceOutput
-    id_maps: IdMaps | None
-    replicas: ReplicatedLookup | None
-    trains_shards: bool
-    before_rows: Callable[[InFlight], None] | None

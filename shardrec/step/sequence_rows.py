@@ -30,7 +30,7 @@ from shardrec.exchange.payload import ShardInput
 from shardrec.exchange.route import Lookup, Route
 from shardrec.exchange.to_device import staged
 from shardrec.exchange.wire_format import Shape
-from shardrec.step.in_flight import Arrival, DifferentiableOutput, InFlight
+from shardrec.step.records import Arrival, DifferentiableOutput, InFlight
 
 __all__ = ["SequenceKey", "SequenceOutput", "column_unit_targets"]
 
@@ -223,7 +223,7 @@ class SequenceOutput:
             for block, of_rank in zip(blocks, targets, strict=True):
                 torch.index_select(units, 0, of_rank, out=block.view(-1, self.column_unit))
         if self.mean_over > 1:
-            # The mean over ranks: see shardrec.step.pooled.
+            # The mean over ranks: see shardrec.step.pooled_columns.
             torch._foreach_div_(list(blocks), self.mean_over)
 
     def counted(self, call: InFlight) -> tuple[Tensor, ...]:

@@ -1,25 +1,35 @@
-"""One call of a sharded module, from its batch to its value."""
+"""The two records of a step: the plan of a sharded module, and one of its calls, from its batch to its value."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 from shardrec.exchange.batch import Batch
 from shardrec.exchange.cut import Cut
+from shardrec.exchange.hosts import HostExchange
 from shardrec.exchange.payload import ShardInput
+from shardrec.exchange.wire_format import Shape
+from shardrec.ids.maps import FoundRows, IdMaps
+from shardrec.lookup.replicated import ReplicatedLookup
+from shardrec.lookup.shards import ShardLookup
+from shardrec.step.input_plan import InputPlan
 
-if TYPE_CHECKING:
-    from shardrec.ids.device_maps import FoundRows
-    from shardrec.step.exchange import SharedExchange
-    from shardrec.step.step_plan import InputPlan, StepPlan
-
-__all__ = ["Arrival", "DifferentiableOutput", "FullBatch", "GradMode", "InFlight"]
+__all__ = [
+    "Arrival",
+    "DifferentiableOutput",
+    "Exchange",
+    "FullBatch",
+    "GradMode",
+    "InFlight",
+    "OutputLayout",
+    "StepPlan",
+]
 
 
 class GradMode(NamedTuple):
@@ -89,6 +99,68 @@ class DifferentiableOutput(NamedTuple):
     sizes: Sequence[int]
     dim: int
     lookups: Sequence[Any]
+
+
+class OutputLayout(Protocol):
+    """How rows are laid out for the ranks that asked for them, and put in order there: a ``PooledOutput`` or a
+    ``SequenceOutput``, where each method is described."""
+
+    pools: bool
+    is_identity: bool
+
+    @property
+    def hosts(self) -> HostExchange | None: ...
+
+    def counted(self, call: InFlight) -> tuple[Tensor, ...]: ...
+
+    def outgoing(
+        self, rows: Sequence[Tensor], received: ShardInput, sums: Sequence[Tensor] = ()
+    ) -> tuple[Tensor, list[list[Shape]]]: ...
+
+    def returned(self, flat: Tensor, received: ShardInput) -> tuple[list[Tensor], list[Tensor]]: ...
+
+    def into(self, arrival: Arrival) -> list[list[Shape]]: ...
+
+    def assemble(self, arrival: Arrival, flats: Sequence[Tensor], replicated: Tensor | None, /) -> Tensor: ...
+
+    def distribute(self, arrival: Arrival, gradient: Tensor, flats: Sequence[Tensor], /) -> Tensor | None: ...
+
+    def meanwhile(self, call: InFlight) -> None: ...
+
+    def finish(self, call: InFlight, values: Tensor, /) -> Any: ...
+
+    def differentiable(self, value: Any) -> DifferentiableOutput: ...
+
+
+class Exchange(Protocol):
+    """Rows under way: a :class:`~shardrec.step.exchange.SharedExchange`."""
+
+    def value(self, number: int) -> Tensor: ...
+
+    def cut_graph(self) -> tuple[list[Tensor], list[Tensor]]: ...
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class StepPlan:
+    """What the step of a sharded module reads.
+
+    Args:
+        input: the exchange of ids.
+        lookup: this rank's shards.
+        output: how rows or columns are laid out for the ranks that asked, and put in order there.
+        id_maps: of dynamic ids; None without any.
+        replicas: the replicated tables; None without any.
+        trains_shards: whether any cut table is trained; if not, no gradients are sent.
+        before_rows: called just before a call's rows are exchanged; embedding servers use it to attach the ids.
+    """
+
+    input: InputPlan
+    lookup: ShardLookup
+    output: OutputLayout
+    id_maps: IdMaps | None
+    replicas: ReplicatedLookup | None
+    trains_shards: bool
+    before_rows: Callable[[InFlight], None] | None
 
 
 @dataclass(slots=True, eq=False, weakref_slot=True)
@@ -179,7 +251,7 @@ class InFlight:
 
     to_update: bool = False
     is_launched: bool = False
-    exchange: SharedExchange | None = None
+    exchange: Exchange | None = None
     number: int = 0
     assembled: Tensor | None = None
     arrival: Arrival = field(init=False)
