@@ -16,7 +16,12 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from shardrec.exchange.shared.channel import Channel
+
 __all__ = ["HostWork", "count_calls", "count_operators", "count_steps", "largest"]
+
+_WAITS = (Channel._wait.__code__,)
+"""Functions in which a rank waits for another one."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,7 +53,10 @@ class HostWork:
 
 
 def count_calls(run: FunctionType, own: Sequence[str]) -> HostWork:
-    """Call ``run`` and count the functions that it enters on this thread. C functions do not count.
+    """Call ``run`` and count the functions that it enters on this thread.
+
+    Not counted are C functions, and what a rank calls because another rank's message is not there yet, which differs
+    from step to step.
 
     Args:
         run: the part of a step; a function written in Python, whose own call does not count.
@@ -56,9 +64,15 @@ def count_calls(run: FunctionType, own: Sequence[str]) -> HostWork:
     """
     calls: Counter[str] = Counter()
     path_of_own: list[str] = []  # of each of the package's calls
+    waiting: list[FrameType] = []
 
     def profile(frame: FrameType, event: str, argument: object) -> None:
-        if event == "call":
+        if waiting:
+            if event == "return" and frame is waiting[0]:
+                waiting.clear()
+        elif event == "call" and frame.f_code in _WAITS:
+            waiting.append(frame)
+        elif event == "call":
             path = frame.f_code.co_filename
             calls[path] += 1
             if any([folder in path for folder in own]):
