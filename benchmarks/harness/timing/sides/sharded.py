@@ -32,6 +32,9 @@ class _ShardedSide(abc.ABC):
     Args:
         job: what is measured.
         rank_info: this rank.
+
+    Attributes:
+        model: sharded.
     """
 
     def __init__(self, job: Job, rank_info: RankInfo) -> None:
@@ -44,12 +47,12 @@ class _ShardedSide(abc.ABC):
         torch.manual_seed(job.seed)
         if job.case.mode == "dlrm":
             model = click_model(collection, rank_info.device)
-            self._model = self._shard(model, renamed(plan, TABLES_OF_DLRM), rank_info)
+            self.model = self._shard(model, renamed(plan, TABLES_OF_DLRM), rank_info)
             self._dense = DenseInputs(job.case.batch_size, rank_info)
-            self._optimizer = torch.optim.SGD(dense_parameters(self._model), lr=DENSE_LR)
+            self._optimizer = torch.optim.SGD(dense_parameters(self.model), lr=DENSE_LR)
         else:
-            self._model = self._shard(collection, plan, rank_info)
-        _fill(self._model)
+            self.model = self._shard(collection, plan, rank_info)
+        _fill(self.model)
         self._gradient: Tensor | None = None
 
     @abc.abstractmethod
@@ -71,14 +74,14 @@ class _ShardedSide(abc.ABC):
 
     @torch.no_grad()
     def _forward(self, inputs: KeyedJaggedTensor) -> Tensor:
-        output = self._model(inputs)
+        output = self.model(inputs)
         values: Tensor = output.values()
         if not self.keys:
             self.keys, self.widths = list(output.keys()), list(output.length_per_key())
         return values
 
     def _train(self, inputs: KeyedJaggedTensor) -> Tensor:
-        output = self._model(inputs)
+        output = self.model(inputs)
         values: Tensor = output.values()
         if self._gradient is None:
             self.keys, self.widths = list(output.keys()), list(output.length_per_key())
@@ -89,7 +92,7 @@ class _ShardedSide(abc.ABC):
     def _train_click_model(self, inputs: KeyedJaggedTensor) -> Tensor:
         self.keys, self.widths = ["logits"], [1]
         self._optimizer.zero_grad(set_to_none=True)
-        logits: Tensor = self._model(self._dense.values, inputs)
+        logits: Tensor = self.model(self._dense.values, inputs)
         nn.functional.binary_cross_entropy_with_logits(logits.squeeze(1), self._dense.labels).backward()
         self._optimizer.step()
         return logits
