@@ -334,9 +334,9 @@ def _copied(batch: object, device: torch.device) -> object:
         return {key: _copied(part, device) for key, part in batch.items()}
     if not hasattr(batch, "to"):
         return batch
-    if device.type != "cuda":
-        return batch.to(device)
-    return (batch.pin_memory() if hasattr(batch, "pin_memory") else batch).to(device, non_blocking=True)
+    to_gpu = device.type == "cuda"
+    pinned = batch.pin_memory() if to_gpu and hasattr(batch, "pin_memory") else batch
+    return pinned.to(device, non_blocking=to_gpu)  # as TorchRec's Pipelineable, which has no default for it
 
 
 def _keep(value: object, stream: torch.cuda.Stream | None) -> None:
