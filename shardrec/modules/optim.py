@@ -163,11 +163,12 @@ class FusedOptimizers(KeyedOptimizer):  # type: ignore[misc]  # torchrec has no 
         Raises:
             ConfigError: if the groups or the shapes are not those of this rank's shards.
         """
-        own = self.param_groups
-        groups = state_dict.get("param_groups", own) if self._saves_groups else own
+        groups = state_dict.get("param_groups") if self._saves_groups else None
+        if groups is None:
+            groups = self.param_groups
         mine = [sum(parameter in self._table_of for parameter in group["params"]) for group in self.param_groups]
         theirs = [len(group["params"]) for group in groups]
-        if groups is not own and mine != theirs:
+        if groups is not self.param_groups and mine != theirs:
             raise ConfigError(
                 f"the state_dict has groups of {theirs} shards and this rank's optimizer groups of {mine}; load it "
                 "under the plan it was saved under, or use shardrec.load_checkpoint"

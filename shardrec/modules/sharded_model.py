@@ -497,8 +497,8 @@ class ShardedModel(nn.Module):
                 shape, dtype or cut.
         """
         if prefix:
-            own = {key.removeprefix(prefix): value for key, value in state_dict.items() if key.startswith(prefix)}
-            return self.load_state_dict(own, strict, assign)
+            values = {key.removeprefix(prefix): value for key, value in state_dict.items() if key.startswith(prefix)}
+            return self.load_state_dict(values, strict, assign)
         tables = [
             (f"{path}.weight", table) for path, table in self.module.named_modules() if isinstance(table, ShardedTable)
         ]
