@@ -20,7 +20,7 @@ from tests.peers.counterparts import COMMS, NoCounterpart
 from tests.peers.examples import Unsatisfied, examples_of
 from tests.peers.known import DIFFERENCES, LEFT_OUT
 from tests.peers.rank_processes import RankProcesses
-from tests.peers.upstream import SUITES, prepare, test_classes
+from tests.peers.upstream import SUITES, classes_of, prepare
 
 RANKS = 2
 OUTCOMES = ("passed", "known", "left out", "failed")
@@ -78,7 +78,7 @@ def outcomes(suite: str, only: str, most: int) -> Iterator[Outcome]:
         only: part of the names of those to run.
         most: examples of a test.
     """
-    for cls in test_classes(suite):
+    for cls in classes_of(suite):
         for test_name in unittest.TestLoader().getTestCaseNames(cls):
             test, run, left_out = getattr(cls, test_name), 0, 0
             for arguments in examples_of(test):

@@ -26,7 +26,7 @@ from torchrec.distributed.train_pipeline import train_pipelines
 from tests.peers.counterparts import put_into, put_into_models
 from tests.peers.examples import stand_in
 
-__all__ = ["SUITES", "prepare", "test_classes"]
+__all__ = ["SUITES", "classes_of", "prepare"]
 
 _TESTS, _UTILS, _PIPELINES = (
     f"torchrec.distributed.{folder}" for folder in ("tests", "test_utils", "train_pipeline.tests")
@@ -120,7 +120,7 @@ def prepare(checkout: Path) -> None:
         put_into(module)
 
 
-def test_classes(suite: str) -> Iterator[type[unittest.TestCase]]:
+def classes_of(suite: str) -> Iterator[type[unittest.TestCase]]:
     """The classes of a suite."""
     for name, classes in SUITES[suite].items():
         module: ModuleType = import_module(name)
