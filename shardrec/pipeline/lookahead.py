@@ -161,11 +161,14 @@ class Lookahead:
         following = self._slots[0] if self._slots else None
         if following is not None:
             self._prepare(following)
+        is_first = self._calls is None
         try:
             result = self._forward(slot, forward)
             if self._exchanges_ahead:
                 self._exchange(following)
         except BaseException:
+            if is_first:  # ranks that fail at different places would know different calls
+                self._calls = None
             if following is not None:
                 following.let_go()
             raise
