@@ -149,7 +149,8 @@ class SequenceOutput:
         slots = [slot.lookup for slot in self._slots]
         # Per lookup, in the order of the output, its slot; None if tables are cut.
         self._pieces = sorted(range(len(slots)), key=slots.__getitem__) if route.in_whole else None
-        self.is_identity = self.mean_over == len(route.slots) == 1 and self._pieces == list(range(len(slots)))
+        is_alone = self.mean_over == len(route.slots) == 1
+        self.is_identity = is_alone and route.groups == 1 and self._pieces == list(range(len(slots)))
         self.rank_major = lru_cache(maxsize=_SOURCES)(self._new_rank_major)
 
     def outgoing(
