@@ -180,7 +180,7 @@ def _refuse_unused(model: ShardedModel) -> None:
                 "a portable program of this model lives, which would go on with the rows of the old plan: let go of it "
                 "before reshard, and script the model again after it"
             )
-    unused = sum(call.error is None for call in model.context.step.unused)
+    unused = sum(call is not None and call.error is None for call in (known() for known in model.context.step.unused))
     if unused:
         raise ConfigError(f"the values of {unused} lookups were not used yet; use or drop them before reshard")
 

@@ -96,7 +96,7 @@ class Payload:
 
     def words_in(self, header: Sequence[int]) -> int:
         """Words from one rank, by its row of the header."""
-        return self._edges(header)[2]
+        return (header[1] or self._mine * header[0]) + sum(header[HEADER_SIZES:]) * (self._id_words + self._weighted)
 
     def pack(
         self,
@@ -170,11 +170,12 @@ class Payload:
             headers: each rank's row of the header.
             keep_order: return the index of each id among the received ones.
         """
-        slot_sizes = self._slot_sizes(parts, headers)
+        slot_sizes = self._slot_sizes(parts, headers) if any(map(_BAG_WORDS, headers)) else (None,) * len(headers)
         lengths, ids, weights = [], [], []
         for part, header, sizes in zip(parts, headers, slot_sizes, strict=True):
-            bags, weights_from, _ = self._edges(header)
-            bag_words, id_words, weight_words = part.split([bags, weights_from - bags, part.size(0) - weights_from])
+            count = sum(header[HEADER_SIZES:])
+            sections = header[1] or self._mine * header[0], count * self._id_words, count * self._weighted
+            bag_words, id_words, weight_words = part.split_with_sizes(sections)
             plain = sizes is None
             lengths.append(
                 bag_words.view(self._mine, header[0]) if plain else self._lengths(bag_words, header[0], sizes)
@@ -237,9 +238,7 @@ class Payload:
     def _slot_sizes(
         self, parts: Sequence[Tensor], headers: Sequence[Sequence[int]]
     ) -> tuple[tuple[int, ...] | None, ...]:
-        """Read the sizes that some ranks sent; the host waits only if any rank sent them."""
-        if not any(map(_BAG_WORDS, headers)):
-            return (None,) * len(headers)
+        """Read the sizes that some ranks sent, for which the host waits."""
         heads = [part[: self._mine] for part, header in zip(parts, headers, strict=True) if header[1]]
         sizes = iter(torch.stack(heads).tolist() if heads else [])
         return tuple(tuple(next(sizes)) if header[1] else None for header in headers)

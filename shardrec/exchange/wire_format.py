@@ -74,16 +74,15 @@ class Wire:
     Args:
         wire_type: the format; a single rank keeps float32, since nothing travels.
         collectives: of the group that the embeddings are sharded over.
+
+    Attributes:
+        is_plain: whether rows travel unchanged.
     """
 
     def __init__(self, wire_type: WireType, collectives: Collectives) -> None:
         self._type = wire_type
         self._collectives = collectives
-
-    @property
-    def is_plain(self) -> bool:
-        """Whether rows travel unchanged."""
-        return self._type == "fp32"
+        self.is_plain = wire_type == "fp32"
 
     def send(
         self, flat: Tensor, receive: Sequence[Sequence[Shape]], send: Sequence[Sequence[Shape]], what: str

@@ -26,11 +26,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.autograd import Variable
-from torch.autograd.function import FunctionCtx, once_differentiable
+from torch.autograd.function import FunctionCtx
 
 from shardrec.errors import ConfigError
 from shardrec.exchange.backward_watch import weak_hook
 from shardrec.exchange.gradients import Gradients
+from shardrec.lookup.backward import once_differentiable
 from shardrec.lookup.group_shards import RowGradient, TableBank, WidthClass
 from shardrec.lookup.groups import LookupTable
 from shardrec.lookup.optimizers import FusedOptimizer

@@ -343,14 +343,16 @@ class ShardLookup:
             (B_all, D) float32 pooled columns, group after group; and what :meth:`add_gradients` takes.
         """
         groups, batch = self._local_groups, shard_input.lengths.size(1)
-        if len(groups) == 1 and (allocate is None or not self._writes_in_place):
-            inputs = shard_input.ids, shard_input.lengths, shard_input.weights
-            pooled, kept = groups[0].look_up(*inputs, None, to_update=to_update)
-            return pooled, inputs, [kept]
+        whole = None
         if allocate is not None and self._writes_in_place:
             whole = allocate(batch * self._width).view(batch, self._width)
+        if len(groups) == 1:
+            inputs = shard_input.ids, shard_input.lengths, shard_input.weights
+            pooled, kept = groups[0].look_up(*inputs, whole, to_update=to_update)
+            return pooled, inputs, [kept]
+        if whole is not None:
             spans = pairwise(accumulate((local.width for local in groups), initial=0))
-            outs = [whole] if len(groups) == 1 else [whole[:, start:end] for start, end in spans]
+            outs = [whole[:, start:end] for start, end in spans]
             return whole, *self._rows(shard_input, outs, to_update=to_update)[1:]
         rows, of_groups, lookups = self.rows(shard_input, to_update=to_update)
         if not rows:
@@ -404,7 +406,7 @@ class ShardLookup:
                 if local.gradients:  # of a backward that raised
                     local.gradients.clear()
         if self._nodes:
-            self._nodes = [other for other in self._nodes if other() is not None]
+            self._nodes = [*filter(ref.__call__, self._nodes)]
         self._nodes.append(ref(node))
 
     def is_last_lookup(self, node: Any) -> bool:

@@ -40,7 +40,7 @@ from shardrec.modules.storage import Storage
 from shardrec.modules.table import ShardedTable, TableWatch, load_table
 from shardrec.pending import LazyAwaitable
 from shardrec.planner.describe import PlannedTable
-from shardrec.step.begin import begin_call
+from shardrec.step.begin import begin
 from shardrec.step.context import ModelContext
 from shardrec.step.input_plan import InputPlan
 from shardrec.step.pooled_columns import PooledOutput
@@ -212,7 +212,8 @@ class ShardedCollection(nn.Module, abc.ABC):
         plan = self.step_plan
         agreement = self._agreement() if plan.input.world_size > 1 else ""
         assigns_new_ids = plan.id_maps is not None and self.assigns_new_ids()
-        return begin_call(plan, features, agreement, self._watch.fault(), assigns_new_ids=assigns_new_ids)
+        fault = self._watch.fault()
+        return begin(plan.input, features, agreement, fault, plan=plan, assigns_new_ids=assigns_new_ids)
 
     @abc.abstractmethod
     def _pending(self, call: InFlight) -> LazyAwaitable[Any]:

@@ -39,6 +39,7 @@ from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import partial
 from importlib import import_module
+from operator import attrgetter
 from typing import Any, Literal, TypedDict, get_args
 from weakref import WeakKeyDictionary, WeakValueDictionary
 
@@ -54,11 +55,12 @@ from shardrec.exchange.peers import meet, peer_error, peers, watch_device
 from shardrec.exchange.shared.shared_memory import SharedCollectives
 from shardrec.exchange.subgroups import subgroup
 from shardrec.modules.fsdp import ShardedByFsdp
-from shardrec.modules.table import ShardedTable, averaged_parameters
+from shardrec.modules.table import ModuleWatch, ShardedTable, averaged_parameters
 from shardrec.step.context import ModelContext
 
 __all__ = ["DenseOptions", "DenseReducer", "DenseWrap", "average_dense", "dense_options"]
 
+_REQUIRES_GRAD = attrgetter("requires_grad")
 _LOOK_EVERY = timedelta(seconds=0.5)
 """How long to wait for the CPU's collectives before looking whether a rank has reported a failure."""
 _CAP_MB = 25
@@ -249,6 +251,7 @@ class DenseReducer:
         self._limit = int(options.get("bucket_cap_mb", _CAP_MB) * 2**20)
         self._broadcasts = options.get("broadcast_buffers", True) and next(module.buffers(), None) is not None
         self._held: list[nn.Parameter] = []
+        self._watch: ModuleWatch | None = None
         self._stepped: set[nn.Parameter] = set()  # with optimizers in backward, which step here
         self._trains: list[bool] | None = None
         self._task, self._issued = -1, 0  # the backward whose gradients are averaged
@@ -285,10 +288,12 @@ class DenseReducer:
         self._tasks.clear()
         if self._fsdp is not None:
             self._fsdp.refuse_in_backward()
-        held = averaged_parameters(self._module, [], dense=self._dense)
-        if self._trains is None or list(map(id, held)) != list(map(id, self._held)):
-            self._average(held)
-        trains = [parameter.requires_grad for parameter in self._parameters]
+        if self._watch is None or not self._watch.is_as_before():
+            self._watch = ModuleWatch(self._module)
+            held = averaged_parameters(self._module, [], dense=self._dense)
+            if self._trains is None or list(map(id, held)) != list(map(id, self._held)):
+                self._average(held)
+        trains = list(map(_REQUIRES_GRAD, self._parameters))
         if trains == self._trains:
             return
         self._trains = trains

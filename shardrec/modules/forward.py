@@ -32,8 +32,6 @@ class _Model(Protocol):
 
     def warn_without_step(self) -> None: ...
 
-    def broadcast_buffers(self) -> None: ...
-
     def fail(self, error: Exception, inputs: object) -> None: ...
 
 
@@ -77,8 +75,11 @@ def _begin_compiled(model: _Model, args: tuple[Any, ...], kwargs: Mapping[str, A
 
 def _before_module(model: _Model) -> None:
     """What precedes the model's own forward; see :meth:`shardrec.step.step.Step.launch_ahead`."""
-    model.context.step.launch_ahead()
-    model.broadcast_buffers()
+    step, reducer = model.context.step, model.context.gradients.reducer
+    if step.ahead is not None:
+        step.launch_ahead()
+    if reducer is not None:
+        reducer.broadcast_buffers()
 
 
 def _end(forward: _Forward, error: BaseException | None, output: Any = None) -> Any:

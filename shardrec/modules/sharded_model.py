@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from torch._C._dynamo.eval_frame import get_eval_frame_callback
 from torch.fx import Proxy
 
-from shardrec._dynamo import passed_over
+from shardrec._dynamo import passed_over, refuse_export
 from shardrec._late_imports import late_import
 from shardrec.errors import ConfigError, InputError
 from shardrec.exchange.agree import Ranks, ranks_of
@@ -103,6 +103,8 @@ class ShardedModel(nn.Module):
                 fails on a rank before its last sharded collection is called.
             PeerError: if another rank is gone or did not answer within the process group's timeout.
         """
+        if torch.compiler.is_exporting():
+            refuse_export(self)
         for argument in (*args, *kwargs.values()):
             if isinstance(argument, Proxy):
                 return recorded_call(self, args, kwargs)
@@ -402,11 +404,6 @@ class ShardedModel(nn.Module):
         for collection in self._sharded:
             if collection.id_maps is not None and table in collection.id_maps.options:
                 collection.id_maps.set_options(layout, options)
-
-    def broadcast_buffers(self) -> None:
-        """Send the first rank's buffers to all ranks, which are in a forward of this model, too."""
-        if self._reducer is not None:
-            self._reducer.broadcast_buffers()
 
     def fail(self, error: Exception, inputs: object) -> None:
         """Tell the other ranks of an error of this forward, if they still make a header exchange in this step.

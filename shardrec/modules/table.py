@@ -13,7 +13,8 @@ reads what to leave alone from the outermost module only: so it is noticed where
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
-from operator import is_
+from itertools import chain
+from operator import is_, methodcaller
 from typing import Any
 
 import torch
@@ -28,7 +29,15 @@ from torch.nn.parallel import DistributedDataParallel
 from shardrec.errors import ConfigError
 from shardrec.layout import Shard, TableLayout
 
-__all__ = ["ShardedTable", "StateDictError", "TableWatch", "as_one_tensor", "averaged_parameters", "load_table"]
+__all__ = [
+    "ModuleWatch",
+    "ShardedTable",
+    "StateDictError",
+    "TableWatch",
+    "as_one_tensor",
+    "averaged_parameters",
+    "load_table",
+]
 
 
 class StateDictError(ConfigError, RuntimeError):
@@ -183,7 +192,25 @@ class TableWatch:
         return next(filter(None, (table.fault() for table in self._tables)), "")
 
 
+_VALUES = methodcaller("values")
 _REQUIRES_GRAD = Tensor.requires_grad.__get__  # type: ignore[attr-defined]
+
+
+class ModuleWatch:
+    """Notices that a module has other parameters or modules in it than before, in as little time as a step can spare.
+
+    Args:
+        module: whose parameters and modules are remembered.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self._holders = [holder for child in module.modules() for holder in (child._parameters, child._modules)]
+        self._held: list[object] = list(chain.from_iterable(map(_VALUES, self._holders)))
+
+    def is_as_before(self) -> bool:
+        """Whether all are those that the module had."""
+        present = list(chain.from_iterable(map(_VALUES, self._holders)))
+        return len(present) == len(self._held) and all(map(is_, present, self._held))
 
 
 def averaged_parameters(module: nn.Module, held: list[nn.Parameter], *, dense: bool) -> list[nn.Parameter]:

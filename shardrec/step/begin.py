@@ -15,12 +15,20 @@ from shardrec.exchange.bad_ids import mended
 from shardrec.exchange.batch import Batch, Expectation, read_batch
 from shardrec.exchange.check import add_up, describe_fault, ids_are_valid
 from shardrec.step.input_plan import InputPlan
-from shardrec.step.records import FullBatch, GradMode, InFlight, StepPlan
+from shardrec.step.records import GRAD_MODES, FullBatch, InFlight, StepPlan
 
-__all__ = ["begin", "begin_call"]
+__all__ = ["begin"]
 
 
-def begin(input: InputPlan, features: object, agreement: str, fault: str = "") -> InFlight:
+def begin(
+    input: InputPlan,
+    features: object,
+    agreement: str,
+    fault: str = "",
+    *,
+    plan: StepPlan | None = None,
+    assigns_new_ids: bool = False,
+) -> InFlight:
     """A call whose batch was checked and cut. Raises nothing for a faulty batch, of which the exchange tells all ranks;
     waits for the device only for dynamic ids.
 
@@ -29,14 +37,20 @@ def begin(input: InputPlan, features: object, agreement: str, fault: str = "") -
         features: a KeyedJaggedTensor; keys in any order, further keys are ignored.
         agreement: what the ranks must have in common beyond the ids' dtype.
         fault: of the module, or "".
+        plan: of the module; None if no rows will be looked up.
+        assigns_new_ids: whether it gives rows to new dynamic ids.
     """
     given = read_batch(features, input.expect)
     if isinstance(given, str):
         fault, given = fault or given, _empty_batch(input.expect)
-    flight = InFlight(input, given, agreement, GradMode.current(), fault=fault, features=features)
+    mode = GRAD_MODES[torch.is_grad_enabled(), torch.is_inference_mode_enabled()]
+    flight = InFlight(input, given, agreement, mode, fault=fault, features=features)
     weights = given.weights
     if weights is not None and weights.requires_grad and flight.mode.gradients:
         flight.learned_weights = weights
+    if plan is not None:
+        flight.plan, flight.assigns_new_ids = plan, assigns_new_ids
+        flight.requires_grad = plan.trains_shards or flight.learned_weights is not None
     if input.world_size > 1:
         flight.agreement = f"ids {str(given.values.dtype).removeprefix('torch.')}, {agreement}"
         flight.agreement += "" if flight.learned_weights is None else ", weights with gradient"
@@ -53,25 +67,7 @@ def begin(input: InputPlan, features: object, agreement: str, fault: str = "") -
         _as_one_bag(flight)
     elif flight.to_send.sizes is not None and input.world_size > 1:
         flight.slot_sizes = _slot_sizes(input, flight.to_send.keys, flight.to_send.sizes)
-    return flight
-
-
-def begin_call(
-    plan: StepPlan, features: object, agreement: str, fault: str = "", *, assigns_new_ids: bool = False
-) -> InFlight:
-    """:func:`begin` of a call whose rows will be looked up.
-
-    Args:
-        plan: of the module.
-        features: as :func:`begin` takes them, like the next arguments.
-        agreement: as above.
-        fault: as above.
-        assigns_new_ids: whether it gives rows to new dynamic ids.
-    """
-    flight = begin(plan.input, features, agreement, fault)
-    flight.plan, flight.assigns_new_ids = plan, assigns_new_ids
-    flight.requires_grad = plan.trains_shards or flight.learned_weights is not None
-    if plan.replicas is not None and (not flight.fault or flight.valid is not None):
+    if plan is not None and plan.replicas is not None:
         flight.counted = plan.output.counted(flight)
     return flight
 

@@ -105,7 +105,7 @@ def pack(call: InFlight, counts: Sequence[int] | None = None, counted: Iterator[
         else:
             # A slot's ids fit 32 bits, and torch adds int32 up as int32 ten times as fast as it does as int64.
             of_slots: list[int] = lengths.sum(dim=1, dtype=torch.int32).tolist()
-            counts = [sum(of_slots[first:end]) for first, end in spans]
+            counts = list(map(sum, map(of_slots.__getitem__, spans)))
     ids, weights, positions = input.cutter.in_slots(call.cut, sum(counts))
     if positions is not None:
         call.positions = positions if input.per_id else call.to_send.input_positions(positions)
@@ -132,20 +132,21 @@ def _joined_parts(calls: Sequence[InFlight], world_size: int) -> list[list[Tenso
     return [[part for call in calls for part in (call.parts or ())[rank]] for rank in range(world_size)]
 
 
-def _of_calls(calls: Sequence[InFlight], rows: Sequence[Sequence[int]]) -> Iterator[list[Sequence[int]]]:
+def _of_calls(calls: Sequence[InFlight], rows: Sequence[Sequence[int]]) -> list[list[Sequence[int]]]:
     """Per call, its part of each of the headers ``rows``."""
-    column = FIXED_COLUMNS
+    column, of_calls = FIXED_COLUMNS, []
     for call in calls:
         end = column + call.input.columns
-        yield list(map(itemgetter(slice(column, end)), rows))
+        of_calls.append(list(map(itemgetter(slice(column, end)), rows)))
         column = end
+    return of_calls
 
 
 def _receive_later(
     calls: Sequence[InFlight], received: Sequence[Sequence[int]], receive: Callable[[Sequence[int]], Pending]
 ) -> None:
     """Let each call's ``receive`` wait for the payload of all calls."""
-    headers = list(_of_calls(calls, received))
+    headers = _of_calls(calls, received)
     words = []
     for call, rows in zip(calls, headers, strict=True):
         words.append(map(call.input.payload.words_in, rows))

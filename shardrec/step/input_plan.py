@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from functools import lru_cache
-from itertools import accumulate, pairwise
+from itertools import accumulate, pairwise, starmap
 
 import torch
 from torch import Tensor
@@ -38,7 +38,7 @@ class InputPlan:
         cutter: cuts batches into slots.
         payload: packs what is sent and unpacks what is received.
         group_edges: (W·G + 1,) int64, where each rank's groups begin among the slots.
-        group_spans: the same, as the first slot and the end of each.
+        group_spans: the same, as slices of the slots.
         columns: width of a call's part of a header.
         shard_rows: (S_mine,) int64, on the CPU, the rows of the shard of each of this rank's slots.
         bad_ids: (U,) int64, per feature, ids outside its table that were no error, in the batches so far.
@@ -71,7 +71,7 @@ class InputPlan:
         sizes = (sum(slot.group == group for slot in slots) for slots in route.slots for group in range(route.groups))
         edges = [0, *accumulate(sizes)]
         self.group_edges = torch.tensor(edges, dtype=torch.int64, device=expect.device)
-        self.group_spans = tuple(pairwise(edges))
+        self.group_spans = tuple(starmap(slice, pairwise(edges)))
         self.drops = "zero" in expect.on_bad_id.values()
         self.keeps_positions = per_id and not route.in_whole
         self.shard_rows = torch.tensor([slot.shard.rows for slot in route.slots[self.rank]], dtype=torch.int64)

@@ -6,8 +6,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import FunctionCtx, once_differentiable
+from torch.autograd.function import FunctionCtx
 
+from shardrec.lookup.backward import once_differentiable
 from shardrec.step.exchange import RowExchange
 from shardrec.step.look_up import look_up, node_inputs, update
 from shardrec.step.records import Arrival, InFlight

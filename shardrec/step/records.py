@@ -21,6 +21,7 @@ from shardrec.lookup.shards import ShardLookup
 from shardrec.step.input_plan import InputPlan
 
 __all__ = [
+    "GRAD_MODES",
     "Arrival",
     "DifferentiableOutput",
     "Exchange",
@@ -42,6 +43,11 @@ class GradMode(NamedTuple):
     def current() -> GradMode:
         """That of torch now."""
         return GRAD_MODES[torch.is_grad_enabled(), torch.is_inference_mode_enabled()]
+
+    @property
+    def is_current(self) -> bool:
+        """Whether torch is in it now."""
+        return torch.is_grad_enabled() is self.gradients and torch.is_inference_mode_enabled() is self.inference
 
     @contextmanager
     def entered(self) -> Iterator[None]:

@@ -245,7 +245,7 @@ class SequenceOutput:
             places = places_of_rows(torch.cat([with_dropped.kept[:0], *parts]), distinct_index)
         elif distinct_index is not None:
             ids = dict(zip(keys, key_ids, strict=True))
-            places = distinct_index[: sum(ids[feature] for feature in features)]
+            places = distinct_index[: sum(map(ids.__getitem__, features))]
         if full is not None:
             of_full = _rows_of_full(call, features, full[0])
             places = of_full if places is None else places.index_select(0, of_full)

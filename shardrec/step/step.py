@@ -24,7 +24,7 @@ from contextlib import contextmanager
 from itertools import accumulate
 from threading import RLock
 from typing import Any, NoReturn
-from weakref import WeakSet
+from weakref import ref
 
 import torch
 
@@ -57,7 +57,7 @@ class Step:
         observed: if a list, each call of the present forward is appended, with its module, features and modes.
         on_value: called with each call and its value.
         before_look_up: called when the exchange of some calls begins, whoever made them.
-        unused: the calls whose value has not been used yet.
+        unused: references to the calls whose value has not been used yet, and that are not freed.
     """
 
     def __init__(self, headers: Headers, comms: QuantizedComms) -> None:
@@ -70,7 +70,7 @@ class Step:
         self.observed: list[tuple[object, object, GradMode]] | None = None
         self.on_value: Callable[[InFlight, Any], None] | None = None
         self.before_look_up: Callable[[], None] | None = None
-        self.unused: WeakSet[InFlight] = WeakSet()
+        self.unused: set[ref[InFlight]] = set()
         self._headers, self._collectives = headers, collectives
         self._is_alone = collectives.world_size == 1
         self._calls: list[InFlight] = []
@@ -108,7 +108,7 @@ class Step:
             PeerError: if another rank is gone.
         """
         call.on_value = self.on_value
-        self.unused.add(call)
+        self.unused.add(ref(call, self.unused.discard))
         if self._is_alone:
             if not call.is_launched:
                 self._look_up_here(call)
@@ -141,8 +141,9 @@ class Step:
         Raises:
             ShardrecError: what made the exchange fail.
         """
-        self.unused.discard(call)
-        if not self._is_alone or call.error is not None:
+        if self._is_alone and call.error is None:
+            self.unused.discard(ref(call))
+        else:
             self.use(call)
         return finish(call)
 
@@ -152,9 +153,9 @@ class Step:
         Raises:
             ShardrecError: what made the exchange fail.
         """
-        self.unused.discard(call)
+        self.unused.discard(ref(call))
         if not self._is_alone:
-            if call.is_queued:
+            if call.error is None and not call.is_launched:
                 self.flush()
             self._batching.use()
         if call.error is not None:
@@ -186,7 +187,8 @@ class Step:
                 return
             if error is None:
                 try:
-                    self.flush()
+                    if self._calls:
+                        self.flush()
                     self._batching.end(ahead=self.ahead is not None)
                 except BaseException as late:
                     self._fail(late)
@@ -249,7 +251,7 @@ class Step:
         try:
             if self.before_look_up is not None:
                 self.before_look_up()
-            if torch.is_grad_enabled() is mode.gradients and torch.is_inference_mode_enabled() is mode.inference:
+            if mode.is_current:
                 self._exchange(calls)
             else:
                 with mode.entered():
@@ -261,7 +263,10 @@ class Step:
 
     def _exchange(self, calls: list[InFlight]) -> None:
         """header and ids → look up → rows, for calls that share an exchange."""
-        unsent = [call for call in calls if not call.is_sent]
+        unsent = []
+        for call in calls:
+            if call.received is None and call.receive is None:
+                unsent.append(call)
         if unsent:
             exchange_ids(self._headers, unsent)
         launch(self.rows, calls)
