@@ -161,7 +161,7 @@ def _plan_faults(model: ShardedModel, plan: ShardingPlan) -> list[str]:
 
 def _refuse_unused(model: ShardedModel) -> None:
     """Raise for lookups and gradients of the old plan that are still to be used."""
-    if model.context.step.rows.on_rows is not None:
+    if model.context.life_cycle.rows_looked_up:
         raise ConfigError("shardrec.detect_anomaly watches the lookups of one plan; leave it before reshard")
     for collection in model.sharded_collections:
         tables = collection.tables()

@@ -106,7 +106,7 @@ class Payload:
         counts: Sequence[int],
         slot_sizes: Sequence[int] | None = None,
     ) -> list[list[Tensor]]:
-        """Per rank, the tensors of its part: int32, or unchanged for a single rank (:meth:`unpack_local`).
+        """Per rank, the tensors of its part: int32.
 
         Args:
             lengths_SB: (S, B) int32.
@@ -115,8 +115,6 @@ class Payload:
             counts: number of ids for each rank.
             slot_sizes: (S,) batch size of each slot, where they differ.
         """
-        if len(counts) == 1:
-            return [[lengths_SB, ids, *([] if weights is None else [weights])]]
         id_parts = torch.split_with_sizes(ids.to(torch.int64 if self._wide else torch.int32), list(counts))
         weight_parts = weights.split(list(counts)) if weights is not None else None
         parts: list[list[Tensor]] = []
@@ -207,20 +205,6 @@ class Payload:
             counts=counts,
             slot_sizes=slot_sizes,
             order=order,
-        )
-
-    def unpack_local(self, tensors: Sequence[Tensor], header: Sequence[int]) -> ShardInput:
-        """The input of a single rank, whose parts do not travel."""
-        lengths, ids, *weights = tensors
-        counts = _counts([header])
-        return ShardInput(
-            lengths=lengths,
-            ids=ids,
-            weights=weights[0] if weights else None,
-            batch_sizes=(header[0],),
-            group_ids=counts[0],
-            counts=counts,
-            slot_sizes=(None,),
         )
 
     def _edges(self, header: Sequence[int]) -> tuple[int, int, int]:

@@ -518,15 +518,16 @@ class ShardedCollection(nn.Module, abc.ABC):
             plan: without :meth:`plan_faults`.
             stack: has the collection again as it was when it is left.
         """
-        headers, gradients = self.context.headers, self.context.gradients
+        headers, points = self.context.headers, self.context.life_cycle.points()
         before, columns = {**vars(self), "_modules": dict(self._modules)}, (headers.columns, headers.modules)
-        hooks = gradients.updates[:], gradients.forwards[:]
+        subscribed = {name: functions[:] for name, functions in points.items()}
 
         def restore() -> None:
             vars(self).clear()
             vars(self).update(before)
             headers.columns, headers.modules = columns
-            gradients.updates[:], gradients.forwards[:] = hooks
+            for name, functions in points.items():
+                functions[:] = subscribed[name]
 
         stack.callback(restore)
         tables, replicas, id_maps, bad_ids = self.tables(), self.replicas, self.id_maps, self.input.bad_ids

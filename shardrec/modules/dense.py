@@ -324,7 +324,7 @@ class DenseReducer:
         reduces, task = self._context.gradients.reduce_this_backward, torch._C._current_graph_task_id()
         averaged = *self._places, *self.sparse
         accumulates = self._fsdp is not None or any(map(accumulates_in, averaged))
-        is_needed = bool(averaged) or self._context.gradients.across is not None
+        is_needed = bool(averaged) or bool(self._context.life_cycle.gradients_averaged)
         if is_needed and not accumulates and task not in self._tasks:  # whose rest a backward inside of it may leave
             accumulates = reaches_a_leaf()
         self._tasks.add(task)
@@ -411,9 +411,10 @@ class DenseReducer:
         self._write()
         for parameter, mean in means:
             parameter.grad = mean
-        if self._context.gradients.across is not None:
-            self._context.gradients.across(self._parameters)
-        for update in self._context.gradients.updates:
+        life_cycle = self._context.life_cycle
+        for average in life_cycle.gradients_averaged:
+            average(self._parameters)
+        for update in life_cycle.tables_update:
             update()
         for parameter in self._stepped:
             if parameter.grad is not None:

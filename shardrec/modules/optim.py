@@ -74,7 +74,7 @@ class FusedOptimizers(KeyedOptimizer):  # type: ignore[misc]  # torchrec has no 
         self._table_of: dict[nn.Parameter, str] = {}
         self._shown: dict[nn.Parameter, int] = {}  # counts of updates, as they were written into the states
         self._refresh()
-        context.step.before_look_up = weak_hook(self.push)
+        context.life_cycle.look_up_begins.append(weak_hook(self.push))
 
     add_param_group = torch.optim.Optimizer.add_param_group
 

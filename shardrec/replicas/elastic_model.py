@@ -15,14 +15,14 @@ from __future__ import annotations
 import io
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from shardrec._dynamo import left_alone, passed_over
+from shardrec._dynamo import left_alone
 from shardrec.errors import ConfigError, PeerError
 from shardrec.exchange.agree import gloo_ranks
 from shardrec.exchange.backward_watch import weak_hook
@@ -79,7 +79,8 @@ class ElasticModel(ShardedModel):
         dense: DenseWrap | DenseOptions = "ddp",
     ) -> None:
         super().__init__(module, plan, context, group, dense=dense)
-        context.gradients.across = weak_hook(self._average_gradients)
+        context.life_cycle.gradients_averaged.append(weak_hook(self._average_gradients))
+        context.life_cycle.forward_begins.insert(0, weak_hook(self.begin))
         self._options = options
         self._stateful: tuple[Stateful, ...] = ()
         self.steps, self._since_sync, self._is_in_step, self._operations = 0, 0, False, -1
@@ -147,19 +148,6 @@ class ElasticModel(ShardedModel):
         )
         self._group.most = len(tensors)
         self._regroup("")
-
-    @passed_over  # as ShardedModel.forward
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """The model's forward; the first one of a step takes in replicas that want to join, and averages the tables
-        if that is due.
-
-        Raises:
-            InputError: on every rank of this replica, as in a :class:`ShardedModel`.
-            PeerError: if another rank of this replica is gone, or the store is when it is needed.
-        """
-        if torch.is_grad_enabled():
-            self.begin()
-        return super().forward(*args, **kwargs)
 
     @left_alone
     def sync_replicas(self) -> None:

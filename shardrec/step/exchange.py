@@ -19,7 +19,7 @@ the graph that refers to it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from operator import attrgetter
 from typing import Any
@@ -28,10 +28,11 @@ import torch
 from torch import Tensor
 from torch.autograd.function import FunctionCtx
 
+from shardrec.exchange.life_cycle import LifeCycle
 from shardrec.exchange.row_exchange import OutgoingRows, RowAllToAll, RowsInFlight
 from shardrec.lookup.backward import once_differentiable
 from shardrec.step.look_up import LookedUp, look_up, node_inputs, update
-from shardrec.step.records import Arrival, InFlight, StepPlan
+from shardrec.step.records import Arrival, InFlight
 
 __all__ = ["RowExchange", "SharedExchange", "finish", "launch"]
 
@@ -44,19 +45,17 @@ class RowExchange:
     Args:
         inside: the exchange of partial sums inside hosts.
         output: the exchange of rows.
+        life_cycle: of the model.
 
     Attributes:
-        on_rows: called with a module's plan and what was looked up in its shards, on every rank, before it is sent.
-        before_gradients: called in each backward before gradients are sent, on every rank.
         placeholder: stands for tables in the autograd graph.
     """
 
-    def __init__(self, inside: RowAllToAll, output: RowAllToAll) -> None:
+    def __init__(self, inside: RowAllToAll, output: RowAllToAll, life_cycle: LifeCycle) -> None:
         self.inside = inside
         self.output = output
+        self.life_cycle = life_cycle
         self.collectives = output.collectives
-        self.on_rows: Callable[[StepPlan, LookedUp], None] | None = None
-        self.before_gradients: Callable[[], None] | None = None
         self.placeholder = torch.zeros(0, dtype=torch.float32, device=output.device, requires_grad=True)
 
 
@@ -87,8 +86,8 @@ class _Sent:
             plan = call.plan
             assert plan is not None, "a call whose rows are looked up has a plan"
             looked_up = look_up(plan, call.wait_for_ids(), allocate, call=call, to_update=self.to_update)
-            if exchange.on_rows is not None:
-                exchange.on_rows(plan, looked_up)
+            for watch in exchange.life_cycle.rows_looked_up:
+                watch(plan, looked_up)
             self.looked_up.append(looked_up)
         sums = self._sums_inside_hosts()
         outgoing: list[OutgoingRows] = []
@@ -145,8 +144,9 @@ class _Sent:
 
     def send_gradients(self, arrivals: Sequence[Arrival], gradients: Sequence[Tensor | None]) -> list[Tensor | None]:
         """Send the gradients of what was :meth:`assembled`; gives those of ``replicated``."""
-        if self.to_update and self.exchange.before_gradients is not None:
-            self.exchange.before_gradients()
+        if self.to_update:
+            for begin in self.exchange.life_cycle.gradients_go_back:
+                begin()
         of_replicated: list[Tensor | None] = []
         calls = zip(self.looked_up, arrivals, gradients, self.rows.gradient_blocks(), strict=True)
         for looked_up, arrival, gradient, blocks in calls:
@@ -284,6 +284,6 @@ def finish(call: InFlight) -> Any:
     assert values is not None and plan is not None, "a value is finished once its rows are under way"
     call.assembled = None
     value = plan.output.finish(call, values)
-    if call.on_value is not None:
-        call.on_value(call, value)
+    for watch in call.on_value:
+        watch(call, value)
     return value

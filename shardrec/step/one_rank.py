@@ -47,8 +47,8 @@ def _look_up(ctx: Any, exchange: RowExchange, call: InFlight, replicated: Tensor
     plan, received = call.plan, call.received
     assert plan is not None and received is not None, "the ids of one rank are here"
     looked_up = look_up(plan, received, call=call, to_update=call.to_update)
-    if exchange.on_rows is not None:
-        exchange.on_rows(plan, looked_up)
+    for watch in exchange.life_cycle.rows_looked_up:
+        watch(plan, looked_up)
     rows, looked_up.rows = looked_up.rows, []
     if ctx is not None:
         ctx.exchange, ctx.output, ctx.looked_up = exchange, exchange.output, looked_up

@@ -200,7 +200,7 @@ class InFlight:
         assigns_new_ids: whether it gives rows to new dynamic ids.
         features: the input.
         by_operator: made by an operator (:mod:`shardrec.modules.operators`), which has a backward of its own.
-        on_value: called with this record and its value.
+        on_value: functions that are called with this record and its value.
 
         parts: per rank, the tensors that are sent to it (``Payload.pack``), from the header exchange on; else None.
         counts: ids to each rank, per group.
@@ -244,7 +244,7 @@ class InFlight:
     assigns_new_ids: bool = False
     features: Any = None
     by_operator: bool = False
-    on_value: Callable[[InFlight, Any], None] | None = None
+    on_value: tuple[Callable[[InFlight, Any], None], ...] = ()
 
     parts: list[list[Tensor]] | None = None
     counts: tuple[tuple[int, ...], ...] = ()

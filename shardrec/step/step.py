@@ -19,7 +19,7 @@ does each call of one rank, which has nothing to share.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from itertools import accumulate
 from threading import RLock
@@ -30,6 +30,7 @@ import torch
 
 from shardrec.errors import ConfigError, ShardrecError
 from shardrec.exchange.headers import Headers
+from shardrec.exchange.life_cycle import LifeCycle
 from shardrec.exchange.row_exchange import RowAllToAll
 from shardrec.exchange.wire_format import QuantizedComms
 from shardrec.step.call_batching import CallBatching, Phase
@@ -48,6 +49,7 @@ class Step:
     Args:
         headers: of the model.
         comms: formats of the exchange of rows.
+        life_cycle: of the model.
 
     Attributes:
         rows: the exchange of rows.
@@ -55,23 +57,19 @@ class Step:
             differently on each rank.
         ahead: the calls of the present forward, if they were made before it.
         observed: if a list, each call of the present forward is appended, with its module, features and modes.
-        on_value: called with each call and its value.
-        before_look_up: called when the exchange of some calls begins, whoever made them.
         unused: references to the calls whose value has not been used yet, and that are not freed.
     """
 
-    def __init__(self, headers: Headers, comms: QuantizedComms) -> None:
+    def __init__(self, headers: Headers, comms: QuantizedComms, life_cycle: LifeCycle) -> None:
         collectives, device = headers.collectives, headers.device
         self._comms = comms
         inside = RowAllToAll(collectives, QuantizedComms(), "partial sums", device)
-        self.rows = RowExchange(inside, RowAllToAll(collectives, comms, device=device))
+        self.rows = RowExchange(inside, RowAllToAll(collectives, comms, device=device), life_cycle)
         self.lock = RLock()
         self.ahead: Ahead | None = None
         self.observed: list[tuple[object, object, GradMode]] | None = None
-        self.on_value: Callable[[InFlight, Any], None] | None = None
-        self.before_look_up: Callable[[], None] | None = None
         self.unused: set[ref[InFlight]] = set()
-        self._headers, self._collectives = headers, collectives
+        self._headers, self._collectives, self._life_cycle = headers, collectives, life_cycle
         self._is_alone = collectives.world_size == 1
         self._calls: list[InFlight] = []
         self._batching = CallBatching()
@@ -107,7 +105,7 @@ class Step:
             InputError: on every rank, if a batch of any is faulty.
             PeerError: if another rank is gone.
         """
-        call.on_value = self.on_value
+        call.on_value = (*self._life_cycle.value_made,)
         self.unused.add(ref(call, self.unused.discard))
         if self._is_alone:
             if not call.is_launched:
@@ -123,8 +121,8 @@ class Step:
     def _look_up_here(self, call: InFlight) -> None:
         """Look up a call of one rank, in the mode in which it was made, which is the present one."""
         try:
-            if self.before_look_up is not None:
-                self.before_look_up()
+            for begin in self._life_cycle.look_up_begins:
+                begin()
             if call.received is None:
                 exchange_ids(self._headers, [call])
             if call.by_operator:
@@ -249,8 +247,8 @@ class Step:
             return
         mode = calls[0].mode
         try:
-            if self.before_look_up is not None:
-                self.before_look_up()
+            for begin in self._life_cycle.look_up_begins:
+                begin()
             if mode.is_current:
                 self._exchange(calls)
             else:
