@@ -18,11 +18,25 @@ from tests.ranks import ranks
 ROOT = Path(__file__).parents[2]
 
 
-def test_the_readme_shows_the_difference() -> None:
+def changed_lines() -> list[str]:
+    """The lines in which the training functions differ, as ``ndiff`` marks them."""
     lines = difflib.ndiff(*(inspect.getsource(program.train).splitlines() for program in (before, after)))
-    readme = (ROOT / "examples/dlrm_torchrec_migration/README.md").read_text(encoding="utf-8")
-    shown = re.findall(r"^([+-])(.*)$", readme, re.MULTILINE)
-    assert sorted(f"{sign} {text}" for sign, text in shown) == sorted(line for line in lines if line[0] in "+-")
+    return [line for line in lines if line[0] in "+-"]
+
+
+def shown_in(page: Path) -> list[str]:
+    blocks = re.findall(r"```diff\n(.*?)```", page.read_text(encoding="utf-8"), re.DOTALL)
+    return [f"{line[0]} {line[1:]}" for block in blocks for line in block.splitlines()]
+
+
+def test_the_example_s_readme_shows_the_difference() -> None:
+    assert sorted(shown_in(ROOT / "examples/dlrm_torchrec_migration/README.md")) == sorted(changed_lines())
+
+
+def test_the_readme_shows_a_part_of_it() -> None:
+    shown = shown_in(ROOT / "README.md")
+    assert len(shown) >= 6
+    assert set(shown) <= set(changed_lines())
 
 
 def test_losses_are_torchrec_s_and_the_next_run_continues(tmp_path: Path) -> None:
