@@ -64,7 +64,7 @@ def DistributedModelParallel(  # the name of the class that it takes the place o
             unknown,
             f"choose from {', '.join(WIRE_TYPES)}, without a loss scale",
         ),
-        f"sharders have different codecs ({words})": (len(distinct) > 1, "give all of them the same"),
+        f"sharders have different codecs ({words})": (not unknown and len(distinct) > 1, "give all of them the same"),
         "init_data_parallel is False": (not init_data_parallel, "call shardrec.shard(model, dense='none')"),
         "init_parameters is False": (not init_parameters, "leave it out: tables on meta are filled one at a time"),
         "data_parallel_wrapper is given": (data_parallel_wrapper is not None, "call shardrec.shard(model, dense=...)"),
