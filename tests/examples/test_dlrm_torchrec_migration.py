@@ -6,6 +6,7 @@ import difflib
 import inspect
 import os
 import re
+import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -53,6 +54,29 @@ def test_losses_are_torchrec_s_and_the_next_run_continues(tmp_path: Path) -> Non
         )  # TorchRec's INT8 model is on rank 0 only
         means.append(sum(ours[0][:trained]) / trained)
     assert means[1] < means[0]
+
+
+def test_two_imports_move_the_program(tmp_path: Path) -> None:
+    """As docs/migration.md changes them: TorchRec's planner, sharders, optimizers and quantization stay."""
+    source = Path(before.__file__).read_text(encoding="utf-8")
+    lines = [line[2:] for line in shown_in(ROOT / "docs/migration.md")]
+    assert len(lines) == 4
+    for old, new in zip(lines[::2], lines[1::2], strict=True):
+        assert f"{old}\n" in source
+        source = source.replace(f"{old}\n", f"{new}\n")
+    (tmp_path / "program.py").write_text(source, encoding="utf-8")
+
+    def train(folder: Path, steps: int) -> list[float]:
+        losses: list[float] = runpy.run_path(str(tmp_path / "program.py"))["train"](folder, steps)
+        return losses
+
+    for steps in (10, 15):
+        theirs = ranks(2, before.train, tmp_path / "theirs", steps)
+        ours = ranks(2, train, tmp_path / "ours", steps)
+        assert [len(losses) for losses in ours] == [11 if steps == 10 else 6] * 2
+        for losses, expected in zip(ours, theirs, strict=True):
+            assert losses[:-1] == pytest.approx(expected[:-1], abs=1e-4)
+        assert ours[0][-1] == pytest.approx(theirs[0][-1], abs=2e-4)
 
 
 @pytest.mark.slow
