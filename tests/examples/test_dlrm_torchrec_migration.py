@@ -21,8 +21,8 @@ ROOT = Path(__file__).parents[2]
 
 def changed_lines() -> list[str]:
     """The lines in which the training functions differ, as ``ndiff`` marks them."""
-    lines = difflib.ndiff(*(inspect.getsource(program.train).splitlines() for program in (before, after)))
-    return [line for line in lines if line[0] in "+-"]
+    old, new = (inspect.getsource(program.train).splitlines() for program in (before, after))
+    return [line for line in difflib.ndiff(old, new) if line[0] in "+-"]
 
 
 def shown_in(page: Path) -> list[str]:

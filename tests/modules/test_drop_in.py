@@ -105,7 +105,7 @@ class Rounding:
         (registry("mx4", "bf16"), "mx4"),
         (registry("fp16", "fp8"), "fp8"),
         (registry("fp16", "fp16", backward_loss_scale=8.0), r"fp16 with loss scale 8\.0"),
-        ({op.name: QuantizedCommCodecs(forward=Rounding()) for op in POOLED}, "Rounding"),  # type: ignore[arg-type]
+        ({op.name: QuantizedCommCodecs(forward=Rounding()) for op in POOLED}, "Rounding"),
     ],
     ids=["mx4", "fp8", "loss scale", "own class"],
 )
