@@ -22,7 +22,7 @@ class LifeCycle:
         rows_looked_up: called with a module's plan and what was looked up in this rank's shards, before it is sent.
         value_made: called with a call and its value, in the call's mode.
         gradients_go_back: in each backward, before the gradients of an exchange's rows are sent; on one rank, only
-            in a traced program.
+            between the operators of a scripted or traced program.
         gradients_averaged: called with the parameters whose gradients the ranks of a replica have averaged, frozen ones
             too, before the gradients are used.
         tables_update: the gradients of replicated tables are averaged, and those of cut tables have been sent.

@@ -395,9 +395,9 @@ class ShardedCollection(nn.Module, abc.ABC):
                 if known is None or known.data_ptr() != weight.data_ptr():
                     known = nn.Parameter(weight, requires_grad=trained)
                 parameters[shard] = by_shard[shard] = known
-                if name in self._optimizers:
-                    # torchrec.optim's filter for "has its own optimizer" looks for this attribute.
-                    parameters[shard]._in_backward_optimizers = []  # type: ignore[attr-defined]
+            for parameter in parameters.values() if name in self._optimizers else ():
+                # torchrec.optim's filter for "has its own optimizer" looks for this attribute.
+                parameter._in_backward_optimizers = []  # type: ignore[attr-defined]
             tensors = {shard: parameter.detach() for shard, parameter in parameters.items()}
             if isinstance(values, TableDraw):
                 for local_shard, tensor in tensors.items():

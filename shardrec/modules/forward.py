@@ -15,9 +15,18 @@ from shardrec.errors import ShardrecError
 from shardrec.exchange.peers import failed_in_a_collective, peer_error
 from shardrec.modules.compiled import compiled_step, leaves
 from shardrec.modules.optim import FusedOptimizers
+from shardrec.step.calls_ahead import Ahead
 from shardrec.step.context import ModelContext
 
-__all__ = ["COMPILED", "EAGER", "dense_signature"]
+__all__ = ["COMPILED", "EAGER", "AheadOfSome", "dense_signature"]
+
+
+class AheadOfSome(Ahead):
+    """Calls made ahead of a forward that makes others, too.
+
+    Their rows are exchanged at its beginning. So whatever the other ranks wait for in it, if it fails on this one, is a
+    header: that of another call, or of the next batch.
+    """
 
 
 class _Model(Protocol):
@@ -76,7 +85,9 @@ def _begin_compiled(model: _Model, args: tuple[Any, ...], kwargs: Mapping[str, A
 def _before_module(model: _Model) -> None:
     """What precedes the model's own forward; see :meth:`shardrec.step.step.Step.launch_ahead`."""
     step, reducer = model.context.step, model.context.gradients.reducer
-    if step.ahead is not None:
+    if isinstance(step.ahead, AheadOfSome) and model.context.collectives.world_size > 1:
+        step.serve(step.ahead)
+    elif step.ahead is not None:
         step.launch_ahead()
     if reducer is not None:
         reducer.broadcast_buffers()

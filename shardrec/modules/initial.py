@@ -28,6 +28,8 @@ on the number of rows: ``xavier_uniform_`` and ``kaiming_uniform_`` with ``mode=
 ``sparse_`` counts zeros in a column. :func:`check_init_fn` calls it with two and with three rows, and raises if an
 operator is given different numbers. This does not detect what an ``init_fn`` computes from values, such as a standard
 deviation, or the QR decomposition in ``orthogonal_``: it is that of a block.
+
+Modules of the dense part that are on meta are drawn by their own ``reset_parameters()``, as by TorchRec.
 """
 
 from __future__ import annotations
@@ -40,16 +42,25 @@ from typing import Any
 from zlib import crc32
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torchrec.modules.embedding_configs import BaseEmbeddingConfig
 from torchrec.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
 
 from shardrec.errors import ConfigError
 from shardrec.layout import Shard
-from shardrec.layout.discover import configs_of
+from shardrec.layout.discover import configs_of, qualified_name
 
-__all__ = ["WHOLE_BYTES", "TableDraw", "check_init_fn", "draw_rows", "first_values", "value_checksums"]
+__all__ = [
+    "WHOLE_BYTES",
+    "TableDraw",
+    "check_init_fn",
+    "draw_dense",
+    "draw_rows",
+    "first_values",
+    "refuse_dense_on_meta",
+    "value_checksums",
+]
 
 WHOLE_BYTES = 64 * 2**20
 """Most bytes of a collection's tables on meta that are drawn as the unsharded collection draws them."""
@@ -167,6 +178,51 @@ def value_checksums(collection: EmbeddingBagCollection | EmbeddingCollection) ->
             rows = weight[:: -(-weight.nbytes // 2**20) or 1].cpu().contiguous()
             checksums[config.name] = crc32(rows.view(torch.uint8).numpy().tobytes())
     return checksums
+
+
+def refuse_dense_on_meta(model: nn.Module, tables: set[nn.Parameter]) -> None:
+    """Raise a ConfigError for parameters on meta that :func:`draw_dense` could not draw; ``tables`` are left out."""
+    names = dict[nn.Parameter, list[str]]()
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        if parameter.is_meta and parameter not in tables:
+            names.setdefault(parameter, []).append(name)
+    for parameter, paths in names.items():
+        fault = ""
+        if not hasattr(model.get_submodule(paths[0].rpartition(".")[0]), "reset_parameters"):
+            fault = "its module has no reset_parameters()"
+        elif len(paths) > 1:
+            fault = f"it is tied to {paths[1]!r}"
+        elif hasattr(parameter, "_in_backward_optimizers"):
+            fault = "its optimizer in backward would keep the one on meta"
+        if fault:
+            raise ConfigError(
+                f"parameter {paths[0]!r} is on meta, and shard cannot draw it: {fault}; build its module on a real "
+                "device"
+            )
+
+
+@torch.no_grad()
+def draw_dense(model: nn.Module, device: torch.device) -> None:
+    """Move modules on meta to ``device``, with the values of their ``reset_parameters()``.
+
+    Raises:
+        ConfigError: if ``reset_parameters()`` leaves a value out.
+    """
+    for path, module in model.named_modules():
+        tensors = {**module._parameters, **module._buffers}
+        if not any(tensor is not None and tensor.is_meta for tensor in tensors.values()):
+            continue
+        module.to_empty(device=device, recurse=False)
+        for tensor in (*module.parameters(recurse=False), *module.buffers(recurse=False)):
+            tensor.fill_(torch.nan if tensor.is_floating_point() else 0)
+        getattr(module, "reset_parameters", lambda: None)()
+        for name in tensors:
+            value = getattr(module, name)
+            if value is not None and bool(value.isnan().any()):
+                raise ConfigError(
+                    f"{qualified_name(path, name)!r} is on meta, and reset_parameters() of its module gives it no "
+                    "value; build the module on a real device"
+                )
 
 
 def draw_rows(config: BaseEmbeddingConfig, shard: Shard, count: int, step: int) -> Tensor:

@@ -64,7 +64,8 @@ class FusedOptimizers(KeyedOptimizer):  # type: ignore[misc]  # torchrec has no 
         groups = [{"params": params[spec], "tables": tables[spec], **_settings(spec)} for spec in self._specs]
         # KeyedOptimizer's own takes states and groups that are there already, and has no add_param_group.
         torch.optim.Optimizer.__init__(self, groups, {})
-        self.defaults["_save_param_groups"] = False
+        self.defaults["_save_param_groups"] = False  # CombinedOptimizer asks for one value of all its optimizers
+        self._saves_groups = True
         self.params = {names[id(parameter)]: parameter for group in self.param_groups for parameter in group["params"]}
         self._at_step = context.options.updates_at_step
         if self._at_step:
@@ -138,30 +139,36 @@ class FusedOptimizers(KeyedOptimizer):  # type: ignore[misc]  # torchrec has no 
         deferred = [part for collection in self._collections for part in collection.shards.deferred()]
         return [values for part in deferred for values in part.tensors()]
 
+    def save_param_groups(self, save: bool) -> None:
+        """Whether states have the groups' settings, and loading sets them; they do until this says otherwise."""
+        super().save_param_groups(save)
+        self._saves_groups = save
+
     def state_dict(self) -> dict[str, Any]:
         """This rank's states by parameter name, and the groups' settings with the names."""
         self._refresh()
         names = {parameter: name for name, parameter in self.params.items()}
-        return {
-            "state": {
-                name: self.state[parameter] for name, parameter in self.params.items() if parameter in self.state
-            },
-            "param_groups": [
-                {**group, "params": [names[parameter] for parameter in group["params"] if parameter in names]}
-                for group in self.param_groups
-            ],
-        }
+        state = {name: self.state[parameter] for name, parameter in self.params.items() if parameter in self.state}
+        if not self._saves_groups:
+            return {"state": state}
+        groups = [
+            {**group, "params": [names[parameter] for parameter in group["params"] if parameter in names]}
+            for group in self.param_groups
+        ]
+        return {"state": state, "param_groups": groups}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Copy states into the kernels and set the groups' settings.
+        """Copy states into the kernels and set the groups' settings, if ``state_dict`` has them.
 
         Raises:
             ConfigError: if the groups or the shapes are not those of this rank's shards.
         """
-        groups = state_dict["param_groups"]
+        groups = state_dict.get("param_groups") if self._saves_groups else None
+        if groups is None:
+            groups = self.param_groups
         mine = [sum(parameter in self._table_of for parameter in group["params"]) for group in self.param_groups]
         theirs = [len(group["params"]) for group in groups]
-        if mine != theirs:
+        if groups is not self.param_groups and mine != theirs:
             raise ConfigError(
                 f"the state_dict has groups of {theirs} shards and this rank's optimizer groups of {mine}; load it "
                 "under the plan it was saved under, or use shardrec.load_checkpoint"

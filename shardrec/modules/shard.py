@@ -43,7 +43,7 @@ from shardrec.modules.dynamic import (
 )
 from shardrec.modules.fsdp import refuse_in_backward
 from shardrec.modules.given_tables import TABLE_DTYPES
-from shardrec.modules.initial import value_checksums
+from shardrec.modules.initial import draw_dense, refuse_dense_on_meta, value_checksums
 from shardrec.modules.overrides import refuse_overrides
 from shardrec.modules.sequences import ShardedEmbeddingCollection
 from shardrec.modules.servers import Servers
@@ -105,7 +105,8 @@ def shard(
 
     Args:
         model: a model with ``torchrec.EmbeddingBagCollection`` or ``EmbeddingCollection`` modules, on the CPU or on
-            meta; it is changed in place. Optimizers that ``apply_optimizer_in_backward`` gave to tables are fused.
+            meta, where modules of the dense part are given the values of their ``reset_parameters()``; it is changed in
+            place. Optimizers that ``apply_optimizer_in_backward`` gave to tables are fused.
         plan: the layout of each table on the ranks of the group (with replicas, on the ranks of one replica); also
             accepts a plan from TorchRec's planner. Default: :func:`shardrec.plan` for these ranks.
         device: of the tables and of the model. Default: the model's CUDA device if it is on one; this process's current
@@ -157,6 +158,11 @@ def shard(
     if servers is not None and not isinstance(servers, Servers):
         raise ConfigError(f"servers is {servers!r}; give a shardrec.Servers, such as Servers(['server0'])")
     target = default_device(model, group) if device is None else torch.device(device)
+    if target.type not in ("cpu", "cuda"):
+        raise ConfigError(
+            f"device is '{target}'; tables are on 'cpu' or 'cuda': leave it out for a model on meta, whose tables are "
+            "then drawn on the ranks that hold them, or give it to shardrec.plan to only plan"
+        )
     collectives = collectives_of(group)
     collections = collections_of(model)
     if not collections:
@@ -339,6 +345,7 @@ def agree_on_values(
 def with_sharded(model: nn.Module, replaced: dict[int, ShardedCollection], device: torch.device) -> nn.Module:
     """The model with sharded collections in place of the modules with these ids, and the rest of it on ``device``."""
     model = put_in_place(model, replaced)
+    draw_dense(model, device)
     model.to(device)  # a sharded collection stays where it is
     annotate_for_dynamo(model)
     return model
@@ -359,11 +366,6 @@ def _refuse_dense(
     model: nn.Module, collections: Mapping[str, Collection], dense: DenseWrap | DenseOptions, world_size: int
 ) -> None:
     tables = {parameter for collection in collections.values() for parameter in collection.parameters()}
-    meta = [name for name, parameter in model.named_parameters() if parameter.is_meta and parameter not in tables]
-    if meta:
-        raise ConfigError(
-            f"parameters {', '.join(map(repr, meta[:5]))} are on meta; only embedding collections may be: build the "
-            "dense part on a real device"
-        )
+    refuse_dense_on_meta(model, tables)
     if dense_options(dense)[0] == "fsdp" and world_size > 1:
         refuse_in_backward(model, tables)

@@ -478,13 +478,24 @@ class ShardedModel(nn.Module):
         """The model's state_dict, with the unsharded model's keys; cut tables are ShardedTensors on several ranks."""
         return self.module.state_dict(*args, **kwargs)
 
-    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
+    def load_state_dict(
+        self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False, *, prefix: str = ""
+    ) -> Any:
         """Load a state_dict of this model, or of the unsharded one.
+
+        Args:
+            state_dict: values by key.
+            strict: whether missing and unexpected keys are errors.
+            assign: whether the dense part takes the tensors themselves, as of an unsharded model.
+            prefix: what this model's keys begin with, as in ``state_dict(prefix=...)``; other keys are ignored.
 
         Raises:
             RuntimeError: as of an unsharded model; before anything changes, a ConfigError too, for tables of another
                 shape, dtype or cut.
         """
+        if prefix:
+            values = {key.removeprefix(prefix): value for key, value in state_dict.items() if key.startswith(prefix)}
+            return self.load_state_dict(values, strict, assign)
         tables = [
             (f"{path}.weight", table) for path, table in self.module.named_modules() if isinstance(table, ShardedTable)
         ]

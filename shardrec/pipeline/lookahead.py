@@ -4,21 +4,20 @@ from __future__ import annotations
 
 import warnings
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, nullcontext, suppress
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
 from dataclasses import dataclass
-from operator import attrgetter, itemgetter
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
-from torch import Tensor
-from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor, KeyedTensor
+from torch import Tensor, nn
 
 from shardrec.errors import AnomalyError, ConfigError, InputError, PeerError, ShardrecError
 from shardrec.exchange.headers import FORWARD_FAILED, ForwardFailed
 from shardrec.modules.collection import ShardedCollection
 from shardrec.modules.compiled import leaves
-from shardrec.modules.forward import dense_signature
+from shardrec.modules.forward import AheadOfSome, dense_signature
+from shardrec.pipeline.feature_sources import ModuleCall, PostProcessed, Source, recorded_calls, sources_of
 from shardrec.step.calls_ahead import Ahead
 from shardrec.step.context import ForwardState, ModelContext
 from shardrec.step.records import GradMode
@@ -27,10 +26,22 @@ __all__ = ["Lookahead", "tell_others"]
 
 _Result = TypeVar("_Result")
 
-_Path = list[Callable[[Any], object]]
-"""The way from a batch to a value in it: an item or an attribute, an item or an attribute of that, and so on."""
+_Observed = list[tuple[Any, object, GradMode]]
+"""The calls of a forward: module, features, mode."""
 
-_DEEPEST = 4
+
+class _KnownCall(NamedTuple):
+    """A call of a sharded module that each forward makes.
+
+    Args:
+        module: that is called.
+        mode: in which it is called.
+        source: of its features; None if it is not made ahead.
+    """
+
+    module: ShardedCollection
+    mode: GradMode
+    source: Source | None
 
 
 @dataclass(eq=False)
@@ -39,6 +50,8 @@ class _Slot:
 
     Args:
         batch: on the device.
+        stages: number of the user's stages that it has passed.
+        made: what post-processors have made of it.
         error: the error that its step raises.
         told: whether the other ranks know of the error.
         ahead: its calls, made ahead.
@@ -47,6 +60,8 @@ class _Slot:
     """
 
     batch: object = None
+    stages: int = 0
+    made: PostProcessed | None = None
     error: Exception | None = None
     told: bool = False
     ahead: Ahead | None = None
@@ -68,6 +83,8 @@ class Lookahead:
         context: of the sharded model; None: inputs are only copied ahead.
         depth: 0, 1 or 2.
         device: of the model.
+        model: whose post-processors are run ahead.
+        stages: functions from batch to batch, each of which is run one step before the next one.
     """
 
     def __init__(
@@ -77,6 +94,8 @@ class Lookahead:
         *,
         depth: int,
         device: torch.device,
+        model: nn.Module,
+        stages: Sequence[Callable[[Any], object]] = (),
     ) -> None:
         self._batches = batches
         self._source: Iterator[object] | None = iter(batches)
@@ -85,11 +104,24 @@ class Lookahead:
         self._depth = depth
         self._device = device
         self._slots: deque[_Slot] = deque()
-        self._input_paths: list[tuple[ShardedCollection, _Path, GradMode]] | None = None
+        self._model = model
+        self._stages = stages
+        self._calls: list[_KnownCall] | None = None
+        self._records_modules, self._has_recorded = False, False  # in the next forward; in one before
         self._has_warned = False
         on_gpu = device.type == "cuda"
         # Their short kernels go before those of the step under way.
-        self._copies, self._ids = [torch.cuda.Stream(device, priority=-1) if on_gpu else None for _ in range(2)]
+        streams = [torch.cuda.Stream(device, priority=-1) if on_gpu else None for _ in range(2 + len(stages))]
+        self._copies, self._ids, *self._stage_streams = streams
+
+    @property
+    def modules_ahead(self) -> list[ShardedCollection]:
+        """The sharded modules whose ids are exchanged ahead."""
+        return list(dict.fromkeys(call.module for call in self._calls or () if call.source is not None))
+
+    @property
+    def _exchanges_ahead(self) -> bool:
+        return any(call.source is not None for call in self._calls or ())
 
     def step(self, forward: Callable[[Any], _Result]) -> _Result:
         """One step, up to its backward.
@@ -103,11 +135,12 @@ class Lookahead:
         self._fetch(1)
         if not self._slots:
             raise StopIteration
+        self._run_stages(self._slots[0], len(self._stages))
         slot = self._slots.popleft()
         if slot.ahead is not None and slot.ahead.is_stale:  # its ids went where the rows were
             slot.let_go()
             slot.exchanged = False
-        if self._input_paths and not slot.exchanged and not slot.told:
+        if self._exchanges_ahead and not slot.exchanged and not slot.told:
             self._exchange(slot)
         if not slot.exchanged:  # nothing is exchanged ahead any more
             slot.let_go()
@@ -116,13 +149,16 @@ class Lookahead:
                 # The others are in this step's forward.
                 tell_others(slot.error, self._context)
             raise slot.error
-        self._fetch(self._depth)
+        if self._depth:
+            self._fetch(self._depth + max(len(self._stages) - 1, 0))
+            for place, later in enumerate(self._slots):
+                self._run_stages(later, len(self._stages) - place)
         following = self._slots[0] if self._slots else None
         if following is not None:
             self._prepare(following)
         try:
             result = self._forward(slot, forward)
-            if self._input_paths:
+            if self._exchanges_ahead:
                 self._exchange(following)
         except BaseException:
             if following is not None:
@@ -134,6 +170,11 @@ class Lookahead:
         """Begin another pass over the batches, if the one before is over; without any, the first step raises."""
         if self._source is None and not self._slots:
             self._source, self._needs_batch = iter(self._batches), True
+
+    def go_on_with(self, batches: Iterable[object]) -> None:
+        """Take further batches from here, after those in progress."""
+        if batches is not self._batches:
+            self._batches, self._source, self._needs_batch = batches, iter(batches), False
 
     def close(self) -> None:
         """Drop the batches in progress; every rank calls this after the same step."""
@@ -165,9 +206,22 @@ class Lookahead:
                 slot = _Slot(error=error)
             self._slots.append(slot)
 
+    def _run_stages(self, slot: _Slot, count: int) -> None:
+        """Have a batch pass the first stages, up to this number; an error is raised in its step."""
+        try:
+            while slot.stages < count and slot.error is None:
+                stream = self._stage_streams[slot.stages]
+                with _on(stream, slot.ready), torch.no_grad():
+                    _keep(slot.batch, stream)
+                    slot.batch = self._stages[slot.stages](slot.batch)
+                    slot.ready = None if stream is None else stream.record_event()
+                slot.stages += 1
+        except Exception as error:
+            slot.error = error
+
     def _prepare(self, slot: _Slot) -> None:
-        """Check and cut the features that its step will look up."""
-        if self._context is None or not self._input_paths or slot.error is not None or slot.ahead is not None:
+        """Make the features that its step will look up, check and cut them."""
+        if self._context is None or not self._exchanges_ahead or slot.error is not None or slot.ahead is not None:
             return
         context = self._context
         before, context.forward_state = context.forward_state, ForwardState(dense_signature(slot.batch))
@@ -175,13 +229,15 @@ class Lookahead:
             with _on(self._ids, slot.ready):
                 _keep(slot.batch, self._ids)
                 calls = []
-                for module, path, mode in self._input_paths:
-                    features = _at(slot.batch, path)
+                slot.made = slot.made or PostProcessed(slot.batch)
+                for module, mode, source in self._calls or ():
+                    features = None if source is None else slot.made.value(source)
                     # A model that calls a module for some batches only does so for those that have its features.
                     if features is not None:
                         with mode.entered():
                             calls.append((module, features, module.begin(features)))
-                slot.ahead = Ahead(context.headers, calls)
+                is_whole = all(call.source is not None for call in self._calls or ())
+                slot.ahead = (Ahead if is_whole else AheadOfSome)(context.headers, calls)
         except Exception as error:
             slot.error = error
         finally:
@@ -195,7 +251,7 @@ class Lookahead:
             PeerError: if another rank is gone.
         """
         context = self._context
-        assert context is not None, "input paths are of a sharded model"
+        assert context is not None, "only a sharded model has calls"
         if context.collectives.world_size == 1 and (slot is None or slot.error is not None):
             return
         try:
@@ -235,18 +291,25 @@ class Lookahead:
             return forward(slot.batch)
         observed = context.step.observed = [] if self._depth else None
         context.step.ahead = slot.ahead
+        calls: list[ModuleCall] | None = None
         try:
             if slot.ready is not None and slot.ahead is not None:
                 # What was made on the other stream is read on this one, and freed when the host is done with it.
                 _keep(slot.ahead.arrived(), main)
-            result = forward(slot.batch)
-            self._find_input_paths(slot, observed)
+                _keep(slot.made.outputs if slot.made is not None else (), main)
+            with ExitStack() as stack:
+                if slot.made is not None:
+                    stack.enter_context(slot.made.in_place())
+                if self._records_modules:
+                    calls = stack.enter_context(recorded_calls(self._model, self._device))
+                result = forward(slot.batch)
+            self._find_sources(slot, observed, calls)
             if slot.ahead is not None:
                 slot.ahead.refuse_other_modes()
         except (InputError, AnomalyError, PeerError):
             raise  # on every rank
         except Exception as error:
-            self._fail(slot, observed, error)
+            self._fail(slot, observed, calls, error)
             raise
         finally:
             context.step.observed = None
@@ -254,7 +317,9 @@ class Lookahead:
             slot.let_go()
         return result
 
-    def _fail(self, slot: _Slot, observed: list[tuple[Any, object, GradMode]] | None, error: Exception) -> None:
+    def _fail(
+        self, slot: _Slot, observed: _Observed | None, calls: Sequence[ModuleCall] | None, error: Exception
+    ) -> None:
         """Let the other ranks finish this forward, and tell them, before its backward.
 
         Raises:
@@ -262,9 +327,9 @@ class Lookahead:
         """
         context = self._context
         assert context is not None, "only a sharded model waits"
-        if self._input_paths is None and observed:
-            self._find_input_paths(slot, observed)
-        if not self._input_paths or context.collectives.world_size == 1:
+        if observed and (self._calls is None or self._records_modules):  # the other ranks find them in this step
+            self._find_sources(slot, observed, calls)
+        if not self._exchanges_ahead or context.collectives.world_size == 1:
             return
         if slot.ahead is not None:
             context.step.serve(slot.ahead)
@@ -274,29 +339,46 @@ class Lookahead:
         except InputError as shared:
             raise shared from error
 
-    def _find_input_paths(self, slot: _Slot, observed: list[tuple[Any, object, GradMode]] | None) -> None:
-        """Find the path in the batch of the features of each call of this step, and its modes."""
+    def _find_sources(self, slot: _Slot, observed: _Observed | None, calls: Sequence[ModuleCall] | None) -> None:
+        """Find where the features of each call of this step come from.
+
+        Args:
+            slot: of this step.
+            observed: the calls of sharded modules; None if they were not observed.
+            calls: of other modules; None if they were not recorded. If features are not found, the next step records
+                them, once.
+        """
         if observed is None:
             return
-        if slot.ahead is not None and slot.ahead.is_used_up and len(observed) == len(slot.ahead.calls):
+        self._records_modules, self._has_recorded = False, self._has_recorded or calls is not None
+        are_known = [(module, mode) for module, _, mode in observed] == [call[:2] for call in self._calls or ()]
+        if are_known and slot.ahead is not None and slot.ahead.is_used_up:
             return
-        paths = [(module, _path(slot.batch, features), mode) for module, features, mode in observed]
-        lost = [type(module).__name__ for module, path, _ in paths if path is None]
-        self._input_paths = [] if lost else [(module, path, mode) for module, path, mode in paths if path is not None]
-        if lost:
+        sources = sources_of((features for _, features, _ in observed), slot.batch, calls or ())
+        without = {module for (module, *_), source in zip(observed, sources, strict=True) if source is None}
+        # A module's calls are made in their order: all of them ahead, or none.
+        self._calls = [
+            _KnownCall(module, mode, None if module in without else source)
+            for (module, _, mode), source in zip(observed, sources, strict=True)
+        ]
+        if without and not self._has_recorded:
+            self._calls, self._records_modules = [], True
+            return
+        if without:
+            names = ", ".join(dict.fromkeys(type(module).__name__ for module, *_ in observed if module in without))
             reason = (
-                f"{lost[0]} is called with features that are made in the model's forward: call it with a "
-                "KeyedJaggedTensor that the batch holds"
+                f" of {names} ahead, whose features are made in the model's forward: call it with a KeyedJaggedTensor "
+                "that the batch holds, or that a module without trainable parameters makes of it"
             )
-        elif not paths:
-            reason = "no sharded module was called outside of a compiled forward"
+        elif not observed:
+            reason = " ahead of this step: no sharded module was called outside of a compiled forward"
         elif slot.ahead is not None:
-            reason = "the model calls its sharded modules otherwise than in the step before"
+            reason = " ahead of this step: the model calls its sharded modules otherwise than in the step before"
         else:
             return
         if not self._has_warned:
             self._has_warned = True
-            warnings.warn(f"TrainPipeline exchanges no ids ahead of this step: {reason}", stacklevel=5)
+            warnings.warn(f"TrainPipeline exchanges no ids{reason}", stacklevel=5)
 
 
 def tell_others(error: Exception, context: ModelContext) -> None:
@@ -334,9 +416,9 @@ def _copied(batch: object, device: torch.device) -> object:
         return {key: _copied(part, device) for key, part in batch.items()}
     if not hasattr(batch, "to"):
         return batch
-    if device.type != "cuda":
-        return batch.to(device)
-    return (batch.pin_memory() if hasattr(batch, "pin_memory") else batch).to(device, non_blocking=True)
+    to_gpu = device.type == "cuda"
+    pinned = batch.pin_memory() if to_gpu and hasattr(batch, "pin_memory") else batch
+    return pinned.to(device, non_blocking=to_gpu)  # as TorchRec's Pipelineable, which has no default for it
 
 
 def _keep(value: object, stream: torch.cuda.Stream | None) -> None:
@@ -345,32 +427,3 @@ def _keep(value: object, stream: torch.cuda.Stream | None) -> None:
         on_cpu = isinstance(leaf, Tensor) and not leaf.is_cuda
         if hasattr(leaf, "record_stream") and not on_cpu:
             leaf.record_stream(stream)
-
-
-def _path(batch: object, wanted: object, deepest: int = _DEEPEST) -> _Path | None:
-    """The path from a batch to this object."""
-    if batch is wanted:
-        return []
-    if not deepest or isinstance(batch, (Tensor, KeyedJaggedTensor, KeyedTensor, JaggedTensor, str, bytes)):
-        return None
-    steps: Iterable[Callable[[Any], object]]
-    if isinstance(batch, Mapping):
-        steps = map(itemgetter, batch)
-    elif isinstance(batch, (tuple, list)):
-        steps = map(itemgetter, range(len(batch)))
-    else:
-        steps = map(attrgetter, [*getattr(batch, "__dict__", {}), *getattr(type(batch), "__slots__", ())])
-    for step in steps:
-        rest = _path(_at(batch, [step]), wanted, deepest - 1)
-        if rest is not None:
-            return [step, *rest]
-    return None
-
-
-def _at(batch: object, path: _Path) -> object:
-    """What a path leads to; None if the batch ends before."""
-    with suppress(LookupError, AttributeError, TypeError):
-        for step in path:
-            batch = step(batch)
-        return batch
-    return None

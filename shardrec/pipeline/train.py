@@ -9,6 +9,10 @@
                         batch i:   dense part's backward, gradients of rows ──► update │
     step i+1            batch i+1: the ids are there ◄─────────────────────────────────┘
 
+The user's own stages, functions from batch to batch, come between the copy and the check, and look one batch further
+ahead for each further stage. Modules of the model that make features of the batch run ahead, too
+(:mod:`shardrec.pipeline.feature_sources`).
+
 Each step looks its rows up after the last update, so that losses are bit-identical to those of the plain loop. How far
 the loop looks ahead is its depth: 0, the plain loop; 1, batch i+1 is copied and its ids are exchanged in step i; 2,
 batch i+2 is copied in step i, too.
@@ -47,11 +51,14 @@ class TrainPipeline:
             for loss in pipeline:
                 ...
 
-    A loop after the last batch, or after :meth:`close`, is another pass over the dataloader.
+    A loop after the last batch, or after :meth:`close`, is another pass over the dataloader. A program that has an
+    iterator calls :meth:`progress` in place of the loop.
 
-    Which features each sharded module is called with is read from the first step: they have to be KeyedJaggedTensors
-    that the batch holds (in a tuple, list, dict, dataclass or other object), not made in the model's forward. Where
-    that is not so, nothing is exchanged ahead, which a warning says once.
+    Which features each sharded module is called with is read from the first steps: they have to be KeyedJaggedTensors
+    that the batch holds (in a tuple, list, dict, dataclass or other object), or that a post-processor makes of it: a
+    module of the model without parameters that take gradients. A post-processor runs once for each batch, ahead of
+    its step, so that random numbers are drawn in another order. Where features are made in another way, their ids
+    are exchanged in their own step, which a warning says once; :attr:`modules_ahead` has the other sharded modules.
 
     A step that raises leaves the pipeline usable: its batch is lost, and the next ``next()`` takes the next one.
 
@@ -59,16 +66,20 @@ class TrainPipeline:
         model: from :func:`shardrec.shard`, or any module, whose inputs are then copied ahead only.
         optimizer: of the model, one or several (fused ones update in backward); each step clears gradients and updates.
         dataloader: batches; as many on every rank. An iterator, such as a generator, gives a single pass. Tensors,
-            tuples, lists and dicts of them, or objects with a method ``to(device, non_blocking)``.
+            tuples, lists and dicts of them, or objects with a method ``to(device, non_blocking)``. As in TorchRec it
+            may be the device, for a program that calls :meth:`progress`.
         loss_fn: from model and batch to the loss, or a tuple that begins with it; default: calls ``model(batch)``.
         depth: 0, 1 or 2; see above.
         accumulate: batches of an update: it takes the mean of their gradients, as of one batch with the rows of all. If
             the batches end before, it is made with those that there are, each with the same share.
         clip_norm: largest norm of an update's gradients (:func:`shardrec.clip_grad_norm_`); default: any.
         device: where batches are copied to; default: the sharded model's, or that of the first parameter.
+        stages: functions from a batch on the device to a batch, without gradients, such as a transformation on the GPU.
+            A batch passes one in each step before its own. On CUDA each runs on a stream of its own.
 
     Raises:
-        ConfigError: for another depth; for several batches an update, if the model's tables are updated in backward.
+        ConfigError: for another depth; for several batches an update, if the model's tables are updated in backward; if
+            ``device`` is given twice.
 
     Attributes:
         grad_norms: (2,) float32, the norms of the last update's gradients before they were clipped, of the dense part
@@ -81,14 +92,19 @@ class TrainPipeline:
         self,
         model: nn.Module,
         optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer],
-        dataloader: Iterable[object],
+        dataloader: Iterable[object] | torch.device | None = None,
         *,
         loss_fn: Callable[[nn.Module, Any], Any] | None = None,
         depth: int = 2,
         accumulate: int = 1,
         clip_norm: float | None = None,
         device: torch.device | str | None = None,
+        stages: Sequence[Callable[[Any], Any]] = (),
     ) -> None:
+        if isinstance(dataloader, torch.device):
+            if device is not None:
+                raise ConfigError(f"device is given twice, as {dataloader} and {device}; leave one out")
+            dataloader, device = None, dataloader
         if depth not in (0, 1, 2):
             raise ConfigError(f"depth is {depth!r}: give 0 (the plain loop), 1 or 2")
         if accumulate < 1:
@@ -108,10 +124,21 @@ class TrainPipeline:
                 if context is None
                 else context.device
             )
-        self._ahead = partial(Lookahead, context=context, depth=depth, device=torch.device(device))
-        self._steps = self._ahead(dataloader)
+        target = torch.device(device)
+        self._ahead = partial(Lookahead, context=context, depth=depth, device=target, model=model, stages=stages)
+        self._steps = self._ahead(() if dataloader is None else dataloader)
+        self._has_dataloader = dataloader is not None
+
+    @property
+    def modules_ahead(self) -> list[nn.Module]:
+        """The sharded modules whose ids are exchanged ahead, in the order of their first calls."""
+        return list(self._steps.modules_ahead)
 
     def __iter__(self) -> Self:
+        if not self._has_dataloader:
+            raise ConfigError(
+                "this TrainPipeline has no dataloader to loop over: give it one, or call progress(iterator)"
+            )
         self._steps.begin_pass()
         return self
 
@@ -139,6 +166,23 @@ class TrainPipeline:
         if self._accumulated == self._accumulate:
             self.update()
         return result
+
+    def progress(self, dataloader_iter: Iterator[object]) -> Any:
+        """Train on the next batch of an iterator, as TorchRec's pipelines do, and look ahead in it.
+
+        Args:
+            dataloader_iter: batches. Those of another iterator come after the batches in progress.
+
+        Returns:
+            Of a pair of loss and output, as ``loss_fn`` returns it, the output; else what ``loss_fn`` returned.
+
+        Raises:
+            StopIteration: after the last batch.
+            InputError: as ``next()``.
+        """
+        self._steps.go_on_with(dataloader_iter)
+        result = next(self)
+        return result[1] if isinstance(result, (tuple, list)) and len(result) == 2 else result
 
     def update(self) -> None:
         """Make the update with the batches since the last one, if there are any; every rank calls it."""

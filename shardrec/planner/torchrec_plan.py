@@ -7,6 +7,9 @@
     ParameterSharding.sharding_spec        its shards: sizes and offsets are (rows, columns)
     sharding_type                          cut; a layout of another form is written as the nearest, see below
 
+The path may be that of a module around the collection, such as a ``FeatureProcessedEmbeddingBagCollection`` or an
+``EmbeddingTower``: the layouts are of the collection inside. A collection without a path is replicated, as by TorchRec.
+
 A TorchRec row-wise table has one block per rank, in the order of ranks; TorchRec does not support other row cuts, so
 writing such a plan raises an error with the remedy.
 """
@@ -17,7 +20,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from shardrec.errors import PlanError
-from shardrec.layout import Shard, ShardingPlan, TableLayout, Topology
+from shardrec.layout import Shard, ShardingPlan, TableLayout, Topology, cuts
 from shardrec.planner.constraint import CUTS, Constraint
 
 if TYPE_CHECKING:
@@ -35,21 +38,29 @@ def from_torchrec(plan: TorchRecPlan, topology: Topology, shapes: Mapping[str, t
     """A TorchRec plan as one of shardrec's.
 
     Args:
-        plan: of a model whose collections are not sharded yet.
+        plan: of a model whose collections are not sharded yet. The tables of a collection that it leaves out are
+            replicated.
         topology: the ranks that it is for.
         shapes: ``(num_embeddings, embedding_dim)`` by table, which TorchRec's replicated tables do not tell
             (:func:`shardrec.layout.discover.table_shapes` has them).
 
     Raises:
-        PlanError: for tables without shards, or a plan that does not cover them.
+        PlanError: for tables without shards, or a table that the model does not have.
     """
     layouts, faults = [], []
+    by_table: dict[str, list[str]] = {}
+    for name in shapes:
+        by_table.setdefault(name.rpartition(".")[2], []).append(name)
     for path, module in plan.plan.items():
         for table, sharding in module.items():
             name = f"{path}.{table}" if path else table
-            if name not in shapes:
-                faults.append(f"the plan has a table {name!r} that is not among the shapes given")
-                continue
+            if name not in shapes:  # the path is of a module around the collection
+                inside = [known for known in by_table.get(table, ()) if not path or known.startswith(f"{path}.")]
+                if len(inside) != 1:
+                    also = f", or is any of {', '.join(inside)}: give the path of its collection" if inside else ""
+                    faults.append(f"the plan has a table {name!r} that is not among the shapes given{also}")
+                    continue
+                name = inside[0]
             rows, cols = shapes[name]
             cut = _FROM_TORCHREC.get(sharding.sharding_type, sharding.sharding_type)
             spec = sharding.sharding_spec
@@ -69,6 +80,10 @@ def from_torchrec(plan: TorchRecPlan, topology: Topology, shapes: Mapping[str, t
             )
     if faults:
         raise PlanError(faults)
+    planned = {layout.name.rpartition(".")[0] for layout in layouts}
+    layouts += [
+        cuts.data_parallel(name, *shape) for name, shape in shapes.items() if name.rpartition(".")[0] not in planned
+    ]
     return ShardingPlan(topology=topology, tables=tuple(layouts))
 
 

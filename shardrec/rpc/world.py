@@ -214,7 +214,7 @@ class RpcWorld:
             autograd._init(rank)
             rpc._set_profiler_node_id(rank)
             rpc.api._init_rpc_states(rpc.TensorPipeAgent(store, self.name, rank, size, options, {}, []))
-            wait_all([rpc.rpc_async(name, _here) for name in self.names if name != self.name])
+            wait_all([rpc.rpc_async(name, _here) for name in self.names])  # with itself, too: it may call itself
             store.set(f"connected/{self.name}", "1")
             store.wait([f"connected/{name}" for name in self.names])
         except RuntimeError as error:  # one died on the way

@@ -115,15 +115,6 @@ def test_a_model_that_is_sharded_already() -> None:
         shard(model, mixed_plan(1))
 
 
-def test_a_dense_part_on_meta() -> None:
-    model = click_model(CONFIGS)
-    model.top = nn.Linear(40, 1, device="meta")
-    with pytest.raises(ConfigError, match=r"parameters 'top.weight', 'top.bias' are on meta; only embedding"):
-        shard(model, mixed_plan(1))
-    model.top = nn.Linear(40, 1)
-    assert shard(model, mixed_plan(1)).top is model.top  # nothing was replaced before the error
-
-
 @pytest.mark.parametrize("odd", [0, 1])
 def test_plans_that_differ_between_ranks(odd: int) -> None:
     def rank_main() -> None:

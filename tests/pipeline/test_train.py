@@ -26,7 +26,7 @@ from shardrec.pipeline import TrainPipeline
 from shardrec.trainer.data import ClickBatch
 from tests.batches import random_bags
 from tests.collective_counts import CollectiveOperators
-from tests.models import apply_optimizer_in_backward, click_model, collection, feature_rows, table_sizes
+from tests.models import apply_optimizer_in_backward, click_model, collection, table_sizes
 from tests.modules.clicks import CONFIGS, ROWS, batch, dense_parameters, loss_fn, mixed_plan
 from tests.plans import random_plan
 from tests.ranks import ranks
@@ -689,23 +689,6 @@ def test_depths() -> None:
     model = nn.Linear(1, 1)
     with pytest.raises(ConfigError, match=r"depth is 3: give 0 \(the plain loop\), 1 or 2"):
         TrainPipeline(model, [], [], depth=3)
-
-
-def test_features_are_found_wherever_the_batch_holds_them() -> None:
-    from shardrec.pipeline.lookahead import _at, _path
-
-    class Slotted:
-        __slots__ = ("inside",)
-
-    features = random_bags(Random(0), feature_rows(CONFIGS), 2).kjt()
-    slotted = Slotted()
-    slotted.inside = {"deep": [1, (features,)]}
-    for value in (features, [features], {"a": (1, features)}, slotted):
-        path = _path(value, features)
-        assert path is not None
-        assert _at(value, path) is features
-    assert _path([[[[[features]]]]], features) is None
-    assert _path(random_bags(Random(0), ROWS, 2).kjt(), features) is None
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")

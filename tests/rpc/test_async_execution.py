@@ -59,6 +59,8 @@ def test_every_form(tmp_path: Any) -> None:
             "remote of a reference": ref.remote().bound(x).to_here(),
             "static method of a reference": ref.rpc_sync().static(x),
             "class method of a reference": ref.rpc_sync().of_class(x),
+            "by the worker itself": rpc.rpc_sync("trainer0", forms.by_then, args=(x,)),
+            "worker to worker and back": rpc.rpc_sync("server0", forms.over_another, args=("server0", x)),
             "scripted function": rpc.rpc_sync("server0", forms.scripted, args=("server1", x)),
             "caller is scripted": forms.scripted_caller("server0", "server1", x),
         }
@@ -81,7 +83,9 @@ def test_every_form(tmp_path: Any) -> None:
     assert torch.equal(found.pop("class method of a reference"), one)
     for name in ("rpc_sync of a reference", "rpc_async of a reference", "remote of a reference"):
         assert torch.equal(found.pop(name), one + 9), name
-    assert torch.equal(found.pop("over three workers"), one + 1)
+    assert torch.equal(found.pop("by the worker itself"), one)
+    for name in ("over three workers", "worker to worker and back"):
+        assert torch.equal(found.pop(name), one + 1), name
     assert torch.equal(found.pop("scripted function"), one + 1)
     assert torch.equal(found.pop("caller is scripted"), 2 * (one + 1))
     assert "the row is not here" in found.pop("raises")

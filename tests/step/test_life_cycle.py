@@ -79,8 +79,8 @@ def points_of_steps(executor: str) -> dict[str, list[str]]:
 @pytest.mark.parametrize("world", [1, 2])
 @pytest.mark.parametrize("executor", ["eager", "live script", pytest.param("traced", marks=pytest.mark.slow)])
 def test_a_step_reaches_the_points_in_order(executor: str, world: int) -> None:
-    # One rank averages no gradients, and sends none but between the operators of a traced program.
-    everywhere = POINTS if world > 1 else POINTS[:5] if executor == "traced" else FORWARD
+    # One rank averages no gradients, and sends none but between the operators of a program.
+    everywhere = POINTS if world > 1 else FORWARD if executor == "eager" else POINTS[:5]
     for points in ranks(world, points_of_steps, executor):
         assert points == {"forward": FORWARD, "step": everywhere, "evaluation": EVALUATION}
 

@@ -240,7 +240,7 @@ def as_plain(folder: Path) -> Path:
 
 
 @pytest.mark.some(2, of="to the bit")
-@pytest.mark.filterwarnings("error:TrainPipeline exchanges no ids ahead")
+@pytest.mark.filterwarnings("error:TrainPipeline exchanges no ids")
 @pytest.mark.parametrize("depth", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_a_run_that_works_ahead_is_the_plain_run_to_the_bit(depth: int, undisturbed: Path, tmp_path: Path) -> None:
     """Broken off with batches under way, and going on."""
