@@ -18,7 +18,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from itertools import accumulate, groupby, pairwise
 from typing import Any
 
@@ -29,7 +28,7 @@ from shardrec import native
 from shardrec.exchange.cut import chunked
 from shardrec.lookup.backward import Kept, LookupGradient
 from shardrec.lookup.cache import RowCache
-from shardrec.lookup.fbgemm_kernel import has_kernel, kernel_states, make_kernel
+from shardrec.lookup.fbgemm_kernel import DirectCall, has_kernel, kernel_states, make_kernel
 from shardrec.lookup.native_kernel import NativeKernel, native_kernel, with_neighbouring_columns
 from shardrec.lookup.optimizers import FusedOptimizer
 
@@ -187,6 +186,7 @@ class TableBank:
         self.weights: list[Tensor] = [stored[place[table]] for table in range(len(shapes))]
         self.classes = self._classes(order, flat.detach())
         self.cache = RowCache(self.kernel, device) if placed.get("cache_rows") else None
+        self._call = DirectCall(self.kernel) if self.kernel is not None and self.cache is None else None
         widths = [self.shapes[table][1] for table in self.slot_tables]
         self.columns = torch.tensor([0, *accumulate(widths)][:-1], dtype=torch.int64, device=device)
         # fbgemm's backward numbers the rows of all tables in the ids' dtype.
@@ -277,18 +277,20 @@ class TableBank:
     def _look_up_by_kernel(self, ids: Tensor, lengths: Tensor, id_weights: Tensor | None) -> Tensor:
         """:meth:`look_up` by fbgemm; its own backward updates the weights."""
         arguments = *self._kernel_ids(ids, lengths), id_weights
-        look_up = self.kernel if self.cache is None else partial(self.cache.look_up, ids)
         counts_steps = self.optimizer is not None and self.optimizer.counts_steps
-        if counts_steps:
-            # The kernel would count each forward as a step of Adam; a forward without a backward must not count.
-            self.kernel.iter.fill_(self.step_count)
-            self.kernel.iter_cpu.fill_(self.step_count)
         if torch.is_inference_mode_enabled():
             # fbgemm registers its training kernels for autograd only, which inference mode leaves out.
             with torch.inference_mode(False), torch.no_grad():
-                rows: Tensor = look_up(*arguments)
-            return rows
-        pooled: Tensor = look_up(*arguments)
+                return self._look_up_by_kernel(ids, lengths, id_weights)
+        if self._call is not None:
+            pooled = self._call(*arguments, self.step_count + 1 if counts_steps else 0)
+        else:
+            assert self.cache is not None, "a kernel without a cache is called directly"
+            if counts_steps:
+                # The kernel would count each forward as a step of Adam; a forward without a backward must not count.
+                self.kernel.iter.fill_(self.step_count)
+                self.kernel.iter_cpu.fill_(self.step_count)
+            pooled = self.cache.look_up(ids, *arguments)
         if counts_steps and pooled.requires_grad:
             pooled.register_hook(self._count_step)
         return pooled

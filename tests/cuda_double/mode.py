@@ -162,7 +162,7 @@ class CudaDouble(TorchFunctionMode):
         name = str(func)
         if name.startswith("shardrec."):
             raise AssertionError(f"{name} is compiled for the CPU and was given a tensor of the device")
-        given = self._issue(name, (args, kwargs))
+        given = self.issue(name, (args, kwargs))
         self._judge(func, args, kwargs)
         if func is _aten.copy_.default and _is_async(args, kwargs):
             self._copies.append((args[0], args[1].inner.clone()))
@@ -189,12 +189,12 @@ class CudaDouble(TorchFunctionMode):
 
     def launch(self, module: str, kernel: str, grid: tuple[int, ...], *values: Any, **constants: Any) -> None:
         """As :func:`shardrec.exchange.launching.launch` does."""
-        self._issue(kernel, values)
+        self.issue(kernel, values)
         _launch(module, kernel, grid, *tree_map(inner_of, values), **constants)
         for place in _WRITTEN[kernel]:
             values[place].written = self.stream, self.stream.issued
 
-    def _issue(self, name: str, values: Any) -> list[DeviceTensor]:
+    def issue(self, name: str, values: Any) -> list[DeviceTensor]:
         """Issue what reads these values on the current stream; returns the tensors of the device among them."""
         self.stream.issued += 1
         self.operators[name] += 1
@@ -291,6 +291,7 @@ def cuda_is_there() -> Iterator[None]:
         patch.setattr(torch.cuda, "set_rng_state", lambda state, device=None: None)
         patch.setattr(torch, "Generator", lambda device=None, of_cpu=torch.Generator: of_cpu())
         patch.setattr(bank, "make_kernel", KernelDouble.make)
+        patch.setattr(bank, "DirectCall", KernelDouble.direct_call)
         patch.setattr(sequences, "distinct_ids_pay", lambda device, world_size: True)  # as of several ranks
         patch.setattr(launching, "has_kernels", lambda device: device.type == "cuda" and INTERPRETS_TRITON)
         patch.setattr(launching, "launch", lambda *args, **constants: ACTIVE[-1].launch(*args, **constants))
