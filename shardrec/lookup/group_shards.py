@@ -209,7 +209,14 @@ class TableBank:
         """Whether :meth:`look_up` takes memory to write to."""
         return self._native is not None and self.pooled
 
-    def look_up(self, ids: Tensor, lengths: Tensor, id_weights: Tensor | None, out: Tensor | None = None) -> Tensor:
+    def look_up(
+        self,
+        ids: Tensor,
+        lengths: Tensor,
+        id_weights: Tensor | None,
+        out: Tensor | None = None,
+        offsets: Tensor | None = None,
+    ) -> Tensor:
         """Sums of rows, or the rows, without a graph.
 
         Args:
@@ -217,6 +224,7 @@ class TableBank:
             lengths: (S, B_all) int32, ids of each bag.
             id_weights: (N,) float32 or None.
             out: (B_all, D) float32 to write the sums to, if :attr:`writes_in_place`; its rows need not be contiguous.
+            offsets: (S·B_all + 1,) of the ids' dtype, sums of the lengths; default: they are added up.
 
         Returns:
             (B_all, D) float32, or (N, w) without pooling; ``out`` if it is given.
@@ -227,16 +235,21 @@ class TableBank:
         if self.kernel is None:
             return self._look_up_in_torch(ids, lengths, id_weights)
         with torch.no_grad():
-            return self._look_up_by_kernel(ids, lengths, id_weights)
+            return self._look_up_by_kernel(ids, lengths, id_weights, offsets)
 
     def look_up_to_update(
-        self, ids: Tensor, lengths: Tensor, id_weights: Tensor | None, out: Tensor | None = None
+        self,
+        ids: Tensor,
+        lengths: Tensor,
+        id_weights: Tensor | None,
+        out: Tensor | None = None,
+        offsets: Tensor | None = None,
     ) -> tuple[Tensor, Kept]:
         """:meth:`look_up`, and what :meth:`update` takes with the gradient of the result."""
         if self._native is not None:
             return self._native.look_up(ids, lengths, id_weights if self.pooled else None, out), (self.lr, None)
         with torch.enable_grad():
-            values = self._look_up_by_kernel(ids, lengths, id_weights)
+            values = self._look_up_by_kernel(ids, lengths, id_weights, offsets)
         return values.detach(), (self.lr, values)
 
     def update(self, ids: Tensor, lengths: Tensor, id_weights: Tensor | None, gradient: Tensor, kept: Kept) -> None:
@@ -274,14 +287,16 @@ class TableBank:
             lr=lookups[-1].lr,
         )
 
-    def _look_up_by_kernel(self, ids: Tensor, lengths: Tensor, id_weights: Tensor | None) -> Tensor:
+    def _look_up_by_kernel(
+        self, ids: Tensor, lengths: Tensor, id_weights: Tensor | None, offsets: Tensor | None = None
+    ) -> Tensor:
         """:meth:`look_up` by fbgemm; its own backward updates the weights."""
-        arguments = *self._kernel_ids(ids, lengths), id_weights
+        arguments = *self._kernel_ids(ids, lengths, offsets), id_weights
         counts_steps = self.optimizer is not None and self.optimizer.counts_steps
         if torch.is_inference_mode_enabled():
             # fbgemm registers its training kernels for autograd only, which inference mode leaves out.
             with torch.inference_mode(False), torch.no_grad():
-                return self._look_up_by_kernel(ids, lengths, id_weights)
+                return self._look_up_by_kernel(ids, lengths, id_weights, offsets)
         if self._call is not None:
             pooled = self._call(*arguments, self.step_count + 1 if counts_steps else 0)
         else:
@@ -300,14 +315,15 @@ class TableBank:
         if self.cache is not None:
             self.cache.prefetch(ids, *self._kernel_ids(ids, lengths))
 
-    def _kernel_ids(self, ids: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor]:
+    def _kernel_ids(self, ids: Tensor, lengths: Tensor, offsets: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Ids and offsets as fbgemm's kernel takes them."""
-        if self.device.type == "cuda" and not self.pooled:
-            lengths = chunked(lengths, ids.numel())
-        offsets = torch.ops.fbgemm.asynchronous_complete_cumsum(lengths.reshape(-1))
+        if offsets is None or not self.pooled:
+            if self.device.type == "cuda" and not self.pooled:
+                lengths = chunked(lengths, ids.numel())
+            offsets = torch.ops.fbgemm.asynchronous_complete_cumsum(lengths.reshape(-1))
         if not self._takes_int32 or ids.dtype is not torch.int32:
-            return ids.to(torch.int64), offsets.to(torch.int64)
-        return ids, offsets
+            ids = ids.to(torch.int64)
+        return ids, offsets.to(ids.dtype)
 
     def set_learning_rate(self, lr: float) -> None:
         """Use ``lr`` from the next look-up on."""

@@ -102,14 +102,21 @@ class _LocalGroup:
         return kept
 
     def look_up(
-        self, ids: Tensor, lengths: Tensor, id_weights: Tensor | None, out: Tensor | None, *, to_update: bool
+        self,
+        ids: Tensor,
+        lengths: Tensor,
+        id_weights: Tensor | None,
+        out: Tensor | None,
+        offsets: Tensor | None,
+        *,
+        to_update: bool,
     ) -> tuple[Tensor, Kept]:
         """As :meth:`TableBank.look_up`; ``to_update``: :meth:`add_gradient` may follow."""
         if self.bank is None:
             return self._nothing(ids, lengths, id_weights), (0.0, None)
         if to_update and self.group.mode is GroupMode.FUSED:
-            return self.bank.look_up_to_update(ids, lengths, id_weights, out)
-        return self.bank.look_up(ids, lengths, id_weights, out), (0.0, None)
+            return self.bank.look_up_to_update(ids, lengths, id_weights, out, offsets)
+        return self.bank.look_up(ids, lengths, id_weights, out, offsets), (0.0, None)
 
     def add_gradient(
         self,
@@ -345,7 +352,7 @@ class ShardLookup:
         groups, batch = self._local_groups, shard_input.lengths.size(1)
         if len(groups) == 1 and (allocate is None or not self._writes_in_place):
             inputs = shard_input.ids, shard_input.lengths, shard_input.weights
-            pooled, kept = groups[0].look_up(*inputs, None, to_update=to_update)
+            pooled, kept = groups[0].look_up(*inputs, None, shard_input.offsets, to_update=to_update)
             return pooled, inputs, [kept]
         if allocate is not None and self._writes_in_place:
             whole = allocate(batch * self._width).view(batch, self._width)
@@ -423,7 +430,7 @@ class ShardLookup:
         """:meth:`rows`, with the memory of each group's pooled columns, if all banks write in place."""
         rows, lookups, inputs = [], [], list[Tensor | None]()
         for (local, ids, lengths, id_weights), out in zip(self._inputs(shard_input), outs, strict=True):
-            looked_up, kept = local.look_up(ids, lengths, id_weights, out, to_update=to_update)
+            looked_up, kept = local.look_up(ids, lengths, id_weights, out, None, to_update=to_update)
             rows.append(looked_up)
             lookups.append(kept)
             inputs += (ids, lengths, id_weights)

@@ -12,7 +12,7 @@ reads what to leave alone from the outermost module only: so it is noticed where
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
 from operator import is_
 from typing import Any
 
@@ -26,9 +26,19 @@ from torch.nn.modules.module import register_module_module_registration_hook
 from torch.nn.parallel import DistributedDataParallel
 
 from shardrec.errors import ConfigError
+from shardrec.exchange.fault_flags import FaultFlags
 from shardrec.layout import Shard, TableLayout
+from shardrec.lookup.shards import ShardLookup
 
-__all__ = ["ShardedTable", "StateDictError", "TableWatch", "as_one_tensor", "averaged_parameters", "load_table"]
+__all__ = [
+    "ShardedTable",
+    "StateDictError",
+    "TableWatch",
+    "as_one_tensor",
+    "averaged_parameters",
+    "load_table",
+    "settle",
+]
 
 
 class StateDictError(ConfigError, RuntimeError):
@@ -248,6 +258,12 @@ def _metadata(shard: Shard, group: dist.ProcessGroup, device: str) -> ShardMetad
     return ShardMetadata(
         shard_offsets=[shard.row_start, shard.col_start], shard_sizes=[shard.rows, shard.cols], placement=placement
     )
+
+
+def settle(flags: FaultFlags, lookup: ShardLookup, shards: Iterable[Shard | None], *, to_write: bool) -> None:
+    """:meth:`ShardLookup.settle`, unless a faulty batch was looked up, which raises."""
+    flags.check()
+    lookup.settle(shards, to_write=to_write)
 
 
 def load_table(tensors: Mapping[Shard | None, Tensor], value: Tensor | ShardedTensor) -> None:

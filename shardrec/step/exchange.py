@@ -26,6 +26,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import FunctionCtx, once_differentiable
 
+from shardrec.exchange.fault_flags import FaultFlags
 from shardrec.exchange.row_exchange import OutgoingRows, RowAllToAll, RowsInFlight
 from shardrec.step.look_up import LookedUp, look_up, node_inputs, update
 from shardrec.step.records import Arrival, InFlight, StepPlan
@@ -39,6 +40,7 @@ class RowExchange:
     Args:
         inside: the exchange of partial sums inside hosts.
         output: the exchange of rows.
+        flags: of the model's batches.
 
     Attributes:
         on_rows: called with a module's plan and what was looked up in its shards, on every rank, before it is sent.
@@ -46,9 +48,10 @@ class RowExchange:
         placeholder: stands for tables in the autograd graph.
     """
 
-    def __init__(self, inside: RowAllToAll, output: RowAllToAll) -> None:
+    def __init__(self, inside: RowAllToAll, output: RowAllToAll, flags: FaultFlags) -> None:
         self.inside = inside
         self.output = output
+        self.flags = flags
         self.collectives = output.collectives
         self.on_rows: Callable[[StepPlan, LookedUp], None] | None = None
         self.before_gradients: Callable[[], None] | None = None

@@ -13,6 +13,14 @@ same mode, with gradients or without (in its first: as many as it has sharded mo
 :mod:`shardrec.step.call_batching`), or else at the first use of a queued call's value. So a model that makes the
 same calls in each step makes the fewest exchanges.
 
+[Note: who reads a flag]
+On a device, one rank need not wait until a batch is checked (:mod:`shardrec.exchange.fault_flags`). A model's forward
+in training goes on. The flags of its batches are read by each backward of a lookup, before it updates; by the model's
+next forward; by what reads or writes its tables (``state_dict``, a save); and at the end of a ``TrainPipeline``. A call
+reads its flag itself where its backward would not do so in time: without gradients, by an operator, with dynamic ids,
+which would get rows, outside of a model's forward, and where a backward may update dense layers before it reaches the
+lookup (:attr:`shardrec.ShardedModel.updates_above_lookups`).
+
 Outside a model's forward (a sharded module used alone, a recomputation in backward) each call exchanges at once; so
 does each call of one rank, which has nothing to share.
 """
@@ -29,6 +37,7 @@ from weakref import WeakSet
 import torch
 
 from shardrec.errors import ConfigError, ShardrecError
+from shardrec.exchange.fault_flags import FaultFlag
 from shardrec.exchange.headers import Headers
 from shardrec.exchange.row_exchange import RowAllToAll
 from shardrec.exchange.wire_format import QuantizedComms
@@ -58,19 +67,22 @@ class Step:
         on_value: called with each call and its value.
         before_look_up: called when the exchange of some calls begins, whoever made them.
         unused: the calls whose value has not been used yet.
+        reads_flags_late: on a device, whether backwards read whether the batches of this forward are faulty; else each
+            call does.
     """
 
     def __init__(self, headers: Headers, comms: QuantizedComms) -> None:
         collectives, device = headers.collectives, headers.device
         self._comms = comms
         inside = RowAllToAll(collectives, QuantizedComms(), "partial sums", device)
-        self.rows = RowExchange(inside, RowAllToAll(collectives, comms, device=device))
+        self.rows = RowExchange(inside, RowAllToAll(collectives, comms, device=device), headers.flags)
         self.lock = RLock()
         self.ahead: Ahead | None = None
         self.observed: list[tuple[object, object, GradMode]] | None = None
         self.on_value: Callable[[InFlight, Any], None] | None = None
         self.before_look_up: Callable[[], None] | None = None
         self.unused: WeakSet[InFlight] = WeakSet()
+        self.reads_flags_late = False
         self._headers, self._collectives = headers, collectives
         self._is_alone = collectives.world_size == 1
         self._calls: list[InFlight] = []
@@ -127,6 +139,8 @@ class Step:
                 self.before_look_up()
             if call.received is None:
                 exchange_ids(self._headers, [call])
+            if call.flag is not None:
+                self._read_flag(call, call.flag)
             if call.by_operator:
                 launch(self.rows, [call])
             else:
@@ -134,6 +148,14 @@ class Step:
         except BaseException as error:
             call.error = error
             raise
+
+    def _read_flag(self, call: InFlight, flag: FaultFlag) -> None:
+        """Raise if the batch is faulty, now or in the call's backward."""
+        is_updated = call.requires_grad and torch.is_grad_enabled() and not call.by_operator
+        if self.reads_flags_late and is_updated and call.step.id_maps is None:
+            self._headers.flags.unread.append(flag)
+        else:
+            flag.check()
 
     def value(self, call: InFlight) -> Any:
         """The value of a call, whose exchange begins if it has not; it can be taken once.
