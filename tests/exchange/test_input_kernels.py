@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from random import Random
 from types import SimpleNamespace
 from typing import Any
@@ -14,6 +15,7 @@ from shardrec.exchange import check, launching
 from shardrec.exchange.batch import NO_LIMIT, Batch
 from shardrec.exchange.fault_flags import FaultFlag
 from shardrec.step.id_exchange import write_header
+from tests.compiled_kernels import compile_kernels
 from tests.cuda_double import INTERPRETS_TRITON
 from tests.plans import randoms
 
@@ -111,3 +113,14 @@ def test_headers_are_written(rng: Random) -> None:
         headers.append(header.cpu())
     assert torch.equal(*headers)
     assert headers[0][0, 0] == (not all(valid))
+
+
+@pytest.mark.skipif(not INTERPRETS_TRITON, reason="where there is a device, it runs the kernels")
+def test_the_kernels_compile_for_a_gpu(tmp_path: Path) -> None:
+    pointers = {"values_N": "*i64", "limits_F": "*i64", "flag": "*i64", "edges": "*i64", "header_WC": "*i64"}
+    types = pointers | dict.fromkeys(["offsets", "ids_N", "safe_offsets", "lengths_FB", "lengths_SB"], "*i32")
+    calls: list[tuple[str, dict[str, Any]]] = [
+        ("check_ids", {"SHARES": 32, "STARTS": 1024, "BLOCK": 1024}),
+        ("write_header", {"SIZES": 2, "SHARES": 32, "BLOCK": 1024}),
+    ]
+    compile_kernels("shardrec.exchange.input_kernels", types, calls, tmp_path)
