@@ -5,7 +5,7 @@
     forward     check_ids    writes the batch's number to its flag on the device if the batch is faulty
                 send         copies the flag to pinned memory, and records an event
                 lookup, dense part, loss: the host does not wait
-    backward    check        waits for the event, and raises before a weight changes
+    backward    check        waits for the event, and raises before a weight or a gradient changes
 
 A flag is up if it holds the number of its batch. No flag is cleared: another number is of an earlier batch. The lookup
 of a faulty batch reads safe ids (:func:`shardrec.exchange.check.checked_on_device`), and its values have no meaning.
@@ -19,6 +19,7 @@ from collections.abc import Callable
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 
 __all__ = ["FaultFlag", "FaultFlags"]
 
@@ -112,6 +113,18 @@ class FaultFlags:
         if self.unread and self._number - self.unread[0].number >= _FLAGS:
             self.check()
         return FaultFlag(self._number, *self._memory[self._number % _FLAGS])
+
+    def check_in_backward(self, outputs: object) -> None:
+        """Read the unread flags when a backward reaches one of the tensors in ``outputs`` of a model's forward."""
+        flags = self.unread.copy()
+
+        def check(gradients: object) -> None:
+            self.check()
+            for flag in flags:
+                flag.check()
+
+        for node in {leaf.grad_fn for leaf in tree_leaves(outputs) if isinstance(leaf, Tensor)} - {None}:
+            node.register_prehook(check)
 
     def check(self) -> None:
         """Wait for the unread flags, if there are any.

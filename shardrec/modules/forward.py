@@ -108,6 +108,8 @@ def _end(forward: _Forward, error: BaseException | None, output: Any = None) -> 
         _tell(forward, error)
     elif model.group is not None and torch.is_grad_enabled():
         context.gradients.backward.watch(output)
+    elif context.headers.flags.unread:
+        context.headers.flags.check_in_backward(output)
     context.forward_state.dense_signature = ""
     return output
 

@@ -13,16 +13,17 @@ same mode, with gradients or without (in its first: as many as it has sharded mo
 :mod:`shardrec.step.call_batching`), or else at the first use of a queued call's value. So a model that makes the
 same calls in each step makes the fewest exchanges.
 
-[Note: who reads a flag]
-On a device, one rank need not wait until a batch is checked (:mod:`shardrec.exchange.fault_flags`). A model's forward
-in training goes on. The flags of its batches are read by each backward of a lookup, before it updates; by the model's
-next forward; by what reads or writes its tables (``state_dict``, a save); and at the end of a ``TrainPipeline``. A call
-reads its flag itself where its backward would not do so in time: without gradients, by an operator, with dynamic ids,
-which would get rows, outside of a model's forward, and where a backward may update dense layers before it reaches the
-lookup (:attr:`shardrec.ShardedModel.updates_above_lookups`).
-
 Outside a model's forward (a sharded module used alone, a recomputation in backward) each call exchanges at once; so
 does each call of one rank, which has nothing to share.
+
+[Note: who reads a flag]
+On a device, one rank need not wait until a batch is checked (:mod:`shardrec.exchange.fault_flags`). A model's forward
+in training goes on, and the flags of its batches are read later: by a backward that reaches the model's output, and
+again where it reaches a lookup, for outputs in which no tensor is seen; by the model's next forward; by what reads or
+writes its tables (``state_dict``, a save); at the end of a ``TrainPipeline``. A call reads its flag itself where its
+backward would not do so in time: without gradients, by an operator, with dynamic ids, which would get rows, outside of
+a model's forward, and where a backward may update dense layers before it reaches the lookup
+(:attr:`shardrec.ShardedModel.updates_above_lookups`).
 """
 
 from __future__ import annotations
