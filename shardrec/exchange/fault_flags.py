@@ -105,10 +105,11 @@ class FaultFlags:
     def next(self) -> FaultFlag:
         """The flag of a further batch. Its memory was that of the 64th batch before, which is checked if it was not."""
         if not self._memory:
-            # Two words for each: kernels are compiled once for memory whose address is a multiple of 16.
-            on_device = torch.zeros((_FLAGS, 2), dtype=torch.int64, device=self._device)
-            on_host = torch.zeros(_FLAGS, dtype=torch.int64, pin_memory=True)
-            self._memory = list(zip(on_device[:, 0].unbind(), on_host.unbind(), strict=True))
+            with torch.inference_mode(False):  # so that later batches may write to it
+                # Two words for each: kernels are compiled once for memory whose address is a multiple of 16.
+                on_device = torch.zeros((_FLAGS, 2), dtype=torch.int64, device=self._device)
+                on_host = torch.zeros(_FLAGS, dtype=torch.int64, pin_memory=True)
+                self._memory = list(zip(on_device[:, 0].unbind(), on_host.unbind(), strict=True))
         self._number += 1
         if self.unread and self._number - self.unread[0].number >= _FLAGS:
             self.check()

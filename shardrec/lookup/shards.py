@@ -220,6 +220,7 @@ class ShardLookup:
     Attributes:
         shards: this rank's shards, group after group.
         parameters: of those that take dense gradients.
+        reads_by_offsets: whether a lookup reads ids in the bags only, so that some may be in none.
     """
 
     def __init__(
@@ -249,6 +250,7 @@ class ShardLookup:
         self._width = sum(local.width for local in self._local_groups)
         banks = [local.bank for local in self._local_groups]
         self._writes_in_place = bool(self._width) and all(bank is None or bank.writes_in_place for bank in banks)
+        self.reads_by_offsets = all(bank is None or bank.kernel is not None for bank in banks)
         self._nodes: list[ref[Any]] = []
         self.parameters: list[nn.Parameter] = []
 

@@ -18,12 +18,16 @@ does each call of one rank, which has nothing to share.
 
 [Note: who reads a flag]
 On a device, one rank need not wait until a batch is checked (:mod:`shardrec.exchange.fault_flags`). A model's forward
-in training goes on, and the flags of its batches are read later: by a backward that reaches the model's output, and
-again where it reaches a lookup, for outputs in which no tensor is seen; by the model's next forward; by what reads or
-writes its tables (``state_dict``, a save); at the end of a ``TrainPipeline``. A call reads its flag itself where its
-backward would not do so in time: without gradients, by an operator, with dynamic ids, which would get rows, outside of
-a model's forward, and where a backward may update dense layers before it reaches the lookup
-(:attr:`shardrec.ShardedModel.updates_above_lookups`).
+in training goes on, and the flags of its batches are read later:
+
+- by a backward that reaches the model's output, and again where it reaches a lookup, if no tensor was seen in it;
+- by the model's next forward, by what reads or writes its tables (``state_dict``, a save), and at the end of a
+  ``TrainPipeline``.
+
+A call reads its flag itself, before the lookup, where its backward would not do so in time: without gradients, by an
+operator, outside of a model's forward, and where a backward may update dense layers before it reaches the lookup
+(:attr:`shardrec.ShardedModel.updates_above_lookups`); where ids would get rows (dynamic ids); and where the lookup
+takes each id to be in a bag (bfloat16).
 """
 
 from __future__ import annotations
@@ -152,8 +156,8 @@ class Step:
 
     def _read_flag(self, call: InFlight, flag: FaultFlag) -> None:
         """Raise if the batch is faulty, now or in the call's backward."""
-        is_updated = call.requires_grad and torch.is_grad_enabled() and not call.by_operator
-        if self.reads_flags_late and is_updated and call.step.id_maps is None:
+        is_updated, plan = call.requires_grad and torch.is_grad_enabled() and not call.by_operator, call.step
+        if self.reads_flags_late and is_updated and plan.id_maps is None and plan.lookup.reads_by_offsets:
             self._headers.flags.unread.append(flag)
         else:
             flag.check()

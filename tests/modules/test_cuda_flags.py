@@ -11,12 +11,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributed.optim import _apply_optimizer_in_backward as apply_optimizer_in_backward
-from torchrec.modules.embedding_configs import EmbeddingBagConfig
+from torchrec.modules.embedding_configs import DataType, EmbeddingBagConfig
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from shardrec.checkpoint import save
 from shardrec.errors import InputError
 from shardrec.exchange import launching
+from shardrec.exchange.fault_flags import FaultFlags
 from shardrec.layout import ShardingPlan, Topology, cuts
 from shardrec.modules import ShardedModel, shard
 from shardrec.pipeline import TrainPipeline
@@ -32,11 +33,11 @@ FLAG = "exchange/fault_flags.py"
 class Model(nn.Module):
     """Two collections, and a dense layer above them."""
 
-    def __init__(self) -> None:
+    def __init__(self, data_type: str = "FP32") -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.first = collection(configs("f"), optimizers="adagrad")
-        self.second = collection(configs("s"), optimizers="adagrad")
+        self.first = collection(configs("f", data_type), optimizers="adagrad")
+        self.second = collection(configs("s", data_type), optimizers="adagrad")
         self.dense = nn.Linear(2 * 8 * len(KEYS), 1)
 
     def forward(self, batch: tuple[KeyedJaggedTensor, KeyedJaggedTensor]) -> Tensor:
@@ -45,11 +46,9 @@ class Model(nn.Module):
         return out
 
 
-def configs(prefix: str = "t") -> list[EmbeddingBagConfig]:
-    return [
-        EmbeddingBagConfig(name=f"{prefix}{key}", num_embeddings=ROWS, embedding_dim=8, feature_names=[key])
-        for key in KEYS
-    ]
+def configs(prefix: str = "t", data_type: str = "FP32") -> list[EmbeddingBagConfig]:
+    sizes: dict[str, Any] = {"num_embeddings": ROWS, "embedding_dim": 8, "data_type": DataType[data_type]}
+    return [EmbeddingBagConfig(name=f"{prefix}{key}", feature_names=[key], **sizes) for key in KEYS]
 
 
 def plan_of(module: nn.Module) -> ShardingPlan:
@@ -231,6 +230,17 @@ def test_forwards_without_backward_are_read_before_their_flags_are_used_again(do
     assert len(model.context.headers.flags.unread) == 63
 
 
+def test_flags_of_inference_and_of_training(double: CudaDouble) -> None:
+    """They share memory, which inference mode may have made."""
+    flags = FaultFlags(torch.device("cuda", 0))
+    with torch.inference_mode():
+        first = flags.next()
+    for flag, is_up in ((first, True), (flags.next(), False), (flags.next(), True)):
+        flag.put_up(torch.tensor(is_up, device="cuda"))
+        flag.send(lambda: None)
+        assert flag.is_up() == is_up
+
+
 def test_a_batch_that_was_written_to_meanwhile(double: CudaDouble) -> None:
     model = sharded()
     batch = there(faulty(0))
@@ -240,10 +250,10 @@ def test_a_batch_that_was_written_to_meanwhile(double: CudaDouble) -> None:
         loss.backward()
 
 
-@pytest.mark.parametrize("how", ["no_grad", "outside", "frozen", "in backward", "a hook"])
+@pytest.mark.parametrize("how", ["no_grad", "outside", "frozen", "bfloat16", "in backward", "a hook"])
 def test_where_the_forward_waits(double: CudaDouble, how: str) -> None:
     """No backward of the lookup's own would read the flag in time."""
-    module = Model()
+    module = Model("BF16" if how == "bfloat16" else "FP32")
     if how == "frozen":
         for weight in (*module.first.parameters(), *module.second.parameters()):
             weight.requires_grad_(False)
