@@ -169,6 +169,7 @@ def save_checkpoint(
         ConfigError: on every rank, before anything is written, for values that a checkpoint cannot hold.
         CheckpointError: on every rank, if one of them cannot write. With ``wait=False``, :meth:`PendingSave.wait`
             raises it, or else the next save or load of this model.
+        InputError: on one rank with tables on a GPU, for a faulty batch of which no backward has told.
         PeerError: if another rank is gone or did not answer in time.
     """
     return save(Path(path), model, optimizer, extra, rank_state=rank_state, wait=wait, incremental=incremental)
@@ -188,6 +189,7 @@ def save(
     """:func:`save_checkpoint`, and then ``then`` on rank 0, before any rank knows that the save is complete."""
     check_incremental(incremental)
     wait_for_save(model)
+    model.context.headers.flags.check()
     if isinstance(model, ReplicatedModel):
         # Then it does not matter which of the ranks that hold a shard writes it.
         model.sync_replicas()

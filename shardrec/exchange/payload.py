@@ -50,6 +50,7 @@ class ShardInput:
         slot_sizes: per rank, the batch size of each slot if they differ, else None; the remaining bags up to B_w are
             empty.
         order: (n,) int32, index of each id among those received, if the weights need a gradient and the order differs.
+        offsets: (S_mine·B_all + 1,) of the ids' dtype, sums of the lengths, where they are known; else None.
     """
 
     lengths: Tensor
@@ -60,6 +61,7 @@ class ShardInput:
     counts: tuple[tuple[int, ...], ...]
     slot_sizes: tuple[tuple[int, ...] | None, ...]
     order: Tensor | None = None
+    offsets: Tensor | None = None
 
 
 class Payload:

@@ -6,6 +6,7 @@ import abc
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
+from functools import partial
 from typing import Any, ClassVar, Self, TypeAlias
 from weakref import WeakSet
 
@@ -37,7 +38,7 @@ from shardrec.modules.given_tables import GivenTables, given_tables
 from shardrec.modules.initial import TableDraw, check_init_fn, draw_rows, first_values
 from shardrec.modules.overrides import copy_hooks
 from shardrec.modules.storage import Storage
-from shardrec.modules.table import ShardedTable, TableWatch, load_table
+from shardrec.modules.table import ShardedTable, TableWatch, load_table, settle
 from shardrec.pending import LazyAwaitable
 from shardrec.planner.describe import PlannedTable
 from shardrec.step.begin import begin
@@ -211,9 +212,8 @@ class ShardedCollection(nn.Module, abc.ABC):
         """A call whose ids are not under way yet."""
         plan = self.step_plan
         agreement = self._agreement() if plan.input.world_size > 1 else ""
-        assigns_new_ids = plan.id_maps is not None and self.assigns_new_ids()
-        fault = self._watch.fault()
-        return begin(plan.input, features, agreement, fault, plan=plan, assigns_new_ids=assigns_new_ids)
+        assigns = plan.id_maps is not None and self.assigns_new_ids()
+        return begin(plan.input, features, agreement, self._watch.fault(), plan=plan, assigns_new_ids=assigns)
 
     @abc.abstractmethod
     def _pending(self, call: InFlight) -> LazyAwaitable[Any]:
@@ -409,7 +409,8 @@ class ShardedCollection(nn.Module, abc.ABC):
                 load_table(tensors, values)
             dtype, has_optimizer = self._lookup_tables[name].dtype, name in self._given.optimizers
             table = self.storage.table(layout, parameters, self.group, dtype, has_optimizer=has_optimizer)
-            table.settle, modules[name] = self.shards.settle, table
+            table.settle = partial(settle, self.context.headers.flags, self.shards)
+            modules[name] = table
         self.shards.own_parameters(by_shard)
         self._watch = TableWatch(list(modules.values()))  # type: ignore[arg-type]
         return modules

@@ -39,6 +39,9 @@ class _Model(Protocol):
     @property
     def is_traced(self) -> bool: ...
 
+    @property
+    def updates_above_lookups(self) -> bool: ...
+
     def warn_without_step(self) -> None: ...
 
     def fail(self, error: Exception, inputs: object) -> None: ...
@@ -68,6 +71,9 @@ class _Forward:
         context = model.context
         state = context.forward_state
         state.refusal = ""
+        if context.is_alone_on_device:
+            context.headers.flags.check()
+            context.step.reads_flags_late = torch.is_grad_enabled() and not model.updates_above_lookups
         if context.collectives.world_size > 1:
             state.dense_signature = dense_signature((args, kwargs))
         if context.options.updates_at_step and model.made_fused_optimizer is None and torch.is_grad_enabled():
@@ -96,6 +102,7 @@ def _before_module(model: _Model) -> None:
 def _end(forward: _Forward, error: BaseException | None, output: Any = None) -> Any:
     """End a forward; gives its output, watched: if a backward from it raises, the other ranks are told."""
     model, context = forward.model, forward.model.context
+    context.step.reads_flags_late = False
     try:
         try:
             if forward.is_outermost:
@@ -113,6 +120,8 @@ def _end(forward: _Forward, error: BaseException | None, output: Any = None) -> 
         _tell(forward, error)
     elif model.group is not None and torch.is_grad_enabled():
         context.gradients.backward.watch(output)
+    elif context.headers.flags.unread:
+        context.headers.flags.check_in_backward(output)
     context.forward_state.dense_signature = ""
     return output
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import inspect
+import sys
 import warnings
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -80,6 +81,7 @@ class ShardedModel(nn.Module):
         self._sharded = [child for child in module.modules() if isinstance(child, ShardedCollection)]
         self.made_fused_optimizer: FusedOptimizers | None = None
         self._has_warned = False
+        self._hooked = -1, False  # parameters with hooks when it was looked for those of this model, and what was found
         self.tables_without_room: set[str] = set()  # of which a reshard has warned
         self._dense = dense
         self._reducer: DenseReducer | None = None
@@ -160,6 +162,30 @@ class ShardedModel(nn.Module):
         stepped = [name for name, weight in self.named_parameters() if getattr(weight, "_in_backward_optimizers", ())]
         remedy = "give them to an ordinary optimizer in place of apply_optimizer_in_backward"
         return f"the optimizers of {', '.join(stepped[:3])} step in each backward: {remedy}" if stepped else ""
+
+    @property
+    def updates_above_lookups(self) -> bool:
+        """Whether a backward may update a parameter before it reaches the lookups: an optimizer in backward of a dense
+        one, or another hook on its gradient; true also where the model has parts on other ranks, servers or replicas.
+
+        Hooks count that are there in the first forward, and optimizers in backward whenever they are given.
+        """
+        hooks = sys.modules.get("torch.distributed.optim.apply_optimizer_in_backward")
+        count = 0 if hooks is None else len(hooks.param_to_optim_hook_handle_map)
+        if count != self._hooked[0]:
+            of_tables = {
+                id(parameter)
+                for collection in self._sharded
+                for table in collection.tables().values()
+                for parameter in table.parameters()
+            }
+            hooked = any(
+                getattr(parameter, "_in_backward_optimizers", ()) or parameter._post_accumulate_grad_hooks
+                for parameter in self.parameters()
+                if id(parameter) not in of_tables
+            )
+            self._hooked = count, hooked or not self._is_plain
+        return self._hooked[1]
 
     def scaler_fault(self) -> str:
         """Why a GradScaler cannot scale this model's gradients; "" if it can."""

@@ -12,7 +12,7 @@ reads what to leave alone from the outermost module only: so it is noticed where
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
 from itertools import chain
 from operator import is_, methodcaller
 from typing import Any
@@ -27,7 +27,9 @@ from torch.nn.modules.module import register_module_module_registration_hook
 from torch.nn.parallel import DistributedDataParallel
 
 from shardrec.errors import ConfigError
+from shardrec.exchange.fault_flags import FaultFlags
 from shardrec.layout import Shard, TableLayout
+from shardrec.lookup.shards import ShardLookup
 
 __all__ = [
     "ModuleWatch",
@@ -37,6 +39,7 @@ __all__ = [
     "as_one_tensor",
     "averaged_parameters",
     "load_table",
+    "settle",
 ]
 
 
@@ -275,6 +278,12 @@ def _metadata(shard: Shard, group: dist.ProcessGroup, device: str) -> ShardMetad
     return ShardMetadata(
         shard_offsets=[shard.row_start, shard.col_start], shard_sizes=[shard.rows, shard.cols], placement=placement
     )
+
+
+def settle(flags: FaultFlags, lookup: ShardLookup, shards: Iterable[Shard | None], *, to_write: bool) -> None:
+    """:meth:`ShardLookup.settle`, unless a faulty batch was looked up, which raises."""
+    flags.check()
+    lookup.settle(shards, to_write=to_write)
 
 
 def load_table(tensors: Mapping[Shard | None, Tensor], value: Tensor | ShardedTensor) -> None:

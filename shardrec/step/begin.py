@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from shardrec.exchange.bad_ids import mended
 from shardrec.exchange.batch import Batch, Expectation, read_batch
-from shardrec.exchange.check import add_up, describe_fault, ids_are_valid
+from shardrec.exchange.check import add_up, checked_on_device, describe_fault, ids_are_valid
 from shardrec.step.input_plan import InputPlan
 from shardrec.step.records import GRAD_MODES, FullBatch, InFlight, StepPlan
 
@@ -55,7 +55,7 @@ def begin(
         flight.agreement = f"ids {str(given.values.dtype).removeprefix('torch.')}, {agreement}"
         flight.agreement += "" if flight.learned_weights is None else ", weights with gradient"
     _check(flight)
-    if flight.fault and flight.valid is None:
+    if flight.fault and flight.flag is None:
         return flight  # there is nothing to send but the fault
     flight.to_send = flight.batch
     if input.distinct is not None:
@@ -73,45 +73,68 @@ def begin(
 
 
 def _check(flight: InFlight) -> None:
-    """Find what is wrong with the batch: on the CPU ``fault`` says it, else ``valid`` on the device."""
+    """Find what is wrong with the batch: on the CPU ``fault`` says it, on a device ``flag`` will."""
     input, given = flight.input, flight.given
+    if input.expect.device.type == "cuda":
+        _check_on_device(flight)
+        return
     limits, unlimited = input.limits(given.keys)
-    valid = ids_are_valid(given, limits, unlimited=unlimited)
-    whole, on_device = given, valid.is_cuda
-    if input.expect.on_bad_id and given.size and (on_device or not bool(valid)):
-        whole, valid, flight.bad_ids = _mended(input, given)
-    if on_device:
-        flight.valid = valid = torch.zeros_like(valid) if flight.fault else valid
-        lengths = whole.lengths.to(torch.int32) * valid
-    else:
-        if not flight.fault and not bool(valid):
-            flight.fault = describe_fault(given, input.expect)
-        if flight.fault:
-            return
-        lengths = whole.lengths.to(torch.int32, copy=True)  # the caller's memory may change before backward reads it
-    with_dropped = whole.with_dropped
-    if with_dropped is not None and on_device:
-        with_dropped = replace(with_dropped, lengths=with_dropped.lengths * valid)
+    whole, valid = given, ids_are_valid(given, limits, unlimited=unlimited)
+    if input.expect.on_bad_id and given.size and not bool(valid):
+        whole, fit, flight.bad_ids = _mended(input, given)
+        limits, unlimited = input.limits(whole.keys)
+        valid = fit & ids_are_valid(whole, limits, unlimited=unlimited)
+    if not flight.fault and not bool(valid):
+        flight.fault = describe_fault(given, input.expect)
+    if flight.fault:
+        return
     flight.batch = Batch(
         keys=whole.keys,
-        lengths=lengths.contiguous(),
+        # The caller's memory may change before backward reads it.
+        lengths=whole.lengths.to(torch.int32, copy=True).contiguous(),
         values=whole.values.to(input.cutter.id_dtype).contiguous(),
         weights=None if whole.weights is None else whole.weights.detach().float().contiguous(),
         sizes=whole.sizes,
         inverse=whole.inverse,
+        with_dropped=whole.with_dropped,
+    )
+
+
+def _check_on_device(flight: InFlight) -> None:
+    """:func:`_check` without waiting for the device."""
+    input, given = flight.input, flight.given
+    if flight.fault and input.world_size == 1:
+        return
+    flag = flight.flag = input.flags.next()
+    if flight.fault:
+        flag.put_up()
+    whole = given
+    if input.expect.on_bad_id and given.size:
+        whole, fit, flight.bad_ids = _mended(input, given)
+        flag.put_up(fit.logical_not())
+    limits, _ = input.limits(whole.keys)
+    ids, offsets, lengths = checked_on_device(whole, limits, input.cutter.id_dtype, flag)
+    weights, with_dropped = whole.weights, whole.with_dropped
+    if with_dropped is not None:
+        with_dropped = replace(with_dropped, lengths=with_dropped.lengths * flag.is_down())
+    flight.batch = replace(
+        whole,
+        lengths=lengths,
+        values=ids,
+        weights=None if weights is None else weights.detach().float().contiguous(),
         with_dropped=with_dropped,
+        offsets=offsets,
     )
 
 
 def _mended(input: InputPlan, batch: Batch) -> tuple[Batch, Tensor, Tensor]:
-    """The batch without the bad ids that are no error, whether it is sound, and their number per feature (U,)."""
+    """The batch without the bad ids that are no error, whether its lengths fit, and their number per feature (U,)."""
     limits, _ = input.limits(batch.keys)
     policies, places = input.policies(batch.keys)
     whole, bad_F = mended(batch, limits, policies, drops=input.drops)
-    limits, unlimited = input.limits(whole.keys)
     lengths = batch.lengths
     fit = add_up(lengths, lengths.sum(dim=1, dtype=torch.int64), batch.values.numel())
-    return whole, fit & ids_are_valid(whole, limits, unlimited=unlimited), bad_F.index_select(0, places)
+    return whole, fit, bad_F.index_select(0, places)
 
 
 def _as_one_bag(flight: InFlight) -> None:
@@ -122,7 +145,7 @@ def _as_one_bag(flight: InFlight) -> None:
     sent_ids = sent.sum(dim=1, dtype=torch.int64)
     flight.counted = sent_ids, sent_ids if local is sent else local.sum(dim=1, dtype=torch.int64)
     if batch.inverse is not None:
-        inverse = batch.inverse if flight.valid is None else batch.inverse * flight.valid
+        inverse = batch.inverse if flight.flag is None else batch.inverse * flight.flag.is_down()
         lengths = nn.functional.pad(local, [0, 1])  # so that 0 is a bag also of a batch without bags
         starts = flight.input.policies(flight.given.keys)[1] * lengths.size(1)
         order = (inverse + starts.unsqueeze(1)).to(torch.int32)

@@ -28,6 +28,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import FunctionCtx
 
+from shardrec.exchange.fault_flags import FaultFlags
 from shardrec.exchange.life_cycle import LifeCycle
 from shardrec.exchange.row_exchange import OutgoingRows, RowAllToAll, RowsInFlight
 from shardrec.lookup.backward import once_differentiable
@@ -46,15 +47,17 @@ class RowExchange:
         inside: the exchange of partial sums inside hosts.
         output: the exchange of rows.
         life_cycle: of the model.
+        flags: of the model's batches.
 
     Attributes:
         placeholder: stands for tables in the autograd graph.
     """
 
-    def __init__(self, inside: RowAllToAll, output: RowAllToAll, life_cycle: LifeCycle) -> None:
+    def __init__(self, inside: RowAllToAll, output: RowAllToAll, life_cycle: LifeCycle, flags: FaultFlags) -> None:
         self.inside = inside
         self.output = output
         self.life_cycle = life_cycle
+        self.flags = flags
         self.collectives = output.collectives
         self.placeholder = torch.zeros(0, dtype=torch.float32, device=output.device, requires_grad=True)
 

@@ -41,6 +41,7 @@ class InputPlan:
         group_spans: the same, as slices of the slots.
         columns: width of a call's part of a header.
         shard_rows: (S_mine,) int64, on the CPU, the rows of the shard of each of this rank's slots.
+        flags: of the model's batches that are checked on a device.
         bad_ids: (U,) int64, per feature, ids outside its table that were no error, in the batches so far.
         limits: of a batch's keys: (F,) int64, one more than the largest id of each, and whether some keys allow any.
         policies: of a batch's keys: (F,) number of each key's policy, and (U,) place of each feature among the keys.
@@ -64,6 +65,7 @@ class InputPlan:
         self.columns = HEADER_SIZES + route.groups
         headers.add_module(_REPEATS * self.columns)
         self._headers = headers
+        self.flags = headers.flags
         self.limits = lru_cache(maxsize=KEY_ORDERS)(self._new_limits)
         self.policies = lru_cache(maxsize=KEY_ORDERS)(self._new_policies)
         self.cutter = Cutter(route, expect.device)

@@ -52,7 +52,7 @@ def _look_up(ctx: Any, exchange: RowExchange, call: InFlight, replicated: Tensor
     rows, looked_up.rows = looked_up.rows, []
     if ctx is not None:
         ctx.exchange, ctx.output, ctx.looked_up = exchange, exchange.output, looked_up
-        ctx.arrival, ctx.to_update = call.arrival, call.to_update
+        ctx.arrival, ctx.to_update, ctx.flag = call.arrival, call.to_update, call.flag
         ctx.save_for_backward(*looked_up.release_ids())
     if plan.output.is_identity:
         return rows[0]
@@ -72,6 +72,9 @@ class _LookUp(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         if ctx.output.ended:
             ctx.output.refuse_ended()
+        if ctx.flag is not None:
+            ctx.exchange.flags.check()
+            ctx.flag.check()  # read before, and the backward is made again
         looked_up, arrival, of_replicated = ctx.looked_up, ctx.arrival, None
         output = looked_up.plan.output
         if output.pools and output.is_identity:

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from shardrec.exchange.batch import Batch
 from shardrec.exchange.cut import Cut
+from shardrec.exchange.fault_flags import FaultFlag
 from shardrec.exchange.hosts import HostExchange
 from shardrec.exchange.payload import ShardInput
 from shardrec.exchange.wire_format import Shape
@@ -184,9 +185,9 @@ class InFlight:
     Attributes:
         plan: the module's step; None where only ids are exchanged.
         fault: what is wrong with the batch or the module, or "".
-        valid: 0-d bool on the device, whether lengths and ids are sound, where the host has not read it; else None.
+        flag: on a device, whether the batch is faulty, until the host has read it in a header; else None.
         batch: the checked local input (read for bag lengths and inverse indices, and of sequences for replicated
-            tables); of empty bags if ``valid`` is false.
+            tables); where ``flag`` is up, with other ids and bags, which are safe to look up.
         to_send: what is cut: ``batch``, or its distinct ids.
         distinct_index: (N,) int64 index of each id of the lookups among the distinct ids; None if all ids are sent.
         cut: ``to_send`` cut into blocks.
@@ -229,7 +230,7 @@ class InFlight:
     mode: GradMode
     plan: StepPlan | None = None
     fault: str = ""
-    valid: Tensor | None = None
+    flag: FaultFlag | None = None
     batch: Batch = field(init=False)
     to_send: Batch = field(init=False)
     distinct_index: Tensor | None = None

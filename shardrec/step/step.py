@@ -15,6 +15,19 @@ same calls in each step makes the fewest exchanges.
 
 Outside a model's forward (a sharded module used alone, a recomputation in backward) each call exchanges at once; so
 does each call of one rank, which has nothing to share.
+
+[Note: who reads a flag]
+On a device, one rank need not wait until a batch is checked (:mod:`shardrec.exchange.fault_flags`). A model's forward
+in training goes on, and the flags of its batches are read later:
+
+- by a backward that reaches the model's output, and again where it reaches a lookup, if no tensor was seen in it;
+- by the model's next forward, by what reads or writes its tables (``state_dict``, a save), and at the end of a
+  ``TrainPipeline``.
+
+A call reads its flag itself, before the lookup, where its backward would not do so in time: without gradients, by an
+operator, outside of a model's forward, and where a backward may update dense layers before it reaches the lookup
+(:attr:`shardrec.ShardedModel.updates_above_lookups`); where ids would get rows (dynamic ids); and where the lookup
+takes each id to be in a bag (bfloat16).
 """
 
 from __future__ import annotations
@@ -29,6 +42,7 @@ from weakref import ref
 import torch
 
 from shardrec.errors import ConfigError, ShardrecError
+from shardrec.exchange.fault_flags import FaultFlag
 from shardrec.exchange.headers import Headers
 from shardrec.exchange.life_cycle import LifeCycle
 from shardrec.exchange.row_exchange import RowAllToAll
@@ -58,17 +72,21 @@ class Step:
         ahead: the calls of the present forward, if they were made before it.
         observed: if a list, each call of the present forward is appended, with its module, features and modes.
         unused: references to the calls whose value has not been used yet, and that are not freed.
+        reads_flags_late: on a device, whether backwards read whether the batches of this forward are faulty; else each
+            call does.
     """
 
     def __init__(self, headers: Headers, comms: QuantizedComms, life_cycle: LifeCycle) -> None:
         collectives, device = headers.collectives, headers.device
         self._comms = comms
         inside = RowAllToAll(collectives, QuantizedComms(), "partial sums", device)
-        self.rows = RowExchange(inside, RowAllToAll(collectives, comms, device=device), life_cycle)
+        rows = RowAllToAll(collectives, comms, device=device)
+        self.rows = RowExchange(inside, rows, life_cycle, headers.flags)
         self.lock = RLock()
         self.ahead: Ahead | None = None
         self.observed: list[tuple[object, object, GradMode]] | None = None
         self.unused: set[ref[InFlight]] = set()
+        self.reads_flags_late = False
         self._headers, self._collectives, self._life_cycle = headers, collectives, life_cycle
         self._is_alone = collectives.world_size == 1
         self._calls: list[InFlight] = []
@@ -125,6 +143,8 @@ class Step:
                 begin()
             if call.received is None:
                 exchange_ids(self._headers, [call])
+            if call.flag is not None:
+                self._read_flag(call, call.flag)
             if call.by_operator:
                 launch(self.rows, [call])
             else:
@@ -132,6 +152,14 @@ class Step:
         except BaseException as error:
             call.error = error
             raise
+
+    def _read_flag(self, call: InFlight, flag: FaultFlag) -> None:
+        """Raise if the batch is faulty, now or in the call's backward."""
+        is_updated, plan = call.requires_grad and torch.is_grad_enabled() and not call.by_operator, call.step
+        if self.reads_flags_late and is_updated and plan.id_maps is None and plan.lookup.reads_by_offsets:
+            self._headers.flags.unread.append(flag)
+        else:
+            flag.check()
 
     def value(self, call: InFlight) -> Any:
         """The value of a call, whose exchange begins if it has not; it can be taken once.
