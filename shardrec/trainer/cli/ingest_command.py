@@ -4,19 +4,20 @@ from __future__ import annotations
 
 import time
 import warnings
+from contextlib import closing
 from pathlib import Path
 from typing import Annotated, Literal
 
 import typer
 
-from shardrec import ConfigError
 from shardrec.files import UnreachableError
 from shardrec.trainer.cli.ending import ended_by_user
 from shardrec.trainer.cli.flags import Debug
 
 __all__ = ["ingest_command"]
 
-_LONGEST_WAIT_S = 30.0
+_RETRY_S, _LONGEST_RETRY_S = 0.5, 30.0
+"""The first wait before brokers that did not answer are asked again, and the longest one."""
 
 
 def ingest_command(
@@ -49,32 +50,27 @@ def ingest_command(
 
     spec = criteo_spec() if features is None else load_spec(features)
     bound = None if keep is None else int(keep * 2**30)
-    if not topic.startswith("kafka://"):
-        raise ConfigError(f"{topic} is no topic: give kafka://HOST:PORT/TOPIC")
-    ingester = Ingester(topic, spec, folder, skips=on_bad_row == "skip", keep=bound)
-    idle_s, retry_s, is_reached = 0.0, 0.5, False
+    new_at, retry_s, is_reached = time.monotonic(), _RETRY_S, False
     try:
-        while True:
-            try:
-                written, is_reached = ingester.write(), True
-            except UnreachableError as error:
-                if not is_reached:  # such as a name with a mistake
-                    raise
-                warnings.warn(f"{error}; it is tried again in {retry_s:g} s", stacklevel=1)
-                time.sleep(retry_s)
-                retry_s = min(2 * retry_s, _LONGEST_WAIT_S)
-                continue
-            retry_s = 0.5
-            if written is not None:
-                path, rows = written
-                typer.echo(f"{path}: {rows:,} rows, {ingester.lag:,} records behind")
-            idle_s = 0.0 if written is not None or ingester.lag else idle_s
-            if ingester.lag:
-                continue
-            if idle is not None and idle_s >= idle and written is None:
-                return
-            time.sleep(every)
-            idle_s += every
+        with closing(Ingester(topic, spec, folder, skips=on_bad_row == "skip", keep=bound)) as ingester:
+            while True:
+                try:
+                    written, is_reached, retry_s = ingester.write(), True, _RETRY_S
+                except UnreachableError as error:
+                    if not is_reached:  # such as a name with a mistake
+                        raise
+                    warnings.warn(f"{error}; it is tried again in {retry_s:g} s", stacklevel=1)
+                    time.sleep(retry_s)
+                    retry_s = min(2 * retry_s, _LONGEST_RETRY_S)
+                    continue
+                if written is not None:
+                    typer.echo(f"{written[0]}: {written[1]:,} rows, {ingester.lag:,} records behind")
+                if written is not None or ingester.lag:
+                    new_at = time.monotonic()
+                elif idle is not None and time.monotonic() - new_at >= idle:
+                    return
+                if not ingester.lag:
+                    time.sleep(every if idle is None else min(every, idle))
     except KeyboardInterrupt:
         ended_by_user()
         raise typer.Exit(130) from None

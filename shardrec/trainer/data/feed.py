@@ -196,21 +196,23 @@ class Feed:
             return error
 
     def _unbroken(self, names: list[str]) -> tuple[list[str], int]:
-        """The new files, of an ingester those whose numbers follow on the last one read; and how many were removed."""
-        last, lost = max(map(number_of, self._taken), default=-1), 0
+        """The new files, of an ingester those that follow on the last one read; and how many were removed unread."""
+        last, lost = dict[str, int](), 0
+        for name in sorted(self._taken, key=number_of):
+            last[os.path.dirname(path_of(name))] = number_of(name)
         for place, name in enumerate(names):
-            number = number_of(name)
-            if -1 < number <= last:
-                raise DataError(f"{name} is new, and later ones were read: the folder was begun anew; begin a new run")
-            if -1 < last < number - 1:
-                if not [*gone_of([name.replace(f"{number:012}", f"{last + 1:012}")])]:
+            number, before = number_of(name), last.get(os.path.dirname(path_of(name)), -1)
+            if -1 < number <= before:
+                raise DataError(f"{name} is new, and later ones were read: its folder was begun anew; begin a new run")
+            if -1 < before < number - 1:
+                if not [*gone_of([name.replace(f"{number:012}", f"{before + 1:012}")])]:
                     return names[:place], lost  # it is not listed yet
-                where = f"{number - last - 1:,} files before {name} were removed before they were read"
+                where = f"{number - before - 1:,} files before {name} were removed before they were read"
                 if not self._skips:
                     raise DataError(f"{where}: keep more (--keep), or go on without them (--on-bad-row skip)")
                 warnings.warn(where, stacklevel=2)
-                lost += number - last - 1
-            last = max(last, number)
+                lost += number - before - 1
+            last[os.path.dirname(path_of(name))] = number
         return names, lost
 
     def _arrived(self, names: Sequence[str], last: bool) -> Position:

@@ -264,12 +264,13 @@ def _answer(requests: Connection, url: str, spec: FeatureSpec, folder: Path, ski
     end_with_launcher()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the run, which ends this process
     ingester = None
-    while True:
-        requests.recv()
-        try:
-            ingester = ingester or Ingester(url, spec, folder, skips=skips)
-            ingester.write()
-            said: object = ingester.lag
-        except ShardrecError as error:
-            said = error
-        requests.send(said)
+    with suppress(EOFError, ConnectionError):  # nobody asks any more
+        while True:
+            requests.recv()
+            try:
+                ingester = ingester or Ingester(url, spec, folder, skips=skips)
+                ingester.write()
+                said: object = ingester.lag
+            except ShardrecError as error:
+                said = error
+            requests.send(said)

@@ -157,8 +157,21 @@ def test_the_oldest_files_are_removed_and_a_feed_notices(brokers: Brokers, tmp_p
         assert late.poll() is not None
     assert late.left_out == 1
     (tmp_path / "topic-000000000002.parquet").rename(tmp_path / "topic-000000000000.parquet")
-    with pytest.raises(DataError, match=r"0.parquet is new, and later ones were read: the folder was begun anew"):
+    with pytest.raises(DataError, match=r"0.parquet is new, and later ones were read: its folder was begun anew"):
         quick.poll()
+
+
+def test_files_of_several_topics_are_a_feed(brokers: Brokers, tmp_path: Path) -> None:
+    """Each folder has numbers of its own."""
+    spec = parse_spec(SPEC, "spec")
+    feed = Feed(f"{tmp_path}/*/*.parquet", spec, lambda names, _: FileClickData(names, spec, holdout=0.0), most=3)
+    for name in "ab":
+        ingester = of(brokers.deliver(f"several-{name}", list(map(row, range(40)))), tmp_path / name)
+        ingester.write(20)
+        ingester.write(20)
+    arrivals = [feed.poll(), feed.poll()]
+    assert [each and each.rows.train_rows for each in arrivals] == [60, 20]
+    assert feed.poll() is None
 
 
 def test_a_name_that_is_not_listed_yet_is_waited_for(brokers: Brokers, tmp_path: Path) -> None:
