@@ -26,8 +26,11 @@ def ingest_command(
     features: Annotated[
         Path | None, typer.Option(help="YAML file that says what the columns are (default: those of Criteo's files)")
     ] = None,
-    every: Annotated[
-        float, typer.Option(help="Seconds from a file to the next, where the topic has no more than fit in.", min=0)
+    period: Annotated[
+        float,
+        typer.Option(
+            "--every", help="Seconds from a file to the next, where the topic has no more than fit in.", min=0
+        ),
     ] = 10.0,
     keep: Annotated[
         float | None, typer.Option(help="GiB of files, above which the oldest are removed (default: all stay)", min=0)
@@ -70,7 +73,7 @@ def ingest_command(
                 elif idle is not None and time.monotonic() - new_at >= idle:
                     return
                 if not ingester.lag:
-                    time.sleep(every if idle is None else min(every, idle))
+                    time.sleep(period if idle is None else min(period, idle))
     except KeyboardInterrupt:
         ended_by_user()
         raise typer.Exit(130) from None

@@ -264,7 +264,7 @@ def _answer(requests: Connection, url: str, spec: FeatureSpec, folder: Path, ski
     end_with_launcher()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the run, which ends this process
     ingester = None
-    with suppress(EOFError, ConnectionError):  # nobody asks any more
+    with suppress(EOFError, ConnectionError):  # the process that asked has ended
         while True:
             requests.recv()
             try:
