@@ -41,7 +41,7 @@ __all__ = ["Campaign"]
 _FILES, _ROWS, _PERIOD_S = 40, 96, 0.1
 _REACTION_S, _ALONE_S = 120.0, 15.0
 _BLOWS = {"a rank": 4, "all ranks": 3, "the server": 7}
-_BLOWS_OF_A_TOPIC = _BLOWS | {"the ingester": 4}
+_BLOWS_OF_A_TOPIC = _BLOWS | {"the ingester": 8}
 _MODULES = [
     *("torch", "torchrec", "fbgemm_gpu", "shardrec", "matplotlib.figure"),
     *("shardrec.planner", "shardrec.trainer.run.session", "shardrec.serve.publisher", "shardrec.serve.follower"),

@@ -212,11 +212,7 @@ def _noted(path: str) -> Mapping[str, Any]:
 class IngestProcess:
     """An ingester in a child process, which ends with this one, and writes a file each time that it is asked to.
 
-    Args:
-        url: of the topic.
-        spec: of the features.
-        folder: of the files.
-        skips: as of :class:`Ingester`.
+    Args: as of :class:`Ingester`.
 
     Attributes:
         lag: of the ingester, at its last answer.
