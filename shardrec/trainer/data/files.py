@@ -18,7 +18,6 @@ from numpy.typing import NDArray
 from shardrec import ConfigError, DataError
 from shardrec.trainer.data.click_data import ClickBatch, ClickData
 from shardrec.trainer.data.encode import encode
-from shardrec.trainer.data.fault import Reason
 from shardrec.trainer.data.order import STREAMS, BatchRequest, Chunk, deal, slices, stream_count, stream_share
 from shardrec.trainer.data.planted import SyntheticConfig
 from shardrec.trainer.data.reading import Part, Reader, StreamRows, shuffled
@@ -276,7 +275,7 @@ class FileClickData(ClickData):
             )
 
     def _batch(self, parts: Sequence[Part], skipped: Counter[str]) -> ClickBatch:
-        for fault in (fault for part in parts for fault in part.faults.values() if fault.reason is not Reason.ABSENT):
+        for fault in (fault for part in parts for fault in part.faults.values()):
             if not self._skips:
                 raise DataError(str(fault))
             skipped[fault.reason.value] += 1

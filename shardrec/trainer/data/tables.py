@@ -27,9 +27,8 @@ from shardrec.trainer.data import svmlight
 from shardrec.trainer.data.arrays import values_of
 from shardrec.trainer.data.encode import column_fault
 from shardrec.trainer.data.fault import Reason, RowFault, shown
-from shardrec.trainer.data.kafka import range_of, read_range
 from shardrec.trainer.data.spec import FeatureSpec
-from shardrec.trainer.data.urls import TOPIC, open_input, path_of
+from shardrec.trainer.data.urls import open_input, path_of
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -68,7 +67,7 @@ class FileInfo:
         digest: checksum of Parquet's footer, or of the bytes of another file; "" while its rows are not counted.
         groups: rows of each row group, broken ones included; a file of another format has one group.
         kinds: what the values of each column of the spec are, of formats with types; "" for nulls only.
-        first_line: the line, or the offset in a topic, of row 0; 1 for Parquet and archives, of which rows are counted.
+        first_line: the line of row 0; 1 for Parquet and archives, of which rows are counted.
         lost: why none of the rows can be read; "" if they can.
     """
 
@@ -116,12 +115,6 @@ def check_file(path: str, spec: FeatureSpec) -> FileInfo:
         UnreachableError: if it cannot be read now.
     """
     schema, digest, groups, first = None, "", (), 1
-    if path.startswith(TOPIC):
-        read = range_of(path)
-        if not read.stop or any(feature.source != feature.name for feature in spec.features):  # not of a feed
-            where = f"data (--data) is {path}, of a topic, whose records go on arriving"
-            raise DataError(f"{where}: give feed:{read.source}")
-        return FileInfo(path=path, size=0, groups=(read.stop - read.start,), kinds={}, first_line=read.start)
     try:
         with open_input(path) as file:
             size = file.size()
@@ -174,7 +167,7 @@ def counted(info: FileInfo, spec: FeatureSpec) -> FileInfo:
         DataError: for a file that is damaged.
     """
     kind, lines, end, digest = file_kind(info.path), 0, b"\n", 0
-    if kind in ("parquet", "kafka"):
+    if kind == "parquet":
         return info
     archive = kind == "archive"
     with _undamaged(info.path, info.size, 1), open_input(info.path) if archive else opened_text(info.path) as stream:
@@ -277,8 +270,6 @@ def _tables(
             arrays = _arrays(path, columns)  # an array of an archive is read as a whole
             for first in range(start, len(next(iter(arrays.values()))), at_once):
                 yield _table_of(arrays, first, first + at_once), {}
-        case "kafka":
-            yield from read_range(path, spec, start, at_once)
         case "svmlight":
             with opened_text(path) as stream:
                 yield from map(svmlight.parse_svmlight, _without(_whole_lines(path, stream, size), start))
@@ -371,9 +362,7 @@ def _footer_digest(path: str) -> str:
 
 
 def file_kind(path: str) -> str:
-    """What a file is by its name: ``kafka``, ``parquet``, ``archive`` (of NumPy), ``svmlight`` or ``text``."""
-    if path.startswith(TOPIC):
-        return "kafka"
+    """What a file is by its name: ``parquet``, ``archive`` (of NumPy), ``svmlight`` or ``text``."""
     if _suffix(path) in _PARQUET:
         return "parquet"
     if _suffix(path) == ".npz":

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 __all__ = ["TOPIC", "check_listable", "files_of", "gone_of", "open_input", "path_of"]
 
 TOPIC = "kafka://"
-"""What the names of a topic of Kafka, and of a range of it, begin with."""
+"""What the URL of a topic of Kafka begins with."""
 
 
 def files_of(pattern: str, *, least: int = 1) -> list[str]:
@@ -37,7 +37,10 @@ def files_of(pattern: str, *, least: int = 1) -> list[str]:
             f"data files {pattern}: only shardrec train --data takes a feed; give its files, without 'feed:'"
         )
     if pattern.startswith(TOPIC):
-        return [pattern]
+        raise DataError(
+            f"data files {pattern}: the records of a topic go on arriving; train on feed:{pattern}, or write them to "
+            f"files (shardrec ingest {pattern} FOLDER)"
+        )
     if "://" not in pattern:
         return _found(pattern, os.path.isfile, os.path.isdir, lambda path: filter(os.path.isfile, glob(path)), least)
     import pyarrow as pa

@@ -27,6 +27,7 @@ __all__ = [
     "PLAN",
     "SPEC",
     "SYNTHETIC",
+    "TOPIC_FILES",
     "TrainConfig",
     "load_config",
     "load_config_text",
@@ -56,6 +57,9 @@ METRICS = "metrics.json"
 
 BOARD = "tensorboard"
 """The folder of TensorBoard's event files, in a run's folder."""
+
+TOPIC_FILES = "topic"
+"""The folder of the files that a run on a topic has the records written to, in the run's folder."""
 
 _RESTARTS = 3
 

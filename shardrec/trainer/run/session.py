@@ -447,6 +447,8 @@ def _epochs(run: Run, saver: Saver) -> Iterator[int]:
         time.sleep(seconds)
 
     while config.feed is not None and _arrived(source, config, wait):
+        if source.lag:
+            run.announcer.say(f"{source.lag:,} records behind the end of the topic")
         yield progress.epoch
         source.end_arrival()
 

@@ -17,7 +17,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from shardrec import ConfigError, DataError
 from shardrec.files import UnreachableError
-from shardrec.launch import RankInfo, all_gather, check_extra, on_threads
+from shardrec.launch import RankInfo, all_gather, on_threads
 from shardrec.trainer.data import (
     ClickBatch,
     ClickMetrics,
@@ -31,13 +31,11 @@ from shardrec.trainer.data import (
     open_click_data,
 )
 from shardrec.trainer.data.feed import Arrival, Feed, watermark
-from shardrec.trainer.data.kafka import range_of
-from shardrec.trainer.data.records import decoder_of
-from shardrec.trainer.data.request import named_spec
+from shardrec.trainer.data.ingest import IngestProcess, columns_of_records
 from shardrec.trainer.data.rows import NO_TIME
 from shardrec.trainer.data.tables import FileInfo
 from shardrec.trainer.data.urls import TOPIC, files_of
-from shardrec.trainer.run.config import TrainConfig
+from shardrec.trainer.run.config import TOPIC_FILES, TrainConfig
 
 __all__ = ["Source", "counted_vocabularies", "spec_of", "total_left_out"]
 
@@ -80,6 +78,7 @@ class Source:
         self._accumulate = config.accumulate
         self._samples = config.samples
         self._holdout_samples = config.holdout_samples
+        self._ingester: IngestProcess | None = None  # on the first rank of a run on a topic
         spec = spec or spec_of(config)
         self._data = None if config.feed is not None else _open(config, spec)
         self._feed: Feed | None = None if config.feed is None else self._opened_feed(config, config.feed, spec)
@@ -114,7 +113,9 @@ class Source:
             before = self._feed.left_out
             self._arrival = self._polled(self._feed, wait)
             counts = Counter(self.left_out.get("train 0", {}))
-            counts["file that cannot be read"] += self._feed.left_out - before if self._rank_info.is_lead else 0
+            if self._rank_info.is_lead:
+                counts["file that cannot be read"] += self._feed.left_out - before
+                counts.update(self._arrival.listing.get("records", {}) if self._arrival is not None else {})
             self.left_out = {"train 0": dict(+counts)}
             self._left_out_before = dict(self.left_out)
             if self._arrival is None:
@@ -164,6 +165,16 @@ class Source:
         before, now = self._arrival.listing["watermark"], self._agreed_times()["watermark"]
         return bool(before > NO_TIME and before // seconds < now // seconds)
 
+    @property
+    def lag(self) -> int | None:
+        """Records that a topic had after those of the last file, on the first rank of a run on a topic."""
+        return None if self._ingester is None else self._ingester.lag
+
+    def remove_before(self, position: Any) -> None:
+        """Remove the files of a topic that were trained on before a :meth:`position`."""
+        assert self._feed is not None, "the data is a feed"
+        self._feed.remove_before(position)
+
     def end_arrival(self) -> None:
         """The arrival under way has been trained on."""
         self._arrival = None
@@ -204,25 +215,23 @@ class Source:
                 "late_after (--late-after) and event_every (--event-every) are for event times, and the features "
                 "(--features) name no column of them: add event_time: COLUMN, or leave both out"
             )
+        folder = source
         if source.startswith(TOPIC):
-            check_extra("kafka")
-            decoder_of(range_of(source).options)
-            spec = named_spec(spec)
-            names = {feature.name for feature in spec.features}
-            if clash := names.intersection((*spec.label_sources, spec.group, spec.event_time)):
-                raise ConfigError(
-                    f"the features (--features) have a feature {min(clash)!r}, which a record's label, "
-                    "group or event time is named, too: rename the feature"
-                )
+            columns_of_records(source, spec)
+            folder = str(Path(str(config.out), TOPIC_FILES))
+            if self._rank_info.is_lead:
+                skips = config.on_bad_row == "skip"
+                self._ingester = IngestProcess(source, spec, Path(folder), skips=skips)
         shuffle = config.shuffle or 0
         return Feed(
-            source,
+            folder,
             spec,
             lambda names, known: _opened(config, names, spec, shuffle=shuffle, needs_rows=False, known=known),
             gathered=partial(all_gather, ranks=self._rank_info, what=_ROWS),
             is_lead=self._rank_info.is_lead,
-            most=config.streams,
+            most=1 if source.startswith(TOPIC) else config.streams,  # so that a run that goes on has the same arrivals
             skips=config.on_bad_row == "skip",
+            ingester=self._ingester,
         )
 
     @property
