@@ -124,7 +124,8 @@ class FaultFlags:
             for flag in flags:
                 flag.check()
 
-        for node in {leaf.grad_fn for leaf in tree_leaves(outputs) if isinstance(leaf, Tensor)} - {None}:
+        nodes = {leaf.grad_fn for leaf in tree_leaves(outputs) if isinstance(leaf, Tensor) and leaf.grad_fn is not None}
+        for node in nodes:
             node.register_prehook(check)
 
     def check(self) -> None:
