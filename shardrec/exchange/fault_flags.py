@@ -124,8 +124,8 @@ class FaultFlags:
             for flag in flags:
                 flag.check()
 
-        nodes = {leaf.grad_fn for leaf in tree_leaves(outputs) if isinstance(leaf, Tensor)}
-        for node in filter(None, nodes):
+        nodes = {leaf.grad_fn for leaf in tree_leaves(outputs) if isinstance(leaf, Tensor) and leaf.grad_fn is not None}
+        for node in nodes:
             node.register_prehook(check)
 
     def check(self) -> None:
