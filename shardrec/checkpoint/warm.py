@@ -25,7 +25,6 @@ from shardrec.checkpoint.data_files import DTYPES
 from shardrec.checkpoint.ids import dynamic_tables
 from shardrec.checkpoint.load import Source, load_source
 from shardrec.checkpoint.manifest import Manifest, SavedPart, SavedTensor
-from shardrec.checkpoint.optimizer import fused_settings
 from shardrec.checkpoint.parts import HeldTensor, Rect
 from shardrec.checkpoint.rows import RowFile, open_rows
 from shardrec.checkpoint.save import step_counts, wait_for_save
@@ -193,7 +192,7 @@ def warm_start(
             manifest,
             tensors=tensors,
             step_counts=counts | {table: 0 for table, _ in anew} | _step_counts(manifest, sources, counts),
-            fused_settings=fused_settings(model),
+            fused_settings={},
             param_groups=None,
             numbers={},
         )

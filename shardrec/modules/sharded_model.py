@@ -37,6 +37,9 @@ from shardrec.modules.dense import DenseOptions, DenseReducer, DenseWrap, averag
 from shardrec.modules.forward import COMPILED, EAGER, dense_signature
 from shardrec.modules.fx_calls import recorded_call
 from shardrec.modules.grad_scaler import watch_scalers
+from shardrec.modules.in_backward import copy_in_backward, dense_in_backward
+from shardrec.modules.inventory import Item, Kind, RowState, items, row_states
+from shardrec.modules.inventory import copied as copied_collection
 from shardrec.modules.optim import FusedOptimizers
 from shardrec.modules.overrides import copy_hooks
 from shardrec.modules.shard_gradient import mark_gradients
@@ -155,7 +158,7 @@ class ShardedModel(nn.Module):
         """What each backward updates with the gradients as they are, with the remedy; "" if optimizers' steps do."""
         if self.has_fused_tables and not self.context.options.updates_at_step:
             return "its tables are updated in each backward: shard it with shardrec.shard(..., update='step')"
-        stepped = [name for name, weight in self.named_parameters() if getattr(weight, "_in_backward_optimizers", ())]
+        stepped = list(dense_in_backward(self))
         remedy = "give them to an ordinary optimizer in place of apply_optimizer_in_backward"
         return f"the optimizers of {', '.join(stepped[:3])} step in each backward: {remedy}" if stepped else ""
 
@@ -223,14 +226,22 @@ class ShardedModel(nn.Module):
                 "have parts that are not its own; shard another model and load this one's state_dict into it"
             )
         context = ModelContext(self.context.collectives, self.context.device, self.context.options)
-        memo[id(self.context)] = context
+        for collection in self._sharded:  # which deepcopy finds in its memo
+            memo[id(collection)] = copied_collection(collection, context, collection.storage)
+            for name, table in collection.tables().items():
+                targets = memo[id(collection)].tables()[name].locals
+                memo |= {id(parameter): targets[shard] for shard, parameter in table.locals.items()}
         module = copy.deepcopy(self.module, memo)
+        for parameter in self.parameters():
+            copy_in_backward(parameter, memo[id(parameter)])
         annotate_for_dynamo(module)
         copied = ShardedModel(module, self.plan, context, self.group, dense=self._dense)
         copied.training = self.training  # and not train(), which would set the modes of the model's modules
-        if self.made_fused_optimizer is not None:
-            copied.fused_optimizer.follow_settings(self.made_fused_optimizer)
-        copy_hooks(self, copied, memo)
+        copied.made_fused_optimizer = None if self.made_fused_optimizer is None else copied.fused_optimizer
+        for target, source in zip(copied.inventory(), self.inventory(), strict=True):
+            target.set(copy.deepcopy(source.get()))
+        for original in (self, *self._sharded):
+            copy_hooks(original, copied if original is self else memo[id(original)], memo)
         return copied
 
     @property
@@ -326,20 +337,25 @@ class ShardedModel(nn.Module):
         if self.made_fused_optimizer is not None:
             self.made_fused_optimizer.follow({id(parameter): name for name, parameter in self.named_parameters()})
 
+    def inventory(self) -> list[Item]:
+        """What the model holds besides the values of tables' rows (:mod:`shardrec.modules.inventory`)."""
+        return list(items(self.module, self._sharded, self.made_fused_optimizer))
+
     def _weights(self, *, frozen: bool) -> Iterator[Tensor]:
         """This rank's shards; data-parallel tables, which are equal on all ranks, have none."""
-        for collection in self._sharded:
-            for table in collection.tables().values():
-                for shard, weight in table.tensors(to_write=True).items():
-                    if shard is not None and (frozen or table.locals[shard].requires_grad):
-                        yield weight
+        for state in self._row_states(Kind.WEIGHT):
+            for shard, weight in state.tensors.items():
+                if shard is not None and (frozen or state.table.locals[shard].requires_grad):
+                    yield weight
 
     def _states(self) -> Iterator[Tensor]:
-        for collection in self._sharded:
-            for name, optimizer in collection.fused_optimizers().items():
-                for state in optimizer.states:
-                    parts = collection.fused_state(name, state)
-                    yield from (part for shard, part in parts.items() if shard is not None)
+        for state in self._row_states(Kind.FUSED):
+            yield from (part for shard, part in state.tensors.items() if shard is not None)
+
+    def _row_states(self, *kinds: Kind) -> Iterator[RowState]:
+        """What this rank holds of these kinds, to write it."""
+        states = (state for collection in self._sharded for state in row_states(collection, to_write=True))
+        return (state for state in states if state.kind in kinds)
 
     servers = 0
     """Number of servers that hold the tables (:mod:`shardrec.rpc`)."""

@@ -359,17 +359,52 @@ def test_the_fused_optimizer_is_not_given_twice(tmp_path: Path, update: str) -> 
     load_checkpoint(tmp_path / "ckpt", model, dense)
 
 
-def test_states_of_dense_optimizers_in_backward_are_refused(tmp_path: Path) -> None:
+def all_in_backward(*, twice: bool = False) -> ShardedModel:
+    """The dense part has optimizers in backward, one parameter two of them."""
+    torch.manual_seed(0)
     module = Click()
     apply_optimizer_in_backward(torch.optim.SGD, module.norm.parameters(), {"lr": 0.1})
     apply_optimizer_in_backward(torch.optim.Adam, module.top.parameters(), {"lr": 0.1})
-    model = shard(module)
-    save_checkpoint(tmp_path / "ckpt", model)  # there are none yet
+    if twice:
+        apply_optimizer_in_backward(torch.optim.Adagrad, [module.top.bias], {"lr": 0.2})
+    return shard(module)
+
+
+def test_optimizers_in_backward_of_the_dense_part_go_on_from_a_checkpoint(tmp_path: Path) -> None:
+    def rank_main() -> None:
+        folder, model, fresh = (
+            tmp_path / str(dist.get_world_size()),
+            all_in_backward(twice=True),
+            all_in_backward(twice=True),
+        )
+        for _ in range(3):
+            model(batch()).square().sum().backward()
+        model.module.top.weight._in_backward_optimizers[0].param_groups[0]["lr"] = 0.03
+        save_checkpoint(folder, model)
+        model(batch()).sum().backward()  # so that it is brought back from other states
+        for other in (fresh, model):
+            load_checkpoint(folder, other)
+        for _ in range(2):
+            for other in (fresh, model):
+                other(batch()).square().sum().backward()
+        for mine, theirs in zip(fresh.parameters(), model.parameters(), strict=True):
+            assert torch.equal(mine, theirs)
+        assert fresh.module.top.weight._in_backward_optimizers[0].param_groups[0]["lr"] == 0.03
+
+    for world_size in (1, 2):
+        ranks(world_size, rank_main)
+
+
+def test_a_checkpoint_without_the_optimizers_in_backward_that_a_model_has(tmp_path: Path) -> None:
+    save_checkpoint(tmp_path / "without", shard(Click()))
+    model = all_in_backward()
+    load_checkpoint(tmp_path / "without", model)  # they have no states yet
     model(batch()).sum().backward()
-    for call in (save_checkpoint, load_checkpoint):
-        with pytest.raises(ConfigError, match=r"top\.weight has an optimizer in backward \(Adam\)") as caught:
-            call(tmp_path / "ckpt", model)
-        assert "norm" not in str(caught.value)
+    with pytest.raises(ConfigError, match=r"it has no states and settings of the Adam in backward of top\.weight"):
+        load_checkpoint(tmp_path / "without", model)
+    save_checkpoint(tmp_path / "with", model)
+    with pytest.raises(ConfigError, match=r"it has backward\.top\.\w+.*, and the model no such optimizer in backward"):
+        load_checkpoint(tmp_path / "with", shard(Click()))
 
 
 def test_an_optimizer_of_another_model(tmp_path: Path) -> None:
