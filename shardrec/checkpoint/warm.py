@@ -30,6 +30,7 @@ from shardrec.checkpoint.rows import RowFile, open_rows
 from shardrec.checkpoint.save import step_counts, wait_for_save
 from shardrec.errors import ConfigError
 from shardrec.ids.id_map import RESERVE
+from shardrec.modules.in_backward import dense_in_backward
 from shardrec.modules.sharded_model import ShardedModel
 
 if TYPE_CHECKING:
@@ -212,6 +213,10 @@ def warm_start(
     for (table, kind), states in anew.items():
         for part in states.parts:
             part.values.fill_(first_values[table] if kind.startswith("fused.") else 0)
+    loaded = reports[0].names("loaded", "resized")
+    for owner, in_backward in dense_in_backward(model).items():
+        if owner.partition("#")[0] in loaded:
+            in_backward.state.clear()
     return reports[0]
 
 

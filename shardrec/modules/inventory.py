@@ -146,16 +146,19 @@ def items(
         collections: of it.
         optimizer: of its tables; None before the first use of it.
     """
-    tables = [table for collection in collections for table in collection.tables().values()]
     extra = {name: child for name, child, _ in dense_values(module) if name.endswith("_extra_state")}
     in_backward = dense_in_backward(module)
+
+    def tables() -> Iterator[ShardedTable]:  # which another plan replaces
+        for collection in collections:
+            yield from collection.tables().values()
 
     def load_counts(counts: dict[str, int]) -> None:
         for collection in collections:
             collection.load_step_counts(counts)
 
     def freeze(names: list[str]) -> None:
-        for table in tables:
+        for table in tables():
             if table.layout.name in names:
                 table.requires_grad_(False)
 
@@ -176,7 +179,7 @@ def items(
         kind=Kind.FROZEN,
         get=lambda: [
             table.layout.name
-            for table in tables
+            for table in tables()
             if any(not parameter.requires_grad for parameter in table.parameters())
         ],
         set=freeze,

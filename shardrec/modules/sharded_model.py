@@ -14,10 +14,10 @@ import dataclasses
 import inspect
 import warnings
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
 import torch
 import torch.distributed as dist
@@ -492,6 +492,12 @@ class ShardedModel(nn.Module):
         from shardrec.scripting.prepare import prepared  # 0.03 s of imports, which training does not need
 
         return prepared(self)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        for collection in self._sharded:  # which refuses, before anything else has changed
+            collection._apply(fn)
+        super()._apply(fn, recurse)
+        return self
 
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
         """The model's state_dict, with the unsharded model's keys; cut tables are ShardedTensors on several ranks."""

@@ -87,8 +87,8 @@ class ShardedTable(nn.Module):
                 was, remedy = ("frozen", ", or call it in torch.no_grad()") if requires_grad else ("unfrozen", "")
                 return (
                     f"{name} of table {self.layout.name!r} was {was} (requires_grad) after shardrec.shard, and "
-                    "backward goes on as before: save a checkpoint and load it into a model whose table is "
-                    f"{was} before it is sharded{remedy}"
+                    "backward goes on as before: save a checkpoint, and give it to shardrec.warm_start with a model "
+                    f"whose table is {was} before it is sharded{remedy}"
                 )
         return ""
 
