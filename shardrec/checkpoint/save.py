@@ -44,6 +44,7 @@ from shardrec.checkpoint.parts import HeldTensor, Part, Rect, held
 from shardrec.checkpoint.state import model_tensors
 from shardrec.errors import CheckpointError, ConfigError
 from shardrec.exchange.agree import Ranks, gloo_ranks, on_all_ranks
+from shardrec.exchange.subgroups import end_with
 from shardrec.modules.inventory import Kind
 from shardrec.modules.sharded_model import ShardedModel, require_sharded
 from shardrec.replicas.replicated_model import ReplicatedModel
@@ -225,9 +226,12 @@ def save(
     if wait:
         write(ranks, tensors)
         return PendingSave()
-    of_threads = background.ranks = background.ranks or gloo_ranks(ranks, "save")
+    if background.ranks is None:
+        background.ranks = gloo_ranks(ranks, "save")
+        end_with(background, background.ranks.group)
     copies = _copied(tensors, background)
-    background.pending = PendingSave(lambda: write(of_threads, copies))
+    # The thread keeps the state alive, and with it the group, until it has written.
+    background.pending = PendingSave(lambda: write(background.ranks or ranks, copies))
     return background.pending
 
 

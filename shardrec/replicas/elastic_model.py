@@ -27,6 +27,7 @@ from shardrec.errors import ConfigError, PeerError
 from shardrec.exchange.agree import gloo_ranks
 from shardrec.exchange.backward_watch import weak_hook
 from shardrec.exchange.headers import checksum
+from shardrec.exchange.subgroups import end_with
 from shardrec.exchange.transport import timeout_s
 from shardrec.layout import ShardingPlan
 from shardrec.modules.dense import DenseOptions, DenseWrap
@@ -87,6 +88,7 @@ class ElasticModel(ShardedModel):
         self._next = ""  # what the furthest replica was about to do when this one took its state
         within = gloo_ranks(self.ranks, "start of the replicas")
         self._group = ElasticGroup(options, within, timeout_s(group, context.device))
+        end_with(self._group, within.group)
 
     @property
     def replicas(self) -> int:
