@@ -347,9 +347,9 @@ def with_sharded(model: nn.Module, replaced: dict[int, ShardedCollection], devic
 
 def put_in_place(model: nn.Module, replaced: Mapping[int, nn.Module]) -> nn.Module:
     """The model, with other modules in place of the modules with these ids."""
-    for child in model.modules():
-        if isinstance(replaced.get(id(child)), ShardedCollection):
-            for weight in child.parameters():
+    for module in model.modules():
+        if isinstance(replaced.get(id(module)), ShardedCollection):
+            for weight in module.parameters():
                 take_over_steps(weight)  # its optimizer is fused, and nothing is to keep it alive
     if id(model) in replaced:
         return replaced[id(model)]

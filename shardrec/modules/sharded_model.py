@@ -23,6 +23,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch._C._dynamo.eval_frame import get_eval_frame_callback
+from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.fx import Proxy
 
 from shardrec._dynamo import passed_over
@@ -496,8 +497,12 @@ class ShardedModel(nn.Module):
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         for collection in self._sharded:  # which refuses, before anything else has changed
             collection._apply(fn)
-        super()._apply(fn, recurse)
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         return self
+
+    def _fqn_modifiers(self) -> dict[str, str]:
+        """For ``torch.distributed.checkpoint.state_dict``: the names of parameters do not begin with ``module``."""
+        return {"": "module"}
 
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
         """The model's state_dict, with the unsharded model's keys; cut tables are ShardedTensors on several ranks."""
@@ -513,9 +518,20 @@ class ShardedModel(nn.Module):
         tables = [
             (f"{path}.weight", table) for path, table in self.module.named_modules() if isinstance(table, ShardedTable)
         ]
+        # torch's set_model_state_dict adds this rank's parameters.
+        shards = {key.removesuffix("weight") + name for key, table in tables for name in table._parameters} - {
+            key for key, _ in tables
+        }
+        state_dict = {key: value for key, value in state_dict.items() if key not in shards}
         faults = ((key, table.value_fault(state_dict[key])) for key, table in tables if key in state_dict)
         if texts := [f"{key}: {fault}" for key, fault in faults if fault]:
             raise StateDictError("nothing was loaded: " + "; ".join(texts))
+        parameters = dict(self.named_parameters())
+        for key, value in state_dict.items():
+            own = parameters.get(key)
+            if isinstance(own, DTensor) and not isinstance(value, DTensor):  # of FSDP2, and the value is whole
+                mesh, placements = own.device_mesh, own.placements
+                state_dict[key] = distribute_tensor(value.to(own.device), mesh, placements, src_data_rank=None)
         return self.module.load_state_dict(state_dict, strict=strict, assign=assign)
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *arguments: Any) -> None:

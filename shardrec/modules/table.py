@@ -19,6 +19,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed import _state_dict_utils
 from torch.distributed._shard.metadata import ShardMetadata
 from torch.distributed._shard.sharded_tensor import Shard as TensorShard
 from torch.distributed._shard.sharded_tensor import ShardedTensor, ShardedTensorMetadata, TensorProperties
@@ -27,6 +28,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from shardrec.errors import ConfigError
 from shardrec.layout import Shard, TableLayout
+from shardrec.modules.full_tables import gathered
 
 __all__ = ["ShardedTable", "StateDictError", "TableWatch", "as_one_tensor", "averaged_parameters", "load_table"]
 
@@ -68,6 +70,8 @@ class ShardedTable(nn.Module):
             name = "weight" if alone else f"weight_r{shard.row_start}_c{shard.col_start}"  # type: ignore[union-attr]
             self.register_parameter(name, parameter)
             self.kept.append((name, parameter, parameter.data_ptr(), parameter.requires_grad))
+        if "weight" not in self._parameters:
+            self.weight = None  # torch.distributed.checkpoint.state_dict looks up each key on each rank
 
     def fault(self) -> str:
         """What was done to a parameter that the kernels, which read its memory, do not see; "" for nothing."""
@@ -282,4 +286,5 @@ def _refuse_ddp(wrapper: nn.Module, name: str, module: nn.Module | None) -> None
             )
 
 
+_state_dict_utils._all_gather_sharded_tensor = gathered  # type: ignore[assignment,unused-ignore]
 register_module_module_registration_hook(_refuse_ddp)
