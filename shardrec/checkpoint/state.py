@@ -12,7 +12,6 @@ from dataclasses import dataclass
 
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.fsdp import FSDPModule
 
 from shardrec.checkpoint.parts import HeldTensor, Part, Rect, held
 from shardrec.errors import ConfigError
@@ -43,7 +42,7 @@ class ParameterInfo:
 
 def parameter_infos(model: ShardedModel) -> dict[int, ParameterInfo]:
     """The description of each parameter of this rank, by the parameter's ``id``."""
-    _reshard(model)
+    model.settle_dense()
     infos = {}
     collections = model.sharded_collections
     fused = {id(collection.tables()[name]) for collection in collections for name in collection.fused_optimizers()}
@@ -69,7 +68,7 @@ def model_tensors(model: ShardedModel, *, to_write: bool = False) -> dict[str, H
         ConfigError: if the model's state_dict has an entry that is not a tensor.
     """
     tensors = table_tensors(model, to_write=to_write)
-    _reshard(model)
+    model.settle_dense()
     for name, module, value in dense_values(model.module):
         if not isinstance(value, Tensor):
             raise ConfigError(
@@ -108,13 +107,6 @@ def _of_rows(model: ShardedModel, state: RowState) -> HeldTensor:
         parts.append(Part(rect=rect, values=values, saved=saved))
     rows_of = f"{layout.name}.{state.name}" if state.own_rows else layout.name
     return HeldTensor(shape=shape, dtype=state.dtype, parts=tuple(parts), rows_of=rows_of)
-
-
-def _reshard(model: ShardedModel) -> None:
-    """After a forward without a backward, FSDP2's modules hold whole parameters, which are no part of the model."""
-    for module in model.module.modules():
-        if isinstance(module, FSDPModule):
-            module.reshard()
 
 
 def _is_lead(model: ShardedModel) -> bool:

@@ -6,7 +6,7 @@ Values that a table has for its rows are :class:`RowState` records, which a coll
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from functools import partial
@@ -146,7 +146,11 @@ def items(
         collections: of it.
         optimizer: of its tables; None before the first use of it.
     """
-    extra = {name: child for name, child, _ in dense_values(module) if name.endswith("_extra_state")}
+    extra = {
+        f"{path}._extra_state" if path else "_extra_state": child
+        for path, child in module.named_modules(remove_duplicate=False)
+        if type(child).get_extra_state is not nn.Module.get_extra_state
+    }
     in_backward = dense_in_backward(module)
 
     def tables() -> Iterator[ShardedTable]:  # which another plan replaces
@@ -157,45 +161,36 @@ def items(
         for collection in collections:
             collection.load_step_counts(counts)
 
+    def frozen() -> list[str]:
+        weights = ((table.layout.name, weight) for table in tables() for weight in table.parameters())
+        return [name for name, weight in weights if not weight.requires_grad]
+
     def freeze(names: list[str]) -> None:
         for table in tables():
             if table.layout.name in names:
                 table.requires_grad_(False)
-
-    def load_extra(states: dict[str, Any]) -> None:
-        for name, state in states.items():
-            extra[name].set_extra_state(state)
-
-    def load_in_backward(states: dict[str, Any]) -> None:
-        for owner, state in states.items():
-            in_backward[owner].load_state_dict(state)
 
     yield Item(
         kind=Kind.COUNTS,
         get=lambda: {key: count for collection in collections for key, count in collection.step_counts().items()},
         set=load_counts,
     )
-    yield Item(
-        kind=Kind.FROZEN,
-        get=lambda: [
-            table.layout.name
-            for table in tables()
-            if any(not parameter.requires_grad for parameter in table.parameters())
-        ],
-        set=freeze,
-    )
-    yield Item(
-        kind=Kind.EXTRA,
-        get=lambda: {name: child.get_extra_state() for name, child in extra.items()},
-        set=load_extra,
-    )
+    yield Item(kind=Kind.FROZEN, get=frozen, set=freeze)
     if optimizer is not None:
         yield Item(kind=Kind.SETTINGS, get=optimizer.settings, set=optimizer.load_settings)
-    yield Item(
-        kind=Kind.IN_BACKWARD,
-        get=lambda: {owner: each.state_dict() for owner, each in in_backward.items()},
-        set=load_in_backward,
-    )
+    yield _by_name(Kind.EXTRA, {name: (child.get_extra_state, child.set_extra_state) for name, child in extra.items()})
+    optimizers = {owner: (each.state_dict, each.load_state_dict) for owner, each in in_backward.items()}
+    yield _by_name(Kind.IN_BACKWARD, optimizers)
+
+
+def _by_name(kind: Kind, methods: Mapping[str, tuple[Callable[[], Any], Callable[[Any], None]]]) -> Item:
+    """An item of objects that have a name, of the methods that get and set the state of each."""
+
+    def load(states: dict[str, Any]) -> None:
+        for name, state in states.items():
+            methods[name][1](state)
+
+    return Item(kind=kind, get=lambda: {name: get() for name, (get, _) in methods.items()}, set=load)
 
 
 def dense_values(module: nn.Module) -> Iterator[tuple[str, nn.Module, Any]]:

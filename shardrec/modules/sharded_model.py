@@ -13,7 +13,7 @@ import copy
 import dataclasses
 import inspect
 import warnings
-from collections import Counter
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -23,6 +23,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch._C._dynamo.eval_frame import get_eval_frame_callback
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.fx import Proxy
 
@@ -500,6 +501,13 @@ class ShardedModel(nn.Module):
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         return self
 
+    def settle_dense(self) -> None:
+        """Let go of FSDP2's whole parameters, which stay after a forward without a backward and are no part of the
+        model."""
+        for module in self.module.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()
+
     def _fqn_modifiers(self) -> dict[str, str]:
         """For ``torch.distributed.checkpoint.state_dict``: the names of parameters do not begin with ``module``."""
         return {"": "module"}
@@ -518,14 +526,16 @@ class ShardedModel(nn.Module):
         tables = [
             (f"{path}.weight", table) for path, table in self.module.named_modules() if isinstance(table, ShardedTable)
         ]
+        metadata, keys = getattr(state_dict, "_metadata", None), {key for key, _ in tables}
         # torch's set_model_state_dict adds this rank's parameters.
-        shards = {key.removesuffix("weight") + name for key, table in tables for name in table._parameters} - {
-            key for key, _ in tables
-        }
-        state_dict = {key: value for key, value in state_dict.items() if key not in shards}
+        shards = {key.removesuffix("weight") + name for key, table in tables for name in table._parameters} - keys
+        state_dict = OrderedDict((key, value) for key, value in state_dict.items() if key not in shards)
+        if metadata is not None:
+            state_dict._metadata = metadata  # type: ignore[attr-defined]
         faults = ((key, table.value_fault(state_dict[key])) for key, table in tables if key in state_dict)
         if texts := [f"{key}: {fault}" for key, fault in faults if fault]:
             raise StateDictError("nothing was loaded: " + "; ".join(texts))
+        self.settle_dense()
         parameters = dict(self.named_parameters())
         for key, value in state_dict.items():
             own = parameters.get(key)
