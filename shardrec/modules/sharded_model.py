@@ -538,10 +538,10 @@ class ShardedModel(nn.Module):
         self.settle_dense()
         parameters = dict(self.named_parameters())
         for key, value in state_dict.items():
-            own = parameters.get(key)
-            if isinstance(own, DTensor) and not isinstance(value, DTensor):  # of FSDP2, and the value is whole
-                mesh, placements = own.device_mesh, own.placements
-                state_dict[key] = distribute_tensor(value.to(own.device), mesh, placements, src_data_rank=None)
+            parameter = parameters.get(key)
+            if isinstance(parameter, DTensor) and not isinstance(value, DTensor):  # of FSDP2, and the value is whole
+                mesh, placements = parameter.device_mesh, parameter.placements
+                state_dict[key] = distribute_tensor(value.to(parameter.device), mesh, placements, src_data_rank=None)
         return self.module.load_state_dict(state_dict, strict=strict, assign=assign)
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *arguments: Any) -> None:
