@@ -36,7 +36,6 @@ from shardrec.modules.compiled_outputs import Deferred, DeferredKeyedTensor
 from shardrec.modules.fx_calls import recorded_call
 from shardrec.modules.given_tables import GivenTables, given_tables
 from shardrec.modules.initial import TableDraw, check_init_fn, draw_rows, first_values
-from shardrec.modules.overrides import copy_hooks
 from shardrec.modules.storage import Storage
 from shardrec.modules.table import ShardedTable, TableWatch, load_table, settle
 from shardrec.pending import LazyAwaitable
@@ -128,9 +127,7 @@ class ShardedCollection(nn.Module, abc.ABC):
         if sharded is None:
             setattr(self, self._holder, self._build_parameters(first_values(module)))
             return
-        values = ((name, table.tensors()) for name, table in sharded.tables().items())
-        setattr(self, self._holder, self._build_parameters(values))
-        self._copy_states(sharded)
+        setattr(self, self._holder, self._build_parameters((name, None) for name in sharded.tables()))  # to be written
 
     def _number_tables(self) -> None:
         self.table_layouts = {name: table.layout for name, table in self._lookup_tables.items()}
@@ -550,38 +547,10 @@ class ShardedCollection(nn.Module, abc.ABC):
         self.train(self.training)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
-        """A copy with new kernels for the same tables and states, on the same ranks; see :class:`ShardedModel`."""
-        context = memo.get(id(self.context))
-        if context is None:
-            raise ConfigError(
-                "a sharded collection cannot be copied by itself, for it exchanges together with the others of its "
-                "model: copy the model that shardrec.shard returned"
-            )
-        other = self.copied(context, self.storage)
-        for name, table in self.tables().items():
-            for shard, parameter in table.locals.items():
-                memo[id(parameter)] = other.tables()[name].locals[shard].requires_grad_(parameter.requires_grad)
-        copy_hooks(self, other, memo)
-        return other
-
-    def copied(self, context: ModelContext, storage: Storage) -> Self:
-        """The same tables, states and ids in another collection, with its model's context and storage."""
-        other = type(self)(self, self.plan, device=self.device, group=self.group, context=context, storage=storage)
-        return other.train(self.training)
-
-    def _copy_states(self, source: ShardedCollection) -> None:
-        averages = ("average", "average_step") if source.averages and self._optimizers else ()
-        if averages:
-            self.keep_averages(source.averages)
-        for name, optimizer in self._optimizers.items():
-            for state in (*optimizer.states, *averages):
-                states = self.fused_state(name, state)
-                for shard, values in source.fused_state(name, state).items():
-                    states[shard].copy_(values)
-        if self.id_maps is not None and source.id_maps is not None:
-            for key, id_map in source.id_maps.maps.items():
-                self.id_maps.maps[key].copy_(id_map)
-        self.load_step_counts(source.step_counts())
+        raise ConfigError(
+            "a sharded collection cannot be copied by itself, for it exchanges together with the others of its model: "
+            "copy the model that shardrec.shard returned"
+        )
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         """Kernels own the weights' memory, so a sharded collection cannot be moved or cast."""

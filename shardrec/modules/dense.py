@@ -38,7 +38,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import partial
-from importlib import import_module
 from operator import attrgetter
 from typing import Any, Literal, TypedDict, get_args
 from weakref import WeakKeyDictionary, WeakValueDictionary
@@ -55,6 +54,7 @@ from shardrec.exchange.peers import meet, peer_error, peers, watch_device
 from shardrec.exchange.shared.shared_memory import SharedCollectives
 from shardrec.exchange.subgroups import subgroup
 from shardrec.modules.fsdp import ShardedByFsdp
+from shardrec.modules.in_backward import take_over_steps
 from shardrec.modules.table import ModuleWatch, ShardedTable, averaged_parameters
 from shardrec.step.context import ModelContext
 
@@ -328,7 +328,7 @@ class DenseReducer:
         if is_needed and not accumulates and task not in self._tasks:  # whose rest a backward inside of it may leave
             accumulates = reaches_a_leaf()
         self._tasks.add(task)
-        self._stepped.update(filter(_without_steps, self._parameters))  # some may have come since the last backward
+        self._stepped.update(filter(take_over_steps, self._parameters))  # some may have come since the last backward
         if reduces and not accumulates:
             # Of torch.autograd.grad; or that of a lookup's operator, inside a backward that goes on after it.
             return
@@ -587,14 +587,3 @@ def _group_beside(group: dist.ProcessGroup, exchange: Collectives, device: torch
         backend = dist.get_backend_config(group)
         _GROUPS[group] = subgroup(group, range(group.size()), device, what="start of the dense part", backend=backend)
     return _GROUPS[group]
-
-
-def _without_steps(parameter: nn.Parameter) -> bool:
-    """Remove the hooks of ``apply_optimizer_in_backward``, which step before the gradient is averaged; true if any."""
-    if not hasattr(parameter, "_in_backward_optimizers"):
-        return False
-    module = import_module("torch.distributed.optim.apply_optimizer_in_backward")
-    handles = module.param_to_optim_hook_handle_map.pop(parameter, ())
-    for handle in handles:
-        handle.remove()
-    return bool(handles)

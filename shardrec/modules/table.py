@@ -20,6 +20,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed import _state_dict_utils
 from torch.distributed._shard.metadata import ShardMetadata
 from torch.distributed._shard.sharded_tensor import Shard as TensorShard
 from torch.distributed._shard.sharded_tensor import ShardedTensor, ShardedTensorMetadata, TensorProperties
@@ -30,6 +31,7 @@ from shardrec.errors import ConfigError
 from shardrec.exchange.fault_flags import FaultFlags
 from shardrec.layout import Shard, TableLayout
 from shardrec.lookup.shards import ShardLookup
+from shardrec.modules.full_tables import gathered
 
 __all__ = [
     "ModuleWatch",
@@ -80,6 +82,8 @@ class ShardedTable(nn.Module):
             name = "weight" if alone else f"weight_r{shard.row_start}_c{shard.col_start}"  # type: ignore[union-attr]
             self.register_parameter(name, parameter)
             self.kept.append((name, parameter, parameter.data_ptr(), parameter.requires_grad))
+        if "weight" not in self._parameters:
+            self.weight = None  # torch.distributed.checkpoint.state_dict looks up each key on each rank
 
     def fault(self) -> str:
         """What was done to a parameter that the kernels, which read its memory, do not see; "" for nothing."""
@@ -99,8 +103,8 @@ class ShardedTable(nn.Module):
                 was, remedy = ("frozen", ", or call it in torch.no_grad()") if requires_grad else ("unfrozen", "")
                 return (
                     f"{name} of table {self.layout.name!r} was {was} (requires_grad) after shardrec.shard, and "
-                    "backward goes on as before: save a checkpoint and load it into a model whose table is "
-                    f"{was} before it is sharded{remedy}"
+                    "backward goes on as before: save a checkpoint, and give it to shardrec.warm_start with a model "
+                    f"whose table is {was} before it is sharded{remedy}"
                 )
         return ""
 
@@ -318,4 +322,5 @@ def _refuse_ddp(wrapper: nn.Module, name: str, module: nn.Module | None) -> None
             )
 
 
+_state_dict_utils._all_gather_sharded_tensor = gathered  # type: ignore[assignment,unused-ignore]
 register_module_module_registration_hook(_refuse_ddp)
