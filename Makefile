@@ -9,6 +9,8 @@ TRAIN_ARGS  ?=
 PYTEST_ARGS ?=
 BENCH_ARGS  ?=
 GPU_ARGS    ?=
+TORCHREC    ?= ../torchrec
+PEERS_ARGS  ?=
 SANITIZERS  ?= address,undefined
 KILLS       ?= 200
 SEED        ?= 0
@@ -46,7 +48,7 @@ ifeq ($(filter $(SET),$(SETS)),)
 $(error SET is "$(SET)"; it is a release of torch, one of $(SETS))
 endif
 
-.PHONY: help setup train test check sanitize faults mutants bench gpu cpp-example parameter-server online docs docs-site wheel clean
+.PHONY: help setup train test check sanitize faults mutants peers bench gpu cpp-example parameter-server online docs docs-site wheel clean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/make \1\t\2/p' Makefile | expand -t 18
@@ -79,6 +81,10 @@ faults: $(DEV) ## kill and stop training runs at random, and say what was lost (
 
 mutants: $(DEV) ## change the package at random places, and say which changes no test notices (MUTANTS, FOLDERS, SEED, WORKERS)
 	$(BIN)/python -m tests.mutants.main --count $(MUTANTS) --seed $(SEED) --workers $(WORKERS) $(FOLDERS)
+
+# TorchRec's repository is the tester's, at the release that is installed: git clone --branch release/v1.8.0 ...
+peers: $(DEV) ## run TorchRec's own tests on shardrec, from a checkout of its repository (TORCHREC=path, PEERS_ARGS)
+	$(BIN)/python -m tests.peers.main $(TORCHREC) $(PEERS_ARGS)
 
 bench: $(RUNTIME) ## run every benchmark under benchmarks/ that needs no GPU (BENCH_ARGS)
 	@for main in $(filter-out benchmarks/gpu/main.py,$(wildcard benchmarks/*/main.py)); do \

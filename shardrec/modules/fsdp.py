@@ -141,7 +141,7 @@ def cut_whole_values(state_dict: MutableMapping[str, Any], model: nn.Module) -> 
 
 
 def let_go_of_whole_parameters(model: nn.Module) -> None:
-    """Let go of FSDP2's whole parameters, which stay after a forward without a backward and are no part of the model."""
+    """Let go of FSDP2's whole parameters, which stay after a forward without a backward and are not the model's."""
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()

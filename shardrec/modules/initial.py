@@ -49,7 +49,7 @@ from torchrec.modules.embedding_modules import EmbeddingBagCollection, Embedding
 
 from shardrec.errors import ConfigError
 from shardrec.layout import Shard
-from shardrec.layout.discover import configs_of, qualified_name
+from shardrec.layout.discover import configs_of
 
 __all__ = [
     "WHOLE_BYTES",
@@ -64,6 +64,9 @@ __all__ = [
 
 WHOLE_BYTES = 64 * 2**20
 """Most bytes of a collection's tables on meta that are drawn as the unsharded collection draws them."""
+
+_CONTAINERS = (nn.ParameterDict, nn.ParameterList)
+"""Modules whose parameters are those of the module around."""
 
 _BLOCK_ELEMENTS = 2**18
 _MAX_THREADS = 32  # each of which may have a block beside the shards
@@ -187,8 +190,10 @@ def refuse_dense_on_meta(model: nn.Module, tables: set[nn.Parameter]) -> None:
         if parameter.is_meta and parameter not in tables:
             names.setdefault(parameter, []).append(name)
     for parameter, paths in names.items():
-        fault = ""
-        if not hasattr(model.get_submodule(paths[0].rpartition(".")[0]), "reset_parameters"):
+        fault, path = "", paths[0].rpartition(".")[0]
+        if isinstance(model.get_submodule(path), _CONTAINERS):
+            path = path.rpartition(".")[0]
+        if not hasattr(model.get_submodule(path), "reset_parameters"):
             fault = "its module has no reset_parameters()"
         elif len(paths) > 1:
             fault = f"it is tied to {paths[1]!r}"
@@ -209,20 +214,23 @@ def draw_dense(model: nn.Module, device: torch.device) -> None:
         ConfigError: if ``reset_parameters()`` leaves a value out.
     """
     for path, module in model.named_modules():
-        tensors = {**module._parameters, **module._buffers}
-        if not any(tensor is not None and tensor.is_meta for tensor in tensors.values()):
+        parts = [module, *(part for part in module.children() if isinstance(part, _CONTAINERS))]
+        if isinstance(module, _CONTAINERS) or not any(tensor.is_meta for part in parts for tensor in _tensors(part)):
             continue
-        module.to_empty(device=device, recurse=False)
-        for tensor in (*module.parameters(recurse=False), *module.buffers(recurse=False)):
-            tensor.fill_(torch.nan if tensor.is_floating_point() else 0)
+        for part in parts:
+            part.to_empty(device=device, recurse=False)
+            for tensor in _tensors(part):
+                tensor.fill_(torch.nan if tensor.is_floating_point() else 0)
         getattr(module, "reset_parameters", lambda: None)()
-        for name in tensors:
-            value = getattr(module, name)
-            if value is not None and bool(value.isnan().any()):
-                raise ConfigError(
-                    f"{qualified_name(path, name)!r} is on meta, and reset_parameters() of its module gives it no "
-                    "value; build the module on a real device"
-                )
+        if any(bool(tensor.isnan().any()) for part in parts for tensor in _tensors(part)):
+            raise ConfigError(
+                f"module {path!r} is on meta, and its reset_parameters() gives some of its parameters or buffers no "
+                "value; build it on a real device"
+            )
+
+
+def _tensors(module: nn.Module) -> list[Tensor]:
+    return [*module.parameters(recurse=False), *module.buffers(recurse=False)]
 
 
 def draw_rows(config: BaseEmbeddingConfig, shard: Shard, count: int, step: int) -> Tensor:

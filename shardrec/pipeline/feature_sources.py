@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_flatten, tree_map
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor, KeyedTensor
 
 from shardrec.modules.collection import ShardedCollection
@@ -78,6 +78,13 @@ class Source:
 
     maker: PostProcessor | None
     path: Sequence[Callable[[Any], object]]
+
+    def makers(self) -> Iterator[PostProcessor]:
+        """The post-processors that it takes, in the order in which they run."""
+        if self.maker is not None:
+            for source in tree_leaves(self.maker.arguments):
+                yield from source.makers()
+            yield self.maker
 
 
 class PostProcessed:

@@ -55,6 +55,7 @@ class _Slot:
         error: the error that its step raises.
         told: whether the other ranks know of the error.
         ahead: its calls, made ahead.
+        begun: their modules and features.
         exchanged: whether their ids are being sent.
         ready: on CUDA, an event recorded after the work done ahead.
     """
@@ -65,6 +66,7 @@ class _Slot:
     error: Exception | None = None
     told: bool = False
     ahead: Ahead | None = None
+    begun: Sequence[tuple[object, object]] = ()
     exchanged: bool = False
     ready: torch.cuda.Event | None = None
 
@@ -107,7 +109,8 @@ class Lookahead:
         self._model = model
         self._stages = stages
         self._calls: list[_KnownCall] | None = None
-        self._records_modules, self._has_recorded = False, False  # in the next forward; in one before
+        self._made: dict[nn.Module, Source] = {}  # of modules whose features post-processors make
+        self._replaced: set[nn.Module] = set()  # modules whose features the forward makes of those of their source
         self._has_warned = False
         on_gpu = device.type == "cuda"
         # Their short kernels go before those of the step under way.
@@ -115,9 +118,11 @@ class Lookahead:
         self._copies, self._ids, *self._stage_streams = streams
 
     @property
-    def modules_ahead(self) -> list[ShardedCollection]:
-        """The sharded modules whose ids are exchanged ahead."""
-        return list(dict.fromkeys(call.module for call in self._calls or () if call.source is not None))
+    def modules_ahead(self) -> list[nn.Module]:
+        """The post-processors that run ahead, and the sharded modules whose ids are exchanged ahead."""
+        known = [(call.module, call.source) for call in self._calls or () if call.source is not None]
+        makers = [maker.module for _, source in known for maker in source.makers()]
+        return list(dict.fromkeys([*makers, *(module for module, _ in known)]))
 
     @property
     def _exchanges_ahead(self) -> bool:
@@ -245,6 +250,7 @@ class Lookahead:
                         with mode.entered():
                             calls.append((module, features, module.begin(features)))
                 is_whole = all(call.source is not None for call in self._calls or ())
+                slot.begun = [(module, features) for module, features, _ in calls]
                 slot.ahead = (Ahead if is_whole else AheadOfSome)(context.headers, calls)
         except Exception as error:
             slot.error = error
@@ -308,7 +314,7 @@ class Lookahead:
             with ExitStack() as stack:
                 if slot.made is not None:
                     stack.enter_context(slot.made.in_place())
-                if self._records_modules:
+                if self._calls is None and self._depth:
                     calls = stack.enter_context(recorded_calls(self._model, self._device))
                 result = forward(slot.batch)
             self._find_sources(slot, observed, calls)
@@ -335,7 +341,7 @@ class Lookahead:
         """
         context = self._context
         assert context is not None, "only a sharded model waits"
-        if observed and (self._calls is None or self._records_modules):  # the other ranks find them in this step
+        if observed and self._calls is None:
             self._find_sources(slot, observed, calls)
         if not self._exchanges_ahead or context.collectives.world_size == 1:
             return
@@ -353,25 +359,32 @@ class Lookahead:
         Args:
             slot: of this step.
             observed: the calls of sharded modules; None if they were not observed.
-            calls: of other modules; None if they were not recorded. If features are not found, the next step records
-                them, once.
+            calls: of other modules, which are recorded in the first step.
         """
         if observed is None:
             return
-        self._records_modules, self._has_recorded = False, self._has_recorded or calls is not None
-        are_known = [(module, mode) for module, _, mode in observed] == [call[:2] for call in self._calls or ()]
-        if are_known and slot.ahead is not None and slot.ahead.is_used_up:
+        known = self._calls or []
+        are_known = [(module, mode) for module, _, mode in observed] == [(call.module, call.mode) for call in known]
+        if slot.ahead is not None and slot.ahead.is_used_up and are_known:
             return
-        sources = sources_of((features for _, features, _ in observed), slot.batch, calls or ())
+        for module, features, _ in observed:
+            begun = [others for other, others in slot.begun if other is module]
+            if begun and all(others is not features for others in begun):
+                self._replaced.add(module)
+        sources = [
+            source or self._made.get(module)
+            for (module, *_), source in zip(
+                observed, sources_of((features for _, features, _ in observed), slot.batch, calls or ()), strict=True
+            )
+        ]
         without = {module for (module, *_), source in zip(observed, sources, strict=True) if source is None}
+        without |= self._replaced
         # A module's calls are made in their order: all of them ahead, or none.
         self._calls = [
             _KnownCall(module, mode, None if module in without else source)
             for (module, _, mode), source in zip(observed, sources, strict=True)
         ]
-        if without and not self._has_recorded:
-            self._calls, self._records_modules = [], True
-            return
+        self._made |= {call.module: call.source for call in self._calls if call.source and call.source.maker}
         if without:
             names = ", ".join(dict.fromkeys(type(module).__name__ for module, *_ in observed if module in without))
             reason = (

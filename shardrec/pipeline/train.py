@@ -54,11 +54,11 @@ class TrainPipeline:
     A loop after the last batch, or after :meth:`close`, is another pass over the dataloader. A program that has an
     iterator calls :meth:`progress` in place of the loop.
 
-    Which features each sharded module is called with is read from the first steps: they have to be KeyedJaggedTensors
+    Which features each sharded module is called with is read from the first step: they have to be KeyedJaggedTensors
     that the batch holds (in a tuple, list, dict, dataclass or other object), or that a post-processor makes of it: a
     module of the model without parameters that take gradients. A post-processor runs once for each batch, ahead of
     its step, so that random numbers are drawn in another order. Where features are made in another way, their ids
-    are exchanged in their own step, which a warning says once; :attr:`modules_ahead` has the other sharded modules.
+    are exchanged in their own step, which a warning says once; :attr:`modules_ahead` has the modules that run ahead.
 
     A step that raises leaves the pipeline usable: its batch is lost, and the next ``next()`` takes the next one.
 
@@ -131,8 +131,8 @@ class TrainPipeline:
 
     @property
     def modules_ahead(self) -> list[nn.Module]:
-        """The sharded modules whose ids are exchanged ahead, in the order of their first calls."""
-        return list(self._steps.modules_ahead)
+        """The post-processors that run ahead, and the sharded modules whose ids are exchanged ahead."""
+        return self._steps.modules_ahead
 
     def __iter__(self) -> Self:
         if not self._has_dataloader:

@@ -273,6 +273,22 @@ def test_a_dense_part_on_meta_is_one_on_all_ranks() -> None:
     torch.testing.assert_close(first, second, rtol=0, atol=0)
 
 
+def test_weights_of_feature_processors_may_be_on_meta() -> None:
+    """They are in a dict of parameters, of whose module ``reset_parameters()`` is."""
+    weights = PositionWeightedModuleCollection({"f_a": 9, "f_b": 9}, device=torch.device("meta"))
+    sharded = shardrec.shard(FeatureProcessedEmbeddingBagCollection(bags("a", "b", weighted=True), weights))
+    features = KeyedJaggedTensor(["f_a", "f_b"], torch.arange(6), lengths=torch.tensor([1, 2, 3, 0]))
+    torch.testing.assert_close(sharded(features).values(), processed_with_ones(sharded, features), rtol=0, atol=0)
+    assert all(torch.equal(weight, torch.ones(9)) for weight in sharded.module._feature_processors.parameters())
+
+
+def processed_with_ones(sharded: nn.Module, features: KeyedJaggedTensor) -> Tensor:
+    unsharded: Any = processed()
+    unsharded.load_state_dict(sharded.state_dict())
+    values: Tensor = unsharded(features).values()
+    return values
+
+
 class WithoutReset(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -296,7 +312,7 @@ def test_what_cannot_be_drawn_is_refused_by_name() -> None:
     apply_optimizer_in_backward(torch.optim.SGD, [stepped.bias], {"lr": 0.5})
     for dense, words in (
         (WithoutReset(), r"parameter 'd\.scale' is on meta, .*: its module has no reset_parameters\(\); build"),
-        (HalfReset(), r"'d\.shift' is on meta, and reset_parameters\(\) of its module gives it no value; build"),
+        (HalfReset(), r"module 'd' is on meta, and its reset_parameters\(\) gives some of its parameters"),
         (tied, r"parameter 'd\.0\.weight' is on meta, .*: it is tied to 'd\.1\.weight'"),
         (stepped, r"parameter 'd\.bias' is on meta, .*: its optimizer in backward"),
     ):

@@ -170,13 +170,13 @@ def test_post_processors_run_once_and_ahead() -> None:
             return result
 
         with warnings.catch_warnings():
-            warnings.simplefilter("error")
+            warnings.filterwarnings("error", message="TrainPipeline")
             steps = TrainPipeline(model, torch.optim.SGD(model.dense_parameters(), lr=0.01), batches(5), loss_fn=loss)
             losses = [float(loss) for loss in steps]
         assert losses == plain(sharded(calls), batches(5))
-        # Two calls of each, of which the first steps know nothing.
-        assert runs == [(2, 2), (2, 2), (0, 0), (0, 0), (0, 0)]
-        assert steps.modules_ahead == [model.module.bags[name] for name in NAMES]
+        assert runs == [(2, 2), (0, 0), (0, 0), (0, 0), (0, 0)]  # two calls of each, which the first step learns
+        made = [model.module.first, model.module.second]
+        assert steps.modules_ahead == [*made, *(model.module.bags[name] for name in NAMES)]
 
     ranks(2, run)
 
@@ -312,6 +312,58 @@ def test_which_modules_may_run_ahead() -> None:
     assert [call.module for call in calls] == [frozen, model["none"]]
     model["none"](features)
     assert len(calls) == 2
+
+
+def test_features_that_the_forward_replaces_in_the_batch() -> None:
+    """They look like the batch's own at the end of the first step; from the third one on nothing is sent in vain."""
+
+    class Replacing(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.plain, self.other = (collection(CONFIGS, optimizers="sgd", seed=seed) for seed in (1, 2))
+            self.top = nn.Linear(1, 1)
+
+        def forward(self, batch: dict[str, Any]) -> Tensor:
+            plain = self.plain(batch["features"])
+            batch["features"] = shifted(batch["features"], 1)
+            total = plain.values().tanh().sum() + self.other(batch["features"]).values().tanh().sum()
+            output: Tensor = self.top(total.view(1, 1)).sum()
+            return output
+
+    def model() -> ShardedModel:
+        torch.manual_seed(0)
+        return shard(Replacing())
+
+    def run() -> None:
+        losses = plain(model(), batches(5))
+        pipelined = model()
+        steps = TrainPipeline(pipelined, torch.optim.SGD(pipelined.dense_parameters(), lr=0.01), batches(5))
+        with pytest.warns(UserWarning, match="exchanges no ids of ShardedEmbeddingBagCollection ahead, whose"):
+            assert [float(loss) for loss in steps] == losses
+        assert steps.modules_ahead == []
+
+    ranks(2, run)
+
+
+def test_a_step_in_another_mode_does_not_lose_the_post_processors() -> None:
+    calls = (("a", "made", False), ("b", "batch", True), ("c", "made", False))
+
+    def run() -> None:
+        def loss(model: nn.Module, batch: Any) -> Any:
+            is_third = int(batch["n"]) == 2
+            with torch.set_grad_enabled(not is_third):
+                result = model(batch)
+            return result.detach().requires_grad_() if is_third else result
+
+        model = sharded(calls)
+        steps = TrainPipeline(model, torch.optim.SGD(model.dense_parameters(), lr=0.01), batches(7), loss_fn=loss)
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="TrainPipeline exchanges no ids ahead of this step")
+            count = len([next(steps) for _ in range(6)])
+        assert count == 6
+        assert len(steps.modules_ahead) == 5
+
+    ranks(1, run)
 
 
 def test_another_argument_runs_the_module_again() -> None:
