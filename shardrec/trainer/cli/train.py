@@ -108,7 +108,7 @@ def convert_command(
 ) -> None:
     """Write the columns of files as Parquet, whose row groups ranks read in parts.
 
-    Training does the same with files of other formats, in the run's folder. Memory is bounded, and pages have checksums.
+    Training does the same with files of other formats, in the run's folder. Memory is bounded; pages have checksums.
     Values stay as they are in the source: rows are bit-identical to train on, in the order that the row groups make.
     """
     from shardrec.trainer.data import criteo_spec, load_spec

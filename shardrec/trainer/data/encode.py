@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, NamedTuple, TypeAlias, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -44,6 +44,8 @@ __all__ = [
     "row_numbers",
     "spells_numbers",
 ]
+
+_Value = TypeVar("_Value", bound=np.generic)
 
 _NO_NUMBER = "is not a finite number among numbers, nor a date among dates"
 _MAX = float(np.finfo(np.float32).max)
@@ -308,7 +310,8 @@ def _bags(
         weights = np.where(bad_W, 0.0, values).astype(np.float32)
         fit = of_each == lengths
         if not fit.all():
-            bad_W, weights = (_in_rows(array, of_each, fit, lengths) for array in (bad_W, weights))
+            bad_W = _in_rows(bad_W, of_each, fit, lengths)
+            weights = _in_rows(weights, of_each, fit, lengths)
         bad_weights = ~fit
     keep = ~missing_V if spec.rules > 1 else np.ones(len(ids), dtype=np.bool_)
     if bad_weights is not None:
@@ -324,10 +327,10 @@ def _bags(
 
 
 def _in_rows(
-    values: NDArray[np.generic], of_each: NDArray[np.int64], fit: NDArray[np.bool_], lengths: NDArray[np.int64]
-) -> NDArray[np.generic]:
+    values: NDArray[_Value], of_each: NDArray[np.int64], fit: NDArray[np.bool_], lengths: NDArray[np.int64]
+) -> NDArray[_Value]:
     """Values with ``of_each`` (N,) in a row as values with ``lengths`` (N,), zeros in the rows that do not fit."""
-    placed = np.zeros(int(lengths.sum()), values.dtype)
+    placed: NDArray[_Value] = np.zeros(int(lengths.sum()), values.dtype)
     placed[np.repeat(fit, lengths)] = values[np.repeat(fit, of_each)]
     return placed
 
@@ -391,7 +394,7 @@ def _ids(array: pa.Array, feature: Feature, spec: FeatureSpec) -> _Ids:
     if coding in ("buckets", "number"):
         values, missing, bad = _numbers(array, spec)
         if coding == "buckets":
-            values = np.searchsorted(np.asarray(feature.boundaries), values, side="right") + 1
+            values = np.searchsorted(np.asarray(feature.boundaries), values, side="right") + 1.0
         else:
             most = min(feature.num_embeddings, exact_below(array.type))
             bad |= ~missing & ((values < 0) | (values >= most) | (values != np.floor(values)))

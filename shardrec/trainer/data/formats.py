@@ -12,6 +12,7 @@ import lzma
 import zipfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, TypeAlias
 
@@ -140,7 +141,8 @@ class _Opened(io.RawIOBase):
             raise DataError(f"data file {path} is empty: copy or write it again")
         self._stream: Any = file
         if kind is not None:
-            self._stream = lzma.LZMAFile(file) if kind == "xz" else pa.CompressedInputStream(file, kind)
+            unpack = lzma.LZMAFile if kind == "xz" else partial(pa.CompressedInputStream, compression=kind)
+            self._stream = unpack(file)
         self._progress, self.end = progress, b""
 
     def readable(self) -> bool:

@@ -23,8 +23,8 @@ TOPIC = "kafka://"
 def files_of(pattern: str, *, least: int = 1) -> list[str]:
     """The files that a name, a folder or a pattern (``day_*.parquet``) stands for, in order; each may be a URL.
 
-    A folder stands for all files in it and in the folders below, but what has a name that begins with ``.`` or ``_``, as
-    files that Spark adds have.
+    A folder stands for all files in it and in the folders below, without those whose names, or their folders' names,
+    begin with ``.`` or ``_``, such as those that Spark adds.
 
     Args:
         pattern: the name, folder or pattern.

@@ -39,7 +39,7 @@ from shardrec.trainer.run.catalogue import evaluator
 from shardrec.trainer.run.config import FILE, METRICS, PLAN, ROWS, SPEC, TrainConfig, load_config_text
 from shardrec.trainer.run.display import Announcer, Display
 from shardrec.trainer.run.folder import lock_folder, own_folder, replaced
-from shardrec.trainer.run.held_out import Progressive
+from shardrec.trainer.run.held_out import Progressive, check_monitor
 from shardrec.trainer.run.initial import start_from
 from shardrec.trainer.run.loop import Schedule, StepPart, failing_together, step_parts, train_epoch
 from shardrec.trainer.run.losses import with_own_loss
@@ -193,9 +193,7 @@ def _concluded(
     if run.progressive is not None and config.test is None:
         scored = run.progressive.metrics()
         if scored is None:  # such as where ranks of another number went on, and there was nothing more to train on
-            announcer.say(
-                "the feed has ended without clicked and other rows that were scored: no new results are written"
-            )
+            announcer.say("the feed has ended without rows that were scored: no new results are written")
             return lambda: None
         final: ClickMetrics | TaskMetrics = scored
     else:
@@ -407,6 +405,11 @@ def _train(run: Run, saver: Saver, evaluate: Callable[[Iterable[ClickBatch]], Cl
     progressive = run.progressive
     # In memory: a file would have to be read to its end again for each point of the curve.
     curve_batches = [] if progressive else list(failing_together(source.holdout_batches(_CURVE_ROWS), model))
+
+    if config.patience is not None or config.checkpoint == "best":
+        of_labels = not run.spec.labels and (config.ranking == "rows" or progress.watched not in ("gauc", "ndcg"))
+        if of_labels and not progressive:
+            check_monitor(curve_batches, progress.watched)
 
     def evaluated() -> ClickMetrics | TaskMetrics | None:
         if progressive is not None:
