@@ -60,7 +60,8 @@ def counted(
         if target != folder / _name(info.path, spec):
             target.unlink()
             raise DataError(f"data file {info.path} has changed while it was read: let nothing write to it")
-    return replace(parquet_info(str(target), info.path), kinds=info.kinds, first_line=info.first_line)
+    kept = {name: getattr(info, name) for name in ("kinds", "partitions", "first_line")}
+    return replace(parquet_info(str(target), info.path), **kept)
 
 
 def _name(path: str, spec: FeatureSpec) -> str:

@@ -394,7 +394,8 @@ def _ids(array: pa.Array, feature: Feature, spec: FeatureSpec) -> _Ids:
     if coding in ("buckets", "number"):
         values, missing, bad = _numbers(array, spec)
         if coding == "buckets":
-            values = np.searchsorted(np.asarray(feature.boundaries), values, side="right") + 1.0
+            rows = np.searchsorted(np.asarray(feature.boundaries), values, side="right") + 1
+            values = rows.astype(np.float64)
         else:
             most = min(feature.num_embeddings, exact_below(array.type))
             bad |= ~missing & ((values < 0) | (values >= most) | (values != np.floor(values)))

@@ -23,6 +23,7 @@ from shardrec import DataError
 from shardrec.trainer.data import svmlight
 from shardrec.trainer.data.arrays import is_text
 from shardrec.trainer.data.fault import Reason, RowFault
+from shardrec.trainer.data.ids import present
 from shardrec.trainer.data.spec import FeatureSpec
 from shardrec.trainer.data.urls import TOPIC, open_input, path_of
 
@@ -37,6 +38,7 @@ _BLOCK_BYTES = 8 << 20
 _LONGEST_LINE = 64 << 20
 _COMPRESSED = {".gz": "gzip", ".bz2": "bz2", ".zst": "zstd", ".xz": "xz"}
 _SVMLIGHT = (".libsvm", ".svm", ".svmlight", ".libfm")
+_BLANK = b"\r\n\0 "
 _UTF16 = (b"\xff\xfe", b"\xfe\xff")
 
 Rows: TypeAlias = "tuple[pa.Table, dict[int, RowFault]]"
@@ -127,7 +129,7 @@ class _Opened(io.RawIOBase):
         progress: is told of bytes that were read.
 
     Attributes:
-        end: the last bytes that were read.
+        end: the last byte that was read and is not blank.
 
     Raises:
         DataError: no such file, a directory, or an empty file.
@@ -150,7 +152,7 @@ class _Opened(io.RawIOBase):
 
     def read(self, size: int | None = -1, /) -> bytes:
         data: bytes = self._stream.read() if size is None or size < 0 else self._stream.read(size)
-        self.end = data[-4:] or self.end
+        self.end = (data[-64:].rstrip(_BLANK) or data.rstrip(_BLANK))[-1:] or self.end
         self._progress(len(data))
         return data
 
@@ -199,6 +201,7 @@ def _raw_names(path: str, spec: FeatureSpec) -> list[str]:
 
 def _parsed(path: str, spec: FeatureSpec, columns: Sequence[str], progress: Callable[[int], object]) -> Iterator[Rows]:
     import pyarrow as pa
+    import pyarrow.compute as pc
     from pyarrow import csv
 
     raw_names, broken = _raw_names(path, spec), dict[int, RowFault]()
@@ -234,7 +237,7 @@ def _parsed(path: str, spec: FeatureSpec, columns: Sequence[str], progress: Call
             include_columns=[*dict.fromkeys([*read, raw_names[-1]])],
             check_utf8=False,
             strings_can_be_null=True,
-            null_values=["", *spec.missing],
+            null_values=[""],
         ),
     )
     seen, last = 0, None
@@ -244,11 +247,15 @@ def _parsed(path: str, spec: FeatureSpec, columns: Sequence[str], progress: Call
             last = table[raw_names[-1]][-1]
         arrays = [table[name] for name in read]
         if spaced:
-            arrays = [pa.compute.ascii_ltrim(array, " ") for array in arrays]
+            arrays = [pc.ascii_ltrim(array, " ") for array in arrays]
+        arrays = [
+            array if name in spec.list_sources else present(array, spec.missing)
+            for name, array in zip(columns, arrays, strict=True)
+        ]
         if spec.decimal == ",":
             numeric = {*spec.label_sources, *spec.number_sources}
             arrays = [
-                pa.compute.replace_substring(array, ",", ".") if name in numeric else array
+                pc.replace_substring(array, ",", ".") if name in numeric else array
                 for name, array in zip(columns, arrays, strict=True)
             ]
         stop = seen + len(table)
@@ -260,7 +267,7 @@ def _parsed(path: str, spec: FeatureSpec, columns: Sequence[str], progress: Call
     empty = pa.table({name: pa.array([], pa.string()) for name in columns})
     yield empty, {row - seen: fault for row, fault in broken.items()}
     text = b"" if last is None or not last.is_valid else last.as_buffer().to_pybytes()
-    if spec.quoted and b"\n" in text and not opened.end.rstrip(b"\r\n\0 ").endswith(b'"'):
+    if spec.quoted and b"\n" in text and opened.end != b'"':
         raise DataError(
             f"data file {path} ends inside of a quote, which begins in its last row, {seen + first - 1}: end the "
             "quote, or set quoted: false in the spec"

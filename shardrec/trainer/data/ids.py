@@ -50,7 +50,7 @@ _OF_FLOATS = r"^-?(0|[1-9][0-9]*)(\.0*|\.[0-9]+[eE][+]?[0-9]+)$"
 _WHOLE = r"^-?(0|[1-9][0-9]*)(\.0*|\.[0-9]+[eE][+]?[0-9]+)?$"
 
 
-def present(array: pa.Array, missing: Sequence[str]) -> pa.Array:
+def present(array: pa.Array | pa.ChunkedArray, missing: Sequence[str]) -> pa.Array | pa.ChunkedArray:
     """An array of values (V,) without a dictionary, with a null for each text that means a missing value."""
     import pyarrow as pa
     import pyarrow.compute as pc

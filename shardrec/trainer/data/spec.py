@@ -402,6 +402,12 @@ class FeatureSpec(_Strict):
         return tuple(column for column in columns if column is not None)
 
     @cached_property
+    def list_sources(self) -> tuple[str, ...]:
+        """The columns of any number of ids a row, and of their weights."""
+        columns = [column for feature in self.sparse if feature.is_list for column in (feature.source, feature.weights)]
+        return tuple(column for column in columns if column is not None)
+
+    @cached_property
     def number_sources(self) -> tuple[str, ...]:
         """The columns of features that are numbers: dense ones, those in buckets, and weights."""
         features = [feature for feature in self.features if feature.kind == "dense" or feature.boundaries is not None]

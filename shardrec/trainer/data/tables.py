@@ -164,7 +164,7 @@ def check_file(path: str, spec: FeatureSpec) -> FileInfo:
             not set(spec.sources) <= {*names, *partitions}
         )
         raise DataError(f"data file {path}{shown}: " + "; ".join(faults))
-    kinds = {name: values_of(of_column) for name, of_column in types.items()} | dict.fromkeys(partitions, "")
+    kinds = {name: values_of(of_column) for name, of_column in types.items()} | dict.fromkeys(partitions, "texts")
     return replace(info, kinds=kinds, partitions=partitions)
 
 
