@@ -86,11 +86,12 @@ def convert(
 
     Args:
         source: the file, of any format that is read.
-        spec: whose columns are written, but those that the names of folders give.
+        spec: whose columns are written.
         target: the file to write.
         columns: of the source, to write with those of the spec.
         group_rows: rows of a row group.
-        keep_faults: whether a row that cannot be parsed is written with its fault, in place of an error.
+        keep_faults: whether a row that cannot be parsed is written with its fault, in place of an error; columns that
+            the names of the source's folders give are then left out.
         progress: is told of bytes that were read.
 
     Returns:
@@ -112,6 +113,8 @@ def convert(
                 raise DataError(f"{source}:{rows + place + info.first_line}: {fault}")
             if keep_faults:
                 table = _with_faults(table, faults)
+            for name, value in info.partitions.items() if not keep_faults else ():  # which the target's folders lack
+                table = table.append_column(name, pa.repeat(pa.scalar(value, pa.string()), len(table)))
             if writer is None:
                 options = {"compression": "zstd", "write_page_checksum": True}
                 writer = stack.enter_context(pq.ParquetWriter(partial, table.schema, **options))

@@ -120,7 +120,7 @@ class FileClickData(ClickData):
         if folder is None and not all(info.parquet for info in self.files):
             self._folder = Path(mkdtemp(prefix="shardrec-"))
             finalize(self, rmtree, self._folder, ignore_errors=True)
-        if needs_rows and not any(info.size for info in self.files):
+        if needs_rows and not any(info.size or info.groups for info in self.files):
             raise DataError(f"data file {self.paths[0]} is empty: copy or write it again")
         check_kinds(self.files, {})
 

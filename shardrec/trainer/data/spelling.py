@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Literal, Protocol, TypeVar
 from shardrec.trainer.data.encode import spells_numbers
 from shardrec.trainer.data.spec import FeatureSpec
 from shardrec.trainer.data.tables import FileInfo, read_blocks
+from shardrec.trainer.data.urls import TOPIC
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -42,7 +43,7 @@ def decided(files: Sequence[FileInfo], spec: FeatureSpec, *, each: Each = map, p
     Raises:
         DataError: for a file that is damaged.
     """
-    if not spec.undecided:
+    if not spec.undecided or any(info.path.startswith(TOPIC) for info in files):  # of a feed
         return spec
     chunks = [(info, group) for info in files for group in range(len(info.groups)) if not info.lost]
     texts = set().union(*each(partial(_texts, spec), [chunks[number::parts] for number in range(parts)]))

@@ -96,7 +96,8 @@ class Source:
         self._arrival: Arrival | None = None
         # Held-out rows, and those of the final metrics, in files of their own: all their rows.
         self._valid, self._test = (
-            None if name is None else _opened(config, name, spec, folder, needs_rows=False) for name in (config.valid, config.test)
+            None if files is None else _opened(config, files, spec, folder, needs_rows=False)
+            for files in (config.valid, config.test)
         )
         self.left_out: dict[str, Mapping[str, int]] = {}
         self._left_out_before: dict[str, Mapping[str, int]] = {}

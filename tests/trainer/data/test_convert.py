@@ -7,7 +7,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from shardrec.errors import DataError
-from shardrec.trainer.data import criteo_spec, formats, open_click_data, write_criteo_tsv
+from shardrec.trainer.data import Feature, FeatureSpec, criteo_spec, formats, open_click_data, write_criteo_tsv
 from shardrec.trainer.data.arrays import plain_column
 from shardrec.trainer.data.convert import convert
 from tests.trainer.data.raw import LINES, SPEC, equal, lines, write
@@ -46,6 +46,19 @@ def test_nothing_is_left_of_what_cannot_be_converted(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"rows\.tsv:6: the line has 1 of 5 columns"):
         convert(str(path), SPEC, tmp_path / "rows.parquet")
     assert [entry.name for entry in tmp_path.iterdir()] == ["rows.tsv"]
+
+
+@pytest.mark.parametrize("kind", ["parquet", "csv"])
+def test_columns_that_folders_give_are_written(tmp_path: Path, kind: str) -> None:
+    folder, spec = tmp_path / "day=3", FeatureSpec(features=(Feature(name="day", kind="id", rows=9, ids="number"),))
+    folder.mkdir()
+    if kind == "csv":
+        (folder / "a.csv").write_text("label\n1\n0\n")
+    else:
+        pq.write_table(pa.table({"label": [1, 0]}), folder / "a.parquet")
+    assert convert(str(folder / f"a.{kind}"), spec, tmp_path / "b.parquet") == 2
+    (batch,) = open_click_data(tmp_path / "b.parquet", spec, holdout=0.0).train_batches(0, 1, 9)
+    assert (batch.sparse.values().tolist(), batch.labels.tolist()) == ([3, 3], [1, 0])
 
 
 def test_columns_without_their_dictionaries() -> None:
