@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 __all__ = ["columns_of", "file_kind", "read_rows", "text_head", "undamaged", "usual_delimiter"]
 
 _ROWS_AT_ONCE = 16_384
-_BLOCK_BYTES = 8 << 20
+_BLOCK_BYTES = 4 << 20
 _LONGEST_LINE = 64 << 20
 _COMPRESSED = {".gz": "gzip", ".bz2": "bz2", ".zst": "zstd", ".xz": "xz"}
 _SVMLIGHT = (".libsvm", ".svm", ".svmlight", ".libfm")
@@ -115,7 +115,7 @@ def undamaged(path: str) -> Iterator[None]:
         reason = (str(error) or type(error).__name__).splitlines()[0]
         remedy = "the file is damaged ({}): copy or write it again"
         if "straddling" in reason:
-            remedy = "a row has more than 8 MiB, or a quote no end: end the quote, or set quoted: false in the spec"
+            remedy = f"a row has more than {_BLOCK_BYTES:,} bytes, or a quote no end: set quoted: false in the spec"
         elif isinstance(error, UnicodeError):
             remedy = "the file has another encoding ({}): set encoding: NAME in the spec"
         raise DataError(f"data file {path}: {remedy.format(reason)}") from error
