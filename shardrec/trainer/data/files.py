@@ -134,9 +134,7 @@ class FileClickData(ClickData):
         self.count()
         return sum(chunk.kept for chunk in self._chunks[False])
 
-    def count(
-        self, each: Each = map, *, parts: int = 1, progress: Callable[[int], object] = lambda count: None
-    ) -> None:
+    def count(self, each: Each = map, *, parts: int = 1, progress: Callable[[int], object] | None = None) -> None:
         """Count the rows, on which their order depends; the first pass does it otherwise.
 
         Parquet's footers tell them. Files of other formats are converted; where groups of rows are held out, all rows
@@ -152,7 +150,7 @@ class FileClickData(ClickData):
         """
         if self._chunks:
             return
-        self.files = list(each(partial(self._counted, progress=progress), self.files))
+        self.files = list(each(partial(self._counted, progress=progress or (lambda count: None)), self.files))
         if self._decides:
             self.spec = decided(self.files, self.spec, each=each, parts=parts)
         chunks, row = [], 0
