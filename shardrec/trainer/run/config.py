@@ -46,6 +46,8 @@ CHECKPOINTS = "checkpoints"
 FILE = "config.yaml"
 """The effective options, in a run's results."""
 
+ROWS = "_rows"
+"""The folder, in that of a run, of files that are converted to Parquet; its name is none that data have."""
 SPEC = "features.yaml"
 """The feature spec, in the folder of a run that has one; vocabularies counted in its data are beside it."""
 
