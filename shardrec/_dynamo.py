@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
-from typing import TypeVar, cast
+from typing import NoReturn, TypeVar, cast
 
 import torch
 import torch._dynamo
 
 from shardrec.errors import ConfigError
 
-__all__ = ["left_alone", "passed_over"]
+__all__ = ["left_alone", "passed_over", "refuse_export"]
 
 F = TypeVar("F", bound=Callable[..., object])
 
@@ -23,20 +22,17 @@ def left_alone(function: F) -> F:
 
 
 def passed_over(function: F) -> F:
-    """Run ``function``, a sharded model's forward, eagerly; what it calls may be compiled.
+    """Run ``function``, a sharded model's forward, eagerly; what it calls may be compiled."""
+    return cast(F, torch._dynamo.decorators.skip(function))
+
+
+def refuse_export(model: object) -> NoReturn:
+    """Called by a forward in ``torch.export.export``, whose own error would not say what to do.
 
     Raises:
-        ConfigError: in ``torch.export.export``, whose own error would not say what to do.
+        ConfigError: always.
     """
-    skipped = torch._dynamo.decorators.skip(function)
-
-    @functools.wraps(function)
-    def unless_exported(*args: object, **kwargs: object) -> object:
-        if torch.compiler.is_exporting():
-            raise ConfigError(
-                f"torch.export.export cannot trace a {type(args[0]).__name__}: use shardrec.export(model.eval(), "
-                "args), which makes an ExportedProgram, also on several ranks"
-            )
-        return skipped(*args, **kwargs)
-
-    return cast(F, torch._dynamo.decorators.skip(unless_exported))
+    raise ConfigError(
+        f"torch.export.export cannot trace a {type(model).__name__}: use shardrec.export(model.eval(), args), which "
+        "makes an ExportedProgram, also on several ranks"
+    )

@@ -16,7 +16,7 @@ import torch
 
 from benchmarks.data.main import SHOP, write_shop
 from shardrec.trainer.data import Feature, FeatureSpec, FileClickData, criteo_spec, load_spec, write_parquet
-from shardrec.trainer.data.to_parquet import convert
+from shardrec.trainer.data.convert import convert
 
 BATCH = 2048
 

@@ -1,1 +1,1 @@
-"""A DLRM trained with TorchRec, and what changes with shardrec."""
+"""A DLRM trained with TorchRec, and the same program on shardrec."""

@@ -1,50 +1,52 @@
-"""The same on shardrec: ``torchrun --nproc-per-node 2 -m examples.dlrm_torchrec_migration.after``."""
+"""The same on shardrec: ``torchrun --nproc-per-node 2 -m examples.dlrm_torchrec_migration.after FOLDER STEPS``."""
 
 from __future__ import annotations
 
+import sys
+from pathlib import Path
+
 import torch
 import torch.distributed as dist
-from torch.nn.functional import binary_cross_entropy_with_logits
-from torchrec import EmbeddingBagCollection, EmbeddingBagConfig
-from torchrec.models.dlrm import DLRM
+from torch.distributed.optim import _apply_optimizer_in_backward as apply_optimizer_in_backward
 from torchrec.optim import RowWiseAdagrad
-from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
-from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizerWrapper
 
 import shardrec
-from examples.dlrm_torchrec_migration.batches import DENSE, DIM, FEATURES, ROWS, batches, first_values
+from examples.dlrm_torchrec_migration.model import batches, dlrm
+from shardrec.pipeline import TrainPipeline
+
+
+def train(folder: Path, steps: int) -> list[float]:
+    """Train from the checkpoint in ``folder`` up to this step.
+
+    Returns:
+        The loss of each step, and of the INT8 model on a batch that was not trained on.
+    """
+    rank = dist.get_rank()
+    model = dlrm()
+    apply_optimizer_in_backward(RowWiseAdagrad, model.model.sparse_arch.parameters(), {"lr": 0.05, "eps": 1e-8})
+    plan = shardrec.plan(model, constraints={"*": shardrec.Constraint(cuts=("table_wise",))})
+    model = shardrec.shard(model, plan)
+    optimizer = torch.optim.Adagrad(model.dense_parameters(), lr=0.02)
+    checkpoints = shardrec.Checkpoints(folder)
+    last = checkpoints.load_last(model, optimizer)
+    losses = []
+    pipeline = TrainPipeline(model, optimizer, batches(rank, range(last.step if last else 0, steps)))
+    for loss, _ in pipeline:
+        losses.append(loss.item())
+    checkpoints.save(steps, model, optimizer)
+    served = shardrec.serve.quantize(model, "int8")
+    for batch in batches(rank, range(1000, 1001)):
+        loss, _ = served(batch)
+        losses.append(loss.item())
+    return losses
 
 
 def main() -> None:
-    """Train, and show the loss of each tenth step on rank 0."""
+    """Train, and show rank 0's losses."""
     dist.init_process_group("gloo")
-    torch.manual_seed(0)
-    tables = [
-        EmbeddingBagConfig(
-            name=f"t_{name}", embedding_dim=DIM, num_embeddings=ROWS, feature_names=[name], init_fn=first_values
-        )
-        for name in FEATURES
-    ]
-    model = DLRM(
-        embedding_bag_collection=EmbeddingBagCollection(tables=tables),
-        dense_in_features=DENSE,
-        dense_arch_layer_sizes=[32, DIM],
-        over_arch_layer_sizes=[32, 1],
-    )
-    apply_optimizer_in_backward(RowWiseAdagrad, model.sparse_arch.parameters(), {"lr": 0.05, "eps": 1e-8})
-    model = shardrec.shard(model)
-    dense = KeyedOptimizerWrapper(
-        {name: one for name, one in model.named_parameters() if name not in model.fused_optimizer.params},
-        lambda params: torch.optim.Adagrad(params, lr=0.02),
-    )
-    optimizer = CombinedOptimizer([model.fused_optimizer, dense])
-    for step, (features, ids, labels) in enumerate(batches(dist.get_rank())):
-        optimizer.zero_grad()
-        loss = binary_cross_entropy_with_logits(model(features, ids).squeeze(1), labels)
-        loss.backward()
-        optimizer.step()
-        if step % 10 == 9 and dist.get_rank() == 0:
-            print(f"step {step + 1}: loss {loss.item():.4f}", flush=True)
+    losses = train(Path(sys.argv[1]), int(sys.argv[2]))
+    if dist.get_rank() == 0:
+        print("losses:", *(f"{loss:.4f}" for loss in losses))
     dist.destroy_process_group()
 
 

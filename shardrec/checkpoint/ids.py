@@ -18,7 +18,7 @@ from torch import Tensor
 
 from shardrec.checkpoint.data_files import DTYPES
 from shardrec.checkpoint.manifest import Manifest, Read, SavedPart, SavedTensor
-from shardrec.checkpoint.parts import HeldTensor, Part, Rect
+from shardrec.checkpoint.parts import Part, Rect
 from shardrec.errors import ConfigError
 from shardrec.ids.id_map import IdMap
 from shardrec.ids.maps import IdMaps
@@ -30,8 +30,6 @@ from shardrec.modules.sharded_model import ShardedModel
 from shardrec.modules.table import ShardedTable
 
 __all__ = ["DynamicTable", "Moves", "dynamic_tables"]
-
-_PARTS = ("records", "candidates")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,27 +51,6 @@ class DynamicTable:
     def blocks(self) -> Iterator[tuple[list[Shard], IdMap]]:
         """See :meth:`shardrec.ids.maps.IdMaps.blocks`."""
         return self.maps.blocks(self.layout.name)
-
-    def held(self) -> dict[str, HeldTensor]:
-        """The maps' tensors, by name."""
-        waits = self.maps.options[self.layout.name].admit_after > 1
-        tensors = {}
-        for name in _PARTS if waits else _PARTS[:1]:
-            parts = tuple(
-                Part(
-                    rect=Rect(shard.row_start, shard.row_end, 0, 3),
-                    values=getattr(id_map, name),
-                    saved=shard.col_start == 0,
-                )
-                for (shard, *_), id_map in self.blocks()
-            )
-            shape = (self.layout.num_embeddings, 3)
-            # Ids wait in places of their own, which are not those of rows.
-            rows_of = self.layout.name if name == "records" else f"{self.layout.name}.{name}"
-            tensors[f"ids.{self.path}.{name}"] = HeldTensor(
-                shape=shape, dtype=torch.int64, parts=parts, rows_of=rows_of
-            )
-        return tensors
 
 
 def dynamic_tables(model: ShardedModel) -> list[DynamicTable]:

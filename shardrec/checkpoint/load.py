@@ -8,7 +8,7 @@ read its parts, directly into its memory.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -17,23 +17,24 @@ import torch
 from torch import Tensor
 
 from shardrec.checkpoint.data_files import BLOCK_BYTES, CACHED_BYTES, DTYPES, OpenFile
+from shardrec.checkpoint.fits import misfits
 from shardrec.checkpoint.ids import Moves
 from shardrec.checkpoint.manifest import (
     MANIFEST,
     PARTIAL,
     Manifest,
     Read,
-    SavedTensor,
     leftovers,
     read_manifest,
 )
-from shardrec.checkpoint.optimizer import load_settings, optimizer_faults, state_targets
+from shardrec.checkpoint.optimizer import load_settings, state_targets
 from shardrec.checkpoint.parts import HeldTensor, as_matrix, held
 from shardrec.checkpoint.rows import RowFile
 from shardrec.checkpoint.save import rank_name, wait_for_save
 from shardrec.checkpoint.state import model_tensors
 from shardrec.errors import CheckpointError, ConfigError
 from shardrec.exchange.agree import Ranks, on_all_ranks
+from shardrec.modules.inventory import Kind
 from shardrec.modules.sharded_model import ShardedModel
 from shardrec.replicas.replicated_model import ReplicatedModel
 
@@ -74,7 +75,7 @@ def load_checkpoint(
     """
     wait_for_save(model)
     with ExitStack() as stack:
-        source = Source(Path(path), model.ranks, stack)
+        source = Source(Path(path).absolute(), model.ranks, stack)
         load_source(source, model, optimizer)
     if rank_state is not None:
         rank_state.clear()
@@ -170,13 +171,11 @@ class Source:
             self.manifest, self._held = self._select(self.manifest, self._held)
         wanted = self._held
         self._moves = Moves(model, self.manifest)
-        if self._select is None:
-            faults = _faults(self.manifest, wanted, self._moves) + optimizer_faults(model, optimizer, self.manifest)
-            if faults:
-                raise ConfigError(
-                    f"{self.folder} is a checkpoint of another model than this {type(model.module).__name__} (or of "
-                    f"other optimizers): {'; '.join(faults[:5])}"
-                )
+        if self._select is None and (faults := misfits(self.manifest, wanted, self._moves, model, optimizer)):
+            raise ConfigError(
+                f"{self.folder} is a checkpoint of another model than this {type(model.module).__name__} (or of "
+                f"other optimizers): {'; '.join(faults[:5])}"
+            )
         if self.ranks.rank == 0 and self._given is None:
             self._find_strangers()
         files = self.manifest.all_files
@@ -273,40 +272,13 @@ class Source:
                     self._serve(read)
                 if into.data_ptr() != part.values.data_ptr():
                     part.values.copy_(into.view(part.values.shape))
-        for path, module in model.module.named_modules(remove_duplicate=False):
-            state = self._held.get(f"model.{path}._extra_state" if path else "model._extra_state")
-            if state is not None and state.parts:  # read into what may be a copy of the module's
-                module.set_extra_state(state.parts[0].values)
-        for collection in model.sharded_collections:
-            collection.load_step_counts(manifest.step_counts)
+        for item in model.inventory():
+            if item.kind is Kind.COUNTS:
+                item.set(manifest.step_counts)
+            elif item.kind is Kind.EXTRA:  # was read into what may be a copy of the module's
+                states = {name: self._held.get(f"model.{name}") for name in item.get()}
+                item.set({name: state.parts[0].values for name, state in states.items() if state and state.parts})
         load_settings(model, optimizer, manifest)
         if isinstance(model, ReplicatedModel):
             model.steps_since_sync = 0
         self.rank_state = {name.removeprefix(start): value for name, value in rank_tensors.items()}
-
-
-def _faults(manifest: Manifest, wanted: Mapping[str, HeldTensor], moves: Moves) -> list[str]:
-    """The reasons why the checkpoint does not fit this model, one sentence each."""
-    saved = manifest.tensors
-    lacking = sorted(name for name in set(wanted) - set(saved) if not moves.may_lack(name))
-    surplus = sorted(
-        name
-        for name in saved
-        if name.startswith(("model.", "fused.", "ids.")) and name not in wanted and not moves.may_lack(name)
-    )
-    faults = [f"it lacks {', '.join(lacking[:5])}"] if lacking else []
-    faults += [f"it has {', '.join(surplus[:5])}, which the model lacks"] if surplus else []
-    for name in set(wanted) & set(saved):
-        faults += _differences(name, saved[name], wanted[name], any_rows=moves.has(name))
-    return faults
-
-
-def _differences(name: str, saved: SavedTensor, tensor: HeldTensor, *, any_rows: bool) -> list[str]:
-    differences, dtype = [], DTYPES[saved.dtype]
-    if saved.shape[any_rows:] != tensor.shape[any_rows:]:
-        differences.append(
-            f"{name} has shape {saved.shape} and the model's {tensor.shape}; build the model with the saved sizes"
-        )
-    if dtype != tensor.dtype and not (dtype.is_floating_point and tensor.dtype.is_floating_point):
-        differences.append(f"{name} is {dtype} and the model's {tensor.dtype}; build the model with the saved type")
-    return differences

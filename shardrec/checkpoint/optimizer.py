@@ -1,12 +1,12 @@
-"""Optimizers in a checkpoint: an ordinary one's states by parameter name, so that they fit another plan; settings."""
+"""Optimizers in a checkpoint: states of ordinary ones by parameter name, so that they fit another plan; settings."""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -17,6 +17,8 @@ from shardrec.checkpoint.manifest import Manifest, ParamGroup, SavedTensor, Sett
 from shardrec.checkpoint.parts import HeldTensor, held
 from shardrec.checkpoint.state import ParameterInfo, parameter_infos
 from shardrec.errors import ConfigError
+from shardrec.modules.in_backward import dense_in_backward
+from shardrec.modules.inventory import Kind
 from shardrec.modules.optim import FusedOptimizers
 from shardrec.modules.sharded_model import ShardedModel
 
@@ -30,10 +32,14 @@ __all__ = [
 ]
 
 Optimizer = torch.optim.Optimizer
+T = TypeVar("T")
+
+_IN_BACKWARD = f"{Kind.IN_BACKWARD.value}."
 
 
 def optimizer_state(model: ShardedModel, optimizer: Optimizer | None) -> tuple[dict[str, HeldTensor], dict[str, float]]:
-    """An ordinary optimizer's states as ``"optimizer.<parameter>.<state>"``: the tensors, and the Python numbers.
+    """States of an ordinary optimizer as ``"optimizer.<parameter>.<state>"``, and of optimizers in backward of the
+    dense part as ``"backward.<owner>.<state>"``: the tensors, and the Python numbers.
 
     Raises:
         ConfigError: for a state that cannot be cut for another plan, or is of another type.
@@ -42,20 +48,31 @@ def optimizer_state(model: ShardedModel, optimizer: Optimizer | None) -> tuple[d
     numbers: dict[str, float] = {}
     _refuse_fused(optimizer)
     place_of = partial(_parameter_info, parameter_infos(model))
-    for parameter, states in optimizer.state.items() if optimizer is not None else ():
-        info = place_of(parameter)
-        for key, value in states.items():
-            name = f"optimizer.{info.name}.{key}"
-            if isinstance(value, Tensor) and "." not in key:
-                _add(tensors, name, _state(info, parameter, value, name))
-            elif isinstance(value, (bool, int, float)) and "." not in key:
-                numbers[name] = value
-            elif value is not None:
-                raise ConfigError(
-                    f"the optimizer's state {key!r} of {info.name} is a {type(value).__name__}; a checkpoint holds "
-                    "tensors and numbers, under names without dots: save with another optimizer"
-                )
+    for each, owner_of in _kept_by_parameter(model, optimizer):
+        for parameter, states in each.state.items():
+            info = place_of(parameter)
+            for key, value in states.items():
+                name = f"{owner_of(info.name)}.{key}"
+                if isinstance(value, Tensor) and "." not in key:
+                    _add(tensors, name, _state(info, parameter, value, name))
+                elif isinstance(value, (bool, int, float)) and "." not in key:
+                    numbers[name] = value
+                elif value is not None:
+                    raise ConfigError(
+                        f"the optimizer's state {key!r} of {info.name} is a {type(value).__name__}; a checkpoint holds "
+                        "tensors and numbers, under names without dots: save with another optimizer"
+                    )
     return tensors, numbers
+
+
+def _kept_by_parameter(
+    model: ShardedModel, optimizer: Optimizer | None
+) -> Iterator[tuple[Optimizer, Callable[[str], str]]]:
+    """The optimizers whose states are a parameter's, and the first part of their names by the parameter's."""
+    if optimizer is not None:
+        yield optimizer, "optimizer.{}".format
+    for owner, in_backward in dense_in_backward(model).items():
+        yield in_backward, lambda _, owner=owner: f"{_IN_BACKWARD}{owner}"  # type: ignore[misc]
 
 
 def _refuse_fused(optimizer: Optimizer | None) -> None:
@@ -120,16 +137,24 @@ def optimizer_groups(model: ShardedModel, optimizer: Optimizer | None) -> list[P
 
 
 def fused_settings(model: ShardedModel) -> dict[str, Settings]:
-    """Per table with a fused optimizer, the settings that schedules change: learning rate and schedulers' own."""
+    """Per table with a fused optimizer, the settings that schedules change: learning rate and schedulers' own. Of
+    optimizers in backward of the dense part, all settings."""
+    settings = _in_backward(model, lambda group: _settings(group, ("params",)))
     made = model.made_fused_optimizer
     if made is None:
-        return {
+        return settings | {
             collection.tables()[name].layout.name: {"lr": optimizer.lr}
             for collection in model.sharded_collections
             for name, optimizer in collection.fused_optimizers().items()
         }
     excluded = ("params", "tables", "optimizer", "eps", "betas", "weight_decay")
-    return {table: _settings(group, excluded) for group in made.param_groups for table in group["tables"]}
+    return settings | {table: _settings(group, excluded) for group in made.param_groups for table in group["tables"]}
+
+
+def _in_backward(model: ShardedModel, of_group: Callable[[dict[str, Any]], T]) -> dict[str, T]:
+    """Something of the group of each optimizer in backward of the dense part, by its name in a checkpoint."""
+    optimizers = dense_in_backward(model)
+    return {f"{_IN_BACKWARD}{owner}": of_group(each.param_groups[0]) for owner, each in optimizers.items()}
 
 
 def _settings(group: Settings, without: tuple[str, ...]) -> Settings:
@@ -151,13 +176,16 @@ def optimizer_faults(model: ShardedModel, optimizer: Optimizer | None, manifest:
     for group in _fused_groups(model, manifest):
         for settings in _saved_fused(group, manifest):
             faults += _setting_faults(f"the fused optimizer of {', '.join(group['tables'])}", group, settings)
-    for name, parameter in model.named_parameters():
-        for part in getattr(parameter, "_in_backward_optimizers", ()):
-            if part.state or part.param_groups[0]["lr"] != part.defaults["lr"]:
-                faults.append(
-                    f"{name} has an optimizer in backward ({type(part).__name__}), whose states a checkpoint has of "
-                    "tables alone; train the dense part with an ordinary optimizer, and give that one"
-                )
+    for owner, in_backward in dense_in_backward(model).items():
+        saved_settings, group = manifest.fused_settings.get(f"{_IN_BACKWARD}{owner}"), in_backward.param_groups[0]
+        name = f"the {type(in_backward).__name__} in backward of {owner}"
+        if saved_settings is not None:
+            faults += _setting_faults(name, group, saved_settings)
+        elif in_backward.state or group["lr"] != in_backward.defaults["lr"]:
+            faults.append(f"it has no states and settings of {name}, which has some; {as_saved}")
+    known_owners = tuple(f"{_IN_BACKWARD}{owner}." for owner in dense_in_backward(model))
+    surplus = [name for name in manifest.tensors if name.startswith(_IN_BACKWARD) and not name.startswith(known_owners)]
+    faults += [f"it has {surplus[0]}, and the model no such optimizer in backward; {as_saved}"] if surplus else []
     groups = optimizer_groups(model, optimizer)
     if groups is None or optimizer is None:
         return faults
@@ -203,9 +231,12 @@ def _fits(setting: object, saved: object) -> bool:
 
 
 def _fused_groups(model: ShardedModel, manifest: Manifest) -> list[dict[str, Any]]:
-    """The groups of fused optimizers, if they have other settings than the checkpoint."""
-    same = fused_settings(model) == manifest.fused_settings
-    return [] if same else model.fused_optimizer.param_groups
+    """The groups of tables' fused optimizers, if they have other settings than the checkpoint."""
+    settings, saved = (
+        {name: value for name, value in each.items() if not name.startswith(_IN_BACKWARD)}
+        for each in (fused_settings(model), manifest.fused_settings)
+    )
+    return [] if settings == saved else model.fused_optimizer.param_groups
 
 
 def _saved_fused(group: Mapping[str, Any], manifest: Manifest) -> list[Settings]:
@@ -219,6 +250,8 @@ def load_settings(model: ShardedModel, optimizer: Optimizer | None, manifest: Ma
             _update(group, settings)
     if model.made_fused_optimizer is not None:
         model.made_fused_optimizer.push()
+    for owner, in_backward_group in _in_backward(model, lambda group: group).items():
+        _update(in_backward_group, manifest.fused_settings.get(owner, {}))
     if optimizer is not None:
         for group, saved in zip(optimizer.param_groups, manifest.param_groups or (), strict=True):
             _update(group, saved["settings"])
@@ -237,28 +270,30 @@ def state_targets(model: ShardedModel, optimizer: Optimizer | None, manifest: Ma
     right shape is reused. States that are not in the checkpoint are dropped.
     """
     targets: dict[str, HeldTensor] = {}
-    if optimizer is None:
-        return targets
     saved: dict[str, dict[str, SavedTensor | float]] = {}
     by_name: dict[str, SavedTensor | float] = {**manifest.tensors, **manifest.numbers}
     for name, saved_value in by_name.items():
-        parameter_name, _, key = name.rpartition(".")
-        saved.setdefault(parameter_name, {})[key] = saved_value
+        owner, _, key = name.rpartition(".")
+        saved.setdefault(owner, {})[key] = saved_value
     infos = parameter_infos(model)
-    for group in optimizer.param_groups:
-        for parameter in group["params"]:
-            info = infos[id(parameter)]
-            old = optimizer.state.pop(parameter, {})
-            for key, saved_value in saved.get(f"optimizer.{info.name}", {}).items():
-                if not isinstance(saved_value, SavedTensor):
-                    optimizer.state[parameter][key] = saved_value
-                    continue
-                # As torch's own load_state_dict places them.
-                on_host = key == "step" and not (group.get("capturable") or group.get("fused"))
-                room = _room(parameter, info, saved_value, old.get(key), "cpu" if on_host else parameter.device)
-                name = f"optimizer.{info.name}.{key}"
-                _add(targets, name, _state(info, parameter, room, name))
-                optimizer.state[parameter][key] = room
+    for each, owner_of in _kept_by_parameter(model, optimizer):
+        for group in each.param_groups:
+            for parameter in group["params"]:
+                info = infos[id(parameter)]
+                owner = owner_of(info.name)
+                if each is not optimizer and owner not in manifest.fused_settings:
+                    continue  # of a checkpoint without optimizers in backward
+                old = each.state.pop(parameter, {})
+                for key, saved_value in saved.get(owner, {}).items():
+                    if not isinstance(saved_value, SavedTensor):
+                        each.state[parameter][key] = saved_value
+                        continue
+                    # As torch's own load_state_dict places them.
+                    on_host = key == "step" and not (group.get("capturable") or group.get("fused"))
+                    room = _room(parameter, info, saved_value, old.get(key), "cpu" if on_host else parameter.device)
+                    name = f"{owner}.{key}"
+                    _add(targets, name, _state(info, parameter, room, name))
+                    each.state[parameter][key] = room
     return targets
 
 

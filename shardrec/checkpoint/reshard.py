@@ -13,30 +13,28 @@ Until the last agreement an error on any rank undoes what was built, and nothing
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import replace
-from itertools import count
 
 import torch
 
-from shardrec.checkpoint.data_files import DTYPE_NAMES
 from shardrec.checkpoint.ids import Moves, dynamic_tables
-from shardrec.checkpoint.manifest import Manifest, Read, SavedPart, SavedTensor
+from shardrec.checkpoint.manifest import Manifest, Read
 from shardrec.checkpoint.optimizer import optimizer_groups, optimizer_state, state_targets
 from shardrec.checkpoint.parts import HeldTensor, as_matrix
 from shardrec.checkpoint.remote_reads import Messages
-from shardrec.checkpoint.save import merged, of_all_ranks, step_counts, wait_for_save
+from shardrec.checkpoint.save import described_parts, of_all_ranks, step_counts, wait_for_save
 from shardrec.checkpoint.state import parameter_infos, table_tensors
 from shardrec.errors import ConfigError, PlanError
 from shardrec.exchange.agree import on_all_ranks
 from shardrec.layout import ShardingPlan
 from shardrec.modules.annotate import annotate_for_dynamo
 from shardrec.modules.collection import ShardedCollection
+from shardrec.modules.inventory import Kind
 from shardrec.modules.operators import Program
 from shardrec.modules.shard import agree_on_plan
 from shardrec.modules.sharded_model import ShardedModel
-from shardrec.modules.table import ShardedTable
 
 __all__ = ["reshard_model"]
 
@@ -63,47 +61,38 @@ def reshard_model(model: ShardedModel, plan: ShardingPlan, optimizer: Optimizer 
         model.plan = plan
         return 0
     held: dict[str, HeldTensor] = {}
+    (frozen,) = (item for item in model.inventory() if item.kind is Kind.FROZEN)
 
     def describe() -> Manifest:
         _refuse_unused(model)
         states, numbers = optimizer_state(model, optimizer)
-        held.update(table_tensors(model) | states)
-        for table in dynamic_tables(model):
-            if table.layout.name in changes:
-                held.update(table.held())
+        stay = tuple(f"ids.{table.path}." for table in dynamic_tables(model) if table.layout.name not in changes)
+        held.update({name: tensor for name, tensor in table_tensors(model).items() if not name.startswith(stay)})
+        held.update(states)
         return Manifest(
             data="",
-            tensors=_described(held, ranks.rank, saved=True),
+            tensors=described_parts(held, ranks.rank, saved=True),
             numbers=numbers,
             step_counts=step_counts(model),
             param_groups=optimizer_groups(model, optimizer),
-            extra={"frozen": [table.layout.name for table in _tables(changed) if _is_frozen(table)]},
+            extra={Kind.FROZEN.value: frozen.get()},
         )
 
     described = on_all_ranks(describe, ranks, "reshard", remedy=_REMEDY)
-    without = [rank for rank, rank_manifest in enumerate(described) if rank_manifest.param_groups is None]
-    if 0 < len(without) < len(described):
-        raise ConfigError(f"model.reshard was not given the optimizer on ranks {without}, and was on the others")
-    tensors = dict[str, SavedTensor]()
-    for name, tensor in (item for other in described for item in other.tensors.items()):
-        tensors[name] = merged(tensors.get(name, tensor), tensor, name)
-    for name, here in _described(held, ranks.rank, saved=False).items():  # read here, and not from others that hold it
+    manifest = of_all_ranks(described, model)
+    tensors = dict(manifest.tensors)
+    for name, here in described_parts(held, ranks.rank, saved=False).items():  # read here, not from others that hold it
         of_rect = {part.rect: part for part in here.parts}
         tensors[name] = replace(here, parts=tuple(of_rect.get(part.rect, part) for part in tensors[name].parts))
-    manifest = replace(of_all_ranks(described, model), tensors=tensors)
+    manifest = replace(manifest, tensors=tensors)
     before = [(collection, collection.tables(), collection.replicas) for collection in changed]
     targets: dict[str, HeldTensor] = {}
 
     def build() -> None:
-        for name, tensor in manifest.tensors.items():
-            for fault in tensor.uncovered(name):
-                raise ConfigError(f"the ranks do not hold all of {fault}; make a training step on every rank before")
         trained = {parameter for parameter in model.dense_parameters() if parameter.requires_grad}
         for collection in changed:
             collection.replan(plan, stack)
-        for table in _tables(changed):
-            if any(table.layout.name in rank_manifest.extra["frozen"] for rank_manifest in described):
-                table.requires_grad_(False)
+        frozen.set([name for rank_manifest in described for name in rank_manifest.extra[Kind.FROZEN.value]])
         known = set() if optimizer is None else _follow(model, optimizer, manifest, stack)
         fresh = {parameter for parameter in model.dense_parameters() if parameter.requires_grad} - trained - known
         if fresh:
@@ -115,9 +104,9 @@ def reshard_model(model: ShardedModel, plan: ShardingPlan, optimizer: Optimizer 
         targets.update(table_tensors(model) | state_targets(model, optimizer, manifest))
 
     def wanted() -> Iterator[Read]:
-        """What this rank does not have where it wants it."""
+        """What this rank does not have where it wants it; ``place`` has written the ids."""
         moves.place()
-        for name, target in targets.items():
+        for name, target in ((name, target) for name, target in targets.items() if not name.startswith("ids.")):
             known = {part.rect: part.values.data_ptr() for part in held[name].parts} if name in held else {}
             for part in target.parts:
                 if known.get(part.rect) != part.values.data_ptr():
@@ -139,15 +128,6 @@ def reshard_model(model: ShardedModel, plan: ShardingPlan, optimizer: Optimizer 
     return messages.received
 
 
-def _tables(collections: Iterable[ShardedCollection]) -> Iterator[ShardedTable]:
-    for collection in collections:
-        yield from collection.tables().values()
-
-
-def _is_frozen(table: ShardedTable) -> bool:
-    return any(not parameter.requires_grad for parameter in table.parameters())
-
-
 def _plan_faults(model: ShardedModel, plan: ShardingPlan) -> list[str]:
     size = model.context.collectives.world_size
     if plan.world_size != size:
@@ -161,7 +141,7 @@ def _plan_faults(model: ShardedModel, plan: ShardingPlan) -> list[str]:
 
 def _refuse_unused(model: ShardedModel) -> None:
     """Raise for lookups and gradients of the old plan that are still to be used."""
-    if model.context.step.rows.on_rows is not None:
+    if model.context.life_cycle.rows_looked_up:
         raise ConfigError("shardrec.detect_anomaly watches the lookups of one plan; leave it before reshard")
     for collection in model.sharded_collections:
         tables = collection.tables()
@@ -180,30 +160,9 @@ def _refuse_unused(model: ShardedModel) -> None:
                 "a portable program of this model lives, which would go on with the rows of the old plan: let go of it "
                 "before reshard, and script the model again after it"
             )
-    unused = sum(call.error is None for call in model.context.step.unused)
+    unused = sum(call is not None and call.error is None for call in (known() for known in model.context.step.unused))
     if unused:
         raise ConfigError(f"the values of {unused} lookups were not used yet; use or drop them before reshard")
-
-
-def _described(held: Mapping[str, HeldTensor], rank: int, *, saved: bool) -> dict[str, SavedTensor]:
-    """What this rank holds, each part with the rank as its file and its number as the first byte.
-
-    Args:
-        held: its tensors.
-        rank: this one.
-        saved: leave out what other ranks hold alike, and is read from them.
-    """
-    numbers, tensors = count(), dict[str, SavedTensor]()
-    for name, tensor in held.items():
-        if tensor.dtype not in DTYPE_NAMES:
-            raise ConfigError(f"{name} is {tensor.dtype}, which cannot be moved; convert it before reshard")
-        parts = {
-            part.rect: SavedPart(rect=part.rect, file=rank, start=number)
-            for part, number in zip(tensor.parts, numbers, strict=False)
-            if part.saved or not saved
-        }
-        tensors[name] = SavedTensor(dtype=DTYPE_NAMES[tensor.dtype], shape=tensor.shape, parts=tuple(parts.values()))
-    return tensors
 
 
 def _follow(model: ShardedModel, optimizer: Optimizer, manifest: Manifest, stack: ExitStack) -> set[torch.nn.Parameter]:

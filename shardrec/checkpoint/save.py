@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent import futures
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
-from itertools import islice
+from itertools import count, islice
 from pathlib import Path
 from weakref import WeakKeyDictionary
 
@@ -25,6 +25,8 @@ from torch import Tensor
 
 from shardrec.checkpoint.changes import Kept, PartKey, SavedBefore
 from shardrec.checkpoint.data_files import DTYPE_NAMES, SavedFile, SavedRows, sync_folder, write_file
+from shardrec.checkpoint.fits import misfits
+from shardrec.checkpoint.ids import Moves
 from shardrec.checkpoint.manifest import (
     MANIFEST,
     Manifest,
@@ -37,11 +39,13 @@ from shardrec.checkpoint.manifest import (
     with_pairs,
     write_manifest,
 )
-from shardrec.checkpoint.optimizer import fused_settings, optimizer_faults, optimizer_groups, optimizer_state
+from shardrec.checkpoint.optimizer import fused_settings, optimizer_groups, optimizer_state
 from shardrec.checkpoint.parts import HeldTensor, Part, Rect, held
 from shardrec.checkpoint.state import model_tensors
 from shardrec.errors import CheckpointError, ConfigError
 from shardrec.exchange.agree import Ranks, gloo_ranks, on_all_ranks
+from shardrec.exchange.subgroups import end_with
+from shardrec.modules.inventory import Kind
 from shardrec.modules.sharded_model import ShardedModel, require_sharded
 from shardrec.replicas.replicated_model import ReplicatedModel
 
@@ -50,6 +54,7 @@ __all__ = [
     "REMEDY",
     "PendingSave",
     "Written",
+    "described_parts",
     "joined",
     "merged",
     "of_all_ranks",
@@ -169,6 +174,7 @@ def save_checkpoint(
         ConfigError: on every rank, before anything is written, for values that a checkpoint cannot hold.
         CheckpointError: on every rank, if one of them cannot write. With ``wait=False``, :meth:`PendingSave.wait`
             raises it, or else the next save or load of this model.
+        InputError: on one rank with tables on a GPU, for a faulty batch of which no backward has told.
         PeerError: if another rank is gone or did not answer in time.
     """
     return save(Path(path), model, optimizer, extra, rank_state=rank_state, wait=wait, incremental=incremental)
@@ -188,12 +194,14 @@ def save(
     """:func:`save_checkpoint`, and then ``then`` on rank 0, before any rank knows that the save is complete."""
     check_incremental(incremental)
     wait_for_save(model)
+    model.context.headers.flags.check()
+    folder = folder.absolute()  # a thread may write it when the working directory is another one
     if isinstance(model, ReplicatedModel):
         # Then it does not matter which of the ranks that hold a shard writes it.
         model.sync_replicas()
     ranks = model.ranks
     manifest, tensors = _prepared(ranks, folder, model, optimizer, extra, rank_state)
-    data = (folder / manifest.data).absolute()
+    data = folder / manifest.data
     elsewhere: list[Written] = model.save_servers(data, ranks.world_size) if model.servers else []
     background = _BACKGROUND.setdefault(model, _Background())
     before = background.before if incremental else None
@@ -220,9 +228,12 @@ def save(
     if wait:
         write(ranks, tensors)
         return PendingSave()
-    of_threads = background.ranks = background.ranks or gloo_ranks(ranks, "save")
+    if background.ranks is None:
+        background.ranks = gloo_ranks(ranks, "save")
+        end_with(background, background.ranks.group)
     copies = _copied(tensors, background)
-    background.pending = PendingSave(lambda: write(of_threads, copies))
+    # The thread keeps the state alive, and with it the group, until it has written.
+    background.pending = PendingSave(lambda: write(background.ranks or ranks, copies))
     return background.pending
 
 
@@ -236,17 +247,16 @@ def _prepared(
 ) -> tuple[Manifest, dict[str, HeldTensor]]:
     """Make the data folder: the manifest without files and tensors, and what this rank holds, by name."""
     tensors: dict[str, HeldTensor] = {}
+    made: list[Path] = []
 
     def prepare() -> Manifest:
         """The manifest as this rank knows it."""
         states, numbers = optimizer_state(model, optimizer)
-        tensors.update(model_tensors(model) | states)
+        in_model = model_tensors(model)
+        tensors.update(in_model | states)
         tensors.update(
             {rank_name(ranks.rank, key): held(tensor, saved=True) for key, tensor in (rank_state or {}).items()}
         )
-        for name, tensor in tensors.items():
-            if tensor.dtype not in DTYPE_NAMES:
-                raise ConfigError(f"{name} is {tensor.dtype}, which a checkpoint cannot hold; convert it before saving")
         manifest = Manifest(
             extra=_as_json(extra or {}),
             step_counts=step_counts(model),
@@ -261,20 +271,70 @@ def _prepared(
             raise ConfigError(
                 f"JSON cannot hold the optimizers' settings and numbers: {error}; change these"
             ) from error
-        if faults := optimizer_faults(model, optimizer, read):
+        read = replace(read, tensors=described_parts(tensors, ranks.rank, saved=False))
+        if faults := misfits(read, in_model, Moves(model, read), model, optimizer):
             raise ConfigError(f"nothing was saved, for it could not be loaded: {'; '.join(faults[:5])}")
-        return replace(manifest, data=_new_data_folder(folder) if ranks.rank == 0 else "")
+        if ranks.rank == 0:
+            made.append(folder / _new_data_folder(folder))
+        data = made[0].name if made else ""
+        return replace(manifest, data=data, tensors=described_parts(tensors, ranks.rank, saved=True))
 
-    return of_all_ranks(on_all_ranks(prepare, ranks, "save", remedy=REMEDY), model), tensors
+    try:
+        return of_all_ranks(on_all_ranks(prepare, ranks, "save", remedy=REMEDY), model), tensors
+    except Exception:
+        for path in made:
+            path.rmdir()
+        raise
+
+
+def described_parts(held: Mapping[str, HeldTensor], rank: int, *, saved: bool) -> dict[str, SavedTensor]:
+    """What a rank holds, each part with the rank as its file and its number as the first byte.
+
+    Args:
+        held: its tensors.
+        rank: that holds them.
+        saved: leave out what other ranks hold alike, and write.
+
+    Raises:
+        ConfigError: for a dtype that files do not have.
+    """
+    numbers, tensors = count(), dict[str, SavedTensor]()
+    for name, tensor in held.items():
+        if tensor.dtype not in DTYPE_NAMES:
+            raise ConfigError(f"{name} is {tensor.dtype}, which a checkpoint cannot hold; convert it before")
+        parts = {
+            part.rect: SavedPart(rect=part.rect, file=rank, start=number)
+            for part, number in zip(tensor.parts, numbers, strict=False)
+            if part.saved or not saved
+        }
+        tensors[name] = SavedTensor(dtype=DTYPE_NAMES[tensor.dtype], shape=tensor.shape, parts=tuple(parts.values()))
+    return tensors
 
 
 def of_all_ranks(prepared: list[Manifest], model: ShardedModel) -> Manifest:
-    """The manifest without files and tensors, of those that the ranks know."""
+    """One manifest of those that the ranks have made of what they hold.
+
+    Raises:
+        ConfigError: if some ranks alone have an optimizer, or the ranks do not hold all of a tensor.
+    """
+    without = [rank for rank, manifest in enumerate(prepared) if manifest.param_groups is None]
+    if 0 < len(without) < len(prepared):
+        raise ConfigError(f"it was not given the optimizer on ranks {without}, and was on the others; give it on all")
+    tensors = dict[str, SavedTensor]()
+    for name, tensor in (item for manifest in prepared for item in manifest.tensors.items()):
+        tensors[name] = merged(tensors.get(name, tensor), tensor, name)
+    elsewhere = ("model.", "fused.") if model.servers else ()
+    faults = [fault for name in tensors if not name.startswith(elsewhere) for fault in tensors[name].uncovered(name)]
+    if faults:
+        raise ConfigError(
+            f"the ranks do not hold all of {'; '.join(faults[:3])}; make a training step on every rank before"
+        )
     return replace(
         prepared[0],  # whose data folder and extra data count
         # Of several ranks that have a number, the first one's counts.
         numbers={name: value for manifest in reversed(prepared) for name, value in manifest.numbers.items()},
         plan=model.plan.to_json(),
+        tensors=tensors,
         # The highest, for only the ranks that hold a shard count.
         step_counts={
             key: max(manifest.step_counts.get(key, 0) for manifest in prepared) for key in prepared[0].step_counts
@@ -285,7 +345,8 @@ def of_all_ranks(prepared: list[Manifest], model: ShardedModel) -> Manifest:
 
 def step_counts(model: ShardedModel) -> dict[str, int]:
     """The updates of each table, and the steps of its ids, that this rank counts."""
-    return {key: n for collection in model.sharded_collections for key, n in collection.step_counts().items()}
+    counts: dict[str, int] = next(item for item in model.inventory() if item.kind is Kind.COUNTS).get()
+    return counts
 
 
 def check_incremental(incremental: int) -> None:

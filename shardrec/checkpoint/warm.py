@@ -25,12 +25,13 @@ from shardrec.checkpoint.data_files import DTYPES
 from shardrec.checkpoint.ids import dynamic_tables
 from shardrec.checkpoint.load import Source, load_source
 from shardrec.checkpoint.manifest import Manifest, SavedPart, SavedTensor
-from shardrec.checkpoint.optimizer import fused_settings
 from shardrec.checkpoint.parts import HeldTensor, Rect
 from shardrec.checkpoint.rows import RowFile, open_rows
 from shardrec.checkpoint.save import step_counts, wait_for_save
 from shardrec.errors import ConfigError
 from shardrec.ids.id_map import RESERVE
+from shardrec.modules.in_backward import dense_in_backward
+from shardrec.modules.inventory import row_states
 from shardrec.modules.sharded_model import ShardedModel
 
 if TYPE_CHECKING:
@@ -155,7 +156,7 @@ def warm_start(
     if path is None and not rows:
         raise ConfigError("there is nothing to start from: give path, a checkpoint, or rows, files of rows")
     reports: list[WarmStart] = []
-    anew: dict[tuple[str, str], HeldTensor] = {}  # states that are not loaded with their table
+    anew = set[tuple[str, str, str]]()  # table, kind and name of states that are not loaded with it
 
     def select(manifest: Manifest, held: dict[str, HeldTensor]) -> tuple[Manifest, dict[str, HeldTensor]]:
         wanted = _weights(held)
@@ -187,13 +188,13 @@ def warm_start(
         for path_of_table in (key.removesuffix(".weight") for key in _weights(tensors)):
             for name in beside.get(path_of_table, ()):
                 if name not in tensors and not name.startswith("ids."):
-                    anew[_table_names(path_of_table)[0], name] = held[name]
+                    anew.add((_table_names(path_of_table)[0], name.partition(".")[0], name.rpartition(".")[2]))
         counts = step_counts(model)
         selected = replace(
             manifest,
             tensors=tensors,
-            step_counts=counts | {table: 0 for table, _ in anew} | _step_counts(manifest, sources, counts),
-            fused_settings=fused_settings(model),
+            step_counts=counts | {table: 0 for table, _, _ in anew} | _step_counts(manifest, sources, counts),
+            fused_settings={},
             param_groups=None,
             numbers={},
         )
@@ -205,14 +206,14 @@ def warm_start(
             empty = Manifest(data="", numbers={}, step_counts={}, param_groups=None, extra={})
         source_of_all = Source(Path(path or ""), model.ranks, stack, select, empty)
         load_source(source_of_all, model, None)
-    first_values = {
-        collection.tables()[name].layout.name: fused.initial_accumulator_value
-        for collection in model.sharded_collections
-        for name, fused in collection.fused_optimizers().items()
-    }
-    for (table, kind), states in anew.items():
-        for part in states.parts:
-            part.values.fill_(first_values[table] if kind.startswith("fused.") else 0)
+    for state in (state for collection in model.sharded_collections for state in row_states(collection, to_write=True)):
+        for values in state.tensors.values():
+            if (state.table.layout.name, state.kind.value, state.name) in anew:
+                values.fill_(state.first)
+    loaded = reports[0].names("loaded", "resized")
+    for owner, in_backward in dense_in_backward(model).items():
+        if owner.partition("#")[0] in loaded:
+            in_backward.state.clear()
     return reports[0]
 
 

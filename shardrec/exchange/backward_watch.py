@@ -82,7 +82,7 @@ class BackwardWatch:
 
     def watch(self, outputs: object) -> None:
         """Watch backwards from the time that they reach one of the tensors in ``outputs``."""
-        leaves = tree_leaves(outputs)
+        leaves = [outputs] if isinstance(outputs, Tensor) else tree_leaves(outputs)
         nodes = {leaf.grad_fn for leaf in leaves if isinstance(leaf, Tensor) and leaf.grad_fn is not None}
         for node in nodes:
             node.register_prehook(lambda _: self.begin())

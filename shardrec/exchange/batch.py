@@ -131,6 +131,7 @@ class Batch:
         bags: with ``inverse``, the U numbers of bags that it chooses from.
         offsets_fit: 0-d bool, whether the offsets that the input was given are those of the lengths; or None.
         with_dropped: the batch with the ids that were taken out of this one, or None.
+        offsets: (F·B + 1,) of the ids' dtype, where each bag begins, of a batch that was checked on a device; or None.
     """
 
     keys: tuple[str, ...]
@@ -142,6 +143,7 @@ class Batch:
     bags: tuple[int, ...] = ()
     offsets_fit: Tensor | None = None
     with_dropped: WithDropped | None = None
+    offsets: Tensor | None = None
 
     def input_positions(self, positions: Tensor) -> Tensor:
         """The positions in the input of the ids at ``positions`` (M,), integer, of this batch."""

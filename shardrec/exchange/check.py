@@ -3,15 +3,16 @@
 Shapes: F features of the KeyedJaggedTensor, B samples, N ids.
 
 [Note: validation without a host sync]
-Nothing here reads a CUDA tensor's value on the host before the header exchange does. :func:`ids_are_valid` gives a 0-d
-tensor; the caller multiplies the lengths by it, so that the kernels downstream see an empty batch instead of reading
-past the end of a bad one, and sends it in the header. Only if the header says that a rank's batch is bad does that rank
-compose a message (:func:`describe_fault`).
+Nothing here reads a CUDA tensor's value on the host. :func:`checked_on_device` puts up the batch's flag if the batch is
+faulty, and gives ids and bags with which no later kernel reads out of bounds, whatever the batch. Only where the host
+finds the flag up (:mod:`shardrec.exchange.fault_flags`), or a header says so, is a message composed
+(:func:`describe_fault`).
 """
 
 from __future__ import annotations
 
-from functools import partial
+from collections.abc import Iterator
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,9 +20,14 @@ from torch import Tensor
 from shardrec import native
 from shardrec.exchange import launching
 from shardrec.exchange.batch import NO_LIMIT, Batch, Expectation, shown
+from shardrec.exchange.fault_flags import FaultFlag
 from shardrec.exchange.to_device import staged
 
-__all__ = ["add_up", "are_sound", "describe_fault", "ids_are_valid"]
+__all__ = ["SafeIds", "add_up", "are_sound", "checked_on_device", "describe_fault", "ids_are_valid", "safe_ids"]
+
+_MAX_SHARES = 32
+"""Of a key's bags; each is checked by one program."""
+_MAX_PROGRAMS = 1024
 
 
 def ids_are_valid(batch: Batch, limits: Tensor, *, unlimited: bool) -> Tensor:
@@ -39,29 +45,92 @@ def ids_are_valid(batch: Batch, limits: Tensor, *, unlimited: bool) -> Tensor:
     if limits.device.type == "cpu" and native.has_operators():
         lengths, values = batch.lengths.contiguous(), batch.values.contiguous()
         sound: Tensor = torch.ops.shardrec.are_sound(lengths, values, limits)
-    elif limits.numel() and launching.has_kernels(limits.device):
-        sound = _are_sound_on_device(batch.lengths.contiguous(), batch.values.contiguous(), limits)
     else:
         sound = are_sound(batch.lengths, batch.values, limits, unlimited, True)
-    if batch.offsets_fit is not None:
-        sound = sound & batch.offsets_fit
-    if batch.inverse is not None:
-        bags_U = staged(list(batch.bags), torch.int64, batch.inverse.device)
-        sound = sound & ((batch.inverse >= 0) & (batch.inverse < bags_U.unsqueeze(1))).all()
+    if batch.offsets_fit is not None or batch.inverse is not None:
+        for fits in _other_parts_fit(batch):
+            sound = sound & fits
     return sound
 
 
-def _are_sound_on_device(lengths: Tensor, values: Tensor, limits: Tensor) -> Tensor:
-    """:func:`are_sound` by two kernels."""
-    (keys, bags), count = lengths.shape, values.numel()
-    sums_F = torch.empty(keys, dtype=torch.int64, device=lengths.device)
-    valid = torch.empty((), dtype=torch.int8, device=lengths.device)
-    run = partial(launching.launch, "shardrec.exchange.input_kernels")
-    run("sum_lengths", (keys,), lengths, sums_F, valid, bags, count, BLOCK=4096, num_warps=8)
-    shares, padded = min(32, count // 1024 + 1), 1 << (keys - 1).bit_length()
-    constants = {"KEYS": padded, "SHARES": 1 << (shares - 1).bit_length(), "BLOCK": 1024}
-    run("check_ids", (keys, constants["SHARES"]), values, limits, sums_F, valid, keys, count, **constants)
-    return valid.view(torch.bool)
+def _other_parts_fit(batch: Batch) -> Iterator[Tensor]:
+    """0-d bools, whether offsets and inverse indices are sound, where the batch has them."""
+    if batch.offsets_fit is not None:
+        yield batch.offsets_fit
+    if batch.inverse is not None:
+        bags_U = staged(list(batch.bags), torch.int64, batch.inverse.device)
+        yield ((batch.inverse >= 0) & (batch.inverse < bags_U.unsqueeze(1))).all()
+
+
+class SafeIds(NamedTuple):
+    """Ids and bags by which no kernel reads out of bounds.
+
+    Args:
+        ids: (N,) those of a key in [0, its limit). Of a sound batch, the given ones.
+        offsets: (F·B + 1,) of the ids' dtype, where each bag begins among the ids; ascending, in [0, N].
+        lengths: (F, B) int32, of the same bags.
+    """
+
+    ids: Tensor
+    offsets: Tensor
+    lengths: Tensor
+
+
+def checked_on_device(batch: Batch, limits: Tensor, id_dtype: torch.dtype, flag: FaultFlag) -> SafeIds:
+    """Check a batch on CUDA, and make it safe to look up.
+
+    Args:
+        batch: the tensors of the input.
+        limits: as :func:`ids_are_valid` takes them.
+        id_dtype: of the result, int32 or int64.
+        flag: is put up if the batch is faulty.
+    """
+    lengths_FB, values = batch.lengths, batch.values
+    # The sums may overflow. Then they do not ascend, or are not in [0, N].
+    offsets = torch.ops.fbgemm.asynchronous_complete_cumsum(lengths_FB.reshape(-1))
+    if limits.numel() and launching.has_kernels(limits.device):
+        (keys, bags), count = lengths_FB.shape, values.numel()
+        safe = SafeIds(
+            torch.empty_like(values, dtype=id_dtype),
+            torch.empty_like(offsets, dtype=id_dtype),
+            torch.empty_like(lengths_FB, dtype=torch.int32, memory_format=torch.contiguous_format),
+        )
+        most = min(_MAX_SHARES, max(bags, count // keys) // 1024 + 1, _MAX_PROGRAMS // keys)
+        shares = 1 << (max(most, 1).bit_length() - 1)
+        constants = {"SHARES": shares, "STARTS": 1 << (keys * shares - 1).bit_length(), "BLOCK": 1024}
+        launching.launch(
+            "shardrec.exchange.input_kernels",
+            "check_ids",
+            (keys, shares),
+            *(values.contiguous(), offsets, limits, flag.value, *safe, bags, count, flag.number),
+            **constants,
+        )
+    else:
+        is_sound, safe = safe_ids(lengths_FB, offsets, values, limits, id_dtype)
+        flag.put_up(is_sound.logical_not())
+    for fits in _other_parts_fit(batch):
+        flag.put_up(fits.logical_not())
+    return safe
+
+
+def safe_ids(
+    lengths_FB: Tensor, offsets: Tensor, values: Tensor, limits: Tensor, id_dtype: torch.dtype
+) -> tuple[Tensor, SafeIds]:
+    """What the kernel ``check_ids`` does, by torch's operators: whether the batch is sound, 0-d bool, and safe ids.
+
+    Where offsets are faulty, all bags are empty; the kernel empties those of a share of a key.
+    """
+    bags, count = lengths_FB.size(1), values.numel()
+    fit = (offsets[1:] >= offsets[:-1]).all() & (offsets[-1] == count)
+    offsets = (offsets * fit).to(id_dtype)
+    lengths = (lengths_FB * fit).to(torch.int32)
+    if not limits.numel():
+        return fit, SafeIds(values.to(id_dtype), offsets, lengths)
+    ends_F = offsets[1:].view(-1, bags)[:, -1] if bags else offsets.expand(limits.numel())
+    feature_N = torch.searchsorted(ends_F.contiguous(), torch.arange(count, device=values.device), right=True)
+    limit_N = limits.index_select(0, feature_N.clamp(max=limits.numel() - 1))
+    outside = ((values < 0) | (values >= limit_N)) & (limit_N != NO_LIMIT)
+    return fit & outside.any().logical_not(), SafeIds(values.masked_fill(outside, 0).to(id_dtype), offsets, lengths)
 
 
 def are_sound(lengths: Tensor, values: Tensor, limits: Tensor, unlimited: bool, may_read: bool) -> Tensor:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Protocol
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from shardrec.exchange.backward_watch import BEGUN, BackwardWatch
+from shardrec.exchange.life_cycle import LifeCycle
 
 __all__ = ["Gradients", "Reducer"]
 
@@ -35,35 +36,32 @@ class Gradients:
 
     Args:
         report_failure: called with the error of a backward that raises here, for the other ranks.
+        life_cycle: of the model.
         are_reduced: true if there is nothing to average, or it is done elsewhere.
 
     Attributes:
         reducer: averages them over the ranks, unless that is left to the user, or there is one rank.
-        across: called with the reducer's parameters, frozen ones too, when it has averaged and before they are used.
-        updates: called at the end of each backward in which the reducer has averaged gradients.
-        forwards: called when a forward with gradients begins.
         accumulates: forwards are in ``no_sync``.
         reduce_this_backward: the last forward with gradients ran outside ``no_sync``; its backward all-reduces.
         returning: what the operators of a program that goes back have sent, and what they receive at its end.
         backward: tells the reducer of backwards, and the other ranks of one that raises here.
     """
 
-    def __init__(self, report_failure: Callable[[str], None], *, are_reduced: bool) -> None:
+    def __init__(self, report_failure: Callable[[str], None], life_cycle: LifeCycle, *, are_reduced: bool) -> None:
+        self.life_cycle = life_cycle
         self.reducer: Reducer | None = None
         self.are_reduced = are_reduced
-        self.across: Callable[[Sequence[nn.Parameter]], None] | None = None
-        self.updates: list[Callable[[], None]] = []
-        self.forwards: list[Callable[[], None]] = []
         self.accumulates = False
         self.reduce_this_backward = True
         self.returning: list[tuple[Tensor, Tensor]] = []
         self.backward = BackwardWatch(report_failure, self._backward_begins)
+        life_cycle.gradients_go_back.append(self.backward.begin)
 
     def begin_forward(self) -> None:
         """A forward begins: if it has gradients, it decides whether its backward averages them."""
         if torch.is_grad_enabled():
             self.reduce_this_backward = not self.accumulates
-            for begin in self.forwards:
+            for begin in self.life_cycle.forward_begins:
                 begin()
             if self.reducer is not None:
                 BEGUN.begin(self.reducer)

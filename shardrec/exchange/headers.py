@@ -19,6 +19,7 @@ from torch import Tensor
 
 from shardrec.errors import InputError
 from shardrec.exchange.collectives import Collectives, Pending
+from shardrec.exchange.fault_flags import FaultFlags
 
 __all__ = ["FIXED_COLUMNS", "FORWARD_FAILED", "NO_MORE", "ForwardFailed", "Headers", "checksum"]
 
@@ -53,6 +54,7 @@ class Headers:
         modules: number of sharded modules whose calls travel under the headers.
         exchanged: number of headers so far.
         plans: number of plans that the modules had before the present one.
+        flags: of the batches that are checked on a device.
     """
 
     def __init__(self, collectives: Collectives, device: torch.device) -> None:
@@ -62,6 +64,7 @@ class Headers:
         self.modules = 0
         self.exchanged = 0
         self.plans = 0
+        self.flags = FaultFlags(device)
 
     def add_module(self, columns: int) -> None:
         """Make room in each header for the calls of a further sharded module."""

@@ -14,7 +14,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-__all__ = ["check_ids", "clear", "sum_lengths", "write_header"]
+__all__ = ["check_ids", "clear", "write_header"]
 
 
 @triton.jit
@@ -23,55 +23,88 @@ def clear(value):
     tl.store(value, 0)
 
 
-@triton.jit(do_not_specialize=["bags", "count"])
-def sum_lengths(lengths_FB, sums_F, valid, bags, count, BLOCK: tl.constexpr):
-    """Write the sum of a key's lengths, int64, or -1 if one is negative or above ``count``; set ``valid`` (int8)."""
-    key = tl.program_id(0)
-    total = tl.zeros([BLOCK], tl.int64)
-    wrong = tl.zeros([BLOCK], tl.int32)
-    row = lengths_FB + key.to(tl.int64) * bags
-    for start in range(0, bags, BLOCK):
-        bag = start + tl.arange(0, BLOCK)
-        length = tl.load(row + bag, mask=bag < bags, other=0).to(tl.int64)
-        total += length
-        wrong |= ((length < 0) | (length > count)).to(tl.int32)
-    tl.store(sums_F + key, tl.where(tl.max(wrong, axis=0) > 0, -1, tl.sum(total, axis=0)))
-    if key == 0:
-        tl.store(valid, 1)
-
-
-@triton.jit(do_not_specialize=["keys", "count"])
+@triton.jit(do_not_specialize=["bags", "count", "number"])
 def check_ids(
-    ids_N, limits_F, sums_F, valid, keys, count, KEYS: tl.constexpr, SHARES: tl.constexpr, BLOCK: tl.constexpr
+    values_N,
+    offsets,
+    limits_F,
+    flag,
+    ids_N,
+    safe_offsets,
+    lengths_FB,
+    bags,
+    count,
+    number,
+    SHARES: tl.constexpr,
+    STARTS: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):
-    """Clear ``valid`` if an id of a key is not in [0, its limit), a sum is -1, or they are not those of ``count`` ids.
+    """Write ``number`` to ``flag`` if offsets do not ascend from 0 to ``count``, or an id is not in [0, its limit).
 
-    KEYS is a power of two, at least ``keys``; SHARES programs share the ids of a key. Reads no id outside of N.
+    ::
+
+        share      bags 0 1 2 | 3 4 5 | 6 7        of a key; the next key's shares follow
+        starts     0          | 4     | 9     | ... | count     clamped, and ascending whatever the offsets
+
+    The program of a share keeps its bags and ids between its start and the next share's, so that a bag reads only ids
+    that were compared with the limit of its key: writes them as ``ids_N``, 0 for an id outside; as ``safe_offsets``,
+    those of empty bags if the share's do not ascend; and as ``lengths_FB``, int32. STARTS is a power of two, at least
+    keys times SHARES.
     """
-    key, share = tl.program_id(0), tl.program_id(1)
-    number = tl.arange(0, KEYS)
-    sums = tl.load(sums_F + number, mask=number < keys, other=0)
-    if (tl.sum(sums, axis=0) != count) | (tl.min(sums, axis=0) < 0):
-        tl.store(valid, 0)
-    begin = tl.minimum(tl.maximum(tl.sum(tl.where(number < key, sums, 0), axis=0), 0), count)
-    size = tl.minimum(tl.maximum(tl.sum(tl.where(number == key, sums, 0), axis=0), 0), count - begin)
+    key, share, shares = tl.program_id(0), tl.program_id(1), tl.num_programs(0) * SHARES
+    mine, size = key * SHARES + share, tl.cdiv(bags, SHARES)
+    part = tl.arange(0, STARTS)
+    first_bags = (part // SHARES).to(tl.int64) * bags + tl.minimum(part % SHARES * size, bags)
+    starts = tl.load(offsets + first_bags, mask=part < shares, other=0).to(tl.int64)
+    starts = tl.minimum(tl.maximum(starts, 0), count)
+    begin = tl.max(tl.where(part <= mine, starts, 0), axis=0)
+    end = tl.max(tl.where(part <= mine + 1, starts, 0), axis=0)
+    row = key.to(tl.int64) * bags
+    first, last = row + tl.minimum(share * size, bags), row + tl.minimum((share + 1) * size, bags)
+    wrong = tl.zeros([BLOCK], tl.int32)
+    for start in range(first, last, BLOCK):
+        bag = start + tl.arange(0, BLOCK)
+        here = tl.load(offsets + bag, mask=bag < last, other=0)
+        following = tl.load(offsets + bag + 1, mask=bag < last, other=0)
+        wrong |= ((bag < last) & (following < here)).to(tl.int32)
+    is_wrong = tl.max(wrong, axis=0) > 0
+    ids_end = end
+    if mine == shares - 1:
+        total = tl.load(offsets + last).to(tl.int64)
+        end = tl.minimum(tl.maximum(total, begin), count)
+        tl.store(safe_offsets + last, end)
+        ids_end = begin * 0 + count
+        if total != count:
+            tl.store(flag, number)
+    for start in range(first, last, BLOCK):
+        bag = start + tl.arange(0, BLOCK)
+        here = tl.load(offsets + bag, mask=bag < last, other=0).to(tl.int64)
+        following = tl.load(offsets + bag + 1, mask=bag < last, other=0).to(tl.int64)
+        here = tl.where(is_wrong, begin, tl.minimum(tl.maximum(here, begin), end))
+        following = tl.where(is_wrong, begin, tl.minimum(tl.maximum(following, begin), end))
+        following = tl.where(bag == last - 1, end, following)
+        tl.store(safe_offsets + bag, here, mask=bag < last)
+        tl.store(lengths_FB + bag, following - here, mask=bag < last)
     limit = tl.load(limits_F + key)
-    if limit != 9223372036854775807:  # NO_LIMIT, of which a kernel sees no global name
-        wrong = tl.zeros([BLOCK], tl.int32)
-        for start in range(share * BLOCK, size, SHARES * BLOCK):
-            place = start + tl.arange(0, BLOCK)
-            raw = tl.load(ids_N + begin + place, mask=place < size, other=0).to(tl.int64)
-            wrong |= ((place < size) & ((raw < 0) | (raw >= limit))).to(tl.int32)
-        if tl.max(wrong, axis=0) > 0:
-            tl.store(valid, 0)
+    has_limit = limit != 9223372036854775807  # NO_LIMIT, of which a kernel sees no global name
+    outside = tl.zeros([BLOCK], tl.int32)
+    for start in range(begin, ids_end, BLOCK):
+        place = start + tl.arange(0, BLOCK)
+        value = tl.load(values_N + place, mask=place < ids_end, other=0).to(tl.int64)
+        is_outside = has_limit & ((value < 0) | (value >= limit))
+        outside |= ((place < ids_end) & is_outside).to(tl.int32)
+        tl.store(ids_N + place, tl.where(is_outside, 0, value), mask=place < ids_end)
+    if is_wrong | (tl.max(outside, axis=0) > 0):
+        tl.store(flag, number)
 
 
-@triton.jit(do_not_specialize=["bags", "groups", "width", "column", "checksum"])
+@triton.jit(do_not_specialize=["number", "bags", "groups", "width", "column", "checksum"])
 def write_header(
     lengths_SB,
     edges,
-    valid,
+    flag,
     header_WC,
+    number,
     bags,
     groups,
     width,
@@ -83,6 +116,7 @@ def write_header(
 ):
     """Write a call's part of the header, which was zeros: fault flag, checksum, bags, and the ids of each group.
 
+    The batch is faulty if ``flag`` is its ``number``.
     ``edges`` (W·G + 1,) says where each rank's groups begin among the slots; the call's columns begin at ``column``,
     with SIZES columns before those of its groups. SHARES programs share the lengths of a group.
     """
@@ -96,7 +130,7 @@ def write_header(
         total += tl.load(lengths_SB + begin + place, mask=place < size, other=0).to(tl.int64)
     tl.atomic_add(rank + column + SIZES + pair % groups, tl.sum(total, axis=0))
     if share == 0:
-        if tl.load(valid) == 0:
+        if tl.load(flag) == number:
             tl.store(rank, 1)
         tl.store(rank + 1, checksum)
         tl.store(rank + column, bags)

@@ -50,6 +50,7 @@ class ShardInput:
         slot_sizes: per rank, the batch size of each slot if they differ, else None; the remaining bags up to B_w are
             empty.
         order: (n,) int32, index of each id among those received, if the weights need a gradient and the order differs.
+        offsets: (S_mine·B_all + 1,) of the ids' dtype, sums of the lengths, where they are known; else None.
     """
 
     lengths: Tensor
@@ -60,6 +61,7 @@ class ShardInput:
     counts: tuple[tuple[int, ...], ...]
     slot_sizes: tuple[tuple[int, ...] | None, ...]
     order: Tensor | None = None
+    offsets: Tensor | None = None
 
 
 class Payload:
@@ -96,7 +98,7 @@ class Payload:
 
     def words_in(self, header: Sequence[int]) -> int:
         """Words from one rank, by its row of the header."""
-        return self._edges(header)[2]
+        return (header[1] or self._mine * header[0]) + sum(header[HEADER_SIZES:]) * (self._id_words + self._weighted)
 
     def pack(
         self,
@@ -106,7 +108,7 @@ class Payload:
         counts: Sequence[int],
         slot_sizes: Sequence[int] | None = None,
     ) -> list[list[Tensor]]:
-        """Per rank, the tensors of its part: int32, or unchanged for a single rank (:meth:`unpack_local`).
+        """Per rank, the tensors of its part: int32.
 
         Args:
             lengths_SB: (S, B) int32.
@@ -115,8 +117,6 @@ class Payload:
             counts: number of ids for each rank.
             slot_sizes: (S,) batch size of each slot, where they differ.
         """
-        if len(counts) == 1:
-            return [[lengths_SB, ids, *([] if weights is None else [weights])]]
         id_parts = torch.split_with_sizes(ids.to(torch.int64 if self._wide else torch.int32), list(counts))
         weight_parts = weights.split(list(counts)) if weights is not None else None
         parts: list[list[Tensor]] = []
@@ -170,11 +170,12 @@ class Payload:
             headers: each rank's row of the header.
             keep_order: return the index of each id among the received ones.
         """
-        slot_sizes = self._slot_sizes(parts, headers)
+        slot_sizes = self._slot_sizes(parts, headers) if any(map(_BAG_WORDS, headers)) else (None,) * len(headers)
         lengths, ids, weights = [], [], []
         for part, header, sizes in zip(parts, headers, slot_sizes, strict=True):
-            bags, weights_from, _ = self._edges(header)
-            bag_words, id_words, weight_words = part.split([bags, weights_from - bags, part.size(0) - weights_from])
+            count = sum(header[HEADER_SIZES:])
+            sections = header[1] or self._mine * header[0], count * self._id_words, count * self._weighted
+            bag_words, id_words, weight_words = part.split_with_sizes(sections)
             plain = sizes is None
             lengths.append(
                 bag_words.view(self._mine, header[0]) if plain else self._lengths(bag_words, header[0], sizes)
@@ -208,20 +209,6 @@ class Payload:
             order=order,
         )
 
-    def unpack_local(self, tensors: Sequence[Tensor], header: Sequence[int]) -> ShardInput:
-        """The input of a single rank, whose parts do not travel."""
-        lengths, ids, *weights = tensors
-        counts = _counts([header])
-        return ShardInput(
-            lengths=lengths,
-            ids=ids,
-            weights=weights[0] if weights else None,
-            batch_sizes=(header[0],),
-            group_ids=counts[0],
-            counts=counts,
-            slot_sizes=(None,),
-        )
-
     def _edges(self, header: Sequence[int]) -> tuple[int, int, int]:
         """In a part, the ends of its bags, of its ids and of its weights."""
         ids = sum(header[HEADER_SIZES:])
@@ -237,9 +224,7 @@ class Payload:
     def _slot_sizes(
         self, parts: Sequence[Tensor], headers: Sequence[Sequence[int]]
     ) -> tuple[tuple[int, ...] | None, ...]:
-        """Read the sizes that some ranks sent; the host waits only if any rank sent them."""
-        if not any(map(_BAG_WORDS, headers)):
-            return (None,) * len(headers)
+        """Read the sizes that some ranks sent, for which the host waits."""
         heads = [part[: self._mine] for part, header in zip(parts, headers, strict=True) if header[1]]
         sizes = iter(torch.stack(heads).tolist() if heads else [])
         return tuple(tuple(next(sizes)) if header[1] else None for header in headers)

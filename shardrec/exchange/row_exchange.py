@@ -129,7 +129,8 @@ class RowsInFlight:
 
     def gradient_blocks(self) -> list[list[Tensor]]:
         """The memory to which the gradients of the blocks are written, (n,) each, as :meth:`receive` orders them."""
-        self.exchange.refuse_ended()
+        if self.exchange.ended:
+            self.exchange.refuse_ended()
         if self._views is None:
             self._views = self._way_back.views()
         calls = len(self._into_sizes[0])

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import hashlib
 import threading
+import weakref
 from collections import Counter
 from collections.abc import Iterable
 from datetime import timedelta
@@ -25,7 +26,7 @@ from torch.distributed import distributed_c10d
 from shardrec.exchange.peers import peers
 from shardrec.exchange.transport import timeout_s
 
-__all__ = ["subgroup"]
+__all__ = ["end_with", "subgroup"]
 
 _MADE: WeakKeyDictionary[dist.ProcessGroup, Counter[tuple[int, ...]]] = WeakKeyDictionary()
 """How many groups were made of these ranks, by the group around them."""
@@ -76,3 +77,17 @@ def subgroup(
             _NAMED.name = None
     made[members] += 1
     return group
+
+
+def end_with(owner: object, group: dist.ProcessGroup | None) -> None:
+    """End a group that :func:`subgroup` made, with its threads and connections, when its owner is garbage.
+
+    A group of NCCL stays: all its ranks must end one together, and garbage is collected at other times on each.
+    """
+    if group is not None and "nccl" not in dist.get_backend_config(group):
+        weakref.finalize(owner, _end, group).atexit = False
+
+
+def _end(group: dist.ProcessGroup) -> None:
+    if group in distributed_c10d._world.pg_map:  # until torch ends all groups
+        dist.destroy_process_group(group)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from functools import partial
 from typing import Literal
 
 import torch
@@ -45,7 +46,7 @@ def transport_of(
         return base
     # A rank that does not want shared memory still answers, so that the others do not wait for it.
     identity = handshake.host_identity if chosen == "auto" else str
-    channel = handshake.connect(base.group, lambda: timeout_s(base.group, device), identity=identity)
+    channel = handshake.connect(base.group, partial(timeout_s, base.group, device), identity=identity)
     return base if channel is None else SharedCollectives(base, channel)
 
 

@@ -29,7 +29,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args
 
 import torch
 from torch import Tensor
@@ -38,9 +38,10 @@ from shardrec.errors import ConfigError
 from shardrec.exchange.collectives import Collectives, Later, Pending
 from shardrec.layout import COLUMN_UNIT
 
-__all__ = ["QuantizedComms", "Shape", "Wire"]
+__all__ = ["WIRE_TYPES", "QuantizedComms", "Shape", "Wire", "WireType"]
 
 WireType = Literal["fp32", "fp16", "bf16", "int8"]
+WIRE_TYPES: tuple[str, ...] = get_args(WireType)
 Shape = tuple[int, int]
 """Rows and columns of a part of a buffer."""
 
@@ -64,8 +65,8 @@ class QuantizedComms:
     def __post_init__(self) -> None:
         for name in ("output", "gradient"):
             value = getattr(self, name)
-            if value not in ("fp32", *_FLOATS, "int8"):
-                raise ConfigError(f"QuantizedComms({name}={value!r}): the formats are fp32, fp16, bf16 and int8")
+            if value not in WIRE_TYPES:
+                raise ConfigError(f"QuantizedComms({name}={value!r}): the formats are {', '.join(WIRE_TYPES)}")
 
 
 class Wire:
@@ -74,16 +75,15 @@ class Wire:
     Args:
         wire_type: the format; a single rank keeps float32, since nothing travels.
         collectives: of the group that the embeddings are sharded over.
+
+    Attributes:
+        is_plain: whether rows travel unchanged.
     """
 
     def __init__(self, wire_type: WireType, collectives: Collectives) -> None:
         self._type = wire_type
         self._collectives = collectives
-
-    @property
-    def is_plain(self) -> bool:
-        """Whether rows travel unchanged."""
-        return self._type == "fp32"
+        self.is_plain = wire_type == "fp32"
 
     def send(
         self, flat: Tensor, receive: Sequence[Sequence[Shape]], send: Sequence[Sequence[Shape]], what: str

@@ -224,6 +224,7 @@ class IdMaps:
             weights=None if shard_input.weights is None else shard_input.weights.index_select(0, places.to(device)),
             group_ids=tuple(group_ids),
             order=None,
+            offsets=None,
         )
         return Mapped(shard_input=looked_up, kept=list(kept.split(list(shard_input.group_ids))), step=step)
 

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from shardrec.exchange.peers import peers
     from shardrec.exchange.safe_pickle import gather
     from shardrec.exchange.shared.handshake import host_identity
-    from shardrec.launch.processes import RankProcesses, spawn_alone
+    from shardrec.launch.processes import RankProcesses, end_with_launcher, spawn_alone
     from shardrec.launch.quiet import environment_for_torch, quiet_libraries
     from shardrec.launch.ranks import RankInfo, check_exchange, joined_run, meet
     from shardrec.launch.run import launched_rank, on_new_ranks, run_on_ranks
@@ -42,6 +42,7 @@ __all__ = [
     "check_exchange",
     "check_extra",
     "check_versions",
+    "end_with_launcher",
     "environment_for_torch",
     "gather",
     "has_operators",
@@ -63,7 +64,7 @@ __all__ = [
 _HOMES, __getattr__ = names_from(
     __name__,
     {
-        "shardrec.launch.processes": "RankProcesses spawn_alone",
+        "shardrec.launch.processes": "RankProcesses end_with_launcher spawn_alone",
         "shardrec.launch.quiet": "environment_for_torch quiet_libraries",
         "shardrec.launch.ranks": "RankInfo check_exchange joined_run meet",
         "shardrec.launch.run": "launched_rank on_new_ranks run_on_ranks",

@@ -16,14 +16,25 @@ from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
-from torch.autograd.function import FunctionCtx, once_differentiable
+from torch.autograd import function
+from torch.autograd.function import FunctionCtx
 
-__all__ = ["Kept", "LookupGradient", "lookup_with_backward"]
+__all__ = ["Kept", "LookupGradient", "lookup_with_backward", "once_differentiable"]
 
 
 Kept: TypeAlias = tuple[float, Tensor | None]
 """What the backward of a lookup takes beside its arguments and the gradient: the learning rate of a fused optimizer
 when the lookup was made, and what a kernel with a backward of its own gave, else None."""
+
+
+def once_differentiable(backward: Callable[..., Any]) -> Callable[..., Any]:
+    """torch's decorator of the same name, without its eight Python calls where a backward is not differentiated."""
+    refusing = function.once_differentiable(backward)
+
+    def without_graph(ctx: FunctionCtx, *gradients: Tensor | None) -> Any:
+        return refusing(ctx, *gradients) if torch.is_grad_enabled() else backward(ctx, *gradients)
+
+    return without_graph
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -18,7 +18,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from itertools import accumulate, groupby, pairwise
 from typing import Any
 
@@ -29,7 +28,7 @@ from shardrec import native
 from shardrec.exchange.cut import chunked
 from shardrec.lookup.backward import Kept, LookupGradient
 from shardrec.lookup.cache import RowCache
-from shardrec.lookup.fbgemm_kernel import has_kernel, kernel_states, make_kernel
+from shardrec.lookup.fbgemm_kernel import DirectCall, has_kernel, kernel_states, make_kernel
 from shardrec.lookup.native_kernel import NativeKernel, native_kernel, with_neighbouring_columns
 from shardrec.lookup.optimizers import FusedOptimizer
 
@@ -187,6 +186,7 @@ class TableBank:
         self.weights: list[Tensor] = [stored[place[table]] for table in range(len(shapes))]
         self.classes = self._classes(order, flat.detach())
         self.cache = RowCache(self.kernel, device) if placed.get("cache_rows") else None
+        self._call = DirectCall(self.kernel) if self.kernel is not None and self.cache is None else None
         widths = [self.shapes[table][1] for table in self.slot_tables]
         self.columns = torch.tensor([0, *accumulate(widths)][:-1], dtype=torch.int64, device=device)
         # fbgemm's backward numbers the rows of all tables in the ids' dtype.
@@ -209,7 +209,14 @@ class TableBank:
         """Whether :meth:`look_up` takes memory to write to."""
         return self._native is not None and self.pooled
 
-    def look_up(self, ids: Tensor, lengths: Tensor, id_weights: Tensor | None, out: Tensor | None = None) -> Tensor:
+    def look_up(
+        self,
+        ids: Tensor,
+        lengths: Tensor,
+        id_weights: Tensor | None,
+        out: Tensor | None = None,
+        offsets: Tensor | None = None,
+    ) -> Tensor:
         """Sums of rows, or the rows, without a graph.
 
         Args:
@@ -217,6 +224,7 @@ class TableBank:
             lengths: (S, B_all) int32, ids of each bag.
             id_weights: (N,) float32 or None.
             out: (B_all, D) float32 to write the sums to, if :attr:`writes_in_place`; its rows need not be contiguous.
+            offsets: (S·B_all + 1,) of the ids' dtype, sums of the lengths; default: they are added up.
 
         Returns:
             (B_all, D) float32, or (N, w) without pooling; ``out`` if it is given.
@@ -227,16 +235,21 @@ class TableBank:
         if self.kernel is None:
             return self._look_up_in_torch(ids, lengths, id_weights)
         with torch.no_grad():
-            return self._look_up_by_kernel(ids, lengths, id_weights)
+            return self._look_up_by_kernel(ids, lengths, id_weights, offsets)
 
     def look_up_to_update(
-        self, ids: Tensor, lengths: Tensor, id_weights: Tensor | None, out: Tensor | None = None
+        self,
+        ids: Tensor,
+        lengths: Tensor,
+        id_weights: Tensor | None,
+        out: Tensor | None = None,
+        offsets: Tensor | None = None,
     ) -> tuple[Tensor, Kept]:
         """:meth:`look_up`, and what :meth:`update` takes with the gradient of the result."""
         if self._native is not None:
             return self._native.look_up(ids, lengths, id_weights if self.pooled else None, out), (self.lr, None)
         with torch.enable_grad():
-            values = self._look_up_by_kernel(ids, lengths, id_weights)
+            values = self._look_up_by_kernel(ids, lengths, id_weights, offsets)
         return values.detach(), (self.lr, values)
 
     def update(self, ids: Tensor, lengths: Tensor, id_weights: Tensor | None, gradient: Tensor, kept: Kept) -> None:
@@ -274,21 +287,25 @@ class TableBank:
             lr=lookups[-1].lr,
         )
 
-    def _look_up_by_kernel(self, ids: Tensor, lengths: Tensor, id_weights: Tensor | None) -> Tensor:
+    def _look_up_by_kernel(
+        self, ids: Tensor, lengths: Tensor, id_weights: Tensor | None, offsets: Tensor | None = None
+    ) -> Tensor:
         """:meth:`look_up` by fbgemm; its own backward updates the weights."""
-        arguments = *self._kernel_ids(ids, lengths), id_weights
-        look_up = self.kernel if self.cache is None else partial(self.cache.look_up, ids)
+        arguments = *self._kernel_ids(ids, lengths, offsets), id_weights
         counts_steps = self.optimizer is not None and self.optimizer.counts_steps
-        if counts_steps:
-            # The kernel would count each forward as a step of Adam; a forward without a backward must not count.
-            self.kernel.iter.fill_(self.step_count)
-            self.kernel.iter_cpu.fill_(self.step_count)
         if torch.is_inference_mode_enabled():
             # fbgemm registers its training kernels for autograd only, which inference mode leaves out.
             with torch.inference_mode(False), torch.no_grad():
-                rows: Tensor = look_up(*arguments)
-            return rows
-        pooled: Tensor = look_up(*arguments)
+                return self._look_up_by_kernel(ids, lengths, id_weights, offsets)
+        if self._call is not None:
+            pooled = self._call(*arguments, self.step_count + 1 if counts_steps else 0)
+        else:
+            assert self.cache is not None, "a kernel without a cache is called directly"
+            if counts_steps:
+                # The kernel would count each forward as a step of Adam; a forward without a backward must not count.
+                self.kernel.iter.fill_(self.step_count)
+                self.kernel.iter_cpu.fill_(self.step_count)
+            pooled = self.cache.look_up(ids, *arguments)
         if counts_steps and pooled.requires_grad:
             pooled.register_hook(self._count_step)
         return pooled
@@ -298,14 +315,15 @@ class TableBank:
         if self.cache is not None:
             self.cache.prefetch(ids, *self._kernel_ids(ids, lengths))
 
-    def _kernel_ids(self, ids: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor]:
+    def _kernel_ids(self, ids: Tensor, lengths: Tensor, offsets: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Ids and offsets as fbgemm's kernel takes them."""
-        if self.device.type == "cuda" and not self.pooled:
-            lengths = chunked(lengths, ids.numel())
-        offsets = torch.ops.fbgemm.asynchronous_complete_cumsum(lengths.reshape(-1))
+        if offsets is None or not self.pooled:
+            if self.device.type == "cuda" and not self.pooled:
+                lengths = chunked(lengths, ids.numel())
+            offsets = torch.ops.fbgemm.asynchronous_complete_cumsum(lengths.reshape(-1))
         if not self._takes_int32 or ids.dtype is not torch.int32:
-            return ids.to(torch.int64), offsets.to(torch.int64)
-        return ids, offsets
+            ids = ids.to(torch.int64)
+        return ids, offsets.to(ids.dtype)
 
     def set_learning_rate(self, lr: float) -> None:
         """Use ``lr`` from the next look-up on."""

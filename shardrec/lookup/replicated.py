@@ -26,11 +26,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.autograd import Variable
-from torch.autograd.function import FunctionCtx, once_differentiable
+from torch.autograd.function import FunctionCtx
 
 from shardrec.errors import ConfigError
 from shardrec.exchange.backward_watch import weak_hook
 from shardrec.exchange.gradients import Gradients
+from shardrec.lookup.backward import once_differentiable
 from shardrec.lookup.group_shards import RowGradient, TableBank, WidthClass
 from shardrec.lookup.groups import LookupTable
 from shardrec.lookup.optimizers import FusedOptimizer
@@ -82,16 +83,16 @@ class ReplicatedLookup:
         self._unfinished = False  # fused tables have gradients, and no update has been made with them
         self._at_step = any(table.at_step for table in tables)
         if not self._at_step:
-            gradients.updates.append(self.step)
-            gradients.forwards.append(self._drop_unfinished)
+            gradients.life_cycle.tables_update.append(self.step)
+            gradients.life_cycle.forward_begins.append(self._drop_unfinished)
         for parameter in self.parameters:
             parameter.register_post_accumulate_grad_hook(weak_hook(self._on_gradient))
 
     def retire(self) -> None:
         """Take no part in backwards any more."""
         if not self._at_step:
-            self._gradients.updates.remove(self.step)
-            self._gradients.forwards.remove(self._drop_unfinished)
+            self._gradients.life_cycle.tables_update.remove(self.step)
+            self._gradients.life_cycle.forward_begins.remove(self._drop_unfinished)
 
     def row_optimizers(self) -> list[RowOptimizer]:
         """Those of the tables with an optimizer in backward."""

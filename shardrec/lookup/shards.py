@@ -102,14 +102,21 @@ class _LocalGroup:
         return kept
 
     def look_up(
-        self, ids: Tensor, lengths: Tensor, id_weights: Tensor | None, out: Tensor | None, *, to_update: bool
+        self,
+        ids: Tensor,
+        lengths: Tensor,
+        id_weights: Tensor | None,
+        out: Tensor | None,
+        offsets: Tensor | None,
+        *,
+        to_update: bool,
     ) -> tuple[Tensor, Kept]:
         """As :meth:`TableBank.look_up`; ``to_update``: :meth:`add_gradient` may follow."""
         if self.bank is None:
             return self._nothing(ids, lengths, id_weights), (0.0, None)
         if to_update and self.group.mode is GroupMode.FUSED:
-            return self.bank.look_up_to_update(ids, lengths, id_weights, out)
-        return self.bank.look_up(ids, lengths, id_weights, out), (0.0, None)
+            return self.bank.look_up_to_update(ids, lengths, id_weights, out, offsets)
+        return self.bank.look_up(ids, lengths, id_weights, out, offsets), (0.0, None)
 
     def add_gradient(
         self,
@@ -213,6 +220,7 @@ class ShardLookup:
     Attributes:
         shards: this rank's shards, group after group.
         parameters: of those that take dense gradients.
+        reads_by_offsets: whether a lookup reads ids in the bags only, so that some may be in none.
     """
 
     def __init__(
@@ -242,6 +250,7 @@ class ShardLookup:
         self._width = sum(local.width for local in self._local_groups)
         banks = [local.bank for local in self._local_groups]
         self._writes_in_place = bool(self._width) and all(bank is None or bank.writes_in_place for bank in banks)
+        self.reads_by_offsets = all(bank is None or bank.kernel is not None for bank in banks)
         self._nodes: list[ref[Any]] = []
         self.parameters: list[nn.Parameter] = []
 
@@ -343,14 +352,16 @@ class ShardLookup:
             (B_all, D) float32 pooled columns, group after group; and what :meth:`add_gradients` takes.
         """
         groups, batch = self._local_groups, shard_input.lengths.size(1)
-        if len(groups) == 1 and (allocate is None or not self._writes_in_place):
-            inputs = shard_input.ids, shard_input.lengths, shard_input.weights
-            pooled, kept = groups[0].look_up(*inputs, None, to_update=to_update)
-            return pooled, inputs, [kept]
+        whole = None
         if allocate is not None and self._writes_in_place:
             whole = allocate(batch * self._width).view(batch, self._width)
+        if len(groups) == 1:
+            inputs = shard_input.ids, shard_input.lengths, shard_input.weights
+            pooled, kept = groups[0].look_up(*inputs, whole, shard_input.offsets, to_update=to_update)
+            return pooled, inputs, [kept]
+        if whole is not None:
             spans = pairwise(accumulate((local.width for local in groups), initial=0))
-            outs = [whole] if len(groups) == 1 else [whole[:, start:end] for start, end in spans]
+            outs = [whole[:, start:end] for start, end in spans]
             return whole, *self._rows(shard_input, outs, to_update=to_update)[1:]
         rows, of_groups, lookups = self.rows(shard_input, to_update=to_update)
         if not rows:
@@ -404,7 +415,7 @@ class ShardLookup:
                 if local.gradients:  # of a backward that raised
                     local.gradients.clear()
         if self._nodes:
-            self._nodes = [other for other in self._nodes if other() is not None]
+            self._nodes = [*filter(ref.__call__, self._nodes)]
         self._nodes.append(ref(node))
 
     def is_last_lookup(self, node: Any) -> bool:
@@ -423,7 +434,7 @@ class ShardLookup:
         """:meth:`rows`, with the memory of each group's pooled columns, if all banks write in place."""
         rows, lookups, inputs = [], [], list[Tensor | None]()
         for (local, ids, lengths, id_weights), out in zip(self._inputs(shard_input), outs, strict=True):
-            looked_up, kept = local.look_up(ids, lengths, id_weights, out, to_update=to_update)
+            looked_up, kept = local.look_up(ids, lengths, id_weights, out, None, to_update=to_update)
             rows.append(looked_up)
             lookups.append(kept)
             inputs += (ids, lengths, id_weights)

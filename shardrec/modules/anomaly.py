@@ -71,20 +71,20 @@ class _Watch:
     """
 
     def __init__(self, context: ModelContext) -> None:
-        self._headers, self._everyone, self._step = context.headers, context.everyone, context.step
-        self._updates = context.gradients.updates
+        self._headers, self._everyone = context.headers, context.everyone
+        self._life_cycle = context.life_cycle
         self._anomalies: list[str] = []
-        rows = context.step.rows
-        self._before = rows.before_gradients, rows.on_rows, context.step.on_value
-        rows.before_gradients, rows.on_rows = self._before_check, self._watch_rows
-        self._step.on_value = self._watch_gradient
-        self._updates.insert(0, self.check_gradients)  # of replicated tables, which need no exchange
+        self._life_cycle.rows_looked_up.append(self._watch_rows)
+        self._life_cycle.value_made.append(self._watch_gradient)
+        self._life_cycle.gradients_go_back.append(self.check_gradients)
+        self._life_cycle.tables_update.insert(0, self.check_gradients)  # of replicated tables, which need no exchange
 
     def close(self) -> None:
         """Watch no more."""
-        rows = self._step.rows
-        rows.before_gradients, rows.on_rows, self._step.on_value = self._before
-        self._updates.remove(self.check_gradients)
+        self._life_cycle.rows_looked_up.remove(self._watch_rows)
+        self._life_cycle.value_made.remove(self._watch_gradient)
+        self._life_cycle.gradients_go_back.remove(self.check_gradients)
+        self._life_cycle.tables_update.remove(self.check_gradients)
 
     def raise_unchecked(self) -> None:
         """Raise what this rank has seen since the last check, for example in an evaluation of replicated tables."""
@@ -115,11 +115,6 @@ class _Watch:
                 f"what was looked up in table {tables[number]!r} has {value}: its rows, or the weights of the ids; "
                 "load a checkpoint from before, and lower the learning rate or clip the gradients"
             )
-
-    def _before_check(self) -> None:
-        if self._before[0] is not None:
-            self._before[0]()
-        self.check_gradients()
 
     def _watch_rows(self, plan: StepPlan, looked_up: LookedUp) -> None:
         """Look at the rows of this rank's shards; the ranks raise together."""

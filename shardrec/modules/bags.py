@@ -30,16 +30,14 @@ class PooledEmbeddings(LazyAwaitable[KeyedTensor]):
         collection: that was called.
     """
 
+    _collection: ShardedEmbeddingBagCollection
+
     def __init__(self, call: InFlight, collection: ShardedEmbeddingBagCollection) -> None:
-        super().__init__()
-        self._call: InFlight | None = call
-        self._collection = collection
+        vars(self).update(_call=call, _collection=collection)  # and not one by one, by LazyAwaitable.__setattr__
 
     def _wait_impl(self) -> KeyedTensor:
-        call, self._call = self._call, None
-        assert call is not None, "_wait_impl() runs once"
         collection = self._collection
-        values = collection.context.step.value(call)
+        values = collection.context.step.value(vars(self).pop("_call"))
         return KeyedTensor(list(collection._embedding_names), list(collection.dims), values)
 
 

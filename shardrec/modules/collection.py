@@ -6,6 +6,7 @@ import abc
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
+from functools import partial
 from typing import Any, ClassVar, Self, TypeAlias
 from weakref import WeakSet
 
@@ -35,12 +36,11 @@ from shardrec.modules.compiled_outputs import Deferred, DeferredKeyedTensor
 from shardrec.modules.fx_calls import recorded_call
 from shardrec.modules.given_tables import GivenTables, given_tables
 from shardrec.modules.initial import TableDraw, check_init_fn, draw_rows, first_values
-from shardrec.modules.overrides import copy_hooks
 from shardrec.modules.storage import Storage
-from shardrec.modules.table import ShardedTable, TableWatch, load_table
+from shardrec.modules.table import ShardedTable, TableWatch, load_table, settle
 from shardrec.pending import LazyAwaitable
 from shardrec.planner.describe import PlannedTable
-from shardrec.step.begin import begin_call
+from shardrec.step.begin import begin
 from shardrec.step.context import ModelContext
 from shardrec.step.input_plan import InputPlan
 from shardrec.step.pooled_columns import PooledOutput
@@ -127,9 +127,7 @@ class ShardedCollection(nn.Module, abc.ABC):
         if sharded is None:
             setattr(self, self._holder, self._build_parameters(first_values(module)))
             return
-        values = ((name, table.tensors()) for name, table in sharded.tables().items())
-        setattr(self, self._holder, self._build_parameters(values))
-        self._copy_states(sharded)
+        setattr(self, self._holder, self._build_parameters((name, None) for name in sharded.tables()))  # to be written
 
     def _number_tables(self) -> None:
         self.table_layouts = {name: table.layout for name, table in self._lookup_tables.items()}
@@ -211,8 +209,8 @@ class ShardedCollection(nn.Module, abc.ABC):
         """A call whose ids are not under way yet."""
         plan = self.step_plan
         agreement = self._agreement() if plan.input.world_size > 1 else ""
-        assigns_new_ids = plan.id_maps is not None and self.assigns_new_ids()
-        return begin_call(plan, features, agreement, self._watch.fault(), assigns_new_ids=assigns_new_ids)
+        assigns = plan.id_maps is not None and self.assigns_new_ids()
+        return begin(plan.input, features, agreement, self._watch.fault(), plan=plan, assigns_new_ids=assigns)
 
     @abc.abstractmethod
     def _pending(self, call: InFlight) -> LazyAwaitable[Any]:
@@ -408,7 +406,8 @@ class ShardedCollection(nn.Module, abc.ABC):
                 load_table(tensors, values)
             dtype, has_optimizer = self._lookup_tables[name].dtype, name in self._given.optimizers
             table = self.storage.table(layout, parameters, self.group, dtype, has_optimizer=has_optimizer)
-            table.settle, modules[name] = self.shards.settle, table
+            table.settle = partial(settle, self.context.headers.flags, self.shards)
+            modules[name] = table
         self.shards.own_parameters(by_shard)
         self._watch = TableWatch(list(modules.values()))  # type: ignore[arg-type]
         return modules
@@ -517,15 +516,16 @@ class ShardedCollection(nn.Module, abc.ABC):
             plan: without :meth:`plan_faults`.
             stack: has the collection again as it was when it is left.
         """
-        headers, gradients = self.context.headers, self.context.gradients
+        headers, points = self.context.headers, self.context.life_cycle.points()
         before, columns = {**vars(self), "_modules": dict(self._modules)}, (headers.columns, headers.modules)
-        hooks = gradients.updates[:], gradients.forwards[:]
+        subscribed = {name: functions[:] for name, functions in points.items()}
 
         def restore() -> None:
             vars(self).clear()
             vars(self).update(before)
             headers.columns, headers.modules = columns
-            gradients.updates[:], gradients.forwards[:] = hooks
+            for name, functions in points.items():
+                functions[:] = subscribed[name]
 
         stack.callback(restore)
         tables, replicas, id_maps, bad_ids = self.tables(), self.replicas, self.id_maps, self.input.bad_ids
@@ -547,38 +547,10 @@ class ShardedCollection(nn.Module, abc.ABC):
         self.train(self.training)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
-        """A copy with new kernels for the same tables and states, on the same ranks; see :class:`ShardedModel`."""
-        context = memo.get(id(self.context))
-        if context is None:
-            raise ConfigError(
-                "a sharded collection cannot be copied by itself, for it exchanges together with the others of its "
-                "model: copy the model that shardrec.shard returned"
-            )
-        other = self.copied(context, self.storage)
-        for name, table in self.tables().items():
-            for shard, parameter in table.locals.items():
-                memo[id(parameter)] = other.tables()[name].locals[shard].requires_grad_(parameter.requires_grad)
-        copy_hooks(self, other, memo)
-        return other
-
-    def copied(self, context: ModelContext, storage: Storage) -> Self:
-        """The same tables, states and ids in another collection, with its model's context and storage."""
-        other = type(self)(self, self.plan, device=self.device, group=self.group, context=context, storage=storage)
-        return other.train(self.training)
-
-    def _copy_states(self, source: ShardedCollection) -> None:
-        averages = ("average", "average_step") if source.averages and self._optimizers else ()
-        if averages:
-            self.keep_averages(source.averages)
-        for name, optimizer in self._optimizers.items():
-            for state in (*optimizer.states, *averages):
-                states = self.fused_state(name, state)
-                for shard, values in source.fused_state(name, state).items():
-                    states[shard].copy_(values)
-        if self.id_maps is not None and source.id_maps is not None:
-            for key, id_map in source.id_maps.maps.items():
-                self.id_maps.maps[key].copy_(id_map)
-        self.load_step_counts(source.step_counts())
+        raise ConfigError(
+            "a sharded collection cannot be copied by itself, for it exchanges together with the others of its model: "
+            "copy the model that shardrec.shard returned"
+        )
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         """Kernels own the weights' memory, so a sharded collection cannot be moved or cast."""

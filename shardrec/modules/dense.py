@@ -38,7 +38,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import partial
-from importlib import import_module
+from operator import attrgetter
 from typing import Any, Literal, TypedDict, get_args
 from weakref import WeakKeyDictionary, WeakValueDictionary
 
@@ -54,11 +54,13 @@ from shardrec.exchange.peers import meet, peer_error, peers, watch_device
 from shardrec.exchange.shared.shared_memory import SharedCollectives
 from shardrec.exchange.subgroups import subgroup
 from shardrec.modules.fsdp import ShardedByFsdp
-from shardrec.modules.table import ShardedTable, averaged_parameters
+from shardrec.modules.in_backward import take_over_steps
+from shardrec.modules.table import ModuleWatch, ShardedTable, averaged_parameters
 from shardrec.step.context import ModelContext
 
 __all__ = ["DenseOptions", "DenseReducer", "DenseWrap", "average_dense", "dense_options"]
 
+_REQUIRES_GRAD = attrgetter("requires_grad")
 _LOOK_EVERY = timedelta(seconds=0.5)
 """How long to wait for the CPU's collectives before looking whether a rank has reported a failure."""
 _CAP_MB = 25
@@ -249,6 +251,7 @@ class DenseReducer:
         self._limit = int(options.get("bucket_cap_mb", _CAP_MB) * 2**20)
         self._broadcasts = options.get("broadcast_buffers", True) and next(module.buffers(), None) is not None
         self._held: list[nn.Parameter] = []
+        self._watch: ModuleWatch | None = None
         self._stepped: set[nn.Parameter] = set()  # with optimizers in backward, which step here
         self._trains: list[bool] | None = None
         self._task, self._issued = -1, 0  # the backward whose gradients are averaged
@@ -285,10 +288,12 @@ class DenseReducer:
         self._tasks.clear()
         if self._fsdp is not None:
             self._fsdp.refuse_in_backward()
-        held = averaged_parameters(self._module, [], dense=self._dense)
-        if self._trains is None or list(map(id, held)) != list(map(id, self._held)):
-            self._average(held)
-        trains = [parameter.requires_grad for parameter in self._parameters]
+        if self._watch is None or not self._watch.is_as_before():
+            self._watch = ModuleWatch(self._module)
+            held = averaged_parameters(self._module, [], dense=self._dense)
+            if self._trains is None or list(map(id, held)) != list(map(id, self._held)):
+                self._average(held)
+        trains = list(map(_REQUIRES_GRAD, self._parameters))
         if trains == self._trains:
             return
         self._trains = trains
@@ -319,11 +324,11 @@ class DenseReducer:
         reduces, task = self._context.gradients.reduce_this_backward, torch._C._current_graph_task_id()
         averaged = *self._places, *self.sparse
         accumulates = self._fsdp is not None or any(map(accumulates_in, averaged))
-        is_needed = bool(averaged) or self._context.gradients.across is not None
+        is_needed = bool(averaged) or bool(self._context.life_cycle.gradients_averaged)
         if is_needed and not accumulates and task not in self._tasks:  # whose rest a backward inside of it may leave
             accumulates = reaches_a_leaf()
         self._tasks.add(task)
-        self._stepped.update(filter(_without_steps, self._parameters))  # some may have come since the last backward
+        self._stepped.update(filter(take_over_steps, self._parameters))  # some may have come since the last backward
         if reduces and not accumulates:
             # Of torch.autograd.grad; or that of a lookup's operator, inside a backward that goes on after it.
             return
@@ -406,9 +411,10 @@ class DenseReducer:
         self._write()
         for parameter, mean in means:
             parameter.grad = mean
-        if self._context.gradients.across is not None:
-            self._context.gradients.across(self._parameters)
-        for update in self._context.gradients.updates:
+        life_cycle = self._context.life_cycle
+        for average in life_cycle.gradients_averaged:
+            average(self._parameters)
+        for update in life_cycle.tables_update:
             update()
         for parameter in self._stepped:
             if parameter.grad is not None:
@@ -581,14 +587,3 @@ def _group_beside(group: dist.ProcessGroup, exchange: Collectives, device: torch
         backend = dist.get_backend_config(group)
         _GROUPS[group] = subgroup(group, range(group.size()), device, what="start of the dense part", backend=backend)
     return _GROUPS[group]
-
-
-def _without_steps(parameter: nn.Parameter) -> bool:
-    """Remove the hooks of ``apply_optimizer_in_backward``, which step before the gradient is averaged; true if any."""
-    if not hasattr(parameter, "_in_backward_optimizers"):
-        return False
-    module = import_module("torch.distributed.optim.apply_optimizer_in_backward")
-    handles = module.param_to_optim_hook_handle_map.pop(parameter, ())
-    for handle in handles:
-        handle.remove()
-    return bool(handles)

@@ -39,9 +39,10 @@ class _Model(Protocol):
     @property
     def is_traced(self) -> bool: ...
 
-    def warn_without_step(self) -> None: ...
+    @property
+    def updates_above_lookups(self) -> bool: ...
 
-    def broadcast_buffers(self) -> None: ...
+    def warn_without_step(self) -> None: ...
 
     def fail(self, error: Exception, inputs: object) -> None: ...
 
@@ -70,6 +71,9 @@ class _Forward:
         context = model.context
         state = context.forward_state
         state.refusal = ""
+        if context.is_alone_on_device:
+            context.headers.flags.check()
+            context.step.reads_flags_late = torch.is_grad_enabled() and not model.updates_above_lookups
         if context.collectives.world_size > 1:
             state.dense_signature = dense_signature((args, kwargs))
         if context.options.updates_at_step and model.made_fused_optimizer is None and torch.is_grad_enabled():
@@ -86,17 +90,19 @@ def _begin_compiled(model: _Model, args: tuple[Any, ...], kwargs: Mapping[str, A
 
 def _before_module(model: _Model) -> None:
     """What precedes the model's own forward; see :meth:`shardrec.step.step.Step.launch_ahead`."""
-    step = model.context.step
+    step, reducer = model.context.step, model.context.gradients.reducer
     if isinstance(step.ahead, AheadOfSome) and model.context.collectives.world_size > 1:
         step.serve(step.ahead)
-    else:
+    elif step.ahead is not None:
         step.launch_ahead()
-    model.broadcast_buffers()
+    if reducer is not None:
+        reducer.broadcast_buffers()
 
 
 def _end(forward: _Forward, error: BaseException | None, output: Any = None) -> Any:
     """End a forward; gives its output, watched: if a backward from it raises, the other ranks are told."""
     model, context = forward.model, forward.model.context
+    context.step.reads_flags_late = False
     try:
         try:
             if forward.is_outermost:
@@ -114,6 +120,8 @@ def _end(forward: _Forward, error: BaseException | None, output: Any = None) -> 
         _tell(forward, error)
     elif model.group is not None and torch.is_grad_enabled():
         context.gradients.backward.watch(output)
+    elif context.headers.flags.unread:
+        context.headers.flags.check_in_backward(output)
     context.forward_state.dense_signature = ""
     return output
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, MutableMapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -12,11 +12,12 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather, DefaultReduceScatter
+from torch.distributed.tensor import DTensor, distribute_tensor
 
 from shardrec.errors import ConfigError
 from shardrec.exchange.peers import peers
 
-__all__ = ["ShardedByFsdp", "refuse_in_backward"]
+__all__ = ["ShardedByFsdp", "cut_whole_values", "let_go_of_whole_parameters", "refuse_in_backward"]
 
 
 class _AllGather(DefaultAllGather):
@@ -127,3 +128,20 @@ def refuse_in_backward(module: Any, ignored: Collection[nn.Parameter]) -> None:
             "gradients reach no optimizer in backward; train model.dense_parameters() with an ordinary one, or use "
             "dense='ddp'"
         )
+
+
+def cut_whole_values(state_dict: MutableMapping[str, Any], model: nn.Module) -> None:
+    """Replace whole values of parameters that FSDP2 has cut by this rank's parts."""
+    parameters = dict(model.named_parameters())
+    for key, value in state_dict.items():
+        parameter = parameters.get(key)
+        if isinstance(parameter, DTensor) and not isinstance(value, DTensor):
+            mesh, placements = parameter.device_mesh, parameter.placements
+            state_dict[key] = distribute_tensor(value.to(parameter.device), mesh, placements, src_data_rank=None)
+
+
+def let_go_of_whole_parameters(model: nn.Module) -> None:
+    """Let go of FSDP2's whole parameters, which stay after a forward without a backward and are not the model's."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable
 from functools import cache, wraps
 from itertools import chain
 from typing import Any, Self
-from weakref import WeakValueDictionary
+from weakref import WeakMethod, WeakValueDictionary
 
 import torch
 import torch.distributed as dist
@@ -35,9 +35,11 @@ class TableGradients(Tensor):
 
     @classmethod
     def of(cls, stands_for: Callable[[], Iterable[Tensor]], device: torch.device) -> Self:
-        """Stands for the float32 tensors on ``device`` that ``stands_for`` gives."""
+        """Stands for the float32 tensors on ``device`` that a method gives. It does not keep the method's object alive,
+        whose parameter has it: the garbage collector does not see that a parameter keeps its ``grad``."""
         made: Self = torch.zeros(1, dtype=torch.float32, device=device).as_subclass(cls)
-        made.stands_for = stands_for
+        method = WeakMethod(stands_for)
+        made.stands_for = lambda: bound() if (bound := method()) else ()
         return made
 
     @classmethod

@@ -7,7 +7,6 @@ scheduler writes into ``param_groups[i]["lr"]`` reaches the kernels at the next 
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
@@ -75,7 +74,7 @@ class FusedOptimizers(KeyedOptimizer):  # type: ignore[misc]  # torchrec has no 
         self._table_of: dict[nn.Parameter, str] = {}
         self._shown: dict[nn.Parameter, int] = {}  # counts of updates, as they were written into the states
         self._refresh()
-        context.step.before_look_up = weak_hook(self.push)
+        context.life_cycle.look_up_begins.append(weak_hook(self.push))
 
     add_param_group = torch.optim.Optimizer.add_param_group
 
@@ -190,10 +189,21 @@ class FusedOptimizers(KeyedOptimizer):  # type: ignore[misc]  # torchrec has no 
         """Apply what TorchRec's optimizers have copied into :attr:`state` and the groups."""
         self.push()
 
-    def follow_settings(self, other: FusedOptimizers) -> None:
-        """Have the groups' settings, such as learning rates, of the optimizer of a model with the same tables."""
-        for group, source in zip(self.param_groups, other.param_groups, strict=True):
-            group.update(copy.deepcopy({key: value for key, value in source.items() if key != "params"}))
+    def settings(self) -> dict[str, Any]:
+        """The groups' settings, such as learning rates, and the states of wrappers, such as WarmupOptimizer's."""
+        grouped = {parameter for group in self.param_groups for parameter in group["params"]}
+        groups = [{key: value for key, value in group.items() if key != "params"} for group in self.param_groups]
+        others = {name: self.state[other] for name, other in self.params.items() if other not in grouped}
+        return {"param_groups": groups, "state": others}
+
+    def load_settings(self, settings: Mapping[str, Any]) -> None:
+        """Take the settings of the optimizer of a model with the same tables."""
+        for group, source in zip(self.param_groups, settings["param_groups"], strict=True):
+            group.update(source)
+        for name, state in settings["state"].items():
+            if name in self.params:
+                self.state[self.params[name]] = state
+        self._refresh()
         self.push()
 
     def _take_steps(self) -> None:

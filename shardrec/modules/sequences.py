@@ -5,6 +5,7 @@ Shapes: B samples of this rank, N_f ids of a feature, D columns of the tables.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -42,26 +43,30 @@ class SequenceEmbeddings(LazyGetItemMixin[str, JaggedTensor], LazyAwaitable[dict
         need_indices: give each JaggedTensor its ids as weights.
     """
 
+    _step: Step
+    _need_indices: bool
+
     def __init__(self, call: InFlight, step: Step, *, need_indices: bool) -> None:
-        super().__init__()
-        self._call: InFlight | None = call
-        self._step = step
-        self._need_indices = need_indices
+        vars(self).update(_call=call, _step=step, _need_indices=need_indices)  # not by LazyAwaitable.__setattr__
 
     def _wait_impl(self) -> dict[str, JaggedTensor]:
-        call, self._call = self._call, None
-        assert call is not None, "_wait_impl() runs once"
+        call: InFlight = vars(self).pop("_call")
         rows, entries = self._step.value(call)
+        if call.mode.is_current:
+            return self._jagged(rows, entries)
         with call.mode.entered():
-            parts = iter(rows.split([entry.ids.numel() for entry in entries if entry.replica is None]))
-            return {
-                entry.name: JaggedTensor(
-                    values=next(parts) if entry.replica is None else entry.replica,
-                    lengths=entry.lengths,
-                    weights=entry.ids if self._need_indices else None,
-                )
-                for entry in entries
-            }
+            return self._jagged(rows, entries)
+
+    def _jagged(self, rows: Tensor, entries: Sequence[SequenceKey]) -> dict[str, JaggedTensor]:
+        parts = iter(rows.split([entry.ids.numel() for entry in entries if entry.replica is None]))
+        return {
+            entry.name: JaggedTensor(
+                values=next(parts) if entry.replica is None else entry.replica,
+                lengths=entry.lengths,
+                weights=entry.ids if self._need_indices else None,
+            )
+            for entry in entries
+        }
 
 
 class ShardedEmbeddingCollection(ShardedCollection):

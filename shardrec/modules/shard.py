@@ -43,6 +43,7 @@ from shardrec.modules.dynamic import (
 )
 from shardrec.modules.fsdp import refuse_in_backward
 from shardrec.modules.given_tables import TABLE_DTYPES
+from shardrec.modules.in_backward import take_over_steps
 from shardrec.modules.initial import draw_dense, refuse_dense_on_meta, value_checksums
 from shardrec.modules.overrides import refuse_overrides
 from shardrec.modules.sequences import ShardedEmbeddingCollection
@@ -353,6 +354,10 @@ def with_sharded(model: nn.Module, replaced: dict[int, ShardedCollection], devic
 
 def put_in_place(model: nn.Module, replaced: Mapping[int, nn.Module]) -> nn.Module:
     """The model, with other modules in place of the modules with these ids."""
+    for module in model.modules():
+        if isinstance(replaced.get(id(module)), ShardedCollection):
+            for weight in module.parameters():
+                take_over_steps(weight)  # its optimizer is fused, and nothing is to keep it alive
     if id(model) in replaced:
         return replaced[id(model)]
     for parent in list(model.modules()):

@@ -14,10 +14,10 @@ import dataclasses
 import inspect
 import warnings
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self, cast
 
 import torch
 import torch.distributed as dist
@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from torch._C._dynamo.eval_frame import get_eval_frame_callback
 from torch.fx import Proxy
 
-from shardrec._dynamo import passed_over
+from shardrec._dynamo import passed_over, refuse_export
 from shardrec._late_imports import late_import
 from shardrec.errors import ConfigError, InputError
 from shardrec.exchange.agree import Ranks, ranks_of
@@ -35,8 +35,12 @@ from shardrec.modules.annotate import annotate_for_dynamo
 from shardrec.modules.collection import ShardedCollection
 from shardrec.modules.dense import DenseOptions, DenseReducer, DenseWrap, average_dense, dense_options
 from shardrec.modules.forward import COMPILED, EAGER, dense_signature
+from shardrec.modules.fsdp import cut_whole_values, let_go_of_whole_parameters
 from shardrec.modules.fx_calls import recorded_call
 from shardrec.modules.grad_scaler import watch_scalers
+from shardrec.modules.in_backward import copy_in_backward, dense_in_backward, has_gradient_hooks, steps_in_backward
+from shardrec.modules.inventory import Item, Kind, RowState, items, row_states
+from shardrec.modules.inventory import copied as copied_collection
 from shardrec.modules.optim import FusedOptimizers
 from shardrec.modules.overrides import copy_hooks
 from shardrec.modules.shard_gradient import mark_gradients
@@ -80,6 +84,7 @@ class ShardedModel(nn.Module):
         self._sharded = [child for child in module.modules() if isinstance(child, ShardedCollection)]
         self.made_fused_optimizer: FusedOptimizers | None = None
         self._has_warned = False
+        self._hooked = -1, False  # parameters with hooks when it was looked for those of this model, and what was found
         self.tables_without_room: set[str] = set()  # of which a reshard has warned
         self._dense = dense
         self._reducer: DenseReducer | None = None
@@ -103,6 +108,8 @@ class ShardedModel(nn.Module):
                 fails on a rank before its last sharded collection is called.
             PeerError: if another rank is gone or did not answer within the process group's timeout.
         """
+        if torch.compiler.is_exporting():
+            refuse_export(self)
         for argument in (*args, *kwargs.values()):
             if isinstance(argument, Proxy):
                 return recorded_call(self, args, kwargs)
@@ -155,9 +162,21 @@ class ShardedModel(nn.Module):
         """What each backward updates with the gradients as they are, with the remedy; "" if optimizers' steps do."""
         if self.has_fused_tables and not self.context.options.updates_at_step:
             return "its tables are updated in each backward: shard it with shardrec.shard(..., update='step')"
-        stepped = [name for name, weight in self.named_parameters() if getattr(weight, "_in_backward_optimizers", ())]
+        stepped = list(dense_in_backward(self))
         remedy = "give them to an ordinary optimizer in place of apply_optimizer_in_backward"
         return f"the optimizers of {', '.join(stepped[:3])} step in each backward: {remedy}" if stepped else ""
+
+    @property
+    def updates_above_lookups(self) -> bool:
+        """Whether a backward may update a parameter before it reaches the lookups: an optimizer in backward of a dense
+        one, or another hook on its gradient; true also where the model has parts on other ranks, servers or replicas.
+
+        Hooks count that are there in the first forward, and optimizers in backward whenever they are given.
+        """
+        count = steps_in_backward()
+        if count != self._hooked[0]:
+            self._hooked = count, not self._is_plain or has_gradient_hooks(self.module)
+        return self._hooked[1]
 
     def scaler_fault(self) -> str:
         """Why a GradScaler cannot scale this model's gradients; "" if it can."""
@@ -223,14 +242,22 @@ class ShardedModel(nn.Module):
                 "have parts that are not its own; shard another model and load this one's state_dict into it"
             )
         context = ModelContext(self.context.collectives, self.context.device, self.context.options)
-        memo[id(self.context)] = context
+        for collection in self._sharded:  # which deepcopy finds in its memo
+            memo[id(collection)] = copied_collection(collection, context, collection.storage)
+            for name, table in collection.tables().items():
+                targets = memo[id(collection)].tables()[name].locals
+                memo |= {id(parameter): targets[shard] for shard, parameter in table.locals.items()}
         module = copy.deepcopy(self.module, memo)
+        for parameter in self.parameters():
+            copy_in_backward(parameter, memo[id(parameter)])
         annotate_for_dynamo(module)
         copied = ShardedModel(module, self.plan, context, self.group, dense=self._dense)
         copied.training = self.training  # and not train(), which would set the modes of the model's modules
-        if self.made_fused_optimizer is not None:
-            copied.fused_optimizer.follow_settings(self.made_fused_optimizer)
-        copy_hooks(self, copied, memo)
+        copied.made_fused_optimizer = None if self.made_fused_optimizer is None else copied.fused_optimizer
+        for target, source in zip(copied.inventory(), self.inventory(), strict=True):
+            target.set(copy.deepcopy(source.get()))
+        for original in (self, *self._sharded):
+            copy_hooks(original, copied if original is self else memo[id(original)], memo)
         return copied
 
     @property
@@ -326,20 +353,25 @@ class ShardedModel(nn.Module):
         if self.made_fused_optimizer is not None:
             self.made_fused_optimizer.follow({id(parameter): name for name, parameter in self.named_parameters()})
 
+    def inventory(self) -> list[Item]:
+        """What the model holds besides the values of tables' rows (:mod:`shardrec.modules.inventory`)."""
+        return list(items(self.module, self._sharded, self.made_fused_optimizer))
+
     def _weights(self, *, frozen: bool) -> Iterator[Tensor]:
         """This rank's shards; data-parallel tables, which are equal on all ranks, have none."""
-        for collection in self._sharded:
-            for table in collection.tables().values():
-                for shard, weight in table.tensors(to_write=True).items():
-                    if shard is not None and (frozen or table.locals[shard].requires_grad):
-                        yield weight
+        for state in self._row_states(Kind.WEIGHT):
+            for shard, weight in state.tensors.items():
+                if shard is not None and (frozen or state.table.locals[shard].requires_grad):
+                    yield weight
 
     def _states(self) -> Iterator[Tensor]:
-        for collection in self._sharded:
-            for name, optimizer in collection.fused_optimizers().items():
-                for state in optimizer.states:
-                    parts = collection.fused_state(name, state)
-                    yield from (part for shard, part in parts.items() if shard is not None)
+        for state in self._row_states(Kind.FUSED):
+            yield from (part for shard, part in state.tensors.items() if shard is not None)
+
+    def _row_states(self, *kinds: Kind) -> Iterator[RowState]:
+        """What this rank holds of these kinds, to write it."""
+        states = (state for collection in self._sharded for state in row_states(collection, to_write=True))
+        return (state for state in states if state.kind in kinds)
 
     servers = 0
     """Number of servers that hold the tables (:mod:`shardrec.rpc`)."""
@@ -402,11 +434,6 @@ class ShardedModel(nn.Module):
         for collection in self._sharded:
             if collection.id_maps is not None and table in collection.id_maps.options:
                 collection.id_maps.set_options(layout, options)
-
-    def broadcast_buffers(self) -> None:
-        """Send the first rank's buffers to all ranks, which are in a forward of this model, too."""
-        if self._reducer is not None:
-            self._reducer.broadcast_buffers()
 
     def fail(self, error: Exception, inputs: object) -> None:
         """Tell the other ranks of an error of this forward, if they still make a header exchange in this step.
@@ -477,6 +504,16 @@ class ShardedModel(nn.Module):
 
         return prepared(self)
 
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        for collection in self._sharded:  # which refuses, before anything else has changed
+            collection._apply(fn)
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        return self
+
+    def _fqn_modifiers(self) -> dict[str, str]:
+        """For ``torch.distributed.checkpoint.state_dict``: the names of parameters do not begin with ``module``."""
+        return {"": "module"}
+
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
         """The model's state_dict, with the unsharded model's keys; cut tables are ShardedTensors on several ranks."""
         return self.module.state_dict(*args, **kwargs)
@@ -502,10 +539,17 @@ class ShardedModel(nn.Module):
         tables = [
             (f"{path}.weight", table) for path, table in self.module.named_modules() if isinstance(table, ShardedTable)
         ]
-        faults = ((key, table.value_fault(state_dict[key])) for key, table in tables if key in state_dict)
+        # torch's set_model_state_dict adds this rank's parameters.
+        shards = {key.removesuffix("weight") + name for key, table in tables for name in table._parameters}
+        values = cast(dict[str, Any], copy.copy(state_dict))  # with torch's _metadata
+        for key in shards.difference(key for key, _ in tables).intersection(values):
+            del values[key]
+        faults = ((key, table.value_fault(values[key])) for key, table in tables if key in values)
         if texts := [f"{key}: {fault}" for key, fault in faults if fault]:
             raise StateDictError("nothing was loaded: " + "; ".join(texts))
-        return self.module.load_state_dict(state_dict, strict=strict, assign=assign)
+        let_go_of_whole_parameters(self)
+        cut_whole_values(values, self)
+        return self.module.load_state_dict(values, strict=strict, assign=assign)
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *arguments: Any) -> None:
         # Of a module around this one, whose own state_dict has the keys of :meth:`state_dict`.

@@ -12,13 +12,15 @@ reads what to leave alone from the outermost module only: so it is noticed where
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, MutableMapping, Sequence
-from operator import is_
+from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
+from itertools import chain
+from operator import is_, methodcaller
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed import _state_dict_utils
 from torch.distributed._shard.metadata import ShardMetadata
 from torch.distributed._shard.sharded_tensor import Shard as TensorShard
 from torch.distributed._shard.sharded_tensor import ShardedTensor, ShardedTensorMetadata, TensorProperties
@@ -26,9 +28,21 @@ from torch.nn.modules.module import register_module_module_registration_hook
 from torch.nn.parallel import DistributedDataParallel
 
 from shardrec.errors import ConfigError
+from shardrec.exchange.fault_flags import FaultFlags
 from shardrec.layout import Shard, TableLayout
+from shardrec.lookup.shards import ShardLookup
+from shardrec.modules.full_tables import gathered
 
-__all__ = ["ShardedTable", "StateDictError", "TableWatch", "as_one_tensor", "averaged_parameters", "load_table"]
+__all__ = [
+    "ModuleWatch",
+    "ShardedTable",
+    "StateDictError",
+    "TableWatch",
+    "as_one_tensor",
+    "averaged_parameters",
+    "load_table",
+    "settle",
+]
 
 
 class StateDictError(ConfigError, RuntimeError):
@@ -68,6 +82,8 @@ class ShardedTable(nn.Module):
             name = "weight" if alone else f"weight_r{shard.row_start}_c{shard.col_start}"  # type: ignore[union-attr]
             self.register_parameter(name, parameter)
             self.kept.append((name, parameter, parameter.data_ptr(), parameter.requires_grad))
+        if "weight" not in self._parameters:
+            self.weight = None  # torch.distributed.checkpoint.state_dict looks up each key on each rank
 
     def fault(self) -> str:
         """What was done to a parameter that the kernels, which read its memory, do not see; "" for nothing."""
@@ -87,8 +103,8 @@ class ShardedTable(nn.Module):
                 was, remedy = ("frozen", ", or call it in torch.no_grad()") if requires_grad else ("unfrozen", "")
                 return (
                     f"{name} of table {self.layout.name!r} was {was} (requires_grad) after shardrec.shard, and "
-                    "backward goes on as before: save a checkpoint and load it into a model whose table is "
-                    f"{was} before it is sharded{remedy}"
+                    "backward goes on as before: save a checkpoint, and give it to shardrec.warm_start with a model "
+                    f"whose table is {was} before it is sharded{remedy}"
                 )
         return ""
 
@@ -183,7 +199,25 @@ class TableWatch:
         return next(filter(None, (table.fault() for table in self._tables)), "")
 
 
+_VALUES = methodcaller("values")
 _REQUIRES_GRAD = Tensor.requires_grad.__get__  # type: ignore[attr-defined]
+
+
+class ModuleWatch:
+    """Notices that a module has other parameters or modules in it than before, in as little time as a step can spare.
+
+    Args:
+        module: whose parameters and modules are remembered.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self._holders = [holder for child in module.modules() for holder in (child._parameters, child._modules)]
+        self._held: list[object] = list(chain.from_iterable(map(_VALUES, self._holders)))
+
+    def is_as_before(self) -> bool:
+        """Whether all are those that the module had."""
+        present = list(chain.from_iterable(map(_VALUES, self._holders)))
+        return len(present) == len(self._held) and all(map(is_, present, self._held))
 
 
 def averaged_parameters(module: nn.Module, held: list[nn.Parameter], *, dense: bool) -> list[nn.Parameter]:
@@ -250,6 +284,12 @@ def _metadata(shard: Shard, group: dist.ProcessGroup, device: str) -> ShardMetad
     )
 
 
+def settle(flags: FaultFlags, lookup: ShardLookup, shards: Iterable[Shard | None], *, to_write: bool) -> None:
+    """:meth:`ShardLookup.settle`, unless a faulty batch was looked up, which raises."""
+    flags.check()
+    lookup.settle(shards, to_write=to_write)
+
+
 def load_table(tensors: Mapping[Shard | None, Tensor], value: Tensor | ShardedTensor) -> None:
     """Copy a state_dict's value into a table's local parts, rounded to their dtype if it differs."""
     if isinstance(value, ShardedTensor):
@@ -282,4 +322,5 @@ def _refuse_ddp(wrapper: nn.Module, name: str, module: nn.Module | None) -> None
             )
 
 
+_state_dict_utils._all_gather_sharded_tensor = gathered  # type: ignore[assignment,unused-ignore]
 register_module_module_registration_hook(_refuse_ddp)

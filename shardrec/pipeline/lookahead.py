@@ -136,9 +136,11 @@ class Lookahead:
 
         Raises:
             StopIteration: if there is no further batch.
+            InputError: if this batch is faulty, or one before it whose backward has not said so.
         """
         self._fetch(1)
         if not self._slots:
+            self._read_flags()
             raise StopIteration
         self._run_stages(self._slots[0], len(self._stages))
         slot = self._slots.popleft()
@@ -190,6 +192,12 @@ class Lookahead:
         for slot in self._slots:
             slot.let_go()
         self._slots.clear()
+        self._read_flags()
+
+    def _read_flags(self) -> None:
+        """Raise if a batch was faulty that was looked up on a device, and has had no backward."""
+        if self._context is not None:
+            self._context.headers.flags.check()
 
     def _fetch(self, count: int) -> None:
         """Fetch batches up to this number, as far as the loader has any."""

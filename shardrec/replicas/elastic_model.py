@@ -15,21 +15,23 @@ from __future__ import annotations
 import io
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from shardrec._dynamo import left_alone, passed_over
+from shardrec._dynamo import left_alone
 from shardrec.errors import ConfigError, PeerError
 from shardrec.exchange.agree import gloo_ranks
 from shardrec.exchange.backward_watch import weak_hook
 from shardrec.exchange.headers import checksum
+from shardrec.exchange.subgroups import end_with
 from shardrec.exchange.transport import timeout_s
 from shardrec.layout import ShardingPlan
 from shardrec.modules.dense import DenseOptions, DenseWrap
+from shardrec.modules.inventory import Item, Kind
 from shardrec.modules.sharded_model import ShardedModel
 from shardrec.replicas.elastic import ElasticGroup, Phase
 from shardrec.replicas.replicas import Replicas
@@ -79,13 +81,15 @@ class ElasticModel(ShardedModel):
         dense: DenseWrap | DenseOptions = "ddp",
     ) -> None:
         super().__init__(module, plan, context, group, dense=dense)
-        context.gradients.across = weak_hook(self._average_gradients)
+        context.life_cycle.gradients_averaged.append(weak_hook(self._average_gradients))
+        context.life_cycle.forward_begins.insert(0, weak_hook(self.begin))
         self._options = options
         self._stateful: tuple[Stateful, ...] = ()
         self.steps, self._since_sync, self._is_in_step, self._operations = 0, 0, False, -1
         self._next = ""  # what the furthest replica was about to do when this one took its state
         within = gloo_ranks(self.ranks, "start of the replicas")
         self._group = ElasticGroup(options, within, timeout_s(group, context.device))
+        end_with(self._group, within.group)
 
     @property
     def replicas(self) -> int:
@@ -110,31 +114,21 @@ class ElasticModel(ShardedModel):
         """Join the other replicas. Every rank calls it, once, before the first step.
 
         At the start it waits until ``Replicas.count`` replicas have come; all take the state of the first of them.
-        Later it waits until the others are between two steps, and takes their state: tables, states of fused
-        optimizers, dense parameters, buffers, :attr:`steps`, and that of ``stateful``.
+        Later it waits until the others are between two steps, and takes their state: tables, states and settings of
+        fused optimizers and of optimizers in backward, dense parameters, buffers, :attr:`steps`, and that of
+        ``stateful``.
 
         Args:
             stateful: the ordinary optimizers, and whatever else has a state that a replica takes when it joins.
 
         Raises:
             PeerError: if the replicas that trained together are all gone, do not answer, or there is no store.
-            ConfigError: if plan, options or parameters are not those of the others, or an optimizer that
-                ``apply_optimizer_in_backward`` has given to the dense part is not among ``stateful``.
+            ConfigError: if plan, options or parameters are not those of the others.
         """
         self._stateful, plan, options = stateful, self.plan, self._options
-        missing = [
-            f"{name} ({type(optimizer).__name__})"
-            for name, parameter in self.named_parameters()
-            for optimizer in getattr(parameter, "_in_backward_optimizers", ())
-            if not any(optimizer is stateful_object for stateful_object in stateful)
-        ]
-        if missing:
-            raise ConfigError(
-                f"apply_optimizer_in_backward has given optimizers to {', '.join(missing[:3])}, whose states a replica "
-                "takes when it joins: pass those of each parameter's _in_backward_optimizers to join, too"
-            )
         tensors = [*self.named_parameters(), *self.named_buffers()]
         names = [f"{name} {tuple(tensor.shape)} {tensor.dtype}" for name, tensor in tensors]
+        names += [f"{state.kind} {state.table.layout.name} {state.name}" for state in self._row_states(*Kind)]
         fused = [optimizer for collection in self._sharded for optimizer in collection.fused_optimizers().values()]
         kinds = (
             sorted({optimizer.kind.value for optimizer in fused}),
@@ -147,19 +141,6 @@ class ElasticModel(ShardedModel):
         )
         self._group.most = len(tensors)
         self._regroup("")
-
-    @passed_over  # as ShardedModel.forward
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """The model's forward; the first one of a step takes in replicas that want to join, and averages the tables
-        if that is due.
-
-        Raises:
-            InputError: on every rank of this replica, as in a :class:`ShardedModel`.
-            PeerError: if another rank of this replica is gone, or the store is when it is needed.
-        """
-        if torch.is_grad_enabled():
-            self.begin()
-        return super().forward(*args, **kwargs)
 
     @left_alone
     def sync_replicas(self) -> None:
@@ -287,21 +268,28 @@ class ElasticModel(ShardedModel):
             if not tensor.is_contiguous():
                 tensor.copy_(values)
         self.zero_grad()  # of a step that is lost
-        (self.steps, self._since_sync, self._is_in_step), states = state
-        for stateful, values in zip(self._all_stateful(), states, strict=True):
+        (self.steps, self._since_sync, self._is_in_step), of_items, states = state
+        for item in self._items():
+            item.set(of_items[item.kind.value])
+        for stateful, values in zip(self._stateful, states, strict=True):
             stateful.load_state_dict(values)
 
     def _tensors(self) -> list[Tensor]:
         """What a replica that joins takes in place."""
-        list(self._weights(frozen=True))  # the parameters are what the lookups use, until the next forward
-        return [*self.parameters(), *self.buffers()]
+        states = [state for state in self._row_states(*Kind) if state.kind is not Kind.WEIGHT]
+        rows = [tensor for state in states for tensor in state.tensors.values()]
+        return [*self.parameters(), *self.buffers(), *rows]  # parameters have the weights until the next forward
 
     def _other_state(self) -> object:
-        states = [stateful.state_dict() for stateful in self._all_stateful()]
-        return (self.steps, self._since_sync, self._is_in_step), states
+        of_items = {item.kind.value: item.get() for item in self._items()}
+        states = [stateful.state_dict() for stateful in self._stateful]
+        return (self.steps, self._since_sync, self._is_in_step), of_items, states
 
-    def _all_stateful(self) -> tuple[Stateful, ...]:
-        return (self.fused_optimizer, *self._stateful) if self.has_fused_tables else self._stateful
+    def _items(self) -> list[Item]:
+        """The inventory's, but for what each job's program freezes by itself."""
+        if self.has_fused_tables:
+            self.made_fused_optimizer = self.fused_optimizer
+        return [item for item in self.inventory() if item.kind is not Kind.FROZEN]
 
 
 def _tensors_of(state: object) -> list[Tensor]:

@@ -27,7 +27,7 @@ from torch import Tensor
 from shardrec.exchange.collectives import collectives_of
 from shardrec.exchange.headers import Headers
 from shardrec.exchange.peers import peers
-from shardrec.exchange.subgroups import subgroup
+from shardrec.exchange.subgroups import end_with, subgroup
 
 __all__ = [
     "Averager",
@@ -105,6 +105,7 @@ class Replicas:
         across = of_some([row[replica_rank] for row in ranks])
         everyone = of_some(range(collectives.world_size), backend="gloo")
         headers = Headers(collectives_of(everyone), torch.device("cpu"))
+        end_with(headers, everyone)
         return ReplicaGroups(ranks=ranks, replica=replica, within=within, across=across, everyone=headers)
 
 

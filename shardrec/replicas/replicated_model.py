@@ -28,6 +28,7 @@ from torch import nn
 from shardrec._dynamo import left_alone, passed_over
 from shardrec.errors import AnomalyError, InputError, PeerError
 from shardrec.exchange.headers import Headers
+from shardrec.exchange.subgroups import end_with
 from shardrec.layout import ShardingPlan
 from shardrec.modules.dense import DenseOptions, DenseWrap
 from shardrec.modules.sharded_model import ShardedModel
@@ -84,6 +85,9 @@ class ReplicatedModel(ShardedModel):
         self.steps_since_sync = 0
         self._counts_steps = True
         self._averager = None if groups.across is None else Averager(groups.across)
+        if groups.everyone is not None:  # the groups were made for these replicas
+            end_with(self._averager, groups.across)
+            end_with(context.collectives, groups.within)  # which a served copy has, too
         if self._reducer is not None:
             self._reducer.evaluates = groups.within
         if self._averager is not None:

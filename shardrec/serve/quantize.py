@@ -14,6 +14,7 @@ from shardrec.exchange.agree import all_gather, by_rank, ranks_of
 from shardrec.exchange.peers import peers
 from shardrec.modules import ShardedEmbeddingBagCollection, ShardedModel
 from shardrec.modules.collection import ShardedCollection
+from shardrec.modules.inventory import copied
 from shardrec.modules.sharded_model import require_sharded
 from shardrec.serve.lookup import served_memory, served_storage
 from shardrec.serve.row_bytes import WeightFormat, encode, fault_of, row_ranges
@@ -67,7 +68,7 @@ def quantize(model: ShardedModel, weights: str = "int8", *, tables: Mapping[str,
     memo: dict[int, ShardedCollection] = {}
     for source in sources:
         storage = served_storage(formats, pooled=isinstance(source, ShardedEmbeddingBagCollection))
-        memo[id(source)] = source.copied(context, storage)
+        memo[id(source)] = copied(source, context, storage)
     module = memo.get(id(model.module)) or copy.deepcopy(model.module, dict(memo))
     faults = [fault for source in sources for fault in _convert(source, memo[id(source)], formats)]
     group = next((source.group for source in sources), None)  # of the replica, if there are several

@@ -97,8 +97,8 @@ class CallBatching:
             self._first = module
         self._made[-1] += 1
         if self.phase is Phase.FORWARD:
-            number = len(self._made) - 1
-            expected = self.known[number] if number < len(self.known) else modules
+            number, known = len(self._made) - 1, self._runs.get(self._mode, ())
+            expected = known[number] if number < len(known) else modules
         else:
             expected = self._of_programs.get(self._first, modules) if by_program else 1
         return self._made[-1] >= expected

@@ -11,6 +11,7 @@ import torch
 from shardrec.exchange.collectives import Collectives
 from shardrec.exchange.gradients import Gradients
 from shardrec.exchange.headers import Headers
+from shardrec.exchange.life_cycle import LifeCycle
 from shardrec.exchange.wire_format import QuantizedComms
 from shardrec.step.step import Step
 
@@ -64,9 +65,11 @@ class ModelContext:
     Attributes:
         headers: of the exchanges.
         everyone: of the ranks that train together: those of all replicas.
+        life_cycle: the points of a step that other parts of the model subscribe to.
         gradients: of the model's ordinary parameters.
         step: of the modules' calls.
         forward_state: of the forward that runs.
+        is_alone_on_device: one rank, with tables on a device.
     """
 
     def __init__(self, collectives: Collectives, device: torch.device, options: ExchangeOptions | None = None) -> None:
@@ -74,7 +77,8 @@ class ModelContext:
         self.device = device
         self.options = options or ExchangeOptions()
         self.headers = self.everyone = Headers(collectives, device)
-        self.gradients = Gradients(collectives.report_failure, are_reduced=collectives.world_size == 1)
-        self.step = Step(self.headers, self.options.comms)
-        self.step.rows.before_gradients = self.gradients.backward.begin
+        self.life_cycle = LifeCycle()
+        self.gradients = Gradients(collectives.report_failure, self.life_cycle, are_reduced=collectives.world_size == 1)
+        self.step = Step(self.headers, self.options.comms, self.life_cycle)
         self.forward_state = ForwardState()
+        self.is_alone_on_device = device.type == "cuda" and collectives.world_size == 1

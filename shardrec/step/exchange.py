@@ -19,18 +19,25 @@ the graph that refers to it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from functools import partial
+from operator import attrgetter
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import FunctionCtx, once_differentiable
+from torch.autograd.function import FunctionCtx
 
+from shardrec.exchange.fault_flags import FaultFlags
+from shardrec.exchange.life_cycle import LifeCycle
 from shardrec.exchange.row_exchange import OutgoingRows, RowAllToAll, RowsInFlight
+from shardrec.lookup.backward import once_differentiable
 from shardrec.step.look_up import LookedUp, look_up, node_inputs, update
-from shardrec.step.records import Arrival, InFlight, StepPlan
+from shardrec.step.records import Arrival, InFlight
 
 __all__ = ["RowExchange", "SharedExchange", "finish", "launch"]
+
+_ARRIVAL, _REPLICATED, _REQUIRES_GRAD = attrgetter("arrival"), attrgetter("replicated"), attrgetter("requires_grad")
 
 
 class RowExchange:
@@ -39,19 +46,19 @@ class RowExchange:
     Args:
         inside: the exchange of partial sums inside hosts.
         output: the exchange of rows.
+        life_cycle: of the model.
+        flags: of the model's batches.
 
     Attributes:
-        on_rows: called with a module's plan and what was looked up in its shards, on every rank, before it is sent.
-        before_gradients: called in each backward before gradients are sent, on every rank.
         placeholder: stands for tables in the autograd graph.
     """
 
-    def __init__(self, inside: RowAllToAll, output: RowAllToAll) -> None:
+    def __init__(self, inside: RowAllToAll, output: RowAllToAll, life_cycle: LifeCycle, flags: FaultFlags) -> None:
         self.inside = inside
         self.output = output
+        self.life_cycle = life_cycle
+        self.flags = flags
         self.collectives = output.collectives
-        self.on_rows: Callable[[StepPlan, LookedUp], None] | None = None
-        self.before_gradients: Callable[[], None] | None = None
         self.placeholder = torch.zeros(0, dtype=torch.float32, device=output.device, requires_grad=True)
 
 
@@ -76,22 +83,19 @@ class _Sent:
     def look_up_and_send(self, calls: Sequence[InFlight]) -> None:
         """Look up the ids of each call, and send the rows, after sums inside hosts."""
         exchange, collectives, device = self.exchange, self.exchange.collectives, self._output.device
+        # Memory from which pooled rows can usually be sent without a copy.
+        allocate = partial(collectives.allocate, device=device)
         for call in calls:
-            # Memory from which pooled rows can usually be sent without a copy.
-            looked_up = look_up(
-                call.step,
-                call.wait_for_ids(),
-                lambda numel: collectives.allocate(numel, device),
-                call=call,
-                to_update=self.to_update,
-            )
-            if exchange.on_rows is not None:
-                exchange.on_rows(call.step, looked_up)
+            plan = call.plan
+            assert plan is not None, "a call whose rows are looked up has a plan"
+            looked_up = look_up(plan, call.wait_for_ids(), allocate, call=call, to_update=self.to_update)
+            for watch in exchange.life_cycle.rows_looked_up:
+                watch(plan, looked_up)
             self.looked_up.append(looked_up)
         sums = self._sums_inside_hosts()
         outgoing: list[OutgoingRows] = []
         for call, looked_up in zip(calls, self.looked_up, strict=True):
-            plan = call.step
+            plan = looked_up.plan
             if plan.before_rows is not None:
                 plan.before_rows(call)
             flat, out = plan.output.outgoing(looked_up.rows, looked_up.received, sums.get(len(outgoing), ()))
@@ -143,8 +147,9 @@ class _Sent:
 
     def send_gradients(self, arrivals: Sequence[Arrival], gradients: Sequence[Tensor | None]) -> list[Tensor | None]:
         """Send the gradients of what was :meth:`assembled`; gives those of ``replicated``."""
-        if self.to_update and self.exchange.before_gradients is not None:
-            self.exchange.before_gradients()
+        if self.to_update:
+            for begin in self.exchange.life_cycle.gradients_go_back:
+                begin()
         of_replicated: list[Tensor | None] = []
         calls = zip(self.looked_up, arrivals, gradients, self.rows.gradient_blocks(), strict=True)
         for looked_up, arrival, gradient, blocks in calls:
@@ -163,7 +168,9 @@ class _Launch(torch.autograd.Function):
     def forward(ctx: FunctionCtx, sent: _Sent, calls: Sequence[InFlight], *inputs: Tensor) -> Tensor:
         ctx.sent = sent  # type: ignore[attr-defined]
         sent.look_up_and_send(calls)
-        tensors = [tensor for looked_up in sent.looked_up for tensor in looked_up.release_ids()]
+        tensors: list[Tensor | None] = []
+        for looked_up in sent.looked_up:
+            tensors += looked_up.release_ids()
         ctx.save_for_backward(*tensors)  # type: ignore[arg-type]
         return inputs[0].new_zeros(())
 
@@ -207,8 +214,8 @@ class SharedExchange:
     def __init__(self, sent: _Sent, calls: Sequence[InFlight], token: Tensor | None) -> None:
         self._sent = sent
         self._token = token
-        self._arrivals = [call.arrival for call in calls]
-        self._replicated = [call.replicated for call in calls]
+        self._arrivals = list(map(_ARRIVAL, calls))
+        self._replicated = list(map(_REPLICATED, calls))
         self._values: dict[int, Tensor] | None = None
 
     def cut_graph(self) -> tuple[list[Tensor], list[Tensor]]:
@@ -248,9 +255,9 @@ def launch(exchange: RowExchange, calls: Sequence[InFlight]) -> None:
     Raises:
         PeerError: if another rank is gone.
     """
-    to_update = torch.is_grad_enabled() and any([call.requires_grad for call in calls])
+    to_update = torch.is_grad_enabled() and any(map(_REQUIRES_GRAD, calls))
     for call in calls:
-        call.arrival = Arrival(size=call.size, slot_sizes=call.slot_sizes, counts=call.counts)
+        call.arrival = Arrival(size=call.lengths.size(1), slot_sizes=call.slot_sizes, counts=call.counts)
     sent, token = _Sent(exchange, to_update=to_update), None
     if to_update:
         token = _Launch.apply(sent, calls, *node_inputs(exchange.placeholder, calls))  # type: ignore[no-untyped-call]
@@ -258,8 +265,8 @@ def launch(exchange: RowExchange, calls: Sequence[InFlight]) -> None:
             looked_up.plan.lookup.begin_lookup(token.grad_fn)
     else:
         sent.look_up_and_send(calls)
-    for call in calls:
-        call.step.output.meanwhile(call)
+    for call, looked_up in zip(calls, sent.looked_up, strict=True):
+        looked_up.plan.output.meanwhile(call)
     shared = SharedExchange(sent, calls, token)
     for number, call in enumerate(calls):
         call.exchange, call.number, call.is_launched = shared, number, True
@@ -271,9 +278,8 @@ def finish(call: InFlight) -> Any:
 
     (B, D) pooled values; of sequences, (N, D) rows of the lookups of cut tables and the output's entries.
     """
-    mode = call.mode
-    if torch.is_grad_enabled() is not mode.gradients or torch.is_inference_mode_enabled() is not mode.inference:
-        with mode.entered():
+    if not call.mode.is_current:
+        with call.mode.entered():
             return finish(call)
     values, plan = call.assembled, call.plan
     if call.exchange is not None:
@@ -281,6 +287,6 @@ def finish(call: InFlight) -> Any:
     assert values is not None and plan is not None, "a value is finished once its rows are under way"
     call.assembled = None
     value = plan.output.finish(call, values)
-    if call.on_value is not None:
-        call.on_value(call, value)
+    for watch in call.on_value:
+        watch(call, value)
     return value

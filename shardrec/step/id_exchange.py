@@ -22,11 +22,13 @@ import torch
 from torch import Tensor
 
 from shardrec.exchange import launching
-from shardrec.exchange.check import describe_fault
+from shardrec.exchange.batch import Batch
+from shardrec.exchange.check import describe_fault, ids_are_valid
 from shardrec.exchange.collectives import Pending, joined
 from shardrec.exchange.headers import FIXED_COLUMNS, Headers, checksum
 from shardrec.exchange.payload import HEADER_SIZES, ShardInput
 from shardrec.exchange.to_device import staged
+from shardrec.step.input_plan import InputPlan
 from shardrec.step.records import InFlight
 
 _FAULT, _AGREEMENT = attrgetter("fault"), attrgetter("agreement")
@@ -47,6 +49,16 @@ def exchange_ids(headers: Headers, calls: Sequence[InFlight]) -> None:
         PeerError: if another rank is gone.
     """
     world_size = headers.collectives.world_size
+    if world_size == 1:
+        for call in calls:
+            if call.fault:
+                headers.raise_faults(call.fault, "")
+        if headers.device.type != "cuda" or all(map(_has_known_sizes, calls)):
+            for call in calls:
+                pack(call)
+                if call.flag is not None:
+                    call.flag.send(partial(_raise_fault, headers, call.given, call.input))
+            return
     if headers.device.type == "cuda":
         made, received, counted = _exchange_headers_on_device(headers, calls)
         for call, counts in zip(calls, _of_calls(calls, made), strict=True):
@@ -54,12 +66,6 @@ def exchange_ids(headers: Headers, calls: Sequence[InFlight]) -> None:
         if world_size == 1:
             return
         _receive_later(calls, received, partial(headers.collectives.ids, _joined_parts(calls, world_size)))
-        return
-    if world_size == 1:
-        for call in calls:
-            if call.fault:
-                headers.raise_faults(call.fault, "")
-            pack(call)
         return
     faults = list(filter(None, map(_FAULT, calls)))
     check = checksum(agreement := "; ".join(map(_AGREEMENT, calls)))
@@ -105,7 +111,7 @@ def pack(call: InFlight, counts: Sequence[int] | None = None, counted: Iterator[
         else:
             # A slot's ids fit 32 bits, and torch adds int32 up as int32 ten times as fast as it does as int64.
             of_slots: list[int] = lengths.sum(dim=1, dtype=torch.int32).tolist()
-            counts = [sum(of_slots[first:end]) for first, end in spans]
+            counts = list(map(sum, map(of_slots.__getitem__, spans)))
     ids, weights, positions = input.cutter.in_slots(call.cut, sum(counts))
     if positions is not None:
         call.positions = positions if input.per_id else call.to_send.input_positions(positions)
@@ -120,6 +126,7 @@ def pack(call: InFlight, counts: Sequence[int] | None = None, counted: Iterator[
             group_ids=call.counts[0],
             counts=call.counts,
             slot_sizes=(None,),
+            offsets=call.to_send.offsets if lengths is call.to_send.lengths else None,
         )
         return
     groups = input.route.groups
@@ -127,25 +134,45 @@ def pack(call: InFlight, counts: Sequence[int] | None = None, counted: Iterator[
     call.parts = input.payload.pack(lengths, ids, weights, list(map(sum, call.counts)), call.slot_sizes)
 
 
+def _has_known_sizes(call: InFlight) -> bool:
+    """Whether the host knows what it would read in the header of one rank, the fault flag aside: ids are in one lookup
+    group, as they were given."""
+    is_as_given = call.input.route.blocks == 1 and call.cut.slots is None and len(call.input.group_spans) == 1
+    return is_as_given and not call.counted and call.bad_ids is None and call.batch.inverse is None
+
+
+def _raise_fault(headers: Headers, given: Batch, input: InputPlan) -> None:
+    """Raise what is wrong with a batch of one rank, of which the device had said that it is faulty."""
+    limits, unlimited = input.limits(given.keys)
+    fault = (
+        "a batch had an id outside of its table, or lengths that do not add up, when it was looked up, and its tensors "
+        "have been changed since: do not write to a batch between its forward and its backward"
+    )
+    if not bool(ids_are_valid(given, limits, unlimited=unlimited)):
+        fault = describe_fault(given, input.expect)
+    headers.raise_faults(fault, "")
+
+
 def _joined_parts(calls: Sequence[InFlight], world_size: int) -> list[list[Tensor]]:
     """Per rank, the parts of all calls."""
     return [[part for call in calls for part in (call.parts or ())[rank]] for rank in range(world_size)]
 
 
-def _of_calls(calls: Sequence[InFlight], rows: Sequence[Sequence[int]]) -> Iterator[list[Sequence[int]]]:
+def _of_calls(calls: Sequence[InFlight], rows: Sequence[Sequence[int]]) -> list[list[Sequence[int]]]:
     """Per call, its part of each of the headers ``rows``."""
-    column = FIXED_COLUMNS
+    column, of_calls = FIXED_COLUMNS, []
     for call in calls:
         end = column + call.input.columns
-        yield list(map(itemgetter(slice(column, end)), rows))
+        of_calls.append(list(map(itemgetter(slice(column, end)), rows)))
         column = end
+    return of_calls
 
 
 def _receive_later(
     calls: Sequence[InFlight], received: Sequence[Sequence[int]], receive: Callable[[Sequence[int]], Pending]
 ) -> None:
     """Let each call's ``receive`` wait for the payload of all calls."""
-    headers = list(_of_calls(calls, received))
+    headers = _of_calls(calls, received)
     words = []
     for call, rows in zip(calls, headers, strict=True):
         words.append(map(call.input.payload.words_in, rows))
@@ -190,21 +217,23 @@ def _exchange_headers_on_device(
     if any(flags) or any(row[1] != of_ranks[0][1] for row in of_ranks):
         faults = [_describe(call) for call in calls] if flags[headers.collectives.rank] else []
         headers.raise_faults("; ".join(filter(None, faults)), agreement, flags)
+    for call in calls:
+        call.flag = None
     return made, of_ranks, iter(numbers[len(rows) * width :])
 
 
 def write_header(call: InFlight, header: Tensor, column: int, check: int) -> None:
     """Write a call's part of the header for each rank, from ``column`` on, and its fault; the parts were zeros."""
-    input, lengths_SB, valid = call.input, call.lengths, call.valid
-    assert valid is not None, "the host has not read it"
+    input, lengths_SB, flag = call.input, call.lengths, call.flag
+    assert flag is not None, "the host has not read it"
     if input.route.groups and launching.has_kernels(header.device):
         grid = input.world_size * input.route.groups, 32
         place = header.size(1), column, check
-        values = (lengths_SB, input.group_edges, valid.view(torch.int8), header, call.size, input.route.groups, *place)
+        values = (lengths_SB, input.group_edges, flag.value, header, flag.number, call.size, input.route.groups, *place)
         constants = {"SIZES": HEADER_SIZES, "SHARES": grid[1], "BLOCK": 1024}
         launching.launch("shardrec.exchange.input_kernels", "write_header", grid, *values, **constants)
     else:
-        header[:, 0].logical_or_(valid.logical_not())
+        header[:, 0].logical_or_(flag.value == flag.number)
         header[:, 1] = check
         header[:, column] = call.size
         ends_S = torch.ops.fbgemm.asynchronous_complete_cumsum(lengths_SB.sum(dim=1, dtype=torch.int64))
@@ -217,7 +246,7 @@ def write_header(call: InFlight, header: Tensor, column: int, check: int) -> Non
 
 def _describe(call: InFlight) -> str:
     """What is wrong with the batch, or "". Reads tensors on the host."""
-    if call.fault or call.valid is None or bool(call.valid):
+    if call.fault or call.flag is None or not call.flag.is_up():
         return call.fault
     return describe_fault(call.given, call.input.expect)
 

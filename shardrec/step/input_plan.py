@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from functools import lru_cache
-from itertools import accumulate, pairwise
+from itertools import accumulate, pairwise, starmap
 
 import torch
 from torch import Tensor
@@ -38,9 +38,10 @@ class InputPlan:
         cutter: cuts batches into slots.
         payload: packs what is sent and unpacks what is received.
         group_edges: (W·G + 1,) int64, where each rank's groups begin among the slots.
-        group_spans: the same, as the first slot and the end of each.
+        group_spans: the same, as slices of the slots.
         columns: width of a call's part of a header.
         shard_rows: (S_mine,) int64, on the CPU, the rows of the shard of each of this rank's slots.
+        flags: of the model's batches that are checked on a device.
         bad_ids: (U,) int64, per feature, ids outside its table that were no error, in the batches so far.
         limits: of a batch's keys: (F,) int64, one more than the largest id of each, and whether some keys allow any.
         policies: of a batch's keys: (F,) number of each key's policy, and (U,) place of each feature among the keys.
@@ -64,6 +65,7 @@ class InputPlan:
         self.columns = HEADER_SIZES + route.groups
         headers.add_module(_REPEATS * self.columns)
         self._headers = headers
+        self.flags = headers.flags
         self.limits = lru_cache(maxsize=KEY_ORDERS)(self._new_limits)
         self.policies = lru_cache(maxsize=KEY_ORDERS)(self._new_policies)
         self.cutter = Cutter(route, expect.device)
@@ -71,7 +73,7 @@ class InputPlan:
         sizes = (sum(slot.group == group for slot in slots) for slots in route.slots for group in range(route.groups))
         edges = [0, *accumulate(sizes)]
         self.group_edges = torch.tensor(edges, dtype=torch.int64, device=expect.device)
-        self.group_spans = tuple(pairwise(edges))
+        self.group_spans = tuple(starmap(slice, pairwise(edges)))
         self.drops = "zero" in expect.on_bad_id.values()
         self.keeps_positions = per_id and not route.in_whole
         self.shard_rows = torch.tensor([slot.shard.rows for slot in route.slots[self.rank]], dtype=torch.int64)

@@ -6,8 +6,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import FunctionCtx, once_differentiable
+from torch.autograd.function import FunctionCtx
 
+from shardrec.lookup.backward import once_differentiable
 from shardrec.step.exchange import RowExchange
 from shardrec.step.look_up import look_up, node_inputs, update
 from shardrec.step.records import Arrival, InFlight
@@ -46,12 +47,12 @@ def _look_up(ctx: Any, exchange: RowExchange, call: InFlight, replicated: Tensor
     plan, received = call.plan, call.received
     assert plan is not None and received is not None, "the ids of one rank are here"
     looked_up = look_up(plan, received, call=call, to_update=call.to_update)
-    if exchange.on_rows is not None:
-        exchange.on_rows(plan, looked_up)
+    for watch in exchange.life_cycle.rows_looked_up:
+        watch(plan, looked_up)
     rows, looked_up.rows = looked_up.rows, []
     if ctx is not None:
         ctx.exchange, ctx.output, ctx.looked_up = exchange, exchange.output, looked_up
-        ctx.arrival, ctx.to_update = call.arrival, call.to_update
+        ctx.arrival, ctx.to_update, ctx.flag = call.arrival, call.to_update, call.flag
         ctx.save_for_backward(*looked_up.release_ids())
     if plan.output.is_identity:
         return rows[0]
@@ -71,6 +72,9 @@ class _LookUp(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         if ctx.output.ended:
             ctx.output.refuse_ended()
+        if ctx.flag is not None:
+            ctx.exchange.flags.check()
+            ctx.flag.check()  # read before, and the backward is made again
         looked_up, arrival, of_replicated = ctx.looked_up, ctx.arrival, None
         output = looked_up.plan.output
         if output.pools and output.is_identity:

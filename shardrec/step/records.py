@@ -12,6 +12,7 @@ from torch import Tensor
 
 from shardrec.exchange.batch import Batch
 from shardrec.exchange.cut import Cut
+from shardrec.exchange.fault_flags import FaultFlag
 from shardrec.exchange.hosts import HostExchange
 from shardrec.exchange.payload import ShardInput
 from shardrec.exchange.wire_format import Shape
@@ -21,6 +22,7 @@ from shardrec.lookup.shards import ShardLookup
 from shardrec.step.input_plan import InputPlan
 
 __all__ = [
+    "GRAD_MODES",
     "Arrival",
     "DifferentiableOutput",
     "Exchange",
@@ -42,6 +44,11 @@ class GradMode(NamedTuple):
     def current() -> GradMode:
         """That of torch now."""
         return GRAD_MODES[torch.is_grad_enabled(), torch.is_inference_mode_enabled()]
+
+    @property
+    def is_current(self) -> bool:
+        """Whether torch is in it now."""
+        return torch.is_grad_enabled() is self.gradients and torch.is_inference_mode_enabled() is self.inference
 
     @contextmanager
     def entered(self) -> Iterator[None]:
@@ -178,9 +185,9 @@ class InFlight:
     Attributes:
         plan: the module's step; None where only ids are exchanged.
         fault: what is wrong with the batch or the module, or "".
-        valid: 0-d bool on the device, whether lengths and ids are sound, where the host has not read it; else None.
+        flag: on a device, whether the batch is faulty, until the host has read it in a header; else None.
         batch: the checked local input (read for bag lengths and inverse indices, and of sequences for replicated
-            tables); of empty bags if ``valid`` is false.
+            tables); where ``flag`` is up, with other ids and bags, which are safe to look up.
         to_send: what is cut: ``batch``, or its distinct ids.
         distinct_index: (N,) int64 index of each id of the lookups among the distinct ids; None if all ids are sent.
         cut: ``to_send`` cut into blocks.
@@ -194,7 +201,7 @@ class InFlight:
         assigns_new_ids: whether it gives rows to new dynamic ids.
         features: the input.
         by_operator: made by an operator (:mod:`shardrec.modules.operators`), which has a backward of its own.
-        on_value: called with this record and its value.
+        on_value: functions that are called with this record and its value.
 
         parts: per rank, the tensors that are sent to it (``Payload.pack``), from the header exchange on; else None.
         counts: ids to each rank, per group.
@@ -223,7 +230,7 @@ class InFlight:
     mode: GradMode
     plan: StepPlan | None = None
     fault: str = ""
-    valid: Tensor | None = None
+    flag: FaultFlag | None = None
     batch: Batch = field(init=False)
     to_send: Batch = field(init=False)
     distinct_index: Tensor | None = None
@@ -238,7 +245,7 @@ class InFlight:
     assigns_new_ids: bool = False
     features: Any = None
     by_operator: bool = False
-    on_value: Callable[[InFlight, Any], None] | None = None
+    on_value: tuple[Callable[[InFlight, Any], None], ...] = ()
 
     parts: list[list[Tensor]] | None = None
     counts: tuple[tuple[int, ...], ...] = ()

@@ -149,7 +149,8 @@ class SequenceOutput:
         slots = [slot.lookup for slot in self._slots]
         # Per lookup, in the order of the output, its slot; None if tables are cut.
         self._pieces = sorted(range(len(slots)), key=slots.__getitem__) if route.in_whole else None
-        self.is_identity = self.mean_over == len(route.slots) == 1 and self._pieces == list(range(len(slots)))
+        is_alone = self.mean_over == len(route.slots) == 1
+        self.is_identity = is_alone and route.groups == 1 and self._pieces == list(range(len(slots)))
         self.rank_major = lru_cache(maxsize=_SOURCES)(self._new_rank_major)
 
     def outgoing(
@@ -244,7 +245,7 @@ class SequenceOutput:
             places = places_of_rows(torch.cat([with_dropped.kept[:0], *parts]), distinct_index)
         elif distinct_index is not None:
             ids = dict(zip(keys, key_ids, strict=True))
-            places = distinct_index[: sum(ids[feature] for feature in features)]
+            places = distinct_index[: sum(map(ids.__getitem__, features))]
         if full is not None:
             of_full = _rows_of_full(call, features, full[0])
             places = of_full if places is None else places.index_select(0, of_full)

@@ -15,21 +15,36 @@ same calls in each step makes the fewest exchanges.
 
 Outside a model's forward (a sharded module used alone, a recomputation in backward) each call exchanges at once; so
 does each call of one rank, which has nothing to share.
+
+[Note: who reads a flag]
+On a device, one rank need not wait until a batch is checked (:mod:`shardrec.exchange.fault_flags`). A model's forward
+in training goes on, and the flags of its batches are read later:
+
+- by a backward that reaches the model's output, and again where it reaches a lookup, if no tensor was seen in it;
+- by the model's next forward, by what reads or writes its tables (``state_dict``, a save), and at the end of a
+  ``TrainPipeline``.
+
+A call reads its flag itself, before the lookup, where its backward would not do so in time: without gradients, by an
+operator, outside of a model's forward, and where a backward may update dense layers before it reaches the lookup
+(:attr:`shardrec.ShardedModel.updates_above_lookups`); where ids would get rows (dynamic ids); and where the lookup
+takes each id to be in a bag (bfloat16).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from itertools import accumulate
 from threading import RLock
 from typing import Any, NoReturn
-from weakref import WeakSet
+from weakref import ref
 
 import torch
 
 from shardrec.errors import ConfigError, ShardrecError
+from shardrec.exchange.fault_flags import FaultFlag
 from shardrec.exchange.headers import Headers
+from shardrec.exchange.life_cycle import LifeCycle
 from shardrec.exchange.row_exchange import RowAllToAll
 from shardrec.exchange.wire_format import QuantizedComms
 from shardrec.step.call_batching import CallBatching, Phase
@@ -48,6 +63,7 @@ class Step:
     Args:
         headers: of the model.
         comms: formats of the exchange of rows.
+        life_cycle: of the model.
 
     Attributes:
         rows: the exchange of rows.
@@ -55,23 +71,23 @@ class Step:
             differently on each rank.
         ahead: the calls of the present forward, if they were made before it.
         observed: if a list, each call of the present forward is appended, with its module, features and modes.
-        on_value: called with each call and its value.
-        before_look_up: called when the exchange of some calls begins, whoever made them.
-        unused: the calls whose value has not been used yet.
+        unused: references to the calls whose value has not been used yet, and that are not freed.
+        reads_flags_late: on a device, whether backwards read whether the batches of this forward are faulty; else each
+            call does.
     """
 
-    def __init__(self, headers: Headers, comms: QuantizedComms) -> None:
+    def __init__(self, headers: Headers, comms: QuantizedComms, life_cycle: LifeCycle) -> None:
         collectives, device = headers.collectives, headers.device
         self._comms = comms
         inside = RowAllToAll(collectives, QuantizedComms(), "partial sums", device)
-        self.rows = RowExchange(inside, RowAllToAll(collectives, comms, device=device))
+        rows = RowAllToAll(collectives, comms, device=device)
+        self.rows = RowExchange(inside, rows, life_cycle, headers.flags)
         self.lock = RLock()
         self.ahead: Ahead | None = None
         self.observed: list[tuple[object, object, GradMode]] | None = None
-        self.on_value: Callable[[InFlight, Any], None] | None = None
-        self.before_look_up: Callable[[], None] | None = None
-        self.unused: WeakSet[InFlight] = WeakSet()
-        self._headers, self._collectives = headers, collectives
+        self.unused: set[ref[InFlight]] = set()
+        self.reads_flags_late = False
+        self._headers, self._collectives, self._life_cycle = headers, collectives, life_cycle
         self._is_alone = collectives.world_size == 1
         self._calls: list[InFlight] = []
         self._batching = CallBatching()
@@ -107,8 +123,8 @@ class Step:
             InputError: on every rank, if a batch of any is faulty.
             PeerError: if another rank is gone.
         """
-        call.on_value = self.on_value
-        self.unused.add(call)
+        call.on_value = (*self._life_cycle.value_made,)
+        self.unused.add(ref(call, self.unused.discard))
         if self._is_alone:
             if not call.is_launched:
                 self._look_up_here(call)
@@ -123,10 +139,12 @@ class Step:
     def _look_up_here(self, call: InFlight) -> None:
         """Look up a call of one rank, in the mode in which it was made, which is the present one."""
         try:
-            if self.before_look_up is not None:
-                self.before_look_up()
+            for begin in self._life_cycle.look_up_begins:
+                begin()
             if call.received is None:
                 exchange_ids(self._headers, [call])
+            if call.flag is not None:
+                self._read_flag(call, call.flag)
             if call.by_operator:
                 launch(self.rows, [call])
             else:
@@ -135,14 +153,23 @@ class Step:
             call.error = error
             raise
 
+    def _read_flag(self, call: InFlight, flag: FaultFlag) -> None:
+        """Raise if the batch is faulty, now or in the call's backward."""
+        is_updated, plan = call.requires_grad and torch.is_grad_enabled() and not call.by_operator, call.step
+        if self.reads_flags_late and is_updated and plan.id_maps is None and plan.lookup.reads_by_offsets:
+            self._headers.flags.unread.append(flag)
+        else:
+            flag.check()
+
     def value(self, call: InFlight) -> Any:
         """The value of a call, whose exchange begins if it has not; it can be taken once.
 
         Raises:
             ShardrecError: what made the exchange fail.
         """
-        self.unused.discard(call)
-        if not self._is_alone or call.error is not None:
+        if self._is_alone and call.error is None:
+            self.unused.discard(ref(call))
+        else:
             self.use(call)
         return finish(call)
 
@@ -152,9 +179,9 @@ class Step:
         Raises:
             ShardrecError: what made the exchange fail.
         """
-        self.unused.discard(call)
+        self.unused.discard(ref(call))
         if not self._is_alone:
-            if call.is_queued:
+            if call.error is None and not call.is_launched:
                 self.flush()
             self._batching.use()
         if call.error is not None:
@@ -186,7 +213,8 @@ class Step:
                 return
             if error is None:
                 try:
-                    self.flush()
+                    if self._calls:
+                        self.flush()
                     self._batching.end(ahead=self.ahead is not None)
                 except BaseException as late:
                     self._fail(late)
@@ -247,9 +275,9 @@ class Step:
             return
         mode = calls[0].mode
         try:
-            if self.before_look_up is not None:
-                self.before_look_up()
-            if torch.is_grad_enabled() is mode.gradients and torch.is_inference_mode_enabled() is mode.inference:
+            for begin in self._life_cycle.look_up_begins:
+                begin()
+            if mode.is_current:
                 self._exchange(calls)
             else:
                 with mode.entered():
@@ -261,7 +289,10 @@ class Step:
 
     def _exchange(self, calls: list[InFlight]) -> None:
         """header and ids → look up → rows, for calls that share an exchange."""
-        unsent = [call for call in calls if not call.is_sent]
+        unsent = []
+        for call in calls:
+            if call.received is None and call.receive is None:
+                unsent.append(call)
         if unsent:
             exchange_ids(self._headers, unsent)
         launch(self.rows, calls)

@@ -5,10 +5,11 @@
     python -m tests.campaign.feed --kills 100 --seed 0 [--topic]
 
 A producer delivers files, or records of a topic. Ranks, one or two from attempt to attempt, train on them, save and
-publish; a server follows. A rank, all of them or the server are killed (SIGKILL), from their start to their end, and
-started again. When a run has come to its end, each row must have been trained on once, in the steps that count (those
-that a later attempt does not make again); what the servers had of a version must be equal, whichever versions they came
-from; and the last version must be, bit for bit, what ``quantize`` gives of the last checkpoint.
+publish; a server follows. A rank, all of them, the server or the process that writes a topic to files are killed
+(SIGKILL), from their start to their end, and started again. When a run has come to its end, each row must have been
+trained on once, in the steps that count (those that a later attempt does not make again); what the servers had of a
+version must be equal, whichever versions they came from; and the last version must be, bit for bit, what ``quantize``
+gives of the last checkpoint.
 
 Processes are forked from one that has imported torch (:class:`RankTemplate`).
 """
@@ -20,12 +21,14 @@ import hashlib
 import json
 import os
 import random
+import signal
 import socket
 import sys
 import tempfile
 import threading
 import time
 from collections import Counter
+from contextlib import suppress
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
@@ -38,6 +41,7 @@ __all__ = ["Campaign"]
 _FILES, _ROWS, _PERIOD_S = 40, 96, 0.1
 _REACTION_S, _ALONE_S = 120.0, 15.0
 _BLOWS = {"a rank": 4, "all ranks": 3, "the server": 7}
+_BLOWS_OF_A_TOPIC = _BLOWS | {"the ingester": 8}
 _MODULES = [
     *("torch", "torchrec", "fbgemm_gpu", "shardrec", "matplotlib.figure"),
     *("shardrec.planner", "shardrec.trainer.run.session", "shardrec.serve.publisher", "shardrec.serve.follower"),
@@ -112,9 +116,15 @@ class Campaign:
                 return False
             time.sleep(0.005)
         time.sleep(self._random.random() * 1.5)
-        blow = self._random.choices(list(_BLOWS), list(_BLOWS.values()))[0]
+        blows = _BLOWS_OF_A_TOPIC if self._topic else _BLOWS
+        blow = self._random.choices(list(blows), list(blows.values()))[0]
         if not all(rank.is_alive() for rank in ranks):
             return False
+        if blow == "the ingester":
+            for ingester in _ingesters(ranks[0]):
+                os.kill(ingester, signal.SIGKILL)
+                self.blows[blow] += 1
+            return self._struck(folder, ranks, attempt, kills)
         self.blows[blow] += 1
         if blow == "the server":
             assert self._server is not None, "it was started with the ranks"
@@ -167,6 +177,16 @@ class Campaign:
             f"run {self.runs}: {len(rows)} steps, {len(digests)} versions seen, {self.blows.total()} strikes",
             flush=True,
         )
+
+
+def _ingesters(rank: BaseProcess) -> list[int]:
+    """The process that rank 0 has started to write the topic to files, if it has."""
+    started = []
+    for thread in Path(f"/proc/{rank.pid}/task").glob("*/children"):
+        with suppress(OSError):
+            pids = thread.read_text(encoding="ascii").split()
+            started += [int(pid) for pid in pids if b"spawn_main" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+    return started
 
 
 def _produce(folder: Path, brokers: Brokers | None, topic: str) -> None:
@@ -291,7 +311,7 @@ def _says(path: Path) -> None:
 def main(arguments: list[str] | None = None) -> int:
     """Run a campaign from the command line; 1 if anything was lost."""
     parser = argparse.ArgumentParser(description="Kill a run on a feed and its server at random; say what was lost.")
-    parser.add_argument("--kills", type=int, default=100, help="of ranks and servers (100)")
+    parser.add_argument("--kills", type=int, default=100, help="of ranks, servers and ingesters (100)")
     parser.add_argument("--seed", type=int, default=0, help="of what is done when (0)")
     parser.add_argument("--topic", action="store_true", help="records of a topic, in place of files")
     parser.add_argument("--keep", type=Path, help="folder to work in, which stays (a temporary one)")

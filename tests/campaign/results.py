@@ -14,7 +14,17 @@ from tests.checkpoint.whole import contents
 
 __all__ = ["differences", "leftovers", "shared_memory"]
 
-_RESULTS = {"checkpoints", "config.yaml", "curve.png", "features.yaml", "metrics.json", "plan.json", "tensorboard"}
+_RESULTS = {
+    "_rows",
+    "checkpoints",
+    "config.yaml",
+    "curve.png",
+    "features.yaml",
+    "ids.json",
+    "metrics.json",
+    "plan.json",
+}
+_RESULTS |= {"tensorboard", "topic"}
 _SHARED_MEMORY = Path("/dev/shm")
 _TIMES = frozenset({"seconds", "samples_per_second"})
 

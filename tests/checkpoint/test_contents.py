@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
-from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
 from torchrec import KeyedJaggedTensor
 from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizerWrapper, OptimizerWrapper
 
@@ -26,6 +26,7 @@ from tests.batches import random_bags
 from tests.checkpoint.memory import peak
 from tests.checkpoint.models import CUTS, DIM, ROWS, Click, adam, held, make, train, whole
 from tests.models import apply_optimizer_in_backward
+from tests.plans import cut_plan, topologies_of
 from tests.ranks import ranks
 
 
@@ -131,21 +132,41 @@ def test_files_are_safetensors(tmp_path: Path) -> None:
             assert torch.equal(found[one], weight)
 
 
-def test_a_plain_state_dict_comes_and_goes() -> None:
-    def rank_main() -> None:
-        plain = Click()
-        for cut in ("grid", "data_parallel"):
-            model = make(cut, "none")
-            model.load_state_dict(plain.state_dict())
-            options = StateDictOptions(full_state_dict=True, cpu_offload=True)
-            found = get_model_state_dict(model, options=options)
-            if dist.get_rank() == 0:
-                other = Click()
-                other.load_state_dict(found)
-                for name, value in plain.state_dict().items():
-                    assert torch.equal(other.state_dict()[name], value), name
+class Two(Click):
+    """Two collections."""
 
-    ranks(2, rank_main)
+    def __init__(self) -> None:
+        super().__init__()
+        self.more = Click()
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_plain_state_dict_comes_and_goes(world_size: int) -> None:
+    """By torch's functions, and by the model's own; under FSDP2, too."""
+
+    def rank_main() -> None:
+        plain, options = Two(), StateDictOptions(full_state_dict=True, cpu_offload=True)
+        sizes = {f"{path}bags.t_{key}": (rows, DIM) for path in ("", "more.") for key, rows in ROWS.items()}
+        for cut in CUTS:
+            for dense in ("ddp", "fsdp"):
+                plan: Any = cut_plan(cut, Random(cut), sizes, topologies_of(world_size)[0])
+                model = shard(Two(), plan, dense=dense)  # type: ignore[arg-type]
+                for set_state in (
+                    lambda state, model=model: set_model_state_dict(model, state, options=options),
+                    model.load_state_dict,
+                ):
+                    values = {
+                        name: torch.rand(value.shape, generator=torch.Generator().manual_seed(number)).to(value.dtype)
+                        for number, (name, value) in enumerate(plain.state_dict().items())
+                    }
+                    set_state(dict(values))
+                    found = get_model_state_dict(model, options=options)
+                    assert bool(found) == (dist.get_rank() == 0)
+                    assert not found or found.keys() == values.keys()
+                    for name, value in found.items():
+                        assert torch.equal(value, values[name]), (cut, dense, name)
+
+    ranks(world_size, rank_main)
 
 
 def test_a_checkpoint_of_torchrec_comes_and_goes(tmp_path: Path) -> None:
@@ -359,17 +380,52 @@ def test_the_fused_optimizer_is_not_given_twice(tmp_path: Path, update: str) -> 
     load_checkpoint(tmp_path / "ckpt", model, dense)
 
 
-def test_states_of_dense_optimizers_in_backward_are_refused(tmp_path: Path) -> None:
+def all_in_backward(*, twice: bool = False) -> ShardedModel:
+    """The dense part has optimizers in backward, one parameter two of them."""
+    torch.manual_seed(0)
     module = Click()
     apply_optimizer_in_backward(torch.optim.SGD, module.norm.parameters(), {"lr": 0.1})
     apply_optimizer_in_backward(torch.optim.Adam, module.top.parameters(), {"lr": 0.1})
-    model = shard(module)
-    save_checkpoint(tmp_path / "ckpt", model)  # there are none yet
+    if twice:
+        apply_optimizer_in_backward(torch.optim.Adagrad, [module.top.bias], {"lr": 0.2})
+    return shard(module)
+
+
+def test_optimizers_in_backward_of_the_dense_part_go_on_from_a_checkpoint(tmp_path: Path) -> None:
+    def rank_main() -> None:
+        folder, model, fresh = (
+            tmp_path / str(dist.get_world_size()),
+            all_in_backward(twice=True),
+            all_in_backward(twice=True),
+        )
+        for _ in range(3):
+            model(batch()).square().sum().backward()
+        model.module.top.weight._in_backward_optimizers[0].param_groups[0]["lr"] = 0.03
+        save_checkpoint(folder, model)
+        model(batch()).sum().backward()  # so that it is brought back from other states
+        for other in (fresh, model):
+            load_checkpoint(folder, other)
+        for _ in range(2):
+            for other in (fresh, model):
+                other(batch()).square().sum().backward()
+        for mine, theirs in zip(fresh.parameters(), model.parameters(), strict=True):
+            assert torch.equal(mine, theirs)
+        assert fresh.module.top.weight._in_backward_optimizers[0].param_groups[0]["lr"] == 0.03
+
+    for world_size in (1, 2):
+        ranks(world_size, rank_main)
+
+
+def test_a_checkpoint_without_the_optimizers_in_backward_that_a_model_has(tmp_path: Path) -> None:
+    save_checkpoint(tmp_path / "without", shard(Click()))
+    model = all_in_backward()
+    load_checkpoint(tmp_path / "without", model)  # they have no states yet
     model(batch()).sum().backward()
-    for call in (save_checkpoint, load_checkpoint):
-        with pytest.raises(ConfigError, match=r"top\.weight has an optimizer in backward \(Adam\)") as caught:
-            call(tmp_path / "ckpt", model)
-        assert "norm" not in str(caught.value)
+    with pytest.raises(ConfigError, match=r"it has no states and settings of the Adam in backward of top\.weight"):
+        load_checkpoint(tmp_path / "without", model)
+    save_checkpoint(tmp_path / "with", model)
+    with pytest.raises(ConfigError, match=r"it has backward\.top\.\w+.*, and the model no such optimizer in backward"):
+        load_checkpoint(tmp_path / "with", shard(Click()))
 
 
 def test_an_optimizer_of_another_model(tmp_path: Path) -> None:

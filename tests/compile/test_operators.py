@@ -70,8 +70,9 @@ def test_what_is_missing_is_registered_once() -> None:
 def test_fbgemm_lookups_pass_opcheck(optimizer: str, pooled: bool, weighted: bool) -> None:
     register_fakes()
     offsets = torch.ops.fbgemm.asynchronous_complete_cumsum(LENGTHS.reshape(-1)).to(torch.int64)
+    kernel = bank(OPTIMIZERS[optimizer], pooled=pooled).kernel
     with Catch() as caught, torch.no_grad():
-        bank(OPTIMIZERS[optimizer], pooled=pooled).kernel(ids(), offsets, torch.rand(7) if weighted else None)
+        kernel(ids(), offsets, torch.rand(7) if weighted else None)
     ((operator, arguments),) = caught.calls
     # It is there to get a gradient function, whose backward is not traced.
     arguments["placeholder_autograd_tensor"] = torch.zeros(0)

@@ -11,6 +11,7 @@ from fbgemm_gpu.split_table_batched_embeddings_ops_common import PoolingMode
 from torch import Tensor
 
 from shardrec.lookup import fbgemm_kernel as kernels
+from shardrec.lookup.fbgemm_kernel import DirectCall
 from tests.cuda_double.device import ACTIVE, CPU, Race, to_device
 from tests.cuda_double.operators import rows_of_ids
 
@@ -30,6 +31,7 @@ class KernelDouble:
 
     def __init__(self, kernel: Any) -> None:
         self.kernel = kernel
+        self.look_up = DirectCall(kernel)
         self.weights_dev = to_device(kernel.weights_host.detach())
         self.iter, self.iter_cpu = torch.zeros(1, dtype=torch.int64), torch.zeros(1, dtype=torch.int64)
 
@@ -56,9 +58,15 @@ class KernelDouble:
     def set_learning_rate(self, lr: float) -> None:
         self.kernel.set_learning_rate(lr)
 
-    def __call__(self, ids: Tensor, offsets: Tensor, weights: Tensor | None) -> Any:
+    @staticmethod
+    def direct_call(kernel: Any) -> Any:
+        """As :class:`shardrec.lookup.fbgemm_kernel.DirectCall`."""
+        return kernel if isinstance(kernel, KernelDouble) else DirectCall(kernel)
+
+    def __call__(self, ids: Tensor, offsets: Tensor, weights: Tensor | None, update: int = 0) -> Any:
         """Reads as many ids as the offsets say, as CUDA's kernel does."""
-        assert ids.dtype is offsets.dtype, "the kernel would cast the offsets"
+        assert ids.dtype is offsets.dtype, "the kernel needs offsets of the ids' dtype"
+        ACTIVE[-1].issue("lookup", (ids, offsets, weights))
         ACTIVE[-1].index_dtypes.add(ids.dtype)
         if self.kernel.pooling_mode is PoolingMode.NONE and offsets.numel() > 1:
             ACTIVE[-1].longest_loop = max(ACTIVE[-1].longest_loop, int(offsets.inner.diff().max()))
@@ -150,7 +158,7 @@ class CachedKernelDouble(KernelDouble):
             raise Race("statistics are let go of that another stream has made, whose memory is that stream's")
         self.uvm_cache_stats = to_device(torch.tensor([self.populated, 0, 0, self.loads, 0, 0]))
 
-    def __call__(self, ids: Any, offsets: Any, weights: Tensor | None) -> Any:
+    def __call__(self, ids: Any, offsets: Any, weights: Tensor | None, update: int = 0) -> Any:
         if not self.timesteps_prefetched:
             self.prefetch(ids, offsets)
         self.timesteps_prefetched.pop(0)
@@ -188,7 +196,7 @@ class CachedKernelDouble(KernelDouble):
 class _Lookup(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, double: Any, ids: Any, offsets: Any, weights: Any, _: Tensor) -> Any:
-        kernel, count = double.kernel, int(offsets.inner[-1])
+        count = int(offsets.inner[-1])
         ctx.double, ctx.rows = double, None
         if isinstance(double, CachedKernelDouble):
             ctx.rows = rows_of_ids(double.cache_hash_size_cumsum.inner, ids.inner[:count], offsets.inner)
@@ -201,7 +209,7 @@ class _Lookup(torch.autograd.Function):
             None if weights is None else weights.inner[:count].detach().clone().requires_grad_(weights.requires_grad)
         )
         with torch.enable_grad():
-            found = kernel(ids.inner[:count], offsets.inner, given)
+            found = double.look_up(ids.inner[:count], offsets.inner, given)
         ctx.found, ctx.given = found, given
         return to_device(found.detach())
 

@@ -37,7 +37,7 @@ from tests.cuda_double.device import (
     to_device,
 )
 from tests.cuda_double.kernels import WAYS, KernelDouble
-from tests.cuda_double.operators import bucketize, permute_2d, rows_of_ids
+from tests.cuda_double.operators import bucketize, check_ids, permute_2d, rows_of_ids
 
 __all__ = ["INTERPRETS_TRITON", "CudaDouble", "cuda_double", "cuda_is_there", "to_double", "value_of"]
 
@@ -47,8 +47,7 @@ _WRITTEN = {
     "find": (5, 6),
     "emit": (3,),
     "stamp": (2,),
-    "sum_lengths": (1, 2),
-    "check_ids": (3,),
+    "check_ids": (3, 4, 5, 6),
     "write_header": (3,),
 }
 """The arguments that kernels write."""
@@ -67,6 +66,7 @@ class CudaDouble(TorchFunctionMode):
         longest_loop: most ids of a bag that one thread, or one warp, has gone through.
         pageable_copies: calls of operators that copy from pageable memory.
         operators: how often each has run on the device.
+        launches: the same, without those that only give a view of a tensor, or memory.
         index_dtypes: of the ids given to lookups.
         streams: those that were made.
         pinned_bytes: all that were pinned, in blocks of powers of two, as torch takes them.
@@ -75,11 +75,13 @@ class CudaDouble(TorchFunctionMode):
     def __init__(self) -> None:
         super().__init__()
         self.operators: Counter[str] = Counter()
+        self.launches: Counter[str] = Counter()
         self.index_dtypes: set[torch.dtype] = set()
         self.streams: list[StreamDouble] = []
         self.orders_kept = self.longest_loop = self.pageable_copies = self.pinned_bytes = 0
         self.stream = StreamDouble()
         self._in_backward = False
+        self._pinned_memory: dict[int, torch.UntypedStorage] = {}  # by address, kept so that no other has its address
         self._copies: list[tuple[Tensor, Tensor]] = []  # into pinned memory, under way
         self.waits: list[str] = []
         self._leave = 0
@@ -117,7 +119,7 @@ class CudaDouble(TorchFunctionMode):
         if name in ("to", "cuda") and not isinstance(args[0], DeviceTensor):
             targets = [one for one in (*args[1:], kwargs.get("device")) if is_cuda(one)]
             if targets or name == "cuda":
-                if not (kwargs.get("non_blocking") and getattr(args[0], "was_pinned", False)) and args[0].dim():
+                if not (kwargs.get("non_blocking") and self._is_pinned(args[0])) and args[0].dim():
                     self.wait("a copy to the device from pageable memory, or one that blocks")
                 dtypes = [one for one in (*args[1:], kwargs.get("dtype")) if isinstance(one, torch.dtype)]
                 return to_device(args[0].to(*dtypes))
@@ -138,9 +140,18 @@ class CudaDouble(TorchFunctionMode):
         return func(*args, **kwargs)
 
     def _pinned(self, made: Any) -> Any:
-        made.was_pinned = True
+        self._pinned_memory[made.untyped_storage().data_ptr()] = made.untyped_storage()
         self.pinned_bytes += 1 << max(0, made.nbytes - 1).bit_length()
         return made
+
+    def _is_pinned(self, tensor: Tensor) -> bool:
+        """Whether the memory was pinned, of which the tensor may be a part."""
+        return not isinstance(tensor, DeviceTensor) and tensor.untyped_storage().data_ptr() in self._pinned_memory
+
+    def _is_async(self, args: Any, kwargs: Any) -> bool:
+        """Whether a ``copy_`` is into pinned memory, and one for which the host does not wait."""
+        wanted = kwargs.get("non_blocking") or args[2:] == (True,)
+        return bool(wanted) and self._is_pinned(args[0]) and isinstance(args[1], DeviceTensor)
 
     def _backward(
         self, output: Tensor, gradient: Tensor | None = None, retain_graph: bool | None = None, **options: Any
@@ -162,9 +173,9 @@ class CudaDouble(TorchFunctionMode):
         name = str(func)
         if name.startswith("shardrec."):
             raise AssertionError(f"{name} is compiled for the CPU and was given a tensor of the device")
-        given = self._issue(name, (args, kwargs))
+        given = self.issue(name, (args, kwargs), runs=not _gives_memory(func))
         self._judge(func, args, kwargs)
-        if func is _aten.copy_.default and _is_async(args, kwargs):
+        if func is _aten.copy_.default and self._is_async(args, kwargs):
             self._copies.append((args[0], args[1].inner.clone()))
             return args[0].fill_(POISON)
         if name.startswith("fbgemm.permute_2D_sparse_data"):
@@ -189,15 +200,22 @@ class CudaDouble(TorchFunctionMode):
 
     def launch(self, module: str, kernel: str, grid: tuple[int, ...], *values: Any, **constants: Any) -> None:
         """As :func:`shardrec.exchange.launching.launch` does."""
-        self._issue(kernel, values)
-        _launch(module, kernel, grid, *tree_map(inner_of, values), **constants)
+        self.issue(kernel, values)
+        given = tree_map(inner_of, values)
+        if INTERPRETS_TRITON:
+            _launch(module, kernel, grid, *given, **constants)
+        else:
+            assert kernel == "check_ids", "other kernels have no equivalent here"
+            check_ids(*given)
         for place in _WRITTEN[kernel]:
             values[place].written = self.stream, self.stream.issued
 
-    def _issue(self, name: str, values: Any) -> list[DeviceTensor]:
+    def issue(self, name: str, values: Any, *, runs: bool = True) -> list[DeviceTensor]:
         """Issue what reads these values on the current stream; returns the tensors of the device among them."""
         self.stream.issued += 1
         self.operators[name] += 1
+        if runs:
+            self.launches[name] += 1
         given = _tensors(values)
         for tensor in given:
             stream, issued = tensor.written
@@ -254,7 +272,7 @@ class CudaDouble(TorchFunctionMode):
                 isinstance(args[0], DeviceTensor),
                 isinstance(args[1] if len(args) > 1 else args[0], DeviceTensor),
             )
-            if here != there and not _is_async(args, kwargs):
+            if here != there and not self._is_async(args, kwargs):
                 self.wait("a copy between host and device")
             return
         for one in _tensors((args, kwargs), every=True):
@@ -291,6 +309,7 @@ def cuda_is_there() -> Iterator[None]:
         patch.setattr(torch.cuda, "set_rng_state", lambda state, device=None: None)
         patch.setattr(torch, "Generator", lambda device=None, of_cpu=torch.Generator: of_cpu())
         patch.setattr(bank, "make_kernel", KernelDouble.make)
+        patch.setattr(bank, "DirectCall", KernelDouble.direct_call)
         patch.setattr(sequences, "distinct_ids_pay", lambda device, world_size: True)  # as of several ranks
         patch.setattr(launching, "has_kernels", lambda device: device.type == "cuda" and INTERPRETS_TRITON)
         patch.setattr(launching, "launch", lambda *args, **constants: ACTIVE[-1].launch(*args, **constants))
@@ -330,10 +349,10 @@ def value_of(found: Any) -> Tensor:
     return values if isinstance(values, Tensor) else torch.cat([one.values() for one in values])
 
 
-def _is_async(args: Any, kwargs: Any) -> bool:
-    """Whether a ``copy_`` is into pinned memory, and one for which the host does not wait."""
-    wanted = kwargs.get("non_blocking") or args[2:] == (True,)
-    return bool(wanted) and getattr(args[0], "was_pinned", False) and isinstance(args[1], DeviceTensor)
+def _gives_memory(func: Any) -> bool:
+    """Whether an operator gives a view of its argument, or new memory: nothing runs on the device."""
+    is_view = any(one.alias_info is not None and not one.alias_info.is_write for one in func._schema.returns)
+    return is_view or func.overloadpacket in (_aten.empty_like, _aten.new_empty)
 
 
 def _tensors(values: Any, *, every: bool = False) -> list[Any]:

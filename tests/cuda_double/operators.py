@@ -8,9 +8,10 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
+from shardrec.exchange.check import safe_ids
 from tests.cuda_double.device import ACTIVE, POISON, inner_of, to_device
 
-__all__ = ["bucketize", "permute_2d", "rows_of_ids"]
+__all__ = ["bucketize", "check_ids", "permute_2d", "rows_of_ids"]
 
 
 def rows_of_ids(bases: Tensor, ids: Tensor, offsets: Tensor) -> Tensor:
@@ -18,6 +19,27 @@ def rows_of_ids(bases: Tensor, ids: Tensor, offsets: Tensor) -> Tensor:
     bags = (len(offsets) - 1) // (len(bases) - 1)
     feature = torch.searchsorted(offsets[bags:-1:bags].contiguous(), torch.arange(len(ids)), right=True)
     return ids.long() + bases[feature]
+
+
+def check_ids(
+    values: Tensor,
+    offsets: Tensor,
+    limits: Tensor,
+    flag: Tensor,
+    ids: Tensor,
+    safe_offsets: Tensor,
+    lengths: Tensor,
+    bags: int,
+    count: int,
+    number: int,
+) -> None:
+    """The kernel in Triton of this name."""
+    assert (lengths.size(1), values.numel()) == (bags, count)
+    is_sound, safe = safe_ids(offsets.diff().view(lengths.shape), offsets, values, limits, ids.dtype)
+    for out, made in zip((ids, safe_offsets, lengths), safe, strict=True):
+        out.copy_(made)
+    if not is_sound:
+        flag.fill_(number)
 
 
 def permute_2d(

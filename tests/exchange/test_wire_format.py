@@ -113,5 +113,5 @@ def test_float16_overflows_to_infinity() -> None:
 
 
 def test_an_unknown_format_is_refused() -> None:
-    with pytest.raises(ConfigError, match="formats are fp32, fp16, bf16 and int8"):
+    with pytest.raises(ConfigError, match="formats are fp32, fp16, bf16, int8"):
         QuantizedComms(output="fp8")  # type: ignore[arg-type]

@@ -167,11 +167,13 @@ def test_libraries_are_unpacked_once(tmp_path: Path, monkeypatch: pytest.MonkeyP
         gpu.main([*options, "--libraries", str(wheels)])
 
 
-@pytest.mark.parametrize("kind", ["bags", "distinct"])
-def test_edges_on_the_double(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("kind", "layout"), [("bags", "row_blocks"), ("distinct", "row_blocks"), ("in order", "table_wise")]
+)
+def test_edges_on_the_double(kind: str, layout: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """And that differences are told."""
     with cuda_is_there(), cuda_double() as double, double.may_wait():
-        assert edges.compare(kind, "row_blocks", "cuda:0") == []
+        assert edges.compare(kind, layout, "cuda:0") == []
     monkeypatch.setattr(edges, "_values", lambda output, values=edges._values: values(output) + torch.rand(()))
     assert "rows of one id" in edges.compare(kind, "table_wise", "cpu")
 

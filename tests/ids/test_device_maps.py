@@ -6,9 +6,6 @@ Skipped without either: Triton comes with torch's builds for CUDA, and TRITON_IN
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -30,6 +27,7 @@ from shardrec.ids.id_map import IdMap
 from shardrec.ids.maps import IdMaps
 from shardrec.ids.options import Evict
 from shardrec.layout import Shard, TableLayout, cuts
+from tests.compiled_kernels import compile_kernels
 from tests.cuda_double import INTERPRETS_TRITON
 from tests.plans import randoms
 
@@ -241,26 +239,10 @@ def test_the_home_of_an_id_is_the_host_s_in_the_largest_table() -> None:
     assert rows.tolist() == [0]
 
 
-COMPILE = """
-import triton
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
-from shardrec.ids import map_kernels as kernels
-
-pointers = {"ids_N": "*i64", "maps_N": "*i32", "tables_M": "*i64", "records_R": "*i64", "missing": "*i64"}
-types = pointers | {"rows_N": "*i32", "claims": "*i32", "buckets": "*i32"}
-for kernel, claim in ((kernels.find, True), (kernels.find, False), (kernels.emit, None), (kernels.stamp, None)):
-    names = kernel.arg_names
-    constants = {name: 256 if name == "BLOCK" else claim for name in names if name.isupper()}
-    signature = {name: "constexpr" if name in constants else types.get(name, "i32") for name in names}
-    places = {(names.index(name),): value for name, value in constants.items()}
-    source = ASTSource(fn=kernel, signature=signature, constexprs=places)
-    compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32))
-    assert ".target sm_90" in compiled.asm["ptx"] and compiled.asm["cubin"]
-"""
-
-
 def test_the_kernels_compile_for_a_gpu(tmp_path: Path) -> None:
-    """To machine code of compute capability 9.0, by the assembler that Triton brings along."""
-    environment = {**os.environ, "TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(tmp_path)}
-    subprocess.run([sys.executable, "-c", COMPILE], check=True, env=environment, cwd=Path(__file__).parents[2])
+    pointers = {"ids_N": "*i64", "maps_N": "*i32", "tables_M": "*i64", "records_R": "*i64", "missing": "*i64"}
+    types = pointers | {"rows_N": "*i32", "claims": "*i32", "buckets": "*i32"}
+    finds = [("find", {"BLOCK": 256, "CLAIM": claim}) for claim in (True, False)]
+    compile_kernels(
+        "shardrec.ids.map_kernels", types, [*finds, ("emit", {"BLOCK": 256}), ("stamp", {"BLOCK": 256})], tmp_path
+    )

@@ -585,7 +585,7 @@ def frozen_tables(learns: str) -> int:
 
 def test_frozen_tables_ask_for_no_gradients() -> None:
     assert ranks(2, frozen_tables, "none") == [2, 2]
-    assert ranks(2, frozen_tables, "cut") == [4, 4]
+    assert ranks(2, frozen_tables, "cut") == [3, 3]
 
 
 class Scorer(nn.Module):

@@ -19,6 +19,7 @@ from shardrec.modules.sequences import distinct_ids_pay
 from shardrec.step.sequence_rows import SequenceOutput
 from tests.collective_counts import CountCollectives
 from tests.large_tensors import LargeTensors
+from tests.models import apply_optimizer_in_backward
 from tests.modules.sequence_models import DIM, ROWS, Holder, batch, collection
 from tests.ranks import ranks
 
@@ -205,3 +206,25 @@ def test_distinct_ids_are_found_where_that_pays() -> None:
         False,
         True,
     ]
+
+
+def of_two_optimizers() -> torchrec.EmbeddingCollection:
+    made = collection(None, 0.0)
+    for name, optimizer in (("t0", torch.optim.SGD), ("t1", torch.optim.Adagrad), ("t2", torch.optim.Adagrad)):
+        apply_optimizer_in_backward(optimizer, made.embeddings[name].parameters(), {"lr": 0.5})
+    return made
+
+
+@pytest.mark.parametrize("dedup", [False, True])
+def test_rows_of_several_groups_are_put_in_order_on_one_rank(dedup: bool) -> None:
+    reference = of_two_optimizers()
+    tables = [cuts.table_wise(f"sequences.t{n}", ROWS[f"t{n}"], DIM, rank=0) for n in range(3)]
+    plan = ShardingPlan(topology=Topology(), tables=tuple(tables))
+    model = shard(Holder(of_two_optimizers()), plan, dedup=dedup)
+    for seed in range(3):
+        features = batch(random.Random(seed), ["a", "b", "c"], 4)
+        found, expected = model(features), reference(features)
+        for key, values in expected.items():
+            torch.testing.assert_close(found[key].values(), values.values())
+        for output in (found, expected):
+            sum(values.values().square().sum() for values in output.values()).backward()

@@ -344,6 +344,30 @@ def test_a_copy_has_settings_frozen_tables_and_hooks(world_size: int) -> None:
     ranks(world_size, rank_main)
 
 
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_copy_trains_with_its_own_optimizers_in_backward(world_size: int) -> None:
+    """Of tables and of the dense part; the model that was copied does not change."""
+
+    def rank_main() -> None:
+        unsharded = click_model(CONFIGS, optimizer="adam")
+        for part in (unsharded.bottom, unsharded.top):
+            apply_optimizer_in_backward(torch.optim.Adam, part.parameters(), {"lr": 0.1})
+        model = shard(unsharded, mixed_plan(dist.get_world_size()))
+        features = random_bags(Random(dist.get_rank()), ROWS, 3).kjt()
+
+        def step(one: ShardedModel) -> list[Tensor]:
+            one(torch.ones(3, 3), features).square().sum().backward()
+            return [parameter.detach().clone() for parameter in one.parameters()]
+
+        before = step(model)
+        other = copy.deepcopy(model)
+        of_copy = step(other)
+        assert all(map(torch.equal, before, model.parameters()))
+        assert all(map(torch.equal, step(model), of_copy))
+
+    ranks(world_size, rank_main)
+
+
 def test_a_copy_has_the_averages_of_rows() -> None:
     model = shard(click_model(CONFIGS, optimizer="adagrad"), mixed_plan(1), update="step")
     features = random_bags(Random(2), ROWS, 3).kjt()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterable, Iterator
 from random import Random
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -252,9 +253,8 @@ def test_ids_travel_while_the_batch_before_goes_back() -> None:
             def noted(parts: Any, receive: Any, what: str, streams: Any = None, *, send=send, order=order) -> Any:
                 order.append(what)
                 pending = send(parts, receive, what, streams)
-                wait = pending.wait
-                pending.wait = lambda: (order.append(f"{what} is there"), wait())[1]
-                return pending
+                wait = lambda: (order.append(f"{what} is there"), pending.wait())[1]  # noqa: E731
+                return SimpleNamespace(wait=wait, way_back=getattr(pending, "way_back", None))
 
             def loss(model: nn.Module, one: ClickBatch, *, order=order) -> Tensor:
                 value = loss_fn(model, one)

@@ -572,7 +572,7 @@ class Both(nn.Module):
 
 
 def test_sparse_gradients_and_optimizers_of_the_dense_part(store: Any, tmp_path: Path) -> None:
-    """SparseAdam gets the means as sparse gradients, also where a replica adds none. The optimizers in backward must be
+    """SparseAdam gets the means as sparse gradients, also where a replica adds none. The optimizers in backward may be
     given. A model that has loaded a checkpoint is at its step."""
 
     def rank_main(address: str) -> None:
@@ -587,8 +587,6 @@ def test_sparse_gradients_and_optimizers_of_the_dense_part(store: Any, tmp_path:
         model: Any = shard(module, mixed_plan(1, "clicks.sparse"), replicas=replicas, group=alone)
         model.bias.weight.requires_grad_(rank == 0)
         sparse = torch.optim.SparseAdam([model.bias.weight], lr=0.1)
-        with pytest.raises(ConfigError, match=r"has given optimizers to .*clicks\.top\.bias \(SGD\), whose states"):
-            model.join(sparse)
         checkpoints = Checkpoints(tmp_path / str(rank))
         checkpoints.save(7, model, sparse)
         checkpoints.load_last(model, sparse)

@@ -62,14 +62,14 @@ class Gate(NamedTuple):
 
 GATES: dict[tuple[str, str, int], tuple[Gate, Gate]] = {
     # calls, own, files, moves, operators
-    ("pooled", "eager", 1): (Gate(102, 57, 23, 44, 6), Gate(36, 8, 5, 6, 1)),
-    ("pooled", "eager", 2): (Gate(268, 196, 36, 120, 47), Gate(77, 38, 14, 26, 7)),
-    ("sequences", "eager", 1): (Gate(656, 110, 25, 54, 35), Gate(42, 12, 6, 7, 35)),
-    ("sequences", "eager", 2): (Gate(820, 244, 36, 122, 79), Gate(90, 43, 13, 25, 71)),
-    ("pooled", "live script", 1): (Gate(420, 101, 22, 56, 2), Gate(310, 75, 13, 33, 12)),
-    ("pooled", "live script", 2): (Gate(508, 181, 31, 102, 2), Gate(295, 68, 15, 36, 9)),
-    ("pooled", "traced", 1): (Gate(552, 116, 26, 66, 0), Gate(310, 75, 13, 33, 0)),
-    ("pooled", "traced", 2): (Gate(665, 210, 35, 120, 0), Gate(297, 70, 15, 37, 0)),
+    ("pooled", "eager", 1): (Gate(93, 50, 22, 41, 6), Gate(29, 9, 6, 7, 1)),
+    ("pooled", "eager", 2): (Gate(215, 150, 34, 107, 45), Gate(61, 38, 15, 28, 7)),
+    ("sequences", "eager", 1): (Gate(607, 75, 24, 50, 35), Gate(35, 13, 7, 8, 35)),
+    ("sequences", "eager", 2): (Gate(734, 177, 34, 110, 79), Gate(74, 43, 14, 27, 71)),
+    ("pooled", "live script", 1): (Gate(399, 82, 21, 49, 2), Gate(295, 76, 14, 35, 12)),
+    ("pooled", "live script", 2): (Gate(466, 145, 30, 94, 2), Gate(279, 68, 16, 38, 9)),
+    ("pooled", "traced", 1): (Gate(530, 96, 24, 58, 0), Gate(295, 76, 14, 35, 0)),
+    ("pooled", "traced", 2): (Gate(611, 168, 33, 109, 0), Gate(281, 70, 16, 39, 0)),
 }
 """By kind of collection, executor and number of ranks: of the forward, and of its backward. Operators of compiled
 programs are not counted, which run under no dispatch mode."""

@@ -196,7 +196,8 @@ class Channel:
             if key[1] and self._peer_begun[peer] > self._begun:
                 # It would have sent its part first: ranks make the same exchanges in the same order.
                 self._reported[peer] = self._peer_begun[peer], dist.get_global_rank(self._group, peer), _WENT_ON
-            self._raise_reported_failure(peer, key[0] + 1, f"{what} exchange")
+            if self._reported:
+                self._raise_reported_failure(peer, key[0] + 1, f"{what} exchange")
             self._take(peer, what)
         sent, *body = inbox.pop(key)
         if sent != what:

@@ -93,7 +93,7 @@ class SharedCollectives(Collectives):
         return _SharedPending(self, number, joined(parts[self.rank]), receive, what, far, way_back, recorded)
 
     def _next_number(self) -> int:
-        """Of an exchange that begins, after letting go of those that nobody waits for."""
+        """Of an exchange that begins, after letting go of those that were never waited for."""
         while self.dropped:
             number = self.dropped.popleft()
             for peer in self.peers:

@@ -17,6 +17,7 @@ from shardrec.trainer.cli.calibrate import calibrate_command
 from shardrec.trainer.cli.doctor import doctor
 from shardrec.trainer.cli.ending import ended_by_error, writable_output
 from shardrec.trainer.cli.flags import Command
+from shardrec.trainer.cli.ingest_command import ingest_command
 from shardrec.trainer.cli.plan import plan_command
 from shardrec.trainer.cli.run_commands import (
     compare_command,
@@ -89,6 +90,7 @@ _add("serve", serve_command)
 _add("inspect", inspect_command)
 _add("compare", compare_command)
 _add("convert", convert_command)
+_add("ingest", ingest_command)
 # The harness reads the arguments, --help among them.
 _FORWARDED = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}
 _add("bench", _bench, context_settings=_FORWARDED)

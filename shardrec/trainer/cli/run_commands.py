@@ -179,5 +179,6 @@ def _table(rows: Iterable[tuple[object, ...]], *headings: str) -> Table:
     for heading in headings:
         table.add_column(heading, overflow="fold")
     for row in rows:
-        table.add_row(*(f"{value:.6g}" if isinstance(value, float) else str(value) for value in row))
+        texts = ("undefined" if value is None else value for value in row)
+        table.add_row(*(f"{value:.6g}" if isinstance(value, float) else str(value) for value in texts))
     return table

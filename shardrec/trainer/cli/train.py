@@ -108,11 +108,11 @@ def convert_command(
 ) -> None:
     """Write the columns of files as Parquet, whose row groups ranks read in parts.
 
-    Rows are read in bounded memory, and compared by a checksum with what was written. Values stay as they are in the
-    source: rows are bit-identical to train on, in the order that the row groups make.
+    Training does the same with files of other formats, in the run's folder. Memory is bounded; pages have checksums.
+    Values stay as they are in the source: rows are bit-identical to train on, in the order that the row groups make.
     """
     from shardrec.trainer.data import criteo_spec, load_spec
-    from shardrec.trainer.data.to_parquet import convert
+    from shardrec.trainer.data.convert import convert
     from shardrec.trainer.data.urls import files_of, path_of
 
     spec = criteo_spec() if features is None else load_spec(features)
@@ -124,8 +124,8 @@ def convert_command(
     try:
         out.mkdir(parents=True, exist_ok=True)
         for source, target in zip(sources, targets, strict=True):
-            with working(f"converting {source}"):
-                rows, checksum = convert(source, spec, target, columns=column or (), group_rows=group_rows)
-            typer.echo(f"{target}: {rows:,} rows, checksum {checksum}")
+            with working(f"converting {source}", unit="bytes") as progress:
+                rows = convert(source, spec, target, columns=column or (), group_rows=group_rows, progress=progress)
+            typer.echo(f"{target}: {rows:,} rows")
     except OSError as error:
         raise ConfigError(f"out (--out) is {str(out)!r}: {os_fault(error)}; give a folder to write to") from error

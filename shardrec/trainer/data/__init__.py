@@ -5,11 +5,13 @@
         loss = model(batch.dense, batch.sparse, batch.labels)
 
 Files are named for the steps of the data: ``spec`` and ``tasks`` (what the columns are; ``suggest`` proposes a spec,
-``vocabulary`` counts its values) → ``order`` (which rows, of which files, on which rank; which are held out) →
-``tables`` (a file as Arrow tables; ``svmlight`` parses LIBSVM's lines) or ``request`` (rows as JSON) → ``encode`` with
-``ids``, and ``fault`` for what is wrong → ``preprocess`` → ``rows`` → ``reading`` (ahead, on threads) → ``files`` (as
+``vocabulary`` counts its values, ``spelling`` decides how ids are spelled) → ``formats`` (files that are not Parquet;
+``svmlight`` parses LIBSVM's lines), which ``convert`` converts → ``order`` (which rows, of which files, on which rank;
+which are held out) → ``tables`` (Parquet as Arrow tables) or ``request`` (rows as JSON) → ``encode`` with ``ids``, and
+``fault`` for what is wrong → ``preprocess`` → ``rows`` → ``reading`` (ahead, on threads) → ``files`` (as
 batches, which ``click_data`` describes); ``zipf`` → ``planted`` → ``synthetic`` for generated rows, which ``write``
-turns into files; and ``metrics`` and ``ranking`` of predictions. ``feed`` is of files that go on arriving.
+turns into files; and ``metrics`` and ``ranking`` of predictions. ``feed`` is of files that go on arriving: ``ingest``
+writes those of a topic, which ``kafka`` reads and ``records`` decodes.
 """
 
 from __future__ import annotations

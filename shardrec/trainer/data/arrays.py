@@ -27,14 +27,33 @@ def plain(array: pa.Array | pa.ChunkedArray) -> pa.Array:
 
 
 def whole(array: pa.Array | pa.ChunkedArray) -> pa.Array:
-    """One array, of values, a dictionary, or lists of any length."""
+    """One array, of values, a dictionary, or lists of any length; views, which Polars and DuckDB write, are copied."""
     import pyarrow as pa
 
     if isinstance(array, pa.ChunkedArray):
         array = array.combine_chunks()
+    kind = _without_views(array.type)
+    if kind != array.type:
+        array = array.cast(kind)
     if pa.types.is_fixed_size_list(array.type):
         array = array.cast(pa.large_list(array.type.value_type))
     return array
+
+
+def _without_views(kind: pa.DataType) -> pa.DataType:
+    """The type of the same values in which all of Arrow's functions take them."""
+    import pyarrow as pa
+
+    types = pa.types
+    if types.is_string_view(kind):
+        return pa.large_string()
+    if types.is_binary_view(kind):
+        return pa.large_binary()
+    if types.is_list_view(kind) or types.is_large_list_view(kind):
+        return pa.large_list(_without_views(kind.value_type))
+    if is_list(kind) and (inner := _without_views(kind.value_type)) != kind.value_type:
+        return pa.large_list(inner)
+    return kind
 
 
 def plain_column(column: pa.ChunkedArray) -> pa.ChunkedArray:
@@ -66,7 +85,9 @@ def is_list(kind: pa.DataType) -> bool:
     """Whether a type is one of lists."""
     import pyarrow as pa
 
-    return bool(pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind))
+    types = pa.types
+    of_offsets = types.is_list(kind) or types.is_large_list(kind) or types.is_fixed_size_list(kind)
+    return bool(of_offsets or types.is_list_view(kind) or types.is_large_list_view(kind))
 
 
 def is_number(kind: pa.DataType) -> bool:
@@ -79,7 +100,7 @@ def is_number(kind: pa.DataType) -> bool:
 
 def is_text(kind: pa.DataType) -> bool:
     """Whether a type is one of texts or bytes."""
-    return str(kind) in ("string", "large_string", "binary", "large_binary")
+    return str(kind) in ("string", "large_string", "binary", "large_binary", "string_view", "binary_view")
 
 
 def values_of(kind: pa.DataType) -> str:

@@ -9,14 +9,23 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING, NamedTuple, TypeAlias, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from shardrec.trainer.data.arrays import is_list, is_null, is_number, is_text, mask, plain, whole
 from shardrec.trainer.data.fault import Reason, RowFault, shown_scalar
-from shardrec.trainer.data.ids import ID_WORDS, exact_below, id_keys, id_texts, text_keys, vocabulary_places
+from shardrec.trainer.data.ids import (
+    ID_WORDS,
+    are_whole,
+    exact_below,
+    id_keys,
+    id_texts,
+    present,
+    text_keys,
+    vocabulary_places,
+)
 from shardrec.trainer.data.preprocess import days, hash_categories, transform_dense
 from shardrec.trainer.data.rows import NO_TIME, ClickRows, bags_at
 from shardrec.trainer.data.spec import Feature, FeatureSpec
@@ -25,11 +34,23 @@ from shardrec.trainer.data.tasks import Task
 if TYPE_CHECKING:
     import pyarrow as pa
 
-__all__ = ["Dictionary", "Encoded", "column_fault", "count_values", "encode", "group_keys", "row_numbers"]
+__all__ = [
+    "Dictionary",
+    "Encoded",
+    "column_fault",
+    "count_values",
+    "encode",
+    "group_keys",
+    "row_numbers",
+    "spells_numbers",
+]
+
+_Value = TypeVar("_Value", bound=np.generic)
 
 _NO_NUMBER = "is not a finite number among numbers, nor a date among dates"
 _MAX = float(np.finfo(np.float32).max)
 _TOO_LARGE = "is too large for a float32"
+_TRUE, _FALSE = ("true", "True", "TRUE"), ("false", "False", "FALSE")
 _NUMBER = r"^[+-]?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][+-]?[0-9]+)?$"
 
 
@@ -46,19 +67,25 @@ class Encoded:
     faults: dict[int, RowFault]
 
 
+class _Ids(NamedTuple):
+    """Of V values the embedding rows, or 64-bit ids of a feature with dynamic ids; which are missing; which are bad."""
+
+    ids: NDArray[np.int64]
+    missing: NDArray[np.bool_]
+    bad: NDArray[np.bool_]
+
+
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Dictionary:
     """The distinct values of a column, an Arrow array (D,), and what they are with a null after them.
 
     Attributes:
         values: without the null.
-        ids: int64 (D + 1,).
-        bad: bool (D + 1,), which are no ids.
+        ids: what they are.
     """
 
     values: pa.Array
-    ids: NDArray[np.int64]
-    bad: NDArray[np.bool_]
+    ids: _Ids
 
 
 _Bad: TypeAlias = tuple[str, Reason, str, NDArray[np.bool_]]
@@ -95,14 +122,14 @@ def encode(
     bads: list[_Bad] = []
     labels, groups, row_weights, times = np.zeros(count, dtype=np.float32), None, None, None
     if labelled and spec.labels:
-        labels = np.column_stack([_task_labels(table, task, bads) for task in spec.labels])
+        labels = np.column_stack([_task_labels(table, task, spec, bads) for task in spec.labels])
         if spec.weight is not None:
-            values, missing, bad = _numbers(table[spec.weight])
+            values, missing, bad = _numbers(table[spec.weight], spec)
             bad |= missing | (values < 0) | (values > _MAX)
             row_weights = np.where(bad, 0, values).astype(np.float32)
             bads.append((spec.weight, Reason.NUMBER, "is no weight, a number of at least 0", bad))
     elif labelled:
-        label, missing, bad = _numbers(table[spec.label.column])
+        label, missing, bad = _numbers(table[spec.label.column], spec)
         bad = bad | missing
         if spec.label.above is None:
             bad |= (label != 0) & (label != 1)
@@ -113,19 +140,19 @@ def encode(
         labels = np.where(bad, 0, label).astype(np.float32)
         bads.append((spec.label.column, Reason.LABEL, words, bad))
     if labelled and spec.group is not None:
-        groups, missing, bad = id_keys(table[spec.group])
+        groups, missing, bad = _group_keys(table, spec)
         bads.append((spec.group, Reason.ID, f"is no id of a group: {ID_WORDS}", bad | missing))
     if labelled and spec.event_time is not None:
-        times, bad = _event_times(table[spec.event_time])
+        times, bad = _event_times(table[spec.event_time], spec)
         bads.append((spec.event_time, Reason.TIME, "is no date and time, nor seconds or milliseconds since 1970", bad))
     dense = np.ones((count, len(spec.dense) or 1), dtype=np.float32)
     for index, feature in enumerate(spec.dense):
-        values, missing, bad = _numbers(table[feature.source])
+        values, missing, bad = _numbers(table[feature.source], spec)
         transformed = _transformed(feature, np.where(bad, 0.0, values) if bad.any() else values, missing)
         large = np.abs(transformed) > _MAX
         dense[:, index] = np.where(large, 0.0, transformed) if large.any() else transformed
         bads += [(feature.source, Reason.NUMBER, _NO_NUMBER, bad), (feature.source, Reason.NUMBER, _TOO_LARGE, large)]
-    bags = [_bags(table, feature, dictionaries) for feature in spec.sparse]
+    bags = [_bags(table, feature, spec, dictionaries) for feature in spec.sparse]
     for feature, bag in zip(spec.sparse, bags, strict=True):
         bads.append((feature.source, Reason.ID, _id_words(feature), bag.bad))
         if bag.bad_weights is not None:
@@ -145,10 +172,12 @@ def encode(
     return Encoded(rows=rows, faults=_faults(table, bads))
 
 
-def _task_labels(table: pa.Table | pa.RecordBatch, task: Task, bads: list[_Bad]) -> NDArray[np.float32]:
+def _task_labels(
+    table: pa.Table | pa.RecordBatch, task: Task, spec: FeatureSpec, bads: list[_Bad]
+) -> NDArray[np.float32]:
     """The labels of a task, NaN where rows may lack it and do; adds to ``bads`` which values are none."""
     array = plain(table[task.source])
-    values, missing, bad = _numbers(array)
+    values, missing, bad = _numbers(array, spec)
     if not is_text(array.type):  # of which a NaN counts as missing
         bad = bad | (missing & ~is_null(array))
     bad = bad | (~missing & ~task.takes(values))
@@ -192,7 +221,7 @@ def column_fault(kind: pa.DataType, name: str, spec: FeatureSpec) -> str:
 
 
 def _numbers(
-    array: pa.Array | pa.ChunkedArray,
+    array: pa.Array | pa.ChunkedArray, spec: FeatureSpec
 ) -> tuple[NDArray[np.float64], NDArray[np.bool_], NDArray[np.bool_]]:
     """A column of numbers or dates, or of texts of them, as float64 (N,): values, which are missing, which are bad.
 
@@ -201,15 +230,18 @@ def _numbers(
     import pyarrow as pa
     import pyarrow.compute as pc
 
-    array = plain(array)
+    array = present(plain(array), spec.missing)
     if is_text(array.type):
         array = array.cast(pa.large_binary())
-        missing = mask(pc.equal(array, b"").fill_null(True))
+        missing = is_null(array)
         bad = np.zeros(len(array), dtype=np.bool_)
         zero = pa.scalar(b"0", pa.large_binary())
         try:
             numbers = pc.if_else(pa.array(missing), zero, array).cast(pa.large_string()).cast(pa.float64())
         except pa.ArrowInvalid:  # which does not say where
+            for digit, words in ((b"1", _TRUE), (b"0", _FALSE)):
+                is_word = pc.is_in(array, value_set=pa.array(words, pa.large_binary()))
+                array = pc.if_else(is_word, pa.scalar(digit, pa.large_binary()), array)
             good = pc.match_substring_regex(array, _NUMBER).fill_null(False)
             bad = ~(mask(good) | missing)
             numbers = pc.if_else(good, array, zero).cast(pa.large_string()).cast(pa.float64())
@@ -232,7 +264,7 @@ def _numbers(
     return np.where(missing, 0.0, values), missing, np.isinf(values)
 
 
-def _event_times(array: pa.Array | pa.ChunkedArray) -> tuple[NDArray[np.float64], NDArray[np.bool_]]:
+def _event_times(array: pa.Array | pa.ChunkedArray, spec: FeatureSpec) -> tuple[NDArray[np.float64], NDArray[np.bool_]]:
     """Seconds since 1970 (N,) of dates and times, numbers, or texts of either; and which are none, whose time is 0."""
     import pyarrow as pa
     import pyarrow.compute as pc
@@ -243,7 +275,7 @@ def _event_times(array: pa.Array | pa.ChunkedArray) -> tuple[NDArray[np.float64]
     if is_text(array.type):
         is_date = ~mask(pc.match_substring_regex(array, _NUMBER).fill_null(False))
     for kind in (is_date, ~is_date):  # so that what a text is does not depend on those beside it
-        times[kind], missing[kind], bad[kind] = _numbers(array.filter(pa.array(kind)))
+        times[kind], missing[kind], bad[kind] = _numbers(array.filter(pa.array(kind)), spec)
     times = np.where(is_date, 86_400 * times, np.where(np.abs(times) < 1e11, times, times / 1000))
     bad = bad | missing | (np.abs(times) >= -NO_TIME)
     return np.where(bad, 0, times), bad
@@ -256,10 +288,15 @@ def _transformed(feature: Feature, values: NDArray[np.float64], missing: NDArray
         return np.where(missing, 0.0, (transformed - feature.mean) / feature.std)
 
 
-def _bags(table: pa.Table | pa.RecordBatch, feature: Feature, dictionaries: dict[str, Dictionary] | None) -> _Bags:
+def _bags(
+    table: pa.Table | pa.RecordBatch,
+    feature: Feature,
+    spec: FeatureSpec,
+    dictionaries: dict[str, Dictionary] | None,
+) -> _Bags:
     """A feature with a table, one id a row or any number."""
     array, lengths = _flat(table[feature.source], feature)
-    ids, bad_V = _ids_by_value(array, feature, dictionaries)
+    ids, missing_V, bad_V = _ids_by_value(array, feature, spec, dictionaries)
     if lengths is None:
         return _Bags(ids=ids, lengths=None, weights=None, bad=bad_V)
     row_V = np.repeat(np.arange(len(lengths)), lengths)
@@ -268,22 +305,34 @@ def _bags(table: pa.Table | pa.RecordBatch, feature: Feature, dictionaries: dict
     if feature.weights is not None:
         weight_array, of_each = _flat(table[feature.weights], feature)
         assert of_each is not None, "a weighted feature has lists"
-        values, missing, bad_W = _numbers(weight_array)
+        values, missing, bad_W = _numbers(weight_array, spec)
         bad_W |= missing | (np.abs(values) > _MAX)
-        bad_weights = np.zeros(len(lengths), dtype=np.bool_)
-        bad_weights[np.repeat(np.arange(len(of_each)), of_each)[bad_W]] = True
         weights = np.where(bad_W, 0.0, values).astype(np.float32)
-        if not np.array_equal(of_each, lengths):
-            fit = of_each == lengths
-            bad_weights |= ~fit
-            fitting, weights = weights[np.repeat(fit, of_each)], np.zeros(len(ids), dtype=np.float32)
-            weights[np.repeat(fit, lengths)] = fitting
+        fit = of_each == lengths
+        if not fit.all():
+            bad_W = _in_rows(bad_W, of_each, fit, lengths)
+            weights = _in_rows(weights, of_each, fit, lengths)
+        bad_weights = ~fit
+    keep = ~missing_V if spec.rules > 1 else np.ones(len(ids), dtype=np.bool_)
+    if bad_weights is not None:
+        bad_weights[row_V[bad_W & keep]] = True
     if feature.max_length is not None:
-        ends = np.cumsum(lengths)
-        keep = np.repeat(ends, lengths) - np.arange(len(ids)) <= feature.max_length
-        ids, lengths = ids[keep], np.minimum(lengths, feature.max_length)
+        left = np.cumsum(keep[::-1])[::-1]  # of the kept ids, those from here on
+        ends = np.r_[left, 0][np.cumsum(lengths)]
+        keep &= left - np.repeat(ends, lengths) <= feature.max_length
+    if not keep.all():
+        ids, lengths = ids[keep], np.bincount(row_V[keep], minlength=len(lengths))
         weights = None if weights is None else weights[keep]
     return _Bags(ids=ids, lengths=lengths, weights=weights, bad=bad, bad_weights=bad_weights)
+
+
+def _in_rows(
+    values: NDArray[_Value], of_each: NDArray[np.int64], fit: NDArray[np.bool_], lengths: NDArray[np.int64]
+) -> NDArray[_Value]:
+    """Values with ``of_each`` (N,) in a row as values with ``lengths`` (N,), zeros in the rows that do not fit."""
+    placed: NDArray[_Value] = np.zeros(int(lengths.sum()), values.dtype)
+    placed[np.repeat(fit, lengths)] = values[np.repeat(fit, of_each)]
+    return placed
 
 
 def _flat(array: pa.Array | pa.ChunkedArray, feature: Feature) -> tuple[pa.Array, NDArray[np.int64] | None]:
@@ -315,66 +364,79 @@ def _flat(array: pa.Array | pa.ChunkedArray, feature: Feature) -> tuple[pa.Array
 
 
 def _ids_by_value(
-    array: pa.Array, feature: Feature, dictionaries: dict[str, Dictionary] | None
-) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
+    array: pa.Array, feature: Feature, spec: FeatureSpec, dictionaries: dict[str, Dictionary] | None
+) -> _Ids:
     """:func:`_ids`, of a column with a dictionary made for its distinct values and gathered."""
     import pyarrow as pa
 
     if not pa.types.is_dictionary(array.type):
-        return _ids(array, feature)
+        return _ids(array, feature, spec)
     values, indices = array.dictionary, array.indices
     distinct = None if dictionaries is None else dictionaries.get(feature.name)
     if distinct is None or not distinct.values.equals(values):
         is_first = dictionaries is not None and distinct is None
         if len(values) >= len(array) and not is_first:  # as one that grows with each block
-            return _ids(array.dictionary_decode(), feature)
-        ids, bad = _ids(pa.concat_arrays([values, pa.nulls(1, values.type)]), feature)
-        distinct = Dictionary(values=values, ids=ids, bad=bad)
+            return _ids(array.dictionary_decode(), feature, spec)
+        distinct = Dictionary(
+            values=values, ids=_ids(pa.concat_arrays([values, pa.nulls(1, values.type)]), feature, spec)
+        )
         if dictionaries is not None:
             dictionaries[feature.name] = distinct
     places = (indices.fill_null(len(values)) if indices.null_count else indices).to_numpy()
     none = np.zeros(len(places), dtype=np.bool_)
-    return distinct.ids.take(places), distinct.bad.take(places) if distinct.bad.any() else none
+    ids, missing, bad = distinct.ids
+    missing = missing.take(places) if feature.is_list else none
+    return _Ids(ids.take(places), missing, bad.take(places) if bad.any() else none)
 
 
-def _ids(array: pa.Array, feature: Feature) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
-    """Embedding rows (V,), or 64-bit ids of a feature with dynamic ids; and which values are bad."""
+def _ids(array: pa.Array, feature: Feature, spec: FeatureSpec) -> _Ids:
     coding = feature.coding
-    if coding == "buckets":
-        values, missing, bad = _numbers(array)
-        assert feature.boundaries is not None, "buckets have boundaries"
-        ids = np.searchsorted(np.asarray(feature.boundaries), values, side="right") + 1
-        return np.where(missing | bad, 0, ids).astype(np.int64), bad
-    if coding == "number":
-        values, missing, bad = _numbers(array)
-        most = min(feature.num_embeddings, exact_below(array.type))
-        bad |= ~missing & ((values < 0) | (values >= most) | (values != np.floor(values)))
-        return np.where(missing | bad, 0, values).astype(np.int64), bad
+    if coding in ("buckets", "number"):
+        values, missing, bad = _numbers(array, spec)
+        if coding == "buckets":
+            rows = np.searchsorted(np.asarray(feature.boundaries), values, side="right") + 1
+            values = rows.astype(np.float64)
+        else:
+            most = min(feature.num_embeddings, exact_below(array.type))
+            bad |= ~missing & ((values < 0) | (values >= most) | (values != np.floor(values)))
+        return _Ids(np.where(missing | bad, 0, values).astype(np.int64), missing, bad)
+    array = present(plain(array), spec.missing)
     if coding == "vocabulary":
-        places, bad = vocabulary_places(array, feature.values)
-        return places + 1, bad
+        places, bad = vocabulary_places(array, feature.values, as_texts=spec.as_texts(feature))
+        return _Ids(places + 1, is_null(array), bad)
     if coding == "hexadecimal" and is_text(array.type):
         keys, missing, bad = text_keys(array, hexadecimal=True)
         null = is_null(array)  # which may have bytes
         missing, bad = missing | null, bad & ~null
     else:
-        keys, missing, bad = id_keys(array, spread=coding != "hexadecimal" and feature.dynamic_ids is None)
+        spread = coding != "hexadecimal" and feature.dynamic_ids is None
+        keys, missing, bad = id_keys(array, as_texts=spec.as_texts(feature), spread=spread)
     if feature.dynamic_ids is not None:
-        return np.where(missing, feature.missing_id, keys.view(np.int64)), bad
-    return hash_categories(keys, missing, np.asarray(feature.num_embeddings, dtype=np.uint64)), bad
+        return _Ids(np.where(missing, feature.missing_id, keys.view(np.int64)), missing, bad)
+    return _Ids(hash_categories(keys, missing, np.asarray(feature.num_embeddings, dtype=np.uint64)), missing, bad)
 
 
-def row_numbers(array: pa.Array, feature: Feature) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
+def row_numbers(
+    array: pa.Array | pa.ChunkedArray, feature: Feature, spec: FeatureSpec
+) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
     """The row of each value (V,), or its dynamic id, (V,); and which are missing or have none."""
-    array = plain(array)
-    rows, bad = _ids(array, feature)
-    bad = bad | is_null(array)
+    rows, missing, bad = _ids(plain(array), feature, spec)
+    bad = bad | missing
     return rows, bad if feature.coding == "number" else bad | (rows == feature.missing_id)
 
 
-def count_values(table: pa.Table, feature: Feature) -> dict[str, int]:
+def spells_numbers(table: pa.Table | pa.RecordBatch, feature: Feature, spec: FeatureSpec) -> bool:
+    """Whether all ids of a feature in a table are whole numbers or their texts."""
+    import pyarrow as pa
+
+    values = _flat(table[feature.source], feature)[0]
+    return are_whole(present(values.dictionary if pa.types.is_dictionary(values.type) else values, spec.missing))
+
+
+def count_values(table: pa.Table, feature: Feature, spec: FeatureSpec) -> dict[str, int]:
     """How often each id of a feature that has a vocabulary occurs in a table."""
-    _, texts, bad = id_texts(_flat(table[feature.source], feature)[0])
+    values = present(plain(_flat(table[feature.source], feature)[0]), spec.missing)
+    _, texts, bad = id_texts(values, as_texts=spec.as_texts(feature))
     pairs = texts.filter(~bad).value_counts()
     counts = zip(pairs.field("values").to_pylist(), pairs.field("counts").to_pylist(), strict=True)
     return {value.decode(): count for value, count in counts if value}
@@ -382,7 +444,13 @@ def count_values(table: pa.Table, feature: Feature) -> dict[str, int]:
 
 def group_keys(table: pa.Table | pa.RecordBatch, spec: FeatureSpec) -> NDArray[np.uint64]:
     """The key of each row's group, as :func:`encode` gives it."""
-    return id_keys(table[spec.group])[0]
+    return _group_keys(table, spec)[0]
+
+
+def _group_keys(
+    table: pa.Table | pa.RecordBatch, spec: FeatureSpec
+) -> tuple[NDArray[np.uint64], NDArray[np.bool_], NDArray[np.bool_]]:
+    return id_keys(present(plain(table[spec.group]), spec.missing))
 
 
 def _interleave(

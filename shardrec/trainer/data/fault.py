@@ -25,7 +25,6 @@ class Reason(StrEnum):
     LATE = "late row"
     DAMAGED = "damaged part of a file"
     OBJECT = "bad JSON object"
-    ABSENT = "no record"
 
 
 @dataclass(frozen=True, kw_only=True)

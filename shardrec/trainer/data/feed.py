@@ -1,4 +1,4 @@
-"""``Feed``: rows that go on arriving: files that a producer moves into a folder or lists in a manifest, or records.
+"""``Feed``: rows that go on arriving: files that a producer moves into a folder or lists in a manifest.
 
 ::
 
@@ -7,15 +7,17 @@
     poll()  c.parquet has come                   arrival 1
 
 An arrival is read like an epoch over its files (:mod:`shardrec.trainer.data.order`), so that a step of it says which
-rows are read. With its position in a checkpoint, a run that goes on reads each row once. Of a topic of Kafka a "file"
-is a range of offsets (:mod:`shardrec.trainer.data.kafka`).
+rows are read. With its position in a checkpoint, a run that goes on reads each row once. A topic is followed as the
+folder of its ingester (:mod:`shardrec.trainer.data.ingest`).
 """
 
 from __future__ import annotations
 
 import os
 import warnings
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from itertools import accumulate, islice
 from typing import Any, Protocol, TypeAlias, TypeVar
@@ -23,7 +25,7 @@ from typing import Any, Protocol, TypeAlias, TypeVar
 from shardrec import DataError
 from shardrec.files import UnreachableError
 from shardrec.trainer.data.files import FileClickData, check_kinds
-from shardrec.trainer.data.kafka import check_last, new_ranges, range_of
+from shardrec.trainer.data.ingest import IngestProcess, left_out_of, number_of
 from shardrec.trainer.data.rows import NO_TIME
 from shardrec.trainer.data.spec import FeatureSpec
 from shardrec.trainer.data.tables import FileInfo, check_file
@@ -75,14 +77,14 @@ class Feed:
     stay as it is.
 
     Args:
-        source: the folder, a pattern of names in it, a manifest (``…manifest.txt``), or a URL of these; or a topic.
+        source: the folder, a pattern of names in it, a manifest (``…manifest.txt``), or a URL of these.
         spec: what the columns are.
         opened: opens the files of an arrival, of which the given things were known when they were begun with.
         gathered: gives every rank the values of all ranks.
         is_lead: whether this is the first rank, which looks for what has arrived.
         most: files of an arrival.
-        skips: whether a file that cannot be opened, or lacks columns, is left out with a warning, and records that
-            are gone are, in place of an error.
+        skips: whether a file that cannot be opened, or lacks columns, is left out with a warning, in place of an error.
+        ingester: on the first rank, of a folder that a topic is written to for this feed alone.
 
     Attributes:
         left_out: files without rows that can be read, so far.
@@ -98,10 +100,11 @@ class Feed:
         is_lead: bool = True,
         most: int = 64,
         skips: bool = False,
+        ingester: IngestProcess | None = None,
     ) -> None:
         self._source, self._spec, self._opened = source, spec, opened
         self._gathered, self._is_lead, self._was_there = gathered, is_lead, False
-        self._most, self._skips = most, skips
+        self._most, self._skips, self._ingester = most, skips, ingester
         self._taken: set[str] = set()
         self._kinds: dict[str, tuple[str, str]] = {}
         self._next: Position | None = None
@@ -142,39 +145,75 @@ class Feed:
         return self._next or {"taken": sorted(self._taken), "kinds": self._kinds, "files": [], "left_out": 0}
 
     def seek(self, position: Position) -> None:
-        """Go on from there, or from the position of an arrival."""
+        """Go on from there, or from the position of an arrival.
+
+        Raises:
+            DataError: for a position in a topic, which earlier versions read themselves.
+        """
+        if any(name.startswith(TOPIC) for name in position["taken"]):
+            raise DataError(
+                f"the checkpoint is of a version of shardrec that read {self._source} itself: go on with that version, "
+                "or start a new run in another folder (--out), which may have the weights of this one (--init-from)"
+            )
         self._taken, self._next = set(position["taken"]), position if position["files"] else None
         self._kinds = {name: (kind, path) for name, (kind, path) in position["kinds"].items()}
+
+    def remove_before(self, position: Position) -> None:
+        """Remove the ingester's files that were read before a position, but for the last one."""
+        for name in {*sorted(position["taken"], key=number_of)[:-1]}.difference(position["files"]):
+            with suppress(OSError):  # it stays a little longer
+                os.unlink(name)
 
     def _listing(self, last: bool) -> Position | DataError:
         """The position of what has arrived, after which ``taken`` is taken; or the fault."""
         try:
-            is_topic = self._source.startswith(TOPIC)
             if self._next is not None:
-                if is_topic:
-                    check_last(self._source, self._next["taken"])
                 return dict(self._next)
-            if is_topic:
-                names = new_ranges(self._source, self._taken, skips=self._skips)
-                if names:
-                    check_last(self._source, self._taken)
-                last_of = {range_of(name).partition: name for name in [*self._taken, *names]}
-                files = [name.partition("&last=")[0] for name in names]
-                return {"files": files, "taken": [*last_of.values()], "kinds": {}, "left_out": 0}
             if path_of(self._source).endswith("manifest.txt"):
                 start = int(next(iter(self._taken), 0))
                 lines = self._lines(start)
                 arrived = self._arrived([_beside(self._source, name) for _, name in lines], last)
                 count = len(arrived["files"]) + arrived["left_out"]
                 return {**arrived, "taken": [str(lines[count - 1][0] if count else start)]}
+            if self._ingester is not None:
+                os.makedirs(self._source, exist_ok=True)
+                self._ingester.wait()
+                if self._taken.issuperset(self._names()):
+                    self._ingester.ask()
+                    self._ingester.wait()
             names = self._names()
-            arrived = self._arrived([name for name in names if name not in self._taken and not _hidden(name)], last)
+            new, lost = self._unbroken([name for name in names if name not in self._taken and not _hidden(name)])
+            arrived = self._arrived(new, last)
+            if self._ingester is not None and arrived["files"]:
+                self._ingester.ask()  # for the file after these, while they are trained on
             gone = gone_of(self._taken.difference(names))
-            return {**arrived, "taken": sorted(self._taken.difference(gone).union(arrived["taken"]))}
+            taken = sorted(self._taken.difference(gone).union(arrived["taken"]))
+            records = sum((Counter(left_out_of(name)) for name in arrived["files"]), Counter[str]())
+            return {**arrived, "taken": taken, "left_out": arrived["left_out"] + lost, "records": dict(records)}
         except OSError as error:
             return UnreachableError(f"{self._source} cannot be read ({error}): give a name that can")
         except DataError as error:
             return error
+
+    def _unbroken(self, names: list[str]) -> tuple[list[str], int]:
+        """The new files, of an ingester those that follow on the last one read; and how many were removed unread."""
+        last, lost = dict[str, int](), 0
+        for name in sorted(self._taken, key=number_of):
+            last[os.path.dirname(path_of(name))] = number_of(name)
+        for place, name in enumerate(names):
+            number, before = number_of(name), last.get(os.path.dirname(path_of(name)), -1)
+            if -1 < number <= before:
+                raise DataError(f"{name} is new, and later ones were read: its folder was begun anew; begin a new run")
+            if -1 < before < number - 1:
+                if not [*gone_of([name.replace(f"{number:012}", f"{before + 1:012}")])]:
+                    return names[:place], lost  # it is not listed yet
+                where = f"{number - before - 1:,} files before {name} were removed before they were read"
+                if not self._skips:
+                    raise DataError(f"{where}: keep more (--keep), or go on without them (--on-bad-row skip)")
+                warnings.warn(where, stacklevel=2)
+                lost += number - before - 1
+            last[os.path.dirname(path_of(name))] = number
+        return names, lost
 
     def _arrived(self, names: Sequence[str], last: bool) -> Position:
         """Of the first files that can be read, the position if nothing else was taken before."""
@@ -186,10 +225,6 @@ class Feed:
                 break
             kinds_with_file = dict(kinds)
             try:
-                if name.startswith(TOPIC):
-                    raise DataError(
-                        f"{name} is no file: leave it out of the manifest, and give feed:{TOPIC}HOST:PORT/TOPIC"
-                    )
                 check_kinds([check_file(name, self._spec)], kinds_with_file)
             except DataError as error:
                 if not self._skips or (isinstance(error, UnreachableError) and not last):

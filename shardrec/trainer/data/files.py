@@ -6,43 +6,39 @@ import math
 import os
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
-from typing import Any, Protocol, TypeVar
+from pathlib import Path
+from shutil import rmtree
+from tempfile import mkdtemp
+from typing import Any
+from weakref import finalize
 
 import numpy as np
 from numpy.typing import NDArray
 
 from shardrec import ConfigError, DataError
 from shardrec.trainer.data.click_data import ClickBatch, ClickData
+from shardrec.trainer.data.convert import counted
 from shardrec.trainer.data.encode import encode
-from shardrec.trainer.data.fault import Reason
 from shardrec.trainer.data.order import STREAMS, BatchRequest, Chunk, deal, slices, stream_count, stream_share
 from shardrec.trainer.data.planted import SyntheticConfig
 from shardrec.trainer.data.reading import Part, Reader, StreamRows, shuffled
 from shardrec.trainer.data.rows import NO_TIME, ClickRows, join_rows
 from shardrec.trainer.data.schema import ClickSchema
 from shardrec.trainer.data.spec import FeatureSpec, criteo_spec
+from shardrec.trainer.data.spelling import Each, decided
 from shardrec.trainer.data.synthetic import SyntheticClickData
-from shardrec.trainer.data.tables import FileInfo, check_file, counted, is_of_file
+from shardrec.trainer.data.tables import FileInfo, check_part, is_of_file
 from shardrec.trainer.data.urls import files_of
 
-__all__ = ["Each", "FileClickData", "check_kinds", "open_click_data"]
-
-_Item = TypeVar("_Item")
-_Result = TypeVar("_Result")
+__all__ = ["FileClickData", "check_kinds", "open_click_data"]
 
 _THREADS = 2
 _ROWS_AHEAD = 1 << 19
 """Most rows that a rank decodes at once, over its streams; as many are ready, and as many are taken from."""
-
-
-class Each(Protocol):
-    """Calls a function for each item, as ``map`` does; for instance on other ranks."""
-
-    def __call__(self, function: Callable[[_Item], _Result], items: Sequence[_Item], /) -> Iterable[_Result]: ...
 
 
 class FileClickData(ClickData):
@@ -53,7 +49,8 @@ class FileClickData(ClickData):
     or is left out, on the rank whose part it is in.
 
     Args:
-        paths: files, or URLs of them: Parquet, or text by a delimiter, plain or ``.gz``, ``.xz``, ``.bz2``, ``.zst``.
+        paths: files, or URLs of them: Parquet, or what is converted to it once: text by a delimiter, plain or ``.gz``,
+            ``.xz``, ``.bz2``, ``.zst``, LIBSVM's text, or archives of NumPy.
         spec: what the columns are.
         holdout: expected share of held-out rows, from 0 to 1 (not included); see ``split.held_out``.
         on_bad_row: ``"raise"``, or ``"skip"`` to count broken rows and leave them out of their batches.
@@ -61,14 +58,17 @@ class FileClickData(ClickData):
             order of the files.
         keep_groups: move neighbouring rows of a group together when shuffling, and read fewer streams at a time.
         seed: of that order, with the number of the pass.
-        streams: most row groups, or files of another format, that a global batch has rows of. With 1, rows are in
+        streams: most row groups that a global batch has rows of. With 1, rows are in
             exactly the files' order, and every rank decodes all.
         needs_rows: whether a pass in which no row can be read is an error.
         known: ``files`` of another time, whose order of rows this is to have; with ``"skip"`` all rows of a file that
             is gone or has changed since are broken.
+        folder: of converted files, which all ranks see; default: one that is removed with this object.
+        decides: whether the spellings of ids that the spec leaves open are decided by these files' values.
 
     Attributes:
         paths: the files.
+        spec: what the columns are, with the spellings of ids after :meth:`count`.
         files: what is known of each, its rows only after :meth:`count`.
         event_bounds: event times, in seconds since 1970, before and after which rows are broken.
         latest: the largest event time of the rows that the pass that started last has had; ``NO_TIME`` for none.
@@ -91,6 +91,8 @@ class FileClickData(ClickData):
         streams: int = STREAMS,
         needs_rows: bool = True,
         known: Sequence[FileInfo] = (),
+        folder: Path | None = None,
+        decides: bool = True,
     ) -> None:
         if not 0 <= holdout < 1:
             raise ConfigError(f"holdout is {holdout}: give a share from 0 to 1 (not included)")
@@ -104,15 +106,21 @@ class FileClickData(ClickData):
         self.spec = spec
         self._holdout, self._skips, self._streams = holdout, on_bad_row == "skip", streams
         self._shuffle, self._keep_groups, self._seed = shuffle, keep_groups, seed
-        self._needs_rows = needs_rows
+        self._needs_rows, self._decides = needs_rows, decides
         self.event_bounds, self.latest = (NO_TIME, math.inf), NO_TIME
         self._skipped: Counter[str] = Counter()
         self._reader: Reader | None = None
         self._chunks: dict[bool, list[Chunk]] = {}
         self._known = dict(zip(self.paths, known, strict=False)) if self._skips else {}
         self.files: Sequence[FileInfo] = [
-            self._or_lost(partial(check_file, path, spec), self._known.get(path)) for path in self.paths
+            self._or_lost(partial(check_part, path, spec), self._known.get(path)) for path in self.paths
         ]
+        self._folder = folder
+        if folder is None and not all(info.parquet for info in self.files):
+            self._folder = Path(mkdtemp(prefix="shardrec-"))
+            finalize(self, rmtree, self._folder, ignore_errors=True)
+        if needs_rows and not any(info.size or info.groups for info in self.files):
+            raise DataError(f"data file {self.paths[0]} is empty: copy or write it again")
         check_kinds(self.files, {})
 
     @property
@@ -125,21 +133,25 @@ class FileClickData(ClickData):
         self.count()
         return sum(chunk.kept for chunk in self._chunks[False])
 
-    def count(self, each: Each = map) -> None:
+    def count(self, each: Each = map, *, parts: int = 1, progress: Callable[[int], object] | None = None) -> None:
         """Count the rows, on which their order depends; the first pass does it otherwise.
 
-        Parquet's footers tell them. The lines of text are counted, which reads all of it; where groups of rows are held
-        out, all rows are decoded once.
+        Parquet's footers tell them. Files of other formats are converted; where groups of rows are held out, all rows
+        are decoded once.
 
         Args:
             each: calls a function for each item, as ``map`` does; for instance with other ranks.
+            parts: items into which the row groups are dealt for it, such as the number of ranks.
+            progress: is told of the bytes of other formats that were read.
 
         Raises:
             DataError: a file that is damaged.
         """
         if self._chunks:
             return
-        self.files = list(each(self._counted, self.files))
+        self.files = list(each(partial(self._counted, progress=progress or (lambda count: None)), self.files))
+        if self._decides:
+            self.spec = decided(self.files, self.spec, each=each, parts=parts)
         chunks, row = [], 0
         for number, info in enumerate(self.files):
             for group, rows in enumerate(info.groups):
@@ -165,6 +177,10 @@ class FileClickData(ClickData):
         tables = dict(zip(self.schema.tables, self.schema.num_embeddings, strict=True)).values()
         shown = [*self.paths[:3], *([f"and {len(self.paths) - 3} more files"] if len(self.paths) > 3 else [])]
         order = f"; rows shuffled {self._shuffle:,} at a time" if self._shuffle else ""
+        missing = Counter[str]()
+        for info in self.files:
+            missing.update({name: count for name, count in info.missing.items() if name in self.spec.sources})
+        nulls = [f"missing values: {', '.join(f'{name} {count:,}' for name, count in sorted(missing.items()))}"]
         return "\n".join(
             [
                 *shown,
@@ -174,6 +190,7 @@ class FileClickData(ClickData):
                 + "a broken row "
                 + ("is left out and counted" if self._skips else "ends the run")
                 + order,
+                *(nulls if missing else []),
             ]
         )
 
@@ -185,19 +202,17 @@ class FileClickData(ClickData):
             return ""
         largest = max(self._chunks[False], key=lambda chunk: chunk.kept)
         name, rows = self.files[largest.file].path, int(lengths.sum())
-        whole = f"{name} has {largest.kept / rows:.0%} of the rows and cannot be entered in its middle: write it as"
-        if self.files[largest.file].divisible:
-            whole = f"a row group of {name} has {largest.kept / rows:.0%} of the rows: write it again as"
         return (
-            f"of {world_size} ranks each decodes up to {share:.0%} of the rows, for {whole} Parquet with smaller row "
-            f"groups (shardrec convert {name} --out DIR)"
+            f"of {world_size} ranks each decodes up to {share:.0%} of the rows, for a row group of {name} has "
+            f"{largest.kept / rows:.0%} of the rows: write it again as Parquet with smaller row groups "
+            f"(shardrec convert {name} --out DIR)"
         )
 
-    def _counted(self, info: FileInfo) -> FileInfo:
+    def _counted(self, info: FileInfo, progress: Callable[[int], object]) -> FileInfo:
         known = self._known.get(info.path)
 
         def as_known() -> FileInfo:
-            now = counted(info, self.spec)
+            now = counted(info, self.spec, self._folder or Path(), progress)
             if known is not None and (known.digest, known.groups) != (now.digest, now.groups):
                 raise DataError(f"data file {info.path} is not the one that was begun with")
             return now
@@ -276,7 +291,7 @@ class FileClickData(ClickData):
             )
 
     def _batch(self, parts: Sequence[Part], skipped: Counter[str]) -> ClickBatch:
-        for fault in (fault for part in parts for fault in part.faults.values() if fault.reason is not Reason.ABSENT):
+        for fault in (fault for part in parts for fault in part.faults.values()):
             if not self._skips:
                 raise DataError(str(fault))
             skipped[fault.reason.value] += 1

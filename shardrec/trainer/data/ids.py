@@ -1,11 +1,18 @@
 """Which id a value is, in files, requests, records and vocabularies alike.
 
-| value | id |
-|---|---|
-| integer, boolean, whole decimal or float; text such as ``7``, ``7.`` or ``7.00`` | the number |
-| another text (``07``, ``+7``, ``-0``, ``1.10``) | the text |
-| decimal or float with a fraction | none; in a vocabulary its text |
-| float that may have lost digits, 2^53 or more; text of one (``1e+17`` with a ``.``) | none |
+A table's values are spelled as *numbers* if every training value is a whole number, and else as *texts*, such as
+versions (:mod:`shardrec.trainer.data.spelling`). A run records which.
+
+| value | spelled as numbers | spelled as texts |
+|---|---|---|
+| integer, boolean, whole decimal or float; text such as ``7`` | the number | the number |
+| text such as ``7.`` or ``7.00`` | the number | the text |
+| text of a float that may have lost digits: 2^53 or more, or ``1.2e+17`` | none | the text |
+| another text (``07``, ``+7``, ``-0``, ``1.10``) | the text | the text |
+| decimal or float with a fraction | none; in a vocabulary its text | |
+| float that may have lost digits: 2^53 or more (float32: 2^24) | none | none |
+
+Of a feed, whose values are never all known, each value counts as spelled as a number.
 
 Legend: V values of one column.
 """
@@ -26,24 +33,54 @@ from shardrec.trainer.data.preprocess import mixed
 if TYPE_CHECKING:
     import pyarrow as pa
 
-__all__ = ["ID_WORDS", "exact_below", "hash_texts", "id_keys", "id_texts", "text_keys", "vocabulary_places"]
+__all__ = [
+    "ID_WORDS",
+    "are_whole",
+    "exact_below",
+    "hash_texts",
+    "id_keys",
+    "id_texts",
+    "present",
+    "text_keys",
+    "vocabulary_places",
+]
 
 ID_WORDS = "give a text in UTF-8, or a whole number; as a float one below 2^53 (float32: 2^24), where it is exact"
 _OF_FLOATS = r"^-?(0|[1-9][0-9]*)(\.0*|\.[0-9]+[eE][+]?[0-9]+)$"
+_WHOLE = r"^-?(0|[1-9][0-9]*)(\.0*|\.[0-9]+[eE][+]?[0-9]+)?$"
+
+
+def present(array: pa.Array | pa.ChunkedArray, missing: Sequence[str]) -> pa.Array | pa.ChunkedArray:
+    """An array of values (V,) without a dictionary, with a null for each text that means a missing value."""
+    import pyarrow as pa
+    import pyarrow.compute as pc
+
+    if not is_text(array.type) or not len(array):
+        return array
+    is_missing = pc.is_in(array, value_set=pa.array(["", *missing], pa.string()).cast(array.type), skip_nulls=True)
+    return pc.if_else(is_missing, None, array) if pc.any(is_missing).as_py() else array
+
+
+def are_whole(array: pa.Array) -> bool:
+    """Whether an array (V,) is of numbers, or of texts that are whole numbers, but for nulls."""
+    import pyarrow.compute as pc
+
+    return not is_text(array.type) or pc.all(pc.match_substring_regex(array, _WHOLE)).as_py() is not False
 
 
 def id_keys(
-    array: pa.Array | pa.ChunkedArray, *, spread: bool = True
+    array: pa.Array | pa.ChunkedArray, *, as_texts: bool = False, spread: bool = True
 ) -> tuple[NDArray[np.uint64], NDArray[np.bool_], NDArray[np.bool_]]:
     """A column of ids as 64-bit keys (V,), which are missing, and which are bad.
 
     Args:
         array: texts or numbers.
+        as_texts: whether texts are ids as they are written.
         spread: spread numbers over all 64 bits, as texts are; else a number is its own key.
     """
     import pyarrow as pa
 
-    values, fraction, bad = _ids(plain(array))
+    values, fraction, bad = _ids(plain(array), as_texts)
     null = is_null(values)
     if pa.types.is_null(values.type):
         return np.zeros(len(null), dtype=np.uint64), null, bad
@@ -56,7 +93,7 @@ def id_keys(
 
 
 def vocabulary_places(
-    array: pa.Array | pa.ChunkedArray, vocabulary: Sequence[str]
+    array: pa.Array | pa.ChunkedArray, vocabulary: Sequence[str], *, as_texts: bool = False
 ) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
     """The place of each value (V,) in a vocabulary, -1 for another value; and which are bad.
 
@@ -65,8 +102,8 @@ def vocabulary_places(
     import pyarrow as pa
     import pyarrow.compute as pc
 
-    written, ids, bad = id_texts(array)
-    known_written, known, _ = id_texts(pa.array(vocabulary, pa.string()))
+    written, ids, bad = id_texts(array, as_texts=as_texts)
+    known_written, known, _ = id_texts(pa.array(vocabulary, pa.string()), as_texts=as_texts)
     places = pc.index_in(written, value_set=known_written)
     if places.null_count and not (ids.equals(written) and known.equals(known_written)):
         places = pc.coalesce(places, pc.index_in(ids, value_set=known))
@@ -74,7 +111,9 @@ def vocabulary_places(
     return numbers, bad & (numbers < 0)
 
 
-def id_texts(array: pa.Array | pa.ChunkedArray) -> tuple[pa.Array, pa.Array, NDArray[np.bool_]]:
+def id_texts(
+    array: pa.Array | pa.ChunkedArray, *, as_texts: bool = False
+) -> tuple[pa.Array, pa.Array, NDArray[np.bool_]]:
     """Values as written and their ids, null for missing ones, as large_binary arrays (V,); and which are bad."""
     import pyarrow as pa
     import pyarrow.compute as pc
@@ -85,7 +124,7 @@ def id_texts(array: pa.Array | pa.ChunkedArray) -> tuple[pa.Array, pa.Array, NDA
     array = plain(array)
     if is_text(array.type):  # which is to be UTF-8 here, whatever its type says
         array = array.cast(pa.large_binary()).view(pa.large_string())
-    (values, fraction, bad), written = _ids(array), as_binary(array)
+    (values, fraction, bad), written = _ids(array, as_texts), as_binary(array)
     ids = written if values is array else as_binary(values)
     return written, pc.if_else(pa.array(fraction), written, ids) if fraction.any() else ids, bad
 
@@ -97,13 +136,13 @@ def exact_below(kind: pa.DataType) -> float:
     return {16: 2.0**11, 32: 2.0**24, 64: 2.0**53}[kind.bit_width] if pa.types.is_floating(kind) else np.inf
 
 
-def _ids(array: pa.Array) -> tuple[pa.Array, NDArray[np.bool_], NDArray[np.bool_]]:
+def _ids(array: pa.Array, as_texts: bool) -> tuple[pa.Array, NDArray[np.bool_], NDArray[np.bool_]]:
     """The ids of an Arrow array (V,), integers or texts; which have a fraction, and which others are none."""
     import pyarrow as pa
     import pyarrow.compute as pc
 
     if is_text(array.type):
-        return _text_ids(array)
+        return _text_ids(array, as_texts)
     fraction, bad = np.zeros((2, len(array)), dtype=np.bool_)
     if pa.types.is_boolean(array.type):
         array = array.cast(pa.int8())
@@ -120,7 +159,7 @@ def _ids(array: pa.Array) -> tuple[pa.Array, NDArray[np.bool_], NDArray[np.bool_
     return array, fraction, bad
 
 
-def _text_ids(array: pa.Array) -> tuple[pa.Array, NDArray[np.bool_], NDArray[np.bool_]]:
+def _text_ids(array: pa.Array, as_texts: bool) -> tuple[pa.Array, NDArray[np.bool_], NDArray[np.bool_]]:
     """:func:`_ids` of texts, most columns of which are looked through once, for a '.'."""
     import pyarrow as pa
     import pyarrow.compute as pc
@@ -133,7 +172,7 @@ def _text_ids(array: pa.Array) -> tuple[pa.Array, NDArray[np.bool_], NDArray[np.
             array.validate(full=True)
         except pa.ArrowInvalid:  # which names the first one only
             bad[:] = [text is not None and text.decode(errors="ignore").encode() != text for text in texts.to_pylist()]
-    if b"." not in content:
+    if as_texts or b"." not in content:
         return array, fraction, bad
     data, starts, lengths = _bytes(texts)
     last = data.take(starts + lengths - 1, mode="clip")  # of most names of sites and files a letter

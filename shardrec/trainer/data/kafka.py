@@ -1,11 +1,7 @@
-"""Records of a Kafka topic, each of them a row, by ranges of a partition's offsets.
+"""Rounds of a Kafka topic: the records that its partitions have had since the last round, and how far that is.
 
-A range is read as a file is, whose name is ``kafka://host:9092/clicks?partition=3&offsets=100-200`` (200 not included),
-after the options of the topic's URL (:mod:`shardrec.trainer.data.records`). An offset without a record, as transactions
-and compaction leave them, has a place among the rows and no row.
-
-A topic that is deleted and made anew has other records at the same offsets, and brokers tell no client. So what was
-read last of a partition ends with a mark of its last record, its time and checksum: ``&last=19ac3f0d1c2-8f3a90b1``.
+A topic that is deleted and made anew has other records at the same offsets, and brokers tell no client. So the place
+in a partition has a mark of the record before it, its time and checksum, and a round reads that record again.
 """
 
 from __future__ import annotations
@@ -14,249 +10,233 @@ import os
 import re
 import warnings
 from collections import deque
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 from zlib import crc32
 
 from shardrec import DataError
 from shardrec.files import UnreachableError, parse_json
-from shardrec.trainer.data.fault import Reason, RowFault
-from shardrec.trainer.data.records import decoder_of
-from shardrec.trainer.data.request import table_of
-from shardrec.trainer.data.spec import FeatureSpec
 
 if TYPE_CHECKING:
-    import pyarrow as pa
-    from confluent_kafka import Consumer, KafkaError  # an extra
+    from confluent_kafka import Consumer, KafkaError, Message  # an extra
 
-__all__ = ["Range", "check_last", "new_ranges", "range_of", "read_range"]
+__all__ = ["Place", "Record", "Round", "Topic"]
 
-_MOST = 1 << 16
-"""Offsets of a range."""
+_ROUND_BYTES = 64 << 20
+"""Values of a round, but for those of the last message that was asked for."""
 
 _OPTIONS = "SHARDREC_KAFKA"
-_NAME = re.compile(
-    r"(kafka://([^/?\s]+)/([\w.-]+)(?:\?((?!partition=)[^?\n]+?))?)"
-    r"(?:[?&]partition=(\d+)&offsets=(\d+)-(\d+)(?:&last=([\w-]*))?)?"
-)
-_heard = deque[str](maxlen=2)
-"""What a consumer said last of its brokers, such as that they refuse the password."""
-
+_URL = re.compile(r"kafka://([^/?\s]+)/([\w.-]+)(?:\?([^?\n]+))?")
 _USUAL = {
-    **{"group.id": "shardrec", "queued.max.messages.kbytes": 8192, "reconnect.backoff.ms": 1000},
-    **{"log_level": 2, "error_cb": lambda error: _heard.append(error.str())},  # in place of lines on stderr
-    **{"fetch.queue.backoff.ms": 50, "fetch.wait.max.ms": 50},  # a wait at a range's end would be that of the next
+    **{"group.id": "shardrec", "queued.max.messages.kbytes": 8192, "reconnect.backoff.ms": 1000, "log_level": 2},
+    **{"fetch.queue.backoff.ms": 50, "fetch.wait.max.ms": 50},  # a wait at a round's end would be that of the next
 }
+_FIXED = {"enable.auto.commit": False, "enable.partition.eof": True, "auto.offset.reset": "error"}
 _REQUEST_S, _SILENT_S, _LOOK_S = 10.0, 60.0, 0.2
-_ABSENT = RowFault(reason=Reason.ABSENT, where="there is no record", remedy="")
-_GONE = RowFault(
-    reason=Reason.DAMAGED,
-    where="the record is gone",
-    remedy="keep records for longer (retention.ms, retention.bytes)",
-)
+_AT_ONCE = 1000
 _REACH = (
     "check that the topic exists, that its brokers run, that this host reaches them by the names that they go by, and "
     f"the options in the environment variable {_OPTIONS}"
 )
-_KEEP = (
-    "keep records for longer (retention.ms, retention.bytes); leave out those that are gone (--on-bad-row skip), or, "
-    "if the topic was made anew, start a new run in another folder (--out)"
+_ANEW = (
+    "begin in another folder; a run that follows it begins anew, too (--out), and may have the weights of the old one "
+    "(--init-from)"
 )
-_idle: dict[str, list[Consumer]] = {}
-"""Consumers that read nothing now, by their brokers: a new one takes threads and connections."""
+_KEEP = (
+    "keep records for longer (retention.ms, retention.bytes); leave out those that are gone (--on-bad-row skip); or, "
+    f"if the topic was made anew, {_ANEW}"
+)
 
 
-class Range(NamedTuple):
-    """Offsets ``[start, stop)`` of a partition; of a topic's name, the numbers are 0.
+class Place(NamedTuple):
+    """Where the next round begins in a partition.
 
     Attributes:
-        source: the name of the topic.
-        options: what records are, for :func:`~shardrec.trainer.data.records.decoder_of`.
-        last: the mark of the last record; "" if it is not known.
+        offset: of the next record.
+        last: the mark of the record before it; "" if it is not known.
     """
 
-    source: str
-    brokers: str
-    topic: str
-    options: str
-    partition: int
-    start: int
-    stop: int
+    offset: int
     last: str
 
 
-def range_of(path: str) -> Range:
-    """The range of a name."""
-    match = _NAME.fullmatch(path)
-    if match is None:
-        raise DataError(f"data (--data) is {path}, which is no topic: give feed:kafka://HOST:PORT/TOPIC")
-    source, brokers, topic, options, *numbers, last = match.groups()
-    partition, start, stop = (int(number or 0) for number in numbers)
-    return Range(source, brokers, topic, options or "", partition, start, stop, last or "")
+class Record(NamedTuple):
+    """A record's value, and where the record is."""
+
+    partition: int
+    offset: int
+    value: bytes
 
 
-def new_ranges(source: str, before: Iterable[str], *, skips: bool) -> list[str]:
-    """The names of the next ranges of a topic's partitions, at most one of each, with the marks of their last records.
+class Round(NamedTuple):
+    """What a topic has had since the last round.
+
+    Attributes:
+        records: the partitions side by side, each in its order.
+        places: of each partition, where the next round begins.
+        gone: records that were removed from the topic before they were read.
+        lag: offsets that the topic has for later rounds.
+    """
+
+    records: list[Record]
+    places: dict[int, Place]
+    gone: int
+    lag: int
+
+
+@dataclass(eq=False)
+class _Range:
+    """Offsets ``[start, stop)`` of a partition, of which those before ``end`` were read, and the mark of the last."""
+
+    partition: int
+    start: int
+    stop: int
+    end: int
+    mark: str
+
+
+class Topic:
+    """A topic, and a consumer of it, which commits nothing.
 
     Args:
-        source: the name of the topic.
-        before: the last range of each partition that was read; one of which none was begins with its oldest record.
-        skips: whether records that are gone have a range, of rows that cannot be read.
+        url: ``kafka://HOST:PORT[,HOST:PORT...]/TOPIC``, which may end with ``?OPTIONS``.
+
+    Attributes:
+        name: of the topic.
+        options: what records are, for :func:`~shardrec.trainer.data.records.decoder_of`.
 
     Raises:
-        DataError: if there is no such topic or offset.
-        UnreachableError: for no answer.
+        DataError: for another URL.
     """
-    from confluent_kafka import TopicPartition  # an extra
 
-    starts = {read.partition: read.stop for read in map(range_of, before)}
-    topic, ranges = range_of(source).topic, dict[int, str]()
-    with _consumer(source) as consumer:
-        about = consumer.list_topics(topic, timeout=_REQUEST_S).topics[topic]
+    def __init__(self, url: str) -> None:
+        match = _URL.fullmatch(url)
+        if match is None:
+            raise DataError(f"{url} is no topic: give kafka://HOST:PORT/TOPIC")
+        self._url, (self._brokers, self.name, options) = url, match.groups()
+        self.options: str = options or ""
+        self._consumer: Consumer | None = None
+        self._heard = deque[str](maxlen=2)  # what was said last of brokers, such as that they refuse the password
+
+    def read(self, places: Mapping[int, Place], most: int, *, skips: bool) -> Round:
+        """Read at most ``most`` records, as many of each partition that has new ones.
+
+        Args:
+            places: where partitions go on; others begin with their oldest record.
+            most: number of records.
+            skips: whether records that are gone are counted, in place of an error.
+
+        Raises:
+            DataError: if there is no such topic, or its records are not those that follow the places.
+            UnreachableError: for no answer.
+        """
+        from confluent_kafka import Consumer, KafkaException  # an extra
+
+        try:
+            if self._consumer is None:
+                heard = {"error_cb": lambda error: self._heard.append(error.str())}  # in place of lines on stderr
+                brokers = {"bootstrap.servers": self._brokers}
+                self._consumer = Consumer({**_USUAL, **_options(), **heard, **brokers, **_FIXED})
+            self._consumer.poll(0)  # the callbacks that wait
+            self._heard.clear()
+            return self._round(self._consumer, places, most, skips=skips)
+        except KafkaException as error:
+            if self._consumer is not None:
+                self._consumer.poll(0)
+            raise self._fault(error.args[0]) from error
+
+    def _round(self, consumer: Consumer, places: Mapping[int, Place], most: int, *, skips: bool) -> Round:
+        ranges, gone = list[_Range](), 0
+        for partition, (low, high) in self._ends(consumer, places).items():
+            place = places.get(partition, Place(low, ""))
+            if place.offset > high or (place.offset < low and not skips):
+                raise DataError(
+                    f"{self._url}: partition {partition} lacks records that were not read (it has offsets {low} to "
+                    f"{high}, and {place.offset} is the next to read): {_KEEP}"
+                )
+            if place.offset < low:
+                warnings.warn(f"{self._url}: partition {partition} lacks its records before offset {low}", stacklevel=2)
+                gone, place = gone + low - place.offset, Place(low, "")
+            if place.offset < high:
+                ranges.append(_Range(partition, place.offset, high, place.offset, place.last))
+        new = sum(each.stop - each.start for each in ranges)
+        for each in ranges:
+            each.stop = min(each.stop, each.start + max(1, most // len(ranges)))
+        records = self._consumed(consumer, {each.partition: each for each in ranges})
+        after = {each.partition: Place(each.stop, each.mark if each.end == each.stop else "") for each in ranges}
+        return Round(records, {**places, **after}, gone, new - sum(each.stop - each.start for each in ranges))
+
+    def _ends(self, consumer: Consumer, places: Mapping[int, Place]) -> dict[int, tuple[int, int]]:
+        """The oldest offset of each partition, and the offset after its last."""
+        from confluent_kafka import TopicPartition  # an extra
+
+        about = consumer.list_topics(self.name, timeout=_REQUEST_S).topics[self.name]
         if about.error is not None:
-            raise _fault(source, about.error)
-        partitions = sorted({*about.partitions, *starts})
+            raise self._fault(about.error)
+        partitions = sorted({*about.partitions, *places})
         lows, highs = (
-            consumer.offsets_for_times([TopicPartition(topic, number, at) for number in partitions], timeout=_REQUEST_S)
-            for at in (-2, -1)  # the oldest offset, and the end
+            consumer.offsets_for_times([TopicPartition(self.name, number, at) for number in partitions], _REQUEST_S)
+            for at in (-2, -1)  # the oldest, and the end
         )
-    for low, high in zip(lows, highs, strict=True):
-        for error in filter(None, (low.error, high.error)):
-            raise _fault(source, error)
-        here = f"{source}{'&' if '?' in source else '?'}partition={low.partition}"
-        start = starts.get(low.partition, low.offset)
-        if start > high.offset or (start < low.offset and not skips):
-            has = f"it has offsets {low.offset} to {high.offset}, and {start} is the next to read"
-            raise DataError(f"{here} lacks records that were not trained on ({has}): {_KEEP}")
-        stop = min(start + _MOST, low.offset if start < low.offset else high.offset)
-        if start < stop:
-            ranges[low.partition] = f"{here}&offsets={start}-{stop}"
-    marks = _last_of(source, map(range_of, ranges.values()))
-    return [f"{name}&last={marks.get(partition, '')}" for partition, name in ranges.items()]
+        for error in filter(None, (end.error for end in (*lows, *highs))):
+            raise self._fault(error)
+        return {low.partition: (low.offset, high.offset) for low, high in zip(lows, highs, strict=True)}
 
+    def _consumed(self, consumer: Consumer, ranges: dict[int, _Range]) -> list[Record]:
+        """The records of the ranges, which end where they do not go on yet, or where there are enough bytes."""
+        from confluent_kafka import KafkaError, TopicPartition  # an extra
 
-def check_last(source: str, before: Iterable[str]) -> None:
-    """Raise if a partition has another record than the last that was read of it.
-
-    Args:
-        source: the name of the topic.
-        before: the last range of each partition that was read. One without a mark, or whose last record is gone, is not
-            compared.
-
-    Raises:
-        DataError: for another record.
-        UnreachableError: for no answer.
-    """
-    marked = [read for read in map(range_of, before) if read.last]
-    marks = _last_of(source, marked)
-    for read in marked:
-        if marks.get(read.partition, read.last) != read.last:
-            raise DataError(
-                f"{source} was made anew: partition {read.partition} has another record at offset {read.stop - 1} than "
-                "was read there; start a new run in another folder (--out), which may have the weights of this one "
-                "(--init-from)"
-            )
-
-
-def _last_of(source: str, ranges: Iterable[Range]) -> dict[int, str]:
-    """Marks of the last records of ranges, one of a partition, which another record would hardly have."""
-    from confluent_kafka import TopicPartition  # an extra
-
-    left = {each.partition: each.stop - 1 for each in ranges}
-    marks, silent_s = dict[int, str](), 0.0
-    with _consumer(source) as consumer:
-        consumer.assign([TopicPartition(range_of(source).topic, *place) for place in left.items()])
-        while left:
-            messages = consumer.consume(len(left), timeout=_LOOK_S)
-            silent_s = 0.0 if messages else silent_s + _LOOK_S
-            if silent_s > _REQUEST_S:
-                raise UnreachableError(f"{source} cannot be read (no record comes of partitions {[*left]}): {_REACH}")
-            for message in messages:
-                partition = message.partition()
-                assert partition is not None, "it comes from one"
-                offset = left.pop(partition, None)
-                if message.error() is None and message.offset() == offset:
-                    value = crc32(message.value() or b"", crc32(message.key() or b""))
-                    marks[partition] = f"{max(0, message.timestamp()[1]):x}-{value:08x}"
-    return marks
-
-
-def read_range(
-    path: str, spec: FeatureSpec, start: int, at_once: int
-) -> Iterator[tuple[pa.Table, dict[int, RowFault]]]:
-    """Tables of a range's records, without those of the first ``start`` offsets, and faults of the others by place.
-
-    Args:
-        path: the name of the range.
-        spec: of :func:`~shardrec.trainer.data.request.named_spec`.
-        start: offsets to leave out.
-        at_once: offsets of a table, at most, but for records that are gone, which are faults.
-
-    Raises:
-        DataError: for offsets after the end of the partition, which was made anew.
-        UnreachableError: for those that do not come.
-    """
-    from confluent_kafka import KafkaError, TopicPartition  # an extra
-
-    _, _, topic, options, partition, at, stop, _ = range_of(path)
-    decode, at, silent_s = decoder_of(options), at + start, 0.0
-    with _consumer(path) as consumer:
-        consumer.assign([TopicPartition(topic, partition, at)])
-        while at < stop:
-            messages = consumer.consume(min(at_once, stop - at), timeout=_LOOK_S)
+        left, records, size, silent_s = dict(ranges), list[Record](), 0, 0.0
+        begins = ((number, each.start - bool(each.mark)) for number, each in ranges.items())
+        consumer.assign([TopicPartition(self.name, *place) for place in begins])
+        while left and size < _ROUND_BYTES:
+            most = sum(each.stop - each.end for each in left.values())
+            messages = consumer.consume(min(_AT_ONCE, most), timeout=_LOOK_S)  # which waits for as many
             silent_s = 0.0 if messages else silent_s + _LOOK_S
             if silent_s > _SILENT_S:
-                raise UnreachableError(f"{path} cannot be read (offset {at} has not come in {_SILENT_S:g} s): {_REACH}")
-            rows: list[object] = []
+                raise UnreachableError(
+                    f"{self._url} cannot be read (no record comes of partitions {[*left]}): {_REACH}"
+                )
             for message in messages:
-                error = message.error()
+                error, partition, offset = message.error(), message.partition(), message.offset()
                 if error is not None and error.code() != KafkaError._PARTITION_EOF:
-                    oldest = 0
-                    if _is_gone(error):
-                        (low,) = consumer.offsets_for_times([TopicPartition(topic, partition, -2)], timeout=_REQUEST_S)
-                        oldest = low.offset
-                    if oldest <= at + len(rows):
-                        raise _fault(path, error)
-                    warnings.warn(f"{path} lacks its records before offset {oldest}", stacklevel=2)
-                    rows += [_GONE] * (min(oldest, stop) - at - len(rows))
-                    consumer.assign([TopicPartition(topic, partition, oldest)])
-                    break
-                offset = message.offset()
-                assert offset is not None, "also the end of a partition has one"
-                place = min(offset, stop) - at
-                rows += [_ABSENT] * (place - len(rows))
-                if error is None and len(rows) == place < stop - at:
-                    rows.append(decode(message.value() or b""))
-            if rows:
-                yield table_of(rows, spec, labelled=True)
-                at += len(rows)
+                    raise self._fault(error)
+                assert partition is not None and offset is not None, "a record and the end of a partition have both"
+                each = ranges[partition]
+                if partition not in left:
+                    continue
+                if error is not None:
+                    each.stop = max(each.end, min(each.stop, offset))
+                elif each.start <= offset < each.stop:
+                    value = message.value() or b""
+                    records.append(Record(partition, offset, value))
+                    size, each.end, each.mark = size + len(value), offset + 1, _mark(message)
+                elif offset == each.start - 1 and each.mark not in ("", _mark(message)):
+                    raise DataError(
+                        f"{self._url} was made anew: partition {partition} has another record at offset {offset} than "
+                        f"was read there; {_ANEW}"
+                    )
+                if offset >= each.stop - (error is None):
+                    del left[partition]
+        consumer.unassign()
+        for each in left.values():
+            each.stop = each.end
+        return sorted(records, key=lambda record: (record.offset - ranges[record.partition].start, record.partition))
+
+    def _fault(self, error: KafkaError) -> DataError:
+        from confluent_kafka import KafkaError  # an extra
+
+        refused = "UNKNOWN_TOPIC_OR_PART _UNKNOWN_PARTITION TOPIC_EXCEPTION TOPIC_AUTHORIZATION_FAILED _INVALID_ARG"
+        is_refused = error.code() in (getattr(KafkaError, name) for name in refused.split())
+        kind = DataError if is_refused else UnreachableError  # also for a record that is gone: the next round tells
+        return kind(f"{self._url} cannot be read ({'; '.join([error.str(), *self._heard])}): {_REACH}")
 
 
-@contextmanager
-def _consumer(path: str) -> Iterator[Consumer]:
-    """A consumer, of which errors are those of reading ``path``."""
-    from confluent_kafka import Consumer, KafkaException  # an extra
-
-    brokers, consumer = range_of(path).brokers, None
-    idle = _idle.setdefault(brokers, [])
-    try:
-        try:
-            consumer = idle.pop()
-        except IndexError:  # no other thread has put one back
-            fixed = {"bootstrap.servers": brokers, "enable.auto.commit": False, "enable.partition.eof": True}
-            consumer = Consumer({**_USUAL, **_options(), **fixed, "auto.offset.reset": "error"})
-        consumer.poll(0)  # the callbacks that wait
-        _heard.clear()
-        yield consumer
-    except KafkaException as error:
-        if consumer is not None:
-            consumer.poll(0)
-        raise _fault(path, error.args[0]) from error
-    finally:
-        if consumer is not None:
-            consumer.unassign()
-            idle.append(consumer)
+def _mark(message: Message) -> str:
+    """Time and checksum of a record, which another one would hardly have."""
+    value = crc32(message.value() or b"", crc32(message.key() or b""))
+    return f"{max(0, message.timestamp()[1]):x}-{value:08x}"
 
 
 def _options() -> dict[str, str | int | float]:
@@ -271,20 +251,3 @@ def _options() -> dict[str, str | int | float]:
         if not isinstance(value, str | int | float) or name.endswith("_cb"):
             raise DataError(f"{_OPTIONS}: option {name!r} is no text, number or boolean of librdkafka's: correct it")
     return options
-
-
-def _is_gone(error: KafkaError) -> bool:
-    """Whether a partition has no such offset."""
-    from confluent_kafka import KafkaError  # an extra
-
-    return error.code() in (KafkaError._AUTO_OFFSET_RESET, KafkaError.OFFSET_OUT_OF_RANGE)
-
-
-def _fault(path: str, error: KafkaError) -> DataError:
-    from confluent_kafka import KafkaError  # an extra
-
-    if _is_gone(error):
-        return DataError(f"{path} lacks records that were not trained on ({error.str()}): {_KEEP}")
-    refused = "UNKNOWN_TOPIC_OR_PART _UNKNOWN_PARTITION TOPIC_EXCEPTION TOPIC_AUTHORIZATION_FAILED _INVALID_ARG"
-    kind = DataError if error.code() in (getattr(KafkaError, name) for name in refused.split()) else UnreachableError
-    return kind(f"{path} cannot be read ({'; '.join([error.str(), *_heard])}): {_REACH}")

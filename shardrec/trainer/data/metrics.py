@@ -21,7 +21,7 @@ class ClickMetrics:
 
     Attributes:
         auc: probability that a random clicked row is ranked above a random other one (ties count one half); NaN, as
-            ``normalized_entropy`` and ``auc_stderr``, if all rows or none were clicked.
+            ``normalized_entropy`` and ``auc_stderr``, if all rows or none were clicked. Without rows all are NaN.
         logloss: mean cross entropy, in nats per row.
         normalized_entropy: logloss over the cross entropy of always predicting the click rate ("Practical Lessons
             from Predicting Clicks on Ads at Facebook", He et al., 2014); below 1 is better than that.
@@ -69,6 +69,9 @@ def click_metrics(
     """
     target = np.asarray(labels, dtype=np.float64).reshape(-1)
     predicted = np.asarray(probabilities, dtype=np.float64).reshape(-1)
+    if not target.size and not predicted.size:
+        none = math.nan
+        return ClickMetrics(auc=none, logloss=none, normalized_entropy=none, click_rate=none, rows=0, auc_stderr=none)
     _check(target, predicted)
     rate = float(target.mean())
     has_both = 0 < rate < 1

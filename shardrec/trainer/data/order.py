@@ -11,7 +11,7 @@ many ranks share them, and what is left at the end is spread evenly (a rank may 
 
 The order of an epoch's rows is the same for any number of ranks.
 
-A *chunk* is what can be read without what is before it: a row group of Parquet, or a whole file of another format.
+A *chunk* is what can be read without what is before it: a row group of Parquet.
 Chunks are dealt to S *streams*, and streams are read side by side, each in proportion to its length, so that all end
 together. A rank takes a contiguous range of each global batch, and so decodes the streams in this range, and no others:
 

@@ -138,7 +138,7 @@ class Reader:
     ) -> Part:
         if self._by_group and any(fault.reason is Reason.DAMAGED for fault in block.faults.values()):
             fault = next(iter(block.faults.values()))  # it is not known which groups have its rows
-            raise DataError(f"{info.path}:{block.first + info.first_line}: {fault}")
+            raise DataError(f"{info.place(block.first)}: {fault}")
         encoded = encode(block.table, self.spec, dictionaries=dictionaries)
         if encoded.rows.times is not None:
             self._add_untimely(encoded, encoded.rows.times)
@@ -155,11 +155,10 @@ class Reader:
         good = kept[block.numbers - block.first]
         good[list(encoded.faults)] = False
         place = np.cumsum(kept) - 1
-        where = f"{info.path}:" if len(info.groups) == 1 else f"{info.path}: row group {group}, row "
         broken = {
             int(place[number - block.first]): replace(
                 fault,
-                where=f"{where}{number + info.first_line}: {fault.where}",
+                where=f"{info.place(number, group)}: {fault.where}",
                 remedy=f"{fault.remedy}, or leave such rows out (on_bad_row: skip, --on-bad-row skip)",
             )
             for number, fault in sorted(faults.items())

@@ -78,7 +78,7 @@ def table_of(rows: Sequence[object], spec: FeatureSpec, *, labelled: bool) -> tu
     columns: dict[str, list[object]] = {name: [] for name in types}
     for number, row in enumerate(rows):
         try:
-            values = {} if isinstance(row, RowFault) else _values(row, features, more=labelled)
+            values = {} if isinstance(row, RowFault) else _values(row, features, spec, more=labelled)
         except DataError as error:
             values, row = {}, RowFault(reason=Reason.OBJECT, where=str(error), remedy="correct it")
         if isinstance(row, RowFault):
@@ -93,7 +93,7 @@ def request_example(spec: FeatureSpec) -> dict[str, object]:
     return {feature.name: _example(feature) for feature in spec.features}
 
 
-def _values(row: object, features: Mapping[str, Feature], *, more: bool) -> dict[str, object]:
+def _values(row: object, features: Mapping[str, Feature], spec: FeatureSpec, *, more: bool) -> dict[str, object]:
     """What the columns have of a row, which may have more fields or not.
 
     Raises:
@@ -108,13 +108,13 @@ def _values(row: object, features: Mapping[str, Feature], *, more: bool) -> dict
     for name, feature in features.items():
         if name not in row:
             raise DataError(f"field {name!r} is missing: give it, or null for a missing value")
-        values[name] = _value(row[name], feature)
+        values[name] = _value(row[name], feature, spec)
         if feature.weights is not None:
             values[feature.weights] = list(map(float, (row[name] or {}).values()))
     return values
 
 
-def _value(value: object, feature: Feature) -> str | Sequence[str | None] | None:
+def _value(value: object, feature: Feature, spec: FeatureSpec) -> str | Sequence[str | None] | None:
     """A feature of a row as its column has it.
 
     Raises:
@@ -124,7 +124,7 @@ def _value(value: object, feature: Feature) -> str | Sequence[str | None] | None
     def refused(wanted: str) -> DataError:
         return DataError(f"field {feature.name!r}: value {shown(value)} is not {wanted}")
 
-    as_text = _hexadecimal if feature.coding == "hexadecimal" else _text
+    as_text = _hexadecimal if feature.coding == "hexadecimal" else _text if spec.rules > 1 else _whole_text
     if not feature.is_list:
         text = None if value is None else as_text(value)
         if value is not None and text is None:
@@ -160,6 +160,11 @@ def _text(value: object) -> str | None:
     if isinstance(value, int):
         return f"{value:d}"
     return f"{value:.1f}" if value.is_integer() else repr(value)  # of a large one without an exponent
+
+
+def _whole_text(value: object) -> str | None:
+    """As version 1 of the rules has it, for which 7.0 is 7."""
+    return _text(int(value) if isinstance(value, float) and value.is_integer() else value)
 
 
 def _hexadecimal(value: object) -> str | None:

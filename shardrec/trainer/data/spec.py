@@ -28,12 +28,13 @@ Row 0 of each table is for a missing or unknown value; with dynamic ids, a missi
 
 from __future__ import annotations
 
+import codecs
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from difflib import get_close_matches
 from functools import cached_property
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, ValidationError, field_validator, model_validator
 
@@ -44,6 +45,8 @@ from shardrec.trainer.data.tasks import Task
 from shardrec.trainer.yaml_files import parse_yaml
 
 __all__ = [
+    "FIRST_IDS",
+    "IDS",
     "VOCABULARIES",
     "Feature",
     "FeatureSpec",
@@ -53,6 +56,7 @@ __all__ = [
     "load_spec",
     "parse_spec",
     "read_spec",
+    "recorded_ids",
 ]
 
 Kind = Literal["id", "multi_hot", "weighted", "sequence", "dense"]
@@ -64,11 +68,17 @@ FROM_DATA = "from_data"
 VOCABULARIES = "vocabularies.json"
 """The file beside a spec that has its counted vocabularies: the values of each feature, by its name."""
 
+IDS = "ids.json"
+"""The file beside a run's spec that says how values became ids: the version of the rules, and each table's spelling."""
+
+FIRST_IDS: Mapping[str, Any] = {"rules": 1, "spelling": {}}
+"""What :data:`IDS` would say of a run that has none: texts are ids as they are written."""
+
 CONSTANT = "constant"
 """Name of the dense column of ones that data without dense columns have, for models that need one."""
 
 
-_OF_TABLE = ("rows", "ids", "vocabulary", "min_count", "boundaries", "dynamic_ids", "dim")
+_OF_TABLE = ("rows", "ids", "vocabulary", "min_count", "boundaries", "dynamic_ids", "dim", "spelling")
 """What a feature says of its table, and one that shares another's does not."""
 
 _UNKNOWN = ("extra_forbidden", "unexpected_keyword_argument")
@@ -108,6 +118,8 @@ class Feature(_Strict):
         boundaries: of buckets of a number, ascending; a date or time is the days since 1970-01-01, here and if dense.
         dynamic_ids: settings of a :class:`shardrec.DynamicIds`: values become 64-bit ids, to which the table's rows are
             given as they come. A whole number is its own id, a text its hash; with ``ids="hexadecimal"``, its number.
+        spelling: of hashed ids and a vocabulary's: ``numbers``, where the text ``7.0`` is the number 7, or ``texts``,
+            where it is a text, as of versions. Default: decided by all training values, and recorded in the run.
         separator: between the ids in a text.
         weights: column of the weights of ``weighted`` ids.
         max_length: of a sequence; the last ids are kept.
@@ -127,6 +139,7 @@ class Feature(_Strict):
     share: str | None = None
     boundaries: tuple[FiniteFloat, ...] | None = Field(default=None, min_length=1)
     dynamic_ids: DynamicIds | None = None
+    spelling: Literal["numbers", "texts"] | None = None
     separator: str = Field(default="|", min_length=1)
     weights: str | None = None
     max_length: int | None = Field(default=None, ge=1)
@@ -173,6 +186,8 @@ class Feature(_Strict):
             raise ValueError("min_count is for vocabulary: from_data")
         if (self.kind == "weighted") != (self.weights is not None):
             raise ValueError("weights names the column of a weighted feature's weights, and of no other's")
+        if self.spelling is not None and self.coding not in ("hash", "vocabulary"):
+            raise ValueError("spelling is for hashed ids and vocabularies: leave it out")
         if self.max_length is not None and self.kind != "sequence":
             raise ValueError("max_length is for a sequence")
         if self.boundaries is not None and list(self.boundaries) != sorted(set(self.boundaries)):
@@ -249,6 +264,10 @@ class FeatureSpec(_Strict):
         columns: of text files without a header line; None where the first line is the header.
         delimiter: of text files; default: a comma in ``.csv`` files, else a tab.
         quoted: whether fields of text files may be in double quotes.
+        encoding: of text files, by its name in Python.
+        decimal: what stands before the fraction of a number in text files.
+        missing: texts that stand for a missing value, as the empty text does.
+        rules: version of the rules by which values become ids; 1 is that of runs that recorded none.
     """
 
     label: Label = Label()
@@ -260,11 +279,23 @@ class FeatureSpec(_Strict):
     columns: tuple[str, ...] | None = None
     delimiter: str | None = Field(default=None, min_length=1, max_length=1)
     quoted: bool = True
+    encoding: str = "utf-8"
+    decimal: Literal[".", ","] = "."
+    missing: tuple[str, ...] = ("NA", "NULL", r"\N", "nan", "NaN")
+    rules: Literal[1, 2] = 2
 
     @field_validator("label", mode="before")
     @classmethod
     def _label(cls, value: object) -> object:
         return {"column": value} if isinstance(value, str) else value
+
+    @field_validator("encoding")
+    @classmethod
+    def _encoding(cls, value: str) -> str:
+        try:
+            return codecs.lookup(value).name
+        except LookupError as error:
+            raise ValueError(f"there is no encoding {value!r}: give the name of one that Python knows") from error
 
     @field_validator("features")
     @classmethod
@@ -333,11 +364,30 @@ class FeatureSpec(_Strict):
             feature.name: {"vocabulary": tuple(map(str, vocabularies[feature.name])), "min_count": None}
             for feature in self.uncounted
         }
-        features = (
-            feature.model_copy(update=owned.get(feature.share or feature.name, {})) for feature in self.features
-        )
+        return self._with(owned)
+
+    @cached_property
+    def undecided(self) -> tuple[Feature, ...]:
+        """Those whose spelling is to be decided by their values."""
+        codings = ("hash", "vocabulary") if self.rules > 1 else ()
+        return tuple(feature for feature in self.sparse if feature.spelling is None and feature.coding in codings)
+
+    def as_texts(self, feature: Feature) -> bool:
+        """Whether texts such as ``7.0`` are ids of a feature as they are written."""
+        return feature.spelling == "texts" or self.rules == 1
+
+    def with_ids(self, recorded: Mapping[str, Any]) -> FeatureSpec:
+        """The spec with :func:`recorded_ids` of a run: its rules and, by table, its spellings."""
+        rules = {} if recorded["rules"] == 2 else {"rules": 1, "missing": ()}
+        return self._with({name: {"spelling": spelling} for name, spelling in recorded["spelling"].items()}, **rules)
+
+    def _with(self, of_tables: Mapping[str, Mapping[str, object]], **changes: object) -> FeatureSpec:
+        """The spec with other settings, and with others of the features of some tables, by the first feature's name."""
+        features = [
+            feature.model_copy(update=of_tables.get(feature.share or feature.name, {})) for feature in self.features
+        ]
         settings = {name: getattr(self, name) for name in self.model_fields_set}
-        return FeatureSpec.model_validate({**settings, "features": tuple(features)})
+        return FeatureSpec.model_validate({**settings, **changes, "features": tuple(features)})
 
     @cached_property
     def sources(self) -> tuple[str, ...]:
@@ -350,6 +400,19 @@ class FeatureSpec(_Strict):
         """The columns of the features."""
         columns = [column for feature in (*self.dense, *self.sparse) for column in (feature.source, feature.weights)]
         return tuple(column for column in columns if column is not None)
+
+    @cached_property
+    def list_sources(self) -> tuple[str, ...]:
+        """The columns of any number of ids a row, and of their weights."""
+        columns = [column for feature in self.sparse if feature.is_list for column in (feature.source, feature.weights)]
+        return tuple(column for column in columns if column is not None)
+
+    @cached_property
+    def number_sources(self) -> tuple[str, ...]:
+        """The columns of features that are numbers: dense ones, those in buckets, and weights."""
+        features = [feature for feature in self.features if feature.kind == "dense" or feature.boundaries is not None]
+        weights = [feature.weights for feature in self.features if feature.weights is not None]
+        return (*(feature.source for feature in features), *weights)
 
     @cached_property
     def label_sources(self) -> tuple[str, ...]:
@@ -377,18 +440,29 @@ class FeatureSpec(_Strict):
 
 
 def load_spec(path: Path) -> FeatureSpec:
-    """A spec from a YAML file; vocabularies from data are those of :data:`VOCABULARIES` beside it, if it is there.
+    """A spec from a YAML file, with what :data:`VOCABULARIES` and :data:`IDS` beside it say, if they are there.
 
     Raises:
         ConfigError: naming file, feature and field of each fault.
     """
-    spec, vocabularies = read_spec(path), path.with_name(VOCABULARIES)
+    spec, vocabularies, ids = read_spec(path), path.with_name(VOCABULARIES), path.with_name(IDS)
+    if ids.is_file():
+        try:
+            spec = spec.with_ids(read_json(ids))
+        except (LookupError, TypeError, ValueError) as error:
+            raise ConfigError(f"{ids} does not say how values become ids ({error}): copy it from the run") from error
     if not spec.uncounted or not vocabularies.is_file():
         return spec
     try:
         return spec.with_vocabularies(read_json(vocabularies))
     except (AttributeError, LookupError, TypeError, ValueError) as error:
         raise ConfigError(f"{vocabularies} has no lists of values by feature ({error}): delete it") from error
+
+
+def recorded_ids(spec: FeatureSpec) -> dict[str, Any]:
+    """What :data:`IDS` says of a spec: the version of the rules, and the spelling of each table that has one."""
+    spelling = {feature.name: feature.spelling for feature in spec.sparse if feature.spelling and not feature.share}
+    return {"rules": spec.rules, "spelling": spelling}
 
 
 def read_spec(path: Path) -> FeatureSpec:

@@ -6,6 +6,7 @@ are left to training (``from_data``), which counts them in all its rows.
 
 from __future__ import annotations
 
+import csv as standard_csv
 import lzma
 import re
 from itertools import pairwise
@@ -15,10 +16,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shardrec import DataError
-from shardrec.trainer.data.arrays import plain
-from shardrec.trainer.data.spec import parse_spec
+from shardrec.trainer.data.arrays import is_number, is_text, plain
+from shardrec.trainer.data.formats import file_kind, text_head, usual_delimiter
+from shardrec.trainer.data.spec import FeatureSpec, parse_spec
 from shardrec.trainer.data.svmlight import parse_svmlight
-from shardrec.trainer.data.tables import file_kind, opened_text, text_header, usual_delimiter
 from shardrec.trainer.data.urls import files_of, open_input
 
 if TYPE_CHECKING:
@@ -40,6 +41,7 @@ _IDS = {"id", "ids", "code", "zip", "key", "hash"}
 _THINGS = set("user customer member item product movie film book song track artist video ad shop store".split())  # noqa: SIM905
 _IN_ORDER = {"history", "sequence", "seq", "recent", "last", "session", "previous", "past", "viewed", "watched"}
 _NUMBER = re.compile(r"[+-]?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][+-]?[0-9]+)?")
+_DECIMAL_COMMA = "^[+-]?[0-9]+(,[0-9]+)?$"
 
 
 def suggest_spec(pattern: str, label: str | None = None) -> str:
@@ -110,14 +112,14 @@ def _head(path: str, label: str | None) -> tuple[pa.Table, _Settings]:
                 if rows >= _MAX_ROWS:
                     break
             return pa.Table.from_batches(batches), {}
-        data = opened_text(path).read(_MAX_BYTES)
+        data = text_head(path, _MAX_BYTES)
         data = data[: data.rfind(b"\n") + 1] or data
         if kind == "svmlight":
             table = parse_svmlight(data)[0]
             return pa.table({"label": table["label"].cast(pa.string()).cast(pa.float64()), "ids": table["ids"]}), {}
         usual, line = usual_delimiter(path), data.partition(b"\n")[0].decode("utf-8-sig", errors="replace")
         delimiter = usual if usual in line else max(",\t;| ", key=line.count)
-        names = text_header(data, delimiter)
+        names = [name.strip(" ") for name in next(standard_csv.reader([line], delimiter=delimiter), [])]
         settings: _Settings = {} if delimiter == usual else {"delimiter": delimiter}
         headless = label not in names and any(map(_NUMBER.fullmatch, names))
         if headless:
@@ -127,12 +129,21 @@ def _head(path: str, label: str | None) -> tuple[pa.Table, _Settings]:
                 f"data file {path} begins with the line {line[:60]!r}: give it different names of columns, or none, "
                 "and one character between them"
             )
-        table = csv.read_csv(
-            pa.BufferReader(data),
-            read_options=csv.ReadOptions(column_names=names, skip_rows=int(not headless), block_size=len(data) + 1),
-            parse_options=csv.ParseOptions(delimiter=delimiter, invalid_row_handler=lambda row: "skip"),
-            convert_options=csv.ConvertOptions(null_values=[""], strings_can_be_null=True),
-        )
+        options = {
+            "read_options": csv.ReadOptions(column_names=names, skip_rows=int(not headless), block_size=len(data) + 1),
+            "parse_options": csv.ParseOptions(
+                delimiter=delimiter, newlines_in_values=True, invalid_row_handler=lambda row: "skip"
+            ),
+        }
+        of_values = {
+            "null_values": ["", *FeatureSpec.model_fields["missing"].default],
+            "strings_can_be_null": True,
+        }
+        table = csv.read_csv(pa.BufferReader(data), convert_options=csv.ConvertOptions(**of_values), **options)
+        if any(map(_has_decimal_commas, table.columns)) and not any(map(pa.types.is_floating, table.schema.types)):
+            settings["decimal"] = ","
+            of_values["decimal_point"] = ","
+            table = csv.read_csv(pa.BufferReader(data), convert_options=csv.ConvertOptions(**of_values), **options)
         return table, settings
     except (pa.ArrowException, EOFError, OSError, lzma.LZMAError) as error:
         reason = str(error).splitlines()[0]
@@ -140,6 +151,15 @@ def _head(path: str, label: str | None) -> tuple[pa.Table, _Settings]:
             f"data file {path} cannot be read ({reason}): give Parquet, text of columns, plain or .gz, .xz, .bz2 or "
             ".zst, or LIBSVM's text"
         ) from error
+
+
+def _has_decimal_commas(column: pa.ChunkedArray | pa.Array) -> bool:
+    """Whether all values are texts of numbers, some of them with a comma before the fraction."""
+    import pyarrow.compute as pc
+
+    if not is_text(column.type) or not pc.any(pc.match_substring(column, ",")).as_py():
+        return False
+    return bool(pc.all(pc.match_substring_regex(column, _DECIMAL_COMMA)).as_py())
 
 
 def _unwrapped(column: pa.ChunkedArray) -> pa.Array:
@@ -166,14 +186,12 @@ def _names_ids(column: str) -> bool:
 
 def _label(columns: dict[str, pa.Array], label: str | None) -> tuple[str, object]:
     """The label's column, and what the spec says of it."""
-    import pyarrow as pa
-
     if label is not None and label not in columns:
         raise DataError(f"there is no column {label!r} (--label): the columns are {', '.join(map(repr, columns))}")
     numeric = {
-        name: np.unique(array.drop_null().cast(pa.float64(), safe=False).to_numpy())
+        name: np.unique(_as_numbers(array))
         for name, array in columns.items()
-        if name == (label or name) and (pa.types.is_integer(array.type) or pa.types.is_floating(array.type))
+        if name == (label or name) and is_number(array.type)
     }
     binary = [name for name, values in numeric.items() if values.tolist() in ([0, 1], [-1, 1])]
     rated = [name for name, values in numeric.items() if 2 <= len(values) <= _FEW + 1]
@@ -193,9 +211,19 @@ def _label(columns: dict[str, pa.Array], label: str | None) -> tuple[str, object
     name, values = candidates[0], numeric[candidates[0]]
     if values.tolist() in ([0, 1], [1]):
         return name, name
-    numbers = columns[name].drop_null().cast(pa.float64()).to_numpy()
+    numbers = _as_numbers(columns[name])
     limits = [float(low + high) / 2 for low, high in pairwise(values)]
     return name, {"column": name, "above": min(limits, key=lambda limit: abs((numbers > limit).mean() - 0.5))}
+
+
+def _as_numbers(array: pa.Array) -> NDArray[np.float64]:
+    """The values but nulls as float64, a truth value as 0 or 1."""
+    import pyarrow as pa
+
+    array = array.drop_null()
+    array = array.cast(pa.int8()) if pa.types.is_boolean(array.type) else array
+    numbers: NDArray[np.float64] = array.cast(pa.float64(), safe=False).to_numpy()
+    return numbers
 
 
 def _feature(column: str, array: pa.Array) -> tuple[_Settings | None, str, set[Any]]:
@@ -206,9 +234,11 @@ def _feature(column: str, array: pa.Array) -> tuple[_Settings | None, str, set[A
     rows, words = len(array), _words(column)
     array = array.drop_null()
     listed, kind, more = array, "id", _Settings()
+    if _has_decimal_commas(array):
+        return None, "its numbers have decimal commas, and those of other columns points: write points", set()
     if pa.types.is_nested(array.type):
         listed, kind = array.flatten(), "multi_hot"
-    elif pa.types.is_string(array.type) and (separator := _separator(array)):
+    elif is_text(array.type) and (separator := _separator(array)):
         listed, kind, more = pc.split_pattern(array, separator).flatten(), "multi_hot", {"separator": separator}
     distinct = set(listed.unique().to_pylist())
     count, of_each = len(distinct), len(listed) / max(1, len(array))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Callable, Iterable, Iterator
-from glob import escape, glob
+from glob import glob
 from typing import TYPE_CHECKING
 
 from shardrec import DataError
@@ -14,16 +14,17 @@ from shardrec.files import UnreachableError, file_system
 if TYPE_CHECKING:
     import pyarrow as pa
 
-__all__ = ["TOPIC", "check_listable", "files_of", "gone_of", "open_input", "path_of"]
+__all__ = ["TOPIC", "check_listable", "files_of", "gone_of", "open_input", "path_of", "stamp"]
 
 TOPIC = "kafka://"
-"""What the names of a topic of Kafka, and of a range of it, begin with."""
+"""What the URL of a topic of Kafka begins with."""
 
 
 def files_of(pattern: str, *, least: int = 1) -> list[str]:
     """The files that a name, a folder or a pattern (``day_*.parquet``) stands for, in order; each may be a URL.
 
-    Of a folder, files whose names begin with ``.`` or ``_``, such as those that Spark adds, are left out.
+    A folder stands for all files in it and in the folders below, without those whose names, or their folders' names,
+    begin with ``.`` or ``_``, such as those that Spark adds.
 
     Args:
         pattern: the name, folder or pattern.
@@ -37,9 +38,15 @@ def files_of(pattern: str, *, least: int = 1) -> list[str]:
             f"data files {pattern}: only shardrec train --data takes a feed; give its files, without 'feed:'"
         )
     if pattern.startswith(TOPIC):
-        return [pattern]
+        raise DataError(
+            f"data files {pattern}: the records of a topic go on arriving; train on feed:{pattern}, or write them to "
+            f"files (shardrec ingest {pattern} FOLDER)"
+        )
     if "://" not in pattern:
-        return _found(pattern, os.path.isfile, os.path.isdir, lambda path: filter(os.path.isfile, glob(path)), least)
+        if os.path.isdir(pattern):
+            below = [os.path.join(folder, name) for folder, _, names in os.walk(pattern) for name in names]
+            return _shown(pattern, below, least)
+        return _found(pattern, os.path.isfile, lambda path: filter(os.path.isfile, glob(path)), least)
     import pyarrow as pa
 
     system, path = file_system(pattern)
@@ -49,7 +56,8 @@ def files_of(pattern: str, *, least: int = 1) -> list[str]:
 
     try:
         system.invalidate_cache()  # some of fsspec's keep their lists
-        names = _found(path, system.isfile, system.isdir, matching, least)
+        is_folder = system.isdir(path)
+        names = _shown(path, system.find(path), least) if is_folder else _found(path, system.isfile, matching, least)
     except (OSError, pa.ArrowException) as error:
         raise _not_listed(pattern, error) from error
     if names == [path]:
@@ -80,6 +88,19 @@ def check_listable(pattern: str) -> None:
         return
     except (OSError, pa.ArrowException) as error:
         raise _not_listed(pattern, error) from error
+
+
+def stamp(path: str) -> tuple[int, str]:
+    """Bytes of a file, and when it was last written, as far as its file system knows."""
+    with open_input(path) as file:
+        size = file.size()
+    if "://" not in path:
+        return size, str(os.stat(path).st_mtime_ns)
+    system, name = file_system(path)
+    about = system.info(name)
+    return size, str(
+        next((about[key] for key in ("mtime", "LastModified", "updated", "created") if about.get(key)), "")
+    )
 
 
 def _not_listed(pattern: str, error: Exception) -> UnreachableError:
@@ -143,15 +164,21 @@ def open_input(path: str) -> pa.NativeFile:
 def _found(
     path: str,
     is_file: Callable[[str], bool],
-    is_folder: Callable[[str], bool],
     matching: Callable[[str], Iterable[str]],
     least: int,
 ) -> list[str]:
-    folder = is_folder(path)
-    if is_file(path) or not (folder or set("*?[") & set(path)):
+    if is_file(path) or not set("*?[") & set(path):
         return [path]  # if it is not there, its reader says so
-    inside = os.path.join(escape(path), "[!._]*") if folder else path
-    matches = sorted(matching(inside))
+    matches = sorted(matching(path))
     if len(matches) < least:
-        raise DataError(f"no data file is named {inside}: check the path")
+        raise DataError(f"no data file is named {path}: check the path")
     return matches
+
+
+def _shown(folder: str, below: Iterable[str], least: int) -> list[str]:
+    """The files below a folder, in the order of their names, without hidden ones and those in hidden folders."""
+    start = len(folder.rstrip("/"))
+    names = sorted(name for name in below if not any(part[:1] in "._" for part in name[start:].split("/") if part))
+    if len(names) < least:
+        raise DataError(f"no data file is in {folder}: check the path")
+    return names

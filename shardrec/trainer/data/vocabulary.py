@@ -7,16 +7,16 @@ from collections.abc import Sequence
 from functools import partial
 
 from shardrec.trainer.data.encode import count_values, group_keys
-from shardrec.trainer.data.files import Each
 from shardrec.trainer.data.order import held_out
 from shardrec.trainer.data.spec import FeatureSpec
-from shardrec.trainer.data.tables import FileInfo, check_file, counted, read_blocks
+from shardrec.trainer.data.spelling import Each
+from shardrec.trainer.data.tables import FileInfo, read_blocks
 
 __all__ = ["count_vocabularies"]
 
 
 def count_vocabularies(
-    paths: Sequence[str],
+    files: Sequence[FileInfo],
     spec: FeatureSpec,
     *,
     holdout: float = 0.0,
@@ -29,16 +29,15 @@ def count_vocabularies(
     have is unknown to the model, as a new one is when it serves. Memory is that of the distinct values.
 
     Args:
-        paths: files, read in this order as one stream.
+        files: read in this order as one stream, of :func:`~shardrec.trainer.data.convert.counted`.
         spec: what the columns are.
         holdout: share of the rows that is held out, as of :class:`~shardrec.trainer.data.FileClickData`.
         each: calls a function for each item, as ``map`` does; for instance with other ranks.
         parts: items that the chunks of the files are dealt to, such as the number of ranks.
 
     Raises:
-        DataError: for a file that is missing, damaged, or without the columns.
+        DataError: for a file that is damaged.
     """
-    files = list(each(partial(counted, spec=spec), [check_file(path, spec) for path in paths]))
     chunks, first = [], 0
     for info in files:
         chunks += [(info, group, first) for group in range(len(info.groups))]
@@ -67,5 +66,5 @@ def _counts(
             trained = block.table.filter(pa.array(~held_out(units, holdout)))
             for feature in spec.sparse:
                 if (owner := feature.share or feature.name) in counts:
-                    counts[owner].update(count_values(trained, feature))
+                    counts[owner].update(count_values(trained, feature, spec))
     return {name: dict(values) for name, values in counts.items()}

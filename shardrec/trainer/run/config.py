@@ -27,6 +27,7 @@ __all__ = [
     "PLAN",
     "SPEC",
     "SYNTHETIC",
+    "TOPIC_FILES",
     "TrainConfig",
     "load_config",
     "load_config_text",
@@ -45,6 +46,8 @@ CHECKPOINTS = "checkpoints"
 FILE = "config.yaml"
 """The effective options, in a run's results."""
 
+ROWS = "_rows"
+"""The folder, in that of a run, of files that are converted to Parquet; its name is none that data have."""
 SPEC = "features.yaml"
 """The feature spec, in the folder of a run that has one; vocabularies counted in its data are beside it."""
 
@@ -56,6 +59,9 @@ METRICS = "metrics.json"
 
 BOARD = "tensorboard"
 """The folder of TensorBoard's event files, in a run's folder."""
+
+TOPIC_FILES = "topic"
+"""The folder of the files that a run on a topic has the records written to, in the run's folder."""
 
 _RESTARTS = 3
 

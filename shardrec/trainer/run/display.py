@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, closing, nullcontext
@@ -16,7 +15,7 @@ from rich.text import Text
 from shardrec.trainer.console import console
 from shardrec.trainer.data import ClickMetrics
 from shardrec.trainer.run.config import TrainConfig
-from shardrec.trainer.run.report import CurvePoint, RunReport, metrics_table, summary_line, task_values
+from shardrec.trainer.run.report import CurvePoint, RunReport, metrics_table, shown_metric, summary_line, task_values
 from shardrec.trainer.run.task_metrics import TaskMetrics
 
 if TYPE_CHECKING:
@@ -223,13 +222,11 @@ def _held_out(point: CurvePoint) -> str:
         values = "  ".join(f"{name} {text}" for name, text in task_values(point.tasks).items())
         return "\n".join([f"{point.samples:>11,} samples  held out: {values}", *ids])
     rows = "before training" if point.progressive else "held out"
-    auc, entropy = (math.nan if value is None else value for value in (point.auc, point.normalized_entropy))
-    metrics = f"{point.samples:>11,} samples  {rows}: AUC {auc:.4f}  logloss {point.logloss:.4f}  "
-    if point.gauc is None or point.ndcg is None:
-        metrics += f"NE {entropy:.4f}"
-    else:
-        metrics += f"GAUC {point.gauc:.4f}  NDCG {point.ndcg:.4f}"
-    return "\n".join([metrics, *ids])
+    shown = {"AUC": point.auc, "logloss": point.logloss, "NE": point.normalized_entropy}
+    if point.gauc is not None and point.ndcg is not None:
+        shown = {"AUC": point.auc, "logloss": point.logloss, "GAUC": point.gauc, "NDCG": point.ndcg}
+    metrics = "  ".join(f"{name} {shown_metric(value)}" for name, value in shown.items())
+    return "\n".join([f"{point.samples:>11,} samples  {rows}: {metrics}", *ids])
 
 
 def _ids(table: str, counts: Mapping[str, int]) -> str:

@@ -18,9 +18,11 @@ from torch import Tensor, nn
 from shardrec.launch import gather, peers
 from shardrec.pipeline import TrainPipeline
 from shardrec.trainer.data import ClickBatch, ClickMetrics, Task
+from shardrec.trainer.run.progress import undefined_monitor
+from shardrec.trainer.run.report import held_out_values
 from shardrec.trainer.run.task_metrics import TaskMetrics, logit_metrics, outputs_of, task_metrics
 
-__all__ = ["Progressive", "evaluate", "gather_rows"]
+__all__ = ["Progressive", "check_monitor", "evaluate", "gather_rows"]
 
 
 def evaluate(
@@ -36,7 +38,7 @@ def evaluate(
         tasks: of data with several labels.
 
     Raises:
-        ConfigError: without a row, or for scores that are not numbers.
+        ConfigError: for scores that are not numbers.
     """
     groups: list[Tensor] = []
 
@@ -80,6 +82,20 @@ def gather_rows(rows_CN: Tensor) -> Tensor:
     return torch.cat([part[:, :size] for part, size in zip(gathered, sizes, strict=True)], dim=1)
 
 
+def check_monitor(batches: Sequence[ClickBatch], watched: str) -> None:
+    """Check that a metric can be computed of rows with one label, which it is by their labels and groups. Collective.
+
+    Raises:
+        ConfigError: on every rank, if it is undefined.
+    """
+    parts = [batch.labels.view(1, -1) for batch in batches]
+    labels = gather_rows(torch.cat([torch.zeros((1, 0)), *parts], dim=1)).squeeze(0)
+    groups = [batch.groups.view(1, -1) for batch in batches if batch.groups is not None]
+    grouped = gather_rows(torch.cat(groups, dim=1)).squeeze(0) if groups else None
+    if held_out_values(logit_metrics(torch.zeros_like(labels), labels, grouped)).get(watched) is None:
+        raise undefined_monitor(watched, len(labels))
+
+
 class Progressive:
     """Metrics of the last rows that a run trains on, each scored before the step that learns from it.
 
@@ -104,15 +120,13 @@ class Progressive:
         return forward
 
     def metrics(self) -> ClickMetrics | None:
-        """Of the last rows of all ranks; None if all of them have one label. Collective.
+        """Of the last rows of all ranks; None if there are none. Collective.
 
         Raises:
             ConfigError: for scores that are not numbers.
         """
         labels, logits = gather_rows(self.state())
-        if labels.numel() == 0 or bool((labels == labels[0]).all()):
-            return None
-        return logit_metrics(logits, labels)
+        return logit_metrics(logits, labels) if labels.numel() else None
 
     def state(self) -> Tensor:
         """Labels and logits, (2, N) float32 on the CPU."""

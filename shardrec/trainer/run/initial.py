@@ -36,7 +36,7 @@ def start_from(config: TrainConfig, spec: FeatureSpec, model: ShardedModel, rank
     rows = dict(_row_files(config, after))
 
     def number(table: str, ids: Any) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
-        return row_numbers(ids, after[table][0])
+        return row_numbers(ids, after[table][0], spec)
 
     if config.init_from is None:
         return warm_start(None, model, rows=rows, number=number)

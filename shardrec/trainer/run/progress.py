@@ -69,6 +69,15 @@ class RecentMean:
         self._sum.fill_(total)
 
 
+def undefined_monitor(watched: str, rows: int) -> ConfigError:
+    """What is wrong where points are compared by a metric that some held-out rows do not have."""
+    return ConfigError(
+        f"patience (--patience) and the best checkpoint (--checkpoint best) compare points by {watched!r} (--monitor), "
+        f"and the {rows:,} held-out rows have none, for all or none of them, or in each group, were clicked: hold out "
+        "others (--valid), or give --monitor logloss"
+    )
+
+
 @dataclass(kw_only=True)
 class Progress:
     """What the loop has done so far, over all epochs and restarts.
@@ -116,11 +125,7 @@ class Progress:
         values = [point.value(self.watched) for point in self.curve]
         worths = [sign * value for value in values if value is not None]
         if len(worths) < len(values):
-            raise ConfigError(
-                f"patience (--patience) and the best checkpoint (--checkpoint best) compare points by {self.watched!r} "
-                f"(--monitor), and the {self.curve[-1].rows:,} held-out rows have none, for all or none of them, or in "
-                "each group, were clicked: hold out others (--valid), or give --monitor logloss"
-            )
+            raise undefined_monitor(self.watched, self.curve[-1].rows)
         return len(worths) <= points or max(worths[-points:]) > max(worths[:-points])
 
     def next_epoch(self) -> None:

@@ -141,6 +141,11 @@ class RunReport:
         return self.optimum.auc - self.final.auc
 
 
+def shown_metric(value: float | None) -> str:
+    """A metric as text."""
+    return "undefined" if value is None or math.isnan(value) else f"{value:.4f}"
+
+
 def held_out_values(metrics: ClickMetrics | TaskMetrics) -> dict[str, Any]:
     """The fields of a :class:`CurvePoint` that metrics have."""
     if isinstance(metrics, TaskMetrics):
@@ -154,7 +159,7 @@ def task_values(values: Mapping[str, float | int | None], *, all_of_them: bool =
     """The metrics of tasks that people look at as text; or the loss and the first of each task."""
     ends = _SHOWN if all_of_them else ("/loss", *_HEADLINES)
     chosen = [name for name in values if f"/{name}".endswith(ends)]
-    return {name: f"{value:.4f}" for name in chosen if (value := values[name]) is not None}
+    return {name: shown_metric(values[name]) for name in chosen}
 
 
 def environment(*, world_size: int, threads: int) -> dict[str, object]:
@@ -194,10 +199,10 @@ def metrics_table(report: RunReport) -> Table:
     for label, name in shown.items():
         value, best = (getattr(metrics, name, None) for metrics in (final, optimum))
         cells = [value] if best is None else [value, best, abs(best - value)]
-        table.add_row(label, *(f"{cell:.4f}" for cell in cells))
+        table.add_row(label, *map(shown_metric, cells))
     ranking = final.ranking
     if ranking is not None:
-        table.add_row("GAUC", "none" if ranking.gauc is None else f"{ranking.gauc:.4f}")
+        table.add_row("GAUC", shown_metric(ranking.gauc))
         for label, value in (("NDCG", ranking.ndcg), ("recall", ranking.recall), ("hit rate", ranking.hit_rate)):
             table.add_row(f"{label}@{ranking.k}", f"{value:.4f}")
     return table
@@ -210,10 +215,12 @@ def summary_line(report: RunReport) -> str:
         return ", ".join(f"{name} {text}" for name, text in task_values(final.values, all_of_them=False).items())
     if final.ranking is not None and final.ranking.gauc is not None:
         ranking = final.ranking
-        return f"GAUC {ranking.gauc:.4f}, NDCG@{ranking.k} {ranking.ndcg:.4f}, AUC {final.auc:.4f}"
+        return f"GAUC {ranking.gauc:.4f}, NDCG@{ranking.k} {ranking.ndcg:.4f}, AUC {shown_metric(final.auc)}"
     if report.optimum is None:
-        return f"AUC {final.auc:.4f}, normalized entropy {final.normalized_entropy:.4f}, logloss {final.logloss:.4f}"
-    return f"AUC {final.auc:.4f}, best possible {report.optimum.auc:.4f}, gap {report.optimum.auc - final.auc:.4f}"
+        shown = {"AUC": final.auc, "normalized entropy": final.normalized_entropy, "logloss": final.logloss}
+    else:
+        shown = {"AUC": final.auc, "best possible": report.optimum.auc, "gap": report.optimum.auc - final.auc}
+    return ", ".join(f"{name} {shown_metric(value)}" for name, value in shown.items())
 
 
 def write_metrics(report: RunReport, path: Path) -> None:

@@ -58,9 +58,12 @@ class RunFolder:
     @property
     def spec(self) -> FeatureSpec:
         """What the columns of its data are; of generated rows, those of Criteo's files."""
-        from shardrec.trainer.run.source import spec_of  # with torch
+        # With torch.
+        from shardrec.trainer.data.spec import FIRST_IDS, IDS
+        from shardrec.trainer.run.source import spec_of
 
-        return spec_of(self.config)
+        spec = spec_of(self.config)
+        return spec if self.config.features is None or (self.path / IDS).is_file() else spec.with_ids(FIRST_IDS)
 
     @property
     def schema(self) -> ClickSchema:

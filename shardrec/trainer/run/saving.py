@@ -282,4 +282,7 @@ class Saver:
         self._pending.wait()
         self._pending = None
         self._lock.close()
+        if self._run.source.lag is not None:
+            oldest = next(iter(self._checkpoints.paths().values()))
+            self._run.source.remove_before(read_manifest(oldest).extra["feed"][0])
         self._run.announcer.say(f"saved the checkpoint of step {self._saved_step:,}")

@@ -20,6 +20,7 @@ from dataclasses import asdict
 from functools import cached_property, partial
 from itertools import chain, groupby
 from pathlib import Path
+from shutil import rmtree
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -32,12 +33,15 @@ from shardrec.launch import RankInfo, joined_run, meet, on_first_rank
 from shardrec.pipeline import TrainPipeline
 from shardrec.trainer.data import ClickBatch, FeatureSpec
 from shardrec.trainer.data.arrays import plain_column
+from shardrec.trainer.data.convert import counted
 from shardrec.trainer.data.encode import encode
 from shardrec.trainer.data.rows import ClickRows
-from shardrec.trainer.data.tables import FileInfo, check_file, counted, rows_between
+from shardrec.trainer.data.tables import FileInfo, check_part, rows_between
 from shardrec.trainer.data.urls import files_of
+from shardrec.trainer.run.config import ROWS
 from shardrec.trainer.run.prefetch import Prefetcher
 from shardrec.trainer.run.runs import RunFolder
+from shardrec.trainer.run.source import on_ranks
 from shardrec.trainer.run.task_metrics import predictions
 
 if TYPE_CHECKING:
@@ -91,13 +95,16 @@ def predict_rank(options: Mapping[str, Any]) -> dict[str, Any] | None:
     config = folder.config.changed(device=options["device"])
     with joined_run(config.device, config.threads, timeout=config.timeout) as rank_info:
         spec = folder.spec
-        fields = {name: getattr(spec, name) for name in ("features", "columns", "delimiter", "quoted")}
+        of_files = ("columns", "delimiter", "quoted", "encoding", "decimal", "missing", "rules")
+        fields = {name: getattr(spec, name) for name in ("features", *of_files)}
         keyed = _Keyed(keys=options["keys"], **fields)
         model, checkpoint = folder.loaded(rank_info.device)
         columns = {task.name: f"score_{task.name}" for task in spec.labels} or {"": "score"}
         job = {"run": str(folder.path.resolve()), "checkpoint": checkpoint, "keys": options["keys"]}
         job |= {"columns": list(columns.values()), "on_bad_row": options["on_bad_row"] or config.on_bad_row}
-        job = on_first_rank(partial(_begin, out, options, job, keyed, rank_info.world_size), rank_info, "start")
+        converted = folder.path / f"{ROWS}_to_predict" if "://" in options["out"] else Path(options["out"], f".{ROWS}")
+        files = on_ranks(rank_info, partial(_counted, spec=keyed, folder=converted), files_of(options["data"]))
+        job = on_first_rank(partial(_begin, out, options, job, files, rank_info.world_size), rank_info, "start")
         done, parts = job.pop("done"), _parts(job)
         left = [part for part in parts if part.name not in done]
 
@@ -127,18 +134,21 @@ def predict_rank(options: Mapping[str, Any]) -> dict[str, Any] | None:
                     complete.append(item.part.name)
         meet(rank_info, "end of the predictions")
         manifest = on_first_rank(partial(_finish, out, job, parts), rank_info, "manifest")
+        if rank_info.is_lead:
+            rmtree(converted, ignore_errors=True)
         return manifest if rank_info.is_lead else None
 
 
+def _counted(path: str, spec: FeatureSpec, folder: Path) -> FileInfo:
+    return counted(check_part(path, spec), spec, folder)
+
+
 def _begin(
-    out: Store, options: Mapping[str, Any], job: dict[str, Any], spec: FeatureSpec, ranks: int
+    out: Store, options: Mapping[str, Any], job: dict[str, Any], infos: Sequence[FileInfo], ranks: int
 ) -> dict[str, Any]:
     """What is to be done, and which parts are; written down at the first start."""
     try:
-        files = []
-        for path in files_of(options["data"]):
-            info = counted(check_file(path, spec), spec)
-            files.append({**asdict(info), "groups": [*info.groups], "rows": sum(info.groups)})
+        files = [{**asdict(info), "groups": [*info.groups], "rows": sum(info.groups)} for info in infos]
         if twice := {*job["keys"]} & {*job["columns"]}:
             raise ConfigError(f"keys (--keys) has {min(twice)!r}, the name of a column of scores: leave it out")
         rows = sum(file["rows"] for file in files)
@@ -221,7 +231,7 @@ def _scored(parts: Sequence[_Part], spec: _Keyed, skips: bool) -> Iterator[_Scor
             if faults and not skips:
                 number = min(faults)
                 remedy = f"{faults[number].remedy}, or leave such rows out (--on-bad-row skip)"
-                raise DataError(f"{info.path}:{number + info.first_line}: {faults[number].where}; {remedy}")
+                raise DataError(f"{info.place(number)}: {faults[number].where}; {remedy}")
             keep = np.ones(len(block.numbers), dtype=np.bool_)
             keep[list(encoded.faults)] = False
             keys = block.table.select(list(spec.keys)).filter(keep)

@@ -14,7 +14,7 @@ import json
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import ExitStack, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from pathlib import Path
 
 from shardrec import (
@@ -32,14 +32,14 @@ from shardrec.files import parse_json, read_text
 from shardrec.launch import RankInfo, all_gather, joined_run, meet, on_first_rank, over_ranks, same_everywhere
 from shardrec.trainer.console import working
 from shardrec.trainer.data import ClickBatch, ClickMetrics, FeatureSpec
-from shardrec.trainer.data.spec import VOCABULARIES, parse_spec, read_spec
+from shardrec.trainer.data.spec import FIRST_IDS, IDS, VOCABULARIES, parse_spec, read_spec, recorded_ids
 from shardrec.trainer.run.average import Average
 from shardrec.trainer.run.board import Board
 from shardrec.trainer.run.catalogue import evaluator
-from shardrec.trainer.run.config import FILE, METRICS, PLAN, SPEC, TrainConfig, load_config_text
+from shardrec.trainer.run.config import FILE, METRICS, PLAN, ROWS, SPEC, TrainConfig, load_config_text
 from shardrec.trainer.run.display import Announcer, Display
 from shardrec.trainer.run.folder import lock_folder, own_folder, replaced
-from shardrec.trainer.run.held_out import Progressive
+from shardrec.trainer.run.held_out import Progressive, check_monitor
 from shardrec.trainer.run.initial import start_from
 from shardrec.trainer.run.loop import Schedule, StepPart, failing_together, step_parts, train_epoch
 from shardrec.trainer.run.losses import with_own_loss
@@ -58,7 +58,7 @@ from shardrec.trainer.run.replan import Replanner
 from shardrec.trainer.run.report import RunReport, environment, write_curve, write_metrics
 from shardrec.trainer.run.run import Run
 from shardrec.trainer.run.saving import Saver
-from shardrec.trainer.run.source import Source, counted_vocabularies, spec_of, total_left_out
+from shardrec.trainer.run.source import Source, decided_spec, spec_of, total_left_out
 from shardrec.trainer.run.task_metrics import TaskMetrics
 
 __all__ = ["run_rank"]
@@ -112,9 +112,9 @@ def _run(
     announcer = Announcer(speaks=rank_info.is_lead)
     plan = _as_started(config, rank_info, folder, joins=not is_first) if resume else None
     spec = _own_spec(config, rank_info, folder, resume)
-    source = Source(config, rank_info, spec)
-    with working("counting rows") if rank_info.is_lead else nullcontext():
-        source.count()
+    source = Source(config, rank_info, spec, folder / ROWS)
+    with _reading(rank_info) as progress:
+        source.count(progress)
     if rank_info.is_lead and plan is None:
         announcer.say(source.describe())
     if config.feed is not None and plan is None and not _arrived(source, config, time.sleep):
@@ -193,9 +193,7 @@ def _concluded(
     if run.progressive is not None and config.test is None:
         scored = run.progressive.metrics()
         if scored is None:  # such as where ranks of another number went on, and there was nothing more to train on
-            announcer.say(
-                "the feed has ended without clicked and other rows that were scored: no new results are written"
-            )
+            announcer.say("the feed has ended without rows that were scored: no new results are written")
             return lambda: None
         final: ClickMetrics | TaskMetrics = scored
     else:
@@ -265,28 +263,44 @@ def _as_started(config: TrainConfig, rank_info: RankInfo, folder: Path, *, joins
     return saved_plan if same and saved_plan.world_size == rank_info.world_size else None
 
 
-def _own_spec(config: TrainConfig, rank_info: RankInfo, folder: Path, resume: bool) -> FeatureSpec:
-    """The spec with its vocabularies from data, which the run's folder keeps.
+def _reading(rank_info: RankInfo) -> AbstractContextManager[Callable[[int], object]]:
+    """Shows on the first rank how many bytes of other formats than Parquet it has converted."""
+    return working("reading files", unit="bytes") if rank_info.is_lead else nullcontext(lambda count: None)
 
-    The ranks count them together, each in its share of the files' chunks, and all meet the same fault.
+
+def _own_spec(config: TrainConfig, rank_info: RankInfo, folder: Path, resume: bool) -> FeatureSpec:
+    """The spec with what the rows decide, which the run's folder keeps: its ids' spellings and vocabularies from data.
+
+    The ranks decide together, each by its share of the files' row groups, and all meet the same fault.
     """
     spec = spec_of(config)
-    uncounted = spec if config.features is None else read_spec(Path(config.features))
-    if not uncounted.uncounted:
+    if config.features is None:
         return spec
-    file = folder / VOCABULARIES
-    kept = rank_info.is_lead and resume and file.is_file()
-    text = same_everywhere(read_text(file) if kept else "", rank_info)
-    if not text:
-        with working("counting vocabularies") if rank_info.is_lead else nullcontext():
-            text = json.dumps(counted_vocabularies(config, spec, uncounted, rank_info), ensure_ascii=False, indent=0)
+    uncounted, files = read_spec(Path(config.features)), (folder / IDS, folder / VOCABULARIES)
+
+    def text_of(file: Path) -> str:
+        return same_everywhere(read_text(file) if rank_info.is_lead and resume and file.is_file() else "", rank_info)
+
+    ids, vocabularies = map(text_of, files)
+    if not ids and text_of(folder / FILE):
+        ids = json.dumps(FIRST_IDS)
+    if not ids or (uncounted.uncounted and not vocabularies):
+        spec = spec.with_ids(parse_json(ids)) if ids else spec
+        with _reading(rank_info) as progress:
+            spec = decided_spec(config, spec, rank_info, folder / ROWS, progress)
+        counted = {feature.name for feature in uncounted.uncounted}
+        values = {feature.name: feature.values for feature in spec.sparse if feature.name in counted}
+        ids, vocabularies = json.dumps(recorded_ids(spec)), json.dumps(values, ensure_ascii=False, indent=0)
 
         def keep() -> None:
-            with replaced(file) as partial:
-                partial.write_text(text, encoding="utf-8")
+            for file, text in zip(files, (ids, vocabularies if values else ""), strict=True):
+                if text:
+                    with replaced(file) as partial:
+                        partial.write_text(text, encoding="utf-8")
 
-        on_first_rank(keep, rank_info, "vocabularies")
-    return uncounted.with_vocabularies(parse_json(text))
+        on_first_rank(keep, rank_info, "ids and vocabularies")
+    spec = uncounted.with_ids(parse_json(ids))
+    return spec.with_vocabularies(parse_json(vocabularies)) if spec.uncounted else spec
 
 
 def _sharded_model(
@@ -392,6 +406,11 @@ def _train(run: Run, saver: Saver, evaluate: Callable[[Iterable[ClickBatch]], Cl
     # In memory: a file would have to be read to its end again for each point of the curve.
     curve_batches = [] if progressive else list(failing_together(source.holdout_batches(_CURVE_ROWS), model))
 
+    if config.patience is not None or config.checkpoint == "best":
+        of_labels = not run.spec.labels and (config.ranking == "rows" or progress.watched not in ("gauc", "ndcg"))
+        if of_labels and not progressive:
+            check_monitor(curve_batches, progress.watched)
+
     def evaluated() -> ClickMetrics | TaskMetrics | None:
         if progressive is not None:
             return progressive.metrics()
@@ -447,6 +466,8 @@ def _epochs(run: Run, saver: Saver) -> Iterator[int]:
         time.sleep(seconds)
 
     while config.feed is not None and _arrived(source, config, wait):
+        if source.lag:
+            run.announcer.say(f"{source.lag:,} records behind the end of the topic")
         yield progress.epoch
         source.end_arrival()
 

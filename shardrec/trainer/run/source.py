@@ -17,7 +17,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from shardrec import ConfigError, DataError
 from shardrec.files import UnreachableError
-from shardrec.launch import RankInfo, all_gather, check_extra, on_threads
+from shardrec.launch import RankInfo, all_gather, on_threads
 from shardrec.trainer.data import (
     ClickBatch,
     ClickMetrics,
@@ -30,16 +30,16 @@ from shardrec.trainer.data import (
     load_spec,
     open_click_data,
 )
+from shardrec.trainer.data.convert import counted
 from shardrec.trainer.data.feed import Arrival, Feed, watermark
-from shardrec.trainer.data.kafka import range_of
-from shardrec.trainer.data.records import decoder_of
-from shardrec.trainer.data.request import named_spec
+from shardrec.trainer.data.ingest import IngestProcess, columns_of_records
 from shardrec.trainer.data.rows import NO_TIME
-from shardrec.trainer.data.tables import FileInfo
+from shardrec.trainer.data.spelling import decided
+from shardrec.trainer.data.tables import FileInfo, check_part
 from shardrec.trainer.data.urls import TOPIC, files_of
-from shardrec.trainer.run.config import TrainConfig
+from shardrec.trainer.run.config import TOPIC_FILES, TrainConfig
 
-__all__ = ["Source", "counted_vocabularies", "spec_of", "total_left_out"]
+__all__ = ["Source", "decided_spec", "on_ranks", "spec_of", "total_left_out"]
 
 _SYNTHETIC_ROWS = 2_400_000
 _SYNTHETIC_HOLDOUT_ROWS = 100_000
@@ -63,6 +63,7 @@ class Source:
         config: which rows, and how many.
         rank_info: the rank.
         spec: what the columns are; default: what the config's file says.
+        folder: of converted files, which all ranks see; default: one of each source's own, which is removed with it.
 
     Attributes:
         left_out: broken rows of this rank that were left out, by reason, of each pass over some rows: ``train 0`` is
@@ -73,20 +74,29 @@ class Source:
         DataError, ConfigError: if the file cannot be opened or the options do not fit it.
     """
 
-    def __init__(self, config: TrainConfig, rank_info: RankInfo, spec: FeatureSpec | None = None) -> None:
+    def __init__(
+        self,
+        config: TrainConfig,
+        rank_info: RankInfo,
+        spec: FeatureSpec | None = None,
+        folder: Path | None = None,
+    ) -> None:
+        self._folder = folder
         self._rank_info = rank_info
         self._ranks = rank_info.world_size * config.replicas
         self._batch_rows = config.global_batch_size or config.batch_size * self._ranks
         self._accumulate = config.accumulate
         self._samples = config.samples
         self._holdout_samples = config.holdout_samples
+        self._ingester: IngestProcess | None = None  # on the first rank of a run on a topic
         spec = spec or spec_of(config)
-        self._data = None if config.feed is not None else _open(config, spec)
+        self._data = None if config.feed is not None else _open(config, spec, folder)
         self._feed: Feed | None = None if config.feed is None else self._opened_feed(config, config.feed, spec)
         self._arrival: Arrival | None = None
         # Held-out rows, and those of the final metrics, in files of their own: all their rows.
         self._valid, self._test = (
-            None if name is None else _opened(config, name, spec) for name in (config.valid, config.test)
+            None if files is None else _opened(config, files, spec, folder, needs_rows=False)
+            for files in (config.valid, config.test)
         )
         self.left_out: dict[str, Mapping[str, int]] = {}
         self._left_out_before: dict[str, Mapping[str, int]] = {}
@@ -114,7 +124,9 @@ class Source:
             before = self._feed.left_out
             self._arrival = self._polled(self._feed, wait)
             counts = Counter(self.left_out.get("train 0", {}))
-            counts["file that cannot be read"] += self._feed.left_out - before if self._rank_info.is_lead else 0
+            if self._rank_info.is_lead:
+                counts["file that cannot be read"] += self._feed.left_out - before
+                counts.update(self._arrival.listing.get("records", {}) if self._arrival is not None else {})
             self.left_out = {"train 0": dict(+counts)}
             self._left_out_before = dict(self.left_out)
             if self._arrival is None:
@@ -124,7 +136,7 @@ class Source:
             self._data = self._arrival.rows
             oldest = max(NO_TIME, times["watermark"] - self._late_after)
             self._data.event_bounds = oldest, times["clock"] + _AHEAD_S
-            self._data.count(partial(_on_ranks, self._rank_info))
+            self.count()
             if not self.train_rows:
                 self.end_arrival()
         return True
@@ -164,8 +176,22 @@ class Source:
         before, now = self._arrival.listing["watermark"], self._agreed_times()["watermark"]
         return bool(before > NO_TIME and before // seconds < now // seconds)
 
+    @property
+    def lag(self) -> int | None:
+        """Records that a topic had after those of the last file, on the first rank of a run on a topic."""
+        return None if self._ingester is None else self._ingester.lag
+
+    def remove_before(self, position: Any) -> None:
+        """Remove the files of a topic that were trained on before a :meth:`position`."""
+        assert self._feed is not None, "the data is a feed"
+        self._feed.remove_before(position)
+
     def end_arrival(self) -> None:
-        """The arrival under way has been trained on."""
+        """The arrival under way has been trained on: what its files were converted to is removed."""
+        if self._arrival is not None and self._rank_info.is_lead:
+            for info in self._arrival.rows.files:
+                if info.parquet != info.path:
+                    Path(info.parquet).unlink(missing_ok=True)
         self._arrival = None
 
     def position(self, epoch_steps: int) -> tuple[Any, bool] | None:
@@ -204,25 +230,25 @@ class Source:
                 "late_after (--late-after) and event_every (--event-every) are for event times, and the features "
                 "(--features) name no column of them: add event_time: COLUMN, or leave both out"
             )
+        folder = source
         if source.startswith(TOPIC):
-            check_extra("kafka")
-            decoder_of(range_of(source).options)
-            spec = named_spec(spec)
-            names = {feature.name for feature in spec.features}
-            if clash := names.intersection((*spec.label_sources, spec.group, spec.event_time)):
-                raise ConfigError(
-                    f"the features (--features) have a feature {min(clash)!r}, which a record's label, "
-                    "group or event time is named, too: rename the feature"
-                )
+            columns_of_records(source, spec)
+            folder = str(Path(str(config.out), TOPIC_FILES))
+            if self._rank_info.is_lead:
+                skips = config.on_bad_row == "skip"
+                self._ingester = IngestProcess(source, spec, Path(folder), skips=skips)
         shuffle = config.shuffle or 0
         return Feed(
-            source,
+            folder,
             spec,
-            lambda names, known: _opened(config, names, spec, shuffle=shuffle, needs_rows=False, known=known),
+            lambda names, known: _opened(
+                config, names, spec, self._folder, shuffle=shuffle, needs_rows=False, known=known
+            ),
             gathered=partial(all_gather, ranks=self._rank_info, what=_ROWS),
             is_lead=self._rank_info.is_lead,
-            most=config.streams,
+            most=1 if source.startswith(TOPIC) else config.streams,  # so that a run that goes on has the same arrivals
             skips=config.on_bad_row == "skip",
+            ingester=self._ingester,
         )
 
     @property
@@ -277,6 +303,11 @@ class Source:
                     f"{name} has {len(files)} files and had {len(before)} when the run was started: give the same"
                 )
             for (path, digest), (_, old) in zip(files, before, strict=True):
+                if digest.endswith("-rows") and not old.endswith("-rows"):
+                    raise ConfigError(
+                        f"data file {path} was read in another order by the version of shardrec with which the run was "
+                        "started: start a new run in another folder (--out), with the weights of this one (--init-from)"
+                    )
                 if digest != old:
                     raise DataError(
                         f"data file {path} is not the one with which the run was started (checksum {digest}, then "
@@ -299,14 +330,17 @@ class Source:
         """Rows of the step after ``epoch_steps`` of an epoch, of one batch a step, over all ranks and replicas."""
         return min(self._batch_rows, self.train_rows - epoch_steps * self._batch_rows)
 
-    def count(self) -> None:
+    def count(self, progress: Callable[[int], object] = lambda count: None) -> None:
         """Count the rows of files, each on one of the ranks. Every rank calls it before it asks for rows.
+
+        Args:
+            progress: is told of bytes that were converted on this rank.
 
         Raises:
             DataError: on every rank, for a file that is damaged.
         """
         for data in self._files.values():
-            data.count(partial(_on_ranks, self._rank_info))
+            data.count(partial(on_ranks, self._rank_info), parts=self._rank_info.world_size, progress=progress)
 
     def describe(self) -> str:
         """The rows in words, and what would make reading them faster."""
@@ -409,12 +443,23 @@ def spec_of(config: TrainConfig) -> FeatureSpec:
     return load_spec(Path(config.features))
 
 
-def counted_vocabularies(
-    config: TrainConfig, spec: FeatureSpec, uncounted: FeatureSpec, rank_info: RankInfo
-) -> Mapping[str, Sequence[str]]:
-    """The vocabularies from data of ``uncounted``: those that ``spec`` has, or else those of the rows to train on.
+def decided_spec(
+    config: TrainConfig,
+    spec: FeatureSpec,
+    rank_info: RankInfo,
+    folder: Path,
+    progress: Callable[[int], object] = lambda count: None,
+) -> FeatureSpec:
+    """The spec with what the values of the rows to train on decide: vocabularies from data, and spellings of ids.
 
-    Each rank counts in some of the files' chunks; every rank calls it.
+    Each rank reads some of the files' row groups; every rank calls it.
+
+    Args:
+        config: the run.
+        spec: what its files' columns are.
+        rank_info: this rank.
+        folder: of converted files.
+        progress: is told of bytes that were converted on this rank.
     """
     from shardrec.trainer.data.vocabulary import count_vocabularies  # with pyarrow
 
@@ -423,19 +468,18 @@ def counted_vocabularies(
             f"data (--data) is {config.data!r}, and the features (--features) have a vocabulary from data, which a "
             "feed never has all of: list the values, or give rows: N or dynamic_ids"
         )
-    if spec.uncounted:
-        return count_vocabularies(
-            files_of(config.data),
-            spec,
-            holdout=_holdout(config),
-            each=partial(_on_ranks, rank_info),
-            parts=rank_info.world_size,
-        )
-    known = {feature.name: feature.values for feature in spec.sparse}
-    return {feature.name: known[feature.name] for feature in uncounted.uncounted}
+    if config.feed is not None or not (spec.uncounted or spec.undecided):
+        return spec
+    files = [check_part(path, spec) for path in files_of(config.data)]
+    each, parts = partial(on_ranks, rank_info), rank_info.world_size
+    files = each(partial(counted, spec=spec, folder=folder, progress=progress), files)
+    spec = decided(files, spec, each=each, parts=parts)
+    if not spec.uncounted:
+        return spec
+    return spec.with_vocabularies(count_vocabularies(files, spec, holdout=_holdout(config), each=each, parts=parts))
 
 
-def _on_ranks(rank_info: RankInfo, function: Callable[[Any], Any], items: Sequence[Any]) -> list[Any]:
+def on_ranks(rank_info: RankInfo, function: Callable[[Any], Any], items: Sequence[Any]) -> list[Any]:
     """The function's value for each item, which one of the ranks computes; its error is raised on all."""
     rank, ranks = rank_info.rank, rank_info.world_size
     if ranks == 1:
@@ -462,6 +506,7 @@ def _opened(
     config: TrainConfig,
     names: str | Sequence[str],
     spec: FeatureSpec,
+    folder: Path | None,
     *,
     holdout: float = 0.0,
     shuffle: int = 0,
@@ -485,14 +530,16 @@ def _opened(
         streams=config.streams,
         needs_rows=needs_rows,
         known=known,
+        folder=folder,
+        decides=config.feed is None,
     )
     assert isinstance(data, FileClickData), "only a SyntheticConfig gives generated rows"
     return data
 
 
-def _open(config: TrainConfig, spec: FeatureSpec) -> FileClickData | SyntheticClickData:
+def _open(config: TrainConfig, spec: FeatureSpec, folder: Path | None) -> FileClickData | SyntheticClickData:
     if not config.is_synthetic:
-        return _opened(config, config.data, spec, holdout=_holdout(config), shuffle=config.shuffle or 0)
+        return _opened(config, config.data, spec, folder, holdout=_holdout(config), shuffle=config.shuffle or 0)
     return open_click_data(
         SyntheticConfig(
             rows=config.samples or _SYNTHETIC_ROWS,

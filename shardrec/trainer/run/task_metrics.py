@@ -172,18 +172,16 @@ def _predicted(task: Task, outputs: Tensor) -> Tensor:
 def task_metrics(
     outputs: Tensor, labels: Tensor, row_weights: Tensor | None, groups: Tensor | None, tasks: Sequence[Task], k: int
 ) -> TaskMetrics:
-    """Metrics of N rows, on the CPU; arguments as for :func:`task_loss`, groups int64 (N,) or None.
+    """Metrics of N rows, which may be none, on the CPU; arguments as for :func:`task_loss`, groups int64 (N,) or None.
 
     Raises:
         ConfigError: if outputs are not numbers.
     """
-    if not len(outputs):
-        raise ConfigError("there are no rows to compute metrics of: hold some out, or name files of them")
     if not outputs.isfinite().all():
         raise ConfigError(f"outputs of {len(outputs)} rows are not all finite numbers: has training diverged?")
     divisors = label_weights(labels, row_weights).double().sum(0)
     loss = task_loss(outputs, labels, row_weights, tasks, divisors)
-    values: _Values = {"loss": float(loss)}
+    values: _Values = {"loss": float(loss) if len(outputs) else None}
     for number, (task, columns) in enumerate(_by_task(outputs, tasks)):
         there = ~labels[:, number].isnan()
         group = None if groups is None else groups[there]

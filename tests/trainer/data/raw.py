@@ -13,11 +13,13 @@ from shardrec.trainer.data import (
     ClickSchema,
     Feature,
     FeatureSpec,
+    FileClickData,
     Label,
     SyntheticConfig,
     click_spec,
     open_click_data,
 )
+from shardrec.trainer.data.vocabulary import count_vocabularies
 
 SCHEMA = ClickSchema(dense_names=("int_1", "int_2"), sparse_names=("cat_1", "cat_2"), num_embeddings=(11, 1000))
 SPEC = click_spec(SCHEMA)
@@ -81,6 +83,13 @@ def first_integers(batches: Sequence[ClickBatch]) -> list[int]:
 def read(path: Path, spec: FeatureSpec, **options: Any) -> ClickBatch:
     (batch,) = open_click_data(path, spec, holdout=0.0, **options).train_batches(0, 1, 10_000)
     return batch
+
+
+def vocabularies(paths: Sequence[Path], spec: FeatureSpec, **options: Any) -> dict[str, list[str]]:
+    """The vocabularies from data of some files."""
+    data = FileClickData(paths, spec, holdout=0.0)
+    data.count()
+    return count_vocabularies(data.files, data.spec, **options)
 
 
 def spread(number: int) -> int:

@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 
 import shardrec.trainer.data
 from shardrec.errors import DataError
-from shardrec.trainer.data import ClickBatch, Feature, FeatureSpec, criteo_spec, open_click_data, tables
+from shardrec.trainer.data import ClickBatch, Feature, FeatureSpec, criteo_spec, formats, open_click_data, tables
 from shardrec.trainer.data import encode as encode_module
 from shardrec.trainer.data.encode import Dictionary, Encoded, encode
 from shardrec.trainer.data.ids import hash_texts
@@ -67,7 +67,7 @@ def test_every_kind_of_column_from_every_kind_of_file(
     folder: Path, rows: list[dict[str, Any]], kind: str, block: int
 ) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(tables, "_BLOCK_BYTES", max(block, 60))
+        patch.setattr(formats, "_BLOCK_BYTES", max(block, 500))
         patch.setattr(tables, "_ROWS_AT_ONCE", block)
         batch = read(save(folder, rows, kind), SPECS)
     assert batch.labels.tolist() == [row["stars"] > 2.5 for row in rows]
@@ -89,7 +89,7 @@ PLAIN = FeatureSpec(features=(Feature(name="id", kind="id", rows=9, ids="number"
         (
             b"1\t2\t3\tab",
             "wrong number of columns",
-            r"the line has 4 of 5 columns: .*the file's end, without a line feed",
+            r"the line has 4 of 5 columns: '1\\t2\\t3.*; separate",
         ),
         (
             b"1\t2\t3\t0000000a\t\t9\n",
@@ -104,7 +104,7 @@ PLAIN = FeatureSpec(features=(Feature(name="id", kind="id", rows=9, ids="number"
         (b"1\t1e999\t3\t\t\n", "bad number", r"field 'int_1': value '1e999' is not a finite number"),
         (b"1\t1e39\t3\t\t\n", "bad number", r"field 'int_1': value '1e39' is too large for a float32"),
         (b"2\t2\t3\t\t\n", "bad label", r"field 'label': value '2' is not 0 or 1"),
-        (b"\n", "bad label", r"field 'label': value '' is not 0 or 1"),
+        (b"\t1\t\t\t\n", "bad label", r"field 'label': value None is not 0 or 1"),
         (b"1\t2\t3\t0000000g\t\n", "bad id", r"field 'cat_1': value '0000000g' is not a number of 1 to 16 hexadecimal"),
         (b"1\t2\t3\xff\t\t\n", "bad number", r"field 'int_2': value '3\\\\xff' is not a finite number"),
         (b"1\t2\t3\t0000\x00000\t\n", "bad id", r"field 'cat_1': value '0000\\x00000' is not a number"),
@@ -203,9 +203,9 @@ def test_a_dictionary_that_grows_with_each_block_is_not_encoded_anew(monkeypatch
     encoded_values: list[int] = []
     ids_of = encode_module._ids
 
-    def counted(array: Any, feature: Feature) -> Any:
+    def counted(array: Any, feature: Feature, spec: FeatureSpec) -> Any:
         encoded_values.append(len(array))
-        return ids_of(array, feature)
+        return ids_of(array, feature, spec)
 
     monkeypatch.setattr(encode_module, "_ids", counted)
     spec = FeatureSpec(features=(Feature(name="user", kind="id", rows=10**6),))
@@ -284,16 +284,15 @@ def test_dates_of_a_far_year(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("end", ["\n", ""])
-def test_a_quote_without_its_end_takes_no_other_line(tmp_path: Path, end: str) -> None:
+def test_a_quote_without_its_end(tmp_path: Path, end: str) -> None:
     spec, path = FeatureSpec(features=(Feature(name="id", kind="id", rows=10**6),)), tmp_path / "a.csv"
-    names = ["a", '"b', "c", '"d"', 'e"', '"f,g', '"h', '"i""', "j", '"k']
-    path.write_text("label,id\n" + "\n".join(f"1,{name}" for name in names) + "\nx,l" + end, encoding="utf-8")
-    with pytest.raises(DataError, match=r"a\.csv:3: the line has a quote without its end: b?'1,\"b"):
+    path.write_text('label,id\n1,a\n1,"b\n1,c' + end, encoding="utf-8")
+    with pytest.raises(
+        DataError, match=r"a\.csv ends inside of a quote, which begins in its last row, 3: end the quote"
+    ):
         read(path, spec)
-    data = open_click_data(path, spec, holdout=0.0, on_bad_row="skip")
-    (batch,) = data.train_batches(0, 1, 99)
-    assert batch.sparse.values().tolist() == [hashed(name, 10**6) for name in ("a", "c", "d", 'e"', "j")]
-    assert data.skipped == {"wrong number of columns": 5, "bad label": 1}
+    plain = spec.model_copy(update={"quoted": False})
+    assert read(path, plain).sparse.values().tolist() == [hashed(name, 10**6) for name in ("a", '"b', "c")]
 
 
 def test_a_bad_value_that_python_cannot_read(tmp_path: Path) -> None:
@@ -354,7 +353,7 @@ def test_a_damaged_file_is_an_error_even_when_skipping(tmp_path: Path, suffix: s
         write(path, lines(2000))
     packed = path.read_bytes()
     path.write_bytes(packed[: len(packed) * 3 // 5])
-    with pytest.raises(DataError, match=r"is damaged|is not a complete Parquet file"):
+    with pytest.raises(DataError, match=r"is damaged|no row could be read|is not a complete Parquet file"):
         for _ in open_click_data(path, SPEC, holdout=0.0, on_bad_row="skip").train_batches(0, 1, 8):
             pass
 

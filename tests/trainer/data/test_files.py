@@ -11,9 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shardrec.errors import ConfigError, DataError
-from shardrec.trainer.data import FileClickData, open_click_data, tables
+from shardrec.trainer.data import FileClickData, formats, open_click_data, tables
+from shardrec.trainer.data.convert import convert
 from shardrec.trainer.data.tables import rows_between
-from shardrec.trainer.data.to_parquet import convert
 from tests.trainer.data.raw import SPEC, damage, equal, first_integers, line, lines, write
 
 
@@ -28,7 +28,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     world_size=st.integers(1, 5),
     batch_size=st.integers(1, 20),
     holdout=st.sampled_from([0.0, 0.1, 0.5]),
-    block=st.sampled_from([100, 500, 1 << 20]),
+    block=st.sampled_from([200, 500, 1 << 20]),
 )
 def test_ranks_take_disjoint_parts_of_everything_in_as_many_steps(
     folder: Path, rows: int, world_size: int, batch_size: int, holdout: float, block: int
@@ -36,7 +36,7 @@ def test_ranks_take_disjoint_parts_of_everything_in_as_many_steps(
     data = open_click_data(write(folder / "data.tsv", lines(rows)), spec=SPEC, holdout=holdout)
     seen: list[int] = []
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(tables, "_BLOCK_BYTES", block)
+        patch.setattr(formats, "_BLOCK_BYTES", block)
         for batches in (data.train_batches, data.holdout_batches):
             ranks = [list(batches(rank, world_size, batch_size)) for rank in range(world_size)]
             part = first_integers([batch for step in zip(*ranks, strict=True) for batch in step])
@@ -90,7 +90,7 @@ def test_a_damaged_row_group_is_broken_rows_from_there(folder: Path, monkeypatch
     words = rf"{path}: row group 1, row {first + 1}: the file is damaged from here to the end of its row group \(.*\)"
     with pytest.raises(DataError, match=words + r"; copy the file again, as it was, or leave such rows out"):
         list(open_click_data(path, spec=SPEC, holdout=0.0).train_batches(0, 1, 24))
-    block = next(rows_between(tables.counted(data.files[0], SPEC), SPEC, [(90, 290)]))
+    block = next(rows_between(data.files[0], SPEC, [(90, 290)]))
     assert block.numbers.tolist() == [*range(90, first), *range(200, 290)]
     assert sorted(block.faults) == [*range(first, 200)]
     with pytest.raises(DataError, match="the file is damaged from here"):
@@ -155,7 +155,7 @@ def test_the_rank_whose_row_is_broken_fails_before_its_batch(folder: Path) -> No
     text = b"".join((b"x" if number == 45 else line(number)) + b"\n" for number in range(60))
     data = open_click_data(write(folder / "data.tsv", text), spec=SPEC, holdout=0.0)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(tables, "_BLOCK_BYTES", 200)
+        patch.setattr(formats, "_BLOCK_BYTES", 200)
         for rank in range(3):
             batches = data.train_batches(rank, 3, 4)
             assert first_integers([next(batches) for _ in range(3)])[-1] == 27 + 4 * rank

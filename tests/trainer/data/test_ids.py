@@ -20,8 +20,7 @@ from shardrec.trainer.data import Feature, FeatureSpec, batch_of_request, open_c
 from shardrec.trainer.data import ids as ids_module
 from shardrec.trainer.data.encode import encode
 from shardrec.trainer.data.ids import hash_texts
-from shardrec.trainer.data.vocabulary import count_vocabularies
-from tests.trainer.data.raw import read, spread
+from tests.trainer.data.raw import read, spread, vocabularies
 
 CODINGS: dict[str, dict[str, Any]] = {
     "hash": {"rows": 10**6},
@@ -88,19 +87,20 @@ def test_vocabularies_of_older_versions_keep_their_rows() -> None:
 def test_vocabularies_from_data_have_ids(tmp_path: Path) -> None:
     spec = spec_of(vocabulary="from_data")
     columns = {
-        "7.0\n7\n7.00\ncafé\n": ["7", "café"],
-        "1.10\n1.1\n": ["1.1", "1.10"],
+        "7.0\n7\n7.00\n8\n": ["7", "8"],
+        "7.0\n7\n7.00\ncafé\n": ["7", "7.0", "7.00", "café"],
+        "1.10\n1.1\n1.0\n": ["1.0", "1.1", "1.10"],
     }
     for lines, expected in columns.items():
         (tmp_path / "a.csv").write_text("f,label\n" + lines.replace("\n", ",0\n"), encoding="utf-8")
-        assert count_vocabularies([str(tmp_path / "a.csv")], spec) == {"f": expected}
+        assert vocabularies([tmp_path / "a.csv"], spec) == {"f": expected}
     for array, expected in (
         (pa.array([7.0, None, float("nan"), 0.5, 7.0]), ["7", "0.5"]),
         (pa.array([True, True, False]), ["1", "0"]),
         (pa.array([Decimal("7.00"), Decimal("7.25"), Decimal("7.00")]), ["7", "7.25"]),
     ):
         pq.write_table(pa.table({"f": array, "label": [0] * len(array)}), tmp_path / "a.parquet")
-        assert count_vocabularies([str(tmp_path / "a.parquet")], spec) == {"f": expected}
+        assert vocabularies([tmp_path / "a.parquet"], spec) == {"f": expected}
 
 
 @pytest.mark.parametrize("coding", [*CODINGS, "number"])

@@ -71,7 +71,6 @@ def test_rows_with_one_label_have_a_logloss_alone(label: int) -> None:
     [
         ([0, 1], [0.1], "labels has 2 values and scores 1"),
         ([0, 2], [0.1, 0.2], "values from 0 to 1"),
-        ([], [], "non-empty"),
         ([0, 1], [0.1, math.nan], "1 of 2 scores are not numbers"),
     ],
 )

@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shardrec.errors import ConfigError, DataError
-from shardrec.trainer.data import ClickBatch, Feature, FeatureSpec, FileClickData, order, tables
+from shardrec.trainer.data import ClickBatch, Feature, FeatureSpec, FileClickData, formats, order, tables
 from shardrec.trainer.data.order import BatchRequest, Chunk, deal, held_out, rows_before, slices, stream_share
 
 NUMBER = Feature(name="number", kind="id", rows=100_000, ids="number")
@@ -142,7 +142,7 @@ def test_each_step_has_the_same_rows_on_every_number_of_ranks_and_after_a_resume
         return
     options = {"holdout": holdout, "shuffle": shuffle, "keep_groups": grouped, "seed": 3, "streams": streams}
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(tables, "_BLOCK_BYTES", 20 * block)
+        patch.setattr(formats, "_BLOCK_BYTES", 100 + 20 * block)
         patch.setattr(tables, "_ROWS_AT_ONCE", block)
         patch.setattr(order, "_MIN_ROWS", 1)
         patch.setattr(order, "_MIN_GROUPED", 1)
@@ -199,7 +199,8 @@ def test_one_file_that_cannot_be_divided_is_told_with_the_remedy(tmp_path: Path)
     data = FileClickData([write(tmp_path / "huge.csv.gz", [900], 0), write(tmp_path / "b.csv", [100], 900)], SPEC)
     message = data.uneven(2, 2048)
     assert "of 2 ranks each decodes up to 100% of the rows, for " in message
-    assert "huge.csv.gz has 90% of the rows and cannot be entered in its middle" in message
+    assert "a row group of " in message
+    assert "huge.csv.gz has 90% of the rows" in message
     assert "shardrec convert" in message
     assert data.uneven(1, 2048) == ""
 
@@ -223,7 +224,7 @@ def test_broken_rows_are_missing_from_their_batch_alone_and_counted_once(tmp_pat
         list(FileClickData([write(paths[0], [50, 50], 0, broken=[60])], SPEC, holdout=0.0).train_batches(0, 1, 128))
 
 
-@pytest.mark.parametrize("name", ["a.parquet", "a.csv", "a.csv.gz"])
+@pytest.mark.parametrize("name", ["a.parquet", "a.csv"])
 @pytest.mark.parametrize("change", ["shrinks", "grows", "vanishes", "other rows"])
 def test_a_file_that_changes_while_it_is_read(tmp_path: Path, name: str, change: str) -> None:
     paths = [write(tmp_path / name, [300, 300], 0), write(tmp_path / "b.parquet", [10], 600)]
@@ -238,6 +239,9 @@ def test_a_file_that_changes_while_it_is_read(tmp_path: Path, name: str, change:
             paths[0].unlink()
         case _:
             write(paths[0], [300, 299], 5)
+    if name == "a.csv":  # whose rows are those of its copy
+        assert sorted(number for step in steps_of(data, 1, 64) for number in step) == list(range(610))
+        return
     with pytest.raises(DataError, match=rf"{name} (has changed since it was opened|does not exist: check the path)"):
         list(data.train_batches(0, 1, 64))
 

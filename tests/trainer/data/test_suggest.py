@@ -19,7 +19,7 @@ from shardrec.errors import DataError
 from shardrec.trainer.data import FileClickData, load_spec
 from shardrec.trainer.data.spec import parse_spec
 from shardrec.trainer.data.suggest import suggest_spec
-from shardrec.trainer.data.vocabulary import count_vocabularies
+from tests.trainer.data.raw import vocabularies
 
 ROWS = 2000
 
@@ -80,7 +80,7 @@ def test_columns_of_every_kind(tmp_path: Path, name: str) -> None:
     assert "# left out: Row No.: almost each row has a value of its own" in text
     assert "# left out: site: it has no two values" in text
     raw = parse_spec(text, "proposal")
-    spec = raw.with_vocabularies(count_vocabularies([str(path)], raw))
+    spec = raw.with_vocabularies(vocabularies([path], raw))
     batch = next(iter(FileClickData([path], spec, holdout=0).train_batches(0, 1, ROWS)))
     assert batch.size == ROWS
     assert batch.sparse.keys() == [*spec.schema_.sparse_names]
@@ -144,7 +144,7 @@ def test_a_column_without_a_value_twice_has_a_vocabulary(tmp_path: Path) -> None
     path = written(tmp_path / "a.csv", {"label": [0, 1] * 10, "city": [f"city {number}" for number in range(20)]})
     (tmp_path / "features.yaml").write_text(suggest_spec(str(path), "label"), encoding="utf-8")
     raw = load_spec(tmp_path / "features.yaml")
-    assert len(count_vocabularies([str(path)], raw)["city"]) == 20
+    assert len(vocabularies([path], raw)["city"]) == 20
 
 
 def test_sequences_of_clicked_items(tmp_path: Path) -> None:
@@ -184,5 +184,5 @@ def test_any_names_and_values_make_a_spec(
     (path.parent / "features.yaml").write_text(suggest_spec(str(path), "label"), encoding="utf-8")
     raw = load_spec(path.parent / "features.yaml")
     assert {*raw.sources} <= {*table}
-    spec = raw.with_vocabularies(count_vocabularies([str(path)], raw))
+    spec = raw.with_vocabularies(vocabularies([path], raw))
     assert sum(batch.size for batch in FileClickData([path], spec, holdout=0).train_batches(0, 1, 50)) == 20

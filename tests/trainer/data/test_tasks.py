@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 
 import numpy as np
@@ -65,15 +66,16 @@ def test_a_label_outside_its_task_is_named_with_file_and_row(
     field: str, value: float | None, words: str, kind: str, tmp_path: Path
 ) -> None:
     path = tmp_path / f"rows.{kind}"
+    if value is not None and math.isnan(value) and kind == "csv":
+        pytest.skip("nan means missing in a text")
     bad = {**GOOD, field: value}
     if kind == "parquet":
         pq.write_table(pa.Table.from_pylist([GOOD, bad, GOOD]), path)
     else:
         lines = [",".join("" if cell is None else str(cell) for cell in row.values()) for row in (GOOD, bad)]
         path.write_text("\n".join([",".join(GOOD), *lines]) + "\n", encoding="utf-8")
-        shown = "''" if value is None else f"'{value}'".replace("+", "[+]")
-        words = words.replace("value None", f"value {shown}").replace(f"value {value}", f"value {shown}")
-        words = words.replace("value 1e[+]39", "value '1e[+]39'")
+        shown = "None" if value is None else f"'{value}'".replace("+", "[+]")
+        words = words.replace(f"value {value}", f"value {shown}").replace("value 1e[+]39", "value '1e[+]39'")
     data = FileClickData([path], spec(), holdout=0)
     with pytest.raises(DataError, match=rf"rows.{kind}:{2 if kind == 'parquet' else 3}: field {words}"):
         list(data.train_batches(0, 1, 4))

@@ -23,10 +23,10 @@ from shardrec.trainer.data import FileClickData, load_spec
 from shardrec.trainer.data.request import batch_of_request
 from shardrec.trainer.data.spec import parse_spec
 from shardrec.trainer.data.tables import read_blocks
-from shardrec.trainer.data.vocabulary import count_vocabularies
 from shardrec.trainer.run import TrainConfig, source
-from shardrec.trainer.run.source import counted_vocabularies
+from shardrec.trainer.run.source import decided_spec
 from tests.ranks import ranks
+from tests.trainer.data.raw import vocabularies
 
 SPEC = """
 label: click
@@ -47,7 +47,7 @@ def data(path: Path) -> Path:
 
 def test_values_of_all_features_of_a_table_count(tmp_path: Path) -> None:
     path, raw = data(tmp_path / "a.parquet"), parse_spec(SPEC, "spec")
-    counted = count_vocabularies([str(path)], raw)
+    counted = vocabularies([path], raw)
     assert counted == {"film": ["f1", "f2", "f3", "f4"], "shop": ["7", "8"]}
     spec = raw.with_vocabularies(counted)
     assert spec.schema_.num_embeddings == (5, 5, 3)
@@ -67,7 +67,7 @@ def test_texts_that_are_not_utf8_are_no_values(tmp_path: Path, kind: pa.DataType
     path, shops = tmp_path / "a.parquet", pa.array([b"a", b"\xff", None])
     pq.write_table(pa.table({"click": [0, 1, 0], "shop": shops.view(kind)}), path)
     raw = parse_spec("label: click\nfeatures: [{name: shop, kind: id, vocabulary: from_data}]", "spec")
-    assert count_vocabularies([str(path)], raw) == {"shop": ["a"]}
+    assert vocabularies([path], raw) == {"shop": ["a"]}
 
 
 @pytest.mark.parametrize("group", ["", "group: shop\n"])
@@ -78,7 +78,7 @@ def test_held_out_rows_do_not_count(tmp_path: Path, group: str) -> None:
     paths = [tmp_path / "a.parquet"] * 2
     features = "features: [{name: shop, kind: id, vocabulary: from_data}]"
     raw = parse_spec(f"label: click\n{group}{features}", "spec")
-    counted = count_vocabularies([*map(str, paths)], raw, holdout=0.3)
+    counted = vocabularies(paths, raw, holdout=0.3)
     spec = raw.with_vocabularies(counted)
     files = FileClickData(paths, spec, holdout=0.3)
     trained = [id for batch in files.train_batches(0, 1, 64) for id in batch.sparse.values().tolist()]
@@ -151,9 +151,10 @@ def test_ranks_count_a_share_of_the_rows_each(tmp_path: Path, world_size: int, g
 
         with mock.patch("shardrec.trainer.data.vocabulary.read_blocks", read):
             config = TrainConfig(data=str(tmp_path / "*.parquet"), features="spec", holdout=0.3)
-            return dict(counted_vocabularies(config, spec, spec, rank_info)), rows
+            decided = decided_spec(config, spec, rank_info, tmp_path)
+            return {feature.name: [*feature.values] for feature in decided.sparse if feature.share is None}, rows
 
-    alone = count_vocabularies(paths, spec, holdout=0.3)
+    alone = vocabularies(paths, spec, holdout=0.3)
     assert alone["film"] and alone["shop"]
     counted = ranks(world_size, counted_on_rank)
     assert [vocabularies for vocabularies, _ in counted] == [alone] * world_size
@@ -179,6 +180,6 @@ def test_ranks_that_have_counted_their_share_hear_of_those_that_count() -> None:
             return number + 7
 
         with mock.patch.object(agree, "all_gather", heard):
-            return source._on_ranks(rank_info, count, [0, 1])
+            return source.on_ranks(rank_info, count, [0, 1])
 
     assert ranks(2, counted_on_rank) == [[7, 8]] * 2

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,6 @@ import torch
 
 from shardrec.errors import ConfigError, ShardrecError
 from shardrec.launch.ranks import RankInfo
-from shardrec.trainer.data import kafka
 from shardrec.trainer.run import TrainConfig
 from shardrec.trainer.run.runs import RunFolder
 from shardrec.trainer.run.saving import Saver
@@ -19,7 +19,7 @@ from shardrec.trainer.run.source import Source
 from tests.campaign.results import differences
 from tests.ranks import raises_on_all, ranks
 from tests.trainer.run.fed import SPEC, feed, numbers, trained
-from tests.trainer.run.topics import PARTITIONS, Brokers
+from tests.trainer.run.topics import PARTITIONS, Brokers, trained_on_topic
 
 START = 1_700_000_000
 """Event times are seconds after it."""
@@ -29,7 +29,6 @@ START = 1_700_000_000
 def brokers() -> Iterator[Brokers]:
     pytest.importorskip("confluent_kafka", reason="shardrec is installed without its extra kafka")
     yield Brokers()
-    kafka._idle.clear()
 
 
 def timed(folder: Path, **options: Any) -> TrainConfig:
@@ -69,22 +68,28 @@ def late_rows(shares: Sequence[Mapping[int, Sequence[int]]], arrivals: Sequence[
     return late
 
 
-def shares_of(config: TrainConfig, count: int, **how: Any) -> list[dict[int, list[int]]]:
-    """The rows of each rank's steps."""
-    return [trained(config, **how)] if count == 1 else ranks(count, trained, config, **how)
-
-
-def check_cuts(config: TrainConfig, count: int, cuts: Sequence[int], arrivals: Sequence[Mapping[int, int]]) -> set[int]:
+def check_cuts(
+    config: TrainConfig,
+    count: int,
+    cuts: Sequence[int],
+    arrivals: Sequence[Mapping[int, int]],
+    train: Callable[..., dict[int, list[int]]] = trained,
+) -> set[int]:
     """Broken off after a step (default: each) and gone on with, a run has the same rows in each step and the same
     results; returns the late ones."""
-    whole = shares_of(config, count)
+
+    def shares_of(config: TrainConfig, **how: Any) -> list[dict[int, list[int]]]:
+        """The rows of each rank's steps."""
+        return [train(config, **how)] if count == 1 else ranks(count, train, config, **how)
+
+    whole = shares_of(config)
     late = late_rows(whole, arrivals)
     assert {number for share in whole for number in numbers(share)} == {*range(148)} - late
     folder = Path(str(config.out))
     assert RunFolder(folder).metrics["skipped_rows"] == {"late row": len(late)}
     for cut in cuts or range(1, len(whole[0])):
         broken_off = config.changed(out=f"{folder}-{cut}")
-        before, after = (shares_of(broken_off, count, **how) for how in ({"cut_after": cut}, {"resume": True}))
+        before, after = (shares_of(broken_off, **how) for how in ({"cut_after": cut}, {"resume": True}))
         assert [one | other for one, other in zip(before, after, strict=True)] == whole
         assert differences(Path(f"{folder}-{cut}"), folder) == []
     return late
@@ -101,17 +106,15 @@ def test_the_same_rows_of_files_are_late_after_a_kill(count: int, cuts: list[int
 
 
 @pytest.mark.parametrize("cuts", [[3], pytest.param([], marks=pytest.mark.slow)])
-def test_the_same_records_are_late_after_a_kill(
-    cuts: list[int], brokers: Brokers, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """An arrival is a range of each partition."""
-    monkeypatch.setattr(kafka, "_MOST", 9)
+def test_the_same_records_are_late_after_a_kill(cuts: list[int], brokers: Brokers, tmp_path: Path) -> None:
+    """An arrival is a file with a range of each partition."""
     flat = {number: time for times in ARRIVALS for number, time in times.items()}
     rows = [{"click": int(n % 3 == 0), "number": n, "site": n % 40, "at": 1000 * at_of(t)} for n, t in flat.items()]
     config = timed(tmp_path, data=f"feed:{brokers.deliver(f'late-{len(cuts)}', rows)}")
     size = 9 * PARTITIONS
+    train = partial(trained_on_topic, most=size)
     arrivals = [{n: flat[n] for n in range(first, min(first + size, 148))} for first in range(0, 148, size)]
-    assert len(check_cuts(config, 1, cuts, arrivals)) > 9
+    assert len(check_cuts(config, 1, cuts, arrivals, train)) > 9
 
 
 def test_a_run_goes_on_with_another_number_of_ranks(tmp_path: Path) -> None:
@@ -193,5 +196,5 @@ def test_options_and_features_that_do_not_go_with_event_times(tmp_path: Path) ->
             Source(config.changed(**option), lead)
     (tmp_path / "spec.yaml").write_text(SPEC + "event_time: site\n", encoding="utf-8")
     pytest.importorskip("confluent_kafka", reason="shardrec is installed without its extra kafka")
-    with pytest.raises(ConfigError, match=r"a feature 'site', which a record's label, group or event time is named"):
+    with pytest.raises(ConfigError, match=r"have 2 fields or columns 'site', and a record has one"):
         Source(config.changed(data="feed:kafka://host/topic"), lead)

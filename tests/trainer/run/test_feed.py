@@ -22,7 +22,7 @@ import torch
 from shardrec.errors import ConfigError, DataError
 from shardrec.files import UnreachableError
 from shardrec.launch.ranks import RankInfo
-from shardrec.trainer.data import ClickMetrics, tables
+from shardrec.trainer.data import ClickMetrics, formats, tables
 from shardrec.trainer.run import RunStopped, TrainConfig
 from shardrec.trainer.run.held_out import Progressive
 from shardrec.trainer.run.runs import RunFolder
@@ -126,7 +126,7 @@ def test_what_cannot_be_reached_for_a_moment_is_tried_again(tmp_path: Path) -> N
 
         with (
             mock.patch.object(feeds, "files_of", failing(feeds.files_of, rank=0)),
-            mock.patch.object(files, "check_file", failing(files.check_file, rank=1)),
+            mock.patch.object(files, "check_part", failing(files.check_part, rank=1)),
             mock.patch("time.sleep", lambda seconds: None),
             warnings.catch_warnings(record=True) as warned,
         ):
@@ -138,7 +138,7 @@ def test_what_cannot_be_reached_for_a_moment_is_tried_again(tmp_path: Path) -> N
     assert (said, silent) == (
         [
             "files_of does not answer; it is tried again in 0.5 s",
-            "rank 1: check_file does not answer; it is tried again in 1 s",
+            "rank 1: check_part does not answer; it is tried again in 1 s",
         ],
         [],
     )
@@ -288,18 +288,18 @@ def test_rows_of_a_lost_file_are_left_out_of_an_arrival(how: str, tmp_path: Path
 
 
 def test_a_damaged_text_is_left_out_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is found when the lines are counted, before any was trained on."""
-    monkeypatch.setattr(tables, "_BLOCK_BYTES", 1000)
+    """It is found when the file is opened or converted, before any row was trained on."""
+    monkeypatch.setattr(formats, "_BLOCK_BYTES", 1000)
     config = feed(tmp_path, on_bad_row="skip")
     deliver(tmp_path / "in", "a.csv", range(64))
     data = gzip.compress(("click,number,site\n" + "".join(f"1,{n},2\n" for n in range(9999))).encode())
     (tmp_path / "in" / "b.csv.gz").write_bytes(data[: len(data) // 2])
     (tmp_path / "in" / "c.csv").write_bytes("click,number,site\n1,2,3\n".encode("utf-16"))
-    with pytest.warns(UserWarning, match="left out: .*b.csv.gz:1: the file is damaged"):
+    with pytest.warns(UserWarning, match="left out: .*b.csv.gz: the file is damaged"):
         assert numbers(trained(config)) == list(range(64))
     skipped = RunFolder(tmp_path / "run").metrics["skipped_rows"]
-    assert skipped == {"damaged part of a file": 1, "file that cannot be read": 1}
-    with pytest.raises(DataError, match=r"b.csv.gz:1: the file is damaged"):
+    assert skipped == {"file that cannot be read": 2}
+    with pytest.raises(DataError, match=r"b.csv.gz: the file is damaged"):
         (tmp_path / "in" / "c.csv").unlink()
         trained(config.changed(on_bad_row="error", out=str(tmp_path / "error")))
 

@@ -206,7 +206,7 @@ def test_rows_have_the_places_of_ids_in_data(tmp_path: Path) -> None:
     table = pa.table(columns | {"price": [0.0] * 30, "count": [0.0] * 30})
     looked_up = encode(table, spec, labelled=False).rows.ids.reshape(30, 5)
     for place, feature in enumerate(spec.sparse):
-        numbers, bad = row_numbers(pa.array(columns[feature.name]), feature)
+        numbers, bad = row_numbers(pa.array(columns[feature.name]), feature, spec)
         assert numbers.tolist() == looked_up[:, place].tolist()
         assert not bad.any()
 

@@ -238,6 +238,19 @@ def test_held_out_rows_with_one_label(tmp_path: Path) -> None:
 def test_a_monitor_that_the_held_out_rows_lack(monitor: str, changes: dict[str, Any], tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"compare points by .* \(--monitor\), and the 40 held-out rows have none"):
         broken_off(one_label(tmp_path).changed(monitor=monitor, **changes))
+    assert not [*(tmp_path / "run" / "checkpoints").glob("*")], "before the first step"
+
+
+def test_no_held_out_rows(tmp_path: Path) -> None:
+    config = one_label(tmp_path)
+    (tmp_path / "valid.csv").write_text("user,label\n", encoding="utf-8")
+    assert broken_off(config) == [1, 2, 3, 4, 5]
+    metrics = json.loads((tmp_path / "run" / "metrics.json").read_text(encoding="utf-8"))
+    assert {metrics["final"][name] for name in ("auc", "logloss", "click_rate")} == {None}
+    assert metrics["final"]["rows"] == 0
+    assert RunFolder(tmp_path / "run").evaluate()[0].to_mapping() == metrics["final"]
+    with pytest.raises(ConfigError, match="and the 0 held-out rows have none"):
+        broken_off(config.changed(checkpoint="best", out=str(tmp_path / "best")))
 
 
 @pytest.mark.slow

@@ -93,8 +93,8 @@ def test_undefined_metrics_are_shown_as_such(tmp_path: Path) -> None:
     undefined = dataclasses.replace(FINAL, auc=math.nan, normalized_entropy=math.nan, auc_stderr=math.nan)
     made = dataclasses.replace(report(), final=undefined, optimum=undefined)
     made = dataclasses.replace(made, curve=[dataclasses.replace(point, auc=None) for point in made.curve])
-    assert text(metrics_table(made)).count("nan") == 6
-    assert summary_line(made) == "AUC nan, best possible nan, gap nan"
+    assert text(metrics_table(made)).count("undefined") == 6
+    assert summary_line(made) == "AUC undefined, best possible undefined, gap undefined"
     write_metrics(made, tmp_path / "metrics.json")
     read = json.loads((tmp_path / "metrics.json").read_text(encoding="utf-8"))
     assert [read["final"]["auc"], read["optimum"]["normalized_entropy"], read["auc_gap"]] == [None] * 3

@@ -228,6 +228,14 @@ def test_an_epoch_of_a_version_that_read_in_another_order_is_not_gone_on_with(ro
     source.check_resumes(None, in_epoch=False)
     with pytest.raises(ConfigError, match="in the middle of an epoch by a version of shardrec that read"):
         source.check_resumes(None, in_epoch=True)
+    source.count()
+    source.check_resumes(source.digests(), in_epoch=True)
+    saved = {
+        name: [[path, "1f00d5e7" if digest.endswith("-rows") else digest] for path, digest in files]
+        for name, files in source.digests().items()
+    }
+    with pytest.raises(ConfigError, match=r"data file .*c\.tsv\.gz was read in another order .*\(--init-from\)"):
+        source.check_resumes(saved, in_epoch=False)
 
 
 def as_plain(folder: Path) -> Path:

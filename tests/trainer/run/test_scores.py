@@ -19,7 +19,8 @@ import torch
 from shardrec.errors import ConfigError, DataError, ShardrecError
 from shardrec.files import Store
 from shardrec.trainer.data import click_metrics
-from shardrec.trainer.data.tables import check_file, counted, rows_between
+from shardrec.trainer.data.convert import counted
+from shardrec.trainer.data.tables import check_file, rows_between
 from shardrec.trainer.data.urls import files_of, open_input
 from shardrec.trainer.run import RunFolder, TrainConfig, predict, scores
 from shardrec.trainer.run.task_metrics import predictions
@@ -224,7 +225,7 @@ def test_a_file_that_has_shrunk(run: Path, tmp_path: Path) -> None:
     spec = _Keyed(keys=("number",), features=RunFolder(run / "out").spec.features)
     table, path = pq.read_table(run / "rows" / "a.parquet"), str(tmp_path / "a.parquet")
     pq.write_table(table, path, row_group_size=90)
-    info = counted(check_file(path, spec), spec)
+    info = counted(check_file(path, spec), spec, tmp_path / "rows")
     blocks = list(rows_between(info, spec, [(3, 3), (5, 300), (300, 700)]))
     assert [len(block.numbers) for block in blocks] == [0, 295, 400]
     assert blocks[1].table["number"].to_pylist() == list(range(5, 300))

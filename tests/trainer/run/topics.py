@@ -1,12 +1,19 @@
-"""Topics of librdkafka's own mock brokers."""
+"""Topics of librdkafka's own mock brokers, and runs that follow them without a further process."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
+from unittest import mock
 
-__all__ = ["PARTITIONS", "Brokers"]
+from shardrec.trainer.data.ingest import ROUND, Ingester
+from shardrec.trainer.data.spec import FeatureSpec
+from shardrec.trainer.run import TrainConfig
+from tests.trainer.run.fed import trained
+
+__all__ = ["PARTITIONS", "Brokers", "Restarted", "trained_on_topic"]
 
 PARTITIONS = 4
 """Of a topic that the brokers make when a producer names it."""
@@ -31,3 +38,31 @@ class Brokers:
             self._producer.produce(topic, value, partition=place % PARTITIONS if partition is None else partition)
         assert self._producer.flush(20) == 0, "the records were not delivered"
         return f"kafka://{self.address}/{topic}"
+
+
+class Restarted:
+    """In place of the ingester's process: an ingester of this one, which begins again for each file."""
+
+    def __init__(self, url: str, spec: FeatureSpec, folder: Path, *, skips: bool, most: int = ROUND) -> None:
+        self._ingester, self._skips, self._most = (url, spec, folder), skips, most
+        self._is_asked, self.lag = False, 0
+
+    def ask(self) -> None:
+        self._is_asked = True
+
+    def wait(self) -> None:
+        if self._is_asked:
+            self._is_asked = False
+            ingester = Ingester(*self._ingester, skips=self._skips)
+            try:
+                ingester.write(self._most)
+                self.lag = ingester.lag
+            finally:
+                ingester.close()
+
+
+def trained_on_topic(config: TrainConfig, *, most: int = ROUND, **how: Any) -> dict[int, list[int]]:
+    """:func:`trained`, with at most so many records in a file."""
+    made = mock.Mock(side_effect=lambda *args, skips: Restarted(*args, skips=skips, most=most))
+    with mock.patch("shardrec.trainer.run.source.IngestProcess", made):
+        return trained(config, **how)

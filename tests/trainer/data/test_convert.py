@@ -7,9 +7,9 @@ import pyarrow.parquet as pq
 import pytest
 
 from shardrec.errors import DataError
-from shardrec.trainer.data import criteo_spec, open_click_data, tables, write_criteo_tsv
+from shardrec.trainer.data import Feature, FeatureSpec, criteo_spec, formats, open_click_data, write_criteo_tsv
 from shardrec.trainer.data.arrays import plain_column
-from shardrec.trainer.data.to_parquet import convert
+from shardrec.trainer.data.convert import convert
 from tests.trainer.data.raw import LINES, SPEC, equal, lines, write
 
 
@@ -18,13 +18,12 @@ from tests.trainer.data.raw import LINES, SPEC, equal, lines, write
 def test_text_as_parquet_has_the_same_rows_to_the_bit(
     tmp_path: Path, suffix: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(tables, "_BLOCK_BYTES", 5_000)
+    monkeypatch.setattr(formats, "_BLOCK_BYTES", 5_000)
     write_criteo_tsv(tmp_path / f"a.{suffix}", 500, seed=1)
-    rows, checksum = convert(str(tmp_path / f"a.{suffix}"), criteo_spec(), tmp_path / "a.parquet", group_rows=64)
+    rows = convert(str(tmp_path / f"a.{suffix}"), criteo_spec(), tmp_path / "a.parquet", group_rows=64)
     metadata = pq.read_metadata(tmp_path / "a.parquet")
     assert rows == metadata.num_rows == 500
     assert max(metadata.row_group(group).num_rows for group in range(metadata.num_row_groups)) <= 64
-    assert metadata.metadata[b"shardrec.checksum"].decode() == checksum
     batches = [
         open_click_data(tmp_path / name, holdout=0.0, streams=1).train_batches(0, 1, 100)
         for name in (f"a.{suffix}", "a.parquet")
@@ -34,7 +33,7 @@ def test_text_as_parquet_has_the_same_rows_to_the_bit(
 
 def test_lists_and_missing_values(tmp_path: Path) -> None:
     path = write(tmp_path / "rows.svm", b"1 qid:1 3:1 4:0.5\n-1 qid:2\n1 qid:2 9:2\n")
-    assert convert(str(path), LINES, tmp_path / "rows.parquet", group_rows=2)[0] == 3
+    assert convert(str(path), LINES, tmp_path / "rows.parquet", group_rows=2) == 3
     batches = [
         list(open_click_data(name, LINES, holdout=0.0, streams=1).train_batches(0, 1, 9))
         for name in (path, tmp_path / "rows.parquet")
@@ -42,18 +41,24 @@ def test_lists_and_missing_values(tmp_path: Path) -> None:
     assert equal(batches[0][0], batches[1][0])
 
 
-def test_nothing_is_left_of_what_cannot_be_converted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nothing_is_left_of_what_cannot_be_converted(tmp_path: Path) -> None:
     path = write(tmp_path / "rows.tsv", lines(5) + b"x\n")
     with pytest.raises(DataError, match=r"rows\.tsv:6: the line has 1 of 5 columns"):
         convert(str(path), SPEC, tmp_path / "rows.parquet")
-    write(path, lines(5))
-    with (
-        monkeypatch.context() as patch,
-        pytest.raises(DataError, match=r"rows\.parquet has checksum .* check the disk"),
-    ):
-        patch.setattr(pq.ParquetFile, "iter_batches", lambda self: iter(()))
-        convert(str(path), SPEC, tmp_path / "rows.parquet")
     assert [entry.name for entry in tmp_path.iterdir()] == ["rows.tsv"]
+
+
+@pytest.mark.parametrize("kind", ["parquet", "csv"])
+def test_columns_that_folders_give_are_written(tmp_path: Path, kind: str) -> None:
+    folder, spec = tmp_path / "day=3", FeatureSpec(features=(Feature(name="day", kind="id", rows=9, ids="number"),))
+    folder.mkdir()
+    if kind == "csv":
+        (folder / "a.csv").write_text("label\n1\n0\n")
+    else:
+        pq.write_table(pa.table({"label": [1, 0]}), folder / "a.parquet")
+    assert convert(str(folder / f"a.{kind}"), spec, tmp_path / "b.parquet") == 2
+    (batch,) = open_click_data(tmp_path / "b.parquet", spec, holdout=0.0).train_batches(0, 1, 9)
+    assert (batch.sparse.values().tolist(), batch.labels.tolist()) == ([3, 3], [1, 0])
 
 
 def test_columns_without_their_dictionaries() -> None:
