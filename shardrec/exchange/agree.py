@@ -26,6 +26,7 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_object_coll_device
 
 from shardrec.errors import CheckpointError, ConfigError, PeerError, ShardrecError
+from shardrec.exchange.headers import quoted
 from shardrec.exchange.peers import peers
 from shardrec.exchange.safe_pickle import gather
 from shardrec.exchange.subgroups import subgroup
@@ -138,7 +139,7 @@ def on_first_rank(work: Callable[[], T], ranks: Ranks, what: str) -> T:
         try:
             outcome = work()
         except Exception as error:
-            outcome, cause = error if isinstance(error, ShardrecError) else ShardrecError(_words(error)), error
+            outcome, cause = error if isinstance(error, ShardrecError) else ShardrecError(quoted(error)), error
     outcome = all_gather(outcome, ranks, what)[0]
     if cause is not None:
         raise cause
@@ -158,7 +159,8 @@ def on_all_ranks(work: Callable[[], T], ranks: Ranks, what: str, *, remedy: str)
         remedy: the remedy for an error of the operating system.
 
     Raises:
-        CheckpointError: on every rank, if ``work`` failed on any.
+        CheckpointError: on every rank, if ``work`` failed on any; a rank on which it raised an error of neither
+            shardrec nor the operating system raises that error itself.
         ConfigError: on every rank, if all failures are ConfigErrors.
         PeerError: if another rank is gone or did not answer in time.
     """
@@ -172,6 +174,8 @@ def on_all_ranks(work: Callable[[], T], ranks: Ranks, what: str, *, remedy: str)
         outcome, cause = _checkpoint_error(error, remedy), error
     outcomes = all_gather(outcome, ranks, what)
     failures = {rank: of_rank for rank, of_rank in enumerate(outcomes) if isinstance(of_rank, ShardrecError)}
+    if cause is not None and not isinstance(cause, (ShardrecError, OSError)):
+        raise cause
     if failures:
         raise _joined(failures, ranks.world_size) from cause
     return outcomes
@@ -202,7 +206,7 @@ def _checkpoint_error(error: Exception, remedy: str) -> ShardrecError:
     """A rank's error, as it is sent to the others."""
     if isinstance(error, ShardrecError):
         return ConfigError(str(error)) if isinstance(error, ConfigError) else CheckpointError(str(error))
-    return CheckpointError(f"{os_fault(error)}; {remedy}" if isinstance(error, OSError) else _words(error))
+    return CheckpointError(f"{os_fault(error)}; {remedy}" if isinstance(error, OSError) else quoted(error))
 
 
 def _joined(failures: Mapping[int, ShardrecError], ranks: int) -> ShardrecError:
@@ -212,7 +216,3 @@ def _joined(failures: Mapping[int, ShardrecError], ranks: int) -> ShardrecError:
         return kind(texts.pop())
     lines = [f"rank {rank}: {failure}" for rank, failure in failures.items()]
     return kind(lines[0] if len(lines) == 1 else f"{len(lines)} ranks failed:\n  " + "\n  ".join(lines))
-
-
-def _words(error: Exception) -> str:
-    return f"{type(error).__name__}: {error}"

@@ -188,12 +188,13 @@ def _read_ordinary(features: KeyedJaggedTensor, expect: Expectation) -> Batch | 
         or features.stride() * len(keys) != lengths.numel()
     ):
         return None
-    weights = features.weights_or_none()
-    if weights is not None and weights.shape != values.shape:
-        return None
-    if not expect.weighted:
-        weights = None
-    elif weights is None or not weights.dtype.is_floating_point or weights.device.type != device:
+    weights = features.weights_or_none() if expect.weighted else None
+    if expect.weighted and (
+        weights is None
+        or weights.shape != values.shape
+        or not weights.dtype.is_floating_point
+        or weights.device.type != device
+    ):
         return None
     return Batch(keys=keys, lengths=lengths.view(len(keys), -1), values=values, weights=weights) if keys else None
 
@@ -213,8 +214,8 @@ def form_fault(features: KeyedJaggedTensor, expect: Expectation) -> str | None:
     return _device_fault("lengths", lengths, expect)
 
 
-def _size_fault(features: KeyedJaggedTensor) -> str | None:
-    values, weights = features.values(), features.weights_or_none()
+def _size_fault(features: KeyedJaggedTensor, expect: Expectation) -> str | None:
+    values, weights = features.values(), features.weights_or_none() if expect.weighted else None
     if values.numel() > _MAX_IDS:
         return f"the input has {values.numel()} ids and a batch may have {_MAX_IDS}; make the batch smaller"
     if weights is not None and weights.shape != values.shape:
@@ -237,7 +238,7 @@ def length_fault(lengths: Tensor, strides: Sequence[int]) -> str | None:
 
 def _read(features: KeyedJaggedTensor, expect: Expectation) -> Batch | str:
     keys = tuple(features.keys())
-    fault = form_fault(features, expect) or _size_fault(features)
+    fault = form_fault(features, expect) or _size_fault(features, expect)
     if fault is not None:
         return fault
     given_lengths, offsets = features.lengths_or_none(), features.offsets_or_none()
@@ -249,21 +250,27 @@ def _read(features: KeyedJaggedTensor, expect: Expectation) -> Batch | str:
     fault = length_fault(lengths, strides)
     if fault is not None:
         return fault
-    most = max(strides)
-    offsets_fit = None if offsets is None else fit(offsets, given_lengths)
-    lengths = lengths.detach()
-    uneven = min(strides) < most
-    if uneven:
-        lengths = pad_sequence(lengths.split(strides), batch_first=True)
     stride_of = dict(zip(keys, strides, strict=True))
+    sizes = [stride_of[feature] for feature in expect.features]
+    most = max(sizes)
+    offsets_fit = None if offsets is None else fit(offsets, given_lengths)
+    values, lengths = features.values(), lengths.detach()
+    if len(set(strides)) > 1:
+        # The ids of a key that no table looks up count as one bag, whatever its batch size.
+        bags = {
+            key: bags if key in expect.features else bags.sum(dtype=bags.dtype).view(1)[:most]
+            for key, bags in zip(keys, lengths.split(strides), strict=True)
+        }
+        lengths = pad_sequence([*bags.values()], batch_first=True)
+        values = values if most else values[:0]
     return Batch(
         keys=keys,
         lengths=lengths.view(len(keys), most),
-        values=features.values(),
-        weights=features.weights() if expect.weighted else None,
-        sizes=tuple(strides) if uneven else None,
+        values=values,
+        weights=features.weights()[: values.numel()] if expect.weighted else None,
+        sizes=tuple(stride_of[key] if key in expect.features else most for key in keys) if min(sizes) < most else None,
         inverse=inverse,
-        bags=() if inverse is None else tuple(stride_of[feature] for feature in expect.features),
+        bags=() if inverse is None else tuple(sizes),
         offsets_fit=offsets_fit,
     )
 
@@ -286,10 +293,13 @@ def _inverse(features: KeyedJaggedTensor, expect: Expectation) -> Tensor | str |
         features.inverse_indices_or_none() if expect.pooled or features.variable_stride_per_key() else None
     )
     if inverse_indices is None or not inverse_indices[1].numel():
-        sizes = set(features.stride_per_key())
-        if expect.pooled and features.variable_stride_per_key() and len(sizes) > 1:
+        if not expect.pooled or not features.variable_stride_per_key():
+            return None
+        strides = dict(zip(features.keys(), features.stride_per_key(), strict=True))
+        sizes = [strides[feature] for feature in expect.features]
+        if len(set(sizes)) > 1:
             return (
-                f"the features have a batch size each ({features.stride_per_key()}) and no inverse indices, so that "
+                f"the features have a batch size each ({sizes}) and no inverse indices, so that "
                 "their pooled embeddings cannot stand side by side; give the KeyedJaggedTensor inverse_indices, or pad "
                 "the short features with empty bags"
             )

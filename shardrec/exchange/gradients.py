@@ -53,19 +53,30 @@ class Gradients:
         self.are_reduced = are_reduced
         self.accumulates = False
         self.reduce_this_backward = True
+        self._had_gradients = False  # the last forward
         self.returning: list[tuple[Tensor, Tensor]] = []
         self.backward = BackwardWatch(report_failure, self._backward_begins)
         life_cycle.gradients_go_back.append(self.backward.begin)
 
     def begin_forward(self) -> None:
-        """A forward begins: if it has gradients, it decides whether its backward averages them."""
-        if torch.is_grad_enabled():
+        """A forward begins: if it has gradients, it decides whether its backward averages them. One that a backward
+        computes again has begun before, with gradients; the forward of a reentrant checkpoint has not.
+        """
+        if self._had_gradients and torch._C._current_graph_task_id() >= 0:  # computes_again, without a call
+            return
+        self._had_gradients = torch.is_grad_enabled()
+        if self._had_gradients:
             self.reduce_this_backward = not self.accumulates
             for begin in self.life_cycle.forward_begins:
                 begin()
             if self.reducer is not None:
                 BEGUN.begin(self.reducer)
                 self.reducer.arm()
+
+    @property
+    def computes_again(self) -> bool:
+        """Whether a backward computes the last forward again (``torch.utils.checkpoint``)."""
+        return self._had_gradients and torch._C._current_graph_task_id() >= 0
 
     def agreement(self) -> str:
         """What the ranks must have in common in a forward."""

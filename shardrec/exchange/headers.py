@@ -5,7 +5,8 @@ A rank with bad input must not leave the others waiting in the next collective. 
 all-to-all of a few integers that is needed anyway; one of them says "my batch is faulty", one is a checksum of what the
 ranks must agree on (id dtype, gradients on or off, dtypes of the dense inputs). When any header says so, every rank
 knows it at the same step, and only then do they exchange their messages as text, so that each raises the same error. A
-step without a fault exchanges no messages.
+step without a fault exchanges no messages. An exception of the model's own code stays as it is on its rank; the others
+raise an error that quotes it.
 """
 
 from __future__ import annotations
@@ -16,12 +17,23 @@ from typing import NoReturn
 
 import torch
 from torch import Tensor
+from torch.utils.checkpoint import _StopRecomputationError
 
-from shardrec.errors import InputError
+from shardrec.errors import AnomalyError, InputError, PeerError, ShardrecError
 from shardrec.exchange.collectives import Collectives, Pending
 from shardrec.exchange.fault_flags import FaultFlags
 
-__all__ = ["FIXED_COLUMNS", "FORWARD_FAILED", "NO_MORE", "ForwardFailed", "Headers", "checksum"]
+__all__ = [
+    "FIXED_COLUMNS",
+    "FORWARD_FAILED",
+    "NO_MORE",
+    "ForwardFailed",
+    "Headers",
+    "checksum",
+    "is_own",
+    "is_shared",
+    "quoted",
+]
 
 _NO_MORE_HERE = "there is no further batch, and others have one: give every rank as many batches"
 
@@ -35,6 +47,24 @@ FORWARD_FAILED, NO_MORE = 2, 3
 
 class ForwardFailed(InputError):
     """While the next batch's ids were exchanged: another rank's forward failed, and this rank's has no backward."""
+
+
+def is_shared(error: BaseException) -> bool:
+    """Whether all ranks raise an error of a step, or know of it from the collective that failed."""
+    return isinstance(error, (InputError, AnomalyError, PeerError))
+
+
+def is_own(error: BaseException) -> bool:
+    """Whether an exception in a step is a failure of this rank alone, of which the others have to hear. Control flow is
+    not: an interrupt, which each rank receives by itself, and torch's end of a recomputation, which all ranks make.
+    """
+    return isinstance(error, Exception) and not is_shared(error) and not isinstance(error, _StopRecomputationError)
+
+
+def quoted(error: BaseException) -> str:
+    """An error of a rank's own, with its notes, as the errors of the other ranks quote it."""
+    text = str(error) if isinstance(error, ShardrecError) else f"{type(error).__name__}: {error}"
+    return "; ".join([text, *getattr(error, "__notes__", ())])
 
 
 def checksum(text: str) -> int:

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shardrec._dynamo import left_alone
-from shardrec.errors import ShardrecError
+from shardrec.exchange.headers import is_own
 from shardrec.exchange.peers import failed_in_a_collective, peer_error
 from shardrec.modules.compiled import compiled_step, leaves
 from shardrec.modules.optim import FusedOptimizers
@@ -131,7 +131,7 @@ def _tell(forward: _Forward, error: BaseException) -> None:
     model, context = forward.model, forward.model.context
     try:
         # For calls made ahead, the other ranks have the headers; the code that made the calls tells the others.
-        if isinstance(error, Exception) and not isinstance(error, ShardrecError):
+        if isinstance(error, Exception) and is_own(error):
             if model.group is not None and failed_in_a_collective(error):
                 # A buffer's broadcast, a collective of the model's own, one of a compiled or scripted program.
                 raise peer_error(model.group, "forward", error) from error

@@ -121,6 +121,7 @@ class LiveBags(_Live):
     def __init__(self, collection: ShardedCollection, tables: nn.Module, keys: list[str], dims: list[int]) -> None:
         super().__init__(collection, lambda values: (values, values.new_empty(0), torch.empty(0, dtype=torch.int64)))
         self.embedding_bags = parameters_of(tables)
+        self.feature = collection.input.expect.features[0]
         self.keys = keys
         self.dims = dims
         self.width = sum(dims)
@@ -140,7 +141,7 @@ class LiveBags(_Live):
     ) -> tuple[Tensor, Tensor, int, int, torch.dtype, int, list[str], list[int]]:
         """Queue the lookup; gives the arguments of :func:`finish_bags`."""
         order, ticket = self.begin(features)
-        batch = samples(features)
+        batch = samples(features, self.feature)
         return order, ticket, batch, self.width, self.output_dtype, self.number, self.keys, self.dims
 
 
@@ -216,15 +217,18 @@ def lengths_by_key(features: KeyedJaggedTensor) -> list[Tensor]:
     return list(features.lengths().view(len(features.keys()), -1).unbind(0))
 
 
-def samples(features: KeyedJaggedTensor) -> int:
-    """Number of samples of the full batch."""
+def samples(features: KeyedJaggedTensor, feature: str) -> int:
+    """Number of samples of the full batch; without inverse indices, of a feature that is looked up."""
     indices = features.inverse_indices_or_none()
     if indices is not None:  # noqa: SIM102  # TorchScript refines the Optional so
         if indices[1].numel() > 0:
             full: int = indices[1].size(1)
             return full
-    stride: int = features.stride()
-    return stride
+    keys = features.keys()
+    if features.variable_stride_per_key() and feature in keys:
+        stride: int = features.stride_per_key()[keys.index(feature)]
+        return stride
+    return features.stride()
 
 
 def finish_bags(

@@ -15,8 +15,8 @@ class Servers:
     """The argument ``servers`` of :func:`shardrec.shard`: the embedding servers that hold the tables (docs/rpc.md).
 
     Args:
-        names: RPC names of the servers, one for each rank of the plan; for serving, each may be the names of its
-            replicas.
+        names: RPC names of the servers, one for each rank of the plan, or the name of one; for serving, each may be the
+            names of its replicas.
         staleness: number of updates that may still be in progress on the servers when ``backward()`` returns.
         timeout_s: seconds that a server may take to answer.
 
@@ -24,7 +24,7 @@ class Servers:
         ConfigError: for no servers, a duplicate name, a negative staleness or a time limit of 0 or less.
     """
 
-    names: Sequence[str | Sequence[str]]
+    names: str | Sequence[str | Sequence[str]]
     _: KW_ONLY
     staleness: int = 0
     timeout_s: float = 60.0
@@ -45,4 +45,5 @@ class Servers:
 
     def of_ranks(self) -> tuple[tuple[str, ...], ...]:
         """By rank of the plan, the names of the server's replicas, or the server's name if it has none."""
-        return tuple((names,) if isinstance(names, str) else tuple(names) for names in self.names)
+        servers = (self.names,) if isinstance(self.names, str) else self.names
+        return tuple((names,) if isinstance(names, str) else tuple(names) for names in servers)

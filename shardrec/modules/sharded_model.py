@@ -29,6 +29,7 @@ from shardrec._dynamo import passed_over, refuse_export
 from shardrec._late_imports import late_import
 from shardrec.errors import ConfigError, InputError
 from shardrec.exchange.agree import Ranks, ranks_of
+from shardrec.exchange.headers import quoted
 from shardrec.ids.maps import collective_stats, cut_faults
 from shardrec.layout import ShardingPlan
 from shardrec.modules.annotate import annotate_for_dynamo
@@ -104,8 +105,8 @@ class ShardedModel(nn.Module):
         """The model's forward.
 
         Raises:
-            InputError: on every rank at the same step, if the input of any rank is faulty, or if the model's own code
-                fails on a rank before its last sharded collection is called.
+            InputError: on every rank at the same step, if the input of any rank is faulty; on the other ranks, if the
+                model's own code fails on a rank before its last sharded collection is called.
             PeerError: if another rank is gone or did not answer within the process group's timeout.
         """
         if torch.compiler.is_exporting():
@@ -388,14 +389,20 @@ class ShardedModel(nn.Module):
         raise AssertionError("this model has no servers")
 
     def bad_ids(self) -> dict[str, int]:
-        """The number of ids outside their table in this rank's batches since the model was sharded, by feature. It has
-        the features whose policy is ``"zero"`` or ``"wrap"`` (``on_bad_id`` of :func:`shardrec.shard`). Ids are counted
-        on the device; this method waits for it. A batch that raised an error does not count.
+        """The number of ids outside their table in this rank's batches since the model was sharded, by feature; of a
+        feature that several collections look up, by the collection's path and the feature, such as
+        ``"sparse.user_bags.country"``. It has the features whose policy is ``"zero"`` or ``"wrap"`` (``on_bad_id`` of
+        :func:`shardrec.shard`). Ids are counted on the device; this method waits for it. A batch that raised an error
+        does not count.
         """
-        counts: Counter[str] = Counter()
-        for collection in self._sharded:
-            counts.update(collection.bad_ids())
-        return dict(counts)
+        paths = {child: f"{path}." for path, child in self.module.named_modules()}
+        counts = {paths[collection]: collection.bad_ids() for collection in self._sharded}
+        times = Counter(feature for of_collection in counts.values() for feature in of_collection)
+        return {
+            f"{path if times[feature] > 1 else ''}{feature}": count
+            for path, of_collection in counts.items()
+            for feature, count in of_collection.items()
+        }
 
     def id_stats(self) -> dict[str, dict[str, int]]:
         """Statistics of the ids of each table with dynamic ids, by its name in the plan. Every rank calls it. Of
@@ -436,28 +443,33 @@ class ShardedModel(nn.Module):
                 collection.id_maps.set_options(layout, options)
 
     def fail(self, error: Exception, inputs: object) -> None:
-        """Tell the other ranks of an error of this forward, if they still make a header exchange in this step.
+        """Tell the other ranks of an error of this forward, if they still make a header exchange in this step. They
+        raise an InputError that quotes it.
 
         Args:
-            error: of the model's own code.
+            error: of the model's own code; gets a note of the likely cause, if there is one.
             inputs: of the forward, which may be the cause.
 
         Raises:
-            InputError: with the likely cause, if there is one; the same on all ranks if they were told.
+            InputError: on this rank too, if ``error`` stopped the tracing of an invalid batch.
         """
-        rank = self.context.collectives.rank
-        cause = self._dtype_fault(dense_signature(inputs))
-        refusal = self.context.forward_state.refusal
-        text = refusal or f"the model's forward failed: {type(error).__name__}: {error}{cause}"
-        if self.context.collectives.world_size > 1 and self.context.step.others_wait:
+        context = self.context
+        cause = self._dtype_fault(dense_signature(inputs)) if type(error) is RuntimeError else ""
+        if cause:
+            error.add_note(cause)
+        refusal = context.forward_state.refusal
+        text = refusal or f"the model's forward failed: {quoted(error)}"
+        if context.collectives.world_size > 1 and context.step.others_wait:
+            context.failures_told += 1
             try:
-                self.context.headers.fail_all(text)
+                context.headers.fail_all(text)
             except InputError as shared:
-                raise shared from error
+                if refusal:
+                    raise shared from error
         else:
-            self.context.collectives.report_failure(f"raised in forward: {type(error).__name__}: {error}")
-        if cause or refusal:
-            raise InputError(f"rank {rank}: {text}") from error
+            context.collectives.report_failure(f"raised in forward: {quoted(error)}")
+        if refusal:
+            raise InputError(f"rank {context.collectives.rank}: {text}") from error
 
     def _dtype_fault(self, signature: str) -> str:
         tables = {
@@ -471,7 +483,7 @@ class ShardedModel(nn.Module):
         if not wrong or not expected or torch.is_autocast_enabled():
             return ""
         return (
-            f"; among the other inputs are {', '.join(sorted(wrong))} tensors and the model's parameters are "
+            f"among the other inputs are {', '.join(sorted(wrong))} tensors and the model's parameters are "
             f"{', '.join(sorted(expected))}: convert the inputs with .to(torch.{min(expected)})"
         )
 

@@ -12,8 +12,8 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch import Tensor, nn
 
-from shardrec.errors import AnomalyError, ConfigError, InputError, PeerError, ShardrecError
-from shardrec.exchange.headers import FORWARD_FAILED, ForwardFailed
+from shardrec.errors import ConfigError, InputError, ShardrecError
+from shardrec.exchange.headers import FORWARD_FAILED, ForwardFailed, is_own, quoted
 from shardrec.modules.collection import ShardedCollection
 from shardrec.modules.compiled import leaves
 from shardrec.modules.forward import AheadOfSome, dense_signature
@@ -204,10 +204,6 @@ class Lookahead:
         while self._source is not None and len(self._slots) < count and not any(slot.error for slot in self._slots):
             try:
                 batch = next(self._source)
-                with _on(self._copies):
-                    slot = _Slot(batch=_copied(batch, self._device))
-                    slot.ready = None if self._copies is None else self._copies.record_event()
-                self._needs_batch = False
             except StopIteration:
                 self._source = None
                 if not self._needs_batch:
@@ -220,7 +216,20 @@ class Lookahead:
                 slot = _Slot(error=ConfigError(reason))
             except Exception as error:
                 slot = _Slot(error=error)
+            else:
+                self._needs_batch = False
+                slot = self._copy(batch)
             self._slots.append(slot)
+
+    def _copy(self, batch: object) -> _Slot:
+        """The batch on the device, or the error that its step raises."""
+        try:
+            with _on(self._copies):
+                slot = _Slot(batch=_copied(batch, self._device))
+                slot.ready = None if self._copies is None else self._copies.record_event()
+        except Exception as error:
+            slot = _Slot(error=error)
+        return slot
 
     def _run_stages(self, slot: _Slot, count: int) -> None:
         """Have a batch pass the first stages, up to this number; an error is raised in its step."""
@@ -278,7 +287,7 @@ class Lookahead:
             self._prepare(slot)
             if slot.error is not None:
                 slot.told = True
-                context.headers.fail_all(_words(slot.error))
+                context.headers.fail_all(quoted(slot.error))
             assert slot.ahead is not None, "what has no error has its calls"
             with _on(self._ids, slot.ready):
                 slot.ahead.exchange()
@@ -307,7 +316,7 @@ class Lookahead:
         if context is None:
             return forward(slot.batch)
         observed = context.step.observed = [] if self._depth else None
-        context.step.ahead = slot.ahead
+        context.step.ahead, told = slot.ahead, context.failures_told
         calls: list[ModuleCall] | None = None
         try:
             if slot.ready is not None and slot.ahead is not None:
@@ -323,10 +332,9 @@ class Lookahead:
             self._find_sources(slot, observed, calls)
             if slot.ahead is not None:
                 slot.ahead.refuse_other_modes()
-        except (InputError, AnomalyError, PeerError):
-            raise  # on every rank
         except Exception as error:
-            self._fail(slot, observed, calls, error)
+            if is_own(error) and context.failures_told == told:
+                self._fail(slot, observed, calls, error)
             raise
         finally:
             context.step.observed = None
@@ -337,11 +345,7 @@ class Lookahead:
     def _fail(
         self, slot: _Slot, observed: _Observed | None, calls: Sequence[ModuleCall] | None, error: Exception
     ) -> None:
-        """Let the other ranks finish this forward, and tell them, before its backward.
-
-        Raises:
-            InputError: on every rank.
-        """
+        """Let the other ranks finish this forward, and tell them, before its backward."""
         context = self._context
         assert context is not None, "only a sharded model waits"
         if observed and self._calls is None:
@@ -351,10 +355,8 @@ class Lookahead:
         if slot.ahead is not None:
             context.step.serve(slot.ahead)
         context.step.forget_call_batching()
-        try:
-            context.headers.fail_all(f"the model's forward failed: {_words(error)}", FORWARD_FAILED)
-        except InputError as shared:
-            raise shared from error
+        with suppress(InputError):  # this rank raises the error itself
+            context.headers.fail_all(f"the model's forward failed: {quoted(error)}", FORWARD_FAILED)
 
     def _find_sources(self, slot: _Slot, observed: _Observed | None, calls: Sequence[ModuleCall] | None) -> None:
         """Find where the features of each call of this step come from.
@@ -413,12 +415,7 @@ def tell_others(error: Exception, context: ModelContext) -> None:
     with suppress(ShardrecError):
         if context.gradients.reducer is not None:
             context.gradients.reducer.broadcast_buffers()  # as the others do before their first header
-        context.headers.fail_all(_words(error))
-
-
-def _words(error: Exception) -> str:
-    """An error as a text for the other ranks."""
-    return str(error) if isinstance(error, ShardrecError) else f"{type(error).__name__}: {error}"
+        context.headers.fail_all(quoted(error))
 
 
 def _on(stream: torch.cuda.Stream | None, after: torch.cuda.Event | None = None) -> AbstractContextManager[object]:

@@ -19,7 +19,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -27,7 +27,7 @@ from torch import nn
 
 from shardrec._dynamo import left_alone, passed_over
 from shardrec.errors import AnomalyError, InputError, PeerError
-from shardrec.exchange.headers import Headers
+from shardrec.exchange.headers import Headers, is_own, is_shared, quoted
 from shardrec.exchange.subgroups import end_with
 from shardrec.layout import ShardingPlan
 from shardrec.modules.dense import DenseOptions, DenseWrap
@@ -100,20 +100,21 @@ class ReplicatedModel(ShardedModel):
         """The model's forward; a training forward first averages the replicas if that is due.
 
         Raises:
-            InputError: on every rank of every replica at the same step, if a training forward fails on any, or if the
-                ranks are in different steps; an AnomalyError, if that is what a rank has raised.
+            InputError: on every rank of every replica at the same step, if a training forward fails on any, except on a
+                rank whose model's own code failed, or if the ranks are in different steps; an AnomalyError, if that is
+                what a rank has raised.
             PeerError: if another rank is gone.
         """
-        if self.replica_groups.everyone is None or not torch.is_grad_enabled():
+        is_counted = torch.is_grad_enabled() and not self.context.gradients.computes_again
+        if self.replica_groups.everyone is None or not is_counted:
             return super().forward(*args, **kwargs)
         if self.steps_since_sync >= self.replica_options.sync_every:
             self._average_copies()
         try:
             result = super().forward(*args, **kwargs)
-        except PeerError:
-            raise
         except Exception as error:
-            self._agree(self.replica_groups.everyone, error)
+            if is_own(error) or (is_shared(error) and not isinstance(error, PeerError)):
+                self._agree(self.replica_groups.everyone, error)
             raise
         self._agree(self.replica_groups.everyone, None)
         self.steps_since_sync += self._counts_steps
@@ -156,14 +157,18 @@ class ReplicatedModel(ShardedModel):
 
     @left_alone
     def _agree(self, everyone: Headers, error: Exception | None) -> None:
-        """Return if the forward went well on every rank; raise on every rank if not."""
+        """Return if the forward went well on every rank, or if ``error`` is this rank's own; else raise."""
         world_size = everyone.collectives.world_size
         step = 2 * self.steps_since_sync + self._counts_steps
         fault = 0 if error is None else 2 if isinstance(error, AnomalyError) else 1
         header = torch.tensor([[fault, step]] * world_size, dtype=torch.int64)
         faults, steps = everyone.exchange(header).unbind(1)
         if bool(faults.any()):
-            self._raise_together(everyone, error, AnomalyError if int(faults.max()) == 2 else InputError)
+            shared = self._shared(everyone, error, AnomalyError if int(faults.max()) == 2 else InputError)
+            if error is None or is_shared(error):
+                raise shared from error
+            self.context.failures_told += 1
+            return
         if bool((steps != steps[0]).any()):
             lines = [
                 f"rank {rank}: {step // 2} step(s) since the last sync, {'outside' if step % 2 else 'inside'} no_sync"
@@ -174,17 +179,15 @@ class ReplicatedModel(ShardedModel):
                 "no_sync and call sync_replicas on all of them alike:\n  " + "\n  ".join(lines)
             )
 
-    def _raise_together(self, everyone: Headers, error: Exception | None, kind: type[Exception]) -> NoReturn:
-        first = self.replica_groups.ranks[self.replica_groups.replica][0]
+    def _shared(self, everyone: Headers, error: Exception | None, kind: type[Exception]) -> Exception:
+        """The error that ranks raise which have none of their own."""
+        first, rank = self.replica_groups.ranks[self.replica_groups.replica][0], everyone.collectives.rank
         text = ""
-        if isinstance(error, (InputError, AnomalyError)):
-            text = _world_ranks(str(error), first)
-        elif error is not None:
-            text = f"rank {everyone.collectives.rank}: the model's forward failed: {type(error).__name__}: {error}"
+        if error is not None:
+            own = f"rank {rank}: the model's forward failed: {quoted(error)}"
+            text = _world_ranks(str(error), first) if is_shared(error) else own
         texts = list(dict.fromkeys(filter(None, everyone.all_gather_text(text))))
-        raise kind(
-            texts[0] if len(texts) == 1 else f"{len(texts)} replicas or ranks failed:\n" + "\n".join(texts)
-        ) from error
+        return kind(texts[0] if len(texts) == 1 else f"{len(texts)} replicas or ranks failed:\n" + "\n".join(texts))
 
 
 def _world_ranks(text: str, first: int) -> str:

@@ -103,13 +103,14 @@ class RpcWorld:
         store: dist.Store,
         *,
         trainers: int,
-        servers: int | list[str],
+        servers: int | str | list[str],
         name: str,
         timeout_s: float = 300.0,
         interface: str = "lo",
         threads: int = 8,
     ) -> None:
-        self.servers = [f"server{number}" for number in range(servers)] if isinstance(servers, int) else list(servers)
+        given = [servers] if isinstance(servers, str) else servers
+        self.servers = [f"server{number}" for number in range(given)] if isinstance(given, int) else list(given)
         self.names = [f"trainer{number}" for number in range(trainers)] + self.servers
         if name not in self.names or len(set(self.names)) < len(self.names):
             raise ConfigError(f"this process is {name!r}, and the job has {', '.join(self.names)}; each name once")

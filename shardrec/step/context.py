@@ -69,6 +69,7 @@ class ModelContext:
         gradients: of the model's ordinary parameters.
         step: of the modules' calls.
         forward_state: of the forward that runs.
+        failures_told: number of this rank's own errors so far that the other ranks have been told of, and raise.
         is_alone_on_device: one rank, with tables on a device.
     """
 
@@ -81,4 +82,5 @@ class ModelContext:
         self.gradients = Gradients(collectives.report_failure, self.life_cycle, are_reduced=collectives.world_size == 1)
         self.step = Step(self.headers, self.options.comms, self.life_cycle)
         self.forward_state = ForwardState()
+        self.failures_told = 0
         self.is_alone_on_device = device.type == "cuda" and collectives.world_size == 1

@@ -43,7 +43,7 @@ import torch
 
 from shardrec.errors import ConfigError, ShardrecError
 from shardrec.exchange.fault_flags import FaultFlag
-from shardrec.exchange.headers import Headers
+from shardrec.exchange.headers import Headers, is_shared
 from shardrec.exchange.life_cycle import LifeCycle
 from shardrec.exchange.row_exchange import RowAllToAll
 from shardrec.exchange.wire_format import QuantizedComms
@@ -225,7 +225,7 @@ class Step:
             self.lock.release()
 
     def _fail(self, error: BaseException) -> None:
-        if self.ahead or self._calls or self._batching.lacks_calls or isinstance(error, ShardrecError):
+        if self.ahead or self._calls or self._batching.lacks_calls or is_shared(error):
             self._batching.fail()
         else:
             self._batching.end()
