@@ -12,7 +12,7 @@ from shardrec.errors import ConfigError
 from shardrec.lookup.deferred import DeferredGradients
 from shardrec.modules.sharded_model import ShardedModel, require_sharded
 
-__all__ = ["clip_by_norm", "clip_grad_norm_", "clip_grad_value_"]
+__all__ = ["check_clipping", "clip_by_norm", "clip_grad_norm_", "clip_grad_value_"]
 
 
 @torch.no_grad()
@@ -47,7 +47,7 @@ def clip_by_norm(
     model: nn.Module, max_norm: float, norm_type: float | str = 2.0, error_if_nonfinite: bool = False
 ) -> tuple[Tensor, Tensor]:
     """:func:`clip_grad_norm_`, which also returns (2,) float32: the norms of the dense part and of all tables."""
-    sharded = _checked(model, "clip_grad_norm_")
+    sharded = check_clipping(model, "shardrec.clip_grad_norm_")
     norm_type = float(norm_type)
     if not norm_type > 0:
         raise ConfigError(
@@ -96,21 +96,26 @@ def clip_grad_value_(model: nn.Module, clip_value: float) -> None:
     Raises:
         ConfigError: if the model is not sharded, is updated in backward, or has replicas.
     """
-    sharded = _checked(model, "clip_grad_value_")
+    sharded = check_clipping(model, "shardrec.clip_grad_value_")
     gradients = _gradients(sharded)
     rows = (gradient.values for part in _deferred(sharded) for gradient in part.sums(to_change=True))
     for gradient in chain(*gradients, rows):
         gradient.clamp_(-clip_value, clip_value)
 
 
-def _checked(model: nn.Module, taker: str) -> ShardedModel:
-    require_sharded(model, f"shardrec.{taker}")
+def check_clipping(model: nn.Module, taker: str) -> ShardedModel:
+    """The model, if its gradients can be clipped by ``taker``.
+
+    Raises:
+        ConfigError: if the model is not sharded, is updated in backward, or has replicas or servers.
+    """
+    require_sharded(model, taker)
     assert isinstance(model, ShardedModel), "checked above"
     if fault := model.update_in_backward():
-        raise ConfigError(f"shardrec.{taker} finds no gradients to clip in a part of this model: {fault}")
+        raise ConfigError(f"{taker} finds no gradients to clip in a part of this model: {fault}")
     if type(model) is not ShardedModel:
         raise ConfigError(
-            f"shardrec.{taker} takes no {type(model).__name__}: the gradients of its rows are added up on servers, or "
+            f"{taker} takes no {type(model).__name__}: the gradients of its rows are added up on servers, or "
             "belong to the copies of replicas, and no rank sees them; shard it without replicas and servers"
         )
     return model

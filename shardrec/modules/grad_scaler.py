@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from functools import cache, wraps
 from itertools import chain
+from types import SimpleNamespace
 from typing import Any, Self
 from weakref import WeakMethod, WeakValueDictionary
 
@@ -21,6 +22,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.amp.grad_scaler import GradScaler
+from torch.distributed.tensor import DTensor
 
 from shardrec.errors import ConfigError
 from shardrec.exchange.peers import peers
@@ -76,7 +78,9 @@ def _wrap_unscale() -> None:
         models = [model for model in list(_MODELS.values()) if _trains(optimizer, model)]
         for fault in filter(None, (model.scaler_fault() for model in models)):
             raise ConfigError(f"a GradScaler is given an optimizer of this model, but {fault}")
-        by_device: dict[torch.device, Tensor] = unscale(scaler, optimizer, inverse_scale, found_inf, *options)
+        by_device: dict[torch.device, Tensor] = {}
+        for part in _alike(optimizer):
+            by_device |= unscale(scaler, part, inverse_scale, found_inf, *options)
         for group in filter(None, (model.group for model in models)):
             of_ranks = found_inf.new_zeros(1)
             for infinite in by_device.values():
@@ -89,6 +93,15 @@ def _wrap_unscale() -> None:
         return by_device
 
     GradScaler._unscale_grads_ = unscale_on_all_ranks  # type: ignore[method-assign,assignment,unused-ignore]
+
+
+def _alike(optimizer: torch.optim.Optimizer) -> list[Any]:
+    """The optimizer in parts, for one operator does not take FSDP2's gradients and those of tables."""
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    parts = [[each for each in parameters if isinstance(each, DTensor) is of_fsdp] for of_fsdp in (False, True)]
+    if not all(parts):
+        return [optimizer]
+    return [SimpleNamespace(param_groups=[{"params": part}]) for part in parts]
 
 
 def _trains(optimizer: torch.optim.Optimizer, model: Any) -> bool:

@@ -34,7 +34,7 @@ import torch
 from torch import Tensor, nn
 
 from shardrec.errors import ConfigError
-from shardrec.modules.clipping import clip_by_norm
+from shardrec.modules.clipping import check_clipping, clip_by_norm
 from shardrec.modules.sharded_model import ShardedModel
 from shardrec.pipeline.lookahead import Lookahead
 
@@ -78,8 +78,8 @@ class TrainPipeline:
             A batch passes one in each step before its own. On CUDA each runs on a stream of its own.
 
     Raises:
-        ConfigError: for another depth; for several batches an update, if the model's tables are updated in backward; if
-            ``device`` is given twice.
+        ConfigError: for another depth; for several batches an update, if the model's tables are updated in backward; for
+            ``clip_norm``, if :func:`shardrec.clip_grad_norm_` refuses the model; if ``device`` is given twice.
 
     Attributes:
         grad_norms: (2,) float32, the norms of the last update's gradients before they were clipped, of the dense part
@@ -111,6 +111,8 @@ class TrainPipeline:
             raise ConfigError(f"accumulate is {accumulate!r}: give a number of batches, 1 or more")
         if accumulate > 1 and isinstance(model, ShardedModel) and (fault := model.update_in_backward()):
             raise ConfigError(f"accumulate is {accumulate}, but of this model, {fault}")
+        if clip_norm is not None:
+            check_clipping(model, "TrainPipeline(clip_norm=)")
         self._model = model
         self._accumulate, self._accumulated = accumulate, 0
         self._clip_norm = clip_norm

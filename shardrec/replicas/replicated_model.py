@@ -27,6 +27,7 @@ from torch import nn
 
 from shardrec._dynamo import left_alone, passed_over
 from shardrec.errors import AnomalyError, InputError, PeerError
+from shardrec.exchange.backward_watch import weak_hook
 from shardrec.exchange.headers import Headers, is_own, is_shared, quoted
 from shardrec.exchange.subgroups import end_with
 from shardrec.layout import ShardingPlan
@@ -83,7 +84,9 @@ class ReplicatedModel(ShardedModel):
         self.replica_options = options
         context.everyone = groups.everyone or context.headers
         self.steps_since_sync = 0
-        self._counts_steps = True
+        self._counts_steps, self._has_begun = True, False
+        context.life_cycle.forward_begins.insert(0, weak_hook(self._begin))
+        context.life_cycle.gradients_go_back.append(weak_hook(self._go_back))
         self._averager = None if groups.across is None else Averager(groups.across)
         if groups.everyone is not None:  # the groups were made for these replicas
             end_with(self._averager, groups.across)
@@ -108,8 +111,7 @@ class ReplicatedModel(ShardedModel):
         is_counted = torch.is_grad_enabled() and not self.context.gradients.computes_again
         if self.replica_groups.everyone is None or not is_counted:
             return super().forward(*args, **kwargs)
-        if self.steps_since_sync >= self.replica_options.sync_every:
-            self._average_copies()
+        self._has_begun = False
         try:
             result = super().forward(*args, **kwargs)
         except Exception as error:
@@ -117,8 +119,19 @@ class ReplicatedModel(ShardedModel):
                 self._agree(self.replica_groups.everyone, error)
             raise
         self._agree(self.replica_groups.everyone, None)
-        self.steps_since_sync += self._counts_steps
         return result
+
+    def _begin(self) -> None:
+        """A training forward begins, or a call of a scripted program, whose forwards end where they go back."""
+        if self._has_begun:
+            return
+        if self.steps_since_sync >= self.replica_options.sync_every:
+            self._average_copies()
+        self._has_begun = True
+        self.steps_since_sync += self._counts_steps
+
+    def _go_back(self) -> None:
+        self._has_begun = False
 
     @left_alone
     def sync_replicas(self) -> None:

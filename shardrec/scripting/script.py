@@ -8,6 +8,7 @@ from weakref import WeakSet
 
 import torch
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 
 from shardrec._torchscript import Graph, deferred_waits, generic_wait, inline, inlined, methods_of, quiet, subgraphs
 from shardrec.errors import ConfigError
@@ -51,8 +52,8 @@ def script(model: nn.Module, *, parallel_lookups: bool = False, portable: bool |
         by its twin returns the ``Await``.
 
     Raises:
-        ScriptError: if TorchScript cannot compile the code, or a sharded module is called in a fork on several ranks;
-            names the file, the line and a remedy.
+        ScriptError: if TorchScript cannot compile the code, a sharded module is called in a fork on several ranks, or
+            FSDP2 shards a module; names the file, the line and a remedy.
         ConfigError: if ``model`` is not a module.
     """
     if not isinstance(model, nn.Module):
@@ -69,6 +70,7 @@ def compiled(
 ) -> torch.jit.ScriptModule:
     """As :func:`script`; without ``overlap`` values are waited for where they are made, for a model whose collectives
     take no time: its methods are not inlined, and its file loads in less than a tenth of the time."""
+    _refuse_fsdp(model)
     copy = scriptable_copy(model, portable=portable, parallel_lookups=parallel_lookups)
     with generic_wait(wait), quiet():
         try:
@@ -130,6 +132,16 @@ def _refuse_forked_exchanges(scripted: torch.jit.ScriptModule) -> None:
                     "on each rank, and the ranks' exchanges would not match. Call the module without torch.jit.fork: "
                     "its exchange is under way when the call returns, and is waited for at the first use of its value"
                 )
+
+
+def _refuse_fsdp(model: nn.Module) -> None:
+    """Raise a ScriptError for a module that FSDP2 shards: TorchScript would run none of its hooks."""
+    path = next((path for path, module in model.named_modules() if isinstance(module, FSDPModule)), None)
+    if path is not None:
+        raise ScriptError(
+            f"module {path!r} of {type(model).__name__} is sharded by FSDP2, which TorchScript does not know: shard the "
+            "model with dense='ddp', or use torch.compile"
+        )
 
 
 def _exchanges(graph: Graph) -> bool:

@@ -155,7 +155,7 @@ REFUSED: tuple[Refused, ...] = (
     ),
     refused(
         '`dense="fsdp"`', "live script", {"dense": ("fsdp",), "executor": ("live script",)},
-        "execute", "fsdp", "TorchScript runs none of FSDP2's hooks", kind="ScriptError",
+        "execute", "is sharded by FSDP2", "TorchScript runs none of FSDP2's hooks", kind="ScriptError",
     ),
     refused(
         "servers", "warm start", {"mode": ("servers",), "carrier": ("warm start",)},
@@ -167,7 +167,7 @@ REFUSED: tuple[Refused, ...] = (
     ),
     refused(
         "one copy of the tables", "evaluation on some ranks",
-        {"mode": ("plain", "detect_anomaly", *PIPELINES), "evaluation": ("some ranks",)},
+        {"mode": ("plain", "detect_anomaly", "servers", *PIPELINES), "evaluation": ("some ranks",)},
         "evaluation", "the ranks disagree about their input", "a lookup is an exchange of all ranks that share the tables",
         kind="InputError",
     ),

@@ -220,10 +220,8 @@ class Run:
             )
             self._outputs(evaluation, outputs, expected)
             return
-        if evaluation == "some ranks" and self.place.rank and self.row.mode in ("replicas", "elastic", "servers"):
+        if evaluation == "some ranks" and self.place.rank and self.row.mode in ("replicas", "elastic"):
             return
-        if self.row.mode in ("replicas", "elastic"):
-            pass  # they were synchronised for the comparison
         is_training = evaluation == "no_grad" or (evaluation == "some ranks" and self.place.rank == 1)
         sharded.train(is_training)
         grad = torch.no_grad() if evaluation != "some ranks" or not self.place.rank else nullcontext()
@@ -268,8 +266,11 @@ def by_state_dict(run: Run, *, assign: bool = False) -> None:
     if run.row.mode == "servers":  # whose tables are the servers', also another model's
         values = {name: value.clone() for name, value in values.items()}
         model = copy.copy(source)
+        optimizers = _states(source)
         model.model.load_state_dict({name: torch.zeros_like(value) for name, value in values.items()})
+        dist.barrier(run.place.group)
     else:
+        optimizers = _states(source)
         model = run.another()
     model.model.load_state_dict(values, assign=assign)
     if assign and run.row.optimizer == "dense in backward":
@@ -279,7 +280,8 @@ def by_state_dict(run: Run, *, assign: bool = False) -> None:
         dist.barrier()
         import_ids(model.model, run.folder / "ids")
     model.give_optimizers()
-    _load_optimizers(model, source)
+    for optimizer, states in zip(_optimizers(model), optimizers, strict=True):
+        optimizer.load_state_dict(states)
     run.go_on_with(model)
 
 
@@ -321,11 +323,13 @@ def by_publishing(run: Run) -> None:
         follower.close()
 
 
-def _load_optimizers(model: Sharded, source: Sharded) -> None:
-    for optimizer, before in zip(model.optimizers, source.optimizers, strict=True):
-        optimizer.load_state_dict(before.state_dict())
-    for (_, optimizer), (_, before) in zip(model.in_backward(), source.in_backward(), strict=True):
-        optimizer.load_state_dict(before.state_dict())
+def _optimizers(model: Sharded) -> list[Any]:
+    return [*model.optimizers, *(optimizer for _, optimizer in model.in_backward())]
+
+
+def _states(model: Sharded) -> list[Any]:
+    """Copies, of values that a load may change in place."""
+    return [copy.deepcopy(optimizer.state_dict()) for optimizer in _optimizers(model)]
 
 
 CARRIERS: dict[str, Callable[[Run], None]] = {

@@ -130,8 +130,7 @@ class Sharded:
         self.fused = None if row.optimizer == "ordinary" else model.fused_optimizer
         if self.fused is None:
             groups.append({"params": self._of_tables(), "lr": table_optimizer(row)[1]["lr"]})
-        # FSDP2's parameters and plain ones do not go through one foreach operator.
-        self.ordinary = made(groups, **settings, foreach=False) if groups else None  # type: ignore[arg-type, call-arg]
+        self.ordinary = made(groups, **settings) if groups else None  # type: ignore[arg-type]
         self.optimizers = [each for each in (self.fused, self.ordinary) if each is not None]
         self.schedules = [ExponentialLR(each, DECAY) for each in self.optimizers]
         self.scaler = torch.amp.GradScaler("cpu", init_scale=SCALE, enabled=row.gradients == "GradScaler")
