@@ -78,8 +78,8 @@ class TrainPipeline:
             A batch passes one in each step before its own. On CUDA each runs on a stream of its own.
 
     Raises:
-        ConfigError: for another depth; for several batches an update, if the model's tables are updated in backward; for
-            ``clip_norm``, if :func:`shardrec.clip_grad_norm_` refuses the model; if ``device`` is given twice.
+        ConfigError: for another depth; for several batches an update, if the model's tables are updated in backward;
+            for ``clip_norm``, if :func:`shardrec.clip_grad_norm_` refuses the model; if ``device`` is given twice.
 
     Attributes:
         grad_norms: (2,) float32, the norms of the last update's gradients before they were clipped, of the dense part

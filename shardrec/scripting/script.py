@@ -139,8 +139,8 @@ def _refuse_fsdp(model: nn.Module) -> None:
     path = next((path for path, module in model.named_modules() if isinstance(module, FSDPModule)), None)
     if path is not None:
         raise ScriptError(
-            f"module {path!r} of {type(model).__name__} is sharded by FSDP2, which TorchScript does not know: shard the "
-            "model with dense='ddp', or use torch.compile"
+            f"module {path!r} of {type(model).__name__} is sharded by FSDP2, which TorchScript does not know: shard "
+            "the model with dense='ddp', or use torch.compile"
         )
 
 

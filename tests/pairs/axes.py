@@ -98,7 +98,10 @@ def _within(values: Mapping[str, str], strength: int) -> set[tuple[tuple[str, st
 
 
 def _candidate(
-    values: dict[str, str], missing: set[tuple[tuple[str, str], ...]], strength: int, forbidden: Sequence[Combination],
+    values: dict[str, str],
+    missing: set[tuple[tuple[str, str], ...]],
+    strength: int,
+    forbidden: Sequence[Combination],
     rng: Random,
 ) -> dict[str, str]:
     """A row that begins with some values."""

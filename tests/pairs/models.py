@@ -170,7 +170,9 @@ def _layout(row: Row, name: str, ranks: int, other: bool) -> TableLayout:
         "column-wise": cuts.column_wise(name, IDS, DIM, ranks=[0, 1]) if other else by_columns,
         "replicated": cuts.data_parallel(name, IDS, DIM),
         "frozen": by_rows if other else by_columns,
-        "dynamic ids": cuts.table_wise(name, ROOM, DIM, rank=0) if other else cuts.row_wise(name, ROOM, DIM, ranks=[0, 1]),
+        "dynamic ids": cuts.table_wise(name, ROOM, DIM, rank=0)
+        if other
+        else cuts.row_wise(name, ROOM, DIM, ranks=[0, 1]),
         "16 bit": by_columns if other else by_rows,
     }[row.table]
 

@@ -33,7 +33,7 @@ EVALUATION, EXTRA = 100, 101
 EVEN, ODD = range(0, IDS, 2), range(1, IDS, 2)
 
 
-class Refusal(Exception):  # noqa: N818 (an outcome)
+class Refusal(Exception):
     """The row was refused.
 
     Args:
@@ -99,7 +99,9 @@ class Run:
                 self.sharded = self._refusable("shard", lambda: Sharded(self.row, self.place, given))
             except Refusal as refusal:
                 now = dict(given.named_parameters())
-                refusal.changed += [name for name in values if name not in now or not torch.equal(values[name], now[name])]
+                refusal.changed += [
+                    name for name in values if name not in now or not torch.equal(values[name], now[name])
+                ]
                 refusal.changed += [] if list(map(id, given.modules())) == list(map(id, modules)) else ["its modules"]
                 raise
             self.expected = Unsharded(self.row, given_model(self.row, 0))
@@ -138,7 +140,7 @@ class Run:
             after = sharded.contents()
             changed = sorted(before.keys() ^ after.keys())
             changed += [key for key in before if key in after and not torch.equal(before[key], after[key])]
-            raise Refusal(stage, error, changed) from error
+            raise Refusal(stage, error, [key for key in changed if not key.startswith("gradient")]) from error
 
     def _of_ranks(self, number: int, *, reference: bool, ids: Any = range(IDS)) -> list[Batch]:
         return [batch_of(self.row, number, rank, reference=reference, ids=ids) for rank in range(2)]
@@ -159,22 +161,20 @@ class Run:
         # What detect_anomaly looks for is what a GradScaler skips; a pipeline's loss is the program's.
         by_hand = self.loop is None
         overflows = (
-            self.row.gradients == "GradScaler"
-            and number == OVERFLOWS
-            and by_hand
-            and self.row.mode != "detect_anomaly"
+            self.row.gradients == "GradScaler" and number == OVERFLOWS and by_hand and self.row.mode != "detect_anomaly"
         )
         if by_hand:
-            outputs = self.sharded.step(
-                [self._own(each) for each in numbers],
-                overflows=overflows and self.place.rank == 1,
-                refusing=lambda call: self._refusable("step", call),
+            outputs = self._refusable(
+                "step",
+                lambda: self.sharded.step(
+                    [self._own(each) for each in numbers],
+                    overflows=overflows and self.place.rank == 1,
+                    refusing=lambda call: self._refusable("step", call),
+                ),
             )
         else:
             outputs = [self._refusable("step", lambda: next(self.loop))[1].detach() for _ in numbers]
-        expected = self.expected.step(
-            [self._of_ranks(each, reference=True) for each in numbers], overflows=overflows
-        )
+        expected = self.expected.step([self._of_ranks(each, reference=True) for each in numbers], overflows=overflows)
         self._outputs(f"step {number}", outputs, expected)
         for each in (self.sharded, self.expected):
             each.decay()
@@ -216,7 +216,8 @@ class Run:
                 recomputes=evaluation != "no_sync",
             )
             expected = self.expected.step(
-                [self._of_ranks(number, reference=True, ids=ids) for number, ids in parts], syncs=evaluation != "no_sync"
+                [self._of_ranks(number, reference=True, ids=ids) for number, ids in parts],
+                syncs=evaluation != "no_sync",
             )
             self._outputs(evaluation, outputs, expected)
             return
@@ -249,6 +250,8 @@ def by_warm_start(run: Run) -> None:
     source = run.sharded
     where = run.folder / f"saved{run.place.rank if run.row.mode == 'elastic' else ''}"
     shardrec.save_checkpoint(where, source.model, source.ordinary)
+    if run.row.mode == "servers":  # whose rows another model would write
+        shardrec.warm_start(where, source.model)
     model = run.another(other=True)
     model.give_optimizers()
     shardrec.warm_start(where, model.model, optimizer=True)

@@ -22,7 +22,7 @@ from shardrec.modules.inventory import Kind, RowState, row_states
 from shardrec.pipeline import TrainPipeline
 from tests.executors import executed
 from tests.models import apply_optimizer_in_backward
-from tests.pairs.axes import PIPELINES, Row
+from tests.pairs.axes import Row
 from tests.pairs.models import Batch, id_of, loss_of, make_model, plan_of, special_tables, tables_of, weight_of
 from tests.pairs.unsharded import CLIP, DECAY, SCALE, Unsharded, dense_optimizer, table_optimizer
 
@@ -257,8 +257,11 @@ class Sharded:
         if self.row.mode in ("replicas", "elastic"):
             self.model.sync_replicas()  # type: ignore[operator]
         pairs = [*self._table_values(expected), *self._dense_values(expected)]
-        faults = [f"{where}: {name} is off by {_distance(found, value)}" for name, found, value in pairs
-                  if not _close(found, value, tolerance)]
+        faults = [
+            f"{where}: {name} is off by {_distance(found, value)}"
+            for name, found, value in pairs
+            if not _close(found, value, tolerance)
+        ]
         for name, rate, wanted in self._rates(expected):
             if abs(rate - wanted) > 1e-9:
                 faults.append(f"{where}: the learning rate of {name} is {rate} and not {wanted}")
@@ -310,7 +313,9 @@ class Sharded:
         of_dense = expected.rate(next(iter(expected.dense)))
         for group in self.fused.param_groups if self.fused is not None else ():
             yield "tables", group["lr"], of_tables
-        for group, wanted in zip(self.ordinary.param_groups if self.ordinary else (), (of_dense, of_tables), strict=False):
+        for group, wanted in zip(
+            self.ordinary.param_groups if self.ordinary else (), (of_dense, of_tables), strict=False
+        ):
             yield "an ordinary group", group["lr"], wanted
         for name, optimizer in self.in_backward():
             yield name, optimizer.param_groups[0]["lr"], expected.rate(name)

@@ -24,8 +24,8 @@ OptimizerOf = tuple[type[torch.optim.Optimizer], dict[str, float]]
 
 
 def table_optimizer(row: Row) -> OptimizerOf:
-    """SGD, where copies of tables are averaged, of which the mean is the unsharded model's, and where torch's own states
-    would have 16 bits."""
+    """SGD, where copies of tables are averaged, of which the mean is the unsharded model's, and where torch's own
+    states would have 16 bits."""
     if row.mode in ("replicas", "elastic") or row.table == "16 bit":
         return torch.optim.SGD, {"lr": 0.3}
     return torch.optim.Adagrad, {"lr": 0.3, "initial_accumulator_value": 0.1}
@@ -92,7 +92,9 @@ class Unsharded:
         with torch.no_grad():
             return [self.model(*batch[:3]) for batch in of_ranks]
 
-    def step(self, micro_batches: Sequence[Sequence[Batch]], *, syncs: bool = True, overflows: bool = False) -> list[list[Tensor]]:
+    def step(
+        self, micro_batches: Sequence[Sequence[Batch]], *, syncs: bool = True, overflows: bool = False
+    ) -> list[list[Tensor]]:
         """An update.
 
         Args:
