@@ -184,6 +184,8 @@ def optimizer_faults(model: ShardedModel, optimizer: Optimizer | None, manifest:
         elif in_backward.state or group["lr"] != in_backward.defaults["lr"]:
             faults.append(f"it has no states and settings of {name}, which has some; {as_saved}")
     known_owners = tuple(f"{_IN_BACKWARD}{owner}." for owner in dense_in_backward(model))
+    elsewhere = tuple(f"{_IN_BACKWARD}{layout.name}." for layout in model.plan.tables)  # this rank may have no shard
+    known_owners += elsewhere if model.ranks.world_size > 1 else ()
     surplus = [name for name in manifest.tensors if name.startswith(_IN_BACKWARD) and not name.startswith(known_owners)]
     faults += [f"it has {surplus[0]}, and the model no such optimizer in backward; {as_saved}"] if surplus else []
     groups = optimizer_groups(model, optimizer)

@@ -90,6 +90,7 @@ def reshard_model(model: ShardedModel, plan: ShardingPlan, optimizer: Optimizer 
 
     def build() -> None:
         trained = {parameter for parameter in model.dense_parameters() if parameter.requires_grad}
+        in_backward = any(getattr(parameter, "_in_backward_optimizers", ()) for parameter in trained)
         for collection in changed:
             collection.replan(plan, stack)
         frozen.set([name for rank_manifest in described for name in rank_manifest.extra[Kind.FROZEN.value]])
@@ -97,10 +98,13 @@ def reshard_model(model: ShardedModel, plan: ShardingPlan, optimizer: Optimizer 
         fresh = {parameter for parameter in model.dense_parameters() if parameter.requires_grad} - trained - known
         if fresh:
             infos = parameter_infos(model)
-            raise ConfigError(
-                f"{', '.join(sorted({infos[id(parameter)].name for parameter in fresh})[:3])} move and are trained by "
-                "an ordinary optimizer, whose states move with them: call model.reshard(plan, optimizer) with that one"
+            names = ", ".join(sorted({infos[id(parameter)].name for parameter in fresh})[:3])
+            of_optimizer = (
+                "an optimizer in backward that was given after shardrec.shard and does not move: give it before"
+                if in_backward
+                else "an ordinary optimizer, and its states move with them: call model.reshard(plan, optimizer) with it"
             )
+            raise ConfigError(f"{names} move and are trained by {of_optimizer}")
         targets.update(table_tensors(model) | state_targets(model, optimizer, manifest))
 
     def wanted() -> Iterator[Read]:

@@ -136,7 +136,7 @@ def fused_optimizer_of(parameter: nn.Parameter, table: str) -> FusedOptimizer | 
         table: the table's name, for messages.
 
     Raises:
-        ConfigError: for an optimizer or a setting without a fused form.
+        ConfigError: for an optimizer or a setting without a fused form, or one that has states.
     """
     classes: list[type[torch.optim.Optimizer]] = getattr(parameter, "_optimizer_classes", [])
     settings: list[Mapping[str, Any]] = getattr(parameter, "_optimizer_kwargs", [])
@@ -149,7 +149,18 @@ def fused_optimizer_of(parameter: nn.Parameter, table: str) -> FusedOptimizer | 
         )
     kind = _kind_of(classes[0], table)
     values = dict(_DEFAULTS[kind])
-    for name, value in settings[0].items():
+    given: list[torch.optim.Optimizer] = getattr(parameter, "_in_backward_optimizers", [])
+    changed: dict[str, Any] = {}
+    if given:
+        group, defaults = given[0].param_groups[0], given[0].defaults
+        changed = {name: group[name] for name in values if name in group and group[name] != defaults.get(name)}
+        if given[0].state.get(parameter):
+            raise ConfigError(
+                f"table {table!r} was trained by its {classes[0].__name__} in backward before it was sharded, and the "
+                "optimizer's states would be lost: shard the model before its first backward, or drop the states with "
+                "parameter._in_backward_optimizers[0].state.clear()"
+            )
+    for name, value in {**settings[0], **changed}.items():
         if name in values:
             values[name] = value
         elif name in _NEUTRAL:

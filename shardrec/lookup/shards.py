@@ -127,8 +127,9 @@ class _LocalGroup:
         kept: Kept,
         *,
         is_last: bool,
+        updates: bool,
     ) -> list[Tensor | None]:
-        """Update the tables, or have :meth:`step` do it; gives the gradients of :attr:`parameters`.
+        """Update the tables, or have :meth:`step` do it. Gives the gradients of :attr:`parameters`.
 
         Args:
             ids: of a lookup, like the next arguments.
@@ -137,13 +138,14 @@ class _LocalGroup:
             gradient: of its result.
             kept: what it has kept.
             is_last: no lookup of these tables will follow in this backward; without it, the gradient is kept.
+            updates: as for :meth:`ShardLookup.add_gradients`.
         """
         mode, bank = self.group.mode, self.bank
         if mode is GroupMode.DENSE:
             if bank is None or not any(parameter.requires_grad for parameter in self.parameters):
                 return [None] * len(self.parameters)
             return list(bank.parameter_gradients(ids, lengths, id_weights, gradient))
-        if bank is None and self.whole_rows is None:
+        if not updates or (bank is None and self.whole_rows is None):
             return []
         if mode is GroupMode.FUSED and is_last and not self.gradients:
             assert bank is not None, "without one there is nothing to update"
@@ -375,7 +377,13 @@ class ShardLookup:
         return self._rows(shard_input, [None] * len(self._local_groups), to_update=to_update)
 
     def add_gradients(
-        self, inputs: LookupInputs, lookups: Sequence[Kept], gradients: Sequence[Tensor], *, is_last: bool
+        self,
+        inputs: LookupInputs,
+        lookups: Sequence[Kept],
+        gradients: Sequence[Tensor],
+        *,
+        is_last: bool,
+        updates: bool = True,
     ) -> list[Tensor | None]:
         """Update the tables, or have :meth:`step` do it; gives the gradients of :attr:`parameters`.
 
@@ -385,6 +393,8 @@ class ShardLookup:
             gradients: by group, of the rows or pooled columns; with pooling, the columns of all groups may be one
                 tensor.
             is_last: no look-up of these tables will follow in this backward.
+            updates: whether fused optimizers take the gradients; not in a backward for some inputs alone, such as
+                ``torch.autograd.grad`` with respect to the weights of ids.
         """
         of_parameters: list[Tensor | None] = []
         if not lookups:
@@ -394,7 +404,9 @@ class ShardLookup:
         tensors: Iterator[Any] = iter(inputs)
         for local, kept, gradient in zip(self._local_groups, lookups, gradients, strict=True):
             ids, lengths, id_weights = next(tensors), next(tensors), next(tensors)
-            of_parameters += local.add_gradient(ids, lengths, id_weights, gradient, kept, is_last=is_last)
+            of_parameters += local.add_gradient(
+                ids, lengths, id_weights, gradient, kept, is_last=is_last, updates=updates
+            )
         return of_parameters
 
     def id_weight_gradient(self, inputs: LookupInputs, gradient: Tensor) -> Tensor:

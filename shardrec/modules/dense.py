@@ -287,6 +287,7 @@ class DenseReducer:
         """Put the parameters that the model has, and that train, now in buckets."""
         self._tasks.clear()
         if self._fsdp is not None:
+            self._fsdp.recover()
             self._fsdp.refuse_in_backward()
         if self._watch is None or not self._watch.is_as_before():
             self._watch = ModuleWatch(self._module)
@@ -416,6 +417,9 @@ class DenseReducer:
             average(self._parameters)
         for update in life_cycle.tables_update:
             update()
+
+    def step_in_backward(self) -> None:
+        """Make the steps of optimizers in backward, once all gradients are averaged."""
         for parameter in self._stepped:
             if parameter.grad is not None:
                 for optimizer in parameter._in_backward_optimizers:  # type: ignore[attr-defined]
@@ -532,10 +536,13 @@ _REDUCERS: WeakValueDictionary[int, DenseReducer] = WeakValueDictionary()
 
 def _end_together(task: int) -> None:
     """A backward ends; see [Note: several models in a backward]."""
-    for reducer in list(_REDUCERS.values()):
-        if reducer._task == task:  # and not one inside of it, which was the last to accumulate
-            BEGUN.end(reducer)
-            reducer.end()
+    # Not those of a backward inside of it, which was the last to accumulate.
+    ended = [reducer for reducer in list(_REDUCERS.values()) if reducer._task == task]
+    for reducer in ended:
+        BEGUN.end(reducer)
+        reducer.end()
+    for reducer in ended:  # a parameter of two models makes one step
+        reducer.step_in_backward()
 
 
 def average_dense(

@@ -69,7 +69,8 @@ class ShardedByFsdp:
         self._is_reduced = True
         self.parameters: list[Any] = []
         self.filled: set[Any] = set()
-        state: Any = self._module._get_fsdp_state()
+        self._state: Any = self._module._get_fsdp_state()
+        state = self._state
         # torch 2.13 has a list of groups, 2.11 one or none.
         groups = getattr(state, "_fsdp_param_groups", None) or filter(None, [state._fsdp_param_group])
         for parameters in groups:
@@ -80,6 +81,22 @@ class ShardedByFsdp:
         """Raise a ConfigError if a parameter was given an optimizer in backward after it was sharded."""
         if any(getattr(parameter.sharded_param, "_in_backward_optimizers", ()) for parameter in self.parameters):
             refuse_in_backward(self._module, self._ignored)
+
+    def recover(self) -> None:
+        """A forward begins: have FSDP2 let go of a backward that raised.
+
+        Raises:
+            ConfigError: if this release of torch cannot.
+        """
+        if not self._state._state_ctx.post_backward_final_callback_queued or torch._C._current_graph_task_id() >= 0:
+            return
+        reset = getattr(self._module, "reset_iter_state", None)
+        if reset is None:
+            raise ConfigError(
+                f"a backward of this model raised, and FSDP2 of torch {torch.__version__} cannot train on after it. "
+                "Start again from the last checkpoint, or use dense='ddp'"
+            )
+        reset()
 
     def begin(self, *, reduce: bool) -> None:
         """A backward begins.

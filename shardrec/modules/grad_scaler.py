@@ -22,7 +22,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.amp.grad_scaler import GradScaler
-from torch.distributed.tensor import DTensor
 
 from shardrec.errors import ConfigError
 from shardrec.exchange.peers import peers
@@ -69,7 +68,18 @@ def watch_scalers(model: nn.Module) -> None:
 
 @cache
 def _wrap_unscale() -> None:
-    unscale = GradScaler._unscale_grads_  # type: ignore[attr-defined,unused-ignore]
+    """Wrap the method of the class, and of its subclasses that have one of their own, such as FSDP's."""
+    GradScaler.__init_subclass__ = classmethod(_wrap_own)  # type: ignore[assignment]
+    classes: list[type[GradScaler]] = [GradScaler]
+    for scaler_class in classes:
+        _wrap_own(scaler_class)
+        classes += scaler_class.__subclasses__()
+
+
+def _wrap_own(scaler_class: Any) -> None:
+    unscale = vars(scaler_class).get("_unscale_grads_")
+    if unscale is None:
+        return
 
     @wraps(unscale)
     def unscale_on_all_ranks(
@@ -92,16 +102,19 @@ def _wrap_unscale() -> None:
             by_device = by_device or {of_ranks.device: of_ranks}
         return by_device
 
-    GradScaler._unscale_grads_ = unscale_on_all_ranks  # type: ignore[method-assign,assignment,unused-ignore]
+    scaler_class._unscale_grads_ = unscale_on_all_ranks
 
 
 def _alike(optimizer: torch.optim.Optimizer) -> list[Any]:
-    """The optimizer in parts, for one operator does not take FSDP2's gradients and those of tables."""
-    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    parts = [[each for each in parameters if isinstance(each, DTensor) is of_fsdp] for of_fsdp in (False, True)]
-    if not all(parts):
+    """The optimizer in parts, each with gradients of one class: one operator does not take FSDP2's, those of shards and
+    those of tables together."""
+    parts: dict[type, list[Tensor]] = {}
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            parts.setdefault(type(parameter.grad), []).append(parameter)
+    if len(parts) < 2:
         return [optimizer]
-    return [SimpleNamespace(param_groups=[{"params": part}]) for part in parts]
+    return [SimpleNamespace(param_groups=[{"params": part}]) for part in parts.values()]
 
 
 def _trains(optimizer: torch.optim.Optimizer, model: Any) -> bool:

@@ -59,7 +59,7 @@ class FusedOptimizers(KeyedOptimizer):  # type: ignore[misc]  # torchrec has no 
                 "no table of this model has a fused optimizer; give the tables one with apply_optimizer_in_backward "
                 "before sharding, or use an ordinary optimizer over model.parameters()"
             )
-        self._specs = list(tables)
+        self._specs, self._tables = list(tables), list(tables.values())
         groups = [{"params": params[spec], "tables": tables[spec], **_settings(spec)} for spec in self._specs]
         # KeyedOptimizer's own takes states and groups that are there already, and has no add_param_group.
         torch.optim.Optimizer.__init__(self, groups, {})
@@ -123,11 +123,27 @@ class FusedOptimizers(KeyedOptimizer):  # type: ignore[misc]  # torchrec has no 
         return loss
 
     def push(self) -> None:
-        """Pass the groups' learning rates and loaded step counts to the kernels, at the latest for the next lookup."""
+        """Pass the groups' learning rates and loaded step counts to the kernels, at the latest for the next lookup.
+
+        Raises:
+            ConfigError: if another setting was changed, which kernels have from the beginning.
+        """
+        self._check_settings(self.param_groups)
         for spec, group in zip(self._specs, self.param_groups, strict=True):
             for collection in self._collections:
                 collection.set_learning_rate(spec, float(group["lr"]))
         self._take_steps()
+
+    def _check_settings(self, groups: Iterable[Mapping[str, Any]]) -> None:
+        for spec, tables, group in zip(self._specs, self._tables, groups, strict=True):
+            for name in ("eps", "weight_decay", "betas"):
+                own, value = getattr(spec, name), group.get(name)
+                if value is not None and value != own and (name != "betas" or tuple(value) != own):
+                    raise ConfigError(
+                        f"{name} of the fused optimizer of {', '.join(tables)} is {own} in its kernels and {value} in "
+                        f"its group. Only lr can change after shardrec.shard: give the tables an optimizer with "
+                        f"{name}={value} before it"
+                    )
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop the gradients that no step has applied."""
@@ -160,7 +176,8 @@ class FusedOptimizers(KeyedOptimizer):  # type: ignore[misc]  # torchrec has no 
         """Copy states into the kernels and set the groups' settings, if ``state_dict`` has them.
 
         Raises:
-            ConfigError: if the groups or the shapes are not those of this rank's shards.
+            ConfigError: if the groups, their settings except learning rates, or the shapes are not those of this rank's
+                shards.
         """
         groups = state_dict.get("param_groups") if self._saves_groups else None
         if groups is None:
@@ -172,6 +189,7 @@ class FusedOptimizers(KeyedOptimizer):  # type: ignore[misc]  # torchrec has no 
                 f"the state_dict has groups of {theirs} shards and this rank's optimizer groups of {mine}; load it "
                 "under the plan it was saved under, or use shardrec.load_checkpoint"
             )
+        self._check_settings(groups)
         grouped = {parameter for group in self.param_groups for parameter in group["params"]}
         self._show_counts()  # those that differ are taken
         for name, parameter in self.params.items():

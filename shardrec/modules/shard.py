@@ -78,6 +78,7 @@ _START = "header exchange"
 """What a rank waits for, in messages: it misses another rank, whose first header comes next."""
 
 
+@torch.inference_mode(False)  # an inference tensor could not be trained later
 def shard(
     model: nn.Module,
     plan: ShardingPlan | TorchRecPlan | None = None,
@@ -217,6 +218,19 @@ def shard(
     whole = group or dist.group.WORLD
     ranks = ranks_of(whole, target)
     _agree_on_replicas(replicas, ranks)
+    _agree_on_options(
+        {
+            "dense": dense,
+            "update": update,
+            "dedup": dedup,
+            "comms": comms,
+            "output_dtype": output_dtype,
+            "on_bad_id": on_bad_id,
+            "dynamic_ids": dynamic_ids,
+            **_in_backward(model),
+        },
+        ranks,
+    )
     elastic = replicas is not None and replicas.elastic is not None
     if elastic and (dense_options(dense)[0] != "ddp" or not dist.is_initialized()):
         raise ConfigError(
@@ -287,6 +301,27 @@ def _agree_on_replicas(replicas: Replicas | None, ranks: Ranks) -> None:
     if len(set(words)) > 1:
         lines = "\n  ".join(by_rank(words))
         raise ConfigError(f"the ranks ask for different replicas; give all of them the same:\n  {lines}")
+
+
+def _agree_on_options(given: Mapping[str, object], ranks: Ranks) -> None:
+    """Raise on every rank if an option, or an optimizer in backward, differs between ranks."""
+    of_ranks = all_gather({name: repr(value) for name, value in given.items()}, ranks, _START)
+    for name in dict.fromkeys(name for of_rank in of_ranks for name in of_rank):
+        values = [of_rank.get(name, "none") for of_rank in of_ranks]
+        if len(set(values)) > 1:
+            lines = "\n  ".join(by_rank(values))
+            raise ConfigError(f"the ranks give different values of {name}; give all of them the same:\n  {lines}")
+
+
+def _in_backward(model: nn.Module) -> dict[str, object]:
+    """The classes and settings of the optimizers in backward that were given to parameters."""
+    return {
+        f"the optimizer in backward of {name}": list(
+            zip([each.__name__ for each in parameter._optimizer_classes], parameter._optimizer_kwargs, strict=True)  # type: ignore[attr-defined]
+        )
+        for name, parameter in model.named_parameters()
+        if hasattr(parameter, "_optimizer_classes")
+    }
 
 
 def _plan_faults(plan: ShardingPlan, model: nn.Module, copies: int, world_size: int) -> tuple[str, ...]:

@@ -229,6 +229,7 @@ class ShardedModel(nn.Module):
         finally:
             gradients.accumulates = before
 
+    @torch.inference_mode(False)
     def __deepcopy__(self, memo: dict[int, Any]) -> ShardedModel:
         """A separate model with the same plan: tables, fused optimizers' states and settings, and the dense part.
 
@@ -358,12 +359,10 @@ class ShardedModel(nn.Module):
         """What the model holds besides the values of tables' rows (:mod:`shardrec.modules.inventory`)."""
         return list(items(self.module, self._sharded, self.made_fused_optimizer))
 
-    def _weights(self, *, frozen: bool) -> Iterator[Tensor]:
-        """This rank's shards; data-parallel tables, which are equal on all ranks, have none."""
+    def _weights(self) -> Iterator[tuple[ShardedTable, Tensor]]:
+        """This rank's shards of each table. Data-parallel tables, which are equal on all ranks, have none."""
         for state in self._row_states(Kind.WEIGHT):
-            for shard, weight in state.tensors.items():
-                if shard is not None and (frozen or state.table.locals[shard].requires_grad):
-                    yield weight
+            yield from ((state.table, weight) for shard, weight in state.tensors.items() if shard is not None)
 
     def _states(self) -> Iterator[Tensor]:
         for state in self._row_states(Kind.FUSED):

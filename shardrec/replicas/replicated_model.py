@@ -33,7 +33,7 @@ from shardrec.exchange.subgroups import end_with
 from shardrec.layout import ShardingPlan
 from shardrec.modules.dense import DenseOptions, DenseWrap
 from shardrec.modules.sharded_model import ShardedModel
-from shardrec.replicas.replicas import Averager, ReplicaGroups, Replicas
+from shardrec.replicas.replicas import Averager, ReplicaGroups, Replicas, TrainedTables
 from shardrec.step.context import ModelContext
 
 __all__ = ["ReplicatedModel"]
@@ -87,6 +87,7 @@ class ReplicatedModel(ShardedModel):
         self._counts_steps, self._has_begun = True, False
         context.life_cycle.forward_begins.insert(0, weak_hook(self._begin))
         context.life_cycle.gradients_go_back.append(weak_hook(self._go_back))
+        self._trained = TrainedTables()
         self._averager = None if groups.across is None else Averager(groups.across)
         if groups.everyone is not None:  # the groups were made for these replicas
             end_with(self._averager, groups.across)
@@ -96,7 +97,7 @@ class ReplicatedModel(ShardedModel):
         if self._averager is not None:
             # As the dense part's first values, rank 0's: the mean of copies drawn from different seeds would be smaller
             # than a draw.
-            self._averager.copy_first(self._weights(frozen=True))
+            self._averager.copy_first(weight for _, weight in self._weights())
 
     @passed_over  # as ShardedModel.forward; and so are the calls below
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -128,6 +129,7 @@ class ReplicatedModel(ShardedModel):
         if self.steps_since_sync >= self.replica_options.sync_every:
             self._average_copies()
         self._has_begun = True
+        self._trained.note(self._sharded)
         self.steps_since_sync += self._counts_steps
 
     def _go_back(self) -> None:
@@ -152,7 +154,8 @@ class ReplicatedModel(ShardedModel):
     def _average_copies(self) -> None:
         if self._averager is not None:
             states = self._states() if self.replica_options.sync_optimizer else ()
-            self._averager.average([*self._weights(frozen=False), *states])
+            self._averager.average([*self._trained.weights(self._weights()), *states])
+            self._trained.clear()
         self.steps_since_sync = 0
 
     @contextmanager

@@ -179,8 +179,9 @@ class _Launch(torch.autograd.Function):
     def backward(ctx: Any, token_gradient: Tensor) -> tuple[Tensor | None, ...]:
         """Waits for the gradients, which :meth:`_Finish.backward` of every rank has sent."""
         sent: _Sent = ctx.sent
-        gradients = sent.returned()
-        return None, None, None, *update(sent.looked_up, ctx.saved_tensors, gradients, sent.exchange.collectives)
+        gradients, exchange = sent.returned(), sent.exchange
+        of_inputs = update(sent.looked_up, ctx.saved_tensors, gradients, exchange.placeholder, exchange.collectives)
+        return None, None, None, *of_inputs
 
 
 class _Finish(torch.autograd.Function):

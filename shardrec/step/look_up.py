@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from shardrec.exchange.backward_watch import accumulates_in
 from shardrec.exchange.collectives import Collectives, joined
 from shardrec.exchange.payload import ShardInput
 from shardrec.ids.maps import Mapped, OpenStep
@@ -51,14 +52,15 @@ class LookedUp:
     went_to: list[int] = field(default_factory=list)
 
     def update(
-        self, gradients: Sequence[Tensor], inputs: LookupInputs | None = None, *, is_last: bool
+        self, gradients: Sequence[Tensor], inputs: LookupInputs | None = None, *, is_last: bool, updates: bool = True
     ) -> list[Tensor | None]:
-        """Update the tables; gives the gradients of the parameters of tables without an optimizer.
+        """Update the tables. Gives the gradients of the parameters of tables without an optimizer.
 
         Args:
             gradients: of ``rows``.
             inputs: if autograd has kept them.
             is_last: no lookup of these tables will follow in this backward.
+            updates: as for :meth:`shardrec.lookup.shards.ShardLookup.add_gradients`.
         """
         plan, inputs = self.plan, self.inputs if inputs is None else inputs
         if self.open_step is not None:
@@ -66,7 +68,7 @@ class LookedUp:
             plan.id_maps.close(self.open_step)
         if self.mapped is not None and not plan.output.pools:
             gradients = self.mapped.of_looked_up(gradients)
-        return plan.lookup.add_gradients(inputs, self.lookups, gradients, is_last=is_last)
+        return plan.lookup.add_gradients(inputs, self.lookups, gradients, is_last=is_last, updates=updates)
 
     def weight_gradient(self, gradient: Tensor, inputs: LookupInputs, collectives: Collectives) -> Tensor:
         """(N,) gradient of the weights of this rank's ids, which the ranks that looked them up send back.
@@ -146,16 +148,24 @@ def node_inputs(placeholder: Tensor, calls: Sequence[InFlight]) -> list[Tensor]:
 
 
 def update(
-    calls: Sequence[LookedUp], saved: LookupInputs, gradients: Sequence[Sequence[Tensor]], collectives: Collectives
+    calls: Sequence[LookedUp],
+    saved: LookupInputs,
+    gradients: Sequence[Sequence[Tensor]],
+    placeholder: Tensor,
+    collectives: Collectives,
 ) -> list[Tensor | None]:
-    """Update the tables in the backward of a node; gives the gradients of its inputs, without the placeholder.
+    """Update the tables in the backward of a node. Gives the gradients of its inputs, without the placeholder.
 
     Args:
         calls: whose lookups the node has made.
         saved: the inputs of all their lookups.
         gradients: of the rows of each call.
+        placeholder: the first input of the node, which stands for the tables.
         collectives: of the model.
     """
+    # A node without other inputs than the placeholder runs for its gradient alone.
+    has_others = any(looked_up.learned is not None or looked_up.plan.lookup.parameters for looked_up in calls)
+    updates = not has_others or accumulates_in(placeholder)
     of_inputs: list[Tensor | None] = []
     node, end = torch._C._current_autograd_node(), 0
     for number, (looked_up, gradient) in enumerate(zip(calls, gradients, strict=True)):
@@ -168,7 +178,7 @@ def update(
         is_last = lookup.is_last_lookup(node)
         if len(calls) > 1:
             is_last = is_last and all(other.plan.lookup is not lookup for other in calls[number + 1 :])
-        of_inputs += looked_up.update(gradient, inputs, is_last=is_last)
+        of_inputs += looked_up.update(gradient, inputs, is_last=is_last, updates=updates)
         if looked_up.learned is not None:
             of_inputs.append(of_weights)
     return of_inputs

@@ -87,5 +87,6 @@ class _LookUp(torch.autograd.Function):
             gradients = output.returned(flat, looked_up.received)[0]
         if not ctx.to_update:
             return None, None, of_replicated, *[None] * (len(ctx.needs_input_grad) - 3)
-        of_inputs = update([looked_up], ctx.saved_tensors, [gradients], ctx.exchange.collectives)
+        exchange = ctx.exchange
+        of_inputs = update([looked_up], ctx.saved_tensors, [gradients], exchange.placeholder, exchange.collectives)
         return None, None, of_replicated, None, *of_inputs
