@@ -60,7 +60,7 @@ def is_own(error: BaseException) -> bool:
     are errors of ``torch.jit.trace``, which one rank may call alone.
     """
     is_failure = isinstance(error, Exception) and not isinstance(error, _StopRecomputationError)
-    return is_failure and not is_shared(error) and not torch._C._is_tracing()  # type: ignore[no-untyped-call]
+    return is_failure and not is_shared(error) and not torch._C._is_tracing()  # type: ignore[no-untyped-call,unused-ignore]
 
 
 def quoted(error: BaseException) -> str:
