@@ -21,6 +21,7 @@ from shardrec.modules.in_backward import dense_in_backward
 from shardrec.modules.inventory import Kind
 from shardrec.modules.optim import FusedOptimizers
 from shardrec.modules.sharded_model import ShardedModel
+from shardrec.modules.table import ShardedTable
 
 __all__ = [
     "fused_settings",
@@ -184,8 +185,9 @@ def optimizer_faults(model: ShardedModel, optimizer: Optimizer | None, manifest:
         elif in_backward.state or group["lr"] != in_backward.defaults["lr"]:
             faults.append(f"it has no states and settings of {name}, which has some; {as_saved}")
     known_owners = tuple(f"{_IN_BACKWARD}{owner}." for owner in dense_in_backward(model))
-    elsewhere = tuple(f"{_IN_BACKWARD}{layout.name}." for layout in model.plan.tables)  # this rank may have no shard
-    known_owners += elsewhere if model.ranks.world_size > 1 else ()
+    if model.ranks.world_size > 1:  # tables may have no shard here
+        tables = (path for path, module in model.module.named_modules() if isinstance(module, ShardedTable))
+        known_owners += tuple(f"{_IN_BACKWARD}{path}.weight." for path in tables)
     surplus = [name for name in manifest.tensors if name.startswith(_IN_BACKWARD) and not name.startswith(known_owners)]
     faults += [f"it has {surplus[0]}, and the model no such optimizer in backward; {as_saved}"] if surplus else []
     groups = optimizer_groups(model, optimizer)

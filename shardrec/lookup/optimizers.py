@@ -154,7 +154,8 @@ def fused_optimizer_of(parameter: nn.Parameter, table: str) -> FusedOptimizer | 
     if given:
         group, defaults = given[0].param_groups[0], given[0].defaults
         changed = {name: group[name] for name in values if name in group and group[name] != defaults.get(name)}
-        if given[0].state.get(parameter):
+        state = given[0].state.get(parameter, {})
+        if state and int(state.get("step", 1)) > 0:
             raise ConfigError(
                 f"table {table!r} was trained by its {classes[0].__name__} in backward before it was sharded, and the "
                 "optimizer's states would be lost: shard the model before its first backward, or drop the states with "
