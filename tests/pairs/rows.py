@@ -282,6 +282,7 @@ def by_state_dict(run: Run, *, assign: bool = False) -> None:
         optimizers = _states(source)
         model = run.another()
     model.model.load_state_dict(values, assign=assign)
+    dist.barrier(run.place.group)  # of tables on servers, the first trainer has sent the rows
     if assign and run.row.optimizer == "dense in backward":
         give_dense_optimizers(run.row, model.model.module.top)  # type: ignore[arg-type]
     if run.row.table == "dynamic ids":
