@@ -89,7 +89,10 @@ def import_ids(model: ShardedModel, folder: str | Path) -> None:
         files = sorted(Path(folder).glob("*.parquet"))
         if not files:
             raise CheckpointError(f"{folder} has no *.parquet files; give a folder that export_ids wrote")
-        whole = pa.concat_tables([pq.read_table(file) for file in files])
+        try:
+            whole = pa.concat_tables([pq.read_table(file) for file in files])
+        except pa.ArrowException as error:
+            raise CheckpointError(f"the ids in {folder} cannot be read: {error}; write them again") from error
         tables = dynamic_tables(model)
         known = [table.layout.name for table in tables]
         if unknown := [name for name in whole["table"].unique().to_pylist() if name not in known]:

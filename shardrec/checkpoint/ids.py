@@ -26,6 +26,7 @@ from shardrec.ids.options import Evict
 from shardrec.ids.restore import RestoredIds, restored_ids
 from shardrec.layout import Shard, TableLayout
 from shardrec.modules.collection import ShardedCollection
+from shardrec.modules.inventory import Kind
 from shardrec.modules.sharded_model import ShardedModel
 from shardrec.modules.table import ShardedTable
 
@@ -169,7 +170,7 @@ class Moves:
 
     def _path(self, name: str) -> str | None:
         for table in self._tables:
-            if name.startswith(tuple(f"{kind}.{table.path}." for kind in ("model", "fused", "ids", "average"))):
+            if name.startswith(tuple(f"{kind.value}.{table.path}." for kind in Kind)):
                 return table.path
             if name.startswith(f"optimizer.{table.path}.weight."):
                 rows = self._manifest.tensors[name].shape[:1]

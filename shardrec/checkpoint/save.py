@@ -211,7 +211,7 @@ def save(
             written = on_all_ranks(
                 lambda: write_rank(data, ranks.rank, tensors, before, incremental), ranks, "save", remedy=REMEDY
             )
-        except CheckpointError:
+        except Exception:
             shutil.rmtree(data, ignore_errors=True)
             raise
 

@@ -400,13 +400,12 @@ def _outcome(saved: SavedTensor, tensor: HeldTensor) -> Outcome:
     return "resized" if tensor.rows_of and len(saved.shape) == len(tensor.shape) else "new"
 
 
-def _beside(names: Iterable[str]) -> dict[str, list[str]]:
-    """The tensors with the rows of tables, by the path of the table's module: ids, states, averages."""
+def _beside(held: Mapping[str, HeldTensor]) -> dict[str, list[str]]:
+    """The tensors with the rows of tables but their weights, by the path of the table's module."""
     beside: dict[str, list[str]] = {}
-    for name in names:
-        kind, _, rest = name.partition(".")
-        if kind in ("ids", "fused", "average"):
-            beside.setdefault(rest.rpartition(".")[0], []).append(name)
+    for name, tensor in held.items():
+        if tensor.rows_of and not name.startswith(_MODEL):
+            beside.setdefault(name.partition(".")[2].rpartition(".")[0], []).append(name)
     return beside
 
 
@@ -464,7 +463,7 @@ def _step_counts(manifest: Manifest, sources: Mapping[str, str], counts: Mapping
     selected = {}
     for name, source in sources.items():
         kind = name.partition(".")[0]
-        if kind in ("fused", "average", "ids"):
+        if not name.startswith(_MODEL):
             paths = (key.partition(".")[2].rpartition(".")[0] for key in (name, source))
             table, saved_table = ("ids of " * (kind == "ids") + (*_table_names(path), path)[0] for path in paths)
             if table in counts and saved_table in manifest.step_counts:

@@ -159,8 +159,8 @@ def on_all_ranks(work: Callable[[], T], ranks: Ranks, what: str, *, remedy: str)
         remedy: the remedy for an error of the operating system.
 
     Raises:
-        CheckpointError: on every rank, if ``work`` failed on any; a rank on which it raised an error of neither
-            shardrec nor the operating system raises that error itself.
+        CheckpointError: on every rank, if ``work`` failed on any. A rank on which it raised another error than one of
+            shardrec, of the operating system or for want of memory raises that error itself.
         ConfigError: on every rank, if all failures are ConfigErrors.
         PeerError: if another rank is gone or did not answer in time.
     """
@@ -174,7 +174,7 @@ def on_all_ranks(work: Callable[[], T], ranks: Ranks, what: str, *, remedy: str)
         outcome, cause = _checkpoint_error(error, remedy), error
     outcomes = all_gather(outcome, ranks, what)
     failures = {rank: of_rank for rank, of_rank in enumerate(outcomes) if isinstance(of_rank, ShardrecError)}
-    if cause is not None and not isinstance(cause, (ShardrecError, OSError)):
+    if cause is not None and not isinstance(cause, (ShardrecError, OSError, MemoryError)):
         raise cause
     if failures:
         raise _joined(failures, ranks.world_size) from cause

@@ -56,9 +56,11 @@ def is_shared(error: BaseException) -> bool:
 
 def is_own(error: BaseException) -> bool:
     """Whether an exception in a step is a failure of this rank alone, of which the others have to hear. Control flow is
-    not: an interrupt, which each rank receives by itself, and torch's end of a recomputation, which all ranks make.
+    not: an interrupt, which each rank receives by itself, and torch's end of a recomputation, which all ranks make. Nor
+    are errors of ``torch.jit.trace``, which one rank may call alone.
     """
-    return isinstance(error, Exception) and not is_shared(error) and not isinstance(error, _StopRecomputationError)
+    is_failure = isinstance(error, Exception) and not isinstance(error, _StopRecomputationError)
+    return is_failure and not is_shared(error) and not torch._C._is_tracing()  # type: ignore[no-untyped-call,unused-ignore]
 
 
 def quoted(error: BaseException) -> str:

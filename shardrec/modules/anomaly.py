@@ -95,14 +95,14 @@ class _Watch:
         """:meth:`check`, in backward, on the ranks of all replicas."""
         self.check(self._everyone)
 
-    def check(self, headers: Headers | None = None) -> None:
-        """Raise what any rank found, on every rank of ``headers``; default: of those that share the tables.
+    def check(self, headers: Headers) -> None:
+        """Raise what any rank found, on every rank of ``headers``.
 
         Raises:
             AnomalyError: the same on every rank.
         """
         anomalies, self._anomalies = self._anomalies, []
-        messages = (headers or self._headers).all_gather_text("; ".join(anomalies))
+        messages = headers.all_gather_text("; ".join(anomalies))
         if any(messages):
             raise AnomalyError("; ".join(f"rank {rank}: {text}" for rank, text in enumerate(messages) if text))
 
@@ -127,7 +127,7 @@ class _Watch:
                 here = [number for number, slot in enumerate(slots) if slot.group == group]
                 tables = [slots[number].shard.table for number in here]
                 self.note_rows(of_group, [sizes[number] for number in here], 0, tables)
-        self.check()
+        self.check(self._headers)
 
     def _watch_gradient(self, call: InFlight, value: Any) -> None:
         """Have the gradient of a call's value looked at when it comes, if it does."""

@@ -225,10 +225,10 @@ def samples(features: KeyedJaggedTensor, feature: str) -> int:
             full: int = indices[1].size(1)
             return full
     keys = features.keys()
+    stride: int = features.stride()
     if features.variable_stride_per_key() and feature in keys:
-        stride: int = features.stride_per_key()[keys.index(feature)]
-        return stride
-    return features.stride()
+        stride = features.stride_per_key()[keys.index(feature)]
+    return stride
 
 
 def finish_bags(

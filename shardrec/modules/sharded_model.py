@@ -205,15 +205,7 @@ class ShardedModel(nn.Module):
 
         For ``torch.optim.Adam(model.dense_parameters())``: the dense part, and tables without an optimizer in backward.
         """
-        fused = {
-            id(parameter)
-            for collection in self._sharded
-            for name in collection.fused_optimizers()
-            for parameter in collection.tables()[name].parameters()
-        }
-        for parameter in self.parameters():
-            if id(parameter) not in fused and not hasattr(parameter, "_in_backward_optimizers"):
-                yield parameter
+        return (parameter for parameter in self.parameters() if not hasattr(parameter, "_in_backward_optimizers"))
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -395,14 +387,10 @@ class ShardedModel(nn.Module):
         :func:`shardrec.shard`). Ids are counted on the device; this method waits for it. A batch that raised an error
         does not count.
         """
-        paths = {child: f"{path}." for path, child in self.module.named_modules()}
-        counts = {paths[collection]: collection.bad_ids() for collection in self._sharded}
-        times = Counter(feature for of_collection in counts.values() for feature in of_collection)
-        return {
-            f"{path if times[feature] > 1 else ''}{feature}": count
-            for path, of_collection in counts.items()
-            for feature, count in of_collection.items()
-        }
+        paths = {child: path for path, child in self.module.named_modules()}
+        counts = [(paths[child], *counted) for child in self._sharded for counted in child.bad_ids().items()]
+        times = Counter(feature for _, feature, _ in counts)
+        return {f"{path}.{feature}" if times[feature] > 1 else feature: count for path, feature, count in counts}
 
     def id_stats(self) -> dict[str, dict[str, int]]:
         """Statistics of the ids of each table with dynamic ids, by its name in the plan. Every rank calls it. Of
@@ -472,9 +460,7 @@ class ShardedModel(nn.Module):
             raise InputError(f"rank {context.collectives.rank}: {text}") from error
 
     def _dtype_fault(self, signature: str) -> str:
-        tables = {
-            id(p) for collection in self._sharded for table in collection.tables().values() for p in table.parameters()
-        }
+        tables = {id(p) for collection in self._sharded for p in collection.parameters()}
         dense = {p.dtype for p in self.module.parameters() if p.is_floating_point() and id(p) not in tables}
         expected = {str(dtype).removeprefix("torch.") for dtype in dense}
         names = signature.split(", ")
@@ -492,10 +478,8 @@ class ShardedModel(nn.Module):
             return super().__getattr__(name)
         except AttributeError:
             attribute = inspect.getattr_static(type(self), name, None)
-            if isinstance(attribute, property):
-                return attribute.__get__(
-                    self
-                )  # it has raised an AttributeError, which says more than the model's would
+            if isinstance(attribute, property):  # whose AttributeError says more than the model's would
+                return attribute.__get__(self)
             return getattr(super().__getattr__("module"), name)
 
     def scripted_twin(self) -> nn.Module:

@@ -301,12 +301,10 @@ def load_table(tensors: Mapping[Shard | None, Tensor], value: Tensor | ShardedTe
             tensor.copy_(parts[shard.row_start, shard.col_start, shard.rows, shard.cols])
         return
     for shard, tensor in tensors.items():
-        tensor.copy_(_part(value, shard))
-
-
-def _part(whole: Tensor, shard: Shard | None) -> Tensor:
-    """A shard's part of the whole table; all of it for the replica."""
-    return whole if shard is None else whole[shard.row_start : shard.row_end, shard.col_start : shard.col_end]
+        # The replica is whole.
+        tensor.copy_(
+            value if shard is None else value[shard.row_start : shard.row_end, shard.col_start : shard.col_end]
+        )
 
 
 def _refuse_ddp(wrapper: nn.Module, name: str, module: nn.Module | None) -> None:

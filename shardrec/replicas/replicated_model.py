@@ -201,8 +201,8 @@ class ReplicatedModel(ShardedModel):
         first, rank = self.replica_groups.ranks[self.replica_groups.replica][0], everyone.collectives.rank
         text = ""
         if error is not None:
-            own = f"rank {rank}: the model's forward failed: {quoted(error)}"
-            text = _world_ranks(str(error), first) if is_shared(error) else own
+            failure = f"rank {rank}: the model's forward failed: {quoted(error)}"
+            text = _world_ranks(str(error), first) if is_shared(error) else failure
         texts = list(dict.fromkeys(filter(None, everyone.all_gather_text(text))))
         return kind(texts[0] if len(texts) == 1 else f"{len(texts)} replicas or ranks failed:\n" + "\n".join(texts))
 

@@ -167,7 +167,7 @@ def test_the_error_of_a_save_behind_the_training_reaches_the_next_save(tmp_path:
         assert pending._future is not None
         futures.wait([pending._future])
         assert pending.done
-    with pytest.raises(CheckpointError, match="ZeroDivisionError"):
+    with pytest.raises(ZeroDivisionError):
         save_checkpoint(tmp_path / "ckpt", model)
     save_checkpoint(tmp_path / "ckpt", model)
 

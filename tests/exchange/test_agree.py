@@ -26,9 +26,9 @@ from tests.ranks import ranks
         ({}, "list", "[0, 1, 2]"),
         ({1: ConfigError("lr is -1")}, "ConfigError", "rank 1: lr is -1"),
         (
-            {0: ConfigError("lr is -1"), 2: ValueError("no")},
+            {0: ConfigError("lr is -1"), 2: MemoryError("no")},
             "CheckpointError",
-            "2 ranks failed:\n  rank 0: lr is -1\n  rank 2: ValueError: no",
+            "2 ranks failed:\n  rank 0: lr is -1\n  rank 2: MemoryError: no",
         ),
         (
             dict.fromkeys(range(3), OSError(28, "No space left on device")),

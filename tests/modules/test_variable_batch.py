@@ -7,13 +7,14 @@ from random import Random
 import pytest
 import torch
 import torch.distributed as dist
-from torchrec.modules.embedding_configs import EmbeddingConfig
+from torchrec.modules.embedding_configs import EmbeddingBagConfig, EmbeddingConfig
 from torchrec.modules.embedding_modules import EmbeddingCollection
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from shardrec.errors import InputError
 from shardrec.layout import ShardingPlan, Topology, cuts
 from shardrec.modules import shard
+from tests.executors import TRAINING, executed
 from tests.models import collection, feature_rows, random_configs, table_sizes
 from tests.plans import random_plan
 from tests.ranks import ranks
@@ -79,5 +80,37 @@ def test_of_sequences_bad_inverse_indices_are_named_and_no_others_are_read() -> 
             inverse_indices=(["a", "b"], torch.tensor([[0, 9, 1], [0, 0, 0]])),
         )
         assert [one.lengths().tolist() for one in model(plain).values()] == [[1, 1], [1, 1]]
+
+    ranks(2, rank_main)
+
+
+@pytest.mark.parametrize("executor", TRAINING)
+@pytest.mark.parametrize("unused", [0, 1, 7])
+def test_what_no_table_looks_up_may_have_any_form(executor: str, unused: int) -> None:
+    """A key's batch size, and weights of any shape, in each executor; also of a batch without samples."""
+
+    def rank_main() -> None:
+        rank = dist.get_rank()
+        configs = [
+            EmbeddingBagConfig(name=f"t_{name}", num_embeddings=9, embedding_dim=8, feature_names=[name])
+            for name in ("a", "b")
+        ]
+        plan = ShardingPlan(
+            topology=Topology(ranks_per_host=2),
+            tables=(cuts.row_wise("t_a", 9, 8, ranks=range(2)), cuts.table_wise("t_b", 9, 8, rank=1)),
+        )
+        model, reference = shard(collection(configs, seed=1), plan), collection(configs, seed=1)
+        run = executed(model, executor)
+        for size in (2, 1) if rank else (3, 1):
+            sizes = {"a": size, "unused": unused, "b": size}
+            lengths = torch.arange(sum(sizes.values())) % 3
+            batch = KeyedJaggedTensor(
+                keys=list(sizes),
+                values=torch.arange(int(lengths.sum())) % 9,
+                lengths=lengths,
+                weights=torch.ones(int(lengths.sum()), 2),
+                stride_per_key_per_rank=[[each] for each in sizes.values()],
+            )
+            torch.testing.assert_close(run(batch).values(), reference(batch).values())
 
     ranks(2, rank_main)
