@@ -99,6 +99,10 @@ class Collectives(abc.ABC):
         """Ranks that have a batch, over which gradients are averaged."""
         return self.world_size
 
+    def program_goes_back(self) -> None:
+        """Called in the backward of a program, inside of which each exchange has a backward of its own."""
+        return
+
     @abc.abstractmethod
     def send(
         self, parts: Sequence[Sequence[Tensor]], receive: Sequence[int], what: str, streams: StreamSizes | None = None

@@ -109,8 +109,7 @@ class ReplicatedModel(ShardedModel):
                 what a rank has raised.
             PeerError: if another rank is gone.
         """
-        is_counted = torch.is_grad_enabled() and not self.context.gradients.computes_again
-        if self.replica_groups.everyone is None or not is_counted:
+        if self.replica_groups.everyone is None or not self._is_step():
             return super().forward(*args, **kwargs)
         self._has_begun = False
         try:
@@ -121,6 +120,11 @@ class ReplicatedModel(ShardedModel):
             raise
         self._agree(self.replica_groups.everyone, None)
         return result
+
+    @left_alone
+    def _is_step(self) -> bool:
+        """Whether the forward that begins is a training forward, which no backward computes again."""
+        return torch.is_grad_enabled() and not self.context.gradients.computes_again
 
     def _begin(self) -> None:
         """A training forward begins, or a call of a scripted program, whose forwards end where they go back."""

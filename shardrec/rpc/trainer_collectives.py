@@ -96,6 +96,7 @@ class RemoteCollectives(Collectives):
         self.requests: list[list[Part]] = []
         self._updates = 0
         self._pushed: deque[list[Call]] = deque()  # per update, of each server
+        self.updates_with_program = False  # at the end of the backward of a program that is under way
 
     @property
     def mean_over(self) -> int:
@@ -122,6 +123,7 @@ class RemoteCollectives(Collectives):
         like = parts[0][0]
         if not self.updates_at_step and torch._C._current_graph_task_id() == -1:
             self.kept.drop()  # of a backward that raised
+            self.updates_with_program = False
         modules, self.requests = self.requests, []
         if not modules:  # nothing of the servers: sums of squares of rows that no trainer holds
             return Later(lambda: [like.new_zeros(size) for size in receive])
@@ -129,6 +131,15 @@ class RemoteCollectives(Collectives):
         lookups = [self.servers.call(server, "lookup", request) for server, request in enumerate(requests)]
         way_back = None if streams is None else _Gradients(self, requests, streams, like.device)
         return Later(partial(self._rows, lookups, like.device), way_back)
+
+    def program_goes_back(self) -> None:
+        if not self.updates_at_step and not self.updates_with_program:
+            self.updates_with_program = True
+            torch.autograd.Variable._execution_engine.queue_callback(self._program_ends)
+
+    def _program_ends(self) -> None:
+        self.updates_with_program = False
+        self.step(self.staleness)
 
     def _rows(self, lookups: Sequence[Call], device: torch.device) -> list[Tensor]:
         """Wait for the rows of each server: per rank, on ``device``."""
@@ -219,7 +230,8 @@ class _Gradients:
         gradients = self.buffers[len(self.buffers) - len(self.requests) :]
         collectives, self.buffers = self.collectives, []
         collectives.kept.keep(self.requests, gradients)
-        if not collectives.updates_at_step and collectives.kept.backwards == 1:
+        at_end = not collectives.updates_at_step and not collectives.updates_with_program
+        if at_end and collectives.kept.backwards == 1:
             queue = torch.autograd.Variable._execution_engine.queue_callback
             queue(partial(collectives.step, collectives.staleness))
 

@@ -132,6 +132,8 @@ def test_optimizers_in_backward_of_the_dense_part_are_refused_where_gradients_ar
             clip(model, 1.0)
     with pytest.raises(ConfigError, match=f"accumulate is 2.* {words}"):
         TrainPipeline(model, model.fused_optimizer, [], accumulate=2)
+    with pytest.raises(ConfigError, match=rf"TrainPipeline\(clip_norm=\) finds no gradients to clip.* {words}"):
+        TrainPipeline(model, model.fused_optimizer, [], clip_norm=1.0)
 
 
 def clip_with_torch(how: str) -> None:

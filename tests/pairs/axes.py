@@ -77,10 +77,12 @@ def covering(strength: int, seed: int, forbidden: Sequence[Combination], tries: 
     """
     rng = Random(seed)
     choices = [tuple(zip(axes, values, strict=True)) for axes in combinations(AXES, strength) for values in _all(axes)]
-    missing = {choice for choice in choices if _completed(dict(choice), forbidden, rng)}
-    rows = []
-    while missing:
-        first = rng.choice(sorted(missing))
+    rng.shuffle(choices)
+    choices = [choice for choice in choices if _completed(dict(choice), forbidden)]
+    missing, rows = set(choices), list[Row]()
+    for first in choices:
+        if first not in missing:
+            continue
         candidates = [_candidate(dict(first), missing, strength, forbidden, rng) for _ in range(tries)]
         best = max(candidates, key=lambda values: len(missing & _within(values, strength)))
         missing -= _within(best, strength)
@@ -108,24 +110,27 @@ def _candidate(
     others = [axis for axis in AXES if axis not in values]
     rng.shuffle(others)
     for axis in others:
-        gains = {}
-        for value in AXES[axis]:
-            beside = [(each, values[each]) for each in AXES if each in values]
-            new = (sorted([*part, (axis, value)], key=_place) for part in combinations(beside, strength - 1))
-            gains[value] = sum(tuple(part) in missing for part in new), rng.random()
+        beside = [(each, values[each]) for each in AXES if each in values]
+        parts = [_around(axis, part) for part in combinations(beside, strength - 1)]
+        gains = {
+            value: (sum((*before, (axis, value), *after) in missing for before, after in parts), rng.random())
+            for value in AXES[axis]
+        }
         ordered = sorted(AXES[axis], key=gains.__getitem__, reverse=True)
-        values[axis] = next(value for value in ordered if _completed({**values, axis: value}, forbidden, rng))
+        values[axis] = next(value for value in ordered if _completed({**values, axis: value}, forbidden))
     return values
 
 
-_ORDER = list(AXES)
+def _around(axis: str, part: Sequence[tuple[str, str]]) -> tuple[Sequence[tuple[str, str]], Sequence[tuple[str, str]]]:
+    """A combination's values of the axes before another one, and of those after it."""
+    place = sum(_ORDER[each] < _ORDER[axis] for each, _ in part)
+    return part[:place], part[place:]
 
 
-def _place(choice: tuple[str, str]) -> int:
-    return _ORDER.index(choice[0])
+_ORDER = {axis: number for number, axis in enumerate(AXES)}
 
 
-def _completed(values: dict[str, str], forbidden: Sequence[Combination], rng: Random) -> dict[str, str] | None:
+def _completed(values: dict[str, str], forbidden: Sequence[Combination]) -> dict[str, str] | None:
     """A whole row with these values; None if each has something forbidden."""
     if any(has(values, each) for each in forbidden):
         return None
@@ -133,7 +138,7 @@ def _completed(values: dict[str, str], forbidden: Sequence[Combination], rng: Ra
     if axis is None:
         return values
     for value in AXES[axis]:
-        found = _completed({**values, axis: value}, forbidden, rng)
+        found = _completed({**values, axis: value}, forbidden)
         if found is not None:
             return found
     return None

@@ -68,8 +68,13 @@ def run_row(row: Row, folder: Path, address: str) -> list[str]:
         What differs from the unsharded model. A refusal is told as ``"refused ..."``, with what it has changed.
     """
     if row.mode != "servers":
+        # The trainers of a row with servers have a group of this name, too: torch keeps DTensor's plans, by ranks, with
+        # the names of groups of earlier rows.
+        group = dist.new_group([0, 1])
         alone = [dist.new_group([rank]) for rank in range(2)][dist.get_rank()]
-        return Run(row, folder, Place(rank=dist.get_rank(), group=None, alone=alone, servers=(), address=address)).run()
+        return Run(
+            row, folder, Place(rank=dist.get_rank(), group=group, alone=alone, servers=(), address=address)
+        ).run()
 
     def trainer(world: RpcWorld, rank: int, group: Any) -> list[str]:
         return Run(row, folder, Place(rank=rank, group=group, alone=None, servers=world.servers, address="")).run()
@@ -270,12 +275,14 @@ def by_state_dict(run: Run, *, assign: bool = False) -> None:
         values = {name: value.clone() for name, value in values.items()}
         model = copy.copy(source)
         optimizers = _states(source)
+        dist.barrier(run.place.group)
         model.model.load_state_dict({name: torch.zeros_like(value) for name, value in values.items()})
         dist.barrier(run.place.group)
     else:
         optimizers = _states(source)
         model = run.another()
     model.model.load_state_dict(values, assign=assign)
+    dist.barrier(run.place.group)  # of tables on servers, the first trainer has sent the rows
     if assign and run.row.optimizer == "dense in backward":
         give_dense_optimizers(run.row, model.model.module.top)  # type: ignore[arg-type]
     if run.row.table == "dynamic ids":

@@ -203,6 +203,8 @@ class Sharded:
         """
         outputs = []
         self.zero_grad()
+        # Of several graphs that fit a batch, dynamo takes the last one used, and a recomputation needs the same.
+        torch._C._dynamo.eval_frame._set_lru_cache(not recomputes)
         with self.watched():
             for number, batch in enumerate(micro_batches):
                 is_last = number == len(micro_batches) - 1

@@ -54,6 +54,20 @@ def test_a_row(row: Row, tmp_path: Path, store: Any) -> None:
     assert not outcome(row, tmp_path / "row", store.port)
 
 
+ONCE_WRONG = (
+    Row(mode="replicas", executor="live script", collections="both"),  # never averaged
+    Row(optimizer="ordinary", gradients="GradScaler", dense="fsdp"),  # torch's operator refused both kinds of gradients
+    # Two updates, of one backward with two exchanges.
+    Row(mode="servers", executor="live script", table="column-wise", collections="one twice"),
+)
+"""Rows that were wrong, with the reason."""
+
+
+@pytest.mark.parametrize("row", ONCE_WRONG, ids=str)
+def test_a_row_that_was_wrong(row: Row, tmp_path: Path, store: Any) -> None:
+    assert not outcome(row, tmp_path / "row", store.port)
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(6 * 3600)
 def test_rows_of_strength_three(tmp_path: Path, store: Any, capsys: pytest.CaptureFixture[str]) -> None:
