@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from shardrec.errors import ConfigError
 from shardrec.exchange.collectives import LocalCollectives
 from shardrec.exchange.gradients import Gradients
+from shardrec.exchange.life_cycle import LifeCycle
 from shardrec.layout import cuts
 from shardrec.lookup.groups import LookupTable
 from shardrec.lookup.optimizers import FusedOptimizer, OptimizerKind
@@ -21,7 +22,7 @@ ROWS, DIM = 5, 4
 
 
 def gradients(*, are_reduced: bool = True) -> Gradients:
-    return Gradients(LocalCollectives().report_failure, are_reduced=are_reduced)
+    return Gradients(LocalCollectives().report_failure, LifeCycle(), are_reduced=are_reduced)
 
 
 def replicated(
