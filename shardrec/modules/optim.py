@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed._shard.sharded_tensor import ShardedTensor
 from torchrec.optim.keyed import KeyedOptimizer
 
 from shardrec.errors import ConfigError
@@ -19,6 +20,7 @@ from shardrec.exchange.backward_watch import weak_hook
 from shardrec.lookup.optimizers import FusedOptimizer
 from shardrec.modules.collection import ShardedCollection
 from shardrec.modules.grad_scaler import TableGradients
+from shardrec.modules.table import as_one_tensor, copy_rows, local_parts
 from shardrec.step.context import ModelContext
 
 __all__ = ["FusedOptimizers", "NoFusedOptimizer"]
@@ -35,14 +37,17 @@ class FusedOptimizers(KeyedOptimizer):  # type: ignore[misc]  # torchrec has no 
 
     ``param_groups`` has one group for each distinct optimizer setting (class, learning rate, betas, ...), the same on
     every rank; its ``params`` are this rank's shards, possibly none, and ``tables`` the names of all its tables.
-    ``state[param]`` holds views of the states: ``sum`` for Adagrad (one value per row if rowwise), ``exp_avg``,
-    ``exp_avg_sq`` and ``step`` for Adam. ``params`` has this rank's shards by name.
+    ``params`` has this rank's shards by name. A table's first shard, or an empty parameter on ranks without any, has
+    the table's name, and in ``state`` the table's states by TorchRec's names: ``t.momentum1`` is the first one, such as
+    Adagrad's ``sum`` and Adam's ``exp_avg``, ``t.exp_avg_sq`` Adam's second; ``t.step`` is shardrec's. The states are
+    views of the kernels' memory: on several ranks ShardedTensors of the table's shape, or of (rows,) if rowwise, which
+    ``torch.distributed.checkpoint`` saves and loads under any plan.
 
     With ``update="step"`` the first group has a placeholder behind its shards, for ``torch.amp.GradScaler``.
 
     Args:
         collections: the sharded collections of a model.
-        names: of their parameters in the model, by id.
+        names: of their tables in the model, by id.
         context: of the model.
 
     Raises:
@@ -65,14 +70,15 @@ class FusedOptimizers(KeyedOptimizer):  # type: ignore[misc]  # torchrec has no 
         torch.optim.Optimizer.__init__(self, groups, {})
         self.defaults["_save_param_groups"] = False  # CombinedOptimizer asks for one value of all its optimizers
         self._saves_groups = True
-        self.params = {names[id(parameter)]: parameter for group in self.param_groups for parameter in group["params"]}
+        self._held: dict[nn.Parameter, tuple[ShardedCollection, str]] = {}  # by its first shard, a table
+        self._shown: dict[nn.Parameter, int] = {}  # counts of updates, as they were written into the states
+        self._shards = self._name_shards(names)
+        self.params = dict(self._shards)
         self._at_step = context.options.updates_at_step
         if self._at_step:
             placeholder = nn.Parameter(torch.zeros(1, dtype=torch.float32, device=context.device))
             placeholder.grad = self._gradients = TableGradients.of(self._row_gradients, context.device)
             self.param_groups[0]["params"].append(placeholder)
-        self._table_of: dict[nn.Parameter, str] = {}
-        self._shown: dict[nn.Parameter, int] = {}  # counts of updates, as they were written into the states
         self._refresh()
         context.life_cycle.look_up_begins.append(weak_hook(self.push))
 
@@ -89,19 +95,34 @@ class FusedOptimizers(KeyedOptimizer):  # type: ignore[misc]  # torchrec has no 
                 params.setdefault(optimizer, []).extend(table.locals.values())
         return tables, params
 
+    def _name_shards(self, names: Mapping[int, str]) -> dict[str, nn.Parameter]:
+        """This rank's shards by name, with a stand-in for each table that has none here."""
+        shards: dict[str, nn.Parameter] = {}
+        self._held.clear()
+        for collection in self._collections:
+            for name in collection.fused_optimizers():
+                table = collection.tables()[name]
+                path = names[id(table)]
+                first = next(iter(table.locals.values()), None)
+                if first is None and collection.storage.before_rows is None:  # servers keep the states of their shards
+                    first = nn.Parameter(torch.empty(0, dtype=torch.float32, device=collection.device))
+                if first is not None:
+                    shards[f"{path}.weight"] = first
+                    self._held[first] = collection, name
+                shards.update((f"{path}.{own}", shard) for own, shard, *_ in table.kept[1:])
+        return shards
+
     def follow(self, names: Mapping[int, str]) -> None:
-        """Have the shards of another plan, by the names of the model's parameters; settings stay."""
-        before, (_, params) = set(self._table_of), self._by_spec()
+        """Have the shards of another plan, by the names of the model's tables; settings stay."""
+        before, (_, params) = set(self._shards.values()), self._by_spec()
         for spec, group in zip(self._specs, self.param_groups, strict=True):
             group["params"][:] = params[spec] + [parameter for parameter in group["params"] if parameter not in before]
         others = {name: parameter for name, parameter in self.params.items() if parameter not in before}
+        self._shards = self._name_shards(names)
         self.params.clear()  # in place: wrappers have it, such as WarmupOptimizer
-        self.params.update(
-            others | {names[id(parameter)]: parameter for of_spec in params.values() for parameter in of_spec}
-        )
+        self.params.update(others | self._shards)
         for parameter in before:
             self.state.pop(parameter, None)
-        self._table_of.clear()
         self._shown.clear()
         self._refresh()
         self.push()
@@ -160,58 +181,61 @@ class FusedOptimizers(KeyedOptimizer):  # type: ignore[misc]  # torchrec has no 
         self._saves_groups = save
 
     def state_dict(self) -> dict[str, Any]:
-        """This rank's states by parameter name, and the groups' settings with the names."""
+        """Each table's states by the name of its weight, as views of the kernels' memory, and the groups' settings."""
         self._refresh()
-        names = {parameter: name for name, parameter in self.params.items()}
         state = {name: self.state[parameter] for name, parameter in self.params.items() if parameter in self.state}
         if not self._saves_groups:
             return {"state": state}
-        groups = [
-            {**group, "params": [names[parameter] for parameter in group["params"] if parameter in names]}
+        names = {self._plan_name(held): name for name, held in self._shards.items() if held in self._held}
+        # A tuple, whose key torch.distributed.checkpoint does not change on ranks that have no shard of a table.
+        groups = tuple(
+            {**group, "params": [names[table] for table in group["tables"] if table in names]}
             for group in self.param_groups
-        ]
+        )
         return {"state": state, "param_groups": groups}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Copy states into the kernels and set the groups' settings, if ``state_dict`` has them.
 
+        Args:
+            state_dict: of this optimizer under the same plan, as ``torch.distributed.checkpoint`` loads it under any;
+                of TorchRec's, which has no ``step``; or of whole tensors in place of ShardedTensors.
+
         Raises:
-            ConfigError: if the groups, their settings except learning rates, or the shapes are not those of this rank's
-                shards.
+            ConfigError: if tables, states, shapes, shards, or settings except learning rates differ from this optimizer's.
         """
         groups = state_dict.get("param_groups") if self._saves_groups else None
         if groups is None:
             groups = self.param_groups
-        mine = [sum(parameter in self._table_of for parameter in group["params"]) for group in self.param_groups]
-        theirs = [len(group["params"]) for group in groups]
-        if groups is not self.param_groups and mine != theirs:
+        mine, theirs = ([group.get("tables") for group in each] for each in (self.param_groups, groups))
+        if mine != theirs:
             raise ConfigError(
-                f"the state_dict has groups of {theirs} shards and this rank's optimizer groups of {mine}; load it "
-                "under the plan it was saved under, or use shardrec.load_checkpoint"
+                f"the state_dict has groups of the tables {theirs} and this optimizer of {mine}; load the state of an "
+                "optimizer whose tables have the same settings"
             )
         self._check_settings(groups)
-        grouped = {parameter for group in self.param_groups for parameter in group["params"]}
         self._show_counts()  # those that differ are taken
         for name, parameter in self.params.items():
             saved = state_dict["state"].get(name, {})
-            if parameter in grouped:
-                self._load_one(parameter, saved)
-            else:
+            if parameter in self._held:
+                self._load_one(name, parameter, saved)
+            elif name not in self._shards:
                 self.state[parameter] = saved  # of a wrapper, such as WarmupOptimizer
         for group, saved in zip(self.param_groups, groups, strict=True):
             group.update({key: value for key, value in saved.items() if key not in ("params", "tables")})
+        self._take_rows()
         self._refresh()
         self.push()
 
     def post_load_state_dict(self) -> None:
         """Apply what TorchRec's optimizers have copied into :attr:`state` and the groups."""
+        self._take_rows()
         self.push()
 
     def settings(self) -> dict[str, Any]:
         """The groups' settings, such as learning rates, and the states of wrappers, such as WarmupOptimizer's."""
-        grouped = {parameter for group in self.param_groups for parameter in group["params"]}
         groups = [{key: value for key, value in group.items() if key != "params"} for group in self.param_groups]
-        others = {name: self.state[other] for name, other in self.params.items() if other not in grouped}
+        others = {name: self.state[other] for name, other in self.params.items() if name not in self._shards}
         return {"param_groups": groups, "state": others}
 
     def load_settings(self, settings: Mapping[str, Any]) -> None:
@@ -228,43 +252,68 @@ class FusedOptimizers(KeyedOptimizer):  # type: ignore[misc]  # torchrec has no 
         """Pass step counts that were written into :attr:`state`, for example by a checkpoint, to the kernels."""
         changed: dict[str, int] = {}
         for parameter, shown in self._shown.items():
-            count = int(self.state[parameter]["step"])
+            count = int(self.state[parameter][self._step_name(parameter)])
             if count != shown:
-                self._shown[parameter] = changed[self._table_of[parameter]] = count
+                self._shown[parameter] = changed[self._plan_name(parameter)] = count
         # Tables that share a kernel share their largest count: those of other ranks have none here.
-        elsewhere = {name for group in self.param_groups for name in group["tables"]} - set(self._table_of.values())
+        elsewhere = {name for group in self.param_groups for name in group["tables"]}
+        elsewhere -= set(map(self._plan_name, self._shown))
         for collection in self._collections if changed else ():
             counts = collection.step_counts()
             if changed.keys() & counts.keys():
                 collection.load_step_counts(counts | dict.fromkeys(elsewhere & counts.keys(), 0) | changed)
 
-    def _load_one(self, parameter: nn.Parameter, saved: dict[str, Any]) -> None:
-        state = self.state[parameter]
-        if set(state) != set(saved):
+    def _plan_name(self, parameter: nn.Parameter) -> str:
+        collection, name = self._held[parameter]
+        return collection.tables()[name].layout.name
+
+    def _step_name(self, parameter: nn.Parameter) -> str:
+        return f"{self._held[parameter][1]}.step"
+
+    def _load_one(self, name: str, parameter: nn.Parameter, saved: dict[str, Any]) -> None:
+        state, step = self.state[parameter], self._step_name(parameter)
+        if set(state) - {step} != set(saved) - {step}:
             raise ConfigError(
-                f"the saved states of a shard are {sorted(saved)} and this optimizer's {sorted(state)}; load the state "
+                f"the saved states of {name} are {sorted(saved)} and this optimizer's {sorted(state)}; load the state "
                 "of the same optimizer"
             )
         for key, value in saved.items():
-            if value.shape != state[key].shape:
+            parts, given = local_parts(state[key]), local_parts(value)
+            if value.size() != state[key].size() or (isinstance(value, ShardedTensor) and parts.keys() != given.keys()):
                 raise ConfigError(
-                    f"the saved {key} has shape {tuple(value.shape)} and the shard's {tuple(state[key].shape)}; load "
-                    "it under the plan it was saved under, or use shardrec.load_checkpoint"
+                    f"the saved {key} has shape {tuple(value.size())}, here {sorted(given)}, and this optimizer's "
+                    f"{tuple(state[key].size())}, here {sorted(parts)}; load it under the plan it was saved under, or "
+                    "by torch.distributed.checkpoint or shardrec.load_checkpoint, which cut it anew"
                 )
-            state[key].copy_(value)
+            for place, tensor in parts.items():
+                tensor.copy_(given[place] if place in given else value[tuple(map(slice, *place))])
+
+    def _take_rows(self) -> None:
+        """Have a rank's column stripes the states of rows alike, of which :attr:`state` shows those of one stripe."""
+        for parameter, (collection, name) in self._held.items():
+            optimizer, tensors = collection.fused_optimizers()[name], self.state[parameter]
+            for key, state in zip(tensors, optimizer.states, strict=False):  # the step is the last
+                if state in optimizer.row_states and len(collection.tables()[name].locals) > 1:
+                    for shard, rows in collection.fused_state(name, state).items():
+                        copy_rows(rows, shard, tensors[key])
 
     def _refresh(self) -> None:
         """Point ``state`` at the kernels' memory, and count Adam's steps."""
         self._take_steps()
-        for collection in self._collections:
-            for name, optimizer in collection.fused_optimizers().items():
-                table = collection.tables()[name]
-                parts = {state: collection.fused_state(name, state) for state in optimizer.states}
-                for shard, parameter in table.locals.items():
-                    self._table_of[parameter] = table.layout.name
-                    if optimizer.counts_steps:
-                        self._shown[parameter] = -1
-                    self.state[parameter] = {state: tensors[shard] for state, tensors in parts.items()}
+        for parameter, (collection, name) in self._held.items():
+            optimizer, table = collection.fused_optimizers()[name], collection.tables()[name]
+            if optimizer.counts_steps and table.locals:
+                self._shown[parameter] = -1
+            self.state[parameter] = {
+                # TorchRec calls the first one momentum1, whatever it is.
+                f"{name}.{state if number else 'momentum1'}": as_one_tensor(
+                    table.layout,
+                    collection.fused_state(name, state),
+                    table.group,
+                    per_row=state in optimizer.row_states,
+                )
+                for number, state in enumerate(optimizer.states)
+            }
         self._show_counts()
 
     def _show_counts(self) -> None:
@@ -275,10 +324,10 @@ class FusedOptimizers(KeyedOptimizer):  # type: ignore[misc]  # torchrec has no 
         for collection in self._collections:
             counts |= collection.step_counts()
         for parameter, shown in self._shown.items():
-            count = counts[self._table_of[parameter]]
+            count = counts[self._plan_name(parameter)]
             if count != shown:
                 self._shown[parameter] = count
-                self.state[parameter]["step"] = torch.tensor(float(count), dtype=torch.float32)
+                self.state[parameter][self._step_name(parameter)] = torch.tensor(float(count), dtype=torch.float32)
 
 
 def _settings(spec: FusedOptimizer) -> dict[str, Any]:

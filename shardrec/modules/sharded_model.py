@@ -135,9 +135,11 @@ class ShardedModel(nn.Module):
             NoFusedOptimizer: if no table has a fused optimizer; a ConfigError and an AttributeError.
         """
         if self.made_fused_optimizer is None:
-            names = {id(parameter): name for name, parameter in self.named_parameters()}
-            self.made_fused_optimizer = FusedOptimizers(self._sharded, names, self.context)
+            self.made_fused_optimizer = FusedOptimizers(self._sharded, self._table_names(), self.context)
         return self.made_fused_optimizer
+
+    def _table_names(self) -> dict[int, str]:
+        return {id(child): path for path, child in self.module.named_modules() if isinstance(child, ShardedTable)}
 
     @property
     def ranks(self) -> Ranks:
@@ -345,7 +347,7 @@ class ShardedModel(nn.Module):
         if self._reducer is not None:
             self._reducer.arm()
         if self.made_fused_optimizer is not None:
-            self.made_fused_optimizer.follow({id(parameter): name for name, parameter in self.named_parameters()})
+            self.made_fused_optimizer.follow(self._table_names())
 
     def inventory(self) -> list[Item]:
         """What the model holds besides the values of tables' rows (:mod:`shardrec.modules.inventory`)."""

@@ -12,9 +12,11 @@ reads what to leave alone from the outermost module only: so it is noticed where
 
 from __future__ import annotations
 
+from bisect import bisect
 from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
-from itertools import chain
-from operator import is_, methodcaller
+from dataclasses import replace
+from itertools import chain, pairwise
+from operator import add, is_, methodcaller
 from typing import Any
 
 import torch
@@ -40,7 +42,9 @@ __all__ = [
     "TableWatch",
     "as_one_tensor",
     "averaged_parameters",
+    "copy_rows",
     "load_table",
+    "local_parts",
     "settle",
 ]
 
@@ -238,50 +242,93 @@ def as_one_tensor(
     group: dist.ProcessGroup | None,
     *,
     dtype: torch.dtype = torch.float32,
+    per_row: bool = False,
 ) -> Tensor | ShardedTensor:
-    """A table's local parts as the value of a state_dict.
+    """A table's local parts as the value of a state_dict, which shares their memory.
 
     Args:
         layout: where the table lives.
-        tensors: (rows, cols) per local shard, or the replica under None.
+        tensors: (rows, cols) per local shard, or the replica under None; (rows,) if ``per_row``.
         group: the process group; None on one rank.
         dtype: of the tensors, on every rank.
+        per_row: whether the tensors have a number per row, which every column stripe has alike.
 
     Returns:
         A plain tensor if this rank holds the whole table, else a ShardedTensor.
     """
     if layout.replicated:
         return tensors[None]
-    size = (layout.num_embeddings, layout.embedding_dim)
+    size = (layout.num_embeddings, layout.embedding_dim)[: 1 if per_row else 2]
     if group is None:
         first = next(iter(tensors.values()))
         ends = [first.data_ptr(), *(tensor.data_ptr() + tensor.nbytes for tensor in tensors.values())]
         if any(end != tensor.data_ptr() for end, tensor in zip(ends, tensors.values(), strict=False)):
             raise ConfigError(f"table {layout.name!r} is cut by columns on one rank; give it plan.on_one_rank()")
         return first.as_strided(size, first.stride())  # row blocks, one after the other
-    local = [
-        TensorShard(tensor, _metadata(shard, group, tensor.device.type))
-        for shard, tensor in tensors.items()
-        if shard is not None
-    ]
     device = next((tensor.device.type for tensor in tensors.values()), "cpu")
+    shards, local = list(layout.shards), []
+    if per_row:
+        shards, tensors = _row_blocks(layout, tensors)
+    for shard, tensor in tensors.items():
+        if shard is not None:
+            local.append(TensorShard(tensor, _metadata(shard, group, tensor.device.type, len(size))))
     metadata = ShardedTensorMetadata(
-        shards_metadata=[_metadata(shard, group, device) for shard in layout.shards],
+        shards_metadata=[_metadata(shard, group, device, len(size)) for shard in shards],
         size=torch.Size(size),
         tensor_properties=TensorProperties(dtype=dtype),
     )
     return ShardedTensor._init_from_local_shards_and_global_metadata(local, metadata, process_group=group)
 
 
-def _metadata(shard: Shard, group: dist.ProcessGroup, device: str) -> ShardMetadata:
+def _row_blocks(
+    layout: TableLayout, tensors: Mapping[Shard | None, Tensor]
+) -> tuple[list[Shard], dict[Shard | None, Tensor]]:
+    """The rows of a table, cut at the boundaries of all column stripes, and what this rank holds of them.
+
+    A block is here on this rank if any of its stripes has it, so that a rank saves and loads all its rows; of equal
+    blocks of several ranks ``torch.distributed.checkpoint`` saves one.
+    """
+    stripes = layout.stripes()
+    bounds = sorted({bound for stripe in stripes for bound in stripe.boundaries})
+    blocks: list[Shard] = []
+    local: dict[Shard | None, Tensor] = {}
+    for start, end in pairwise(bounds):
+        holders = [stripe.shards[bisect(stripe.boundaries, start) - 1] for stripe in stripes]
+        shard = next((holder for holder in holders if holder in tensors), holders[0])
+        blocks.append(replace(shard, row_start=start, row_end=end))
+        if shard in tensors:
+            local[blocks[-1]] = tensors[shard][start - shard.row_start : end - shard.row_start]
+    return blocks, local
+
+
+def _metadata(shard: Shard, group: dist.ProcessGroup, device: str, dims: int) -> ShardMetadata:
     # A plan counts the ranks of its group, a placement those of the world.
     rank = dist.get_global_rank(group, shard.rank)
     placement = f"rank:{rank}/{device}"
     if device == "cuda":
         placement += f":{rank % torch.cuda.device_count()}"
-    return ShardMetadata(
-        shard_offsets=[shard.row_start, shard.col_start], shard_sizes=[shard.rows, shard.cols], placement=placement
-    )
+    offsets, sizes = [shard.row_start, shard.col_start], [shard.rows, shard.cols]
+    return ShardMetadata(shard_offsets=offsets[:dims], shard_sizes=sizes[:dims], placement=placement)
+
+
+def local_parts(value: Tensor | ShardedTensor) -> dict[tuple[tuple[int, ...], tuple[int, ...]], Tensor]:
+    """What this rank has of a state_dict's value, by first and last indices (exclusive); a plain tensor is one part."""
+    if not isinstance(value, ShardedTensor):
+        return {((0,) * value.dim(), tuple(value.shape)): value}
+    return {
+        (tuple(offsets), tuple(map(add, offsets, shard.metadata.shard_sizes))): shard.tensor
+        for shard in value.local_shards()
+        for offsets in [shard.metadata.shard_offsets]
+    }
+
+
+def copy_rows(target: Tensor, shard: Shard | None, value: Tensor | ShardedTensor) -> None:
+    """Copy a number per row into a shard's, or the replica's, from what this rank has of a state_dict's value."""
+    first, last = (0, len(target)) if shard is None else (shard.row_start, shard.row_end)
+    for ((start,), (end,)), rows in local_parts(value).items():
+        top, bottom = max(first, start), min(last, end)
+        if top < bottom:
+            target[top - first : bottom - first].copy_(rows[top - start : bottom - start])
 
 
 def settle(flags: FaultFlags, lookup: ShardLookup, shards: Iterable[Shard | None], *, to_write: bool) -> None:

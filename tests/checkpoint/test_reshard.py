@@ -388,7 +388,7 @@ def test_what_reads_the_model_reads_the_new_plan(tmp_path: Path) -> None:
             publisher.publish()
             if step in (1, 2):
                 model.reshard(case.plans[step % 2])
-        assert {*model.fused_optimizer.params.values()} <= {*model.parameters()}
+        assert {each for each in model.fused_optimizer.params.values() if each.numel()} <= {*model.parameters()}
         other, others_optimizer = make(case, new)
         checkpoints.load_last(other, others_optimizer)
         model.reshard(new)

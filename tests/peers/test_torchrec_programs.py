@@ -188,7 +188,7 @@ def test_the_filter_for_optimizers_in_backward_leaves_no_table_over() -> None:
             assert list(dense.values()) == list(sharded.dense_parameters()), cut
             wrapper = KeyedOptimizerWrapper(dense, lambda params: torch.optim.SGD(params, lr=0.5))
             both = CombinedOptimizer([sharded.fused_optimizer, wrapper])
-            assert set(both.params) == set(dict(sharded.named_parameters())), cut
+            assert {value for value in both.params.values() if value.numel()} == set(sharded.parameters()), cut
 
     ranks(2, run)
 
@@ -224,7 +224,7 @@ def test_states_without_groups() -> None:
         whole = trained(0.5).fused_optimizer.state_dict()
         target.fused_optimizer.load_state_dict(whole)
         assert target.fused_optimizer.param_groups[0]["lr"] == 0.5
-        with pytest.raises(ConfigError, match=r"the saved states of a shard are \[\] and this optimizer's \['sum'\]"):
+        with pytest.raises(ConfigError, match=r"saved states of m\S+ are \[\] and this optimizer's \['a\.momentum1'\]"):
             target.fused_optimizer.load_state_dict({"state": {}})
 
     ranks(1, run)
