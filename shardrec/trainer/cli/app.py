@@ -25,6 +25,7 @@ from shardrec.trainer.cli.run_commands import (
     export_command,
     inspect_command,
     predict_command,
+    recommend_command,
     serve_command,
 )
 from shardrec.trainer.cli.serve_embeddings import serve_embeddings_command
@@ -85,6 +86,7 @@ _add("train", train_command())
 _add("sweep", sweep_command)
 _add("eval", eval_command)
 _add("predict", predict_command)
+_add("recommend", recommend_command)
 _add("export", export_command)
 _add("serve", serve_command)
 _add("inspect", inspect_command)

@@ -57,6 +57,7 @@ __all__ = [
     "parse_spec",
     "read_spec",
     "recorded_ids",
+    "sources_of",
 ]
 
 Kind = Literal["id", "multi_hot", "weighted", "sequence", "dense"]
@@ -398,14 +399,12 @@ class FeatureSpec(_Strict):
     @cached_property
     def feature_sources(self) -> tuple[str, ...]:
         """The columns of the features."""
-        columns = [column for feature in (*self.dense, *self.sparse) for column in (feature.source, feature.weights)]
-        return tuple(column for column in columns if column is not None)
+        return sources_of((*self.dense, *self.sparse))
 
     @cached_property
     def list_sources(self) -> tuple[str, ...]:
         """The columns of any number of ids a row, and of their weights."""
-        columns = [column for feature in self.sparse if feature.is_list for column in (feature.source, feature.weights)]
-        return tuple(column for column in columns if column is not None)
+        return sources_of([feature for feature in self.sparse if feature.is_list])
 
     @cached_property
     def number_sources(self) -> tuple[str, ...]:
@@ -437,6 +436,11 @@ class FeatureSpec(_Strict):
             dims=tuple(feature.dim for feature in self.sparse),
             tables=tuple(f"t_{feature.share or feature.name}" for feature in self.sparse),
         )
+
+
+def sources_of(features: Sequence[Feature]) -> tuple[str, ...]:
+    """The columns of some features, and of their weights."""
+    return tuple(column for feature in features for column in (feature.source, feature.weights) if column is not None)
 
 
 def load_spec(path: Path) -> FeatureSpec:

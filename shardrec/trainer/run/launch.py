@@ -13,7 +13,7 @@ from shardrec import ConfigError, PeerError
 from shardrec.launch import check_extra, launched_rank, run_on_ranks, spawn_alone
 from shardrec.trainer.run.config import CHECKPOINTS, TrainConfig
 
-__all__ = ["predict", "train"]
+__all__ = ["predict", "recommend", "train"]
 
 
 def train(config: TrainConfig, *, resume: bool = False, debug: bool = False) -> None:
@@ -98,6 +98,44 @@ def predict(
         "on_bad_row": on_bad_row,
         "device": device,
     }
+    manifest: dict[str, Any] | None = run_on_ranks(_predict_rank, options, nproc=nproc, debug=debug)
+    return manifest
+
+
+def recommend(
+    run: str,
+    data: str,
+    out: str,
+    *,
+    top: int = 20,
+    exclude_seen: bool = False,
+    keys: Sequence[str] | None = None,
+    on_bad_row: str | None = None,
+    nproc: int = 1,
+    device: str = "cpu",
+    debug: bool = False,
+) -> dict[str, Any] | None:
+    """Write the best items of a run's model for all rows of some files as Parquet, in their order; called again, go on.
+
+    Args:
+        run: as of :func:`predict`.
+        data: files with the run's features but the item.
+        out: as of :func:`predict`; its files have lists ``items`` and ``scores``, the best first.
+        top: items of each row.
+        exclude_seen: leave out the items that the row has in the features that share the item's table.
+        keys: columns of the files to write, too; None for that of the groups of the run's features, if they have one.
+        on_bad_row: as of :func:`predict`, as are ``nproc``, ``device`` and ``debug``.
+
+    Returns:
+        The manifest, on rank 0.
+
+    Raises:
+        ConfigError: as :func:`predict`; or for a model that does not rank a catalogue.
+        DataError: for a file or a row that cannot be read; on every rank.
+    """
+    check_extra("train")
+    options = {"run": run, "data": data, "out": out, "on_bad_row": on_bad_row, "device": device}
+    options |= {"top": top, "exclude_seen": exclude_seen, "keys": None if keys is None else list(dict.fromkeys(keys))}
     manifest: dict[str, Any] | None = run_on_ranks(_predict_rank, options, nproc=nproc, debug=debug)
     return manifest
 

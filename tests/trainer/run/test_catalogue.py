@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from random import Random
+from typing import Any
 
 import pytest
 import torch
@@ -18,7 +19,8 @@ from shardrec.errors import ConfigError, InputError, PeerError
 from shardrec.ids import DynamicIds
 from shardrec.trainer.data import ClickBatch, ClickMetrics, Feature, FeatureSpec, ranking_metrics
 from shardrec.trainer.run import TrainConfig, catalogue
-from shardrec.trainer.run.catalogue import CatalogueRanking
+from shardrec.trainer.run.catalogue import Catalogue
+from shardrec.trainer.run.catalogue_ranking import CatalogueRanking
 from shardrec.trainer.run.model import build_model
 from tests.plans import CUTS, cut_plan, random_plan, topologies_of
 from tests.ranks import RankErrors, ranks
@@ -114,6 +116,35 @@ def unseen_by_score_matrix(drawn: tuple[Tensor, ...]) -> tuple[float, float]:
     return float(hits), float((1 - (above_B + equal_B / 2) / others_BN.sum(1)).mean())
 
 
+def top_items(model: nn.Module, batches: list[ClickBatch], k: int) -> list[tuple[ClickBatch, bool, Any]]:
+    """The k best items for each of this rank's batches, with what they know left out and without."""
+    catalogue = Catalogue(model, SPEC, torch.device("cpu"), purpose="a test", remedy="")
+    catalogue.look_up()
+    best = []
+    for is_seen in (False, True):
+        features = ["known", "bought"] if is_seen else []
+        queries = catalogue.steps.predict(batches, catalogue.queries)
+        for batch, vectors in zip(batches, queries, strict=True):
+            best.append((batch, is_seen, catalogue.top(vectors, catalogue.seen(batch, features), k)))
+    return best
+
+
+def by_full_sort(
+    users_UD: Tensor, items_ND: Tensor, batch: ClickBatch, k: int, *, leave_out: bool
+) -> tuple[Tensor, Tensor]:
+    """Rows and scores of each row's items, sorted by score and then by row, filled up to k."""
+    users = batch.sparse["user"].values()
+    rows, scores = torch.zeros(len(users), k, dtype=torch.int64), torch.full((len(users), k), -torch.inf)
+    known = [batch.sparse[name].to_dense() for name in ("known", "bought")]
+    for place, user in enumerate(users.tolist()):
+        seen = {0, *(item for lists in known for item in lists[place].tolist() if leave_out)}
+        score_N = (items_ND @ users_UD[user]).tolist()
+        order = sorted((-score, item) for item, score in enumerate(score_N) if item not in seen)[:k]
+        rows[place, : len(order)] = torch.tensor([item for _, item in order])
+        scores[place, : len(order)] = -torch.tensor([score for score, _ in order])
+    return rows, scores + 0.0
+
+
 def against_score_matrix(world_size: int) -> None:
     rank, rng = (dist.get_rank() if dist.is_initialized() else 0), Random(world_size)
     tables = {"users.u": (USERS, DIM), "items.i": (ITEMS, DIM)}
@@ -133,6 +164,8 @@ def against_score_matrix(world_size: int) -> None:
             metrics = CatalogueRanking(model, SPEC, torch.device("cpu"), k=K)(batches)
             single = [replace(batch, groups=None) for batch in batches]
             unseen = CatalogueRanking(model, SPEC, torch.device("cpu"), k=K, unseen=True)(single)
+            k = rng.choice([1, K, ITEMS + 3])
+            best = top_items(model, batches, k)
         assert unseen.ranking is not None
         assert (unseen.ranking.hit_rate, unseen.auc) == pytest.approx(unseen_by_score_matrix(data), abs=1e-6)
         assert unseen.logloss == pytest.approx(metrics.logloss)
@@ -140,6 +173,9 @@ def against_score_matrix(world_size: int) -> None:
         got = (metrics.ranking.ndcg, metrics.ranking.recall, metrics.ranking.hit_rate, metrics.auc, metrics.logloss)
         assert got == pytest.approx(by_score_matrix(data), abs=1e-6), (number, plan)
         assert metrics.rows == int(data[4].sum())
+        for batch, is_seen, (rows, scores) in best:
+            expected = by_full_sort(data[0], data[1], batch, k, leave_out=is_seen)
+            torch.testing.assert_close((rows, scores), expected, rtol=0, atol=0)
 
 
 @pytest.mark.some(1)
