@@ -28,6 +28,7 @@ from shardrec.trainer.cli.run_commands import (
     recommend_command,
     serve_command,
 )
+from shardrec.trainer.cli.sequences_command import sequences_command
 from shardrec.trainer.cli.serve_embeddings import serve_embeddings_command
 from shardrec.trainer.cli.train import convert_command, sweep_command, train_command
 
@@ -92,6 +93,7 @@ _add("serve", serve_command)
 _add("inspect", inspect_command)
 _add("compare", compare_command)
 _add("convert", convert_command)
+_add("sequences", sequences_command)
 _add("ingest", ingest_command)
 # The harness reads the arguments, --help among them.
 _FORWARDED = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}

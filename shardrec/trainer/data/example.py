@@ -35,7 +35,7 @@ def values_of_file(pattern: str, spec: FeatureSpec) -> Mapping[str, object]:
             {feature.name: _value(row, feature) for feature in spec.features}
             for row in table.slice(0, _ROWS).to_pylist()
         ]
-        fullest = max(rows, key=lambda row: sum(value not in (None, [], {}) for value in row.values()), default={})
+        fullest = max(rows, key=lambda row: sum(value not in (None, "", [], {}) for value in row.values()), default={})
         batch_of_request([request_example(spec, fullest)], spec)
     except DataError:
         return {}

@@ -263,7 +263,7 @@ class FeatureSpec(_Strict):
             number of seconds since 1970-01-01, or of milliseconds from 10^11 on, which seconds reach in the year 5138.
         features: dense ones and those with tables, in the order in which the model has them.
         columns: of text files without a header line; None where the first line is the header.
-        delimiter: of text files; default: a comma in ``.csv`` files, else a tab.
+        delimiter: of text files, such as ``;`` or ``::``; default: a comma in ``.csv`` files, else a tab.
         quoted: whether fields of text files may be in double quotes.
         encoding: of text files, by its name in Python.
         decimal: what stands before the fraction of a number in text files.
@@ -278,7 +278,7 @@ class FeatureSpec(_Strict):
     event_time: str | None = Field(default=None, min_length=1)
     features: tuple[Feature, ...]
     columns: tuple[str, ...] | None = None
-    delimiter: str | None = Field(default=None, min_length=1, max_length=1)
+    delimiter: str | None = Field(default=None, min_length=1)
     quoted: bool = True
     encoding: str = "utf-8"
     decimal: Literal[".", ","] = "."
