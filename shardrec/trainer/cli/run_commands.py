@@ -10,7 +10,7 @@ import typer
 
 from shardrec.trainer.cli.flags import Debug, Device
 from shardrec.trainer.console import console, working
-from shardrec.trainer.run import predict, recommend
+from shardrec.trainer.run import predict
 from shardrec.trainer.run.runs import RunFolder, Target, differing
 
 if TYPE_CHECKING:
@@ -108,7 +108,7 @@ def recommend_command(
     command that was interrupted is given again, on any number of ranks: it writes the parts that are missing.
     """
     with working(f"recommending with {run}"):
-        manifest = recommend(
+        manifest = predict(
             str(run),
             data,
             out,

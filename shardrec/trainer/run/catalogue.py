@@ -38,6 +38,8 @@ _LOOKED_UP = 8192
 """Most items of a rank that are looked up at once."""
 _SCORES = 1 << 22
 """Most scores at once, of all queries with a block of items."""
+_BLOCK = 1 << 15
+"""Most items of a block, whose vectors in float64 are to stay in a cache."""
 _LOW = 0xFFFFFFFF
 
 
@@ -96,7 +98,7 @@ class Catalogue:
         self._rank = dist.get_rank() if self._ranks > 1 else 0
         self._share = -(-self.rows // self._ranks)
         self.first = self._share * self._rank
-        self.vectors_ND = torch.zeros(0, 0)
+        self.vectors_ND, self._longest = torch.zeros(0, 0), 0.0
 
     def look_up(self) -> None:
         """Look up this rank's share of the items' vectors, as the model has them now. Every rank calls it.
@@ -118,6 +120,8 @@ class Catalogue:
             return _called(model, "item_vectors", dense, sparse)
 
         self.vectors_ND = torch.cat([*self.steps.predict(blocks, vectors)])
+        lengths_N = torch.linalg.vector_norm(self.vectors_ND, dim=1, dtype=torch.float64)
+        self._longest = float(lengths_N.max()) if len(lengths_N) else 0.0
         if not gather_rows(self.vectors_ND.isfinite().all().view(1, 1).cpu()).all():
             raise ConfigError("vectors of items are not finite numbers: has training diverged?")
 
@@ -155,11 +159,15 @@ class Catalogue:
             queries_UD: float64.
             most: queries that a block is for, U or more.
         """
-        size = max(1, _SCORES // max(1, most))
+        size = max(1, min(_BLOCK, _SCORES // max(1, most)))
         for start in range(0, len(self.vectors_ND), size):
-            scores_UN = (queries_UD @ self.vectors_ND[start : start + size].double().t()).float()
-            scores_UN[:, : max(0, 1 - self.first - start)] = -torch.inf  # row 0 is no item
-            yield start, scores_UN
+            yield start, self._scored(queries_UD, slice(start, start + size), start)
+
+    def _scored(self, queries_UD: Tensor, places: slice | Tensor, first: int) -> Tensor:
+        """Scores of the items at some ascending places, the first of which is given: float32 (U, items)."""
+        scores_UN = (queries_UD @ self.vectors_ND[places].double().t()).float()
+        scores_UN[:, : int(first + self.first == 0)] = -torch.inf  # row 0 is no item
+        return scores_UN
 
     def top(self, queries_BD: Tensor, seen: Seen, k: int) -> tuple[Tensor, Tensor]:
         """The k best items of each query: rows, int64 (B, k), and scores, float32 (B, k), on the CPU.
@@ -181,16 +189,31 @@ class Catalogue:
             raise ConfigError("vectors of queries are not finite numbers: has training diverged?")
         every = Seen(*(gather_rows(each.cpu().unsqueeze(0))[0] for each in seen))
         rows_M, places_M = self.left_out(every)
-        best_Qk = _keys(torch.full((len(queries_QD), k), -torch.inf, device=self._device), 0)
-        for start, scores_QN in self.scores(queries_QD, len(queries_QD)):
-            count = scores_QN.size(1)
-            here = (places_M >= start) & (places_M < start + count)
-            scores_QN[rows_M[here], places_M[here] - start] = -torch.inf
-            keys_QN = _keys(scores_QN, self.first + start)
-            best_Qk = torch.cat([best_Qk, keys_QN.topk(min(k, count)).values], dim=1).topk(k).values
+        none = torch.zeros(k, dtype=torch.int64, device=self._device)
+        best_Qk = _keys(torch.full((len(queries_QD), k), -torch.inf, device=self._device), none)
+        for start in range(0, len(self.vectors_ND), _BLOCK):
+            # An item with the score of the last of the best has a higher row than it, and is not among them.
+            places_N = start + self._may_be_above(queries_QD, _scores(best_Qk[:, -1:]), start).nonzero().squeeze(1)
+            scores_QN = self._scored(queries_QD, places_N, int(places_N[0]) if len(places_N) else -1)
+            columns_M = torch.searchsorted(places_N, places_M).clamp(max=max(0, len(places_N) - 1))
+            here = places_N[columns_M] == places_M if len(places_N) else columns_M < 0
+            scores_QN[rows_M[here], columns_M[here]] = -torch.inf
+            keys_QN = _keys(scores_QN, places_N + self.first)
+            best_Qk = torch.cat([best_Qk, keys_QN], dim=1).topk(k).values
         best_Qk = self.of_ranks(best_Qk.t()).flatten(0, 1).t().topk(k).values[ranks_Q == self._rank]
-        rows_Bk, scores_Bk = _LOW - (best_Qk & _LOW), _ordered((best_Qk >> 32).int()).view(torch.float32)
-        return torch.where(scores_Bk == -torch.inf, 0, rows_Bk), scores_Bk
+        return _LOW - (best_Qk & _LOW), _scores(best_Qk)
+
+    def _may_be_above(self, queries_QD: Tensor, limits_Q1: Tensor, start: int) -> Tensor:
+        """Which items of a block may have a score above its limit for some query: bool, of the block's items.
+
+        On the CPU by products in float32, which are off by at most D roundings of the product of both lengths.
+        """
+        block_ND = self.vectors_ND[start : start + _BLOCK]
+        if self._device.type != "cpu":  # where products in float32 may be of fewer bits
+            return torch.ones(len(block_ND), dtype=torch.bool, device=self._device)
+        slack_Q1 = queries_QD.norm(dim=1, keepdim=True) * self._longest * (block_ND.size(1) * 2.0**-22)
+        is_below_QN = queries_QD.float() @ block_ND.t() <= (limits_Q1 - slack_Q1).float()
+        return ~is_below_QN.all(0)
 
     def of_ranks(self, rows_CQ: Tensor) -> Tensor:
         """What each rank has, on the CPU: (C, W, Q)."""
@@ -198,11 +221,15 @@ class Catalogue:
         return gathered
 
 
-def _keys(scores_QN: Tensor, first: int) -> Tensor:
+def _keys(scores_QN: Tensor, rows_N: Tensor) -> Tensor:
     """A number for each score and row, int64 (Q, N), which is larger for a larger score, or an equal one and a lower
     row: the bits of the score, in the order of the scores, over those of the row."""
     ordered_QN = _ordered((scores_QN + 0.0).view(torch.int32))  # adding 0 makes 0 of -0
-    return (ordered_QN.long() << 32) + (_LOW - torch.arange(first, first + scores_QN.size(1), device=scores_QN.device))
+    return (ordered_QN.long() << 32) + (_LOW - rows_N)
+
+
+def _scores(keys_QN: Tensor) -> Tensor:
+    return _ordered((keys_QN >> 32).int()).view(torch.float32)
 
 
 def _ordered(bits: Tensor) -> Tensor:

@@ -147,19 +147,19 @@ class _Top:
 
 
 def predict_rank(options: Mapping[str, Any]) -> dict[str, Any] | None:
-    """This rank's share; options and result as of :func:`shardrec.trainer.run.predict`, or of ``recommend``."""
+    """This rank's share; options and result as of :func:`shardrec.trainer.run.predict`."""
     folder, out = RunFolder(Path(options["run"])), Store(options["out"])
     config = folder.config.changed(device=options["device"])
     with joined_run(config.device, config.threads, timeout=config.timeout) as rank_info:
-        spec, top = folder.spec, options.get("top")
+        spec, top = folder.spec, options["top"]
         model, checkpoint = folder.loaded(rank_info.device)
         results: _Scores | _Top = _Scores(spec, config.loss)
         if top is not None:
             results = _Top(Recommender(model, spec, rank_info.device), top, options["exclude_seen"])
         of_files = ("columns", "delimiter", "quoted", "encoding", "decimal", "missing", "rules")
         fields = {name: getattr(results.spec, name) for name in ("features", *of_files)}
-        keys = [spec.group] * (spec.group is not None) if options["keys"] is None else options["keys"]
-        keyed = _Keyed(keys=keys, absent=results.absent, **fields)
+        keys: list[str] = [*filter(None, [spec.group])] if options["keys"] is None else options["keys"]
+        keyed = _Keyed(keys=tuple(keys), absent=results.absent, **fields)
         job = {"run": str(folder.path.resolve()), "checkpoint": checkpoint, "keys": keys}
         job |= {"columns": [*results.names], "on_bad_row": options["on_bad_row"] or config.on_bad_row}
         if top is not None:

@@ -9,6 +9,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import Tensor, nn
 from torchrec.modules.embedding_configs import EmbeddingBagConfig, EmbeddingConfig
 from torchrec.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
@@ -18,8 +20,9 @@ import shardrec
 from shardrec.errors import ConfigError, InputError, PeerError
 from shardrec.ids import DynamicIds
 from shardrec.trainer.data import ClickBatch, ClickMetrics, Feature, FeatureSpec, ranking_metrics
-from shardrec.trainer.run import TrainConfig, catalogue
-from shardrec.trainer.run.catalogue import Catalogue
+from shardrec.trainer.run import TrainConfig
+from shardrec.trainer.run import catalogue as catalogue_file
+from shardrec.trainer.run.catalogue import Catalogue, Seen
 from shardrec.trainer.run.catalogue_ranking import CatalogueRanking
 from shardrec.trainer.run.model import build_model
 from tests.plans import CUTS, cut_plan, random_plan, topologies_of
@@ -159,8 +162,9 @@ def against_score_matrix(world_size: int) -> None:
         steps = -(-len(data[2]) // (world_size * size))
         batches = [batch_of(*(part[step * size : (step + 1) * size] for part in own)) for step in range(steps)]
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(catalogue, "_SCORES", rng.choice([1, 50, 1 << 22]))
-            patch.setattr(catalogue, "_LOOKED_UP", rng.choice([1, 7, 8192]))
+            patch.setattr(catalogue_file, "_SCORES", rng.choice([1, 50, 1 << 22]))
+            patch.setattr(catalogue_file, "_LOOKED_UP", rng.choice([1, 7, 8192]))
+            patch.setattr(catalogue_file, "_BLOCK", rng.choice([1, 5, 8192]))
             metrics = CatalogueRanking(model, SPEC, torch.device("cpu"), k=K)(batches)
             single = [replace(batch, groups=None) for batch in batches]
             unseen = CatalogueRanking(model, SPEC, torch.device("cpu"), k=K, unseen=True)(single)
@@ -176,6 +180,25 @@ def against_score_matrix(world_size: int) -> None:
         for batch, is_seen, (rows, scores) in best:
             expected = by_full_sort(data[0], data[1], batch, k, leave_out=is_seen)
             torch.testing.assert_close((rows, scores), expected, rtol=0, atol=0)
+
+
+@given(seed=st.integers(0, 2**31), scale=st.sampled_from([1e-20, 1.0, 1e15]), close=st.sampled_from([1e-7, 1e-3, 1.0]))
+def test_the_best_items_are_exact_where_float32_would_decide_otherwise(seed: int, scale: float, close: float) -> None:
+    """Scores that differ by less than a product in float32 is off by, and equal ones in any block."""
+    draws = torch.Generator().manual_seed(seed)
+    users_UD, items_ND = (torch.randn(rows, DIM, generator=draws) for rows in (USERS, ITEMS))
+    items_ND = scale * (items_ND[:1] + close * items_ND[torch.randint(ITEMS, (ITEMS,), generator=draws)])
+    catalogue = Catalogue(Products(users_UD, items_ND), SPEC, torch.device("cpu"), purpose="a test", remedy="")
+    catalogue.look_up()
+    none = Seen(torch.zeros(USERS, dtype=torch.int64), torch.zeros(0, dtype=torch.int64))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(catalogue_file, "_BLOCK", int(torch.randint(1, ITEMS, (1,), generator=draws)))
+        rows, scores = catalogue.top(users_UD, none, K)
+    exact_UN = (users_UD.double() @ items_ND.double().t()).float()
+    for user in range(USERS):
+        order = sorted(range(1, ITEMS), key=lambda row, user=user: (-float(exact_UN[user, row]), row))  # type: ignore[misc]
+        assert rows[user].tolist() == order[:K]
+        assert scores[user].tolist() == exact_UN[user, order[:K]].tolist()
 
 
 @pytest.mark.some(1)

@@ -18,7 +18,7 @@ import shardrec
 from shardrec.errors import ConfigError, DataError
 from shardrec.trainer.data import Feature, FeatureSpec, batch_of_request, request_example
 from shardrec.trainer.data.example import values_of_file
-from shardrec.trainer.run import RunFolder, TrainConfig, recommend
+from shardrec.trainer.run import RunFolder, TrainConfig, predict
 from shardrec.trainer.run.endpoint import Endpoint
 from shardrec.trainer.run.model import build_model
 from shardrec.trainer.run.recommend import Recommender
@@ -120,7 +120,7 @@ def recommended(run: Path, out: Path, **options: Any) -> list[dict[str, Any]]:
         mock.patch("shardrec.trainer.run.scores._ROWS", 16),
         mock.patch("shardrec.trainer.run.scores._PART_BATCHES", 2),
     ):
-        recommend(str(run / "out"), options.pop("data", str(run / "data" / "users.parquet")), str(out), **options)
+        predict(str(run / "out"), str(run / "data" / "users.parquet"), str(out), **{"keys": None, **options})
     assert json.loads((out / "_manifest.json").read_text())["rows"] == pq.read_table(out).num_rows
     return list(pq.read_table(out).to_pylist())
 
