@@ -142,11 +142,13 @@ def test_from_a_raw_file_to_recommendations_in_six_commands(
 
     told = run("sequences", str(walks / "all.csv"), "--out", "walks", "--users", "200", "--candidates", "20")
     assert "601 users with 60 items, of columns user user, item item; in the order of the files, without --time" in told
-    fast = ("--epochs", "40", "--lr", "0.005", "--embedding-lr", "0.02", "--evaluations", "1", "--threads", "1")
+    fast = ["--epochs", "30", "--lr", "0.005", "--embedding-lr", "0.02", "--evaluations", "1", "--threads", "1"]
+    fast += ["--model-arg", "dim=32", "--model-arg", "negatives=100"]
     run("train", "walks/run.yaml", "--out", "run", *fast)
-    for ranking in ("rows", "catalogue", "unseen"):
+    assert json.loads(Path("run/metrics.json").read_text(encoding="utf-8"))["final"]["hit_rate@10"] > 0.7
+    for ranking in ("catalogue", "unseen"):
         metrics = json.loads(run("eval", "run", "--ranking", ranking, "--json"))
-        assert metrics["hit_rate@10"] > 0.6  # of a constant: 10 of 21, or of 60
+        assert metrics["hit_rate@10"] > 0.6  # of a constant: 10 of 60
     run("recommend", "run", "--data", "walks/users.parquet", "--top", "5", "--out", "next.parquet", "--exclude-seen")
     users, found = rows(tmp_path / "walks" / "users.parquet"), rows(tmp_path / "next.parquet")
     steps = [

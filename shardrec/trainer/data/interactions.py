@@ -41,7 +41,8 @@ _NAMES = {
     "rating": "rating ratings score stars overall",
 }
 """Names of columns without marks between the words, and what they are."""
-_NUMBER = re.compile(r"[+-]?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][+-]?[0-9]+)?")
+_NUMBER = re.compile(r"[+-]?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][+-]?[0-9]+)?|[0-9]{4}-[0-9]{2}-[0-9]{2}.*")
+"""Or a date: what is no name of a column."""
 _ONE = "without ratings"
 _HEAD = 1 << 16
 
@@ -261,7 +262,9 @@ def _form(path: str, columns: Columns) -> tuple[list[str], str, dict[str, Any]]:
     elif not header and (is_named or is_above_numbers):
         raise DataError(f"data file {path} has a header, {line!r}: leave --no-header out")
     elif header and has_numbers and not is_named:
-        raise DataError(f"data file {path} has numbers in its first line {line!r}, as rows have: give --no-header")
+        raise DataError(
+            f"data file {path} has numbers or dates in its first line {line!r}, as rows have: give --no-header"
+        )
     form: dict[str, Any] = {"delimiter": separator}
     if header:
         return first, "", form

@@ -212,8 +212,8 @@ class Catalogue:
         if self._device.type != "cpu":  # where products in float32 may be of fewer bits
             return torch.ones(len(block_ND), dtype=torch.bool, device=self._device)
         slack_Q1 = queries_QD.norm(dim=1, keepdim=True) * self._longest * (block_ND.size(1) * 2.0**-22)
-        is_below_QN = queries_QD.float() @ block_ND.t() <= (limits_Q1 - slack_Q1).float()
-        return ~is_below_QN.all(0)
+        is_below_N: Tensor = (queries_QD.float() @ block_ND.t() <= (limits_Q1 - slack_Q1).float()).all(0)
+        return ~is_below_N
 
     def of_ranks(self, rows_CQ: Tensor) -> Tensor:
         """What each rank has, on the CPU: (C, W, Q)."""
