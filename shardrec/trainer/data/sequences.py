@@ -160,12 +160,12 @@ def _begin(out: Path, rows: int, longest: int, candidates: int) -> None:
 
 def _unseen(users: Ints, count: int, most: int, known: Ints, pool: Ints, draws: np.random.Generator) -> Ints:
     """``count`` random items of the pool for each user, none of the user's known ones: (U, count)."""
-    found = np.zeros((len(users), count), dtype=np.int64)
-    missing = np.ones(found.shape, dtype=np.bool_)
+    drawn = np.zeros((len(users), count), dtype=np.int64)
+    missing = np.ones(drawn.shape, dtype=np.bool_)
     while missing.any():
-        found[missing] = pool[draws.integers(0, len(pool), int(missing.sum()))]
-        missing = np.isin(users[:, None] * most + found, known)
-    return found
+        drawn[missing] = pool[draws.integers(0, len(pool), int(missing.sum()))]
+        missing = np.isin(users[:, None] * most + drawn, known)
+    return drawn
 
 
 class _Files:

@@ -187,8 +187,8 @@ class Catalogue:
         queries_QD = gather_rows(queries_BD.t().cpu()).t().double().to(self._device)
         if not queries_QD.isfinite().all():
             raise ConfigError("vectors of queries are not finite numbers: has training diverged?")
-        every = Seen(*(gather_rows(each.cpu().unsqueeze(0))[0] for each in seen))
-        rows_M, places_M = self.left_out(every)
+        seen_Q = Seen(*(gather_rows(each.cpu().unsqueeze(0))[0] for each in seen))
+        rows_M, places_M = self.left_out(seen_Q)
         none = torch.zeros(k, dtype=torch.int64, device=self._device)
         best_Qk = _keys(torch.full((len(queries_QD), k), -torch.inf, device=self._device), none)
         for start in range(0, len(self.vectors_ND), _BLOCK):

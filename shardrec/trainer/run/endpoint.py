@@ -77,7 +77,7 @@ class Endpoint:
         self._example = example
         self._one_at_a_time = threading.Lock()
         self._follower = getattr(model, "follower", None)
-        self._version: int | None = None  # that the catalogue is of
+        self._catalogue_version: int | None = None  # that the catalogue is of
         try:
             self._recommender: Recommender | ConfigError = Recommender(model, spec, torch.device("cpu"))
         except ConfigError as error:
@@ -140,9 +140,9 @@ class Endpoint:
         if exclude_seen:
             recommender.check_seen()
         with self._one_at_a_time:
-            if self._follower is not None and self._version != (version := self._follower.seen()[0]):
+            if self._follower is not None and self._catalogue_version != (version := self._follower.seen()[0]):
                 recommender.catalogue.look_up()
-                self._version = version
+                self._catalogue_version = version
             return {"recommendations": recommender.answer(body["rows"], k, exclude_seen=exclude_seen)}
 
     def _predict(self, request: Request) -> dict[str, object]:
