@@ -14,7 +14,6 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-import torch
 
 from shardrec.errors import ConfigError, DataError, ShardrecError
 from shardrec.files import Store
