@@ -202,7 +202,7 @@ class FusedOptimizers(KeyedOptimizer):  # type: ignore[misc]  # torchrec has no 
                 of TorchRec's, which has no ``step``; or of whole tensors in place of ShardedTensors.
 
         Raises:
-            ConfigError: if tables, states, shapes, shards, or settings except learning rates differ from this optimizer's.
+            ConfigError: if tables, states, shapes, shards, or settings other than rates differ from this optimizer's.
         """
         groups = state_dict.get("param_groups") if self._saves_groups else None
         if groups is None:

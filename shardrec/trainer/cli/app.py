@@ -25,8 +25,10 @@ from shardrec.trainer.cli.run_commands import (
     export_command,
     inspect_command,
     predict_command,
+    recommend_command,
     serve_command,
 )
+from shardrec.trainer.cli.sequences_command import sequences_command
 from shardrec.trainer.cli.serve_embeddings import serve_embeddings_command
 from shardrec.trainer.cli.train import convert_command, sweep_command, train_command
 
@@ -85,11 +87,13 @@ _add("train", train_command())
 _add("sweep", sweep_command)
 _add("eval", eval_command)
 _add("predict", predict_command)
+_add("recommend", recommend_command)
 _add("export", export_command)
 _add("serve", serve_command)
 _add("inspect", inspect_command)
 _add("compare", compare_command)
 _add("convert", convert_command)
+_add("sequences", sequences_command)
 _add("ingest", ingest_command)
 # The harness reads the arguments, --help among them.
 _FORWARDED = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}

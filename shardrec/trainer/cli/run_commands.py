@@ -1,10 +1,10 @@
-"""``shardrec eval``, ``export``, ``serve``, ``inspect`` and ``compare``: what a finished run is good for."""
+"""Commands for finished runs: ``eval``, ``predict``, ``recommend``, ``export``, ``serve``, ``inspect``, ``compare``."""
 
 from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
@@ -14,7 +14,7 @@ from shardrec.trainer.run import predict
 from shardrec.trainer.run.runs import RunFolder, Target, differing
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Mapping
 
     from rich.table import Table
 
@@ -24,6 +24,7 @@ __all__ = [
     "export_command",
     "inspect_command",
     "predict_command",
+    "recommend_command",
     "serve_command",
 ]
 
@@ -33,6 +34,7 @@ _OnBadRow = Annotated[
         help="What a row that cannot be read does: end the command, or be left out (default: the run's option)"
     ),
 ]
+_Nproc = Annotated[int, typer.Option(help="Ranks to start; under torchrun, its ranks are joined.", min=1)]
 _Run = Annotated[Path, typer.Argument(help="Folder of results of shardrec train.", metavar="RUN")]
 
 
@@ -67,7 +69,7 @@ def predict_command(
     out: Annotated[str, typer.Option(help="Folder for the scores, or URL of one.", metavar="DIR|URL")],
     keys: Annotated[str, typer.Option(help="Columns to write beside the scores.", metavar="COLUMN,...")] = "",
     on_bad_row: _OnBadRow = None,
-    nproc: Annotated[int, typer.Option(help="Ranks to start; under torchrun, its ranks are joined.", min=1)] = 1,
+    nproc: _Nproc = 1,
     device: Annotated[Device, typer.Option(help="Where the model lives.")] = "cpu",
     debug: Debug = False,
 ) -> None:
@@ -76,14 +78,59 @@ def predict_command(
     A command that was interrupted is given again, on any number of ranks: it writes the parts that are missing.
     _manifest.json is written last.
     """
-    names = [name.strip() for name in keys.split(",") if name.strip()]
     with working(f"scoring with {run}"):
         manifest = predict(
-            str(run), data, out, keys=names, on_bad_row=on_bad_row, nproc=nproc, device=device, debug=debug
+            str(run), data, out, keys=_names(keys), on_bad_row=on_bad_row, nproc=nproc, device=device, debug=debug
         )
+    _show_written("scored", manifest, out)
+
+
+def recommend_command(
+    run: _Run,
+    data: Annotated[str, typer.Option(help="Files of rows with the run's features but the item, such as users.")],
+    out: Annotated[str, typer.Option(help="Folder for the Parquet files, or URL of one.", metavar="DIR|URL")],
+    top: Annotated[int, typer.Option(help="Items of each row.", min=1)] = 20,
+    exclude_seen: Annotated[
+        bool, typer.Option("--exclude-seen", help="Leave out the items that the row has, such as those of its history.")
+    ] = False,
+    keys: Annotated[
+        str | None,
+        typer.Option(help="Columns to write beside the items (default: the groups' column)", metavar="COLUMN,..."),
+    ] = None,
+    on_bad_row: _OnBadRow = None,
+    nproc: _Nproc = 1,
+    device: Annotated[Device, typer.Option(help="Where the model lives.")] = "cpu",
+    debug: Debug = False,
+) -> None:
+    """Write the best items of a run's last checkpoint for all rows of some files, as Parquet in the rows' order.
+
+    Each row gets lists of items, by their ids in the data, and of scores, the best first. All items are scored. A
+    command that was interrupted is given again, on any number of ranks: it writes the parts that are missing.
+    """
+    with working(f"recommending with {run}"):
+        manifest = predict(
+            str(run),
+            data,
+            out,
+            top=top,
+            exclude_seen=exclude_seen,
+            keys=None if keys is None else _names(keys),
+            on_bad_row=on_bad_row,
+            nproc=nproc,
+            device=device,
+            debug=debug,
+        )
+    _show_written("recommended items to", manifest, out)
+
+
+def _names(keys: str) -> list[str]:
+    return [name.strip() for name in keys.split(",") if name.strip()]
+
+
+def _show_written(what: str, manifest: Mapping[str, Any] | None, out: str) -> None:
     if manifest is not None:
         left_out = f", left out {manifest['left_out']:,}" if manifest["left_out"] else ""
-        typer.echo(f"scored {manifest['rows']:,} rows{left_out}; {len(manifest['parts'])} files in {out}")
+        typer.echo(f"{what} {manifest['rows']:,} rows{left_out}; {len(manifest['parts'])} files in {out}")
 
 
 def export_command(
@@ -111,7 +158,8 @@ def serve_command(
 ) -> None:
     """Answer HTTP requests with the predictions of a run's last checkpoint, to try it; one at a time.
 
-    POST /predict takes {"rows": [...]}, objects by the features' names; GET / shows an example.
+    POST /predict takes {"rows": [...]}, objects by the features' names; POST /recommend the same without the item, of a
+    model that ranks all items. GET / shows an example of each.
     """
     from shardrec.trainer.run.endpoint import open_server
 

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     import pyarrow as pa
     from pyarrow import csv
 
-__all__ = ["columns_of", "file_kind", "read_rows", "text_head", "undamaged", "usual_delimiter"]
+__all__ = ["Rows", "columns_of", "file_kind", "read_rows", "text_head", "undamaged", "usual_delimiter"]
 
 _ROWS_AT_ONCE = 16_384
 _BLOCK_BYTES = 4 << 20
@@ -40,6 +40,8 @@ _COMPRESSED = {".gz": "gzip", ".bz2": "bz2", ".zst": "zstd", ".xz": "xz"}
 _SVMLIGHT = (".libsvm", ".svm", ".svmlight", ".libfm")
 _BLANK = b"\r\n\0 "
 _UTF16 = (b"\xff\xfe", b"\xfe\xff")
+_UNIT = "\x1f"
+"""ASCII's separator of units, which stands for a delimiter of several characters: parsers take one."""
 
 Rows: TypeAlias = "tuple[pa.Table, dict[int, RowFault]]"
 """A table of the rows that could be read, and the faults of the others by their places among both."""
@@ -125,6 +127,7 @@ class _Opened(io.RawIOBase):
     Args:
         path: the file.
         progress: is told of bytes that were read.
+        delimiter: of several characters, in whose place there is :data:`_UNIT`.
 
     Attributes:
         end: the last byte that was read and is not blank.
@@ -133,7 +136,9 @@ class _Opened(io.RawIOBase):
         DataError: no such file, a directory, or an empty file.
     """
 
-    def __init__(self, path: str, progress: Callable[[int], object] = lambda count: None) -> None:
+    def __init__(
+        self, path: str, progress: Callable[[int], object] = lambda count: None, delimiter: str | None = None
+    ) -> None:
         import pyarrow as pa
 
         kind, file = _COMPRESSED.get(_suffix(path)), open_input(path)
@@ -144,15 +149,24 @@ class _Opened(io.RawIOBase):
             unpack = lzma.LZMAFile if kind == "xz" else partial(pa.CompressedInputStream, compression=kind)
             self._stream = unpack(file)
         self._progress, self.end = progress, b""
+        self._delimiter, self._rest = (delimiter or "").encode(), b""
 
     def readable(self) -> bool:
         return True
 
     def read(self, size: int | None = -1, /) -> bytes:
-        data: bytes = self._stream.read() if size is None or size < 0 else self._stream.read(size)
+        more = -1 if size is None or size < 0 else max(1, size - len(self._rest))
+        data: bytes = self._stream.read() if more < 0 else self._stream.read(more)
         self.end = (data[-64:].rstrip(_BLANK) or data.rstrip(_BLANK))[-1:] or self.end
         self._progress(len(data))
-        return data
+        if len(self._delimiter) < 2:
+            return data
+        whole = (self._rest + data).replace(self._delimiter, _UNIT.encode())
+        # What may be the beginning of a delimiter waits for the bytes after it.
+        beginnings = (self._delimiter[:count] for count in range(len(self._delimiter) - 1, 0, -1))
+        self._rest = next((some for some in beginnings if data and whole.endswith(some)), b"")
+        whole = whole.removesuffix(self._rest)
+        return whole if whole or not data else self.read(size)
 
     def readinto(self, buffer: Any, /) -> int:
         data = self.read(len(buffer))
@@ -170,9 +184,14 @@ def _plain_suffix(path: str) -> str:
     return Path(Path(path_of(path)).stem).suffix.lower() if suffix in _COMPRESSED else suffix
 
 
+def _one_character(path: str, spec: FeatureSpec) -> str:
+    delimiter = spec.delimiter or usual_delimiter(path)
+    return delimiter if len(delimiter) == 1 else _UNIT
+
+
 def _raw_names(path: str, spec: FeatureSpec) -> list[str]:
     """The names of a text file's columns, with the spaces around them."""
-    head = io.BufferedReader(_Opened(path), 1 << 16)
+    head = io.BufferedReader(_Opened(path, delimiter=spec.delimiter), 1 << 16)
     if head.peek(2)[:2] in _UTF16 and not spec.encoding.startswith("utf-16"):
         raise DataError(f"data file {path} is UTF-16: set encoding: utf-16 in the spec (--features)")
     if spec.columns is not None:
@@ -180,7 +199,7 @@ def _raw_names(path: str, spec: FeatureSpec) -> list[str]:
     # Bytes of another encoding become halves of surrogate pairs; those after the names are no matter here.
     lines = standard_csv.reader(
         io.TextIOWrapper(head, spec.encoding, errors="surrogateescape", newline=""),
-        delimiter=spec.delimiter or usual_delimiter(path),
+        delimiter=_one_character(path, spec),
         quoting=standard_csv.QUOTE_MINIMAL if spec.quoted else standard_csv.QUOTE_NONE,
     )
     try:
@@ -215,7 +234,7 @@ def _parsed(path: str, spec: FeatureSpec, columns: Sequence[str], progress: Call
         broken[row.number - first] = RowFault(reason=Reason.COLUMNS, where=where, remedy=remedy)
         return "skip"
 
-    opened = _Opened(path, progress)
+    opened = _Opened(path, progress, spec.delimiter)
     reader = csv.open_csv(
         opened,
         read_options=csv.ReadOptions(
@@ -225,7 +244,7 @@ def _parsed(path: str, spec: FeatureSpec, columns: Sequence[str], progress: Call
             encoding="utf8" if spec.encoding == "utf-8" else spec.encoding,
         ),
         parse_options=csv.ParseOptions(
-            delimiter=spec.delimiter or usual_delimiter(path),
+            delimiter=_one_character(path, spec),
             quote_char='"' if spec.quoted else False,
             newlines_in_values=spec.quoted,
             invalid_row_handler=leave_out,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, TypeGuard
 
 from shardrec import DataError
@@ -15,13 +15,15 @@ from shardrec.trainer.data.spec import Feature, FeatureSpec
 if TYPE_CHECKING:
     import pyarrow as pa
 
-__all__ = ["batch_of_request", "named_spec", "request_example", "table_of"]
+__all__ = ["batch_of_request", "named_spec", "request_example", "table_of", "whole_sequences"]
 
 _PLAIN = Feature(name="label", kind="dense")
 """How a label, a weight, a group or an event time is written."""
 
 
-def batch_of_request(rows: object, spec: FeatureSpec) -> ClickBatch:
+def batch_of_request(
+    rows: object, spec: FeatureSpec, *, absent: Collection[str] = (), whole: Collection[str] = ()
+) -> ClickBatch:
     """The rows of a request, encoded as those of a file are.
 
     Each row is an object with exactly the spec's features: an ``id`` is a text or a number; a ``multi_hot`` feature or
@@ -31,6 +33,8 @@ def batch_of_request(rows: object, spec: FeatureSpec) -> ClickBatch:
     Args:
         rows: what ``json.loads`` made of it.
         spec: of the data that the model was trained on.
+        absent: features that the rows do not have: their values are missing.
+        whole: sequences that the batch also has in full, as :func:`whole_sequences` names them.
 
     Returns:
         A batch on the CPU; its labels are 0.
@@ -41,11 +45,32 @@ def batch_of_request(rows: object, spec: FeatureSpec) -> ClickBatch:
     if not isinstance(rows, Sequence) or isinstance(rows, (str, bytes)) or not rows:
         raise DataError(f"rows is {shown(rows)}: give a list of at least one object")
     named = named_spec(spec)
-    table, faults = table_of(rows, named, labelled=False)
+    table, faults = table_of(rows, named, labelled=False, absent=absent)
+    named = whole_sequences(named, whole)
     encoded = encode(table, named, labelled=False)
     for number, fault in (faults or encoded.faults).items():
         raise DataError(f"row {number}: {fault}")
-    return encoded.rows.to_batch(spec.schema_)
+    return encoded.rows.to_batch(named.schema_)
+
+
+def whole_sequences(spec: FeatureSpec, names: Collection[str]) -> FeatureSpec:
+    """The spec with each of these sequences once more, after its features: all ids, under the name ``all NAME``."""
+    sequences = [feature for feature in spec.features if feature.name in names and feature.max_length is not None]
+    if not sequences:
+        return spec
+    whole = [
+        feature.model_copy(
+            update={
+                "name": f"all {feature.name}",
+                "column": feature.source,
+                "max_length": None,
+                "share": feature.share or feature.name,
+            }
+        )
+        for feature in sequences
+    ]
+    fields = {name: getattr(spec, name) for name in spec.model_fields_set}
+    return FeatureSpec(**{**fields, "features": (*spec.features, *whole)})
 
 
 def named_spec(spec: FeatureSpec) -> FeatureSpec:
@@ -58,13 +83,16 @@ def named_spec(spec: FeatureSpec) -> FeatureSpec:
     return FeatureSpec(**{**fields, "features": tuple(features), "columns": None})
 
 
-def table_of(rows: Sequence[object], spec: FeatureSpec, *, labelled: bool) -> tuple[pa.Table, dict[int, RowFault]]:
+def table_of(
+    rows: Sequence[object], spec: FeatureSpec, *, labelled: bool, absent: Collection[str] = ()
+) -> tuple[pa.Table, dict[int, RowFault]]:
     """Rows as a table of those without faults, and the faults of the others by their numbers.
 
     Args:
         rows: objects as :func:`batch_of_request` takes them; or, of a row that is none, its fault.
         spec: of :func:`named_spec`.
         labelled: whether each also has the columns of labels, weight, group and event time, and may have other fields.
+        absent: features that they do not have, whose columns are null.
     """
     import pyarrow as pa
 
@@ -76,9 +104,11 @@ def table_of(rows: Sequence[object], spec: FeatureSpec, *, labelled: bool) -> tu
     types = {name: pa.list_(texts) if feature.is_list else texts for name, feature in features.items()}
     types |= {feature.weights: pa.list_(pa.float64()) for feature in spec.features if feature.weights}
     columns: dict[str, list[object]] = {name: [] for name in types}
+    asked = {name: feature for name, feature in features.items() if name not in absent}
+    nothing = dict.fromkeys(absent)
     for number, row in enumerate(rows):
         try:
-            values = {} if isinstance(row, RowFault) else _values(row, features, spec, more=labelled)
+            values = {} if isinstance(row, RowFault) else nothing | _values(row, asked, spec, more=labelled)
         except DataError as error:
             values, row = {}, RowFault(reason=Reason.OBJECT, where=str(error), remedy="correct it")
         if isinstance(row, RowFault):
@@ -88,9 +118,16 @@ def table_of(rows: Sequence[object], spec: FeatureSpec, *, labelled: bool) -> tu
     return pa.table({name: pa.array(column, types[name]) for name, column in columns.items()}), faults
 
 
-def request_example(spec: FeatureSpec) -> dict[str, object]:
-    """A row of the form that :func:`batch_of_request` takes."""
-    return {feature.name: _example(feature) for feature in spec.features}
+def request_example(
+    spec: FeatureSpec, values: Mapping[str, object] | None = None, *, absent: Collection[str] = ()
+) -> dict[str, object]:
+    """A row of the form that :func:`batch_of_request` takes, with these values where there are any."""
+    known = values or {}
+    return {
+        feature.name: known[feature.name] if feature.name in known else _example(feature)
+        for feature in spec.features
+        if feature.name not in absent
+    }
 
 
 def _values(row: object, features: Mapping[str, Feature], spec: FeatureSpec, *, more: bool) -> dict[str, object]:

@@ -57,6 +57,7 @@ __all__ = [
     "parse_spec",
     "read_spec",
     "recorded_ids",
+    "sources_of",
 ]
 
 Kind = Literal["id", "multi_hot", "weighted", "sequence", "dense"]
@@ -262,7 +263,7 @@ class FeatureSpec(_Strict):
             number of seconds since 1970-01-01, or of milliseconds from 10^11 on, which seconds reach in the year 5138.
         features: dense ones and those with tables, in the order in which the model has them.
         columns: of text files without a header line; None where the first line is the header.
-        delimiter: of text files; default: a comma in ``.csv`` files, else a tab.
+        delimiter: of text files, such as ``;`` or ``::``; default: a comma in ``.csv`` files, else a tab.
         quoted: whether fields of text files may be in double quotes.
         encoding: of text files, by its name in Python.
         decimal: what stands before the fraction of a number in text files.
@@ -277,7 +278,7 @@ class FeatureSpec(_Strict):
     event_time: str | None = Field(default=None, min_length=1)
     features: tuple[Feature, ...]
     columns: tuple[str, ...] | None = None
-    delimiter: str | None = Field(default=None, min_length=1, max_length=1)
+    delimiter: str | None = Field(default=None, min_length=1)
     quoted: bool = True
     encoding: str = "utf-8"
     decimal: Literal[".", ","] = "."
@@ -398,14 +399,12 @@ class FeatureSpec(_Strict):
     @cached_property
     def feature_sources(self) -> tuple[str, ...]:
         """The columns of the features."""
-        columns = [column for feature in (*self.dense, *self.sparse) for column in (feature.source, feature.weights)]
-        return tuple(column for column in columns if column is not None)
+        return sources_of((*self.dense, *self.sparse))
 
     @cached_property
     def list_sources(self) -> tuple[str, ...]:
         """The columns of any number of ids a row, and of their weights."""
-        columns = [column for feature in self.sparse if feature.is_list for column in (feature.source, feature.weights)]
-        return tuple(column for column in columns if column is not None)
+        return sources_of([feature for feature in self.sparse if feature.is_list])
 
     @cached_property
     def number_sources(self) -> tuple[str, ...]:
@@ -437,6 +436,11 @@ class FeatureSpec(_Strict):
             dims=tuple(feature.dim for feature in self.sparse),
             tables=tuple(f"t_{feature.share or feature.name}" for feature in self.sparse),
         )
+
+
+def sources_of(features: Sequence[Feature]) -> tuple[str, ...]:
+    """The columns of some features, and of their weights."""
+    return tuple(column for feature in features for column in (feature.source, feature.weights) if column is not None)
 
 
 def load_spec(path: Path) -> FeatureSpec:

@@ -2,7 +2,7 @@
 
 In the order of a run: config (and options) → launch → the ranks (:mod:`shardrec.launch`) → session, which puts together
 model, prefetch, loop, saving, metrics (of several labels: tasks), display and report; and from :func:`predict` to
-scores. Importing this package imports neither torch nor fbgemm-gpu.
+scores, and by recommend to catalogue. Importing this package imports neither torch nor fbgemm-gpu.
 """
 
 from shardrec.launch import RunStopped

@@ -1,231 +1,240 @@
-"""Held-out clicks ranked among all items of the model's item table, however that is cut.
+"""The items of a model with their vectors, and their scores for queries, however the item's table is cut.
 
 ::
 
     rank r      vectors of the items r·N/W … (r+1)·N/W, looked up once through the tables' own exchange
     each batch  queries of all ranks ──gather──► every rank's scores of its items, a block at a time
-                items above each clicked one, equal to it, log of the sum of exp ──gather──► added up
+                each rank's k best items ──gather──► the k best of them all
 
 A rank holds N / W vectors, as if the table were cut by rows; what travels for a query does not depend on N.
 
-[Note: ties in a catalogue]
-A clicked item comes after all others of its score that were not clicked, as in
-:func:`~shardrec.trainer.data.ranking_metrics`. Products are summed in float64 and rounded to float32: a matrix
-product's order of summation depends on the sizes of its blocks, and so on the number of ranks, and would decide ties
-otherwise.
+[Note: equal scores]
+Products are summed in float64 and rounded to float32: a matrix product's order of summation depends on the sizes of its
+blocks, and so on the number of ranks, and would decide otherwise which scores are equal. Of the k best items, those
+with equal scores are in the order of their rows, and so are those that just are among the k.
 
-Legend: B clicked rows of a batch on a rank, Q of all ranks, D columns, F features, N items, W ranks; U distinct queries
-of neighboring rows, M items that the rows' other features have.
+Legend: B rows of a batch on a rank, Q of all ranks, D columns, N items of a rank, W ranks; U distinct queries; M items
+that are left out.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from functools import partial
-from typing import Any
+from collections.abc import Iterator
+from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from shardrec import ConfigError, ShardedModel
-from shardrec.pipeline import TrainPipeline, tell_others
-from shardrec.trainer.data import ClickBatch, ClickMetrics, FeatureSpec
-from shardrec.trainer.data.ranking import placed_metrics
-from shardrec.trainer.run.config import TrainConfig
-from shardrec.trainer.run.held_out import evaluate, gather_rows
-from shardrec.trainer.run.task_metrics import TaskMetrics
+from shardrec.pipeline import TrainPipeline
+from shardrec.trainer.data import ClickBatch, FeatureSpec
+from shardrec.trainer.run.held_out import gather_rows
 
-__all__ = ["CatalogueRanking", "evaluator"]
+__all__ = ["Catalogue", "Seen"]
 
 _LOOKED_UP = 8192
 """Most items of a rank that are looked up at once."""
 _SCORES = 1 << 22
 """Most scores at once, of all queries with a block of items."""
+_BLOCK = 1 << 15
+"""Most items of a block, whose vectors in float64 are to stay in a cache."""
+_LOW = 0xFFFFFFFF
 
 
-def evaluator(
-    config: TrainConfig, spec: FeatureSpec, model: nn.Module, device: torch.device
-) -> Callable[[Iterable[ClickBatch]], ClickMetrics | TaskMetrics]:
-    """What computes a run's metrics from this rank's batches, the same on every rank.
+class Seen(NamedTuple):
+    """Items that the rows of a batch have: ``counts_B`` of each row, and the items, row after row, int64 (M,)."""
 
-    Raises:
-        ConfigError: see :class:`CatalogueRanking`; for data with several labels.
-    """
-    if config.ranking != "rows":
-        if spec.labels:
-            raise ConfigError(
-                f"ranking (--ranking) {config.ranking!r} ranks clicked rows, and the features (--features) name "
-                "several labels: give label: COLUMN in their place, or ranking rows"
-            )
-        return CatalogueRanking(model, spec, device, k=config.top_k, unseen=config.ranking == "unseen")
-    return partial(evaluate, model, device=device, k=config.top_k, tasks=spec.labels)
+    counts_B: Tensor
+    items_M: Tensor
 
 
-class CatalogueRanking:
-    """Ranks the item of each clicked row among all rows of the item's table but row 0, which stands for unknown items.
+class Catalogue:
+    """All rows of the item's table but row 0, which stands for unknown items.
 
     Args:
         model: sharded or not, with ``item_features``, the names of an item's features, and the methods
             ``query_vectors`` and ``item_vectors``, from (dense, sparse) to float32 (B, D), whose products are logits.
         spec: of its data.
         device: where it is.
-        k: places that count.
-        unseen: whether a row's items, those of its other features that share the item's table, are left out, but for
-            the clicked one.
+        purpose: what needs the items, for messages.
+        remedy: what else to do, for messages.
+
+    Attributes:
+        item: the item's feature.
+        rows: of its table.
+        sharing: names of the other features that share its table, such as a history.
+        first: row of this rank's first item.
+        vectors_ND: of this rank's items, float32, after :meth:`look_up`.
+        steps: run the model's methods on batches.
 
     Raises:
-        ConfigError: for another model, items with features beside their ids, or dynamic ids; with ``unseen``, if no
-            feature shares the item's table.
+        ConfigError: for another model, items with features beside their ids, or dynamic ids.
     """
 
-    def __init__(
-        self, model: nn.Module, spec: FeatureSpec, device: torch.device, *, k: int = 10, unseen: bool = False
-    ) -> None:
-        wanted = f"ranking (--ranking) {'unseen' if unseen else 'catalogue'!r} needs "
+    def __init__(self, model: nn.Module, spec: FeatureSpec, device: torch.device, *, purpose: str, remedy: str) -> None:
         missing = [name for name in ("item_features", "query_vectors", "item_vectors") if not hasattr(model, name)]
         if missing:
             raise ConfigError(
-                f"{wanted}a model whose logits are products of two vectors, and this one has no {missing[0]}: give "
-                "sasrec, hstu, two_tower, your own with query_vectors, item_vectors and item_features, or ranking rows"
+                f"{purpose} needs a model whose logits are products of two vectors, and this one has no {missing[0]}: "
+                "give sasrec, hstu, two_tower, lightgcn, or your own with query_vectors, item_vectors and "
+                f"item_features{remedy}"
             )
         features: Any = model.item_features
         by_name = {feature.name: feature for feature in spec.sparse}
         if len(features) > 1 or by_name[features[0]].dynamic_ids is not None:
             fault = f"are {list(features)}" if len(features) > 1 else f"have dynamic ids of {features[0]!r}"
-            raise ConfigError(f"{wanted}items that a row of one table stands for, and its {fault}: give ranking rows")
-        self._item, self._schema, self._k, self._device = str(features[0]), spec.schema_, k, device
-        tables = dict(zip(self._schema.sparse_names, self._schema.tables, strict=True))
-        of_items = [name for name in tables if tables[name] == tables[self._item] and name != self._item]
-        if unseen and not of_items:
             raise ConfigError(
-                f"{wanted}a feature with the items of a row that are left out: give one share: {self._item} in the "
-                "features (--features), or ranking catalogue"
+                f"{purpose} needs items that a row of one table stands for, and its {fault}: give the item one feature "
+                f"without dynamic ids{remedy}"
             )
-        self._seen = of_items if unseen else []
-        self._rows = by_name[self._item].num_embeddings
-        self._steps = TrainPipeline(model, (), (), depth=0, device=device)
+        self.item, self._schema, self._device = str(features[0]), spec.schema_, device
+        tables = dict(zip(self._schema.sparse_names, self._schema.tables, strict=True))
+        self.sharing = [name for name in tables if tables[name] == tables[self.item] and name != self.item]
+        self.rows = by_name[self.item].num_embeddings
+        self.steps = TrainPipeline(model, (), (), depth=0, device=device)
         self._ranks = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
-        self._share = -(-self._rows // self._ranks)
-        self._first = self._share * (dist.get_rank() if self._ranks > 1 else 0)
+        self._rank = dist.get_rank() if self._ranks > 1 else 0
+        self._share = -(-self.rows // self._ranks)
+        self.first = self._share * self._rank
+        self.vectors_ND, self._longest = torch.zeros(0, 0), 0.0
 
-    def __call__(self, batches: Iterable[ClickBatch]) -> ClickMetrics:
-        """Every rank calls it with as many batches, and gets the same.
-
-        Returns:
-            Metrics of the N rows of each clicked one: ``auc`` is the mean share of the other items below the clicked
-            one, ``logloss`` the cross entropy of the softmax over all items, ``normalized_entropy`` that over log N.
-            NDCG, recall and hit rate are of groups, or of single rows where the data have none.
+    def look_up(self) -> None:
+        """Look up this rank's share of the items' vectors, as the model has them now. Every rank calls it.
 
         Raises:
-            ConfigError: without a clicked row, for rows without an item or with several, for scores that are NaN.
+            ConfigError: for vectors that are not of finite numbers; on every rank.
         """
-        vectors_ND = self._items()
-        placed, keys = [torch.zeros((5, 0), dtype=torch.float64)], [torch.zeros((3, 0), dtype=torch.int64)]
-        for queries_DB, keys_3B, seen_1M in self._steps.predict(batches, self._clicked):
-            keys.append(gather_rows(keys_3B))
-            queries_QD = gather_rows(queries_DB).t().to(self._device)
-            placed.append(self._placed(vectors_ND, queries_QD, keys[-1][1], keys[-1][2], gather_rows(seen_1M)[0]))
-        score, above, equal, seen, log_sum = torch.cat(placed, dim=1).numpy()
-        group, item, _ = torch.cat(keys, dim=1).numpy()
-        if not score.size:
-            raise ConfigError("no held-out row was clicked: a ranking needs files with clicked rows (--valid, --test)")
-        if not np.isfinite(log_sum).all():
-            raise ConfigError(f"scores of {(~np.isfinite(log_sum)).sum()} rows are not numbers: has training diverged?")
-        others = np.maximum(1, self._rows - 2 - seen)
-        is_unknown = item == 0  # no item of the catalogue: it comes after all of them
-        above, equal = np.where(is_unknown, others, above), np.where(is_unknown, 0, equal)
-        logloss = float((np.where(is_unknown, np.logaddexp(log_sum, score), log_sum) - score).mean())
-        below = 1 - (above + equal / 2) / others
-        group = np.arange(score.size) if (group == -1).all() else group
-        return ClickMetrics(
-            auc=float(below.mean()),
-            logloss=logloss,
-            normalized_entropy=logloss / float(np.log(self._rows - 1)),
-            click_rate=1 / (float(others.mean()) + 1),
-            rows=score.size,
-            auc_stderr=float(below.std() / score.size**0.5),
-            ranking=placed_metrics(above + equal, score, item, group, k=self._k, gauc=float(below.mean())),
-        )
-
-    def _items(self) -> Tensor:
-        """This rank's share of the items' vectors: (N / W, D)."""
-        ids = torch.arange(self._first, max(self._first, min(self._rows, self._first + self._share)))
+        ids = torch.arange(self.first, max(self.first, min(self.rows, self.first + self._share)))
         blocks = [
             ids[start : start + _LOOKED_UP] for start in range(0, self._share, _LOOKED_UP)
         ]  # as many on each rank
 
         def vectors(model: nn.Module, ids: Tensor) -> Tensor:
             lengths = ids.new_zeros((len(self._schema.sparse_names), len(ids)))
-            lengths[self._schema.sparse_names.index(self._item)] = 1
+            lengths[self._schema.sparse_names.index(self.item)] = 1
             weights = torch.ones_like(ids, dtype=torch.float32) if self._schema.weighted else None
             sparse = KeyedJaggedTensor([*self._schema.sparse_names], ids, weights=weights, lengths=lengths.view(-1))
             dense = torch.zeros(len(ids), len(self._schema.dense_names), device=ids.device)
             return _called(model, "item_vectors", dense, sparse)
 
-        return torch.cat([*self._steps.predict(blocks, vectors)])
+        self.vectors_ND = torch.cat([*self.steps.predict(blocks, vectors)])
+        lengths_N = torch.linalg.vector_norm(self.vectors_ND, dim=1, dtype=torch.float64)
+        self._longest = float(lengths_N.max()) if len(lengths_N) else 0.0
+        if not gather_rows(self.vectors_ND.isfinite().all().view(1, 1).cpu()).all():
+            raise ConfigError("vectors of items are not finite numbers: has training diverged?")
 
-    def _clicked(self, model: nn.Module, batch: ClickBatch) -> tuple[Tensor, Tensor, Tensor]:
-        """Of the clicked rows: vectors (D, B); groups, -1 for none, items and numbers of seen ones, int64 (3, B); the
-        seen items, int64 (1, M)."""
-        item, is_clicked = batch.sparse[self._item], batch.labels > 0.5
-        if not bool((item.lengths() == 1).all()):
-            error = ConfigError(f"a row has no {self._item!r}, or several: a ranking needs one in each row")
-            if isinstance(model, ShardedModel):
-                tell_others(error, model.context)
-            raise error
-        vectors_BD = _called(model, "query_vectors", batch.dense, batch.sparse)
-        groups = torch.full_like(item.values(), -1) if batch.groups is None else batch.groups
-        seen = [batch.sparse[name] for name in self._seen]
-        rows_M = torch.cat([torch.repeat_interleave(feature.lengths()) for feature in seen] or [groups[:0]])
+    def queries(self, model: nn.Module, batch: ClickBatch) -> Tensor:
+        """Vectors of a batch's rows: float32 (B, D)."""
+        return _called(model, "query_vectors", batch.dense, batch.sparse)
+
+    def seen(self, batch: ClickBatch, features: list[str]) -> Seen:
+        """The items that a batch's rows have in some features; an item may be there twice."""
+        jagged = [batch.sparse[name] for name in features]
+        none = torch.zeros(0, dtype=torch.int64)
+        rows_M = torch.cat([torch.repeat_interleave(feature.lengths()) for feature in jagged] or [none])
         rows_M, order = rows_M.sort(stable=True)
-        seen_M = torch.cat([feature.values() for feature in seen] or [rows_M])[order][is_clicked[rows_M]]
-        keys_3B = torch.stack((groups, item.values(), torch.bincount(rows_M, minlength=batch.size)))
-        return vectors_BD[is_clicked].t().cpu(), keys_3B[:, is_clicked].cpu(), seen_M.unsqueeze(0).cpu()
+        items_M = torch.cat([feature.values() for feature in jagged] or [none])[order]
+        return Seen(torch.bincount(rows_M, minlength=batch.size), items_M)
 
-    def _placed(
-        self, vectors_ND: Tensor, queries_QD: Tensor, items_Q: Tensor, sizes_Q: Tensor, seen_M: Tensor
-    ) -> Tensor:
-        """Score of the item, items above it, others equal to it, others that are seen, log of the sum of exp of all:
-        float64 (5, Q), CPU."""
-        # Each seen item of a row once, as a row and an item; neither the row's own nor the unknown one.
-        pairs = torch.repeat_interleave(sizes_Q) * self._rows + seen_M
-        is_left_out_M = (seen_M != items_Q.repeat_interleave(sizes_Q)) & (seen_M > 0)
-        is_left_out_M &= (seen_M >= self._first) & (seen_M < self._first + len(vectors_ND))  # in this share
-        pairs = pairs[is_left_out_M].unique().to(self._device)
-        rows_M, seen_M = pairs // self._rows, pairs % self._rows - self._first
-        distinct_UD, query_Q = queries_QD.double().unique_consecutive(dim=0, return_inverse=True)
-        queries_QD, own_Q = queries_QD.double(), items_Q.to(self._device) - self._first
-        rows_Q = ((own_Q >= 0) & (own_Q < len(vectors_ND))).nonzero().squeeze(1)  # whose item is in this share
-        own_Q = own_Q[rows_Q]
-        score_Q = queries_QD.new_zeros(len(queries_QD))
-        score_Q[rows_Q] = (queries_QD[rows_Q] * vectors_ND[own_Q]).sum(1).float().double()
-        score_Q = self._of_ranks(score_Q.unsqueeze(0)).sum(1)[0].to(self._device)
-        above_Q, equal_Q, seen_Q = (torch.zeros_like(score_Q) for _ in range(3))
-        log_sum_U = score_Q.new_full((len(distinct_UD),), -torch.inf)
-        size = max(1, _SCORES // max(1, len(score_Q)))
-        for start in range(0, len(vectors_ND), size):
-            block_ND = vectors_ND[start : start + size].double()
-            scores_UN = (distinct_UD @ block_ND.t()).float()
-            scores_UN[:, : max(0, 1 - self._first - start)] = -torch.inf  # row 0 is no item
-            log_sum_U = torch.logaddexp(log_sum_U, scores_UN.double().logsumexp(1))
-            scores_QN = scores_UN[query_Q]
-            here = (seen_M >= start) & (seen_M < start + size)
-            scores_QN[rows_M[here], seen_M[here] - start] = -torch.inf
-            seen_Q += torch.bincount(rows_M[here], minlength=len(score_Q))
-            here = (own_Q >= start) & (own_Q < start + size)
-            scores_QN[rows_Q[here], own_Q[here] - start] = -torch.inf
-            above_Q += (scores_QN > score_Q.float().unsqueeze(1)).sum(1)
-            equal_Q += (scores_QN == score_Q.float().unsqueeze(1)).sum(1)
-        above, equal, seen, log_sum = self._of_ranks(torch.stack((above_Q, equal_Q, seen_Q, log_sum_U[query_Q])))
-        return torch.stack((score_Q.cpu(), above.sum(0), equal.sum(0), seen.sum(0), log_sum.logsumexp(0)))
+    def left_out(self, seen: Seen, kept_Q: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """Rows and places in this rank's share of the items to leave out, each once: int64 (M,) each.
 
-    def _of_ranks(self, rows_CQ: Tensor) -> Tensor:
+        Args:
+            seen: of all ranks' rows, on the CPU.
+            kept_Q: an item of each row that stays.
+        """
+        counts_Q, items_M = seen
+        is_here_M = (items_M > 0) & (items_M >= self.first) & (items_M < self.first + len(self.vectors_ND))
+        if kept_Q is not None:
+            is_here_M &= items_M != kept_Q.repeat_interleave(counts_Q)
+        pairs = (torch.repeat_interleave(counts_Q) * self.rows + items_M)[is_here_M].unique().to(self._device)
+        return pairs // self.rows, pairs % self.rows - self.first
+
+    def scores(self, queries_UD: Tensor, most: int) -> Iterator[tuple[int, Tensor]]:
+        """Each block of this rank's items: its place in the share, and the scores, float32 (U, items of the block).
+
+        Args:
+            queries_UD: float64.
+            most: queries that a block is for, U or more.
+        """
+        size = max(1, min(_BLOCK, _SCORES // max(1, most)))
+        for start in range(0, len(self.vectors_ND), size):
+            yield start, self._scored(queries_UD, slice(start, start + size), start)
+
+    def _scored(self, queries_UD: Tensor, places: slice | Tensor, first: int) -> Tensor:
+        """Scores of the items at some ascending places, the first of which is given: float32 (U, items)."""
+        scores_UN = (queries_UD @ self.vectors_ND[places].double().t()).float()
+        scores_UN[:, : int(first + self.first == 0)] = -torch.inf  # row 0 is no item
+        return scores_UN
+
+    def top(self, queries_BD: Tensor, seen: Seen, k: int) -> tuple[Tensor, Tensor]:
+        """The k best items of each query: rows, int64 (B, k), and scores, float32 (B, k), on the CPU.
+
+        Of equal scores the lower row is first. Where fewer items are left, the last rows are 0 and their scores -inf.
+        Every rank calls it, with its own queries.
+
+        Args:
+            queries_BD: of :meth:`queries`.
+            seen: items of each row to leave out.
+            k: items of each.
+
+        Raises:
+            ConfigError: for a query that is not of finite numbers; on every rank.
+        """
+        ranks_Q = gather_rows(torch.full((1, len(queries_BD)), self._rank))[0]
+        queries_QD = gather_rows(queries_BD.t().cpu()).t().double().to(self._device)
+        if not queries_QD.isfinite().all():
+            raise ConfigError("vectors of queries are not finite numbers: has training diverged?")
+        seen_Q = Seen(*(gather_rows(each.cpu().unsqueeze(0))[0] for each in seen))
+        rows_M, places_M = self.left_out(seen_Q)
+        none = torch.zeros(k, dtype=torch.int64, device=self._device)
+        best_Qk = _keys(torch.full((len(queries_QD), k), -torch.inf, device=self._device), none)
+        for start in range(0, len(self.vectors_ND), _BLOCK):
+            # An item with the score of the last of the best has a higher row than it, and is not among them.
+            places_N = start + self._may_be_above(queries_QD, _scores(best_Qk[:, -1:]), start).nonzero().squeeze(1)
+            scores_QN = self._scored(queries_QD, places_N, int(places_N[0]) if len(places_N) else -1)
+            columns_M = torch.searchsorted(places_N, places_M).clamp(max=max(0, len(places_N) - 1))
+            here = places_N[columns_M] == places_M if len(places_N) else columns_M < 0
+            scores_QN[rows_M[here], columns_M[here]] = -torch.inf
+            keys_QN = _keys(scores_QN, places_N + self.first)
+            best_Qk = torch.cat([best_Qk, keys_QN], dim=1).topk(k).values
+        best_Qk = self.of_ranks(best_Qk.t()).flatten(0, 1).t().topk(k).values[ranks_Q == self._rank]
+        return _LOW - (best_Qk & _LOW), _scores(best_Qk)
+
+    def _may_be_above(self, queries_QD: Tensor, limits_Q1: Tensor, start: int) -> Tensor:
+        """Which items of a block may have a score above its limit for some query: bool, of the block's items.
+
+        On the CPU by products in float32, which are off by at most D roundings of the product of both lengths.
+        """
+        block_ND = self.vectors_ND[start : start + _BLOCK]
+        if self._device.type != "cpu":  # where products in float32 may be of fewer bits
+            return torch.ones(len(block_ND), dtype=torch.bool, device=self._device)
+        slack_Q1 = queries_QD.norm(dim=1, keepdim=True) * self._longest * (block_ND.size(1) * 2.0**-22)
+        is_below_N: Tensor = (queries_QD.float() @ block_ND.t() <= (limits_Q1 - slack_Q1).float()).all(0)
+        return ~is_below_N
+
+    def of_ranks(self, rows_CQ: Tensor) -> Tensor:
         """What each rank has, on the CPU: (C, W, Q)."""
         gathered: Tensor = gather_rows(rows_CQ.cpu()).unflatten(1, (self._ranks, rows_CQ.size(1)))
         return gathered
+
+
+def _keys(scores_QN: Tensor, rows_N: Tensor) -> Tensor:
+    """A number for each score and row, int64 (Q, N), which is larger for a larger score, or an equal one and a lower
+    row: the bits of the score, in the order of the scores, over those of the row."""
+    ordered_QN = _ordered((scores_QN + 0.0).view(torch.int32))  # adding 0 makes 0 of -0
+    return (ordered_QN.long() << 32) + (_LOW - rows_N)
+
+
+def _scores(keys_QN: Tensor) -> Tensor:
+    return _ordered((keys_QN >> 32).int()).view(torch.float32)
+
+
+def _ordered(bits: Tensor) -> Tensor:
+    """The bits of float32 as integers in the order of the floats; and back."""
+    return torch.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
 
 
 def _called(model: nn.Module, method: str, dense: Tensor, sparse: KeyedJaggedTensor) -> Tensor:

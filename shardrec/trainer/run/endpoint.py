@@ -6,6 +6,8 @@
     GET  /health    {"status": "ok"}, for health checks
     POST /predict   {"rows": [{"user": "u17", "price": 3.5, ...}, ...]}  →  {"probabilities": [0.71, ...]}
                     of several labels: {"predictions": {"click": [0.71, ...], ...}}
+    POST /recommend {"rows": [{"history": ["i3", "i5"]}], "top": 2, "exclude_seen": true}
+                    →  {"recommendations": [{"items": ["i9", "i1"], "scores": [4.2, 3.9]}]}
 
 One process computes one request at a time. To serve many requests, use ``shardrec export``; see docs/serving.md.
 Answers of a model that follows a publisher have two headers, ``Shardrec-Version`` and ``Shardrec-Age``, in seconds.
@@ -17,9 +19,9 @@ import json
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from contextlib import suppress
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from waitress.channel import HTTPChannel
@@ -31,6 +33,7 @@ from werkzeug.wrappers import Request, Response
 from shardrec import ConfigError, DataError
 from shardrec.files import parse_json
 from shardrec.trainer.data import FeatureSpec, batch_of_request, request_example
+from shardrec.trainer.run.recommend import Recommender
 from shardrec.trainer.run.task_metrics import predictions
 
 if TYPE_CHECKING:
@@ -55,14 +58,33 @@ class Endpoint:
         spec: of the data that it was trained on.
         about: the description shown at ``/``.
         loss: of its run; logits of another than ``bce`` are no log odds, and are answered as ``scores``.
+        example: values of a row of its data, by feature, as far as they are known.
     """
 
-    def __init__(self, model: nn.Module, spec: FeatureSpec, about: Mapping[str, str], *, loss: str = "bce") -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        spec: FeatureSpec,
+        about: Mapping[str, str],
+        *,
+        loss: str = "bce",
+        example: Mapping[str, object] | None = None,
+    ) -> None:
         self._model = model
         self._spec = spec
         self._about = dict(about)
         self._loss = loss
+        self._example = example
         self._one_at_a_time = threading.Lock()
+        self._follower = getattr(model, "follower", None)
+        self._catalogue_version: int | None = None  # that the catalogue is of
+        try:
+            self._recommender: Recommender | ConfigError = Recommender(model, spec, torch.device("cpu"))
+        except ConfigError as error:
+            self._recommender = error
+        else:
+            if self._follower is None:
+                self._recommender.catalogue.look_up()
 
     def __call__(self, environ: WSGIEnvironment, start_response: StartResponse) -> Iterable[bytes]:
         """The WSGI call."""
@@ -70,14 +92,13 @@ class Endpoint:
         request.max_content_length = _MAX_BYTES
         try:
             answer, status = self._answer(request), 200
-        except DataError as error:
+        except (ConfigError, DataError) as error:
             answer, status = {"error": str(error)}, 400
         except HTTPException as error:
             answer, status = {"error": error.description}, error.code or 500
         response = Response(json.dumps(answer) + "\n", status=status, mimetype="application/json")
-        follower = getattr(self._model, "follower", None)
-        if follower is not None:
-            version, age = follower.seen()
+        if self._follower is not None:
+            version, age = self._follower.seen()
             response.headers.update({"Shardrec-Version": str(version), "Shardrec-Age": f"{age:.3f}"})
         return response(environ, start_response)
 
@@ -86,6 +107,7 @@ class Endpoint:
             "/": ("GET", self._describe),
             "/health": ("GET", lambda _: {"status": "ok"}),
             "/predict": ("POST", self._predict),
+            "/recommend": ("POST", self._recommend),
         }
         if request.path not in routes:
             raise NotFound(f"there is no {request.path}: GET / says what there is")
@@ -95,16 +117,36 @@ class Endpoint:
         return answer(request)
 
     def _describe(self, request: Request) -> dict[str, object]:
-        example = {"rows": [request_example(self._spec)]}
-        return {"model": self._about, "predict": {"method": "POST", "path": "/predict", "example": example}}
+        description: dict[str, object] = {"model": self._about}
+        if isinstance(self._recommender, Recommender):
+            row = request_example(self._spec, self._example, absent=self._recommender.absent)
+            example: dict[str, object] = {"rows": [row], "top": 10}
+            if self._recommender.catalogue.sharing:
+                example["exclude_seen"] = True
+            description["recommend"] = {"method": "POST", "path": "/recommend", "example": example}
+        example = {"rows": [request_example(self._spec, self._example)]}
+        return {**description, "predict": {"method": "POST", "path": "/predict", "example": example}}
+
+    def _recommend(self, request: Request) -> dict[str, object]:
+        recommender = self._recommender
+        if isinstance(recommender, ConfigError):
+            raise recommender
+        body = _body(request, optional={"top", "exclude_seen"})
+        k, exclude_seen = body.get("top", 10), body.get("exclude_seen", False)
+        if type(k) is not int or not 1 <= k < recommender.catalogue.rows:
+            raise BadRequest(f'"top" is {k!r}: give a number from 1 to {recommender.catalogue.rows - 1:,}, the items')
+        if type(exclude_seen) is not bool:
+            raise BadRequest(f'"exclude_seen" is {exclude_seen!r}: give true or false')
+        if exclude_seen:
+            recommender.check_seen()
+        with self._one_at_a_time:
+            if self._follower is not None and self._catalogue_version != (version := self._follower.seen()[0]):
+                recommender.catalogue.look_up()
+                self._catalogue_version = version
+            return {"recommendations": recommender.answer(body["rows"], k, exclude_seen=exclude_seen)}
 
     def _predict(self, request: Request) -> dict[str, object]:
-        try:
-            body = parse_json(request.get_data())
-        except ValueError as error:
-            raise BadRequest(f'the body is not JSON ({error}): give {{"rows": [...]}}') from error
-        if not isinstance(body, dict) or set(body) != {"rows"}:
-            raise BadRequest('the body must be an object with the one field "rows", a list')
+        body = _body(request)
         batch = batch_of_request(body["rows"], self._spec)
         with self._one_at_a_time, torch.no_grad():
             logits = self._model(batch.dense, batch.sparse)
@@ -112,6 +154,18 @@ class Endpoint:
         if self._spec.labels:
             return {"predictions": {name: scores.tolist() for name, scores in values.items()}}
         return {"probabilities" if self._loss == "bce" else "scores": values[""].tolist()}
+
+
+def _body(request: Request, *, optional: Collection[str] = ()) -> dict[str, Any]:
+    """What a request asks for: rows, and fields that may be left out."""
+    try:
+        body = parse_json(request.get_data())
+    except ValueError as error:
+        raise BadRequest(f'the body is not JSON ({error}): give {{"rows": [...]}}') from error
+    if not isinstance(body, dict) or not {"rows"} <= set(body) <= {"rows", *optional}:
+        also = "".join(f', and may have "{name}"' for name in sorted(optional))
+        raise BadRequest(f'the body must be an object with the one field "rows", a list{also}')
+    return body
 
 
 class _Threads(ThreadedTaskDispatcher):  # type: ignore[misc]  # waitress is not typed
@@ -125,8 +179,9 @@ class _Threads(ThreadedTaskDispatcher):  # type: ignore[misc]  # waitress is not
 
     def add_task(self, channel: HTTPChannel) -> None:
         """Answer the first request of a connection."""
-        predicts = getattr(channel.requests[0], "path", None) == "/predict"  # there is none in what is no HTTP
-        super().add_task(channel) if predicts else self._at_once.add_task(channel)
+        # There is no path in what is no HTTP.
+        computes = getattr(channel.requests[0], "path", None) in ("/predict", "/recommend")
+        super().add_task(channel) if computes else self._at_once.add_task(channel)
 
     def shutdown(self, cancel_pending: bool = True, timeout: float = 5) -> bool:
         """End the threads."""

@@ -64,7 +64,9 @@ def predict(
     data: str,
     out: str,
     *,
-    keys: Sequence[str] = (),
+    keys: Sequence[str] | None = (),
+    top: int | None = None,
+    exclude_seen: bool = False,
     on_bad_row: str | None = None,
     nproc: int = 1,
     device: str = "cpu",
@@ -72,11 +74,15 @@ def predict(
 ) -> dict[str, Any] | None:
     """Write a run's scores of all rows of some files as Parquet, in their order; called again, go on.
 
+    With ``top`` the rows need no item, and get lists ``items`` and ``scores`` of the best items, the best first.
+
     Args:
         run: folder of results of :func:`train`.
         data: files with the run's features; labels need not be there.
         out: folder, or URL of one.
-        keys: columns of the files to write beside the scores.
+        keys: columns of the files to write beside the scores; None for that of the groups, if the run's rows have any.
+        top: how many of the best items to write for each row.
+        exclude_seen: leave out the items that a row has in the features that share the item's table.
         on_bad_row: "error" or "skip"; None for what the run was told.
         nproc: ranks to start; under torchrun, its ranks are joined.
         device: "cpu" or "cuda".
@@ -86,7 +92,8 @@ def predict(
         The manifest, on rank 0.
 
     Raises:
-        ConfigError: if the folder holds something else, or the checkpoint, the files or the keys have changed.
+        ConfigError: if the folder holds something else, or the checkpoint, the files or the options have changed; with
+            ``top`` for a model that does not rank all items.
         DataError: for a file or a row that cannot be read; on every rank.
     """
     check_extra("train")
@@ -94,7 +101,9 @@ def predict(
         "run": run,
         "data": data,
         "out": out,
-        "keys": list(dict.fromkeys(keys)),
+        "keys": None if keys is None else list(dict.fromkeys(keys)),
+        "top": top,
+        "exclude_seen": exclude_seen,
         "on_bad_row": on_bad_row,
         "device": device,
     }

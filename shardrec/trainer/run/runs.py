@@ -146,7 +146,7 @@ class RunFolder:
 
         # With torch, too.
         from shardrec.launch import RankInfo
-        from shardrec.trainer.run.catalogue import evaluator
+        from shardrec.trainer.run.catalogue_ranking import evaluator
         from shardrec.trainer.run.source import Source, total_left_out
 
         cpu = torch.device("cpu")
@@ -199,10 +199,13 @@ class RunFolder:
 
     def endpoint(self, follow: str | None = None) -> Endpoint:
         """The model of the last good checkpoint behind HTTP, or the one that is published at ``follow``."""
-        from shardrec.trainer.run.endpoint import Endpoint  # with torch
+        # With torch.
+        from shardrec.trainer.data.example import values_of_file
+        from shardrec.trainer.run.endpoint import Endpoint
 
-        model = self.model() if follow is None else self.following(follow)
-        return Endpoint(model, self.spec, {"run": str(self.path), **self.summary()}, loss=self.config.loss)
+        model, spec = self.model() if follow is None else self.following(follow), self.spec
+        about, example = {"run": str(self.path), **self.summary()}, values_of_file(self.config.data, spec)
+        return Endpoint(model, spec, about, loss=self.config.loss, example=example)
 
     def export(self, target: Target, out: Path, weights: str = "fp32") -> Path:
         """Write the model for serving, with its tables in inference kernels; see :mod:`shardrec.serve`.

@@ -1,4 +1,5 @@
-"""``shardrec predict`` on one rank: a model's scores of all rows of some files, as Parquet files in the rows' order.
+"""``shardrec predict`` and ``recommend`` on one rank: a model's scores of all rows of some files, or the best items for
+them, as Parquet files in the rows' order.
 
 ::
 
@@ -36,10 +37,13 @@ from shardrec.trainer.data.arrays import plain_column
 from shardrec.trainer.data.convert import counted
 from shardrec.trainer.data.encode import encode
 from shardrec.trainer.data.rows import ClickRows
+from shardrec.trainer.data.spec import sources_of
 from shardrec.trainer.data.tables import FileInfo, check_part, rows_between
 from shardrec.trainer.data.urls import files_of
+from shardrec.trainer.run.catalogue import Seen
 from shardrec.trainer.run.config import ROWS
 from shardrec.trainer.run.prefetch import Prefetcher
+from shardrec.trainer.run.recommend import Recommender
 from shardrec.trainer.run.runs import RunFolder
 from shardrec.trainer.run.source import on_ranks
 from shardrec.trainer.run.task_metrics import predictions
@@ -57,9 +61,10 @@ _PART_BATCHES = 64
 
 
 class _Keyed(FeatureSpec):
-    """A spec without labels, of which the files need the features' columns and the keys."""
+    """A spec without labels, of which the files need the keys and the features' columns but those of ``absent``."""
 
     keys: tuple[str, ...]
+    absent: tuple[str, ...] = ()
 
     @model_validator(mode="after")
     def _fits(self) -> _Keyed:
@@ -68,7 +73,17 @@ class _Keyed(FeatureSpec):
 
     @cached_property
     def sources(self) -> tuple[str, ...]:
-        return tuple(dict.fromkeys((*self.keys, *self.feature_sources)))
+        features = [feature for feature in self.features if feature.name not in self.absent]
+        return tuple(dict.fromkeys((*self.keys, *sources_of(features))))
+
+    def completed(self, table: pa.Table) -> pa.Table:
+        """The table with nulls in the columns that it lacks."""
+        import pyarrow as pa
+
+        for name in self.feature_sources:
+            if name not in table.column_names:
+                table = table.append_column(name, pa.nulls(len(table)))
+        return table
 
 
 class _Part(NamedTuple):
@@ -89,28 +104,74 @@ class _Scored(NamedTuple):
     ends: bool = False
 
 
+class _Scores:
+    """The columns of ``shardrec predict``."""
+
+    absent: tuple[str, ...] = ()
+
+    def __init__(self, spec: FeatureSpec, loss: str) -> None:
+        self.spec, self._loss = spec, loss
+        self._columns = {task.name: f"score_{task.name}" for task in spec.labels} or {"": "score"}
+        self.names = [*self._columns.values()]
+
+    def computed(self, model: nn.Module, batch: ClickBatch) -> dict[str, Tensor]:
+        return predictions(model(batch.dense, batch.sparse), batch.size, self.spec.labels, self._loss)
+
+    def columns(self, values: Mapping[str, Tensor]) -> dict[str, pa.Array]:
+        """float32, of several classes lists of it."""
+        import pyarrow as pa
+
+        columns = {}
+        for name, of_rows in values.items():
+            flat = pa.array(of_rows.cpu().reshape(-1).numpy())
+            columns[self._columns[name]] = (
+                flat if of_rows.dim() == 1 else pa.FixedSizeListArray.from_arrays(flat, of_rows.size(1))
+            )
+        return columns
+
+
+class _Top:
+    """The columns of ``shardrec recommend``."""
+
+    names = ("items", "scores")
+
+    def __init__(self, recommender: Recommender, k: int, exclude_seen: bool) -> None:
+        self.absent, self.spec, self.computed = recommender.absent, recommender.spec, recommender.asked
+        self._recommender, self._k, self._exclude_seen = recommender, k, exclude_seen
+        if exclude_seen:
+            recommender.check_seen()
+        recommender.catalogue.look_up()
+
+    def columns(self, values: tuple[Tensor, Seen]) -> Mapping[str, pa.Array]:
+        return self._recommender.best(*values, self._k, exclude_seen=self._exclude_seen)
+
+
 def predict_rank(options: Mapping[str, Any]) -> dict[str, Any] | None:
-    """Score this rank's share; options and result as of :func:`shardrec.trainer.run.predict`."""
+    """This rank's share; options and result as of :func:`shardrec.trainer.run.predict`."""
     folder, out = RunFolder(Path(options["run"])), Store(options["out"])
     config = folder.config.changed(device=options["device"])
     with joined_run(config.device, config.threads, timeout=config.timeout) as rank_info:
-        spec = folder.spec
-        of_files = ("columns", "delimiter", "quoted", "encoding", "decimal", "missing", "rules")
-        fields = {name: getattr(spec, name) for name in ("features", *of_files)}
-        keyed = _Keyed(keys=options["keys"], **fields)
+        spec, top = folder.spec, options["top"]
         model, checkpoint = folder.loaded(rank_info.device)
-        columns = {task.name: f"score_{task.name}" for task in spec.labels} or {"": "score"}
-        job = {"run": str(folder.path.resolve()), "checkpoint": checkpoint, "keys": options["keys"]}
-        job |= {"columns": list(columns.values()), "on_bad_row": options["on_bad_row"] or config.on_bad_row}
+        results: _Scores | _Top = _Scores(spec, config.loss)
+        if top is not None:
+            results = _Top(Recommender(model, spec, rank_info.device), top, options["exclude_seen"])
+        of_files = ("columns", "delimiter", "quoted", "encoding", "decimal", "missing", "rules")
+        fields = {name: getattr(results.spec, name) for name in ("features", *of_files)}
+        keys: list[str] = [*filter(None, [spec.group])] if options["keys"] is None else options["keys"]
+        keyed = _Keyed(keys=tuple(keys), absent=results.absent, **fields)
+        job = {"run": str(folder.path.resolve()), "checkpoint": checkpoint, "keys": keys}
+        job |= {"columns": [*results.names], "on_bad_row": options["on_bad_row"] or config.on_bad_row}
+        if top is not None:
+            job |= {"top": top, "exclude_seen": options["exclude_seen"]}
         converted = folder.path / f"{ROWS}_to_predict" if "://" in options["out"] else Path(options["out"], f".{ROWS}")
         files = on_ranks(rank_info, partial(_counted, spec=keyed, folder=converted), files_of(options["data"]))
         job = on_first_rank(partial(_begin, out, options, job, files, rank_info.world_size), rank_info, "start")
         done, parts = job.pop("done"), _parts(job)
         left = [part for part in parts if part.name not in done]
 
-        def forward(model: nn.Module, item: _Scored) -> tuple[dict[str, Tensor], _Scored]:
-            logits = model(item.batch.dense, item.batch.sparse)
-            return predictions(logits, item.batch.size, spec.labels, config.loss), item
+        def forward(model: nn.Module, item: _Scored) -> tuple[Any, _Scored]:
+            return results.computed(model, item.batch), item
 
         steps = TrainPipeline(model, (), (), depth=0, device=rank_info.device)
         tables: list[pa.Table] = []
@@ -127,9 +188,10 @@ def predict_rank(options: Mapping[str, Any]) -> dict[str, Any] | None:
 
         with Prefetcher(_batches(left, keyed, rank_info, skips=job["on_bad_row"] == "skip")) as batches:
             for values, item in steps.predict(written(batches), forward):
+                columns = results.columns(values)  # of padding, too: of several ranks, each has a part in it
                 if item.part is None:
                     continue
-                tables.append(_with_scores(item.keys, {columns[name]: value for name, value in values.items()}))
+                tables.append(_with_results(item.keys, columns))
                 if item.ends:
                     complete.append(item.part.name)
         meet(rank_info, "end of the predictions")
@@ -226,7 +288,7 @@ def _scored(parts: Sequence[_Part], spec: _Keyed, skips: bool) -> Iterator[_Scor
         ]
         blocks = rows_between(info, spec, [(start, stop) for _, start, stop in ranges])
         for (part, _, stop), block in zip(ranges, blocks, strict=True):
-            encoded = encode(block.table, spec, labelled=False)
+            encoded = encode(spec.completed(block.table), spec, labelled=False)
             faults = {int(block.numbers[row]): fault for row, fault in encoded.faults.items()} | block.faults
             if faults and not skips:
                 number = min(faults)
@@ -238,8 +300,8 @@ def _scored(parts: Sequence[_Part], spec: _Keyed, skips: bool) -> Iterator[_Scor
             yield _Scored(encoded.rows.where(keep).to_batch(spec.schema_), keys, part, stop == part.stop)
 
 
-def _with_scores(keys: pa.Table, scores: Mapping[str, Tensor]) -> pa.Table:
-    """A table of keys, texts and bytes as texts, and of scores: float32, of several classes lists of it."""
+def _with_results(keys: pa.Table, results: Mapping[str, pa.Array]) -> pa.Table:
+    """A table of keys, texts and bytes as texts, and of results."""
     import pyarrow as pa
 
     columns = {name: plain_column(keys[name]) for name in keys.column_names}
@@ -251,10 +313,7 @@ def _with_scores(keys: pa.Table, scores: Mapping[str, Tensor]) -> pa.Table:
                 raise DataError(
                     f"column {name!r} of keys (--keys) has texts that are not UTF-8: convert them"
                 ) from error
-    for name, values in scores.items():
-        flat = pa.array(values.cpu().reshape(-1).numpy())
-        columns[name] = flat if values.dim() == 1 else pa.FixedSizeListArray.from_arrays(flat, values.size(1))
-    return pa.table(columns)
+    return pa.table({**columns, **results})
 
 
 def _parquet(tables: Sequence[pa.Table]) -> bytes:

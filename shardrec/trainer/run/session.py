@@ -35,7 +35,7 @@ from shardrec.trainer.data import ClickBatch, ClickMetrics, FeatureSpec
 from shardrec.trainer.data.spec import FIRST_IDS, IDS, VOCABULARIES, parse_spec, read_spec, recorded_ids
 from shardrec.trainer.run.average import Average
 from shardrec.trainer.run.board import Board
-from shardrec.trainer.run.catalogue import evaluator
+from shardrec.trainer.run.catalogue_ranking import evaluator
 from shardrec.trainer.run.config import FILE, METRICS, PLAN, ROWS, SPEC, TrainConfig, load_config_text
 from shardrec.trainer.run.display import Announcer, Display
 from shardrec.trainer.run.folder import lock_folder, own_folder, replaced

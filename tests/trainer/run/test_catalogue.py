@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from dataclasses import replace
 from random import Random
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import Tensor, nn
 from torchrec.modules.embedding_configs import EmbeddingBagConfig, EmbeddingConfig
 from torchrec.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
@@ -17,8 +20,10 @@ import shardrec
 from shardrec.errors import ConfigError, InputError, PeerError
 from shardrec.ids import DynamicIds
 from shardrec.trainer.data import ClickBatch, ClickMetrics, Feature, FeatureSpec, ranking_metrics
-from shardrec.trainer.run import TrainConfig, catalogue
-from shardrec.trainer.run.catalogue import CatalogueRanking
+from shardrec.trainer.run import TrainConfig
+from shardrec.trainer.run import catalogue as catalogue_file
+from shardrec.trainer.run.catalogue import Catalogue, Seen
+from shardrec.trainer.run.catalogue_ranking import CatalogueRanking
 from shardrec.trainer.run.model import build_model
 from tests.plans import CUTS, cut_plan, random_plan, topologies_of
 from tests.ranks import RankErrors, ranks
@@ -114,6 +119,35 @@ def unseen_by_score_matrix(drawn: tuple[Tensor, ...]) -> tuple[float, float]:
     return float(hits), float((1 - (above_B + equal_B / 2) / others_BN.sum(1)).mean())
 
 
+def top_items(model: nn.Module, batches: list[ClickBatch], k: int) -> list[tuple[ClickBatch, bool, Any]]:
+    """The k best items for each of this rank's batches, with what they know left out and without."""
+    catalogue = Catalogue(model, SPEC, torch.device("cpu"), purpose="a test", remedy="")
+    catalogue.look_up()
+    best = []
+    for is_seen in (False, True):
+        features = ["known", "bought"] if is_seen else []
+        queries = catalogue.steps.predict(batches, catalogue.queries)
+        for batch, vectors in zip(batches, queries, strict=True):
+            best.append((batch, is_seen, catalogue.top(vectors, catalogue.seen(batch, features), k)))
+    return best
+
+
+def by_full_sort(
+    users_UD: Tensor, items_ND: Tensor, batch: ClickBatch, k: int, *, leave_out: bool
+) -> tuple[Tensor, Tensor]:
+    """Rows and scores of each row's items, sorted by score and then by row, filled up to k."""
+    users = batch.sparse["user"].values()
+    rows, scores = torch.zeros(len(users), k, dtype=torch.int64), torch.full((len(users), k), -torch.inf)
+    known = [batch.sparse[name].to_dense() for name in ("known", "bought")]
+    for place, user in enumerate(users.tolist()):
+        seen = {0, *(item for lists in known for item in lists[place].tolist() if leave_out)}
+        score_N = (items_ND @ users_UD[user]).tolist()
+        order = sorted((-score, item) for item, score in enumerate(score_N) if item not in seen)[:k]
+        rows[place, : len(order)] = torch.tensor([item for _, item in order])
+        scores[place, : len(order)] = -torch.tensor([score for score, _ in order])
+    return rows, scores + 0.0
+
+
 def against_score_matrix(world_size: int) -> None:
     rank, rng = (dist.get_rank() if dist.is_initialized() else 0), Random(world_size)
     tables = {"users.u": (USERS, DIM), "items.i": (ITEMS, DIM)}
@@ -128,11 +162,14 @@ def against_score_matrix(world_size: int) -> None:
         steps = -(-len(data[2]) // (world_size * size))
         batches = [batch_of(*(part[step * size : (step + 1) * size] for part in own)) for step in range(steps)]
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(catalogue, "_SCORES", rng.choice([1, 50, 1 << 22]))
-            patch.setattr(catalogue, "_LOOKED_UP", rng.choice([1, 7, 8192]))
+            patch.setattr(catalogue_file, "_SCORES", rng.choice([1, 50, 1 << 22]))
+            patch.setattr(catalogue_file, "_LOOKED_UP", rng.choice([1, 7, 8192]))
+            patch.setattr(catalogue_file, "_BLOCK", rng.choice([1, 5, 8192]))
             metrics = CatalogueRanking(model, SPEC, torch.device("cpu"), k=K)(batches)
             single = [replace(batch, groups=None) for batch in batches]
             unseen = CatalogueRanking(model, SPEC, torch.device("cpu"), k=K, unseen=True)(single)
+            k = rng.choice([1, K, ITEMS + 3])
+            best = top_items(model, batches, k)
         assert unseen.ranking is not None
         assert (unseen.ranking.hit_rate, unseen.auc) == pytest.approx(unseen_by_score_matrix(data), abs=1e-6)
         assert unseen.logloss == pytest.approx(metrics.logloss)
@@ -140,6 +177,28 @@ def against_score_matrix(world_size: int) -> None:
         got = (metrics.ranking.ndcg, metrics.ranking.recall, metrics.ranking.hit_rate, metrics.auc, metrics.logloss)
         assert got == pytest.approx(by_score_matrix(data), abs=1e-6), (number, plan)
         assert metrics.rows == int(data[4].sum())
+        for batch, is_seen, (rows, scores) in best:
+            expected = by_full_sort(data[0], data[1], batch, k, leave_out=is_seen)
+            torch.testing.assert_close((rows, scores), expected, rtol=0, atol=0)
+
+
+@given(seed=st.integers(0, 2**31), scale=st.sampled_from([1e-20, 1.0, 1e15]), close=st.sampled_from([1e-7, 1e-3, 1.0]))
+def test_the_best_items_are_exact_where_float32_would_decide_otherwise(seed: int, scale: float, close: float) -> None:
+    """Scores that differ by less than a product in float32 is off by, and equal ones in any block."""
+    draws = torch.Generator().manual_seed(seed)
+    users_UD, items_ND = (torch.randn(rows, DIM, generator=draws) for rows in (USERS, ITEMS))
+    items_ND = scale * (items_ND[:1] + close * items_ND[torch.randint(ITEMS, (ITEMS,), generator=draws)])
+    catalogue = Catalogue(Products(users_UD, items_ND), SPEC, torch.device("cpu"), purpose="a test", remedy="")
+    catalogue.look_up()
+    none = Seen(torch.zeros(USERS, dtype=torch.int64), torch.zeros(0, dtype=torch.int64))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(catalogue_file, "_BLOCK", int(torch.randint(1, ITEMS, (1,), generator=draws)))
+        rows, scores = catalogue.top(users_UD, none, K)
+    exact_UN = (users_UD.double() @ items_ND.double().t()).float()
+    for user in range(USERS):
+        order = sorted(range(1, ITEMS), key=lambda row, user=user: (-float(exact_UN[user, row]), row))  # type: ignore[misc]
+        assert rows[user].tolist() == order[:K]
+        assert scores[user].tolist() == exact_UN[user, order[:K]].tolist()
 
 
 @pytest.mark.some(1)

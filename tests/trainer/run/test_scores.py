@@ -14,7 +14,6 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-import torch
 
 from shardrec.errors import ConfigError, DataError, ShardrecError
 from shardrec.files import Store
@@ -237,4 +236,4 @@ def test_a_file_that_has_shrunk(run: Path, tmp_path: Path) -> None:
 def test_keys_that_are_not_utf8() -> None:
     keys = pa.table({"number": [1, 2], "who": pa.array([b"a", b"caf\xe9"]).view(pa.string())})
     with pytest.raises(DataError, match=r"column 'who' of keys \(--keys\) has texts that are not UTF-8"):
-        scores._with_scores(keys, {"score": torch.zeros(2)})
+        scores._with_results(keys, {"score": pa.array([0.0, 0.0])})

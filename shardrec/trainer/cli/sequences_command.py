@@ -1,0 +1,104 @@
+"""``shardrec sequences``: interactions of users with items as files to train a model of sequences on."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Literal
+
+import typer
+
+from shardrec import ConfigError
+from shardrec.files import os_fault
+from shardrec.trainer.cli.flags import Debug
+from shardrec.trainer.console import working
+
+__all__ = ["sequences_command"]
+
+
+def sequences_command(
+    raw: Annotated[
+        str, typer.Argument(help="Files of rows, one for each interaction: text or Parquet.", metavar="FILES")
+    ],
+    out: Annotated[Path, typer.Option(help="Folder for the files.", metavar="DIR")],
+    user: Annotated[
+        str | None, typer.Option(help="Column of the user: its name, or its place from 1.", metavar="COLUMN")
+    ] = None,
+    item: Annotated[str | None, typer.Option(help="Column of the item.", metavar="COLUMN")] = None,
+    time: Annotated[
+        str | None,
+        typer.Option(help="Column of the time, a number or ISO 8601; else the files' order.", metavar="COLUMN"),
+    ] = None,
+    rating: Annotated[str | None, typer.Option(help="Column of the rating, for --above.", metavar="COLUMN")] = None,
+    above: Annotated[float | None, typer.Option(help="Leave out ratings of at most this (default: none).")] = None,
+    separator: Annotated[
+        str | None,
+        typer.Option(help="Text between columns, such as :: (default: what the lines have).", metavar="TEXT"),
+    ] = None,
+    header: Annotated[
+        bool | None, typer.Option(help="Whether the first line has names (default: what it looks like).")
+    ] = None,
+    core: Annotated[int, typer.Option(help="Interactions of each user and of each item, at least.", min=1)] = 1,
+    split: Annotated[
+        Literal["leave-one-out", "time"],
+        typer.Option(help="Hold out each user's last two items, or what comes last of all."),
+    ] = "leave-one-out",
+    users: Annotated[int, typer.Option(help="Most users to rank items for.", min=1)] = 10_000,
+    candidates: Annotated[
+        int, typer.Option(help="Random items to rank for each; 0 for --ranking catalogue or unseen alone.", min=0)
+    ] = 100,
+    draw: Annotated[
+        Literal["uniform", "popularity"], typer.Option(help="How these are drawn: all alike, or by their frequency.")
+    ] = "uniform",
+    negatives: Annotated[
+        Literal["untrained", "unseen"],
+        typer.Option(help="Whose they are not: the user's to train on, or all the user's."),
+    ] = "untrained",
+    max_length: Annotated[int, typer.Option(help="Items of a history that are kept.", min=1)] = 50,
+    seed: Annotated[int, typer.Option(help="Of users and random items.")] = 0,
+    on_bad_row: Annotated[
+        Literal["error", "skip"], typer.Option(help="A row that cannot be read ends the command, or is left out.")
+    ] = "error",
+    debug: Debug = False,
+) -> None:
+    """Write users' item sequences, split for training, validation and test, from files of interactions.
+
+    The folder also gets features.yaml and run.yaml, for shardrec train DIR/run.yaml, and users.parquet, for shardrec
+    recommend. Columns with names such as user_id, movieId and timestamp need no options.
+    """
+    from shardrec.trainer.data.interactions import Columns, read_interactions
+    from shardrec.trainer.data.sequences import write_sequences
+
+    if rating is not None and above is None:
+        raise ConfigError(
+            f"rating (--rating) is {rating!r}, and there is no --above NUMBER: give it, or leave --rating out"
+        )
+    columns = Columns(user=user, item=item, time=time, rating=rating, above=above, separator=separator, header=header)
+    with working(f"reading {raw}"):
+        interactions = read_interactions(raw, columns, skips=on_bad_row == "skip").core(core)
+    if split == "time" and "time" not in interactions.columns:
+        raise ConfigError("split (--split) is 'time', and no column has the time: name it (--time COLUMN)")
+    shown = ", ".join(f"{kind} {name}" for kind, name in interactions.columns.items())
+    typer.echo(
+        f"{len(interactions.user_N):,} interactions of {len(interactions.user_ids):,} users with "
+        f"{len(interactions.item_ids):,} items, of columns {shown}; in the order of "
+        + ("time" if "time" in interactions.columns else "the files, without --time")
+        + (f"; left out {interactions.left_out:,} rows" if interactions.left_out else "")
+    )
+    try:
+        with working(f"writing {out}"):
+            rows = write_sequences(
+                interactions,
+                out,
+                split=split,
+                users=users,
+                candidates=candidates,
+                unseen=negatives == "unseen",
+                popular=draw == "popularity",
+                longest=max_length,
+                seed=seed,
+            )
+    except OSError as error:
+        raise ConfigError(f"out (--out) is {str(out)!r}: {os_fault(error)}; give a folder to write to") from error
+    for name, count in rows.items():
+        typer.echo(f"{out / name}.parquet: {count:,} rows")
+    typer.echo(f"train with: shardrec train {out / 'run.yaml'}")
