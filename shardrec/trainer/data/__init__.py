@@ -16,19 +16,23 @@ writes those of a topic, which ``kafka`` reads and ``records`` decodes.
 
 from __future__ import annotations
 
-from shardrec.trainer.data.click_data import ClickBatch, ClickData
-from shardrec.trainer.data.fault import Reason
-from shardrec.trainer.data.files import FileClickData, open_click_data
-from shardrec.trainer.data.metrics import ClickMetrics, area_under_roc, click_metrics
-from shardrec.trainer.data.planted import SyntheticConfig
-from shardrec.trainer.data.preprocess import hash_categories, transform_dense
-from shardrec.trainer.data.ranking import RankingMetrics, ranking_metrics
-from shardrec.trainer.data.request import batch_of_request, request_example
-from shardrec.trainer.data.schema import CRITEO_CARDINALITIES, ClickSchema, criteo_schema
-from shardrec.trainer.data.spec import Feature, FeatureSpec, Label, click_spec, criteo_spec, load_spec
-from shardrec.trainer.data.synthetic import BestMetrics, SyntheticClickData
-from shardrec.trainer.data.tasks import Task
-from shardrec.trainer.data.write import write_criteo_tsv, write_parquet
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from shardrec.trainer.data.click_data import ClickBatch, ClickData
+    from shardrec.trainer.data.fault import Reason
+    from shardrec.trainer.data.files import FileClickData, open_click_data
+    from shardrec.trainer.data.metrics import ClickMetrics, area_under_roc, click_metrics
+    from shardrec.trainer.data.planted import SyntheticConfig
+    from shardrec.trainer.data.preprocess import hash_categories, transform_dense
+    from shardrec.trainer.data.ranking import RankingMetrics, ranking_metrics
+    from shardrec.trainer.data.request import batch_of_request, request_example
+    from shardrec.trainer.data.schema import CRITEO_CARDINALITIES, ClickSchema, criteo_schema
+    from shardrec.trainer.data.spec import Feature, FeatureSpec, Label, click_spec, criteo_spec, load_spec
+    from shardrec.trainer.data.synthetic import BestMetrics, SyntheticClickData
+    from shardrec.trainer.data.tasks import Task
+    from shardrec.trainer.data.write import write_criteo_tsv, write_parquet
 
 __all__ = [
     "CRITEO_CARDINALITIES",
@@ -61,3 +65,14 @@ __all__ = [
     "write_criteo_tsv",
     "write_parquet",
 ]
+
+_FILES = ("spec", "schema", "fault", "preprocess", "files", "metrics", "ranking", "synthetic", "write", "request")
+
+
+def __getattr__(name: str) -> object:
+    """Imports a name at its first use, for what ingests a topic needs no torch."""
+    for home in _FILES if name in __all__ else ():
+        module = import_module(f"{__name__}.{home}")
+        if hasattr(module, name):
+            return getattr(module, name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

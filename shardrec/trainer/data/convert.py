@@ -116,7 +116,7 @@ def convert(
             for name, value in info.partitions.items() if not keep_faults else ():  # which the target's folders lack
                 table = table.append_column(name, pa.repeat(pa.scalar(value, pa.string()), len(table)))
             if writer is None:
-                options = {"compression": "zstd", "write_page_checksum": True}
+                options = {"compression": "lz4", "dictionary_pagesize_limit": 1 << 18, "write_page_checksum": True}
                 writer = stack.enter_context(pq.ParquetWriter(partial, table.schema, **options))
             waiting.append(table)
             rows += len(table)
@@ -152,11 +152,10 @@ def _with_faults(table: pa.Table, faults: Mapping[int, RowFault]) -> pa.Table:
     """All rows in their order, with the column of their faults; the others' columns are null."""
     import pyarrow as pa
 
-    count = len(table) + len(faults)
-    is_good = np.ones(count, dtype=np.bool_)
-    is_good[list(faults)] = False
-    texts = np.full(count, None)
+    if not faults:
+        return table.append_column(FAULT, pa.nulls(len(table), pa.string()))
+    texts = np.full(len(table) + len(faults), None)
     texts[list(faults)] = [json.dumps([fault.where, fault.remedy]) for fault in faults.values()]
-    if faults:
-        table = table.take(pa.array(np.cumsum(is_good) - 1, mask=~is_good))
+    is_good = texts == None  # noqa: E711  # of each value
+    table = table.take(pa.array(np.cumsum(is_good) - 1, mask=~is_good))
     return table.append_column(FAULT, pa.array(texts, pa.string()))

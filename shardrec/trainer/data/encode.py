@@ -8,6 +8,7 @@ Legend: N rows, D dense features, F sparse features, V ids of one feature.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple, TypeAlias, TypeVar
 
@@ -230,24 +231,23 @@ def _numbers(
     import pyarrow as pa
     import pyarrow.compute as pc
 
-    array = present(plain(array), spec.missing)
+    array = plain(array)
     if is_text(array.type):
-        array = array.cast(pa.large_binary())
-        missing = is_null(array)
-        bad = np.zeros(len(array), dtype=np.bool_)
-        zero = pa.scalar(b"0", pa.large_binary())
-        try:
-            numbers = pc.if_else(pa.array(missing), zero, array).cast(pa.large_string()).cast(pa.float64())
-        except pa.ArrowInvalid:  # which does not say where
-            for digit, words in ((b"1", _TRUE), (b"0", _FALSE)):
-                is_word = pc.is_in(array, value_set=pa.array(words, pa.large_binary()))
-                array = pc.if_else(is_word, pa.scalar(digit, pa.large_binary()), array)
-            good = pc.match_substring_regex(array, _NUMBER).fill_null(False)
-            bad = ~(mask(good) | missing)
-            numbers = pc.if_else(good, array, zero).cast(pa.large_string()).cast(pa.float64())
-        values = np.asarray(numbers.to_numpy(zero_copy_only=False))
+        with suppress(pa.ArrowInvalid):  # which does not say where
+            values = np.asarray(array.cast(pa.float64()).to_numpy(zero_copy_only=False))
+            missing = np.isnan(values)  # as a null is now
+            if missing.sum() == array.null_count and not np.isinf(values).any():
+                return np.where(missing, 0.0, values), missing, np.zeros(len(array), np.bool_)
+        array = present(array, spec.missing).cast(pa.large_binary())
+        missing, zero = is_null(array), pa.scalar(b"0", pa.large_binary())
+        for digit, words in ((b"1", _TRUE), (b"0", _FALSE)):
+            is_word = pc.is_in(array, value_set=pa.array(words, pa.large_binary()))
+            array = pc.if_else(is_word, pa.scalar(digit, pa.large_binary()), array)
+        good = pc.match_substring_regex(array, _NUMBER).fill_null(False)
+        bad = ~(mask(good) | missing)
+        numbers = pc.if_else(good, array, zero).cast(pa.large_string()).cast(pa.float64())
+        values = numbers.to_numpy(zero_copy_only=False).copy()
         if bad.any():
-            values = values.copy()
             values[bad] = [days(text) for text in array.filter(pa.array(bad)).to_pylist()]
             # A date among numbers is a mistake, and so is a number among dates.
             dates, numbers = bad & np.isfinite(values), ~bad & ~missing

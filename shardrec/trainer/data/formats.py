@@ -254,7 +254,7 @@ def _parsed(path: str, spec: FeatureSpec, columns: Sequence[str], progress: Call
             include_columns=[*dict.fromkeys([*read, raw_names[-1]])],
             check_utf8=False,
             strings_can_be_null=True,
-            null_values=[""],
+            null_values=[""] if spaced or spec.list_sources else ["", *spec.missing],
         ),
     )
     seen, last = 0, None
@@ -265,10 +265,11 @@ def _parsed(path: str, spec: FeatureSpec, columns: Sequence[str], progress: Call
         arrays = [table[name] for name in read]
         if spaced:
             arrays = [pc.ascii_ltrim(array, " ") for array in arrays]
-        arrays = [
-            array if name in spec.list_sources else present(array, spec.missing)
-            for name, array in zip(columns, arrays, strict=True)
-        ]
+        if spaced or spec.list_sources:  # else the parser has left them out
+            arrays = [
+                array if name in spec.list_sources else present(array, spec.missing)
+                for name, array in zip(columns, arrays, strict=True)
+            ]
         if spec.decimal == ",":
             numeric = {*spec.label_sources, *spec.number_sources}
             arrays = [

@@ -55,7 +55,8 @@ class Ingester:
         keep: bytes of files, after which the oldest are removed; None for no bound.
 
     Attributes:
-        lag: records that the topic had for later files when the last one was written.
+        lag: records that the topic had for later files when it was read last.
+        left_out: records that were left out since the last file, by reason.
 
     Raises:
         DataError, ConfigError: for another URL or spec, or a folder that has the rows of another topic.
@@ -70,7 +71,7 @@ class Ingester:
         self._spec, self._topic = named_spec(spec), Topic(url)
         self._decode = decoder_of(self._topic.options)
         self.lag = 0
-        self._left_out = Counter[str]()  # since the last file
+        self.left_out = Counter[str]()
         try:
             folder.mkdir(parents=True, exist_ok=True)
             self._lock = os.open(folder, os.O_RDONLY)
@@ -114,7 +115,7 @@ class Ingester:
         import pyarrow.parquet as pq
 
         read = self._topic.read(self._places, most, skips=self._skips)
-        tables, left_out = list[pa.Table](), Counter(self._left_out)
+        tables, left_out = list[pa.Table](), Counter(self.left_out)
         left_out["record that is gone"] += read.gone
         for start in range(0, len(read.records), _GROUP):
             records = read.records[start : start + _GROUP]
@@ -144,7 +145,7 @@ class Ingester:
             except OSError as error:
                 raise DataError(f"{os_fault(error)}; make room, or give another folder") from error
             self._next, left_out = self._next + 1, Counter()
-        self.lag, self._places, self._left_out = read.lag, read.places, left_out
+        self.lag, self._places, self.left_out = read.lag, read.places, +left_out
         return written
 
     def _files(self) -> list[Path]:
@@ -215,14 +216,14 @@ class IngestProcess:
     Args: as of :class:`Ingester`.
 
     Attributes:
-        lag: of the ingester, at its last answer.
+        lag, left_out: of the ingester, at its last answer.
     """
 
     def __init__(self, url: str, spec: FeatureSpec, folder: Path, *, skips: bool) -> None:
         self._url, self._ingester = url, (url, spec, folder, skips)
         self._pipe: Connection | None = None
         self._is_asked = False
-        self.lag = 0
+        self.lag, self.left_out = 0, Counter[str]()
 
     def ask(self) -> None:
         """Have the next file written, while this process does something else until it waits."""
@@ -252,7 +253,7 @@ class IngestProcess:
             raise UnreachableError(f"the process that reads {self._url} was ended: it is started again") from None
         if isinstance(said, ShardrecError):
             raise said
-        self.lag = said
+        self.lag, self.left_out = said
 
 
 def _answer(requests: Connection, url: str, spec: FeatureSpec, folder: Path, skips: bool) -> None:
@@ -266,7 +267,7 @@ def _answer(requests: Connection, url: str, spec: FeatureSpec, folder: Path, ski
             try:
                 ingester = ingester or Ingester(url, spec, folder, skips=skips)
                 ingester.write()
-                said: object = ingester.lag
+                said: object = ingester.lag, ingester.left_out
             except ShardrecError as error:
                 said = error
             requests.send(said)

@@ -7,13 +7,13 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, TypeGuard
 
 from shardrec import DataError
-from shardrec.trainer.data.click_data import ClickBatch
-from shardrec.trainer.data.encode import encode
 from shardrec.trainer.data.fault import Reason, RowFault, shown
 from shardrec.trainer.data.spec import Feature, FeatureSpec
 
 if TYPE_CHECKING:
     import pyarrow as pa
+
+    from shardrec.trainer.data.click_data import ClickBatch
 
 __all__ = ["batch_of_request", "named_spec", "request_example", "table_of", "whole_sequences"]
 
@@ -42,6 +42,8 @@ def batch_of_request(
     Raises:
         DataError: naming row, feature and value of the first fault.
     """
+    from shardrec.trainer.data.encode import encode  # with torch, which what ingests a topic does without
+
     if not isinstance(rows, Sequence) or isinstance(rows, (str, bytes)) or not rows:
         raise DataError(f"rows is {shown(rows)}: give a list of at least one object")
     named = named_spec(spec)

@@ -13,6 +13,7 @@ from __future__ import annotations
 import json
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from pathlib import Path
@@ -201,7 +202,7 @@ def _concluded(
         with shown, run.evaluated(), Prefetcher(source.test_batches()) as batches:
             final = evaluate(failing_together(batches, model))
     samples = over_ranks(run.progress.rows, rank_info)
-    left_out = total_left_out(source.all_left_out())
+    left_out = dict(Counter(total_left_out(source.all_left_out())) + Counter(source.refused))
 
     def finish() -> RunReport | None:
         if not rank_info.is_lead:

@@ -69,6 +69,7 @@ class Source:
         left_out: broken rows of this rank that were left out, by reason, of each pass over some rows: ``train 0`` is
             that of the first epoch, the others have the rows' name alone and are the longest ones, for they may end
             early. Of a feed all passes count as the first.
+        refused: records of a topic, after its last file, that are no rows, by reason; on the first rank, at the end.
 
     Raises:
         DataError, ConfigError: if the file cannot be opened or the options do not fit it.
@@ -89,6 +90,7 @@ class Source:
         self._samples = config.samples
         self._holdout_samples = config.holdout_samples
         self._ingester: IngestProcess | None = None  # on the first rank of a run on a topic
+        self._keeps_files = config.checkpoint != "none"
         spec = spec or spec_of(config)
         self._data = None if config.feed is not None else _open(config, spec, folder)
         self._feed: Feed | None = None if config.feed is None else self._opened_feed(config, config.feed, spec)
@@ -99,6 +101,7 @@ class Source:
             for files in (config.valid, config.test)
         )
         self.left_out: dict[str, Mapping[str, int]] = {}
+        self.refused: Mapping[str, int] = {}
         self._left_out_before: dict[str, Mapping[str, int]] = {}
         self._late_after = math.inf if config.late_after is None else config.late_after
         self._latest = self._watermark = NO_TIME
@@ -130,7 +133,9 @@ class Source:
             self.left_out = {"train 0": dict(+counts)}
             self._left_out_before = dict(self.left_out)
             if self._arrival is None:
+                self.refused = {} if self._ingester is None else self._ingester.left_out
                 return False
+            self.refused = {}
             times = {**self._agreed_times(), **self._arrival.listing}  # those of the first reading, also after a resume
             self._arrival = replace(self._arrival, listing=times)
             self._data = self._arrival.rows
@@ -192,6 +197,8 @@ class Source:
             for info in self._arrival.rows.files:
                 if info.parquet != info.path:
                     Path(info.parquet).unlink(missing_ok=True)
+            if self._ingester is not None and not self._keeps_files:  # which no checkpoint would go on with
+                self.remove_before(self._arrival.listing)
         self._arrival = None
 
     def position(self, epoch_steps: int) -> tuple[Any, bool] | None:

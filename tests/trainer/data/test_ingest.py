@@ -5,6 +5,8 @@ from __future__ import annotations
 import io
 import json
 import os
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from datetime import UTC, datetime
 from decimal import Decimal
@@ -225,6 +227,11 @@ def test_records_that_are_gone_are_counted(brokers: Brokers, tmp_path: Path) -> 
     assert sum(left_out.values()) == 9
     assert {*left_out} == {"bad JSON object", "record that is gone"}
     assert left_out["bad JSON object"] >= 2
+
+
+def test_an_ingester_needs_no_torch() -> None:
+    program = "import sys, shardrec.trainer.data.ingest; sys.exit('torch' in sys.modules)"
+    subprocess.run([sys.executable, "-c", program], check=True)
 
 
 def test_what_may_come_later_is_another_error(brokers: Brokers, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -71,6 +71,9 @@ def test_files_that_no_checkpoint_needs_are_removed(brokers: Brokers, tmp_path: 
     assert [path.name for path in (tmp_path / "run" / "topic").iterdir()] == ["topic-000000000010.parquet"]
     brokers.deliver("removed", list(map(row, range(700, 720))))
     assert numbers(trained_on_topic(config, resume=True)) == list(range(700, 720))
+    unsaved = config.changed(checkpoint="none", checkpoint_every=None, out=str(tmp_path / "unsaved"))
+    assert numbers(trained_on_topic(unsaved, most=64)) == list(range(720))
+    assert [path.name for path in (tmp_path / "unsaved" / "topic").iterdir()] == ["topic-000000000011.parquet"]
 
 
 def test_the_ingester_is_a_process_that_may_be_killed(brokers: Brokers, tmp_path: Path) -> None:
@@ -123,6 +126,9 @@ def test_broken_records_are_counted_or_end_the_run(brokers: Brokers, tmp_path: P
     assert numbers(rows) == list(range(40))
     skipped = RunFolder(tmp_path / "run").metrics["skipped_rows"]
     assert skipped == {"bad label": 1, "bad number": 1, "bad JSON object": 5}
+    brokers.deliver("broken", [b"{", b"["], partition=1)  # after the last file
+    assert trained_on_topic(config, resume=True) == {}
+    assert RunFolder(tmp_path / "run").metrics["skipped_rows"] == {**skipped, "bad JSON object": 7}
     place = re.escape(f"{url}: partition 1, offset 40: '{{' is no object with the fields click, number, site; ")
     config = config.changed(on_bad_row="error", out=str(tmp_path / "error"), global_batch_size=32, batch_size=16)
     words = place + "correct it, or leave such records out"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -45,7 +46,7 @@ class Restarted:
 
     def __init__(self, url: str, spec: FeatureSpec, folder: Path, *, skips: bool, most: int = ROUND) -> None:
         self._ingester, self._skips, self._most = (url, spec, folder), skips, most
-        self._is_asked, self.lag = False, 0
+        self._is_asked, self.lag, self.left_out = False, 0, Counter[str]()
 
     def ask(self) -> None:
         self._is_asked = True
@@ -56,7 +57,7 @@ class Restarted:
             ingester = Ingester(*self._ingester, skips=self._skips)
             try:
                 ingester.write(self._most)
-                self.lag = ingester.lag
+                self.lag, self.left_out = ingester.lag, ingester.left_out
             finally:
                 ingester.close()
 
