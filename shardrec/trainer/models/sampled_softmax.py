@@ -14,17 +14,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-__all__ = ["blockwise_loss", "plain_loss", "sampled_softmax_loss"]
+__all__ = ["sampled_softmax_loss"]
 
 _BLOCK_ELEMENTS = 1 << 18
-"""Logits of a block on the CPU: 1 MiB."""
+"""Logits of a block: 1 MiB."""
 
 
 def sampled_softmax_loss(
     encoded_TD: Tensor,
     next_TD: Tensor,
     others_ND: Tensor,
-    *,
     next_T: Tensor,
     drawn_N: Tensor,
     weights_T: Tensor,
@@ -44,21 +43,9 @@ def sampled_softmax_loss(
     Returns:
         The weighted mean over the positions, in nats; 0 without positions.
     """
-    blockwise = encoded_TD.device.type == "cpu" and not torch.compiler.is_compiling()
-    loss = blockwise_loss if blockwise else plain_loss
-    return loss(encoded_TD, next_TD, others_ND, next_T, drawn_N, weights_T, log_q)
-
-
-def plain_loss(
-    encoded_TD: Tensor,
-    next_TD: Tensor,
-    others_ND: Tensor,
-    next_T: Tensor,
-    drawn_N: Tensor,
-    weights_T: Tensor,
-    log_q: tuple[Tensor, Tensor] | None,
-) -> Tensor:
-    """:func:`sampled_softmax_loss` by whole tensors, for a GPU and for torch.compile."""
+    if encoded_TD.device.type == "cpu" and torch.is_grad_enabled() and not torch.compiler.is_compiling():
+        blockwise: Tensor = _Blockwise.apply(encoded_TD, next_TD, others_ND, next_T, drawn_N, weights_T, log_q)
+        return blockwise
     logits_TN, logits_T = encoded_TD @ others_ND.t(), (encoded_TD * next_TD).sum(1)
     if log_q is not None:
         logits_T, logits_TN = logits_T - log_q[0], logits_TN - log_q[1]
@@ -66,23 +53,6 @@ def plain_loss(
     logits_TN = logits_TN.masked_fill(next_T.unsqueeze(1) == drawn_N, torch.finfo(logits_TN.dtype).min)
     losses_T = F.softplus(logits_TN.logsumexp(1) - logits_T)
     loss: Tensor = (losses_T * weights_T).sum() / weights_T.sum().clamp(min=1)
-    return loss
-
-
-def blockwise_loss(
-    encoded_TD: Tensor,
-    next_TD: Tensor,
-    others_ND: Tensor,
-    next_T: Tensor,
-    drawn_N: Tensor,
-    weights_T: Tensor,
-    log_q: tuple[Tensor, Tensor] | None,
-) -> Tensor:
-    """:func:`sampled_softmax_loss` by blocks of positions, for the CPU."""
-    tensors = encoded_TD, next_TD, others_ND
-    if not any(tensor.requires_grad for tensor in tensors) or not torch.is_grad_enabled():
-        return plain_loss(*tensors, next_T, drawn_N, weights_T, log_q)
-    loss: Tensor = _Blockwise.apply(*tensors, next_T, drawn_N, weights_T, log_q)
     return loss
 
 

@@ -24,8 +24,8 @@ from shardrec.trainer.models.sampled_softmax import sampled_softmax_loss
 __all__ = ["HSTU", "Groups", "SASRec", "SequenceModel"]
 
 Groups: TypeAlias = tuple[Tensor, Tensor, list[tuple[Tensor, int, int]]]
-"""Rows of like length: the tokens by group, int64 (T,); the place of each token among these, int64 (T,); and of each group
-the rows' offsets, int64 (R + 1,), the number of its tokens and the width W to pad to."""
+"""Rows of like length: the tokens by group, int64 (T,); the place of each token among these, int64 (T,); and of each
+group the rows' offsets, int64 (R + 1,), the number of its tokens and the width W to pad to."""
 
 _NARROWEST = 4
 _BLOCK = 64
@@ -133,9 +133,7 @@ class SequenceModel(nn.Module):
         if self.counts is not None:
             self.counts.add(next_T)
             log_q = self.counts.log_q(next_T), self.counts.log_q(drawn_N)
-        return sampled_softmax_loss(
-            encoded_TD, next_TD, others_ND, next_T=next_T, drawn_N=drawn_N, weights_T=weights_T, log_q=log_q
-        )
+        return sampled_softmax_loss(encoded_TD, next_TD, others_ND, next_T, drawn_N, weights_T, log_q)
 
     def _drawn(self, device: torch.device) -> tuple[Tensor, Mapping[str, JaggedTensor]]:
         """Random items, int64 (N,), and their rows, under the item's name."""
