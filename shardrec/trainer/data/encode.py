@@ -313,7 +313,9 @@ def _bags(
             bad_W = _in_rows(bad_W, of_each, fit, lengths)
             weights = _in_rows(weights, of_each, fit, lengths)
         bad_weights = ~fit
-    keep = ~missing_V if spec.rules > 1 else np.ones(len(ids), dtype=np.bool_)
+    # A row without an id in the range of an ``id`` has a missing one, also beside rows with several.
+    drops = spec.rules > 1 and (feature.is_list or feature.between is None)
+    keep = ~missing_V if drops else np.ones(len(ids), dtype=np.bool_)
     if bad_weights is not None:
         bad_weights[row_V[bad_W & keep]] = True
     if feature.max_length is not None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import NamedTuple
 
 from shardrec.trainer.data.suggest import Suggestion, flow
 from shardrec.trainer.run.config import load_config_text
@@ -11,20 +10,44 @@ from shardrec.trainer.run.config import load_config_text
 __all__ = ["suggest_run"]
 
 _FEW_ROWS = 1_000_000
-_BATCHES = 50
-"""Steps of an epoch at least, where the largest batch has more rows than that leaves."""
+_STEPS = 50
+"""Steps of an epoch at least, as far as the smallest batch allows."""
 _SMALLEST, _LARGEST = 64, 4096
 """Rows of a batch."""
-_SEQUENCE_STEPS = 15_000
+_INTERACTION_STEPS = 2_500
+"""Steps of a run on interactions, in 5 to 100 epochs."""
 _ITEMS = {"item", "product", "movie", "film", "book", "song", "track", "video", "ad"}
 
-
-class _Option(NamedTuple):
-    """A line of the file."""
-
-    name: str
-    value: object
-    why: str
+_FIRST = """data: {data}  # about {rows:,} rows
+{held_out}features: {features}  # proposed with these options
+shuffle: {shuffle}  # rows to put in a random order at a time
+checkpoint: best  # the weights of the best point are tested, predicted with and served
+patience: 3  # end after so many points of the held-out curve without a better one
+optimizer: adam  # of the dense layers
+lr: 0.001  # of the dense layers
+"""
+_CLICKS = """monitor: auc  # what points of the curve are compared by
+schedule: cosine  # of both learning rates
+decay: 1.0  # from the first step on
+model: {model}  # {why}
+model_args: {arguments}  # more dropout, or smaller layers, if the model overfits
+global_batch_size: {size}  # over all ranks; {steps:,} steps of an epoch
+epochs: {epochs}  # most passes over the rows
+evaluations: {points}  # points of the curve
+embedding_optimizer: {optimizer}  # of the tables; {per_id:,.0f} rows an id
+embedding_lr: {embedding_lr}  # of the tables
+embedding_weight_decay: {decay}  # ten times more if the model overfits: rare ids are learned by heart
+"""
+_INTERACTIONS = """monitor: ndcg  # what points of the curve are compared by
+loss: model  # all rows were clicked: the clicked item against others
+ranking: catalogue  # held-out items are ranked among all; rows, where the files have candidates
+model: {model}  # {why}
+model_args: {arguments}  # less dropout for more rows
+global_batch_size: {size}  # over all ranks; {steps:,} steps of an epoch
+embedding_optimizer: adam  # of the tables
+embedding_lr: 0.005  # of the tables
+epochs: {epochs}  # most passes over the rows
+"""
 
 
 def suggest_run(suggestion: Suggestion, data: str, features: Path) -> str:
@@ -36,85 +59,61 @@ def suggest_run(suggestion: Suggestion, data: str, features: Path) -> str:
         features: where the spec will be.
     """
     rows = suggestion.rows
-    options = [
-        _Option("data", data, f"about {rows:,} rows"),
-        *(_Option(part, name, "beside it") for part in ("valid", "test") if (name := _sibling(data, part))),
-        _Option("features", features.as_posix(), "proposed with these options"),
-        _Option("shuffle", max(2, min(rows, 200_000)), "rows to put in a random order at a time"),
-        *(_of_interactions(suggestion) if suggestion.clicked == 1 else _of_clicks(suggestion)),
-        _Option("checkpoint", "best", "the weights of the best point are tested, predicted with and served"),
-    ]
-    text = "".join(f"{name}: {flow(value)}  # {why}\n" for name, value, why in options)
+    siblings = {part: name for part in ("valid", "test") if (name := _sibling(data, part))}
+    text = _FIRST.format(
+        data=flow(data),
+        rows=rows,
+        held_out="".join(f"{part}: {flow(name)}  # beside it\n" for part, name in siblings.items()),
+        features=flow(features.as_posix()),
+        shuffle=max(2, min(rows, 200_000)),
+    )
+    text += (_of_interactions if suggestion.clicked == 1 else _of_clicks)(suggestion)
     load_config_text(text, Path("run.yaml"))
     return text
 
 
-def _of_clicks(suggestion: Suggestion) -> list[_Option]:
+def _of_clicks(suggestion: Suggestion) -> str:
     """Labels of 0 and 1, or ratings above a limit."""
-    rows, ids = suggestion.rows, sum(suggestion.ids.values())
-    few = rows < _FEW_ROWS
+    rows, few = suggestion.rows, suggestion.rows < _FEW_ROWS
+    model, why, arguments = "deepfm", "pairs of features, and a network over all", dict[str, object]()
     history, item = _history_and_item(suggestion)
-    pooled = history is None or item is None
-    size = _SMALLEST
-    while size < _LARGEST and rows >= 2 * size * _BATCHES:
-        size *= 2
-    arguments: dict[str, object] = {} if pooled else {"history": history, "item": item}
+    if history is not None:
+        model, why, arguments = "din", "looks at the history by the item", {"history": history, "item": item}
     arguments |= {"hidden": [128, 64], "batch_norm": True, "dropout": 0.1 if few else 0.0}
+    size = _SMALLEST
+    while size < _LARGEST and rows >= 2 * size * _STEPS:
+        size *= 2
     epochs = 12 if few else 3 if rows < 10 * _FEW_ROWS else 1
-    why = "pairs of features, and a network over all" if pooled else "attends to the history by the item"
-    return [
-        _Option("model", "deepfm" if pooled else "din", why),
-        _Option("model_args", arguments, "batch norm; more dropout if the model overfits"),
-        _Option("global_batch_size", size, f"over all ranks; {-(-rows // size):,} steps of an epoch"),
-        _Option("optimizer", "adam", "of the dense layers"),
-        _Option("lr", 0.001, "of the dense layers"),
-        _Option("embedding_optimizer", "adam" if few else "rowwise_adagrad", f"{rows / max(1, ids):,.0f} rows an id"),
-        _Option("embedding_lr", 0.01 if few else 0.05, "of the tables"),
-        _Option(
-            "embedding_weight_decay", 1e-4 if few else 0.0, "more if the model overfits; few rows learn ids by heart"
-        ),
-        _Option("weight_decay", 1e-5 if few else 0.0, "of the dense layers"),
-        _Option("epochs", epochs, "most passes over the rows; --patience ends before them"),
-        _Option("schedule", "cosine", "of both learning rates"),
-        _Option("decay", 1.0, "from the first step on"),
-        _Option("evaluations", max(10, epochs), "points of the held-out curve"),
-        _Option("patience", 3, "end after so many points without a better one"),
-        _Option("monitor", "auc", "what points are compared by"),
-    ]
+    tables = {"optimizer": "adam", "embedding_lr": 0.01, "decay": 1e-4}
+    if not few:
+        tables = {"optimizer": "rowwise_adagrad", "embedding_lr": 0.05, "decay": 0.0}
+    return _CLICKS.format(
+        model=model,
+        why=why,
+        arguments=flow(arguments),
+        size=size,
+        steps=-(-rows // size),
+        epochs=epochs,
+        points=max(10, epochs),
+        per_id=rows / sum(suggestion.ids.values()),
+        **tables,
+    )
 
 
-def _of_interactions(suggestion: Suggestion) -> list[_Option]:
-    """Rows that were all clicked: the model draws the others, and the clicked item is ranked among all."""
-    rows, (history, item) = suggestion.rows, _history_and_item(suggestion)
-    steps = -(-rows // 256)
-    common = [
-        _Option("loss", "model", "all rows were clicked: the clicked item against random ones"),
-        _Option("ranking", "catalogue", "held-out items are ranked among all; rows, where the files have candidates"),
-        _Option("optimizer", "adam", "of the dense layers"),
-        _Option("lr", 0.001, "of the dense layers"),
-        _Option("embedding_optimizer", "adam", "of the tables"),
-        _Option("embedding_lr", 0.005, "of the tables"),
-        _Option("epochs", min(100, max(5, round(_SEQUENCE_STEPS / 10 / steps))), "most passes over the rows"),
-        _Option("evaluations", 10, "points of the held-out curve"),
-        _Option("patience", 3, "end after so many points without a better one"),
-        _Option("monitor", "ndcg", "what points are compared by"),
-    ]
-    if history is None or item is None:
-        arguments: dict[str, object] = {"item": [item or list(suggestion.ids)[-1]]}
-        return [
-            _Option("model", "two_tower", "users and items; of histories in time order, shardrec sequences makes rows"),
-            _Option("model_args", arguments, "check which feature is the item"),
-            _Option("global_batch_size", 1024, "over all ranks; items of a batch are each other's negatives"),
-            *common,
-        ]
-    longest = next(feature.max_length for feature in suggestion.spec.sparse if feature.name == history)
-    arguments = {"history": history, "item": item, "dim": 64, "blocks": 2, "dropout": 0.5, "negatives": 1024}
-    return [
-        _Option("model", "sasrec", "the next item of a history"),
-        _Option("model_args", {**arguments, "max_length": longest or 50}, "less dropout for more than a million rows"),
-        _Option("global_batch_size", 256, f"over all ranks; {steps:,} steps of an epoch"),
-        *common,
-    ]
+def _of_interactions(suggestion: Suggestion) -> str:
+    """Rows that were all clicked."""
+    history, item = _history_and_item(suggestion)
+    if history is None:
+        model, why, size = "two_tower", "of interactions in time order, shardrec sequences makes histories", 1024
+        arguments: dict[str, object] = {"item": [item or [*suggestion.ids][-1]]}
+    else:
+        model, why, size = "sasrec", "the next item of a history", 256
+        arguments = {"history": history, "item": item, "dim": 64, "blocks": 2, "dropout": 0.5, "negatives": 1024}
+        longest = next(feature.max_length for feature in suggestion.spec.sparse if feature.name == history)
+        arguments["max_length"] = longest or 50
+    steps = -(-suggestion.rows // size)
+    epochs = min(100, max(5, round(_INTERACTION_STEPS / steps)))
+    return _INTERACTIONS.format(model=model, why=why, arguments=flow(arguments), size=size, steps=steps, epochs=epochs)
 
 
 def _history_and_item(suggestion: Suggestion) -> tuple[str | None, str | None]:
