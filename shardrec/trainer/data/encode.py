@@ -355,7 +355,10 @@ def _flat(
         texts = array.cast(pa.large_string() if is_utf8 else pa.large_binary())
         array = pc.split_pattern(pc.if_else(pc.equal(texts, b""), None, texts), feature.separator)
     if not is_list(array.type):
-        return (array, np.ones(len(array), dtype=np.int64)) if feature.is_list else (array, None)
+        ones = np.ones(len(array), dtype=np.int64)
+        if feature.between is not None:
+            return _between(array, ones, feature, spec)
+        return (array, ones) if feature.is_list else (array, None)
     counts = array.value_lengths().fill_null(0 if feature.is_list else 1)
     lengths = counts.to_numpy(zero_copy_only=False).astype(np.int64)
     null = is_null(array)

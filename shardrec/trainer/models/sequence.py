@@ -216,15 +216,14 @@ class _PointwiseAttention(nn.Module):
         for padded in _padded(others, groups):
             query, key, value = padded.unflatten(2, [3, self.heads, self.columns]).permute(2, 0, 3, 1, 4).unbind(0)
             value = value / self.max_length
-            position_W = torch.arange(padded.size(1), device=x_TD.device)
+            width = padded.size(1)
+            position_W = torch.arange(width, device=x_TD.device)
             biases_HWW = self.bias[:, (position_W.unsqueeze(1) - position_W).clamp(min=0)]
             mixed: list[Tensor] = []
-            stop = 0
-            for query_part in query.split(self.positions_at_once, 2):  # each with the positions up to its last
-                start, stop = stop, stop + query_part.size(2)
-                biases = biases_HWW[:, start:stop, :stop]
-                weights = F.silu(query_part @ key[:, :, :stop].transpose(2, 3) + biases).tril(start)
-                mixed.append(weights @ value[:, :, :stop])
+            for start in range(0, width, self.positions_at_once):
+                stop = min(start + self.positions_at_once, width)
+                scores = query[:, :, start:stop] @ key[:, :, :stop].transpose(2, 3) + biases_HWW[:, start:stop, :stop]
+                mixed.append(F.silu(scores).tril(start) @ value[:, :, :stop])
             attended.append(torch.cat(mixed, 2).transpose(1, 2).flatten(2))
         attended_TD = _flat(attended, groups)
         mixed_TD: Tensor = x_TD + self.project_out(self.dropout(self.attended_norm(attended_TD) * gate_TD))
