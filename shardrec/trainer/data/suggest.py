@@ -136,7 +136,7 @@ def _rows(paths: Sequence[str], head: pa.Table) -> int:
 
     kind = file_kind(paths[0])
     if kind == "parquet":
-        return sum(pq.ParquetFile(open_input(path)).metadata.num_rows for path in paths)
+        return sum(int(pq.ParquetFile(open_input(path)).metadata.num_rows) for path in paths)
     read = len(text_head(paths[0], _MAX_BYTES))
     first, size = open_input(paths[0]).size(), sum(open_input(path).size() for path in paths)
     bytes_in_all = read * size / first if read < _MAX_BYTES else size * max(1.0, read / first)

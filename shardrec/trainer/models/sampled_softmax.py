@@ -44,7 +44,8 @@ def sampled_softmax_loss(
         The weighted mean over the positions, in nats; 0 without positions.
     """
     if encoded_TD.device.type == "cpu" and torch.is_grad_enabled() and not torch.compiler.is_compiling():
-        blockwise: Tensor = _Blockwise.apply(encoded_TD, next_TD, others_ND, next_T, drawn_N, weights_T, log_q)
+        given = encoded_TD, next_TD, others_ND, next_T, drawn_N, weights_T, log_q
+        blockwise: Tensor = _Blockwise.apply(*given)  # type: ignore[no-untyped-call]
         return blockwise
     logits_TN, logits_T = encoded_TD @ others_ND.t(), (encoded_TD * next_TD).sum(1)
     if log_q is not None:

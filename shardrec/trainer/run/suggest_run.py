@@ -22,7 +22,7 @@ _FIRST = """data: {data}  # about {rows:,} rows
 {held_out}features: {features}  # proposed with these options
 shuffle: {shuffle}  # rows to put in a random order at a time
 checkpoint: best  # the weights of the best point are tested, predicted with and served
-patience: 3  # end after so many points of the held-out curve without a better one
+patience: 3  # end after this number of points of the held-out curve without a better one
 optimizer: adam  # of the dense layers
 lr: 0.001  # of the dense layers
 """
