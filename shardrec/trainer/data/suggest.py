@@ -140,7 +140,7 @@ def _rows(paths: Sequence[str], head: pa.Table) -> int:
     read = len(text_head(paths[0], _MAX_BYTES))
     first, size = open_input(paths[0]).size(), sum(open_input(path).size() for path in paths)
     bytes_in_all = read * size / first if read < _MAX_BYTES else size * max(1.0, read / first)
-    return round(len(head) * max(1.0, bytes_in_all / read))
+    return int(len(head) * max(1.0, bytes_in_all / read))
 
 
 def flow(value: object) -> str:
