@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import csv
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
+import pyarrow.parquet as pq
 import pytest
+from werkzeug.test import Client
 
 from examples.planted_ctr import make
 from shardrec.trainer.cli import main
 from shardrec.trainer.run import load_config
+from shardrec.trainer.run.runs import RunFolder
 
 
 def test_rows_are_drawn_in_parts_with_the_optimum_of_each(tmp_path: Path) -> None:
@@ -30,8 +34,19 @@ def test_rows_are_drawn_in_parts_with_the_optimum_of_each(tmp_path: Path) -> Non
         assert abs(clicks[rows].mean() - expected) < 5 * np.sqrt(expected * (1 - expected) / len(rows)) + 1e-3
 
 
+@pytest.fixture
+def run(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Callable[..., str]:
+    def run_main(*arguments: str) -> str:
+        monkeypatch.setattr("sys.argv", ["shardrec", *arguments])
+        with pytest.raises(SystemExit, match="0"):
+            main()
+        return capfd.readouterr().out
+
+    return run_main
+
+
 def test_a_proposed_spec_with_the_example_s_options(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, run: Callable[..., str]
 ) -> None:
     """From the proposed spec on, with the example's options on few rows: better than a coin, below the optimum."""
     config = Path(make.__file__).with_name("run.yaml")
@@ -39,14 +54,32 @@ def test_a_proposed_spec_with_the_example_s_options(
     monkeypatch.chdir(tmp_path)
     folder = Path(options.data).parent
     optimum = make.write(folder, 12_000, seed=0)
-
-    def run(*arguments: str) -> str:
-        monkeypatch.setattr("sys.argv", ["shardrec", *arguments])
-        with pytest.raises(SystemExit, match="0"):
-            main()
-        return capfd.readouterr().out
-
     Path(str(options.features)).write_text(run("inspect", options.data, "--suggest"), encoding="utf-8")
     run("train", str(config), "--epochs", "3", "--global-batch-size", "512", "--threads", "1")
     auc = json.loads(Path(str(options.out), "metrics.json").read_text(encoding="utf-8"))["final"]["auc"]
     assert 0.75 < auc < optimum["test"]
+
+
+def test_from_a_raw_file_to_a_served_model_by_proposals_alone(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, run: Callable[..., str]
+) -> None:
+    """README's commands, on few rows: inspect, train, predict; serve answers with what predict has written."""
+    monkeypatch.chdir(tmp_path)
+    optimum = make.write(Path("data"), 12_000, seed=0)
+    wrote = run("inspect", "data/train.csv", "--suggest", "--out", "proposed")
+    assert "shardrec train proposed/run.yaml" in wrote
+    options = load_config("proposed/run.yaml")
+    assert (options.valid, options.test) == ("data/valid.csv", "data/test.csv")
+    run("train", "proposed/run.yaml", "--epochs", "4", "--out", "run", "--threads", "1")
+    auc = json.loads(Path("run/metrics.json").read_text(encoding="utf-8"))["final"]["auc"]
+    assert 0.75 < auc < optimum["test"]
+    run("predict", "run", "--data", "data/test.csv", "--out", "scores")
+    scores = pq.read_table("scores/part-00000.parquet")["score"].to_pylist()
+    with Path("data/test.csv").open() as file:
+        rows = [{name: value for name, value in row.items() if name != "click"} for row in csv.DictReader(file)]
+    assert len(scores) == len(rows)
+    answer = Client(RunFolder(Path("run")).endpoint()).post("/predict", json={"rows": rows[:20]}).get_json()
+    np.testing.assert_allclose(answer["probabilities"], scores[:20], rtol=1e-4)
+    monkeypatch.setattr("sys.argv", ["shardrec", "inspect", "data/train.csv", "--suggest", "--out", "proposed"])
+    with pytest.raises(SystemExit, match="1"):  # what is there may have been changed by hand
+        main()

@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
+from shardrec import ConfigError
+from shardrec.files import os_fault
 from shardrec.trainer.cli.flags import Debug, Device
 from shardrec.trainer.console import console, working
 from shardrec.trainer.run import predict
@@ -185,23 +187,54 @@ def inspect_command(
         str | None,
         typer.Option(help="With --suggest: the label's column (default: by name and values)", metavar="COLUMN"),
     ] = None,
+    out: Annotated[
+        Path | None,
+        typer.Option(
+            help="With --suggest: folder for the spec, features.yaml, and for options of shardrec train, run.yaml "
+            "(default: print the spec)",
+            metavar="DIR",
+        ),
+    ] = None,
     debug: Debug = False,
 ) -> None:
     """Say what a run, a checkpoint, a plan or an exported model holds; every byte of a checkpoint is verified.
 
-    With --suggest, PATH is a data file, a pattern of files or a folder, and a spec of its columns is printed as YAML.
+    With --suggest, PATH is a data file, a pattern of files or a folder, and a spec of its columns is printed as YAML,
+    or written to a folder with the options to train with.
     """
     from shardrec.trainer.cli.inspecting import describe
 
     if suggest:
-        from shardrec.trainer.data.suggest import suggest_spec
-
-        typer.echo(suggest_spec(path, label), nl=False)
+        _suggest(path, label, out)
         return
+    if out is not None:
+        raise ConfigError(f"out (--out) is {out}: it is for --suggest")
 
     with working(f"reading {path}"):
         description = describe(Path(path))
     console().print(_table(description.items(), "", path))
+
+
+def _suggest(path: str, label: str | None, out: Path | None) -> None:
+    from shardrec.trainer.data.suggest import suggest
+    from shardrec.trainer.run.config import SPEC
+    from shardrec.trainer.run.suggest_run import suggest_run
+
+    suggestion = suggest(path, label)
+    if out is None:
+        typer.echo(suggestion.text, nl=False)
+        return
+    texts = {out / SPEC: suggestion.text, out / "run.yaml": suggest_run(suggestion, path, out / SPEC)}
+    for target in texts:
+        if target.exists():
+            raise ConfigError(f"out (--out): {target} would be written over: give another folder, or remove it")
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        for target, text in texts.items():
+            target.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"out (--out) is {str(out)!r}: {os_fault(error)}; give a folder to write to") from error
+    typer.echo(f"wrote {' and '.join(map(str, texts))}: read both, then: shardrec train {out / 'run.yaml'}")
 
 
 def compare_command(

@@ -68,12 +68,13 @@ def sweep_command(
     monitor: Annotated[
         str | None, typer.Option(help="Metric of the held-out rows to compare by (default: the file's)")
     ] = None,
+    final: Annotated[bool, typer.Option("--final", help="Read the test files, for the best setting.")] = False,
     debug: Debug = False,
 ) -> None:
-    """Train with each combination of some options' values, compare them on held-out rows, and test the best.
+    """Train with each combination of some options' values, and compare them on held-out rows.
 
-    The test files are read once, for the best setting. The same command goes on with a sweep that was stopped. The
-    results go to sweep.json and sweep.png.
+    The test files are read with --final alone, for the best setting: when no more settings will be tried. The same
+    command goes on with a sweep that was stopped. The results go to sweep.json and sweep.png.
     """
     from shardrec.trainer.run.grid_search import parse_grid, run_sweep, sweep_table
 
@@ -81,14 +82,15 @@ def sweep_command(
     if monitor is not None and options.feed is None:  # of which the sweep says more
         options = options.changed(monitor=monitor)
     try:
-        sweep = run_sweep(options, parse_grid(grid), seeds=seeds, out=out, debug=debug)
+        sweep = run_sweep(options, parse_grid(grid), seeds=seeds, out=out, final=final, debug=debug)
     except KeyboardInterrupt as stopped:
         ended_by_user()
         typer.echo(f"shardrec: go on with the same command; finished runs in {out} are kept", err=True)
         raise typer.Exit(SAVED if isinstance(stopped, RunStopped) else 130) from None
     console().print(sweep_table(sweep))
     if not sweep.test:
-        typer.echo("the file of options names no test files: the best setting's metric is that which chose it")
+        why = "the file of options names no test files" if options.test is None else "not tested without --final"
+        typer.echo(f"{why}: the best setting's metric is that which chose it")
     typer.echo(f"results in {out}: sweep.json, sweep.png")
 
 

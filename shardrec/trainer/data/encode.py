@@ -295,7 +295,7 @@ def _bags(
     dictionaries: dict[str, Dictionary] | None,
 ) -> _Bags:
     """A feature with a table, one id a row or any number."""
-    array, lengths = _flat(table[feature.source], feature)
+    array, lengths = _flat(table[feature.source], feature, spec)
     ids, missing_V, bad_V = _ids_by_value(array, feature, spec, dictionaries)
     if lengths is None:
         return _Bags(ids=ids, lengths=None, weights=None, bad=bad_V)
@@ -303,7 +303,7 @@ def _bags(
     bad = np.bincount(row_V[bad_V], minlength=len(lengths)) > 0
     weights = bad_weights = None
     if feature.weights is not None:
-        weight_array, of_each = _flat(table[feature.weights], feature)
+        weight_array, of_each = _flat(table[feature.weights], feature, spec)
         assert of_each is not None, "a weighted feature has lists"
         values, missing, bad_W = _numbers(weight_array, spec)
         bad_W |= missing | (np.abs(values) > _MAX)
@@ -313,7 +313,9 @@ def _bags(
             bad_W = _in_rows(bad_W, of_each, fit, lengths)
             weights = _in_rows(weights, of_each, fit, lengths)
         bad_weights = ~fit
-    keep = ~missing_V if spec.rules > 1 else np.ones(len(ids), dtype=np.bool_)
+    # A row without an id in the range of an ``id`` has a missing one, also beside rows with several.
+    drops = spec.rules > 1 and (feature.is_list or feature.between is None)
+    keep = ~missing_V if drops else np.ones(len(ids), dtype=np.bool_)
     if bad_weights is not None:
         bad_weights[row_V[bad_W & keep]] = True
     if feature.max_length is not None:
@@ -335,7 +337,9 @@ def _in_rows(
     return placed
 
 
-def _flat(array: pa.Array | pa.ChunkedArray, feature: Feature) -> tuple[pa.Array, NDArray[np.int64] | None]:
+def _flat(
+    array: pa.Array | pa.ChunkedArray, feature: Feature, spec: FeatureSpec
+) -> tuple[pa.Array, NDArray[np.int64] | None]:
     """The values of a column, and how many each row has; None for one each.
 
     A null is a row without ids, or of a feature with one id a row a missing one.
@@ -351,16 +355,40 @@ def _flat(array: pa.Array | pa.ChunkedArray, feature: Feature) -> tuple[pa.Array
         texts = array.cast(pa.large_string() if is_utf8 else pa.large_binary())
         array = pc.split_pattern(pc.if_else(pc.equal(texts, b""), None, texts), feature.separator)
     if not is_list(array.type):
-        return (array, np.ones(len(array), dtype=np.int64)) if feature.is_list else (array, None)
+        ones = np.ones(len(array), dtype=np.int64)
+        if feature.between is not None:
+            return _between(array, ones, feature, spec)
+        return (array, ones) if feature.is_list else (array, None)
     counts = array.value_lengths().fill_null(0 if feature.is_list else 1)
     lengths = counts.to_numpy(zero_copy_only=False).astype(np.int64)
     null = is_null(array)
     values = array.flatten()
+    if feature.between is not None:
+        return _between(values, lengths * ~null, feature, spec)
     if feature.is_list or not null.any():
         return values, lengths
     present = np.repeat(~null, lengths)
     places = np.cumsum(present) - 1
     return values.take(pa.array(places, mask=~present)), lengths
+
+
+def _between(
+    values: pa.Array, lengths: NDArray[np.int64], feature: Feature, spec: FeatureSpec
+) -> tuple[pa.Array, NDArray[np.int64] | None]:
+    """Of lists with ``lengths`` (N,) the numbers in the feature's range; without any, a missing one of an ``id``."""
+    import pyarrow as pa
+
+    assert feature.between is not None, "the caller has looked"
+    numbers, missing, bad = _numbers(values, spec)
+    kept = ~(missing | bad) & (numbers >= feature.between[0]) & (numbers < feature.between[1])
+    counts = np.bincount(np.repeat(np.arange(len(lengths)), lengths)[kept], minlength=len(lengths))
+    if feature.is_list:
+        return values.filter(pa.array(kept)), counts
+    lengths = np.maximum(counts, 1)
+    places = np.zeros(int(lengths.sum()), dtype=np.int64)
+    there = np.repeat(counts > 0, lengths)
+    places[there] = np.flatnonzero(kept)
+    return values.take(pa.array(places, mask=~there)), None if counts.max(initial=0) <= 1 else lengths
 
 
 def _ids_by_value(
@@ -429,13 +457,13 @@ def spells_numbers(table: pa.Table | pa.RecordBatch, feature: Feature, spec: Fea
     """Whether all ids of a feature in a table are whole numbers or their texts."""
     import pyarrow as pa
 
-    values = _flat(table[feature.source], feature)[0]
+    values = _flat(table[feature.source], feature, spec)[0]
     return are_whole(present(values.dictionary if pa.types.is_dictionary(values.type) else values, spec.missing))
 
 
 def count_values(table: pa.Table, feature: Feature, spec: FeatureSpec) -> dict[str, int]:
     """How often each id of a feature that has a vocabulary occurs in a table."""
-    values = present(plain(_flat(table[feature.source], feature)[0]), spec.missing)
+    values = present(plain(_flat(table[feature.source], feature, spec)[0]), spec.missing)
     _, texts, bad = id_texts(values, as_texts=spec.as_texts(feature))
     pairs = texts.filter(~bad).value_counts()
     counts = zip(pairs.field("values").to_pylist(), pairs.field("counts").to_pylist(), strict=True)

@@ -121,6 +121,7 @@ class Feature(_Strict):
             given as they come. A whole number is its own id, a text its hash; with ``ids="hexadecimal"``, its number.
         spelling: of hashed ids and a vocabulary's: ``numbers``, where the text ``7.0`` is the number 7, or ``texts``,
             where it is a text, as of versions. Default: decided by all training values, and recorded in the run.
+        between: of a list of whole numbers, as of libFM's text, those from the first of two to below the second.
         separator: between the ids in a text.
         weights: column of the weights of ``weighted`` ids.
         max_length: of a sequence; the last ids are kept.
@@ -141,6 +142,7 @@ class Feature(_Strict):
     boundaries: tuple[FiniteFloat, ...] | None = Field(default=None, min_length=1)
     dynamic_ids: DynamicIds | None = None
     spelling: Literal["numbers", "texts"] | None = None
+    between: tuple[int, int] | None = None
     separator: str = Field(default="|", min_length=1)
     weights: str | None = None
     max_length: int | None = Field(default=None, ge=1)
@@ -189,6 +191,8 @@ class Feature(_Strict):
             raise ValueError("weights names the column of a weighted feature's weights, and of no other's")
         if self.spelling is not None and self.coding not in ("hash", "vocabulary"):
             raise ValueError("spelling is for hashed ids and vocabularies: leave it out")
+        if self.between is not None and (self.kind not in ("id", "multi_hot") or self.between[0] >= self.between[1]):
+            raise ValueError("between is [FIRST, END] of whole numbers, for kind: id and kind: multi_hot")
         if self.max_length is not None and self.kind != "sequence":
             raise ValueError("max_length is for a sequence")
         if self.boundaries is not None and list(self.boundaries) != sorted(set(self.boundaries)):

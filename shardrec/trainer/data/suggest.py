@@ -9,6 +9,8 @@ from __future__ import annotations
 import csv as standard_csv
 import lzma
 import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -25,7 +27,7 @@ from shardrec.trainer.data.urls import files_of, open_input
 if TYPE_CHECKING:
     import pyarrow as pa
 
-__all__ = ["suggest_spec"]
+__all__ = ["Suggestion", "flow", "suggest", "suggest_spec"]
 
 _Settings: TypeAlias = dict[str, object]
 """What a spec says of a file or a feature, by field."""
@@ -44,8 +46,32 @@ _NUMBER = re.compile(r"[+-]?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][+-]?[0-9]+)?")
 _DECIMAL_COMMA = "^[+-]?[0-9]+(,[0-9]+)?$"
 
 
+@dataclass(frozen=True, kw_only=True)
+class Suggestion:
+    """A proposed spec, and what of the data decides how to train on them.
+
+    Attributes:
+        text: the spec as YAML, with a comment on each column that says why.
+        spec: the same.
+        rows: of all files; of text that was not read to its end, an estimate by its size.
+        ids: distinct ids of each feature with a table, in the rows that were looked at.
+        clicked: share of the rows with label 1.
+    """
+
+    text: str
+    spec: FeatureSpec
+    rows: int
+    ids: Mapping[str, int]
+    clicked: float
+
+
 def suggest_spec(pattern: str, label: str | None = None) -> str:
-    """A spec for some files as YAML, with a comment on each column that says why.
+    """The text of :func:`suggest`."""
+    return suggest(pattern, label).text
+
+
+def suggest(pattern: str, label: str | None = None) -> Suggestion:
+    """A spec for some files, and what they hold.
 
     Args:
         pattern: files, as for ``shardrec train --data``; the first one is looked at.
@@ -54,9 +80,14 @@ def suggest_spec(pattern: str, label: str | None = None) -> str:
     Raises:
         DataError: for a file that cannot be read so, or no column that can be the label or a feature.
     """
-    path = files_of(pattern)[0]
+    paths = files_of(pattern)
+    path = paths[0]
     table, settings = _head(path, label)
     columns = {name: _unwrapped(table[name]) for name in table.column_names if name}
+    fields = _fields(columns["ids"]) if file_kind(path) == "svmlight" else {}
+    if fields:
+        del columns["ids"]
+    columns |= {name: array for name, (array, _) in fields.items()}
     label, target = _label(columns, label)
     features: dict[str, _Settings] = {}
     values: dict[str, set[Any]] = {}
@@ -71,25 +102,49 @@ def suggest_spec(pattern: str, label: str | None = None) -> str:
         name = re.sub(r"\W+", "_", column).strip("_") or "column"
         while name in features:
             name += "_"
-        features[name] = {"name": name, **({} if name == column else {"column": column}), **feature}
+        source: _Settings = {} if name == column else {"column": column}
+        if column in fields:
+            source = {"column": "ids", "between": [*fields[column][1]]}
+        features[name] = {"name": name, **source, **feature}
         notes[name], values[name] = note, distinct
     for name, owner in _shared(features, values).items():
         for key in ("vocabulary", "min_count", "rows", "dim"):
             features[name].pop(key, None)
         features[name]["share"] = owner
     lines = [f"# Proposed from {len(table):,} rows of {path}: check the label and the kind of each feature."]
-    lines += [f"{name}: {_flow(value)}" for name, value in settings.items()]
-    lines += [f"label: {_flow(target)}", "features:"]
-    lines += [f"  - {_flow(feature)}  # {notes[name]}" for name, feature in features.items()]
-    lines += [f"# left out: {_flow(column)}: {reason}" for column, reason in left_out.items()]
+    lines += [f"{name}: {flow(value)}" for name, value in settings.items()]
+    lines += [f"label: {flow(target)}", "features:"]
+    lines += [f"  - {flow(feature)}  # {notes[name]}" for name, feature in features.items()]
+    lines += [f"# left out: {flow(column)}: {reason}" for column, reason in left_out.items()]
     if all(feature["kind"] == "dense" for feature in features.values()):
         raise DataError(f"data file {path}: no column but the label has categories or ids, for a table")
     text = "\n".join(lines) + "\n"
-    parse_spec(text, "the proposed spec")
-    return text
+    spec = parse_spec(text, "the proposed spec")
+    labels = _as_numbers(columns[label])
+    return Suggestion(
+        text=text,
+        spec=spec,
+        rows=_rows(paths, table),
+        ids={feature.name: len(values[feature.name]) for feature in spec.sparse},
+        clicked=float((labels > (spec.label.above or 0)).mean()),
+    )
 
 
-def _flow(value: object) -> str:
+def _rows(paths: Sequence[str], head: pa.Table) -> int:
+    """Rows of some files, of whose first one ``head`` was read: by footers, or by bytes as in the head."""
+    import pyarrow.parquet as pq
+
+    kind = file_kind(paths[0])
+    if kind == "parquet":
+        return sum(int(pq.ParquetFile(open_input(path)).metadata.num_rows) for path in paths)
+    read = len(text_head(paths[0], _MAX_BYTES))
+    first, size = open_input(paths[0]).size(), sum(open_input(path).size() for path in paths)
+    bytes_in_all = read * size / first if read < _MAX_BYTES else size * max(1.0, read / first)
+    return int(len(head) * max(1.0, bytes_in_all / read))
+
+
+def flow(value: object) -> str:
+    """A value as YAML in one line."""
     import yaml
 
     text: str = yaml.safe_dump(value, default_flow_style=True, sort_keys=False, width=2**31, allow_unicode=True)
@@ -153,6 +208,27 @@ def _head(path: str, label: str | None) -> tuple[pa.Table, _Settings]:
         ) from error
 
 
+def _fields(ids: pa.Array) -> dict[str, tuple[pa.Array, tuple[int, int]]]:
+    """Of lists of k ids each, those at each place and their range, if no two ranges overlap; else nothing."""
+    import pyarrow.compute as pc
+
+    lengths = pc.unique(pc.list_value_length(ids)).to_pylist()
+    if len(lengths) != 1 or not 2 <= (lengths[0] or 0) <= _FEW:
+        return {}
+    arrays = {f"field_{place + 1}": pc.list_element(ids, place) for place in range(lengths[0])}
+    try:
+        bounds = {name: pc.min_max(array.cast("int64")) for name, array in arrays.items()}
+    except ValueError:  # an id that is no number
+        return {}
+    order = sorted(bounds, key=lambda name: bounds[name]["min"].as_py())
+    if any(bounds[low]["max"].as_py() >= bounds[high]["min"].as_py() for low, high in pairwise(order)):
+        return {}
+    # Up to the next range: more ids may come in rows that were not looked at.
+    starts = [0, *(bounds[name]["min"].as_py() for name in order[1:]), 2 * bounds[order[-1]]["max"].as_py() + 1]
+    ranges = dict(zip(order, pairwise(starts), strict=True))
+    return {name: (array, ranges[name]) for name, array in arrays.items()}
+
+
 def _has_decimal_commas(column: pa.ChunkedArray | pa.Array) -> bool:
     """Whether all values are texts of numbers, some of them with a comma before the fraction."""
     import pyarrow.compute as pc
@@ -205,8 +281,8 @@ def _label(columns: dict[str, pa.Array], label: str | None) -> tuple[str, object
     if not candidates:
         which = f"column {label!r} has no two numbers or more" if label else "no column is clearly the label"
         raise DataError(
-            f"{which}: name one of 0 and 1, or of ratings (--label COLUMN); the columns are "
-            f"{', '.join(map(repr, columns))}"
+            f"{which}: name one of 0 and 1, or of ratings (--label COLUMN), or make interactions without a label to "
+            f"histories (shardrec sequences); the columns are {', '.join(map(repr, columns))}"
         )
     name, values = candidates[0], numeric[candidates[0]]
     if values.tolist() in ([0, 1], [1]):

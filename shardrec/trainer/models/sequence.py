@@ -19,13 +19,17 @@ from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
 from shardrec import ConfigError
 from shardrec.trainer.data import ClickSchema
 from shardrec.trainer.models.parts import ItemCounts, Share, Size, check_one_each, item_rows
+from shardrec.trainer.models.sampled_softmax import sampled_softmax_loss
 
 __all__ = ["HSTU", "Groups", "SASRec", "SequenceModel"]
 
-Groups: TypeAlias = list[tuple[Tensor, Tensor, int]]
-"""Rows of like length: where their tokens are, int64; the rows' offsets, int64 (R + 1,); the width to pad to."""
+Groups: TypeAlias = tuple[Tensor, Tensor, list[tuple[Tensor, int, int]]]
+"""Rows of like length: the tokens by group, int64 (T,); the place of each token among these, int64 (T,); and of each
+group the rows' offsets, int64 (R + 1,), the number of its tokens and the width W to pad to."""
 
 _NARROWEST = 4
+_BLOCK = 64
+"""Positions whose pointwise attention is computed at a time, with those before them alone."""
 
 
 class SequenceModel(nn.Module):
@@ -125,15 +129,11 @@ class SequenceModel(nn.Module):
             drawn_N, others_ND = next_T[some_N], next_TD[some_N]
         else:
             drawn_N, others_ND = drawn[0], drawn[1][self.item].values()
-        logits_TN, logits_T = encoded_TD @ others_ND.t(), (encoded_TD * next_TD).sum(1)
+        log_q = None
         if self.counts is not None:
             self.counts.add(next_T)
-            logits_TN, logits_T = logits_TN - self.counts.log_q(drawn_N), logits_T - self.counts.log_q(next_T)
-        # Not -inf: the gradient of the logsumexp of nothing else is nan.
-        logits_TN = logits_TN.masked_fill(next_T.unsqueeze(1) == drawn_N, torch.finfo(logits_TN.dtype).min)
-        losses_T = F.softplus(logits_TN.logsumexp(1) - logits_T)
-        loss: Tensor = (losses_T * weights_T).sum() / weights_T.sum().clamp(min=1)
-        return loss
+            log_q = self.counts.log_q(next_T), self.counts.log_q(drawn_N)
+        return sampled_softmax_loss(encoded_TD, next_TD, others_ND, next_T, drawn_N, weights_T, log_q)
 
     def _drawn(self, device: torch.device) -> tuple[Tensor, Mapping[str, JaggedTensor]]:
         """Random items, int64 (N,), and their rows, under the item's name."""
@@ -170,15 +170,12 @@ class _SelfAttention(nn.Module):
         self.dropout = nn.Dropout(dropout)
 
     def forward(self, x_TD: Tensor, groups: Groups) -> Tensor:
-        projected = self.project_in(self.attention_norm(x_TD))
-        attended_TD = torch.zeros_like(x_TD)
-        for tokens, offsets, width in groups:
-            padded = torch.ops.fbgemm.jagged_to_padded_dense(projected[tokens], [offsets], [width], 0.0)
+        attended: list[Tensor] = []
+        for padded in _padded(self.project_in(self.attention_norm(x_TD)), groups):
             query, key, value = padded.unflatten(2, [3, self.heads, self.columns]).permute(2, 0, 3, 1, 4).unbind(0)
             mixed = F.scaled_dot_product_attention(query, key, value, is_causal=True)
-            flat = mixed.transpose(1, 2).flatten(2)
-            jagged = torch.ops.fbgemm.dense_to_jagged(flat, [offsets], tokens.size(0))[0]
-            attended_TD = attended_TD.index_copy(0, tokens, jagged)
+            attended.append(mixed.transpose(1, 2).flatten(2))
+        attended_TD = _flat(attended, groups)
         x_TD = x_TD + self.dropout(self.project_out(attended_TD))
         x_TD = x_TD + self.dropout(self.network(self.token_norm(x_TD)))
         return x_TD
@@ -203,6 +200,7 @@ class _PointwiseAttention(nn.Module):
     def __init__(self, dim: int, heads: int, max_length: int, dropout: float) -> None:
         super().__init__()
         self.dim, self.heads, self.columns, self.max_length = dim, heads, dim // heads, max_length
+        self.positions_at_once = _BLOCK  # TorchScript does not see the module's constants
         # Norms without a learned scale, and first values, as in the authors' code.
         self.norm, self.attended_norm = (nn.LayerNorm(dim, eps=1e-6, elementwise_affine=False) for _ in range(2))
         self.project_in, self.project_out = nn.Linear(dim, 4 * dim, bias=False), nn.Linear(dim, dim)
@@ -214,17 +212,20 @@ class _PointwiseAttention(nn.Module):
     def forward(self, x_TD: Tensor, groups: Groups) -> Tensor:
         projected = F.silu(self.project_in(self.norm(x_TD)))
         gate_TD, others = projected[:, : self.dim], projected[:, self.dim :]
-        attended_TD = torch.zeros_like(x_TD)
-        for tokens, offsets, width in groups:
-            padded = torch.ops.fbgemm.jagged_to_padded_dense(others[tokens], [offsets], [width], 0.0)
+        attended: list[Tensor] = []
+        for padded in _padded(others, groups):
             query, key, value = padded.unflatten(2, [3, self.heads, self.columns]).permute(2, 0, 3, 1, 4).unbind(0)
+            value = value / self.max_length
+            width = padded.size(1)
             position_W = torch.arange(width, device=x_TD.device)
-            age_WW = position_W.unsqueeze(1) - position_W
-            scores_RHWW = query @ key.transpose(2, 3) + self.bias[:, age_WW.clamp(min=0)]
-            weights_RHWW = F.silu(scores_RHWW) * (age_WW >= 0) / self.max_length
-            flat = (weights_RHWW @ value).transpose(1, 2).flatten(2)
-            jagged = torch.ops.fbgemm.dense_to_jagged(flat, [offsets], tokens.size(0))[0]
-            attended_TD = attended_TD.index_copy(0, tokens, jagged)
+            biases_HWW = self.bias[:, (position_W.unsqueeze(1) - position_W).clamp(min=0)]
+            mixed: list[Tensor] = []
+            for start in range(0, width, self.positions_at_once):
+                stop = min(start + self.positions_at_once, width)
+                scores = query[:, :, start:stop] @ key[:, :, :stop].transpose(2, 3) + biases_HWW[:, start:stop, :stop]
+                mixed.append(F.silu(scores).tril(start) @ value[:, :, :stop])
+            attended.append(torch.cat(mixed, 2).transpose(1, 2).flatten(2))
+        attended_TD = _flat(attended, groups)
         mixed_TD: Tensor = x_TD + self.project_out(self.dropout(self.attended_norm(attended_TD) * gate_TD))
         return mixed_TD
 
@@ -242,14 +243,34 @@ class HSTU(SequenceModel):
 
 
 def _by_length(lengths_B: Tensor, widths: list[int]) -> Groups:
-    groups: list[tuple[Tensor, Tensor, int]] = []
+    tokens: list[Tensor] = []
+    groups: list[tuple[Tensor, int, int]] = []
     above = 0
     for width in widths:
         rows_B = (lengths_B > above) & (lengths_B <= width)
         above = width
-        tokens = torch.repeat_interleave(rows_B, lengths_B).nonzero().squeeze(1)
-        groups.append((tokens, F.pad(lengths_B[rows_B].cumsum(0), [1, 0]), width))
-    return groups
+        tokens.append(torch.repeat_interleave(rows_B, lengths_B).nonzero().squeeze(1))
+        groups.append((F.pad(lengths_B[rows_B].cumsum(0), [1, 0]), tokens[-1].size(0), width))
+    order_T = torch.cat(tokens)
+    places_T = torch.zeros_like(order_T).index_copy(0, order_T, torch.arange(order_T.size(0), device=order_T.device))
+    return order_T, places_T, groups
+
+
+def _padded(x_TD: Tensor, groups: Groups) -> list[Tensor]:
+    """The tokens of each group as (R, W, D)."""
+    grouped = x_TD.index_select(0, groups[0]).split([size for _, size, _ in groups[2]])
+    padded: list[Tensor] = []
+    for part, (offsets, _, width) in zip(grouped, groups[2]):  # noqa: B905  # of TorchScript
+        padded.append(torch.ops.fbgemm.jagged_to_padded_dense(part, [offsets], [width], 0.0))
+    return padded
+
+
+def _flat(padded: list[Tensor], groups: Groups) -> Tensor:
+    """What :func:`_padded` gave, or other columns, as tokens again: (T, D)."""
+    parts: list[Tensor] = []
+    for part, (offsets, size, _) in zip(padded, groups[2]):  # noqa: B905  # of TorchScript
+        parts.append(torch.ops.fbgemm.dense_to_jagged(part, [offsets], size)[0])
+    return torch.cat(parts).index_select(0, groups[1])
 
 
 def _differs_from_row_before(ids_T: Tensor, lengths_B: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""A sweep: runs over a grid of options and some seeds, compared on held-out rows; the best is then tested, once.
+"""A sweep: runs over a grid of options and some seeds, compared on held-out rows; the best is tested when asked for.
 
 ::
 
@@ -47,7 +47,7 @@ class Sweep:
         metric: what the settings were compared by, on held-out rows.
         scores: of each setting, by its name, the metric of each seed's run; none of a setting that has failed.
         best: name of the setting with the best mean.
-        test: metrics of the test files, of each seed's run with the best setting; empty without files.
+        test: metrics of the test files, of each seed's run with the best setting; empty without files or ``final``.
     """
 
     metric: str
@@ -78,16 +78,23 @@ def parse_grid(texts: Sequence[str]) -> dict[str, list[object]]:
 
 
 def run_sweep(
-    config: TrainConfig, grid: Mapping[str, Sequence[object]], *, seeds: int, out: Path, debug: bool = False
+    config: TrainConfig,
+    grid: Mapping[str, Sequence[object]],
+    *,
+    seeds: int,
+    out: Path,
+    final: bool = False,
+    debug: bool = False,
 ) -> Sweep:
-    """Make the runs that are missing, test the best setting's, and write the results.
+    """Make the runs that are missing, and write the results.
 
     Args:
         config: what the runs have in common. They are compared by its ``monitor``, which is needed; its test files are
-            read for the best setting only.
+            read for the best setting only, with ``final``.
         grid: values of options, or of ``model_args.NAME``.
         seeds: runs of each setting, with seeds from ``config.seed`` on.
         out: the sweep's folder.
+        final: test the best setting's runs; without, no metric of the test files is computed.
         debug: keep tracebacks.
 
     Raises:
@@ -130,7 +137,7 @@ def run_sweep(
             scores[name] = []
     sign = -1 if metric in ("logloss", "normalized_entropy", "loss") else 1
     best = max((name for name in scores if scores[name]), key=lambda name: sign * fmean(scores[name]))
-    tests = [] if config.test is None else [_tested(Path(str(run.out)), config.test) for run in runs[best]]
+    tests = [] if config.test is None or not final else [_tested(Path(str(run.out)), config.test) for run in runs[best]]
     of_rows = ("click_rate", "auc_stderr")  # not of the model
     names = [name for name, value in (tests or [{}])[0].items() if isinstance(value, float) and name not in of_rows]
     test = {name: [float(metrics[name]) for metrics in tests] for name in names}

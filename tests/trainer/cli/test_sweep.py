@@ -71,8 +71,12 @@ def test_each_run_is_made_once(
     code, _, errors = run(*command)
     assert code == 130
     assert "the same command" in errors
-    assert not [*out.rglob("test.json")]
     monkeypatch.setattr(sweep, "train", rest)
+    code, shown, errors = run(*command)
+    assert (code, errors) == (0, "")
+    assert "not tested without --final" in shown
+    assert not [*out.rglob("test.json")]
+    command = (*command, "--final")
     code, shown, errors = run(*command)
     assert (code, errors) == (0, "")
     settings = [f"lr={lr},model_args.hidden=[4, 4]" for lr in (0.001, 0.1)]

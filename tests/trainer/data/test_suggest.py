@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import random
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +16,14 @@ import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shardrec.errors import DataError
+from shardrec.errors import ConfigError, DataError
 from shardrec.trainer.data import FileClickData, load_spec
+from shardrec.trainer.data.encode import encode
 from shardrec.trainer.data.spec import parse_spec
-from shardrec.trainer.data.suggest import suggest_spec
+from shardrec.trainer.data.suggest import suggest, suggest_spec
+from shardrec.trainer.run.config import load_config_text
+from shardrec.trainer.run.model import build_model
+from shardrec.trainer.run.suggest_run import suggest_run
 from tests.trainer.data.raw import vocabularies
 
 ROWS = 2000
@@ -110,7 +115,7 @@ def test_files_without_a_header_and_of_libsvm(tmp_path: Path) -> None:
     assert proposed["columns"] == ["column_1", "column_2", "column_3"]
     assert proposed["label"] == "column_3"
     path = tmp_path / "a.libsvm"
-    path.write_text("".join(f"{n % 2} {n % 9 + 1}:1 {n % 5 + 20}:1\n" for n in range(100)))
+    path.write_text("".join(f"{n % 2} {n % 9 + 1}:1 {n % 5 + 9}:1\n" for n in range(100)))  # 9 is in both places
     proposed = yaml.safe_load(suggest_spec(str(path)))
     assert proposed["features"][0] == {
         "name": "ids",
@@ -119,6 +124,100 @@ def test_files_without_a_header_and_of_libsvm(tmp_path: Path) -> None:
         "min_count": 2,
         "dim": 8,
     }
+
+
+def test_ids_of_disjoint_ranges_are_fields(tmp_path: Path) -> None:
+    """In any order of the ranges; the same batches as those of a column for each field."""
+    path = tmp_path / "a.libfm"
+    draws = np.random.default_rng(0)
+    fields = {"field_1": draws.integers(50, 70, ROWS), "field_2": draws.integers(0, 9, ROWS)}
+    labels = draws.integers(0, 2, ROWS)
+    lines = zip(labels, *fields.values(), strict=True)
+    path.write_text("".join(f"{label} {first}:1 {second}:1\n" for label, first, second in lines))
+    (tmp_path / "fields.yaml").write_text(suggest_spec(str(path)), encoding="utf-8")
+    proposed = yaml.safe_load((tmp_path / "fields.yaml").read_text(encoding="utf-8"))
+    assert [feature["between"] for feature in proposed["features"]] == [[50, 139], [0, 50]]
+    pq.write_table(pa.table({"label": labels, **fields}), tmp_path / "a.parquet")
+    for feature in proposed["features"]:
+        del feature["between"], feature["column"]
+    (tmp_path / "columns.yaml").write_text(yaml.safe_dump(proposed), encoding="utf-8")
+    batches = []
+    for name, source in (("fields", path), ("columns", tmp_path / "a.parquet")):
+        spec = load_spec(tmp_path / f"{name}.yaml")
+        spec = spec.with_vocabularies(vocabularies([source], spec))
+        batches.append(
+            [*FileClickData([source], spec, holdout=0).train_batches(epoch=0, rank=0, world_size=1, batch_size=100)]
+        )
+    for found, expected in zip(*batches, strict=True):
+        assert found.sparse.keys() == expected.sparse.keys() == ["field_1", "field_2"]
+        assert found.sparse.values().tolist() == expected.sparse.values().tolist()
+        assert found.labels.tolist() == expected.labels.tolist()
+
+
+def test_ids_between_are_those_of_a_list() -> None:
+    features = [
+        {"name": "low", "kind": "id", "column": "ids", "between": [0, 10], "rows": 10, "ids": "number"},
+        {"name": "high", "kind": "multi_hot", "column": "ids", "between": [10, 30], "rows": 30, "ids": "number"},
+    ]
+    spec = parse_spec(yaml.safe_dump({"label": "label", "features": features}), "a spec")
+    ids = [["3", "12", "11"], [], ["29"], None, ["4", "5", "30"]]
+    rows = encode(pa.table({"label": [1] * 5, "ids": pa.array(ids, pa.list_(pa.string()))}), spec).rows
+    assert rows.lengths.tolist() == [[1, 2], [1, 0], [1, 1], [1, 0], [2, 0]]
+    assert rows.ids.tolist() == [3, 12, 11, 0, 0, 29, 0, 4, 5]
+    with pytest.raises(ConfigError, match="between is"):
+        parse_spec(yaml.safe_dump({"features": [{**features[0], "between": [5, 5]}]}), "a spec")
+
+
+CLICKS = [0, 1] * 300
+RATINGS = [1, 2, 3, 4, 5, 5] * 100
+WORDS = [f"w{number % 40}" for number in range(600)]
+HISTORIES = [[f"w{(number + k) % 40}" for k in range(3)] for number in range(600)]
+
+
+@pytest.mark.parametrize(
+    ("data", "expected"),
+    [
+        ({"click": CLICKS, "site": WORDS}, {"model": "deepfm", "loss": "bce", "embedding_optimizer": "adam"}),
+        ({"rating": RATINGS, "film": WORDS}, {"model": "deepfm", "loss": "bce", "monitor": "auc"}),
+        ({"click": CLICKS, "history": HISTORIES, "film": WORDS}, {"model": "din", "loss": "bce"}),
+        ({"click": [1] * 600, "history": HISTORIES, "film": WORDS}, {"model": "sasrec", "ranking": "catalogue"}),
+        ({"click": [1] * 600, "user": WORDS[::-1], "film": WORDS}, {"model": "two_tower", "loss": "model"}),
+    ],
+)
+def test_options_follow_the_data(tmp_path: Path, data: dict[str, Any], expected: dict[str, object]) -> None:
+    """Each model can be made of them, with a comment on each line; held-out files beside the first are named."""
+    for name in ("train", "test"):
+        pq.write_table(pa.table(data), tmp_path / f"{name}.parquet")
+    suggestion = suggest(str(tmp_path / "train.parquet"))
+    text = suggest_run(suggestion, str(tmp_path / "train.parquet"), tmp_path / "features.yaml")
+    assert all("  # " in line for line in text.splitlines())
+    options = load_config_text(text, tmp_path / "run.yaml")
+    mapping = options.to_mapping()
+    assert {name: mapping[name] for name in expected} == expected
+    assert (options.test, options.valid) == (str(tmp_path / "test.parquet"), None)
+    values = {feature.name: [f"{n}" for n in range(50)] for feature in suggestion.spec.uncounted}
+    build_model(options, suggestion.spec.with_vocabularies(values).schema_)
+
+
+def test_more_rows_take_larger_batches_and_fewer_passes(tmp_path: Path) -> None:
+    pq.write_table(pa.table({"click": CLICKS, "site": WORDS}), tmp_path / "a.parquet")
+    suggestion = suggest(str(tmp_path / "a.parquet"))
+    options = [
+        load_config_text(suggest_run(replace(suggestion, rows=rows), "a", tmp_path / "f"), tmp_path)
+        for rows in (600, 100_000, 2_000_000, 50_000_000)
+    ]
+    sizes = [config.global_batch_size for config in options]
+    assert sizes == [64, 1024, 4096, 4096]
+    assert [config.epochs for config in options] == [12, 12, 3, 1]
+    assert [config.embedding_weight_decay > 0 for config in options] == [True, True, False, False]
+
+
+def test_rows_of_text_are_estimated_by_its_size(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("a.csv", "b.csv"):
+        written(tmp_path / name, {"click": CLICKS, "site": WORDS})
+    for size in (1 << 20, 1 << 10):
+        monkeypatch.setattr("shardrec.trainer.data.suggest._MAX_BYTES", size)
+        assert 1100 <= suggest(str(tmp_path / "*.csv")).rows <= 1300
 
 
 @pytest.mark.parametrize(
