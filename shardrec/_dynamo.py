@@ -22,7 +22,7 @@ def left_alone(function: F) -> F:
 
 
 def passed_over(function: F) -> F:
-    """Run ``function``, a sharded model's forward, eagerly; what it calls may be compiled."""
+    """Run ``function``, a sharded model's forward, eagerly. What it calls may be compiled."""
     return cast(F, torch._dynamo.decorators.skip(function))
 
 

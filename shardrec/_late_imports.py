@@ -1,7 +1,7 @@
 """Functions of upper layers that a lower one calls: the package says where they are, and they load at the first call.
 
 A layer imports those below it. A function of a layer above, such as sharding over servers for ``shardrec.shard``, it
-asks for by name; ``shardrec/__init__.py``, which runs before any layer, says in which modules these functions are.
+asks for by name. ``shardrec/__init__.py``, which runs before any layer, says in which modules these functions are.
 """
 
 from __future__ import annotations

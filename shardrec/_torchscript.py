@@ -1,4 +1,4 @@
-"""Every workaround that TorchScript needs, each with its reason; the rest of shardrec goes through here.
+"""Every workaround that TorchScript needs, each with its reason. The rest of shardrec goes through here.
 
 Nothing here changes torch: no function of it is replaced, no setting is left behind. What is used beyond the documented
 interface is the Python view of TorchScript's graphs and the table of functions that compile to an operator, which have
@@ -64,7 +64,7 @@ _LOCK = threading.RLock()
 def quiet() -> Iterator[None]:
     """Silences torch's advice not to use TorchScript, and no other warning, while shardrec itself calls it.
 
-    torch warns at each call of ``torch.jit.script`` since 2.9 or so; a user of ``shardrec.script`` has decided already.
+    torch warns at each call of ``torch.jit.script`` since 2.9 or so. A user of ``shardrec.script`` has decided already.
     """
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", r"`torch\.jit\.\w+` is (deprecated|not supported)", DeprecationWarning)
@@ -186,7 +186,7 @@ _WAIT_OVERLOADS = {
 
 @contextmanager
 def generic_wait(wait: Callable[..., object]) -> Iterator[None]:
-    """Inside, ``wait`` compiles for an Await, a Future and a plain value; outside, as :func:`compiles_to` was told.
+    """Inside, ``wait`` compiles for an Await, a Future and a plain value. Outside, as :func:`compiles_to` was told.
 
     On leaving, also by an error, everything that has been compiled inside is made of torch's operators again.
     """
@@ -246,7 +246,7 @@ def subgraphs(graph: Graph) -> Iterator[Graph]:
 
 
 def methods_of(module: torch.jit.ScriptModule) -> Iterator[Any]:
-    """The compiled methods of a scripted module and all the modules in it, the outermost first; each once."""
+    """The compiled methods of a scripted module and all the modules in it, the outermost first. Each once."""
     seen = set()
     for inner in module.modules():
         compiled: Any = inner._c
@@ -348,7 +348,7 @@ def dict_of(kind: Any, values: Mapping[str, object]) -> Any:
 
 
 def forward_of(lines: Sequence[str], source: str, **names: object) -> FunctionType:
-    """The function ``forward`` that some lines define; TorchScript reads a function's source, so that is kept.
+    """The function ``forward`` that some lines define. TorchScript reads a function's source, so that is kept.
 
     Args:
         lines: each with its line feed.

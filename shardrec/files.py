@@ -1,7 +1,7 @@
 """Files of any origin, read with bounds on memory and time; files that others see whole or not at all, in a folder or
 at a URL; and what the operating system says of files, in words.
 
-A fault of a JSON document is a ``ValueError`` whose text says what is wrong; who reads it adds the file's name and the
+A fault of a JSON document is a ``ValueError`` whose text says what is wrong. Who reads it adds the file's name and the
 remedy.
 """
 
@@ -44,7 +44,7 @@ class UnreachableError(DataError):
 
 
 def open_regular(path: str | Path) -> int:
-    """A descriptor to read a regular file; a pipe, a socket or a device is refused, and not waited for.
+    """A descriptor to read a regular file. A pipe, a socket or a device is refused, and not waited for.
 
     Raises:
         OSError: if the file cannot be opened, or is no regular file.
@@ -84,7 +84,7 @@ def replacing(path: Path, partial: str = "", *, sync: bool = False) -> Iterator[
     """Another path to write to, which then takes the name: others see the file before or the new one, each whole.
 
     Args:
-        path: of the file; it is unchanged if the block raises.
+        path: of the file. It is unchanged if the block raises.
         partial: name of the file that is written, in the same folder. Default: one of this process's own.
         sync: wait until the data are on the disk before the file gets its name, so that no loss of power leaves an
             empty one.
@@ -132,7 +132,7 @@ def parse_json(text: str | bytes, object_hook: Callable[[dict[str, Any]], object
 
 
 def read_json(path: str | Path) -> Any:
-    """What a JSON file holds; raises as :func:`read_text` and :func:`parse_json`."""
+    """What a JSON file holds. Raises as :func:`read_text` and :func:`parse_json`."""
     return parse_json(read_text(path))
 
 
@@ -202,7 +202,7 @@ class Store:
         return self._system is None
 
     def names(self, inside: str = "") -> list[str]:
-        """The files and folders in the folder, or in one inside of it; none if there is no such folder."""
+        """The files and folders in the folder, or in one inside of it. None if there is no such folder."""
         try:
             if self._system is None:
                 return [path.name for path in (self.folder / inside).iterdir()]

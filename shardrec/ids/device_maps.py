@@ -12,7 +12,7 @@ Shapes: N ids, S slots, M maps, R rows of all maps, E evicted rows. The kernels:
     write    records and buckets that changed
     find     again, for the ids that had no row
 
-The device's records are newer than the host's in uses and last steps; ``IdMap.records`` fetches them first. Where the
+The device's records are newer than the host's in uses and last steps. ``IdMap.records`` fetches them first. Where the
 host's were written from outside, they are copied to the device before the next lookup.
 """
 
@@ -39,7 +39,7 @@ _MOST, _LEAST = torch.iinfo(torch.int64).max, torch.iinfo(torch.int64).min
 
 
 def launch(kernel: str, count: int, *values: Any, **constants: Any) -> None:
-    """Run a kernel of :mod:`shardrec.ids.map_kernels` on ``count`` ids or places; its arguments are in its order."""
+    """Run a kernel of :mod:`shardrec.ids.map_kernels` on ``count`` ids or places. Its arguments are in its order."""
     grid = (-(-count // _BLOCK),)
     launching.launch("shardrec.ids.map_kernels", kernel, grid, *values, count, BLOCK=_BLOCK, **constants)
 
@@ -54,7 +54,7 @@ class FoundRows:
         ends: (S + 1,) int64, where the ids of each slot begin, and where the last ones end.
         missing: (N + 1, 2) int64, see :mod:`shardrec.ids.map_kernels`.
         head: the first of these, on the host.
-        copied: the event after which they are there; None on the CPU.
+        copied: the event after which they are there. None on the CPU.
         version: of the maps.
     """
 
@@ -83,7 +83,7 @@ class DeviceMaps:
     Args:
         maps: M maps.
         slot_maps: per slot, the number of its map; -1 for plain rows.
-        counted: per slot, whether its ids count; those of a second column stripe do not.
+        counted: per slot, whether its ids count. Those of a second column stripe do not.
         device: of the ids.
     """
 
@@ -200,7 +200,7 @@ class DeviceMaps:
         self._counts[:, column].index_add_(0, self._counts_S, before.index_select(0, ends).diff())
 
     def _victims(self, number: int, step: int, protect: int, lacking: int) -> tuple[Tensor, Tensor]:
-        """(E,) rows of a map whose ids are evicted, ascending, and their last steps; see ``make_room`` in ids.cpp."""
+        """(E,) rows of a map whose ids are evicted, ascending, and their last steps. See ``make_room`` in ids.cpp."""
         options = self.maps[number].options
         _, uses, last = self._records_R[self._first_rows[number] : self._first_rows[number + 1]].unbind(1)
         row, age = torch.arange(uses.numel(), device=self._device), step - last
@@ -246,7 +246,7 @@ class DeviceMaps:
                 id_map.fetch = partial(self._fetch, number)
 
     def _fetch(self, number: int, records: Tensor) -> tuple[int, int, int]:
-        """Bring records (rows, 3) of a map to the host, where steps have used it since; returns what was counted."""
+        """Bring records (rows, 3) of a map to the host, where steps have used it since. Returns what was counted."""
         if not self._used[number]:
             return 0, 0, 0
         self._used[number] = False

@@ -27,7 +27,7 @@ from shardrec.lookup.huge_pages import zeros_in_huge_pages
 __all__ = ["COUNTED", "FALLBACK", "RESERVE", "Admitted", "IdMap", "Looked"]
 
 FALLBACK, RESERVE = -1, -2
-"""In place of the uses of a row: it is one of the fallback's; it may be given to ids when the capacity is raised."""
+"""In place of the uses of a row: it is one of the fallback's. It may be given to ids when the capacity is raised."""
 
 COUNTED = ("lookups", "hits", "inserts", "evictions", "fallbacks", "no_room", "collisions")
 """What a map counts while it assigns rows to new ids."""
@@ -87,7 +87,7 @@ class IdMap:
     def __init__(self, rows: int, options: DynamicIds, capacity: int) -> None:
         if not native.has_operators():
             raise ConfigError(
-                "dynamic ids need the C++ operators of shardrec, which are not there; install it from its sources with "
+                "dynamic ids need the C++ operators of shardrec, which are not there. Install it from its sources with "
                 "a C++ compiler (pip install --no-build-isolation .), and leave SHARDREC_NATIVE unset"
             )
         self.options = options
@@ -118,7 +118,7 @@ class IdMap:
         self.version += 1
 
     def prepared(self, records: Tensor) -> Callable[[], None]:
-        """Make the hash table of other records (R, 3) int64; what is returned then replaces the map's, at once."""
+        """Make the hash table of other records (R, 3) int64. What is returned then replaces the map's, at once."""
         buckets = _buckets_of(records)
 
         def replace() -> None:
@@ -138,8 +138,8 @@ class IdMap:
             ids: (N,) int64, any values.
             rows: (N,) int32, to which the rows are written; -1 for a row of zeros.
             step: number of this step, from 1 on, ascending.
-            assign_new_ids: count uses, and assign rows to new ids; otherwise the map does not change.
-            protect: ids used in this step or a later one keep their rows; default: ``step``.
+            assign_new_ids: count uses, and assign rows to new ids. Otherwise the map does not change.
+            protect: ids used in this step or a later one keep their rows. Default: ``step``.
         """
         options = self.options
         mapped = torch.ops.shardrec.map_ids(

@@ -1,4 +1,4 @@
-"""The kernels of id maps on a GPU, in Triton, which torch's builds for CUDA bring along; imported where they run.
+"""The kernels of id maps on a GPU, in Triton, which torch's builds for CUDA bring along. Imported where they run.
 
 Shapes: N ids, M maps, P claims (a power of two, at least 2N), R rows of all maps.
 
@@ -39,9 +39,9 @@ def find(
     CLAIM: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Write the row of each id to ``rows_N``, int32; the map does not change.
+    """Write the row of each id to ``rows_N``, int32. The map does not change.
 
-    Of an id without a row: with ``CLAIM``, -1, and it is entered into ``claims``; otherwise its row of the fallback,
+    Of an id without a row: with ``CLAIM``, -1, and it is entered into ``claims``. Otherwise its row of the fallback,
     or -1 if there are none.
     """
     position = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)

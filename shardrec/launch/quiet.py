@@ -1,4 +1,4 @@
-"""Environment variables and warning filters that silence other libraries; variables that the user has set are kept."""
+"""Environment variables and warning filters that silence other libraries. Variables that the user has set are kept."""
 
 from __future__ import annotations
 

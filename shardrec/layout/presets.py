@@ -1,7 +1,7 @@
 """Presets of machines, with the figures of their data sheets.
 
 Memory, its bandwidth and NVLink are those of NVIDIA's data sheets, checked against pages that quote them (the list
-below); a link's figure for both ways together is halved. The network is one adapter per GPU as in the vendor's
+below). A link's figure for both ways together is halved. The network is one adapter per GPU as in the vendor's
 eight-GPU systems: DGX A100 200 Gb/s (ConnectX-6), DGX H100, H200 and B200 400 Gb/s (ConnectX-7,
 docs.nvidia.com/dgx-basepod). For cards without NVLink the host link is that of PCIe, each way.
 
@@ -17,7 +17,7 @@ NVLink     300, 600, 900, 1,800 GB/s both ways         alpha-one-index.github.io
 =========  ==========================================  ==============================================================
 
 Not from a data sheet: the networks of T4, V100, A10G, L4 and L40S, which are those of common cloud machines, and the
-latencies, which are typical of NCCL. A data sheet's "80 GB" is nearly 80 GiB; a device reports one or two per cent less
+latencies, which are typical of NCCL. A data sheet's "80 GB" is nearly 80 GiB. A device reports one or two per cent less
 (see :func:`detect_machine`), and the framework needs some of it.
 """
 
@@ -105,10 +105,10 @@ def preset(name: str) -> Machine:
     """The preset of a name.
 
     Raises:
-        ConfigError: for an unknown name; the message lists the known names.
+        ConfigError: for an unknown name. The message lists the known names.
     """
     if name not in PRESETS:
-        raise ConfigError(f"there is no preset {name!r}; the presets are {', '.join(PRESETS)}")
+        raise ConfigError(f"there is no preset {name!r}. The presets are {', '.join(PRESETS)}")
     return PRESETS[name]
 
 
@@ -117,14 +117,14 @@ def detect_machine(ranks_per_host: int = 1, *, device: str | None = None) -> Mac
 
     Args:
         ranks_per_host: ranks that share the host's memory.
-        device: ``"cpu"`` or ``"cuda"``; default: CUDA where torch sees a device.
+        device: ``"cpu"`` or ``"cuda"``. Default: CUDA where torch sees a device.
 
     Raises:
         ConfigError: if CUDA is asked for and torch sees no device.
     """
     cuda = _sees_cuda()
     if device == "cuda" and not cuda:
-        raise ConfigError("torch sees no CUDA device to detect; give device='cpu', or a preset")
+        raise ConfigError("torch sees no CUDA device to detect. Give device='cpu', or a preset")
     host = host_memory() / max(ranks_per_host, 1)
     if not cuda or device == "cpu":
         return replace(PRESETS["cpu"], host_memory=host)
@@ -169,7 +169,7 @@ def default_machine(device: str | None = None) -> Machine:
     Its figures are those of the data sheet, not the memory that is free, so that every rank makes the same plan.
 
     Args:
-        device: ``"cpu"`` or ``"cuda"``, where the tables will be; default: CUDA where torch sees a device.
+        device: ``"cpu"`` or ``"cuda"``, where the tables will be. Default: CUDA where torch sees a device.
 
     Raises:
         ConfigError: if CUDA is asked for and torch sees no device.

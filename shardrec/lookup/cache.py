@@ -44,7 +44,7 @@ class RowCache:
         # By address and number of ids, which are held until they are looked up: no other call has that address.
         self._prefetched: dict[tuple[int, int], Tensor] = {}
         self._is_dirty = False
-        # The stream of forwards and backwards; the end of the last forward on it, unless something came after it.
+        # The stream of forwards and backwards. The end of the last forward on it, unless something came after it.
         self._stream, self._read = torch.cuda.current_stream(device), None
         self._loaded: Any = None  # the end of the last prefetch
 
@@ -67,7 +67,7 @@ class RowCache:
             self._prefetched.pop(next(iter(self._prefetched)))
 
     def look_up(self, key: Tensor, ids: Tensor, offsets: Tensor, id_weights: Tensor | None) -> Tensor:
-        """What the kernel gives for the other arguments; ``key`` (N,) are the ids as :meth:`prefetch` got them."""
+        """What the kernel gives for the other arguments. ``key`` (N,) are the ids as :meth:`prefetch` got them."""
         kernel = self._kernel
         stream = self._joined()
         self._keep_statistics(stream)
@@ -104,7 +104,7 @@ class RowCache:
         self._stream.synchronize()
 
     def statistics(self) -> dict[str, int]:
-        """Since the start: calls; their ids; of each call, the distinct rows, those of them that were not in the cache,
+        """Since the start: calls. Their ids; of each call, the distinct rows, those of them that were not in the cache,
         and those for which it had no place, with their ids. Waits for the device."""
         self._joined()
         return dict(zip(_STATISTICS, self._kernel.get_uvm_cache_stats().tolist(), strict=True))
@@ -122,7 +122,7 @@ class RowCache:
         return stream
 
     def _places(self, ids: Tensor, offsets: Tensor, out: Tensor | None = None) -> Tensor:
-        """(N,) int32: where each id's row is in the cache, -1 for nowhere; written to ``out`` if it is given."""
+        """(N,) int32: where each id's row is in the cache, -1 for nowhere. Written to ``out`` if it is given."""
         kernel = self._kernel
         rows = torch.ops.fbgemm.linearize_cache_indices(kernel.cache_hash_size_cumsum, ids, offsets)
         places: Tensor = torch.ops.fbgemm.lxu_cache_lookup(

@@ -46,7 +46,7 @@ class WidthClass:
     Args:
         width: columns w.
         tables: numbers of the tables, in order.
-        bases: per table, its first row in the matrix; one more entry for the end.
+        bases: per table, its first row in the matrix. One more entry for the end.
         weight: (rows, w), a view of the bank's memory, in its dtype.
         slot_bases: (S,) int64, the first matrix row of each slot's table; -1 for slots of another width.
     """
@@ -66,7 +66,7 @@ class RowGradient:
         rows: (U,) distinct, ascending matrix rows.
         values: (U, w) float32.
         squares: (U,) sum of the squares of each row of ``values``, if it is known.
-        scale: () float32 that is still to be multiplied; None for 1.
+        scale: () float32 that is still to be multiplied. None for 1.
     """
 
     rows: Tensor
@@ -107,7 +107,7 @@ def summed(rows: Tensor, values: Tensor, cls: WidthClass) -> RowGradient:
 class _ClassIds:
     """The n ids of one width class: matrix row, slot, sample and weight of each.
 
-    ``places`` (n,) are their indices among all ids; None if they are all ids.
+    ``places`` (n,) are their indices among all ids. None if they are all ids.
     """
 
     rows: Tensor
@@ -131,8 +131,8 @@ class TableBank:
 
     Args:
         shapes: (rows, columns) of each local table; at least one.
-        slot_tables: per slot, the number of its table; the order is that of ids and of pooled columns.
-        optimizer: fused into the kernel's backward; None for a bank used forward only.
+        slot_tables: per slot, the number of its table. The order is that of ids and of pooled columns.
+        optimizer: fused into the kernel's backward. None for a bank used forward only.
         device: CPU or CUDA.
         pooled: look up sums of bags; else one row per id, which takes tables of one width.
         dtype: of the weights: float32, float16 or, without ``optimizer``, bfloat16.
@@ -198,7 +198,7 @@ class TableBank:
             )
 
     def states(self) -> list[dict[str, Tensor]]:
-        """Per table, the kernel's optimizer states by name (views); empty dicts without fused optimizer."""
+        """Per table, the kernel's optimizer states by name (views). Empty dicts without fused optimizer."""
         if self.optimizer is None:
             return [{} for _ in self.shapes]
         states = kernel_states(self.kernel, self.optimizer)
@@ -220,14 +220,14 @@ class TableBank:
         """Sums of rows, or the rows, without a graph.
 
         Args:
-            ids: (N,) rows of each slot's table, slot after slot; contiguous, as the other arguments are.
+            ids: (N,) rows of each slot's table, slot after slot. Contiguous, as the other arguments are.
             lengths: (S, B_all) int32, ids of each bag.
             id_weights: (N,) float32 or None.
-            out: (B_all, D) float32 to write the sums to, if :attr:`writes_in_place`; its rows need not be contiguous.
-            offsets: (S·B_all + 1,) of the ids' dtype, sums of the lengths; default: they are added up.
+            out: (B_all, D) float32 to write the sums to, if :attr:`writes_in_place`. Its rows need not be contiguous.
+            offsets: (S·B_all + 1,) of the ids' dtype, sums of the lengths. Default: they are added up.
 
         Returns:
-            (B_all, D) float32, or (N, w) without pooling; ``out`` if it is given.
+            (B_all, D) float32, or (N, w) without pooling. ``out`` if it is given.
         """
         if self._native is not None:
             return self._native.look_up(ids, lengths, id_weights if self.pooled else None, out)
@@ -253,7 +253,7 @@ class TableBank:
         return values.detach(), (self.lr, values)
 
     def update(self, ids: Tensor, lengths: Tensor, id_weights: Tensor | None, gradient: Tensor, kept: Kept) -> None:
-        """Make one step of the fused optimizer; the arguments are those of :class:`LookupGradient`."""
+        """Make one step of the fused optimizer. The arguments are those of :class:`LookupGradient`."""
         lr, values = kept
         if self._native is not None:
             self._native.update(ids, lengths, id_weights if self.pooled else None, gradient, lr)
@@ -290,7 +290,7 @@ class TableBank:
     def _look_up_by_kernel(
         self, ids: Tensor, lengths: Tensor, id_weights: Tensor | None, offsets: Tensor | None = None
     ) -> Tensor:
-        """:meth:`look_up` by fbgemm; its own backward updates the weights."""
+        """:meth:`look_up` by fbgemm. Its own backward updates the weights."""
         arguments = *self._kernel_ids(ids, lengths, offsets), id_weights
         counts_steps = self.optimizer is not None and self.optimizer.counts_steps
         if torch.is_inference_mode_enabled():
@@ -302,7 +302,7 @@ class TableBank:
         else:
             assert self.cache is not None, "a kernel without a cache is called directly"
             if counts_steps:
-                # The kernel would count each forward as a step of Adam; a forward without a backward must not count.
+                # The kernel would count each forward as a step of Adam. A forward without a backward must not count.
                 self.kernel.iter.fill_(self.step_count)
                 self.kernel.iter_cpu.fill_(self.step_count)
             pooled = self.cache.look_up(ids, *arguments)
@@ -372,7 +372,7 @@ class TableBank:
     def dense_gradients(
         self, ids: Tensor, lengths: Tensor, id_weights: Tensor | None, gradient: Tensor
     ) -> list[Tensor]:
-        """Per width class, the gradient (rows, w) of its matrix; arguments as of :class:`LookupGradient`."""
+        """Per width class, the gradient (rows, w) of its matrix. Arguments as of :class:`LookupGradient`."""
         whole = [gradient.new_zeros(cls.weight.shape) for cls in self.classes]
         if gradient.device.type == "cpu":
             lookup = LookupGradient(ids=ids, lengths=lengths, id_weights=id_weights, gradient=gradient)
@@ -387,7 +387,7 @@ class TableBank:
     def parameter_gradients(
         self, ids: Tensor, lengths: Tensor, id_weights: Tensor | None, gradient: Tensor
     ) -> list[Tensor]:
-        """(rows, cols) gradient of each table, in its dtype; arguments as of :class:`LookupGradient`."""
+        """(rows, cols) gradient of each table, in its dtype. Arguments as of :class:`LookupGradient`."""
         per_table: dict[int, Tensor] = {}
         for cls, whole in zip(self.classes, self.dense_gradients(ids, lengths, id_weights, gradient), strict=True):
             dense = whole.to(self.dtype)
@@ -404,7 +404,7 @@ class TableBank:
             sums.index_add_(0, places[span], values)
 
     def id_weight_gradient(self, ids: Tensor, lengths: Tensor, gradient: Tensor) -> Tensor:
-        """(N,) gradient of the ids' weights; arguments as of :class:`LookupGradient`."""
+        """(N,) gradient of the ids' weights. Arguments as of :class:`LookupGradient`."""
         if self._native is not None and self.pooled:
             return self._native.id_weight_gradient(ids.contiguous(), lengths.to(torch.int32).contiguous(), gradient)
         if self.cache is not None:
@@ -429,7 +429,7 @@ class TableBank:
         return runs.index_select(0, part.samples * gradient.size(1) + self.columns[part.slots])
 
     def _look_up_in_torch(self, ids: Tensor, lengths: Tensor, id_weights: Tensor | None) -> Tensor:
-        """:meth:`look_up` of a bank without a kernel; no gradient comes back through it."""
+        """:meth:`look_up` of a bank without a kernel. No gradient comes back through it."""
         batch, slots = lengths.size(1), len(self.slot_tables)
         sums: dict[int, Tensor] = {}  # by width
         for cls, part in zip(self.classes, self._ids_by_class(ids, lengths, id_weights), strict=True):
@@ -447,7 +447,7 @@ class TableBank:
         return torch.cat([sums[self.shapes[table][1]][:, slot] for slot, table in enumerate(self.slot_tables)], dim=1)
 
     def _ids_by_class(self, ids: Tensor, lengths: Tensor, id_weights: Tensor | None) -> Iterator[_ClassIds]:
-        """The ids of each width class, in the order of ``classes``; shapes as :meth:`look_up` takes them."""
+        """The ids of each width class, in the order of ``classes``. Shapes as :meth:`look_up` takes them."""
         batch = lengths.size(1)
         bags = torch.arange(lengths.numel(), device=ids.device)
         bag_N = bags.repeat_interleave(lengths.reshape(-1).to(torch.int64), output_size=ids.numel())

@@ -63,7 +63,7 @@ class LookupGroup:
 
     Args:
         mode: how their weights are updated.
-        optimizer: their optimizer; None if and only if the mode is ``DENSE``.
+        optimizer: their optimizer. None if and only if the mode is ``DENSE``.
         layouts: the tables, in module order.
         width: columns of the group's shards, if they have one width; else None.
         dtype: of the weights.
@@ -93,7 +93,7 @@ class LookupGroup:
 def group_tables(
     tables: Iterable[LookupTable], device: torch.device, *, by_width: bool = False
 ) -> tuple[LookupGroup, ...]:
-    """Group the sharded tables; replicated ones are left out.
+    """Group the sharded tables. Replicated ones are left out.
 
     Args:
         tables: in module order.

@@ -50,7 +50,7 @@ class NativeKernel:
     eps: float
 
     def look_up(self, ids: Tensor, lengths: Tensor, id_weights: Tensor | None, out: Tensor | None = None) -> Tensor:
-        """Look up without gradient; ``lengths`` are int32, all arguments are contiguous."""
+        """Look up without gradient. ``lengths`` are int32, all arguments are contiguous."""
         if out is not None:
             torch.ops.shardrec.look_up_out(out, self.weights, self.slots, ids, lengths, id_weights)
             return out
@@ -130,7 +130,7 @@ def native_kernel(
 
 
 def _memory(views: Sequence[Tensor]) -> Tensor | None:
-    """The whole storage of the views, flat; None if they have several, or are not dense."""
+    """The whole storage of the views, flat. None if they have several, or are not dense."""
     if not views or any(not view.is_contiguous() for view in views):
         return None
     storage = views[0].untyped_storage()
@@ -140,5 +140,5 @@ def _memory(views: Sequence[Tensor]) -> Tensor | None:
 
 
 def with_neighbouring_columns(gradient: Tensor) -> Tensor:
-    """A matrix whose columns are contiguous, as the operators take it; its rows need not be."""
+    """A matrix whose columns are contiguous, as the operators take it. Its rows need not be."""
     return gradient if gradient.stride(1) == 1 else gradient.contiguous()

@@ -7,7 +7,7 @@ update, also on a rank that has not looked the table up; without a reducer, on o
 
 [Note: rows that were looked up]
 If the gradient of a row that a batch looks up is zero, Adam still updates it by its moments, and so does weight decay.
-For the shard of a cut table the ids are known; an averaged gradient does not show which rows were looked up. A
+For the shard of a cut table the ids are known. An averaged gradient does not show which rows were looked up. A
 replicated table does not update such a row.
 
 [Note: gradients of 16-bit replicas]
@@ -47,7 +47,7 @@ class ReplicatedLookup:
 
     Args:
         tables: the replicated tables, in module order.
-        slot_tables: per lookup of a replicated table, in output order, the table's number in ``tables``; the lookups
+        slot_tables: per lookup of a replicated table, in output order, the table's number in ``tables``. The lookups
             of a table are neighbours.
         gradients: says whether a reducer averages them, and whether it does so in this backward.
         device: where the tables live.
@@ -99,7 +99,7 @@ class ReplicatedLookup:
         return [update.optimizer for update in self._updates if update is not None]
 
     def states(self, table: int) -> dict[str, Tensor]:
-        """The fused optimizer's states of one table, by name, as views; empty without one."""
+        """The fused optimizer's states of one table, by name, as views. Empty without one."""
         update = self._updates[table]
         return {} if update is None else update.optimizer.states()[0]
 
@@ -145,7 +145,7 @@ class ReplicatedLookup:
         return torch.cat(parts, dim=1)
 
     def rows(self, table: int, ids: Tensor) -> Tensor:
-        """(N, dim) float32 rows of one table, one per id; their gradient reaches the table's parameter."""
+        """(N, dim) float32 rows of one table, one per id. Their gradient reaches the table's parameter."""
         self._drop_unfinished()
         parameter = self.parameters[table]
         if parameter.dtype is torch.float32:
@@ -162,7 +162,7 @@ class ReplicatedLookup:
         if not gradients.are_reduced:
             raise ConfigError(
                 f"replicated tables {', '.join(map(repr, self._names))} need their gradients averaged over the "
-                "ranks; shard the whole model with shardrec.shard, or cut these tables"
+                "ranks. Shard the whole model with shardrec.shard, or cut these tables"
             )
         if self._at_step or self._unfinished or not gradients.reduce_this_backward or not any(self._updates):
             return

@@ -3,9 +3,9 @@
 They are used for all cut tables with ``update="step"``; and in backward where
 :func:`shardrec.lookup.fbgemm_kernel.has_fused_kernel` is False, for row-wise states of a table cut by
 columns (whose mean square is over the whole row, of which a rank holds a part) and for replicated tables (whose
-gradient is complete only after the all-reduce). States are float32, and so is the update; the rows of a 16-bit table
+gradient is complete only after the all-reduce). States are float32, and so is the update. The rows of a 16-bit table
 are rounded to nearest when they are written back. The rules are those of :mod:`torch.optim` and
-``torchrec.optim.RowWiseAdagrad``, on the rows given; partial rowwise Adam and LAMB (You et al., 2020) are fbgemm's,
+``torchrec.optim.RowWiseAdagrad``, on the rows given. Partial rowwise Adam and LAMB (You et al., 2020) are fbgemm's,
 whose trust ratio is a row's.
 
 [Note: averages of rows]
@@ -14,7 +14,7 @@ A row that no step looks up between steps m and n keeps its value w, so that a_n
 
     f = d^(n - m) (1 - d^m) / (1 - d^n)
 
-Rows are brought up to date so before they change; m is kept for each, 0 for a row that has not changed yet (f = 0).
+Rows are brought up to date so before they change. M is kept for each, 0 for a row that has not changed yet (f = 0).
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class RowOptimizer:
         optimizer: rule and settings.
 
     Attributes:
-        step_count: updates so far; Adam's bias correction reads it.
+        step_count: updates so far. Adam's bias correction reads it.
         lr: learning rate of the next step.
     """
 
@@ -130,7 +130,7 @@ class RowOptimizer:
             )
 
     def keep_averages(self, decay: float) -> None:
-        """Average each row's values from now on, as states; decay is in (0, 1), see [Note: averages of rows]."""
+        """Average each row's values from now on, as states. Decay is in (0, 1), see [Note: averages of rows]."""
         if self._log_decay == math.log(decay):
             return  # as before
         self._log_decay = math.log(decay)

@@ -19,7 +19,7 @@ class _Table(nn.Module):
     """One table.
 
     Args:
-        weight: (rows, w), floating-point; its memory is shared.
+        weight: (rows, w), floating-point. Its memory is shared.
         pooled: sums of bags; else rows.
     """
 

@@ -49,12 +49,12 @@ class _LocalGroup:
         shards: this rank's, in the order of the bank's tables.
         bank: None if the rank holds none of the group's shards.
         rows: the row-by-row optimizer, for groups that no kernel updates; else None.
-        updater: ``rows`` or ``bank``: has the optimizer's states and counts its steps; None without a bank.
+        updater: ``rows`` or ``bank``: has the optimizer's states and counts its steps. None without a bank.
         whole_rows: the exchange of mean squares of whole rows, if the group needs it.
         width: pooled columns of the group on this rank.
         parameters: of the shards, where they take dense gradients.
         deferred: what :meth:`step` will apply, if the group is updated by it.
-        gradients: those of the running backward that wait for others; see [Note: one update in a backward].
+        gradients: those of the running backward that wait for others. See [Note: one update in a backward].
     """
 
     def __init__(
@@ -90,7 +90,7 @@ class _LocalGroup:
         self._nothing = NoTables(group.width or 0, device)
 
     def under(self, group: LookupGroup, slots: tuple[Slot, ...], rank: int) -> _LocalGroup | None:
-        """The same tables, states and parameters in a group of another plan; None if they are others on this rank."""
+        """The same tables, states and parameters in a group of another plan. None if they are others on this rank."""
         same = replace(group, layouts=self.group.layouts) == self.group and group.local_shards(rank) == self.shards
         same = same and [slot.shard for slot in slots] == [slot.shard for slot in self.slots]
         if not same or (self.whole_rows is not None and group != self.group) or self.bank is None:
@@ -111,7 +111,7 @@ class _LocalGroup:
         *,
         to_update: bool,
     ) -> tuple[Tensor, Kept]:
-        """As :meth:`TableBank.look_up`; ``to_update``: :meth:`add_gradient` may follow."""
+        """As :meth:`TableBank.look_up`. ``to_update``: :meth:`add_gradient` may follow."""
         if self.bank is None:
             return self._nothing(ids, lengths, id_weights), (0.0, None)
         if to_update and self.group.mode is GroupMode.FUSED:
@@ -128,7 +128,7 @@ class _LocalGroup:
         *,
         is_last: bool,
     ) -> list[Tensor | None]:
-        """Update the tables, or have :meth:`step` do it; gives the gradients of :attr:`parameters`.
+        """Update the tables, or have :meth:`step` do it. Gives the gradients of :attr:`parameters`.
 
         Args:
             ids: of a lookup, like the next arguments.
@@ -173,7 +173,7 @@ class _LocalGroup:
         self._update(gradients)
 
     def step(self) -> None:
-        """Apply what backward has left; does nothing if there was none. Every rank calls it."""
+        """Apply what backward has left. Does nothing if there was none. Every rank calls it."""
         if self.deferred is not None and self.deferred.backwards:
             self._update(self.deferred)
 
@@ -194,14 +194,14 @@ class _LocalGroup:
             self.rows.step(gradients, squares)
 
     def scripted(self) -> nn.Module:
-        """The lookup for TorchScript; see :meth:`ShardLookup.scripted`."""
+        """The lookup for TorchScript. See :meth:`ShardLookup.scripted`."""
         if self.bank is None:
             return self._nothing
         if self.bank.cache is not None:
             names = ", ".join(repr(layout.name) for layout in self.group.layouts)
             raise ConfigError(
-                f"a program of its own reads rows where they are, and those of tables {names} are also in a cache; "
-                "plan them in tier 'device' or 'host', or quantize the model first"
+                f"a program of its own reads rows where they are, and those of tables {names} are also in a cache. "
+                "Plan them in tier 'device' or 'host', or quantize the model first"
             )
         return Tables(self.bank.weights, self.bank.slot_tables, pooled=self.bank.pooled)
 
@@ -261,7 +261,7 @@ class ShardLookup:
 
     def settle(self, shards: Iterable[Shard | None], *, to_write: bool) -> None:
         """Have weights of this rank's shards be where :meth:`weight` says, to read them or ``to_write`` them, until the
-        next forward; other shards are left out."""
+        next forward. Other shards are left out."""
         wanted = set(shards)
         for local in self._local_groups:
             if local.bank is not None and local.bank.cache is not None and wanted.intersection(local.shards):
@@ -296,7 +296,7 @@ class ShardLookup:
         return counts
 
     def load_step_counts(self, counts: Mapping[str, int]) -> None:
-        """Set the counts that :meth:`step_counts` returned; tables that share a kernel share their largest count."""
+        """Set the counts that :meth:`step_counts` returned. Tables that share a kernel share their largest count."""
         for local in self._local_groups:
             if local.updater is not None:
                 local.updater.step_count = max(counts.get(layout.name, 0) for layout in local.group.layouts)
@@ -345,7 +345,7 @@ class ShardLookup:
 
         Args:
             shard_input: the ids to look up.
-            allocate: returns (n,) float32 memory for the result; default: a new tensor.
+            allocate: returns (n,) float32 memory for the result. Default: a new tensor.
             to_update: whether :meth:`add_gradients` may follow.
 
         Returns:
@@ -377,7 +377,7 @@ class ShardLookup:
     def add_gradients(
         self, inputs: LookupInputs, lookups: Sequence[Kept], gradients: Sequence[Tensor], *, is_last: bool
     ) -> list[Tensor | None]:
-        """Update the tables, or have :meth:`step` do it; gives the gradients of :attr:`parameters`.
+        """Update the tables, or have :meth:`step` do it. Gives the gradients of :attr:`parameters`.
 
         Args:
             inputs: of the groups' lookups.
@@ -398,7 +398,7 @@ class ShardLookup:
         return of_parameters
 
     def id_weight_gradient(self, inputs: LookupInputs, gradient: Tensor) -> Tensor:
-        """(N,) gradient of the ids' weights, with that of the pooled columns; before the tables are updated."""
+        """(N,) gradient of the ids' weights, with that of the pooled columns. Before the tables are updated."""
         tensors: Iterator[Any] = iter(inputs)
         gradients = []
         parts = gradient.split([local.width for local in self._local_groups], dim=1)
@@ -409,7 +409,7 @@ class ShardLookup:
         return torch.cat(gradients) if gradients else gradient.new_zeros(0)
 
     def begin_lookup(self, node: Any) -> None:
-        """A node of autograd's graph will give gradients; see [Note: one update in a backward]."""
+        """A node of autograd's graph will give gradients. See [Note: one update in a backward]."""
         if torch._C._current_graph_task_id() == -1:
             for local in self._local_groups:
                 if local.gradients:  # of a backward that raised
@@ -465,7 +465,7 @@ def dense_lookup(
 
     Args:
         bank: forward-only bank, one table per parameter, whose memory the parameters share.
-        ids: with ``lengths`` and ``id_weights`` as :meth:`TableBank.look_up` takes them; gives its result.
+        ids: with ``lengths`` and ``id_weights`` as :meth:`TableBank.look_up` takes them. Gives its result.
         parameters: one (rows, cols) parameter per table of the bank.
     """
 

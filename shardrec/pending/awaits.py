@@ -1,6 +1,6 @@
 """TorchScript's pending values, ``Await[W]`` and ``Future[W]``, and what takes every kind: conversions and ``wait``.
 
-The functions are torch's under public names; they do the same in eager mode and in TorchScript.
+The functions are torch's under public names. They do the same in eager mode and in TorchScript.
 
 [Note: whose function this is]
 TorchScript compiles ``awaitable(fn, ...)`` and ``fork(fn, ...)`` as syntax, not as calls, since no operator schema has
@@ -79,7 +79,7 @@ def _forwarded(name: str) -> Callable[..., object]:
 
 
 class _Kept(Generic[W]):
-    """A function that is called once; later calls return the same value or raise the same error."""
+    """A function that is called once. Later calls return the same value or raise the same error."""
 
     def __init__(self, function: Callable[..., W], kwargs: Mapping[str, object]) -> None:
         self.function = partial(function, **kwargs) if kwargs else function
@@ -157,22 +157,22 @@ def wait(pending: Future[W]) -> W: ...
 @overload
 def wait(pending: W) -> W: ...
 def wait(pending: object) -> object:
-    """Wait for a pending value and return it; anything else is returned unchanged.
+    """Wait for a pending value and return it. Anything else is returned unchanged.
 
     In code that ``shardrec.script`` compiles it takes all of these, too, and marks where to wait. In code that
-    ``torch.jit.script`` compiles it takes an ``Await``; use ``shardrec.pending.join`` for a ``Future`` there.
+    ``torch.jit.script`` compiles it takes an ``Await``. Use ``shardrec.pending.join`` for a ``Future`` there.
 
     Args:
         pending: an ``Awaitable`` or ``LazyAwaitable``, a ``Future`` (an RPC, ``shardrec.pending.fork``), the ``Await``
             that a scripted module returns, or a plain value. Containers are not searched.
 
     Returns:
-        The value; pending values inside it are not waited for.
+        The value. Pending values inside it are not waited for.
 
     Raises:
         BaseException: the error of the wait.
     """
-    # torch.futures.Future is a subclass of it; what torch.jit.fork returns is not.
+    # torch.futures.Future is a subclass of it. What torch.jit.fork returns is not.
     if isinstance(pending, (Awaitable, torch._C.Future)):
         return pending.wait()
     if isinstance(pending, torch._C._Await):

@@ -29,7 +29,7 @@ class Callbacks(list[Callable[[W], W]]):
         closed: whether the callbacks have been called.
 
     Raises:
-        AwaitableError: if a callback is added to a closed list; it would never be called.
+        AwaitableError: if a callback is added to a closed list. It would never be called.
     """
 
     closed = False
@@ -71,7 +71,7 @@ class Once(Generic[W]):
     Attributes:
         state: pending until the outcome is kept.
         error: the kept error, if it failed.
-        callbacks: called on the value, in order, before it is kept; each gets the result of the one before.
+        callbacks: called on the value, in order, before it is kept. Each gets the result of the one before.
     """
 
     __slots__ = ("_lock", "_owner", "_traceback", "_value", "callbacks", "error", "state")
@@ -91,11 +91,11 @@ class Once(Generic[W]):
         return self._owner == threading.get_ident()
 
     def resolve(self, name: str, compute: Callable[[], W]) -> W:
-        """The outcome; runs ``compute`` and then the callbacks if they have not run.
+        """The outcome. Runs ``compute`` and then the callbacks if they have not run.
 
         Args:
             name: name of the pending value, for messages.
-            compute: returns the value; called at most once in the life of this object.
+            compute: returns the value. Called at most once in the life of this object.
 
         Raises:
             AwaitableError: if ``compute`` or a callback, in this thread, asks for its own outcome.
@@ -144,8 +144,8 @@ class Once(Generic[W]):
         except Exception as error:
             self._fail(error)
         except BaseException as error:
-            # Ctrl-C ends this wait; a later use must not look like a second Ctrl-C.
-            self._fail(AwaitableError(f"the wait for {name} was cut off by {type(error).__name__}; its value is lost"))
+            # Ctrl-C ends this wait. A later use must not look like a second Ctrl-C.
+            self._fail(AwaitableError(f"the wait for {name} was cut off by {type(error).__name__}. Its value is lost"))
             raise
         else:
             self._value = value

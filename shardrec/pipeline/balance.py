@@ -47,7 +47,7 @@ def balance_by_size(stages: int, module: nn.Sequential) -> list[int]:
 
     Args:
         stages: number of stages.
-        module: the sequential; it may be on meta.
+        module: the sequential. It may be on meta.
 
     Raises:
         ConfigError: if there are fewer layers than stages.
@@ -59,14 +59,14 @@ def balance_by_size(stages: int, module: nn.Sequential) -> list[int]:
 def balance_by_time(stages: int, module: nn.Sequential, sample: object, *, repeats: int = 5) -> list[int]:
     """Number of layers of each stage so that the slowest stage takes least time, forward and backward.
 
-    Layers are timed one after the other on their devices, in training mode; modes, gradients, statistics and random
+    Layers are timed one after the other on their devices, in training mode. Modes, gradients, statistics and random
     state are restored.
 
     Args:
         stages: number of stages.
         module: the sequential.
-        sample: an input; use the size of a micro-batch for accurate times.
-        repeats: times that each layer runs; the fastest counts.
+        sample: an input. Use the size of a micro-batch for accurate times.
+        repeats: times that each layer runs. The fastest counts.
 
     Raises:
         ConfigError: if there are fewer layers than stages.

@@ -72,7 +72,7 @@ class Source:
     """Where a value comes from.
 
     Args:
-        maker: the post-processor in whose output the value is; None for the batch.
+        maker: the post-processor in whose output the value is. None for the batch.
         path: to the value: an item or an attribute, an item or an attribute of that, and so on.
     """
 
@@ -100,7 +100,7 @@ class PostProcessed:
         self._left: list[PostProcessor] = []
 
     def value(self, source: Source) -> object:
-        """The value of a source; None if the batch has none. Runs the post-processors that it takes, once each."""
+        """The value of a source. None if the batch has none. Runs the post-processors that it takes, once each."""
         root = self._batch if source.maker is None else self._output(source.maker)
         with suppress(LookupError, AttributeError, TypeError):
             for step in source.path:
@@ -165,7 +165,7 @@ def recorded_calls(model: nn.Module, device: torch.device) -> Iterator[list[Modu
 
 
 def sources_of(values: Iterable[object], batch: object, calls: Sequence[ModuleCall]) -> list[Source | None]:
-    """Where each value comes from; None where the model makes it in another way."""
+    """Where each value comes from. None where the model makes it in another way."""
     makers: dict[ModuleCall, PostProcessor | None] = {}
     return [_source(value, batch, calls, makers) for value in values]
 
@@ -194,7 +194,7 @@ def _source(
 def _maker(
     call: ModuleCall, batch: object, before: Sequence[ModuleCall], makers: dict[ModuleCall, PostProcessor | None]
 ) -> PostProcessor | None:
-    """A call that has ended after those ``before``, as one that can be made ahead; None if it cannot."""
+    """A call that has ended after those ``before``, as one that can be made ahead. None if it cannot."""
 
     def argument(value: object) -> Source:
         if isinstance(value, _CONSTANTS):

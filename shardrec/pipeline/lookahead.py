@@ -36,7 +36,7 @@ class _KnownCall(NamedTuple):
     Args:
         module: that is called.
         mode: in which it is called.
-        source: of its features; None if it is not made ahead.
+        source: of its features. None if it is not made ahead.
     """
 
     module: ShardedCollection
@@ -78,11 +78,11 @@ class _Slot:
 
 
 class Lookahead:
-    """Steps through batches; see :mod:`shardrec.pipeline.train`.
+    """Steps through batches. See :mod:`shardrec.pipeline.train`.
 
     Args:
         batches: the same number on every rank.
-        context: of the sharded model; None: inputs are only copied ahead.
+        context: of the sharded model. None: inputs are only copied ahead.
         depth: 0, 1 or 2.
         device: of the model.
         model: whose post-processors are run ahead.
@@ -187,7 +187,7 @@ class Lookahead:
             self._batches, self._source, self._needs_batch = batches, iter(batches), False
 
     def close(self) -> None:
-        """Drop the batches in progress; every rank calls this after the same step."""
+        """Drop the batches in progress. Every rank calls this after the same step."""
         self._source = None
         for slot in self._slots:
             slot.let_go()
@@ -223,7 +223,7 @@ class Lookahead:
             self._slots.append(slot)
 
     def _run_stages(self, slot: _Slot, count: int) -> None:
-        """Have a batch pass the first stages, up to this number; an error is raised in its step."""
+        """Have a batch pass the first stages, up to this number. An error is raised in its step."""
         try:
             while slot.stages < count and slot.error is None:
                 stream = self._stage_streams[slot.stages]
@@ -261,7 +261,7 @@ class Lookahead:
             context.forward_state = before
 
     def _exchange(self, slot: _Slot | None) -> None:
-        """Exchange the headers of the next batch; every rank does so in every step, even without a batch.
+        """Exchange the headers of the next batch. Every rank does so in every step, even without a batch.
 
         Raises:
             ForwardFailed: if another rank's forward has failed.
@@ -361,7 +361,7 @@ class Lookahead:
 
         Args:
             slot: of this step.
-            observed: the calls of sharded modules; None if they were not observed.
+            observed: the calls of sharded modules. None if they were not observed.
             calls: of other modules, which are recorded in the first step.
         """
         if observed is None:
@@ -422,7 +422,7 @@ def _words(error: Exception) -> str:
 
 
 def _on(stream: torch.cuda.Stream | None, after: torch.cuda.Event | None = None) -> AbstractContextManager[object]:
-    """Issue on a CUDA stream, after an event; nothing on the CPU."""
+    """Issue on a CUDA stream, after an event. Nothing on the CPU."""
     if stream is None:
         return nullcontext()
     if after is not None:

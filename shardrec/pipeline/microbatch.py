@@ -28,7 +28,7 @@ def sizes_of(total: int, chunks: int) -> list[int]:
 
     Args:
         total: samples B of the mini-batch.
-        chunks: micro-batches wanted; there are fewer if B is smaller.
+        chunks: micro-batches wanted. There are fewer if B is smaller.
     """
     count = max(1, min(chunks, total))
     small, more = divmod(total, count)
@@ -39,7 +39,7 @@ def batch_size(value: object, what: str = "the input") -> int:
     """Samples B of a nest of (B, ...) tensors.
 
     Args:
-        value: a tensor or a KeyedJaggedTensor, or tuples, lists and dicts of them; None stands for no tensor.
+        value: a tensor or a KeyedJaggedTensor, or tuples, lists and dicts of them. None stands for no tensor.
         what: for error messages.
 
     Raises:
@@ -64,7 +64,7 @@ def batch_size(value: object, what: str = "the input") -> int:
                 "lists and dicts of them"
             )
         if leaf.dim() == 0:
-            raise ConfigError(f"{what}{keystr(path)} is a tensor without dimensions; its first has to be the batch")
+            raise ConfigError(f"{what}{keystr(path)} is a tensor without dimensions. Its first has to be the batch")
         sizes[keystr(path)] = leaf.size(0)
     if len(set(sizes.values())) != 1:
         seen = ", ".join(f"{path or 'it'} has {size}" for path, size in sizes.items()) or "there is no tensor"
@@ -94,7 +94,7 @@ def _is_jagged(value: object) -> TypeGuard[KeyedJaggedTensor]:
 
 
 def _jagged_pieces(features: KeyedJaggedTensor, sizes: Sequence[int]) -> list[KeyedJaggedTensor]:
-    """KeyedJaggedTensors of ``sizes`` samples each; their bounds are read on the host."""
+    """KeyedJaggedTensors of ``sizes`` samples each. Their bounds are read on the host."""
     keys, samples = features.keys(), features.stride()
     lengths_FB = features.lengths().view(len(keys), samples)
     bounds = features.offsets().tolist()

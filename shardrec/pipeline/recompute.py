@@ -120,7 +120,7 @@ class RandomState:
 
     Args:
         device: whose generator they are drawn from, if it is a CUDA device.
-        stream: of those on the CPU; None: torch's generator.
+        stream: of those on the CPU. None: torch's generator.
     """
 
     def __init__(self, device: torch.device, stream: RandomStream | None) -> None:

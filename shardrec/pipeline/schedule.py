@@ -52,7 +52,7 @@ def gpipe(stages: int, batches: int) -> Schedule:
 
     Args:
         stages: number of stages S.
-        batches: number of micro-batches M; may be less than S.
+        batches: number of micro-batches M. May be less than S.
     """
     forwards = [Action("F", batch) for batch in range(batches)]
     backwards = [Action("B", batch) for batch in reversed(range(batches))]
@@ -64,7 +64,7 @@ def one_f_one_b(stages: int, batches: int) -> Schedule:
 
     Args:
         stages: number of stages S.
-        batches: number of micro-batches M; may be less than S.
+        batches: number of micro-batches M. May be less than S.
     """
     schedule = []
     for stage in range(stages):

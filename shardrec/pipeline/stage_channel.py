@@ -35,14 +35,14 @@ __all__ = ["PeerPort", "Peers"]
 T = TypeVar("T")
 
 _FRAME = 1024
-"""Bytes of a header's first part; most have no other."""
+"""Bytes of a header's first part. Most have no other."""
 
 
 class Peers:
-    """The other ranks of a pipeline; what waits for them raises PeerError if one is gone.
+    """The other ranks of a pipeline. What waits for them raises PeerError if one is gone.
 
     Args:
-        group: stage s is on its rank s; all of its ranks call this.
+        group: stage s is on its rank s. All of its ranks call this.
         device: of this rank's stage.
 
     Attributes:
@@ -63,7 +63,7 @@ class Peers:
         self._threads: dict[tuple[str, int], ThreadPoolExecutor] = {}
 
     def gather(self, value: T) -> list[T]:
-        """The value of each rank, on every rank, which all call this; over gloo, so that no device waits."""
+        """The value of each rank, on every rank, which all call this. Over gloo, so that no device waits."""
         with self._about_stages():
             return safe_pickle.gather(value, self._control)
 
@@ -73,7 +73,7 @@ class Peers:
             dist.broadcast(value, self._ranks[stage], group=self._tensors[0])
 
     def submit(self, way: str, peer: int, work: Callable[[], None]) -> Future[None]:
-        """Do it on the thread for a peer; one at a time, in order."""
+        """Do it on the thread for a peer. One at a time, in order."""
         threads = self._threads.get((way, peer))
         if threads is None:
             name = f"pipeline {way} {peer}"
@@ -81,7 +81,7 @@ class Peers:
         return threads.submit(work)
 
     def send(self, key: Key, message: Message, ready: torch.cuda.Event | None) -> None:
-        """Send a message; waits until it is gone. ``ready`` is recorded when its tensors had been computed."""
+        """Send a message. Waits until it is gone. ``ready`` is recorded when its tensors had been computed."""
         shapes = [None if leaf is None else (tuple(leaf.shape), leaf.dtype) for leaf in message.leaves]
         failure = None if message.failure is None else message.failure.told()
         head = safe_pickle.dump((tuple(key), shapes, message.spec, list(message.differentiable), failure))

@@ -23,7 +23,7 @@ class Span:
 
     Args:
         stage: its number. name: the action, such as ``"F0"``.
-        kind: ``"compute"``; ``"wait"``, for messages; ``"send"``, a message on its way to another rank.
+        kind: ``"compute"``. ``"wait"``, for messages. ``"send"``, a message on its way to another rank.
         start: time in seconds of the host's clock.
         end: on the same clock.
     """
@@ -39,7 +39,7 @@ class Recorder:
     """Collects spans; from several threads.
 
     Attributes:
-        spans: so far; those of CUDA devices come with :meth:`finish`.
+        spans: so far. Those of CUDA devices come with :meth:`finish`.
     """
 
     def __init__(self) -> None:

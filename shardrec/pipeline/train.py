@@ -64,16 +64,16 @@ class TrainPipeline:
 
     Args:
         model: from :func:`shardrec.shard`, or any module, whose inputs are then copied ahead only.
-        optimizer: of the model, one or several (fused ones update in backward); each step clears gradients and updates.
+        optimizer: of the model, one or several (fused ones update in backward). Each step clears gradients and updates.
         dataloader: batches; as many on every rank. An iterator, such as a generator, gives a single pass. Tensors,
             tuples, lists and dicts of them, or objects with a method ``to(device, non_blocking)``. As in TorchRec it
             may be the device, for a program that calls :meth:`progress`.
-        loss_fn: from model and batch to the loss, or a tuple that begins with it; default: calls ``model(batch)``.
-        depth: 0, 1 or 2; see above.
+        loss_fn: from model and batch to the loss, or a tuple that begins with it. Default: calls ``model(batch)``.
+        depth: 0, 1 or 2. See above.
         accumulate: batches of an update: it takes the mean of their gradients, as of one batch with the rows of all. If
             the batches end before, it is made with those that there are, each with the same share.
-        clip_norm: largest norm of an update's gradients (:func:`shardrec.clip_grad_norm_`); default: any.
-        device: where batches are copied to; default: the sharded model's, or that of the first parameter.
+        clip_norm: largest norm of an update's gradients (:func:`shardrec.clip_grad_norm_`). Default: any.
+        device: where batches are copied to. Default: the sharded model's, or that of the first parameter.
         stages: functions from a batch on the device to a batch, without gradients, such as a transformation on the GPU.
             A batch passes one in each step before its own. On CUDA each runs on a stream of its own.
 
@@ -83,7 +83,7 @@ class TrainPipeline:
 
     Attributes:
         grad_norms: (2,) float32, the norms of the last update's gradients before they were clipped, of the dense part
-            and of the tables; None without ``clip_norm``.
+            and of the tables. None without ``clip_norm``.
 
     The idea is that of TorchRec's ``TrainPipelineSparseDist``.
     """
@@ -103,7 +103,7 @@ class TrainPipeline:
     ) -> None:
         if isinstance(dataloader, torch.device):
             if device is not None:
-                raise ConfigError(f"device is given twice, as {dataloader} and {device}; leave one out")
+                raise ConfigError(f"device is given twice, as {dataloader} and {device}. Leave one out")
             dataloader, device = None, dataloader
         if depth not in (0, 1, 2):
             raise ConfigError(f"depth is {depth!r}: give 0 (the plain loop), 1 or 2")
@@ -185,7 +185,7 @@ class TrainPipeline:
         return result[1] if isinstance(result, (tuple, list)) and len(result) == 2 else result
 
     def update(self) -> None:
-        """Make the update with the batches since the last one, if there are any; every rank calls it."""
+        """Make the update with the batches since the last one, if there are any. Every rank calls it."""
         if not self._accumulated:
             return
         self._accumulated = 0
@@ -212,11 +212,11 @@ class TrainPipeline:
 
         Args:
             dataloader: batches, as many on every rank.
-            forward: from model and batch to the output; default: ``model(batch)``.
+            forward: from model and batch to the output. Default: ``model(batch)``.
         """
         steps = self._ahead(dataloader)
         while True:
-            # Between two outputs the caller may train; a module that is frozen stays in its own mode.
+            # Between two outputs the caller may train. A module that is frozen stays in its own mode.
             modes = {module: module.training for module in self._model.modules()}
             self._model.eval()
             try:

@@ -72,7 +72,7 @@ def lay_out(name: str, table: TableLoad, candidate: Candidate, places: Sequence[
 
 def add_option(option: Option, loads: Floats, memory: Floats, limits: Floats) -> list[Place]:
     """Add an option to the ranks' loads (R,) and bytes (R,), each gang where these are least over the limits (R,), and
-    of such places where the slowest rank is fastest; returns the places."""
+    of such places where the slowest rank is fastest. Returns the places."""
     loads += option.everywhere.load
     memory += option.everywhere.memory[0]
     chosen = []

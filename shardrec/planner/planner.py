@@ -28,7 +28,7 @@ _MANY = 3000
 _MIN_SHARE = 0.02
 """The smallest shard then, against a rank's load and memory."""
 _LACKING = " memory that a rank lacks"
-"""Name of what is a table to the solver only; names of a model's tables have no space in front."""
+"""Name of what is a table to the solver only. Names of a model's tables have no space in front."""
 
 
 class Planner:
@@ -39,8 +39,8 @@ class Planner:
         topology: the ranks.
         batch_size: samples per rank in a step.
         constraints: by table name or pattern.
-        profile: time coefficients; default: those of the topology's machine.
-        device: ``"cpu"`` or ``"cuda"``, for the machine of a topology without one; default: CUDA where torch sees it.
+        profile: time coefficients. Default: those of the topology's machine.
+        device: ``"cpu"`` or ``"cuda"``, for the machine of a topology without one. Default: CUDA where torch sees it.
         spills: whether tables without a constraint on it may be in tier ``"cached"``.
     """
 
@@ -132,7 +132,7 @@ class Planner:
         labels: Mapping[str, str] | None = None,
         others: Mapping[str, tuple[str, str]] | None = None,
     ) -> ShardingPlan:
-        """A plan with its report: priced as it is laid out; the solution says what ended the search."""
+        """A plan with its report: priced as it is laid out. The solution says what ended the search."""
         ranks, per_table = priced_plan(self.model, self.tables, bare)
         cost, labels, others = max(each.ms for each in ranks), labels or {}, others or {}
         report = PlanReport(

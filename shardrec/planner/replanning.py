@@ -68,7 +68,7 @@ def replan_tables(
         limits: when to stop the search for the plan that is free to move anything, and after it that for moves.
     """
     if not max_moved_bytes >= 0:
-        raise ConfigError(f"max_moved_bytes is {max_moved_bytes}; give a number of bytes, at least 0")
+        raise ConfigError(f"max_moved_bytes is {max_moved_bytes}. Give a number of bytes, at least 0")
     if any(table.tier == "cached" for table in old.tables):
         planner = planner.changed(spills=True)
     free = solve(planner.problem(), limits)
@@ -91,7 +91,7 @@ def paying_plan(
     planner: Planner, old: ShardingPlan, *, steps: float, min_gain: float, limits: SolveLimits | None = None
 ) -> Replanned | None:
     """A plan whose step is shorter by the part ``min_gain``, and whose move takes no longer than this part of ``steps``
-    steps; None if the old plan is to stay. Args: of :meth:`shardrec.ShardedModel.replan` and :func:`replan_tables`."""
+    steps. None if the old plan is to stay. Args: of :meth:`shardrec.ShardedModel.replan` and :func:`replan_tables`."""
     model, tables, world = planner.model, planner.tables, old.world_size
     links = (model.profile.exchange_byte_ns, (old.topology.hosts > 1) * model.profile.host_exchange_byte_ns, 1e-9)
     byte_ms, old_ms = _COPIES * max(links) * 1e-6, predicted_ms(model, tables, old)

@@ -10,7 +10,7 @@
 The path may be that of a module around the collection, such as a ``FeatureProcessedEmbeddingBagCollection`` or an
 ``EmbeddingTower``: the layouts are of the collection inside. A collection without a path is replicated, as by TorchRec.
 
-A TorchRec row-wise table has one block per rank, in the order of ranks; TorchRec does not support other row cuts, so
+A TorchRec row-wise table has one block per rank, in the order of ranks. TorchRec does not support other row cuts, so
 writing such a plan raises an error with the remedy.
 """
 
@@ -65,7 +65,7 @@ def from_torchrec(plan: TorchRecPlan, topology: Topology, shapes: Mapping[str, t
             cut = _FROM_TORCHREC.get(sharding.sharding_type, sharding.sharding_type)
             spec = sharding.sharding_spec
             if cut != "data_parallel" and spec is None:
-                faults.append(f"table {name!r} has no sharding_spec; let TorchRec's planner make the plan complete")
+                faults.append(f"table {name!r} has no sharding_spec. Let TorchRec's planner make the plan complete")
                 continue
             shards = () if cut == "data_parallel" else tuple(_shards(name, spec))
             layouts.append(
@@ -95,11 +95,11 @@ def to_torchrec(
     Args:
         plan: whose cuts TorchRec has.
         device: ``"cpu"`` or ``"cuda"``.
-        kernel: compute kernel of the sharded tables; those of replicated tables are dense.
-        paths: path of each table's collection, by table name; default: all of the name but the last part.
+        kernel: compute kernel of the sharded tables. Those of replicated tables are dense.
+        paths: path of each table's collection, by table name. Default: all of the name but the last part.
 
     Raises:
-        PlanError: if a table is cut in a way that TorchRec does not support; names each of them.
+        PlanError: if a table is cut in a way that TorchRec does not support. Names each of them.
     """
     from torch.distributed._shard.sharding_spec import EnumerableShardingSpec
     from torchrec.distributed.types import EmbeddingModuleShardingPlan, ParameterSharding
@@ -135,7 +135,7 @@ def constraints_from_torchrec(
 
     Args:
         constraints: by table name, as TorchRec's planner takes them.
-        prefix: put before the names, which stand for tables' own names; ``"*."`` where several collections have one.
+        prefix: put before the names, which stand for tables' own names. ``"*."`` where several collections have one.
 
     Returns:
         For :func:`shardrec.plan`: ``constraints`` by table, and ``poolings`` by feature where the features are named.

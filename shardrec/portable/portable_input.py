@@ -2,7 +2,7 @@
 
 What :mod:`shardrec.step.begin` and :mod:`shardrec.step.id_exchange` do for one module, by the same routes and in the
 same order of slots. Header and payload differ from the live driver's: a row of the header is fault | batch size |
-counts, without a checksum; weights have a separate all-to-all; wide ids widen the lengths. A batch size per feature is
+counts, without a checksum. Weights have a separate all-to-all. Wide ids widen the lengths. A batch size per feature is
 not supported and raises a fault. Sums inside hosts are not needed (the output is the same without them).
 
 Shapes as in those modules: F features of the input, S slots of all ranks, W ranks, G lookup groups, B local batch size.
@@ -72,7 +72,7 @@ Checked = NamedTuple(  # noqa: UP014
 
 ``keys``: F of the input, and ``DROPPED`` where ids may have been taken out. ``lengths``: (F, B) or (F + 1, B) int32.
 ``values``: (N,) ids. ``weights``: (N,) float32 or None. ``fault``: 0-d int64, a number of :data:`FAULTS`. ``bad_ids``:
-(U,) int64, bad ids of each feature that were no error; empty if there can be none. ``dropped``: ids may have been taken
+(U,) int64, bad ids of each feature that were no error. Empty if there can be none. ``dropped``: ids may have been taken
 out; of the batch as it was given then ``given``: (F, B) int32 lengths, ``looked_up``: (N,) ids, 0 where they were taken
 out, and ``kept``: (N,) bool, whether they were not.
 """
@@ -92,8 +92,8 @@ Received = NamedTuple(  # noqa: UP014
 )
 """The ids for this rank's shards, and of those that this rank sent, where they were in the batch.
 
-``lengths``: (S_mine, B_all); ``ids``: (n,); ``weights``: (n,) or None; ``sizes``: batch size of each rank; ``came``,
-``went``: ids from and to each rank, per group; ``positions``: (N_sent,) int64 where each id gets a row, else None;
+``lengths``: (S_mine, B_all). ``ids``: (n,). ``weights``: (n,) or None. ``sizes``: batch size of each rank. ``came``,
+``went``: ids from and to each rank, per group. ``positions``: (N_sent,) int64 where each id gets a row, else None.
 ``slot_ids``: (S,) number of ids of each slot of all ranks.
 """
 
@@ -106,7 +106,7 @@ class PortableInput(nn.Module):
         collectives: of the group that the embeddings are sharded over.
 
     Attributes:
-        group_name: of the process group; a process that loads the saved program may set another.
+        group_name: of the process group. A process that loads the saved program may set another.
     """
 
     def __init__(self, exchange: InputPlan, collectives: Collectives) -> None:
@@ -169,7 +169,7 @@ class PortableInput(nn.Module):
         return 0
 
     def weights_of(self, features: KeyedJaggedTensor) -> Tensor | None:
-        """The weights of the ids; those given to a collection that is not weighted are ignored."""
+        """The weights of the ids. Those given to a collection that is not weighted are ignored."""
         return features.weights_or_none() if self.weighted else None
 
     def checked(self, features: KeyedJaggedTensor) -> Checked:
@@ -238,7 +238,7 @@ class PortableInput(nn.Module):
         else:
             lengths, whole = lengths.to(torch.int32) * valid, whole.to(torch.int32) * valid
         if torch.jit.is_scripting() and not values.is_cuda and not bool(valid):
-            # The CPU's kernels compare the number of ids with the lengths; those of CUDA read by the lengths alone.
+            # The CPU's kernels compare the number of ids with the lengths. Those of CUDA read by the lengths alone.
             values = values[:0]
             if weights is not None:
                 weights = weights[:0]
@@ -325,7 +325,7 @@ class PortableInput(nn.Module):
             batch: size to tell.
 
         Raises:
-            InputError: on every rank, for a fault of any; TorchScript and exported programs raise a RuntimeError.
+            InputError: on every rank, for a fault of any. TorchScript and exported programs raise a RuntimeError.
         """
         if self.world_size == 1 and torch.jit.is_scripting():
             known: list[int] = torch.cat([counts.flatten(), fault.reshape(1)]).tolist()
@@ -362,7 +362,7 @@ class PortableInput(nn.Module):
         """:meth:`exchange_header` of an exported program, whose faults are assertions in its graph."""
         # On the CPU, where an assertion that fails is an error; on a GPU it is the end of the process.
         headers = received.cpu()
-        # Faults of structure show while tracing; what a program can meet is the one of values.
+        # Faults of structure show while tracing. What a program can meet is the one of values.
         for rank in range(self.world_size):
             torch.ops.aten._assert_async.msg(headers[rank, 0] == 0, f"bad input: rank {rank}: {self.faults[1]}")
         return counts_of(torch.cat([counts.flatten().cpu(), headers[:, 1:].flatten()]))
@@ -426,7 +426,7 @@ def counted(received: Tensor, count: int) -> Tensor:
     if torch.jit.is_scripting():  # noqa: SIM102 - TorchScript takes it for known
         if received.numel() != count:
             raise RuntimeError(
-                f"{received.numel()} elements came in an exchange and {count} were expected; the ranks have come "
+                f"{received.numel()} elements came in an exchange and {count} were expected. The ranks have come "
                 "apart: every rank must call the same modules in the same order"
             )
     return received
@@ -440,7 +440,7 @@ def in_first_bag(lengths: Tensor, values: Tensor, valid: Tensor) -> Tensor:
 
 
 def constant(values: list[int], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """(n,) numbers that depend on the input's keys alone, on ``device``; a tracer keeps them in its graph."""
+    """(n,) numbers that depend on the input's keys alone, on ``device``. A tracer keeps them in its graph."""
     if is_exported():
         return torch.tensor(values, dtype=dtype, device=device)
     return staged(values, dtype, device)

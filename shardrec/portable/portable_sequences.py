@@ -193,7 +193,7 @@ class PortableSequences(PortableTwin):
             pending: the all-to-all.
             target: (n,) int64, where each column unit that comes goes.
             count: number of rows in which the units go.
-            places: (M,) int64, the place of each id's row among them; None if they are the ids'.
+            places: (M,) int64, the place of each id's row among them. None if they are the ids'.
             zeros: the places count from a zero row before the rows.
             sizes: rows of each output of a cut table.
             replicas: rows of each output of a replicated one.

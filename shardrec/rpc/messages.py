@@ -112,7 +112,7 @@ class Call:
     """A call in progress; if a replica is gone, another one is asked.
 
     Args:
-        names: RPC names of the replicas; the first is asked first.
+        names: RPC names of the replicas. The first is asked first.
         method: to call.
         arguments: of it.
         timeout_s: in seconds, for all attempts.
@@ -159,7 +159,7 @@ class Call:
                 first = str(error).split("\n", 1)[0][:200]
                 raise PeerError(
                     f"server {name!r} is gone or did not answer the {self._method} within {self._timeout_s:g} s "
-                    f"({first}); start it again from the last checkpoint, and connect anew",
+                    f"({first}). Start it again from the last checkpoint, and connect anew",
                     waited_for=self._method,
                 ) from error
             try:
@@ -204,7 +204,7 @@ def unwrapped(answer: object, server: str) -> Any:
     if isinstance(answer, tuple) and len(answer) == 3 and all(isinstance(field, str) for field in answer[1:]):
         cls = getattr(errors, answer[1]) if answer[1] in errors.__all__ else PeerError
         raise cls(f"{server}: {answer[2]}")
-    raise PeerError(f"{server} answered with a {type(answer).__name__}; use one release of shardrec everywhere")
+    raise PeerError(f"{server} answered with a {type(answer).__name__}. Use one release of shardrec everywhere")
 
 
 def check_parts(parts: object, collections: Sequence[ShardedCollection]) -> list[Part]:

@@ -140,7 +140,7 @@ def shard_over_servers(
 
 
 def _send_first_values(module: nn.Module, collection: ShardedCollection) -> None:
-    """Send the servers the values that an unsharded collection has; where it is on meta, they keep their own."""
+    """Send the servers the values that an unsharded collection has. Where it is on meta, they keep their own."""
     for key, weight in module.named_parameters():
         table = collection.tables()[key.split(".")[1]]
         if isinstance(table, RemoteTable) and not weight.is_meta:
@@ -160,7 +160,7 @@ def _faults(plan: ShardingPlan, model: nn.Module, servers: int) -> Sequence[str]
     faults: list[str] = []
     if plan.world_size != servers:
         faults.append(
-            f"the plan is for {plan.world_size} ranks and there are {servers} servers; plan for as many as there "
+            f"the plan is for {plan.world_size} ranks and there are {servers} servers. Plan for as many as there "
             "are, with shardrec.plan(model, shardrec.Topology(ranks_per_host=...))"
         )
     if remappers_of(model):
@@ -186,7 +186,7 @@ def _check_servers(plan: ShardingPlan, paths: Sequence[str], collectives: Remote
         for key, value in {"rank": number, **wanted}.items():
             if answer[key] != value:
                 raise ConfigError(
-                    f"server {servers.names[number][0]!r} has {key} {answer[key]!r} and this trainer {value!r}; give "
+                    f"server {servers.names[number][0]!r} has {key} {answer[key]!r} and this trainer {value!r}. Give "
                     "both the same model and plan"
                 )
 

@@ -2,7 +2,7 @@
 
 Rowwise Adagrad needs the mean square of whole rows (:mod:`shardrec.lookup.whole_rows`). Each server makes the updates
 of a training run in the order in which the trainers pushed them, so that servers that wait for each other make the same
-update. The server's own thread waits; the RPC threads store received rows and answer.
+update. The server's own thread waits. The RPC threads store received rows and answer.
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ class ServerCollectives(Collectives):
             rows = self._received.setdefault(key, Future()).result(self._deadline - monotonic())
         except TimeoutError as error:
             raise PeerError(
-                f"server {name!r} has not told its part of rows that an update needs; nothing of them was changed: "
+                f"server {name!r} has not told its part of rows that an update needs. Nothing of them was changed: "
                 "start it again from the last checkpoint"
             ) from error
         del self._received[key]

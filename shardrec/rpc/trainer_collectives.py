@@ -2,7 +2,7 @@
 
 To the sharded modules the trainers and the servers are ranks of one group: T trainers, which have batches and no
 shards, then S servers, which have shards and no batches. Between trainers only the header travels, over their own
-process group; between a trainer and a server what an all-to-all would carry::
+process group. Between a trainer and a server what an all-to-all would carry::
 
     header    trainers alone: fault flags and agreement; a server has no batch, and no fault
     payload   nothing: the ids travel with the lookup
@@ -43,7 +43,7 @@ _SHARE_OF_TIMEOUT = 0.8  # of a trainer's time limit, which a server waits for t
 
 
 class KeptGradients(DeferredGradients):
-    """What exchanges have for the servers since the last update; see [Note: one push of several exchanges].
+    """What exchanges have for the servers since the last update. See [Note: one push of several exchanges].
 
     Attributes:
         pushes: per exchange, in the order of their backwards, for each server what was looked up, and its gradient.
@@ -155,7 +155,7 @@ class RemoteCollectives(Collectives):
         for names in self.servers.names:
             if len(names) > 1:
                 raise ConfigError(
-                    f"an update would change one of the replicas {', '.join(names)} alone; replicas are for read-only "
+                    f"an update would change one of the replicas {', '.join(names)} alone. Replicas are for read-only "
                     "serving: to train, give Servers one name for each rank of the plan"
                 )
         self._updates += 1

@@ -15,7 +15,7 @@ code in it. All the connections of a generation are made at its start, so agents
 listen on an abstract Unix socket, never on a port, and connections that another user made meanwhile are closed.
 
 [Note: no init_rpc] ``init_rpc`` numbers the agents of a process, and the meetings of agents with the same names, and
-expects equal numbers on all processes; a restarted process begins at 0. Tried instead: setting torch's counters back,
+expects equal numbers on all processes. A restarted process begins at 0. Tried instead: setting torch's counters back,
 which changes private state that other code may use; and a backend of our own (``backend_registry.register_backend``),
 which takes a store without the number, but after which torch refuses a plain ``init_rpc``, because its
 ``rpc.BackendType`` stays the one of before. So the agent is made and started here, as ``init_rpc`` does it. All that
@@ -82,7 +82,7 @@ class RpcWorld:
     """The trainers and servers of one job, from the view of one process.
 
     RPC runs whatever function a message names, and unpickles what it is given: it trusts every connected process.
-    Agents listen only until all are connected: on one host on a Unix socket, for processes of this user; between hosts
+    Agents listen only until all are connected: on one host on a Unix socket, for processes of this user. Between hosts
     on a TCP port of ``interface``, which must be on a network that no other user reaches.
 
     Args:
@@ -91,7 +91,7 @@ class RpcWorld:
         servers: names of the servers; as a number, that of ``server0`` and on.
         name: of this process.
         timeout_s: seconds that the other processes may take to join.
-        interface: network interface that RPC listens on; ``"lo"`` for processes of one host, which need none.
+        interface: network interface that RPC listens on. ``"lo"`` for processes of one host, which need none.
         threads: of the RPC agent.
 
     Raises:
@@ -112,7 +112,7 @@ class RpcWorld:
         self.servers = [f"server{number}" for number in range(servers)] if isinstance(servers, int) else list(servers)
         self.names = [f"trainer{number}" for number in range(trainers)] + self.servers
         if name not in self.names or len(set(self.names)) < len(self.names):
-            raise ConfigError(f"this process is {name!r}, and the job has {', '.join(self.names)}; each name once")
+            raise ConfigError(f"this process is {name!r}, and the job has {', '.join(self.names)}. Each name once")
         self.name = name
         self._store = store
         self._timeout_s = timeout_s
@@ -122,13 +122,13 @@ class RpcWorld:
         os.environ.setdefault("TP_SOCKET_IFNAME", interface)
 
     def join(self) -> None:
-        """Join the RPC world; blocks until all processes have joined.
+        """Join the RPC world. Blocks until all processes have joined.
 
         Raises:
             PeerError: if some processes did not join in time, or the job has ended.
         """
         if not self._join():
-            raise PeerError("the job has ended; start another one with a store of its own", waited_for="start")
+            raise PeerError("the job has ended. Start another one with a store of its own", waited_for="start")
 
     def leave(self) -> None:
         """End this process's agent. Calls in progress fail on the other processes."""
@@ -172,7 +172,7 @@ class RpcWorld:
             self.leave()
 
     def _join(self) -> bool:
-        """Join a generation that all others join; False if the job has ended."""
+        """Join a generation that all others join. False if the job has ended."""
         end = monotonic() + self._timeout_s
         while not self._has("shardrec/end"):
             while self._is_over():
@@ -186,23 +186,23 @@ class RpcWorld:
         return False
 
     def _meet(self, end: float) -> str:
-        """Come to the generation and wait for the others, until it is over or ``end``; who is missing, or ""."""
+        """Come to the generation and wait for the others, until it is over or ``end``. Who is missing, or ""."""
         is_first = self._store.add(self._key(self.name), 1) == 1
         while is_first and monotonic() < end and not self._is_over() and not self._has("shardrec/end"):
             if self._wait([self._key(name) for name in self.names], _LOOK_S):
                 return ""
         missing = [name for name in self.names if not self._has(self._key(name))] or [self.name]
         return (
-            f"{', '.join(missing)} did not come within {self._timeout_s:g} s; start every process of the job, with the "
+            f"{', '.join(missing)} did not come within {self._timeout_s:g} s. Start every process of the job, with the "
             "same store"
         )
 
     def _start_agent(self) -> str:
-        """Start this process's agent and connect it with the others; why it could not, or ""."""
+        """Start this process's agent and connect it with the others. Why it could not, or ""."""
         options = rpc.TensorPipeRpcBackendOptions(
             num_worker_threads=self._threads,
             rpc_timeout=_START_S,
-            # With "uv" each agent has a TCP port; the channel that is left out would have 16 more.
+            # With "uv" each agent has a TCP port. The channel that is left out would have 16 more.
             _transports=["shm"] if os.environ["TP_SOCKET_IFNAME"] == "lo" else ["shm", "uv"],
             _channels=["cma", "basic"],
         )
@@ -219,7 +219,7 @@ class RpcWorld:
             store.wait([f"connected/{name}" for name in self.names])
         except RuntimeError as error:  # one died on the way
             self.leave()
-            return f"the processes could not connect within {self._timeout_s:g} s ({error}); start the job again"
+            return f"the processes could not connect within {self._timeout_s:g} s ({error}). Start the job again"
         _close_doors(_listening() - before)
         return ""
 
@@ -253,7 +253,7 @@ class RpcWorld:
         try:
             self._store.wait(keys, timedelta(seconds=seconds))
         except dist.DistNetworkError as error:
-            raise PeerError(f"the store that the job shares is gone ({error}); start the job again") from error
+            raise PeerError(f"the store that the job shares is gone ({error}). Start the job again") from error
         except RuntimeError:  # a FileStore's time-out has no class of its own
             return False
         return True

@@ -18,7 +18,7 @@ class Rule(NamedTuple):
     """The effect of an operator on the elements of a list or dict.
 
     Args:
-        arguments: a letter for each; one that is not mentioned is ``.``.
+        arguments: a letter for each. One that is not mentioned is ``.``.
         result: a letter, or none.
     """
 
@@ -65,7 +65,7 @@ _TABLES = {"ListType": _LISTS, "DictType": _DICTS}
 
 
 def rule_of(node: Node) -> Rule | None:
-    """The rule of an operator of lists or dicts, which its first argument tells it to be; None for any other."""
+    """The rule of an operator of lists or dicts, which its first argument tells it to be. None for any other."""
     inputs = list(node.inputs())
     if not inputs:
         return None

@@ -197,7 +197,7 @@ class Flow:
 
     def _loop(self, node: Node) -> NodePlan:
         block = next(iter(node.blocks()))
-        # The inputs of the body are the counter and what is carried; its outputs, whether to go on and what is carried.
+        # The inputs of the body are the counter and what is carried. Its outputs, whether to go on and what is carried.
         carried = list(block.inputs())[1:]
         places = [self.shape(value) for value in carried]
         for place, output in zip(places, node.outputs(), strict=True):
@@ -217,7 +217,7 @@ class Flow:
         return place
 
     def _used(self, value: Value, node: Node, index: int) -> Need:
-        """What is used as a whole is plain; what it holds, by a copy of it, unless that could be told from it."""
+        """What is used as a whole is plain. What it holds, by a copy of it, unless that could be told from it."""
         shape, kind = self.shape(value), self.plain_type(value)
         if kind.kind() == "OptionalType":
             shape.pin()

@@ -22,7 +22,7 @@ def insert_waits(graph: Graph) -> None:
     """Moves each deferred wait of a graph to where the value is used.
 
     Args:
-        graph: with all calls inlined; is changed.
+        graph: with all calls inlined. Is changed.
     """
     pending = []
     for inner, outer in deferred_waits(graph):
@@ -32,7 +32,7 @@ def insert_waits(graph: Graph) -> None:
             value = inner.output()
             outer.output().replaceAllUsesWith(value)
             outer.destroy()
-            # As the program sees it; the placing below tells it what it is again.
+            # As the program sees it. The placing below tells it what it is again.
             value.setType(kind)
             pending.append(value)
     if pending:

@@ -8,7 +8,7 @@ each part is either plain or pending (an Await of it takes its place).
     List[KeyedTensor]          list ── element        List[Await[KeyedTensor]]: the element is pending
     Dict[str, JaggedTensor]    dict ── value          Await[Dict[str, JaggedTensor]]: the dict is pending
 
-A value may become plain where it flows, because a wait can be inserted; the values that it *holds* may not, because the
+A value may become plain where it flows, because a wait can be inserted. The values that it *holds* may not, because the
 list would have to be copied. So two rules, the second of them as in type inference by unification (Steensgaard, 1996):
 
 - ``flow(a, b)``: b is pending if a is, unless b must be plain; then a wait stands between;
@@ -56,13 +56,13 @@ class Shape:
 
     @property
     def is_pending(self) -> bool:
-        """Whether an Await takes its place; known after :func:`solve`."""
+        """Whether an Await takes its place. Known after :func:`solve`."""
         root = self._root()
         return root._is_pending and not root._is_pinned
 
     @property
     def holds_pending(self) -> bool:
-        """Whether any of its parts, at any depth, is pending; known after :func:`solve`."""
+        """Whether any of its parts, at any depth, is pending. Known after :func:`solve`."""
         return any(part.is_pending or part.holds_pending for part in self.parts)
 
     def start(self) -> None:

@@ -35,24 +35,24 @@ def script(model: nn.Module, *, parallel_lookups: bool = False, portable: bool |
     collectives that it issued before are in progress, as in eager mode.
 
     If the model is in training mode, the program is *live*: it runs in this process, has every feature of the eager
-    model, and trains; its parameters and buffers are the model's own. If the model is in eval mode, the program is
+    model, and trains. Its parameters and buffers are the model's own. If the model is in eval mode, the program is
     *portable*: it is for inference, and ``torch.jit.save`` writes it to a file that needs neither shardrec nor Python.
     Its parameters share the model's memory and take no gradient (docs/executors.md).
 
     Args:
-        model: a model that TorchScript can compile, apart from modules that offer a ``scripted_twin()``; its
+        model: a model that TorchScript can compile, apart from modules that offer a ``scripted_twin()``. Its
             annotations say ``KeyedTensor``, not ``LazyAwaitable``. It is not changed.
         parallel_lookups: a portable program runs the lookups of independent table groups of bags as forks, on
             TorchScript's inter-op threads.
         portable: whether the program is portable. Default: if ``model`` is in eval mode.
 
     Returns:
-        The compiled model. Its ``forward`` returns plain values; the method ``issue`` of a module that was replaced
+        The compiled model. Its ``forward`` returns plain values. The method ``issue`` of a module that was replaced
         by its twin returns the ``Await``.
 
     Raises:
-        ScriptError: if TorchScript cannot compile the code, or a sharded module is called in a fork on several ranks;
-            names the file, the line and a remedy.
+        ScriptError: if TorchScript cannot compile the code, or a sharded module is called in a fork on several ranks.
+            Names the file, the line and a remedy.
         ConfigError: if ``model`` is not a module.
     """
     if not isinstance(model, nn.Module):
@@ -144,7 +144,7 @@ def _ignore_in_reducer(scripted: torch.jit.ScriptModule, model: nn.Module) -> No
 
     Args:
         scripted: holds the parameters of ``model``, some under several names.
-        model: what was scripted; the ``unreduced_parameters()`` of its modules, where they have such a method, are not
+        model: what was scripted. The ``unreduced_parameters()`` of its modules, where they have such a method, are not
             averaged over the ranks.
     """
     unreduced = {

@@ -50,7 +50,7 @@ class HasScriptedTwin(Protocol):
     - one with any other ``forward``, which replaces the module unchanged.
 
     The twin takes and returns what the module does, holds the module's own parameters and buffers, and is a new object
-    at each call. Its submodules are replaced by their twins in turn. The result can have a twin itself; a module whose
+    at each call. Its submodules are replaced by their twins in turn. The result can have a twin itself. A module whose
     ``forward`` is such a one already returns itself.
     """
 
@@ -59,7 +59,7 @@ class HasScriptedTwin(Protocol):
 
 
 def scriptable_copy(model: nn.Module, *, portable: bool, parallel_lookups: bool = False) -> nn.Module:
-    """A copy of ``model`` for ``torch.jit.script``; the sources of what is generated in it are there as long as it is.
+    """A copy of ``model`` for ``torch.jit.script``. The sources of what is generated in it are there as long as it is.
 
     Takes what :func:`shardrec.script` does.
 
@@ -119,7 +119,7 @@ class _Copier:
         self.infers = False
 
     def copy(self, module: nn.Module, path: str) -> nn.Module:
-        """The module's copy, or its twin's; the same one for the same module."""
+        """The module's copy, or its twin's. The same one for the same module."""
         if id(module) not in self._copies:
             twin = self._twin_of(module, path)
             self.alive += [module, twin]
@@ -163,7 +163,7 @@ class _Copier:
         if isinstance(module, torch.jit.ScriptModule):
             return module
         copy: nn.Module = object.__new__(cls)  # a GraphModule's own __new__ makes a class without a forward
-        # Not through setattr, which nn.Module overrides. Parameters and buffers are the same objects; what TorchScript
+        # Not through setattr, which nn.Module overrides. Parameters and buffers are the same objects. What TorchScript
         # notes on a module, it notes on the copy.
         vars(copy).update(vars(module))
         vars(copy)["_modules"] = {

@@ -59,11 +59,11 @@ class TensorSpec:
         return cls(name=note["name"], dtype=getattr(torch, note["dtype"]), shape=tuple(note["shape"]))
 
     def fault(self, shape: tuple[int, ...], sizes: dict[str, int]) -> str:
-        """A message about a tensor's shape that does not fit; empty if it fits.
+        """A message about a tensor's shape that does not fit. Empty if it fits.
 
         Args:
             shape: the tensor's shape.
-            sizes: values of "B" and "N" so far; the first tensor that has one sets it for the others.
+            sizes: values of "B" and "N" so far. The first tensor that has one sets it for the others.
         """
         if len(shape) != len(self.shape):
             return self._refusal(shape)
@@ -81,7 +81,7 @@ class TensorSpec:
         return ""
 
     def _refusal(self, shape: tuple[int, ...]) -> str:
-        return f"{self.name} has the shape {list(shape)}; the model takes [{', '.join(map(str, self.shape))}]"
+        return f"{self.name} has the shape {list(shape)}. The model takes [{', '.join(map(str, self.shape))}]"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,7 +99,7 @@ class Example:
     device: torch.device
 
     def tensors(self, samples: int = _SAMPLES, ids: int = _IDS) -> tuple[Tensor, ...]:
-        """Zeros for integer arguments and random values for floating ones; the default sizes occur nowhere else."""
+        """Zeros for integer arguments and random values for floating ones. The default sizes occur nowhere else."""
         sizes = {"B": samples, "N": ids}
         tensors = []
         for spec in self.specs:
@@ -163,7 +163,7 @@ def example_of(
     unknown = sorted(set(static) - set(entry.inputs[2:]))
     if unknown:
         raise ConfigError(
-            f"static names {', '.join(map(repr, unknown))}; the tensors besides the features are "
+            f"static names {', '.join(map(repr, unknown))}. The tensors besides the features are "
             f"{', '.join(map(repr, entry.inputs[2:])) or 'none'}: use their names"
         )
     dense = [name for name, value in bound.items() if isinstance(value, Tensor)]

@@ -50,7 +50,7 @@ class Follower:
         model: on one rank.
         formats: of its tables, by their names in the plan.
         source: folder or URL.
-        interval: seconds between two looks; after a fault, the time is doubled up to a minute.
+        interval: seconds between two looks. After a fault, the time is doubled up to a minute.
 
     Attributes:
         version: that the model has; 0 for none.
@@ -76,11 +76,11 @@ class Follower:
 
     @property
     def age(self) -> float:
-        """Seconds since the model's version was published; infinite without one."""
+        """Seconds since the model's version was published. Infinite without one."""
         return _age(self.version, self.published)
 
     def seen(self) -> tuple[int, float]:
-        """Version and age of what this thread's last call saw; those of the model if there was none since ``seen``."""
+        """Version and age of what this thread's last call saw. Those of the model if there was none since ``seen``."""
         version, published = self._seen.__dict__.pop("by_call", (self.version, self.published))
         return version, _age(version, published)
 
@@ -157,7 +157,7 @@ class Follower:
         is_known, self.fault = fault == self.fault, fault
         self.faults += bool(fault)
         if fault and not is_known:
-            warnings.warn(f"{fault}; the model keeps version {self.version}", stacklevel=2)
+            warnings.warn(f"{fault}. The model keeps version {self.version}", stacklevel=2)
 
     def _take(self, version: int) -> None:
         """Verify, read and apply a version. See [Note: rows are set aside first]."""
@@ -214,7 +214,7 @@ class Follower:
             if not inside or (table.maps.options[table.layout.name].fallback_rows and blocks != row_blocks):
                 faults.append(
                     f"the rows of table {table.layout.name!r} with dynamic ids are cut at {sorted(blocks)} and the "
-                    f"model's at {sorted(row_blocks)}; shard the model by the trainer's plan.on_one_rank()"
+                    f"model's at {sorted(row_blocks)}. Shard the model by the trainer's plan.on_one_rank()"
                 )
         if faults:
             raise ConfigError(f"{self._source} publishes another model than this one: {'; '.join(faults[:5])}")

@@ -28,12 +28,12 @@ class ServedTables(nn.Module):
     Args:
         shapes: (rows, columns) of each table; at least one. On CUDA a row's columns fill multiples of 4 bytes.
         formats: format of each table.
-        slot_tables: the number of each slot's table; every table has a slot.
+        slot_tables: the number of each slot's table. Every table has a slot.
         device: CPU or CUDA.
         pooled: sum each bag; if False, return a row per id, for tables of equal width.
 
     Attributes:
-        rows: (rows, b) uint8 of each table, a view of the kernel's memory; fill it with the result of ``encode``.
+        rows: (rows, b) uint8 of each table, a view of the kernel's memory. Fill it with the result of ``encode``.
     """
 
     # torch.jit reads this name: TorchScript leaves these attributes out.
@@ -59,7 +59,7 @@ class ServedTables(nn.Module):
             feature_table_map=list(slot_tables),
             pooling_mode=mode,
             device=device,
-            # The input exchange has checked the ids; fbgemm's check would silently replace invalid ones.
+            # The input exchange has checked the ids. Fbgemm's check would silently replace invalid ones.
             bounds_check_mode=BoundsCheckMode.NONE,
             output_dtype=SparseType.FP32,
         )

@@ -71,7 +71,7 @@ class Package:
         self._output = pytree.treespec_loads(self._loader.get_call_spec()[1])
 
     def __call__(self, *tensors: Tensor, **named: Tensor) -> Any:
-        """Run the model; the tensors in its output are inference tensors.
+        """Run the model. The tensors in its output are inference tensors.
 
         Raises:
             InputError: if a tensor has another dtype, size or device than the model takes, if an id is outside its
@@ -102,12 +102,12 @@ class Package:
         return tuple(by_name[name] for name in self._names)
 
     def _fault(self, tensors: Sequence[Tensor]) -> str:
-        """A message about arguments that do not fit; empty if they fit."""
+        """A message about arguments that do not fit. Empty if they fit."""
         sizes: dict[str, int] = {}
         for spec, tensor in zip(self.tensors, tensors, strict=True):
             if tensor.dtype != spec.dtype or tensor.device.type != self._device:
                 return (
-                    f"{spec.name} is {tensor.dtype} on {tensor.device.type}; the package takes {spec.dtype} on "
+                    f"{spec.name} is {tensor.dtype} on {tensor.device.type}. The package takes {spec.dtype} on "
                     f"{self._device}: convert it, or make the package from an example of this kind"
                 )
             fault = spec.fault(tensor.shape, sizes)
@@ -121,7 +121,7 @@ def load_package(path: str | os.PathLike[str], *, runners: int = 1) -> Package:
 
     Args:
         path: path of the file. Load only files that you trust: their machine code is run.
-        runners: number of calls that can run at the same time, from several threads; each has its own buffers, and
+        runners: number of calls that can run at the same time, from several threads. Each has its own buffers, and
             they share the weights.
 
     Raises:

@@ -65,7 +65,7 @@ class ServedTable(ShardedTable):
 
 
 class ServedShards(ShardLookup):
-    """This rank's shards in inference kernels, one per lookup group; their rows are uninitialized.
+    """This rank's shards in inference kernels, one per lookup group. Their rows are uninitialized.
 
     Args, besides those of :class:`ShardLookup`:
         formats: format of each table, by the table's name in the plan.
@@ -109,7 +109,7 @@ class ServedShards(ShardLookup):
     def rows(
         self, shard_input: ShardInput, *, to_update: bool = False
     ) -> tuple[list[Tensor], LookupInputs, list[Kept]]:
-        """Per group, (B_all, D_group) pooled columns, or (n, w) rows without pooling; nothing that an update takes."""
+        """Per group, (B_all, D_group) pooled columns, or (n, w) rows without pooling. Nothing that an update takes."""
         starts = [0, *accumulate(shard_input.group_ids)]
         slots = [0, *accumulate(self.group_slots)]
         looked_up = []
@@ -162,7 +162,7 @@ class ServedReplicas(ReplicatedLookup):
         self.memory = dict(zip((layout.name for layout in layouts), rows, strict=True))
 
     def __call__(self, ids: Tensor, lengths: Tensor, weights: Tensor | None, counts: Sequence[int]) -> Tensor:
-        """(B, D) float32 pooled columns of the local batch, from (N,), (S, B) and (N,); ``counts`` is not used."""
+        """(B, D) float32 pooled columns of the local batch, from (N,), (S, B) and (N,). ``counts`` is not used."""
         weights = None if weights is None else weights.to(torch.float32)
         pooled: Tensor = self.modules[0](ids, lengths, weights)
         return pooled

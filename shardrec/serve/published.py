@@ -67,12 +67,12 @@ def versions_in(names: list[str]) -> list[int]:
 
 
 def data_name(version: int, token: str) -> str:
-    """The name of the folder of a base; ``token`` has 8 hexadecimal digits."""
+    """The name of the folder of a base. ``token`` has 8 hexadecimal digits."""
     return f"data-{version:08x}{token}"
 
 
 def base_of(name: str) -> int | None:
-    """The version of the base whose folder has this name; None if it is none."""
+    """The version of the base whose folder has this name. None if it is none."""
     match = _DATA.fullmatch(name)
     return int(match[1], 16) if match else None
 
@@ -101,7 +101,7 @@ def _ids_of(records: Tensor) -> Tensor:
 
 
 def _encoded_rect(rect: Rect, form: WeightFormat) -> Rect:
-    """A part's place in the published tensor; scale and bias belong to the part with the first column."""
+    """A part's place in the published tensor. Scale and bias belong to the part with the first column."""
     if not form.is_quantized:
         return rect
     start, end = (HEAD_BYTES + column * form.bits // 8 for column in (rect.col_start, rect.col_end))
@@ -145,7 +145,7 @@ def _encode(table: str, part: Part, form: WeightFormat, ranges: Tensor | None, b
 
 
 def served_tensors(model: ShardedModel, formats: Mapping[str, WeightFormat]) -> dict[str, HeldTensor]:
-    """A served model's tensors as they are published, in its memory; the ids of rows are copies.
+    """A served model's tensors as they are published, in its memory. The ids of rows are copies.
 
     Args:
         model: from :func:`shardrec.serve.quantize`, on one rank.

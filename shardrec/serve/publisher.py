@@ -2,7 +2,7 @@
 
 [Note: what a step waits for] A rank keeps a copy of its rows as they were last published. ``publish`` compares them
 with the model's, in one pass at the speed of memory, and copies those that differ. A thread then encodes and writes
-these rows; the threads of the ranks agree over a process group of their own.
+these rows. The threads of the ranks agree over a process group of their own.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ from shardrec.serve.served_model import ServedModel
 __all__ = ["Publisher"]
 
 Changed = dict[PartKey, Tensor | None]
-"""The rows of each part that have changed since the last publish, (n,) int64 ascending; None for all."""
+"""The rows of each part that have changed since the last publish, (n,) int64 ascending. None for all."""
 
 
 class Publisher:
-    """Publishes versions of a model to a folder, from which served models follow it; see docs/publishing.md.
+    """Publishes versions of a model to a folder, from which served models follow it. See docs/publishing.md.
 
     A version is a *base*, with all rows, or a *delta*, with the rows that have changed since the version before it, and
     always has the dense part. Applied one after the other they give what :func:`shardrec.serve.quantize` gives of the
@@ -53,7 +53,7 @@ class Publisher:
             time may write to it.
         weights: format of the rows: ``"fp32"``, ``"fp16"``, ``"int8"`` or ``"int4"``, as for ``quantize``.
         tables: formats of single tables, by their names in the plan.
-        keep_bases: number of bases to keep with their deltas; older ones are removed when a new one is complete.
+        keep_bases: number of bases to keep with their deltas. Older ones are removed when a new one is complete.
         most_deltas: of a base. The next version is a base, as it is when the deltas have more bytes than their base.
 
     Raises:
@@ -80,7 +80,7 @@ class Publisher:
                 "shardrec.shard returned without servers"
             )
         if keep_bases < 1 or most_deltas < 1:
-            raise ConfigError(f"keep_bases={keep_bases} and most_deltas={most_deltas}; give 1 or more of each")
+            raise ConfigError(f"keep_bases={keep_bases} and most_deltas={most_deltas}. Give 1 or more of each")
         self._model, self._plan = model, model.plan
         self._formats = table_formats(list(model.sharded_collections), weights, tables or {})
         self._store = Store(target)
@@ -102,7 +102,7 @@ class Publisher:
 
         Args:
             full: begin a new base.
-            extra: JSON-compatible data of the caller, such as the step; rank 0's is written.
+            extra: JSON-compatible data of the caller, such as the step. Rank 0's is written.
             wait: whether to return after the version is complete and visible; if False, return when the changed rows
                 are copied.
 

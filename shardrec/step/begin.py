@@ -29,15 +29,15 @@ def begin(
     plan: StepPlan | None = None,
     assigns_new_ids: bool = False,
 ) -> InFlight:
-    """A call whose batch was checked and cut. Raises nothing for a faulty batch, of which the exchange tells all ranks;
-    waits for the device only for dynamic ids.
+    """A call whose batch was checked and cut. Raises nothing for a faulty batch, of which the exchange tells all ranks.
+    Waits for the device only for dynamic ids.
 
     Args:
         input: the module's exchange of ids.
-        features: a KeyedJaggedTensor; keys in any order, further keys are ignored.
+        features: a KeyedJaggedTensor. Keys in any order, further keys are ignored.
         agreement: what the ranks must have in common beyond the ids' dtype.
         fault: of the module, or "".
-        plan: of the module; None if no rows will be looked up.
+        plan: of the module. None if no rows will be looked up.
         assigns_new_ids: whether it gives rows to new dynamic ids.
     """
     given = read_batch(features, input.expect)

@@ -13,7 +13,7 @@ Forwards with and without gradients are modes of their own: an evaluation may ma
 one rank after its last exchange ends there as on the other ranks, which hear nothing of it.
 
 A program of TorchScript's has no beginning and no end that Python sees: its runs are known by the module that begins
-them. All ranks run the same model and come to the same decisions; the headers' checksum tells if they did not.
+them. All ranks run the same model and come to the same decisions. The headers' checksum tells if they did not.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ class CallBatching:
         self._calls.clear()
 
     def call(self, module: int, modules: int, *, by_program: bool) -> bool:
-        """A module is called; whether that is the last call of its run, as far as one can know.
+        """A module is called. Whether that is the last call of its run, as far as one can know.
 
         Args:
             module: its id.

@@ -8,7 +8,7 @@
     module(features)                in the forward: takes the prepared call, only its rows are exchanged
     ahead.close()                   drops the calls that the forward did not make
 
-An id exchange reads no weights, so it may come before the last update; rows are looked up in the forward.
+An id exchange reads no weights, so it may come before the last update. Rows are looked up in the forward.
 """
 
 from __future__ import annotations
@@ -94,13 +94,13 @@ class Ahead:
                 call.found_rows = call.step.id_maps.find_rows(call.wait_for_ids())
 
     def prefetch(self) -> None:
-        """Load rows into the caches of tables that have one; the ids have to be under way."""
+        """Load rows into the caches of tables that have one. The ids have to be under way."""
         for call in self.calls:
             if call.step.id_maps is None:  # which give ids their rows in the forward
                 call.step.lookup.prefetch(call.wait_for_ids)
 
     def arrived(self) -> list[Any]:
-        """The calls' tensors; waits for the ids that were exchanged."""
+        """The calls' tensors. Waits for the ids that were exchanged."""
         return [
             (
                 (call.batch, call.given, call.to_send, call.cut, call.lengths, call.distinct_index, call.bad_ids),

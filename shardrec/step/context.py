@@ -28,7 +28,7 @@ class ExchangeOptions:
 
     Args:
         comms: formats of the output exchanges.
-        output_dtype: of the modules' outputs; rows are added up, and travel, as float32 or as ``comms`` says.
+        output_dtype: of the modules' outputs. Rows are added up, and travel, as float32 or as ``comms`` says.
         on_bad_id: per feature, what is done with ids outside of its table, where that is no error.
         dynamic_ids: per table, by its name in the plan, what is done with its ids, where they are dynamic.
         updates_at_step: tables with an optimizer are updated by its step, not in backward.

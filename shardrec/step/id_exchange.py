@@ -95,8 +95,8 @@ def pack(call: InFlight, counts: Sequence[int] | None = None, counted: Iterator[
 
     Args:
         call: is given ``parts`` and what belongs to them; on one rank, ``received``.
-        counts: ids for each rank and lookup group, rank after rank; default: they are read from the CPU.
-        counted: values of ``call.counted``; default: as above.
+        counts: ids for each rank and lookup group, rank after rank. Default: they are read from the CPU.
+        counted: values of ``call.counted``. Default: as above.
     """
     input, lengths = call.input, call.lengths
     if call.counted:
@@ -223,7 +223,7 @@ def _exchange_headers_on_device(
 
 
 def write_header(call: InFlight, header: Tensor, column: int, check: int) -> None:
-    """Write a call's part of the header for each rank, from ``column`` on, and its fault; the parts were zeros."""
+    """Write a call's part of the header for each rank, from ``column`` on, and its fault. The parts were zeros."""
     input, lengths_SB, flag = call.input, call.lengths, call.flag
     assert flag is not None, "the host has not read it"
     if input.route.groups and launching.has_kernels(header.device):

@@ -18,7 +18,7 @@ from shardrec.exchange.route import Route
 
 __all__ = ["InputPlan"]
 
-_REPEATS = 4  # calls of one module that a header has room for; further ones go into another exchange
+_REPEATS = 4  # calls of one module that a header has room for. Further ones go into another exchange
 
 
 class InputPlan:
@@ -30,7 +30,7 @@ class InputPlan:
         headers: of the model, in each of which this module gets its columns.
         per_id: each id gets a row of its own, so that bags need not travel: all of a rank's samples go as one, and the
             positions of the ids are kept, unless they are in order.
-        distinct: finds the distinct ids of each table, which are sent in place of all; default: all are sent.
+        distinct: finds the distinct ids of each table, which are sent in place of all. Default: all are sent.
 
     Attributes:
         rank: this one.

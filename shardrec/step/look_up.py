@@ -31,9 +31,9 @@ class LookedUp:
         plan: of the module.
         received: the ids that the ranks requested.
         rows: (B_all, D_mine) pooled columns, alone; of sequences, per lookup group, (n, w) rows of all ids.
-        inputs: of the lookups, by group; those of a node are kept by autograd.
+        inputs: of the lookups, by group. Those of a node are kept by autograd.
         lookups: what the groups have kept.
-        mapped: of dynamic ids, which of them were looked up; None if all were.
+        mapped: of dynamic ids, which of them were looked up. None if all were.
         open_step: protects the rows of dynamic ids until the backward.
         learned: if weights of ids take a gradient: their number N on this rank, their dtype, and where each sent one
             was.
@@ -53,7 +53,7 @@ class LookedUp:
     def update(
         self, gradients: Sequence[Tensor], inputs: LookupInputs | None = None, *, is_last: bool
     ) -> list[Tensor | None]:
-        """Update the tables; gives the gradients of the parameters of tables without an optimizer.
+        """Update the tables. Gives the gradients of the parameters of tables without an optimizer.
 
         Args:
             gradients: of ``rows``.
@@ -108,8 +108,8 @@ def look_up(
     Args:
         plan: of the module.
         received: the ids.
-        allocate: returns (n,) float32 memory for pooled columns; default: a new tensor.
-        call: of this rank; None on a server.
+        allocate: returns (n,) float32 memory for pooled columns. Default: a new tensor.
+        call: of this rank. None on a server.
         to_update: whether an update may follow.
     """
     mapped, rows_of = None, received
@@ -148,7 +148,7 @@ def node_inputs(placeholder: Tensor, calls: Sequence[InFlight]) -> list[Tensor]:
 def update(
     calls: Sequence[LookedUp], saved: LookupInputs, gradients: Sequence[Sequence[Tensor]], collectives: Collectives
 ) -> list[Tensor | None]:
-    """Update the tables in the backward of a node; gives the gradients of its inputs, without the placeholder.
+    """Update the tables in the backward of a node. Gives the gradients of its inputs, without the placeholder.
 
     Args:
         calls: whose lookups the node has made.

@@ -43,7 +43,7 @@ def look_up_here(exchange: RowExchange, call: InFlight) -> None:
 
 
 def _look_up(ctx: Any, exchange: RowExchange, call: InFlight, replicated: Tensor | None) -> Tensor:
-    """What is looked up, in order; ``ctx`` is given what the backward takes."""
+    """What is looked up, in order. ``ctx`` is given what the backward takes."""
     plan, received = call.plan, call.received
     assert plan is not None and received is not None, "the ids of one rank are here"
     looked_up = look_up(plan, received, call=call, to_update=call.to_update)

@@ -13,7 +13,7 @@ mean loss on each rank trains as the mean over the global batch would. The divis
 written for sending. The gradients of replicated tables are averaged by the dense part's all-reduce.
 
 [Note: slots with a batch size each]
-On this rank and on the one that looks up, the columns of each slot have as many rows as the largest slot; the
+On this rank and on the one that looks up, the columns of each slot have as many rows as the largest slot. The
 additional bags are empty. Only a slot's own rows travel, slot after slot: ``Ragged`` removes the others and inserts
 zeros again. Sums over a host's ranks (:mod:`shardrec.exchange.hosts`) travel with all the rows.
 """
@@ -49,8 +49,8 @@ class PooledOutput:
         rank: this rank.
         device: of the columns.
         dtype: of the output.
-        ranks_per_host: ranks are numbered host by host; default: one host.
-        mean_over: number of ranks whose mean the gradients are; default: all.
+        ranks_per_host: ranks are numbered host by host. Default: one host.
+        mean_over: number of ranks whose mean the gradients are. Default: all.
 
     Attributes:
         pools: rows are summed.
@@ -112,7 +112,7 @@ class PooledOutput:
         shapes.
 
         Args:
-            rows: (B_all, D_mine) float32, rank after rank, without the columns that are summed on hosts; one tensor.
+            rows: (B_all, D_mine) float32, rank after rank, without the columns that are summed on hosts. One tensor.
             received: the ids that the ranks requested, which were looked up.
             sums: from :attr:`hosts`, if that is not None.
         """
@@ -170,7 +170,7 @@ class PooledOutput:
         Args:
             arrival: of the rows.
             flats: the block that came from each rank.
-            replicated: (B, D_r) pooled columns of the replicated tables; None without any.
+            replicated: (B, D_r) pooled columns of the replicated tables. None without any.
         """
         size = arrival.size
         if arrival.slot_sizes is None and self._sums is None:

@@ -77,7 +77,7 @@ class _Finishing:
     """What is known of a call's output before its rows come.
 
     Args:
-        places: (M',) int64, of each row of the value, its index among the M rows; None if they are those.
+        places: (M',) int64, of each row of the value, its index among the M rows. None if they are those.
         has_zero_row: the rows follow a row of zeros, to which ``places`` refers as 0.
         entries: of the output.
     """
@@ -91,7 +91,7 @@ class SequenceOutput:
     """The layout of rows.
 
     Args:
-        route: of the ids; each group's shards have one width.
+        route: of the ids. Each group's shards have one width.
         lookups: in the order of the output.
         sent_lookups: of cut tables, by the keys whose ids are sent.
         replica_number: of each replicated table, by its name in the plan.
@@ -100,7 +100,7 @@ class SequenceOutput:
         rank: this rank.
         device: where the rows are.
         dtype: of the output.
-        mean_over: number of ranks whose mean the gradients are; default: all.
+        mean_over: number of ranks whose mean the gradients are. Default: all.
 
     Attributes:
         widths: columns of each group.
@@ -147,7 +147,7 @@ class SequenceOutput:
         self._slot_width = torch.tensor(self.slot_column_units, dtype=torch.int64, device=device)
         self._units = [width // self.column_unit for width in self.widths]
         slots = [slot.lookup for slot in self._slots]
-        # Per lookup, in the order of the output, its slot; None if tables are cut.
+        # Per lookup, in the order of the output, its slot. None if tables are cut.
         self._pieces = sorted(range(len(slots)), key=slots.__getitem__) if route.in_whole else None
         is_alone = self.mean_over == len(route.slots) == 1
         self.is_identity = is_alone and route.groups == 1 and self._pieces == list(range(len(slots)))
@@ -269,7 +269,7 @@ class SequenceOutput:
     def _targets(self, call: InFlight) -> tuple[Tensor | _Pieces, int]:
         """Where the rows go that come back, and the number M of output rows.
 
-        The output's column unit of each received one, (column units of the received rows,) int64; where no table is
+        The output's column unit of each received one, (column units of the received rows,) int64. Where no table is
         cut, the pieces that the output is made of.
         """
         key_start = dict(zip(call.to_send.keys, [0, *accumulate(call.counted_values[0])], strict=False))
@@ -289,7 +289,7 @@ class SequenceOutput:
         return target, starts[-1]
 
     def _entries(self, call: InFlight, full: tuple[Tensor, Tensor] | None) -> list[SequenceKey]:
-        """The output's entries; ``full`` is :func:`_full_places`' value."""
+        """The output's entries. ``full`` is :func:`_full_places`' value."""
         replicas, features = call.step.replicas, call.features
         keys, counts, with_dropped = call.given.keys, call.counted_values[1], call.batch.with_dropped
         ids, looked_up = features.values(), call.batch.values if with_dropped is None else with_dropped.values
@@ -330,7 +330,7 @@ class SequenceOutput:
         ]
 
     def _orders(self, shard_input: ShardInput) -> list[Tensor | None]:
-        """Per group, (n,) the slot-major place of each row in rank-major order; None if the two orders are one."""
+        """Per group, (n,) the slot-major place of each row in rank-major order. None if the two orders are one."""
         orders: list[Tensor | None] = []
         slot = 0
         rank_major = self.rank_major(len(shard_input.batch_sizes))
@@ -356,7 +356,7 @@ class SequenceOutput:
 def column_unit_targets(
     positions: Tensor, slot_ids: Tensor, firsts: Tensor, slot_column_units: Tensor, units: int, total: int
 ) -> Tensor:
-    """The output's column unit of each received one. TorchScript also compiles it; it reads no value.
+    """The output's column unit of each received one. TorchScript also compiles it. It reads no value.
 
     Args:
         positions: (N_sent,) int64, position of each sent id, in order of travel.

@@ -9,7 +9,7 @@
     emb_a["f"]                      waits
 
 An exchange begins as soon as all the calls are queued that came before the first use in the model's last forward of the
-same mode, with gradients or without (in its first: as many as it has sharded modules; see
+same mode, with gradients or without (in its first: as many as it has sharded modules. See
 :mod:`shardrec.step.call_batching`), or else at the first use of a queued call's value. So a model that makes the
 same calls in each step makes the fewest exchanges.
 
@@ -107,7 +107,7 @@ class Step:
     def _refuse_threads(self) -> NoReturn:
         raise ConfigError(
             f"rank {self._collectives.rank}: two threads call sharded modules of one model at once, and "
-            "the ranks' exchanges would not match; call them from one thread: an exchange is under way when the "
+            "the ranks' exchanges would not match. Call them from one thread: an exchange is under way when the "
             "call returns, and is waited for at the first use of its value"
         )
 
@@ -162,7 +162,7 @@ class Step:
             flag.check()
 
     def value(self, call: InFlight) -> Any:
-        """The value of a call, whose exchange begins if it has not; it can be taken once.
+        """The value of a call, whose exchange begins if it has not. It can be taken once.
 
         Raises:
             ShardrecError: what made the exchange fail.
@@ -188,7 +188,7 @@ class Step:
             raise call.error
 
     def begin_forward(self) -> bool:
-        """A model's forward begins; calls made in it may share exchanges. Whether it is not inside of another.
+        """A model's forward begins. Calls made in it may share exchanges. Whether it is not inside of another.
 
         Raises:
             ConfigError: if another thread is in it, or calls one of its sharded modules.

@@ -84,7 +84,7 @@ class Route:
     """A skip between two stages.
 
     Args:
-        number: of the skip; the same on every rank, on which namespaces made there are not.
+        number: of the skip. The same on every rank, on which namespaces made there are not.
         key: its namespace and name.
         source: the stage that stashes it.
         target: the stage that pops it, behind ``source``.

@@ -50,7 +50,7 @@ class pop:
 
 
 class Skippable(nn.Module):
-    """A module with skips; base of the classes that :func:`skippable` makes.
+    """A module with skips. Base of the classes that :func:`skippable` makes.
 
     Args:
         args: of the decorated class.
@@ -93,7 +93,7 @@ class Skippable(nn.Module):
 
         Args:
             ns: the module on the other end of the skip needs the same one.
-            only: names to isolate; default: all that the module declares. Others stay where they are.
+            only: names to isolate. Default: all that the module declares. Others stay where they are.
 
         Returns:
             The module itself.
@@ -107,7 +107,7 @@ class Skippable(nn.Module):
         unknown = sorted(names - declared)
         if unknown:
             raise ConfigError(
-                f"{self._kind}.isolate(only={unknown}): {self._kind} declares {sorted(declared)}; give names of these"
+                f"{self._kind}.isolate(only={unknown}): {self._kind} declares {sorted(declared)}. Give names of these"
             )
         self.namespaces.update(dict.fromkeys(names, ns))
         return self
@@ -123,7 +123,7 @@ class Skippable(nn.Module):
             handle_pop: called with the name of each ``yield pop(...)``; what it returns is the value of the yield.
 
         Returns:
-            The forward's output; a forward that is no generator is let through.
+            The forward's output. A forward that is no generator is let through.
 
         Raises:
             TypeError: if the forward yields something else.
@@ -219,7 +219,7 @@ def skippable(stash: Sequence[str] = (), pop: Sequence[str] = ()) -> Callable[[t
         pop: names that the forward pops.
 
     Returns:
-        The decorator; it makes a subclass of :class:`Skippable`.
+        The decorator. It makes a subclass of :class:`Skippable`.
 
     Raises:
         TypeError: if names are no list of strings, or what is decorated is no ``nn.Module`` class.
@@ -255,5 +255,5 @@ def _names(argument: Iterable[str], what: str) -> frozenset[str]:
             raise TypeError(f"{what}={names!r}: {name!r} is a {type(name).__name__}, and skip names are strings")
     twice = sorted({name for name in names if names.count(name) > 1})
     if twice:
-        raise ConfigError(f"{what}={names!r}: {', '.join(map(repr, twice))} is there twice; give each name once")
+        raise ConfigError(f"{what}={names!r}: {', '.join(map(repr, twice))} is there twice. Give each name once")
     return frozenset(names)

@@ -1,6 +1,6 @@
 """The cost model: the cost of a shard for the rank that holds it, and of a cut for every rank.
 
-The costs of a step (docs/design.md) and the ranks that bear them; B local batch, W ranks, G = B W, P ids and F bags of
+The costs of a step (docs/design.md) and the ranks that bear them. B local batch, W ranks, G = B W, P ids and F bags of
 a sample::
 
     component   on the rank that holds the shard                on every rank
@@ -46,7 +46,7 @@ _WIDE_ID = 8
 _SLOT, _CACHED_ROW = 16, 4
 """Bytes on the device for each row that a cache has room for, and for each row of a table that has one."""
 _SUMMED_BYTES = 256 << 10
-"""Gradients that our kernels on the CPU add up in an array; those of larger shards are sorted by row."""
+"""Gradients that our kernels on the CPU add up in an array. Those of larger shards are sorted by row."""
 _UPDATED, _CACHED = 2.0, 1 / 3
 """Time of a byte that is updated in memory, and of one that is read or updated in a cache, against one that is read
 from memory. Fitted as coefficients of their own they predicted no better."""
@@ -109,7 +109,7 @@ class CostModel:
 
     @cached_property
     def _route_ns(self) -> float:
-        """Per id on its way; one rank by itself sends none."""
+        """Per id on its way. One rank by itself sends none."""
         return self.profile.route_id_ns if self.topology.world_size > 1 else 0.0
 
     @cached_property
@@ -191,7 +191,7 @@ class CostModel:
 
     def _link(self, table: TableLoad, rows: int, cols: int, ids: float, share: float) -> tuple[float, float]:
         """ms of the link to the host's memory, for the lookup of rows, and for their update. As many rows leave a cache
-        as it misses; states kept per weight have none."""
+        as it misses. States kept per weight have none."""
         row_ms = cols * table.weight_bytes * self.profile.memory_link_byte_ns * _NS
         state_ms = cols * table.state_bytes * self.profile.memory_link_byte_ns * _NS
         distinct = self._distinct(table, rows, ids, share)
@@ -228,7 +228,7 @@ class CostModel:
             stripes: column stripes, each of which sends the ids anew.
             shards: of the table, each of which is sent lengths.
             sources: rows that a rank adds up for a pooled row of its own: those of row blocks, and of hosts that have
-                summed theirs; the mean over the columns.
+                summed theirs. The mean over the columns.
         """
         profile = self.profile
         ids = self._sent_ids(table)

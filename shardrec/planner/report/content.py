@@ -151,9 +151,9 @@ def _facts(report: PlanReport, *, uneven: bool) -> list[str]:
     if any(report.host_bytes):
         facts.append(_by_rank("GiB in the host's memory", [size / _GIB for size in report.host_bytes], 3))
     if report.timed_out:
-        facts.append("the time limit ended the search; more time may find a better plan or a higher bound")
+        facts.append("the time limit ended the search. More time may find a better plan or a higher bound")
     if report.exhausted:
-        facts.append("the search used up its effort (--effort); more may find a better plan or a higher bound")
+        facts.append("the search used up its effort (--effort). More may find a better plan or a higher bound")
     return facts
 
 

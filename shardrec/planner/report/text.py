@@ -26,7 +26,7 @@ def explain(plan: ShardingPlan, *, reasons: bool = True) -> Table:
             line or more per table.
 
     Returns:
-        The table; ``rich.print`` shows it.
+        The table. ``rich.print`` shows it.
     """
     shown = content(plan)
     table = Table(
@@ -39,7 +39,7 @@ def explain(plan: ShardingPlan, *, reasons: bool = True) -> Table:
     )
     columns = [column for column in shown.columns if reasons or not column.is_detail]
     for column in columns:
-        # Long cuts, such as "column-wise 16|16|16|16", are broken; a cut's name should not be.
+        # Long cuts, such as "column-wise 16|16|16|16", are broken. A cut's name should not be.
         whole = column.is_number or (column.name == "cut" and all(len(cell) <= 16 for cell in column.cells))
         table.add_column(
             column.name,

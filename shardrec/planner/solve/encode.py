@@ -149,7 +149,7 @@ class _Encoder:
 
 
 def encode(problem: Problem) -> Encoded:
-    """The arrays of a problem; groups are in the order of their first tables."""
+    """The arrays of a problem. Groups are in the order of their first tables."""
     coder, tiers = _Encoder(problem), len(problem.capacity)
     grouped: dict[Hashable, list[str]] = {}
     first: dict[Hashable, tuple[Option, ...]] = {}

@@ -30,7 +30,7 @@ class Exact:
 def solve_exactly(
     encoded: Encoded, best: Packing | None, bound: float, *, gap: float, nodes: int, seconds: float
 ) -> Exact | None:
-    """Solve the problem by branch and bound; None if it is too large for that.
+    """Solve the problem by branch and bound. None if it is too large for that.
 
     Args:
         encoded: the problem.

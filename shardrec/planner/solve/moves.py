@@ -42,10 +42,10 @@ class Family:
     """Sets of places of one width.
 
     Args:
-        places: (sets, P, width) ranks; R where a set has fewer places or a place fewer ranks.
-        missing: (sets, P) whether a set has no such place; None if all have.
+        places: (sets, P, width) ranks. R where a set has fewer places or a place fewer ranks.
+        missing: (sets, P) whether a set has no such place. None if all have.
         anywhere: whether a place is a rank and each rank a place, in their order.
-        clusters: (sets, H, Q) numbers of the places that share ranks, directly or by others, P where there are fewer;
+        clusters: (sets, H, Q) numbers of the places that share ranks, directly or by others, P where there are fewer.
             None if none do.
     """
 
@@ -62,7 +62,7 @@ class Arrays:
     Args:
         ranks: R.
         limit: (D - 1,) bytes of a rank.
-        size: (J + 1, D) of the items; the last is nothing.
+        size: (J + 1, D) of the items. The last is nothing.
         kind_first: (K + 1,) where a kind's items begin.
         kind_family: (K,).
         kind_set: (K,) the set of places, in its family.
@@ -180,8 +180,8 @@ class Batch:
         Args:
             proposal: (n,) of each table.
             option: (n,) that it has.
-            ranks: (n, I) of its items; R where there is none.
-            items: (n, I); J where there is none.
+            ranks: (n, I) of its items. R where there is none.
+            items: (n, I). J where there is none.
         """
         wide = self.load.shape[2]
         index = (proposal[:, None] * wide + ranks).ravel()
@@ -248,12 +248,12 @@ class Batch:
         return fits
 
     def put(self, option: Ints, sharpness: Sharpness, budget: Floats | None = None, *, best_fit: bool = True) -> Bools:
-        """Put a table on in each proposal; nothing is done where a gang fits nowhere.
+        """Put a table on in each proposal. Nothing is done where a gang fits nowhere.
 
         Args:
             option: (B,) that the table takes; -1: none.
             sharpness: gangs go where this soft maximum grows least.
-            budget: (B,) load of items that no rank may exceed; gangs go where they leave the least of it.
+            budget: (B,) load of items that no rank may exceed. Gangs go where they leave the least of it.
             best_fit: or the most, if not.
 
         Returns:
@@ -288,11 +288,11 @@ class Batch:
         return done
 
     def _put_run(self, number: int, rows: Ints, kind: Ints, count: Ints, limits: _Limits) -> Ints:
-        """Put equal gangs on in each of some proposals; those in which they do not fit, where some may be on."""
+        """Put equal gangs on in each of some proposals. Those in which they do not fit, where some may be on."""
         family, failed = self.arrays.families[number], []
         while len(rows):
             score = self._scores(family, rows, kind, limits)
-            # Equal gangs whose places share ranks go to different hosts at once; where there are fewer, some share one.
+            # Equal gangs whose places share ranks go to different hosts at once. Where there are fewer, some share one.
             cluster = np.zeros((len(rows), 0), dtype=np.int64)
             if family.clusters is not None:
                 score, cluster = _best_of(score, family.clusters[self.arrays.kind_set[kind]])
@@ -315,7 +315,7 @@ class Batch:
         return np.concatenate(failed)
 
     def _scores(self, family: Family, rows: Ints, kind: Ints, limits: _Limits) -> Floats:
-        """(n, P) of each place, the less the better; infinite where a gang does not fit."""
+        """(n, P) of each place, the less the better. Infinite where a gang does not fit."""
         arrays, (sharpness, budget, best_fit) = self.arrays, limits
         load, sets = self.load[rows, 0], arrays.kind_set[kind]
         places = None if family.anywhere else family.places[sets]
@@ -368,7 +368,7 @@ class Batch:
         return scores
 
     def _item(self, kind: Ints, width: int) -> Ints:
-        """(n, width) items of kinds; J where there is none."""
+        """(n, width) items of kinds. J where there is none."""
         first = self.arrays.kind_first
         item = first[kind][:, None] + np.arange(width)
         return np.where(item < first[kind + 1][:, None], item, len(self.arrays.size) - 1)

@@ -46,7 +46,7 @@ class Gang:
 
     Args:
         items: at least one.
-        places: where the gang may go; each place gives the rank of each item.
+        places: where the gang may go. Each place gives the rank of each item.
         count: number of equal gangs, each placed separately.
     """
 
@@ -77,7 +77,7 @@ class Problem:
     Args:
         ranks: number of ranks.
         capacity: bytes of each rank, per memory tier (``inf``: no limit).
-        tables: the options of each table, by name; tables with equal options are planned as one group.
+        tables: the options of each table, by name. Tables with equal options are planned as one group.
     """
 
     ranks: int

@@ -2,14 +2,14 @@
 prove.
 
 [Note: the bound]
-In an assignment each rank bears E, the sum of the chosen options' loads on every rank, and items; let c be the most
+In an assignment each rank bears E, the sum of the chosen options' loads on every rank, and items. Let c be the most
 that the items of a rank come to, so that the cost is E + c. Relative to c, sizes s in [0, 1] that share a rank add up
 to at most 1. A *dual feasible function* f keeps that property: if sizes add up to at most 1, so do their f(s). Hence
 over R ranks
 
     sum over all items of f(load / c)  <=  R        for every dual feasible f
 
-which, for a given c, is linear in the choice of options. With f(s) = s this is the average load; the others see that
+which, for a given c, is linear in the choice of options. With f(s) = s this is the average load. The others see that
 two items of 0.6 do not fit one rank. The same holds for the bytes of each memory tier. Let E(c) be the least E under
 all these rows, with fractional tables. The larger the budget, the less E, so an assignment with c1 <= c <= c2 costs at
 least c1 + E(c2), and the least of these over intervals that hold every c is a bound for all. The interval that decides
@@ -88,7 +88,7 @@ class Relaxation:
         self._distinct: dict[int, tuple[Floats, Floats, NDArray[np.int64]]] = {}
 
     def least_base(self, budget: float, *, weight: float = 0.0, item_share: float = 1.0) -> Outcome:
-        """E: the least that the options chosen put on every rank, where items have a budget; infinite if none fit.
+        """E: the least that the options chosen put on every rank, where items have a budget. Infinite if none fit.
 
         Args:
             budget: c.
@@ -123,7 +123,7 @@ class Relaxation:
 
         Args:
             accuracy: width of the deciding interval, against its bound.
-            stop: asked between two programs; ends the halving.
+            stop: asked between two programs. Ends the halving.
             most: programs to solve.
         """
         unlimited = self._base_at(np.inf)

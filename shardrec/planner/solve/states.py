@@ -100,7 +100,7 @@ class States:
             self._best[search] = self.option[search].copy(), [*self.gangs[search]]
 
     def packing(self, search: int, encoded: Encoded) -> Packing | None:
-        """The best assignment of a search; None if its start is no worse."""
+        """The best assignment of a search. None if its start is no worse."""
         option, gangs = self._best[search]
         if self.best[search] >= self._first_cost[search] * (1 - 1e-9):
             return None
