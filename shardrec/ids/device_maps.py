@@ -50,7 +50,7 @@ class FoundRows:
 
     Args:
         rows: (N,) int32, the row of each id; -1 without one.
-        maps: (N,) int32, the map of each id; -1 for plain rows.
+        maps: (N,) int32, the map per id; -1 for plain rows.
         ends: (S + 1,) int64, where the ids of each slot begin, and where the last ones end.
         missing: (N + 1, 2) int64, see :mod:`shardrec.ids.map_kernels`.
         head: the first of these, on the host.

@@ -8,7 +8,7 @@ buckets come with each sector of memory that is read, and at most half of them a
 
 ::
 
-    maps_N      int32   the map of each id; -1 where the id is a row already
+    maps_N      int32   the map per id; -1 where the id is a row already
     tables_M    int64   (M, 6): first bucket | buckets - 1 | first record | rows | their bit length | fallback rows
     claims      int32   (P + 1,) zeros: of each distinct id without a row, the least position plus 1; the last is waste
     missing     int64   (N + 1, 2): the number of these ids | 0, then in any order: map and position | id

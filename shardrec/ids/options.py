@@ -33,7 +33,7 @@ class DynamicIds:
             and for more than ``ttl`` steps; ``"never"``. An evicted row gets new initial values, and its optimizer
             state is reset.
         ttl: steps, with ``evict="ttl"``.
-        fallback_rows: of each row block, for ids that have no row: 1, one row that they share. N, hashed into n rows;
+        fallback_rows: per row block, for ids that have no row: 1, one row that they share. N, hashed into n rows;
             0, a row of zeros, which takes no gradient (and counts in a mean).
 
     Raises:

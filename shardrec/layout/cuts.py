@@ -79,7 +79,7 @@ def column_wise(
         num_embeddings: rows R.
         embedding_dim: columns D.
         ranks: one rank per stripe. A rank may come twice.
-        widths: columns of each stripe, multiples of 4 that add up to D. Default: as even as multiples of 4 allow.
+        widths: columns per stripe, multiples of 4 that add up to D. Default: as even as multiples of 4 allow.
     """
     edges = _column_edges(name, embedding_dim, len(ranks), widths)
     stripes = zip(pairwise(edges), ranks, strict=True)

@@ -1,4 +1,4 @@
-"""The report of a plan, as data: costs, bound, the load of each rank, and the reason for each table's cut."""
+"""The report of a plan, as data: costs, bound, the load per rank, and the reason for each table's cut."""
 
 from __future__ import annotations
 
@@ -78,12 +78,12 @@ class PlanReport:
 
     @property
     def rank_ms(self) -> tuple[float, ...]:
-        """Time of each rank."""
+        """Time per rank."""
         return tuple(map(sum, self.times))
 
     @property
     def rank_bytes(self) -> tuple[float, ...]:
-        """Memory of each rank."""
+        """Memory per rank."""
         return tuple(map(sum, self.memory))
 
     def to_json(self) -> dict[str, object]:

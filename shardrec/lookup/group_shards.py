@@ -65,7 +65,7 @@ class RowGradient:
     Args:
         rows: (U,) distinct, ascending matrix rows.
         values: (U, w) float32.
-        squares: (U,) sum of the squares of each row of ``values``, if it is known.
+        squares: (U,) sum of the squares per row of ``values``, if it is known.
         scale: () float32 that is still to be multiplied. None for 1.
     """
 
@@ -141,7 +141,7 @@ class TableBank:
     Attributes:
         weights: per table, its (rows, columns) weights, a view of the bank's memory.
         classes: the same memory by width.
-        columns: (S,) int64, the first output column of each slot.
+        columns: (S,) int64, the first output column per slot.
         lr: the fused optimizer's present learning rate.
         step_count: updates made by a fused Adam.
         cache: of tier ``"cached"``, whose ``weights`` lack what is in it; else None.

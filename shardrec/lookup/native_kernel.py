@@ -95,7 +95,7 @@ def native_kernel(
     """The kernel of some tables, or None if they need fbgemm's: not float32 on the CPU, or another optimizer.
 
     Args:
-        shapes: (rows, columns) of each table.
+        shapes: (rows, columns) per table.
         slot_tables: per slot, the number of its table.
         weights: per table, a view of memory that all of them share.
         states: per table, its states by name, as views of shared memory.

@@ -50,7 +50,7 @@ class Tables(nn.Module):
     """Tables that are looked up in their existing memory.
 
     Args:
-        weights: (rows, w) of each table.
+        weights: (rows, w) per table.
         slot_tables: per slot, the number of its table.
         pooled: sums of bags; else rows.
     """

@@ -20,7 +20,7 @@ def partition(costs: Sequence[float], stages: int) -> list[int]:
     """Cut a sequence into runs so that the cost of the most costly run is minimal.
 
     Args:
-        costs: of each layer, at least 0.
+        costs: per layer, at least 0.
         stages: number of runs S, none of them empty.
 
     Returns:

@@ -24,7 +24,7 @@ __all__ = ["batch_size", "gather", "scatter", "sizes_of"]
 
 
 def sizes_of(total: int, chunks: int) -> list[int]:
-    """Samples of each micro-batch: as even as can be, the larger ones first, none empty unless all are.
+    """Samples per micro-batch: as even as can be, the larger ones first, none empty unless all are.
 
     Args:
         total: samples B of the mini-batch.

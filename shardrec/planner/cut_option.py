@@ -23,8 +23,8 @@ class Candidate:
 
     Args:
         cut: name of the cut.
-        widths: columns of each stripe.
-        edges: first row of each row block, and the rows of the table.
+        widths: columns per stripe.
+        edges: first row per row block, and the rows of the table.
         option: the same for the solver.
         on_all: whether it has a block on each rank, all alike, as part of the option's common load.
         holders: number of ranks of a place that hold a shard, the first ones; 0: all of them.
@@ -94,5 +94,5 @@ def add_option(option: Option, loads: Floats, memory: Floats, limits: Floats) ->
 
 @lru_cache(1024)
 def _ranks_of(places: tuple[Place, ...]) -> Ints:
-    """(items, P) the rank of each item at each place. There are few sets of places, which many gangs share."""
+    """(items, P) the rank per item at each place. There are few sets of places, which many gangs share."""
     return np.array(places).T.copy()

@@ -1,4 +1,4 @@
-"""A planning problem: tables, ranks and prices, the options of each table, and the plan of a solution."""
+"""A planning problem: tables, ranks and prices, the options per table, and the plan of a solution."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ class Planner:
 
     @property
     def capacities(self) -> Floats:
-        """(R,) bytes of each rank."""
+        """(R,) bytes per rank."""
         return np.array(self.topology.rank_memory or [self.machine.table_memory] * self.topology.world_size)
 
     @property

@@ -1,4 +1,4 @@
-"""The price of any plan, made by the planner or by hand: the cost of each rank, and of each table."""
+"""The price of any plan, made by the planner or by hand: the cost per rank, and per table."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _FORWARD, _BACKWARD = 3, 1
 def priced_plan(
     model: CostModel, tables: Mapping[str, TableLoad], plan: ShardingPlan
 ) -> tuple[list[Cost], dict[str, Cost]]:
-    """The cost of each rank, and of each table on all ranks together.
+    """The cost per rank, and per table on all ranks together.
 
     Args:
         model: the prices.

@@ -71,7 +71,7 @@ class PortableBags(PortableTwin):
         return awaitable(self.finish, pending, batch, replicated, bags)
 
     def pooled(self, checked: Checked) -> tuple[Tensor, list[int]]:
-        """(B_all, D_mine) pooled rows of this rank's shards, rank after rank, and the batch size of each rank."""
+        """(B_all, D_mine) pooled rows of this rank's shards, rank after rank, and the batch size per rank."""
         got = self.input.exchange(checked, checked.keys, checked.lengths, checked.values)
         sizes, ids, weights = got.sizes, got.ids, got.weights
         for maps in self.id_maps:

@@ -92,7 +92,7 @@ Received = NamedTuple(  # noqa: UP014
 )
 """The ids for this rank's shards, and of those that this rank sent, where they were in the batch.
 
-``lengths``: (S_mine, B_all). ``ids``: (n,). ``weights``: (n,) or None. ``sizes``: batch size of each rank. ``came``,
+``lengths``: (S_mine, B_all). ``ids``: (n,). ``weights``: (n,) or None. ``sizes``: batch size per rank. ``came``,
 ``went``: ids from and to each rank, per group. ``positions``: (N_sent,) int64 where each id gets a row, else None.
 ``slot_ids``: (S,) number of ids of each slot of all ranks.
 """

@@ -26,14 +26,14 @@ class ServedTables(nn.Module):
     """Tables for inference that one call of fbgemm's inference kernel looks up.
 
     Args:
-        shapes: (rows, columns) of each table; at least one. On CUDA a row's columns fill multiples of 4 bytes.
-        formats: format of each table.
+        shapes: (rows, columns) per table; at least one. On CUDA a row's columns fill multiples of 4 bytes.
+        formats: format per table.
         slot_tables: the number of each slot's table. Every table has a slot.
         device: CPU or CUDA.
         pooled: sum each bag; if False, return a row per id, for tables of equal width.
 
     Attributes:
-        rows: (rows, b) uint8 of each table, a view of the kernel's memory. Fill it with the result of ``encode``.
+        rows: (rows, b) uint8 per table, a view of the kernel's memory. Fill it with the result of ``encode``.
     """
 
     # torch.jit reads this name: TorchScript leaves these attributes out.

@@ -37,7 +37,7 @@ def served_storage(formats: Mapping[str, WeightFormat], *, pooled: bool) -> Stor
     """A storage whose lookups are inference kernels.
 
     Args:
-        formats: format of each table, by the table's name in the plan.
+        formats: format per table, by the table's name in the plan.
         pooled: whether the collection sums bags.
     """
     shards, replicas = partial(ServedShards, formats), partial(ServedReplicas, formats, pooled=pooled)
@@ -45,7 +45,7 @@ def served_storage(formats: Mapping[str, WeightFormat], *, pooled: bool) -> Stor
 
 
 def served_memory(collection: ShardedCollection) -> dict[Shard | str, Tensor]:
-    """The (rows, b) uint8 memory of each shard on this rank, by the shard, and of each replicated table, by its name in
+    """The (rows, b) uint8 memory per shard on this rank, by the shard, and of each replicated table, by its name in
     the plan."""
     shards, replicas = collection.shards, collection.replicas
     assert isinstance(shards, ServedShards), "the collection has a served storage"
@@ -68,10 +68,10 @@ class ServedShards(ShardLookup):
     """This rank's shards in inference kernels, one per lookup group. Their rows are uninitialized.
 
     Args, besides those of :class:`ShardLookup`:
-        formats: format of each table, by the table's name in the plan.
+        formats: format per table, by the table's name in the plan.
 
     Attributes:
-        memory: (rows, b) uint8 of each shard, see :class:`ServedTables`.
+        memory: (rows, b) uint8 per shard, see :class:`ServedTables`.
     """
 
     def __init__(
@@ -129,11 +129,11 @@ class ServedReplicas(ReplicatedLookup):
     """The replicated tables of a collection in an inference kernel.
 
     Args, besides those of :class:`ReplicatedLookup`:
-        formats: format of each table, by the table's name in the plan.
+        formats: format per table, by the table's name in the plan.
         pooled: sum each bag; if False, each table is looked up separately and gives a row per id.
 
     Attributes:
-        memory: (rows, b) uint8 of each table, by its name in the plan, see :class:`ServedTables`.
+        memory: (rows, b) uint8 per table, by its name in the plan, see :class:`ServedTables`.
     """
 
     def __init__(

@@ -69,7 +69,7 @@ def dtype_of(form: WeightFormat) -> torch.dtype:
 
 
 def row_ranges(weight: Tensor) -> Tensor:
-    """(n, 2) float32: the negated minimum and the maximum of each row.
+    """(n, 2) float32: the negated minimum and the maximum per row.
 
     The elementwise maximum of the ranges of a row's parts is the range of the row.
     """

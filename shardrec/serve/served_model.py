@@ -32,7 +32,7 @@ class ServedModel(ShardedModel):
         module: the model, with served collections.
         plan: the sharding plan of the tables.
         context: context shared by the served collections.
-        formats: format of each table, by the table's name in the plan.
+        formats: format per table, by the table's name in the plan.
     """
 
     def __init__(

@@ -198,7 +198,7 @@ def _receive_later(
 def _exchange_headers_on_device(
     headers: Headers, calls: Sequence[InFlight]
 ) -> tuple[list[list[int]], list[list[int]], Iterator[int]]:
-    """The header for each rank, the header of each rank, and the values of the calls' ``counted``."""
+    """The header for each rank, the header from each rank, and the values of the calls' ``counted``."""
     agreement = "; ".join(call.agreement for call in calls)
     world_size, width = headers.collectives.world_size, headers.columns
     header = torch.zeros((world_size, width), dtype=torch.int64, device=headers.device)

@@ -13,7 +13,7 @@ mean loss on each rank trains as the mean over the global batch would. The divis
 written for sending. The gradients of replicated tables are averaged by the dense part's all-reduce.
 
 [Note: slots with a batch size each]
-On this rank and on the one that looks up, the columns of each slot have as many rows as the largest slot. The
+On this rank and on the one that looks up, the columns per slot have as many rows as the largest slot. The
 additional bags are empty. Only a slot's own rows travel, slot after slot: ``Ragged`` removes the others and inserts
 zeros again. Sums over a host's ranks (:mod:`shardrec.exchange.hosts`) travel with all the rows.
 """
@@ -268,7 +268,7 @@ class PooledOutput:
         return [flat[:count] for flat, count in zip(flats, sizes, strict=True)]
 
     def _sums_in(self, flats: Sequence[Tensor], size: int) -> list[Tensor]:
-        """(B, D_s) of each host: the end of the block from its rank that has this rank's place on a host."""
+        """(B, D_s) per host: the end of the block from its rank that has this rank's place on a host."""
         sums = []
         for other in filter(self._has_same_local_rank, range(self.world_size)):
             width = self._summed_width(other)

@@ -189,9 +189,9 @@ class InFlight:
         batch: the checked local input (read for bag lengths and inverse indices, and of sequences for replicated
             tables). Where ``flag`` is up, with other ids and bags, which are safe to look up.
         to_send: what is cut: ``batch``, or its distinct ids.
-        distinct_index: (N,) int64 index of each id of the lookups among the distinct ids. None if all ids are sent.
+        distinct_index: (N,) int64 index per id of the lookups among the distinct ids. None if all ids are sent.
         cut: ``to_send`` cut into blocks.
-        lengths: (S, B) int32 lengths of each slot; (S, 1), their sums, if each id gets its own row.
+        lengths: (S, B) int32 lengths per slot; (S, 1), their sums, if each id gets its own row.
         slot_sizes: batch size of each of the S slots, if they differ; else None.
         counted: int64 tensors whose values the host reads with the header.
         learned_weights: (N,) weights of the local batch as they were given, if they take a gradient; else None.

@@ -59,7 +59,7 @@ class _Pieces:
 
     Args:
         slots: per lookup, the number of its slot among those of all ranks.
-        sizes: elements of each lookup.
+        sizes: elements per lookup.
     """
 
     slots: list[int]
@@ -67,7 +67,7 @@ class _Pieces:
 
     @property
     def slot_sizes(self) -> list[int]:
-        """Elements of each slot."""
+        """Elements per slot."""
         size_of = dict(zip(self.slots, self.sizes, strict=True))
         return [size_of[slot] for slot in range(len(self.slots))]
 
@@ -95,7 +95,7 @@ class SequenceOutput:
         lookups: in the order of the output.
         sent_lookups: of cut tables, by the keys whose ids are sent.
         replica_number: of each replicated table, by its name in the plan.
-        group_widths: columns of each group.
+        group_widths: columns per group.
         dim: columns D of the output.
         rank: this rank.
         device: where the rows are.
@@ -103,7 +103,7 @@ class SequenceOutput:
         mean_over: number of ranks whose mean the gradients are. Default: all.
 
     Attributes:
-        widths: columns of each group.
+        widths: columns per group.
         column_unit: columns u of a column unit.
         slot_firsts: per slot of all ranks, the column unit of a row where its columns begin.
         slot_column_units: per slot of all ranks, its column units.
@@ -321,7 +321,7 @@ class SequenceOutput:
         ]
 
     def _slots_of(self, blocks: Sequence[Tensor], sizes: Sequence[int]) -> list[Tensor]:
-        """The parts of the blocks that are of each slot of all ranks, whose elements are given."""
+        """The parts of the blocks of each slot of all ranks, whose elements are given."""
         left = iter(sizes)
         return [
             part

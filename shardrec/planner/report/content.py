@@ -52,7 +52,7 @@ class Column:
 
     Args:
         name: its heading.
-        cells: text of each table.
+        cells: text per table.
         is_number: the cells are numbers, with commas between thousands.
         is_detail: left out where there is little room.
     """
@@ -71,7 +71,7 @@ class Content:
         title: one line.
         facts: of the whole plan, a line each.
         columns: of the table of tables.
-        charts: load of each rank.
+        charts: load per rank.
     """
 
     title: str
@@ -178,14 +178,14 @@ def _charts(report: PlanReport) -> list[Chart]:
     near = report.capacity < inf and report.capacity <= 4 * max(report.rank_bytes)
     return [
         Chart(
-            title="Time of each rank in a step",
+            title="Time per rank in a step",
             unit="ms",
             names=report.components,
             bars=report.times,
             lines=(("proven bound", report.bound_ms),),
         ),
         Chart(
-            title="Memory of each rank",
+            title="Memory per rank",
             unit="GiB",
             names=report.uses,
             bars=tuple(tuple(size / _GIB for size in sizes) for sizes in report.memory),

@@ -16,7 +16,7 @@ __all__ = ["explain", "reasons_text"]
 
 
 def explain(plan: ShardingPlan, *, reasons: bool = True) -> Table:
-    """A plan as a rich table for people: each table's shape, cut and ranks, then the load of each rank.
+    """A plan as a rich table for people: each table's shape, cut and ranks, then the load per rank.
 
     Of a plan that the planner made it also shows what each table costs, and how good the plan is proven to be.
 

@@ -55,7 +55,7 @@ def solve_exactly(
     largest = float(encoded.total_load.max(initial=0.0))
     least_scale = bound if bound > _SMALL * largest else largest or 1.0
     load_scale = 1.0 / (least_scale if best is None else best.cost or least_scale)
-    # Rows: one per group, one per kind of gang, then load and memory of each rank. The last column is the cost.
+    # Rows: one per group, one per kind of gang, then load and memory per rank. The last column is the cost.
     matrix = np.zeros((groups + len(used) + ranks * (1 + len(tiers)), count + 1))
     for option, group in enumerate(encoded.option_group):
         matrix[int(group), option] = 1.0

@@ -38,7 +38,7 @@ class LinearProgram:
     The basis of one solution is where the next begins, if it has the same rows.
 
     Args:
-        group_of: (O,) group of each column.
+        group_of: (O,) group per column.
         sizes: (G,) sum of each group's columns.
     """
 
@@ -56,7 +56,7 @@ class LinearProgram:
 
         Args:
             objective: (O,).
-            upper: (O,) most of each column, the size of its group or 0. The least is 0.
+            upper: (O,) most per column, the size of its group or 0. The least is 0.
             rows: (N, O).
             limits: (N,).
             key: which rows these are.

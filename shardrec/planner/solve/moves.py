@@ -73,8 +73,8 @@ class Arrays:
         run_count: (O, runs).
         base: (O, D) what an option puts on every rank.
         work: (O,) load on all ranks together.
-        group: (N,) of each table.
-        choice: (G, C) the options of each group that are considered, those with the least work first; then -1.
+        group: (N,) per table.
+        choice: (G, C) the options per group that are considered, those with the least work first; then -1.
         choices: (G,) how many.
     """
 
@@ -178,7 +178,7 @@ class Batch:
         """Take tables off.
 
         Args:
-            proposal: (n,) of each table.
+            proposal: (n,) per table.
             option: (n,) that it has.
             ranks: (n, I) of its items. R where there is none.
             items: (n, I). J where there is none.
@@ -315,7 +315,7 @@ class Batch:
         return np.concatenate(failed)
 
     def _scores(self, family: Family, rows: Ints, kind: Ints, limits: _Limits) -> Floats:
-        """(n, P) of each place, the less the better. Infinite where a gang does not fit."""
+        """(n, P) per place, the less the better. Infinite where a gang does not fit."""
         arrays, (sharpness, budget, best_fit) = self.arrays, limits
         load, sets = self.load[rows, 0], arrays.kind_set[kind]
         places = None if family.anywhere else family.places[sets]
@@ -420,7 +420,7 @@ class Batch:
 
 
 def choices(encoded: Encoded, able: Bools) -> tuple[Ints, Ints]:
-    """(G, C) the options of each group that are able, (O,), those with the least work first, then -1; (G,) how many."""
+    """(G, C) the options per group that are able, (O,), those with the least work first, then -1; (G,) how many."""
     order = np.lexsort((encoded.total_load, encoded.option_group))
     order = order[able[order]]
     group = encoded.option_group[order]

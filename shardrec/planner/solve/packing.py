@@ -162,7 +162,7 @@ def rounded(encoded: Encoded, values: Floats) -> Ints:
 
 
 def compact(encoded: Encoded, share: float, budget: float) -> Ints:
-    """(O,) of each group the option of least work whose items take at most a share of a rank, or the smallest."""
+    """(O,) per group the option of least work whose items take at most a share of a rank, or the smallest."""
     sizes = (encoded.item_memory / np.maximum(encoded.capacity, 1.0)).max(axis=1)
     item = np.full(len(encoded.options), share)
     np.maximum.at(item, encoded.item_option, np.maximum(sizes, encoded.item_load / max(budget, 1e-300)))

@@ -209,7 +209,7 @@ class Relaxation:
         return _scaled(np.concatenate(rows), np.concatenate(limits))
 
     def _per_option(self, values: Floats) -> Floats:
-        """(n, O) sums over the items of each option, of (n, K)."""
+        """(n, O) sums over the items per option, of (n, K)."""
         running = np.zeros((len(values), values.shape[1] + 1))
         np.cumsum(values, axis=1, out=running[:, 1:])
         sums: Floats = running[:, self._edges[1:]] - running[:, self._edges[:-1]]

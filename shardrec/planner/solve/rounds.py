@@ -56,7 +56,7 @@ class Round:
 
     Args:
         states: of the searches.
-        sharpness: of each search.
+        sharpness: per search.
         proposals: for each search.
         rng: random numbers.
     """

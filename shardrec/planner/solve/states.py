@@ -27,7 +27,7 @@ class States:
         starts: where each begins.
 
     Attributes:
-        option: (C, N) of each table.
+        option: (C, N) per table.
         load: (C, D, R + 1) load and bytes of the items on each rank.
         base: (C, D) what the options put on every rank.
         best: (C,) the least cost so far.
@@ -44,7 +44,7 @@ class States:
         self.hottest = np.zeros((count, arrays.ranks), dtype=np.int64)
         self._first_cost = self.best.copy()
         self._best = [(self.option[search].copy(), [*self.gangs[search]]) for search in range(count)]
-        # Ranks and items of each table, padded with rank R and item J.
+        # Ranks and items per table, padded with rank R and item J.
         self._rank = np.full((count, tables, 1), arrays.ranks)
         self._item = np.full((count, tables, 1), len(arrays.size) - 1)
         self._items = np.zeros((count, tables), dtype=np.int64)
