@@ -65,7 +65,7 @@ _POLL_S = 0.5
 _SIGNAL, _STOPPED, _EXIT = "ended by a signal", "stopped", "exit code"
 
 _IMPORTED_AGAIN = 77
-"""Exit code of a new rank whose import of the program tries to start ranks."""
+"""Exit code of a new rank if its import of the program tries to start ranks."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -214,7 +214,7 @@ class RankProcesses:
             wait([*(self._processes[rank].sentinel for rank in running), *pipes], _POLL_S)
             before, now = now, time.monotonic()
             for rank in sorted(running):
-                # Ctrl-Z stops the launcher, too: time in which the launcher itself was stopped does not count.
+                # Ctrl-Z also stops the launcher. The time in which the launcher itself was stopped does not count.
                 if self._is_over(rank, min(now - before, 2 * _POLL_S)):
                     running.discard(rank)
             if self._failures:
@@ -303,7 +303,7 @@ def _rank_main(
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     if listener is not None:
         os.environ[LISTENER] = str(listener.detach())
-        # Rank 0 restores the terminal before it ends. The other ranks may end at once, even inside a collective.
+        # Rank 0 restores the terminal before it ends. The other ranks may end immediately, even inside a collective.
         signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         result = run(options)

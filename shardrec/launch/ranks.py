@@ -132,7 +132,7 @@ def check_exchange(group: dist.ProcessGroup, device: torch.device) -> list[str]:
         device: of the tensors.
 
     Returns:
-        Those of ``"header"``, ``"payload"`` and ``"output"`` that came back other than sent.
+        The names, among ``"header"``, ``"payload"`` and ``"output"``, of messages that came back changed.
     """
     collectives = FunctionalCollectives(group)
     headers = Headers(collectives, device)
@@ -188,7 +188,7 @@ def _join(rank_info: RankInfo) -> None:
 
 
 def _store(rank_info: RankInfo, seconds: float) -> dist.Store:
-    """The store of the ranks: that of an elastic launcher's agent, or one that rank 0 serves."""
+    """The store of the ranks: the store of an elastic launcher's agent, or a store that rank 0 serves."""
     if "RANK" not in os.environ:
         return dist.HashStore()
     timeout = timedelta(seconds=seconds)

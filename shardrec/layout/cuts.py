@@ -163,7 +163,7 @@ def _column_edges(name: str, cols: int, parts: int, widths: Sequence[int] | None
         raise PlanError(f"table {name!r}: a cut needs at least one rank or host, got none")
     if widths is None:
         base, more = divmod(-(-cols // COLUMN_UNIT), parts)
-        # If the columns are no multiple, the last stripe has less than its units, and is one of the wider ones.
+        # If the columns are not a multiple, the last stripe has less than its units, and belongs to the wider stripes.
         first = parts - more if cols % COLUMN_UNIT and base else 0
         edges = accumulate((COLUMN_UNIT * (base + (0 <= part - first < more)) for part in range(parts)), initial=0)
         return [min(edge, cols) for edge in edges]

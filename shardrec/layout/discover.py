@@ -84,5 +84,5 @@ def table_configs(model: nn.Module) -> dict[str, BaseEmbeddingConfig]:
 
 
 def table_shapes(model: nn.Module) -> dict[str, tuple[int, int]]:
-    """``(num_embeddings, embedding_dim)`` of each table of a model's collections, by its name in a plan."""
+    """``(num_embeddings, embedding_dim)`` per table of a model's collections, by its name in a plan."""
     return {name: (config.num_embeddings, config.embedding_dim) for name, config in table_configs(model).items()}

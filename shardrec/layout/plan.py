@@ -89,7 +89,7 @@ class ShardingPlan:
         """Check that the plan is for exactly these tables.
 
         Args:
-            shapes: ``(num_embeddings, embedding_dim)`` of each table of the model, by name.
+            shapes: ``(num_embeddings, embedding_dim)`` per table of the model, by name.
             partial: ``shapes`` has only some of the model's tables, so the plan may have others.
 
         Raises:
@@ -254,7 +254,7 @@ def _field(data: Mapping[str, Any], key: str, kind: type[_T]) -> _T:
 def _checked(value: object, kind: type[_T], what: str) -> _T:
     # Not isinstance, which would accept True for 1.
     if type(value) is not kind:
-        raise TypeError(f"{what} is {value!r}, which is no {kind.__name__}")
+        raise TypeError(f"{what} is {value!r}, which is not a {kind.__name__}")
     return value
 
 

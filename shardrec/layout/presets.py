@@ -1,9 +1,9 @@
 """Presets of machines, with the figures of their data sheets.
 
-Memory, its bandwidth and NVLink are those of NVIDIA's data sheets, checked against pages that quote them (the list
+Memory, its bandwidth and NVLink are from NVIDIA's data sheets, checked against pages that quote them (the list
 below). A link's figure for both ways together is halved. The network is one adapter per GPU as in the vendor's
 eight-GPU systems: DGX A100 200 Gb/s (ConnectX-6), DGX H100, H200 and B200 400 Gb/s (ConnectX-7,
-docs.nvidia.com/dgx-basepod). For cards without NVLink the host link is that of PCIe, each way.
+docs.nvidia.com/dgx-basepod). For cards without NVLink the host link is PCIe, each way.
 
 =========  ==========================================  ==============================================================
 figure     of                                          seen on
@@ -16,7 +16,7 @@ memory     T4 320 GB/s, V100 900 (SXM2: 897)           sysrqmts.com (comparison 
 NVLink     300, 600, 900, 1,800 GB/s both ways         alpha-one-index.github.io (V100, A100, H100 and H200, B200)
 =========  ==========================================  ==============================================================
 
-Not from a data sheet: the networks of T4, V100, A10G, L4 and L40S, which are those of common cloud machines, and the
+Not from a data sheet: the networks of T4, V100, A10G, L4 and L40S, which common cloud machines have, and the
 latencies, which are typical of NCCL. A data sheet's "80 GB" is nearly 80 GiB. A device reports one or two per cent less
 (see :func:`detect_machine`), and the framework needs some of it.
 """
@@ -84,7 +84,7 @@ PRESETS = {
         ),
     )
 }
-"""By name. ``cpu`` has no memory limit; :func:`detect_machine` reads the real one."""
+"""By name. ``cpu`` has no memory limit. :func:`detect_machine` reads the real limit."""
 
 # In the order in which they are tried: a longer name comes before its prefix.
 _DEVICE_NAMES = (
@@ -166,7 +166,7 @@ def host_memory() -> float:
 def default_machine(device: str | None = None) -> Machine:
     """The preset that a plan without a machine is made for.
 
-    Its figures are those of the data sheet, not the memory that is free, so that every rank makes the same plan.
+    Its figures are from the data sheet, and do not depend on free memory, so that every rank makes the same plan.
 
     Args:
         device: ``"cpu"`` or ``"cuda"``, where the tables will be. Default: CUDA where torch sees a device.

@@ -19,7 +19,7 @@ class TableReport:
         cut: the chosen cut, with the number of its parts.
         ms: time that it costs all ranks together.
         bytes: memory that it takes on all ranks together.
-        next_cut: the best other cut. Empty if there is none.
+        next_cut: the best other cut. Empty for none.
         reason: why that cut was not chosen.
     """
 

@@ -1,4 +1,4 @@
-"""The ranks that a plan is for: the hosts, the ranks of each host, and the machine of a rank."""
+"""The ranks that a plan is for: the hosts, the ranks per host, and the machine of a rank."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ class Topology:
 
         Args:
             hosts: number of machines.
-            ranks_per_host: default: one per CUDA device, or per core where there is none.
+            ranks_per_host: default: one per CUDA device, or per core on a machine without CUDA.
             device: ``"cpu"`` or ``"cuda"``. Default: CUDA where torch sees a device.
 
         Returns:

@@ -46,7 +46,7 @@ class Awaitable(abc.ABC, Generic[W]):
     """A pending value of type ``W``, such as the output of a collective that has been started.
 
     Subclasses implement ``_wait_impl()``, which blocks and returns the value. It runs exactly once, whatever
-    the number of calls and threads. Its value (``None``, too) or its error is kept.
+    the number of calls and threads. Its value (also ``None``) or its error is kept.
 
     Pickling, copying and deep-copying a finished awaitable give a finished one; for a pending awaitable they raise,
     since the pending operation belongs to this process.
@@ -94,14 +94,14 @@ class Awaitable(abc.ABC, Generic[W]):
     def add_callback(self, callback: Callable[[W], W]) -> Self:
         """Replace the value by ``callback(value)``.
 
-        Callbacks run once, in order, at the end of the wait, each on the result of the one before. A callback that is
-        added after the wait is applied at once. Earlier callers of ``wait()`` keep the value they got. A callback that
-        is added after a failure is never called: the kept error is raised as before. If another thread is waiting, this
-        call blocks until that wait has ended.
+        Callbacks run once, in order, at the end of the wait, each on the result of the previous callback. A callback
+        that is added after the wait is applied immediately. Earlier callers of ``wait()`` keep the value they got. A
+        callback that is added after a failure is never called: the kept error is raised as before. If another thread is
+        waiting, this call blocks until that wait has ended.
 
         Args:
             callback: maps the value to its replacement. An error that it raises is kept as the error of the wait; if
-                the callback was applied at once, the error is raised here and the value stays as it was.
+                the callback was applied immediately, the error is raised here and the value stays as it was.
 
         Returns:
             This awaitable.
@@ -200,14 +200,14 @@ class LazyAwaitable(Awaitable[W], Operators, metaclass=_LazyAwaitableMeta):
     It acts as its value in torch functions (as an argument, at any depth of lists and dicts), attributes, items,
     operators, iteration, conversions to numbers, text and numpy arrays, calls and ``with``. The first of these waits.
     These do not wait: ``repr()``, ``isinstance()``, ``done()``, ``then()``, and passing it on. Its own names (``wait``,
-    ``done``, ``then``, ``callbacks``, ``add_callback``) hide those of the value.
+    ``done``, ``then``, ``callbacks``, ``add_callback``) hide the value's names.
 
     It is not a tensor: ``isinstance(lazy, torch.Tensor)`` is false, and code that tests for it takes another path. A
     ``torch.autograd.Function`` computes a value but passes no gradient on. Give such code ``shardrec.wait(lazy)``. Do
     the same for a pending number where torch takes one int or several (``x.sum(lazy)``), which fails inside torch.
 
-    The idea and the interface are TorchRec's ``torchrec.distributed.types.LazyAwaitable``. The semantics are those of a
-    call-by-need thunk.
+    The idea and the interface are TorchRec's ``torchrec.distributed.types.LazyAwaitable``. The semantics are the
+    semantics of a call-by-need thunk.
     """
 
     _is_made = False
@@ -233,7 +233,7 @@ class LazyAwaitable(Awaitable[W], Operators, metaclass=_LazyAwaitableMeta):
             future: the result of an RPC (``rpc_async``) or of ``shardrec.pending.fork``, or any other future.
 
         Returns:
-            An awaitable whose first use waits for the future, and raises the error that the future holds, if any.
+            An awaitable. Its first use waits for the future, and raises the error that the future holds, if any.
         """
         return Chained(as_it_is, future)
 

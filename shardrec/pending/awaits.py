@@ -1,4 +1,5 @@
-"""TorchScript's pending values, ``Await[W]`` and ``Future[W]``, and what takes every kind: conversions and ``wait``.
+"""TorchScript's pending values, ``Await[W]`` and ``Future[W]``, and the functions that take every kind: conversions and
+``wait``.
 
 The functions are torch's under public names. They do the same in eager mode and in TorchScript.
 
@@ -10,15 +11,15 @@ the other functions are mapped to TorchScript operators.
 [Note: what torch lacks in eager mode]
 torch's ``_awaitable`` drops keywords and computes with the defaults; a function that failed runs again at each wait;
 ``Await`` forwards attributes of its value, and neither operators nor ``[...]``; and no instance is one of
-``torch.jit._Await``. ``torch.jit.fork`` calls the function at once and converts the result to a TorchScript value,
+``torch.jit._Await``. ``torch.jit.fork`` calls the function immediately and converts the result to a TorchScript value,
 which fails for the ``LazyAwaitable`` that a sharded module returns. All of this is added here, to torch's own objects,
 since neither an ``Await`` nor a ``Future`` shows whether torch or shardrec created it.
 
-torch's two functions are left alone, and what they call in ``torch._C`` is replaced. Functions of our own under the
-public names do not do: TorchScript compares objects before anything else, and compiles neither a function that is
-registered as the operator ``prim::awaitable`` or ``prim::fork``, nor one that a dispatch (``boolean_dispatched``) leads
-to torch's ("function cannot be used as a value"). Functions of our own put into ``torch.jit`` would be recognized, and
-torch's would not be any more, where other code has imported them.
+torch's two functions are left alone, and the functions that they call in ``torch._C`` are replaced. Functions of our
+own under the public names do not do: TorchScript compares objects before anything else, and compiles neither a function
+that is registered as the operator ``prim::awaitable`` or ``prim::fork``, nor one that a dispatch
+(``boolean_dispatched``) leads to torch's ("function cannot be used as a value"). Functions of our own put into
+``torch.jit`` would be recognized, and torch's would not be any more, where other code has imported them.
 """
 
 from __future__ import annotations
@@ -159,7 +160,7 @@ def wait(pending: W) -> W: ...
 def wait(pending: object) -> object:
     """Wait for a pending value and return it. Anything else is returned unchanged.
 
-    In code that ``shardrec.script`` compiles it takes all of these, too, and marks where to wait. In code that
+    In code that ``shardrec.script`` compiles it also takes all of these, and marks where to wait. In code that
     ``torch.jit.script`` compiles it takes an ``Await``. Use ``shardrec.pending.join`` for a ``Future`` there.
 
     Args:

@@ -188,9 +188,9 @@ class Operators(abc.ABC):
         """The value as a numpy array, for ``numpy.asarray`` and numpy's functions."""
         value = self.wait()
         if hasattr(value, "__array__"):
-            # First without `copy`: many __array__ methods, torch's among them, have no such argument.
+            # First without `copy`: many __array__ methods, torch's among them, lack such an argument.
             value = numpy.asarray(value)
         return numpy.asarray(value, dtype=dtype) if copy is None else numpy.array(value, dtype=dtype, copy=copy)
 
-    # Above torch.Tensor's, so that `array + lazy` comes to __radd__ and gives what `array + value` gives.
+    # Above torch.Tensor's, so that `array + lazy` comes to __radd__ and equals `array + value`.
     __array_priority__ = 1001

@@ -60,7 +60,7 @@ class Constraint:
             raise ConfigError(fault)
         if self.load_factor and self.tiers and "cached" not in self.tiers:
             raise ConfigError(
-                f"load_factor is {self.load_factor} and tiers {self.tiers}, of which none has a cache: allow 'cached'"
+                f"load_factor is {self.load_factor} and tiers {self.tiers}, which have no cache: allow 'cached'"
             )
         if self.pinned is not None and any((self.cuts, self.ranks, self.min_columns, self.tiers, self.load_factor)):
             raise ConfigError(
@@ -71,7 +71,7 @@ class Constraint:
 def constraints_by_table(
     tables: Mapping[str, object], constraints: Mapping[str, Constraint] | None, world_size: int
 ) -> dict[str, Constraint]:
-    """Each table's constraint: that of its name, else of the first pattern (``*``, ``?``) that matches.
+    """Each table's constraint: its own, else the constraint of the first pattern (``*``, ``?``) that matches.
 
     A name or pattern that matches no whole name (``"path.of.collection.table"``) stands for the tables' own names.
 

@@ -26,7 +26,7 @@ class Candidate:
         widths: columns per stripe.
         edges: first row per row block, and the rows of the table.
         option: the same for the solver.
-        on_all: whether it has a block on each rank, all alike, as part of the option's common load.
+        on_all: whether it has an equal block on each rank, as part of the option's common load.
         holders: number of ranks of a place that hold a shard, the first ones; 0: all of them.
         pinned: the layout, if a constraint gave it.
         tier: where the rows are.
@@ -45,7 +45,7 @@ class Candidate:
 
 
 def lay_out(name: str, table: TableLoad, candidate: Candidate, places: Sequence[Place], world: int) -> TableLayout:
-    """The layout of a candidate whose gangs were placed."""
+    """The layout of a candidate after its gangs were placed."""
     rows, cols = table.num_embeddings, table.embedding_dim
     if candidate.pinned is not None:
         shards = tuple(replace(shard, table=name) for shard in candidate.pinned.shards)

@@ -43,7 +43,7 @@ _HOSTS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
 _LOAD_FACTORS = (0.01, 0.03, 0.1, 0.3)
 """Parts of a table's rows that a cache has room for."""
 _ALIKE = 1.001
-"""Row blocks are alike if none has more than this factor times the load and bytes of another."""
+"""Row blocks count as equal if the load and bytes of any two differ by at most this factor."""
 
 
 class CandidateMaker:
@@ -53,7 +53,7 @@ class CandidateMaker:
         model: prices them.
         least: a load (ms) and bytes. A table is not cut into shards that are smaller in both, nor into uneven stripes.
             It bounds how many candidates thousands of tables have. What is smaller hardly changes how ranks are filled.
-        tiers: where a table without a constraint on it may be. Empty for a CPU, which has none.
+        tiers: where a table without a constraint on it may be. Empty for a CPU.
     """
 
     def __init__(self, model: CostModel, least: tuple[float, float] | None = None, tiers: tuple[str, ...] = ()) -> None:
@@ -72,7 +72,7 @@ class CandidateMaker:
         """All the ways to cut a table within its constraint.
 
         Raises:
-            ConfigError: if there is none.
+            ConfigError: if no cut is possible.
         """
         key = table, limit
         if key not in self._made:
@@ -117,7 +117,7 @@ class CandidateMaker:
         )
         if "table_wise" in allowed:
             yield self._free(table, "table_wise", whole, (0, table.num_embeddings), ranks)
-        # On one rank, table-wise is the same; but a constraint may leave nothing else that one rank can do.
+        # On one rank, table-wise is the same. A constraint may still leave no other cut.
         if "data_parallel" in allowed and (world > 1 or not {"table_wise", "column_wise", "row_wise"} & set(allowed)):
             yield self._replicas(table)
         if "column_wise" in allowed:
@@ -324,13 +324,13 @@ class CandidateMaker:
     def _blocks(
         self, table: TableLoad, width: int, stripes: int, edges: Ints, host_sum: Cost | None = None
     ) -> tuple[Item, ...]:
-        """Each row block of a stripe; if hosts sum them, with what the sums of its host cost its rank.
+        """Each row block of a stripe. If hosts sum row blocks, a block's cost includes its host's sums.
 
-        Blocks that are nearly alike are one item, with the load of the least: no plan costs less than its items. It has
+        Blocks that are nearly equal are one item, with the load of the least: no plan costs less than its items. It has
         the bytes of the largest: each plan of the items fits.
         """
         spans = list(pairwise(edges))
-        # Without a histogram, blocks of as many rows are alike.
+        # Without a histogram, blocks with the same number of rows are equal.
         keys = [bottom - top if table.histogram is None else top for top, bottom in spans]
         distinct = {
             key: self._model.shard(
@@ -352,7 +352,7 @@ class CandidateMaker:
 
 
 def _on_all(table: TableLoad, cut: str, widths: Ints, edges: Ints, everywhere: Item, block: Item) -> Candidate:
-    """Blocks that are alike on each rank, as part of what the option puts on every rank."""
+    """Blocks that are equal on each rank, as part of the option's load on every rank."""
     common = Item(load=everywhere.load + block.load, memory=(everywhere.memory[0] + block.memory[0],))
     return _candidate(table, cut, widths, edges, common, on_all=True)
 

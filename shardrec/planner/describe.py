@@ -24,7 +24,7 @@ __all__ = ["PlannedTable", "Sampled", "loads_of", "sampled_features", "table_loa
 
 
 class PlannedTable(NamedTuple):
-    """A table of a collection: its name in the plan. ``pooled``, or a row per id, of which each distinct id of a batch
+    """A table of a collection: its name in the plan. ``pooled``, or a row per id, where each distinct id of a batch
     is sent once (``dedup``). Raw ids, which are spread evenly over its rows (``dynamic``)."""
 
     name: str
@@ -136,7 +136,7 @@ def loads_of(
         )
     unknown = sorted(pooling_of.keys() - used)
     if unknown:
-        raise ConfigError(f"poolings names {unknown[0]!r}, which is no feature and no table of the model")
+        raise ConfigError(f"poolings names {unknown[0]!r}, which is not a feature or a table of the model")
     return loads
 
 

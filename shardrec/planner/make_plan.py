@@ -41,11 +41,11 @@ def plan(
 
     Args:
         model: holds ``torchrec.EmbeddingBagCollection`` or ``EmbeddingCollection`` modules. Meta tables are fine.
-        topology: the ranks. Default: those of the default process group (one rank without a group).
+        topology: the ranks. Default: the default process group's ranks (one rank without a group).
         batch_size: samples per rank in a step.
         constraints: limits by table name (``"path.to.collection.table"``, or ``"table"`` where one collection has it)
             or pattern with ``*`` and ``?``.
-        profile: time coefficients (``shardrec calibrate``). Default: those of the topology's machine.
+        profile: time coefficients (``shardrec calibrate``). Default: the coefficients of the topology's machine.
         poolings: ids of a sample, by feature or table. Default: 1, or as in ``sample_batches``.
         sample_batches: batches of one rank, from which the planner estimates the ids per sample, how often ids repeat,
             and which rows they hit. A few thousand samples are enough.
@@ -59,7 +59,7 @@ def plan(
         cuts.
 
     Raises:
-        ConfigError: if the model has no collection, or a constraint is for an unknown table or cannot be met.
+        ConfigError: if the model lacks collections, or a constraint names an unknown table or cannot be met.
         PlanError: if the tables do not fit. Names them and the remedies.
     """
     tables, kind = _tables_of(model, poolings, sample_batches, dedup), _device_type(model, device)
@@ -112,7 +112,7 @@ def replan(
 
     Args:
         old_plan: in use now.
-        model: as for :func:`plan`, whose other arguments are also accepted.
+        model: as for :func:`plan`. The other arguments of ``plan`` are accepted as well.
         max_moved_bytes: most bytes of weights and optimizer state that ranks may have to receive.
         batch_size: samples per rank in a step.
         constraints: by table name or pattern. They hold for the tables that move.
@@ -124,7 +124,7 @@ def replan(
         dedup: as :func:`shardrec.shard` will be told.
 
     Returns:
-        The plan, whose bound is that of a new plan.
+        The plan, with the bound of a new plan.
     """
     tables, kind = _tables_of(model, poolings, sample_batches, dedup), _device_type(model, device)
     old_plan.check_tables({name: (load.num_embeddings, load.embedding_dim) for name, load in tables.items()})
@@ -154,7 +154,7 @@ def _tables_of(
     tables = table_loads(model, poolings=poolings, sampled=sampled, dedup=dedup)
     if not tables:
         raise ConfigError(
-            f"{type(model).__name__} holds no torchrec embedding collection to plan; was it sharded already?"
+            f"{type(model).__name__} holds no torchrec embedding collection to plan. Was it sharded already?"
         )
     return tables
 

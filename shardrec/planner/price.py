@@ -65,7 +65,8 @@ def _overheads(model: CostModel, tables: Mapping[str, TableLoad], plan: Sharding
 
 
 def priced_layout(model: CostModel, table: TableLoad, layout: TableLayout) -> tuple[Cost, list[tuple[int, Cost]]]:
-    """What any layout costs every rank; and what else it costs some: (rank, cost), the shards' in their order first."""
+    """The cost of any layout for every rank, and its additional costs for some ranks: (rank, cost), first the shards'
+    in their order."""
     if layout.replicated:
         return model.replicated(table), []
     if (layout.tier, layout.load_factor) != (table.tier, table.load_factor):

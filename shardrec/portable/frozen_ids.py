@@ -4,7 +4,7 @@ Shapes: S slots of this rank, B_all samples of all ranks, N ids, n ids of all th
 
 The ids of all maps are one sorted list. An id stands in it as its hash, which is a bijection, xored with a number of
 its map's own. Equal entries are then of different maps, and other numbers are chosen if there are any. An entry that is
-found is that of the id if it is of the map that was asked.
+found belongs to the id if it is of the map that was asked.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ class FrozenMaps(nn.Module):
             ids: (N,) int64, slot after slot.
 
         Returns:
-            (N,) int64 rows, and (N,) float32: 0 for an id that is a row of zeros, whose row is 0 here, and else 1.
+            (N,) int64 rows, and (N,) float32: 0 for an id that is a row of zeros (its row here is 0), and 1 otherwise.
         """
         ends = lengths.sum(dim=1, dtype=torch.int64).cumsum(0)
         slot_N = torch.searchsorted(ends, torch.arange(ids.size(0), device=ids.device), right=True)

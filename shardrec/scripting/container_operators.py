@@ -1,4 +1,4 @@
-"""The operators that pass pending values on without using them: those of lists, dicts and tuples.
+"""The operators that pass pending values on without using them: the operators of lists, dicts and tuples.
 
 All others use what they are given. In the table, ``h`` is the list or dict itself, ``x`` something put into it, ``.``
 anything else. The result is an element of it (``e``), a list or dict of the same elements (``h``), the list of a dict's

@@ -56,7 +56,7 @@ def _remedy(text: str) -> str:
     method = _LAZY_METHODS.search(text)
     if method:
         return (
-            f"Scripted code sees the value itself, which has no .{method[1]}(): write shardrec.wait(value), which "
+            f"Scripted code sees the value itself, which lacks .{method[1]}(): write shardrec.wait(value), which "
             "means the same in eager mode"
         )
     if _AWAIT.search(text):

@@ -1,7 +1,7 @@
-"""Which parts of a value may be pending, inferred for all values of a program at once.
+"""Which parts of a value may be pending, inferred for all values of a program together.
 
-A *shape* stands for a value, with a part for what a list or dict holds and for each item of a tuple. Each shape and
-each part is either plain or pending (an Await of it takes its place).
+A *shape* stands for a value, with a part for the contents of a list or dict and for each item of a tuple. Each shape
+and each part is either plain or pending (an Await of it takes its place).
 
 ::
 
@@ -170,7 +170,7 @@ def has_optional(kind: Type) -> bool:
 
 
 def pending_type(kind: Type, shape: Shape) -> Type:
-    """The type of a value, given its plain type and what of it is pending.
+    """The type of a value, given its plain type and its pending parts.
 
     A named tuple with something pending in it becomes a tuple without names, which has the same items.
     """

@@ -67,13 +67,13 @@ def script(model: nn.Module, *, parallel_lookups: bool = False, portable: bool |
 def compiled(
     model: nn.Module, *, portable: bool, parallel_lookups: bool = False, overlap: bool = True
 ) -> torch.jit.ScriptModule:
-    """As :func:`script`; without ``overlap`` values are waited for where they are made, for a model whose collectives
-    take no time: its methods are not inlined, and its file loads in less than a tenth of the time."""
+    """As :func:`script`. Without ``overlap``, values are waited for where they are made, for a model with collectives
+    that take no time: its methods are not inlined, and its file loads in less than a tenth of the time."""
     copy = scriptable_copy(model, portable=portable, parallel_lookups=parallel_lookups)
     with generic_wait(wait), quiet():
         try:
             scripted: torch.jit.ScriptModule = torch.jit.script(copy)
-        except Exception as error:  # of eight classes at least, by what TorchScript does not like
+        except Exception as error:  # of at least eight classes, depending on the construct that TorchScript rejects
             raise explain(type(model).__name__, error) from error
     move_waits(model, scripted, portable=portable, overlap=overlap)
     return scripted
@@ -85,7 +85,7 @@ def move_waits(model: nn.Module, scripted: torch.jit.ScriptModule, *, portable: 
     Args:
         model: what was scripted.
         scripted: is changed in place.
-        portable: whether it reads the model's tables by itself, of which these are told.
+        portable: whether it reads the model's tables by itself. The collections are told.
         overlap: False leaves the waits where they are.
 
     Raises:

@@ -29,7 +29,7 @@ def begin(
     plan: StepPlan | None = None,
     assigns_new_ids: bool = False,
 ) -> InFlight:
-    """A call whose batch was checked and cut. Raises nothing for a faulty batch, of which the exchange tells all ranks.
+    """A call whose batch was checked and cut. Raises nothing for a faulty batch. The exchange tells all ranks about it.
     Waits for the device only for dynamic ids.
 
     Args:
@@ -128,7 +128,8 @@ def _check_on_device(flight: InFlight) -> None:
 
 
 def _mended(input: InputPlan, batch: Batch) -> tuple[Batch, Tensor, Tensor]:
-    """The batch without the bad ids that are no error, whether its lengths fit, and their number per feature (U,)."""
+    """The batch without the bad ids that are not an error, whether its lengths fit, and their number per feature
+    (U,)."""
     limits, _ = input.limits(batch.keys)
     policies, places = input.policies(batch.keys)
     whole, bad_F = mended(batch, limits, policies, drops=input.drops)

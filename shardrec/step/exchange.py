@@ -87,7 +87,7 @@ class _Sent:
         allocate = partial(collectives.allocate, device=device)
         for call in calls:
             plan = call.plan
-            assert plan is not None, "a call whose rows are looked up has a plan"
+            assert plan is not None, "a call that looks up rows has a plan"
             looked_up = look_up(plan, call.wait_for_ids(), allocate, call=call, to_update=self.to_update)
             for watch in exchange.life_cycle.rows_looked_up:
                 watch(plan, looked_up)
@@ -139,14 +139,14 @@ class _Sent:
         return gradients
 
     def assembled(self, arrivals: Sequence[Arrival], replicated: Sequence[Tensor | None]) -> list[Tensor]:
-        """Wait for the rows, and put those of each call in order."""
+        """Wait for the rows, and put each call's rows in order."""
         calls = zip(self.looked_up, arrivals, self.rows.receive(), replicated, strict=True)
         return [
             looked_up.plan.output.assemble(arrival, blocks, columns) for looked_up, arrival, blocks, columns in calls
         ]
 
     def send_gradients(self, arrivals: Sequence[Arrival], gradients: Sequence[Tensor | None]) -> list[Tensor | None]:
-        """Send the gradients of what was :meth:`assembled`. Gives those of ``replicated``."""
+        """Send the gradients of the :meth:`assembled` values. Returns the gradient of ``replicated``."""
         if self.to_update:
             for begin in self.exchange.life_cycle.gradients_go_back:
                 begin()
@@ -246,7 +246,7 @@ class SharedExchange:
 
 
 def launch(exchange: RowExchange, calls: Sequence[InFlight]) -> None:
-    """Look up what all ranks asked of this one, and let the rows of some calls go, whose ids are under way.
+    """Look up the ids that all ranks sent to this one for some calls, and send their rows.
 
     Args:
         exchange: of the model.

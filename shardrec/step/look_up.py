@@ -25,7 +25,7 @@ _NOTHING = torch.empty(0, dtype=torch.int32)
 
 @dataclass(slots=True, eq=False)
 class LookedUp:
-    """What was looked up in this rank's shards for one call, and what the update of the rows takes.
+    """The rows that were looked up in this rank's shards for one call, and the inputs of their update.
 
     Args:
         plan: of the module.
@@ -89,7 +89,7 @@ class LookedUp:
         return total.mul_(collectives.mean_over).to(dtype)
 
     def release_ids(self) -> LookupInputs:
-        """The inputs, of which no other reference is left here."""
+        """The inputs. No other reference to them is left here."""
         inputs, self.inputs = self.inputs, ()
         self.received.ids, self.received.weights = _NOTHING, None
         return inputs
@@ -151,9 +151,9 @@ def update(
     """Update the tables in the backward of a node. Gives the gradients of its inputs, without the placeholder.
 
     Args:
-        calls: whose lookups the node has made.
+        calls: the node has made their lookups.
         saved: the inputs of all their lookups.
-        gradients: of the rows of each call.
+        gradients: of the rows, per call.
         collectives: of the model.
     """
     of_inputs: list[Tensor | None] = []

@@ -79,7 +79,7 @@ class Arrival:
 
     Args:
         size: B.
-        slot_sizes: batch size of each of the S slots, if they differ; else None.
+        slot_sizes: batch size per slot, S numbers, if they differ. Otherwise None.
         counts: ids that this rank asked of each rank, per group.
         target: of sequences, where the rows go in the output.
         rows: of sequences, M of the output.
@@ -192,11 +192,11 @@ class InFlight:
         distinct_index: (N,) int64 index per id of the lookups among the distinct ids. None if all ids are sent.
         cut: ``to_send`` cut into blocks.
         lengths: (S, B) int32 lengths per slot; (S, 1), their sums, if each id gets its own row.
-        slot_sizes: batch size of each of the S slots, if they differ; else None.
-        counted: int64 tensors whose values the host reads with the header.
-        learned_weights: (N,) weights of the local batch as they were given, if they take a gradient; else None.
-        bad_ids: (U,) int64 number of bad ids of each feature for which they are not an error. None if not counted.
-        full: the full batch of a batch with inverse indices, if each id gets its own row; else None.
+        slot_sizes: batch size per slot, S numbers, if they differ. Otherwise None.
+        counted: int64 tensors. The host reads their values with the header.
+        learned_weights: (N,) weights of the local batch as they were given, if they take a gradient. Otherwise None.
+        bad_ids: (U,) int64 number of bad ids per feature for which they are not an error. None if not counted.
+        full: the full batch of a batch with inverse indices, if each id gets its own row. Otherwise None.
         requires_grad: whether its rows take a gradient, if gradients are enabled. The same on every rank.
         assigns_new_ids: whether it gives rows to new dynamic ids.
         features: the input.
@@ -206,8 +206,8 @@ class InFlight:
         parts: per rank, the tensors that are sent to it (``Payload.pack``), from the header exchange on; else None.
         counts: ids to each rank, per group.
         counted_values: the values of ``counted``.
-        slot_ids: (S,) number of ids of each slot of all ranks. None without ``positions``.
-        positions: (N_sent,) int64, position of each sent id, in order of travel: in ``to_send``'s values if each id
+        slot_ids: (S,) number of ids per slot of all ranks. None without ``positions``.
+        positions: (N_sent,) int64, position per sent id, in order of travel: in ``to_send``'s values if each id
             gets its own row, else in the local batch's values as they were given. None if not needed.
         received: the ids that all ranks request from this one, slot by slot (``Payload.unpack``), once they are here.
         receive: waits for them, if they are under way.
@@ -218,9 +218,9 @@ class InFlight:
         exchange: of its rows. None on one rank.
         number: of this call in it.
         assembled: on one rank, what was looked up, in order.
-        arrival: what backward, too, reads of the rows that come back.
+        arrival: describes the rows that come back. Backward reads it as well.
         replicated: (B, D_r) pooled columns of the replicated tables, or None.
-        finishing: what the module's kind keeps for the end.
+        finishing: data that the module's kind keeps for the end.
         error: why its exchange failed. Set it to None to exchange the call again.
     """
 
@@ -269,7 +269,7 @@ class InFlight:
     @property
     def step(self) -> StepPlan:
         """The module's step."""
-        assert self.plan is not None, "a call whose rows are looked up has a plan"
+        assert self.plan is not None, "a call that looks up rows has a plan"
         return self.plan
 
     @property

@@ -20,7 +20,7 @@ class Growth:
 
     Args:
         scale: distinct ids of one id's worth; positive.
-        power: 1 if ids never repeat, 0 if there are no new ids.
+        power: 1 if ids never repeat, 0 if no id is new.
         points: (ids, distinct ids), ascending, between which the law has another power each.
     """
 

@@ -81,7 +81,7 @@ class Content:
 
 
 def content(plan: ShardingPlan) -> Content:
-    """What there is to say of a plan; of one that the planner did not make, the weights alone (fp32)."""
+    """The contents of a plan's report. A plan that the planner did not make has the weights alone (fp32)."""
     report, world = plan.report, plan.world_size
     title = f"Sharding plan: {len(plan.tables)} tables on {world} rank{'s' * (world > 1)}"
     reports = {} if report is None else {table.name: table for table in report.tables}

@@ -54,7 +54,8 @@ def explain(plan: ShardingPlan, *, reasons: bool = True) -> Table:
 
 
 def reasons_text(plan: ShardingPlan) -> str:
-    """Each table's MiB and why its next-best cut lost, a line for each: for what is too narrow for more columns."""
+    """Each table's MiB and why its next-best cut lost, a line per table: for terminals that are too narrow for more
+    columns."""
     cells = {column.name: column.cells for column in content(plan).columns}
     rows = zip(*(cells[name] for name in ("table", "MiB", "next-best cut", "why it lost")), strict=True)
     return "\n".join(f"{name}: {size} MiB, {f'not {cut}, ' * (cut != '')}{why}" for name, size, cut, why in rows)

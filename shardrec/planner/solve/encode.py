@@ -205,7 +205,7 @@ def encode(problem: Problem) -> Encoded:
 
 
 def _lifted(ranks: int, option: Option) -> Option:
-    """The same option, where what a gang puts on every rank, wherever it goes, is no item.
+    """The same option. The load that a gang puts on every rank, wherever it goes, is not an item.
 
     A bound that knows items only by their ranks would put two of them on one.
     """

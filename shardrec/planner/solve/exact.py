@@ -14,12 +14,13 @@ __all__ = ["Exact", "solve_exactly"]
 
 _MAX_VARIABLES = 400
 _SMALL = 1e-3
-"""Of the largest load: below it a bound is no scale for loads."""
+"""Part of the largest load. A bound below it cannot serve as a scale for loads."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Exact:
-    """What HiGHS found: a packing, if it is better than none, a bound, and whether there is no better packing."""
+    """The result of HiGHS: a packing, if it improves on the present one, a bound, and whether the packing is
+    optimal."""
 
     packing: Packing | None
     bound: float
@@ -40,7 +41,7 @@ def solve_exactly(
         nodes: most branches.
         seconds: time limit.
     """
-    # A kind of gang is counted per option: gangs of two tables may be alike, and both counts must come out.
+    # A kind of gang is counted per option: gangs of two tables may be equal, and both counts must come out.
     used = sorted({block for blocks in encoded.option_blocks for block, _ in blocks})
     starts, count = {}, len(encoded.options)
     for block in used:

@@ -21,8 +21,8 @@ class Outcome:
 
     Args:
         values: the best solution, one value per column. None if none was found.
-        bound: no solution has a lower objective. Infinite if there is none at all.
-        finished: there is no better one, but for the gap.
+        bound: lower bound of the objective. Infinite if the program is infeasible.
+        finished: whether the solution is optimal, up to the gap.
         timed_out: the time ended it.
     """
 
@@ -162,7 +162,7 @@ def _pass(
     matrix: tuple[Ints, Ints, Floats],
     integers: Floats,
 ) -> None:
-    """Give a solver its model. The matrix is where each row begins, and the column and value of each entry."""
+    """Give a solver its model. The matrix is given by the start of each row, and by each entry's column and value."""
     starts, column_of, values = matrix
     solver.passModel(
         len(objective),

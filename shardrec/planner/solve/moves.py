@@ -1,4 +1,5 @@
-"""Many changes of an assignment at once, as arrays: tables taken off their ranks and put back, and what it then costs.
+"""Many changes of an assignment at once, as arrays: tables taken off their ranks and put back, and the cost of the
+result.
 
 A :class:`Batch` holds, for each of B proposals, the load and the bytes of every rank. :meth:`Batch.put` puts one table
 on in each proposal, with an option of its own: the places of equal gangs are compared as a matrix (proposals, places),
@@ -43,7 +44,7 @@ class Family:
 
     Args:
         places: (sets, P, width) ranks. R where a set has fewer places or a place fewer ranks.
-        missing: (sets, P) whether a set has no such place. None if all have.
+        missing: (sets, P) whether a set lacks a place. None if no set lacks one.
         anywhere: whether a place is a rank and each rank a place, in their order.
         clusters: (sets, H, Q) numbers of the places that share ranks, directly or by others, P where there are fewer.
             None if none do.
@@ -69,7 +70,7 @@ class Arrays:
         kind_top: (K, D) the largest of its items.
         kind_heavy: (K,) how many of its items have about the largest load and as many bytes, at least 1.
         families: by number.
-        run_kind: (O, runs), -1 where there is none.
+        run_kind: (O, runs), -1 for none.
         run_count: (O, runs).
         base: (O, D) what an option puts on every rank.
         work: (O,) load on all ranks together.
@@ -180,8 +181,8 @@ class Batch:
         Args:
             proposal: (n,) per table.
             option: (n,) that it has.
-            ranks: (n, I) of its items. R where there is none.
-            items: (n, I). J where there is none.
+            ranks: (n, I) of its items. R for none.
+            items: (n, I). J for none.
         """
         wide = self.load.shape[2]
         index = (proposal[:, None] * wide + ranks).ravel()
@@ -194,14 +195,14 @@ class Batch:
         """Put a table on in each proposal, with the first of its options for which there are places below a budget.
 
         Args:
-            options: (B, C), -1 where there is none.
+            options: (B, C), -1 for none.
             sharpness: as for :meth:`put`.
             budget: (B,) load of the items of a rank.
             tries: options that are put on to see whether their gangs find places.
             best_fit: as for :meth:`put`.
 
         Returns:
-            (B,) the option that was put on; -1 if there is none.
+            (B,) the option that was put on. -1 for none.
         """
         fits = self._promising(np.where(self.alive[:, None], options, -1), budget, best_fit)
         chosen = np.full(len(options), -1, dtype=np.int64)
@@ -292,7 +293,8 @@ class Batch:
         family, failed = self.arrays.families[number], []
         while len(rows):
             score = self._scores(family, rows, kind, limits)
-            # Equal gangs whose places share ranks go to different hosts at once. Where there are fewer, some share one.
+            # Equal gangs with places that share ranks go to different hosts in one move. With fewer hosts, some gangs
+            # share a host.
             cluster = np.zeros((len(rows), 0), dtype=np.int64)
             if family.clusters is not None:
                 score, cluster = _best_of(score, family.clusters[self.arrays.kind_set[kind]])
@@ -368,7 +370,7 @@ class Batch:
         return scores
 
     def _item(self, kind: Ints, width: int) -> Ints:
-        """(n, width) items of kinds. J where there is none."""
+        """(n, width) items of kinds. J for none."""
         first = self.arrays.kind_first
         item = first[kind][:, None] + np.arange(width)
         return np.where(item < first[kind + 1][:, None], item, len(self.arrays.size) - 1)

@@ -1,4 +1,4 @@
-"""The assignment problem as plain data: tables, the options of each, and what an option puts on the ranks.
+"""The assignment problem as plain data: tables, their options, and the load that an option puts on the ranks.
 
 ::
 
@@ -115,7 +115,7 @@ FIRST_PLAN = SolveLimits(gap=inf, effort=4)
 
 @dataclass(frozen=True, kw_only=True)
 class Solution:
-    """An assignment and what is known about it.
+    """An assignment and its costs and bounds.
 
     Args:
         choice: number of the chosen option, by table.

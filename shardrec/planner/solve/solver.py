@@ -46,9 +46,9 @@ _FILLS = ((0.0, 0.0), (0.0, 0.5), (0.3, 0.5), (1.0, 0.9))
 _BUDGETS = (1.0, 1.005, 1.01, 1.02, 1.05, 1.1, 1.25, 1.5, 2.0)
 """Of the deciding c: budgets for which options are chosen. The bound is weak where few tables fill the ranks."""
 _POPULATIONS = (8, 4, 2, 2)
-"""Plans that are improved at once, in one phase after the other, each with as many proposals in all."""
+"""Plans that are improved together, in one phase after the other. Each phase has the same number of proposals."""
 _REPAIRED = 4
-"""Packings that are repaired at once."""
+"""Packings that are repaired together."""
 _SOFT = 4
 """One search in this number may exceed the memory on its way: if memory is tight, other searches find little."""
 _PROPOSALS_PER_EFFORT = 1500
@@ -179,7 +179,7 @@ class _Search:
                 (improvement or start for improvement, start in zip(repaired, starts, strict=True)),
                 key=lambda each: each.cost,
             )
-            # The same options and places; here the gangs have other sizes.
+            # The same options and places, with other sizes of the gangs.
             packing = Packing.fitting(self.encoded, best.counts, best.gangs)
             if packing is not None:
                 self._add(packing)
