@@ -27,7 +27,7 @@ def passed_over(function: F) -> F:
 
 
 def refuse_export(model: object) -> NoReturn:
-    """Called by a forward in ``torch.export.export``, whose own error would not say what to do.
+    """Called by a forward in ``torch.export.export``. Torch's own error would not say what to do.
 
     Raises:
         ConfigError: always.

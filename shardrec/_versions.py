@@ -30,7 +30,7 @@ class MatchingSet:
 
     Attributes:
         torch: minor release of torch, such as ``"2.13"``.
-        fbgemm: minor release of fbgemm-gpu, for its CPU and CUDA builds alike.
+        fbgemm: minor release of fbgemm-gpu, for both its CPU and CUDA builds.
         torchrec: release of torchrec, the first of its minor one that was published, such as ``"1.6.1"``.
     """
 
@@ -101,7 +101,7 @@ def check_versions() -> None:
     metadata, as on a development machine, is taken to match if it imports.
 
     Raises:
-        VersionError: in one sentence, what was found and what would match.
+        VersionError: in one sentence, the versions found and versions that would match.
     """
     torch, torchrec = _find("torch", "torch"), _find("torchrec", "torchrec")
     builds = [package for name in _FBGEMM_BUILDS if (package := _find(name, None)).version is not None]
@@ -132,7 +132,7 @@ def _minor(version: str | None) -> str | None:
 
 
 def _wanted(torch: _Found) -> MatchingSet:
-    """The set for the installed torch, since that is the one a user is least willing to change; else the newest."""
+    """The set for the installed torch, because a user is least willing to change it. Otherwise the newest set."""
     return next((each for each in MATCHING_SETS if each.torch == _minor(torch.version)), MATCHING_SETS[0])
 
 

@@ -57,7 +57,7 @@ class PlanError(ShardrecError, ValueError):
 
     Args:
         faults: one sentence per fault. All of them are in the message.
-        remedies: changes, of which each one is sufficient. Empty for other errors.
+        remedies: changes. Each one is sufficient. Empty for other errors.
 
     Attributes:
         faults: the same sentences, in order.
@@ -98,7 +98,7 @@ class CheckpointError(ShardrecError, ValueError):
 
 
 class PeerError(ShardrecError, RuntimeError):
-    """Another rank failed or is gone, so that this rank cannot go on.
+    """Another rank failed or is gone, so that this rank cannot continue.
 
     Args:
         message: the whole text.

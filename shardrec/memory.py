@@ -26,7 +26,7 @@ def keep_large_blocks() -> bool:
 
     It holds for the whole process, which then stays at its largest size. Blocks of a gigabyte and more (tables) are
     still given back. Nothing is changed where the environment sets one of glibc's ``MALLOC_`` variables or
-    ``SHARDREC_KEEP_MEMORY=0``, or where the C library has no ``mallopt``.
+    ``SHARDREC_KEEP_MEMORY=0``, or where the C library lacks ``mallopt``.
 
     Returns:
         Whether it was changed.

@@ -2,9 +2,9 @@
 
 Shapes: N ids, M maps, P claims (a power of two, at least 2N), R rows of all maps.
 
-The hash table of a map is the one of ``shardrec/native/ids.cpp``, bucket for bucket, so that the host updates it by the
-places that changed. A lane goes from the home bucket of its id on until it meets the id or an empty bucket: eight
-buckets come with each sector of memory that is read, and at most half of them are in use.
+The hash table of a map equals the table of ``shardrec/native/ids.cpp``, bucket for bucket, so that the host updates it
+by the places that changed. A lane goes from the home bucket of its id on until it meets the id or an empty bucket:
+eight buckets come with each sector of memory that is read, and at most half of them are in use.
 
 ::
 
@@ -42,7 +42,7 @@ def find(
     """Write the row of each id to ``rows_N``, int32. The map does not change.
 
     Of an id without a row: with ``CLAIM``, -1, and it is entered into ``claims``. Otherwise its row of the fallback,
-    or -1 if there are none.
+    or -1 for none.
     """
     position = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = position < count

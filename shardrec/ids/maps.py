@@ -36,14 +36,14 @@ from shardrec.layout import Shard, TableLayout
 __all__ = ["FoundRows", "IdMaps", "Mapped", "OpenStep", "Renew", "block_capacity", "collective_stats", "cut_faults"]
 
 Renew = Callable[[Shard, Tensor, int], None]
-"""Draws rows of a shard anew, which were taken from their ids in a step: shard, rows (E,), step."""
+"""Draws rows of a shard again, after they were taken from their ids in a step: shard, rows (E,), step."""
 
 _Key = tuple[str, int]  # table, first row of the block
 
 
 @dataclass(frozen=True, kw_only=True)
 class Mapped:
-    """Rows in place of raw ids.
+    """Rows instead of raw ids.
 
     Args:
         shard_input: the ids that are looked up, as rows; without the ids that are looked up as zeros.
@@ -72,7 +72,7 @@ class Mapped:
         return [part[kept.to(part.device)] for part, kept in zip(gradients, self.kept, strict=True)]
 
     def of_all_ids(self, gradient: Tensor) -> Tensor:
-        """(N,) gradient of all the ids' weights, from that of the ids that were looked up: 0 for the others."""
+        """(N,) gradient of all the ids' weights, from the gradient of the looked-up ids: 0 for the others."""
         if self.kept is None:
             return gradient
         kept = torch.cat(self.kept).to(gradient.device)
@@ -81,7 +81,7 @@ class Mapped:
 
 @dataclass(eq=False)
 class OpenStep:
-    """A step whose backward has not run. Its autograd graph keeps it alive."""
+    """A step before its backward has run. Its autograd graph keeps it alive."""
 
     step: int
 
@@ -90,7 +90,7 @@ class IdMaps:
     """The maps of this rank's shards.
 
     Args:
-        slots: of this rank, those of a shard next to each other.
+        slots: of this rank. The slots of a shard are next to each other.
         options: of the tables with dynamic ids, by their names in the plan.
         layouts: of these tables.
         renew: draws new values for evicted rows.
@@ -229,7 +229,7 @@ class IdMaps:
         return Mapped(shard_input=looked_up, kept=list(kept.split(list(shard_input.group_ids))), step=step)
 
     def blocks(self, table: str) -> Iterator[tuple[list[Shard], IdMap]]:
-        """This rank's row blocks of a table: the shards, one of each column stripe in column order, and their map.
+        """This rank's row blocks of a table: the shards, one per column stripe in column order, and their map.
 
         If several ranks hold a block, the map of the rank with the table's first column is counted and saved.
         """
@@ -238,7 +238,7 @@ class IdMaps:
                 yield shards, self.maps[key]
 
     def keep(self, others: IdMaps) -> None:
-        """Take the maps of the row blocks that are those of another plan's."""
+        """Take over the maps of row blocks that another plan has as well."""
         for key, id_map in others.maps.items():
             if key in self.maps and self.maps[key].records.shape == id_map.records.shape:
                 self.maps[key] = id_map
@@ -293,8 +293,8 @@ def cut_faults(layout: TableLayout, options: DynamicIds) -> str:
     stripes = layout.stripes()
     if len({stripe.boundaries for stripe in stripes}) > 1:
         return (
-            f"{name} has column stripes whose rows are cut in several ways, and ids would have another row in each. "
-            "Cut the rows of all its column stripes alike"
+            f"{name} has column stripes with different row cuts, and ids would have another row in each. "
+            "Cut the rows of all its column stripes in the same way"
         )
     for shard in stripes[0].shards:
         capacity = block_capacity(layout, shard, options)

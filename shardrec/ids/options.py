@@ -55,7 +55,7 @@ class DynamicIds:
         if (self.evict == "ttl") != (self.ttl is not None) or (self.ttl is not None and self.ttl < 1):
             raise ConfigError(f"evict={self.evict!r} and ttl={self.ttl}. Give ttl, 1 step or more, with 'ttl' alone")
         if self.admit_after < 1:
-            raise ConfigError(f"admit_after={self.admit_after}. Give 1 for a row at once, or more")
+            raise ConfigError(f"admit_after={self.admit_after}. Give 1 for a row at the first use, or more")
         if self.fallback_rows < 0:
             raise ConfigError(f"fallback_rows={self.fallback_rows}. Give 0 for zeros, or more")
         if self.capacity is not None and self.capacity < 1:

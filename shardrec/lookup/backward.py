@@ -5,7 +5,7 @@ Shapes: S slots, B_all samples, N ids, D columns of all the slots.
 [Note: one update in a backward]
 A backward makes one update of a row, with the sum of the gradients of all its lookups, as of an ordinary parameter:
 Adagrad and Adam make another step of two. If the running backward will reach further lookups of the same tables,
-gradients are kept until the last one. A table that is looked up once is updated at once.
+gradients are kept until the last one. A table that is looked up once is updated immediately.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ __all__ = ["Kept", "LookupGradient", "lookup_with_backward", "once_differentiabl
 
 Kept: TypeAlias = tuple[float, Tensor | None]
 """What the backward of a lookup takes beside its arguments and the gradient: the learning rate of a fused optimizer
-when the lookup was made, and what a kernel with a backward of its own gave, else None."""
+when the lookup was made, and the output of a kernel with a backward of its own, or None."""
 
 
 def once_differentiable(backward: Callable[..., Any]) -> Callable[..., Any]:

@@ -10,10 +10,10 @@
 [Note: places in the cache]
 The kernel notes in a forward where in the cache each row is, and writes there in the backward. Meanwhile another
 forward, or a prefetch, may have given the place to another row. fbgemm has locks for this, and a queue of what was
-prefetched, first in, first out, which an evaluation between two steps would take from. Here, places are found anew just
-before they are used: before each backward, and before the forward of a batch that was prefetched, which is known by its
-ids. A row that has lost its place by then is read and updated in the host's memory. Streams wait for each other, so
-that nothing moves in the cache while rows are read or written there.
+prefetched, first in, first out, which an evaluation between two steps would take from. Here, places are found again
+just before they are used: before each backward, and before the forward of a batch that was prefetched, which is known
+by its ids. A row that has lost its place by then is read and updated in the host's memory. Streams wait for each other,
+so that nothing moves in the cache while rows are read or written there.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from torch import Tensor
 __all__ = ["RowCache"]
 
 _MOST_PREFETCHED = 4
-"""Calls that are remembered as prefetched; of a model that makes more in a forward, the first are loaded again."""
+"""Calls that are remembered as prefetched. If a model makes more calls in a forward, the first are loaded again."""
 _STATISTICS = ("calls", "ids", "distinct", "misses", "rows_without_place", "ids_without_place")
 
 
@@ -104,7 +104,7 @@ class RowCache:
         self._stream.synchronize()
 
     def statistics(self) -> dict[str, int]:
-        """Since the start: calls. Their ids; of each call, the distinct rows, those of them that were not in the cache,
+        """Since the start: calls. Their ids. Per call, the distinct rows, the rows of these that were not in the cache,
         and those for which it had no place, with their ids. Waits for the device."""
         self._joined()
         return dict(zip(_STATISTICS, self._kernel.get_uvm_cache_stats().tolist(), strict=True))
@@ -115,7 +115,7 @@ class RowCache:
         self._kernel.get_uvm_cache_stats().record_stream(stream)
 
     def _joined(self) -> Any:
-        """The current stream, which waits for what was prefetched."""
+        """The current stream, which waits for the prefetches."""
         stream = torch.cuda.current_stream(self._device)
         if self._loaded is not None:
             stream.wait_event(self._loaded)

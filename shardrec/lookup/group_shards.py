@@ -1,16 +1,16 @@
 """A bank is the shards of one lookup group on this rank, which one kernel call looks up.
 
-The kernel is that of :mod:`shardrec.lookup.native_kernel` if it supports the tables, else fbgemm's.
+The kernel comes from :mod:`shardrec.lookup.native_kernel` if it supports the tables. Otherwise it is fbgemm's.
 
 Shapes: T local tables (shards), S slots, B_all samples, N ids, D columns of all the slots, U distinct rows.
 
 fbgemm's module keeps all the weights in one flat tensor. A bank that is used forward only has its tables laid out in it
-by width, so that the tables of one width are also one matrix, whose rows the row-by-row optimizers can address::
+by width, so that the tables of one width are also one matrix. Row-by-row optimizers address its rows::
 
     flat   | t1 (500 × 16) | t3 (90 × 16) | t2 (40 × 8) |
     class    width 16: matrix (590, 16)     width 8: matrix (40, 8)
 
-Weights that fbgemm has no kernel for (bfloat16, a number of columns that is no multiple of 4) lie in a tensor of the
+Weights without a kernel in fbgemm (bfloat16, a number of columns that is not a multiple of 4) lie in a tensor of the
 same form, and are looked up by torch operators, or float32 ones on the CPU by the native kernel.
 """
 
@@ -36,7 +36,8 @@ __all__ = ["LookupGradient", "RowGradient", "TableBank", "WidthClass", "summed"]
 
 _MAX_INT32 = 2**31 - 1
 _FLOATS_AT_ONCE = 2**24
-"""Of rows or gradients of single ids, which are made for a few ids at a time: those of long bags take much memory."""
+"""Bytes of the rows or gradients of single ids, which are made for a few ids at a time, because long bags take much
+memory."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,7 +49,7 @@ class WidthClass:
         tables: numbers of the tables, in order.
         bases: per table, its first row in the matrix. One more entry for the end.
         weight: (rows, w), a view of the bank's memory, in its dtype.
-        slot_bases: (S,) int64, the first matrix row of each slot's table; -1 for slots of another width.
+        slot_bases: (S,) int64, the first matrix row of each slot's table. -1 for slots of another width.
     """
 
     width: int
@@ -89,7 +90,8 @@ class RowGradient:
 
 
 def summed(rows: Tensor, values: Tensor, cls: WidthClass) -> RowGradient:
-    """The gradients ``values`` (n, w) float32 of the matrix rows ``rows`` (n,), those of equal rows added in order."""
+    """The gradients ``values`` (n, w) float32 of the matrix rows ``rows`` (n,). Gradients of equal rows are added in
+    order."""
     if rows.device.type == "cpu" and native.has_operators():
         one_slot = torch.zeros(1, dtype=torch.int64)
         lengths = torch.tensor([[rows.numel()]], dtype=torch.int32)
@@ -98,14 +100,14 @@ def summed(rows: Tensor, values: Tensor, cls: WidthClass) -> RowGradient:
         )
         return RowGradient(rows=rows, values=values, squares=squares)
     size = cls.bases[-1], cls.width
-    # Sorted stably, so that the order of a row's sum is that of its gradients.
+    # Sorted stably, so that a row's sum has the order of its gradients.
     joined = torch.sparse_coo_tensor(rows.unsqueeze(0), values, size, check_invariants=False).coalesce()
     return RowGradient(rows=joined.indices()[0], values=joined.values())
 
 
 @dataclass(frozen=True, kw_only=True)
 class _ClassIds:
-    """The n ids of one width class: matrix row, slot, sample and weight of each.
+    """The n ids of one width class: matrix row, slot, sample and weight per id.
 
     ``places`` (n,) are their indices among all ids. None if they are all ids.
     """
@@ -130,8 +132,8 @@ class TableBank:
     """Local tables and their kernel.
 
     Args:
-        shapes: (rows, columns) of each local table; at least one.
-        slot_tables: per slot, the number of its table. The order is that of ids and of pooled columns.
+        shapes: (rows, columns) per local table. At least one.
+        slot_tables: per slot, the number of its table. The ids and the pooled columns have the same order.
         optimizer: fused into the kernel's backward. None for a bank used forward only.
         device: CPU or CUDA.
         pooled: look up sums of bags; else one row per id, which takes tables of one width.
@@ -144,7 +146,7 @@ class TableBank:
         columns: (S,) int64, the first output column per slot.
         lr: the fused optimizer's present learning rate.
         step_count: updates made by a fused Adam.
-        cache: of tier ``"cached"``, whose ``weights`` lack what is in it; else None.
+        cache: of tier ``"cached"``. The ``weights`` lack its contents. Otherwise None.
     """
 
     def __init__(
@@ -179,7 +181,7 @@ class TableBank:
             flat = self.kernel.weights_dev if device.type == "cuda" else self.kernel.weights_host
             stored = self.kernel.split_embedding_weights()
         else:
-            assert optimizer is None, "a dtype without a kernel has no fused optimizer"
+            assert optimizer is None, "a dtype without a kernel lacks a fused optimizer"
             flat = torch.empty(sum(rows * cols for rows, cols in in_order), dtype=dtype, device=device)
             parts = flat.split([rows * cols for rows, cols in in_order])
             stored = [part.view(shape) for part, shape in zip(parts, in_order, strict=True)]
@@ -221,7 +223,7 @@ class TableBank:
 
         Args:
             ids: (N,) rows of each slot's table, slot after slot. Contiguous, as the other arguments are.
-            lengths: (S, B_all) int32, ids of each bag.
+            lengths: (S, B_all) int32, ids per bag.
             id_weights: (N,) float32 or None.
             out: (B_all, D) float32 to write the sums to, if :attr:`writes_in_place`. Its rows need not be contiguous.
             offsets: (S·B_all + 1,) of the ids' dtype, sums of the lengths. Default: they are added up.
@@ -245,7 +247,7 @@ class TableBank:
         out: Tensor | None = None,
         offsets: Tensor | None = None,
     ) -> tuple[Tensor, Kept]:
-        """:meth:`look_up`, and what :meth:`update` takes with the gradient of the result."""
+        """:meth:`look_up`, and the arguments of :meth:`update` beside the gradient of the result."""
         if self._native is not None:
             return self._native.look_up(ids, lengths, id_weights if self.pooled else None, out), (self.lr, None)
         with torch.enable_grad():
@@ -253,7 +255,7 @@ class TableBank:
         return values.detach(), (self.lr, values)
 
     def update(self, ids: Tensor, lengths: Tensor, id_weights: Tensor | None, gradient: Tensor, kept: Kept) -> None:
-        """Make one step of the fused optimizer. The arguments are those of :class:`LookupGradient`."""
+        """Make one step of the fused optimizer. Arguments as for :class:`LookupGradient`."""
         lr, values = kept
         if self._native is not None:
             self._native.update(ids, lengths, id_weights if self.pooled else None, gradient, lr)
@@ -344,7 +346,7 @@ class TableBank:
         ]
 
     def row_gradients(self, lookups: Sequence[LookupGradient]) -> list[RowGradient]:
-        """The gradient of each distinct row, per width class, added up over backwards, in their order; at least one."""
+        """The gradient of each distinct row, per width class, added up over backwards, in their order. At least one."""
         row_gradients = []
         if self.device.type == "cpu" and native.has_operators():
             operands = self.operands(lookups)
@@ -387,7 +389,7 @@ class TableBank:
     def parameter_gradients(
         self, ids: Tensor, lengths: Tensor, id_weights: Tensor | None, gradient: Tensor
     ) -> list[Tensor]:
-        """(rows, cols) gradient of each table, in its dtype. Arguments as of :class:`LookupGradient`."""
+        """(rows, cols) gradient per table, in its dtype. Arguments as of :class:`LookupGradient`."""
         per_table: dict[int, Tensor] = {}
         for cls, whole in zip(self.classes, self.dense_gradients(ids, lengths, id_weights, gradient), strict=True):
             dense = whole.to(self.dtype)
@@ -421,10 +423,10 @@ class TableBank:
         return gradients
 
     def _bag_gradient(self, cls: WidthClass, part: _ClassIds, span: slice, gradient: Tensor) -> Tensor:
-        """(n, w) gradient of the bag (or row) of each id; without pooling, ``span`` are the ids' indices."""
+        """(n, w) gradient of each id's bag (or row). Without pooling, ``span`` are the ids' indices."""
         if not self.pooled:
             return gradient[span]
-        # Each run of w neighbours in memory, of which a bag's columns are one.
+        # Every run of w neighbours in memory. A bag's columns are such a run.
         runs = gradient.reshape(-1).unfold(0, cls.width, 1) if gradient.numel() else gradient.view(0, cls.width)
         return runs.index_select(0, part.samples * gradient.size(1) + self.columns[part.slots])
 
@@ -451,7 +453,7 @@ class TableBank:
         batch = lengths.size(1)
         bags = torch.arange(lengths.numel(), device=ids.device)
         bag_N = bags.repeat_interleave(lengths.reshape(-1).to(torch.int64), output_size=ids.numel())
-        # Without samples there are no ids, and 0 is no divisor.
+        # Without samples there are no ids, and 0 cannot be a divisor.
         slot_N, sample_N = bag_N // max(batch, 1), bag_N % max(batch, 1)
         for cls in self.classes:
             slots, samples, ids_n, id_weights_n, places = slot_N, sample_N, ids, id_weights, None

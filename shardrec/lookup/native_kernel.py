@@ -140,5 +140,5 @@ def _memory(views: Sequence[Tensor]) -> Tensor | None:
 
 
 def with_neighbouring_columns(gradient: Tensor) -> Tensor:
-    """A matrix whose columns are contiguous, as the operators take it. Its rows need not be."""
+    """A matrix with contiguous columns, as the operators take it. Its rows need not be contiguous."""
     return gradient if gradient.stride(1) == 1 else gradient.contiguous()

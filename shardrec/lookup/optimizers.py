@@ -106,10 +106,10 @@ _DEFAULTS: dict[OptimizerKind, dict[str, Any]] = {
     OptimizerKind.ROWWISE_ADAGRAD: {"lr": 1e-2, "eps": 1e-10, "initial_accumulator_value": 0.0, "weight_decay": 0.0},
     OptimizerKind.ADAM: {"lr": 1e-3, "eps": 1e-8, "betas": (0.9, 0.999), "weight_decay": 0.0},
     OptimizerKind.ADAMW: {"lr": 1e-3, "eps": 1e-8, "betas": (0.9, 0.999), "weight_decay": 1e-2},
-    # TorchRec's placeholders have no defaults: those of fbgemm.
+    # TorchRec's placeholders lack defaults. These are fbgemm's.
     OptimizerKind.PARTIAL_ROWWISE_ADAM: {"lr": 1e-2, "eps": 1e-8, "betas": (0.9, 0.999), "weight_decay": 0.0},
     OptimizerKind.LAMB: {"lr": 1e-2, "eps": 1e-8, "betas": (0.9, 0.999), "weight_decay": 0.0},
-    # Chen et al., 2023. Torch has no such class: any class of this name with these settings selects it.
+    # Chen et al., 2023. Torch lacks such a class: any class of this name with these settings selects it.
     OptimizerKind.LION: {"lr": 1e-4, "betas": (0.9, 0.99), "weight_decay": 0.0},
 }
 
@@ -129,7 +129,7 @@ _IRRELEVANT = frozenset({"foreach", "capturable", "differentiable", "fused"})
 
 
 def fused_optimizer_of(parameter: nn.Parameter, table: str) -> FusedOptimizer | None:
-    """The optimizer that ``apply_optimizer_in_backward`` gave to ``parameter``. None if there is none.
+    """The optimizer that ``apply_optimizer_in_backward`` gave to ``parameter``. None without one.
 
     Args:
         parameter: an unsharded table's weight.
@@ -155,7 +155,7 @@ def fused_optimizer_of(parameter: nn.Parameter, table: str) -> FusedOptimizer | 
         elif name in _NEUTRAL:
             if value != _NEUTRAL[name]:
                 raise ConfigError(
-                    f"table {table!r}: {classes[0].__name__}({name}={value!r}) has no fused form. Leave {name} at "
+                    f"table {table!r}: {classes[0].__name__}({name}={value!r}) lacks a fused form. Leave {name} at "
                     f"{_NEUTRAL[name]!r}, or give the table an ordinary optimizer"
                 )
         elif name not in _IRRELEVANT:

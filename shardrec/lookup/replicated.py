@@ -1,13 +1,13 @@
 """Replicated (data-parallel) tables: looked up locally, gradients all-reduced.
 
-The parameters take dense gradients, which the dense part's reducer averages over the ranks together with those of the
-dense part. A table with an optimizer in backward keeps it: when backward is over and the gradient is complete, the rows
-with a gradient are updated, with the same rule on every rank, and the gradient is dropped. The reducer starts this
-update, also on a rank that has not looked the table up; without a reducer, on one rank, the gradient starts it.
+The parameters take dense gradients, which the dense part's reducer averages over the ranks together with the gradients
+of the dense part. A table with an optimizer in backward keeps it: when backward is over and the gradient is complete,
+the rows with a gradient are updated, with the same rule on every rank, and the gradient is dropped. The reducer starts
+this update, also on a rank that has not looked the table up; without a reducer, on one rank, the gradient starts it.
 
 [Note: rows that were looked up]
-If the gradient of a row that a batch looks up is zero, Adam still updates it by its moments, and so does weight decay.
-For the shard of a cut table the ids are known. An averaged gradient does not show which rows were looked up. A
+If the gradient of a row that a batch looks up is zero, Adam still updates it by its moments. Weight decay still applies
+as well. For the shard of a cut table the ids are known. An averaged gradient does not show which rows were looked up. A
 replicated table does not update such a row.
 
 [Note: gradients of 16-bit replicas]
@@ -63,7 +63,7 @@ class ReplicatedLookup:
         gradients: Gradients,
         device: torch.device,
     ) -> None:
-        banks: list[tuple[TableBank, list[int]]] = []  # of neighbouring slots whose tables have one dtype, with these
+        banks: list[tuple[TableBank, list[int]]] = []  # of neighbouring slots with tables of one dtype, with these
         for dtype, run in groupby(slot_tables, lambda table: tables[table].dtype):
             slots = list(run)
             numbers = list(dict.fromkeys(slots))
@@ -154,7 +154,7 @@ class ReplicatedLookup:
         return rows
 
     def scripted(self, slot_tables: Sequence[int], *, pooled: bool) -> nn.Module:
-        """The lookup for TorchScript, with the number of its table per slot; without pooling there is one slot."""
+        """The lookup for TorchScript, with the number of its table per slot. Without pooling there is one slot."""
         return Tables(self.parameters, slot_tables, pooled=pooled)
 
     def _on_gradient(self, parameter: Tensor) -> None:
@@ -168,7 +168,7 @@ class ReplicatedLookup:
             return
         self._unfinished = True
         if gradients.reducer is None:
-            # One that a callback queues comes after those of a wrapper of the user's, which averages.
+            # A callback that is queued by a callback runs after the callbacks of a user's wrapper, which averages.
             queue = Variable._execution_engine.queue_callback
             queue(partial(queue, self.step))
 

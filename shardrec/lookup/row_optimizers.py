@@ -2,11 +2,11 @@
 
 They are used for all cut tables with ``update="step"``; and in backward where
 :func:`shardrec.lookup.fbgemm_kernel.has_fused_kernel` is False, for row-wise states of a table cut by
-columns (whose mean square is over the whole row, of which a rank holds a part) and for replicated tables (whose
-gradient is complete only after the all-reduce). States are float32, and so is the update. The rows of a 16-bit table
-are rounded to nearest when they are written back. The rules are those of :mod:`torch.optim` and
+columns (the mean square is over the whole row, and a rank holds a part of it) and for replicated tables (the
+gradient is complete only after the all-reduce). States and updates are float32. The rows of a 16-bit table
+are rounded to nearest when they are written back. The rules are from :mod:`torch.optim` and
 ``torchrec.optim.RowWiseAdagrad``, on the rows given. Partial rowwise Adam and LAMB (You et al., 2020) are fbgemm's,
-whose trust ratio is a row's.
+with a trust ratio per row.
 
 [Note: averages of rows]
 With decay d, the average of n steps is a_n = sum of d^(n - i) w_i / sum of d^(n - i), over the values w_i after step i.
@@ -38,7 +38,7 @@ class RowOptimizer:
     """The states of some tables' optimizer, and its step on some of their rows.
 
     Args:
-        classes: the width classes whose weights are updated in place.
+        classes: the width classes. Their weights are updated in place.
         tables: number of tables in the classes.
         optimizer: rule and settings.
 
@@ -202,7 +202,7 @@ class RowOptimizer:
             change = change.add_(held, alpha=options.weight_decay)
             if options.kind is OptimizerKind.LAMB:
                 ratio = held.norm(dim=1) / change.norm(dim=1)
-                # Of a row or a change of zeros there is no ratio.
+                # A row of zeros, or a change of zeros, does not define a ratio.
                 change *= torch.where(ratio.isfinite() & (ratio > 0), ratio, 1.0).unsqueeze(1)
         if weight.dtype is torch.float32:
             weight.index_add_(0, rows, change, alpha=-self.lr)

@@ -32,7 +32,7 @@ from shardrec.lookup.whole_rows import WholeRows
 __all__ = ["LookupInputs", "ShardLookup", "dense_lookup"]
 
 LookupInputs: TypeAlias = Sequence[Tensor | None]
-"""Ids, lengths and weights of ids of each lookup group, one group after the other."""
+"""Ids, lengths and weights of ids per lookup group, one group after the other."""
 
 
 class _LocalGroup:
@@ -54,7 +54,7 @@ class _LocalGroup:
         width: pooled columns of the group on this rank.
         parameters: of the shards, where they take dense gradients.
         deferred: what :meth:`step` will apply, if the group is updated by it.
-        gradients: those of the running backward that wait for others. See [Note: one update in a backward].
+        gradients: of the running backward, while they wait for others. See [Note: one update in a backward].
     """
 
     def __init__(
@@ -173,12 +173,12 @@ class _LocalGroup:
         self._update(gradients)
 
     def step(self) -> None:
-        """Apply what backward has left. Does nothing if there was none. Every rank calls it."""
+        """Apply the gradients that backward has left, if there are any. Every rank calls it."""
         if self.deferred is not None and self.deferred.backwards:
             self._update(self.deferred)
 
     def _update(self, deferred: DeferredGradients) -> None:
-        """Update rows; of whole rows, without a bank, tell the others that there are none."""
+        """Update rows. A rank without a bank still tells the others about its missing part of whole rows."""
         if self.bank is not None and self.rows is not None and self.whole_rows is None and self.rows.reads_lookups:
             lookups = deferred.take_lookups()
             if lookups:
@@ -200,7 +200,7 @@ class _LocalGroup:
         if self.bank.cache is not None:
             names = ", ".join(repr(layout.name) for layout in self.group.layouts)
             raise ConfigError(
-                f"a program of its own reads rows where they are, and those of tables {names} are also in a cache. "
+                f"a program of its own reads rows where they are, and rows of tables {names} are also in a cache. "
                 "Plan them in tier 'device' or 'host', or quantize the model first"
             )
         return Tables(self.bank.weights, self.bank.slot_tables, pooled=self.bank.pooled)
@@ -215,7 +215,7 @@ class ShardLookup:
         collectives: of the group that the embeddings are sharded over.
         device: where the shards live.
         pooled: sum each bag; else give a row per id, for groups of one width each.
-        before: the lookup under another plan, of which groups with the same shards on this rank are kept.
+        before: the lookup under another plan. Its groups with the same shards on this rank are kept.
 
     Attributes:
         shards: this rank's shards, group after group.
@@ -268,14 +268,14 @@ class ShardLookup:
                 local.bank.cache.settle(to_write=to_write)
 
     def prefetch(self, received: Callable[[], ShardInput]) -> None:
-        """Load the rows of a call to come into caches, on the current stream; without any, nothing is received."""
+        """Load the rows of a call to come into caches, on the current stream. Without ids, nothing is received."""
         if any(local.cache_rows for local in self._local_groups):
             for local, ids, lengths, _ in self._inputs(received()):
                 if local.bank is not None:
                     local.bank.prefetch(ids, lengths)
 
     def cache_statistics(self) -> Iterator[tuple[tuple[str, ...], dict[str, int]]]:
-        """Of each cache, the tables of which this rank has rows in it, and :meth:`RowCache.statistics`."""
+        """Per cache, the tables with rows of this rank in it, and :meth:`RowCache.statistics`."""
         for local in self._local_groups:
             if local.bank is not None and local.bank.cache is not None:
                 yield tuple(dict.fromkeys(shard.table for shard in local.shards)), local.bank.cache.statistics()
@@ -286,12 +286,12 @@ class ShardLookup:
         return updater.states()[number]
 
     def step_counts(self) -> dict[str, int]:
-        """Per table, how many updates its optimizer has made, where this rank counts them (Adam); else 0."""
+        """Per table, how many updates its optimizer has made, where this rank counts them (Adam), or 0."""
         counts: dict[str, int] = {}
         for local in self._local_groups:
             steps = 0 if local.updater is None else local.updater.step_count
             for layout in local.group.layouts:
-                # A table with stripes of several widths may be in several groups, and have no shard here in some.
+                # A table with stripes of several widths may be in several groups, and lack a shard here in some.
                 counts[layout.name] = max(counts.get(layout.name, 0), steps)
         return counts
 
@@ -318,7 +318,7 @@ class ShardLookup:
             member.step()
 
     def row_optimizers(self) -> list[RowOptimizer]:
-        """Those of the groups whose rows no kernel updates."""
+        """The optimizers of groups that a kernel does not update."""
         return [member.rows for member in self._local_groups if member.rows is not None]
 
     def deferred(self) -> list[DeferredGradients]:
@@ -326,7 +326,7 @@ class ShardLookup:
         return [member.deferred for member in self._local_groups if member.deferred is not None]
 
     def drop_rows(self, shard: Shard, rows: Tensor) -> None:
-        """Let go of what :meth:`step` would apply to some rows (E,) of one of this rank's shards."""
+        """Drop the gradients that :meth:`step` would apply to some rows (E,) of one of this rank's shards."""
         for member in self._local_groups:
             if member.deferred is not None and shard in member.shards:
                 member.deferred.drop_rows(member.shards.index(shard), rows)
@@ -349,7 +349,7 @@ class ShardLookup:
             to_update: whether :meth:`add_gradients` may follow.
 
         Returns:
-            (B_all, D) float32 pooled columns, group after group; and what :meth:`add_gradients` takes.
+            (B_all, D) float32 pooled columns, group after group, and the arguments of :meth:`add_gradients`.
         """
         groups, batch = self._local_groups, shard_input.lengths.size(1)
         whole = None
@@ -398,7 +398,7 @@ class ShardLookup:
         return of_parameters
 
     def id_weight_gradient(self, inputs: LookupInputs, gradient: Tensor) -> Tensor:
-        """(N,) gradient of the ids' weights, with that of the pooled columns. Before the tables are updated."""
+        """(N,) gradient of the ids' weights, from the gradient of the pooled columns. Before the tables are updated."""
         tensors: Iterator[Any] = iter(inputs)
         gradients = []
         parts = gradient.split([local.width for local in self._local_groups], dim=1)
@@ -464,7 +464,7 @@ def dense_lookup(
     """A lookup that gives each table's parameter a dense gradient, summed in float32, in the parameter's dtype.
 
     Args:
-        bank: forward-only bank, one table per parameter, whose memory the parameters share.
+        bank: forward-only bank, one table per parameter. The parameters share its memory.
         ids: with ``lengths`` and ``id_weights`` as :meth:`TableBank.look_up` takes them. Gives its result.
         parameters: one (rows, cols) parameter per table of the bank.
     """

@@ -1,7 +1,7 @@
 """Rowwise Adagrad and partial rowwise Adam on column cuts: the mean square of a row that lies on several ranks.
 
 The ranks that hold the column stripes of a table see the same ids, hence the same distinct rows of a step. Each sends
-the sums of squares of its columns to the holders of the other stripes, in row order: one all-to-all, whose sizes both
+the sums of squares of its columns to the holders of the other stripes, in row order, in one all-to-all. Its sizes both
 sides know. All ranks add up in stripe order, so that their sums, and their copies of the optimizer states, are
 bit-identical.
 
@@ -159,7 +159,7 @@ class WholeRows:
         return list(total.split([gradient.rows.numel() for gradient in gradients]))
 
     def _places(self, gradients: Sequence[RowGradient]) -> list[int]:
-        """The index of each edge in the vector of all rows."""
+        """The index per edge in the vector of all rows."""
         starts = accumulate((gradient.rows.numel() for gradient in gradients), initial=0)
         by_class = [
             start + torch.searchsorted(gradient.rows, edges)

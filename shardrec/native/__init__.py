@@ -110,8 +110,8 @@ def has_operators() -> bool:
         return False
     if not hasattr(torch.ops.shardrec, _NEWEST):
         warnings.warn(
-            f"the C++ operators of shardrec in {path.name} are those of an older version. Torch's are used instead, "
-            "which is slower: install shardrec again to build them anew",
+            f"the C++ operators of shardrec in {path.name} belong to an older version. Torch's are used instead, "
+            "which is slower: install shardrec again to rebuild them",
             RuntimeWarning,
             stacklevel=2,
         )

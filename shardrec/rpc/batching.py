@@ -1,7 +1,7 @@
 """Requests wait in a queue, and one thread serves all waiting ones, so that no RPC thread ever blocks.
 
 While the thread looks up, requests arrive. The next lookup is for all of them. Under load this merges requests
-automatically, and an idle server answers at once. A window makes the thread wait for more requests after the first one.
+automatically, and an idle server answers immediately. A window makes the thread wait for more requests after the first.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class WorkQueue:
     """What waits for a server's thread, and the thread.
 
     Args:
-        look_up: makes several lookups: the rows of each.
+        look_up: makes several lookups, and returns the rows per lookup.
         capacity: lookups that may wait. One more is refused. Callers that submit other work bound it.
         window_s: seconds to wait for more after the first lookup.
         max_requests: requests of one merged lookup.

@@ -106,7 +106,7 @@ def remote_storage(collectives: RemoteCollectives, number: int) -> Storage:
 
     Args:
         collectives: of the trainer.
-        number: of the collection among those of the model.
+        number: of the collection in the model.
     """
 
     def table(layout: TableLayout, *arguments: Any, **named: Any) -> ShardedTable:

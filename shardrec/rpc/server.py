@@ -4,9 +4,9 @@ Shapes: S slots of this server, B samples of a request, N ids, D pooled columns 
 
 [Note: an update]
 The trainers of one training step push their gradients, each with its ids again: a server keeps nothing between a lookup
-and its update, so that a trainer which vanishes leaves nothing behind, and a server that was restarted can go on. When
-the last of the trainers has pushed, the gradients of all of them are one update, in the order of the trainers, which is
-what the sharded model's backward does with the gradients of all ranks.
+and its update, so that a trainer which vanishes leaves nothing behind, and a server that was restarted can continue.
+When the last of the trainers has pushed, the gradients of all of them are one update, in the order of the trainers,
+which is what the sharded model's backward does with the gradients of all ranks.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ _T = TypeVar("_T")
 _LONGEST_WINDOW_S = 60.0
 
 _METHODS = frozenset({"describe", "load", "read", "save", "step_counts", "write"})
-"""Methods that others may call, on the server's thread between lookups; besides those that :meth:`_answer` names."""
+"""Methods that others may call, on the server's thread between lookups. :meth:`_answer` names further methods."""
 
 
 class _Lookup(NamedTuple):
@@ -68,7 +68,7 @@ class _Lookup(NamedTuple):
 
     Attributes:
         places: of its parts among those that were asked for.
-        sizes: elements of the rows of each part.
+        sizes: elements of the rows per part.
         flat: (sum(sizes),) float32 on the collection's device: the rows of the parts, one part after the other.
         rows: of the collection's lookup groups, which an update needs.
     """
@@ -86,7 +86,7 @@ class _Update:
     Args:
         key: the run of the trainers and the number of its update.
         trainers: that are to push it.
-        rates: learning rate of each fused optimizer.
+        rates: learning rate per fused optimizer.
         deadline: on the monotonic clock, of the first push.
         timer: gives the update up at the deadline, if trainers are missing.
         pushes: that have come, by number of the trainer: the parts as they were looked up, and the (n,) float32
@@ -107,13 +107,13 @@ class EmbeddingServer:
     """The shards that a plan gives to one of its ranks, looked up and updated over RPC.
 
     Requests wait in a bounded queue. One thread serves what is there as one fused lookup per collection, or one fused
-    update per training step, and completes the Future of each. Its methods :meth:`lookup` and :meth:`update` run under
+    update per training step, and completes their Futures. Its methods :meth:`lookup` and :meth:`update` run under
     ``torch.distributed.rpc.functions.async_execution``: no RPC thread waits for tables.
 
     One server is made per process, before ``init_rpc``. Trainers find it by the name of the process.
 
     Args:
-        model: the model whose tables are served, on the CPU, on ``device`` or on meta. Is changed in place, as by
+        model: the model with the tables to serve, on the CPU, on ``device`` or on meta. Is changed in place, as by
             :func:`shardrec.shard`. Optimizers given by ``apply_optimizer_in_backward`` are fused.
         plan: where each table goes among the servers.
         rank: of this server in the plan.
@@ -122,13 +122,13 @@ class EmbeddingServer:
         capacity: lookups that may wait, and updates that wait for their other trainers. One more is answered with
             BusyError.
         window_s: seconds to wait for more lookups after the first of a batch; by default, a batch is what has come
-            while the one before was looked up.
+            while the previous lookup ran.
         max_requests: lookups of a batch.
         read_only: refuse updates.
 
     Raises:
-        PlanError: if the plan does not fit the model, or has no such rank.
-        ConfigError: if the model has no tables, or one that cannot be served.
+        PlanError: if the plan does not fit the model, or lacks the rank.
+        ConfigError: if the model lacks tables, or has a table that cannot be served.
     """
 
     def __init__(
@@ -178,7 +178,7 @@ class EmbeddingServer:
             "this server is read-only. Train with servers that are not" if read_only else _no_updates(self._collections)
         )
         self._capacity = capacity
-        self._updates: dict[tuple[int, int], _Update] = {}  # whose pushes are still to come
+        self._updates: dict[tuple[int, int], _Update] = {}  # their pushes are still to come
         self._next: dict[int, int] = {}  # of the present run, the update that comes next
         self._lock = threading.Lock()
         self._counts: Counter[str] = Counter()
@@ -218,7 +218,7 @@ class EmbeddingServer:
                 this order.
             trainer: number of the trainer, and of trainers.
             wait_s: seconds to wait for the other trainers.
-            rates: learning rate of each of the model's fused optimizers.
+            rates: learning rate per fused optimizer of the model.
             parts: as they were looked up.
             gradient: (n,) float32, of the lookup's result.
 
@@ -241,7 +241,7 @@ class EmbeddingServer:
         return begun.answer
 
     def _begun(self, key: tuple[int, int], trainer: tuple[int, int], wait_s: float, rates: list[float]) -> _Update:
-        """The update that a trainer pushes, which others may have begun; with the lock held."""
+        """The update that a trainer pushes, which others may have begun. The caller holds the lock."""
         number, trainers = trainer
         update = self._updates.get(key)
         if update is None:
@@ -272,7 +272,7 @@ class EmbeddingServer:
             self._queue.submit(partial(self._update, update), update.answer)
 
     def _give_up(self, key: tuple[int, int]) -> None:
-        """Fail an update whose other trainers have not come, or one before it."""
+        """Fail an update that other trainers have not joined, or an update before it."""
         with self._lock:
             update = self._updates.pop(key, None)
         if update is not None:
@@ -298,7 +298,7 @@ class EmbeddingServer:
             self.between.put(*arguments)
             return completed((True, 0))
         if method not in _METHODS:
-            error = PeerError(f"a server has no method {method!r} to call. Use one release of shardrec everywhere")
+            error = PeerError(f"a server lacks the method {method!r}. Use one release of shardrec everywhere")
             return completed(failure(error))
         return self.submit(lambda: getattr(self, method)(*arguments))
 
@@ -351,7 +351,7 @@ class EmbeddingServer:
         """Write this server's shards into a checkpoint's data folder, as file ``number``.
 
         Returns:
-            The file, and what is in it.
+            The file and its contents.
         """
         return write_part(Path(data), number, table_tensors(self.model))
 
@@ -379,7 +379,7 @@ class EmbeddingServer:
         raise ConfigError(f"table {table!r} has no shard on server {self.rank}. Ask the servers that the plan names")
 
     def _look_up(self, requests: Sequence[list[Part]]) -> list[Tensor]:
-        """Several lookups: the rows of each on the CPU, one part after the other."""
+        """Several lookups: their rows on the CPU, one part after the other."""
         with torch.no_grad():
             lookups = self._serve(list(chain.from_iterable(requests)))
         rows: dict[int, Tensor] = {}
@@ -458,7 +458,7 @@ def _no_updates(collections: Sequence[ShardedCollection]) -> str:
                 continue
             if name not in fused:
                 return (
-                    f"table {layout.name!r} has no optimizer that a server could run. Give it one with "
+                    f"table {layout.name!r} lacks an optimizer that a server could run. Give it one with "
                     "apply_optimizer_in_backward, or freeze it"
                 )
     return ""

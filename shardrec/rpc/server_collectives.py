@@ -1,4 +1,4 @@
-"""The collectives between servers in an update, for sums of squares of rows whose columns are on several servers.
+"""The collectives between servers in an update, for sums of squares of rows with columns on several servers.
 
 Rowwise Adagrad needs the mean square of whole rows (:mod:`shardrec.lookup.whole_rows`). Each server makes the updates
 of a training run in the order in which the trainers pushed them, so that servers that wait for each other make the same
@@ -26,10 +26,10 @@ _Key = tuple[int, int, int, int]  # run, update, exchange of the update, rank of
 
 
 class ServerCollectives(Collectives):
-    """The collectives of a server, of which it only needs :meth:`send`.
+    """The collectives of a server, which only needs :meth:`send`.
 
     Args:
-        rank: of the plan, whose shards this server holds.
+        rank: of the plan. This server holds its shards.
         names: RPC names of all servers.
     """
 
@@ -41,7 +41,7 @@ class ServerCollectives(Collectives):
         self._update = (0, 0)
         self._deadline = 0.0
         self._exchanges = 0
-        self._received: dict[_Key, Future[Tensor]] = {}  # and what is waited for
+        self._received: dict[_Key, Future[Tensor]] = {}  # and the ones that are waited for
 
     def begin(self, update: tuple[int, int], deadline: float) -> None:
         """An update begins.

@@ -51,14 +51,14 @@ def named_function(name: str) -> Callable[[], nn.Module]:
     """A function by ``"package.module:function"``.
 
     Raises:
-        ConfigError: if there is none of that name.
+        ConfigError: if no server has that name.
     """
     module, _, attribute = name.partition(":")
     try:
         function: Callable[[], nn.Module] = getattr(importlib.import_module(module), attribute)
     except (ImportError, AttributeError, ValueError) as error:
         raise ConfigError(
-            f"{name!r} is no function that makes the model ({error}). Give package.module:function"
+            f"{name!r} is not a function that makes the model ({error}). Give package.module:function"
         ) from error
     if not callable(function):
         raise ConfigError(f"{name!r} is a {type(function).__name__} and no function. Give package.module:function")
@@ -71,11 +71,11 @@ def load_server(
     """A server with its shards from a checkpoint.
 
     Args:
-        model: whose tables are served.
+        model: has the tables to serve.
         rank: of the server in the plan.
         plan: of the tables. Default: the checkpoint's.
-        checkpoint: a folder that ``save_checkpoint`` wrote, or one of :class:`shardrec.Checkpoints`, of which the last
-            good one is loaded. One without any leaves the model's values.
+        checkpoint: a folder that ``save_checkpoint`` wrote, or a folder of :class:`shardrec.Checkpoints`, where the
+            last good one is loaded. One without any leaves the model's values.
         options: of :class:`EmbeddingServer`.
 
     Raises:
@@ -86,7 +86,7 @@ def load_server(
     if plan is None:
         paths = [] if checkpoint is None else [checkpoint] if several is None else list(several.paths().values())
         if not paths:
-            raise ConfigError(f"there is no plan, and no checkpoint in {checkpoint}. Give the plan of the tables")
+            raise ConfigError(f"there is neither a plan nor a checkpoint in {checkpoint}. Give the plan of the tables")
         plan = ShardingPlan.from_json(read_manifest(paths[-1]).plan)
     server = EmbeddingServer(model, plan, rank, **options)
     if several is not None:

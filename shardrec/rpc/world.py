@@ -18,7 +18,7 @@ listen on an abstract Unix socket, never on a port, and connections that another
 expects equal numbers on all processes. A restarted process begins at 0. Tried instead: setting torch's counters back,
 which changes private state that other code may use; and a backend of our own (``backend_registry.register_backend``),
 which takes a store without the number, but after which torch refuses a plain ``init_rpc``, because its
-``rpc.BackendType`` stays the one of before. So the agent is made and started here, as ``init_rpc`` does it. All that
+``rpc.BackendType`` stays as before. So the agent is made and started here, as ``init_rpc`` does it. All that
 torch agrees on besides is the devices of tensors, and messages have theirs on the CPU.
 """
 
@@ -67,7 +67,7 @@ def _listening() -> set[object]:
 
 
 def _close_doors(doors: set[object]) -> None:
-    """Stop listening at these addresses, and close connections of other users to them; [Note: no open port]."""
+    """Stop listening at these addresses, and close connections of other users to them. See [Note: no open port]."""
     for sock in _sockets():
         if sock.getsockname() in doors and sock.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
             sock.shutdown(socket.SHUT_RDWR)
@@ -88,14 +88,14 @@ class RpcWorld:
     Args:
         store: a store that all processes share and that outlives each of them, such as a ``FileStore``.
         trainers: number of trainers, ``trainer0`` and on.
-        servers: names of the servers; as a number, that of ``server0`` and on.
+        servers: names of the servers. A number stands for ``server0``, ``server1`` and so on.
         name: of this process.
         timeout_s: seconds that the other processes may take to join.
         interface: network interface that RPC listens on. ``"lo"`` for processes of one host, which need none.
         threads: of the RPC agent.
 
     Raises:
-        ConfigError: if the job has no process of this name.
+        ConfigError: if the job lacks a process of this name.
     """
 
     def __init__(
@@ -132,7 +132,7 @@ class RpcWorld:
 
     def leave(self) -> None:
         """End this process's agent. Calls in progress fail on the other processes."""
-        with suppress(RuntimeError):  # there is none
+        with suppress(RuntimeError):  # it does not exist
             rpc.shutdown(graceful=False)
 
     def rejoin(self) -> None:
@@ -214,7 +214,7 @@ class RpcWorld:
             autograd._init(rank)
             rpc._set_profiler_node_id(rank)
             rpc.api._init_rpc_states(rpc.TensorPipeAgent(store, self.name, rank, size, options, {}, []))
-            wait_all([rpc.rpc_async(name, _here) for name in self.names])  # with itself, too: it may call itself
+            wait_all([rpc.rpc_async(name, _here) for name in self.names])  # also with itself: it may call itself
             store.set(f"connected/{self.name}", "1")
             store.wait([f"connected/{name}" for name in self.names])
         except RuntimeError as error:  # one died on the way
@@ -224,7 +224,7 @@ class RpcWorld:
         return ""
 
     def _wait_until_over(self) -> None:
-        """Until the generation is over; if no trainer is left, say so to all."""
+        """Until the generation is over. If no trainer is left, say so to all."""
         answered: Future[None] = Future()
         answered.set_result(None)
         calls = dict.fromkeys(self._trainers, answered)
@@ -254,6 +254,6 @@ class RpcWorld:
             self._store.wait(keys, timedelta(seconds=seconds))
         except dist.DistNetworkError as error:
             raise PeerError(f"the store that the job shares is gone ({error}). Start the job again") from error
-        except RuntimeError:  # a FileStore's time-out has no class of its own
+        except RuntimeError:  # a FileStore's time-out lacks a class of its own
             return False
         return True

@@ -1,4 +1,4 @@
-"""A model behind a ``forward`` of plain tensors, for callers that have no KeyedJaggedTensor."""
+"""A model behind a ``forward`` of plain tensors, for callers without a KeyedJaggedTensor."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _NUMBERS = count()
 _RESERVED = ("self", "torch", "Tensor", "KeyedJaggedTensor")
 
 Features: TypeAlias = Sequence[str] | Mapping[str, Sequence[str]]
-"""The keys of the model's KeyedJaggedTensor; if it takes several, by the parameter's name."""
+"""The keys of the model's KeyedJaggedTensor. If the model takes several, by the parameter's name."""
 
 
 class Entry(nn.Module):
@@ -32,7 +32,7 @@ class Entry(nn.Module):
 
     Args:
         model: the module that ``forward`` calls.
-        keys: the keys of each KeyedJaggedTensor that the model takes, by the parameter's name.
+        keys: the keys per KeyedJaggedTensor that the model takes, by the parameter's name.
         inputs: names of the arguments of ``forward``.
 
     Attributes:
@@ -114,7 +114,7 @@ def from_tensors(model: nn.Module, features: Features) -> Entry:
 
 
 def _keys_of(module: nn.Module, features: Features, parameters: Sequence[str]) -> dict[str, list[str]]:
-    """The keys of each KeyedJaggedTensor, by its parameter."""
+    """The keys per KeyedJaggedTensor, by its parameter."""
     if not isinstance(features, Mapping):
         if len(parameters) > 1:
             example = ", ".join(f"{name!r}: [...]" for name in parameters)
@@ -126,7 +126,7 @@ def _keys_of(module: nn.Module, features: Features, parameters: Sequence[str]) -
     if set(features) != set(parameters):
         raise ConfigError(
             f"features is for {', '.join(map(repr, features)) or 'nothing'}, and {type(module).__name__}.forward takes "
-            f"KeyedJaggedTensors as {', '.join(map(repr, parameters))}: give the keys of each of these"
+            f"KeyedJaggedTensors as {', '.join(map(repr, parameters))}: give the keys of each"
         )
     return {name: list(features[name]) for name in parameters}
 
@@ -172,5 +172,5 @@ def _arguments(module: nn.Module) -> dict[str, bool]:
 def _unfit(module: nn.Module, reason: str) -> ConfigError:
     return ConfigError(
         f"{type(module).__name__}.forward cannot be given plain tensors by shardrec.serve: {reason}. Put the model "
-        "into a module whose forward takes KeyedJaggedTensors, annotated so, and tensors; or script your own entry"
+        "into a module with a forward that takes annotated KeyedJaggedTensors and tensors, or script your own entry"
     )

@@ -4,7 +4,7 @@ Shapes: F features, B samples, N ids.
 
 [Note: sizes that stand for all sizes]
 A tracer concludes from an example that equal sizes are always equal, and it specializes on 0 and 1. So it is not given
-the caller's tensors but zeros whose sizes occur nowhere else in a call.
+the caller's tensors but zeros with sizes that occur nowhere else in a call.
 """
 
 from __future__ import annotations
@@ -134,7 +134,7 @@ def example_of(
 ) -> Example:
     """Make a model's entry and the specs of its arguments from an example call of the model.
 
-    The arguments are those of :func:`shardrec.export`.
+    Arguments as for :func:`shardrec.export`.
 
     Raises:
         ConfigError: if the call does not fit the model's ``forward``, if each feature has a batch size of its own, or
@@ -151,7 +151,7 @@ def example_of(
     if len(jagged) != 1:
         raise ConfigError(
             f"the example of a call of {type(inner).__name__} has {len(jagged)} KeyedJaggedTensors, not one: put the "
-            "model into a module whose forward takes one"
+            "model into a module with a forward that takes one"
         )
     features = jagged[0]
     if features.variable_stride_per_key():
@@ -172,7 +172,7 @@ def example_of(
         if name in ("values", "lengths", "weights") and name not in dense:
             if name == "weights" and features.weights_or_none() is None:
                 raise ConfigError(
-                    "the example's features have no weights, and a weighted collection looks them up: give a "
+                    "the example's features lack weights, and a weighted collection looks them up: give a "
                     "KeyedJaggedTensor with weights"
                 )
             tensor = getattr(features, name)()

@@ -160,7 +160,7 @@ def export(
             copied into float32 tables of fbgemm's inference kernel. This is collective.
         args: positional arguments of an example call. Only dtypes, sizes and keys are read, so any batch will do.
         kwargs: keyword arguments of the example call.
-        static: names of tensors whose size never changes; of other tensors the first dimension is the samples.
+        static: names of tensors with a fixed size. The first dimension of other tensors is the samples.
 
     Returns:
         The program. Call ``program.module()``.
@@ -168,7 +168,7 @@ def export(
     Raises:
         ConfigError: if the model is in training mode, or if the example does not fit it.
         ExportError: if the model's code cannot be traced.
-        ScriptError: for a module whose scripted twin breaks its protocol.
+        ScriptError: for a module with a scripted twin that breaks its protocol.
     """
     _check_exports(model, "program")
     served = _served(model)
@@ -197,7 +197,7 @@ def package(
         path: path of the file. It ends in ``.pt2``.
         args: positional arguments of an example call. Only dtypes, sizes and keys are read.
         kwargs: keyword arguments of the example call.
-        static: names of tensors whose size never changes; of other tensors the first dimension is the samples.
+        static: names of tensors with a fixed size. The first dimension of other tensors is the samples.
         options: further settings of AOTInductor, as in ``torch._inductor.config``.
 
     Returns:
@@ -304,7 +304,7 @@ def _output_of(program: ExportedProgram, model: ShardedModel) -> object:
     output = pytree.tree_unflatten(list(range(spec.num_leaves)), spec)
     if not _is_plain(output):
         raise ConfigError(
-            f"{type(model.module).__name__} returns {type(output).__name__}, or something inside it that is no tensor. "
+            f"{type(model.module).__name__} returns {type(output).__name__}, or something else than a tensor in it. "
             "A package returns tensors, and dicts (by strings), lists and tuples of them: return such, for example "
             "KeyedTensor.values()"
         )

@@ -2,7 +2,7 @@
 
 [Note: what compiled code does not check]
 AOTInductor's code assumes the dtypes and strides that it was compiled for and does not check its inputs. So the file
-records the spec of each argument, and callers check it: :class:`Package` and the C++ example do.
+records a spec per argument, and callers check it: :class:`Package` and the C++ example do.
 
 [Note: no waiting inside the loader]
 torch's loader holds the GIL while it waits for a free runner, and some of fbgemm's operators have autograd code in
@@ -38,8 +38,8 @@ class Package:
         runners: number of calls that can run at the same time.
 
     Attributes:
-        features: the keys whose bags ``lengths`` counts, in order.
-        tensors: the spec of each argument.
+        features: the keys of the bags that ``lengths`` counts, in order.
+        tensors: the spec per argument.
     """
 
     def __init__(self, path: str | os.PathLike[str], runners: int = 1) -> None:
@@ -50,7 +50,7 @@ class Package:
         if not Path(path).is_file():
             raise ConfigError(f"there is no file {path}: shardrec.serve.package writes one")
         if runners < 1:
-            raise ConfigError(f"runners is {runners}; at least one is needed: name how many calls may run at a time")
+            raise ConfigError(f"runners is {runners}. At least one is needed: name how many calls may run at a time")
         try:
             self._loader = load(str(path), num_runners=runners).loader
         except RuntimeError as error:
@@ -125,6 +125,6 @@ def load_package(path: str | os.PathLike[str], *, runners: int = 1) -> Package:
             they share the weights.
 
     Raises:
-        ConfigError: if there is no such file, or if another program wrote it.
+        ConfigError: if the file does not exist, or if another program wrote it.
     """
     return Package(path, runners)

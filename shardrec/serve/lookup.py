@@ -1,4 +1,4 @@
-"""The lookups of a served collection, which replace those of training.
+"""The lookups of a served collection, which replace the training lookups.
 
 Shapes: B_all the samples of all ranks, N ids, S slots, D pooled columns.
 """
@@ -34,7 +34,7 @@ __all__ = ["ServedReplicas", "ServedShards", "served_memory", "served_storage"]
 
 
 def served_storage(formats: Mapping[str, WeightFormat], *, pooled: bool) -> Storage:
-    """A storage whose lookups are inference kernels.
+    """A storage with inference kernels as its lookups.
 
     Args:
         formats: format per table, by the table's name in the plan.
@@ -55,11 +55,11 @@ def served_memory(collection: ShardedCollection) -> dict[Shard | str, Tensor]:
 
 
 class ServedTable(ShardedTable):
-    """A table that is not trained: it has no parameters, and no entry in a state_dict."""
+    """A table that is not trained: it has neither parameters nor an entry in a state_dict."""
 
     def _save_to_state_dict(self, destination: object, prefix: str, keep_vars: bool) -> NoReturn:
         raise ConfigError(
-            "a served model has no state_dict: save it with shardrec.serve.save, and the trained one with "
+            "a served model lacks a state_dict: save it with shardrec.serve.save, and the trained one with "
             "shardrec.save_checkpoint"
         )
 
@@ -67,7 +67,7 @@ class ServedTable(ShardedTable):
 class ServedShards(ShardLookup):
     """This rank's shards in inference kernels, one per lookup group. Their rows are uninitialized.
 
-    Args, besides those of :class:`ShardLookup`:
+    Args, besides the arguments of :class:`ShardLookup`:
         formats: format per table, by the table's name in the plan.
 
     Attributes:
@@ -128,7 +128,7 @@ class ServedShards(ShardLookup):
 class ServedReplicas(ReplicatedLookup):
     """The replicated tables of a collection in an inference kernel.
 
-    Args, besides those of :class:`ReplicatedLookup`:
+    Args, besides the arguments of :class:`ReplicatedLookup`:
         formats: format per table, by the table's name in the plan.
         pooled: sum each bag; if False, each table is looked up separately and gives a row per id.
 
@@ -174,5 +174,5 @@ class ServedReplicas(ReplicatedLookup):
         return rows
 
     def scripted(self, slot_tables: Sequence[int], *, pooled: bool) -> nn.Module:
-        """The module for TorchScript: of all tables, or without pooling of the one table in ``slot_tables``."""
+        """The module for TorchScript: of all tables, or without pooling of the single table in ``slot_tables``."""
         return self.modules[0] if pooled else self.modules[slot_tables[0]]

@@ -10,7 +10,7 @@
         ├── rank-00000.000000000041.safetensors    rows changed since
         └── rank-00000.000000000042.safetensors
 
-A manifest is that of a checkpoint (:mod:`shardrec.checkpoint.manifest`), is written last, and names the files of its
+A manifest is like a checkpoint's (:mod:`shardrec.checkpoint.manifest`), is written last, and names the files of its
 base and of all deltas since, with their checksums. So a version is complete without the manifests before it, and a
 follower reads of it what it has not yet applied.
 
@@ -72,7 +72,7 @@ def data_name(version: int, token: str) -> str:
 
 
 def base_of(name: str) -> int | None:
-    """The version of the base whose folder has this name. None if it is none."""
+    """The version of the base in a folder of this name. None for other names."""
     match = _DATA.fullmatch(name)
     return int(match[1], 16) if match else None
 
@@ -116,12 +116,12 @@ def _whole(tensor: HeldTensor, form: WeightFormat) -> HeldTensor:
 
 
 def encoded(tensor: HeldTensor, form: WeightFormat, ranges: Mapping[Rect, Tensor]) -> HeldTensor:
-    """A table's tensor whose rows are encoded when they are written.
+    """A table's tensor. Its rows are encoded when they are written.
 
     Args:
         tensor: the table, with parts on the CPU.
         form: the format.
-        ranges: (rows, 2) ranges of the whole rows of each part; of none if its rows are whole.
+        ranges: (rows, 2) ranges of the whole rows per part. None for a part with whole rows.
 
     Raises, when it is written:
         ConfigError: if the format cannot represent a value.
@@ -179,7 +179,7 @@ def places_in(
     """Where a program has the tensors that are published of its model.
 
     Args:
-        program: scripted of the model, with whose memory it shares.
+        program: scripted from the model. They share memory.
         model: see :func:`served_tensors`.
         formats: of its tables.
 

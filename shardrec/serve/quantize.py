@@ -33,7 +33,7 @@ _UNITS = {False: 16, True: 32}
 def quantize(model: ShardedModel, weights: str = "int8", *, tables: Mapping[str, str] | None = None) -> ServedModel:
     """Make an inference model from a trained, sharded one, with its tables in fbgemm's inference kernels.
 
-    Plan, routes and exchanges stay the same. Each rank converts its own shards. A row's scale and bias are those of the
+    Plan, routes and exchanges stay the same. Each rank converts its own shards. A row's scale and bias belong to the
     whole row, so the sharding does not change the rows that a table returns. The dense part is copied. Collective, like
     ``shard``: all ranks call it with the same arguments.
 
@@ -50,21 +50,21 @@ def quantize(model: ShardedModel, weights: str = "int8", *, tables: Mapping[str,
 
     Raises:
         ConfigError: on every rank, if a format or table does not exist, if a format cannot represent a value (not
-            finite, or beyond ±65504 unless FP32), if an INT4 shard on CUDA has a width that is no multiple of 8, or if
-            the model's tables are on servers.
+            finite, or beyond ±65504 unless FP32), if an INT4 shard on CUDA has a width that is not a multiple of 8, or
+            if the model's tables are on servers.
     """
     require_sharded(model, "shardrec.serve.quantize")
     if isinstance(model, ServedModel):
         raise ConfigError("the model is quantized already: give shardrec.serve.quantize what shardrec.shard returned")
     if model.servers:
         raise ConfigError(
-            f"the model's tables are on {model.servers} embedding server(s), and this process has none to quantize: "
+            f"the model's tables are on {model.servers} embedding server(s), and this process has nothing to quantize: "
             "load its checkpoint into a model that shardrec.shard made without servers, and quantize that one"
         )
     sources = [child for child in model.module.modules() if isinstance(child, ShardedCollection)]
     formats = table_formats(sources, weights, tables or {})
     context = ModelContext(model.context.collectives, model.context.device, model.context.options)
-    # deepcopy finds the served collections in its memo, so it copies no trained table.
+    # deepcopy finds the served collections in its memo, so it does not copy a trained table.
     memo: dict[int, ShardedCollection] = {}
     for source in sources:
         storage = served_storage(formats, pooled=isinstance(source, ShardedEmbeddingBagCollection))
@@ -139,10 +139,10 @@ def _convert(
 def whole_row_ranges(
     parts: Iterable[tuple[int, Tensor]], rows: Tensor, device: torch.device, group: dist.ProcessGroup | None
 ) -> Tensor:
-    """The ranges of some rows of a table whose columns are spread over the ranks of a group, all of which call it.
+    """The ranges of some rows of a table with columns on several ranks of a group. All of these ranks call it.
 
     Args:
-        parts: first row and weights of each of this rank's shards.
+        parts: first row and weights per shard of this rank.
         rows: (n,) int64, ascending, equal on all ranks.
         device: of the weights and the result.
         group: of the ranks. None on one.

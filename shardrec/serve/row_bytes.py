@@ -10,7 +10,7 @@ row of values near 1 that differ by thousandths the error is many scales. fbgemm
 row minus its bias and the range that the scale spans. Its float32 arithmetic adds less than a thousandth of a scale.
 
 [Note: columns on several ranks]
-Scale and bias are those of the whole row. A shard of some columns is given the whole row's minimum and maximum, so it
+Scale and bias belong to the whole row. A shard of some columns is given the whole row's minimum and maximum, so it
 holds the same codes as an uncut table: the sharding does not change the served values.
 """
 
@@ -59,7 +59,7 @@ class WeightFormat(enum.Enum):
         return (1 << self.bits) - 1
 
     def row_bytes(self, columns: int) -> int:
-        """Bytes of a row of ``columns`` columns, whose bits fill whole bytes."""
+        """Bytes of a row of ``columns`` columns. Its bits fill whole bytes."""
         return columns * self.bits // 8 + (HEAD_BYTES if self.is_quantized else 0)
 
 
@@ -84,7 +84,7 @@ def encode(weight: Tensor, form: WeightFormat, ranges: Tensor | None = None) -> 
         weight: (n, w) of any floating dtype, on any device. Its values are finite, and within float16's range unless
             ``form`` is FP32. The columns of a quantized row fill pairs of bytes.
         form: the format.
-        ranges: (n, 2) ranges of the whole rows, from :func:`row_ranges`. Default: those of ``weight``.
+        ranges: (n, 2) ranges of the whole rows, from :func:`row_ranges`. Default: the ranges of ``weight``.
 
     Returns:
         (n, b) uint8, on the device of ``weight``.
@@ -108,7 +108,7 @@ def encode(weight: Tensor, form: WeightFormat, ranges: Tensor | None = None) -> 
 
 
 def fault_of(table: str, parts: Iterable[Tensor], form: WeightFormat) -> str:
-    """A message about a value of a table that its format cannot represent; "" if there is none."""
+    """A message about a value of a table that its format cannot represent. "" for none."""
     limit = torch.finfo(torch.float32).max if form is WeightFormat.FP32 else GREATEST
     # amax() of no elements raises. A comparison with NaN is false, so NaN is bad.
     if all(not part.numel() or bool(part.abs().amax() <= limit) for part in parts):

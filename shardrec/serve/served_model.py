@@ -64,7 +64,7 @@ class ServedModel(ShardedModel):
             source: the publisher's folder or URL.
             interval: seconds between two looks.
 
-        Returns: The follower, which has the version and counts faults, and whose ``close()`` ends it. A damaged or
+        Returns: The follower, which has the version and counts faults. Its ``close()`` ends it. A damaged or
             missing version is a warning, and the model keeps the last good one.
 
         Raises:
