@@ -43,7 +43,7 @@ def partition(costs: Sequence[float], stages: int) -> list[int]:
 
 
 def balance_by_size(stages: int, module: nn.Sequential) -> list[int]:
-    """Number of layers of each stage so that the largest stage has the fewest bytes of parameters and buffers.
+    """Number of layers per stage so that the largest stage has the fewest bytes of parameters and buffers.
 
     Args:
         stages: number of stages.
@@ -57,7 +57,7 @@ def balance_by_size(stages: int, module: nn.Sequential) -> list[int]:
 
 
 def balance_by_time(stages: int, module: nn.Sequential, sample: object, *, repeats: int = 5) -> list[int]:
-    """Number of layers of each stage so that the slowest stage takes least time, forward and backward.
+    """Number of layers per stage so that the slowest stage takes least time, forward and backward.
 
     Layers are timed one after the other on their devices, in training mode. Modes, gradients, statistics and random
     state are restored.
@@ -152,7 +152,7 @@ def check_balance(module: nn.Sequential, balance: Sequence[int]) -> list[int]:
                 faults.append(f"{first_path} (stage {first}) is {path} (stage {stage})")
     if faults:
         raise ConfigError(
-            f"stages share parameters or buffers, of which each would change its own copy: {'; '.join(faults)}. Put "
+            f"stages share parameters or buffers, and each stage would change its own copy: {'; '.join(faults)}. Put "
             "the layers into one stage, or give each its own"
         )
     return balance

@@ -61,7 +61,7 @@ class Message:
 
     Args:
         leaves: its tensors. None for no tensor (in a gradient: for a zero).
-        spec: how they are nested. None in a gradient, whose receiver knows.
+        spec: how they are nested. None in a gradient, where the receiver knows.
         differentiable: per leaf, whether a gradient is expected.
         versions: per leaf, how often it had been changed in place. Empty if the receiver has a copy.
         failure: replaces the other fields.

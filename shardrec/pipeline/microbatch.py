@@ -44,7 +44,7 @@ def batch_size(value: object, what: str = "the input") -> int:
 
     Raises:
         TypeError: if something in it is neither.
-        ConfigError: if the tensors have different sizes, or there is none.
+        ConfigError: if the tensors have different sizes, or no tensor is given.
     """
     sizes: dict[str, int] = {}
     for path, leaf in tree_flatten_with_path(value, is_leaf=_is_jagged)[0]:
@@ -67,7 +67,7 @@ def batch_size(value: object, what: str = "the input") -> int:
             raise ConfigError(f"{what}{keystr(path)} is a tensor without dimensions. Its first has to be the batch")
         sizes[keystr(path)] = leaf.size(0)
     if len(set(sizes.values())) != 1:
-        seen = ", ".join(f"{path or 'it'} has {size}" for path, size in sizes.items()) or "there is no tensor"
+        seen = ", ".join(f"{path or 'it'} has {size}" for path, size in sizes.items()) or "it holds no tensor"
         raise ConfigError(f"the tensors of {what} need the same number of samples along dimension 0: {seen}")
     return next(iter(sizes.values()))
 
@@ -119,7 +119,7 @@ def gather(values: Sequence[object], what: str = "the output") -> object:
     """Concatenate nests of (b, ...) tensors along dimension 0.
 
     Raises:
-        ConfigError: if a tensor has no dimension, or the nests differ.
+        ConfigError: if a tensor lacks dimensions, or the nests differ.
     """
     flat = [tree_flatten(value) for value in values]
     spec = flat[0][1]

@@ -76,7 +76,7 @@ class Run:
         self._port = Mailbox()
         self._steps: dict[int, StageStep] = {}
         self._sent: list[Tensor | None] = []  # of the input, to the first stage
-        self._output_rows: list[list[int]] = []  # per leaf, of each micro-batch
+        self._output_rows: list[list[int]] = []  # per leaf and micro-batch
         self._went_back = False
 
     def set_loss(self, target: object, loss_fn: Callable[[Any, Any], Tensor], *, mean: bool) -> None:
@@ -147,7 +147,7 @@ class Run:
     def _on_threads(self, threads: ThreadPoolExecutor, schedule: Schedule) -> None:
         futures = [threads.submit(step.run, schedule[index]) for index, step in self._steps.items()]
         try:
-            # A failure is no exception here. Only an interrupt is, of a stage or of this thread.
+            # A failure is not an exception here. Only an interrupt is, from a stage or from this thread.
             done, _ = wait_for(futures, return_when=FIRST_EXCEPTION)
             for future in done:
                 future.result()
@@ -218,7 +218,7 @@ class Run:
         return tree_unflatten(attached, spec)
 
     def backward(self, gradients: list[Tensor | None]) -> list[Tensor | None]:
-        """The gradients of :meth:`_input`, from those of the output's leaves."""
+        """The gradients of :meth:`_input`, from the gradients of the output's leaves."""
         if self._went_back:
             raise PipelineError("a pipeline's output goes back once: call forward again, or add the losses up")
         self._went_back = True

@@ -114,7 +114,7 @@ def in_order(schedule: Schedule) -> list[list[tuple[int, Action]]]:
         ]
         if not started:
             stuck = ", ".join(f"stage {stage} at {actions[0]}" for stage, actions in enumerate(left) if actions)
-            raise ConfigError(f"the schedule cannot go on, {stuck}: put actions after those that they need")
+            raise ConfigError(f"the schedule cannot continue, {stuck}: put actions after the actions that they need")
         for stage, _ in started:
             left[stage].popleft()
         done.update(started)

@@ -51,7 +51,7 @@ class Step:
         with_gradients: a backward follows.
         checkpointed: number of micro-batches, from the first, that are computed once more.
         modes: of the caller.
-        loss: from a micro-batch and the last stage's output to what is minimized. None: the caller sends gradients.
+        loss: from a micro-batch and the last stage's output to the minimized value. None: the caller sends gradients.
         recorder: of the timeline.
     """
 
@@ -123,7 +123,7 @@ class _Record:
 
     Args:
         entrances: what was taken: the activation, then the skips.
-        exits: of what was sent: the activation, then the skips. None if it is to be computed again.
+        exits: of the sent values: the activation, then the skips. None if it is to be computed again.
         random: state before the forward, if so.
     """
 
@@ -133,7 +133,8 @@ class _Record:
 
 
 class Stage:
-    """Stage ``index`` of ``stages``: a run of a sequential's layers on a device. ``routes`` are those of all skips."""
+    """Stage ``index`` of ``stages``: a run of a sequential's layers on a device. ``routes`` are the routes of all
+    skips."""
 
     def __init__(
         self, index: int, stages: int, layers: Sequence[nn.Module], device: torch.device, routes: Sequence[Route]
@@ -187,7 +188,7 @@ class StageStep:
         """Run an action, or tell the others that this stage has failed. Does not raise for a failure.
 
         Raises:
-            BaseException: that is no Exception, such as KeyboardInterrupt, after the others have been told.
+            BaseException: such as KeyboardInterrupt, after the others have been told.
         """
         keys, device = self._stage.sent(action), self._stage.device
         messages: list[Message] = []

@@ -1,4 +1,4 @@
-"""Messages between the ranks of a pipeline, each of which is a stage.
+"""Messages between the ranks of a pipeline. Each rank is a stage.
 
 ::
 
@@ -35,7 +35,7 @@ __all__ = ["PeerPort", "Peers"]
 T = TypeVar("T")
 
 _FRAME = 1024
-"""Bytes of a header's first part. Most have no other."""
+"""Bytes of a header's first part. Most headers have only one part."""
 
 
 class Peers:
@@ -68,7 +68,7 @@ class Peers:
             return safe_pickle.gather(value, self._control)
 
     def broadcast(self, value: Tensor, stage: int) -> None:
-        """Overwrite ``value`` on every rank with that of a stage."""
+        """Overwrite ``value`` on every rank with the value of a stage."""
         with self._about_stages():
             dist.broadcast(value, self._ranks[stage], group=self._tensors[0])
 
@@ -116,7 +116,7 @@ class Peers:
                 dist.recv(rest, source, group=self._control)
                 data += bytes(rest.tolist())
             name, shapes, spec, differentiable, failure = safe_pickle.load(data[8:length])
-            assert Key(*name) == key, f"{Key(*name)} came in place of {key}: both sides have one schedule"
+            assert Key(*name) == key, f"{Key(*name)} came instead of {key}: both sides have one schedule"
             leaves: list[Tensor | None] = []
             event = None
             stream = stack.enter_context(_side_stream(self.device)) if self.device.type == "cuda" else None
@@ -131,7 +131,7 @@ class Peers:
 
     @contextmanager
     def _about_stages(self) -> Iterator[None]:
-        """A backend's error inside the block becomes one that says what it means."""
+        """A backend's error inside the block becomes an error that explains it."""
         try:
             yield
         except RuntimeError as error:
