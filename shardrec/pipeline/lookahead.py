@@ -213,7 +213,7 @@ class Lookahead:
                 if not self._needs_batch:
                     return
                 reason = (
-                    f"the dataloader of this TrainPipeline, a {type(self._batches).__name__}, lacks a batch for another "
+                    f"the dataloader of this TrainPipeline, a {type(self._batches).__name__}, has no batch for another "
                     "loop: give it one that can be iterated again, such as a DataLoader or a list, or make a pipeline "
                     "for each epoch"
                 )
@@ -391,7 +391,7 @@ class Lookahead:
         if without:
             names = ", ".join(dict.fromkeys(type(module).__name__ for module, *_ in observed if module in without))
             reason = (
-                f" of {names} ahead, because their features are made in the model's forward: call it with a KeyedJaggedTensor "
+                f" of {names} ahead, because the forward makes their features: call it with a KeyedJaggedTensor "
                 "that the batch holds, or that a module without trainable parameters makes of it"
             )
         elif not observed:
