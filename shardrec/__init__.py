@@ -1,7 +1,7 @@
 """Plan, shard and train TorchRec models.
 
 ``import shardrec`` costs milliseconds: neither torch nor fbgemm-gpu is imported before the first name that needs it
-(PEP 562), so that ``shardrec --help`` answers at once and errors about mismatched versions can be told in a sentence.
+(PEP 562), so that ``shardrec --help`` answers quickly and errors about mismatched versions can be told in a sentence.
 """
 
 from __future__ import annotations
@@ -122,14 +122,14 @@ def __getattr__(name: str) -> Any:
     home = _HOMES.get(name)
     if home is not None:
         if home not in _WITHOUT_FBGEMM:
-            from shardrec._versions import check_versions  # 5 ms, for what needs the libraries
+            from shardrec._versions import check_versions  # 5 ms, for functions that need the libraries
 
             check_versions()
         value = getattr(import_module(f"{__name__}.{home}"), name)
     elif not name.startswith("_") and util.find_spec(f"{__name__}.{name}") is not None:
         value = import_module(f"{__name__}.{name}")
     else:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}; dir({__name__}) lists those it has")
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}. dir({__name__}) lists its attributes")
     globals()[name] = value
     return value
 

@@ -22,12 +22,12 @@ def left_alone(function: F) -> F:
 
 
 def passed_over(function: F) -> F:
-    """Run ``function``, a sharded model's forward, eagerly; what it calls may be compiled."""
+    """Run ``function``, a sharded model's forward, eagerly. What it calls may be compiled."""
     return cast(F, torch._dynamo.decorators.skip(function))
 
 
 def refuse_export(model: object) -> NoReturn:
-    """Called by a forward in ``torch.export.export``, whose own error would not say what to do.
+    """Called by a forward in ``torch.export.export``. Torch's own error would not say what to do.
 
     Raises:
         ConfigError: always.

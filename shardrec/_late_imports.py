@@ -1,7 +1,7 @@
 """Functions of upper layers that a lower one calls: the package says where they are, and they load at the first call.
 
 A layer imports those below it. A function of a layer above, such as sharding over servers for ``shardrec.shard``, it
-asks for by name; ``shardrec/__init__.py``, which runs before any layer, says in which modules these functions are.
+asks for by name. ``shardrec/__init__.py``, which runs before any layer, says in which modules these functions are.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 __all__ = ["PROVIDED", "late_import", "names_from"]
 
 PROVIDED: dict[str, str] = {}
-"""The module of each function, by the function's name."""
+"""The module per function, by the function's name."""
 
 
 def late_import(name: str) -> Callable[..., Any]:
@@ -30,7 +30,7 @@ def names_from(package: str, modules: Mapping[str, str]) -> tuple[dict[str, str]
         modules: by a module, the names that the package has of it, separated by spaces.
 
     Returns:
-        The module of each name, and a function for the package's ``__getattr__``.
+        The module per name, and a function for the package's ``__getattr__``.
     """
     homes = {name: module for module, names in modules.items() for name in names.split()}
 

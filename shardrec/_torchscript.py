@@ -1,4 +1,4 @@
-"""Every workaround that TorchScript needs, each with its reason; the rest of shardrec goes through here.
+"""Every workaround that TorchScript needs, each with its reason. The rest of shardrec goes through here.
 
 Nothing here changes torch: no function of it is replaced, no setting is left behind. What is used beyond the documented
 interface is the Python view of TorchScript's graphs and the table of functions that compile to an operator, which have
@@ -64,7 +64,7 @@ _LOCK = threading.RLock()
 def quiet() -> Iterator[None]:
     """Silences torch's advice not to use TorchScript, and no other warning, while shardrec itself calls it.
 
-    torch warns at each call of ``torch.jit.script`` since 2.9 or so; a user of ``shardrec.script`` has decided already.
+    torch warns at each call of ``torch.jit.script`` since 2.9 or so. A user of ``shardrec.script`` has decided already.
     """
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", r"`torch\.jit\.\w+` is (deprecated|not supported)", DeprecationWarning)
@@ -74,7 +74,7 @@ def quiet() -> Iterator[None]:
 def after_script(module: nn.Module, then: Callable[[torch.jit.ScriptModule], None]) -> None:
     """Has ``torch.jit.script(module)`` call ``then`` with the compiled module, before it returns it.
 
-    torch has no such hook. But before it compiles, it binds a module's unused methods to the compiled module, which
+    torch lacks such a hook. But before it compiles, it binds a module's unused methods to the compiled module, which
     shows that module, and it asks for ``dir(module)`` once more at the end. The class of ``module`` is changed.
     """
     scripted: list[torch.jit.ScriptModule] = []
@@ -105,7 +105,7 @@ def after_script(module: nn.Module, then: Callable[[torch.jit.ScriptModule], Non
 def compiles_to(function: Callable[..., object], operator: str) -> None:
     """Has TorchScript compile calls of ``function`` to ``operator``.
 
-    A Python function with type variables cannot be compiled: TorchScript has none, except in the schemas of its own
+    A Python function with type variables cannot be compiled: TorchScript lacks them, except in the schemas of its own
     operators. ``torch.jit.wait`` gets to ``aten::wait`` by the same table.
     """
     _builtins._register_builtin(function, operator)
@@ -117,7 +117,7 @@ def await_type(value: Type) -> Type:
 
 
 def compiled_nowait(value: object) -> Any | None:
-    """An Await of ``value`` that compiled code accepts, or None if TorchScript has no type for it.
+    """An Await of ``value`` that compiled code accepts, or None if TorchScript lacks a type for it.
 
     One that is made in Python, ``torch.jit._awaitable_nowait(value)``, is an ``Await`` of an unknown Python object, and
     compiled code that is given it stops with "Expected Tensor but got PyObject". So it is made by a compiled function.
@@ -174,7 +174,7 @@ def _only_user(node: Node) -> Node | None:
 # operators registered from Python cannot have type variables. Compiled *functions* can, if they are made from a graph
 # in text instead of from Python; and a Python function can stand for several of them, as torch.nn.functional's
 # overloads do. Running such a function does not work (inlining keeps "t" as the type of its result), so the calls are
-# replaced by operators, whose types TorchScript has worked out by then, before anything runs.
+# replaced by operators before anything runs. TorchScript has worked out their types by then.
 _WAIT_OVERLOADS = {
     "__torch__.shardrec.wait_for_await": "graph(%pending : Await(t)):\n  %1 : t = prim::awaitable_wait(%pending)\n"
     "  return (%1)",
@@ -186,7 +186,7 @@ _WAIT_OVERLOADS = {
 
 @contextmanager
 def generic_wait(wait: Callable[..., object]) -> Iterator[None]:
-    """Inside, ``wait`` compiles for an Await, a Future and a plain value; outside, as :func:`compiles_to` was told.
+    """Inside, ``wait`` compiles for an Await, a Future and a plain value. Outside, as :func:`compiles_to` was told.
 
     On leaving, also by an error, everything that has been compiled inside is made of torch's operators again.
     """
@@ -246,7 +246,7 @@ def subgraphs(graph: Graph) -> Iterator[Graph]:
 
 
 def methods_of(module: torch.jit.ScriptModule) -> Iterator[Any]:
-    """The compiled methods of a scripted module and all the modules in it, the outermost first; each once."""
+    """The compiled methods of a scripted module and all the modules in it, the outermost first. Each once."""
     seen = set()
     for inner in module.modules():
         compiled: Any = inner._c
@@ -262,7 +262,7 @@ def methods_of(module: torch.jit.ScriptModule) -> Iterator[Any]:
 # [Note: inlining without leaving a trace]
 # To inline a method, TorchScript makes an optimized copy of it, keeps that with the method, and runs it ever after,
 # even if the method's graph is changed. It keeps one copy for each of four states of autocast. So we inline in the
-# state that is never used, autocast for CPU and CUDA at once; and with optimization off, since the copies would get
+# state that is never used, autocast for both CPU and CUDA, and with optimization off, since the copies would get
 # autocast's conversions. Such a copy has its own calls in it still, which is why inlining goes round by round.
 @contextmanager
 def _apart() -> Iterator[None]:
@@ -314,7 +314,7 @@ def constant_int(value: Value) -> int | None:
 def writes_or_aliases(node: Node, index: int) -> bool:
     """Whether an operator may change its argument, or keep or return a part of it. True where that is not known.
 
-    ``Node.schema()`` is text, "(no schema)" for what is no operator.
+    ``Node.schema()`` is text, "(no schema)" for nodes that are not operators.
     """
     text = node.schema()
     if text == "(no schema)" or "..." in text:
@@ -338,7 +338,7 @@ def counts_of(numbers: Tensor, total: int | None = None) -> list[int]:
 
 
 def list_of(kind: Any, values: Iterable[object]) -> Any:
-    """A list attribute whose type TorchScript is told, for an empty one does not show it."""
+    """A list attribute with its type for TorchScript, because an empty list does not show it."""
     return torch.jit.Attribute(list(values), list[kind])
 
 
@@ -348,7 +348,7 @@ def dict_of(kind: Any, values: Mapping[str, object]) -> Any:
 
 
 def forward_of(lines: Sequence[str], source: str, **names: object) -> FunctionType:
-    """The function ``forward`` that some lines define; TorchScript reads a function's source, so that is kept.
+    """The function ``forward`` that some lines define. TorchScript reads a function's source, so that is kept.
 
     Args:
         lines: each with its line feed.

@@ -30,7 +30,7 @@ class MatchingSet:
 
     Attributes:
         torch: minor release of torch, such as ``"2.13"``.
-        fbgemm: minor release of fbgemm-gpu, for its CPU and CUDA builds alike.
+        fbgemm: minor release of fbgemm-gpu, for both its CPU and CUDA builds.
         torchrec: release of torchrec, the first of its minor one that was published, such as ``"1.6.1"``.
     """
 
@@ -43,7 +43,7 @@ MATCHING_SETS: tuple[MatchingSet, ...] = (
     MatchingSet(torch="2.13", fbgemm="1.8", torchrec="1.8.0"),
     MatchingSet(torch="2.11", fbgemm="1.6", torchrec="1.6.1"),
 )
-"""Every set that shardrec supports, newest first; README says what ran with each."""
+"""Every set that shardrec supports, newest first. README says what ran with each."""
 
 
 class _Found(NamedTuple):
@@ -51,7 +51,7 @@ class _Found(NamedTuple):
 
     Args:
         name: of its distribution.
-        version: "" for a plain folder on the path, without metadata; None if it is not there.
+        version: "" for a plain folder on the path, without metadata. None if it is not there.
     """
 
     name: str
@@ -76,7 +76,7 @@ EXTRAS = {
 
 @functools.cache
 def check_extra(extra: str) -> None:
-    """Raises unless the packages of an extra are installed; imports none of them.
+    """Raises unless the packages of an extra are installed. Imports none of them.
 
     Args:
         extra: a key of :data:`EXTRAS`.
@@ -97,11 +97,11 @@ def check_versions() -> None:
     """Raises unless torch, fbgemm-gpu and torchrec are installed, match, and fbgemm-gpu's operators load.
 
     The parts of shardrec that compute call it before they import any of the three. It imports fbgemm-gpu (and so
-    torch); once it has passed, calling it again is free. A package that is a plain folder on the path, without
+    torch). Once it has passed, calling it again is free. A package that is a plain folder on the path, without
     metadata, as on a development machine, is taken to match if it imports.
 
     Raises:
-        VersionError: in one sentence, what was found and what would match.
+        VersionError: in one sentence, the versions found and versions that would match.
     """
     torch, torchrec = _find("torch", "torch"), _find("torchrec", "torchrec")
     builds = [package for name in _FBGEMM_BUILDS if (package := _find(name, None)).version is not None]
@@ -132,7 +132,7 @@ def _minor(version: str | None) -> str | None:
 
 
 def _wanted(torch: _Found) -> MatchingSet:
-    """The set for the installed torch, since that is the one a user is least willing to change; else the newest."""
+    """The set for the installed torch, because a user is least willing to change it. Otherwise the newest set."""
     return next((each for each in MATCHING_SETS if each.torch == _minor(torch.version)), MATCHING_SETS[0])
 
 

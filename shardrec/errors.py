@@ -56,8 +56,8 @@ class PlanError(ShardrecError, ValueError):
     """A sharding plan (or a cut) that cannot be carried out.
 
     Args:
-        faults: one sentence per fault; all of them are in the message.
-        remedies: changes, of which each one is sufficient; empty for other errors.
+        faults: one sentence per fault. All of them are in the message.
+        remedies: changes. Each one is sufficient. Empty for other errors.
 
     Attributes:
         faults: the same sentences, in order.
@@ -86,7 +86,7 @@ class InputError(ShardrecError, ValueError):
 
 
 class AnomalyError(ShardrecError, RuntimeError):
-    """Rows of a table, or their gradients, are NaN or Inf; raised inside :func:`shardrec.detect_anomaly`."""
+    """Rows of a table, or their gradients, are NaN or Inf. Raised inside :func:`shardrec.detect_anomaly`."""
 
 
 class DataError(ShardrecError, ValueError):
@@ -98,7 +98,7 @@ class CheckpointError(ShardrecError, ValueError):
 
 
 class PeerError(ShardrecError, RuntimeError):
-    """Another rank failed or is gone, so that this rank cannot go on.
+    """Another rank failed or is gone, so that this rank cannot continue.
 
     Args:
         message: the whole text.
@@ -116,7 +116,7 @@ class PeerError(ShardrecError, RuntimeError):
 
 
 class BusyError(PeerError):
-    """A server's queue is full, or it is ending. Nothing of the request was done; it can be made again."""
+    """A server's queue is full, or it is ending. Nothing of the request was done. It can be made again."""
 
 
 class PipelineError(ShardrecError, RuntimeError):

@@ -1,8 +1,8 @@
 """Files of any origin, read with bounds on memory and time; files that others see whole or not at all, in a folder or
-at a URL; and what the operating system says of files, in words.
+at a URL, and the operating system's errors about files in words.
 
-A fault of a JSON document is a ``ValueError`` whose text says what is wrong; who reads it adds the file's name and the
-remedy.
+A fault of a JSON document is a ``ValueError`` with a text that says what is wrong. Who reads it adds the file's name
+and the remedy.
 """
 
 from __future__ import annotations
@@ -44,22 +44,22 @@ class UnreachableError(DataError):
 
 
 def open_regular(path: str | Path) -> int:
-    """A descriptor to read a regular file; a pipe, a socket or a device is refused, and not waited for.
+    """A descriptor to read a regular file. A pipe, a socket or a device is refused, and not waited for.
 
     Raises:
-        OSError: if the file cannot be opened, or is no regular file.
+        OSError: if the file cannot be opened, or is not a regular file.
     """
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     mode = os.fstat(descriptor).st_mode
     if not stat.S_ISREG(mode):
         os.close(descriptor)
-        raise OSError(None, f"it is no regular file ({stat.filemode(mode)})", str(path))
+        raise OSError(None, f"it is not a regular file ({stat.filemode(mode)})", str(path))
     return descriptor
 
 
 @contextmanager
 def naming(path: str | Path) -> Iterator[None]:
-    """Inside, an ``OSError`` without a file's name, such as that of a write, gets this one."""
+    """Inside, an ``OSError`` without a file's name, such as an error of a write, gets this name."""
     try:
         yield
     except OSError as error:
@@ -84,7 +84,7 @@ def replacing(path: Path, partial: str = "", *, sync: bool = False) -> Iterator[
     """Another path to write to, which then takes the name: others see the file before or the new one, each whole.
 
     Args:
-        path: of the file; it is unchanged if the block raises.
+        path: of the file. It is unchanged if the block raises.
         partial: name of the file that is written, in the same folder. Default: one of this process's own.
         sync: wait until the data are on the disk before the file gets its name, so that no loss of power leaves an
             empty one.
@@ -132,7 +132,7 @@ def parse_json(text: str | bytes, object_hook: Callable[[dict[str, Any]], object
 
 
 def read_json(path: str | Path) -> Any:
-    """What a JSON file holds; raises as :func:`read_text` and :func:`parse_json`."""
+    """What a JSON file holds. Raises as :func:`read_text` and :func:`parse_json`."""
     return parse_json(read_text(path))
 
 
@@ -142,7 +142,7 @@ def file_system(url: str) -> tuple[Any, str]:
     pyarrow's own come first: they are there with it, and are read without Python.
 
     Raises:
-        DataError: if there is no such file system here.
+        DataError: if the file system is not available here.
         UnreachableError: if it cannot be reached now.
     """
     import fsspec
@@ -157,7 +157,7 @@ def file_system(url: str) -> tuple[Any, str]:
             return system, path
         rest, mark, options = rest.partition("?")
         authority, _, path = rest.partition("/")
-        arrow_system, base = fs.FileSystem.from_uri(f"{scheme}://{authority}/{mark}{options}")  # a pattern is no URI
+        arrow_system, base = fs.FileSystem.from_uri(f"{scheme}://{authority}/{mark}{options}")  # a pattern is not a URI
         return ArrowFSWrapper(arrow_system), f"{base.rstrip('/')}/{path}"
     except ImportError as error:  # which names the package
         raise DataError(f"data file {url} cannot be read here: {error}") from error
@@ -202,7 +202,7 @@ class Store:
         return self._system is None
 
     def names(self, inside: str = "") -> list[str]:
-        """The files and folders in the folder, or in one inside of it; none if there is no such folder."""
+        """The files and folders in the folder, or in one inside of it. None if the folder does not exist."""
         try:
             if self._system is None:
                 return [path.name for path in (self.folder / inside).iterdir()]

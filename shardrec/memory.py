@@ -22,11 +22,11 @@ _LARGE_BYTES = 1 << 30
 
 @cache
 def keep_large_blocks() -> bool:
-    """Let this process keep freed memory for its next buffers; ``shardrec.shard`` calls it for tables on the CPU.
+    """Let this process keep freed memory for its next buffers. ``shardrec.shard`` calls it for tables on the CPU.
 
     It holds for the whole process, which then stays at its largest size. Blocks of a gigabyte and more (tables) are
     still given back. Nothing is changed where the environment sets one of glibc's ``MALLOC_`` variables or
-    ``SHARDREC_KEEP_MEMORY=0``, or where the C library has no ``mallopt``.
+    ``SHARDREC_KEEP_MEMORY=0``, or where the C library lacks ``mallopt``.
 
     Returns:
         Whether it was changed.

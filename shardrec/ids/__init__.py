@@ -1,4 +1,4 @@
-"""Dynamic ids: raw 64-bit ids, mapped to rows on the rank that holds the rows; see docs/dynamic_ids.md."""
+"""Dynamic ids: raw 64-bit ids, mapped to rows on the rank that holds the rows. See docs/dynamic_ids.md."""
 
 from __future__ import annotations
 

@@ -6,13 +6,13 @@ Shapes: N ids, S slots, M maps, R rows of all maps, E evicted rows. The kernels:
 
     find     rows of the ids; distinct ids without one, which are copied to the host    ahead of the step, if it may be
     stamp    the step uses the rows that were found
-    wait     for the ids without a row; if there are none, the rows are there
+    wait     for the ids without a row, if there are any
     admit    as on the CPU, by the host's copy of ids, free rows and waiting ids        IdMap.admit
     evict    if rows lack: the least by the policy, of the device's uses and steps      the host waits once more
     write    records and buckets that changed
     find     again, for the ids that had no row
 
-The device's records are newer than the host's in uses and last steps; ``IdMap.records`` fetches them first. Where the
+The device's records are newer than the host's in uses and last steps. ``IdMap.records`` fetches them first. Where the
 host's were written from outside, they are copied to the device before the next lookup.
 """
 
@@ -39,7 +39,7 @@ _MOST, _LEAST = torch.iinfo(torch.int64).max, torch.iinfo(torch.int64).min
 
 
 def launch(kernel: str, count: int, *values: Any, **constants: Any) -> None:
-    """Run a kernel of :mod:`shardrec.ids.map_kernels` on ``count`` ids or places; its arguments are in its order."""
+    """Run a kernel of :mod:`shardrec.ids.map_kernels` on ``count`` ids or places. Its arguments are in its order."""
     grid = (-(-count // _BLOCK),)
     launching.launch("shardrec.ids.map_kernels", kernel, grid, *values, count, BLOCK=_BLOCK, **constants)
 
@@ -49,12 +49,12 @@ class FoundRows:
     """The result of :meth:`DeviceMaps.find`.
 
     Args:
-        rows: (N,) int32, the row of each id; -1 without one.
-        maps: (N,) int32, the map of each id; -1 for plain rows.
-        ends: (S + 1,) int64, where the ids of each slot begin, and where the last ones end.
+        rows: (N,) int32, the row of each id. -1 without one.
+        maps: (N,) int32, the map per id; -1 for plain rows.
+        ends: (S + 1,) int64, where the ids of each slot begin, and where the last slot's end.
         missing: (N + 1, 2) int64, see :mod:`shardrec.ids.map_kernels`.
         head: the first of these, on the host.
-        copied: the event after which they are there; None on the CPU.
+        copied: the event after which they are there. None on the CPU.
         version: of the maps.
     """
 
@@ -83,7 +83,7 @@ class DeviceMaps:
     Args:
         maps: M maps.
         slot_maps: per slot, the number of its map; -1 for plain rows.
-        counted: per slot, whether its ids count; those of a second column stripe do not.
+        counted: per slot, whether its ids count. Those of a second column stripe do not.
         device: of the ids.
     """
 
@@ -111,7 +111,7 @@ class DeviceMaps:
         self._counts = torch.zeros((len(maps) + 1, 3), dtype=torch.int64, device=device)
         self._capacities = [0] * len(maps)
         self._versions = [-1] * len(maps)
-        self._used = [False] * len(maps)  # by steps since the host's records were those of the device
+        self._used = [False] * len(maps)  # by steps since the host's records equalled the device's
         self._writes = 0
         self._written: Any = None
 
@@ -120,7 +120,7 @@ class DeviceMaps:
 
         Args:
             shard_input: with raw ids, int64.
-            frozen: ids without a row take the fallback at once, and are not listed.
+            frozen: ids without a row take the fallback immediately, and are not listed.
         """
         if self._written is not None:
             torch.cuda.current_stream(self._device).wait_event(self._written)
@@ -195,12 +195,12 @@ class DeviceMaps:
         launch("find", ids.numel(), *arguments, CLAIM=not frozen)
 
     def _count(self, column: int, chosen_N: Tensor, ends: Tensor) -> None:
-        """Count the chosen ids of each map."""
+        """Count the chosen ids per map."""
         before = nn.functional.pad(chosen_N.cumsum(0), [1, 0])
         self._counts[:, column].index_add_(0, self._counts_S, before.index_select(0, ends).diff())
 
     def _victims(self, number: int, step: int, protect: int, lacking: int) -> tuple[Tensor, Tensor]:
-        """(E,) rows of a map whose ids are evicted, ascending, and their last steps; see ``make_room`` in ids.cpp."""
+        """(E,) rows of a map with ids to evict, ascending, and their last steps. See ``make_room`` in ids.cpp."""
         options = self.maps[number].options
         _, uses, last = self._records_R[self._first_rows[number] : self._first_rows[number + 1]].unbind(1)
         row, age = torch.arange(uses.numel(), device=self._device), step - last
@@ -214,7 +214,7 @@ class DeviceMaps:
         count = min(max(lacking, self._capacities[number] // 64), row.numel())
         sure = torch.zeros_like(tied)
         for key in (worth, last, row):
-            # Those below the count-th are sure to be among the least; of its equals, the next key says which are.
+            # Ids below the count-th are sure to be among the least. The next key decides among its equals.
             bound = torch.where(sure, _LEAST, torch.where(tied, key, _MOST)).kthvalue(count).values
             sure, tied = sure | (tied & (key < bound)), tied & (key == bound)
         least = torch.where(sure | tied, row, _MOST).topk(count, largest=False).values
@@ -246,7 +246,7 @@ class DeviceMaps:
                 id_map.fetch = partial(self._fetch, number)
 
     def _fetch(self, number: int, records: Tensor) -> tuple[int, int, int]:
-        """Bring records (rows, 3) of a map to the host, where steps have used it since; returns what was counted."""
+        """Bring records (rows, 3) of a map to the host, where steps have used it since. Returns what was counted."""
         if not self._used[number]:
             return 0, 0, 0
         self._used[number] = False

@@ -27,7 +27,7 @@ from shardrec.lookup.huge_pages import zeros_in_huge_pages
 __all__ = ["COUNTED", "FALLBACK", "RESERVE", "Admitted", "IdMap", "Looked"]
 
 FALLBACK, RESERVE = -1, -2
-"""In place of the uses of a row: it is one of the fallback's; it may be given to ids when the capacity is raised."""
+"""In place of the uses of a row: it is one of the fallback's. It may be given to ids when the capacity is raised."""
 
 COUNTED = ("lookups", "hits", "inserts", "evictions", "fallbacks", "no_room", "collisions")
 """What a map counts while it assigns rows to new ids."""
@@ -41,7 +41,7 @@ class Looked(NamedTuple):
 
     Args:
         evicted: (E,) int64, rows that were taken from their ids, ascending.
-        lacking: ids that have no row and no row of the fallback.
+        lacking: ids that have neither a row nor a row of the fallback.
     """
 
     evicted: Tensor
@@ -52,9 +52,9 @@ class Admitted(NamedTuple):
     """The result of :meth:`IdMap.admit`.
 
     Args:
-        rows: (n,) int32, the row of each id, or its row of the fallback; -1 for a row of zeros.
+        rows: (n,) int32, the row of each id, or its row of the fallback. -1 for a row of zeros.
         evicted: (E,) int64, rows that were taken from their ids, ascending.
-        changed: (c,) int64, rows whose records have changed.
+        changed: (c,) int64, rows with changed records.
         buckets: int64, places of the buckets that have changed, some several times.
     """
 
@@ -87,7 +87,7 @@ class IdMap:
     def __init__(self, rows: int, options: DynamicIds, capacity: int) -> None:
         if not native.has_operators():
             raise ConfigError(
-                "dynamic ids need the C++ operators of shardrec, which are not there; install it from its sources with "
+                "dynamic ids need the C++ operators of shardrec, which are not there. Install it from its sources with "
                 "a C++ compiler (pip install --no-build-isolation .), and leave SHARDREC_NATIVE unset"
             )
         self.options = options
@@ -102,7 +102,7 @@ class IdMap:
 
     @property
     def records(self) -> Tensor:
-        """(R, 3) int64, see above. With a copy on a GPU, the host waits for what was counted there."""
+        """(R, 3) int64, see above. With a copy on a GPU, the host waits for the counts made there."""
         self._fetch()
         return self._records
 
@@ -118,7 +118,8 @@ class IdMap:
         self.version += 1
 
     def prepared(self, records: Tensor) -> Callable[[], None]:
-        """Make the hash table of other records (R, 3) int64; what is returned then replaces the map's, at once."""
+        """Make the hash table of other records (R, 3) int64. The result then replaces the map's hash table in one
+        assignment."""
         buckets = _buckets_of(records)
 
         def replace() -> None:
@@ -138,8 +139,8 @@ class IdMap:
             ids: (N,) int64, any values.
             rows: (N,) int32, to which the rows are written; -1 for a row of zeros.
             step: number of this step, from 1 on, ascending.
-            assign_new_ids: count uses, and assign rows to new ids; otherwise the map does not change.
-            protect: ids used in this step or a later one keep their rows; default: ``step``.
+            assign_new_ids: count uses, and assign rows to new ids. Otherwise the map does not change.
+            protect: ids used in this step or a later one keep their rows. Default: ``step``.
         """
         options = self.options
         mapped = torch.ops.shardrec.map_ids(
@@ -165,7 +166,7 @@ class IdMap:
 
         Args:
             ids: (n,) int64, distinct ids without a row, in the order in which they first come.
-            victims: chooses the rows to evict, given how many lack: (E,) int64, ascending, and the last step of each.
+            victims: chooses the rows to evict, given how many lack: (E,) int64, ascending, and their last steps.
             step: number of this step.
         """
         options, evicted = self.options, None
@@ -215,7 +216,7 @@ class IdMap:
 
     @property
     def last_of_evicted(self) -> int:
-        """The latest step that had used an id when it was evicted; 0 if none was."""
+        """The latest step that had used an id when it was evicted. 0 before any eviction."""
         return int(self._state[2])
 
     def counts(self) -> dict[str, int]:

@@ -1,14 +1,14 @@
-"""The kernels of id maps on a GPU, in Triton, which torch's builds for CUDA bring along; imported where they run.
+"""The kernels of id maps on a GPU, in Triton, which torch's builds for CUDA bring along. Imported where they run.
 
 Shapes: N ids, M maps, P claims (a power of two, at least 2N), R rows of all maps.
 
-The hash table of a map is the one of ``shardrec/native/ids.cpp``, bucket for bucket, so that the host updates it by the
-places that changed. A lane goes from the home bucket of its id on until it meets the id or an empty bucket: eight
-buckets come with each sector of memory that is read, and at most half of them are in use.
+The hash table of a map equals the table of ``shardrec/native/ids.cpp``, bucket for bucket, so that the host updates it
+by the places that changed. A lane goes from the home bucket of its id on until it meets the id or an empty bucket:
+eight buckets come with each sector of memory that is read, and at most half of them are in use.
 
 ::
 
-    maps_N      int32   the map of each id; -1 where the id is a row already
+    maps_N      int32   the map per id; -1 where the id is a row already
     tables_M    int64   (M, 6): first bucket | buckets - 1 | first record | rows | their bit length | fallback rows
     claims      int32   (P + 1,) zeros: of each distinct id without a row, the least position plus 1; the last is waste
     missing     int64   (N + 1, 2): the number of these ids | 0, then in any order: map and position | id
@@ -39,10 +39,10 @@ def find(
     CLAIM: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Write the row of each id to ``rows_N``, int32; the map does not change.
+    """Write the row of each id to ``rows_N``, int32. The map does not change.
 
-    Of an id without a row: with ``CLAIM``, -1, and it is entered into ``claims``; otherwise its row of the fallback,
-    or -1 if there are none.
+    Of an id without a row: with ``CLAIM``, -1, and it is entered into ``claims``. Otherwise its row of the fallback,
+    or -1 for none.
     """
     position = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = position < count

@@ -36,18 +36,18 @@ from shardrec.layout import Shard, TableLayout
 __all__ = ["FoundRows", "IdMaps", "Mapped", "OpenStep", "Renew", "block_capacity", "collective_stats", "cut_faults"]
 
 Renew = Callable[[Shard, Tensor, int], None]
-"""Draws rows of a shard anew, which were taken from their ids in a step: shard, rows (E,), step."""
+"""Draws rows of a shard again, after they were taken from their ids in a step: shard, rows (E,), step."""
 
 _Key = tuple[str, int]  # table, first row of the block
 
 
 @dataclass(frozen=True, kw_only=True)
 class Mapped:
-    """Rows in place of raw ids.
+    """Rows instead of raw ids.
 
     Args:
         shard_input: the ids that are looked up, as rows; without the ids that are looked up as zeros.
-        kept: per lookup group, (n,) bool, which ids are looked up; None if all are.
+        kept: per lookup group, (n,) bool, which ids are looked up. None if all are.
         step: number of the step; 0 for a lookup that changed nothing.
     """
 
@@ -72,7 +72,7 @@ class Mapped:
         return [part[kept.to(part.device)] for part, kept in zip(gradients, self.kept, strict=True)]
 
     def of_all_ids(self, gradient: Tensor) -> Tensor:
-        """(N,) gradient of all the ids' weights, from that of the ids that were looked up: 0 for the others."""
+        """(N,) gradient of all the ids' weights, from the gradient of the looked-up ids: 0 for the others."""
         if self.kept is None:
             return gradient
         kept = torch.cat(self.kept).to(gradient.device)
@@ -81,7 +81,7 @@ class Mapped:
 
 @dataclass(eq=False)
 class OpenStep:
-    """A step whose backward has not run; its autograd graph keeps it alive."""
+    """A step before its backward has run. Its autograd graph keeps it alive."""
 
     step: int
 
@@ -90,7 +90,7 @@ class IdMaps:
     """The maps of this rank's shards.
 
     Args:
-        slots: of this rank, those of a shard next to each other.
+        slots: of this rank. The slots of a shard are next to each other.
         options: of the tables with dynamic ids, by their names in the plan.
         layouts: of these tables.
         renew: draws new values for evicted rows.
@@ -143,7 +143,7 @@ class IdMaps:
 
         Args:
             shard_input: with raw ids, int64. Ids of tables without dynamic ids are rows.
-            assign_new_ids: count a step, and assign rows to new ids; otherwise nothing changes.
+            assign_new_ids: count a step, and assign rows to new ids. Otherwise nothing changes.
             found_rows: what :meth:`find_rows` returned for the ids.
         """
         self.step += assign_new_ids
@@ -229,7 +229,7 @@ class IdMaps:
         return Mapped(shard_input=looked_up, kept=list(kept.split(list(shard_input.group_ids))), step=step)
 
     def blocks(self, table: str) -> Iterator[tuple[list[Shard], IdMap]]:
-        """This rank's row blocks of a table: the shards, one of each column stripe in column order, and their map.
+        """This rank's row blocks of a table: the shards, one per column stripe in column order, and their map.
 
         If several ranks hold a block, the map of the rank with the table's first column is counted and saved.
         """
@@ -238,20 +238,20 @@ class IdMaps:
                 yield shards, self.maps[key]
 
     def keep(self, others: IdMaps) -> None:
-        """Take the maps of the row blocks that are those of another plan's."""
+        """Take over the maps of row blocks that another plan has as well."""
         for key, id_map in others.maps.items():
             if key in self.maps and self.maps[key].records.shape == id_map.records.shape:
                 self.maps[key] = id_map
         self.__dict__.pop("_on_device", None)
 
     def set_options(self, layout: TableLayout, options: DynamicIds) -> None:
-        """Set the capacity of a table's maps from ``options``; it is not lower than before."""
+        """Set the capacity of a table's maps from ``options``. It is not lower than before."""
         self.options[layout.name] = options
         for shards, id_map in self.blocks(layout.name):
             id_map.open_reserve(block_capacity(layout, shards[0], options))
 
     def open_step(self, mapped: Mapped) -> OpenStep | None:
-        """Protects the rows of a step, for as long as it is held, until :meth:`close`; None if nothing changed."""
+        """Protects the rows of a step, for as long as it is held, until :meth:`close`. None if nothing changed."""
         if not mapped.step:
             return None
         open_step = OpenStep(mapped.step)
@@ -267,7 +267,7 @@ class IdMaps:
         if open_step not in self._open and any(each.last_of_evicted >= open_step.step for each in self.maps.values()):
             raise ConfigError(
                 f"this backward is a further one of step {open_step.step} of a table with dynamic ids, some of whose "
-                "ids have lost their rows since the first; add the losses up and call backward once"
+                "ids have lost their rows since the first. Add the losses up and call backward once"
             )
         self._open.discard(open_step)
 
@@ -285,23 +285,23 @@ def cut_faults(layout: TableLayout, options: DynamicIds) -> str:
     name = f"table {layout.name!r} with dynamic ids"
     if layout.replicated:
         return (
-            f"{name} is replicated, and each rank would give its rows to other ids; cut it table-wise, column-wise or "
+            f"{name} is replicated, and each rank would give its rows to other ids. Cut it table-wise, column-wise or "
             "row-wise in the plan"
         )
     if layout.num_embeddings > 2**31:
-        return f"{name} has {layout.num_embeddings} rows; the most are 2^31: give the table fewer"
+        return f"{name} has {layout.num_embeddings} rows. The most are 2^31: give the table fewer"
     stripes = layout.stripes()
     if len({stripe.boundaries for stripe in stripes}) > 1:
         return (
-            f"{name} has column stripes whose rows are cut in several ways, and ids would have another row in each; "
-            "cut the rows of all its column stripes alike"
+            f"{name} has column stripes with different row cuts, and ids would have another row in each. "
+            "Cut the rows of all its column stripes in the same way"
         )
     for shard in stripes[0].shards:
         capacity = block_capacity(layout, shard, options)
         if not 1 <= capacity <= shard.rows - options.fallback_rows:
             return (
                 f"{name} has {shard.rows} rows from {shard.row_start} on, of which {options.fallback_rows} are of the "
-                f"fallback and {capacity} would be for ids; there must be 1 or more, in each row block: raise "
+                f"fallback and {capacity} would be for ids. There must be 1 or more, in each row block: raise "
                 "num_embeddings, lower capacity or fallback_rows, or cut the table into fewer row blocks"
             )
     return ""
@@ -310,7 +310,7 @@ def cut_faults(layout: TableLayout, options: DynamicIds) -> str:
 def collective_stats(
     maps: Sequence[IdMaps], collectives: Collectives, device: torch.device
 ) -> dict[str, dict[str, int]]:
-    """Counts of all the tables' maps over all ranks, by table; one all-to-all if any table has dynamic ids."""
+    """Counts of all the tables' maps over all ranks, by table. One all-to-all if any table has dynamic ids."""
     tables = [(table, id_maps) for id_maps in maps for table in id_maps.options]
     if not tables:
         return {}

@@ -18,7 +18,7 @@ __all__ = ["RestoredIds", "restored_ids"]
 
 @dataclass(frozen=True, kw_only=True)
 class RestoredIds:
-    """The ids of a row block, and the saved rows of each.
+    """The ids of a row block, and their saved rows.
 
     Args:
         records: (R, 3) int64 of the block's map.
@@ -52,7 +52,7 @@ def restored_ids(
     """Assign rows to the saved ids of a row block.
 
     Args:
-        saved: the saved blocks that it overlaps, by their first rows; records (n, 3).
+        saved: the saved blocks that it overlaps, by their first rows. Records (n, 3).
         old_rows: number of rows of the table as it was saved.
         fresh: (R, 3) records of the block's map without ids.
         shard: the block.
@@ -105,7 +105,7 @@ def _shares(
 
 
 def _mine(records: Tensor, shard: Shard, layout: TableLayout) -> Tensor:
-    """(n,) bool, whether the id of each row belongs to a row block; true of rows without one."""
+    """(n,) bool, whether the id of each row belongs to a row block. True for rows without an id."""
     home = home_rows(records[:, 0], torch.tensor(layout.num_embeddings))
     return (records[:, 1] <= 0) | ((home >= shard.row_start) & (home < shard.row_end))
 

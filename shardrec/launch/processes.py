@@ -47,7 +47,7 @@ __all__ = [
 ]
 
 Run = Callable[[dict[str, Any]], Any]
-"""The function that each rank calls with the options; it must be picklable, as a module's function is."""
+"""The function that each rank calls with the options. It must be picklable, as a module's function is."""
 
 Start = Callable[..., BaseProcess]
 """Starts a process as :func:`spawn` does."""
@@ -65,7 +65,7 @@ _POLL_S = 0.5
 _SIGNAL, _STOPPED, _EXIT = "ended by a signal", "stopped", "exit code"
 
 _IMPORTED_AGAIN = 77
-"""Exit code of a new rank whose import of the program tries to start ranks."""
+"""Exit code of a new rank if its import of the program tries to start ranks."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,7 +88,7 @@ class RankFailure:
 
 
 def spawn(target: Callable[..., None], *args: object, name: str) -> BaseProcess:
-    """Start a new Python process that calls ``target(*args)``; ``target`` is a module's function."""
+    """Start a new Python process that calls ``target(*args)``. ``target`` is a module's function."""
     process = multiprocessing.get_context("spawn").Process(target=target, args=args, name=name)
     process.start()
     return process
@@ -113,7 +113,7 @@ class RankProcesses:
 
     Args:
         run: the function that each rank calls.
-        options: the argument of ``run``; must be picklable.
+        options: the argument of ``run``. Must be picklable.
         nproc: number of ranks to start.
         timeout: seconds for which a rank may be stopped (SIGSTOP) before it counts as dead and is killed.
         debug: keep the ranks' tracebacks and torch's warnings.
@@ -193,7 +193,7 @@ class RankProcesses:
             self._ask_to_end()
 
     def _pass_on(self, number: int, frame: object) -> None:
-        """Ask the ranks to end at the first signal; kill them at a second one that is not an echo of the first."""
+        """Ask the ranks to end at the first signal. Kill them at a second one that is not an echo of the first."""
         now = time.monotonic()
         again = self._signalled_at is not None and now - self._signalled_at > SAME_SIGNAL_S
         self._signalled_at = self._signalled_at or now
@@ -214,7 +214,7 @@ class RankProcesses:
             wait([*(self._processes[rank].sentinel for rank in running), *pipes], _POLL_S)
             before, now = now, time.monotonic()
             for rank in sorted(running):
-                # Ctrl-Z stops the launcher, too: time in which the launcher itself was stopped does not count.
+                # Ctrl-Z also stops the launcher. The time in which the launcher itself was stopped does not count.
                 if self._is_over(rank, min(now - before, 2 * _POLL_S)):
                     running.discard(rank)
             if self._failures:
@@ -228,7 +228,7 @@ class RankProcesses:
             )
 
     def _is_over(self, rank: int, seconds: float) -> bool:
-        """Whether a rank has ended or has been stopped for too long; reads its messages first."""
+        """Whether a rank has ended or has been stopped for too long. Reads its messages first."""
         code = self._processes[rank].exitcode
         self._read(rank)
         if code is not None:
@@ -303,7 +303,7 @@ def _rank_main(
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     if listener is not None:
         os.environ[LISTENER] = str(listener.detach())
-        # Rank 0 restores the terminal before it ends; the other ranks may end at once, even inside a collective.
+        # Rank 0 restores the terminal before it ends. The other ranks may end immediately, even inside a collective.
         signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         result = run(options)
@@ -335,11 +335,11 @@ def first_cause(failures: Sequence[RankFailure], debug: bool = False) -> Shardre
     causes = [failure for failure in failures if failure.kind not in (_SIGNAL, _STOPPED, _EXIT, PeerError.__name__)]
     silent = [failure for kind in (_SIGNAL, _STOPPED) for failure in failures if failure.kind == kind]
     told = causes or silent[:1] or [failure for failure in failures if failure.kind == PeerError.__name__] or failures
-    # An InputError is raised on every rank; any other class of error says more.
+    # An InputError is raised on every rank. Any other class of error says more.
     failure = min(told, key=lambda failure: (failure.kind == InputError.__name__, failure.time, failure.rank))
     trace = f"\n\n{failure.trace}" if debug else ""
     if failure.kind == _SIGNAL:
-        memory = "; the system ends the largest process when memory runs out: use smaller tables or batches"
+        memory = ". The system ends the largest process when memory runs out: use smaller tables or batches"
         text = f"rank {failure.rank} was ended by {failure.message}{memory * (failure.message == 'SIGKILL')}"
         return PeerError(text, ranks=(failure.rank,))
     if failure.kind == _STOPPED:

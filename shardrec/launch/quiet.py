@@ -1,4 +1,4 @@
-"""Environment variables and warning filters that silence other libraries; variables that the user has set are kept."""
+"""Environment variables and warning filters that silence other libraries. Variables that the user has set are kept."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from contextlib import contextmanager
 __all__ = ["environment_for_torch", "quiet_libraries"]
 
 _VARIABLES = {
-    # Hides the ranks' network warnings, such as that a host has no IPv6 name.
+    # Hides the ranks' network warnings, for example about a host without an IPv6 name.
     "TORCH_CPP_LOG_LEVEL": "ERROR",
     # OpenMP's threads spin by default while they wait for each other. If a thread that prepares batches, or another
-    # program, needs the same core, they wait for a thread whose core they keep busy: steps are ten times slower.
+    # program, needs the same core, they wait for a thread while they keep its core busy: steps are ten times slower.
     "OMP_WAIT_POLICY": "PASSIVE",
 }
 _THIRD_PARTY = ("fbgemm_gpu", "pyre_extensions", "tensordict", "torch", "torchmetrics", "torchrec")

@@ -67,7 +67,7 @@ def joined_run(
 
     Args:
         device: ``"cpu"`` or ``"cuda"``.
-        threads: torch's threads per rank; None for an even share of the cores.
+        threads: torch's threads per rank. None for an even share of the cores.
         seed: seed of torch's random number generators.
         timeout: seconds that a rank waits for the others, at the start and in each collective.
         alone: also make a group of a single rank.
@@ -111,11 +111,11 @@ def joined_run(
 def meet(rank_info: RankInfo, what: str) -> None:
     """A barrier that waits at least 300 s, however short the time-out of collectives is.
 
-    Ranks may do different amounts of work before a barrier; a short time-out, meant for collectives, must not end that.
+    Ranks may do different amounts of work before a barrier. A short time-out, meant for collectives, must not end that.
 
     Args:
         rank_info: this rank.
-        what: name of the barrier, a noun, for messages; unique in a run.
+        what: name of the barrier, a noun, for messages. Unique in a run.
 
     Raises:
         PeerError: if a rank does not reach the barrier in time.
@@ -132,7 +132,7 @@ def check_exchange(group: dist.ProcessGroup, device: torch.device) -> list[str]:
         device: of the tensors.
 
     Returns:
-        Those of ``"header"``, ``"payload"`` and ``"output"`` that came back other than sent.
+        The names, among ``"header"``, ``"payload"`` and ``"output"``, of messages that came back changed.
     """
     collectives = FunctionalCollectives(group)
     headers = Headers(collectives, device)
@@ -182,13 +182,13 @@ def _join(rank_info: RankInfo) -> None:
         raise PeerError(
             f"rank {rank_info.rank} of {rank_info.world_size} could not join the others: {str(error).splitlines()[0]}. "
             "Check that all ranks were started, and that they can reach MASTER_ADDR"
-            + "; where hosts come and go, set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 for torchrun"
+            + ". Where hosts come and go, set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 for torchrun"
             * shared
         ) from error
 
 
 def _store(rank_info: RankInfo, seconds: float) -> dist.Store:
-    """The store of the ranks: that of an elastic launcher's agent, or one that rank 0 serves."""
+    """The store of the ranks: the store of an elastic launcher's agent, or a store that rank 0 serves."""
     if "RANK" not in os.environ:
         return dist.HashStore()
     timeout = timedelta(seconds=seconds)
@@ -213,7 +213,7 @@ def _meeting(store: dist.Store, rank_info: RankInfo, seconds: float) -> str:
 
     The agent's store outlives its ranks: without a new prefix, ranks would read addresses that earlier ranks left. The
     agent's count of restarts cannot serve, since it does not change when hosts join or leave. So each rank posts a
-    random token, and rank 0 answers each token with the prefix that it chose; answers to tokens of earlier ranks are
+    random token, and rank 0 answers each token with the prefix that it chose. Answers to tokens of earlier ranks are
     not read.
     """
     token = uuid.uuid4().hex
@@ -237,9 +237,9 @@ def _meeting(store: dist.Store, rank_info: RankInfo, seconds: float) -> str:
 
 
 def _leave_together(rank_info: RankInfo) -> None:
-    """Wait until every rank is done; rank 0, which may serve the store, is the last to leave.
+    """Wait until every rank is done. Rank 0, which may serve the store, is the last to leave.
 
-    A rank that leaves right after a collective closes connections that its peers may still read from; gloo then fails
+    A rank that leaves right after a collective closes connections that its peers may still read from. Gloo then fails
     the collective on those peers although all of its data had been sent.
     """
     _come("end of the run", rank_info, rank_info.timeout)
@@ -247,7 +247,7 @@ def _leave_together(rank_info: RankInfo) -> None:
 
 
 def _come(what: str, rank_info: RankInfo, seconds: float) -> None:
-    """Record in the store that this rank has reached the barrier ``what``; wait for all ranks if ``seconds`` > 0."""
+    """Record in the store that this rank has reached the barrier ``what``. Wait for all ranks if ``seconds`` > 0."""
     store = _get_default_store()
     store.set(f"shardrec/{what}/{rank_info.rank}", "")
     if seconds:

@@ -28,14 +28,14 @@ def run_on_ranks(
 
     Args:
         run: the function that each rank calls.
-        options: the argument of ``run``; must be picklable.
+        options: the argument of ``run``. Must be picklable.
         nproc: number of ranks to start; 1 runs in this process.
         timeout: seconds for which a new process may be stopped (SIGSTOP) before it counts as dead.
         debug: keep the ranks' tracebacks.
         start: starts the process of a rank.
 
     Returns:
-        What ``run`` returned on this rank, or on rank 0 if new ranks were started; it must then be picklable.
+        What ``run`` returned on this rank, or on rank 0 if new ranks were started. It must then be picklable.
 
     Raises:
         ShardrecError: the first error of any rank that is not about another rank.
@@ -68,18 +68,18 @@ def on_new_ranks(
     """Call ``work(rank_info, *arguments)`` on ``nproc`` new ranks of this host, which always have a process group.
 
     Args:
-        work: a module's function; its first argument is the :class:`~shardrec.launch.ranks.RankInfo`.
-        arguments: further arguments; must be picklable.
+        work: a module's function. Its first argument is the :class:`~shardrec.launch.ranks.RankInfo`.
+        arguments: further arguments. Must be picklable.
         nproc: number of ranks to start.
         device: ``"cpu"`` (gloo) or ``"cuda"`` (gloo and NCCL, one device per rank).
-        threads: torch's threads per rank; None for an even share of the cores.
+        threads: torch's threads per rank. None for an even share of the cores.
         timeout: seconds that a rank waits for the others.
         debug: keep the ranks' tracebacks.
         limit: seconds after which ranks that still run are killed.
-        start: starts the process of a rank; one that forks works on the CPU only.
+        start: starts the process of a rank. One that forks works on the CPU only.
 
     Returns:
-        What ``work`` returned on rank 0; it must be picklable.
+        What ``work`` returned on rank 0. It must be picklable.
 
     Raises:
         ShardrecError: the first error of any rank that is not about another rank.
@@ -98,7 +98,7 @@ def launched_rank() -> tuple[int, int] | None:
 
 
 def _run_quietly(run: Run, debug: bool, options: dict[str, Any]) -> Any:
-    """Check the libraries' versions, then call ``run(options)``; hide the libraries' warnings unless ``debug``."""
+    """Check the libraries' versions, then call ``run(options)``. Hide the libraries' warnings unless ``debug``."""
     with environment_for_torch(quiet=not debug), quiet_libraries(quiet=not debug):
         check_versions()
         return run(options)

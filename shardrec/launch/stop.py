@@ -17,7 +17,7 @@ SAME_SIGNAL_S = 1.0
 
 
 class RunStopped(KeyboardInterrupt):
-    """Raised when a run that was asked to end has saved a checkpoint; ``--resume`` continues the run.
+    """Raised when a run that was asked to end has saved a checkpoint. ``--resume`` continues the run.
 
     Args:
         step: optimizer steps in the last checkpoint.

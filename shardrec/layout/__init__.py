@@ -1,4 +1,4 @@
-"""Plans as data: shards, layouts, cuts, and the plan that holds them; and what a plan is for, tables and machines.
+"""Plans as data: shards, layouts, cuts and the plan that holds them, and descriptions of tables and machines.
 
 Importing it imports no torch: the functions of a model's tables are imported at their first use.
 """

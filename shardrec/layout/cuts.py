@@ -54,8 +54,8 @@ def row_wise(
         name: table name.
         num_embeddings: rows R.
         embedding_dim: columns D.
-        ranks: one rank per block; a rank may come twice.
-        boundaries: ``len(ranks) + 1`` ascending row numbers from 0 to R; default: blocks of ``ceil(R / len(ranks))``
+        ranks: one rank per block. A rank may come twice.
+        boundaries: ``len(ranks) + 1`` ascending row numbers from 0 to R. Default: blocks of ``ceil(R / len(ranks))``
             rows, the last ones shorter or left out, as TorchRec cuts.
     """
     edges = _row_edges(name, num_embeddings, len(ranks), boundaries)
@@ -78,8 +78,8 @@ def column_wise(
         name: table name.
         num_embeddings: rows R.
         embedding_dim: columns D.
-        ranks: one rank per stripe; a rank may come twice.
-        widths: columns of each stripe, multiples of 4 that add up to D; default: as even as multiples of 4 allow.
+        ranks: one rank per stripe. A rank may come twice.
+        widths: columns per stripe, multiples of 4 that add up to D. Default: as even as multiples of 4 allow.
     """
     edges = _column_edges(name, embedding_dim, len(ranks), widths)
     stripes = zip(pairwise(edges), ranks, strict=True)
@@ -122,7 +122,7 @@ def grid(
 
 
 def data_parallel(name: str, num_embeddings: int, embedding_dim: int) -> TableLayout:
-    """A copy of the table on every rank; its gradient is all-reduced with the dense part's."""
+    """A copy of the table on every rank. Its gradient is all-reduced with the dense part's."""
     return TableLayout(
         name=name, num_embeddings=num_embeddings, embedding_dim=embedding_dim, replicated=True, cut="data_parallel"
     )
@@ -152,7 +152,7 @@ def _row_edges(name: str, rows: int, parts: int, boundaries: Sequence[int] | Non
     edges = list(boundaries)
     if len(edges) != parts + 1 or edges[0] != 0 or edges[-1] != rows or edges != sorted(edges):
         raise PlanError(
-            f"table {name!r}: row boundaries {edges} do not cut {rows} rows into {parts} blocks; give {parts + 1} "
+            f"table {name!r}: row boundaries {edges} do not cut {rows} rows into {parts} blocks. Give {parts + 1} "
             f"ascending numbers from 0 to {rows}"
         )
     return edges
@@ -163,13 +163,13 @@ def _column_edges(name: str, cols: int, parts: int, widths: Sequence[int] | None
         raise PlanError(f"table {name!r}: a cut needs at least one rank or host, got none")
     if widths is None:
         base, more = divmod(-(-cols // COLUMN_UNIT), parts)
-        # If the columns are no multiple, the last stripe has less than its units, and is one of the wider ones.
+        # If the columns are not a multiple, the last stripe has less than its units, and belongs to the wider stripes.
         first = parts - more if cols % COLUMN_UNIT and base else 0
         edges = accumulate((COLUMN_UNIT * (base + (0 <= part - first < more)) for part in range(parts)), initial=0)
         return [min(edge, cols) for edge in edges]
     if len(widths) != parts or sum(widths) != cols or min(widths) < 0:
         raise PlanError(
-            f"table {name!r}: column widths {list(widths)} do not cut {cols} columns into {parts} stripes; give "
+            f"table {name!r}: column widths {list(widths)} do not cut {cols} columns into {parts} stripes. Give "
             f"{parts} multiples of {COLUMN_UNIT} that add up to {cols}"
         )
     return [0, *accumulate(widths)]

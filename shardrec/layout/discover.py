@@ -75,7 +75,7 @@ def is_a(module: nn.Module, *classes: tuple[str, str]) -> bool:
 
 
 def table_configs(model: nn.Module) -> dict[str, BaseEmbeddingConfig]:
-    """The config of each table of a model's unsharded collections, by the table's name in a plan."""
+    """The config of each table in a model's unsharded collections, by the table's name in a plan."""
     configs: dict[str, BaseEmbeddingConfig] = {}
     for path, collection in collections_of(model).items():
         for config in configs_of(collection):
@@ -84,5 +84,5 @@ def table_configs(model: nn.Module) -> dict[str, BaseEmbeddingConfig]:
 
 
 def table_shapes(model: nn.Module) -> dict[str, tuple[int, int]]:
-    """``(num_embeddings, embedding_dim)`` of each table of a model's collections, by its name in a plan."""
+    """``(num_embeddings, embedding_dim)`` per table of a model's collections, by its name in a plan."""
     return {name: (config.num_embeddings, config.embedding_dim) for name, config in table_configs(model).items()}

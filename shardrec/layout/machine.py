@@ -47,18 +47,18 @@ class Machine:
     def __post_init__(self) -> None:
         if self.kind not in _KINDS:
             raise ConfigError(
-                f"machine {self.name!r}: there is no kind {self.kind!r}; the kinds are {', '.join(_KINDS)}"
+                f"machine {self.name!r}: there is no kind {self.kind!r}. The kinds are {', '.join(_KINDS)}"
             )
         for name in ("memory_bandwidth", "host_link", "network", "memory_link"):
             if not getattr(self, name) > 0:
-                raise ConfigError(f"machine {self.name!r}: {name} is {getattr(self, name)}; give bytes per second")
+                raise ConfigError(f"machine {self.name!r}: {name} is {getattr(self, name)}. Give bytes per second")
         for name in ("device_memory", "host_memory", "latency", "cache"):
             if not getattr(self, name) >= 0:
                 raise ConfigError(
-                    f"machine {self.name!r}: {name} is {getattr(self, name)}; give a number of at least 0"
+                    f"machine {self.name!r}: {name} is {getattr(self, name)}. Give a number of at least 0"
                 )
         if self.kind == "cuda" and not self.device_memory:
-            raise ConfigError(f"machine {self.name!r}: a CUDA device has memory; give device_memory in bytes")
+            raise ConfigError(f"machine {self.name!r}: a CUDA device has memory. Give device_memory in bytes")
 
     @property
     def table_memory(self) -> float:
@@ -66,7 +66,7 @@ class Machine:
         return self.device_memory if self.kind == "cuda" else self.host_memory
 
     def to_json(self) -> dict[str, object]:
-        """JSON-compatible data; memory without a limit is null."""
+        """JSON-compatible data. Memory without a limit is null."""
         return {name: None if value == inf else value for name, value in asdict(self).items()}
 
     @classmethod
@@ -79,7 +79,7 @@ class Machine:
         known = {each.name: str(each.type) for each in fields(cls)}
         unknown = [name for name in data if name not in known]
         if unknown:
-            raise ConfigError(f"a machine has no {unknown[0]!r}; it has {', '.join(known)}")
+            raise ConfigError(f"a machine has no {unknown[0]!r}. It has {', '.join(known)}")
         values: dict[str, Any] = {}
         for name, value in data.items():
             kind: tuple[type, ...] = (str,) if known[name] == "str" else (int, float)
@@ -88,7 +88,7 @@ class Machine:
             elif isinstance(value, kind) and not isinstance(value, bool):
                 values[name] = value
             else:
-                raise ConfigError(f"a machine's {name} is {value!r}; give a {'text' if kind == (str,) else 'number'}")
+                raise ConfigError(f"a machine's {name} is {value!r}. Give a {'text' if kind == (str,) else 'number'}")
         try:
             return cls(**values)
         except TypeError as error:

@@ -29,8 +29,8 @@ class TableChange:
 
     Args:
         name: of the table.
-        old: its layout in the old plan; None if it is new.
-        new: its layout in the new plan; None if it is gone.
+        old: its layout in the old plan. None if it is new.
+        new: its layout in the new plan. None if it is gone.
         moved_numel: number of weights that ranks have to receive; 0 if the table is new or gone.
     """
 
@@ -47,7 +47,7 @@ class ShardingPlan:
     Args:
         topology: the ranks that the plan is for.
         tables: one layout per table, each covering its table exactly once.
-        report: the planner's report, which :func:`shardrec.planner.explain` shows; equality and fingerprint ignore it.
+        report: the planner's report, which :func:`shardrec.planner.explain` shows. Equality and fingerprint ignore it.
 
     Raises:
         PlanError: with every fault of every table.
@@ -59,7 +59,7 @@ class ShardingPlan:
 
     def __post_init__(self) -> None:
         faults = [
-            f"table {name!r} comes {count} times; names must be unique in a plan"
+            f"table {name!r} comes {count} times. Names must be unique in a plan"
             for name, count in Counter(table.name for table in self.tables).items()
             if count > 1
         ]
@@ -89,25 +89,25 @@ class ShardingPlan:
         """Check that the plan is for exactly these tables.
 
         Args:
-            shapes: ``(num_embeddings, embedding_dim)`` of each table of the model, by name.
+            shapes: ``(num_embeddings, embedding_dim)`` per table of the model, by name.
             partial: ``shapes`` has only some of the model's tables, so the plan may have others.
 
         Raises:
-            PlanError: if a table is missing, unknown or of another shape; names each of them.
+            PlanError: if a table is missing, unknown or of another shape. Names each of them.
         """
         faults = []
         for name, (rows, cols) in shapes.items():
             layout = self.by_name.get(name)
             if layout is None:
-                faults.append(f"the plan has no table {name!r}; plan the model again, or add a layout for it")
+                faults.append(f"the plan has no table {name!r}. Plan the model again, or add a layout for it")
             elif (layout.num_embeddings, layout.embedding_dim) != (rows, cols):
                 faults.append(
                     f"table {name!r} is ({rows}, {cols}) in the model and ({layout.num_embeddings}, "
-                    f"{layout.embedding_dim}) in the plan; plan the model again"
+                    f"{layout.embedding_dim}) in the plan. Plan the model again"
                 )
         known = ", ".join(map(repr, shapes))
         faults += [
-            f"the plan has a table {name!r} that the model lacks; its tables are {known or 'none'}"
+            f"the plan has a table {name!r} that the model lacks. Its tables are {known or 'none'}"
             for name in self.by_name
             if name not in shapes and not partial
         ]
@@ -146,7 +146,7 @@ class ShardingPlan:
         faults = []
         if self.world_size != other.world_size:
             faults.append(
-                f"the plans are for {self.world_size} and {other.world_size} ranks; compare plans for the same ranks"
+                f"the plans are for {self.world_size} and {other.world_size} ranks. Compare plans for the same ranks"
             )
         changes = []
         for name in sorted({*self.by_name, *other.by_name}):
@@ -156,7 +156,7 @@ class ShardingPlan:
                 continue
             shapes = [(each.num_embeddings, each.embedding_dim) for each in (old, new)]
             if shapes[0] != shapes[1]:
-                faults.append(f"table {name!r} is {shapes[0]} in one plan and {shapes[1]} in the other; rename one")
+                faults.append(f"table {name!r} is {shapes[0]} in one plan and {shapes[1]} in the other. Rename one")
             elif _held(old) != _held(new):
                 moved = old.moved_numel(new, self.world_size)
                 changes.append(TableChange(name=name, old=old, new=new, moved_numel=moved))
@@ -165,7 +165,7 @@ class ShardingPlan:
         return tuple(changes)
 
     def to_json(self) -> dict[str, Any]:
-        """The plan as JSON-compatible data; a shard is ``[row_start, row_end, col_start, col_end, rank]``."""
+        """The plan as JSON-compatible data. A shard is ``[row_start, row_end, col_start, col_end, rank]``."""
         data: dict[str, Any] = {
             "format": _FORMAT,
             "topology": self.topology.to_json(),
@@ -197,7 +197,7 @@ class ShardingPlan:
         try:
             if data["format"] != _FORMAT:
                 raise PlanError(
-                    f"the plan has format {data['format']!r} and this release reads format {_FORMAT}; plan again"
+                    f"the plan has format {data['format']!r} and this release reads format {_FORMAT}. Plan again"
                 )
             tables = _field(data, "tables", list)
             hot = [table["name"] for table in tables if table.get("hot_rows")]
@@ -210,12 +210,12 @@ class ShardingPlan:
             raise
         except (AttributeError, KeyError, TypeError, ValueError) as error:
             raise PlanError(
-                f"this is not a sharding plan: {type(error).__name__} {error}; expected what ShardingPlan.save writes"
+                f"this is not a sharding plan: {type(error).__name__} {error}. Expected what ShardingPlan.save writes"
             ) from error
         if hot:
             warnings.warn(
                 f"the plan has hot rows of tables {', '.join(map(repr, hot))}, which this version leaves out: all of "
-                "their ids travel to the shards, and the tables are the same; save the plan again, or plan again",
+                "their ids travel to the shards, and the tables are the same. Save the plan again, or plan again",
                 stacklevel=2,
             )
         return plan
@@ -229,14 +229,14 @@ class ShardingPlan:
         """Read a plan that :meth:`save` wrote.
 
         Raises:
-            PlanError: if the file is not a plan; the message names the file.
+            PlanError: if the file is not a plan. The message names the file.
         """
         try:
             return cls.from_json(read_json(path))
         except PlanError as error:
             raise PlanError([f"{path}: {fault}" for fault in error.faults]) from error
         except ValueError as error:
-            raise PlanError(f"{path}: not JSON ({error}); expected what ShardingPlan.save writes") from error
+            raise PlanError(f"{path}: not JSON ({error}). Expected what ShardingPlan.save writes") from error
 
 
 _T = TypeVar("_T")
@@ -254,7 +254,7 @@ def _field(data: Mapping[str, Any], key: str, kind: type[_T]) -> _T:
 def _checked(value: object, kind: type[_T], what: str) -> _T:
     # Not isinstance, which would accept True for 1.
     if type(value) is not kind:
-        raise TypeError(f"{what} is {value!r}, which is no {kind.__name__}")
+        raise TypeError(f"{what} is {value!r}, which is not a {kind.__name__}")
     return value
 
 

@@ -1,9 +1,9 @@
 """Presets of machines, with the figures of their data sheets.
 
-Memory, its bandwidth and NVLink are those of NVIDIA's data sheets, checked against pages that quote them (the list
-below); a link's figure for both ways together is halved. The network is one adapter per GPU as in the vendor's
+Memory, its bandwidth and NVLink are from NVIDIA's data sheets, checked against pages that quote them (the list
+below). A link's figure for both ways together is halved. The network is one adapter per GPU as in the vendor's
 eight-GPU systems: DGX A100 200 Gb/s (ConnectX-6), DGX H100, H200 and B200 400 Gb/s (ConnectX-7,
-docs.nvidia.com/dgx-basepod). For cards without NVLink the host link is that of PCIe, each way.
+docs.nvidia.com/dgx-basepod). For cards without NVLink the host link is PCIe, each way.
 
 =========  ==========================================  ==============================================================
 figure     of                                          seen on
@@ -16,8 +16,8 @@ memory     T4 320 GB/s, V100 900 (SXM2: 897)           sysrqmts.com (comparison 
 NVLink     300, 600, 900, 1,800 GB/s both ways         alpha-one-index.github.io (V100, A100, H100 and H200, B200)
 =========  ==========================================  ==============================================================
 
-Not from a data sheet: the networks of T4, V100, A10G, L4 and L40S, which are those of common cloud machines, and the
-latencies, which are typical of NCCL. A data sheet's "80 GB" is nearly 80 GiB; a device reports one or two per cent less
+Not from a data sheet: the networks of T4, V100, A10G, L4 and L40S, which common cloud machines have, and the
+latencies, which are typical of NCCL. A data sheet's "80 GB" is nearly 80 GiB. A device reports one or two per cent less
 (see :func:`detect_machine`), and the framework needs some of it.
 """
 
@@ -84,7 +84,7 @@ PRESETS = {
         ),
     )
 }
-"""By name. ``cpu`` has no memory limit; :func:`detect_machine` reads the real one."""
+"""By name. ``cpu`` has no memory limit. :func:`detect_machine` reads the real limit."""
 
 # In the order in which they are tried: a longer name comes before its prefix.
 _DEVICE_NAMES = (
@@ -105,10 +105,10 @@ def preset(name: str) -> Machine:
     """The preset of a name.
 
     Raises:
-        ConfigError: for an unknown name; the message lists the known names.
+        ConfigError: for an unknown name. The message lists the known names.
     """
     if name not in PRESETS:
-        raise ConfigError(f"there is no preset {name!r}; the presets are {', '.join(PRESETS)}")
+        raise ConfigError(f"there is no preset {name!r}. The presets are {', '.join(PRESETS)}")
     return PRESETS[name]
 
 
@@ -117,14 +117,14 @@ def detect_machine(ranks_per_host: int = 1, *, device: str | None = None) -> Mac
 
     Args:
         ranks_per_host: ranks that share the host's memory.
-        device: ``"cpu"`` or ``"cuda"``; default: CUDA where torch sees a device.
+        device: ``"cpu"`` or ``"cuda"``. Default: CUDA where torch sees a device.
 
     Raises:
         ConfigError: if CUDA is asked for and torch sees no device.
     """
     cuda = _sees_cuda()
     if device == "cuda" and not cuda:
-        raise ConfigError("torch sees no CUDA device to detect; give device='cpu', or a preset")
+        raise ConfigError("torch sees no CUDA device to detect. Give device='cpu', or a preset")
     host = host_memory() / max(ranks_per_host, 1)
     if not cuda or device == "cpu":
         return replace(PRESETS["cpu"], host_memory=host)
@@ -166,10 +166,10 @@ def host_memory() -> float:
 def default_machine(device: str | None = None) -> Machine:
     """The preset that a plan without a machine is made for.
 
-    Its figures are those of the data sheet, not the memory that is free, so that every rank makes the same plan.
+    Its figures are from the data sheet, and do not depend on free memory, so that every rank makes the same plan.
 
     Args:
-        device: ``"cpu"`` or ``"cuda"``, where the tables will be; default: CUDA where torch sees a device.
+        device: ``"cpu"`` or ``"cuda"``, where the tables will be. Default: CUDA where torch sees a device.
 
     Raises:
         ConfigError: if CUDA is asked for and torch sees no device.

@@ -1,4 +1,4 @@
-"""The report of a plan, as data: costs, bound, the load of each rank, and the reason for each table's cut."""
+"""The report of a plan, as data: costs, bound, the load per rank, and the reason for each table's cut."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class TableReport:
         cut: the chosen cut, with the number of its parts.
         ms: time that it costs all ranks together.
         bytes: memory that it takes on all ranks together.
-        next_cut: the best other cut; empty if there is none.
+        next_cut: the best other cut. Empty for none.
         reason: why that cut was not chosen.
     """
 
@@ -44,12 +44,12 @@ class PlanReport:
         overhead_ms: time of a step that does not depend on the plan.
         timed_out: whether the time limit ended the search.
         exhausted: whether the limit on the search's effort ended it before the gap was closed.
-        capacity: bytes that a rank may use (the largest, if ranks differ); inf without a limit.
+        capacity: bytes that a rank may use (the largest, if ranks differ). Inf without a limit.
         components: names of the parts of a rank's time.
         times: per rank, ms of each component.
         uses: names of the parts of a rank's memory.
         memory: per rank, bytes of each use.
-        host_bytes: per rank, bytes of tables on CUDA that are in the host's memory; empty in older reports.
+        host_bytes: per rank, bytes of tables on CUDA that are in the host's memory. Empty in older reports.
         tables: one report per table.
     """
 
@@ -78,16 +78,16 @@ class PlanReport:
 
     @property
     def rank_ms(self) -> tuple[float, ...]:
-        """Time of each rank."""
+        """Time per rank."""
         return tuple(map(sum, self.times))
 
     @property
     def rank_bytes(self) -> tuple[float, ...]:
-        """Memory of each rank."""
+        """Memory per rank."""
         return tuple(map(sum, self.memory))
 
     def to_json(self) -> dict[str, object]:
-        """JSON-compatible data; infinity is null."""
+        """JSON-compatible data. Infinity is null."""
         return {**asdict(self), "capacity": None if self.capacity == inf else self.capacity}
 
     @classmethod

@@ -1,4 +1,4 @@
-"""A shard is a rectangle of one embedding table on one rank; a table's layout is a set of them.
+"""A shard is a rectangle of one embedding table on one rank. A table's layout is a set of them.
 
 ::
 
@@ -31,14 +31,14 @@ def tier_fault(tier: str, load_factor: float) -> str:
     if tier == "ssd":
         return (
             "there is no tier 'ssd': fbgemm's tables on an SSD are rows of a key-value store, and no memory that a "
-            "checkpoint, a reshard or a publisher could read; use tier 'cached' or 'host'"
+            "checkpoint, a reshard or a publisher could read. Use tier 'cached' or 'host'"
         )
     if tier not in _TIERS:
-        return f"there is no tier {tier!r}; the tiers are {', '.join(_TIERS)}"
+        return f"there is no tier {tier!r}. The tiers are {', '.join(_TIERS)}"
     if tier == "cached" and not 0 < load_factor <= 1:
-        return f"load_factor is {load_factor}; a cache has room for a part of the rows, above 0 and at most 1"
+        return f"load_factor is {load_factor}. A cache has room for a part of the rows, above 0 and at most 1"
     if tier != "cached" and load_factor:
-        return f"load_factor is {load_factor} in tier {tier!r}, which has no cache; set it to 0, or tier to 'cached'"
+        return f"load_factor is {load_factor} in tier {tier!r}, which has no cache. Set it to 0, or tier to 'cached'"
     return ""
 
 
@@ -94,9 +94,9 @@ class TableLayout:
         name: table name, unique in the plan (``"path.to.module.table"`` when a model holds several collections).
         num_embeddings: rows of the table.
         embedding_dim: columns of the table.
-        shards: the rectangles, which cover the table exactly once; empty when ``replicated``.
-        replicated: every rank holds the whole table (data-parallel); gradients are all-reduced.
-        cut: the name of the cut that made the layout, for reports; the run time does not read it.
+        shards: the rectangles, which cover the table exactly once. Empty when ``replicated``.
+        replicated: every rank holds the whole table (data-parallel). Gradients are all-reduced.
+        cut: the name of the cut that made the layout, for reports. The run time does not read it.
         tier: where its rows are on CUDA: on the ``"device"``, the ``"host"``, or there behind a cache (``"cached"``).
         load_factor: of tier ``"cached"``, the part of a shard's rows that its cache has room for.
     """
@@ -112,7 +112,7 @@ class TableLayout:
 
     @property
     def ranks(self) -> tuple[int, ...]:
-        """Ranks that hold a shard, ascending; empty when replicated."""
+        """Ranks that hold a shard, ascending. Empty when replicated."""
         return tuple(sorted({shard.rank for shard in self.shards}))
 
     def on_rank(self, rank: int) -> tuple[Shard, ...]:
@@ -158,18 +158,18 @@ class TableLayout:
         return moved
 
     def faults(self, world_size: int) -> list[str]:
-        """The faults of this layout, one sentence each; empty if it covers its table exactly once."""
+        """The faults of this layout, one sentence each. Empty if it covers its table exactly once."""
         if self.num_embeddings < 1 or self.embedding_dim < 1:
             return [
-                f"table {self.name!r} has shape ({self.num_embeddings}, {self.embedding_dim}); "
-                "both sizes must be at least 1"
+                f"table {self.name!r} has shape ({self.num_embeddings}, {self.embedding_dim}). "
+                "Both sizes must be at least 1"
             ]
         if fault := tier_fault(self.tier, self.load_factor):
             return [f"table {self.name!r}: {fault}"]
         if self.replicated:
             return list(self._replica_faults())
         if not self.shards:
-            return [f"table {self.name!r} has no shard; give it to a rank with a cut, or replicate it"]
+            return [f"table {self.name!r} has no shard. Give it to a rank with a cut, or replicate it"]
         faults = [fault for shard in self.shards for fault in self._shard_faults(shard, world_size)]
         # A rectangle that is not one inside the table would show as gaps and overlaps that are not there.
         if all(self._has_rows_of(shard) and self._has_columns_of(shard) for shard in self.shards):
@@ -178,11 +178,11 @@ class TableLayout:
 
     def _replica_faults(self) -> Iterable[str]:
         if self.tier != "device":
-            yield f"table {self.name!r} is replicated, and in tier {self.tier!r}; cut it, or set the tier to 'device'"
+            yield f"table {self.name!r} is replicated, and in tier {self.tier!r}. Cut it, or set the tier to 'device'"
         if self.shards:
             yield (
-                f"table {self.name!r} is replicated and has {len(self.shards)} shards as well; "
-                "leave shards empty, or set replicated=False"
+                f"table {self.name!r} is replicated and has {len(self.shards)} shards as well. "
+                "Leave shards empty, or set replicated=False"
             )
 
     def _has_rows_of(self, shard: Shard) -> bool:
@@ -194,11 +194,11 @@ class TableLayout:
     def _shard_faults(self, shard: Shard, world_size: int) -> Iterable[str]:
         if shard.table != self.name:
             yield (
-                f"table {self.name!r} holds a shard of table {shard.table!r}: {shard}; put it into that table's layout"
+                f"table {self.name!r} holds a shard of table {shard.table!r}: {shard}. Put it into that table's layout"
             )
         if not 0 <= shard.rank < world_size:
             yield (
-                f"{shard}: there is no rank {shard.rank}; the plan is for ranks 0 to {world_size - 1}, move the shard "
+                f"{shard}: there is no rank {shard.rank}. The plan is for ranks 0 to {world_size - 1}, move the shard "
                 "to one of them"
             )
         remedy = "correct the shard, or leave it out"
@@ -217,9 +217,9 @@ class TableLayout:
         for region in _miscovered(self.num_embeddings, self.embedding_dim, self.shards):
             if region.owners:
                 owners = "; ".join(map(str, region.owners))
-                faults.append(f"table {self.name!r}: {region} are in two shards ({owners}); keep one")
+                faults.append(f"table {self.name!r}: {region} are in two shards ({owners}). Keep one")
             else:
-                faults.append(f"table {self.name!r}: {region} are on no rank; add a shard for them")
+                faults.append(f"table {self.name!r}: {region} are on no rank. Add a shard for them")
         return faults or self._stripe_faults()
 
     def _stripe_faults(self) -> list[str]:
@@ -229,7 +229,7 @@ class TableLayout:
             return []
         return [
             f"table {self.name!r}: its shards are not column stripes cut into row blocks (column ranges {crossing} "
-            "cross); split the wider shards at the inner column boundary"
+            "cross). Split the wider shards at the inner column boundary"
         ]
 
 

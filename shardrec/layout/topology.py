@@ -1,4 +1,4 @@
-"""The ranks that a plan is for: the hosts, the ranks of each host, and the machine of a rank."""
+"""The ranks that a plan is for: the hosts, the ranks per host, and the machine of a rank."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ __all__ = ["Topology"]
 
 @dataclass(frozen=True, kw_only=True)
 class Topology:
-    """Hosts of equally many ranks; ranks are numbered host by host, as torchrun numbers them.
+    """Hosts of equally many ranks. Ranks are numbered host by host, as torchrun numbers them.
 
     Args:
         hosts: number of machines.
         ranks_per_host: number of ranks on each.
-        machine: memory and bandwidths of a rank; None leaves them to the planner's default.
-        rank_memory: bytes for tables on each rank, in the order of the ranks, if ranks differ; default: the machine's
+        machine: memory and bandwidths of a rank. None leaves them to the planner's default.
+        rank_memory: bytes for tables on each rank, in the order of the ranks, if ranks differ. Default: the machine's
             memory on all ranks.
     """
 
@@ -41,7 +41,7 @@ class Topology:
             sizes = tuple(self.rank_memory)
             if len(sizes) != self.world_size or not all(0 <= size < inf for size in sizes):
                 raise ConfigError(
-                    f"a topology's rank_memory is {sizes}; give the bytes of each of its {self.world_size} ranks, "
+                    f"a topology's rank_memory is {sizes}. Give the bytes of each of its {self.world_size} ranks, "
                     "at least 0 and not infinite"
                 )
             object.__setattr__(self, "rank_memory", sizes)
@@ -54,7 +54,7 @@ class Topology:
     def host_ranks(self, host: int) -> tuple[int, ...]:
         """The ranks of one host, ascending."""
         if not 0 <= host < self.hosts:
-            raise ConfigError(f"there is no host {host}; the topology has hosts 0 to {self.hosts - 1}")
+            raise ConfigError(f"there is no host {host}. The topology has hosts 0 to {self.hosts - 1}")
         return tuple(range(host * self.ranks_per_host, (host + 1) * self.ranks_per_host))
 
     def with_machine(self, machine: Machine | str) -> Topology:
@@ -75,8 +75,8 @@ class Topology:
 
         Args:
             hosts: number of machines.
-            ranks_per_host: default: one per CUDA device, or per core where there is none.
-            device: ``"cpu"`` or ``"cuda"``; default: CUDA where torch sees a device.
+            ranks_per_host: default: one per CUDA device, or per core on a machine without CUDA.
+            device: ``"cpu"`` or ``"cuda"``. Default: CUDA where torch sees a device.
 
         Returns:
             A topology with a machine: memory as the device or the host reports it, bandwidths of the nearest preset.
@@ -90,7 +90,7 @@ class Topology:
         return cls(hosts=hosts, ranks_per_host=ranks_per_host, machine=machine)
 
     def to_json(self) -> dict[str, object]:
-        """JSON-compatible data; ``machine`` and ``rank_memory`` only where they are given."""
+        """JSON-compatible data. ``machine`` and ``rank_memory`` only where they are given."""
         data: dict[str, object] = {"hosts": self.hosts, "ranks_per_host": self.ranks_per_host}
         if self.machine is not None:
             data["machine"] = self.machine.to_json()
@@ -109,14 +109,14 @@ class Topology:
         for name in ("hosts", "ranks_per_host"):
             count = data.get(name)
             if type(count) is not int:
-                raise ConfigError(f"a topology's {name} is {count!r}; give a whole number")
+                raise ConfigError(f"a topology's {name} is {count!r}. Give a whole number")
             counts[name] = count
         machine = data.get("machine")
         if machine is not None and not isinstance(machine, Mapping):
-            raise ConfigError(f"a topology's machine is {machine!r}; give its entries, or leave it out")
+            raise ConfigError(f"a topology's machine is {machine!r}. Give its entries, or leave it out")
         sizes = data.get("rank_memory")
         if sizes is not None:
             if not isinstance(sizes, list) or not all(type(each) in (int, float) for each in sizes):
-                raise ConfigError(f"a topology's rank_memory is {sizes!r}; give a list of bytes, or leave it out")
+                raise ConfigError(f"a topology's rank_memory is {sizes!r}. Give a list of bytes, or leave it out")
             sizes = tuple(sizes)
         return cls(**counts, machine=None if machine is None else Machine.from_json(machine), rank_memory=sizes)

@@ -5,7 +5,7 @@ Shapes: S slots, B_all samples, N ids, D columns of all the slots.
 [Note: one update in a backward]
 A backward makes one update of a row, with the sum of the gradients of all its lookups, as of an ordinary parameter:
 Adagrad and Adam make another step of two. If the running backward will reach further lookups of the same tables,
-gradients are kept until the last one; a table that is looked up once is updated at once.
+gradients are kept until the last one. A table that is looked up once is updated immediately.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ __all__ = ["Kept", "LookupGradient", "lookup_with_backward", "once_differentiabl
 
 Kept: TypeAlias = tuple[float, Tensor | None]
 """What the backward of a lookup takes beside its arguments and the gradient: the learning rate of a fused optimizer
-when the lookup was made, and what a kernel with a backward of its own gave, else None."""
+when the lookup was made, and the output of a kernel with a backward of its own, or None."""
 
 
 def once_differentiable(backward: Callable[..., Any]) -> Callable[..., Any]:
@@ -68,10 +68,10 @@ def lookup_with_backward(
     """Run a lookup as an autograd function.
 
     Args:
-        look_up: called with ids, lengths and id_weights; returns the result.
-        id_weight_gradient: called with ids, lengths and the result's gradient; returns the (N,) gradient of
+        look_up: called with ids, lengths and id_weights. Returns the result.
+        id_weight_gradient: called with ids, lengths and the result's gradient. Returns the (N,) gradient of
             ``id_weights``.
-        parameter_gradients: called in backward with ids, lengths, id_weights and the gradient of the result; returns
+        parameter_gradients: called in backward with ids, lengths, id_weights and the gradient of the result. Returns
             the gradients of ``parameters``.
         ids: (N,).
         lengths: (S, B_all).

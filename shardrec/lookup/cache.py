@@ -10,10 +10,10 @@
 [Note: places in the cache]
 The kernel notes in a forward where in the cache each row is, and writes there in the backward. Meanwhile another
 forward, or a prefetch, may have given the place to another row. fbgemm has locks for this, and a queue of what was
-prefetched, first in, first out, which an evaluation between two steps would take from. Here, places are found anew just
-before they are used: before each backward, and before the forward of a batch that was prefetched, which is known by its
-ids. A row that has lost its place by then is read and updated in the host's memory. Streams wait for each other, so
-that nothing moves in the cache while rows are read or written there.
+prefetched, first in, first out, which an evaluation between two steps would take from. Here, places are found again
+just before they are used: before each backward, and before the forward of a batch that was prefetched, which is known
+by its ids. A row that has lost its place by then is read and updated in the host's memory. Streams wait for each other,
+so that nothing moves in the cache while rows are read or written there.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from torch import Tensor
 __all__ = ["RowCache"]
 
 _MOST_PREFETCHED = 4
-"""Calls that are remembered as prefetched; of a model that makes more in a forward, the first are loaded again."""
+"""Calls that are remembered as prefetched. If a model makes more calls in a forward, the first are loaded again."""
 _STATISTICS = ("calls", "ids", "distinct", "misses", "rows_without_place", "ids_without_place")
 
 
@@ -44,7 +44,7 @@ class RowCache:
         # By address and number of ids, which are held until they are looked up: no other call has that address.
         self._prefetched: dict[tuple[int, int], Tensor] = {}
         self._is_dirty = False
-        # The stream of forwards and backwards; the end of the last forward on it, unless something came after it.
+        # The stream of forwards and backwards. The end of the last forward on it, unless something came after it.
         self._stream, self._read = torch.cuda.current_stream(device), None
         self._loaded: Any = None  # the end of the last prefetch
 
@@ -67,7 +67,7 @@ class RowCache:
             self._prefetched.pop(next(iter(self._prefetched)))
 
     def look_up(self, key: Tensor, ids: Tensor, offsets: Tensor, id_weights: Tensor | None) -> Tensor:
-        """What the kernel gives for the other arguments; ``key`` (N,) are the ids as :meth:`prefetch` got them."""
+        """What the kernel gives for the other arguments. ``key`` (N,) are the ids as :meth:`prefetch` got them."""
         kernel = self._kernel
         stream = self._joined()
         self._keep_statistics(stream)
@@ -104,7 +104,7 @@ class RowCache:
         self._stream.synchronize()
 
     def statistics(self) -> dict[str, int]:
-        """Since the start: calls; their ids; of each call, the distinct rows, those of them that were not in the cache,
+        """Since the start: calls. Their ids. Per call, the distinct rows, the rows of these that were not in the cache,
         and those for which it had no place, with their ids. Waits for the device."""
         self._joined()
         return dict(zip(_STATISTICS, self._kernel.get_uvm_cache_stats().tolist(), strict=True))
@@ -115,14 +115,14 @@ class RowCache:
         self._kernel.get_uvm_cache_stats().record_stream(stream)
 
     def _joined(self) -> Any:
-        """The current stream, which waits for what was prefetched."""
+        """The current stream, which waits for the prefetches."""
         stream = torch.cuda.current_stream(self._device)
         if self._loaded is not None:
             stream.wait_event(self._loaded)
         return stream
 
     def _places(self, ids: Tensor, offsets: Tensor, out: Tensor | None = None) -> Tensor:
-        """(N,) int32: where each id's row is in the cache, -1 for nowhere; written to ``out`` if it is given."""
+        """(N,) int32: where each id's row is in the cache, -1 for nowhere. Written to ``out`` if it is given."""
         kernel = self._kernel
         rows = torch.ops.fbgemm.linearize_cache_indices(kernel.cache_hash_size_cumsum, ids, offsets)
         places: Tensor = torch.ops.fbgemm.lxu_cache_lookup(

@@ -29,7 +29,7 @@ class DeferredGradients:
     """The gradients of a bank's rows since the last step.
 
     Args:
-        bank: forward only; None on a rank without rows.
+        bank: forward only. None on a rank without rows.
 
     Attributes:
         backwards: calls of :meth:`add` since the last step or :meth:`drop`.
@@ -50,7 +50,7 @@ class DeferredGradients:
                 self._sum()
 
     def sums(self, *, to_change: bool = False) -> list[RowGradient]:
-        """The gradient of each distinct row, per width class; empty if there was no backward.
+        """The gradient of each distinct row, per width class. Empty if there was no backward.
 
         Args:
             to_change: the caller changes the ``values`` in place.
@@ -69,7 +69,7 @@ class DeferredGradients:
         self._sums = [gradient.times(factor) for gradient in self._sums]
 
     def take_lookups(self) -> list[LookupGradient]:
-        """All of the backwards, which are then no longer kept; empty if some have been added up."""
+        """All of the backwards, which are then no longer kept. Empty if some have been added up."""
         lookups = [] if self._sums else self._lookups
         if lookups:
             self.drop()

@@ -1,8 +1,8 @@
-"""Fake kernels for the fbgemm operators of forwards that have none: shapes and dtypes without values.
+"""Fake kernels for the fbgemm operators of forwards that lack them: shapes and dtypes without values.
 
 Tracers (torch.compile, torch.export) run a program on tensors without data. fbgemm has fake kernels for its permutes
-and cuts; its CPU build has none for the operators of table lookups, so that tracing stops there. This module registers
-them for the operators of a *forward*: sums of bags, weighted sums, and rows.
+and cuts. Its CPU build lacks them for the operators of table lookups, so that tracing stops there. This module
+registers them for the operators of a *forward*: sums of bags, weighted sums, and rows.
 
 [Note: no fakes for fbgemm's backward]
 fbgemm's backward operators are declared to update the weights, including those on other devices, for which undefined
@@ -61,7 +61,7 @@ def has_fake(name: str) -> bool:
 
 
 def register_fakes() -> tuple[str, ...]:
-    """Register the fake kernels that this build of fbgemm lacks; a second call does nothing.
+    """Register the fake kernels that this build of fbgemm lacks. A second call does nothing.
 
     Returns:
         The names of the operators registered by this call.
@@ -78,6 +78,6 @@ def _called(fake: Callable[[Mapping[str, Any]], Tensor], names: Sequence[str], *
 
 
 def _operator(name: str) -> Any:
-    """The operator; None if this build has no operator of that name."""
+    """The operator. None if this build lacks it."""
     library, operator = name.split("::")
     return getattr(getattr(torch.ops, library), operator, None)

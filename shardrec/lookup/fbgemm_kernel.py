@@ -1,12 +1,12 @@
 """fbgemm's table-batched kernels behind one constructor, which hides the differences between CPU and CUDA.
 
-fbgemm's CPU build has no Adam and, on both devices, its kernels see one column range of a row at a time; tables for
+fbgemm's CPU build lacks Adam and, on both devices, its kernels see one column range of a row at a time. Tables for
 which that matters are updated by :mod:`shardrec.lookup.row_optimizers` and use a kernel for the forward only.
 
 [Note: 16-bit weights]
 A 16-bit table must be updated as if its rows were float32 during the update and rounded to nearest after it. Measured
-with fbgemm 1.8 on the CPU: rowwise Adagrad does so; SGD and Adagrad round the gradient first, so that a quarter of the
-weights are off by a unit in the last place or more after one step. bfloat16 weights have no kernel on either device.
+with fbgemm 1.8 on the CPU: rowwise Adagrad does so. SGD and Adagrad round the gradient first, so that a quarter of the
+weights are off by a unit in the last place or more after one step. Neither device has a kernel for bfloat16 weights.
 Stochastic rounding, which is fbgemm's default for FP16 on CUDA, is off.
 
 [Note: order of sums on CUDA]
@@ -88,7 +88,7 @@ def has_fused_kernel(
     """Whether fbgemm has the optimizer's backward on ``device``, exact for weights of ``dtype`` (see the note)."""
     if not has_kernel(device, dtype, widths) or optimizer.kind not in _FBGEMM_OPTIMIZERS:
         return False
-    # fbgemm's kernels have no L2 decay by the rules of torch's classes.
+    # fbgemm's kernels lack L2 decay by the rules of torch's classes.
     if optimizer.weight_decay and not optimizer.is_decay_decoupled:
         return False
     if device.type == "cuda":
@@ -115,11 +115,12 @@ def make_kernel(
     Args:
         shapes: (rows, columns) per local table.
         feature_tables: per feature, the number of its table.
-        optimizer: fused into backward; None for a kernel that is only used forward.
+        optimizer: fused into backward. None for a kernel that is only used forward.
         device: CPU or CUDA.
         pooled: sum each bag; else give a row per id, for tables of one width.
-        dtype: of the weights, float32 or float16; output and optimizer states are float32.
-        tier: where weights are on CUDA; but for ``"device"``, states kept per weight are in the host's memory as well.
+        dtype: of the weights, float32 or float16. Output and optimizer states are float32.
+        tier: where weights are on CUDA. Except with ``"device"``, states kept per weight are in the host's memory as
+            well.
         cache_rows: of tier ``"cached"``, the rows that its cache has room for, rounded up to whole sets.
     """
     on_cuda = device.type == "cuda"
@@ -138,7 +139,7 @@ def make_kernel(
         embedding_specs=[(rows, cols, location, compute) for rows, cols in shapes],
         feature_table_map=list(feature_tables),
         pooling_mode=PoolingMode.SUM if pooled else PoolingMode.NONE,
-        # The input exchange has checked the ids; fbgemm's check would hide a fault by replacing the id.
+        # The input exchange has checked the ids. Fbgemm's check would hide a fault by replacing the id.
         bounds_check_mode=BoundsCheckMode.NONE,
         stochastic_rounding=False,
         weights_precision=_PRECISIONS[dtype],
@@ -212,7 +213,7 @@ class _OperatorCall(TorchFunctionMode):
     """Records the call of fbgemm's lookup operator.
 
     Attributes:
-        operator: that was called; None before.
+        operator: that was called. None before.
         arguments: by name.
     """
 

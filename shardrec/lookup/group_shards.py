@@ -1,16 +1,16 @@
 """A bank is the shards of one lookup group on this rank, which one kernel call looks up.
 
-The kernel is that of :mod:`shardrec.lookup.native_kernel` if it supports the tables, else fbgemm's.
+The kernel comes from :mod:`shardrec.lookup.native_kernel` if it supports the tables. Otherwise it is fbgemm's.
 
 Shapes: T local tables (shards), S slots, B_all samples, N ids, D columns of all the slots, U distinct rows.
 
 fbgemm's module keeps all the weights in one flat tensor. A bank that is used forward only has its tables laid out in it
-by width, so that the tables of one width are also one matrix, whose rows the row-by-row optimizers can address::
+by width, so that the tables of one width are also one matrix. Row-by-row optimizers address its rows::
 
     flat   | t1 (500 × 16) | t3 (90 × 16) | t2 (40 × 8) |
     class    width 16: matrix (590, 16)     width 8: matrix (40, 8)
 
-Weights that fbgemm has no kernel for (bfloat16, a number of columns that is no multiple of 4) lie in a tensor of the
+Weights without a kernel in fbgemm (bfloat16, a number of columns that is not a multiple of 4) lie in a tensor of the
 same form, and are looked up by torch operators, or float32 ones on the CPU by the native kernel.
 """
 
@@ -36,7 +36,8 @@ __all__ = ["LookupGradient", "RowGradient", "TableBank", "WidthClass", "summed"]
 
 _MAX_INT32 = 2**31 - 1
 _FLOATS_AT_ONCE = 2**24
-"""Of rows or gradients of single ids, which are made for a few ids at a time: those of long bags take much memory."""
+"""Bytes of the rows or gradients of single ids, which are made for a few ids at a time, because long bags take much
+memory."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,9 +47,9 @@ class WidthClass:
     Args:
         width: columns w.
         tables: numbers of the tables, in order.
-        bases: per table, its first row in the matrix; one more entry for the end.
+        bases: per table, its first row in the matrix. One more entry for the end.
         weight: (rows, w), a view of the bank's memory, in its dtype.
-        slot_bases: (S,) int64, the first matrix row of each slot's table; -1 for slots of another width.
+        slot_bases: (S,) int64, the first matrix row of each slot's table. -1 for slots of another width.
     """
 
     width: int
@@ -65,8 +66,8 @@ class RowGradient:
     Args:
         rows: (U,) distinct, ascending matrix rows.
         values: (U, w) float32.
-        squares: (U,) sum of the squares of each row of ``values``, if it is known.
-        scale: () float32 that is still to be multiplied; None for 1.
+        squares: (U,) sum of the squares per row of ``values``, if it is known.
+        scale: () float32 that is still to be multiplied. None for 1.
     """
 
     rows: Tensor
@@ -89,7 +90,8 @@ class RowGradient:
 
 
 def summed(rows: Tensor, values: Tensor, cls: WidthClass) -> RowGradient:
-    """The gradients ``values`` (n, w) float32 of the matrix rows ``rows`` (n,), those of equal rows added in order."""
+    """The gradients ``values`` (n, w) float32 of the matrix rows ``rows`` (n,). Gradients of equal rows are added in
+    order."""
     if rows.device.type == "cpu" and native.has_operators():
         one_slot = torch.zeros(1, dtype=torch.int64)
         lengths = torch.tensor([[rows.numel()]], dtype=torch.int32)
@@ -98,16 +100,16 @@ def summed(rows: Tensor, values: Tensor, cls: WidthClass) -> RowGradient:
         )
         return RowGradient(rows=rows, values=values, squares=squares)
     size = cls.bases[-1], cls.width
-    # Sorted stably, so that the order of a row's sum is that of its gradients.
+    # Sorted stably, so that a row's sum has the order of its gradients.
     joined = torch.sparse_coo_tensor(rows.unsqueeze(0), values, size, check_invariants=False).coalesce()
     return RowGradient(rows=joined.indices()[0], values=joined.values())
 
 
 @dataclass(frozen=True, kw_only=True)
 class _ClassIds:
-    """The n ids of one width class: matrix row, slot, sample and weight of each.
+    """The n ids of one width class: matrix row, slot, sample and weight per id.
 
-    ``places`` (n,) are their indices among all ids; None if they are all ids.
+    ``places`` (n,) are their indices among all ids. None if they are all ids.
     """
 
     rows: Tensor
@@ -130,9 +132,9 @@ class TableBank:
     """Local tables and their kernel.
 
     Args:
-        shapes: (rows, columns) of each local table; at least one.
-        slot_tables: per slot, the number of its table; the order is that of ids and of pooled columns.
-        optimizer: fused into the kernel's backward; None for a bank used forward only.
+        shapes: (rows, columns) per local table. At least one.
+        slot_tables: per slot, the number of its table. The ids and the pooled columns have the same order.
+        optimizer: fused into the kernel's backward. None for a bank used forward only.
         device: CPU or CUDA.
         pooled: look up sums of bags; else one row per id, which takes tables of one width.
         dtype: of the weights: float32, float16 or, without ``optimizer``, bfloat16.
@@ -141,10 +143,10 @@ class TableBank:
     Attributes:
         weights: per table, its (rows, columns) weights, a view of the bank's memory.
         classes: the same memory by width.
-        columns: (S,) int64, the first output column of each slot.
+        columns: (S,) int64, the first output column per slot.
         lr: the fused optimizer's present learning rate.
         step_count: updates made by a fused Adam.
-        cache: of tier ``"cached"``, whose ``weights`` lack what is in it; else None.
+        cache: of tier ``"cached"``. The ``weights`` lack its contents. Otherwise None.
     """
 
     def __init__(
@@ -179,7 +181,7 @@ class TableBank:
             flat = self.kernel.weights_dev if device.type == "cuda" else self.kernel.weights_host
             stored = self.kernel.split_embedding_weights()
         else:
-            assert optimizer is None, "a dtype without a kernel has no fused optimizer"
+            assert optimizer is None, "a dtype without a kernel lacks a fused optimizer"
             flat = torch.empty(sum(rows * cols for rows, cols in in_order), dtype=dtype, device=device)
             parts = flat.split([rows * cols for rows, cols in in_order])
             stored = [part.view(shape) for part, shape in zip(parts, in_order, strict=True)]
@@ -198,7 +200,7 @@ class TableBank:
             )
 
     def states(self) -> list[dict[str, Tensor]]:
-        """Per table, the kernel's optimizer states by name (views); empty dicts without fused optimizer."""
+        """Per table, the kernel's optimizer states by name (views). Empty dicts without fused optimizer."""
         if self.optimizer is None:
             return [{} for _ in self.shapes]
         states = kernel_states(self.kernel, self.optimizer)
@@ -220,14 +222,14 @@ class TableBank:
         """Sums of rows, or the rows, without a graph.
 
         Args:
-            ids: (N,) rows of each slot's table, slot after slot; contiguous, as the other arguments are.
-            lengths: (S, B_all) int32, ids of each bag.
+            ids: (N,) rows of each slot's table, slot after slot. Contiguous, as the other arguments are.
+            lengths: (S, B_all) int32, ids per bag.
             id_weights: (N,) float32 or None.
-            out: (B_all, D) float32 to write the sums to, if :attr:`writes_in_place`; its rows need not be contiguous.
-            offsets: (S·B_all + 1,) of the ids' dtype, sums of the lengths; default: they are added up.
+            out: (B_all, D) float32 to write the sums to, if :attr:`writes_in_place`. Its rows need not be contiguous.
+            offsets: (S·B_all + 1,) of the ids' dtype, sums of the lengths. Default: they are added up.
 
         Returns:
-            (B_all, D) float32, or (N, w) without pooling; ``out`` if it is given.
+            (B_all, D) float32, or (N, w) without pooling. ``out`` if it is given.
         """
         if self._native is not None:
             return self._native.look_up(ids, lengths, id_weights if self.pooled else None, out)
@@ -245,7 +247,7 @@ class TableBank:
         out: Tensor | None = None,
         offsets: Tensor | None = None,
     ) -> tuple[Tensor, Kept]:
-        """:meth:`look_up`, and what :meth:`update` takes with the gradient of the result."""
+        """:meth:`look_up`, and the arguments of :meth:`update` beside the gradient of the result."""
         if self._native is not None:
             return self._native.look_up(ids, lengths, id_weights if self.pooled else None, out), (self.lr, None)
         with torch.enable_grad():
@@ -253,7 +255,7 @@ class TableBank:
         return values.detach(), (self.lr, values)
 
     def update(self, ids: Tensor, lengths: Tensor, id_weights: Tensor | None, gradient: Tensor, kept: Kept) -> None:
-        """Make one step of the fused optimizer; the arguments are those of :class:`LookupGradient`."""
+        """Make one step of the fused optimizer. Arguments as for :class:`LookupGradient`."""
         lr, values = kept
         if self._native is not None:
             self._native.update(ids, lengths, id_weights if self.pooled else None, gradient, lr)
@@ -290,7 +292,7 @@ class TableBank:
     def _look_up_by_kernel(
         self, ids: Tensor, lengths: Tensor, id_weights: Tensor | None, offsets: Tensor | None = None
     ) -> Tensor:
-        """:meth:`look_up` by fbgemm; its own backward updates the weights."""
+        """:meth:`look_up` by fbgemm. Its own backward updates the weights."""
         arguments = *self._kernel_ids(ids, lengths, offsets), id_weights
         counts_steps = self.optimizer is not None and self.optimizer.counts_steps
         if torch.is_inference_mode_enabled():
@@ -302,7 +304,7 @@ class TableBank:
         else:
             assert self.cache is not None, "a kernel without a cache is called directly"
             if counts_steps:
-                # The kernel would count each forward as a step of Adam; a forward without a backward must not count.
+                # The kernel would count each forward as a step of Adam. A forward without a backward must not count.
                 self.kernel.iter.fill_(self.step_count)
                 self.kernel.iter_cpu.fill_(self.step_count)
             pooled = self.cache.look_up(ids, *arguments)
@@ -344,7 +346,7 @@ class TableBank:
         ]
 
     def row_gradients(self, lookups: Sequence[LookupGradient]) -> list[RowGradient]:
-        """The gradient of each distinct row, per width class, added up over backwards, in their order; at least one."""
+        """The gradient of each distinct row, per width class, added up over backwards, in their order. At least one."""
         row_gradients = []
         if self.device.type == "cpu" and native.has_operators():
             operands = self.operands(lookups)
@@ -372,7 +374,7 @@ class TableBank:
     def dense_gradients(
         self, ids: Tensor, lengths: Tensor, id_weights: Tensor | None, gradient: Tensor
     ) -> list[Tensor]:
-        """Per width class, the gradient (rows, w) of its matrix; arguments as of :class:`LookupGradient`."""
+        """Per width class, the gradient (rows, w) of its matrix. Arguments as of :class:`LookupGradient`."""
         whole = [gradient.new_zeros(cls.weight.shape) for cls in self.classes]
         if gradient.device.type == "cpu":
             lookup = LookupGradient(ids=ids, lengths=lengths, id_weights=id_weights, gradient=gradient)
@@ -387,7 +389,7 @@ class TableBank:
     def parameter_gradients(
         self, ids: Tensor, lengths: Tensor, id_weights: Tensor | None, gradient: Tensor
     ) -> list[Tensor]:
-        """(rows, cols) gradient of each table, in its dtype; arguments as of :class:`LookupGradient`."""
+        """(rows, cols) gradient per table, in its dtype. Arguments as of :class:`LookupGradient`."""
         per_table: dict[int, Tensor] = {}
         for cls, whole in zip(self.classes, self.dense_gradients(ids, lengths, id_weights, gradient), strict=True):
             dense = whole.to(self.dtype)
@@ -404,7 +406,7 @@ class TableBank:
             sums.index_add_(0, places[span], values)
 
     def id_weight_gradient(self, ids: Tensor, lengths: Tensor, gradient: Tensor) -> Tensor:
-        """(N,) gradient of the ids' weights; arguments as of :class:`LookupGradient`."""
+        """(N,) gradient of the ids' weights. Arguments as of :class:`LookupGradient`."""
         if self._native is not None and self.pooled:
             return self._native.id_weight_gradient(ids.contiguous(), lengths.to(torch.int32).contiguous(), gradient)
         if self.cache is not None:
@@ -421,15 +423,15 @@ class TableBank:
         return gradients
 
     def _bag_gradient(self, cls: WidthClass, part: _ClassIds, span: slice, gradient: Tensor) -> Tensor:
-        """(n, w) gradient of the bag (or row) of each id; without pooling, ``span`` are the ids' indices."""
+        """(n, w) gradient of each id's bag (or row). Without pooling, ``span`` are the ids' indices."""
         if not self.pooled:
             return gradient[span]
-        # Each run of w neighbours in memory, of which a bag's columns are one.
+        # Every run of w neighbours in memory. A bag's columns are such a run.
         runs = gradient.reshape(-1).unfold(0, cls.width, 1) if gradient.numel() else gradient.view(0, cls.width)
         return runs.index_select(0, part.samples * gradient.size(1) + self.columns[part.slots])
 
     def _look_up_in_torch(self, ids: Tensor, lengths: Tensor, id_weights: Tensor | None) -> Tensor:
-        """:meth:`look_up` of a bank without a kernel; no gradient comes back through it."""
+        """:meth:`look_up` of a bank without a kernel. No gradient comes back through it."""
         batch, slots = lengths.size(1), len(self.slot_tables)
         sums: dict[int, Tensor] = {}  # by width
         for cls, part in zip(self.classes, self._ids_by_class(ids, lengths, id_weights), strict=True):
@@ -447,11 +449,11 @@ class TableBank:
         return torch.cat([sums[self.shapes[table][1]][:, slot] for slot, table in enumerate(self.slot_tables)], dim=1)
 
     def _ids_by_class(self, ids: Tensor, lengths: Tensor, id_weights: Tensor | None) -> Iterator[_ClassIds]:
-        """The ids of each width class, in the order of ``classes``; shapes as :meth:`look_up` takes them."""
+        """The ids of each width class, in the order of ``classes``. Shapes as :meth:`look_up` takes them."""
         batch = lengths.size(1)
         bags = torch.arange(lengths.numel(), device=ids.device)
         bag_N = bags.repeat_interleave(lengths.reshape(-1).to(torch.int64), output_size=ids.numel())
-        # Without samples there are no ids, and 0 is no divisor.
+        # Without samples there are no ids, and 0 cannot be a divisor.
         slot_N, sample_N = bag_N // max(batch, 1), bag_N % max(batch, 1)
         for cls in self.classes:
             slots, samples, ids_n, id_weights_n, places = slot_N, sample_N, ids, id_weights, None

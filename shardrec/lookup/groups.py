@@ -63,7 +63,7 @@ class LookupGroup:
 
     Args:
         mode: how their weights are updated.
-        optimizer: their optimizer; None if and only if the mode is ``DENSE``.
+        optimizer: their optimizer. None if and only if the mode is ``DENSE``.
         layouts: the tables, in module order.
         width: columns of the group's shards, if they have one width; else None.
         dtype: of the weights.
@@ -85,7 +85,7 @@ class LookupGroup:
         return tuple(shard for shard in shards if self.width in (None, shard.cols))
 
     def cache_rows(self, rank: int) -> int:
-        """The rows that the cache of ``rank`` has room for; 0 without a cache."""
+        """The rows that the cache of ``rank`` has room for. 0 without a cache."""
         factors = {layout.name: layout.load_factor for layout in self.layouts if self.tier == "cached"}
         return sum(ceil(factors.get(shard.table, 0.0) * shard.rows) for shard in self.local_shards(rank))
 
@@ -93,7 +93,7 @@ class LookupGroup:
 def group_tables(
     tables: Iterable[LookupTable], device: torch.device, *, by_width: bool = False
 ) -> tuple[LookupGroup, ...]:
-    """Group the sharded tables; replicated ones are left out.
+    """Group the sharded tables. Replicated ones are left out.
 
     Args:
         tables: in module order.
@@ -101,8 +101,8 @@ def group_tables(
         by_width: shards of different widths go into different groups.
 
     Raises:
-        PlanError: for row-wise states of a table whose stripes would be in different groups; for LAMB and stripes; for
-            a tier that the table's optimizer cannot have.
+        PlanError: for row-wise states of a table whose stripes would be in different groups, for LAMB and stripes, and
+            for a tier that the table's optimizer cannot have.
     """
     members: dict[tuple[LookupGroup, int], list[TableLayout]] = {}
     for table in tables:
@@ -114,7 +114,7 @@ def group_tables(
             widths = dict.fromkeys(stripe.col_end - stripe.col_start for stripe in table.layout.stripes())
         if mode is GroupMode.WHOLE_ROWS and len(widths) > 1:
             raise PlanError(
-                f"table {table.layout.name!r} is cut into column stripes of {', '.join(map(str, widths))} columns; "
+                f"table {table.layout.name!r} is cut into column stripes of {', '.join(map(str, widths))} columns. "
                 "row-wise states on sequence embeddings take stripes of one width: cut it evenly"
             )
         tier = _tier(table, mode, device)

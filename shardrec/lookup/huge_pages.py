@@ -18,7 +18,7 @@ _MIN_BYTES = 8 << 20
 
 
 def zeros_in_huge_pages(*size: int, dtype: torch.dtype) -> Tensor:
-    """Zeros on the CPU whose pages are allocated at their first use, as huge pages for large tensors if the system has
+    """Zeros on the CPU. Pages are allocated at their first use, as huge pages for large tensors if the system has
     them.
 
     The system may refuse (``/sys/kernel/mm/transparent_hugepage/enabled``), which only affects the speed.

@@ -50,7 +50,7 @@ class NativeKernel:
     eps: float
 
     def look_up(self, ids: Tensor, lengths: Tensor, id_weights: Tensor | None, out: Tensor | None = None) -> Tensor:
-        """Look up without gradient; ``lengths`` are int32, all arguments are contiguous."""
+        """Look up without gradient. ``lengths`` are int32, all arguments are contiguous."""
         if out is not None:
             torch.ops.shardrec.look_up_out(out, self.weights, self.slots, ids, lengths, id_weights)
             return out
@@ -95,7 +95,7 @@ def native_kernel(
     """The kernel of some tables, or None if they need fbgemm's: not float32 on the CPU, or another optimizer.
 
     Args:
-        shapes: (rows, columns) of each table.
+        shapes: (rows, columns) per table.
         slot_tables: per slot, the number of its table.
         weights: per table, a view of memory that all of them share.
         states: per table, its states by name, as views of shared memory.
@@ -130,7 +130,7 @@ def native_kernel(
 
 
 def _memory(views: Sequence[Tensor]) -> Tensor | None:
-    """The whole storage of the views, flat; None if they have several, or are not dense."""
+    """The whole storage of the views, flat. None if they have several, or are not dense."""
     if not views or any(not view.is_contiguous() for view in views):
         return None
     storage = views[0].untyped_storage()
@@ -140,5 +140,5 @@ def _memory(views: Sequence[Tensor]) -> Tensor | None:
 
 
 def with_neighbouring_columns(gradient: Tensor) -> Tensor:
-    """A matrix whose columns are contiguous, as the operators take it; its rows need not be."""
+    """A matrix with contiguous columns, as the operators take it. Its rows need not be contiguous."""
     return gradient if gradient.stride(1) == 1 else gradient.contiguous()

@@ -44,7 +44,7 @@ class FusedOptimizer:
         kind: the update rule.
         lr: learning rate.
         eps: added to the root of the second moment.
-        betas: decay of Adam's two moments; Lion's two weights of its moment.
+        betas: decay of Adam's two moments. Lion's two weights of its moment.
         initial_accumulator_value: first value of Adagrad's sums of squares.
         weight_decay: factor with which a row that is looked up is added to its gradient or, decoupled, to its change.
     """
@@ -74,7 +74,7 @@ class FusedOptimizer:
         """Whether a gradient of zeros changes neither a row nor its state."""
         if "exp_avg" in self.states or self.weight_decay:
             return False
-        return not self.states or self.eps > 1e-30  # 0 / 0 without; above float32's smallest
+        return not self.states or self.eps > 1e-30  # 0 / 0 without. Above float32's smallest
 
     @property
     def counts_steps(self) -> bool:
@@ -106,14 +106,14 @@ _DEFAULTS: dict[OptimizerKind, dict[str, Any]] = {
     OptimizerKind.ROWWISE_ADAGRAD: {"lr": 1e-2, "eps": 1e-10, "initial_accumulator_value": 0.0, "weight_decay": 0.0},
     OptimizerKind.ADAM: {"lr": 1e-3, "eps": 1e-8, "betas": (0.9, 0.999), "weight_decay": 0.0},
     OptimizerKind.ADAMW: {"lr": 1e-3, "eps": 1e-8, "betas": (0.9, 0.999), "weight_decay": 1e-2},
-    # TorchRec's placeholders have no defaults: those of fbgemm.
+    # TorchRec's placeholders lack defaults. These are fbgemm's.
     OptimizerKind.PARTIAL_ROWWISE_ADAM: {"lr": 1e-2, "eps": 1e-8, "betas": (0.9, 0.999), "weight_decay": 0.0},
     OptimizerKind.LAMB: {"lr": 1e-2, "eps": 1e-8, "betas": (0.9, 0.999), "weight_decay": 0.0},
-    # Chen et al., 2023; torch has no such class: any class of this name with these settings selects it.
+    # Chen et al., 2023. Torch lacks such a class: any class of this name with these settings selects it.
     OptimizerKind.LION: {"lr": 1e-4, "betas": (0.9, 0.99), "weight_decay": 0.0},
 }
 
-# Settings that change the update rule; each is accepted only at the value that does not.
+# Settings that change the update rule. Each is accepted only at the value that does not.
 _NEUTRAL: dict[str, Any] = {
     "momentum": 0.0,
     "dampening": 0.0,
@@ -129,7 +129,7 @@ _IRRELEVANT = frozenset({"foreach", "capturable", "differentiable", "fused"})
 
 
 def fused_optimizer_of(parameter: nn.Parameter, table: str) -> FusedOptimizer | None:
-    """The optimizer that ``apply_optimizer_in_backward`` gave to ``parameter``; None if there is none.
+    """The optimizer that ``apply_optimizer_in_backward`` gave to ``parameter``. None without one.
 
     Args:
         parameter: an unsharded table's weight.
@@ -145,7 +145,7 @@ def fused_optimizer_of(parameter: nn.Parameter, table: str) -> FusedOptimizer | 
     if len(classes) > 1:
         named = ", ".join(cls.__name__ for cls in classes)
         raise ConfigError(
-            f"table {table!r} was given {len(classes)} optimizers in backward ({named}); a fused table takes one"
+            f"table {table!r} was given {len(classes)} optimizers in backward ({named}). A fused table takes one"
         )
     kind = _kind_of(classes[0], table)
     values = dict(_DEFAULTS[kind])
@@ -167,12 +167,12 @@ def fused_optimizer_of(parameter: nn.Parameter, table: str) -> FusedOptimizer | 
         elif name in _NEUTRAL:
             if value != _NEUTRAL[name]:
                 raise ConfigError(
-                    f"table {table!r}: {classes[0].__name__}({name}={value!r}) has no fused form; leave {name} at "
+                    f"table {table!r}: {classes[0].__name__}({name}={value!r}) lacks a fused form. Leave {name} at "
                     f"{_NEUTRAL[name]!r}, or give the table an ordinary optimizer"
                 )
         elif name not in _IRRELEVANT:
             known = ", ".join(sorted(_DEFAULTS[kind]))
-            raise ConfigError(f"table {table!r}: {classes[0].__name__} has no fused setting {name!r}; it has {known}")
+            raise ConfigError(f"table {table!r}: {classes[0].__name__} has no fused setting {name!r}. It has {known}")
     numbers: dict[str, Any] = {
         name: tuple(map(float, value)) if name == "betas" else float(value) for name, value in values.items()
     }
@@ -180,12 +180,12 @@ def fused_optimizer_of(parameter: nn.Parameter, table: str) -> FusedOptimizer | 
 
 
 def _kind_of(cls: type[torch.optim.Optimizer], table: str) -> OptimizerKind:
-    # torchrec.optim has subclasses of the torch optimizers that ignore fbgemm's own settings; their names differ.
+    # torchrec.optim has subclasses of the torch optimizers that ignore fbgemm's own settings. Their names differ.
     for kind in OptimizerKind:
         if cls.__name__ == kind.value:
             return kind
     known = ", ".join(kind.value for kind in OptimizerKind)
     raise ConfigError(
-        f"table {table!r}: there is no fused form of {cls.__module__}.{cls.__name__}; use one of {known}, or leave the "
+        f"table {table!r}: there is no fused form of {cls.__module__}.{cls.__name__}. Use one of {known}, or leave the "
         "table to an ordinary optimizer"
     )

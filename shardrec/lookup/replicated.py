@@ -1,13 +1,13 @@
 """Replicated (data-parallel) tables: looked up locally, gradients all-reduced.
 
-The parameters take dense gradients, which the dense part's reducer averages over the ranks together with those of the
-dense part. A table with an optimizer in backward keeps it: when backward is over and the gradient is complete, the rows
-with a gradient are updated, with the same rule on every rank, and the gradient is dropped. The reducer starts this
-update, also on a rank that has not looked the table up; without a reducer, on one rank, the gradient starts it.
+The parameters take dense gradients, which the dense part's reducer averages over the ranks together with the gradients
+of the dense part. A table with an optimizer in backward keeps it: when backward is over and the gradient is complete,
+the rows with a gradient are updated, with the same rule on every rank, and the gradient is dropped. The reducer starts
+this update, also on a rank that has not looked the table up; without a reducer, on one rank, the gradient starts it.
 
 [Note: rows that were looked up]
-If the gradient of a row that a batch looks up is zero, Adam still updates it by its moments, and so does weight decay.
-For the shard of a cut table the ids are known; an averaged gradient does not show which rows were looked up. A
+If the gradient of a row that a batch looks up is zero, Adam still updates it by its moments. Weight decay still applies
+as well. For the shard of a cut table the ids are known. An averaged gradient does not show which rows were looked up. A
 replicated table does not update such a row.
 
 [Note: gradients of 16-bit replicas]
@@ -47,7 +47,7 @@ class ReplicatedLookup:
 
     Args:
         tables: the replicated tables, in module order.
-        slot_tables: per lookup of a replicated table, in output order, the table's number in ``tables``; the lookups
+        slot_tables: per lookup of a replicated table, in output order, the table's number in ``tables``. The lookups
             of a table are neighbours.
         gradients: says whether a reducer averages them, and whether it does so in this backward.
         device: where the tables live.
@@ -63,7 +63,7 @@ class ReplicatedLookup:
         gradients: Gradients,
         device: torch.device,
     ) -> None:
-        banks: list[tuple[TableBank, list[int]]] = []  # of neighbouring slots whose tables have one dtype, with these
+        banks: list[tuple[TableBank, list[int]]] = []  # of neighbouring slots with tables of one dtype, with these
         for dtype, run in groupby(slot_tables, lambda table: tables[table].dtype):
             slots = list(run)
             numbers = list(dict.fromkeys(slots))
@@ -99,7 +99,7 @@ class ReplicatedLookup:
         return [update.optimizer for update in self._updates if update is not None]
 
     def states(self, table: int) -> dict[str, Tensor]:
-        """The fused optimizer's states of one table, by name, as views; empty without one."""
+        """The fused optimizer's states of one table, by name, as views. Empty without one."""
         update = self._updates[table]
         return {} if update is None else update.optimizer.states()[0]
 
@@ -145,7 +145,7 @@ class ReplicatedLookup:
         return torch.cat(parts, dim=1)
 
     def rows(self, table: int, ids: Tensor) -> Tensor:
-        """(N, dim) float32 rows of one table, one per id; their gradient reaches the table's parameter."""
+        """(N, dim) float32 rows of one table, one per id. Their gradient reaches the table's parameter."""
         self._drop_unfinished()
         parameter = self.parameters[table]
         if parameter.dtype is torch.float32:
@@ -154,7 +154,7 @@ class ReplicatedLookup:
         return rows
 
     def scripted(self, slot_tables: Sequence[int], *, pooled: bool) -> nn.Module:
-        """The lookup for TorchScript, with the number of its table per slot; without pooling there is one slot."""
+        """The lookup for TorchScript, with the number of its table per slot. Without pooling there is one slot."""
         return Tables(self.parameters, slot_tables, pooled=pooled)
 
     def _on_gradient(self, parameter: Tensor) -> None:
@@ -162,13 +162,13 @@ class ReplicatedLookup:
         if not gradients.are_reduced:
             raise ConfigError(
                 f"replicated tables {', '.join(map(repr, self._names))} need their gradients averaged over the "
-                "ranks; shard the whole model with shardrec.shard, or cut these tables"
+                "ranks. Shard the whole model with shardrec.shard, or cut these tables"
             )
         if self._at_step or self._unfinished or not gradients.reduce_this_backward or not any(self._updates):
             return
         self._unfinished = True
         if gradients.reducer is None:
-            # One that a callback queues comes after those of a wrapper of the user's, which averages.
+            # A callback that is queued by a callback runs after the callbacks of a user's wrapper, which averages.
             queue = Variable._execution_engine.queue_callback
             queue(partial(queue, self.step))
 

@@ -2,11 +2,11 @@
 
 They are used for all cut tables with ``update="step"``; and in backward where
 :func:`shardrec.lookup.fbgemm_kernel.has_fused_kernel` is False, for row-wise states of a table cut by
-columns (whose mean square is over the whole row, of which a rank holds a part) and for replicated tables (whose
-gradient is complete only after the all-reduce). States are float32, and so is the update; the rows of a 16-bit table
-are rounded to nearest when they are written back. The rules are those of :mod:`torch.optim` and
-``torchrec.optim.RowWiseAdagrad``, on the rows given; partial rowwise Adam and LAMB (You et al., 2020) are fbgemm's,
-whose trust ratio is a row's.
+columns (the mean square is over the whole row, and a rank holds a part of it) and for replicated tables (the
+gradient is complete only after the all-reduce). States and updates are float32. The rows of a 16-bit table
+are rounded to nearest when they are written back. The rules are from :mod:`torch.optim` and
+``torchrec.optim.RowWiseAdagrad``, on the rows given. Partial rowwise Adam and LAMB (You et al., 2020) are fbgemm's,
+with a trust ratio per row.
 
 [Note: averages of rows]
 With decay d, the average of n steps is a_n = sum of d^(n - i) w_i / sum of d^(n - i), over the values w_i after step i.
@@ -14,7 +14,7 @@ A row that no step looks up between steps m and n keeps its value w, so that a_n
 
     f = d^(n - m) (1 - d^m) / (1 - d^n)
 
-Rows are brought up to date so before they change; m is kept for each, 0 for a row that has not changed yet (f = 0).
+Rows are brought up to date so before they change. M is kept for each, 0 for a row that has not changed yet (f = 0).
 """
 
 from __future__ import annotations
@@ -38,12 +38,12 @@ class RowOptimizer:
     """The states of some tables' optimizer, and its step on some of their rows.
 
     Args:
-        classes: the width classes whose weights are updated in place.
+        classes: the width classes. Their weights are updated in place.
         tables: number of tables in the classes.
         optimizer: rule and settings.
 
     Attributes:
-        step_count: updates so far; Adam's bias correction reads it.
+        step_count: updates so far. Adam's bias correction reads it.
         lr: learning rate of the next step.
     """
 
@@ -130,7 +130,7 @@ class RowOptimizer:
             )
 
     def keep_averages(self, decay: float) -> None:
-        """Average each row's values from now on, as states; decay is in (0, 1), see [Note: averages of rows]."""
+        """Average each row's values from now on, as states. Decay is in (0, 1), see [Note: averages of rows]."""
         if self._log_decay == math.log(decay):
             return  # as before
         self._log_decay = math.log(decay)
@@ -202,7 +202,7 @@ class RowOptimizer:
             change = change.add_(held, alpha=options.weight_decay)
             if options.kind is OptimizerKind.LAMB:
                 ratio = held.norm(dim=1) / change.norm(dim=1)
-                # Of a row or a change of zeros there is no ratio.
+                # A row of zeros, or a change of zeros, does not define a ratio.
                 change *= torch.where(ratio.isfinite() & (ratio > 0), ratio, 1.0).unsqueeze(1)
         if weight.dtype is torch.float32:
             weight.index_add_(0, rows, change, alpha=-self.lr)

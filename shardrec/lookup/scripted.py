@@ -19,8 +19,8 @@ class _Table(nn.Module):
     """One table.
 
     Args:
-        weight: (rows, w), floating-point; its memory is shared.
-        pooled: sums of bags; else rows.
+        weight: (rows, w), floating-point. Its memory is shared.
+        pooled: sums of bags. Otherwise rows.
     """
 
     def __init__(self, weight: Tensor, pooled: bool) -> None:
@@ -39,7 +39,7 @@ class _Table(nn.Module):
             return rows
         if id_weights is not None:
             rows = rows * id_weights.unsqueeze(1)
-        # embedding_bag has no float16 on the CPU, and rounds each sum to the dtype of the table.
+        # embedding_bag lacks float16 on the CPU, and rounds each sum to the dtype of the table.
         bags = torch.arange(lengths.size(0), device=ids.device).repeat_interleave(
             lengths.to(torch.int64), output_size=ids.size(0)
         )
@@ -50,9 +50,9 @@ class Tables(nn.Module):
     """Tables that are looked up in their existing memory.
 
     Args:
-        weights: (rows, w) of each table.
+        weights: (rows, w) per table.
         slot_tables: per slot, the number of its table.
-        pooled: sums of bags; else rows.
+        pooled: sums of bags. Otherwise rows.
     """
 
     def __init__(self, weights: Sequence[Tensor], slot_tables: Sequence[int], *, pooled: bool) -> None:
@@ -75,10 +75,10 @@ class Tables(nn.Module):
 
 
 class NoTables(nn.Module):
-    """A group of which this rank holds no table.
+    """A group without a table on this rank.
 
     Args:
-        width: columns of a row without pooling; 0 with.
+        width: columns of a row without pooling. 0 with pooling.
         device: of the other groups' rows.
     """
 

@@ -32,7 +32,7 @@ from shardrec.lookup.whole_rows import WholeRows
 __all__ = ["LookupInputs", "ShardLookup", "dense_lookup"]
 
 LookupInputs: TypeAlias = Sequence[Tensor | None]
-"""Ids, lengths and weights of ids of each lookup group, one group after the other."""
+"""Ids, lengths and weights of ids per lookup group, one group after the other."""
 
 
 class _LocalGroup:
@@ -49,12 +49,12 @@ class _LocalGroup:
         shards: this rank's, in the order of the bank's tables.
         bank: None if the rank holds none of the group's shards.
         rows: the row-by-row optimizer, for groups that no kernel updates; else None.
-        updater: ``rows`` or ``bank``: has the optimizer's states and counts its steps; None without a bank.
+        updater: ``rows`` or ``bank``: has the optimizer's states and counts its steps. None without a bank.
         whole_rows: the exchange of mean squares of whole rows, if the group needs it.
         width: pooled columns of the group on this rank.
         parameters: of the shards, where they take dense gradients.
         deferred: what :meth:`step` will apply, if the group is updated by it.
-        gradients: those of the running backward that wait for others; see [Note: one update in a backward].
+        gradients: of the running backward, while they wait for others. See [Note: one update in a backward].
     """
 
     def __init__(
@@ -90,7 +90,7 @@ class _LocalGroup:
         self._nothing = NoTables(group.width or 0, device)
 
     def under(self, group: LookupGroup, slots: tuple[Slot, ...], rank: int) -> _LocalGroup | None:
-        """The same tables, states and parameters in a group of another plan; None if they are others on this rank."""
+        """The same tables, states and parameters in a group of another plan. None if they are others on this rank."""
         same = replace(group, layouts=self.group.layouts) == self.group and group.local_shards(rank) == self.shards
         same = same and [slot.shard for slot in slots] == [slot.shard for slot in self.slots]
         if not same or (self.whole_rows is not None and group != self.group) or self.bank is None:
@@ -111,7 +111,7 @@ class _LocalGroup:
         *,
         to_update: bool,
     ) -> tuple[Tensor, Kept]:
-        """As :meth:`TableBank.look_up`; ``to_update``: :meth:`add_gradient` may follow."""
+        """As :meth:`TableBank.look_up`. ``to_update``: :meth:`add_gradient` may follow."""
         if self.bank is None:
             return self._nothing(ids, lengths, id_weights), (0.0, None)
         if to_update and self.group.mode is GroupMode.FUSED:
@@ -175,12 +175,12 @@ class _LocalGroup:
         self._update(gradients)
 
     def step(self) -> None:
-        """Apply what backward has left; does nothing if there was none. Every rank calls it."""
+        """Apply the gradients that backward has left, if there are any. Every rank calls it."""
         if self.deferred is not None and self.deferred.backwards:
             self._update(self.deferred)
 
     def _update(self, deferred: DeferredGradients) -> None:
-        """Update rows; of whole rows, without a bank, tell the others that there are none."""
+        """Update rows. A rank without a bank still tells the others about its missing part of whole rows."""
         if self.bank is not None and self.rows is not None and self.whole_rows is None and self.rows.reads_lookups:
             lookups = deferred.take_lookups()
             if lookups:
@@ -196,14 +196,14 @@ class _LocalGroup:
             self.rows.step(gradients, squares)
 
     def scripted(self) -> nn.Module:
-        """The lookup for TorchScript; see :meth:`ShardLookup.scripted`."""
+        """The lookup for TorchScript. See :meth:`ShardLookup.scripted`."""
         if self.bank is None:
             return self._nothing
         if self.bank.cache is not None:
             names = ", ".join(repr(layout.name) for layout in self.group.layouts)
             raise ConfigError(
-                f"a program of its own reads rows where they are, and those of tables {names} are also in a cache; "
-                "plan them in tier 'device' or 'host', or quantize the model first"
+                f"a program of its own reads rows where they are, and rows of tables {names} are also in a cache. "
+                "Plan them in tier 'device' or 'host', or quantize the model first"
             )
         return Tables(self.bank.weights, self.bank.slot_tables, pooled=self.bank.pooled)
 
@@ -217,7 +217,7 @@ class ShardLookup:
         collectives: of the group that the embeddings are sharded over.
         device: where the shards live.
         pooled: sum each bag; else give a row per id, for groups of one width each.
-        before: the lookup under another plan, of which groups with the same shards on this rank are kept.
+        before: the lookup under another plan. Its groups with the same shards on this rank are kept.
 
     Attributes:
         shards: this rank's shards, group after group.
@@ -263,21 +263,21 @@ class ShardLookup:
 
     def settle(self, shards: Iterable[Shard | None], *, to_write: bool) -> None:
         """Have weights of this rank's shards be where :meth:`weight` says, to read them or ``to_write`` them, until the
-        next forward; other shards are left out."""
+        next forward. Other shards are left out."""
         wanted = set(shards)
         for local in self._local_groups:
             if local.bank is not None and local.bank.cache is not None and wanted.intersection(local.shards):
                 local.bank.cache.settle(to_write=to_write)
 
     def prefetch(self, received: Callable[[], ShardInput]) -> None:
-        """Load the rows of a call to come into caches, on the current stream; without any, nothing is received."""
+        """Load the rows of a call to come into caches, on the current stream. Without ids, nothing is received."""
         if any(local.cache_rows for local in self._local_groups):
             for local, ids, lengths, _ in self._inputs(received()):
                 if local.bank is not None:
                     local.bank.prefetch(ids, lengths)
 
     def cache_statistics(self) -> Iterator[tuple[tuple[str, ...], dict[str, int]]]:
-        """Of each cache, the tables of which this rank has rows in it, and :meth:`RowCache.statistics`."""
+        """Per cache, the tables with rows of this rank in it, and :meth:`RowCache.statistics`."""
         for local in self._local_groups:
             if local.bank is not None and local.bank.cache is not None:
                 yield tuple(dict.fromkeys(shard.table for shard in local.shards)), local.bank.cache.statistics()
@@ -288,17 +288,17 @@ class ShardLookup:
         return updater.states()[number]
 
     def step_counts(self) -> dict[str, int]:
-        """Per table, how many updates its optimizer has made, where this rank counts them (Adam); else 0."""
+        """Per table, how many updates its optimizer has made, where this rank counts them (Adam), or 0."""
         counts: dict[str, int] = {}
         for local in self._local_groups:
             steps = 0 if local.updater is None else local.updater.step_count
             for layout in local.group.layouts:
-                # A table with stripes of several widths may be in several groups, and have no shard here in some.
+                # A table with stripes of several widths may be in several groups, and lack a shard here in some.
                 counts[layout.name] = max(counts.get(layout.name, 0), steps)
         return counts
 
     def load_step_counts(self, counts: Mapping[str, int]) -> None:
-        """Set the counts that :meth:`step_counts` returned; tables that share a kernel share their largest count."""
+        """Set the counts that :meth:`step_counts` returned. Tables that share a kernel share their largest count."""
         for local in self._local_groups:
             if local.updater is not None:
                 local.updater.step_count = max(counts.get(layout.name, 0) for layout in local.group.layouts)
@@ -320,7 +320,7 @@ class ShardLookup:
             member.step()
 
     def row_optimizers(self) -> list[RowOptimizer]:
-        """Those of the groups whose rows no kernel updates."""
+        """The optimizers of groups that a kernel does not update."""
         return [member.rows for member in self._local_groups if member.rows is not None]
 
     def deferred(self) -> list[DeferredGradients]:
@@ -328,7 +328,7 @@ class ShardLookup:
         return [member.deferred for member in self._local_groups if member.deferred is not None]
 
     def drop_rows(self, shard: Shard, rows: Tensor) -> None:
-        """Let go of what :meth:`step` would apply to some rows (E,) of one of this rank's shards."""
+        """Drop the gradients that :meth:`step` would apply to some rows (E,) of one of this rank's shards."""
         for member in self._local_groups:
             if member.deferred is not None and shard in member.shards:
                 member.deferred.drop_rows(member.shards.index(shard), rows)
@@ -347,11 +347,11 @@ class ShardLookup:
 
         Args:
             shard_input: the ids to look up.
-            allocate: returns (n,) float32 memory for the result; default: a new tensor.
+            allocate: returns (n,) float32 memory for the result. Default: a new tensor.
             to_update: whether :meth:`add_gradients` may follow.
 
         Returns:
-            (B_all, D) float32 pooled columns, group after group; and what :meth:`add_gradients` takes.
+            (B_all, D) float32 pooled columns, group after group, and the arguments of :meth:`add_gradients`.
         """
         groups, batch = self._local_groups, shard_input.lengths.size(1)
         whole = None
@@ -385,7 +385,7 @@ class ShardLookup:
         is_last: bool,
         updates: bool = True,
     ) -> list[Tensor | None]:
-        """Update the tables, or have :meth:`step` do it; gives the gradients of :attr:`parameters`.
+        """Update the tables, or have :meth:`step` do it. Gives the gradients of :attr:`parameters`.
 
         Args:
             inputs: of the groups' lookups.
@@ -410,7 +410,7 @@ class ShardLookup:
         return of_parameters
 
     def id_weight_gradient(self, inputs: LookupInputs, gradient: Tensor) -> Tensor:
-        """(N,) gradient of the ids' weights, with that of the pooled columns; before the tables are updated."""
+        """(N,) gradient of the ids' weights, from the gradient of the pooled columns. Before the tables are updated."""
         tensors: Iterator[Any] = iter(inputs)
         gradients = []
         parts = gradient.split([local.width for local in self._local_groups], dim=1)
@@ -421,7 +421,7 @@ class ShardLookup:
         return torch.cat(gradients) if gradients else gradient.new_zeros(0)
 
     def begin_lookup(self, node: Any) -> None:
-        """A node of autograd's graph will give gradients; see [Note: one update in a backward]."""
+        """A node of autograd's graph will give gradients. See [Note: one update in a backward]."""
         if torch._C._current_graph_task_id() == -1:
             for local in self._local_groups:
                 if local.gradients:  # of a backward that raised
@@ -476,8 +476,8 @@ def dense_lookup(
     """A lookup that gives each table's parameter a dense gradient, summed in float32, in the parameter's dtype.
 
     Args:
-        bank: forward-only bank, one table per parameter, whose memory the parameters share.
-        ids: with ``lengths`` and ``id_weights`` as :meth:`TableBank.look_up` takes them; gives its result.
+        bank: forward-only bank, one table per parameter. The parameters share its memory.
+        ids: with ``lengths`` and ``id_weights`` as :meth:`TableBank.look_up` takes them. Gives its result.
         parameters: one (rows, cols) parameter per table of the bank.
     """
 

@@ -1,12 +1,12 @@
 """Rowwise Adagrad and partial rowwise Adam on column cuts: the mean square of a row that lies on several ranks.
 
 The ranks that hold the column stripes of a table see the same ids, hence the same distinct rows of a step. Each sends
-the sums of squares of its columns to the holders of the other stripes, in row order: one all-to-all, whose sizes both
+the sums of squares of its columns to the holders of the other stripes, in row order, in one all-to-all. Its sizes both
 sides know. All ranks add up in stripe order, so that their sums, and their copies of the optimizer states, are
 bit-identical.
 
 All rows of a step form one vector, class after class and within a class table after table, and ranges of it are sent.
-The edges of the ranges are known from the plan, and one search per class finds them among the step's rows; neighbouring
+The edges of the ranges are known from the plan, and one search per class finds them among the step's rows. Neighbouring
 ranges are merged.
 
 TorchRec uses the mean over each rank's columns instead, which is a different optimizer.
@@ -74,7 +74,7 @@ class WholeRows:
     Args:
         layouts: the group's tables, in plan order.
         local: this rank's shards, in the order of the bank's tables.
-        bank: of these shards; None without shards.
+        bank: of these shards. None without shards.
         collectives: of the group that the embeddings are sharded over.
         device: of the shards.
     """
@@ -130,10 +130,10 @@ class WholeRows:
         self._dims = torch.tensor(dims, dtype=torch.float32, device=device)
 
     def mean_squares(self, gradients: Sequence[RowGradient]) -> list[Tensor]:
-        """Mean square (U,) over the whole row, for each width class's rows; every rank must call this.
+        """Mean square (U,) over the whole row, for each width class's rows. Every rank must call this.
 
         Args:
-            gradients: one per width class of the bank; empty without a bank, because all ranks take part in the
+            gradients: one per width class of the bank. Empty without a bank, because all ranks take part in the
                 exchange.
         """
         world_size = self._collectives.world_size
@@ -159,7 +159,7 @@ class WholeRows:
         return list(total.split([gradient.rows.numel() for gradient in gradients]))
 
     def _places(self, gradients: Sequence[RowGradient]) -> list[int]:
-        """The index of each edge in the vector of all rows."""
+        """The index per edge in the vector of all rows."""
         starts = accumulate((gradient.rows.numel() for gradient in gradients), initial=0)
         by_class = [
             start + torch.searchsorted(gradient.rows, edges)
@@ -176,7 +176,7 @@ class WholeRows:
 
 
 def _in_step(ranges: Iterable[_Range], places: Sequence[int]) -> list[_Range]:
-    """The ranges in a step, without empty ones; neighbouring ranges of one rank and stripe are merged."""
+    """The ranges in a step, without empty ones. Neighbouring ranges of one rank and stripe are merged."""
     joined: list[_Range] = []
     for span in ranges:
         start, end = places[span.start], places[span.end]

@@ -31,7 +31,7 @@
 Without them torch's operators and fbgemm's kernels do the same, with equal results and more passes over memory.
 
 An operator runs on the thread that calls it, whatever torch's number of threads. Invalid arguments raise a
-``RuntimeError``, and no memory is accessed out of bounds; ``make sanitize`` verifies that.
+``RuntimeError``, and no memory is accessed out of bounds. ``make sanitize`` verifies that.
 
 Two settings of the environment, for comparisons:
 
@@ -40,7 +40,7 @@ Two settings of the environment, for comparisons:
     ``python setup.py build_ext --build-lib FOLDER`` compiled
 ``SHARDREC_KERNELS=fbgemm``
     look tables up, and update them in backward, with fbgemm's kernels although ``look_up``, ``update`` and
-    ``weight_gradient`` are there; ``own``, and no setting, use these where they can be used: float32 on the CPU, SGD,
+    ``weight_gradient`` are there. ``own``, and no setting, use these where they can be used: float32 on the CPU, SGD,
     Adagrad and rowwise Adagrad
 """
 
@@ -73,7 +73,7 @@ def library_path() -> Path | None:
     library = min(place.glob(pattern), default=None)
     if library is None and folder != "0":
         raise ConfigError(
-            f"SHARDREC_NATIVE={folder}: there is no {place / pattern}; build it with `python setup.py build_ext "
+            f"SHARDREC_NATIVE={folder}: there is no {place / pattern}. Build it with `python setup.py build_ext "
             f"--build-lib {folder}`, or set SHARDREC_NATIVE=0 to do without compiled libraries"
         )
     return library
@@ -91,7 +91,7 @@ def has_operators() -> bool:
         return False
     if path is None:
         warnings.warn(
-            f"shardrec was installed without C++ operators for torch {torch.__version__}; torch's are used instead, "
+            f"shardrec was installed without C++ operators for torch {torch.__version__}. Torch's are used instead, "
             "and training on CPUs takes about twice as long: install shardrec from its sources beside torch with "
             "`pip install --no-build-isolation .`, which compiles them (SHARDREC_NATIVE=0 silences this)",
             RuntimeWarning,
@@ -102,7 +102,7 @@ def has_operators() -> bool:
         torch.ops.load_library(str(path))
     except OSError as error:
         warnings.warn(
-            f"the C++ operators of shardrec cannot be loaded ({error}); torch's are used instead, which is slower: "
+            f"the C++ operators of shardrec cannot be loaded ({error}). Torch's are used instead, which is slower: "
             "install shardrec again to build them for this machine",
             RuntimeWarning,
             stacklevel=2,
@@ -110,8 +110,8 @@ def has_operators() -> bool:
         return False
     if not hasattr(torch.ops.shardrec, _NEWEST):
         warnings.warn(
-            f"the C++ operators of shardrec in {path.name} are those of an older version; torch's are used instead, "
-            "which is slower: install shardrec again to build them anew",
+            f"the C++ operators of shardrec in {path.name} belong to an older version. Torch's are used instead, "
+            "which is slower: install shardrec again to rebuild them",
             RuntimeWarning,
             stacklevel=2,
         )
@@ -128,6 +128,6 @@ def has_kernels() -> bool:
     chosen = os.environ.get("SHARDREC_KERNELS") or "own"
     if chosen not in ("own", "fbgemm"):
         raise ConfigError(
-            f"SHARDREC_KERNELS={chosen!r}: there are 'own' and 'fbgemm' kernels; leave it unset for 'own'"
+            f"SHARDREC_KERNELS={chosen!r}: there are 'own' and 'fbgemm' kernels. Leave it unset for 'own'"
         )
     return chosen == "own" and has_operators()

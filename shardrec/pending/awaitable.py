@@ -6,7 +6,7 @@ underscore are protocols that libraries probe for (``__cuda_array_interface__``,
 force a wait, so these are not read from the value, except for the few that only a real conversion reads.
 
 Assignment needs another rule, since a new name may be meant for either. The awaitable gets names that begin with an
-underscore, names that it or its class has, and all names during ``__init__()`` and ``_wait_impl()``; the value gets the
+underscore, names that it or its class has, and all names during ``__init__()`` and ``_wait_impl()``. The value gets the
 others. So ``lazy.requires_grad = True`` sets the tensor's, and a subclass may set private attributes in any method.
 """
 
@@ -46,7 +46,7 @@ class Awaitable(abc.ABC, Generic[W]):
     """A pending value of type ``W``, such as the output of a collective that has been started.
 
     Subclasses implement ``_wait_impl()``, which blocks and returns the value. It runs exactly once, whatever
-    the number of calls and threads; its value (``None``, too) or its error is kept.
+    the number of calls and threads. Its value (also ``None``) or its error is kept.
 
     Pickling, copying and deep-copying a finished awaitable give a finished one; for a pending awaitable they raise,
     since the pending operation belongs to this process.
@@ -67,14 +67,14 @@ class Awaitable(abc.ABC, Generic[W]):
 
     @abc.abstractmethod
     def _wait_impl(self) -> W:
-        """Blocks until the value exists and returns it; called once."""
+        """Blocks until the value exists and returns it. Called once."""
 
     def _is_ready(self) -> bool:
         """Override to return, without blocking, whether ``_wait_impl()`` would return without blocking."""
         return False
 
     def wait(self) -> W:
-        """The value. The first call blocks; other threads that call it meanwhile also block, and get the same object.
+        """The value. The first call blocks. Other threads that call it meanwhile also block, and get the same object.
 
         Raises:
             AwaitableError: when called from this awaitable's own ``_wait_impl()`` or callbacks.
@@ -94,14 +94,14 @@ class Awaitable(abc.ABC, Generic[W]):
     def add_callback(self, callback: Callable[[W], W]) -> Self:
         """Replace the value by ``callback(value)``.
 
-        Callbacks run once, in order, at the end of the wait, each on the result of the one before. A callback that is
-        added after the wait is applied at once; earlier callers of ``wait()`` keep the value they got. A callback that
-        is added after a failure is never called: the kept error is raised as before. If another thread is waiting, this
-        call blocks until that wait has ended.
+        Callbacks run once, in order, at the end of the wait, each on the result of the previous callback. A callback
+        that is added after the wait is applied immediately. Earlier callers of ``wait()`` keep the value they got. A
+        callback that is added after a failure is never called: the kept error is raised as before. If another thread is
+        waiting, this call blocks until that wait has ended.
 
         Args:
             callback: maps the value to its replacement. An error that it raises is kept as the error of the wait; if
-                the callback was applied at once, the error is raised here and the value stays as it was.
+                the callback was applied immediately, the error is raised here and the value stays as it was.
 
         Returns:
             This awaitable.
@@ -113,12 +113,12 @@ class Awaitable(abc.ABC, Generic[W]):
         """An awaitable of ``function(value)``; at its first use it waits for this one and calls ``function``.
 
         Args:
-            function: called once, on this awaitable's value; an error that it raises is the new awaitable's error.
+            function: called once, on this awaitable's value. An error that it raises is the new awaitable's error.
         """
         return Chained(function, self)
 
     def __repr__(self) -> str:
-        """The state, and the value or error if there is one; does not wait."""
+        """The state, and the value or error if there is one. Does not wait."""
         name, once = type(self).__name__, self._once
         if once.state is State.PENDING:
             return f"<{name} {State.PENDING.value}>"
@@ -200,14 +200,14 @@ class LazyAwaitable(Awaitable[W], Operators, metaclass=_LazyAwaitableMeta):
     It acts as its value in torch functions (as an argument, at any depth of lists and dicts), attributes, items,
     operators, iteration, conversions to numbers, text and numpy arrays, calls and ``with``. The first of these waits.
     These do not wait: ``repr()``, ``isinstance()``, ``done()``, ``then()``, and passing it on. Its own names (``wait``,
-    ``done``, ``then``, ``callbacks``, ``add_callback``) hide those of the value.
+    ``done``, ``then``, ``callbacks``, ``add_callback``) hide the value's names.
 
-    It is not a tensor: ``isinstance(lazy, torch.Tensor)`` is false, and code that tests for it takes another path; a
+    It is not a tensor: ``isinstance(lazy, torch.Tensor)`` is false, and code that tests for it takes another path. A
     ``torch.autograd.Function`` computes a value but passes no gradient on. Give such code ``shardrec.wait(lazy)``. Do
     the same for a pending number where torch takes one int or several (``x.sum(lazy)``), which fails inside torch.
 
-    The idea and the interface are TorchRec's ``torchrec.distributed.types.LazyAwaitable``; the semantics are those of a
-    call-by-need thunk.
+    The idea and the interface are TorchRec's ``torchrec.distributed.types.LazyAwaitable``. The semantics are the
+    semantics of a call-by-need thunk.
     """
 
     _is_made = False
@@ -233,7 +233,7 @@ class LazyAwaitable(Awaitable[W], Operators, metaclass=_LazyAwaitableMeta):
             future: the result of an RPC (``rpc_async``) or of ``shardrec.pending.fork``, or any other future.
 
         Returns:
-            An awaitable whose first use waits for the future, and raises the error that the future holds, if any.
+            An awaitable. Its first use waits for the future, and raises the error that the future holds, if any.
         """
         return Chained(as_it_is, future)
 
@@ -294,7 +294,7 @@ class _Waitable(Protocol):
 
 
 class Chained(LazyAwaitable[V]):
-    """A function of other pending values; its first use waits for these, one after the other.
+    """A function of other pending values. Its first use waits for these, one after the other.
 
     Args:
         function: called once, on the parents' values.
@@ -347,7 +347,7 @@ class GetItemLazyAwaitable(Chained[W], Generic[W, ParentW, KT]):
         key: key or index of the item.
 
     Raises:
-        KeyError, IndexError: at the first use, if the collection has no such item; the message lists its keys.
+        KeyError, IndexError: at the first use, if the collection has no such item. The message lists its keys.
     """
 
     def __init__(self, parent: LazyAwaitable[ParentW], key: KT) -> None:
@@ -369,7 +369,7 @@ def _item(key: object, parent: str, collection: _Items) -> Any:
 def _its_keys(collection: object) -> str:
     asked = getattr(collection, "keys", None)
     if not callable(asked):
-        return f"; its length is {len(collection)}" if isinstance(collection, Sized) else ""
+        return f". Its length is {len(collection)}" if isinstance(collection, Sized) else ""
     keys = list(map(repr, asked()))
     more = f" and {len(keys) - _MAX_KEYS} more" if len(keys) > _MAX_KEYS else ""
-    return f"; it has {', '.join(keys[:_MAX_KEYS]) or 'none'}{more}"
+    return f". It has {', '.join(keys[:_MAX_KEYS]) or 'none'}{more}"

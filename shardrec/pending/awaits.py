@@ -1,6 +1,7 @@
-"""TorchScript's pending values, ``Await[W]`` and ``Future[W]``, and what takes every kind: conversions and ``wait``.
+"""TorchScript's pending values, ``Await[W]`` and ``Future[W]``, and the functions that take every kind: conversions and
+``wait``.
 
-The functions are torch's under public names; they do the same in eager mode and in TorchScript.
+The functions are torch's under public names. They do the same in eager mode and in TorchScript.
 
 [Note: whose function this is]
 TorchScript compiles ``awaitable(fn, ...)`` and ``fork(fn, ...)`` as syntax, not as calls, since no operator schema has
@@ -10,15 +11,15 @@ the other functions are mapped to TorchScript operators.
 [Note: what torch lacks in eager mode]
 torch's ``_awaitable`` drops keywords and computes with the defaults; a function that failed runs again at each wait;
 ``Await`` forwards attributes of its value, and neither operators nor ``[...]``; and no instance is one of
-``torch.jit._Await``. ``torch.jit.fork`` calls the function at once and converts the result to a TorchScript value,
+``torch.jit._Await``. ``torch.jit.fork`` calls the function immediately and converts the result to a TorchScript value,
 which fails for the ``LazyAwaitable`` that a sharded module returns. All of this is added here, to torch's own objects,
 since neither an ``Await`` nor a ``Future`` shows whether torch or shardrec created it.
 
-torch's two functions are left alone, and what they call in ``torch._C`` is replaced. Functions of our own under the
-public names do not do: TorchScript compares objects before anything else, and compiles neither a function that is
-registered as the operator ``prim::awaitable`` or ``prim::fork``, nor one that a dispatch (``boolean_dispatched``) leads
-to torch's ("function cannot be used as a value"). Functions of our own put into ``torch.jit`` would be recognized, and
-torch's would not be any more, where other code has imported them.
+torch's two functions are left alone, and the functions that they call in ``torch._C`` are replaced. Functions of our
+own under the public names do not do: TorchScript compares objects before anything else, and compiles neither a function
+that is registered as the operator ``prim::awaitable`` or ``prim::fork``, nor one that a dispatch
+(``boolean_dispatched``) leads to torch's ("function cannot be used as a value"). Functions of our own put into
+``torch.jit`` would be recognized, and torch's would not be any more, where other code has imported them.
 """
 
 from __future__ import annotations
@@ -79,7 +80,7 @@ def _forwarded(name: str) -> Callable[..., object]:
 
 
 class _Kept(Generic[W]):
-    """A function that is called once; later calls return the same value or raise the same error."""
+    """A function that is called once. Later calls return the same value or raise the same error."""
 
     def __init__(self, function: Callable[..., W], kwargs: Mapping[str, object]) -> None:
         self.function = partial(function, **kwargs) if kwargs else function
@@ -157,22 +158,22 @@ def wait(pending: Future[W]) -> W: ...
 @overload
 def wait(pending: W) -> W: ...
 def wait(pending: object) -> object:
-    """Wait for a pending value and return it; anything else is returned unchanged.
+    """Wait for a pending value and return it. Anything else is returned unchanged.
 
-    In code that ``shardrec.script`` compiles it takes all of these, too, and marks where to wait. In code that
-    ``torch.jit.script`` compiles it takes an ``Await``; use ``shardrec.pending.join`` for a ``Future`` there.
+    In code that ``shardrec.script`` compiles it also takes all of these, and marks where to wait. In code that
+    ``torch.jit.script`` compiles it takes an ``Await``. Use ``shardrec.pending.join`` for a ``Future`` there.
 
     Args:
         pending: an ``Awaitable`` or ``LazyAwaitable``, a ``Future`` (an RPC, ``shardrec.pending.fork``), the ``Await``
             that a scripted module returns, or a plain value. Containers are not searched.
 
     Returns:
-        The value; pending values inside it are not waited for.
+        The value. Pending values inside it are not waited for.
 
     Raises:
         BaseException: the error of the wait.
     """
-    # torch.futures.Future is a subclass of it; what torch.jit.fork returns is not.
+    # torch.futures.Future is a subclass of it. What torch.jit.fork returns is not.
     if isinstance(pending, (Awaitable, torch._C.Future)):
         return pending.wait()
     if isinstance(pending, torch._C._Await):

@@ -29,7 +29,7 @@ class Callbacks(list[Callable[[W], W]]):
         closed: whether the callbacks have been called.
 
     Raises:
-        AwaitableError: if a callback is added to a closed list; it would never be called.
+        AwaitableError: if a callback is added to a closed list. It would never be called.
     """
 
     closed = False
@@ -50,7 +50,7 @@ class Callbacks(list[Callable[[W], W]]):
         if self.closed:
             raise AwaitableError(
                 "a callback was put into .callbacks after the value had been waited for, so it would never be called:"
-                " use add_callback(), which applies it at once, or .then()"
+                " use add_callback(), which applies it immediately, or .then()"
             )
 
 
@@ -65,13 +65,14 @@ class State(Enum):
 class Once(Generic[W]):
     """Runs a computation exactly once, on the first thread that needs it, and keeps its value or its error.
 
-    Any value is kept, ``None``, too, and so is an error: a collective cannot be waited for a second time. Other threads
-    block while the computation runs. If the computation asks for its own outcome, it gets an error, not a deadlock.
+    Any value is kept, also ``None``, and an error is kept as well: a collective cannot be waited for a second time.
+    Other threads block while the computation runs. If the computation asks for its own outcome, it gets an error, not a
+    deadlock.
 
     Attributes:
         state: pending until the outcome is kept.
         error: the kept error, if it failed.
-        callbacks: called on the value, in order, before it is kept; each gets the result of the one before.
+        callbacks: called on the value, in order, before it is kept. Each gets the result of the previous callback.
     """
 
     __slots__ = ("_lock", "_owner", "_traceback", "_value", "callbacks", "error", "state")
@@ -91,11 +92,11 @@ class Once(Generic[W]):
         return self._owner == threading.get_ident()
 
     def resolve(self, name: str, compute: Callable[[], W]) -> W:
-        """The outcome; runs ``compute`` and then the callbacks if they have not run.
+        """The outcome. Runs ``compute`` and then the callbacks if they have not run.
 
         Args:
             name: name of the pending value, for messages.
-            compute: returns the value; called at most once in the life of this object.
+            compute: returns the value. Called at most once in the life of this object.
 
         Raises:
             AwaitableError: if ``compute`` or a callback, in this thread, asks for its own outcome.
@@ -116,7 +117,7 @@ class Once(Generic[W]):
         return self._value  # type: ignore[return-value]
 
     def apply(self, callback: Callable[[W], W]) -> None:
-        """Calls ``callback`` on the value: in turn while pending, at once on the kept value, never after an error.
+        """Calls ``callback`` on the value: in turn while pending, immediately on the kept value, never after an error.
 
         Raises:
             AwaitableError: from inside a callback that is itself being applied to the kept value.
@@ -144,8 +145,8 @@ class Once(Generic[W]):
         except Exception as error:
             self._fail(error)
         except BaseException as error:
-            # Ctrl-C ends this wait; a later use must not look like a second Ctrl-C.
-            self._fail(AwaitableError(f"the wait for {name} was cut off by {type(error).__name__}; its value is lost"))
+            # Ctrl-C ends this wait. A later use must not look like a second Ctrl-C.
+            self._fail(AwaitableError(f"the wait for {name} was cut off by {type(error).__name__}. Its value is lost"))
             raise
         else:
             self._value = value

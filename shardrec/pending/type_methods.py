@@ -26,7 +26,7 @@ _Method = Callable[["Operators", object], R]
 
 
 def force(value: object) -> Any:
-    """The value of a lazy awaitable; anything else is returned unchanged."""
+    """The value of a lazy awaitable. Anything else is returned unchanged."""
     return value.wait() if isinstance(value, Operators) else value
 
 
@@ -67,7 +67,7 @@ def _binary(function: _Binary[R]) -> _Method[R]:
 
 
 def _three(function: _Binary[R], in_place: _Binary[R]) -> tuple[_Method[R], _Method[R], _Method[R]]:
-    """``self + other``, ``other + self`` and ``self += other``; the last one rebinds the name to the plain result."""
+    """``self + other``, ``other + self`` and ``self += other``. The last one rebinds the name to the plain result."""
 
     def reflected(self: Operators, other: object) -> R:
         return function(force(other), self.wait())
@@ -188,9 +188,9 @@ class Operators(abc.ABC):
         """The value as a numpy array, for ``numpy.asarray`` and numpy's functions."""
         value = self.wait()
         if hasattr(value, "__array__"):
-            # First without `copy`: many __array__ methods, torch's among them, have no such argument.
+            # First without `copy`: many __array__ methods, torch's among them, lack such an argument.
             value = numpy.asarray(value)
         return numpy.asarray(value, dtype=dtype) if copy is None else numpy.array(value, dtype=dtype, copy=copy)
 
-    # Above torch.Tensor's, so that `array + lazy` comes to __radd__ and gives what `array + value` gives.
+    # Above torch.Tensor's, so that `array + lazy` comes to __radd__ and equals `array + value`.
     __array_priority__ = 1001

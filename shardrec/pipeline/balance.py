@@ -20,7 +20,7 @@ def partition(costs: Sequence[float], stages: int) -> list[int]:
     """Cut a sequence into runs so that the cost of the most costly run is minimal.
 
     Args:
-        costs: of each layer, at least 0.
+        costs: per layer, at least 0.
         stages: number of runs S, none of them empty.
 
     Returns:
@@ -43,11 +43,11 @@ def partition(costs: Sequence[float], stages: int) -> list[int]:
 
 
 def balance_by_size(stages: int, module: nn.Sequential) -> list[int]:
-    """Number of layers of each stage so that the largest stage has the fewest bytes of parameters and buffers.
+    """Number of layers per stage so that the largest stage has the fewest bytes of parameters and buffers.
 
     Args:
         stages: number of stages.
-        module: the sequential; it may be on meta.
+        module: the sequential. It may be on meta.
 
     Raises:
         ConfigError: if there are fewer layers than stages.
@@ -57,16 +57,16 @@ def balance_by_size(stages: int, module: nn.Sequential) -> list[int]:
 
 
 def balance_by_time(stages: int, module: nn.Sequential, sample: object, *, repeats: int = 5) -> list[int]:
-    """Number of layers of each stage so that the slowest stage takes least time, forward and backward.
+    """Number of layers per stage so that the slowest stage takes least time, forward and backward.
 
-    Layers are timed one after the other on their devices, in training mode; modes, gradients, statistics and random
+    Layers are timed one after the other on their devices, in training mode. Modes, gradients, statistics and random
     state are restored.
 
     Args:
         stages: number of stages.
         module: the sequential.
-        sample: an input; use the size of a micro-batch for accurate times.
-        repeats: times that each layer runs; the fastest counts.
+        sample: an input. Use the size of a micro-batch for accurate times.
+        repeats: times that each layer runs. The fastest counts.
 
     Raises:
         ConfigError: if there are fewer layers than stages.
@@ -152,7 +152,7 @@ def check_balance(module: nn.Sequential, balance: Sequence[int]) -> list[int]:
                 faults.append(f"{first_path} (stage {first}) is {path} (stage {stage})")
     if faults:
         raise ConfigError(
-            f"stages share parameters or buffers, of which each would change its own copy: {'; '.join(faults)}. Put "
+            f"stages share parameters or buffers, and each stage would change its own copy: {'; '.join(faults)}. Put "
             "the layers into one stage, or give each its own"
         )
     return balance

@@ -58,7 +58,7 @@ class PostProcessor:
 
     Args:
         module: of the model.
-        arguments: as of :class:`ModuleCall`, with a :class:`Source` in place of each value.
+        arguments: as of :class:`ModuleCall`, with a :class:`Source` instead of each value.
         mode: in which the model calls it.
     """
 
@@ -72,7 +72,7 @@ class Source:
     """Where a value comes from.
 
     Args:
-        maker: the post-processor in whose output the value is; None for the batch.
+        maker: the post-processor with the value in its output. None for the batch.
         path: to the value: an item or an attribute, an item or an attribute of that, and so on.
     """
 
@@ -100,7 +100,7 @@ class PostProcessed:
         self._left: list[PostProcessor] = []
 
     def value(self, source: Source) -> object:
-        """The value of a source; None if the batch has none. Runs the post-processors that it takes, once each."""
+        """The value of a source. None if the batch lacks it. Runs the post-processors that it takes, once each."""
         root = self._batch if source.maker is None else self._output(source.maker)
         with suppress(LookupError, AttributeError, TypeError):
             for step in source.path:
@@ -149,7 +149,7 @@ def recorded_calls(model: nn.Module, device: torch.device) -> Iterator[list[Modu
     """Inside, calls of the modules that could run ahead are appended to the list.
 
     Args:
-        model: whose modules are watched, but for those inside of compiled ones.
+        model: its modules are watched, except modules inside compiled ones.
         device: of the model.
     """
     calls: list[ModuleCall] = []
@@ -165,7 +165,7 @@ def recorded_calls(model: nn.Module, device: torch.device) -> Iterator[list[Modu
 
 
 def sources_of(values: Iterable[object], batch: object, calls: Sequence[ModuleCall]) -> list[Source | None]:
-    """Where each value comes from; None where the model makes it in another way."""
+    """Where each value comes from. None where the model makes it in another way."""
     makers: dict[ModuleCall, PostProcessor | None] = {}
     return [_source(value, batch, calls, makers) for value in values]
 
@@ -194,7 +194,7 @@ def _source(
 def _maker(
     call: ModuleCall, batch: object, before: Sequence[ModuleCall], makers: dict[ModuleCall, PostProcessor | None]
 ) -> PostProcessor | None:
-    """A call that has ended after those ``before``, as one that can be made ahead; None if it cannot."""
+    """A call that has ended after those ``before``, as one that can be made ahead. None if it cannot."""
 
     def argument(value: object) -> Source:
         if isinstance(value, _CONSTANTS):
@@ -223,7 +223,7 @@ def _are_same(arguments: object, now: object) -> bool:
 
 
 def _takes_gradients(output: object) -> bool:
-    """Whether a gradient would flow into an output; that of ids' weights, of a jagged tensor."""
+    """Whether a gradient would flow into an output. For a jagged tensor, into the ids' weights."""
     tensors = [
         leaf.weights_or_none() if isinstance(leaf, (KeyedJaggedTensor, JaggedTensor)) else leaf
         for leaf in leaves(output)
@@ -233,7 +233,7 @@ def _takes_gradients(output: object) -> bool:
 
 def _movable(module: nn.Module) -> Iterator[nn.Module]:
     """The modules inside that training does not change."""
-    if hasattr(module, "_orig_mod") or isinstance(module, torch.jit.ScriptModule):  # whose forward others run
+    if hasattr(module, "_orig_mod") or isinstance(module, torch.jit.ScriptModule):  # others run its forward
         return
     held = any(isinstance(part, ShardedCollection) for part in module.modules())
     if not held and not any(parameter.requires_grad for parameter in module.parameters()):

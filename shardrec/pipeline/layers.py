@@ -1,4 +1,4 @@
-"""Checks that no layer of a stage uses the gradients of one micro-batch as if they were those of the mini-batch."""
+"""Checks that no layer of a stage uses the gradients of one micro-batch as if they were the mini-batch's."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def check_layers(module: nn.Sequential) -> None:
     """Check that nothing in a sequential reduces gradients, or updates weights, at each micro-batch.
 
     Raises:
-        ConfigError: if something does; names each module or parameter, and what to use instead.
+        ConfigError: if something does. Names each module or parameter, and a replacement.
     """
     faults = list(_faults(module))
     if faults:
@@ -38,7 +38,7 @@ def _faults(module: nn.Sequential) -> Iterator[str]:
 
 
 def _sharded_faults(module: nn.Sequential, seen: set[int]) -> Iterator[str]:
-    """The faults of modules made by :func:`shardrec.shard`; records the parameters that were checked."""
+    """The faults of modules made by :func:`shardrec.shard`. Records the parameters that were checked."""
     # With torchrec and fbgemm-gpu.
     from shardrec.modules.collection import ShardedCollection
     from shardrec.modules.sharded_model import ShardedModel

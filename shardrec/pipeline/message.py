@@ -25,7 +25,7 @@ class Key(NamedTuple):
 
     Args:
         source: the stage that sends it; -1 the caller, for the first stage.
-        target: the stage that it is for; the number of stages for the caller, behind the last.
+        target: the stage that it is for. The number of stages for the caller, behind the last.
         batch: number of the micro-batch.
         skip: number of the skip; -1 for activations. From a later stage to an earlier one go gradients.
     """
@@ -60,10 +60,10 @@ class Message:
     """A nested structure of tensors that is sent between stages.
 
     Args:
-        leaves: its tensors; None for no tensor (in a gradient: for a zero).
-        spec: how they are nested; None in a gradient, whose receiver knows.
+        leaves: its tensors. None for no tensor (in a gradient: for a zero).
+        spec: how they are nested. None in a gradient, where the receiver knows.
         differentiable: per leaf, whether a gradient is expected.
-        versions: per leaf, how often it had been changed in place; empty if the receiver has a copy.
+        versions: per leaf, how often it had been changed in place. Empty if the receiver has a copy.
         failure: replaces the other fields.
         ready: on CUDA, an event recorded when the tensors had arrived.
     """
@@ -121,7 +121,7 @@ class Mailbox:
         self._broken: BaseException | None = None
 
     def send(self, key: Key, message: Message) -> None:
-        """Put a message in; does not wait."""
+        """Put a message in. Does not wait."""
         with self._changed:
             self.failure = self.failure or message.failure
             self._messages[key] = message

@@ -24,11 +24,11 @@ __all__ = ["batch_size", "gather", "scatter", "sizes_of"]
 
 
 def sizes_of(total: int, chunks: int) -> list[int]:
-    """Samples of each micro-batch: as even as can be, the larger ones first, none empty unless all are.
+    """Samples per micro-batch: as even as can be, the larger ones first, none empty unless all are.
 
     Args:
         total: samples B of the mini-batch.
-        chunks: micro-batches wanted; there are fewer if B is smaller.
+        chunks: micro-batches wanted. There are fewer if B is smaller.
     """
     count = max(1, min(chunks, total))
     small, more = divmod(total, count)
@@ -39,12 +39,12 @@ def batch_size(value: object, what: str = "the input") -> int:
     """Samples B of a nest of (B, ...) tensors.
 
     Args:
-        value: a tensor or a KeyedJaggedTensor, or tuples, lists and dicts of them; None stands for no tensor.
+        value: a tensor or a KeyedJaggedTensor, or tuples, lists and dicts of them. None stands for no tensor.
         what: for error messages.
 
     Raises:
         TypeError: if something in it is neither.
-        ConfigError: if the tensors have different sizes, or there is none.
+        ConfigError: if the tensors have different sizes, or no tensor is given.
     """
     sizes: dict[str, int] = {}
     for path, leaf in tree_flatten_with_path(value, is_leaf=_is_jagged)[0]:
@@ -64,10 +64,10 @@ def batch_size(value: object, what: str = "the input") -> int:
                 "lists and dicts of them"
             )
         if leaf.dim() == 0:
-            raise ConfigError(f"{what}{keystr(path)} is a tensor without dimensions; its first has to be the batch")
+            raise ConfigError(f"{what}{keystr(path)} is a tensor without dimensions. Its first has to be the batch")
         sizes[keystr(path)] = leaf.size(0)
     if len(set(sizes.values())) != 1:
-        seen = ", ".join(f"{path or 'it'} has {size}" for path, size in sizes.items()) or "there is no tensor"
+        seen = ", ".join(f"{path or 'it'} has {size}" for path, size in sizes.items()) or "it holds no tensor"
         raise ConfigError(f"the tensors of {what} need the same number of samples along dimension 0: {seen}")
     return next(iter(sizes.values()))
 
@@ -94,7 +94,7 @@ def _is_jagged(value: object) -> TypeGuard[KeyedJaggedTensor]:
 
 
 def _jagged_pieces(features: KeyedJaggedTensor, sizes: Sequence[int]) -> list[KeyedJaggedTensor]:
-    """KeyedJaggedTensors of ``sizes`` samples each; their bounds are read on the host."""
+    """KeyedJaggedTensors of ``sizes`` samples each. Their bounds are read on the host."""
     keys, samples = features.keys(), features.stride()
     lengths_FB = features.lengths().view(len(keys), samples)
     bounds = features.offsets().tolist()
@@ -119,7 +119,7 @@ def gather(values: Sequence[object], what: str = "the output") -> object:
     """Concatenate nests of (b, ...) tensors along dimension 0.
 
     Raises:
-        ConfigError: if a tensor has no dimension, or the nests differ.
+        ConfigError: if a tensor lacks dimensions, or the nests differ.
     """
     flat = [tree_flatten(value) for value in values]
     spec = flat[0][1]

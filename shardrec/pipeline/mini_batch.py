@@ -36,7 +36,7 @@ class Run:
         stages: of this process.
         peers: the other ranks, over a group.
         threads: one for each stage, or None if the stages run in turn.
-        input: of the first stage; over a group, only the rank of that stage needs it.
+        input: of the first stage. Over a group, only the rank of that stage needs it.
         chunks: largest number of micro-batches.
         checkpoint: which of them compute the forward once more.
         recorder: records when stages compute and wait.
@@ -76,11 +76,11 @@ class Run:
         self._port = Mailbox()
         self._steps: dict[int, StageStep] = {}
         self._sent: list[Tensor | None] = []  # of the input, to the first stage
-        self._output_rows: list[list[int]] = []  # per leaf, of each micro-batch
+        self._output_rows: list[list[int]] = []  # per leaf and micro-batch
         self._went_back = False
 
     def set_loss(self, target: object, loss_fn: Callable[[Any, Any], Tensor], *, mean: bool) -> None:
-        """Let the last stage compute the loss; a faulty target is that stage's failure."""
+        """Let the last stage compute the loss. A faulty target is that stage's failure."""
         total, targets = sum(self._sizes), [target] * self.batches
         fault: Exception | None = None
         try:
@@ -139,7 +139,7 @@ class Run:
             self._steps[stage.index] = StageStep(stage, self._step, self._port, stream)
         for batch, (leaves, spec) in enumerate(self._parts):
             asks = [self._step.with_gradients and leaf is not None and leaf.requires_grad for leaf in leaves]
-            # Views of one tensor count in-place changes together; each micro-batch's are its own.
+            # Views of one tensor count in-place changes together. Each micro-batch's are its own.
             detached = [None if leaf is None else leaf.data for leaf in leaves]
             self._sent += detached
             self._port.send(Key(-1, 0, batch), Message(leaves=detached, spec=spec, differentiable=asks))
@@ -147,7 +147,7 @@ class Run:
     def _on_threads(self, threads: ThreadPoolExecutor, schedule: Schedule) -> None:
         futures = [threads.submit(step.run, schedule[index]) for index, step in self._steps.items()]
         try:
-            # A failure is no exception here; only an interrupt is, of a stage or of this thread.
+            # A failure is not an exception here. Only an interrupt is, from a stage or from this thread.
             done, _ = wait_for(futures, return_when=FIRST_EXCEPTION)
             for future in done:
                 future.result()
@@ -203,7 +203,7 @@ class Run:
         return [self._port.take(Key(stages - 1, stages, batch)) for batch in range(self.batches)]
 
     def values(self) -> object:
-        """The output, without a graph; None on ranks without the last stage."""
+        """The output, without a graph. None on ranks without the last stage."""
         return _gathered(self._results()) if self._last else None
 
     def output(self) -> object:
@@ -218,7 +218,7 @@ class Run:
         return tree_unflatten(attached, spec)
 
     def backward(self, gradients: list[Tensor | None]) -> list[Tensor | None]:
-        """The gradients of :meth:`_input`, from those of the output's leaves."""
+        """The gradients of :meth:`_input`, from the gradients of the output's leaves."""
         if self._went_back:
             raise PipelineError("a pipeline's output goes back once: call forward again, or add the losses up")
         self._went_back = True
@@ -244,7 +244,7 @@ class Run:
             torch.autograd.backward([edge for edge, _ in reached], [gradient for _, gradient in reached])
 
     def _input(self) -> list[Tensor | None]:
-        """The leaves of the micro-batches, one after the other; autograd knows how they were cut out of the input."""
+        """The leaves of the micro-batches, one after the other. Autograd knows how they were cut out of the input."""
         return [leaf for leaves, _ in self._parts for leaf in leaves]
 
     def _input_gradients(self) -> list[Tensor | None]:

@@ -30,7 +30,7 @@ class Pipeline(nn.Module):
 
     In one process, stage s is on ``devices[s]``: stages on the CPU have a thread each, stages on CUDA devices are
     issued by the caller's thread in the schedule's order. Over a process group, stage s is on rank s, which keeps the
-    parameters of its own layers only. Names of parameters and keys of the state dict are those of the sequential.
+    parameters of its own layers only. Names of parameters and keys of the state dict equal the sequential's.
 
     ::
 
@@ -38,18 +38,20 @@ class Pipeline(nn.Module):
         loss = pipeline.step(inputs, targets, loss_fn=nn.functional.cross_entropy)     # forward and backward
         optimizer.step()
 
-    Skips (:mod:`shardrec.pipeline.skip`) go from the stage that stashes them straight to the one that pops them, and
-    so do their gradients. Running statistics of batch norms are those of the mini-batch, updated once a step.
+    Skips (:mod:`shardrec.pipeline.skip`) go from the stage that stashes them straight to the stage that pops them, and
+    their gradients go straight back. Running statistics of batch norms are computed over the mini-batch, and updated
+    once a step.
 
     Args:
-        module: an ``nn.Sequential``; each layer takes what the one before returns: a tensor, or a nest of tensors.
-        balance: number of layers of each stage (see :func:`balance_by_size`, :func:`balance_by_time`).
-        devices: of the stages; default: the CPU for each. Over a group: this rank's device, as a list of one.
-        group: the process group, with a rank for each stage; None: all stages are in this process.
-        chunks: micro-batches that a mini-batch is cut into; there are fewer if it has fewer samples.
+        module: an ``nn.Sequential``. Each layer takes the output of the previous layer: a tensor, or a nest of tensors.
+        balance: number of layers per stage (see :func:`balance_by_size`, :func:`balance_by_time`).
+        devices: of the stages. Default: the CPU for each. Over a group: this rank's device, as a list of one.
+        group: the process group, with a rank for each stage. None: all stages are in this process.
+        chunks: micro-batches that a mini-batch is cut into. There are fewer if it has fewer samples.
         schedule: of :meth:`step`: ``"gpipe"`` or ``"1f1b"``.
         checkpoint: which micro-batches are recomputed in backward and only keep their stages'
-            inputs: ``"always"``, ``"except_last"`` (in GPipe the last one's backward follows at once) or ``"never"``.
+            inputs: ``"always"``, ``"except_last"`` (in GPipe the last stage's backward follows immediately) or
+                ``"never"``.
 
     Attributes:
         balance: as given.
@@ -62,7 +64,7 @@ class Pipeline(nn.Module):
         ConfigError: if the balance does not fit, stages share parameters, a layer reduces gradients or updates weights
             by itself, there are too few devices or ranks, or an option is unknown.
 
-    The schedules are described in :mod:`shardrec.pipeline.schedule`; the interface follows torchgpipe (Kim et al.,
+    The schedules are described in :mod:`shardrec.pipeline.schedule`. The interface follows torchgpipe (Kim et al.,
     2020).
     """
 
@@ -161,7 +163,7 @@ class Pipeline(nn.Module):
             input: a (B, ...) tensor, or tuples, lists and dicts of them; over a group, the first stage's counts.
 
         Returns:
-            The output, on the last stage's device; over a group None on the other ranks.
+            The output, on the last stage's device. Over a group None on the other ranks.
 
         Raises:
             ConfigError: if tensors have different numbers of samples, or over a group gradients are on.
@@ -185,17 +187,17 @@ class Pipeline(nn.Module):
         loss_fn: Callable[[Any, Any], Tensor],
         reduction: Literal["mean", "sum"] = "mean",
     ) -> Tensor:
-        """Forward and backward of a mini-batch in the pipeline's schedule; gradients are added to ``.grad``.
+        """Forward and backward of a mini-batch in the pipeline's schedule. Gradients are added to ``.grad``.
 
         Args:
-            input: as of :meth:`forward`; over a group, the first stage's counts.
+            input: as of :meth:`forward`. Over a group, the first stage's counts.
             target: a nest of (B, ...) tensors, cut as the input is; over a group, the last stage's counts.
             loss_fn: from a micro-batch's output and target to its scalar loss.
             reduction: how ``loss_fn`` reduces over samples: the mean of micro-batches is weighted by their samples, so
-                that loss and gradients are those of the whole mini-batch.
+                that loss and gradients equal the whole mini-batch's.
 
         Returns:
-            The mini-batch's loss, 0-d, without a graph; over a group on every rank.
+            The mini-batch's loss, 0-d, without a graph. Over a group on every rank.
 
         Raises:
             ConfigError: if tensors have different numbers of samples.
@@ -228,12 +230,12 @@ class Pipeline(nn.Module):
 
     @property
     def sent_bytes(self) -> dict[int, int]:
-        """Bytes of tensors that this rank has sent so far, by stage; empty in one process."""
+        """Bytes of tensors that this rank has sent so far, by stage. Empty in one process."""
         return {} if self.peers is None else dict(self.peers.sent_bytes)
 
     @contextmanager
     def record(self) -> Iterator[Timeline]:
-        """Note when stages compute and wait; over a group on all ranks, which all get all the spans.
+        """Note when stages compute and wait. Over a group on all ranks, which all get all the spans.
 
         Yields:
             The timeline, filled at the end of the block.

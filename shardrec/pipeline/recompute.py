@@ -62,7 +62,7 @@ class Modes:
     """The caller's modes, which belong to a thread, for the threads that work for it and for recomputations.
 
     Args:
-        device_types: whose autocast is meant.
+        device_types: autocast is meant for these.
     """
 
     def __init__(self, device_types: set[str]) -> None:
@@ -119,8 +119,8 @@ class RandomState:
     """Where a stage's random numbers are when it is made.
 
     Args:
-        device: whose generator they are drawn from, if it is a CUDA device.
-        stream: of those on the CPU; None: torch's generator.
+        device: they are drawn from its generator, if it is a CUDA device.
+        stream: of those on the CPU. None: torch's generator.
     """
 
     def __init__(self, device: torch.device, stream: RandomStream | None) -> None:

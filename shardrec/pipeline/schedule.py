@@ -52,7 +52,7 @@ def gpipe(stages: int, batches: int) -> Schedule:
 
     Args:
         stages: number of stages S.
-        batches: number of micro-batches M; may be less than S.
+        batches: number of micro-batches M. May be less than S.
     """
     forwards = [Action("F", batch) for batch in range(batches)]
     backwards = [Action("B", batch) for batch in reversed(range(batches))]
@@ -64,7 +64,7 @@ def one_f_one_b(stages: int, batches: int) -> Schedule:
 
     Args:
         stages: number of stages S.
-        batches: number of micro-batches M; may be less than S.
+        batches: number of micro-batches M. May be less than S.
     """
     schedule = []
     for stage in range(stages):
@@ -114,7 +114,7 @@ def in_order(schedule: Schedule) -> list[list[tuple[int, Action]]]:
         ]
         if not started:
             stuck = ", ".join(f"stage {stage} at {actions[0]}" for stage, actions in enumerate(left) if actions)
-            raise ConfigError(f"the schedule cannot go on, {stuck}: put actions after those that they need")
+            raise ConfigError(f"the schedule cannot continue, {stuck}: put actions after the actions that they need")
         for stage, _ in started:
             left[stage].popleft()
         done.update(started)

@@ -51,7 +51,7 @@ class Step:
         with_gradients: a backward follows.
         checkpointed: number of micro-batches, from the first, that are computed once more.
         modes: of the caller.
-        loss: from a micro-batch and the last stage's output to what is minimized; None: the caller sends gradients.
+        loss: from a micro-batch and the last stage's output to the minimized value. None: the caller sends gradients.
         recorder: of the timeline.
     """
 
@@ -67,7 +67,7 @@ class _BoundaryContext(FunctionCtx):
 
 
 class _Boundary(torch.autograd.Function):
-    """Tensors enter a stage's graph here; their gradients end in ``caught``."""
+    """Tensors enter a stage's graph here. Their gradients end in ``caught``."""
 
     @staticmethod
     def forward(
@@ -88,10 +88,10 @@ class _Entrance:
     """Tensors that came from another stage, on this one's device.
 
     Args:
-        leaves: the tensors; let go when the forward has them, unless it is made again.
+        leaves: the tensors. Let go when the forward has them, unless it is made again.
         spec: how they are nested.
         differentiable: per leaf, whether its gradient is to go back.
-        caught: per leaf, its gradient; empty before the backward has been there.
+        caught: per leaf, its gradient. Empty before the backward has been there.
     """
 
     leaves: list[Tensor | None]
@@ -114,7 +114,7 @@ class _Entrance:
 
 
 _Edges = list[GradientEdge | None]
-"""Per leaf of a message, where its gradient enters the graph; None where it takes none."""
+"""Per leaf of a message, where its gradient enters the graph. None where it takes none."""
 
 
 @dataclass
@@ -123,7 +123,7 @@ class _Record:
 
     Args:
         entrances: what was taken: the activation, then the skips.
-        exits: of what was sent: the activation, then the skips; None if it is to be computed again.
+        exits: of the sent values: the activation, then the skips. None if it is to be computed again.
         random: state before the forward, if so.
     """
 
@@ -133,7 +133,8 @@ class _Record:
 
 
 class Stage:
-    """Stage ``index`` of ``stages``: a run of a sequential's layers on a device. ``routes`` are those of all skips."""
+    """Stage ``index`` of ``stages``: a run of a sequential's layers on a device. ``routes`` are the routes of all
+    skips."""
 
     def __init__(
         self, index: int, stages: int, layers: Sequence[nn.Module], device: torch.device, routes: Sequence[Route]
@@ -163,7 +164,7 @@ class Stage:
 
 
 class StageStep:
-    """A stage in one step; ``stream`` is of its random numbers on the CPU (None: torch's generator)."""
+    """A stage in one step. ``stream`` is of its random numbers on the CPU (None: torch's generator)."""
 
     def __init__(self, stage: Stage, step: Step, port: Mailbox, stream: RandomStream | None = None) -> None:
         self._stage = stage
@@ -184,10 +185,10 @@ class StageStep:
         return self._stage.statistics.collected(lambda: self.failure is None)
 
     def do(self, action: Action) -> None:
-        """Run an action, or tell the others that this stage has failed; does not raise for a failure.
+        """Run an action, or tell the others that this stage has failed. Does not raise for a failure.
 
         Raises:
-            BaseException: that is no Exception, such as KeyboardInterrupt, after the others have been told.
+            BaseException: such as KeyboardInterrupt, after the others have been told.
         """
         keys, device = self._stage.sent(action), self._stage.device
         messages: list[Message] = []

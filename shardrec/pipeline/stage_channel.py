@@ -1,4 +1,4 @@
-"""Messages between the ranks of a pipeline, each of which is a stage.
+"""Messages between the ranks of a pipeline. Each rank is a stage.
 
 ::
 
@@ -35,14 +35,14 @@ __all__ = ["PeerPort", "Peers"]
 T = TypeVar("T")
 
 _FRAME = 1024
-"""Bytes of a header's first part; most have no other."""
+"""Bytes of a header's first part. Most headers have only one part."""
 
 
 class Peers:
-    """The other ranks of a pipeline; what waits for them raises PeerError if one is gone.
+    """The other ranks of a pipeline. What waits for them raises PeerError if one is gone.
 
     Args:
-        group: stage s is on its rank s; all of its ranks call this.
+        group: stage s is on its rank s. All of its ranks call this.
         device: of this rank's stage.
 
     Attributes:
@@ -63,17 +63,17 @@ class Peers:
         self._threads: dict[tuple[str, int], ThreadPoolExecutor] = {}
 
     def gather(self, value: T) -> list[T]:
-        """The value of each rank, on every rank, which all call this; over gloo, so that no device waits."""
+        """The value of each rank, on every rank, which all call this. Over gloo, so that no device waits."""
         with self._about_stages():
             return safe_pickle.gather(value, self._control)
 
     def broadcast(self, value: Tensor, stage: int) -> None:
-        """Overwrite ``value`` on every rank with that of a stage."""
+        """Overwrite ``value`` on every rank with the value of a stage."""
         with self._about_stages():
             dist.broadcast(value, self._ranks[stage], group=self._tensors[0])
 
     def submit(self, way: str, peer: int, work: Callable[[], None]) -> Future[None]:
-        """Do it on the thread for a peer; one at a time, in order."""
+        """Do it on the thread for a peer. One at a time, in order."""
         threads = self._threads.get((way, peer))
         if threads is None:
             name = f"pipeline {way} {peer}"
@@ -81,7 +81,7 @@ class Peers:
         return threads.submit(work)
 
     def send(self, key: Key, message: Message, ready: torch.cuda.Event | None) -> None:
-        """Send a message; waits until it is gone. ``ready`` is recorded when its tensors had been computed."""
+        """Send a message. Waits until it is gone. ``ready`` is recorded when its tensors had been computed."""
         shapes = [None if leaf is None else (tuple(leaf.shape), leaf.dtype) for leaf in message.leaves]
         failure = None if message.failure is None else message.failure.told()
         head = safe_pickle.dump((tuple(key), shapes, message.spec, list(message.differentiable), failure))
@@ -116,7 +116,7 @@ class Peers:
                 dist.recv(rest, source, group=self._control)
                 data += bytes(rest.tolist())
             name, shapes, spec, differentiable, failure = safe_pickle.load(data[8:length])
-            assert Key(*name) == key, f"{Key(*name)} came in place of {key}: both sides have one schedule"
+            assert Key(*name) == key, f"{Key(*name)} came instead of {key}: both sides have one schedule"
             leaves: list[Tensor | None] = []
             event = None
             stream = stack.enter_context(_side_stream(self.device)) if self.device.type == "cuda" else None
@@ -131,7 +131,7 @@ class Peers:
 
     @contextmanager
     def _about_stages(self) -> Iterator[None]:
-        """A backend's error inside the block becomes one that says what it means."""
+        """A backend's error inside the block becomes an error that explains it."""
         try:
             yield
         except RuntimeError as error:

@@ -1,7 +1,7 @@
 """Running statistics of batch norms, of the mini-batch and not of its last micro-batches.
 
 A BatchNorm layer sees micro-batches, and normalizes each by its own mean and variance, as GPipe (Huang et al., 2019)
-does. Its running statistics must be those of the whole mini-batch, updated once, regardless of the number of
+does. Its running statistics must cover the whole mini-batch, updated once, regardless of the number of
 micro-batches and recomputations. So while a stage runs, its batch norms do not update them, and a hook accumulates the
 batch statistics.
 """
@@ -24,7 +24,7 @@ class MiniBatchStatistics:
     """The batch norms of a stage during a step.
 
     Args:
-        modules: those of the stage.
+        modules: the stage's.
     """
 
     def __init__(self, modules: Iterable[nn.Module]) -> None:
@@ -36,7 +36,7 @@ class MiniBatchStatistics:
 
     @contextmanager
     def collected(self, is_good: Callable[[], bool]) -> Iterator[None]:
-        """Collect inside the block; at its end update the running statistics, if the step ``is_good`` then."""
+        """Collect inside the block. At its end, update the running statistics if the step ``is_good``."""
         held = [norm for norm in self._norms if norm.training and norm.track_running_stats]
         hooks = [norm.register_forward_pre_hook(self._see) for norm in held]
         for norm in held:

@@ -23,7 +23,7 @@ class Span:
 
     Args:
         stage: its number. name: the action, such as ``"F0"``.
-        kind: ``"compute"``; ``"wait"``, for messages; ``"send"``, a message on its way to another rank.
+        kind: ``"compute"``. ``"wait"``, for messages. ``"send"``, a message on its way to another rank.
         start: time in seconds of the host's clock.
         end: on the same clock.
     """
@@ -36,10 +36,10 @@ class Span:
 
 
 class Recorder:
-    """Collects spans; from several threads.
+    """Collects spans, also from several threads.
 
     Attributes:
-        spans: so far; those of CUDA devices come with :meth:`finish`.
+        spans: so far. Those of CUDA devices come with :meth:`finish`.
     """
 
     def __init__(self) -> None:
@@ -49,7 +49,7 @@ class Recorder:
 
     @contextmanager
     def span(self, stage: int, action: Action | str, kind: str, device: torch.device | None = None) -> Iterator[None]:
-        """Note how long the block takes; on a CUDA device, what it issues to the current stream."""
+        """Note how long the block takes. On a CUDA device, how long its work on the current stream takes."""
         gpu = device if device is not None and device.type == "cuda" else None
         first = None if gpu is None else self._mark(gpu)
         start = time.time()
@@ -62,7 +62,7 @@ class Recorder:
                 self._marked.append((stage, str(action), kind, gpu, first, self._mark(gpu)))
 
     def finish(self) -> None:
-        """Wait for what was issued, and note when it was done."""
+        """Wait for the issued work, and note when it was done."""
         for stage, name, kind, device, first, last in self._marked:
             torch.cuda.synchronize(device)
             zero, origin = self._origins[device]
@@ -88,7 +88,7 @@ class Timeline:
         spans: in any order.
 
     Raises:
-        PipelineError: by each method, if there are none.
+        PipelineError: by each method, if there are no spans.
     """
 
     spans: list[Span]

@@ -13,14 +13,14 @@ The user's own stages, functions from batch to batch, come between the copy and 
 ahead for each further stage. Modules of the model that make features of the batch run ahead, too
 (:mod:`shardrec.pipeline.feature_sources`).
 
-Each step looks its rows up after the last update, so that losses are bit-identical to those of the plain loop. How far
+Each step looks its rows up after the last update, so that losses are bit-identical to the plain loop's. How far
 the loop looks ahead is its depth: 0, the plain loop; 1, batch i+1 is copied and its ids are exchanged in step i; 2,
-batch i+2 is copied in step i, too.
+batch i+2 is also copied in step i.
 
 [Note: failing while another batch is under way]
-In step i the headers of batch i+1 are exchanged between forward and backward. A rank whose forward failed still looks
+In step i the headers of batch i+1 are exchanged between forward and backward. A rank after a failed forward still looks
 up and sends what the others wait for, and then tells them in that header, so that none begins a backward. A batch i+1
-that is faulty is told there, too, and raised in its own step: batch i is trained on first, as in the plain loop.
+that is faulty is also reported there, and raised in its own step: batch i is trained on first, as in the plain loop.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class TrainPipeline:
                 ...
 
     A loop after the last batch, or after :meth:`close`, is another pass over the dataloader. A program that has an
-    iterator calls :meth:`progress` in place of the loop.
+    iterator calls :meth:`progress` instead of the loop.
 
     Which features each sharded module is called with is read from the first step: they have to be KeyedJaggedTensors
     that the batch holds (in a tuple, list, dict, dataclass or other object), or that a post-processor makes of it: a
@@ -63,17 +63,17 @@ class TrainPipeline:
     A step that raises leaves the pipeline usable: its batch is lost, and the next ``next()`` takes the next one.
 
     Args:
-        model: from :func:`shardrec.shard`, or any module, whose inputs are then copied ahead only.
-        optimizer: of the model, one or several (fused ones update in backward); each step clears gradients and updates.
+        model: from :func:`shardrec.shard`, or any module. Its inputs are then only copied ahead.
+        optimizer: of the model, one or several (fused ones update in backward). Each step clears gradients and updates.
         dataloader: batches; as many on every rank. An iterator, such as a generator, gives a single pass. Tensors,
             tuples, lists and dicts of them, or objects with a method ``to(device, non_blocking)``. As in TorchRec it
             may be the device, for a program that calls :meth:`progress`.
-        loss_fn: from model and batch to the loss, or a tuple that begins with it; default: calls ``model(batch)``.
-        depth: 0, 1 or 2; see above.
+        loss_fn: from model and batch to the loss, or a tuple that begins with it. Default: calls ``model(batch)``.
+        depth: 0, 1 or 2. See above.
         accumulate: batches of an update: it takes the mean of their gradients, as of one batch with the rows of all. If
             the batches end before, it is made with those that there are, each with the same share.
-        clip_norm: largest norm of an update's gradients (:func:`shardrec.clip_grad_norm_`); default: any.
-        device: where batches are copied to; default: the sharded model's, or that of the first parameter.
+        clip_norm: largest norm of an update's gradients (:func:`shardrec.clip_grad_norm_`). Default: any.
+        device: where batches are copied to. Default: the device of the sharded model, or of the first parameter.
         stages: functions from a batch on the device to a batch, without gradients, such as a transformation on the GPU.
             A batch passes one in each step before its own. On CUDA each runs on a stream of its own.
 
@@ -83,9 +83,9 @@ class TrainPipeline:
 
     Attributes:
         grad_norms: (2,) float32, the norms of the last update's gradients before they were clipped, of the dense part
-            and of the tables; None without ``clip_norm``.
+            and of the tables. None without ``clip_norm``.
 
-    The idea is that of TorchRec's ``TrainPipelineSparseDist``.
+    The idea is from TorchRec's ``TrainPipelineSparseDist``.
     """
 
     def __init__(
@@ -103,7 +103,7 @@ class TrainPipeline:
     ) -> None:
         if isinstance(dataloader, torch.device):
             if device is not None:
-                raise ConfigError(f"device is given twice, as {dataloader} and {device}; leave one out")
+                raise ConfigError(f"device is given twice, as {dataloader} and {device}. Leave one out")
             dataloader, device = None, dataloader
         if depth not in (0, 1, 2):
             raise ConfigError(f"depth is {depth!r}: give 0 (the plain loop), 1 or 2")
@@ -133,13 +133,13 @@ class TrainPipeline:
 
     @property
     def modules_ahead(self) -> list[nn.Module]:
-        """The post-processors that run ahead, and the sharded modules whose ids are exchanged ahead."""
+        """The post-processors that run ahead, and the sharded modules that exchange ids ahead."""
         return self._steps.modules_ahead
 
     def __iter__(self) -> Self:
         if not self._has_dataloader:
             raise ConfigError(
-                "this TrainPipeline has no dataloader to loop over: give it one, or call progress(iterator)"
+                "this TrainPipeline lacks a dataloader to loop over: give it one, or call progress(iterator)"
             )
         self._steps.begin_pass()
         return self
@@ -152,7 +152,7 @@ class TrainPipeline:
 
         Raises:
             StopIteration: after the last batch.
-            ConfigError: in another pass, if the dataloader has no batch for it.
+            ConfigError: in another pass, if the dataloader lacks a batch for it.
             InputError: on every rank, if the batch, or the model's forward on it, fails on any.
         """
         try:
@@ -187,7 +187,7 @@ class TrainPipeline:
         return result[1] if isinstance(result, (tuple, list)) and len(result) == 2 else result
 
     def update(self) -> None:
-        """Make the update with the batches since the last one, if there are any; every rank calls it."""
+        """Make the update with the batches since the last one, if there are any. Every rank calls it."""
         if not self._accumulated:
             return
         self._accumulated = 0
@@ -214,11 +214,11 @@ class TrainPipeline:
 
         Args:
             dataloader: batches, as many on every rank.
-            forward: from model and batch to the output; default: ``model(batch)``.
+            forward: from model and batch to the output. Default: ``model(batch)``.
         """
         steps = self._ahead(dataloader)
         while True:
-            # Between two outputs the caller may train; a module that is frozen stays in its own mode.
+            # Between two outputs the caller may train. A module that is frozen stays in its own mode.
             modes = {module: module.training for module in self._model.modules()}
             self._model.eval()
             try:

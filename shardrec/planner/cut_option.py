@@ -23,10 +23,10 @@ class Candidate:
 
     Args:
         cut: name of the cut.
-        widths: columns of each stripe.
-        edges: first row of each row block, and the rows of the table.
+        widths: columns per stripe.
+        edges: first row per row block, and the rows of the table.
         option: the same for the solver.
-        on_all: whether it has a block on each rank, all alike, as part of the option's common load.
+        on_all: whether it has an equal block on each rank, as part of the option's common load.
         holders: number of ranks of a place that hold a shard, the first ones; 0: all of them.
         pinned: the layout, if a constraint gave it.
         tier: where the rows are.
@@ -45,7 +45,7 @@ class Candidate:
 
 
 def lay_out(name: str, table: TableLoad, candidate: Candidate, places: Sequence[Place], world: int) -> TableLayout:
-    """The layout of a candidate whose gangs were placed."""
+    """The layout of a candidate after its gangs were placed."""
     rows, cols = table.num_embeddings, table.embedding_dim
     if candidate.pinned is not None:
         shards = tuple(replace(shard, table=name) for shard in candidate.pinned.shards)
@@ -72,7 +72,7 @@ def lay_out(name: str, table: TableLoad, candidate: Candidate, places: Sequence[
 
 def add_option(option: Option, loads: Floats, memory: Floats, limits: Floats) -> list[Place]:
     """Add an option to the ranks' loads (R,) and bytes (R,), each gang where these are least over the limits (R,), and
-    of such places where the slowest rank is fastest; returns the places."""
+    of such places where the slowest rank is fastest. Returns the places."""
     loads += option.everywhere.load
     memory += option.everywhere.memory[0]
     chosen = []
@@ -94,5 +94,5 @@ def add_option(option: Option, loads: Floats, memory: Floats, limits: Floats) ->
 
 @lru_cache(1024)
 def _ranks_of(places: tuple[Place, ...]) -> Ints:
-    """(items, P) the rank of each item at each place. There are few sets of places, which many gangs share."""
+    """(items, P) the rank per item at each place. There are few sets of places, which many gangs share."""
     return np.array(places).T.copy()

@@ -1,12 +1,12 @@
 """The ways to cut a table, priced, as options of the solver.
 
 Cuts that cannot be better than another that is allowed are left out. On one host, row blocks on any ranks include those
-on all of its ranks (``table_row_wise``), which are made only if a constraint asks for them; column stripes on any ranks
+on all of its ranks (``table_row_wise``), which are made only if a constraint asks for them. Column stripes on any ranks
 include those of ``table_column_wise``, on any number of hosts.
 
 On several hosts, what row blocks cost depends on which of them share a host (:meth:`CostModel.host_sum`). So there
 their places are whole patterns: some or all of the ranks of a host, several hosts, or all ranks. Two of a table's
-patterns on the same host cost no more than they are priced at. They may cost less, which the bound does not know; less
+patterns on the same host cost no more than they are priced at. They may cost less, which the bound does not know. Less
 still cost the table's blocks on that host alone, which is an option too, but for shards that just fit a cache.
 """
 
@@ -43,17 +43,17 @@ _HOSTS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
 _LOAD_FACTORS = (0.01, 0.03, 0.1, 0.3)
 """Parts of a table's rows that a cache has room for."""
 _ALIKE = 1.001
-"""Row blocks are alike if none has more than this factor times the load and bytes of another."""
+"""Row blocks count as equal if the load and bytes of any two differ by at most this factor."""
 
 
 class CandidateMaker:
-    """Makes the candidates of tables; equal tables get the same objects.
+    """Makes the candidates of tables. Equal tables get the same objects.
 
     Args:
         model: prices them.
-        least: a load (ms) and bytes; a table is not cut into shards that are smaller in both, nor into uneven stripes.
-            It bounds how many candidates thousands of tables have; what is smaller hardly changes how ranks are filled.
-        tiers: where a table without a constraint on it may be; empty for a CPU, which has none.
+        least: a load (ms) and bytes. A table is not cut into shards that are smaller in both, nor into uneven stripes.
+            It bounds how many candidates thousands of tables have. What is smaller hardly changes how ranks are filled.
+        tiers: where a table without a constraint on it may be. Empty for a CPU.
     """
 
     def __init__(self, model: CostModel, least: tuple[float, float] | None = None, tiers: tuple[str, ...] = ()) -> None:
@@ -72,7 +72,7 @@ class CandidateMaker:
         """All the ways to cut a table within its constraint.
 
         Raises:
-            ConfigError: if there is none.
+            ConfigError: if no cut is possible.
         """
         key = table, limit
         if key not in self._made:
@@ -93,7 +93,7 @@ class CandidateMaker:
             yield table
         elif not (self._tiers and table.leaves_device):
             reason = "no kernel of fbgemm's runs its optimizer in backward" if self._tiers else "a CPU has no tiers"
-            raise ConfigError(f"table {name!r} is to be in tier {tiers[0]!r}, and {reason}; allow tier 'device'")
+            raise ConfigError(f"table {name!r} is to be in tier {tiers[0]!r}, and {reason}. Allow tier 'device'")
         if self._tiers and table.leaves_device:
             cuts_columns = table.cuts_columns and not table.whole_row_state
             if "cached" in tiers:
@@ -117,7 +117,7 @@ class CandidateMaker:
         )
         if "table_wise" in allowed:
             yield self._free(table, "table_wise", whole, (0, table.num_embeddings), ranks)
-        # On one rank, table-wise is the same; but a constraint may leave nothing else that one rank can do.
+        # On one rank, table-wise is the same. A constraint may still leave no other cut.
         if "data_parallel" in allowed and (world > 1 or not {"table_wise", "column_wise", "row_wise"} & set(allowed)):
             yield self._replicas(table)
         if "column_wise" in allowed:
@@ -305,7 +305,7 @@ class CandidateMaker:
         if shape != (table.num_embeddings, table.embedding_dim):
             raise ConfigError(
                 f"table {name!r} is {(table.num_embeddings, table.embedding_dim)} and is pinned to a layout of "
-                f"{shape}; pin it to one of its own shape"
+                f"{shape}. Pin it to one of its own shape"
             )
         faults = layout.faults(self._topology.world_size)
         if faults:
@@ -324,13 +324,13 @@ class CandidateMaker:
     def _blocks(
         self, table: TableLoad, width: int, stripes: int, edges: Ints, host_sum: Cost | None = None
     ) -> tuple[Item, ...]:
-        """Each row block of a stripe; if hosts sum them, with what the sums of its host cost its rank.
+        """Each row block of a stripe. If hosts sum row blocks, a block's cost includes its host's sums.
 
-        Blocks that are nearly alike are one item, with the load of the least: no plan costs less than its items. It has
+        Blocks that are nearly equal are one item, with the load of the least: no plan costs less than its items. It has
         the bytes of the largest: each plan of the items fits.
         """
         spans = list(pairwise(edges))
-        # Without a histogram, blocks of as many rows are alike.
+        # Without a histogram, blocks with the same number of rows are equal.
         keys = [bottom - top if table.histogram is None else top for top, bottom in spans]
         distinct = {
             key: self._model.shard(
@@ -352,7 +352,7 @@ class CandidateMaker:
 
 
 def _on_all(table: TableLoad, cut: str, widths: Ints, edges: Ints, everywhere: Item, block: Item) -> Candidate:
-    """Blocks that are alike on each rank, as part of what the option puts on every rank."""
+    """Blocks that are equal on each rank, as part of the option's load on every rank."""
     common = Item(load=everywhere.load + block.load, memory=(everywhere.memory[0] + block.memory[0],))
     return _candidate(table, cut, widths, edges, common, on_all=True)
 
@@ -392,9 +392,9 @@ def _label(table: TableLoad, cut: str, widths: Ints, edges: Ints) -> str:
 
 
 def _stripes(table: TableLoad, least: int) -> Iterator[Ints]:
-    """Widths of the stripes that columns are cut into; none if the kernels cannot take the width at all.
+    """Widths of the stripes that columns are cut into. None if the kernels cannot take the width at all.
 
-    As even as whole units allow, for any number of stripes; a stripe and one or two narrower ones, and any number of
+    As even as whole units allow, for any number of stripes. A stripe and one or two narrower ones, and any number of
     equal stripes and a narrower one: what filling one rank after the other leaves of a table.
     """
     units, rest = divmod(table.embedding_dim, COLUMN_UNIT)
@@ -425,12 +425,12 @@ def _stripes(table: TableLoad, least: int) -> Iterator[Ints]:
 def _nothing_left(name: str, table: TableLoad, limit: Constraint, topology: Topology) -> str:
     allowed = [cut for cut in (limit.cuts or CUTS) if not (cut == "data_parallel" and limit.ranks)]
     if not allowed:
-        return f"table {name!r}: its constraint leaves no cut; allow another one of {', '.join(CUTS)}"
+        return f"table {name!r}: its constraint leaves no cut. Allow another one of {', '.join(CUTS)}"
     per_column = {"column_wise", "table_column_wise", "grid"}
     if table.embedding_dim % COLUMN_UNIT and per_column & set(allowed):
         reason = f"cannot cut {table.embedding_dim} columns"
     else:
         reason = f"needs all the ranks of a host ({topology.ranks_per_host} each), not {limit.ranks}"
     return (
-        f"table {name!r}: its constraint allows only {', '.join(allowed)}, which {reason}; allow row_wise or table_wise"
+        f"table {name!r}: its constraint allows only {', '.join(allowed)}, which {reason}. Allow row_wise or table_wise"
     )

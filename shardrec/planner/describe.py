@@ -24,8 +24,8 @@ __all__ = ["PlannedTable", "Sampled", "loads_of", "sampled_features", "table_loa
 
 
 class PlannedTable(NamedTuple):
-    """A table of a collection: its name in the plan; ``pooled``, or a row per id, of which each distinct id of a batch
-    is sent once (``dedup``); raw ids, which are spread evenly over its rows (``dynamic``)."""
+    """A table of a collection: its name in the plan. ``pooled``, or a row per id, where each distinct id of a batch
+    is sent once (``dedup``). Raw ids, which are spread evenly over its rows (``dynamic``)."""
 
     name: str
     config: BaseEmbeddingConfig
@@ -41,7 +41,7 @@ class Sampled:
 
     Args:
         pooling: ids of a sample.
-        growth: how the distinct ids grow; None if there was no id.
+        growth: how the distinct ids grow. None if there was no id.
         ids: (N,) all of them.
     """
 
@@ -57,12 +57,12 @@ def table_loads(
     sampled: Mapping[str, Sampled] | None = None,
     dedup: bool = True,
 ) -> dict[str, TableLoad]:
-    """The planner's description of each table of a model's collections.
+    """The planner's description of each table in a model's collections.
 
     Args:
         model: holds unsharded collections.
-        poolings: ids of a sample, by feature or by table name; default: 1.
-        sampled: statistics of sample batches, by feature; ``poolings`` overrides them.
+        poolings: ids of a sample, by feature or by table name. Default: 1.
+        sampled: statistics of sample batches, by feature. ``poolings`` overrides them.
         dedup: sequence collections send each distinct id of a table once per batch.
 
     Raises:
@@ -136,7 +136,7 @@ def loads_of(
         )
     unknown = sorted(pooling_of.keys() - used)
     if unknown:
-        raise ConfigError(f"poolings names {unknown[0]!r}, which is no feature and no table of the model")
+        raise ConfigError(f"poolings names {unknown[0]!r}, which is not a feature or a table of the model")
     return loads
 
 
@@ -154,7 +154,7 @@ def sampled_features(batches: Iterable[KeyedJaggedTensor]) -> dict[str, Sampled]
         for key in list(batch.keys()):
             ids.setdefault(key, []).append(batch[key].values())
     if not samples:
-        raise ConfigError("sample_batches holds no sample; give batches as they are trained on, or leave it out")
+        raise ConfigError("sample_batches holds no sample. Give batches as they are trained on, or leave it out")
     sampled = {}
     for key, parts in ids.items():
         everything = torch.cat(parts)

@@ -38,7 +38,7 @@ def refuse(planner: Planner) -> NoReturn:
     faults = [
         f"the tables do not fit: they take at least {_size(total)} with optimizer state and buffers, and "
         f"{ranks} rank{'s' * (ranks > 1)} of {'up to ' * uneven}{_size(capacity)} have "
-        f"{_size(planner.capacities.sum())}; the largest are "
+        f"{_size(planner.capacities.sum())}. The largest are "
         + ", ".join(f"{name!r} ({_size(needs[name])})" for name in sorted(needs, key=lambda name: -needs[name])[:5])
     ]
     for name, candidates in planner.candidates.items():
@@ -66,7 +66,7 @@ def refuse(planner: Planner) -> NoReturn:
 
 
 def least_capacity(planner: Planner, accuracy: float = 0.005) -> float | None:
-    """The least memory of a rank, to a relative accuracy, for which a plan was found; None if none does.
+    """The least memory of a rank, to a relative accuracy, for which a plan was found. None if none does.
 
     Args:
         planner: tables and ranks.
@@ -130,7 +130,7 @@ def _relax(planner: Planner, name: str) -> str:
 
 
 def _size(size: float, *, up: bool = False) -> str:
-    """For people; ``up``: rounded upwards."""
+    """For people. ``up``: rounded upwards."""
     unit, name, digits = (_GIB, "GiB", 2) if size >= _GIB / 100 else (2**20, "MiB", 3)
     number = ceil(size / unit * 10**digits) / 10**digits if up else size / unit
     return f"{number:,.{digits}f} {name}"

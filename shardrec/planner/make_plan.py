@@ -40,17 +40,17 @@ def plan(
     Without a time limit the result is a pure function of the arguments, so every rank may compute it independently.
 
     Args:
-        model: holds ``torchrec.EmbeddingBagCollection`` or ``EmbeddingCollection`` modules; meta tables are fine.
-        topology: the ranks; default: those of the default process group (one rank without a group).
+        model: holds ``torchrec.EmbeddingBagCollection`` or ``EmbeddingCollection`` modules. Meta tables are fine.
+        topology: the ranks. Default: the default process group's ranks (one rank without a group).
         batch_size: samples per rank in a step.
         constraints: limits by table name (``"path.to.collection.table"``, or ``"table"`` where one collection has it)
             or pattern with ``*`` and ``?``.
-        profile: time coefficients (``shardrec calibrate``); default: those of the topology's machine.
-        poolings: ids of a sample, by feature or table; default: 1, or as in ``sample_batches``.
+        profile: time coefficients (``shardrec calibrate``). Default: the coefficients of the topology's machine.
+        poolings: ids of a sample, by feature or table. Default: 1, or as in ``sample_batches``.
         sample_batches: batches of one rank, from which the planner estimates the ids per sample, how often ids repeat,
             and which rows they hit. A few thousand samples are enough.
         limits: when to stop searching.
-        device: of the tables, unless the topology has a machine; default: the default of :func:`shardrec.shard`.
+        device: of the tables, unless the topology has a machine. Default: the default of :func:`shardrec.shard`.
         dedup: the argument ``dedup`` that :func:`shardrec.shard` will get: sequence collections send each distinct id
             of a table once.
 
@@ -59,8 +59,8 @@ def plan(
         cuts.
 
     Raises:
-        ConfigError: if the model has no collection, or a constraint is for an unknown table or cannot be met.
-        PlanError: if the tables do not fit; names them and the remedies.
+        ConfigError: if the model lacks collections, or a constraint names an unknown table or cannot be met.
+        PlanError: if the tables do not fit. Names them and the remedies.
     """
     tables, kind = _tables_of(model, poolings, sample_batches, dedup), _device_type(model, device)
     ranks = topology or _current_topology()
@@ -77,7 +77,7 @@ def plan_tables(
     profile: Profile | None = None,
     limits: SolveLimits | None = None,
 ) -> ShardingPlan:
-    """Plan tables that are known by their shapes and loads; see :func:`plan`.
+    """Plan tables that are known by their shapes and loads. See :func:`plan`.
 
     Args:
         tables: by name.
@@ -107,15 +107,15 @@ def replan(
 ) -> ShardingPlan:
     """A better plan for the same ranks that moves few bytes.
 
-    A byte is moved if a rank holds a weight in the new plan that it does not hold in the old one; optimizer state moves
+    A byte is moved if a rank holds a weight in the new plan that it does not hold in the old one. Optimizer state moves
     with it.
 
     Args:
         old_plan: in use now.
-        model: as for :func:`plan`, whose other arguments are also accepted.
+        model: as for :func:`plan`. The other arguments of ``plan`` are accepted as well.
         max_moved_bytes: most bytes of weights and optimizer state that ranks may have to receive.
         batch_size: samples per rank in a step.
-        constraints: by table name or pattern; they hold for the tables that move.
+        constraints: by table name or pattern. They hold for the tables that move.
         profile: time coefficients.
         poolings: ids of a sample.
         sample_batches: batches as one rank gets them.
@@ -124,7 +124,7 @@ def replan(
         dedup: as :func:`shardrec.shard` will be told.
 
     Returns:
-        The plan, whose bound is that of a new plan.
+        The plan, with the bound of a new plan.
     """
     tables, kind = _tables_of(model, poolings, sample_batches, dedup), _device_type(model, device)
     old_plan.check_tables({name: (load.num_embeddings, load.embedding_dim) for name, load in tables.items()})
@@ -134,7 +134,7 @@ def replan(
 
 
 def best_plan(planner: Planner, limits: SolveLimits | None) -> ShardingPlan:
-    """The best plan that is found; raises PlanError if there is none. Tables are in tier ``"cached"``, without a
+    """The best plan that is found. Raises PlanError if there is none. Tables are in tier ``"cached"``, without a
     constraint that says so, only if there is no plan otherwise."""
     solution, chosen = solve(planner.problem(), limits), planner
     if solution is None and planner.machine.kind == "cuda":
@@ -154,7 +154,7 @@ def _tables_of(
     tables = table_loads(model, poolings=poolings, sampled=sampled, dedup=dedup)
     if not tables:
         raise ConfigError(
-            f"{type(model).__name__} holds no torchrec embedding collection to plan; was it sharded already?"
+            f"{type(model).__name__} holds no torchrec embedding collection to plan. Was it sharded already?"
         )
     return tables
 

@@ -1,4 +1,4 @@
-"""A planning problem: tables, ranks and prices, the options of each table, and the plan of a solution."""
+"""A planning problem: tables, ranks and prices, the options per table, and the plan of a solution."""
 
 from __future__ import annotations
 
@@ -28,19 +28,19 @@ _MANY = 3000
 _MIN_SHARE = 0.02
 """The smallest shard then, against a rank's load and memory."""
 _LACKING = " memory that a rank lacks"
-"""Name of what is a table to the solver only; names of a model's tables have no space in front."""
+"""Name of an entry that is a table to the solver only. Names of a model's tables do not begin with a space."""
 
 
 class Planner:
-    """Tables, ranks and prices, and what is made of them.
+    """Tables, ranks and prices, and the problem made of them.
 
     Args:
         tables: by name.
         topology: the ranks.
         batch_size: samples per rank in a step.
         constraints: by table name or pattern.
-        profile: time coefficients; default: those of the topology's machine.
-        device: ``"cpu"`` or ``"cuda"``, for the machine of a topology without one; default: CUDA where torch sees it.
+        profile: time coefficients. Default: the coefficients of the topology's machine.
+        device: ``"cpu"`` or ``"cuda"``, for the machine of a topology without one. Default: CUDA where torch sees it.
         spills: whether tables without a constraint on it may be in tier ``"cached"``.
     """
 
@@ -88,7 +88,7 @@ class Planner:
 
     @property
     def capacities(self) -> Floats:
-        """(R,) bytes of each rank."""
+        """(R,) bytes per rank."""
         return np.array(self.topology.rank_memory or [self.machine.table_memory] * self.topology.world_size)
 
     @property
@@ -99,8 +99,8 @@ class Planner:
     def problem(self, capacity: float | None = None) -> Problem:
         """The problem for the solver, with another capacity of every rank if one is given.
 
-        In the solver all ranks have the memory of the largest one. What the others lack is an additional table, whose
-        one option has an item with this number of bytes for each rank, at its place.
+        In the solver all ranks have the memory of the largest rank. The memory that other ranks lack is an additional
+        table, whose one option has an item with this number of bytes for each rank, at its place.
         """
         # Tables with the same candidates have the same options: one object.
         options = {id(each): tuple(candidate.option for candidate in each) for each in self.candidates.values()}
@@ -132,7 +132,7 @@ class Planner:
         labels: Mapping[str, str] | None = None,
         others: Mapping[str, tuple[str, str]] | None = None,
     ) -> ShardingPlan:
-        """A plan with its report: priced as it is laid out; the solution says what ended the search."""
+        """A plan with its report: priced as it is laid out. The solution says why the search ended."""
         ranks, per_table = priced_plan(self.model, self.tables, bare)
         cost, labels, others = max(each.ms for each in ranks), labels or {}, others or {}
         report = PlanReport(

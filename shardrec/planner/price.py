@@ -1,4 +1,4 @@
-"""The price of any plan, made by the planner or by hand: the cost of each rank, and of each table."""
+"""The price of any plan, made by the planner or by hand: the cost per rank, and per table."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _FORWARD, _BACKWARD = 3, 1
 def priced_plan(
     model: CostModel, tables: Mapping[str, TableLoad], plan: ShardingPlan
 ) -> tuple[list[Cost], dict[str, Cost]]:
-    """The cost of each rank, and of each table on all ranks together.
+    """The cost per rank, and per table on all ranks together.
 
     Args:
         model: the prices.
@@ -65,7 +65,8 @@ def _overheads(model: CostModel, tables: Mapping[str, TableLoad], plan: Sharding
 
 
 def priced_layout(model: CostModel, table: TableLoad, layout: TableLayout) -> tuple[Cost, list[tuple[int, Cost]]]:
-    """What any layout costs every rank; and what else it costs some: (rank, cost), the shards' in their order first."""
+    """The cost of any layout for every rank, and its additional costs for some ranks: (rank, cost), first the shards'
+    in their order."""
     if layout.replicated:
         return model.replicated(table), []
     if (layout.tier, layout.load_factor) != (table.tier, table.load_factor):

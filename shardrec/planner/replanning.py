@@ -46,7 +46,7 @@ class Replanned(NamedTuple):
     pause_ms: float
 
     def __str__(self) -> str:
-        """What was moved and what it wins, as a line."""
+        """The moved bytes and the predicted gain, as a line."""
         names = [change.name for change in self.old.diff(self.new)]
         shown = ", ".join(names[:3]) + ", ..." * (len(names) > 3)
         return (
@@ -68,7 +68,7 @@ def replan_tables(
         limits: when to stop the search for the plan that is free to move anything, and after it that for moves.
     """
     if not max_moved_bytes >= 0:
-        raise ConfigError(f"max_moved_bytes is {max_moved_bytes}; give a number of bytes, at least 0")
+        raise ConfigError(f"max_moved_bytes is {max_moved_bytes}. Give a number of bytes, at least 0")
     if any(table.tier == "cached" for table in old.tables):
         planner = planner.changed(spills=True)
     free = solve(planner.problem(), limits)
@@ -90,8 +90,9 @@ def replan_tables(
 def paying_plan(
     planner: Planner, old: ShardingPlan, *, steps: float, min_gain: float, limits: SolveLimits | None = None
 ) -> Replanned | None:
-    """A plan whose step is shorter by the part ``min_gain``, and whose move takes no longer than this part of ``steps``
-    steps; None if the old plan is to stay. Args: of :meth:`shardrec.ShardedModel.replan` and :func:`replan_tables`."""
+    """A plan with a step that is shorter by the part ``min_gain``, and a move that takes no longer than this part of
+    ``steps`` steps. None if the old plan is to stay. Args: of :meth:`shardrec.ShardedModel.replan` and
+    :func:`replan_tables`."""
     model, tables, world = planner.model, planner.tables, old.world_size
     links = (model.profile.exchange_byte_ns, (old.topology.hosts > 1) * model.profile.host_exchange_byte_ns, 1e-9)
     byte_ms, old_ms = _COPIES * max(links) * 1e-6, predicted_ms(model, tables, old)
@@ -176,7 +177,7 @@ class _Moves:
         return lay_out(name, table, candidate, self._near(name, table, candidate, places), self.old.world_size)
 
     def _near(self, name: str, table: TableLoad, candidate: Candidate, places: Sequence[Place]) -> Sequence[Place]:
-        """The same ranks, with blocks left on ranks that hold some of them already, where blocks are alike."""
+        """The same ranks, with equal blocks left on the ranks that already hold them."""
         if len(places) < 2 or len(candidate.option.gangs) != 1 or len(places[0]) != 1:
             return places
         old = self.old.by_name[name]

@@ -7,10 +7,10 @@
     ParameterSharding.sharding_spec        its shards: sizes and offsets are (rows, columns)
     sharding_type                          cut; a layout of another form is written as the nearest, see below
 
-The path may be that of a module around the collection, such as a ``FeatureProcessedEmbeddingBagCollection`` or an
+The path may lead to a module around the collection, such as a ``FeatureProcessedEmbeddingBagCollection`` or an
 ``EmbeddingTower``: the layouts are of the collection inside. A collection without a path is replicated, as by TorchRec.
 
-A TorchRec row-wise table has one block per rank, in the order of ranks; TorchRec does not support other row cuts, so
+A TorchRec row-wise table has one block per rank, in the order of ranks. TorchRec does not support other row cuts, so
 writing such a plan raises an error with the remedy.
 """
 
@@ -38,7 +38,7 @@ def from_torchrec(plan: TorchRecPlan, topology: Topology, shapes: Mapping[str, t
     """A TorchRec plan as one of shardrec's.
 
     Args:
-        plan: of a model whose collections are not sharded yet. The tables of a collection that it leaves out are
+        plan: of a model with collections that are not sharded yet. The tables of a collection that it leaves out are
             replicated.
         topology: the ranks that it is for.
         shapes: ``(num_embeddings, embedding_dim)`` by table, which TorchRec's replicated tables do not tell
@@ -65,7 +65,7 @@ def from_torchrec(plan: TorchRecPlan, topology: Topology, shapes: Mapping[str, t
             cut = _FROM_TORCHREC.get(sharding.sharding_type, sharding.sharding_type)
             spec = sharding.sharding_spec
             if cut != "data_parallel" and spec is None:
-                faults.append(f"table {name!r} has no sharding_spec; let TorchRec's planner make the plan complete")
+                faults.append(f"table {name!r} has no sharding_spec. Let TorchRec's planner make the plan complete")
                 continue
             shards = () if cut == "data_parallel" else tuple(_shards(name, spec))
             layouts.append(
@@ -93,13 +93,13 @@ def to_torchrec(
     """One of shardrec's plans for TorchRec's ``DistributedModelParallel``.
 
     Args:
-        plan: whose cuts TorchRec has.
+        plan: has only cuts that TorchRec supports.
         device: ``"cpu"`` or ``"cuda"``.
-        kernel: compute kernel of the sharded tables; those of replicated tables are dense.
-        paths: path of each table's collection, by table name; default: all of the name but the last part.
+        kernel: compute kernel of the sharded tables. Those of replicated tables are dense.
+        paths: path of each table's collection, by table name. Default: the name without its last part.
 
     Raises:
-        PlanError: if a table is cut in a way that TorchRec does not support; names each of them.
+        PlanError: if a table is cut in a way that TorchRec does not support. Names each of them.
     """
     from torch.distributed._shard.sharding_spec import EnumerableShardingSpec
     from torchrec.distributed.types import EmbeddingModuleShardingPlan, ParameterSharding
@@ -131,11 +131,11 @@ def constraints_from_torchrec(
 ) -> tuple[dict[str, Constraint], dict[str, float]]:
     """TorchRec's constraints as shardrec's, and the ids of a sample that they tell.
 
-    Their settings of kernels, caches and devices have no counterpart and are ignored.
+    Their settings of kernels, caches and devices are ignored.
 
     Args:
         constraints: by table name, as TorchRec's planner takes them.
-        prefix: put before the names, which stand for tables' own names; ``"*."`` where several collections have one.
+        prefix: put before the names, which stand for tables' own names. ``"*."`` where several collections have one.
 
     Returns:
         For :func:`shardrec.plan`: ``constraints`` by table, and ``poolings`` by feature where the features are named.
@@ -146,7 +146,7 @@ def constraints_from_torchrec(
         cuts = tuple(_FROM_TORCHREC.get(kind, kind) for kind in each.sharding_types or ())
         known = tuple(cut for cut in cuts if cut in CUTS)
         if cuts and not known:
-            raise PlanError(f"table {name!r}: shardrec has none of the sharding types {', '.join(cuts)}")
+            raise PlanError(f"table {name!r}: shardrec does not have the sharding types {', '.join(cuts)}")
         by_table[f"{prefix}{name}"] = Constraint(cuts=known, min_columns=each.min_partition or 0)
         if each.feature_names:
             factors = [float(factor) for factor in each.pooling_factors]

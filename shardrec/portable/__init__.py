@@ -26,7 +26,7 @@ __all__ = ["portable_twin"]
 
 
 def portable_twin(module: nn.Module, parallel_lookups: bool) -> nn.Module | None:
-    """The portable twin of a sharded collection; None for another module, whose own twin is portable.
+    """The portable twin of a sharded collection. None for any other module, because its own twin is portable.
 
     Called by :mod:`shardrec.scripting`, by way of :mod:`shardrec._late_imports`.
     """

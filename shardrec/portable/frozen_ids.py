@@ -3,8 +3,8 @@
 Shapes: S slots of this rank, B_all samples of all ranks, N ids, n ids of all the maps of this rank.
 
 The ids of all maps are one sorted list. An id stands in it as its hash, which is a bijection, xored with a number of
-its map's own. Equal entries are then of different maps, and other numbers are chosen if there are any; an entry that is
-found is that of the id if it is of the map that was asked.
+its map's own. Equal entries are then of different maps, and other numbers are chosen if there are any. An entry that is
+found belongs to the id if it is of the map that was asked.
 """
 
 from __future__ import annotations
@@ -77,14 +77,14 @@ class FrozenMaps(nn.Module):
         self.keys, self.owners, self.rows, self.salts = prepared[0], prepared[1], prepared[2], prepared[3]
 
     def forward(self, lengths: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
-        """The rows of ids; reads no value on the host.
+        """The rows of ids. Reads no value on the host.
 
         Args:
             lengths: (S, B_all).
             ids: (N,) int64, slot after slot.
 
         Returns:
-            (N,) int64 rows, and (N,) float32: 0 for an id that is a row of zeros, whose row is 0 here, and else 1.
+            (N,) int64 rows, and (N,) float32: 0 for an id that is a row of zeros (its row here is 0), and 1 otherwise.
         """
         ends = lengths.sum(dim=1, dtype=torch.int64).cumsum(0)
         slot_N = torch.searchsorted(ends, torch.arange(ids.size(0), device=ids.device), right=True)
@@ -111,7 +111,7 @@ def frozen_maps(collection: ShardedCollection) -> nn.ModuleList:
         return nn.ModuleList()
     if getattr(collection, "finds_distinct", False):
         raise ConfigError(
-            f"{type(collection).__name__} has dynamic ids and looks up each distinct id of a batch once; a program "
+            f"{type(collection).__name__} has dynamic ids and looks up each distinct id of a batch once. A program "
             "that runs without shardrec does so for plain ids alone: shard the model with dedup=False"
         )
     return nn.ModuleList([FrozenMaps(collection.id_maps, collection.device)])

@@ -54,7 +54,7 @@ class PortableBags(PortableTwin):
         sources = [
             [(source.block, starts[source.block].index(source.start)) for source in piece.sources] for piece in pieces
         ]
-        # Per block, those of the ranks and then that of replicated tables, the widths of its runs of columns.
+        # Per block (the ranks' blocks, then the block of replicated tables), the widths of its runs of columns.
         self.splits = list_of(list[int], splits)
         # Per run of the output's columns, the (block, run) that it is the sum of.
         self.sources = list_of(list[tuple[int, int]], sources)
@@ -71,12 +71,12 @@ class PortableBags(PortableTwin):
         return awaitable(self.finish, pending, batch, replicated, bags)
 
     def pooled(self, checked: Checked) -> tuple[Tensor, list[int]]:
-        """(B_all, D_mine) pooled rows of this rank's shards, rank after rank, and the batch size of each rank."""
+        """(B_all, D_mine) pooled rows of this rank's shards, rank after rank, and the batch size per rank."""
         got = self.input.exchange(checked, checked.keys, checked.lengths, checked.values)
         sizes, ids, weights = got.sizes, got.ids, got.weights
         for maps in self.id_maps:
             ids, kept = maps(got.lengths, ids)
-            # Of an id without a row, any row times 0: a graph has no ids to leave out.
+            # Of an id without a row, any row times 0: a graph cannot leave ids out.
             weights = kept if weights is None else weights * kept
         parts = self.by_group(got.lengths, ids, weights, got.came)
         if len(parts) == 1:
@@ -94,7 +94,7 @@ class PortableBags(PortableTwin):
         for replicas in self.replicas:
             order = self.positions(keys, self.replica_features)
             own_lengths = local.index_select(0, order)
-            # Not int(), for which torch.export has no symbol.
+            # Not int(), because torch.export lacks a symbol for it.
             own_count = counts_of(own_lengths.sum().reshape(1))[0]
             _, own_ids, own_weights = torch.ops.fbgemm.permute_2D_sparse_data(
                 order.to(torch.int32), local, checked.values, checked.weights, own_count

@@ -2,7 +2,7 @@
 
 What :mod:`shardrec.step.begin` and :mod:`shardrec.step.id_exchange` do for one module, by the same routes and in the
 same order of slots. Header and payload differ from the live driver's: a row of the header is fault | batch size |
-counts, without a checksum; weights have a separate all-to-all; wide ids widen the lengths. A batch size per feature is
+counts, without a checksum. Weights have a separate all-to-all. Wide ids widen the lengths. A batch size per feature is
 not supported and raises a fault. Sums inside hosts are not needed (the output is the same without them).
 
 Shapes as in those modules: F features of the input, S slots of all ranks, W ranks, G lookup groups, B local batch size.
@@ -13,7 +13,7 @@ the reason, but not the id, which the eager model names.
 
 [Note: sizes that tracers do not know]
 The numbers of ids come from a header, so a tracer has a symbol for each, and cannot answer a question about one. Hence
-tensors are split by lists of sizes, whose sums it can prove, and not cut by bounds; what this rank has told itself is
+tensors are split by lists of sizes, whose sums it can prove, and not cut by bounds. What this rank has told itself is
 not read back; and nothing is asked of a count except under TorchScript, which has the number.
 """
 
@@ -41,12 +41,12 @@ FAULTS = [
     "an id is outside its table, or lengths and ids do not fit (call the eager model with this batch: it says which)",
     "the input lacks a feature that a table looks up",
     "the ids are not int32 or int64, or not one-dimensional",
-    "the collection is weighted and the input has no floating-point weight for each id, or the other way around",
+    "the collection is weighted and the input lacks a floating-point weight for each id, or the other way around",
     "the features have a batch size each, which portable programs do not take",
     "there is not exactly one length for each feature and sample",
     "there are ids and no samples",
     "the lengths (or offsets) are not int32 or int64",
-    "the offsets do not begin at 0, or are not those of the lengths that the input has, too",
+    "the offsets do not begin at 0, or do not match the lengths that the input also has",
     "a feature that a table looks up comes more than once among the keys",
 ]
 """What a header's number says is wrong."""
@@ -72,7 +72,7 @@ Checked = NamedTuple(  # noqa: UP014
 
 ``keys``: F of the input, and ``DROPPED`` where ids may have been taken out. ``lengths``: (F, B) or (F + 1, B) int32.
 ``values``: (N,) ids. ``weights``: (N,) float32 or None. ``fault``: 0-d int64, a number of :data:`FAULTS`. ``bad_ids``:
-(U,) int64, bad ids of each feature that were no error; empty if there can be none. ``dropped``: ids may have been taken
+(U,) int64, bad ids per feature that were not an error. Empty if there can be none. ``dropped``: ids may have been taken
 out; of the batch as it was given then ``given``: (F, B) int32 lengths, ``looked_up``: (N,) ids, 0 where they were taken
 out, and ``kept``: (N,) bool, whether they were not.
 """
@@ -92,9 +92,9 @@ Received = NamedTuple(  # noqa: UP014
 )
 """The ids for this rank's shards, and of those that this rank sent, where they were in the batch.
 
-``lengths``: (S_mine, B_all); ``ids``: (n,); ``weights``: (n,) or None; ``sizes``: batch size of each rank; ``came``,
-``went``: ids from and to each rank, per group; ``positions``: (N_sent,) int64 where each id gets a row, else None;
-``slot_ids``: (S,) number of ids of each slot of all ranks.
+``lengths``: (S_mine, B_all). ``ids``: (n,). ``weights``: (n,) or None. ``sizes``: batch size per rank. ``came``,
+``went``: ids from and to each rank, per group. ``positions``: (N_sent,) int64 where each id gets a row, else None.
+``slot_ids``: (S,) number of ids per slot of all ranks.
 """
 
 
@@ -106,7 +106,7 @@ class PortableInput(nn.Module):
         collectives: of the group that the embeddings are sharded over.
 
     Attributes:
-        group_name: of the process group; a process that loads the saved program may set another.
+        group_name: of the process group. A process that loads the saved program may set another.
     """
 
     def __init__(self, exchange: InputPlan, collectives: Collectives) -> None:
@@ -143,7 +143,7 @@ class PortableInput(nn.Module):
         self.slot_major = exchange.payload.slot_major(self.world_size)
 
     def structural_fault(self, features: KeyedJaggedTensor) -> int:
-        """A number of :data:`FAULTS` that shows without reading a tensor; 0 if there is none."""
+        """A number of :data:`FAULTS` that shows without reading a tensor. 0 for none."""
         keys = features.keys()
         values, weights = features.values(), self.weights_of(features)
         for feature in self.features:
@@ -169,7 +169,7 @@ class PortableInput(nn.Module):
         return 0
 
     def weights_of(self, features: KeyedJaggedTensor) -> Tensor | None:
-        """The weights of the ids; those given to a collection that is not weighted are ignored."""
+        """The weights of the ids. Those given to a collection that is not weighted are ignored."""
         return features.weights_or_none() if self.weighted else None
 
     def checked(self, features: KeyedJaggedTensor) -> Checked:
@@ -186,7 +186,7 @@ class PortableInput(nn.Module):
         fault = self.structural_fault(features)
         if fault != 0:
             none = self.nothing.to(torch.float32) if self.weighted else None
-            # Of as many samples: a tracer goes on to the model's other layers before the fault is raised.
+            # Of as many samples: a tracer continues with the model's other layers before the fault is raised.
             lengths = self.nothing.new_zeros([len(self.features), features.stride()], dtype=torch.int32)
             ids = self.nothing.to(torch.int64 if self.wide_ids else torch.int32)
             told = torch.full_like(self.nothing.sum(), fault)
@@ -203,7 +203,7 @@ class PortableInput(nn.Module):
         limits_F = constant(limits, torch.int64, values.device)
         looked_up, whole, kept, bad_ids, dropped = values, lengths, self.nothing.to(torch.bool), self.nothing, False
         valid = are_sound(lengths, values, limits_F, unused, torch.jit.is_scripting())
-        # Of nothing but good ids the lookups can be told at once, where the host may ask.
+        # If all ids are good, the lookups can be told immediately, where the host may ask.
         good = False
         if torch.jit.is_scripting() and self.mends and not values.is_cuda:
             good = values.numel() == 0 or bool(valid)
@@ -238,7 +238,7 @@ class PortableInput(nn.Module):
         else:
             lengths, whole = lengths.to(torch.int32) * valid, whole.to(torch.int32) * valid
         if torch.jit.is_scripting() and not values.is_cuda and not bool(valid):
-            # The CPU's kernels compare the number of ids with the lengths; those of CUDA read by the lengths alone.
+            # The CPU's kernels compare the number of ids with the lengths. Those of CUDA read by the lengths alone.
             values = values[:0]
             if weights is not None:
                 weights = weights[:0]
@@ -253,7 +253,7 @@ class PortableInput(nn.Module):
 
         Args:
             checked: the batch.
-            keys: F features, of what is sent of it.
+            keys: F features of the part that is sent.
             lengths: (F, B) int32.
             values: (N,), in the dtype that :meth:`checked` gives them.
         """
@@ -289,7 +289,7 @@ class PortableInput(nn.Module):
         ends = torch.ops.fbgemm.asynchronous_complete_cumsum(slot_ids)
         counts = ends.index_select(0, self.group_edges).diff().view(self.world_size, self.groups)
         numbers = self.exchange_header(counts, checked.fault, lengths_SB.size(1))
-        # An exported program has no state to count them in.
+        # An exported program lacks state to count them in.
         if not is_exported() and checked.bad_ids.numel() > 0:
             self.bad_ids.add_(checked.bad_ids)
         went, sizes, came = self.sizes(numbers, lengths_SB.size(1))
@@ -303,7 +303,7 @@ class PortableInput(nn.Module):
         return Received(lengths_SB, values, weights, sizes, came, went, positions, slot_ids)
 
     def sizes(self, numbers: list[int], batch: int) -> tuple[list[list[int]], list[int], list[list[int]]]:
-        """Ids sent per rank and group, batch sizes, and ids received, from what :meth:`exchange_header` gives."""
+        """Ids sent per rank and group, batch sizes, and ids received, from the result of :meth:`exchange_header`."""
         went: list[list[int]] = []
         came: list[list[int]] = []
         sizes: list[int] = []
@@ -325,7 +325,7 @@ class PortableInput(nn.Module):
             batch: size to tell.
 
         Raises:
-            InputError: on every rank, for a fault of any; TorchScript and exported programs raise a RuntimeError.
+            InputError: on every rank, for a fault of any. TorchScript and exported programs raise a RuntimeError.
         """
         if self.world_size == 1 and torch.jit.is_scripting():
             known: list[int] = torch.cat([counts.flatten(), fault.reshape(1)]).tolist()
@@ -359,10 +359,10 @@ class PortableInput(nn.Module):
         return all_counts
 
     def asserted(self, counts: Tensor, received: Tensor) -> list[int]:
-        """:meth:`exchange_header` of an exported program, whose faults are assertions in its graph."""
+        """:meth:`exchange_header` of an exported program. Its faults are assertions in its graph."""
         # On the CPU, where an assertion that fails is an error; on a GPU it is the end of the process.
         headers = received.cpu()
-        # Faults of structure show while tracing; what a program can meet is the one of values.
+        # Faults of structure show while tracing. A program can meet only faults of values.
         for rank in range(self.world_size):
             torch.ops.aten._assert_async.msg(headers[rank, 0] == 0, f"bad input: rank {rank}: {self.faults[1]}")
         return counts_of(torch.cat([counts.flatten().cpu(), headers[:, 1:].flatten()]))
@@ -426,21 +426,21 @@ def counted(received: Tensor, count: int) -> Tensor:
     if torch.jit.is_scripting():  # noqa: SIM102 - TorchScript takes it for known
         if received.numel() != count:
             raise RuntimeError(
-                f"{received.numel()} elements came in an exchange and {count} were expected; the ranks have come "
+                f"{received.numel()} elements came in an exchange and {count} were expected. The ranks have come "
                 "apart: every rank must call the same modules in the same order"
             )
     return received
 
 
 def in_first_bag(lengths: Tensor, values: Tensor, valid: Tensor) -> Tensor:
-    """Lengths as int32, or if the batch is not valid those of as many ids in the first bag."""
+    """Lengths as int32. If the batch is not valid, lengths with all ids in the first bag."""
     ids = values.size(0) * valid.logical_not().to(torch.int32)
     first = torch.arange(lengths.numel(), device=lengths.device).view(lengths.size()) == 0
     return lengths.to(torch.int32) * valid + ids * first
 
 
 def constant(values: list[int], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """(n,) numbers that depend on the input's keys alone, on ``device``; a tracer keeps them in its graph."""
+    """(n,) numbers that depend on the input's keys alone, on ``device``. A tracer keeps them in its graph."""
     if is_exported():
         return torch.tensor(values, dtype=dtype, device=device)
     return staged(values, dtype, device)

@@ -33,7 +33,7 @@ class PortableTwin(nn.Module):
         collectives, comms = collection.context.collectives, collection.context.options.comms
         if collectives.world_size > 1 and (comms.output, comms.gradient) != ("fp32", "fp32"):
             raise ConfigError(
-                f"{type(collection).__name__} exchanges {comms.output} and {comms.gradient}; a program that runs "
+                f"{type(collection).__name__} exchanges {comms.output} and {comms.gradient}. A program that runs "
                 "without shardrec exchanges fp32: shard without comms, or script with portable=False"
             )
         self.input = PortableInput(collection.input, collectives)

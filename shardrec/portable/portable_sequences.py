@@ -91,7 +91,7 @@ class PortableSequences(PortableTwin):
         target, rows_back = self.targets(sent_keys, sent_ids, got, sum(into) // self.column_unit)
         raw_values, raw_lengths = features.values(), features.lengths()
         if raw_values.size(0) != values.size(0):
-            # A batch with a fault, of which a tracer takes the empty one that was sent.
+            # A batch with a fault. A tracer takes the empty batch that was sent.
             raw_values, raw_lengths = values, local.flatten()
         kept: list[Tensor] = []
         if checked.dropped:
@@ -127,7 +127,7 @@ class PortableSequences(PortableTwin):
     def look_up(self, lengths: Tensor, ids: Tensor, mask: Tensor | None, came: list[list[int]]) -> Tensor:
         """The rows for all ranks as one flat tensor, rank after rank and in a rank group after group.
 
-        ``mask`` (n,) is 0 for ids whose rows are zeros, and else 1.
+        ``mask`` (n,) is 0 for ids with rows of zeros, and 1 otherwise.
         """
         lengths_of = lengths.split(self.group_slots)
         rows_of = self.by_group(lengths, ids, None, came)
@@ -151,7 +151,7 @@ class PortableSequences(PortableTwin):
     def distinct(
         self, keys: list[str], key_ids: list[int], lengths: Tensor, values: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """(tables, 1) numbers of distinct ids, the ids, and the place of each id among them."""
+        """(tables, 1) numbers of distinct ids, the ids, and the place per id among them."""
         order = [keys.index(feature) for feature in self.dedup_features]
         total = sum([key_ids[key] for key in order])
         index = constant(order, torch.int32, values.device)
@@ -193,12 +193,12 @@ class PortableSequences(PortableTwin):
             pending: the all-to-all.
             target: (n,) int64, where each column unit that comes goes.
             count: number of rows in which the units go.
-            places: (M,) int64, the place of each id's row among them; None if they are the ids'.
+            places: (M,) int64, the place of each id's row among them. None if they are the ids'.
             zeros: the places count from a zero row before the rows.
-            sizes: rows of each output of a cut table.
-            replicas: rows of each output of a replicated one.
-            ids: of each output.
-            lengths: of each output.
+            sizes: rows per output of a cut table.
+            replicas: rows per output of a replicated table.
+            ids: per output.
+            lengths: per output.
         """
         unit = self.column_unit
         received = self.arrived_rows(pending).view(target.size(0), unit)

@@ -6,7 +6,7 @@
     ids cut by the plan's route ── lookup ──────────►   queue ─► what waits is one fused lookup ─► each Future completed
     rows assembled              ◄────────────────────┘
     gradients of the rows       ── update ──────────►   all trainers' gradients of a step are one fused update
-    backward goes on            ◄────────────────────┘
+    backward continues          ◄────────────────────┘
 
 A trainer's modules are the sharded ones. They are given another object for the collectives
 (:mod:`shardrec.rpc.trainer_collectives`), and another storage (:mod:`shardrec.rpc.remote_storage`). See docs/rpc.md.

@@ -1,7 +1,7 @@
 """Requests wait in a queue, and one thread serves all waiting ones, so that no RPC thread ever blocks.
 
-While the thread looks up, requests arrive; the next lookup is for all of them. Under load this merges requests
-automatically, and an idle server answers at once. A window makes the thread wait for more requests after the first one.
+While the thread looks up, requests arrive. The next lookup is for all of them. Under load this merges requests
+automatically, and an idle server answers immediately. A window makes the thread wait for more requests after the first.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ class WorkQueue:
     """What waits for a server's thread, and the thread.
 
     Args:
-        look_up: makes several lookups: the rows of each.
-        capacity: lookups that may wait; one more is refused. Callers that submit other work bound it.
+        look_up: makes several lookups, and returns the rows per lookup.
+        capacity: lookups that may wait. One more is refused. Callers that submit other work bound it.
         window_s: seconds to wait for more after the first lookup.
         max_requests: requests of one merged lookup.
     """
@@ -53,7 +53,7 @@ class WorkQueue:
         self._thread.start()
 
     def look_up(self, parts: list[Part]) -> Future[Answer]:
-        """Look up ``parts`` soon, together with others; the answer is a BusyError if the queue is full, or closed."""
+        """Look up ``parts`` soon, together with others. The answer is a BusyError if the queue is full, or closed."""
         return self._put(self._lookups, parts, Future(), self._capacity)
 
     def submit(self, work: Callable[[], object], answer: Future[Answer] | None = None) -> Future[Answer]:
@@ -66,7 +66,7 @@ class WorkQueue:
         return self._put(self._work, work, answer or Future(), math.inf)
 
     def close(self) -> None:
-        """End the thread; what still waits is answered with a BusyError."""
+        """End the thread. What still waits is answered with a BusyError."""
         with self._changed:
             self._is_closed = True
             self._changed.notify()
@@ -78,7 +78,7 @@ class WorkQueue:
         with self._changed:
             if self._is_closed or len(waiting) >= capacity:
                 state = "is closed" if self._is_closed else f"has {len(waiting)} requests, which is its capacity"
-                busy = f"the server's queue {state}; nothing was done: ask again later, raise capacity, or add servers"
+                busy = f"the server's queue {state}. Nothing was done: ask again later, raise capacity, or add servers"
                 complete(answer, failure(BusyError(busy)))
             else:
                 waiting.append((item, answer))
@@ -102,7 +102,7 @@ class WorkQueue:
             if lookups:
                 self._answer(lookups)
         for _, answer in [*self._work, *self._lookups]:  # there will be no more
-            complete(answer, failure(BusyError("the server is ending; ask again when it is back")))
+            complete(answer, failure(BusyError("the server is ending. Ask again when it is back")))
 
     def _is_enough(self) -> bool:
         """Whether the window need not be waited out."""

@@ -56,7 +56,7 @@ _F = TypeVar("_F", bound=Callable[..., Future[Answer]])
 
 
 def asynchronous(function: _F) -> _F:
-    """``async_execution`` with types: the function that RPC is given must be the one that it returns."""
+    """``async_execution`` with types: RPC must be given the function that it returns."""
     marked: _F = async_execution(function)
     return marked
 
@@ -75,7 +75,7 @@ def answer_calls(answer: Callable[[str, Sequence[object]], Future[Answer]]) -> N
 def call(method: str, *arguments: object) -> Future[Answer]:
     """Call a method of the embedding server in the process that this is called in."""
     if _answer is None:
-        return completed(failure(PeerError("there is no embedding server in this process; is the name a trainer's?")))
+        return completed(failure(PeerError("there is no embedding server in this process. Is the name a trainer's?")))
     return _answer(method, arguments)
 
 
@@ -109,10 +109,10 @@ class Connections:
 
 
 class Call:
-    """A call in progress; if a replica is gone, another one is asked.
+    """A call in progress. If a replica is gone, another replica is asked.
 
     Args:
-        names: RPC names of the replicas; the first is asked first.
+        names: RPC names of the replicas. The first is asked first.
         method: to call.
         arguments: of it.
         timeout_s: in seconds, for all attempts.
@@ -140,7 +140,7 @@ class Call:
         return self._end - time.monotonic()
 
     def wait(self) -> Any:
-        """Wait for the answer; while the server is busy, ask it again.
+        """Wait for the answer. While the server is busy, ask it again.
 
         Raises:
             ShardrecError: what the server answered.
@@ -159,7 +159,7 @@ class Call:
                 first = str(error).split("\n", 1)[0][:200]
                 raise PeerError(
                     f"server {name!r} is gone or did not answer the {self._method} within {self._timeout_s:g} s "
-                    f"({first}); start it again from the last checkpoint, and connect anew",
+                    f"({first}). Start it again from the last checkpoint, and connect again",
                     waited_for=self._method,
                 ) from error
             try:
@@ -173,7 +173,7 @@ class Call:
 
 
 def complete(future: Future[Answer], answer: Answer) -> None:
-    """Complete a Future, whose callbacks send it to a caller that may be gone."""
+    """Complete a Future. Its callbacks send it to a caller that may be gone."""
     with suppress(RuntimeError):
         future.set_result(answer)
 
@@ -204,7 +204,7 @@ def unwrapped(answer: object, server: str) -> Any:
     if isinstance(answer, tuple) and len(answer) == 3 and all(isinstance(field, str) for field in answer[1:]):
         cls = getattr(errors, answer[1]) if answer[1] in errors.__all__ else PeerError
         raise cls(f"{server}: {answer[2]}")
-    raise PeerError(f"{server} answered with a {type(answer).__name__}; use one release of shardrec everywhere")
+    raise PeerError(f"{server} answered with a {type(answer).__name__}. Use one release of shardrec everywhere")
 
 
 def check_parts(parts: object, collections: Sequence[ShardedCollection]) -> list[Part]:

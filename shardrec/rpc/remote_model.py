@@ -1,4 +1,4 @@
-"""A trainer's model whose cut tables are on embedding servers."""
+"""A trainer's model with its cut tables on embedding servers."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ def shard_over_servers(
     on_bad_id: OnBadId | Mapping[str, OnBadId],
     updates_at_step: bool,
 ) -> RemoteModel:
-    """:func:`shardrec.shard` with servers, on a trainer whose RPC agent is up (:mod:`shardrec._late_imports`)."""
+    """:func:`shardrec.shard` with servers, on a trainer with a running RPC agent (:mod:`shardrec._late_imports`)."""
     trainers = collectives_of(group)
     connections = Connections(servers)
     if plan is None:
@@ -140,7 +140,7 @@ def shard_over_servers(
 
 
 def _send_first_values(module: nn.Module, collection: ShardedCollection) -> None:
-    """Send the servers the values that an unsharded collection has; where it is on meta, they keep their own."""
+    """Send the servers the values that an unsharded collection has. Where it is on meta, they keep their own."""
     for key, weight in module.named_parameters():
         table = collection.tables()[key.split(".")[1]]
         if isinstance(table, RemoteTable) and not weight.is_meta:
@@ -148,7 +148,7 @@ def _send_first_values(module: nn.Module, collection: ShardedCollection) -> None
 
 
 def _after(plan: ShardingPlan, trainers: int) -> ShardingPlan:
-    """The plan of trainers and servers: trainers come first, and have no shards."""
+    """The plan of trainers and servers: trainers come first, and do not have shards."""
     tables = tuple(
         replace(table, shards=tuple(replace(shard, rank=shard.rank + trainers) for shard in table.shards))
         for table in plan.tables
@@ -160,11 +160,11 @@ def _faults(plan: ShardingPlan, model: nn.Module, servers: int) -> Sequence[str]
     faults: list[str] = []
     if plan.world_size != servers:
         faults.append(
-            f"the plan is for {plan.world_size} ranks and there are {servers} servers; plan for as many as there "
+            f"the plan is for {plan.world_size} ranks and there are {servers} servers. Plan for as many as there "
             "are, with shardrec.plan(model, shardrec.Topology(ranks_per_host=...))"
         )
     if remappers_of(model):
-        faults.append("a module keeps a map from ids to rows, and each trainer would learn another; map ids beforehand")
+        faults.append("a module keeps a map from ids to rows, and each trainer would learn another. Map ids beforehand")
     try:
         plan.check_tables(table_shapes(model))
     except PlanError as error:
@@ -186,7 +186,7 @@ def _check_servers(plan: ShardingPlan, paths: Sequence[str], collectives: Remote
         for key, value in {"rank": number, **wanted}.items():
             if answer[key] != value:
                 raise ConfigError(
-                    f"server {servers.names[number][0]!r} has {key} {answer[key]!r} and this trainer {value!r}; give "
+                    f"server {servers.names[number][0]!r} has {key} {answer[key]!r} and this trainer {value!r}. Give "
                     "both the same model and plan"
                 )
 

@@ -23,7 +23,7 @@ __all__ = ["RemoteTable", "remote_storage"]
 
 
 class RemoteTable(ShardedTable):
-    """A table on servers, in a trainer's model: no parameters; its state_dict entry is read from them.
+    """A table on servers, in a trainer's model: no parameters. Its state_dict entry is read from them.
 
     Args:
         collectives: of the trainer.
@@ -47,7 +47,7 @@ class RemoteTable(ShardedTable):
         destination[prefix + "weight"] = whole
 
     def write(self, value: Tensor) -> None:
-        """Set the table's values on the servers; every trainer calls this, and the first one sends them.
+        """Set the table's values on the servers. Every trainer calls this, and the first one sends them.
 
         Args:
             value: (num_embeddings, embedding_dim).
@@ -63,11 +63,11 @@ class RemoteTable(ShardedTable):
 
 
 class RemoteShards(ShardLookup):
-    """No shards of a trainer's own; the servers' learning rates, steps and counts of updates.
+    """No shards of a trainer's own. The servers' learning rates, steps and counts of updates.
 
     Args:
         collectives: of the trainer.
-        number: of the collection; the first one stands for all where servers do something for all.
+        number: of the collection. The first one stands for all where servers do something for all.
         lookup: arguments of :class:`ShardLookup`.
         pooled: argument of :class:`ShardLookup`.
     """
@@ -91,7 +91,7 @@ class RemoteShards(ShardLookup):
         self._collectives.rates[optimizer] = lr
 
     def step_counts(self) -> dict[str, int]:
-        """Per table, how many updates its fused optimizer has made; asks the servers."""
+        """Per table, how many updates its fused optimizer has made. Asks the servers."""
         self._collectives.wait_for_updates()
         counts = super().step_counts()
         for server in range(len(self._collectives.servers)):
@@ -106,7 +106,7 @@ def remote_storage(collectives: RemoteCollectives, number: int) -> Storage:
 
     Args:
         collectives: of the trainer.
-        number: of the collection among those of the model.
+        number: of the collection in the model.
     """
 
     def table(layout: TableLayout, *arguments: Any, **named: Any) -> ShardedTable:
@@ -118,7 +118,7 @@ def remote_storage(collectives: RemoteCollectives, number: int) -> Storage:
             collectives.requests.clear()
             tables = ", ".join(repr(table) for _, table, _ in call.input.expect.tables)
             raise ConfigError(
-                f"the ids of tables {tables} have weights that take a gradient, which servers do not send back; detach "
+                f"the ids of tables {tables} have weights that take a gradient, which servers do not send back. Detach "
                 "the weights, or shard the tables by collectives"
             )
         assert call.parts is not None, "ids are packed before rows are looked up"

@@ -4,9 +4,9 @@ Shapes: S slots of this server, B samples of a request, N ids, D pooled columns 
 
 [Note: an update]
 The trainers of one training step push their gradients, each with its ids again: a server keeps nothing between a lookup
-and its update, so that a trainer which vanishes leaves nothing behind, and a server that was restarted can go on. When
-the last of the trainers has pushed, the gradients of all of them are one update, in the order of the trainers, which is
-what the sharded model's backward does with the gradients of all ranks.
+and its update, so that a trainer which vanishes leaves nothing behind, and a server that was restarted can continue.
+When the last of the trainers has pushed, the gradients of all of them are one update, in the order of the trainers,
+which is what the sharded model's backward does with the gradients of all ranks.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ _T = TypeVar("_T")
 _LONGEST_WINDOW_S = 60.0
 
 _METHODS = frozenset({"describe", "load", "read", "save", "step_counts", "write"})
-"""Methods that others may call, on the server's thread between lookups; besides those that :meth:`_answer` names."""
+"""Methods that others may call, on the server's thread between lookups. :meth:`_answer` names further methods."""
 
 
 class _Lookup(NamedTuple):
@@ -68,7 +68,7 @@ class _Lookup(NamedTuple):
 
     Attributes:
         places: of its parts among those that were asked for.
-        sizes: elements of the rows of each part.
+        sizes: elements of the rows per part.
         flat: (sum(sizes),) float32 on the collection's device: the rows of the parts, one part after the other.
         rows: of the collection's lookup groups, which an update needs.
     """
@@ -86,7 +86,7 @@ class _Update:
     Args:
         key: the run of the trainers and the number of its update.
         trainers: that are to push it.
-        rates: learning rate of each fused optimizer.
+        rates: learning rate per fused optimizer.
         deadline: on the monotonic clock, of the first push.
         timer: gives the update up at the deadline, if trainers are missing.
         pushes: that have come, by number of the trainer: the parts as they were looked up, and the (n,) float32
@@ -106,29 +106,29 @@ class _Update:
 class EmbeddingServer:
     """The shards that a plan gives to one of its ranks, looked up and updated over RPC.
 
-    Requests wait in a bounded queue; one thread serves what is there as one fused lookup per collection, or one fused
-    update per training step, and completes the Future of each. Its methods :meth:`lookup` and :meth:`update` run under
+    Requests wait in a bounded queue. One thread serves what is there as one fused lookup per collection, or one fused
+    update per training step, and completes their Futures. Its methods :meth:`lookup` and :meth:`update` run under
     ``torch.distributed.rpc.functions.async_execution``: no RPC thread waits for tables.
 
-    One server is made per process, before ``init_rpc``; trainers find it by the name of the process.
+    One server is made per process, before ``init_rpc``. Trainers find it by the name of the process.
 
     Args:
-        model: the model whose tables are served, on the CPU, on ``device`` or on meta; is changed in place, as by
+        model: the model with the tables to serve, on the CPU, on ``device`` or on meta. Is changed in place, as by
             :func:`shardrec.shard`. Optimizers given by ``apply_optimizer_in_backward`` are fused.
         plan: where each table goes among the servers.
         rank: of this server in the plan.
-        servers: RPC names of all servers, by rank; default: ``server0`` and on.
-        device: of the shards; default: the CPU.
-        capacity: lookups that may wait, and updates that wait for their other trainers; one more is answered with
+        servers: RPC names of all servers, by rank. Default: ``server0`` and on.
+        device: of the shards. Default: the CPU.
+        capacity: lookups that may wait, and updates that wait for their other trainers. One more is answered with
             BusyError.
         window_s: seconds to wait for more lookups after the first of a batch; by default, a batch is what has come
-            while the one before was looked up.
+            while the previous lookup ran.
         max_requests: lookups of a batch.
         read_only: refuse updates.
 
     Raises:
-        PlanError: if the plan does not fit the model, or has no such rank.
-        ConfigError: if the model has no tables, or one that cannot be served.
+        PlanError: if the plan does not fit the model, or lacks the rank.
+        ConfigError: if the model lacks tables, or has a table that cannot be served.
     """
 
     def __init__(
@@ -148,7 +148,7 @@ class EmbeddingServer:
             raise PlanError(f"server {rank} is asked for, and the plan is for {plan.world_size} servers")
         if capacity < 1 or max_requests < 1 or not 0 <= window_s < _LONGEST_WINDOW_S:
             raise ConfigError(
-                f"capacity={capacity}, max_requests={max_requests}, window_s={window_s}; give at least 1, at least 1, "
+                f"capacity={capacity}, max_requests={max_requests}, window_s={window_s}. Give at least 1, at least 1, "
                 f"and a time from 0 to {_LONGEST_WINDOW_S:.0f} seconds"
             )
         refuse_ties(model)
@@ -159,7 +159,7 @@ class EmbeddingServer:
         self.rank, self.read_only = rank, read_only
         names = list(servers) if servers is not None else [f"server{number}" for number in range(plan.world_size)]
         if len(names) != plan.world_size:
-            raise ConfigError(f"servers={names}; give a name for each of the plan's {plan.world_size} ranks")
+            raise ConfigError(f"servers={names}. Give a name for each of the plan's {plan.world_size} ranks")
         self.between = ServerCollectives(rank, names)
         context = ModelContext(self.between, target)
         collections: dict[str, ShardedCollection] = {}
@@ -175,10 +175,10 @@ class EmbeddingServer:
         self._collections = list(collections.values())
         self._optimizers = fused_optimizers_of(self._collections)
         self._no_updates = (
-            "this server is read-only; train with servers that are not" if read_only else _no_updates(self._collections)
+            "this server is read-only. Train with servers that are not" if read_only else _no_updates(self._collections)
         )
         self._capacity = capacity
-        self._updates: dict[tuple[int, int], _Update] = {}  # whose pushes are still to come
+        self._updates: dict[tuple[int, int], _Update] = {}  # their pushes are still to come
         self._next: dict[int, int] = {}  # of the present run, the update that comes next
         self._lock = threading.Lock()
         self._counts: Counter[str] = Counter()
@@ -214,16 +214,16 @@ class EmbeddingServer:
         """Update the tables when the gradients of all trainers have arrived.
 
         Args:
-            update: the run of the trainers and the number of its update; the same on all trainers. Updates are made in
+            update: the run of the trainers and the number of its update. The same on all trainers. Updates are made in
                 this order.
             trainer: number of the trainer, and of trainers.
             wait_s: seconds to wait for the other trainers.
-            rates: learning rate of each of the model's fused optimizers.
+            rates: learning rate per fused optimizer of the model.
             parts: as they were looked up.
             gradient: (n,) float32, of the lookup's result.
 
         Returns:
-            Future of the answer, which is 0; completed when the update is made.
+            Future of the answer, which is 0. Completed when the update is made.
         """
         try:
             if self._no_updates:
@@ -241,20 +241,20 @@ class EmbeddingServer:
         return begun.answer
 
     def _begun(self, key: tuple[int, int], trainer: tuple[int, int], wait_s: float, rates: list[float]) -> _Update:
-        """The update that a trainer pushes, which others may have begun; with the lock held."""
+        """The update that a trainer pushes, which others may have begun. The caller holds the lock."""
         number, trainers = trainer
         update = self._updates.get(key)
         if update is None:
             if len(self._updates) >= self._capacity:
-                raise BusyError(f"{len(self._updates)} updates wait for their other trainers; nothing was done")
+                raise BusyError(f"{len(self._updates)} updates wait for their other trainers. Nothing was done")
             timer = threading.Timer(wait_s, self._give_up, [key])
             timer.daemon = True
             end = monotonic() + wait_s
             update = _Update(key=key, trainers=trainers, rates=list(rates), deadline=end, timer=timer)
         if not 0 <= number < trainers == update.trainers:
             raise InputError(
-                f"trainer {number} of {trainers} pushes update {key[1]}, which is one of {update.trainers} trainers; "
-                "start all trainers as one job"
+                f"trainer {number} of {trainers} pushes update {key[1]}, which is one of {update.trainers} trainers. "
+                "Start all trainers as one job"
             )
         if number in update.pushes:
             raise InputError(f"trainer {number} of {trainers} has pushed update {key[1]} already")
@@ -272,20 +272,20 @@ class EmbeddingServer:
             self._queue.submit(partial(self._update, update), update.answer)
 
     def _give_up(self, key: tuple[int, int]) -> None:
-        """Fail an update whose other trainers have not come, or one before it."""
+        """Fail an update that other trainers have not joined, or an update before it."""
         with self._lock:
             update = self._updates.pop(key, None)
         if update is not None:
             trainers = ", ".join(map(str, sorted(update.pushes)))
             error = PeerError(
-                f"of update {key[1]} only the gradients of trainer(s) {trainers} have come in time; the others, or an "
+                f"of update {key[1]} only the gradients of trainer(s) {trainers} have come in time. The others, or an "
                 "update before it, are missing. Nothing of it was applied: start the trainers again from the last "
                 "checkpoint"
             )
             complete(update.answer, failure(error))
 
     def submit(self, work: Callable[[], object]) -> Future[Answer]:
-        """Have the server's thread do ``work`` between lookups; the answer's value is what it returns."""
+        """Have the server's thread do ``work`` between lookups. The answer's value is what it returns."""
         return self._queue.submit(work)
 
     def _answer(self, method: str, arguments: Sequence[Any]) -> Future[Answer]:
@@ -298,7 +298,7 @@ class EmbeddingServer:
             self.between.put(*arguments)
             return completed((True, 0))
         if method not in _METHODS:
-            error = PeerError(f"a server has no method {method!r} to call; use one release of shardrec everywhere")
+            error = PeerError(f"a server lacks the method {method!r}. Use one release of shardrec everywhere")
             return completed(failure(error))
         return self.submit(lambda: getattr(self, method)(*arguments))
 
@@ -351,7 +351,7 @@ class EmbeddingServer:
         """Write this server's shards into a checkpoint's data folder, as file ``number``.
 
         Returns:
-            The file, and what is in it.
+            The file and its contents.
         """
         return write_part(Path(data), number, table_tensors(self.model))
 
@@ -368,7 +368,7 @@ class EmbeddingServer:
         return 0
 
     def close(self) -> None:
-        """End the server's thread; what waits is answered with BusyError."""
+        """End the server's thread. What waits is answered with BusyError."""
         self._queue.close()
 
     def _owner(self, table: str) -> tuple[ShardedCollection, str]:
@@ -376,10 +376,10 @@ class EmbeddingServer:
             for name, entry in collection.tables().items():
                 if entry.layout.name == table and any(shard is not None for shard in entry.locals):
                     return collection, name
-        raise ConfigError(f"table {table!r} has no shard on server {self.rank}; ask the servers that the plan names")
+        raise ConfigError(f"table {table!r} has no shard on server {self.rank}. Ask the servers that the plan names")
 
     def _look_up(self, requests: Sequence[list[Part]]) -> list[Tensor]:
-        """Several lookups: the rows of each on the CPU, one part after the other."""
+        """Several lookups: their rows on the CPU, one part after the other."""
         with torch.no_grad():
             lookups = self._serve(list(chain.from_iterable(requests)))
         rows: dict[int, Tensor] = {}
@@ -392,14 +392,14 @@ class EmbeddingServer:
         return [torch.cat([*islice(in_turn, len(request))]) if request else nothing for request in requests]
 
     def _update(self, update: _Update) -> int:
-        """One update of the trainers' gradients; see [Note: an update]."""
+        """One update of the trainers' gradients. See [Note: an update]."""
         pushes = [update.pushes[number] for number in sorted(update.pushes)]
         self.between.begin(update.key, update.deadline)
         numbers = [[part[0] for part in parts] for parts, _ in pushes]
         if any(of_push != numbers[0] for of_push in numbers) or len(update.rates) != len(self._optimizers):
             raise InputError(
                 f"the trainers push gradients of collections {numbers}, with {len(update.rates)} learning rates for "
-                f"{len(self._optimizers)} optimizers; give all of them the same model"
+                f"{len(self._optimizers)} optimizers. Give all of them the same model"
             )
         for optimizer, rate in zip(self._optimizers, update.rates, strict=True):
             for collection in self._collections:
@@ -458,7 +458,7 @@ def _no_updates(collections: Sequence[ShardedCollection]) -> str:
                 continue
             if name not in fused:
                 return (
-                    f"table {layout.name!r} has no optimizer that a server could run; give it one with "
+                    f"table {layout.name!r} lacks an optimizer that a server could run. Give it one with "
                     "apply_optimizer_in_backward, or freeze it"
                 )
     return ""

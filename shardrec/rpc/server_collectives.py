@@ -1,8 +1,8 @@
-"""The collectives between servers in an update, for sums of squares of rows whose columns are on several servers.
+"""The collectives between servers in an update, for sums of squares of rows with columns on several servers.
 
 Rowwise Adagrad needs the mean square of whole rows (:mod:`shardrec.lookup.whole_rows`). Each server makes the updates
 of a training run in the order in which the trainers pushed them, so that servers that wait for each other make the same
-update. The server's own thread waits; the RPC threads store received rows and answer.
+update. The server's own thread waits. The RPC threads store received rows and answer.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ _Key = tuple[int, int, int, int]  # run, update, exchange of the update, rank of
 
 
 class ServerCollectives(Collectives):
-    """The collectives of a server, of which it only needs :meth:`send`.
+    """The collectives of a server, which only needs :meth:`send`.
 
     Args:
-        rank: of the plan, whose shards this server holds.
+        rank: of the plan. This server holds its shards.
         names: RPC names of all servers.
     """
 
@@ -41,7 +41,7 @@ class ServerCollectives(Collectives):
         self._update = (0, 0)
         self._deadline = 0.0
         self._exchanges = 0
-        self._received: dict[_Key, Future[Tensor]] = {}  # and what is waited for
+        self._received: dict[_Key, Future[Tensor]] = {}  # and the ones that are waited for
 
     def begin(self, update: tuple[int, int], deadline: float) -> None:
         """An update begins.
@@ -96,7 +96,7 @@ class ServerCollectives(Collectives):
             rows = self._received.setdefault(key, Future()).result(self._deadline - monotonic())
         except TimeoutError as error:
             raise PeerError(
-                f"server {name!r} has not told its part of rows that an update needs; nothing of them was changed: "
+                f"server {name!r} has not told its part of rows that an update needs. Nothing of them was changed: "
                 "start it again from the last checkpoint"
             ) from error
         del self._received[key]

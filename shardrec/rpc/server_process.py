@@ -39,29 +39,29 @@ def open_store(url: str, timeout_s: float = 300.0) -> dist.Store:
         parts = urlsplit(url)
         host, port = parts.hostname, parts.port
     except ValueError as error:
-        raise ConfigError(f"the store is {url!r} ({error}); give file:///path or tcp://host:port") from error
+        raise ConfigError(f"the store is {url!r} ({error}). Give file:///path or tcp://host:port") from error
     if parts.scheme == "file" and parts.path and not parts.netloc:
         return dist.FileStore(parts.path, -1)
     if parts.scheme == "tcp" and host and port:
         return dist.TCPStore(host, port, is_master=False, timeout=timedelta(seconds=timeout_s))
-    raise ConfigError(f"the store is {url!r}; give file:///path or tcp://host:port")
+    raise ConfigError(f"the store is {url!r}. Give file:///path or tcp://host:port")
 
 
 def named_function(name: str) -> Callable[[], nn.Module]:
     """A function by ``"package.module:function"``.
 
     Raises:
-        ConfigError: if there is none of that name.
+        ConfigError: if no server has that name.
     """
     module, _, attribute = name.partition(":")
     try:
         function: Callable[[], nn.Module] = getattr(importlib.import_module(module), attribute)
     except (ImportError, AttributeError, ValueError) as error:
         raise ConfigError(
-            f"{name!r} is no function that makes the model ({error}); give package.module:function"
+            f"{name!r} is not a function that makes the model ({error}). Give package.module:function"
         ) from error
     if not callable(function):
-        raise ConfigError(f"{name!r} is a {type(function).__name__} and no function; give package.module:function")
+        raise ConfigError(f"{name!r} is a {type(function).__name__} and no function. Give package.module:function")
     return function
 
 
@@ -71,11 +71,11 @@ def load_server(
     """A server with its shards from a checkpoint.
 
     Args:
-        model: whose tables are served.
+        model: has the tables to serve.
         rank: of the server in the plan.
-        plan: of the tables; default: the checkpoint's.
-        checkpoint: a folder that ``save_checkpoint`` wrote, or one of :class:`shardrec.Checkpoints`, of which the last
-            good one is loaded; one without any leaves the model's values.
+        plan: of the tables. Default: the checkpoint's.
+        checkpoint: a folder that ``save_checkpoint`` wrote, or a folder of :class:`shardrec.Checkpoints`, where the
+            last good one is loaded. One without any leaves the model's values.
         options: of :class:`EmbeddingServer`.
 
     Raises:
@@ -86,7 +86,7 @@ def load_server(
     if plan is None:
         paths = [] if checkpoint is None else [checkpoint] if several is None else list(several.paths().values())
         if not paths:
-            raise ConfigError(f"there is no plan, and no checkpoint in {checkpoint}; give the plan of the tables")
+            raise ConfigError(f"there is neither a plan nor a checkpoint in {checkpoint}. Give the plan of the tables")
         plan = ShardingPlan.from_json(read_manifest(paths[-1]).plan)
     server = EmbeddingServer(model, plan, rank, **options)
     if several is not None:
@@ -136,4 +136,4 @@ def supervise(run: Run, options: dict[str, Any], *, restarts: int, debug: bool =
             if not error.ranks or not restarts:  # it has ended by itself, or too often
                 raise
             restarts -= 1
-            print(f"{error}; it is started again, from the last checkpoint", file=sys.stderr)
+            print(f"{error}. It is started again, from the last checkpoint", file=sys.stderr)

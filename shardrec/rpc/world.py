@@ -15,10 +15,10 @@ code in it. All the connections of a generation are made at its start, so agents
 listen on an abstract Unix socket, never on a port, and connections that another user made meanwhile are closed.
 
 [Note: no init_rpc] ``init_rpc`` numbers the agents of a process, and the meetings of agents with the same names, and
-expects equal numbers on all processes; a restarted process begins at 0. Tried instead: setting torch's counters back,
+expects equal numbers on all processes. A restarted process begins at 0. Tried instead: setting torch's counters back,
 which changes private state that other code may use; and a backend of our own (``backend_registry.register_backend``),
 which takes a store without the number, but after which torch refuses a plain ``init_rpc``, because its
-``rpc.BackendType`` stays the one of before. So the agent is made and started here, as ``init_rpc`` does it. All that
+``rpc.BackendType`` stays as before. So the agent is made and started here, as ``init_rpc`` does it. All that
 torch agrees on besides is the devices of tensors, and messages have theirs on the CPU.
 """
 
@@ -67,7 +67,7 @@ def _listening() -> set[object]:
 
 
 def _close_doors(doors: set[object]) -> None:
-    """Stop listening at these addresses, and close connections of other users to them; [Note: no open port]."""
+    """Stop listening at these addresses, and close connections of other users to them. See [Note: no open port]."""
     for sock in _sockets():
         if sock.getsockname() in doors and sock.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
             sock.shutdown(socket.SHUT_RDWR)
@@ -82,20 +82,20 @@ class RpcWorld:
     """The trainers and servers of one job, from the view of one process.
 
     RPC runs whatever function a message names, and unpickles what it is given: it trusts every connected process.
-    Agents listen only until all are connected: on one host on a Unix socket, for processes of this user; between hosts
+    Agents listen only until all are connected: on one host on a Unix socket, for processes of this user. Between hosts
     on a TCP port of ``interface``, which must be on a network that no other user reaches.
 
     Args:
         store: a store that all processes share and that outlives each of them, such as a ``FileStore``.
         trainers: number of trainers, ``trainer0`` and on.
-        servers: names of the servers; as a number, that of ``server0`` and on.
+        servers: names of the servers. A number stands for ``server0``, ``server1`` and so on.
         name: of this process.
         timeout_s: seconds that the other processes may take to join.
-        interface: network interface that RPC listens on; ``"lo"`` for processes of one host, which need none.
+        interface: network interface that RPC listens on. ``"lo"`` for processes of one host, which need none.
         threads: of the RPC agent.
 
     Raises:
-        ConfigError: if the job has no process of this name.
+        ConfigError: if the job lacks a process of this name.
     """
 
     def __init__(
@@ -113,7 +113,7 @@ class RpcWorld:
         self.servers = [f"server{number}" for number in range(given)] if isinstance(given, int) else list(given)
         self.names = [f"trainer{number}" for number in range(trainers)] + self.servers
         if name not in self.names or len(set(self.names)) < len(self.names):
-            raise ConfigError(f"this process is {name!r}, and the job has {', '.join(self.names)}; each name once")
+            raise ConfigError(f"this process is {name!r}, and the job has {', '.join(self.names)}. Each name once")
         self.name = name
         self._store = store
         self._timeout_s = timeout_s
@@ -123,17 +123,17 @@ class RpcWorld:
         os.environ.setdefault("TP_SOCKET_IFNAME", interface)
 
     def join(self) -> None:
-        """Join the RPC world; blocks until all processes have joined.
+        """Join the RPC world. Blocks until all processes have joined.
 
         Raises:
             PeerError: if some processes did not join in time, or the job has ended.
         """
         if not self._join():
-            raise PeerError("the job has ended; start another one with a store of its own", waited_for="start")
+            raise PeerError("the job has ended. Start another one with a store of its own", waited_for="start")
 
     def leave(self) -> None:
         """End this process's agent. Calls in progress fail on the other processes."""
-        with suppress(RuntimeError):  # there is none
+        with suppress(RuntimeError):  # it does not exist
             rpc.shutdown(graceful=False)
 
     def rejoin(self) -> None:
@@ -173,7 +173,7 @@ class RpcWorld:
             self.leave()
 
     def _join(self) -> bool:
-        """Join a generation that all others join; False if the job has ended."""
+        """Join a generation that all others join. False if the job has ended."""
         end = monotonic() + self._timeout_s
         while not self._has("shardrec/end"):
             while self._is_over():
@@ -187,23 +187,23 @@ class RpcWorld:
         return False
 
     def _meet(self, end: float) -> str:
-        """Come to the generation and wait for the others, until it is over or ``end``; who is missing, or ""."""
+        """Come to the generation and wait for the others, until it is over or ``end``. Who is missing, or ""."""
         is_first = self._store.add(self._key(self.name), 1) == 1
         while is_first and monotonic() < end and not self._is_over() and not self._has("shardrec/end"):
             if self._wait([self._key(name) for name in self.names], _LOOK_S):
                 return ""
         missing = [name for name in self.names if not self._has(self._key(name))] or [self.name]
         return (
-            f"{', '.join(missing)} did not come within {self._timeout_s:g} s; start every process of the job, with the "
+            f"{', '.join(missing)} did not come within {self._timeout_s:g} s. Start every process of the job, with the "
             "same store"
         )
 
     def _start_agent(self) -> str:
-        """Start this process's agent and connect it with the others; why it could not, or ""."""
+        """Start this process's agent and connect it with the others. Why it could not, or ""."""
         options = rpc.TensorPipeRpcBackendOptions(
             num_worker_threads=self._threads,
             rpc_timeout=_START_S,
-            # With "uv" each agent has a TCP port; the channel that is left out would have 16 more.
+            # With "uv" each agent has a TCP port. The channel that is left out would have 16 more.
             _transports=["shm"] if os.environ["TP_SOCKET_IFNAME"] == "lo" else ["shm", "uv"],
             _channels=["cma", "basic"],
         )
@@ -215,17 +215,17 @@ class RpcWorld:
             autograd._init(rank)
             rpc._set_profiler_node_id(rank)
             rpc.api._init_rpc_states(rpc.TensorPipeAgent(store, self.name, rank, size, options, {}, []))
-            wait_all([rpc.rpc_async(name, _here) for name in self.names])  # with itself, too: it may call itself
+            wait_all([rpc.rpc_async(name, _here) for name in self.names])  # also with itself: it may call itself
             store.set(f"connected/{self.name}", "1")
             store.wait([f"connected/{name}" for name in self.names])
         except RuntimeError as error:  # one died on the way
             self.leave()
-            return f"the processes could not connect within {self._timeout_s:g} s ({error}); start the job again"
+            return f"the processes could not connect within {self._timeout_s:g} s ({error}). Start the job again"
         _close_doors(_listening() - before)
         return ""
 
     def _wait_until_over(self) -> None:
-        """Until the generation is over; if no trainer is left, say so to all."""
+        """Until the generation is over. If no trainer is left, say so to all."""
         answered: Future[None] = Future()
         answered.set_result(None)
         calls = dict.fromkeys(self._trainers, answered)
@@ -254,7 +254,7 @@ class RpcWorld:
         try:
             self._store.wait(keys, timedelta(seconds=seconds))
         except dist.DistNetworkError as error:
-            raise PeerError(f"the store that the job shares is gone ({error}); start the job again") from error
-        except RuntimeError:  # a FileStore's time-out has no class of its own
+            raise PeerError(f"the store that the job shares is gone ({error}). Start the job again") from error
+        except RuntimeError:  # a FileStore's time-out lacks a class of its own
             return False
         return True

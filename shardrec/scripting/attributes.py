@@ -2,7 +2,7 @@
 
 ``torch.jit.freeze`` puts constants in the place of a program's attributes, but not inside of awaitables, nor in all
 that a fork may hold, and then drops attributes and methods: ``awaitable(self.method, x)`` would fail where it is waited
-for, and ``fork(self.sharded, x)`` at once. So the attributes become arguments::
+for, and ``fork(self.sharded, x)`` immediately. So the attributes become arguments::
 
     %a = prim::awaitable(%self, %x)                  %w = prim::GetAttr[name="w"](%self)
       where: %w = prim::GetAttr[name="w"](%self)     %a = prim::awaitable(%x, %w)

@@ -1,4 +1,4 @@
-"""The operators that pass pending values on without using them: those of lists, dicts and tuples.
+"""The operators that pass pending values on without using them: the operators of lists, dicts and tuples.
 
 All others use what they are given. In the table, ``h`` is the list or dict itself, ``x`` something put into it, ``.``
 anything else. The result is an element of it (``e``), a list or dict of the same elements (``h``), the list of a dict's
@@ -18,7 +18,7 @@ class Rule(NamedTuple):
     """The effect of an operator on the elements of a list or dict.
 
     Args:
-        arguments: a letter for each; one that is not mentioned is ``.``.
+        arguments: a letter for each. One that is not mentioned is ``.``.
         result: a letter, or none.
     """
 
@@ -65,7 +65,7 @@ _TABLES = {"ListType": _LISTS, "DictType": _DICTS}
 
 
 def rule_of(node: Node) -> Rule | None:
-    """The rule of an operator of lists or dicts, which its first argument tells it to be; None for any other."""
+    """The rule of an operator of lists or dicts, which its first argument tells it to be. None for any other."""
     inputs = list(node.inputs())
     if not inputs:
         return None

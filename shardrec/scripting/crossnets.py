@@ -49,4 +49,4 @@ SCRIPTABLE: dict[type[nn.Module], type[nn.Module]] = {
     LowRankCrossNet: _LowRankCrossNet,
     VectorCrossNet: _VectorCrossNet,
 }
-"""What is scripted in place of which class."""
+"""The class that is scripted instead of a TorchRec class."""

@@ -1,4 +1,4 @@
-"""The error of this package; a part of the hierarchy in ``shardrec.errors``."""
+"""The error of this package. A part of the hierarchy in ``shardrec.errors``."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _LAZY_TYPES = re.compile(
 
 
 class ScriptError(ShardrecError, RuntimeError):
-    """A model that cannot be scripted; the message has the user's file, line and a remedy."""
+    """A model that cannot be scripted. The message has the user's file, line and a remedy."""
 
 
 def explain(what: str, error: Exception) -> ScriptError:
@@ -44,7 +44,7 @@ def _first_line(text: str) -> str:
 
 
 def _users_place(text: str) -> str | None:
-    """The innermost ``file:line`` that is in no installed package; TorchScript lists the innermost first."""
+    """The innermost ``file:line`` that is in no installed package. TorchScript lists the innermost first."""
     installed = {Path(torch.__file__).parents[1], Path(__file__).parents[1]}
     installed |= {Path(folder) for name, folder in sysconfig.get_paths().items() if name.endswith("lib")}
     places = [(Path(match["file"]), f"{match['file']}:{match['line']}") for match in _FRAME.finditer(text)]
@@ -56,7 +56,7 @@ def _remedy(text: str) -> str:
     method = _LAZY_METHODS.search(text)
     if method:
         return (
-            f"Scripted code sees the value itself, which has no .{method[1]}(): write shardrec.wait(value), which "
+            f"Scripted code sees the value itself, which lacks .{method[1]}(): write shardrec.wait(value), which "
             "means the same in eager mode"
         )
     if _AWAIT.search(text):
@@ -70,6 +70,6 @@ def _remedy(text: str) -> str:
             "KeyedTensor, and write shardrec.wait(value) where it has to be there"
         )
     return (
-        "Write the line in the Python that TorchScript knows, or keep it out of forward; where it takes a pending "
+        "Write the line in the Python that TorchScript knows, or keep it out of forward. Where it takes a pending "
         "value apart, give it shardrec.wait(value)"
     )

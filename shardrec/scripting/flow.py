@@ -52,7 +52,7 @@ class NodePlan:
 
 @dataclass(kw_only=True)
 class Plan:
-    """A block: those of its nodes that matter, in order, and how it hands on its outputs."""
+    """A block: its relevant nodes, in order, and how it passes its outputs on."""
 
     block: Graph
     nodes: list[NodePlan]
@@ -64,8 +64,8 @@ class Flow:
 
     Args:
         graph: with all calls inlined.
-        pending: the values that an Await stands for. Each has the type of what it waits for, and that is no Optional:
-            the Await of an Optional is not the Optional of an Await.
+        pending: the values that an Await stands for. Each has the type of the value that it waits for, which is not an
+            Optional: the Await of an Optional is not the Optional of an Await.
 
     Nodes that no pending value can reach are left out: of a graph with thousands of nodes few remain.
 
@@ -149,7 +149,7 @@ class Flow:
         for output in node.outputs():
             shape = self.shape(output)
             if _is_lazy_item(node):
-                # Of a dict that is pending itself, the item can be pending, too.
+                # Of a dict that is pending itself, the item can be pending as well.
                 element.flow(shape)
                 holder.flow_root(shape)
             elif rule.result == "e":
@@ -197,7 +197,8 @@ class Flow:
 
     def _loop(self, node: Node) -> NodePlan:
         block = next(iter(node.blocks()))
-        # The inputs of the body are the counter and what is carried; its outputs, whether to go on and what is carried.
+        # The inputs of the body are the counter and the carried values. Its outputs are whether to continue and the
+        # carried values.
         carried = list(block.inputs())[1:]
         places = [self.shape(value) for value in carried]
         for place, output in zip(places, node.outputs(), strict=True):
@@ -217,21 +218,22 @@ class Flow:
         return place
 
     def _used(self, value: Value, node: Node, index: int) -> Need:
-        """What is used as a whole is plain; what it holds, by a copy of it, unless that could be told from it."""
+        """What is used as a whole is plain. What it holds, by a copy of it, unless that could be told from it."""
         shape, kind = self.shape(value), self.plain_type(value)
         if kind.kind() == "OptionalType":
             shape.pin()
         elif has_optional(kind) or (shape.parts and node.kind() != "prim::Return" and writes_or_aliases(node, index)):
             shape.pin_parts()
         elif _is_literal(value, node):
-            # Made for this use: to wait for what goes into it is not early, and saves the copy.
+            # Made for this use: waiting for its inputs is not early, and saves the copy.
             for part in shape.parts:
                 part.pin_itself()
         return Need.VALUE
 
 
 def _nodes_for(pending: Sequence[Value]) -> set[Node]:
-    """The nodes that use a value which may be, or hold, a pending one, or that make it; and what they are inside of."""
+    """The nodes that use a value which may be, or hold, a pending one, or that make it, and the blocks that contain
+    them."""
     values, nodes, todo = set(), set(), list(pending)
     while todo:
         value = todo.pop()

@@ -22,17 +22,17 @@ def insert_waits(graph: Graph) -> None:
     """Moves each deferred wait of a graph to where the value is used.
 
     Args:
-        graph: with all calls inlined; is changed.
+        graph: with all calls inlined. Is changed.
     """
     pending = []
     for inner, outer in deferred_waits(graph):
         kind = outer.output().type()
-        # The Await of an Optional is no Optional of an Await: it is waited for at once.
+        # The Await of an Optional is not an Optional of an Await: it is waited for immediately.
         if kind.kind() != "OptionalType":
             value = inner.output()
             outer.output().replaceAllUsesWith(value)
             outer.destroy()
-            # As the program sees it; the placing below tells it what it is again.
+            # As the program sees it. The placing below tells it what it is again.
             value.setType(kind)
             pending.append(value)
     if pending:
@@ -202,7 +202,7 @@ class _Placing:
 def _with_line(before: Node) -> Node:
     """Whose line an error inside a wait is reported at: the user's that needed the value.
 
-    Not every node has a line: what takes an attribute has none, and the end of a block has that of the last node.
+    Not every node has a line. A node that takes an attribute lacks it, and the end of a block has the last node's line.
     """
     if before.kind() == "prim::Return":
         return before.prev()

@@ -1,14 +1,14 @@
-"""Which parts of a value may be pending, inferred for all values of a program at once.
+"""Which parts of a value may be pending, inferred for all values of a program together.
 
-A *shape* stands for a value, with a part for what a list or dict holds and for each item of a tuple. Each shape and
-each part is either plain or pending (an Await of it takes its place).
+A *shape* stands for a value, with a part for the contents of a list or dict and for each item of a tuple. Each shape
+and each part is either plain or pending (an Await of it takes its place).
 
 ::
 
     List[KeyedTensor]          list ── element        List[Await[KeyedTensor]]: the element is pending
     Dict[str, JaggedTensor]    dict ── value          Await[Dict[str, JaggedTensor]]: the dict is pending
 
-A value may become plain where it flows, because a wait can be inserted; the values that it *holds* may not, because the
+A value may become plain where it flows, because a wait can be inserted. The values that it *holds* may not, because the
 list would have to be copied. So two rules, the second of them as in type inference by unification (Steensgaard, 1996):
 
 - ``flow(a, b)``: b is pending if a is, unless b must be plain; then a wait stands between;
@@ -56,13 +56,13 @@ class Shape:
 
     @property
     def is_pending(self) -> bool:
-        """Whether an Await takes its place; known after :func:`solve`."""
+        """Whether an Await takes its place. Known after :func:`solve`."""
         root = self._root()
         return root._is_pending and not root._is_pinned
 
     @property
     def holds_pending(self) -> bool:
-        """Whether any of its parts, at any depth, is pending; known after :func:`solve`."""
+        """Whether any of its parts, at any depth, is pending. Known after :func:`solve`."""
         return any(part.is_pending or part.holds_pending for part in self.parts)
 
     def start(self) -> None:
@@ -170,7 +170,7 @@ def has_optional(kind: Type) -> bool:
 
 
 def pending_type(kind: Type, shape: Shape) -> Type:
-    """The type of a value, given its plain type and what of it is pending.
+    """The type of a value, given its plain type and its pending parts.
 
     A named tuple with something pending in it becomes a tuple without names, which has the same items.
     """

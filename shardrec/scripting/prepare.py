@@ -2,7 +2,7 @@
 
 [Note: the outermost module]
 ``torch.jit.script`` asks every module that it meets to prepare itself, and puts the answers of inner modules into the
-user's model, in place of the modules that were there. So only the outermost one may answer with a copy; it is the one
+user's model, instead of the modules that were there. So only the outermost one may answer with a copy. It is the one
 that is asked before any other is noted in torch's memo.
 """
 
@@ -25,9 +25,9 @@ _ASKING_FRAME = 2  # prepared() ← __prepare_scriptable__() ← torch
 
 
 def prepared(model: nn.Module) -> nn.Module:
-    """The copy of a sharded model that TorchScript compiles; called by ``__prepare_scriptable__``.
+    """The copy of a sharded model that TorchScript compiles. Called by ``__prepare_scriptable__``.
 
-    The program is that of :func:`shardrec.script`, but for ``shardrec.wait``, which only that one compiles.
+    The program is the same as :func:`shardrec.script`'s, except for ``shardrec.wait``, which only the latter compiles.
 
     Raises:
         ScriptError: for a model inside of another one.

@@ -50,16 +50,16 @@ class HasScriptedTwin(Protocol):
     - one with any other ``forward``, which replaces the module unchanged.
 
     The twin takes and returns what the module does, holds the module's own parameters and buffers, and is a new object
-    at each call. Its submodules are replaced by their twins in turn. The result can have a twin itself; a module whose
+    at each call. Its submodules are replaced by their twins in turn. The result can have a twin itself. A module whose
     ``forward`` is such a one already returns itself.
     """
 
     def scripted_twin(self) -> nn.Module:
-        """The module to script in place of this one."""
+        """The module to script instead of this one."""
 
 
 def scriptable_copy(model: nn.Module, *, portable: bool, parallel_lookups: bool = False) -> nn.Module:
-    """A copy of ``model`` for ``torch.jit.script``; the sources of what is generated in it are there as long as it is.
+    """A copy of ``model`` for ``torch.jit.script``. The generated sources in it live as long as the copy.
 
     Takes what :func:`shardrec.script` does.
 
@@ -119,7 +119,7 @@ class _Copier:
         self.infers = False
 
     def copy(self, module: nn.Module, path: str) -> nn.Module:
-        """The module's copy, or its twin's; the same one for the same module."""
+        """The module's copy, or its twin's. The same one for the same module."""
         if id(module) not in self._copies:
             twin = self._twin_of(module, path)
             self.alive += [module, twin]
@@ -132,7 +132,7 @@ class _Copier:
         return self._copies[id(module)]
 
     def _twin_of(self, module: nn.Module, path: str) -> nn.Module:
-        """The module to script in place of another: its twin's twin's twin, or itself."""
+        """The module to script instead of another: its twin's twin's twin, or itself."""
         while _offers_twin(module):
             twin: object = module.module if isinstance(module, DistributedDataParallel) else self._ask(module)
             if twin is module:
@@ -163,7 +163,7 @@ class _Copier:
         if isinstance(module, torch.jit.ScriptModule):
             return module
         copy: nn.Module = object.__new__(cls)  # a GraphModule's own __new__ makes a class without a forward
-        # Not through setattr, which nn.Module overrides. Parameters and buffers are the same objects; what TorchScript
+        # Not through setattr, which nn.Module overrides. Parameters and buffers are the same objects. What TorchScript
         # notes on a module, it notes on the copy.
         vars(copy).update(vars(module))
         vars(copy)["_modules"] = {
@@ -173,7 +173,7 @@ class _Copier:
         return copy
 
     def _waiting_class(self, cls: type[nn.Module], path: str) -> type[nn.Module]:
-        """A subclass of a twin's class whose forward waits for what the twin's returns."""
+        """A subclass of a twin's class. Its forward waits for the result of the twin's forward."""
         if hasattr(cls, ISSUE):
             raise ScriptError(
                 f"the scripted twin of {path or 'the model'} ({cls.__name__}) has an attribute {ISSUE!r}, which is the "
@@ -222,7 +222,7 @@ class _Copier:
 def _scriptable_class(cls: type[nn.Module]) -> type[nn.Module]:
     if cls.__module__ != "torchrec.modules.crossnet":
         return cls
-    from shardrec.scripting.crossnets import SCRIPTABLE  # with torchrec, not for models that have none of them
+    from shardrec.scripting.crossnets import SCRIPTABLE  # with torchrec, only for models that use them
 
     return SCRIPTABLE.get(cls, cls)
 
@@ -247,7 +247,7 @@ def _plain_function(function: object, cls: type, path: str) -> types.FunctionTyp
     if not isinstance(function, types.FunctionType):
         raise ScriptError(
             f"{cls.__name__}.forward, of the scripted twin of {path or 'the model'}, is a {type(function).__name__}: "
-            "define it as a plain method, whose source TorchScript can read"
+            "define it as a plain method with source that TorchScript can read"
         )
     return function
 

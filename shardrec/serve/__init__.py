@@ -7,7 +7,7 @@
                                                                                   ──► an exported program
                                                                                   ──► a file of machine code, loader.py
 
-docs/serving.md says how to use it; examples/cpp_serving answers requests with either file.
+docs/serving.md says how to use it. Examples/cpp_serving answers requests with either file.
 """
 
 from shardrec.files import Store

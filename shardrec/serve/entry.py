@@ -1,4 +1,4 @@
-"""A model behind a ``forward`` of plain tensors, for callers that have no KeyedJaggedTensor."""
+"""A model behind a ``forward`` of plain tensors, for callers without a KeyedJaggedTensor."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _NUMBERS = count()
 _RESERVED = ("self", "torch", "Tensor", "KeyedJaggedTensor")
 
 Features: TypeAlias = Sequence[str] | Mapping[str, Sequence[str]]
-"""The keys of the model's KeyedJaggedTensor; if it takes several, by the parameter's name."""
+"""The keys of the model's KeyedJaggedTensor. If the model takes several, by the parameter's name."""
 
 
 class Entry(nn.Module):
@@ -32,7 +32,7 @@ class Entry(nn.Module):
 
     Args:
         model: the module that ``forward`` calls.
-        keys: the keys of each KeyedJaggedTensor that the model takes, by the parameter's name.
+        keys: the keys per KeyedJaggedTensor that the model takes, by the parameter's name.
         inputs: names of the arguments of ``forward``.
 
     Attributes:
@@ -57,7 +57,7 @@ def from_tensors(model: nn.Module, features: Features) -> Entry:
 
     - ``values`` (N,) int32 or int64, the ids: of the first feature, sample after sample, then of the second, ...;
     - ``lengths`` (F·B,) int32 or int64, the number of ids of each feature and sample, in the same order;
-    - ``weights`` (N,) float32, one per id; only if a weighted collection looks up one of the features;
+    - ``weights`` (N,) float32, one per id. Only if a weighted collection looks up one of the features;
     - the other arguments of the model's ``forward``, under their own names.
 
     It returns the model's output, and ``shardrec.script`` can compile it. If the model takes several
@@ -66,8 +66,8 @@ def from_tensors(model: nn.Module, features: Features) -> Entry:
 
     Args:
         model: a sharded model, or a module that holds one. At least one parameter of its ``forward`` is annotated
-            ``KeyedJaggedTensor``; the others are annotated ``Tensor`` or have a default.
-        features: the F keys of the KeyedJaggedTensor, by the parameter's name if there are several; they include every
+            ``KeyedJaggedTensor``. The others are annotated ``Tensor`` or have a default.
+        features: the F keys of the KeyedJaggedTensor, by the parameter's name if there are several. They include every
             key that the model looks up.
 
     Raises:
@@ -105,7 +105,7 @@ def from_tensors(model: nn.Module, features: Features) -> Entry:
         "    with torch.no_grad():\n",
         f"        return self.model({', '.join(f'{name}={made.get(name, name)}' for name in arguments)})\n",
     ]
-    # TorchScript reads a function's source; each entry has its own arguments, so its source is generated.
+    # TorchScript reads a function's source. Each entry has its own arguments, so its source is generated.
     source = f"<shardrec.serve entry {next(_NUMBERS)}>"
     forward = forward_of(lines, source, torch=torch, Tensor=Tensor, KeyedJaggedTensor=KeyedJaggedTensor)
     cls = type("TensorEntry", (Entry,), {"forward": forward, "__module__": __name__})
@@ -114,7 +114,7 @@ def from_tensors(model: nn.Module, features: Features) -> Entry:
 
 
 def _keys_of(module: nn.Module, features: Features, parameters: Sequence[str]) -> dict[str, list[str]]:
-    """The keys of each KeyedJaggedTensor, by its parameter."""
+    """The keys per KeyedJaggedTensor, by its parameter."""
     if not isinstance(features, Mapping):
         if len(parameters) > 1:
             example = ", ".join(f"{name!r}: [...]" for name in parameters)
@@ -126,7 +126,7 @@ def _keys_of(module: nn.Module, features: Features, parameters: Sequence[str]) -
     if set(features) != set(parameters):
         raise ConfigError(
             f"features is for {', '.join(map(repr, features)) or 'nothing'}, and {type(module).__name__}.forward takes "
-            f"KeyedJaggedTensors as {', '.join(map(repr, parameters))}: give the keys of each of these"
+            f"KeyedJaggedTensors as {', '.join(map(repr, parameters))}: give the keys of each"
         )
     return {name: list(features[name]) for name in parameters}
 
@@ -146,7 +146,7 @@ def _check_features(features: Mapping[str, Sequence[str]], collections: Sequence
 
 
 def _arguments(module: nn.Module) -> dict[str, bool]:
-    """The arguments of ``forward`` by name, and whether each is a KeyedJaggedTensor; the others are tensors."""
+    """The arguments of ``forward`` by name, and whether each is a KeyedJaggedTensor. The others are tensors."""
     forward = type(module).forward
     try:
         hints = typing.get_type_hints(forward)
@@ -172,5 +172,5 @@ def _arguments(module: nn.Module) -> dict[str, bool]:
 def _unfit(module: nn.Module, reason: str) -> ConfigError:
     return ConfigError(
         f"{type(module).__name__}.forward cannot be given plain tensors by shardrec.serve: {reason}. Put the model "
-        "into a module whose forward takes KeyedJaggedTensors, annotated so, and tensors; or script your own entry"
+        "into a module with a forward that takes annotated KeyedJaggedTensors and tensors, or script your own entry"
     )

@@ -4,7 +4,7 @@ Shapes: F features, B samples, N ids.
 
 [Note: sizes that stand for all sizes]
 A tracer concludes from an example that equal sizes are always equal, and it specializes on 0 and 1. So it is not given
-the caller's tensors but zeros whose sizes occur nowhere else in a call.
+the caller's tensors but zeros with sizes that occur nowhere else in a call.
 """
 
 from __future__ import annotations
@@ -59,11 +59,11 @@ class TensorSpec:
         return cls(name=note["name"], dtype=getattr(torch, note["dtype"]), shape=tuple(note["shape"]))
 
     def fault(self, shape: tuple[int, ...], sizes: dict[str, int]) -> str:
-        """A message about a tensor's shape that does not fit; empty if it fits.
+        """A message about a tensor's shape that does not fit. Empty if it fits.
 
         Args:
             shape: the tensor's shape.
-            sizes: values of "B" and "N" so far; the first tensor that has one sets it for the others.
+            sizes: values of "B" and "N" so far. The first tensor that has one sets it for the others.
         """
         if len(shape) != len(self.shape):
             return self._refusal(shape)
@@ -81,7 +81,7 @@ class TensorSpec:
         return ""
 
     def _refusal(self, shape: tuple[int, ...]) -> str:
-        return f"{self.name} has the shape {list(shape)}; the model takes [{', '.join(map(str, self.shape))}]"
+        return f"{self.name} has the shape {list(shape)}. The model takes [{', '.join(map(str, self.shape))}]"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,7 +99,7 @@ class Example:
     device: torch.device
 
     def tensors(self, samples: int = _SAMPLES, ids: int = _IDS) -> tuple[Tensor, ...]:
-        """Zeros for integer arguments and random values for floating ones; the default sizes occur nowhere else."""
+        """Zeros for integer arguments and random values for floating ones. The default sizes occur nowhere else."""
         sizes = {"B": samples, "N": ids}
         tensors = []
         for spec in self.specs:
@@ -134,7 +134,7 @@ def example_of(
 ) -> Example:
     """Make a model's entry and the specs of its arguments from an example call of the model.
 
-    The arguments are those of :func:`shardrec.export`.
+    Arguments as for :func:`shardrec.export`.
 
     Raises:
         ConfigError: if the call does not fit the model's ``forward``, if each feature has a batch size of its own, or
@@ -151,7 +151,7 @@ def example_of(
     if len(jagged) != 1:
         raise ConfigError(
             f"the example of a call of {type(inner).__name__} has {len(jagged)} KeyedJaggedTensors, not one: put the "
-            "model into a module whose forward takes one"
+            "model into a module with a forward that takes one"
         )
     features = jagged[0]
     if features.variable_stride_per_key():
@@ -163,7 +163,7 @@ def example_of(
     unknown = sorted(set(static) - set(entry.inputs[2:]))
     if unknown:
         raise ConfigError(
-            f"static names {', '.join(map(repr, unknown))}; the tensors besides the features are "
+            f"static names {', '.join(map(repr, unknown))}. The tensors besides the features are "
             f"{', '.join(map(repr, entry.inputs[2:])) or 'none'}: use their names"
         )
     dense = [name for name, value in bound.items() if isinstance(value, Tensor)]
@@ -172,7 +172,7 @@ def example_of(
         if name in ("values", "lengths", "weights") and name not in dense:
             if name == "weights" and features.weights_or_none() is None:
                 raise ConfigError(
-                    "the example's features have no weights, and a weighted collection looks them up: give a "
+                    "the example's features lack weights, and a weighted collection looks them up: give a "
                     "KeyedJaggedTensor with weights"
                 )
             tensor = getattr(features, name)()

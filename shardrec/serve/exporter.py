@@ -10,12 +10,12 @@
                   ── AOTInductor ────────────► machine code
 
 :func:`export` returns the graph; :func:`save` and :func:`package` write the first and the last to files, by the table
-:data:`FORMATS`. A file of machine code is for the processor (or the GPU) that it was compiled on; it has the weights,
+:data:`FORMATS`. A file of machine code is for the processor (or the GPU) that it was compiled on. It has the weights,
 and calls of fbgemm's operators by name. All of them run with torch and fbgemm's operators, without shardrec.
 
 [Note: inference kernels]
-fbgemm's training lookups are registered for autograd only, and take weights and optimizer states that they may modify;
-a graph would have to carry all of these. The inference kernel is one operator over one tensor of bytes, which every
+fbgemm's training lookups are registered for autograd only, and take weights and optimizer states that they may modify.
+A graph would have to carry all of these. The inference kernel is one operator over one tensor of bytes, which every
 executor supports. With float32 rows it returns the same rows, and it also sums in float32.
 
 [Note: no size is special]
@@ -61,7 +61,7 @@ NOTES = "shardrec.json"
 
 
 class ExportError(ShardrecError, RuntimeError):
-    """A model that ``torch.export`` or AOTInductor refuses; the message has the reason."""
+    """A model that ``torch.export`` or AOTInductor refuses. The message has the reason."""
 
 
 class _Format(NamedTuple):
@@ -131,7 +131,7 @@ def save(model: nn.Module, path: str | os.PathLike[str], *, features: Features) 
         try:
             beside.touch()
         except OSError as error:
-            raise ConfigError(f"{os_fault(error)}; give a file in a folder that can be written to") from error
+            raise ConfigError(f"{os_fault(error)}. Give a file in a folder that can be written to") from error
         with quiet():
             torch.jit.save(scripted, str(beside), _extra_files={NOTES: json.dumps(notes)})
     return target
@@ -148,7 +148,7 @@ def export(
 
     The program takes the arguments of :func:`shardrec.serve.from_tensors`'s entry, in that order: ``values`` (N,),
     ``lengths`` (F·B,), ``weights`` (N,) for weighted collections, and the other tensors of the model's ``forward``. B
-    and N may be any numbers and may differ by rank. ``torch.export.save`` and ``load`` work on it; a process that runs
+    and N may be any numbers and may differ by rank. ``torch.export.save`` and ``load`` work on it. A process that runs
     it imports torch and fbgemm_gpu. On several ranks each rank exports its own program, and all ranks run theirs
     together, in a process group of the same name as the model's (a process's first group always has the same name).
 
@@ -157,18 +157,18 @@ def export(
 
     Args:
         model: sharded, or made by :func:`shardrec.serve.quantize`; in eval mode. Tables that are not quantized are
-            copied into float32 tables of fbgemm's inference kernel; this is collective.
-        args: positional arguments of an example call; only dtypes, sizes and keys are read, so any batch will do.
+            copied into float32 tables of fbgemm's inference kernel. This is collective.
+        args: positional arguments of an example call. Only dtypes, sizes and keys are read, so any batch will do.
         kwargs: keyword arguments of the example call.
-        static: names of tensors whose size never changes; of other tensors the first dimension is the samples.
+        static: names of tensors with a fixed size. The first dimension of other tensors is the samples.
 
     Returns:
-        The program; call ``program.module()``.
+        The program. Call ``program.module()``.
 
     Raises:
         ConfigError: if the model is in training mode, or if the example does not fit it.
         ExportError: if the model's code cannot be traced.
-        ScriptError: for a module whose scripted twin breaks its protocol.
+        ScriptError: for a module with a scripted twin that breaks its protocol.
     """
     _check_exports(model, "program")
     served = _served(model)
@@ -186,7 +186,7 @@ def package(
 ) -> Path:
     """Compile a one-rank model for inference, with AOTInductor.
 
-    The package takes any batch size and any number of ids; bad input raises, as in eager mode. The machine code is for
+    The package takes any batch size and any number of ids. Bad input raises, as in eager mode. The machine code is for
     the kind of processor that it was compiled on, and the loops that AOTInductor generates run on one thread (fbgemm's
     operators and matrix products on torch's threads). ``torch._inductor.aoti_load_package`` and
     ``torch::inductor::AOTIModelPackageLoader`` load the file; :func:`load_package` checks the inputs as well.
@@ -194,10 +194,10 @@ def package(
     Args:
         model: a model sharded over one rank, or made from one by :func:`shardrec.serve.quantize`; in eval mode. Tables
             that are not quantized are packaged in float32.
-        path: path of the file; it ends in ``.pt2``.
-        args: positional arguments of an example call; only dtypes, sizes and keys are read.
+        path: path of the file. It ends in ``.pt2``.
+        args: positional arguments of an example call. Only dtypes, sizes and keys are read.
         kwargs: keyword arguments of the example call.
-        static: names of tensors whose size never changes; of other tensors the first dimension is the samples.
+        static: names of tensors with a fixed size. The first dimension of other tensors is the samples.
         options: further settings of AOTInductor, as in ``torch._inductor.config``.
 
     Returns:
@@ -304,8 +304,8 @@ def _output_of(program: ExportedProgram, model: ShardedModel) -> object:
     output = pytree.tree_unflatten(list(range(spec.num_leaves)), spec)
     if not _is_plain(output):
         raise ConfigError(
-            f"{type(model.module).__name__} returns {type(output).__name__}, or something inside it that is no tensor; "
-            "a package returns tensors, and dicts (by strings), lists and tuples of them: return such, for example "
+            f"{type(model.module).__name__} returns {type(output).__name__}, or something else than a tensor in it. "
+            "A package returns tensors, and dicts (by strings), lists and tuples of them: return such, for example "
             "KeyedTensor.values()"
         )
     return output
@@ -329,7 +329,7 @@ def program_of(example: Example, model: ServedModel) -> ExportedProgram:
     # torch makes this module a table of settings at run time, where no type checker sees it.
     sizes = import_module("torch.fx.experimental._config")
     assert isinstance(sizes, ConfigModule)
-    # Scriptable twins wrap some values with their TorchScript types; tracing needs the plain values.
+    # Scriptable twins wrap some values with their TorchScript types. Tracing needs the plain values.
     copy = plain(scriptable_copy(example.entry, portable=True))
     with torch.no_grad(), sizes.patch({"backed_size_oblivious": True}):
         try:

@@ -1,4 +1,4 @@
-"""Follows what a :class:`shardrec.Publisher` publishes: versions are verified and read, and then applied at once.
+"""Follows the versions of a :class:`shardrec.Publisher`: they are verified and read, and then applied in one go.
 
 [Note: rows are set aside first] Everything of a version that may fail comes before the first byte of the model changes:
 the manifest and each file that is read are verified, and the rows are set aside in memory. Of a part of which the model
@@ -50,7 +50,7 @@ class Follower:
         model: on one rank.
         formats: of its tables, by their names in the plan.
         source: folder or URL.
-        interval: seconds between two looks; after a fault, the time is doubled up to a minute.
+        interval: seconds between two looks. After a fault, the time is doubled up to a minute.
 
     Attributes:
         version: that the model has; 0 for none.
@@ -76,11 +76,11 @@ class Follower:
 
     @property
     def age(self) -> float:
-        """Seconds since the model's version was published; infinite without one."""
+        """Seconds since the model's version was published. Infinite without one."""
         return _age(self.version, self.published)
 
     def seen(self) -> tuple[int, float]:
-        """Version and age of what this thread's last call saw; those of the model if there was none since ``seen``."""
+        """Version and age that this thread's last call saw. The model's if there was no call since ``seen``."""
         version, published = self._seen.__dict__.pop("by_call", (self.version, self.published))
         return version, _age(version, published)
 
@@ -96,7 +96,7 @@ class Follower:
         return self._ended.is_set()
 
     def close(self) -> None:
-        """Apply no further version. The model keeps the one that it has."""
+        """Apply no further version. The model keeps its present version."""
         self._ended.set()
         if self._thread.is_alive():
             self._thread.join()
@@ -122,7 +122,7 @@ class Follower:
         while not self._ended.wait(wait_s):
             try:
                 self.poll()
-            except Exception as error:  # the model keeps its version, and the thread goes on
+            except Exception as error:  # the model keeps its version, and the thread continues
                 self._record(f"{type(error).__name__}: {error}")
             wait_s = min(_LONGEST_WAIT_S, 2 * wait_s) if self.fault else self._interval
 
@@ -142,7 +142,7 @@ class Follower:
         if versions and versions[-1] < before:
             fault = (
                 f"{self._source} has version {versions[-1]} as its last and the model has {before}: if publishing "
-                "began anew, close() the follower and follow again"
+                "began again, close() the follower and follow again"
             )
         for version in reversed([version for version in versions if version > before]):
             try:
@@ -157,7 +157,7 @@ class Follower:
         is_known, self.fault = fault == self.fault, fault
         self.faults += bool(fault)
         if fault and not is_known:
-            warnings.warn(f"{fault}; the model keeps version {self.version}", stacklevel=2)
+            warnings.warn(f"{fault}. The model keeps version {self.version}", stacklevel=2)
 
     def _take(self, version: int) -> None:
         """Verify, read and apply a version. See [Note: rows are set aside first]."""
@@ -165,7 +165,7 @@ class Follower:
             stack.enter_context(self._store.fetched(version_name(version)))
             manifest = read_manifest(self._store.folder, version_name(version))
             if manifest.extra.get("version") != version:
-                raise CheckpointError(f"its manifest is that of version {manifest.extra.get('version')}")
+                raise CheckpointError(f"its manifest belongs to version {manifest.extra.get('version')}")
             targets = served_tensors(self._model, self._formats)
             self._check_fits(manifest, targets)
             reader = _Reader(self._store, manifest, self._applied, stack)
@@ -214,7 +214,7 @@ class Follower:
             if not inside or (table.maps.options[table.layout.name].fallback_rows and blocks != row_blocks):
                 faults.append(
                     f"the rows of table {table.layout.name!r} with dynamic ids are cut at {sorted(blocks)} and the "
-                    f"model's at {sorted(row_blocks)}; shard the model by the trainer's plan.on_one_rank()"
+                    f"model's at {sorted(row_blocks)}. Shard the model by the trainer's plan.on_one_rank()"
                 )
         if faults:
             raise ConfigError(f"{self._source} publishes another model than this one: {'; '.join(faults[:5])}")
@@ -239,7 +239,7 @@ class _Reader:
         self._buffer = torch.empty(BLOCK_BYTES, dtype=torch.uint8)
 
     def _opened(self, number: int) -> OpenFile:
-        """A file, every byte of which was verified when it was opened."""
+        """A file that was verified completely when it was opened."""
         if number not in self._files:
             file = self._manifest.all_files[number]
             self._stack.enter_context(self._store.fetched(f"{self._manifest.data}/{file.name}"))

@@ -3,7 +3,7 @@
 Shapes: T tables, S slots (a feature in a table), B samples, N ids, D columns of all the slots.
 
 TorchScript cannot compile fbgemm's module. Its computation is one operator; so the module is used only to allocate the
-memory, whose layout depends on the device, and the operator is called here.
+memory, with a layout that depends on the device, and the operator is called here.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ class ServedTables(nn.Module):
     """Tables for inference that one call of fbgemm's inference kernel looks up.
 
     Args:
-        shapes: (rows, columns) of each table; at least one. On CUDA a row's columns fill multiples of 4 bytes.
-        formats: format of each table.
-        slot_tables: the number of each slot's table; every table has a slot.
+        shapes: (rows, columns) per table. At least one. On CUDA a row's columns fill multiples of 4 bytes.
+        formats: format per table.
+        slot_tables: the number of each slot's table. Every table has a slot.
         device: CPU or CUDA.
         pooled: sum each bag; if False, return a row per id, for tables of equal width.
 
     Attributes:
-        rows: (rows, b) uint8 of each table, a view of the kernel's memory; fill it with the result of ``encode``.
+        rows: (rows, b) uint8 per table, a view of the kernel's memory. Fill it with the result of ``encode``.
     """
 
     # torch.jit reads this name: TorchScript leaves these attributes out.
@@ -59,7 +59,7 @@ class ServedTables(nn.Module):
             feature_table_map=list(slot_tables),
             pooling_mode=mode,
             device=device,
-            # The input exchange has checked the ids; fbgemm's check would silently replace invalid ones.
+            # The input exchange has checked the ids. Fbgemm's check would silently replace invalid ones.
             bounds_check_mode=BoundsCheckMode.NONE,
             output_dtype=SparseType.FP32,
         )
@@ -89,7 +89,7 @@ class ServedTables(nn.Module):
 
         Args:
             ids: (N,) int32 or int64 row numbers in each slot's table, slot after slot.
-            lengths: (S, B) int32 number of ids of each bag.
+            lengths: (S, B) int32 number of ids per bag.
             weights: (N,) float32 weights of the ids, or None.
 
         Returns:

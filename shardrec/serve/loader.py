@@ -2,7 +2,7 @@
 
 [Note: what compiled code does not check]
 AOTInductor's code assumes the dtypes and strides that it was compiled for and does not check its inputs. So the file
-records the spec of each argument, and callers check it: :class:`Package` and the C++ example do.
+records a spec per argument, and callers check it: :class:`Package` and the C++ example do.
 
 [Note: no waiting inside the loader]
 torch's loader holds the GIL while it waits for a free runner, and some of fbgemm's operators have autograd code in
@@ -38,8 +38,8 @@ class Package:
         runners: number of calls that can run at the same time.
 
     Attributes:
-        features: the keys whose bags ``lengths`` counts, in order.
-        tensors: the spec of each argument.
+        features: the keys of the bags that ``lengths`` counts, in order.
+        tensors: the spec per argument.
     """
 
     def __init__(self, path: str | os.PathLike[str], runners: int = 1) -> None:
@@ -50,7 +50,7 @@ class Package:
         if not Path(path).is_file():
             raise ConfigError(f"there is no file {path}: shardrec.serve.package writes one")
         if runners < 1:
-            raise ConfigError(f"runners is {runners}; at least one is needed: name how many calls may run at a time")
+            raise ConfigError(f"runners is {runners}. At least one is needed: name how many calls may run at a time")
         try:
             self._loader = load(str(path), num_runners=runners).loader
         except RuntimeError as error:
@@ -71,7 +71,7 @@ class Package:
         self._output = pytree.treespec_loads(self._loader.get_call_spec()[1])
 
     def __call__(self, *tensors: Tensor, **named: Tensor) -> Any:
-        """Run the model; the tensors in its output are inference tensors.
+        """Run the model. The tensors in its output are inference tensors.
 
         Raises:
             InputError: if a tensor has another dtype, size or device than the model takes, if an id is outside its
@@ -102,12 +102,12 @@ class Package:
         return tuple(by_name[name] for name in self._names)
 
     def _fault(self, tensors: Sequence[Tensor]) -> str:
-        """A message about arguments that do not fit; empty if they fit."""
+        """A message about arguments that do not fit. Empty if they fit."""
         sizes: dict[str, int] = {}
         for spec, tensor in zip(self.tensors, tensors, strict=True):
             if tensor.dtype != spec.dtype or tensor.device.type != self._device:
                 return (
-                    f"{spec.name} is {tensor.dtype} on {tensor.device.type}; the package takes {spec.dtype} on "
+                    f"{spec.name} is {tensor.dtype} on {tensor.device.type}. The package takes {spec.dtype} on "
                     f"{self._device}: convert it, or make the package from an example of this kind"
                 )
             fault = spec.fault(tensor.shape, sizes)
@@ -121,10 +121,10 @@ def load_package(path: str | os.PathLike[str], *, runners: int = 1) -> Package:
 
     Args:
         path: path of the file. Load only files that you trust: their machine code is run.
-        runners: number of calls that can run at the same time, from several threads; each has its own buffers, and
+        runners: number of calls that can run at the same time, from several threads. Each has its own buffers, and
             they share the weights.
 
     Raises:
-        ConfigError: if there is no such file, or if another program wrote it.
+        ConfigError: if the file does not exist, or if another program wrote it.
     """
     return Package(path, runners)

@@ -1,4 +1,4 @@
-"""The lookups of a served collection, which replace those of training.
+"""The lookups of a served collection, which replace the training lookups.
 
 Shapes: B_all the samples of all ranks, N ids, S slots, D pooled columns.
 """
@@ -34,10 +34,10 @@ __all__ = ["ServedReplicas", "ServedShards", "served_memory", "served_storage"]
 
 
 def served_storage(formats: Mapping[str, WeightFormat], *, pooled: bool) -> Storage:
-    """A storage whose lookups are inference kernels.
+    """A storage with inference kernels as its lookups.
 
     Args:
-        formats: format of each table, by the table's name in the plan.
+        formats: format per table, by the table's name in the plan.
         pooled: whether the collection sums bags.
     """
     shards, replicas = partial(ServedShards, formats), partial(ServedReplicas, formats, pooled=pooled)
@@ -45,7 +45,7 @@ def served_storage(formats: Mapping[str, WeightFormat], *, pooled: bool) -> Stor
 
 
 def served_memory(collection: ShardedCollection) -> dict[Shard | str, Tensor]:
-    """The (rows, b) uint8 memory of each shard on this rank, by the shard, and of each replicated table, by its name in
+    """The (rows, b) uint8 memory per shard on this rank, by the shard, and of each replicated table, by its name in
     the plan."""
     shards, replicas = collection.shards, collection.replicas
     assert isinstance(shards, ServedShards), "the collection has a served storage"
@@ -55,23 +55,23 @@ def served_memory(collection: ShardedCollection) -> dict[Shard | str, Tensor]:
 
 
 class ServedTable(ShardedTable):
-    """A table that is not trained: it has no parameters, and no entry in a state_dict."""
+    """A table that is not trained: it has neither parameters nor an entry in a state_dict."""
 
     def _save_to_state_dict(self, destination: object, prefix: str, keep_vars: bool) -> NoReturn:
         raise ConfigError(
-            "a served model has no state_dict: save it with shardrec.serve.save, and the trained one with "
+            "a served model lacks a state_dict: save it with shardrec.serve.save, and the trained one with "
             "shardrec.save_checkpoint"
         )
 
 
 class ServedShards(ShardLookup):
-    """This rank's shards in inference kernels, one per lookup group; their rows are uninitialized.
+    """This rank's shards in inference kernels, one per lookup group. Their rows are uninitialized.
 
-    Args, besides those of :class:`ShardLookup`:
-        formats: format of each table, by the table's name in the plan.
+    Args, besides the arguments of :class:`ShardLookup`:
+        formats: format per table, by the table's name in the plan.
 
     Attributes:
-        memory: (rows, b) uint8 of each shard, see :class:`ServedTables`.
+        memory: (rows, b) uint8 per shard, see :class:`ServedTables`.
     """
 
     def __init__(
@@ -109,7 +109,7 @@ class ServedShards(ShardLookup):
     def rows(
         self, shard_input: ShardInput, *, to_update: bool = False
     ) -> tuple[list[Tensor], LookupInputs, list[Kept]]:
-        """Per group, (B_all, D_group) pooled columns, or (n, w) rows without pooling; nothing that an update takes."""
+        """Per group, (B_all, D_group) pooled columns, or (n, w) rows without pooling. Nothing that an update takes."""
         starts = [0, *accumulate(shard_input.group_ids)]
         slots = [0, *accumulate(self.group_slots)]
         looked_up = []
@@ -128,12 +128,12 @@ class ServedShards(ShardLookup):
 class ServedReplicas(ReplicatedLookup):
     """The replicated tables of a collection in an inference kernel.
 
-    Args, besides those of :class:`ReplicatedLookup`:
-        formats: format of each table, by the table's name in the plan.
+    Args, besides the arguments of :class:`ReplicatedLookup`:
+        formats: format per table, by the table's name in the plan.
         pooled: sum each bag; if False, each table is looked up separately and gives a row per id.
 
     Attributes:
-        memory: (rows, b) uint8 of each table, by its name in the plan, see :class:`ServedTables`.
+        memory: (rows, b) uint8 per table, by its name in the plan, see :class:`ServedTables`.
     """
 
     def __init__(
@@ -162,7 +162,7 @@ class ServedReplicas(ReplicatedLookup):
         self.memory = dict(zip((layout.name for layout in layouts), rows, strict=True))
 
     def __call__(self, ids: Tensor, lengths: Tensor, weights: Tensor | None, counts: Sequence[int]) -> Tensor:
-        """(B, D) float32 pooled columns of the local batch, from (N,), (S, B) and (N,); ``counts`` is not used."""
+        """(B, D) float32 pooled columns of the local batch, from (N,), (S, B) and (N,). ``counts`` is not used."""
         weights = None if weights is None else weights.to(torch.float32)
         pooled: Tensor = self.modules[0](ids, lengths, weights)
         return pooled
@@ -174,5 +174,5 @@ class ServedReplicas(ReplicatedLookup):
         return rows
 
     def scripted(self, slot_tables: Sequence[int], *, pooled: bool) -> nn.Module:
-        """The module for TorchScript: of all tables, or without pooling of the one table in ``slot_tables``."""
+        """The module for TorchScript: of all tables, or without pooling of the single table in ``slot_tables``."""
         return self.modules[0] if pooled else self.modules[slot_tables[0]]

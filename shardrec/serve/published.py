@@ -10,7 +10,7 @@
         ├── rank-00000.000000000041.safetensors    rows changed since
         └── rank-00000.000000000042.safetensors
 
-A manifest is that of a checkpoint (:mod:`shardrec.checkpoint.manifest`), is written last, and names the files of its
+A manifest is like a checkpoint's (:mod:`shardrec.checkpoint.manifest`), is written last, and names the files of its
 base and of all deltas since, with their checksums. So a version is complete without the manifests before it, and a
 follower reads of it what it has not yet applied.
 
@@ -67,12 +67,12 @@ def versions_in(names: list[str]) -> list[int]:
 
 
 def data_name(version: int, token: str) -> str:
-    """The name of the folder of a base; ``token`` has 8 hexadecimal digits."""
+    """The name of the folder of a base. ``token`` has 8 hexadecimal digits."""
     return f"data-{version:08x}{token}"
 
 
 def base_of(name: str) -> int | None:
-    """The version of the base whose folder has this name; None if it is none."""
+    """The version of the base in a folder of this name. None for other names."""
     match = _DATA.fullmatch(name)
     return int(match[1], 16) if match else None
 
@@ -101,7 +101,7 @@ def _ids_of(records: Tensor) -> Tensor:
 
 
 def _encoded_rect(rect: Rect, form: WeightFormat) -> Rect:
-    """A part's place in the published tensor; scale and bias belong to the part with the first column."""
+    """A part's place in the published tensor. Scale and bias belong to the part with the first column."""
     if not form.is_quantized:
         return rect
     start, end = (HEAD_BYTES + column * form.bits // 8 for column in (rect.col_start, rect.col_end))
@@ -116,12 +116,12 @@ def _whole(tensor: HeldTensor, form: WeightFormat) -> HeldTensor:
 
 
 def encoded(tensor: HeldTensor, form: WeightFormat, ranges: Mapping[Rect, Tensor]) -> HeldTensor:
-    """A table's tensor whose rows are encoded when they are written.
+    """A table's tensor. Its rows are encoded when they are written.
 
     Args:
         tensor: the table, with parts on the CPU.
         form: the format.
-        ranges: (rows, 2) ranges of the whole rows of each part; of none if its rows are whole.
+        ranges: (rows, 2) ranges of the whole rows per part. None for a part with whole rows.
 
     Raises, when it is written:
         ConfigError: if the format cannot represent a value.
@@ -145,7 +145,7 @@ def _encode(table: str, part: Part, form: WeightFormat, ranges: Tensor | None, b
 
 
 def served_tensors(model: ShardedModel, formats: Mapping[str, WeightFormat]) -> dict[str, HeldTensor]:
-    """A served model's tensors as they are published, in its memory; the ids of rows are copies.
+    """A served model's tensors as they are published, in its memory. The ids of rows are copies.
 
     Args:
         model: from :func:`shardrec.serve.quantize`, on one rank.
@@ -179,7 +179,7 @@ def places_in(
     """Where a program has the tensors that are published of its model.
 
     Args:
-        program: scripted of the model, with whose memory it shares.
+        program: scripted from the model. They share memory.
         model: see :func:`served_tensors`.
         formats: of its tables.
 

@@ -1,8 +1,8 @@
-"""``shardrec.Publisher``: publishes the rows of a model that have changed, while its training goes on.
+"""``shardrec.Publisher``: publishes the rows of a model that have changed, while it trains.
 
 [Note: what a step waits for] A rank keeps a copy of its rows as they were last published. ``publish`` compares them
 with the model's, in one pass at the speed of memory, and copies those that differ. A thread then encodes and writes
-these rows; the threads of the ranks agree over a process group of their own.
+these rows. The threads of the ranks agree over a process group of their own.
 """
 
 from __future__ import annotations
@@ -36,16 +36,16 @@ from shardrec.serve.served_model import ServedModel
 __all__ = ["Publisher"]
 
 Changed = dict[PartKey, Tensor | None]
-"""The rows of each part that have changed since the last publish, (n,) int64 ascending; None for all."""
+"""The rows per part that have changed since the last publish, (n,) int64 ascending. None for all."""
 
 
 class Publisher:
-    """Publishes versions of a model to a folder, from which served models follow it; see docs/publishing.md.
+    """Publishes versions of a model to a folder, from which served models follow it. See docs/publishing.md.
 
     A version is a *base*, with all rows, or a *delta*, with the rows that have changed since the version before it, and
-    always has the dense part. Applied one after the other they give what :func:`shardrec.serve.quantize` gives of the
-    model. The first version that a process publishes is a base, and so is the one after a failure. Every rank makes the
-    same calls.
+    always has the dense part. Applied one after the other they equal the result of :func:`shardrec.serve.quantize` for
+    the model. The first version that a process publishes is a base. The version after a failure is a base as well.
+    Every rank makes the same calls.
 
     Args:
         model: from :func:`shardrec.shard`.
@@ -53,14 +53,14 @@ class Publisher:
             time may write to it.
         weights: format of the rows: ``"fp32"``, ``"fp16"``, ``"int8"`` or ``"int4"``, as for ``quantize``.
         tables: formats of single tables, by their names in the plan.
-        keep_bases: number of bases to keep with their deltas; older ones are removed when a new one is complete.
+        keep_bases: number of bases to keep with their deltas. Older ones are removed when a new one is complete.
         most_deltas: of a base. The next version is a base, as it is when the deltas have more bytes than their base.
 
     Raises:
         ConfigError: for a model or formats that ``quantize`` refuses, or a number below 1.
 
-    The idea is that of Monolith (Liu et al., 2022, section 2.4). It keeps the ids of a step's rows for this; here rows
-    are compared, so that a change without a lookup (an eviction, a load, an edit) is published, too.
+    The idea is from Monolith (Liu et al., 2022, section 2.4). It keeps the ids of a step's rows for this; here rows
+    are compared, so that a change without a lookup (an eviction, a load, an edit) is also published.
     """
 
     def __init__(
@@ -80,7 +80,7 @@ class Publisher:
                 "shardrec.shard returned without servers"
             )
         if keep_bases < 1 or most_deltas < 1:
-            raise ConfigError(f"keep_bases={keep_bases} and most_deltas={most_deltas}; give 1 or more of each")
+            raise ConfigError(f"keep_bases={keep_bases} and most_deltas={most_deltas}. Give 1 or more for both")
         self._model, self._plan = model, model.plan
         self._formats = table_formats(list(model.sharded_collections), weights, tables or {})
         self._store = Store(target)
@@ -93,7 +93,7 @@ class Publisher:
         self._deltas = self._delta_bytes = self._base_bytes = 0
         self._pending = PendingSave()
         self.version = 0
-        """The last version that is complete; 0 for none."""
+        """The last version that is complete. 0 for none."""
 
     def publish(
         self, *, full: bool = False, extra: Mapping[str, object] | None = None, wait: bool = True
@@ -102,7 +102,7 @@ class Publisher:
 
         Args:
             full: begin a new base.
-            extra: JSON-compatible data of the caller, such as the step; rank 0's is written.
+            extra: JSON-compatible data of the caller, such as the step. Rank 0's is written.
             wait: whether to return after the version is complete and visible; if False, return when the changed rows
                 are copied.
 
@@ -125,7 +125,7 @@ class Publisher:
             self._plan, self._before.complete = model.plan, False
             self._kept.clear()
             self._ranges.clear()
-        # Until the version is complete, there is none that changes can be read on top of.
+        # Until the version is complete, changes cannot be read on top of any version.
         known, self._before.complete = self._before.complete, False
         base = full or not known or self._deltas >= self._most_deltas or self._delta_bytes > self._base_bytes
         tensors, changed = self._copied(published_tensors(model))
@@ -244,9 +244,9 @@ class Publisher:
     def _whole_rows(
         self, name: str, copy: HeldTensor, changed: Changed, ranks: Ranks, *, base: bool
     ) -> list[tuple[Part, Tensor, Tensor]]:
-        """The parts of a table, the rows of each that have changed on any rank, and (rows, 2) the ranges of all.
+        """The parts of a table, their rows that have changed on any rank, and (rows, 2) the ranges of all.
 
-        Those of rows that have not changed are kept, for a delta may write all rows. A base takes all ranges anew:
+        Ranges of unchanged rows are kept, because a delta may write all rows. A base computes all ranges again:
         after a failure those that are kept may be older than the rows.
         """
         mask = torch.full((copy.shape[0],), int(base), dtype=torch.uint8)
@@ -273,7 +273,7 @@ class Publisher:
         ]
 
     def _expire(self, version: int, data: str) -> None:
-        """Remove the bases before the last ones with their versions, and what an interrupted publish has left."""
+        """Remove the bases before the last ones with their versions, and the remains of an interrupted publish."""
         try:
             names = self._store.names()
             bases = {name: base for name in names if (base := base_of(name)) is not None}

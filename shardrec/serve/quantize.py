@@ -24,16 +24,16 @@ from shardrec.step.context import ModelContext
 __all__ = ["quantize", "table_formats", "whole_row_ranges"]
 
 CHUNK = 2**20
-"""Rows converted at a time; bounds the memory of the conversion."""
+"""Rows converted at a time. Bounds the memory of the conversion."""
 
 _UNITS = {False: 16, True: 32}
-"""The bits of a row's columns must be a multiple of this number; keyed by whether the device is CUDA."""
+"""The bits of a row's columns must be a multiple of this number. Keyed by whether the device is CUDA."""
 
 
 def quantize(model: ShardedModel, weights: str = "int8", *, tables: Mapping[str, str] | None = None) -> ServedModel:
     """Make an inference model from a trained, sharded one, with its tables in fbgemm's inference kernels.
 
-    Plan, routes and exchanges stay the same. Each rank converts its own shards; a row's scale and bias are those of the
+    Plan, routes and exchanges stay the same. Each rank converts its own shards. A row's scale and bias belong to the
     whole row, so the sharding does not change the rows that a table returns. The dense part is copied. Collective, like
     ``shard``: all ranks call it with the same arguments.
 
@@ -50,21 +50,21 @@ def quantize(model: ShardedModel, weights: str = "int8", *, tables: Mapping[str,
 
     Raises:
         ConfigError: on every rank, if a format or table does not exist, if a format cannot represent a value (not
-            finite, or beyond ±65504 unless FP32), if an INT4 shard on CUDA has a width that is no multiple of 8, or if
-            the model's tables are on servers.
+            finite, or beyond ±65504 unless FP32), if an INT4 shard on CUDA has a width that is not a multiple of 8, or
+            if the model's tables are on servers.
     """
     require_sharded(model, "shardrec.serve.quantize")
     if isinstance(model, ServedModel):
         raise ConfigError("the model is quantized already: give shardrec.serve.quantize what shardrec.shard returned")
     if model.servers:
         raise ConfigError(
-            f"the model's tables are on {model.servers} embedding server(s), and this process has none to quantize: "
+            f"the model's tables are on {model.servers} embedding server(s), and this process has nothing to quantize: "
             "load its checkpoint into a model that shardrec.shard made without servers, and quantize that one"
         )
     sources = [child for child in model.module.modules() if isinstance(child, ShardedCollection)]
     formats = table_formats(sources, weights, tables or {})
     context = ModelContext(model.context.collectives, model.context.device, model.context.options)
-    # deepcopy finds the served collections in its memo, so it copies no trained table.
+    # deepcopy finds the served collections in its memo, so it does not copy a trained table.
     memo: dict[int, ShardedCollection] = {}
     for source in sources:
         storage = served_storage(formats, pooled=isinstance(source, ShardedEmbeddingBagCollection))
@@ -79,13 +79,13 @@ def quantize(model: ShardedModel, weights: str = "int8", *, tables: Mapping[str,
 
 
 def table_formats(sources: list[ShardedCollection], weights: str, tables: Mapping[str, str]) -> dict[str, WeightFormat]:
-    """The format of each table, by its name in the plan; raises as :func:`quantize`."""
+    """The format of each table, by its name in the plan. Raises as :func:`quantize`."""
     layouts = [layout for source in sources for layout in source.table_layouts.values()]
     unknown = sorted(set(tables) - {layout.name for layout in layouts})
     if unknown:
         known = ", ".join(repr(layout.name) for layout in layouts[:12])
         raise ConfigError(
-            f"tables names {', '.join(map(repr, unknown))}; the model's tables are {known}: use their names"
+            f"tables names {', '.join(map(repr, unknown))}. The model's tables are {known}: use their names"
         )
     formats = {layout.name: _format(tables.get(layout.name, weights)) for layout in layouts}
     on_cuda = any(source.device.type == "cuda" for source in sources)
@@ -106,13 +106,13 @@ def _format(word: str) -> WeightFormat:
         return WeightFormat(word)
     except ValueError:
         known = ", ".join(repr(form.value) for form in WeightFormat)
-        raise ConfigError(f"weights are to be {word!r}; tables are kept as one of {known}: name one") from None
+        raise ConfigError(f"weights are to be {word!r}. Tables are kept as one of {known}: name one") from None
 
 
 def _convert(
     source: ShardedCollection, target: ShardedCollection, formats: Mapping[str, WeightFormat]
 ) -> Iterator[str]:
-    """Convert this rank's parts of all tables; yield messages about faults, which the ranks then raise together."""
+    """Convert this rank's parts of all tables. Yield messages about faults, which the ranks then raise together."""
     memory = served_memory(target)
     for name, table in source.tables().items():
         layout, form = table.layout, formats[table.layout.name]
@@ -139,13 +139,13 @@ def _convert(
 def whole_row_ranges(
     parts: Iterable[tuple[int, Tensor]], rows: Tensor, device: torch.device, group: dist.ProcessGroup | None
 ) -> Tensor:
-    """The ranges of some rows of a table whose columns are spread over the ranks of a group, all of which call it.
+    """The ranges of some rows of a table with columns on several ranks of a group. All of these ranks call it.
 
     Args:
-        parts: first row and weights of each of this rank's shards.
+        parts: first row and weights per shard of this rank.
         rows: (n,) int64, ascending, equal on all ranks.
         device: of the weights and the result.
-        group: of the ranks; None on one.
+        group: of the ranks. None on one.
 
     Returns: (n, 2), see :func:`shardrec.serve.row_bytes.row_ranges`.
     """

@@ -7,10 +7,10 @@ The error of a column of a quantized row is at most half the row's scale. Scale 
 bound to hold they are chosen first: the bias is the row's minimum rounded down, the scale is the remaining range
 divided by the number of steps, rounded up. fbgemm's own conversion to INT8 rounds both to nearest afterwards, so in a
 row of values near 1 that differ by thousandths the error is many scales. fbgemm's operator computes the codes from the
-row minus its bias and the range that the scale spans; its float32 arithmetic adds less than a thousandth of a scale.
+row minus its bias and the range that the scale spans. Its float32 arithmetic adds less than a thousandth of a scale.
 
 [Note: columns on several ranks]
-Scale and bias are those of the whole row. A shard of some columns is given the whole row's minimum and maximum, so it
+Scale and bias belong to the whole row. A shard of some columns is given the whole row's minimum and maximum, so it
 holds the same codes as an uncut table: the sharding does not change the served values.
 """
 
@@ -59,7 +59,7 @@ class WeightFormat(enum.Enum):
         return (1 << self.bits) - 1
 
     def row_bytes(self, columns: int) -> int:
-        """Bytes of a row of ``columns`` columns, whose bits fill whole bytes."""
+        """Bytes of a row of ``columns`` columns. Its bits fill whole bytes."""
         return columns * self.bits // 8 + (HEAD_BYTES if self.is_quantized else 0)
 
 
@@ -69,7 +69,7 @@ def dtype_of(form: WeightFormat) -> torch.dtype:
 
 
 def row_ranges(weight: Tensor) -> Tensor:
-    """(n, 2) float32: the negated minimum and the maximum of each row.
+    """(n, 2) float32: the negated minimum and the maximum per row.
 
     The elementwise maximum of the ranges of a row's parts is the range of the row.
     """
@@ -81,10 +81,10 @@ def encode(weight: Tensor, form: WeightFormat, ranges: Tensor | None = None) -> 
     """Encode rows as bytes.
 
     Args:
-        weight: (n, w) of any floating dtype, on any device; its values are finite, and within float16's range unless
+        weight: (n, w) of any floating dtype, on any device. Its values are finite, and within float16's range unless
             ``form`` is FP32. The columns of a quantized row fill pairs of bytes.
         form: the format.
-        ranges: (n, 2) ranges of the whole rows, from :func:`row_ranges`; default: those of ``weight``.
+        ranges: (n, 2) ranges of the whole rows, from :func:`row_ranges`. Default: the ranges of ``weight``.
 
     Returns:
         (n, b) uint8, on the device of ``weight``.
@@ -92,7 +92,7 @@ def encode(weight: Tensor, form: WeightFormat, ranges: Tensor | None = None) -> 
     if not form.is_quantized:
         return weight.to(dtype_of(form)).contiguous().view(torch.uint8)
     device = weight.device
-    # fbgemm has this operator for the CPU only; a table is converted once.
+    # fbgemm has this operator for the CPU only. A table is converted once.
     weight = weight.to("cpu", torch.float32)
     low, high = (row_ranges(weight) if ranges is None else ranges.cpu()).unbind(1)
     bias = -_half_up(low)
@@ -103,14 +103,14 @@ def encode(weight: Tensor, form: WeightFormat, ranges: Tensor | None = None) -> 
     ends = torch.stack([torch.zeros_like(top), top], dim=1)
     codes = operator((weight - bias.to(torch.float32).unsqueeze(1)).contiguous(), form.bits, ends)
     head = torch.stack([scale, bias], dim=1).view(torch.uint8)
-    # fbgemm's operator puts scale and bias last; its kernel expects them first.
+    # fbgemm's operator puts scale and bias last. Its kernel expects them first.
     return torch.cat([head, codes[:, :-HEAD_BYTES]], dim=1).to(device)
 
 
 def fault_of(table: str, parts: Iterable[Tensor], form: WeightFormat) -> str:
-    """A message about a value of a table that its format cannot represent; "" if there is none."""
+    """A message about a value of a table that its format cannot represent. "" for none."""
     limit = torch.finfo(torch.float32).max if form is WeightFormat.FP32 else GREATEST
-    # amax() of no elements raises; a comparison with NaN is false, so NaN is bad.
+    # amax() of no elements raises. A comparison with NaN is false, so NaN is bad.
     if all(not part.numel() or bool(part.abs().amax() <= limit) for part in parts):
         return ""
     return (

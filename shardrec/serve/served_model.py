@@ -32,7 +32,7 @@ class ServedModel(ShardedModel):
         module: the model, with served collections.
         plan: the sharding plan of the tables.
         context: context shared by the served collections.
-        formats: format of each table, by the table's name in the plan.
+        formats: format per table, by the table's name in the plan.
     """
 
     def __init__(
@@ -64,7 +64,7 @@ class ServedModel(ShardedModel):
             source: the publisher's folder or URL.
             interval: seconds between two looks.
 
-        Returns: The follower, which has the version and counts faults, and whose ``close()`` ends it. A damaged or
+        Returns: The follower, which has the version and counts faults. Its ``close()`` ends it. A damaged or
             missing version is a warning, and the model keeps the last good one.
 
         Raises:

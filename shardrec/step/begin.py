@@ -29,15 +29,15 @@ def begin(
     plan: StepPlan | None = None,
     assigns_new_ids: bool = False,
 ) -> InFlight:
-    """A call whose batch was checked and cut. Raises nothing for a faulty batch, of which the exchange tells all ranks;
-    waits for the device only for dynamic ids.
+    """A call whose batch was checked and cut. Raises nothing for a faulty batch. The exchange tells all ranks about it.
+    Waits for the device only for dynamic ids.
 
     Args:
         input: the module's exchange of ids.
-        features: a KeyedJaggedTensor; keys in any order, further keys are ignored.
+        features: a KeyedJaggedTensor. Keys in any order, further keys are ignored.
         agreement: what the ranks must have in common beyond the ids' dtype.
         fault: of the module, or "".
-        plan: of the module; None if no rows will be looked up.
+        plan: of the module. None if no rows will be looked up.
         assigns_new_ids: whether it gives rows to new dynamic ids.
     """
     given = read_batch(features, input.expect)
@@ -128,7 +128,8 @@ def _check_on_device(flight: InFlight) -> None:
 
 
 def _mended(input: InputPlan, batch: Batch) -> tuple[Batch, Tensor, Tensor]:
-    """The batch without the bad ids that are no error, whether its lengths fit, and their number per feature (U,)."""
+    """The batch without the bad ids that are not an error, whether its lengths fit, and their number per feature
+    (U,)."""
     limits, _ = input.limits(batch.keys)
     policies, places = input.policies(batch.keys)
     whole, bad_F = mended(batch, limits, policies, drops=input.drops)

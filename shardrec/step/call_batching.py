@@ -12,8 +12,8 @@ A *run* is the calls that a model makes between two uses of their values::
 Forwards with and without gradients are modes of their own: an evaluation may make fewer calls. A forward that raises on
 one rank after its last exchange ends there as on the other ranks, which hear nothing of it.
 
-A program of TorchScript's has no beginning and no end that Python sees: its runs are known by the module that begins
-them. All ranks run the same model and come to the same decisions; the headers' checksum tells if they did not.
+Python does not see where a program of TorchScript begins and ends: its runs are known by the module that begins
+them. All ranks run the same model and come to the same decisions. The headers' checksum tells if they did not.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ class Phase(Enum):
     OUTSIDE = auto()
     FORWARD = auto()
     FAILED = auto()
-    """Outside, after a forward that raises on all ranks: they failed at different places, and must not go on with other
-    runs."""
+    """Outside, after a forward that raises on all ranks: they failed at different places, and must not continue with
+    other runs."""
 
 
 class CallBatching:
@@ -46,18 +46,19 @@ class CallBatching:
         self._mode: Hashable = None  # of the present forward, or the last one
         self._runs: dict[Hashable, tuple[int, ...]] = {}  # of the last forward with calls, in which ranks compare modes
         self._calls: dict[Hashable, int] = {}  # of the last forward
-        self._made = [0]  # calls of each run of this forward
+        self._made = [0]  # calls per run of this forward
         self._first = 0  # the id of the module that made the first call of the present run
         self._of_programs: dict[int, int] = {}  # calls of the last run that began with this module
 
     @property
     def known(self) -> tuple[int, ...]:
-        """Calls of each run of the last forward in this mode."""
+        """Calls per run of the last forward in this mode."""
         return self._runs.get(self._mode, ())
 
     @property
     def lacks_calls(self) -> bool:
-        """Whether this forward has made fewer calls than the last one in this mode; than 1, if there was none."""
+        """Whether this forward has made fewer calls than the last one in this mode. The first forward is compared with
+        1 call."""
         return sum(self._made) < self._calls.get(self._mode, 1)
 
     def begin(self, mode: Hashable) -> None:
@@ -86,7 +87,7 @@ class CallBatching:
         self._calls.clear()
 
     def call(self, module: int, modules: int, *, by_program: bool) -> bool:
-        """A module is called; whether that is the last call of its run, as far as one can know.
+        """A module is called. Whether that is the last call of its run, as far as one can know.
 
         Args:
             module: its id.

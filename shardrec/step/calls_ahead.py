@@ -2,13 +2,13 @@
 
 ::
 
-    ahead = Ahead(headers, calls)   calls whose batches are checked and cut; needs no other rank
+    ahead = Ahead(headers, calls)   calls with checked and cut batches. Needs no other rank
     ahead.exchange()                header, which all ranks wait for; the payload is on its way
     ahead.prefetch()                rows of tables behind a cache are loaded, when the ids are there
     module(features)                in the forward: takes the prepared call, only its rows are exchanged
     ahead.close()                   drops the calls that the forward did not make
 
-An id exchange reads no weights, so it may come before the last update; rows are looked up in the forward.
+An id exchange reads no weights, so it may come before the last update. Rows are looked up in the forward.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Ahead:
         self.calls = [call for _, _, call in self._left]
 
     def take(self, module: object, features: object, *, assigns_new_ids: bool) -> InFlight | None:
-        """The call of a module with this features object, in these modes, at most once; else None."""
+        """The call of a module with this features object, in these modes, at most once. Otherwise None."""
         mode = GradMode.current(), assigns_new_ids
         for place, (known_module, known_features, call) in enumerate(self._left):
             if known_module is module and known_features is features:
@@ -83,7 +83,7 @@ class Ahead:
             InputError: on every rank, if a batch of any is faulty.
             PeerError: if another rank is gone.
         """
-        # Without a call, too: another rank may have some.
+        # Also without a call: another rank may have calls.
         for calls in split_by_compatibility(self._headers, self.calls) or [[]]:
             exchange_ids(self._headers, calls)
 
@@ -94,13 +94,13 @@ class Ahead:
                 call.found_rows = call.step.id_maps.find_rows(call.wait_for_ids())
 
     def prefetch(self) -> None:
-        """Load rows into the caches of tables that have one; the ids have to be under way."""
+        """Load rows into the caches of tables that have one. The ids have to be under way."""
         for call in self.calls:
             if call.step.id_maps is None:  # which give ids their rows in the forward
                 call.step.lookup.prefetch(call.wait_for_ids)
 
     def arrived(self) -> list[Any]:
-        """The calls' tensors; waits for the ids that were exchanged."""
+        """The calls' tensors. Waits for the ids that were exchanged."""
         return [
             (
                 (call.batch, call.given, call.to_send, call.cut, call.lengths, call.distinct_index, call.bad_ids),
@@ -114,7 +114,7 @@ class Ahead:
         """Drop the calls that the forward did not make."""
         for _, _, call in self._left:
             if call.is_launched:
-                with suppress(ShardrecError):  # whose cause the next exchange meets, too
+                with suppress(ShardrecError):  # the next exchange meets the same cause
                     finish(call)
             elif call.is_sent:
                 call.wait_for_ids()

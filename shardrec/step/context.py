@@ -28,8 +28,8 @@ class ExchangeOptions:
 
     Args:
         comms: formats of the output exchanges.
-        output_dtype: of the modules' outputs; rows are added up, and travel, as float32 or as ``comms`` says.
-        on_bad_id: per feature, what is done with ids outside of its table, where that is no error.
+        output_dtype: of the modules' outputs. Rows are added up, and travel, as float32 or as ``comms`` says.
+        on_bad_id: per feature, the policy for ids outside its table, if they are not an error.
         dynamic_ids: per table, by its name in the plan, what is done with its ids, where they are dynamic.
         updates_at_step: tables with an optimizer are updated by its step, not in backward.
     """
@@ -64,7 +64,7 @@ class ModelContext:
 
     Attributes:
         headers: of the exchanges.
-        everyone: of the ranks that train together: those of all replicas.
+        everyone: of the ranks that train together: the ranks of all replicas.
         life_cycle: the points of a step that other parts of the model subscribe to.
         gradients: of the model's ordinary parameters.
         step: of the modules' calls.

@@ -7,7 +7,7 @@ Shapes: W ranks, M calls, B local batch, B_all the batches of all ranks, D colum
     launch      look up the ids that all ranks sent to this one, one kernel call per lookup group; on several hosts add
                 up partial sums inside each; one all-to-all of float rows; look up replicated tables meanwhile
     finish      at the first use of a value: wait for the rows, put columns or rows in order
-    backward    of finish: write the gradients of the rows into memory that is sent; one all-to-all
+    backward    of finish: write the gradients of the rows into memory that is sent. One all-to-all
                 of launch: wait for the gradients, update the tables
 
 [Note: two autograd functions]
@@ -63,11 +63,11 @@ class RowExchange:
 
 
 class _Sent:
-    """The rows of some calls under way; forward and backward share it.
+    """The rows of some calls under way. Forward and backward share it.
 
     Args:
         exchange: of the model.
-        to_update: whether gradients may come back; the same on every rank.
+        to_update: whether gradients may come back. The same on every rank.
     """
 
     __slots__ = ("_inside", "_output", "exchange", "looked_up", "rows", "to_update")
@@ -87,7 +87,7 @@ class _Sent:
         allocate = partial(collectives.allocate, device=device)
         for call in calls:
             plan = call.plan
-            assert plan is not None, "a call whose rows are looked up has a plan"
+            assert plan is not None, "a call that looks up rows has a plan"
             looked_up = look_up(plan, call.wait_for_ids(), allocate, call=call, to_update=self.to_update)
             for watch in exchange.life_cycle.rows_looked_up:
                 watch(plan, looked_up)
@@ -104,7 +104,7 @@ class _Sent:
         self.rows = RowsInFlight(self._output, outgoing, with_gradients=self.to_update)
 
     def _sums_inside_hosts(self) -> dict[int, Sequence[Tensor]]:
-        """By number of the call, the sums that this host's ranks have made for it; leaves ``rows`` without them."""
+        """By number of the call, the sums that this host's ranks have made for it. Leaves ``rows`` without them."""
         numbers, partial_sums = [], []
         for number, looked_up in enumerate(self.looked_up):
             hosts = looked_up.plan.output.hosts
@@ -139,14 +139,14 @@ class _Sent:
         return gradients
 
     def assembled(self, arrivals: Sequence[Arrival], replicated: Sequence[Tensor | None]) -> list[Tensor]:
-        """Wait for the rows, and put those of each call in order."""
+        """Wait for the rows, and put each call's rows in order."""
         calls = zip(self.looked_up, arrivals, self.rows.receive(), replicated, strict=True)
         return [
             looked_up.plan.output.assemble(arrival, blocks, columns) for looked_up, arrival, blocks, columns in calls
         ]
 
     def send_gradients(self, arrivals: Sequence[Arrival], gradients: Sequence[Tensor | None]) -> list[Tensor | None]:
-        """Send the gradients of what was :meth:`assembled`; gives those of ``replicated``."""
+        """Send the gradients of the :meth:`assembled` values. Returns the gradient of ``replicated``."""
         if self.to_update:
             for begin in self.exchange.life_cycle.gradients_go_back:
                 begin()
@@ -207,7 +207,7 @@ class SharedExchange:
     Args:
         sent: the rows.
         calls: that share the exchange.
-        token: of the node that has sent them; None without gradients.
+        token: of the node that has sent them. None without gradients.
     """
 
     __slots__ = ("__weakref__", "_arrivals", "_replicated", "_sent", "_token", "_values")
@@ -232,7 +232,7 @@ class SharedExchange:
         return [token], [self._token]
 
     def value(self, number: int) -> Tensor:
-        """What was assembled for a call, which can be taken once; the first one waits. Call it in the grad mode that
+        """What was assembled for a call, which can be taken once. The first one waits. Call it in the grad mode that
         the exchange was started in."""
         if self._values is None:
             sent, arrivals, replicated, token = self._sent, self._arrivals, self._replicated, self._token
@@ -247,7 +247,7 @@ class SharedExchange:
 
 
 def launch(exchange: RowExchange, calls: Sequence[InFlight]) -> None:
-    """Look up what all ranks asked of this one, and let the rows of some calls go, whose ids are under way.
+    """Look up the ids that all ranks sent to this one for some calls, and send their rows.
 
     Args:
         exchange: of the model.
@@ -275,7 +275,7 @@ def launch(exchange: RowExchange, calls: Sequence[InFlight]) -> None:
 
 
 def finish(call: InFlight) -> Any:
-    """The value of a call that was launched, which can be taken once; waits for the rows.
+    """The value of a call that was launched, which can be taken once. Waits for the rows.
 
     (B, D) pooled values; of sequences, (N, D) rows of the lookups of cut tables and the output's entries.
     """

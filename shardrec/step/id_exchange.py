@@ -38,7 +38,7 @@ __all__ = ["can_share", "exchange_ids", "pack", "split_by_compatibility", "write
 
 
 def exchange_ids(headers: Headers, calls: Sequence[InFlight]) -> None:
-    """Let the ids of several calls go to the ranks that hold their rows; for no call, only exchange headers.
+    """Send the ids of several calls to the ranks that hold their rows. Without a call, only exchange headers.
 
     Args:
         headers: of the model.
@@ -94,9 +94,9 @@ def pack(call: InFlight, counts: Sequence[int] | None = None, counted: Iterator[
     """Put a call's ids in slots and pack them, once the host knows the sizes.
 
     Args:
-        call: is given ``parts`` and what belongs to them; on one rank, ``received``.
-        counts: ids for each rank and lookup group, rank after rank; default: they are read from the CPU.
-        counted: values of ``call.counted``; default: as above.
+        call: is given ``parts`` and their sizes. On one rank, it is given ``received``.
+        counts: ids for each rank and lookup group, rank after rank. Default: they are read from the CPU.
+        counted: values of ``call.counted``. Default: as above.
     """
     input, lengths = call.input, call.lengths
     if call.counted:
@@ -142,7 +142,7 @@ def _has_known_sizes(call: InFlight) -> bool:
 
 
 def _raise_fault(headers: Headers, given: Batch, input: InputPlan) -> None:
-    """Raise what is wrong with a batch of one rank, of which the device had said that it is faulty."""
+    """Raise the fault of a batch of one rank that the device has reported as faulty."""
     limits, unlimited = input.limits(given.keys)
     fault = (
         "a batch had an id outside of its table, or lengths that do not add up, when it was looked up, and its tensors "
@@ -159,7 +159,7 @@ def _joined_parts(calls: Sequence[InFlight], world_size: int) -> list[list[Tenso
 
 
 def _of_calls(calls: Sequence[InFlight], rows: Sequence[Sequence[int]]) -> list[list[Sequence[int]]]:
-    """Per call, its part of each of the headers ``rows``."""
+    """Per call, its part of every header in ``rows``."""
     column, of_calls = FIXED_COLUMNS, []
     for call in calls:
         end = column + call.input.columns
@@ -184,7 +184,7 @@ def _receive_later(
         if pending:
             split = []
             for whole, sizes in zip(pending.pop().wait(), words_in, strict=True):
-                if whole.is_cuda:  # it may have been allocated on another stream than the one that reads it
+                if whole.is_cuda:  # it may have been allocated on a stream that does not read it
                     whole.record_stream(torch.cuda.current_stream(whole.device))
                 split.append(whole.split(sizes) if len(sizes) > 1 else (whole,))
             for call, rows, parts in zip(calls, headers, zip(*split, strict=True), strict=True):
@@ -198,7 +198,7 @@ def _receive_later(
 def _exchange_headers_on_device(
     headers: Headers, calls: Sequence[InFlight]
 ) -> tuple[list[list[int]], list[list[int]], Iterator[int]]:
-    """The header for each rank, the header of each rank, and the values of the calls' ``counted``."""
+    """The header for each rank, the header from each rank, and the values of the calls' ``counted``."""
     agreement = "; ".join(call.agreement for call in calls)
     world_size, width = headers.collectives.world_size, headers.columns
     header = torch.zeros((world_size, width), dtype=torch.int64, device=headers.device)
@@ -223,7 +223,7 @@ def _exchange_headers_on_device(
 
 
 def write_header(call: InFlight, header: Tensor, column: int, check: int) -> None:
-    """Write a call's part of the header for each rank, from ``column`` on, and its fault; the parts were zeros."""
+    """Write a call's part of the header for each rank, from ``column`` on, and its fault. The parts were zeros."""
     input, lengths_SB, flag = call.input, call.lengths, call.flag
     assert flag is not None, "the host has not read it"
     if input.route.groups and launching.has_kernels(header.device):

@@ -18,7 +18,7 @@ from shardrec.exchange.route import Route
 
 __all__ = ["InputPlan"]
 
-_REPEATS = 4  # calls of one module that a header has room for; further ones go into another exchange
+_REPEATS = 4  # calls of one module that a header has room for. Further ones go into another exchange
 
 
 class InputPlan:
@@ -27,10 +27,10 @@ class InputPlan:
     Args:
         route: where the ids of each lookup go.
         expect: what the input must look like.
-        headers: of the model, in each of which this module gets its columns.
+        headers: of the model. This module gets columns in every header.
         per_id: each id gets a row of its own, so that bags need not travel: all of a rank's samples go as one, and the
             positions of the ids are kept, unless they are in order.
-        distinct: finds the distinct ids of each table, which are sent in place of all; default: all are sent.
+        distinct: finds the distinct ids of each table, which are sent instead of all ids. Default: all are sent.
 
     Attributes:
         rank: this one.
@@ -40,11 +40,11 @@ class InputPlan:
         group_edges: (W·G + 1,) int64, where each rank's groups begin among the slots.
         group_spans: the same, as slices of the slots.
         columns: width of a call's part of a header.
-        shard_rows: (S_mine,) int64, on the CPU, the rows of the shard of each of this rank's slots.
+        shard_rows: (S_mine,) int64, on the CPU, the rows of the shard behind each slot of this rank.
         flags: of the model's batches that are checked on a device.
-        bad_ids: (U,) int64, per feature, ids outside its table that were no error, in the batches so far.
-        limits: of a batch's keys: (F,) int64, one more than the largest id of each, and whether some keys allow any.
-        policies: of a batch's keys: (F,) number of each key's policy, and (U,) place of each feature among the keys.
+        bad_ids: (U,) int64, per feature, ids outside its table that were not an error, in the batches so far.
+        limits: of a batch's keys: (F,) int64, one more than the largest id per key, and whether some keys allow any id.
+        policies: of a batch's keys: (F,) number of each key's policy, and (U,) place per feature among the keys.
     """
 
     def __init__(
@@ -80,7 +80,7 @@ class InputPlan:
         self.bad_ids = torch.zeros(len(expect.features), dtype=torch.int64, device=expect.device)
 
     def retire(self) -> None:
-        """Give back the columns of each header, for an exchange that takes this one's place."""
+        """Give back the columns of each header, for an exchange that replaces this one."""
         self._headers.columns -= _REPEATS * self.columns
         self._headers.modules -= 1
 

@@ -1,4 +1,4 @@
-"""The rows of one rank, which are there at once: look up → assemble, and distribute → update."""
+"""The rows of one rank, which need no exchange: look up → assemble, and distribute → update."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ __all__ = ["look_up_here"]
 
 
 def look_up_here(exchange: RowExchange, call: InFlight) -> None:
-    """:func:`shardrec.step.exchange.launch` on one rank, whose ids are here.
+    """:func:`shardrec.step.exchange.launch` on one rank, where the ids already are.
 
     Args:
         exchange: of the model.
         call: is given its value.
     """
     plan, with_gradients = call.plan, torch.is_grad_enabled()
-    assert plan is not None, "a call whose rows are looked up has a plan"
+    assert plan is not None, "a call that looks up rows has a plan"
     call.arrival = Arrival(size=call.lengths.size(1), slot_sizes=None, counts=call.counts)
     call.to_update = with_gradients and call.requires_grad
     plan.output.meanwhile(call)
@@ -43,7 +43,7 @@ def look_up_here(exchange: RowExchange, call: InFlight) -> None:
 
 
 def _look_up(ctx: Any, exchange: RowExchange, call: InFlight, replicated: Tensor | None) -> Tensor:
-    """What is looked up, in order; ``ctx`` is given what the backward takes."""
+    """What is looked up, in order. ``ctx`` is given what the backward takes."""
     plan, received = call.plan, call.received
     assert plan is not None and received is not None, "the ids of one rank are here"
     looked_up = look_up(plan, received, call=call, to_update=call.to_update)

@@ -13,7 +13,7 @@ mean loss on each rank trains as the mean over the global batch would. The divis
 written for sending. The gradients of replicated tables are averaged by the dense part's all-reduce.
 
 [Note: slots with a batch size each]
-On this rank and on the one that looks up, the columns of each slot have as many rows as the largest slot; the
+On this rank and on the rank that looks up, the columns per slot have as many rows as the largest slot. The
 additional bags are empty. Only a slot's own rows travel, slot after slot: ``Ragged`` removes the others and inserts
 zeros again. Sums over a host's ranks (:mod:`shardrec.exchange.hosts`) travel with all the rows.
 """
@@ -49,8 +49,8 @@ class PooledOutput:
         rank: this rank.
         device: of the columns.
         dtype: of the output.
-        ranks_per_host: ranks are numbered host by host; default: one host.
-        mean_over: number of ranks whose mean the gradients are; default: all.
+        ranks_per_host: ranks are numbered host by host. Default: one host.
+        mean_over: number of ranks over which gradients are averaged. Default: all.
 
     Attributes:
         pools: rows are summed.
@@ -112,7 +112,7 @@ class PooledOutput:
         shapes.
 
         Args:
-            rows: (B_all, D_mine) float32, rank after rank, without the columns that are summed on hosts; one tensor.
+            rows: (B_all, D_mine) float32, rank after rank, without the columns that are summed on hosts. One tensor.
             received: the ids that the ranks requested, which were looked up.
             sums: from :attr:`hosts`, if that is not None.
         """
@@ -170,7 +170,7 @@ class PooledOutput:
         Args:
             arrival: of the rows.
             flats: the block that came from each rank.
-            replicated: (B, D_r) pooled columns of the replicated tables; None without any.
+            replicated: (B, D_r) pooled columns of the replicated tables. None without any.
         """
         size = arrival.size
         if arrival.slot_sizes is None and self._sums is None:
@@ -187,7 +187,8 @@ class PooledOutput:
         return self.columns.assemble(blocks)
 
     def distribute(self, arrival: Arrival, gradient: Tensor, flats: Sequence[Tensor]) -> Tensor | None:
-        """The transpose of :meth:`assemble`: write the gradients of the blocks, and return that of ``replicated``."""
+        """The transpose of :meth:`assemble`: write the gradients of the blocks, and return the gradient of
+        ``replicated``."""
         size, ragged, padded = arrival.size, None, list[Tensor]()
         if arrival.slot_sizes is None and self._sums is None:
             blocks = [flat.view(size, width) for flat, width in zip(flats, self.widths, strict=True)]
@@ -209,7 +210,7 @@ class PooledOutput:
         return replicated
 
     def counted(self, call: InFlight) -> tuple[Tensor, ...]:
-        """Number of ids of each lookup of a replicated table, to read on the host."""
+        """Number of ids per lookup of a replicated table, to read on the host."""
         if not self._replicated_width:
             return ()
         batch = call.batch
@@ -221,7 +222,7 @@ class PooledOutput:
         if self._replicated_width:
             call.replicated = self._look_up_replicated(call)
         if self._column_lookup is not None:
-            # Bag length behind each mean-pooled column, at least 1; 1 for sums.
+            # Bag length behind each mean-pooled column, at least 1. It is 1 for sums.
             lengths = batch.lengths.index_select(0, self._key_positions(batch.keys)).to(torch.float32).clamp_(min=1)
             lengths.index_fill_(0, self._sum_lookups, 1.0)
             # Contiguous by row, like the values: dividing by a transposed view took ten times as long.
@@ -268,7 +269,7 @@ class PooledOutput:
         return [flat[:count] for flat, count in zip(flats, sizes, strict=True)]
 
     def _sums_in(self, flats: Sequence[Tensor], size: int) -> list[Tensor]:
-        """(B, D_s) of each host: the end of the block from its rank that has this rank's place on a host."""
+        """(B, D_s) per host: the end of the block from its rank that has this rank's place on a host."""
         sums = []
         for other in filter(self._has_same_local_rank, range(self.world_size)):
             width = self._summed_width(other)

@@ -79,7 +79,7 @@ class Arrival:
 
     Args:
         size: B.
-        slot_sizes: batch size of each of the S slots, if they differ; else None.
+        slot_sizes: batch size per slot, S numbers, if they differ. Otherwise None.
         counts: ids that this rank asked of each rank, per group.
         target: of sequences, where the rows go in the output.
         rows: of sequences, M of the output.
@@ -155,10 +155,10 @@ class StepPlan:
         input: the exchange of ids.
         lookup: this rank's shards.
         output: how rows or columns are laid out for the ranks that asked, and put in order there.
-        id_maps: of dynamic ids; None without any.
-        replicas: the replicated tables; None without any.
+        id_maps: of dynamic ids. None without any.
+        replicas: the replicated tables. None without any.
         trains_shards: whether any cut table is trained; if not, no gradients are sent.
-        before_rows: called just before a call's rows are exchanged; embedding servers use it to attach the ids.
+        before_rows: called just before a call's rows are exchanged. Embedding servers use it to attach the ids.
     """
 
     input: InputPlan
@@ -178,26 +178,26 @@ class InFlight:
 
     Args:
         input: the module's exchange of ids.
-        given: the input as it was read (for words about faults, keys, weights with a gradient); empty if unreadable.
+        given: the input as it was read (for words about faults, keys, weights with a gradient). Empty if unreadable.
         agreement: the properties that must be equal on all ranks, as text.
-        mode: the grad mode in which the call was made; its value is finished in it, wherever it is first used.
+        mode: the grad mode in which the call was made. Its value is finished in it, wherever it is first used.
 
     Attributes:
-        plan: the module's step; None where only ids are exchanged.
+        plan: the module's step. None where only ids are exchanged.
         fault: what is wrong with the batch or the module, or "".
         flag: on a device, whether the batch is faulty, until the host has read it in a header; else None.
         batch: the checked local input (read for bag lengths and inverse indices, and of sequences for replicated
-            tables); where ``flag`` is up, with other ids and bags, which are safe to look up.
+            tables). Where ``flag`` is up, with other ids and bags, which are safe to look up.
         to_send: what is cut: ``batch``, or its distinct ids.
-        distinct_index: (N,) int64 index of each id of the lookups among the distinct ids; None if all ids are sent.
+        distinct_index: (N,) int64 index per id of the lookups among the distinct ids. None if all ids are sent.
         cut: ``to_send`` cut into blocks.
-        lengths: (S, B) int32 lengths of each slot; (S, 1), their sums, if each id gets its own row.
-        slot_sizes: batch size of each of the S slots, if they differ; else None.
-        counted: int64 tensors whose values the host reads with the header.
-        learned_weights: (N,) weights of the local batch as they were given, if they take a gradient; else None.
-        bad_ids: (U,) int64 number of bad ids of each feature for which they are not an error; None if not counted.
-        full: the full batch of a batch with inverse indices, if each id gets its own row; else None.
-        requires_grad: whether its rows take a gradient, if gradients are enabled; the same on every rank.
+        lengths: (S, B) int32 lengths per slot; (S, 1), their sums, if each id gets its own row.
+        slot_sizes: batch size per slot, S numbers, if they differ. Otherwise None.
+        counted: int64 tensors. The host reads their values with the header.
+        learned_weights: (N,) weights of the local batch as they were given, if they take a gradient. Otherwise None.
+        bad_ids: (U,) int64 number of bad ids per feature for which they are not an error. None if not counted.
+        full: the full batch of a batch with inverse indices, if each id gets its own row. Otherwise None.
+        requires_grad: whether its rows take a gradient, if gradients are enabled. The same on every rank.
         assigns_new_ids: whether it gives rows to new dynamic ids.
         features: the input.
         by_operator: made by an operator (:mod:`shardrec.modules.operators`), which has a backward of its own.
@@ -206,8 +206,8 @@ class InFlight:
         parts: per rank, the tensors that are sent to it (``Payload.pack``), from the header exchange on; else None.
         counts: ids to each rank, per group.
         counted_values: the values of ``counted``.
-        slot_ids: (S,) number of ids of each slot of all ranks; None without ``positions``.
-        positions: (N_sent,) int64, position of each sent id, in order of travel: in ``to_send``'s values if each id
+        slot_ids: (S,) number of ids per slot of all ranks. None without ``positions``.
+        positions: (N_sent,) int64, position per sent id, in order of travel: in ``to_send``'s values if each id
             gets its own row, else in the local batch's values as they were given. None if not needed.
         received: the ids that all ranks request from this one, slot by slot (``Payload.unpack``), once they are here.
         receive: waits for them, if they are under way.
@@ -215,13 +215,13 @@ class InFlight:
 
         to_update: on one rank, whether its backward will update the tables.
         is_launched: its rows were looked up, and are under way if there are other ranks.
-        exchange: of its rows; None on one rank.
+        exchange: of its rows. None on one rank.
         number: of this call in it.
         assembled: on one rank, what was looked up, in order.
-        arrival: what backward, too, reads of the rows that come back.
+        arrival: describes the rows that come back. Backward reads it as well.
         replicated: (B, D_r) pooled columns of the replicated tables, or None.
-        finishing: what the module's kind keeps for the end.
-        error: why its exchange failed; set it to None to exchange the call again.
+        finishing: data that the module's kind keeps for the end.
+        error: why its exchange failed. Set it to None to exchange the call again.
     """
 
     input: InputPlan
@@ -269,12 +269,12 @@ class InFlight:
     @property
     def step(self) -> StepPlan:
         """The module's step."""
-        assert self.plan is not None, "a call whose rows are looked up has a plan"
+        assert self.plan is not None, "a call that looks up rows has a plan"
         return self.plan
 
     @property
     def is_queued(self) -> bool:
-        """Whether its rows are not exchanged yet; its ids may be."""
+        """Whether its rows are not exchanged yet. Its ids may be."""
         return not self.is_launched and self.error is None
 
     @property
@@ -288,7 +288,7 @@ class InFlight:
         return self.received is not None or self.receive is not None
 
     def wait_for_ids(self) -> ShardInput:
-        """The ids that all ranks request from this one; waits if they are under way."""
+        """The ids that all ranks request from this one. Waits if they are under way."""
         if self.received is None:
             assert self.receive is not None, "ids are exchanged before they are looked up"
             self.received, self.receive = self.receive(), None

@@ -58,8 +58,8 @@ class _Pieces:
     """The output as the rows of one lookup after the other.
 
     Args:
-        slots: per lookup, the number of its slot among those of all ranks.
-        sizes: elements of each lookup.
+        slots: per lookup, the number of its slot among the slots of all ranks.
+        sizes: elements per lookup.
     """
 
     slots: list[int]
@@ -67,7 +67,7 @@ class _Pieces:
 
     @property
     def slot_sizes(self) -> list[int]:
-        """Elements of each slot."""
+        """Elements per slot."""
         size_of = dict(zip(self.slots, self.sizes, strict=True))
         return [size_of[slot] for slot in range(len(self.slots))]
 
@@ -77,7 +77,7 @@ class _Finishing:
     """What is known of a call's output before its rows come.
 
     Args:
-        places: (M',) int64, of each row of the value, its index among the M rows; None if they are those.
+        places: (M',) int64, per row of the value, its index among the M rows. None if the two orders are the same.
         has_zero_row: the rows follow a row of zeros, to which ``places`` refers as 0.
         entries: of the output.
     """
@@ -91,19 +91,19 @@ class SequenceOutput:
     """The layout of rows.
 
     Args:
-        route: of the ids; each group's shards have one width.
+        route: of the ids. Each group's shards have one width.
         lookups: in the order of the output.
-        sent_lookups: of cut tables, by the keys whose ids are sent.
-        replica_number: of each replicated table, by its name in the plan.
-        group_widths: columns of each group.
+        sent_lookups: of cut tables, by the keys that are sent.
+        replica_number: per replicated table, by its name in the plan.
+        group_widths: columns per group.
         dim: columns D of the output.
         rank: this rank.
         device: where the rows are.
         dtype: of the output.
-        mean_over: number of ranks whose mean the gradients are; default: all.
+        mean_over: number of ranks over which gradients are averaged. Default: all.
 
     Attributes:
-        widths: columns of each group.
+        widths: columns per group.
         column_unit: columns u of a column unit.
         slot_firsts: per slot of all ranks, the column unit of a row where its columns begin.
         slot_column_units: per slot of all ranks, its column units.
@@ -147,7 +147,7 @@ class SequenceOutput:
         self._slot_width = torch.tensor(self.slot_column_units, dtype=torch.int64, device=device)
         self._units = [width // self.column_unit for width in self.widths]
         slots = [slot.lookup for slot in self._slots]
-        # Per lookup, in the order of the output, its slot; None if tables are cut.
+        # Per lookup, in the order of the output, its slot. None if tables are cut.
         self._pieces = sorted(range(len(slots)), key=slots.__getitem__) if route.in_whole else None
         is_alone = self.mean_over == len(route.slots) == 1
         self.is_identity = is_alone and route.groups == 1 and self._pieces == list(range(len(slots)))
@@ -161,7 +161,7 @@ class SequenceOutput:
 
         Args:
             rows: per group, (n, w) float32, slot-major.
-            received: the ids that the ranks requested, whose rows these are.
+            received: the ids that the ranks requested. These are their rows.
             sums: none.
         """
         out = [self.shapes(counts) for counts in received.counts]
@@ -191,7 +191,7 @@ class SequenceOutput:
         return gradients, []
 
     def shapes(self, counts: Sequence[int]) -> list[Shape]:
-        """Of the rows for some ids of each group."""
+        """Gradients of the rows for some ids per group."""
         return list(zip(counts, self.widths, strict=True))
 
     def into(self, arrival: Arrival) -> list[list[Shape]]:
@@ -269,7 +269,7 @@ class SequenceOutput:
     def _targets(self, call: InFlight) -> tuple[Tensor | _Pieces, int]:
         """Where the rows go that come back, and the number M of output rows.
 
-        The output's column unit of each received one, (column units of the received rows,) int64; where no table is
+        The output's column unit per received unit, (column units of the received rows,) int64. Where no table is
         cut, the pieces that the output is made of.
         """
         key_start = dict(zip(call.to_send.keys, [0, *accumulate(call.counted_values[0])], strict=False))
@@ -289,7 +289,7 @@ class SequenceOutput:
         return target, starts[-1]
 
     def _entries(self, call: InFlight, full: tuple[Tensor, Tensor] | None) -> list[SequenceKey]:
-        """The output's entries; ``full`` is :func:`_full_places`' value."""
+        """The output's entries. ``full`` is :func:`_full_places`' value."""
         replicas, features = call.step.replicas, call.features
         keys, counts, with_dropped = call.given.keys, call.counted_values[1], call.batch.with_dropped
         ids, looked_up = features.values(), call.batch.values if with_dropped is None else with_dropped.values
@@ -321,7 +321,7 @@ class SequenceOutput:
         ]
 
     def _slots_of(self, blocks: Sequence[Tensor], sizes: Sequence[int]) -> list[Tensor]:
-        """The parts of the blocks that are of each slot of all ranks, whose elements are given."""
+        """The parts of the blocks of each slot of all ranks, whose elements are given."""
         left = iter(sizes)
         return [
             part
@@ -330,7 +330,7 @@ class SequenceOutput:
         ]
 
     def _orders(self, shard_input: ShardInput) -> list[Tensor | None]:
-        """Per group, (n,) the slot-major place of each row in rank-major order; None if the two orders are one."""
+        """Per group, (n,) the slot-major place of each row in rank-major order. None if the two orders are one."""
         orders: list[Tensor | None] = []
         slot = 0
         rank_major = self.rank_major(len(shard_input.batch_sizes))
@@ -356,12 +356,13 @@ class SequenceOutput:
 def column_unit_targets(
     positions: Tensor, slot_ids: Tensor, firsts: Tensor, slot_column_units: Tensor, units: int, total: int
 ) -> Tensor:
-    """The output's column unit of each received one. TorchScript also compiles it; it reads no value.
+    """The output's column unit per received unit. TorchScript also compiles it. It reads no value.
 
     Args:
-        positions: (N_sent,) int64, position of each sent id, in order of travel.
-        slot_ids: (S,) number of ids of each slot of all ranks.
-        firsts: (S,) int64, output's column unit where an id's columns of the slot begin, less those of its position.
+        positions: (N_sent,) int64, position per sent id, in order of travel.
+        slot_ids: (S,) number of ids per slot of all ranks.
+        firsts: (S,) int64, output's column unit where an id's columns of the slot begin, less the columns of its
+            position.
         slot_column_units: (S,) int64, column units of a slot's columns.
         units: of a row of the output.
         total: column units that are received.
@@ -379,7 +380,7 @@ def column_unit_targets(
 
 
 def _rows_of_full(call: InFlight, features: Sequence[str], places: Tensor) -> Tensor:
-    """(M,) place, among the rows of the lookups of cut tables, of each row of the full batch."""
+    """(M,) place, among the rows of the lookups of cut tables, per row of the full batch."""
     keys, key_ids = call.given.keys, call.counted_values[1]
     start = dict(zip(keys, [0, *accumulate(key_ids)], strict=False))
     count = dict(zip(keys, key_ids, strict=True))

@@ -9,7 +9,7 @@
     emb_a["f"]                      waits
 
 An exchange begins as soon as all the calls are queued that came before the first use in the model's last forward of the
-same mode, with gradients or without (in its first: as many as it has sharded modules; see
+same mode, with gradients or without (in its first: as many as it has sharded modules. See
 :mod:`shardrec.step.call_batching`), or else at the first use of a queued call's value. So a model that makes the
 same calls in each step makes the fewest exchanges.
 
@@ -71,7 +71,7 @@ class Step:
             differently on each rank.
         ahead: the calls of the present forward, if they were made before it.
         observed: if a list, each call of the present forward is appended, with its module, features and modes.
-        unused: references to the calls whose value has not been used yet, and that are not freed.
+        unused: references to the calls with values that have not been used yet, as long as they are not freed.
         reads_flags_late: on a device, whether backwards read whether the batches of this forward are faulty; else each
             call does.
     """
@@ -106,8 +106,8 @@ class Step:
 
     def _refuse_threads(self) -> NoReturn:
         raise ConfigError(
-            f"rank {self._collectives.rank}: two threads call sharded modules of one model at once, and "
-            "the ranks' exchanges would not match; call them from one thread: an exchange is under way when the "
+            f"rank {self._collectives.rank}: two threads call sharded modules of one model concurrently, and "
+            "the ranks' exchanges would not match. Call them from one thread: an exchange is under way when the "
             "call returns, and is waited for at the first use of its value"
         )
 
@@ -117,7 +117,7 @@ class Step:
         Args:
             call: begun, or made ahead.
             module: that is called.
-            scripted: whether TorchScript calls it, whose forward has no beginning and end visible to Python.
+            scripted: whether TorchScript calls it. Python does not see where its forward begins and ends.
 
         Raises:
             InputError: on every rank, if a batch of any is faulty.
@@ -162,7 +162,7 @@ class Step:
             flag.check()
 
     def value(self, call: InFlight) -> Any:
-        """The value of a call, whose exchange begins if it has not; it can be taken once.
+        """The value of a call, whose exchange begins if it has not. It can be taken once.
 
         Raises:
             ShardrecError: what made the exchange fail.
@@ -188,7 +188,7 @@ class Step:
             raise call.error
 
     def begin_forward(self) -> bool:
-        """A model's forward begins; calls made in it may share exchanges. Whether it is not inside of another.
+        """A model's forward begins. Calls made in it may share exchanges. Whether it is not inside of another.
 
         Raises:
             ConfigError: if another thread is in it, or calls one of its sharded modules.
@@ -245,7 +245,7 @@ class Step:
         self.leave_forward(None, is_outermost=is_outermost)
 
     def leave_forward(self, error: BaseException | None, *, is_outermost: bool) -> None:
-        """:meth:`end_forward` of what :meth:`begin_forward` has begun."""
+        """:meth:`end_forward` of a forward that :meth:`begin_forward` has begun."""
         if is_outermost:
             self.end_forward(error)
         else:
@@ -302,17 +302,18 @@ class Step:
         before = self.rows.output
         self.rows.output = RowAllToAll(self._collectives, self._comms, device=before.device)
         before.ended = (
-            "this backward is that of a forward before model.reshard(), whose lookups are gone: make the backward and "
+            "this backward belongs to a forward before model.reshard(), whose lookups are gone: make the backward and "
             "the optimizers' steps first, and reshard between a step and the next forward"
         )
         self._headers.plans += 1
 
     def forget_call_batching(self) -> None:
-        """Forget how the last forward went, where another rank's has failed and forgets, too."""
+        """Forget how the last forward went, because another rank's forward has failed and is forgotten as well."""
         self._batching.forget()
 
     def serve(self, ahead: Ahead) -> None:
-        """After a forward that failed here: look up and send what the other ranks, whose forward goes on, wait for."""
+        """After a forward that failed here: look up and send the rows that the other ranks wait for in their
+        forward."""
         begin = sum(call.is_launched for call in ahead.calls)
         for end in accumulate(self._batching.known or [len(ahead.calls)]):
             if end > begin:

@@ -572,7 +572,7 @@ def test_it_says_once_that_nothing_is_exchanged_ahead() -> None:
         texts = [str(one.message) for one in caught if "TrainPipeline" in str(one.message)]
         assert losses == wanted
         assert len(texts) == 1
-        assert "exchanges no ids of ShardedEmbeddingBagCollection ahead, whose features are made in" in texts[0]
+        assert "exchanges no ids of ShardedEmbeddingBagCollection ahead, because the forward makes" in texts[0]
 
     ranks(2, run)
 

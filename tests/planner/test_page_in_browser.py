@@ -100,7 +100,7 @@ def test_every_column_sorts_both_ways(seen: dict[str, Any]) -> None:
 
 
 def test_bars_lie_inside_their_charts(seen: dict[str, Any]) -> None:
-    assert [chart["label"] for chart in seen["charts"]] == ["Time of each rank in a step", "Memory of each rank"]
+    assert [chart["label"] for chart in seen["charts"]] == ["Time per rank in a step", "Memory per rank"]
     for chart in seen["charts"]:
         frame = chart["frame"]
         assert chart["bars"]

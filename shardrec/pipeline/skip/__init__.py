@@ -5,7 +5,7 @@
     layer 0 ──► layer 1 ──► layer 2 ──► layer 3
        └── stash("a") ─────────────────── pop("a")
 
-See :mod:`shardrec.pipeline` for what becomes of them between stages.
+See :mod:`shardrec.pipeline` for their way between stages.
 """
 
 from shardrec.pipeline.skip.routes import verify_skippables

@@ -17,7 +17,7 @@ __all__ = ["Route", "skip_routes", "verify_skippables"]
 def _skippables(module: nn.Sequential) -> Iterator[tuple[int, str, Skippable]]:
     """The skippables of a sequential, in order.
 
-    Those inside of a layer are taken in order of registration, which for a nested sequential is that of execution.
+    Those inside of a layer are taken in order of registration, which for a nested sequential is the order of execution.
 
     Args:
         module: the sequential.
@@ -84,7 +84,7 @@ class Route:
     """A skip between two stages.
 
     Args:
-        number: of the skip; the same on every rank, on which namespaces made there are not.
+        number: of the skip. The same on every rank, on which namespaces made there are not.
         key: its namespace and name.
         source: the stage that stashes it.
         target: the stage that pops it, behind ``source``.
@@ -101,7 +101,7 @@ def skip_routes(module: nn.Sequential, balance: Sequence[int]) -> list[Route]:
 
     Args:
         module: the sequential.
-        balance: number of layers of each stage.
+        balance: number of layers per stage.
 
     Raises:
         TypeError: as :func:`verify_skippables` does.

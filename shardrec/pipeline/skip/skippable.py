@@ -1,4 +1,4 @@
-"""Modules whose forward stashes tensors for later layers, and pops those of earlier ones.
+"""Modules with a forward that stashes tensors for later layers, and pops tensors of earlier layers.
 
 ::
 
@@ -8,7 +8,7 @@
             yield stash("a", x)   ───────── "a" ─────────►         a = yield pop("a")
             return self.layer(x)                                   return self.layer(torch.cat([x, a], 1))
 
-The interface is the one that torchgpipe (Kim et al., 2020) published, whose users change an import.
+The interface is torchgpipe's (Kim et al., 2020). Its users change an import.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class pop:
 
 
 class Skippable(nn.Module):
-    """A module with skips; base of the classes that :func:`skippable` makes.
+    """A module with skips. Base of the classes that :func:`skippable` makes.
 
     Args:
         args: of the decorated class.
@@ -61,7 +61,7 @@ class Skippable(nn.Module):
         stashable_names: names that its forward stashes.
         poppable_names: names that its forward pops.
         module: the decorated class's object.
-        namespaces: of each name that is isolated.
+        namespaces: per isolated name.
     """
 
     module_cls: ClassVar[type[nn.Module]]
@@ -93,7 +93,7 @@ class Skippable(nn.Module):
 
         Args:
             ns: the module on the other end of the skip needs the same one.
-            only: names to isolate; default: all that the module declares. Others stay where they are.
+            only: names to isolate. Default: all that the module declares. Others stay where they are.
 
         Returns:
             The module itself.
@@ -107,7 +107,7 @@ class Skippable(nn.Module):
         unknown = sorted(names - declared)
         if unknown:
             raise ConfigError(
-                f"{self._kind}.isolate(only={unknown}): {self._kind} declares {sorted(declared)}; give names of these"
+                f"{self._kind}.isolate(only={unknown}): {self._kind} declares {sorted(declared)}. Give names of these"
             )
         self.namespaces.update(dict.fromkeys(names, ns))
         return self
@@ -120,10 +120,10 @@ class Skippable(nn.Module):
         Args:
             input: of the forward.
             handle_stash: called with name and value of each ``yield stash(...)``.
-            handle_pop: called with the name of each ``yield pop(...)``; what it returns is the value of the yield.
+            handle_pop: called with the name of each ``yield pop(...)``. Its result is the value of the yield.
 
         Returns:
-            The forward's output; a forward that is no generator is let through.
+            The forward's output. A forward that is not a generator is let through.
 
         Raises:
             TypeError: if the forward yields something else.
@@ -157,8 +157,8 @@ class Skippable(nn.Module):
         """The decorated forward, its skips saved to and loaded from the current tracker.
 
         Raises:
-            PipelineError: for a stash or pop that is not declared or made twice, a pop of what was not stashed, and for
-                a declared stash or pop that did not happen.
+            PipelineError: for a stash or pop that is not declared or made twice, a pop of a name that was not stashed,
+                and for a declared stash or pop that did not happen.
         """
         tracker = current_skip_tracker()
         stashed: set[str] = set()
@@ -219,10 +219,10 @@ def skippable(stash: Sequence[str] = (), pop: Sequence[str] = ()) -> Callable[[t
         pop: names that the forward pops.
 
     Returns:
-        The decorator; it makes a subclass of :class:`Skippable`.
+        The decorator. It makes a subclass of :class:`Skippable`.
 
     Raises:
-        TypeError: if names are no list of strings, or what is decorated is no ``nn.Module`` class.
+        TypeError: if names are not a list of strings, or if the decorated class is not an ``nn.Module``.
         ConfigError: if a list has a name twice.
     """
     stashable_names, poppable_names = _names(stash, "stash"), _names(pop, "pop")
@@ -255,5 +255,5 @@ def _names(argument: Iterable[str], what: str) -> frozenset[str]:
             raise TypeError(f"{what}={names!r}: {name!r} is a {type(name).__name__}, and skip names are strings")
     twice = sorted({name for name in names if names.count(name) > 1})
     if twice:
-        raise ConfigError(f"{what}={names!r}: {', '.join(map(repr, twice))} is there twice; give each name once")
+        raise ConfigError(f"{what}={names!r}: {', '.join(map(repr, twice))} is there twice. Give each name once")
     return frozenset(names)

@@ -3,7 +3,8 @@
 ::
 
     outside of a pipeline   one tracker per thread
-    inside of a stage       one per micro-batch, with what other stages have stashed; the rest is sent to those that pop
+    inside of a stage       one per micro-batch, with tensors that other stages have stashed. The rest is sent to the
+    stages that pop
 
 A skippable asks :func:`current_skip_tracker`, so that its forward is the same in both.
 """
@@ -50,7 +51,7 @@ SkipKey = tuple[Namespace | None, str]
 
 
 def changed_in_place(name: str) -> PipelineError:
-    """The error of a skip whose memory was written to on its way."""
+    """The error of a skip after its memory was written to on its way."""
     return PipelineError(
         f"the tensor stashed as {name!r} was changed in place before it was popped, by which the skip would carry "
         f"other values: make the change out of place (inplace=False), or stash({name!r}, x.clone())"
@@ -82,7 +83,7 @@ class SkipTracker:
 
 
 def versions_of(leaves: Iterable[object]) -> list[int]:
-    """How often each tensor was changed in place, where torch counts it; 0 for what is no tensor."""
+    """How often each tensor was changed in place, where torch counts it. 0 for values that are not tensors."""
     return [leaf._version if isinstance(leaf, Tensor) and not leaf.is_inference() else 0 for leaf in leaves]
 
 
@@ -101,7 +102,7 @@ def current_skip_tracker() -> SkipTracker:
 
 @contextmanager
 def use_skip_tracker(tracker: SkipTracker) -> Iterator[None]:
-    """Make ``tracker`` the one that skippables on this thread ask."""
+    """Make ``tracker`` the tracker that skippables on this thread ask."""
     before, _current.tracker = _current.tracker, tracker
     try:
         yield

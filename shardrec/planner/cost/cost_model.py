@@ -1,6 +1,6 @@
 """The cost model: the cost of a shard for the rank that holds it, and of a cut for every rank.
 
-The costs of a step (docs/design.md) and the ranks that bear them; B local batch, W ranks, G = B W, P ids and F bags of
+The costs of a step (docs/design.md) and the ranks that bear them. B local batch, W ranks, G = B W, P ids and F bags of
 a sample::
 
     component   on the rank that holds the shard                on every rank
@@ -11,7 +11,7 @@ a sample::
     update      rows updated, per id and byte
     replicas                                                    lookup and update of copies, and their all-reduce
 
-All of it is additive, so a rank's time is a sum over shards. The time of a step is that of its slowest rank:
+All of it is additive, so a rank's time is a sum over shards. A step takes as long as its slowest rank:
 collectives keep the ranks in step, and which rank is slowest is nearly the same in every phase. What overlaps (the
 exchange with the dense part) overlaps on every rank and for every plan, so it does not enter the comparison.
 
@@ -46,7 +46,7 @@ _WIDE_ID = 8
 _SLOT, _CACHED_ROW = 16, 4
 """Bytes on the device for each row that a cache has room for, and for each row of a table that has one."""
 _SUMMED_BYTES = 256 << 10
-"""Gradients that our kernels on the CPU add up in an array; those of larger shards are sorted by row."""
+"""Gradients that our kernels on the CPU add up in an array. Those of larger shards are sorted by row."""
 _UPDATED, _CACHED = 2.0, 1 / 3
 """Time of a byte that is updated in memory, and of one that is read or updated in a cache, against one that is read
 from memory. Fitted as coefficients of their own they predicted no better."""
@@ -69,7 +69,7 @@ class Cost:
 
     @property
     def forward_ms(self) -> float:
-        """The time until the outputs are there; of replicas, whose time is not divided, nothing."""
+        """The time until the outputs are there. Nothing for replicas, because their time is not divided."""
         return sum(self.times[: COMPONENTS.index("backward")])
 
     @property
@@ -109,12 +109,12 @@ class CostModel:
 
     @cached_property
     def _route_ns(self) -> float:
-        """Per id on its way; one rank by itself sends none."""
+        """Per id on its way. One rank by itself sends none."""
         return self.profile.route_id_ns if self.topology.world_size > 1 else 0.0
 
     @cached_property
     def _wire_ns(self) -> float:
-        """Per byte of what every rank sends to all ranks."""
+        """Per byte that every rank sends to all ranks."""
         world, local = self.topology.world_size, self.topology.ranks_per_host
         inside = (local - 1) * self.profile.exchange_byte_ns
         return (inside + (world - local) * self.profile.host_exchange_byte_ns) / world
@@ -191,7 +191,7 @@ class CostModel:
 
     def _link(self, table: TableLoad, rows: int, cols: int, ids: float, share: float) -> tuple[float, float]:
         """ms of the link to the host's memory, for the lookup of rows, and for their update. As many rows leave a cache
-        as it misses; states kept per weight have none."""
+        as it misses. States kept per weight are not cached."""
         row_ms = cols * table.weight_bytes * self.profile.memory_link_byte_ns * _NS
         state_ms = cols * table.state_bytes * self.profile.memory_link_byte_ns * _NS
         distinct = self._distinct(table, rows, ids, share)
@@ -225,16 +225,16 @@ class CostModel:
 
         Args:
             table: the table.
-            stripes: column stripes, each of which sends the ids anew.
-            shards: of the table, each of which is sent lengths.
-            sources: rows that a rank adds up for a pooled row of its own: those of row blocks, and of hosts that have
-                summed theirs; the mean over the columns.
+            stripes: column stripes. Each one sends the ids again.
+            shards: of the table. Each one is sent lengths.
+            sources: rows that a rank adds up for a pooled row of its own: rows of row blocks, and of hosts that have
+                summed theirs. The mean over the columns.
         """
         profile = self.profile
         ids = self._sent_ids(table)
         bags = self.batch_size * table.features if table.pooled else table.features
         rows_out = self.batch_size * table.features if table.pooled else ids
-        # Without pooling a row comes from the one block that has it.
+        # Without pooling a row comes from a single block.
         out = rows_out * table.embedding_dim * _FLOAT * (sources if table.pooled else 1)
         sent = ids * stripes * self._route_ns + bags * shards * profile.bag_ns / 4
         if shards > stripes:

@@ -40,10 +40,10 @@ class Histogram:
 
     @classmethod
     def of_ids(cls, ids: NDArray[np.int64], rows: int) -> Histogram | None:
-        """The histogram of sampled ids by their quantiles; rows that many ids hit stand alone.
+        """The histogram of sampled ids by their quantiles. Rows that many ids hit stand alone.
 
         Args:
-            ids: (N,) in any order, from 0 to ``rows - 1``; others are left out.
+            ids: (N,) in any order, from 0 to ``rows - 1``. Others are left out.
             rows: of the table.
 
         Returns:
@@ -67,7 +67,7 @@ class Histogram:
         return float(last - first)
 
     def cut(self, blocks: int) -> tuple[int, ...]:
-        """Edges of a number of blocks of rows with shares of the ids as equal as whole rows allow; none is empty."""
+        """Edges of a number of blocks of rows with shares of the ids as equal as whole rows allow. None is empty."""
         total = self.rows[-1]
         edges = [0]
         for number, row in enumerate(np.interp(np.arange(1, blocks) / blocks, self.below, self.rows), 1):

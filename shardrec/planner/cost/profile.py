@@ -24,17 +24,17 @@ _OF_LINK_PEAK = 0.7
 
 @dataclass(frozen=True, kw_only=True)
 class Profile:
-    """Time coefficients of one kind of rank. Nanoseconds per id, bag or byte; microseconds per call.
+    """Time coefficients of one kind of rank. Nanoseconds per id, bag or byte. Microseconds per call.
 
     Args:
         name: of the machine or the calibration.
         source: where the figures are from.
         lookup_id_ns: per id looked up, besides its bytes.
-        row_byte_ns: per byte of a row read from memory; a byte that is updated, or in a cache, is a multiple of it.
+        row_byte_ns: per byte of a row read from memory. A byte that is updated, or in a cache, is a multiple of it.
         cache_bytes: rows of tables that fit into this much are always in a cache.
         update_id_ns: per id in backward, besides its bytes.
         summed_id_ns: the same for ids of a shard so small that the gradients of all its rows stay in a core's cache.
-        decode_ns: per weight of a distinct row that is not float32, for its way to float32 and back; each id takes as
+        decode_ns: per weight of a distinct row that is not float32, for its way to float32 and back. Each id takes as
             much as two weights besides, for on the CPU such tables are looked up by other kernels.
         bag_ns: per bag of a shard, in forward and backward together.
         pooled_byte_ns: per byte of pooled columns that are written, added up or put in order.
@@ -77,7 +77,7 @@ class Profile:
         for each in fields(self):
             value = getattr(self, each.name)
             if isinstance(value, (int, float)) and not 0 <= value < float("inf"):
-                raise ConfigError(f"profile {self.name!r}: {each.name} is {value}; give a finite number, at least 0")
+                raise ConfigError(f"profile {self.name!r}: {each.name} is {value}. Give a finite number, at least 0")
 
     @classmethod
     def of_machine(cls, machine: Machine) -> Profile:
@@ -125,7 +125,7 @@ class Profile:
             ConfigError: naming what is missing, unknown or of the wrong kind.
         """
         if data.get("format") != _FORMAT:
-            raise ConfigError(f"not a profile of format {_FORMAT} (format: {data.get('format')!r}); calibrate again")
+            raise ConfigError(f"not a profile of format {_FORMAT} (format: {data.get('format')!r}). Calibrate again")
         values = {name: value for name, value in data.items() if name != "format"}
         known = {each.name: each for each in fields(cls)}
         unknown = values.keys() - known.keys()
@@ -133,11 +133,11 @@ class Profile:
         if unknown or missing:
             what = [f"unknown: {', '.join(sorted(unknown))}"] * bool(unknown)
             what += [f"missing: {', '.join(sorted(missing))}"] * bool(missing)
-            raise ConfigError(f"not a profile ({'; '.join(what)}); calibrate again")
+            raise ConfigError(f"not a profile ({'; '.join(what)}). Calibrate again")
         for name, value in values.items():
             wanted: tuple[type, ...] = {"str": (str,), "float": (int, float)}.get(str(known[name].type), (dict,))
             if not isinstance(value, wanted) or isinstance(value, bool):
-                raise ConfigError(f"not a profile: {name} is {value!r}; calibrate again")
+                raise ConfigError(f"not a profile: {name} is {value!r}. Calibrate again")
         return cls(**values)
 
     def save(self, path: str | Path) -> None:
@@ -149,7 +149,7 @@ class Profile:
         """Read a profile that :meth:`save` wrote.
 
         Raises:
-            ConfigError: if the file is not one; the message names the file.
+            ConfigError: if the file is not one. The message names the file.
         """
         try:
             data = read_json(path)
@@ -157,4 +157,4 @@ class Profile:
         except (OSError, ConfigError) as error:
             raise ConfigError(f"{path}: {error}") from error
         except ValueError as error:
-            raise ConfigError(f"{path}: not JSON ({error}); give a file that shardrec calibrate wrote") from error
+            raise ConfigError(f"{path}: not JSON ({error}). Give a file that shardrec calibrate wrote") from error

@@ -20,7 +20,7 @@ class Growth:
 
     Args:
         scale: distinct ids of one id's worth; positive.
-        power: 1 if ids never repeat, 0 if there are no new ids.
+        power: 1 if ids never repeat, 0 if no id is new.
         points: (ids, distinct ids), ascending, between which the law has another power each.
     """
 
@@ -49,8 +49,8 @@ class TableLoad:
         num_embeddings: rows.
         embedding_dim: columns.
         poolings: per feature that looks the table up, the mean number of ids of a sample.
-        growth: distinct ids by number of ids; default: ids drawn evenly from all rows.
-        histogram: which rows the ids hit; default: all equally often.
+        growth: distinct ids by number of ids. Default: ids drawn evenly from all rows.
+        histogram: which rows the ids hit. Default: all equally often.
         pooled: a sum per bag; else a row per id.
         dedup: of a row per id, each distinct id of a batch is sent once.
         weight_bytes: bytes of a weight.
@@ -91,8 +91,8 @@ class TableLoad:
             )
         if self.histogram is not None and self.histogram.rows[-1] != self.num_embeddings:
             raise ConfigError(
-                f"the histogram of a table of {self.num_embeddings} rows ends at row {self.histogram.rows[-1]}; "
-                "give one of this table"
+                f"the histogram of a table of {self.num_embeddings} rows ends at row {self.histogram.rows[-1]}. "
+                "Give one of this table"
             )
 
     @property

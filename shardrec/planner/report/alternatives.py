@@ -23,7 +23,7 @@ def next_best(
     Tables with the same candidates and choice share their answer, worked out for the first of them.
 
     Args:
-        candidates: of each table.
+        candidates: per table.
         solution: the plan.
         capacity: bytes of a rank.
     """

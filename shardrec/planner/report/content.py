@@ -52,7 +52,7 @@ class Column:
 
     Args:
         name: its heading.
-        cells: text of each table.
+        cells: text per table.
         is_number: the cells are numbers, with commas between thousands.
         is_detail: left out where there is little room.
     """
@@ -71,7 +71,7 @@ class Content:
         title: one line.
         facts: of the whole plan, a line each.
         columns: of the table of tables.
-        charts: load of each rank.
+        charts: load per rank.
     """
 
     title: str
@@ -81,7 +81,7 @@ class Content:
 
 
 def content(plan: ShardingPlan) -> Content:
-    """What there is to say of a plan; of one that the planner did not make, the weights alone (fp32)."""
+    """The contents of a plan's report. A plan that the planner did not make has the weights alone (fp32)."""
     report, world = plan.report, plan.world_size
     title = f"Sharding plan: {len(plan.tables)} tables on {world} rank{'s' * (world > 1)}"
     reports = {} if report is None else {table.name: table for table in report.tables}
@@ -151,9 +151,9 @@ def _facts(report: PlanReport, *, uneven: bool) -> list[str]:
     if any(report.host_bytes):
         facts.append(_by_rank("GiB in the host's memory", [size / _GIB for size in report.host_bytes], 3))
     if report.timed_out:
-        facts.append("the time limit ended the search; more time may find a better plan or a higher bound")
+        facts.append("the time limit ended the search. More time may find a better plan or a higher bound")
     if report.exhausted:
-        facts.append("the search used up its effort (--effort); more may find a better plan or a higher bound")
+        facts.append("the search used up its effort (--effort). More may find a better plan or a higher bound")
     return facts
 
 
@@ -178,14 +178,14 @@ def _charts(report: PlanReport) -> list[Chart]:
     near = report.capacity < inf and report.capacity <= 4 * max(report.rank_bytes)
     return [
         Chart(
-            title="Time of each rank in a step",
+            title="Time per rank in a step",
             unit="ms",
             names=report.components,
             bars=report.times,
             lines=(("proven bound", report.bound_ms),),
         ),
         Chart(
-            title="Memory of each rank",
+            title="Memory per rank",
             unit="GiB",
             names=report.uses,
             bars=tuple(tuple(size / _GIB for size in sizes) for sizes in report.memory),

@@ -53,7 +53,7 @@ document.querySelectorAll("th button").forEach((button) => button.addEventListen
 
 
 def to_html(plan: ShardingPlan, path: str | Path) -> None:
-    """Write a plan as one self-contained page: load and memory of each rank, and a table of tables that can be sorted.
+    """Write a plan as one self-contained page: load and memory per rank, and a table of tables that can be sorted.
 
     Args:
         plan: any plan.

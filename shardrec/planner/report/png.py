@@ -17,7 +17,7 @@ __all__ = ["to_png"]
 
 
 def to_png(plan: ShardingPlan, path: str | Path) -> None:
-    """Draw the load and, if it is known, the memory of each rank, one chart below the other, as PNG.
+    """Draw the load and, if it is known, the memory per rank, one chart below the other, as PNG.
 
     Args:
         plan: any plan.

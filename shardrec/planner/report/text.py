@@ -16,7 +16,7 @@ __all__ = ["explain", "reasons_text"]
 
 
 def explain(plan: ShardingPlan, *, reasons: bool = True) -> Table:
-    """A plan as a rich table for people: each table's shape, cut and ranks, then the load of each rank.
+    """A plan as a rich table for people: each table's shape, cut and ranks, then the load per rank.
 
     Of a plan that the planner made it also shows what each table costs, and how good the plan is proven to be.
 
@@ -26,7 +26,7 @@ def explain(plan: ShardingPlan, *, reasons: bool = True) -> Table:
             line or more per table.
 
     Returns:
-        The table; ``rich.print`` shows it.
+        The table. ``rich.print`` shows it.
     """
     shown = content(plan)
     table = Table(
@@ -39,7 +39,7 @@ def explain(plan: ShardingPlan, *, reasons: bool = True) -> Table:
     )
     columns = [column for column in shown.columns if reasons or not column.is_detail]
     for column in columns:
-        # Long cuts, such as "column-wise 16|16|16|16", are broken; a cut's name should not be.
+        # Long cuts, such as "column-wise 16|16|16|16", are broken. A cut's name should not be.
         whole = column.is_number or (column.name == "cut" and all(len(cell) <= 16 for cell in column.cells))
         table.add_column(
             column.name,
@@ -54,7 +54,8 @@ def explain(plan: ShardingPlan, *, reasons: bool = True) -> Table:
 
 
 def reasons_text(plan: ShardingPlan) -> str:
-    """Each table's MiB and why its next-best cut lost, a line for each: for what is too narrow for more columns."""
+    """Each table's MiB and why its next-best cut lost, a line per table: for terminals that are too narrow for more
+    columns."""
     cells = {column.name: column.cells for column in content(plan).columns}
     rows = zip(*(cells[name] for name in ("table", "MiB", "next-best cut", "why it lost")), strict=True)
     return "\n".join(f"{name}: {size} MiB, {f'not {cut}, ' * (cut != '')}{why}" for name, size, cut, why in rows)

@@ -149,7 +149,7 @@ class _Encoder:
 
 
 def encode(problem: Problem) -> Encoded:
-    """The arrays of a problem; groups are in the order of their first tables."""
+    """The arrays of a problem. Groups are in the order of their first tables."""
     coder, tiers = _Encoder(problem), len(problem.capacity)
     grouped: dict[Hashable, list[str]] = {}
     first: dict[Hashable, tuple[Option, ...]] = {}
@@ -205,7 +205,7 @@ def encode(problem: Problem) -> Encoded:
 
 
 def _lifted(ranks: int, option: Option) -> Option:
-    """The same option, where what a gang puts on every rank, wherever it goes, is no item.
+    """The same option. The load that a gang puts on every rank, wherever it goes, is not an item.
 
     A bound that knows items only by their ranks would put two of them on one.
     """

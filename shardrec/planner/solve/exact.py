@@ -14,12 +14,13 @@ __all__ = ["Exact", "solve_exactly"]
 
 _MAX_VARIABLES = 400
 _SMALL = 1e-3
-"""Of the largest load: below it a bound is no scale for loads."""
+"""Part of the largest load. A bound below it cannot serve as a scale for loads."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Exact:
-    """What HiGHS found: a packing, if it is better than none, a bound, and whether there is no better packing."""
+    """The result of HiGHS: a packing, if it improves on the present one, a bound, and whether the packing is
+    optimal."""
 
     packing: Packing | None
     bound: float
@@ -30,7 +31,7 @@ class Exact:
 def solve_exactly(
     encoded: Encoded, best: Packing | None, bound: float, *, gap: float, nodes: int, seconds: float
 ) -> Exact | None:
-    """Solve the problem by branch and bound; None if it is too large for that.
+    """Solve the problem by branch and bound. None if it is too large for that.
 
     Args:
         encoded: the problem.
@@ -40,7 +41,7 @@ def solve_exactly(
         nodes: most branches.
         seconds: time limit.
     """
-    # A kind of gang is counted per option: gangs of two tables may be alike, and both counts must come out.
+    # A kind of gang is counted per option: gangs of two tables may be equal, and both counts must come out.
     used = sorted({block for blocks in encoded.option_blocks for block, _ in blocks})
     starts, count = {}, len(encoded.options)
     for block in used:
@@ -55,7 +56,7 @@ def solve_exactly(
     largest = float(encoded.total_load.max(initial=0.0))
     least_scale = bound if bound > _SMALL * largest else largest or 1.0
     load_scale = 1.0 / (least_scale if best is None else best.cost or least_scale)
-    # Rows: one per group, one per kind of gang, then load and memory of each rank. The last column is the cost.
+    # Rows: one per group, one per kind of gang, then load and memory per rank. The last column is the cost.
     matrix = np.zeros((groups + len(used) + ranks * (1 + len(tiers)), count + 1))
     for option, group in enumerate(encoded.option_group):
         matrix[int(group), option] = 1.0

@@ -20,9 +20,9 @@ class Outcome:
     """How a search ended.
 
     Args:
-        values: the best solution, one value per column; None if none was found.
-        bound: no solution has a lower objective; infinite if there is none at all.
-        finished: there is no better one, but for the gap.
+        values: the best solution, one value per column. None if none was found.
+        bound: lower bound of the objective. Infinite if the program is infeasible.
+        finished: whether the solution is optimal, up to the gap.
         timed_out: the time ended it.
     """
 
@@ -38,7 +38,7 @@ class LinearProgram:
     The basis of one solution is where the next begins, if it has the same rows.
 
     Args:
-        group_of: (O,) group of each column.
+        group_of: (O,) group per column.
         sizes: (G,) sum of each group's columns.
     """
 
@@ -56,7 +56,7 @@ class LinearProgram:
 
         Args:
             objective: (O,).
-            upper: (O,) most of each column, the size of its group or 0; the least is 0.
+            upper: (O,) most per column, the size of its group or 0. The least is 0.
             rows: (N, O).
             limits: (N,).
             key: which rows these are.
@@ -119,7 +119,7 @@ def minimise_in_integers(
     seconds: float,
     gap: float,
 ) -> Outcome:
-    """Minimise the last column by branch and bound; the others are whole numbers.
+    """Minimise the last column by branch and bound. The others are whole numbers.
 
     Args:
         matrix: (N, C).
@@ -162,7 +162,7 @@ def _pass(
     matrix: tuple[Ints, Ints, Floats],
     integers: Floats,
 ) -> None:
-    """Give a solver its model; the matrix is where each row begins, and the column and value of each entry."""
+    """Give a solver its model. The matrix is given by the start of each row, and by each entry's column and value."""
     starts, column_of, values = matrix
     solver.passModel(
         len(objective),

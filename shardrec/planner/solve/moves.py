@@ -1,4 +1,5 @@
-"""Many changes of an assignment at once, as arrays: tables taken off their ranks and put back, and what it then costs.
+"""Many changes of an assignment at once, as arrays: tables taken off their ranks and put back, and the cost of the
+result.
 
 A :class:`Batch` holds, for each of B proposals, the load and the bytes of every rank. :meth:`Batch.put` puts one table
 on in each proposal, with an option of its own: the places of equal gangs are compared as a matrix (proposals, places),
@@ -42,10 +43,10 @@ class Family:
     """Sets of places of one width.
 
     Args:
-        places: (sets, P, width) ranks; R where a set has fewer places or a place fewer ranks.
-        missing: (sets, P) whether a set has no such place; None if all have.
+        places: (sets, P, width) ranks. R where a set has fewer places or a place fewer ranks.
+        missing: (sets, P) whether a set lacks a place. None if no set lacks one.
         anywhere: whether a place is a rank and each rank a place, in their order.
-        clusters: (sets, H, Q) numbers of the places that share ranks, directly or by others, P where there are fewer;
+        clusters: (sets, H, Q) numbers of the places that share ranks, directly or by others, P where there are fewer.
             None if none do.
     """
 
@@ -62,19 +63,19 @@ class Arrays:
     Args:
         ranks: R.
         limit: (D - 1,) bytes of a rank.
-        size: (J + 1, D) of the items; the last is nothing.
+        size: (J + 1, D) of the items. The last is nothing.
         kind_first: (K + 1,) where a kind's items begin.
         kind_family: (K,).
         kind_set: (K,) the set of places, in its family.
         kind_top: (K, D) the largest of its items.
         kind_heavy: (K,) how many of its items have about the largest load and as many bytes, at least 1.
         families: by number.
-        run_kind: (O, runs), -1 where there is none.
+        run_kind: (O, runs), -1 for none.
         run_count: (O, runs).
         base: (O, D) what an option puts on every rank.
         work: (O,) load on all ranks together.
-        group: (N,) of each table.
-        choice: (G, C) the options of each group that are considered, those with the least work first; then -1.
+        group: (N,) per table.
+        choice: (G, C) the options per group that are considered, those with the least work first; then -1.
         choices: (G,) how many.
     """
 
@@ -178,10 +179,10 @@ class Batch:
         """Take tables off.
 
         Args:
-            proposal: (n,) of each table.
+            proposal: (n,) per table.
             option: (n,) that it has.
-            ranks: (n, I) of its items; R where there is none.
-            items: (n, I); J where there is none.
+            ranks: (n, I) of its items. R for none.
+            items: (n, I). J for none.
         """
         wide = self.load.shape[2]
         index = (proposal[:, None] * wide + ranks).ravel()
@@ -194,14 +195,14 @@ class Batch:
         """Put a table on in each proposal, with the first of its options for which there are places below a budget.
 
         Args:
-            options: (B, C), -1 where there is none.
+            options: (B, C), -1 for none.
             sharpness: as for :meth:`put`.
             budget: (B,) load of the items of a rank.
             tries: options that are put on to see whether their gangs find places.
             best_fit: as for :meth:`put`.
 
         Returns:
-            (B,) the option that was put on; -1 if there is none.
+            (B,) the option that was put on. -1 for none.
         """
         fits = self._promising(np.where(self.alive[:, None], options, -1), budget, best_fit)
         chosen = np.full(len(options), -1, dtype=np.int64)
@@ -248,12 +249,12 @@ class Batch:
         return fits
 
     def put(self, option: Ints, sharpness: Sharpness, budget: Floats | None = None, *, best_fit: bool = True) -> Bools:
-        """Put a table on in each proposal; nothing is done where a gang fits nowhere.
+        """Put a table on in each proposal. Nothing is done where a gang fits nowhere.
 
         Args:
             option: (B,) that the table takes; -1: none.
             sharpness: gangs go where this soft maximum grows least.
-            budget: (B,) load of items that no rank may exceed; gangs go where they leave the least of it.
+            budget: (B,) load of items that no rank may exceed. Gangs go where they leave the least of it.
             best_fit: or the most, if not.
 
         Returns:
@@ -288,11 +289,12 @@ class Batch:
         return done
 
     def _put_run(self, number: int, rows: Ints, kind: Ints, count: Ints, limits: _Limits) -> Ints:
-        """Put equal gangs on in each of some proposals; those in which they do not fit, where some may be on."""
+        """Put equal gangs on in each of some proposals. Those in which they do not fit, where some may be on."""
         family, failed = self.arrays.families[number], []
         while len(rows):
             score = self._scores(family, rows, kind, limits)
-            # Equal gangs whose places share ranks go to different hosts at once; where there are fewer, some share one.
+            # Equal gangs with places that share ranks go to different hosts in one move. With fewer hosts, some gangs
+            # share a host.
             cluster = np.zeros((len(rows), 0), dtype=np.int64)
             if family.clusters is not None:
                 score, cluster = _best_of(score, family.clusters[self.arrays.kind_set[kind]])
@@ -315,7 +317,7 @@ class Batch:
         return np.concatenate(failed)
 
     def _scores(self, family: Family, rows: Ints, kind: Ints, limits: _Limits) -> Floats:
-        """(n, P) of each place, the less the better; infinite where a gang does not fit."""
+        """(n, P) per place, the less the better. Infinite where a gang does not fit."""
         arrays, (sharpness, budget, best_fit) = self.arrays, limits
         load, sets = self.load[rows, 0], arrays.kind_set[kind]
         places = None if family.anywhere else family.places[sets]
@@ -368,7 +370,7 @@ class Batch:
         return scores
 
     def _item(self, kind: Ints, width: int) -> Ints:
-        """(n, width) items of kinds; J where there is none."""
+        """(n, width) items of kinds. J for none."""
         first = self.arrays.kind_first
         item = first[kind][:, None] + np.arange(width)
         return np.where(item < first[kind + 1][:, None], item, len(self.arrays.size) - 1)
@@ -420,7 +422,7 @@ class Batch:
 
 
 def choices(encoded: Encoded, able: Bools) -> tuple[Ints, Ints]:
-    """(G, C) the options of each group that are able, (O,), those with the least work first, then -1; (G,) how many."""
+    """(G, C) the options per group that are able, (O,), those with the least work first, then -1; (G,) how many."""
     order = np.lexsort((encoded.total_load, encoded.option_group))
     order = order[able[order]]
     group = encoded.option_group[order]

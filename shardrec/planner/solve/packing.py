@@ -52,7 +52,7 @@ class Packing:
 
     @classmethod
     def fitting(cls, encoded: Encoded, counts: Ints, gangs: Iterable[tuple[int, int, int]]) -> Packing | None:
-        """The packing of gangs, (kind, place, number of them); None if it does not fit memory."""
+        """The packing of gangs, (kind, place, number of them). None if it does not fit memory."""
         packing = cls(encoded, counts)
         for block, place, count in gangs:
             packing.put(block, place, count)
@@ -93,7 +93,7 @@ class Packing:
         return bool((self.memory <= self._limit).all())
 
     def put(self, block: int, place: int, count: int = 1) -> None:
-        """Add ``count`` gangs of a kind at a place; take them off if negative."""
+        """Add ``count`` gangs of a kind at a place. Take them off if negative."""
         kind = self.encoded.blocks[block]
         at = self.at.get(block)
         if at is None:
@@ -104,7 +104,7 @@ class Packing:
         np.add.at(self.memory, kind.places[place], count * kind.memory)
 
     def place_best(self, block: int, memory_weight: float = 0.0) -> bool:
-        """Add one gang where the highest rank of its place is lowest; False if it fits nowhere."""
+        """Add one gang where the highest rank of its place is lowest. False if it fits nowhere."""
         kind = self.encoded.blocks[block]
         after = (self.memory[kind.places] + kind.memory[None]).max(axis=1)
         score = (self.loads[kind.places] + kind.loads[None]).max(axis=1)
@@ -118,7 +118,7 @@ class Packing:
         return True
 
     def fill(self, demand: Iterable[tuple[int, int]], memory_weight: float = 0.0, memory_order: float = 0.0) -> bool:
-        """Place ``(block, count)`` gangs, the largest first; False if some fit nowhere.
+        """Place ``(block, count)`` gangs, the largest first. False if some fit nowhere.
 
         Args:
             demand: what to place.
@@ -162,7 +162,7 @@ def rounded(encoded: Encoded, values: Floats) -> Ints:
 
 
 def compact(encoded: Encoded, share: float, budget: float) -> Ints:
-    """(O,) of each group the option of least work whose items take at most a share of a rank, or the smallest."""
+    """(O,) per group the option of least work whose items take at most a share of a rank, or the smallest."""
     sizes = (encoded.item_memory / np.maximum(encoded.capacity, 1.0)).max(axis=1)
     item = np.full(len(encoded.options), share)
     np.maximum.at(item, encoded.item_option, np.maximum(sizes, encoded.item_load / max(budget, 1e-300)))

@@ -1,4 +1,4 @@
-"""The assignment problem as plain data: tables, the options of each, and what an option puts on the ranks.
+"""The assignment problem as plain data: tables, their options, and the load that an option puts on the ranks.
 
 ::
 
@@ -46,7 +46,7 @@ class Gang:
 
     Args:
         items: at least one.
-        places: where the gang may go; each place gives the rank of each item.
+        places: where the gang may go. Each place gives each item a rank.
         count: number of equal gangs, each placed separately.
     """
 
@@ -76,8 +76,8 @@ class Problem:
 
     Args:
         ranks: number of ranks.
-        capacity: bytes of each rank, per memory tier (``inf``: no limit).
-        tables: the options of each table, by name; tables with equal options are planned as one group.
+        capacity: bytes per rank, per memory tier (``inf``: no limit).
+        tables: the options per table, by name. Tables with equal options are planned as one group.
     """
 
     ranks: int
@@ -115,12 +115,12 @@ FIRST_PLAN = SolveLimits(gap=inf, effort=4)
 
 @dataclass(frozen=True, kw_only=True)
 class Solution:
-    """An assignment and what is known about it.
+    """An assignment and its costs and bounds.
 
     Args:
         choice: number of the chosen option, by table.
         places: per table, the place of each gang: gangs in order, ``count`` places for each.
-        loads: load of each rank.
+        loads: load per rank.
         memory: per rank, bytes in each tier.
         bound: no assignment of these options has a lower cost.
         timed_out: the clock ended the search.

@@ -5,8 +5,8 @@ What is lowered is not the highest load alone but a soft maximum of all ranks' l
     sum over ranks of exp(p (load / T - 1)) + w (bytes over the capacity / capacity),
 
 T the least cost so far, p its sharpness, which sees every rank that stands in the way. :mod:`rounds` says what a round
-does; the searches go through them in cycles, each longer than the one before, in which p grows and less and less of a
-loss is gone on from.
+does. The searches go through them in cycles, each longer than the one before, in which p grows and less and less of a
+loss is accepted as the next state.
 
 With w very high no state is kept that does not fit memory. In a soft search w is low at the beginning of each cycle and
 rises to its end, and so the search crosses the limit to and fro (strategic oscillation: Glover, 1977; with such a
@@ -40,11 +40,11 @@ _SHARPNESS = (60.0, 120.0)
 _NEAREST = 1e-3
 """Least gain, as a fraction of the cost, that p goes by."""
 _STEEPEST_BASE = 200.0
-"""Largest exponent of what is on every rank: below that at which :mod:`batch` cuts exponents off."""
+"""Largest exponent of the load on every rank. It is below the exponent at which :mod:`batch` cuts off."""
 _PATIENCE = 5e-4
-"""A state that is so much worse, at most, is gone on from; less towards the end of a cycle."""
+"""The search continues from a state that is worse by at most this. The limit falls towards the end of a cycle."""
 _CYCLE = 64
-"""Rounds of the first cycle; each is twice as long as the one before."""
+"""Rounds of the first cycle. Each is twice as long as the one before."""
 _WEIGHTS = (3.0, 1e4)
 """w at the beginning of a cycle of a soft search and at its end."""
 _FORBIDDEN = 1e9
@@ -54,9 +54,9 @@ _LOADS = 16384
 _PROPOSALS = (64, 512)
 """Least and most proposals of a round."""
 _BUDGETS = 7
-"""Budgets for which tables are packed at once, in each order."""
+"""Budgets for which tables are packed in one pass, in each order."""
 _AT_ONCE = 12
-"""Options of a table that are compared at once, where the first that fits is wanted."""
+"""Options of a table that are compared in one pass, where the first that fits is wanted."""
 _ASKED = 64
 """Tables that are packed between two questions whether to stop."""
 
@@ -89,13 +89,13 @@ class Rebuilder:
         Args:
             starts: where to begin.
             most: proposals for all of them together.
-            stop: asked in each round; ends the search.
+            stop: asked in each round. Ends the search.
             floor: a cost of any with which to be content.
             seed: of the random numbers.
-            soft: for each start, whether states in which ranks exceed their memory are allowed on the way; default: no.
+            soft: for each start, whether states in which ranks exceed their memory are allowed on the way. Default: no.
 
         Returns:
-            The best found from each start; None if nothing is better.
+            The best found from each start. None if nothing is better.
         """
         rng, count = np.random.default_rng(seed), len(starts)
         states = States(self._below(max(start.cost for start in starts)), starts)
@@ -126,7 +126,7 @@ class Rebuilder:
 
         Args:
             budget: no packing is looked for in which the items of the most loaded rank come to less.
-            stop: asked now and then; ends the search.
+            stop: asked now and then. Ends the search.
         """
         encoded = self.encoded
         starts = [span.start for span in encoded.group_options]
@@ -161,10 +161,10 @@ class Rebuilder:
         Args:
             orders: for each packing, (N,) numbers of the tables, group by group.
             budgets: for each packing, load of the items of a rank.
-            stop: asked now and then; ends the search with no packing.
+            stop: asked now and then. Ends the search with no packing.
 
         Returns:
-            The packings; None where a table fits nowhere.
+            The packings. None where a table fits nowhere.
         """
         encoded, arrays, count = self.encoded, self._below(np.inf), len(orders)
         least = np.minimum.reduceat(arrays.base, [span.start for span in encoded.group_options], axis=0)
@@ -206,7 +206,7 @@ class Rebuilder:
 def _least_with(encoded: Encoded) -> tuple[Floats, Floats]:
     """(O,) the least cost of a plan that has an option, and (O, M) its least memory of a rank: a bound for each.
 
-    All other tables take what does least; then all ranks bear the mean of the work, and the one with the option's
+    All other tables take their cheapest option. Then all ranks bear the mean of the work, and the one with the option's
     largest item bears what is on every rank and that item.
     """
     starts, option_group = [span.start for span in encoded.group_options], encoded.option_group

@@ -2,20 +2,20 @@
 prove.
 
 [Note: the bound]
-In an assignment each rank bears E, the sum of the chosen options' loads on every rank, and items; let c be the most
+In an assignment each rank bears E, the sum of the chosen options' loads on every rank, and items. Let c be the most
 that the items of a rank come to, so that the cost is E + c. Relative to c, sizes s in [0, 1] that share a rank add up
-to at most 1. A *dual feasible function* f keeps that property: if sizes add up to at most 1, so do their f(s). Hence
-over R ranks
+to at most 1. A *dual feasible function* f keeps that property: if sizes add up to at most 1, then their f(s) do as
+well. Hence over R ranks
 
     sum over all items of f(load / c)  <=  R        for every dual feasible f
 
-which, for a given c, is linear in the choice of options. With f(s) = s this is the average load; the others see that
-two items of 0.6 do not fit one rank. The same holds for the bytes of each memory tier. Let E(c) be the least E under
+which, for a given c, is linear in the choice of options. With f(s) = s this is the average load. The others see that
+two items of 0.6 do not fit one rank. The same holds per memory tier for bytes. Let E(c) be the least E under
 all these rows, with fractional tables. The larger the budget, the less E, so an assignment with c1 <= c <= c2 costs at
 least c1 + E(c2), and the least of these over intervals that hold every c is a bound for all. The interval that decides
 is cut in two until the bound stands still.
 
-The functions are those of Fekete and Schepers, "New classes of fast lower bounds for bin packing problems" (2001):
+The functions are from Fekete and Schepers, "New classes of fast lower bounds for bin packing problems" (2001):
 rounding to multiples of 1/k, and cutting off what is smaller than eps or larger than 1 - eps.
 """
 
@@ -88,7 +88,7 @@ class Relaxation:
         self._distinct: dict[int, tuple[Floats, Floats, NDArray[np.int64]]] = {}
 
     def least_base(self, budget: float, *, weight: float = 0.0, item_share: float = 1.0) -> Outcome:
-        """E: the least that the options chosen put on every rank, where items have a budget; infinite if none fit.
+        """E: the least that the options chosen put on every rank, where items have a budget. Infinite if none fit.
 
         Args:
             budget: c.
@@ -123,7 +123,7 @@ class Relaxation:
 
         Args:
             accuracy: width of the deciding interval, against its bound.
-            stop: asked between two programs; ends the halving.
+            stop: asked between two programs. Ends the halving.
             most: programs to solve.
         """
         unlimited = self._base_at(np.inf)
@@ -209,7 +209,7 @@ class Relaxation:
         return _scaled(np.concatenate(rows), np.concatenate(limits))
 
     def _per_option(self, values: Floats) -> Floats:
-        """(n, O) sums over the items of each option, of (n, K)."""
+        """(n, O) sums over the items per option, of (n, K)."""
         running = np.zeros((len(values), values.shape[1] + 1))
         np.cumsum(values, axis=1, out=running[:, 1:])
         sums: Floats = running[:, self._edges[1:]] - running[:, self._edges[:-1]]

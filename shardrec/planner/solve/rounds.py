@@ -1,6 +1,6 @@
 """Rounds of the large neighbourhood search (:mod:`rebuild`).
 
-A round makes many proposals for each state at once. Each takes some tables off their ranks and puts them back:
+A round makes many proposals per state. Each takes some tables off their ranks and puts them back:
 
 - One to three tables take options at random, or keep theirs, and go where the soft maximum, with what is over the
   memory, grows least. In half of these rounds, tables of the rank that then is fullest, or has most load, are put back
@@ -10,7 +10,7 @@ A round makes many proposals for each state at once. Each takes some tables off 
   with the option that it had.
 
 Of the proposals that lower the height of a state, those are taken that do so together: loads add up, so proposals of
-different tables need only be added. Where none does, one that is not much higher may be gone on from.
+different tables need only be added. Where no proposal does, the search may continue from one that is not much higher.
 
 Ruin and recreate is from Schrimpf et al. (2000).
 
@@ -45,7 +45,7 @@ _RELIEVED = 0.5
 
 @dataclass(frozen=True, kw_only=True)
 class _Step:
-    """A table of each proposal and the option that it took, (B,); -1 where there is none."""
+    """A table of each proposal and the option that it took, (B,). -1 for none."""
 
     table: Ints
     option: Ints
@@ -56,7 +56,7 @@ class Round:
 
     Args:
         states: of the searches.
-        sharpness: of each search.
+        sharpness: per search.
         proposals: for each search.
         rng: random numbers.
     """
@@ -180,7 +180,7 @@ class Round:
         return self.states.hottest[self.search, index.astype(np.int64)]
 
     def _largest_first(self, tables: Ints) -> Ints:
-        """The tables of each proposal by their work, about."""
+        """The tables of each proposal, approximately by their work."""
         work = self.arrays.work[self.states.option[self.search[:, None], tables]]
         order = np.argsort(np.where(tables >= 0, -work * self.rng.uniform(0.8, 1.2, tables.shape), np.inf), axis=1)
         ordered: Ints = np.take_along_axis(tables, order, axis=1)

@@ -1,15 +1,15 @@
 """The solver: a proven bound first, then choices of options near it, packed and improved until the gap is closed.
 
-With E the load on every rank and c the most that the items of one come to, the makespan is E + c; all of it goes by c.
+With E the load on every rank and c the most that the items of one come to, the makespan is E + c. All of it goes by c.
 
 1. :mod:`relax` proves a bound, and finds which values of c are promising. What its linear programs choose there is
-   rounded, packed (:mod:`packing`) and gives the first plans; MULTIFIT (:mod:`rebuild`) gives others.
+   rounded, packed (:mod:`packing`) and gives the first plans. MULTIFIT (:mod:`rebuild`) gives others.
 2. Where none fits memory, :mod:`rebuild` moves items until one does, with the bytes of a rank in the place of its load.
 3. What is small goes to HiGHS as a whole (:mod:`exact`).
 4. :mod:`rebuild` improves the best plans by taking a few tables off and putting them back.
 
 The search ends when the gap is closed or its rounds are used up, or, as the only thing that depends on the machine,
-when its CPU-time budget is used up; the solution says so. A busy machine makes a search longer, not worse.
+when its CPU-time budget is used up. The solution says so. A busy machine makes a search longer, not worse.
 """
 
 from __future__ import annotations
@@ -46,9 +46,9 @@ _FILLS = ((0.0, 0.0), (0.0, 0.5), (0.3, 0.5), (1.0, 0.9))
 _BUDGETS = (1.0, 1.005, 1.01, 1.02, 1.05, 1.1, 1.25, 1.5, 2.0)
 """Of the deciding c: budgets for which options are chosen. The bound is weak where few tables fill the ranks."""
 _POPULATIONS = (8, 4, 2, 2)
-"""Plans that are improved at once, in one phase after the other, each with as many proposals in all."""
+"""Plans that are improved together, in one phase after the other. Each phase has the same number of proposals."""
 _REPAIRED = 4
-"""Packings that are repaired at once."""
+"""Packings that are repaired together."""
 _SOFT = 4
 """One search in this number may exceed the memory on its way: if memory is tight, other searches find little."""
 _PROPOSALS_PER_EFFORT = 1500
@@ -63,7 +63,7 @@ def solve(problem: Problem, limits: SolveLimits | None = None) -> Solution | Non
         limits: when to stop.
 
     Returns:
-        The best assignment found; None if none was found that fits memory. A time limit is exceeded until there is one.
+        The best assignment found. None if none was found that fits memory. A time limit is exceeded until there is one.
     """
     if not problem.tables:
         idle = tuple(0.0 for _ in problem.capacity)
@@ -109,7 +109,7 @@ class _Search:
         if self.bound > self.best.cost * (1 + 1e-6):
             warnings.warn(
                 f"the bound on plans' costs is {self.bound}, and a plan costs {self.best.cost}: this is a fault of "
-                "shardrec; report the tables and the topology, and take the plan for one whose gap is not known",
+                "shardrec. Report the tables and the topology, and take the plan for one whose gap is not known",
                 RuntimeWarning,
                 stacklevel=2,
             )
@@ -179,13 +179,13 @@ class _Search:
                 (improvement or start for improvement, start in zip(repaired, starts, strict=True)),
                 key=lambda each: each.cost,
             )
-            # The same options and places; here the gangs have other sizes.
+            # The same options and places, with other sizes of the gangs.
             packing = Packing.fitting(self.encoded, best.counts, best.gangs)
             if packing is not None:
                 self._add(packing)
 
     def _exact(self) -> bool:
-        """Solve the problem as a whole, if it is small; whether that leaves nothing to do."""
+        """Solve the problem as a whole, if it is small. Whether that leaves nothing to do."""
         if self._closed() or self._out_of_time():
             return False
         nodes, left = _NODES_PER_EFFORT * self.limits.effort, self._time_left()
@@ -222,7 +222,7 @@ class _Search:
                 self._add(improved or start)
 
     def _add(self, packing: Packing) -> None:
-        """One more of those to improve; the best so far, if it is."""
+        """One more of those to improve. The best so far, if it is."""
         self.pool.append(packing)
         if self.best is None or packing.cost < self.best.cost:
             self.best = packing
@@ -234,7 +234,7 @@ class _Search:
         return self.limits.seconds - (thread_time() - self.start)
 
     def _only(self, seconds: float) -> bool:
-        """Whether at most this number of seconds is left; False without a time limit."""
+        """Whether at most this number of seconds is left. False without a time limit."""
         return self.limits.seconds < np.inf and self._time_left() <= seconds
 
     def _out_of_time(self) -> bool:
@@ -244,7 +244,7 @@ class _Search:
 
 
 def _best_of(packings: list[Packing], count: int) -> list[Packing]:
-    """At most ``count`` packings with the least cost, of different costs; the same ones again where there are fewer."""
+    """At most ``count`` packings with the least cost, of different costs. The same ones again where there are fewer."""
     different = {packing.cost: packing for packing in packings}
     best = [different[cost] for cost in sorted(different)]
     return [best[number % len(best)] for number in range(count)] if best else []

@@ -27,7 +27,7 @@ class States:
         starts: where each begins.
 
     Attributes:
-        option: (C, N) of each table.
+        option: (C, N) per table.
         load: (C, D, R + 1) load and bytes of the items on each rank.
         base: (C, D) what the options put on every rank.
         best: (C,) the least cost so far.
@@ -44,11 +44,11 @@ class States:
         self.hottest = np.zeros((count, arrays.ranks), dtype=np.int64)
         self._first_cost = self.best.copy()
         self._best = [(self.option[search].copy(), [*self.gangs[search]]) for search in range(count)]
-        # Ranks and items of each table, padded with rank R and item J.
+        # Ranks and items per table, padded with rank R and item J.
         self._rank = np.full((count, tables, 1), arrays.ranks)
         self._item = np.full((count, tables, 1), len(arrays.size) - 1)
         self._items = np.zeros((count, tables), dtype=np.int64)
-        # Which tables are on which rank: those of rank r of search c are tables[first[c, r] : first[c, r + 1]].
+        # Which tables are on which rank: rank r of search c has tables[first[c, r] : first[c, r + 1]].
         self._first = np.zeros((count, arrays.ranks + 2), dtype=np.int64)
         self._tables = [np.zeros(0, dtype=np.int64)] * count
         for search, start in enumerate(starts):
@@ -63,7 +63,7 @@ class States:
         return Batch(self.arrays, self.load[search], self.base[search])
 
     def on_rank(self, search: Ints, rank: Ints, rng: np.random.Generator) -> Ints:
-        """(n,) a table on each of these ranks, at random; -1 if there is none."""
+        """(n,) a table on each of these ranks, at random. -1 for none."""
         first, end = self._first[search, rank], self._first[search, rank + 1]
         offset = np.cumsum([0, *map(len, self._tables)])[search]
         index = offset + first + (rng.random(len(search)) * (end - first)).astype(np.int64)
@@ -71,7 +71,7 @@ class States:
         return np.where(end > first, tables, -1)
 
     def take(self, batch: Batch, search: Ints, tables: Ints) -> None:
-        """Take tables, (B, n) with -1 for none, off the ranks of a batch, whose proposals are of these searches."""
+        """Take tables, (B, n) with -1 for none, off the ranks of a batch. Its proposals belong to these searches."""
         proposal, column = np.nonzero(tables >= 0)
         table, of = tables[proposal, column], search[proposal]
         if len(table):
@@ -100,7 +100,7 @@ class States:
             self._best[search] = self.option[search].copy(), [*self.gangs[search]]
 
     def packing(self, search: int, encoded: Encoded) -> Packing | None:
-        """The best assignment of a search; None if its start is no worse."""
+        """The best assignment of a search. None if it is not better than the start."""
         option, gangs = self._best[search]
         if self.best[search] >= self._first_cost[search] * (1 - 1e-9):
             return None
@@ -133,7 +133,7 @@ class States:
 
 
 def _gangs(arrays: Arrays, packing: Packing, option: Ints) -> list[Gangs]:
-    """The gangs of each table; which of equal gangs is whose does not matter."""
+    """The gangs of each table. Equal gangs are interchangeable."""
     left = {kind: np.repeat(np.arange(len(at)), at).tolist() for kind, at in packing.at.items()}
     gangs = []
     for number in option.tolist():
