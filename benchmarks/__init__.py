@@ -1,1 +1,1 @@
-"""Measurements of shardrec beside its peers; a folder each, with its figures and the command in README.md."""
+"""Measurements of shardrec beside its peers. A folder each, with its figures and the command in README.md."""

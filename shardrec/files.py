@@ -1,4 +1,4 @@
-"""Files of any origin, read with bounds on memory and time; files that others see whole or not at all, in a folder or
+"""Files of any origin, read with bounds on memory and time. Files that others see whole or not at all, in a folder or
 at a URL, and the operating system's errors about files in words.
 
 A fault of a JSON document is a ``ValueError`` with a text that says what is wrong. Who reads it adds the file's name

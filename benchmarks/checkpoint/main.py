@@ -170,7 +170,7 @@ def measure(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
             seconds, cpu, extra = timed(work)
             if name.endswith("incremental") and dist.get_rank() == 0:
                 written.append(sum(file.size for file in read_manifest(folder / "changes").files))
-            # Of the first save behind the training, its memory is new; the first of a chain writes all.
+            # Of the first save behind the training, its memory is new. The first of a chain writes all.
             if turn or name.endswith(("False", "incremental")):
                 rank_info = found.setdefault(name if turn else f"{name}, first", {"s": [], "cpu": [], "extra": []})
                 rank_info["s"].append(seconds)

@@ -176,7 +176,7 @@ def one_line(error: BaseException) -> str:
 
 
 def everywhere(error: str) -> str:
-    """The first error of any rank; every rank calls this."""
+    """The first error of any rank. Every rank calls this."""
     found: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(found, error)
     return next((one for one in found if one), "")

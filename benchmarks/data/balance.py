@@ -1,4 +1,4 @@
-"""What balancing the ranks' work could win: Zipf lengths on SASRec, rows as dealt and by cost in turns; see README.md.
+"""What balancing the ranks' work could win: Zipf lengths on SASRec, rows as dealt and by cost in turns. See README.md.
 
 Each global batch is trained on twice: with neighbouring rows on each rank, as ``shardrec train`` deals them, and with
 its rows assigned by predicted cost, longest first, equally many to each rank.
@@ -34,7 +34,7 @@ WARM_UP = 4
 
 
 def costs_of(lengths_B: NDArray[np.int64]) -> NDArray[np.float64]:
-    """Multiply-adds of each row: linear layers and loss by token, attention by pairs of padded positions."""
+    """Multiply-adds per row: linear layers and loss by token, attention by pairs of padded positions."""
     padded_B = 2.0 ** np.ceil(np.log2(np.maximum(lengths_B, 4)))
     return np.asarray(lengths_B * (BLOCKS * 6 * DIM**2 + NEGATIVES * DIM) + BLOCKS * 2 * DIM * padded_B**2)
 

@@ -1,4 +1,4 @@
-"""Rows a second of the data path beside those that a training step takes, in turns in one run; see README.md."""
+"""Rows a second of the data path beside those that a training step takes, in turns in one run. See README.md."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class Row:
         stepping: of training steps on batches in memory.
         training: of training steps on the file, read ahead on a thread as ``shardrec train`` does.
         kept: median over the rounds of the rate of training over that of steps in the same round.
-        generated: the same over that of training on as many generated rows; None of other columns.
+        generated: the same over that of training on as many generated rows. None of other columns.
         reading_cpu: processor time of rank 0, microseconds for each of the file's rows.
         stepping_cpu: CPU seconds of the same.
     """

@@ -1,4 +1,4 @@
-"""Processor time of reading beside a scan, bytes decoded by each rank, and how well rows are mixed; see README.md."""
+"""Processor time of reading beside a scan, bytes decoded by each rank, and how well rows are mixed. See README.md."""
 
 from __future__ import annotations
 

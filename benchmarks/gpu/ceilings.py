@@ -23,8 +23,8 @@ _LAUNCHES = 1000
 
 
 def ceilings(rank_info: RankInfo) -> dict[str, float]:
-    """Bytes per second of copies (read and written), of random rows read and changed, and of a copy from pinned memory;
-    microseconds of a kernel with next to nothing to do; float operations per second of a product in bfloat16."""
+    """Bytes per second of copies (read and written), of random rows read and changed, and of a copy from pinned memory.
+    Microseconds of a kernel with next to nothing to do. Float operations per second of a product in bfloat16."""
     device, kind = rank_info.device, rank_info.device.type
     found = probe({}, rank_info)
     pinned = torch.ones(_HOST_BYTES[kind] // 4, pin_memory=kind == "cuda")

@@ -63,7 +63,7 @@ def faulty_batches(keys: Sequence[str] = _KEYS) -> Iterator[tuple[str, KeyedJagg
 
 
 def compare(kind: str, layout: str, device: str) -> list[str]:
-    """Train on both devices; what differs.
+    """Train on both devices. What differs.
 
     Args:
         kind: ``"bags"``, ``"in order"`` (bags whose keys are those of the tables, so that a whole table is looked up

@@ -13,10 +13,10 @@
     tests_two  the tests that need two ranks, which share the device
 
 Each part is a process of its own with a time limit. What it prints goes at once to a file of its name, and what it
-measures to its own JSON; ``gpu.json`` and ``gpu.md`` are written anew after each part. ``--minutes`` ends the whole
-call in time; ``--resume`` goes on: it leaves out the parts that are done, and of the others the tests that passed, the
+measures to its own JSON. ``gpu.json`` and ``gpu.md`` are written anew after each part. ``--minutes`` ends the whole
+call in time. ``--resume`` goes on: it leaves out the parts that are done, and of the others the tests that passed, the
 rounds that are timed and the programs that have run. ``--call`` runs the parts of one of the five calls of README.md,
-in nine minutes; ``--libraries`` unpacks what ``benchmarks.gpu.pack`` has packed, once, for the parts.
+in nine minutes. ``--libraries`` unpacks what ``benchmarks.gpu.pack`` has packed, once, for the parts.
 """
 
 from __future__ import annotations
@@ -121,7 +121,7 @@ _LEFT = {"timings": "timings/timings.json"} | {
 
 
 def _unpacked(parts: Path) -> Path:
-    """The folder of what ``benchmarks.gpu.pack`` has packed; it is made once."""
+    """The folder of what ``benchmarks.gpu.pack`` has packed. It is made once."""
     site = Path(tempfile.gettempdir()) / "shardrec-libraries"
     whole = site / "whole.txt"
     names = [f"{path.name} {path.stat().st_size}" for path in sorted(parts.glob("libraries.tar.xz.*"))]
@@ -143,7 +143,7 @@ def _unpacked(parts: Path) -> Path:
 def _run(
     arguments: Sequence[str], minutes: float, printed: Path, environment: Mapping[str, str] | None = None
 ) -> dict[str, Any]:
-    """Run a part; what it prints is shown, and added to a file, line by line."""
+    """Run a part. What it prints is shown, and added to a file, line by line."""
     begin = time.monotonic()
     process = subprocess.Popen(
         [sys.executable, "-u", *arguments],

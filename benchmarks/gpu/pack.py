@@ -47,8 +47,8 @@ def thin_library(library: bytes, architecture: int, unused: str | None = None) -
 
     Args:
         library: ELF, or anything.
-        architecture: compute capability, such as 90; its code is all that stays, besides PTX.
-        unused: a regular expression; code in which it matches does not stay either.
+        architecture: compute capability, such as 90. Its code is all that stays, besides PTX.
+        unused: a regular expression. Code in which it matches does not stay either.
     """
     pattern = None if unused is None else re.compile(unused.encode())
     found = bytearray(library)
@@ -59,7 +59,7 @@ def thin_library(library: bytes, architecture: int, unused: str | None = None) -
 
 
 def _thin_container(library: bytearray, place: int, architecture: int, unused: re.Pattern[bytes] | None) -> int:
-    """Clear the container at ``place``; returns its end, or ``place`` if it is none."""
+    """Clear the container at ``place``. Returns its end, or ``place`` if it is none."""
     if place + _CONTAINER.size > len(library):
         return place
     _, version, header, size = _CONTAINER.unpack_from(library, place)
@@ -127,13 +127,13 @@ def pack(
 
     Args:
         wheels: to be unpacked beside each other.
-        folder: of the parts; those of an earlier run are deleted.
+        folder: of the parts. Those of an earlier run are deleted.
         architecture: compute capability of the machine's GPU, such as 90.
         part_bytes: most bytes of a part.
         unused: a regular expression for the names of libraries, or of kernels, whose device code stays behind.
 
     Returns:
-        The parts; joined they are a ``.tar.xz``.
+        The parts. Joined they are a ``.tar.xz``.
     """
     folder.mkdir(parents=True, exist_ok=True)
     for old in folder.glob(f"{_NAME}.*"):

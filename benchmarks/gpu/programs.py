@@ -42,7 +42,7 @@ class Step:
 
     Args:
         options: of the command.
-        compiled: ``"boundary"`` or ``"traced"`` (:func:`shardrec.annotate_for_dynamo`); None for eager mode.
+        compiled: ``"boundary"`` or ``"traced"`` (:func:`shardrec.annotate_for_dynamo`). None for eager mode.
     """
 
     def __init__(self, options: argparse.Namespace, compiled: str | None = None) -> None:

@@ -79,7 +79,7 @@ def _as_rank(device: str, action: str) -> dict[str, Any]:
 
 
 def _parity(rank_info: RankInfo) -> dict[str, Any]:
-    """Outputs of each rank beside those of one rank on the CPU that has the batches of both."""
+    """Outputs per rank beside those of one rank on the CPU that has the batches of both."""
     model = shardrec.shard(_module(), _plan(_RANKS), device=rank_info.device)
     group = dist.new_group([rank_info.rank], use_local_synchronization=True)
     alone = shardrec.shard(_module(), _plan(1), device="cpu", group=group)
@@ -101,7 +101,7 @@ def _parity(rank_info: RankInfo) -> dict[str, Any]:
 
 
 def _fail(rank_info: RankInfo, action: str) -> dict[str, Any]:
-    """Rank 1 dies between two steps, or makes no backward; how long rank 0 takes to say so."""
+    """Rank 1 dies between two steps, or makes no backward. How long rank 0 takes to say so."""
     model = shardrec.shard(_module(), _plan(_RANKS), device=rank_info.device)
     began = time.monotonic()
     try:

@@ -100,7 +100,7 @@ class _Maker:
         return model
 
     def step(self, model: nn.Module, batches: list[Any]) -> Callable[[], object]:
-        """Forward and backward of embeddings, with the fused update; the gradient is there already."""
+        """Forward and backward of embeddings, with the fused update. The gradient is there already."""
         given: Iterator[Any] = cycle([one.to(self.device) for one in batches])
         gradients: list[Tensor] = []
 
@@ -169,7 +169,7 @@ def fp16(maker: _Maker) -> Steps:
 
 
 def tiers(maker: _Maker) -> Steps:
-    """Tables behind caches of a fifth of their rows in both libraries; shardrec's on the device and the host, too."""
+    """Tables behind caches of a fifth of their rows in both libraries. Shardrec's on the device and the host, too."""
     tables = maker.criteo()
     whole, batches = cut_plan(tables, "table_wise", Topology(ranks_per_host=1)), maker.batches(tables, "zipf")
     steps: Steps = {}

@@ -35,7 +35,7 @@ __all__ = ["count_bytes"]
 
 
 def count_bytes(config: BenchConfig) -> ByteReport | None:
-    """Run the workload's steps as this process's rank; the report, on rank 0.
+    """Run the workload's steps as this process's rank. The report, on rank 0.
 
     Raises:
         ShardrecError: for options, a plan or peers that the run cannot go on with.
@@ -127,7 +127,7 @@ def _with_learned_weights(features: KeyedJaggedTensor) -> KeyedJaggedTensor:
 
 
 def _gathered(own: list[Sent], rank_info: RankInfo) -> list[list[Sent]] | None:
-    """Of each rank, on rank 0; straight through torch.distributed, so that it does not count."""
+    """Of each rank, on rank 0. Straight through torch.distributed, so that it does not count."""
     if rank_info.world_size == 1:
         return [own]
     found: list[Any] = [None] * rank_info.world_size

@@ -42,7 +42,7 @@ _DEBUG = typer.Option("--debug", help="Show tracebacks.", rich_help_panel=_OUTPU
 
 
 def _command() -> Callable[..., None]:
-    """The function behind the command; its parameters are made from the configs' fields, which hold the help texts."""
+    """The function behind the command. Its parameters are made from the configs' fields, which hold the help texts."""
 
     def command(**given: Any) -> None:
         switches = {name: given.pop(name) for name in ("bytes", "quick", "resume", "json", "debug")}
@@ -81,9 +81,9 @@ def _refuse_others(flags: Mapping[str, Any], config: type[Options], remedy: str)
 
 
 def _count(flags: Mapping[str, Any], switches: Mapping[str, bool]) -> bool:
-    """Count bytes; whether any differ."""
+    """Count bytes. Whether any differ."""
     _refuse_others(flags, BenchConfig, "--bytes does not time anything: leave it out, or --bytes")
-    # Of a list of the timings' only one value makes sense here; the config says which there are.
+    # Of a list of the timings' only one value makes sense here. The config says which there are.
     lists = {name for name, field in BenchConfig.model_fields.items() if get_origin(field.annotation) is tuple}
     values: dict[str, Any] = {
         name: ",".join(value) if isinstance(value, list) and name not in lists else value
@@ -97,7 +97,7 @@ def _count(flags: Mapping[str, Any], switches: Mapping[str, bool]) -> bool:
 
 
 def _time(flags: Mapping[str, Any], switches: Mapping[str, bool]) -> bool:
-    """Time the cases; whether any could not be."""
+    """Time the cases. Whether any could not be."""
     _refuse_others(flags, TimingConfig, "it is about counting bytes: give --bytes, too, or leave it out")
     values = {**({"preset": "quick", "rounds": 1} if switches["quick"] else {}), **flags}
     config = TimingConfig(**values)

@@ -39,7 +39,7 @@ class _Workload(Options):
     max_rows: int = option(100_000, ge=1)
     """Most rows of a preset's table."""
     batch_size: int = option(4096, ge=1)
-    """Samples of each rank."""
+    """Samples per rank."""
     pooling: int | None = option(None, ge=1, metavar="IDS")
     """Ids of every bag (default: 1, or as the tables say)"""
     ids: Literal["uniform", "zipf"] = "uniform"
@@ -82,17 +82,17 @@ class _Ranks(Options):
     panel = "Ranks"
 
     nproc: int | None = option(None, ge=1)
-    """Ranks to start on this machine (default: 2; under torchrun, its ranks are joined)"""
+    """Ranks to start on this machine (default: 2. Under torchrun, its ranks are joined)"""
     hosts: int = option(1, ge=1)
     """Treat the ranks as if spread over this number of hosts, wherever they are."""
     threads: int | None = option(None, ge=1)
-    """Threads of each rank (default: cores / ranks)"""
+    """Threads per rank (default: cores / ranks)"""
     device: Literal["cpu", "cuda"] = "cpu"
     """Where the tables live."""
 
 
 class BenchConfig(_Ranks, _Step, _Sharding, _Workload):
-    """One measurement. Each field is, with dashes, a flag; its text is that flag's help.
+    """One measurement. Each field is, with dashes, a flag. Its text is that flag's help.
 
     Raises:
         ConfigError: naming each option that cannot be honoured, its value and what it may be.

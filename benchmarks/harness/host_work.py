@@ -29,7 +29,7 @@ class HostWork:
     """The work of the host in a part of a step.
 
     Args:
-        calls: Python functions entered, whoever they belong to; a generator counts each time that it goes on.
+        calls: Python functions entered, whoever they belong to. A generator counts each time that it goes on.
         own: of these, the package's.
         files: of the package, in which they are.
         moves: between files of the package, from one of its functions to the next one called.
@@ -59,8 +59,8 @@ def count_calls(run: FunctionType, own: Sequence[str]) -> HostWork:
     from step to step.
 
     Args:
-        run: the part of a step; a function written in Python, whose own call does not count.
-        own: folders; a file whose path contains one of them is the package's.
+        run: the part of a step. A function written in Python, whose own call does not count.
+        own: folders. A file whose path contains one of them is the package's.
     """
     calls: Counter[str] = Counter()
     path_of_own: list[str] = []  # of each of the package's calls
@@ -159,7 +159,7 @@ def _least(works: Sequence[HostWork]) -> HostWork:
 
 
 def largest(of_ranks: Iterable[HostWork]) -> HostWork:
-    """Of the same part of a step on several ranks, the most of each kind."""
+    """Of the same part of a step on several ranks, the most per kind."""
     return _merged(max, list(of_ranks))
 
 

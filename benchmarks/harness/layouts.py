@@ -18,7 +18,7 @@ def cut_plan(
 
     Args:
         tables: of the workload.
-        cut: of ``benchmarks.harness.config.Cut`` but the planner's; ``"mixed"`` takes the cuts in turn, without
+        cut: of ``benchmarks.harness.config.Cut`` but the planner's. ``"mixed"`` takes the cuts in turn, without
             ``data_parallel``.
         topology: the ranks.
         turns: the cuts that ``"mixed"`` takes instead.
@@ -27,7 +27,7 @@ def cut_plan(
         PlanError: if a table cannot be cut so.
     """
     if cut != "mixed" and cut not in _CUTS:
-        raise ConfigError(f"there is no cut {cut!r}; the cuts are mixed, {', '.join(_CUTS)}")
+        raise ConfigError(f"there is no cut {cut!r}. The cuts are mixed, {', '.join(_CUTS)}")
     every = [cut] if cut != "mixed" else turns or [name for name in _CUTS if name != "data_parallel"]
     layouts = [
         _CUTS[every[number % len(every)]](number // len(every), table, topology) for number, table in enumerate(tables)
@@ -50,7 +50,7 @@ def given_plan(path: str, tables: Sequence[WorkloadTable], world_size: int) -> S
     try:
         plan = ShardingPlan.load(path)
     except OSError as error:
-        raise ConfigError(f"plan (--plan) is {path!r}: {error.strerror}; give a plan.json") from error
+        raise ConfigError(f"plan (--plan) is {path!r}: {error.strerror}. Give a plan.json") from error
     plan.check_tables({table.name: (table.rows, table.dim) for table in tables})
     if plan.world_size != world_size:
         raise ConfigError(

@@ -11,7 +11,7 @@ _threads = [Path(task, "comm").read_text().strip() for task in Path("/proc/self/
 _threads = [name for name in _threads if not name.startswith("cuda")]
 if len(_threads) != 1:
     raise RuntimeError(
-        f"threads {_threads} run after the imports of the fork server (Python knows of {threading.enumerate()}); ranks "
+        f"threads {_threads} run after the imports of the fork server (Python knows of {threading.enumerate()}). Ranks "
         "are forked from it, and would have copies of locks that are never released: start them at first use, not at "
         "import"
     )

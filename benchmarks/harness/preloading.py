@@ -1,4 +1,4 @@
-"""Imported first by the process that ranks are forked from; see ``preloaded.py``."""
+"""Imported first by the process that ranks are forked from. See ``preloaded.py``."""
 
 from __future__ import annotations
 

@@ -47,7 +47,7 @@ class ByteReport:
     all_reduced: int = 0
 
     def to_json(self) -> dict[str, Any]:
-        """JSON-compatible data; bytes are means over the steps, and ``pairs`` has a row for each rank that sends."""
+        """JSON-compatible data. Bytes are means over the steps, and ``pairs`` has a row for each rank that sends."""
         return {
             "config": dict(self.config),
             "environment": dict(self.environment),
@@ -73,7 +73,7 @@ class ByteReport:
         }
 
     def by_exchange(self) -> Table:
-        """A line for each exchange; bytes of a step, sent by all the ranks together."""
+        """A line for each exchange. Bytes of a step, sent by all the ranks together."""
         from rich.table import Table
 
         ranks, hosts = self.plan.world_size, self.plan.topology.hosts

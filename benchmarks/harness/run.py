@@ -25,7 +25,7 @@ def bench(config: BenchConfig, *, debug: bool = False) -> ByteReport | None:
         debug: keep the ranks' tracebacks.
 
     Returns:
-        The report; None on a launcher's ranks other than the first.
+        The report. None on a launcher's ranks other than the first.
 
     Raises:
         ShardrecError: what went wrong, on whichever rank.
@@ -39,7 +39,7 @@ def bench(config: BenchConfig, *, debug: bool = False) -> ByteReport | None:
             f"hosts (--hosts) is {config.hosts} and there are {ranks} ranks: give a number of hosts that divides them"
         )
     if config.plan is not None:
-        # Read again on the ranks; a fault is told before they are started.
+        # Read again on the ranks. A fault is told before they are started.
         from benchmarks.harness.layouts import given_plan
 
         given_plan(config.plan, config.workload_tables(), ranks)

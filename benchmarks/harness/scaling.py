@@ -109,7 +109,7 @@ class ScalingPoint:
 
     @property
     def overlapped(self) -> float:
-        """Everything between ranks behind everything on one, as far as there is enough of it; latency and sync not."""
+        """Everything between ranks behind everything on one, as far as there is enough of it. Latency and sync not."""
         return max(self.work + self.dense, self.links + self.reduce) + self.sync + self.latency
 
     @property
@@ -134,10 +134,10 @@ def predict(
     Args:
         tables: of the plan, by name.
         plan: where they are, among the ranks of one copy.
-        batch_size: samples of each rank.
+        batch_size: samples per rank.
         replicas: copies.
-        machine: of each rank; the links of the dense part's all-reduce are its.
-        profile: time coefficients, as ``shardrec calibrate`` writes them; default: from the machine's data sheet.
+        machine: per rank. The links of the dense part's all-reduce are its.
+        profile: time coefficients, as ``shardrec calibrate`` writes them. Default: from the machine's data sheet.
         dense: the dense part.
         assumptions: the rest.
     """

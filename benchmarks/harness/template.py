@@ -7,8 +7,8 @@
 
 The template is a fork server of multiprocessing that has imported what the ranks need: they start in milliseconds,
 share the memory of the imports, and find malloc in the state in which these leave it, each time the same. It has one
-thread and never computes, which is what makes forking it sound; ``preloaded.py`` checks it. Its socket is a file in
-multiprocessing's temporary folder, which a launcher that is killed leaves behind; a spawned rank leaves nothing.
+thread and never computes, which is what makes forking it sound. ``preloaded.py`` checks it. Its socket is a file in
+multiprocessing's temporary folder, which a launcher that is killed leaves behind. A spawned rank leaves nothing.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ class RankTemplate:
     Not thread-safe.
 
     Args:
-        modules: that it imports; some that are not there are left out.
-        environment: all of its variables, and the ranks', at first; default: this process's at the start.
+        modules: that it imports. Some that are not there are left out.
+        environment: all of its variables, and the ranks', at first. Default: this process's at the start.
     """
 
     def __init__(self, modules: Sequence[str], environment: Mapping[str, str] | None = None) -> None:

@@ -1,4 +1,4 @@
-"""What a batch of each rank makes the ranks look up, counted from the ids themselves, for the formula.
+"""What a batch per rank makes the ranks look up, counted from the ids themselves, for the formula.
 
 Counted from the batches and the plan alone: the exchange has no part in it.
 """

@@ -1,6 +1,6 @@
 """How many bytes a step sends, from rank to rank: the closed formula, as docs/communication.md writes it down.
 
-Plain numbers in, plain numbers out; nothing here runs an exchange, and nothing of the exchange's code is used. So that
+Plain numbers in, plain numbers out. Nothing here runs an exchange, and nothing of the exchange's code is used. So that
 what an exchange is counted to send (:mod:`benchmarks.harness.counting`) can be checked against it.
 
 Every term is linear in the numbers of ids, bags and rows. With those of a batch the result is what that batch sends, to
@@ -55,8 +55,8 @@ class TableTraffic:
     Args:
         layout: where the table lives. Nothing is sent for a replicated one.
         lookups: number of features that are looked up in it; 1 where their ids are sent deduplicated.
-        ids: (W, A) ids that each rank looks up in each row block, over all the lookups; distinct ones if deduplicated.
-        rows: (A,) distinct rows that all the ranks together look up; read if ``whole_rows``.
+        ids: (W, A) ids that each rank looks up in each row block, over all the lookups. Distinct ones if deduplicated.
+        rows: (A,) distinct rows that all the ranks together look up. Read if ``whole_rows``.
         whole_rows: its optimizer takes the mean square of whole rows, and columns are cut: rowwise Adagrad.
         bags: per rank, bags over all the lookups where features have a batch size each, else None.
     """
@@ -75,7 +75,7 @@ class CollectionTraffic:
 
     Args:
         tables: of the collection.
-        batch_sizes: B_w; where features have a batch size each, the largest.
+        batch_sizes: B_w. Where features have a batch size each, the largest.
         pooled: bags are summed; else a row per id comes back.
         weighted: each id has a weight.
         learned: the weights take a gradient.
@@ -93,7 +93,7 @@ class Volume:
     """Bytes sent from rank to rank.
 
     Args:
-        ranks_per_host: L; ranks are numbered host by host.
+        ranks_per_host: L. Ranks are numbered host by host.
         pairs: per exchange, (W, W) bytes from rank p to rank q; 0 where they are the same.
     """
 
@@ -109,8 +109,8 @@ class Volume:
         """Bytes sent to other ranks.
 
         Args:
-            exchange: of :data:`EXCHANGES`; default: all of them.
-            rank: by this rank; default: by all of them.
+            exchange: of :data:`EXCHANGES`. Default: all of them.
+            rank: by this rank. Default: by all of them.
             abroad: to other hosts only.
         """
         names = self.pairs if exchange is None else (exchange,)
@@ -353,7 +353,7 @@ def _bags(table: TableTraffic, rank: int) -> int:
 
 
 def _summed(layout: TableLayout, topology: Topology) -> Iterator[tuple[Shard, int]]:
-    """The shards whose columns several ranks of one host add up, and that host; none where there is one host."""
+    """The shards whose columns several ranks of one host add up, and that host. None where there is one host."""
     if topology.hosts == 1:
         return
     for stripe in layout.stripes():

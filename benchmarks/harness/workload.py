@@ -59,7 +59,7 @@ def _small() -> list[WorkloadTable]:
 
 
 PRESETS = {"criteo": _criteo, "criteo_128": _criteo_128, "multi_hot": _multi_hot, "small": _small}
-"""``criteo``: the 26 features of Criteo Kaggle, 64 columns; ``criteo_128``: 128 columns. ``multi_hot``: DLRM-DCN v2 of
+"""``criteo``: the 26 features of Criteo Kaggle, 64 columns. ``criteo_128``: 128 columns. ``multi_hot``: DLRM-DCN v2 of
 MLPerf training, 26 features of 1 to 100 ids. ``small``: 200 tables."""
 
 
@@ -69,7 +69,7 @@ def parse_tables(texts: Sequence[str], *, max_rows: int, pooling: int | None = N
     Args:
         texts: each a preset, or ``NUMBERxROWSxDIM``, with ids of a bag as a fourth number.
         max_rows: most rows of a preset's table.
-        pooling: ids of every bag; default: as the tables say, else 1.
+        pooling: ids of every bag. Default: as the tables say, else 1.
 
     Raises:
         ConfigError: for another form, or a number that is 0.

@@ -2,7 +2,7 @@
 
 ``python -m benchmarks.host.main``
 
-Both sides live in the same processes and take turns, A B B A, on the same batches; a rank has one thread. Processor
+Both sides live in the same processes and take turns, A B B A, on the same batches. A rank has one thread. Processor
 time is that of a rank's process, with all of its threads; of several ranks, their mean. Counts are those of
 ``benchmarks/harness/host_work.py``: of several ranks, the most.
 """

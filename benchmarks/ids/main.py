@@ -1,7 +1,7 @@
 """Dynamic ids beside the hashing trick, on a stream whose ids drift and on Criteo's raw sample; and what mapping costs.
 
 Both tables have equally many rows. A batch is predicted before it is trained on, so that the area under the curve is
-that of ids as they come; the first batches, in which nothing is known, do not count.
+that of ids as they come. The first batches, in which nothing is known, do not count.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ def sharded(rows: int, features: int, options: shardrec.DynamicIds | None) -> Sh
 
 
 def drifting(options: argparse.Namespace) -> Iterator[tuple[Tensor, Tensor]]:
-    """Ids (B, 1) and clicks (B,): items by a Zipf law, of which a share is replaced each day; each has a taste."""
+    """Ids (B, 1) and clicks (B,): items by a Zipf law, of which a share is replaced each day. Each has a taste."""
     rng = torch.Generator().manual_seed(1)
     weights = torch.arange(1, options.items + 1, dtype=torch.float64).pow(-1.05)
     items = torch.arange(options.items)

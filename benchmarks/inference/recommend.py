@@ -1,6 +1,6 @@
 """Latency of the best items of a catalogue for batches of histories: the model's queries, all scores, the best k.
 
-A SASRec with first values, on one rank; half of the batches leave out the items of their histories.
+A SASRec with first values, on one rank. Half of the batches leave out the items of their histories.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """A link between ranks that is as slow as asked for, and what is waited for on it.
 
-A message leaves when the one before it has left, travels, and is there after the latency; no processor works on that.
+A message leaves when the one before it has left, travels, and is there after the latency. No processor works on that.
 So what a loop hides is seen on a machine whose ranks share memory and cores, too, where nothing waits for a network.
 """
 
@@ -36,7 +36,7 @@ class Link:
 
     Attributes:
         travelled: seconds that messages took, by what travelled.
-        seen: of these, seconds for which the rank had nothing to do but wait; the others are hidden.
+        seen: of these, seconds for which the rank had nothing to do but wait. The others are hidden.
         waited: seconds in all for which the rank waited: for the link, for the transport below it, and for late peers.
     """
 
@@ -48,7 +48,7 @@ class Link:
     _free_at: float = 0.0
 
     def send(self, size: int, kind: str) -> float:
-        """Bytes leave; returns when they are there."""
+        """Bytes leave. Returns when they are there."""
         seconds = size / self.bytes_per_s
         self._free_at = max(time.perf_counter(), self._free_at) + seconds
         self.travelled[kind] += seconds + self.latency_s

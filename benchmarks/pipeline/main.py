@@ -39,7 +39,7 @@ def main() -> None:
     """Measure, and print on the first rank."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--batch", type=int, nargs="+", default=[512, 4096], help="samples of a rank")
-    parser.add_argument("--dim", type=int, default=32, help="columns of each table")
+    parser.add_argument("--dim", type=int, default=32, help="columns per table")
     parser.add_argument("--pooling", type=int, default=4, help="ids of each bag")
     parser.add_argument("--rounds", type=int, default=10, help="turns of each loop; four times as many steps of stages")
     parser.add_argument("--latency-ms", type=float, default=0.0, help="of the link between ranks")

@@ -48,7 +48,7 @@ class Workload:
 
     Args:
         batch: samples of a rank.
-        dim: columns of each table.
+        dim: columns per table.
         pooling: ids of each bag.
     """
 
@@ -85,7 +85,7 @@ class Row:
 
 
 class ClickTrain(nn.Module):
-    """A DLRM that looks up before its bottom layers and uses the rows behind them; returns (loss, loss)."""
+    """A DLRM that looks up before its bottom layers and uses the rows behind them. Returns (loss, loss)."""
 
     def __init__(self, bags: EmbeddingBagCollection, dim: int) -> None:
         super().__init__()
@@ -104,7 +104,7 @@ class ClickTrain(nn.Module):
 
 
 def compare(workload: Workload, new_link: Callable[[], Link], rounds: int) -> list[Row]:
-    """Time all the sides; every rank calls it and gets all the rows."""
+    """Time all the sides. Every rank calls it and gets all the rows."""
     data = _batches(workload)
     sides: dict[str, _Side] = {}
     for transport, words in (("auto", "shared memory"), ("group", "process group")):

@@ -111,7 +111,7 @@ def parts(profile: Profile, workload: Workload, world: int) -> str:
 
 
 def main() -> None:
-    """Calibrate, check, compare; write the JSON."""
+    """Calibrate, check, compare. Write the JSON."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])

@@ -42,7 +42,7 @@ class Generated:
 
 
 def generated(count: int, first: int = 0) -> list[Generated]:
-    """``count`` problems from number ``first`` on, in turn of each family; a problem depends on its number alone."""
+    """``count`` problems from number ``first`` on, in turn of each family. A problem depends on its number alone."""
     numbers = range(first, first + count)
     return [_problem(FAMILIES[number % len(FAMILIES)], number // len(FAMILIES)) for number in numbers]
 

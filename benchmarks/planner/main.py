@@ -190,7 +190,7 @@ def limited(timeout: float, planner: Any, module: Any, sharders: list[Any], rank
     process = context.Process(target=work)
     process.start()
     begin, spent, found = time.perf_counter(), 0.0, None
-    # Processor time of the child, as for ours; the clock ends it should it sleep.
+    # Processor time of the child, as for ours. The clock ends it should it sleep.
     while spent < timeout and time.perf_counter() - begin < 4 * timeout:
         if receive.poll(0.2):
             found, spent = receive.recv()

@@ -4,7 +4,7 @@
     python benchmarks/planner/training.py --profile profile.json
 
 All three are carried out by shardrec, in the same processes, so that the plan is all that differs. With ``--ids
-skewed`` some ids come much more often than others, in some tables more than in others; shardrec's planner gets sample
+skewed`` some ids come much more often than others, in some tables more than in others. Shardrec's planner gets sample
 batches that tell it so, other than those that are timed. See README.md.
 """
 
@@ -57,7 +57,7 @@ def skewed_tables() -> dict[str, TableLoad]:
 
 
 def collection_of(tables: Mapping[str, TableLoad]) -> EmbeddingBagCollection:
-    """The tables as a collection, without memory; rowwise Adagrad updates it in backward."""
+    """The tables as a collection, without memory. Rowwise Adagrad updates it in backward."""
     collection = EmbeddingBagCollection(
         tables=[
             EmbeddingBagConfig(

@@ -56,7 +56,7 @@ class Model(nn.Module):
 
 
 def batches_of(options: argparse.Namespace, hot: set[int], seed: int) -> list[KeyedJaggedTensor]:
-    """Batches of this rank: Poisson lengths about a mean, which is longer for tables that are hot; even ids."""
+    """Batches of this rank: Poisson lengths about a mean, which is longer for tables that are hot. Even ids."""
     draws = torch.Generator().manual_seed(1000 * seed + dist.get_rank())
     means = [options.hot if number in hot else options.pooling for number in range(options.tables)]
     batches = []

@@ -58,7 +58,7 @@ class Bags(nn.Module):
 
 
 def _bags(options: argparse.Namespace) -> Bags:
-    """Of the load test in half precision, as tables that are served are; those that train in single."""
+    """Of the load test in half precision, as tables that are served are. Those that train in single."""
     is_load = options.part == "load"
     data_type = DataType[options.dtype.upper()] if is_load else DataType.FP32
     return Bags(options.rows, data_type, _collections(options))

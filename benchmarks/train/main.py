@@ -30,7 +30,7 @@ def markdown(reports: dict[str, TimingReport]) -> str:
 
 
 def written(page: str, figures: str) -> str:
-    """The page with the figures between its marks; sections of other presets stay."""
+    """The page with the figures between its marks. Sections of other presets stay."""
     before, _, rest = page.partition(BEGIN)
     kept, _, after = rest.partition(END)
     sections = _sections(kept) | _sections(figures)
@@ -54,7 +54,7 @@ def _section(preset: str, report: TimingReport) -> Iterator[str]:
     yield f"\n### {preset}\n"
     yield (
         f"{environment['cpu']}, {environment['cores']} cores, {environment['libc']}, Python {environment['python']}, "
-        f"{versions}; ranks of {environment['threads_per_rank']} thread. Load average "
+        f"{versions}. Ranks of {environment['threads_per_rank']} thread. Load average "
         f"{environment['load_at_start'][0]} at the start, {environment['load_at_end'][0]} at the end."
     )
     for name, rounds in report.machine.items():

@@ -5,7 +5,7 @@
 All ways take turns on the same four batches, so that ratios mean something beside other work, too:
 
 - ``backward``: ``update`` after each of the four, as tables that are updated in backward;
-- ``step``: ``update_matrix`` after each; ``accumulate``: once, with the gradients of all four;
+- ``step``: ``update_matrix`` after each. ``accumulate``: once, with the gradients of all four;
 - ``sums``: what ``accumulate`` was before: ``sum_gradient`` after each, joined, added up once more, then
   ``update_rows``;
 - ``clip``: ``sum_gradient``, the norm and ``update_rows`` with a factor, after each.

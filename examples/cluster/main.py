@@ -50,7 +50,7 @@ _SLOW = (
 
 
 def why_not(*, slow: bool = False) -> str | None:
-    """Why hosts, or slow links between them, cannot be made here; None if they can."""
+    """Why hosts, or slow links between them, cannot be made here. None if they can."""
     script = "ip link add type bridge && ip link add eth0 type veth" + (f" && {_SLOW}" if slow else "")
     try:
         tried = subprocess.run([*_NETWORK, *_PROCESSES, "sh", "-c", script], capture_output=True, text=True)
@@ -162,7 +162,7 @@ class Host:
 
 
 def main(folder: Path, *, loses_host: bool = True, slow: bool = False) -> dict[str, float]:
-    """Train on two hosts and, if one is lost after the first checkpoint, go on with the other; the final metrics.
+    """Train on two hosts and, if one is lost after the first checkpoint, go on with the other. The final metrics.
 
     Args:
         folder: for rows, logs and results.

@@ -19,7 +19,7 @@ __all__ = ["FORMATS", "PACKAGED", "Request", "Saved", "export", "requests"]
 
 FORMATS = ("int8", "int4", "fp16")
 PACKAGED = ("float", "int8")
-"""Of these AOTInductor makes a package, too; each takes it a quarter of a minute."""
+"""Of these AOTInductor makes a package, too. Each takes it a quarter of a minute."""
 STEPS = 20
 
 
@@ -80,7 +80,7 @@ def export(folder: Path, asked: list[Request]) -> list[Saved]:
     """Train on one rank, and save the float model and each of :data:`FORMATS`.
 
     Args:
-        folder: where to; it is made.
+        folder: where to. It is made.
         asked: what Python is to answer, too.
     """
     folder.mkdir(parents=True, exist_ok=True)

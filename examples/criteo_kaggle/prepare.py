@@ -1,4 +1,4 @@
-"""Raw rows of the Criteo Kaggle challenge as Parquet files, in parts to train, choose and test on; see README.md."""
+"""Raw rows of the Criteo Kaggle challenge as Parquet files, in parts to train, choose and test on. See README.md."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def prepare(
     """Write ``out/part_0.parquet``, ``part_1.parquet``, ... and, of ``test``, ``out/test.parquet``.
 
     Args:
-        files: raw rows: tab separated, plain or ``.gz`` or ``.xz``; read in this order as one stream.
+        files: raw rows: tab separated, plain or ``.gz`` or ``.xz``. Read in this order as one stream.
         out: folder, without Parquet files in it.
         parts: number of parts.
         shuffled: draw each row's part at random; else the parts are consecutive, of equally many rows.

@@ -19,7 +19,7 @@ def train(folder: Path, steps: int) -> list[float]:
     """Train from the checkpoint in ``folder`` up to this step.
 
     Returns:
-        The loss of each step, and of the INT8 model on a batch that was not trained on.
+        The loss per step, and of the INT8 model on a batch that was not trained on.
     """
     rank = dist.get_rank()
     model = dlrm()

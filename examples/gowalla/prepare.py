@@ -59,12 +59,12 @@ def prepare(folder: Path, out: Path) -> dict[str, int]:
     user_N, item_N = _read(folder, "train.txt")
     user_M, item_M = _read(folder, "test.txt")
     if not len(user_N):
-        raise DataError(f"{folder}: train.txt has no interactions; there is nothing to learn from")
+        raise DataError(f"{folder}: train.txt has no interactions. There is nothing to learn from")
     most = int(max(item_N.max(), item_M.max(initial=0))) + 1
     both = np.intersect1d(user_N * most + item_N, user_M * most + item_M)
     if len(both):
         raise DataError(
-            f"{folder}: user {both[0] // most} has item {both[0] % most} in train.txt and in test.txt; the halves of a "
+            f"{folder}: user {both[0] // most} has item {both[0] % most} in train.txt and in test.txt. The halves of a "
             "split are disjoint: take the item out of one of them"
         )
     out.mkdir(parents=True, exist_ok=True)
@@ -100,13 +100,13 @@ def _read(folder: Path, name: str) -> tuple[Ints, Ints]:
                 where = f"{path}:{number}"
                 ids = [_number(text, f"{where}: field {column}") for column, text in enumerate(line.split(), 1)]
                 if ids and ids[0] in rows:
-                    raise DataError(f"{where}: user {ids[0]} has a line already; put all of a user's items on one line")
+                    raise DataError(f"{where}: user {ids[0]} has a line already. Put all of a user's items on one line")
                 if len(set(ids[1:])) < len(ids[1:]):
                     twice = next(item for item in ids[1:] if ids[1:].count(item) > 1)
-                    raise DataError(f"{where}: item {twice} stands twice; keep it once")
+                    raise DataError(f"{where}: item {twice} stands twice. Keep it once")
                 rows.update({ids[0]: ids[1:]} if ids else {})
     except (lzma.LZMAError, EOFError, UnicodeDecodeError) as error:
-        raise DataError(f"{path}: cannot be decompressed or decoded ({error}); copy the file again") from error
+        raise DataError(f"{path}: cannot be decompressed or decoded ({error}). Copy the file again") from error
     users = sorted(rows)
     items = [item for user in users for item in rows[user]]
     return np.repeat(users, [len(rows[user]) for user in users]).astype(np.int64), np.array(items, dtype=np.int64)
@@ -115,9 +115,9 @@ def _read(folder: Path, name: str) -> tuple[Ints, Ints]:
 def _number(text: str, where: str) -> int:
     # isdecimal() alone also accepts the digits of other scripts.
     if not (text.isascii() and text.isdecimal()):
-        raise DataError(f"{where} is {text!r}; an id is a whole number from 0")
+        raise DataError(f"{where} is {text!r}. An id is a whole number from 0")
     if int(text) > _MOST:
-        raise DataError(f"{where} is {text}; ids count from 0 and are at most {_MOST}")
+        raise DataError(f"{where} is {text}. Ids count from 0 and are at most {_MOST}")
     return int(text)
 
 
@@ -125,7 +125,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Write the files, and say what they hold.
 
     Args:
-        arguments: of the command line; default: this process's.
+        arguments: of the command line. Default: this process's.
     """
     parser = argparse.ArgumentParser(prog="examples.gowalla.prepare", description=__doc__.splitlines()[0])
     data = Path(os.environ.get("SHARDREC_DATA", "../shared/data"), "gowalla_m1")

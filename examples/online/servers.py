@@ -64,7 +64,7 @@ def serve(
 def _servers(
     run_folder: Path, published: Path, trainer: subprocess.Popen[bytes], version_of_steps: int
 ) -> dict[str, ServedModel]:
-    """Three served models, which have the weights after the warm-up; the first alone goes on to follow by itself."""
+    """Three served models, which have the weights after the warm-up. The first alone goes on to follow by itself."""
     give_up = time.monotonic() + _START_S
     servers: dict[str, ServedModel] = {}
     while time.monotonic() < give_up and trainer.poll() is None:
@@ -94,7 +94,7 @@ def _deliver(hidden: Path) -> None:
 def _scored(
     file: Path, features: Path, servers: Mapping[str, ServedModel]
 ) -> tuple[NDArray[np.float32], dict[str, NDArray[np.float32]]]:
-    """The labels of a file's rows, and the scores of each server, (rows,)."""
+    """The labels of a file's rows, and the scores per server, (rows,)."""
     data = open_click_data(file, load_spec(features), holdout=0.0)
     (batch,) = data.train_batches(0, 1, data.train_rows)
     with torch.no_grad():

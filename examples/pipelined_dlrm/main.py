@@ -1,6 +1,6 @@
 """Train the model in two stages beside the plain one: ``torchrun --nproc-per-node 2 -m examples.pipelined_dlrm.main``.
 
-With 4 ranks there are two pipelines, on ranks 0, 1 and 2, 3; the first stages share the tables, each holding half of
+With 4 ranks there are two pipelines, on ranks 0, 1 and 2, 3. The first stages share the tables, each holding half of
 them, and the others average their gradients.
 """
 
@@ -83,7 +83,7 @@ def train(steps: int = 20, size: int = 64, chunks: int = 4, schedule: str = "1f1
 
 
 def average_dense(module: nn.Module, group: dist.ProcessGroup, pipelines: int) -> None:
-    """Average gradients over the same stage of all pipelines; those of the tables' shards are averages already."""
+    """Average gradients over the same stage of all pipelines. Those of the tables' shards are averages already."""
     for name, parameter in module.named_parameters():
         if parameter.grad is not None and "embedding_bags" not in name:
             dist.all_reduce(parameter.grad, group=group)

@@ -1,6 +1,6 @@
 """Incremental checkpoints: finds the rows that have changed since the last save, and the earlier files still needed.
 
-A rank that saves again writes new tensors completely, and of each other shard the rows that have changed, which are
+A rank that saves again writes new tensors completely, and the changed rows of all other shards, which are
 read on top of the file that has the other rows. That file is hard-linked into the new data folder::
 
     step-000000001000/data-8f…/  rank-00000.safetensors ──────────┐  all rows
@@ -16,10 +16,10 @@ for its own file: if a link cannot be made, it writes all of its rows.
 
 [Note: changed rows are found by their contents]
 A mask set by lookups would miss changes without a lookup: an edit in place, load_state_dict, weight decay, eviction. So
-a rank keeps two 64-bit hashes of each row of a shard, over its weights, its optimizer's states and its id, and
+a rank keeps two 64-bit hashes per row of a shard, over its weights, its optimizer's states and its id, and
 compares. A hash is the sum of the row's words of 32 bits, each times a random 64-bit number of its own, modulo 2^64
-(multilinear hashing; Carter and Wegman, 1979). Let two rows differ in words whose differences d_i are 2^k times an odd
-number, or multiples of it; k < 32. Then the sum of d_i · a_i is 0 for one in 2^(64-k) of all a_i. So a row that has
+(multilinear hashing; Carter and Wegman, 1979). Let two rows differ in words with differences d_i that are 2^k times an
+odd number, or multiples of it. K < 32. Then the sum of d_i · a_i is 0 for one in 2^(64-k) of all a_i. So a row that has
 changed passes for one that has not with a probability of at most 2^-33 per hash and 2^-66 for both, whatever is in the
 rows: if 10^9 rows change between two saves, once in 7 · 10^10 saves. The random numbers are drawn by each process.
 """
@@ -45,7 +45,8 @@ __all__ = ["Kept", "PartKey", "SavedBefore", "different_rows", "shards_of"]
 _BLOCK_BYTES = 2 * 2**20
 _WORDS = (torch.int64, torch.int32, torch.int16, torch.int8)
 _MAX_CHANGED = 0.5
-"""A shard is written whole when its changed rows, those of earlier saves with them, take more than this share of it."""
+"""A shard is written whole when its changed rows, together with those from earlier saves, take more than this share of
+it."""
 
 PartKey = tuple[str, Rect]
 """A tensor's name, and the part of it."""
@@ -79,7 +80,7 @@ class SavedBefore:
     """A rank's record of its last save, for the next one: 16 bytes per row, on the host.
 
     Attributes:
-        files: of the last save that changes can be read on top of, and where they are; the last is the newest.
+        files: of the last save that changes can be read on top of, and where they are. The last is the newest.
         parts: what this rank wrote, with ``SavedPart.file`` as a place in ``files``.
         saves: number of consecutive saves that have written changes.
         complete: whether that save was completed; if not, the next one writes all rows.
@@ -109,7 +110,7 @@ class SavedBefore:
             data: the data folder.
             number: of this rank's file in it.
             most: how many consecutive saves may write changes.
-            changed: the changed rows of each part, None for all, if they are known; else they are found by hashes.
+            changed: the changed rows per part, None for all, if they are known. Otherwise they are found by hashes.
 
         Returns: The parts that need not be written completely.
         """
@@ -161,7 +162,7 @@ class SavedBefore:
         return True
 
     def _update(self, key: ShardKey, shard: ShardParts) -> Tensor | None:
-        """(n,) the rows whose hashes have changed, or None if there were none; stores the new hashes."""
+        """(n,) the rows with changed hashes, or None without earlier hashes. Stores the new hashes."""
         kinds = [(*part_key, part.values.dtype) for part_key, part in shard.items()]
         matrices = [as_matrix(part.values) for part in shard.values()]
         count = len(matrices[0])
@@ -188,7 +189,7 @@ class SavedBefore:
             words_NW = _words(matrix)
             begin, end = end, end + words_NW.size(1)
             factors_2W = self._factors_to(end)[:, begin:].to(words_NW.device)
-            if words_NW.is_cuda:  # has no product of int64 matrices
+            if words_NW.is_cuda:  # lacks a product of int64 matrices
                 sums_2N += torch.stack([(words_NW * factors_W).sum(1) for factors_W in factors_2W]).cpu()
             else:
                 sums_2N += torch.stack([torch.mv(words_NW, factors_W) for factors_W in factors_2W])

@@ -33,7 +33,7 @@ class LoadedCheckpoint:
         step: the step at which it was saved.
         path: its folder.
         extra: the caller's data.
-        rank_state: this rank's own tensors, on the CPU; empty if the checkpoint was written by another number of ranks.
+        rank_state: this rank's own tensors, on the CPU. Empty if the checkpoint was written by another number of ranks.
     """
 
     step: int
@@ -46,15 +46,15 @@ class Checkpoints:
     """A folder of checkpoints, one per step at which the job saved: ``step-000000001000/``.
 
     Args:
-        folder: on a file system that all ranks share; made by the first save.
-        keep_last: number of checkpoints to keep, counted from the last one; default: all. An older one is removed after
+        folder: on a file system that all ranks share. Made by the first save.
+        keep_last: number of checkpoints to keep, counted from the last one. Default: all. An older one is removed after
             the new one is complete.
         incremental: how many consecutive saves may write only rows that have changed, see
-            :func:`shardrec.save_checkpoint`; default: none. Every checkpoint is complete, but damage to a shared file
+            :func:`shardrec.save_checkpoint`. Default: none. Every checkpoint is complete, but damage to a shared file
             damages all checkpoints that share it: with ``keep_last`` above ``incremental``, no file is in all of them.
 
     Attributes:
-        pinned: step of a checkpoint that is kept in addition; None for none.
+        pinned: step of a checkpoint that is kept in addition. None for none.
 
     Raises:
         ConfigError: if ``keep_last`` is below 1 or ``incremental`` below 0.
@@ -62,7 +62,7 @@ class Checkpoints:
 
     def __init__(self, folder: str | Path, *, keep_last: int | None = None, incremental: int = 0) -> None:
         if keep_last is not None and keep_last < 1:
-            raise ConfigError(f"keep_last={keep_last}; give 1 or more, or None to keep all checkpoints")
+            raise ConfigError(f"keep_last={keep_last}. Give 1 or more, or None to keep all checkpoints")
         self.folder = Path(folder)
         check_incremental(incremental)
         self.keep_last = keep_last
@@ -79,7 +79,7 @@ class Checkpoints:
         rank_state: Mapping[str, Tensor] | None = None,
         wait: bool = True,
     ) -> PendingSave:
-        """Save the model after ``step`` steps; see :func:`shardrec.save_checkpoint`. Every rank calls it.
+        """Save the model after ``step`` steps. See :func:`shardrec.save_checkpoint`. Every rank calls it.
 
         A checkpoint of the same step is replaced. Files of interrupted saves are removed.
 
@@ -89,7 +89,7 @@ class Checkpoints:
             PeerError: as ``save_checkpoint``.
         """
         if not 0 <= step < 10**12:
-            raise ConfigError(f"step={step}; give the number of steps made, from 0 on")
+            raise ConfigError(f"step={step}. Give the number of steps made, from 0 on")
         return save(
             self.folder / f"step-{step:012}",
             model,
@@ -103,13 +103,13 @@ class Checkpoints:
 
     def load_last(self, model: ShardedModel, optimizer: torch.optim.Optimizer | None = None) -> LoadedCheckpoint | None:
         """Load the undamaged checkpoint with the highest step. Every rank calls it. A warning names each damaged
-        checkpoint, and the one before it is tried.
+        checkpoint, and the previous one is tried.
 
         Args:
             model: as for :func:`shardrec.load_checkpoint`.
             optimizer: as for :func:`shardrec.load_checkpoint`.
 
-        Returns: The loaded checkpoint; None if there is no complete checkpoint in the folder.
+        Returns: The loaded checkpoint. None if the folder lacks a complete checkpoint.
 
         Raises:
             CheckpointError: on every rank, if there are checkpoints and none of them is good.
@@ -132,7 +132,7 @@ class Checkpoints:
                 return LoadedCheckpoint(step=step, path=path, extra=extra, rank_state=rank_state)
         if faults:
             raise CheckpointError(
-                f"none of the {len(faults)} checkpoint(s) in {self.folder} can be loaded; to begin anew, give another "
+                f"none of the {len(faults)} checkpoint(s) in {self.folder} can be loaded. To begin again, give another "
                 "folder:\n  " + "\n  ".join(faults)
             )
         return None

@@ -3,7 +3,7 @@
 ::
 
     8 bytes    header size
-    header     JSON: name, dtype, shape and place of each tensor
+    header     JSON: name, dtype, shape and place per tensor
     tensors    row-major, little-endian, one after the other
     ├ block 0 ──────┤├ block 1 ──────┤├ ...        16 MiB of the file each, with a CRC-32 each
 
@@ -54,7 +54,8 @@ __all__ = [
 
 BLOCK_BYTES = 16 * 2**20
 CACHED_BYTES = 2**19
-"""What is summed and written, or read and summed, at once: it stays in the processor's second cache in between."""
+"""Bytes that are summed and written, or read and summed, together: they stay in the processor's second cache in
+between."""
 
 DTYPES = {
     "F64": torch.float64,
@@ -83,7 +84,7 @@ class SavedFile:
         name: inside the data folder.
         size: bytes.
         header: bytes before the first tensor.
-        checksums: CRC-32 of each block.
+        checksums: CRC-32 per block.
     """
 
     name: str
@@ -171,7 +172,7 @@ def as_bytes(values: Tensor) -> npt.NDArray[np.uint8]:
 
 
 class OpenFile:
-    """A file of a checkpoint that is being loaded, whose size has been checked.
+    """A file of a checkpoint that is being loaded. Its size has been checked.
 
     Args:
         folder: that it is in.
@@ -221,7 +222,7 @@ class OpenFile:
                 )
 
     def _damaged(self, how: str) -> CheckpointError:
-        return CheckpointError(f"{self._path} {how}; load an older checkpoint, or restore this one from a copy")
+        return CheckpointError(f"{self._path} {how}. Load an older checkpoint, or restore this one from a copy")
 
     def verify(self, block: int, buffer: memoryview) -> None:
         """Compare a block with its checksum.
@@ -231,7 +232,7 @@ class OpenFile:
             buffer: memory to read into, small enough for the processor's cache.
 
         Raises:
-            CheckpointError: if it is damaged; names the file and the position.
+            CheckpointError: if it is damaged. Names the file and the position.
         """
         start = block * BLOCK_BYTES
         end = min(start + BLOCK_BYTES, self._file.size)
@@ -259,7 +260,7 @@ class OpenFile:
             dtype: of the saved values.
             into: a matrix of any dtype, on any device.
             place: which part of the tensor the matrix is, inside of ``saved``.
-            buffer: (n,) uint8 on the CPU, for what cannot be read in place; at least a row of ``saved``.
+            buffer: (n,) uint8 on the CPU, for values that cannot be read in place. At least a row of ``saved``.
         """
         row_bytes = saved.cols * dtype.itemsize
         start += (place.row_start - saved.row_start) * row_bytes

@@ -1,4 +1,4 @@
-"""Whether a checkpoint fits a model and its optimizers: what a load refuses, and therefore a save, too."""
+"""Whether a checkpoint fits a model and its optimizers: what a load refuses, a save refuses as well."""
 
 from __future__ import annotations
 
@@ -51,8 +51,8 @@ def _differences(name: str, saved: SavedTensor, tensor: HeldTensor, *, any_rows:
     differences, dtype = [], DTYPES[saved.dtype]
     if saved.shape[any_rows:] != tensor.shape[any_rows:]:
         differences.append(
-            f"{name} has shape {saved.shape} and the model's {tensor.shape}; build the model with the saved sizes"
+            f"{name} has shape {saved.shape} and the model's {tensor.shape}. Build the model with the saved sizes"
         )
     if dtype != tensor.dtype and not (dtype.is_floating_point and tensor.dtype.is_floating_point):
-        differences.append(f"{name} is {dtype} and the model's {tensor.dtype}; build the model with the saved type")
+        differences.append(f"{name} is {dtype} and the model's {tensor.dtype}. Build the model with the saved type")
     return differences

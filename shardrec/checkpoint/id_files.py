@@ -28,7 +28,7 @@ def export_ids(model: ShardedModel, folder: str | Path) -> None:
 
     Args:
         model: with dynamic ids.
-        folder: of the files; files of the same names in it are replaced.
+        folder: of the files. Files of the same names in it are replaced.
 
     Raises:
         CheckpointError: on every rank, if one of them cannot write.
@@ -60,14 +60,15 @@ def import_ids(model: ShardedModel, folder: str | Path) -> None:
 
     Args:
         model: with dynamic ids.
-        folder: all of whose ``*.parquet`` files are read, with the columns ``table``, ``id`` and ``row`` of
+        folder: all its ``*.parquet`` files are read, with the columns ``table``, ``id`` and ``row`` of
             :func:`export_ids`, and ``uses`` and ``last`` where they are there (else 1 and 0). Where the last uses of a
             table lie ahead of this model's steps, all are moved back, so that the latest is the present step.
 
     Raises:
         CheckpointError: on every rank, before anything changes, for files that cannot be read, tables without dynamic
-            ids, columns with nulls or that are no integers, duplicate ids or rows, and rows that an id cannot have:
-            fallback rows, reserved rows, or rows outside the row block that its hash gives. To move ids to another
+            ids, columns with nulls or other values than integers, duplicate ids or rows, and rows that an id cannot
+            have: fallback rows, reserved rows, or rows outside the row block that its hash gives. To move ids to
+                another
             plan's row blocks, use a checkpoint.
     """
     updates: list[tuple[IdMap, Tensor]] = []
@@ -81,23 +82,23 @@ def import_ids(model: ShardedModel, folder: str | Path) -> None:
             column = entries[name]
             if column.null_count or not pa.types.is_integer(column.type):
                 raise CheckpointError(
-                    f"table {table.layout.name!r}: column {name!r} is {column.type} with {column.null_count} nulls; "
-                    "write it as int64 without nulls"
+                    f"table {table.layout.name!r}: column {name!r} is {column.type} with {column.null_count} nulls. "
+                    "Write it as int64 without nulls"
                 )
             return torch.tensor(column.cast(pa.int64()).to_numpy())
 
         files = sorted(Path(folder).glob("*.parquet"))
         if not files:
-            raise CheckpointError(f"{folder} has no *.parquet files; give a folder that export_ids wrote")
+            raise CheckpointError(f"{folder} has no *.parquet files. Give a folder that export_ids wrote")
         try:
             whole = pa.concat_tables([pq.read_table(file) for file in files])
         except pa.ArrowException as error:
-            raise CheckpointError(f"the ids in {folder} cannot be read: {error}; write them again") from error
+            raise CheckpointError(f"the ids in {folder} cannot be read: {error}. Write them again") from error
         tables = dynamic_tables(model)
         known = [table.layout.name for table in tables]
         if unknown := [name for name in whole["table"].unique().to_pylist() if name not in known]:
             raise CheckpointError(
-                f"{folder} has ids of tables {unknown}, those with dynamic ids are {known}; leave out the other rows"
+                f"{folder} has ids of tables {unknown}, those with dynamic ids are {known}. Leave out the other rows"
             )
         for table in tables:
             entries = whole.filter(pc.equal(whole["table"], table.layout.name))
@@ -127,7 +128,7 @@ def import_ids(model: ShardedModel, folder: str | Path) -> None:
 
 def _check(layout: TableLayout, ids: Tensor, rows: Tensor) -> None:
     if len(ids.unique()) < len(ids) or len(rows.unique()) < len(rows):
-        raise CheckpointError(f"table {layout.name!r}: an id or a row comes twice; give each id one row of its own")
+        raise CheckpointError(f"table {layout.name!r}: an id or a row comes twice. Give each id one row of its own")
     outside = ((rows < 0) | (rows >= layout.num_embeddings)).nonzero()
     if len(outside):
         row = int(rows[outside[0]])
@@ -141,6 +142,6 @@ def _check_block(layout: TableLayout, shard: Shard, records: Tensor, ids: Tensor
         first = int(wrong.nonzero()[0])
         raise CheckpointError(
             f"table {layout.name!r}: id {int(ids[first])} cannot have row {int(places[first]) + shard.row_start}, "
-            "which is of the fallback, of the reserve, or of another row block than its hash says; give it another "
+            "which is of the fallback, of the reserve, or of another row block than its hash says. Give it another "
             "row, or load a checkpoint, which finds new rows under another plan"
         )

@@ -1,6 +1,6 @@
 """Tables with dynamic ids in a checkpoint: ids and rows, which are restored under any plan and size.
 
-A checkpoint has the maps' records as a tensor (rows, 3) of each such table, under ``ids.<table>.records``, and those of
+A checkpoint has the maps' records as a tensor (rows, 3) per such table, under ``ids.<table>.records``, and those of
 the ids that wait for a row under ``ids.<table>.candidates``. If the row blocks, the number of rows or of fallback rows
 differ from the saved ones, each id is moved to the block that its hash gives, in the order of the saved rows, together
 with its row and the row's optimizer states. Home rows are in proportion to the rows of the table, so that a block only
@@ -55,7 +55,7 @@ class DynamicTable:
 
 
 def dynamic_tables(model: ShardedModel) -> list[DynamicTable]:
-    """The tables with dynamic ids of a model, alike on every rank."""
+    """The tables with dynamic ids of a model, the same on every rank."""
     path_of = {id(module): path for path, module in model.module.named_modules() if isinstance(module, ShardedTable)}
     return [
         DynamicTable(path=path_of[id(table)], layout=table.layout, collection=collection, maps=collection.id_maps)
@@ -67,13 +67,14 @@ def dynamic_tables(model: ShardedModel) -> list[DynamicTable]:
 
 
 class Moves:
-    """The new rows of the saved rows of tables with dynamic ids, and what a load reads.
+    """The new rows of the saved rows of tables with dynamic ids, and the reads of a load.
 
     Args:
         model: that loads.
         manifest: of the checkpoint.
         kept: maps of the model that have the saved ids already.
-        warned: gets the names of the tables whose ids are warned about for want of rows; those in it are not again.
+        warned: gets the names of the tables that were warned about for want of rows. Tables in it are not warned about
+            again.
     """
 
     def __init__(
@@ -96,7 +97,7 @@ class Moves:
         return self.has(name) and name.endswith(".candidates")
 
     def finding(self) -> Iterator[Read]:
-        """The reads of the saved ids; once they are made, the ids' rows are known. Does not change the model."""
+        """The reads of the saved ids. Once they are made, the ids' rows are known. Does not change the model."""
         for table in self._tables:
             saved = self._manifest.tensors[f"ids.{table.path}.records"]
             waiting = self._manifest.tensors.get(f"ids.{table.path}.candidates")
@@ -148,7 +149,7 @@ class Moves:
                     yield Read(source=saved_part, dtype=dtype, place=rect, into=into)
             return
         fallback = placed_ids.fallback
-        if name.startswith("optimizer."):  # whose states of rows without an id begin anew
+        if name.startswith("optimizer."):  # states of rows without an id begin again
             into.zero_()
         into[:fallback] = 0
         mean = torch.zeros((fallback, into.size(1)), dtype=torch.float64)
@@ -181,7 +182,7 @@ class Moves:
         if any(name.startswith(f"optimizer.{table.path}.weight.") for name in self._manifest.tensors):
             raise ConfigError(
                 f"table {table.layout.name!r} has another number of rows than the saved one, and an ordinary "
-                "optimizer's states; load it with as many rows, or give it an optimizer with "
+                "optimizer's states. Load it with as many rows, or give it an optimizer with "
                 "apply_optimizer_in_backward"
             )
 
@@ -210,9 +211,9 @@ class Moves:
             if restored.lost and placed is self._placed and layout.name not in self._silent:
                 self._warned.add(layout.name)
                 warnings.warn(
-                    f"table {layout.name!r}: rows {shard.row_start} to {shard.row_end} have no room for "
+                    f"table {layout.name!r}: rows {shard.row_start} to {shard.row_end} lack room for "
                     f"{restored.lost} of the saved ids, which are left out, those first that evict={evict!r} evicts "
-                    "first; raise num_embeddings to keep them all",
+                    "first. Raise num_embeddings to keep them all",
                     stacklevel=2,
                 )
 
@@ -223,7 +224,7 @@ class Moves:
 def _mean_read(
     source: SavedPart, dtype: torch.dtype, place: Rect, share: float, mean: Tensor, into: Tensor, rect: Rect
 ) -> Read:
-    """The read of a block's fallback rows, whose share is then added to a mean of float64, which ``into`` gets.
+    """The read of a block's fallback rows. Their share is then added to a mean of float64, which ``into`` gets.
 
     Of a mean of equal rows, float64 leaves what they were.
     """

@@ -1,6 +1,6 @@
 """Load a checkpoint under any plan and number of ranks, all or nothing.
 
-Everything is verified before anything changes: the manifest, against its own checksum and the model; the files, against
+Everything is verified before anything changes: the manifest, against its own checksum and the model. The files, against
 the manifest, each block of them by one of the ranks. Only after all ranks have finished without an error does each rank
 read its parts, directly into its memory.
 """
@@ -59,10 +59,10 @@ def load_checkpoint(
 
     Args:
         path: the folder.
-        model: a sharded model with the same tables and dense part; its plan, and the tables' ``data_type``, may differ
+        model: a sharded model with the same tables and dense part. Its plan, and the tables' ``data_type``, may differ
             from the saved ones. Learning rates of fused optimizers become the saved ones.
         optimizer: the optimizer that gets the saved optimizer's states and settings.
-        rank_state: is filled with the tensors, on the CPU, that this rank gave to :func:`save_checkpoint`; empty if the
+        rank_state: is filled with the tensors, on the CPU, that this rank gave to :func:`save_checkpoint`. Empty if the
             checkpoint was written by a different number of ranks.
 
     Returns:
@@ -84,11 +84,11 @@ def load_checkpoint(
 
 
 def load_source(source: Source, model: ShardedModel, optimizer: torch.optim.Optimizer | None) -> None:
-    """Verify a checkpoint on all ranks, then read it; raises what :func:`load_checkpoint` does."""
+    """Verify a checkpoint on all ranks, then read it. Raises what :func:`load_checkpoint` does."""
     ranks = source.ranks
     if len(set(on_all_ranks(lambda: source.verify(model, optimizer), ranks, "load", remedy=_REMEDY))) > 1:
         raise CheckpointError(
-            f"the ranks see different checkpoints in {source.folder}; give a folder on a file system that they all "
+            f"the ranks see different checkpoints in {source.folder}. Give a folder on a file system that they all "
             "share, into which no job saves at the same time"
         )
     if model.servers:
@@ -116,7 +116,7 @@ def verify_checkpoint(path: str | Path) -> Manifest:
                     opened.verify(block, buffer)
                 opened.check_contents(contents.get(number, {}))
     except OSError as error:
-        raise CheckpointError(f"{folder} cannot be read whole: {error}; load an older checkpoint") from error
+        raise CheckpointError(f"{folder} cannot be read whole: {error}. Load an older checkpoint") from error
     return manifest
 
 
@@ -129,7 +129,7 @@ class Source:
         stack: closes the files. They stay open from the verification on, so that what is read is what was verified,
             also if the checkpoint is replaced or removed meanwhile.
         select: see :data:`Select`; by default all of the checkpoint is loaded, and must fit the model.
-        manifest: in place of the folder's.
+        manifest: instead of the folder's.
 
     Attributes:
         row_files: that the selected manifest has, by their numbers, besides its data files.
@@ -212,7 +212,7 @@ class Source:
         if beside:
             warnings.warn(
                 f"{self.folder} has files that are not the checkpoint's and are not read: "
-                f"{', '.join(sorted(beside)[:5])}; move them elsewhere",
+                f"{', '.join(sorted(beside)[:5])}. Move them elsewhere",
                 stacklevel=2,
             )
 

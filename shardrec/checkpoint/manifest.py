@@ -10,7 +10,7 @@ It is JSON, written last, and the only thing that makes a folder a checkpoint::
         └── ...
 
 A save writes a data folder with a new name, and then replaces the old manifest by the new one, which is atomic. Until
-then the folder is the old checkpoint, and from then on the new one; a kill at any point leaves one of the two, and
+then the folder is the old checkpoint, and from then on the new one. A kill at any point leaves one of the two, and
 possibly a data folder that no manifest names, which the next save removes.
 """
 
@@ -107,7 +107,7 @@ class SavedPart:
             dtype: of the saved values.
             into: a matrix of any dtype, on any device.
             place: which part of the tensor the matrix is.
-            buffer: (n,) uint8 on the CPU, for what cannot be read in place.
+            buffer: (n,) uint8 on the CPU, for values that cannot be read in place.
         """
         common = self.rect.common(place)
         if common is None:
@@ -121,7 +121,7 @@ class SavedPart:
                 into[numbers.to(into.device)] = values.to(into.device, into.dtype)
 
     def extents(self, itemsize: int) -> tuple[list[tuple[int, int, int]], list[tuple[int, int, int]]]:
-        """Where its values are, and the numbers of rows: file, first byte, and the one after the last."""
+        """Where its values are, and the numbers of rows: file, first byte, and the end."""
         row_bytes = self.rect.cols * itemsize
         whole = (self.file, self.start, self.start + self.rect.numel * itemsize)
         return (
@@ -140,7 +140,7 @@ class Read:
         place: the rectangle of the tensor that ``into`` is; of rows by number, only its columns count.
         into: a matrix of any dtype, on any device.
         rows: by number, (k,) int64 each: rows of the tensor, ascending, and the rows of ``into`` that they become.
-        then: called when the values are there, and those of the reads before it.
+        then: called when the values of this read and of all reads before it are there.
     """
 
     source: SavedPart
@@ -166,7 +166,7 @@ class SavedTensor:
     parts: tuple[SavedPart, ...]
 
     def to_json(self) -> dict[str, object]:
-        """As JSON-compatible data; a part is ``[row_start, row_end, col_start, col_end, file, start, *changes]``."""
+        """As JSON-compatible data. A part is ``[row_start, row_end, col_start, col_end, file, start, *changes]``."""
         parts = [[*part.rect, part.file, part.start, *map(list, part.changes)] for part in self.parts]
         return {"dtype": self.dtype, "shape": list(self.shape), "parts": parts}
 
@@ -183,13 +183,13 @@ class SavedTensor:
     def faults(self, name: str, files: Sequence[SavedFile]) -> Iterator[str]:
         """What is wrong with it, one sentence each."""
         if math.prod(max(size, 1) for size in self.shape) * DTYPES[self.dtype].itemsize >= 2**63:
-            yield f"{name}: there is no tensor of shape {self.shape}"
+            yield f"{name}: a tensor cannot have shape {self.shape}"
             return
         whole, itemsize = Rect.whole(self.shape), DTYPES[self.dtype].itemsize
         for part in self.parts:
             rect = part.rect
             if rect.common(whole) != rect:
-                yield f"{name}: {rect} is no part of shape {self.shape}"
+                yield f"{name}: {rect} is not a part of shape {self.shape}"
             if any(not 0 < rows.length <= rect.row_end - rect.row_start for rows in part.changes):
                 yield f"{name}: of {rect}, as many rows as that cannot have changed"
             for file, start, end in chain(*part.extents(itemsize)):
@@ -200,7 +200,7 @@ class SavedTensor:
     def uncovered(self, name: str) -> Iterator[str]:
         """What of it is in no part, or in two, one sentence each."""
         whole = Rect.whole(self.shape)
-        # Layouts are column stripes, each cut into row blocks, and so are the parts.
+        # Layouts are column stripes, each cut into row blocks. The parts are cut in the same way.
         stripes: dict[tuple[int, int], list[tuple[int, int]]] = {}
         for part in self.parts if whole.numel else ():
             stripes.setdefault(part.rect[2:], []).append(part.rect[:2])
@@ -230,14 +230,14 @@ class Manifest:
     Args:
         data: the data folder's name.
         files: one per rank that saved, in order.
-        linked: of an incremental checkpoint, files of earlier ones, which are in this data folder as hard links;
-            their numbers follow those of ``files``.
+        linked: of an incremental checkpoint, files of earlier ones, which are in this data folder as hard links.
+            Their numbers follow the numbers of ``files``.
         tensors: by name.
         numbers: states of an ordinary optimizer that are Python numbers, by name.
         plan: that the model had, as JSON.
         step_counts: per table the updates that its fused optimizer has made.
         fused_settings: per table, its fused optimizer's settings.
-        param_groups: settings and parameter names of an ordinary optimizer's groups; None without one.
+        param_groups: settings and parameter names of an ordinary optimizer's groups. None without one.
         extra: the caller's.
     """
 
@@ -307,9 +307,9 @@ class Manifest:
         """
         body, separator, digest = data.rpartition(_DIGEST)
         if not separator:
-            raise ValueError("it is no manifest of a checkpoint")
+            raise ValueError("it is not a manifest of a checkpoint")
         if digest != b'"%s"}\n' % hashlib.sha256(body).hexdigest().encode():
-            raise ValueError("its checksum is not that of its text")
+            raise ValueError("its checksum does not match its text")
         values = parse_json(body + b"}", object_hook=from_pairs)
         version = values.pop("format", None)
         if version not in (_FORMAT, _LINKED_FORMAT):
@@ -345,7 +345,8 @@ class Manifest:
 
 
 def with_pairs(value: object) -> object:
-    """A value for JSON, whose keys are texts: a dict with others as one whose only entry is a list of pairs."""
+    """A value for JSON, which only has texts as keys: a dict with other keys becomes a dict with a list of pairs as its
+    only entry."""
     if isinstance(value, dict):
         pairs = [[key, with_pairs(item)] for key, item in value.items()]
         return (
@@ -365,18 +366,18 @@ def _check(name: str, value: object, kind: type | UnionType) -> None:
 
 
 def _integers(values: Sequence[object]) -> tuple[int, ...]:
-    """The values, each of which must be a whole number; JSON's 1.0 and true would pass for one until they are used."""
+    """The values. Each must be a whole number. JSON's 1.0 and true would pass for whole numbers until they are used."""
     integers = tuple(value for value in values if type(value) is int)
     if len(integers) < len(values):
-        raise ValueError(f"{next(value for value in values if type(value) is not int)!r} is no whole number")
+        raise ValueError(f"{next(value for value in values if type(value) is not int)!r} is not a whole number")
     return integers
 
 
 def read_manifest(folder: Path, name: str = MANIFEST) -> Manifest:
-    """The manifest of a checkpoint, verified; of another ``name`` that of a published version.
+    """The manifest of a checkpoint, verified. With another ``name``, the manifest of a published version.
 
     Raises:
-        CheckpointError: if there is none, or it is damaged.
+        CheckpointError: if it is missing or damaged.
     """
     path = folder / name
     try:
@@ -384,19 +385,19 @@ def read_manifest(folder: Path, name: str = MANIFEST) -> Manifest:
             data = file.read()
     except (FileNotFoundError, NotADirectoryError) as error:
         raise CheckpointError(
-            f"{folder} is not a complete checkpoint: there is no {name}; give a folder that save_checkpoint wrote "
+            f"{folder} is not a complete checkpoint: it lacks {name}. Give a folder that save_checkpoint wrote "
             "to its end"
         ) from error
     except OSError as error:
         raise CheckpointError(
-            f"{path} cannot be read: {error.strerror}; load an older checkpoint, or restore this one from a copy"
+            f"{path} cannot be read: {error.strerror}. Load an older checkpoint, or restore this one from a copy"
         ) from error
     try:
         return Manifest.from_bytes(data)
     except (AttributeError, LookupError, TypeError, ValueError) as error:
         kind = "" if type(error) is ValueError else f"{type(error).__name__}: "
         raise CheckpointError(
-            f"{path} is damaged ({kind}{error}); load an older checkpoint, or restore this one from a copy"
+            f"{path} is damaged ({kind}{error}). Load an older checkpoint, or restore this one from a copy"
         ) from error
 
 
@@ -408,5 +409,5 @@ def write_manifest(folder: Path, manifest: Manifest, name: str = MANIFEST) -> No
 
 
 def leftovers(folder: Path, data: str) -> list[Path]:
-    """The data folders in a checkpoint besides ``data``: of interrupted saves, and of the one replaced."""
+    """The data folders in a checkpoint besides ``data``: of interrupted saves, and of the replaced save."""
     return [path for path in folder.iterdir() if _DATA_FOLDER.fullmatch(path.name) and path.name != data]

@@ -60,7 +60,7 @@ def optimizer_state(model: ShardedModel, optimizer: Optimizer | None) -> tuple[d
                     numbers[name] = value
                 elif value is not None:
                     raise ConfigError(
-                        f"the optimizer's state {key!r} of {info.name} is a {type(value).__name__}; a checkpoint holds "
+                        f"the optimizer's state {key!r} of {info.name} is a {type(value).__name__}. A checkpoint holds "
                         "tensors and numbers, under names without dots: save with another optimizer"
                     )
     return tensors, numbers
@@ -69,7 +69,7 @@ def optimizer_state(model: ShardedModel, optimizer: Optimizer | None) -> tuple[d
 def _kept_by_parameter(
     model: ShardedModel, optimizer: Optimizer | None
 ) -> Iterator[tuple[Optimizer, Callable[[str], str]]]:
-    """The optimizers whose states are a parameter's, and the first part of their names by the parameter's."""
+    """The optimizers with states per parameter, and the first part of their names by the parameter's."""
     if optimizer is not None:
         yield optimizer, "optimizer.{}".format
     for owner, in_backward in dense_in_backward(model).items():
@@ -82,8 +82,8 @@ def _refuse_fused(optimizer: Optimizer | None) -> None:
         inner = inner._optimizer
     if isinstance(inner, (CombinedOptimizer, FusedOptimizers)):
         raise ConfigError(
-            f"the optimizer is a {type(optimizer).__name__}; the states of model.fused_optimizer go with the model: "
-            "give the one ordinary optimizer of the other parameters, or none"
+            f"the optimizer is a {type(optimizer).__name__}. The states of model.fused_optimizer go with the model: "
+            "give the ordinary optimizer of the other parameters, or None"
         )
 
 
@@ -91,14 +91,14 @@ def _parameter_info(infos: Mapping[int, ParameterInfo], parameter: Tensor) -> Pa
     info = infos.get(id(parameter))
     if info is None:
         raise ConfigError(
-            f"the optimizer has a parameter of shape {tuple(parameter.shape)} that the model lacks; build it from the "
+            f"the optimizer has a parameter of shape {tuple(parameter.shape)} that the model lacks. Build it from the "
             "sharded model's parameters()"
         )
     return info
 
 
 def _add(tensors: dict[str, HeldTensor], name: str, tensor: HeldTensor) -> None:
-    """Add a part to a state; a rank may hold several shards of a table, whose numbers are equal: the first counts."""
+    """Add a part to a state. A rank may hold several shards of a table, with equal numbers: the first counts."""
     known = tensors[name].parts if name in tensors else ()
     rects = {part.rect for part in known}
     added = tuple(replace(part, saved=part.saved and part.rect not in rects) for part in tensor.parts)
@@ -114,7 +114,7 @@ def _state(info: ParameterInfo, parameter: Tensor, value: Tensor, name: str) -> 
         )
     if value.dim() and info.is_table:
         raise ConfigError(
-            f"{name} has shape {tuple(value.shape)} for a shard of shape {tuple(parameter.shape)}; a table's states "
+            f"{name} has shape {tuple(value.shape)} for a shard of shape {tuple(parameter.shape)}. A table's states "
             "that are neither one number nor of its shape cannot be cut for another plan: give the tables another "
             "optimizer"
         )
@@ -153,7 +153,7 @@ def fused_settings(model: ShardedModel) -> dict[str, Settings]:
 
 
 def _in_backward(model: ShardedModel, of_group: Callable[[dict[str, Any]], T]) -> dict[str, T]:
-    """Something of the group of each optimizer in backward of the dense part, by its name in a checkpoint."""
+    """An entry of each dense optimizer in backward's group, by its name in a checkpoint."""
     optimizers = dense_in_backward(model)
     return {f"{_IN_BACKWARD}{owner}": of_group(each.param_groups[0]) for owner, each in optimizers.items()}
 
@@ -183,7 +183,7 @@ def optimizer_faults(model: ShardedModel, optimizer: Optimizer | None, manifest:
         if saved_settings is not None:
             faults += _setting_faults(name, group, saved_settings)
         elif in_backward.state or group["lr"] != in_backward.defaults["lr"]:
-            faults.append(f"it has no states and settings of {name}, which has some; {as_saved}")
+            faults.append(f"it lacks states and settings of {name}, which has some. {as_saved}")
     known_owners = tuple(f"{_IN_BACKWARD}{owner}." for owner in dense_in_backward(model))
     if model.ranks.world_size > 1:  # tables may have no shard here
         tables = (path for path, module in model.module.named_modules() if isinstance(module, ShardedTable))
@@ -195,7 +195,7 @@ def optimizer_faults(model: ShardedModel, optimizer: Optimizer | None, manifest:
         return faults
     saved = manifest.param_groups
     if saved is None:
-        return [*faults, "it was saved without an optimizer; load it without one"]
+        return [*faults, "it was saved without an optimizer. Load it without one"]
     if len(saved) != len(groups):
         return [*faults, f"its optimizer has {len(saved)} parameter groups and this one {len(groups)}; {as_saved}"]
     infos = {info.name: info for info in parameter_infos(model).values()}
@@ -215,7 +215,7 @@ def optimizer_faults(model: ShardedModel, optimizer: Optimizer | None, manifest:
 def _setting_faults(owner: str, group: Settings, settings: Settings) -> list[str]:
     """The saved settings that a parameter group does not accept."""
     return [
-        f"its {key} of {owner} is {value!r}; set another value, or load an older checkpoint"
+        f"its {key} of {owner} is {value!r}. Set another value, or load an older checkpoint"
         for key, value in settings.items()
         if key in ("params", "tables", "optimizer") or not _fits(group.get(key), value)
     ]

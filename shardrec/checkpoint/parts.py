@@ -2,7 +2,7 @@
 
 Every tensor is taken as a matrix: of its first dimension and all the others, (R, C) for shape (R, ...), (n, 1) for (n,)
 and (1, 1) for (). A part is a rectangle of it. So tables cut in any way, states kept per row, FSDP2's parameters and
-unsharded tensors are handled alike.
+unsharded tensors are handled in the same way.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class Rect(NamedTuple):
         return (self.row_end - self.row_start) * self.cols
 
     def common(self, other: Rect) -> Rect | None:
-        """The intersection; None if it is empty."""
+        """The intersection. None if it is empty."""
         top, left = max(self.row_start, other.row_start), max(self.col_start, other.col_start)
         bottom, right = min(self.row_end, other.row_end), min(self.col_end, other.col_end)
         return Rect(top, bottom, left, right) if top < bottom and left < right else None
@@ -95,13 +95,13 @@ class Part:
 
 @dataclass(frozen=True, kw_only=True)
 class HeldTensor:
-    """A tensor of the model, of which this rank holds some parts.
+    """A tensor of the model. This rank holds some of its parts.
 
     Args:
         shape: of the whole.
         dtype: of the values.
-        parts: this rank's; possibly none.
-        rows_of: the name of the table to whose rows its rows belong, so that they change together; "" if changes are
+        parts: this rank's. Possibly none.
+        rows_of: the name of the table that its rows belong to, so that they change together. "" if changes are
             not tracked by row.
     """
 
@@ -128,7 +128,7 @@ def held(tensor: Tensor, *, saved: bool) -> HeldTensor:
         if size[1:] != shape[1:]:
             raise ConfigError(
                 f"a tensor of shape {shape} is sharded in another dimension than the first ({placements}), which a "
-                "checkpoint cannot hold; let shardrec.shard(..., dense='fsdp') shard the dense part"
+                "checkpoint cannot hold. Let shardrec.shard(..., dense='fsdp') shard the dense part"
             )
         values = values.to_local()
         if shape:

@@ -1,8 +1,8 @@
-"""Reads whose sources are the ranks' memories: asked for, and answered, in rounds of a bounded size.
+"""Reads from the ranks' memories: asked for, and answered, in rounds of a bounded size.
 
 ::
 
-    agree      each rank writes what came in the round before, and says what it wants next, and of which rank
+    agree      each rank writes the answers of the previous round, and asks for its next reads, by rank
     agree      each rank has made its answers
     answers    to rank q: the values that it asked for, each from a multiple of 8 bytes on
 
@@ -26,7 +26,7 @@ from shardrec.step.context import ModelContext
 __all__ = ["Messages"]
 
 _ROUND_BYTES = 16 * 2**20
-"""Of the values that a rank sends in a round, and of those that it receives; transports may hold both once more."""
+"""Of the values that a rank sends in a round, and of those that it receives. Transports may hold both once more."""
 
 
 class _Request(NamedTuple):
@@ -58,7 +58,7 @@ class Messages:
     """Reads from the parts that ranks hold.
 
     Args:
-        parts: of this rank; the source of a read is a part by its rank (``file``) and its number (``start``).
+        parts: of this rank. The source of a read is a part by its rank (``file``) and its number (``start``).
         ranks: that read.
         context: of their model.
         remedy: for an error of the operating system.
@@ -73,7 +73,7 @@ class Messages:
         self.received = 0
 
     def run(self, reads: Iterable[Read]) -> None:
-        """Carry out the reads, in their order; every rank calls it. Raises what :func:`on_all_ranks` does."""
+        """Carry out the reads, in their order. Every rank calls it. Raises what :func:`on_all_ranks` does."""
         blocks, left = self._blocks(reads), list[_Block]()
         of_round, answers = list[_Block](), list[Tensor]()
         sent = list[list[Tensor]]()
@@ -81,7 +81,7 @@ class Messages:
         def go_on() -> tuple[bool, list[_Request]]:
             nonlocal left, of_round
             self._write(of_round, answers)
-            answers.clear()  # whose memory the next ones take
+            answers.clear()  # the next ones take their memory
             of_round, left = self._next(chain(left, blocks))
             return bool(of_round), [block.request for block in of_round if block.request.rank != self._ranks.rank]
 
@@ -142,7 +142,7 @@ class Messages:
         return answer
 
     def _exchange(self, sent: Sequence[Sequence[Tensor]], requests: Sequence[_Request]) -> list[Tensor]:
-        """Send the answers; gives those of each rank to the requests of this one."""
+        """Send the answers. Returns the answers of the other ranks to this rank's requests."""
         sizes = [0] * self._ranks.world_size
         for request in requests:
             sizes[request.rank] += request.words

@@ -26,7 +26,7 @@ __all__ = ["replan_model"]
 
 _LIMITS = SolveLimits(seconds=10)
 """Of each of the two searches: the other ranks wait."""
-_REMEDY = "the model has its old plan and goes on"
+_REMEDY = "the model keeps its old plan and continues"
 
 
 def replan_model(
@@ -50,7 +50,7 @@ def replan_model(
         """The ids of a sample of this rank, by feature."""
         for name, value in (("steps", steps), ("min_gain", min_gain)):
             if not value > 0:
-                raise ConfigError(f"{name} is {value}; give a number above 0")
+                raise ConfigError(f"{name} is {value}. Give a number above 0")
         batches.extend(sample_batches)
         sampled.update(sampled_features(batches))
         return {feature: each.pooling for feature, each in sampled.items() if feature in features}

@@ -1,8 +1,8 @@
-"""``model.reshard``: another plan while training goes on, all or nothing. It is a load whose files are the ranks.
+"""``model.reshard``: another plan during training, all or nothing. It is a load with ranks as its files.
 
 ::
 
-    agree      on the plan; on what each rank holds, a manifest whose file numbers are ranks
+    agree      on the plan, and on each rank's contents: a manifest with ranks as file numbers
     build      the lookups and tables of the new plan, beside the old ones
     read       ids, then rows with their states: from this rank's memory, or from another's (remote_reads.py)
     commit     after an agreement that all of it is there, each rank by itself: what knows the parameters follows
@@ -40,7 +40,7 @@ __all__ = ["reshard_model"]
 
 Optimizer = torch.optim.Optimizer
 
-_REMEDY = "the model has its old plan and goes on"
+_REMEDY = "the model keeps its old plan and continues"
 
 
 @torch.inference_mode(mode=False)  # in which no new table could be trained
@@ -108,7 +108,7 @@ def reshard_model(model: ShardedModel, plan: ShardingPlan, optimizer: Optimizer 
         targets.update(table_tensors(model) | state_targets(model, optimizer, manifest))
 
     def wanted() -> Iterator[Read]:
-        """What this rank does not have where it wants it; ``place`` has written the ids."""
+        """What this rank does not have where it wants it. ``place`` has written the ids."""
         moves.place()
         for name, target in ((name, target) for name, target in targets.items() if not name.startswith("ids.")):
             known = {part.rect: part.values.data_ptr() for part in held[name].parts} if name in held else {}
@@ -135,7 +135,7 @@ def reshard_model(model: ShardedModel, plan: ShardingPlan, optimizer: Optimizer 
 def _plan_faults(model: ShardedModel, plan: ShardingPlan) -> list[str]:
     size = model.context.collectives.world_size
     if plan.world_size != size:
-        return [f"the plan is for {plan.world_size} ranks and the model is on {size}; plan for {size}"]
+        return [f"the plan is for {plan.world_size} ranks and the model is on {size}. Plan for {size}"]
     try:
         plan.check_tables({table.name: (table.num_embeddings, table.embedding_dim) for table in model.plan.tables})
     except PlanError as error:
@@ -146,7 +146,7 @@ def _plan_faults(model: ShardedModel, plan: ShardingPlan) -> list[str]:
 def _refuse_unused(model: ShardedModel) -> None:
     """Raise for lookups and gradients of the old plan that are still to be used."""
     if model.context.life_cycle.rows_looked_up:
-        raise ConfigError("shardrec.detect_anomaly watches the lookups of one plan; leave it before reshard")
+        raise ConfigError("shardrec.detect_anomaly watches the lookups of one plan. Leave it before reshard")
     for collection in model.sharded_collections:
         tables = collection.tables()
         fused = [parameter for name in collection.fused_optimizers() for parameter in tables[name].parameters()]
@@ -154,23 +154,23 @@ def _refuse_unused(model: ShardedModel) -> None:
             parameter.grad is not None for parameter in fused
         ):
             raise ConfigError(
-                "tables have gradients that no step has applied; call model.fused_optimizer.step() before reshard, or "
+                "tables have gradients that no step has applied. Call model.fused_optimizer.step() before reshard, or "
                 "model.zero_grad() to drop them"
             )
         if collection.portable_programs:
-            gc.collect()  # of which a program is often garbage
+            gc.collect()  # a program is often garbage
         if collection.portable_programs:
             raise ConfigError(
-                "a portable program of this model lives, which would go on with the rows of the old plan: let go of it "
+                "a portable program of this model lives, and would go on with the rows of the old plan: let go of it "
                 "before reshard, and script the model again after it"
             )
     unused = sum(call is not None and call.error is None for call in (known() for known in model.context.step.unused))
     if unused:
-        raise ConfigError(f"the values of {unused} lookups were not used yet; use or drop them before reshard")
+        raise ConfigError(f"the values of {unused} lookups were not used yet. Use or drop them before reshard")
 
 
 def _follow(model: ShardedModel, optimizer: Optimizer, manifest: Manifest, stack: ExitStack) -> set[torch.nn.Parameter]:
-    """Give an ordinary optimizer the parameters of the new plan, and return them all; ``stack`` undoes it."""
+    """Give an ordinary optimizer the parameters of the new plan, and return them all. ``stack`` undoes it."""
     state = {parameter: dict(states) for parameter, states in optimizer.state.items()}
     groups = [(group["params"], list(group["params"])) for group in optimizer.param_groups]
 

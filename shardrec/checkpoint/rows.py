@@ -43,15 +43,15 @@ _DAMAGE = (ArithmeticError, EOFError, LookupError, OSError, RuntimeError, ValueE
 
 
 class RowFile(OpenFile):
-    """A matrix that takes the place of a data file; its blocks are read forwards.
+    """A matrix that takes the place of a data file. Its blocks are read forwards.
 
     Args:
         path: for messages.
         shape: n rows, and columns.
-        blocks: begins to read it; writable blocks of at most 16 MiB, or one row.
+        blocks: begins to read it. Writable blocks of at most 16 MiB, or one row.
 
     Attributes:
-        targets: (n,) int64, the row of the saved rectangle that each is, or negative; None for their own numbers.
+        targets: (n,) int64, the row of the saved rectangle that each is, or negative. None for their own numbers.
         checksum: of the ids.
     """
 
@@ -72,7 +72,7 @@ class RowFile(OpenFile):
             into[(rows[mine] - place.row_start).to(into.device)] = values.to(into.device, into.dtype)
 
     def check(self, start: int, end: int) -> None:
-        """Raise a ConfigError if one of some rows cannot be read, or has a value that is no finite float32."""
+        """Raise a ConfigError if a row cannot be read, or has a value that is not a finite float32."""
         for at, block in self._between(start, end):
             for row, column in np.argwhere(~np.isfinite(block))[:1].tolist():
                 value = f"row {at + row} of {self.path} has {block[row, column]} in column {column}"
@@ -105,7 +105,7 @@ def open_rows(path: str, stack: ExitStack) -> tuple[RowFile, pa.Array]:
         The file, and its ids, a ``pyarrow.Array`` (n,).
 
     Raises:
-        ConfigError: if it cannot be opened, is none, or has an id twice.
+        ConfigError: if it cannot be opened, is not such a file, or has an id twice.
     """
     import pyarrow as pa
     import pyarrow.compute as pc

@@ -3,7 +3,7 @@
 [Note: saving in the background] The step waits for a copy of the values that this rank writes, into memory that is kept
 from save to save. On CUDA the copy passes through a pinned block: torch takes pinned memory in powers of two, so that
 pinned copies of whole shards could take twice their size. A thread does the rest. The threads of the ranks agree over a
-separate gloo group, so that their collectives do not match those of the training.
+separate gloo group, so that their collectives do not match the training's.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ __all__ = [
 ]
 
 Written = tuple[SavedFile, dict[str, SavedTensor]]
-"""A file of a checkpoint, and what is in it, by name."""
+"""A file of a checkpoint, and its contents by name."""
 
 FILE_NAME = "rank-{:05}.safetensors"
 _PINNED_BYTES = 32 * 2**20
@@ -80,7 +80,7 @@ class PendingSave:
     """A save that may still be in progress.
 
     Args:
-        run: writes the checkpoint; None if it is done.
+        run: writes the checkpoint. None if it is done.
     """
 
     def __init__(self, run: Callable[[], None] | None = None) -> None:
@@ -99,7 +99,7 @@ class PendingSave:
         """Return when the checkpoint is complete and on the disk. Every rank calls it.
 
         Raises:
-            CheckpointError: on every rank, if it could not be written; the previous checkpoint is unchanged.
+            CheckpointError: on every rank, if it could not be written. The previous checkpoint is unchanged.
             PeerError: if another rank is gone.
         """
         if self._future is not None:
@@ -110,7 +110,7 @@ class PendingSave:
 
 @dataclass(kw_only=True)
 class _Background:
-    """State kept for a model between saves: memory, the save in progress, the threads' group, and what was saved."""
+    """State kept for a model between saves: memory, the save in progress, the threads' group, and the saved values."""
 
     copies: dict[tuple[str, Rect], Tensor] = field(default_factory=dict)
     pending: PendingSave = field(default_factory=PendingSave)
@@ -144,11 +144,11 @@ def save_checkpoint(
 ) -> PendingSave:
     """Write the model, its fused optimizers and an ordinary optimizer. Every rank calls it.
 
-    A checkpoint of that name is replaced atomically when the new one is complete and on disk; a failure or a kill at
+    A checkpoint of that name is replaced atomically when the new one is complete and on disk. A failure or a kill at
     any time leaves the old or the new checkpoint. Files are in the safetensors format, with a JSON manifest.
 
     Replicas are synchronised first, so that training continues from the checkpoint as it does here. States that are not
-    averaged (an ordinary optimizer's states of tables; with ``sync_optimizer=False`` those of fused optimizers) are
+    averaged (an ordinary optimizer's states of tables, and with ``sync_optimizer=False`` the fused optimizers') are
     saved from replica 0. Buffers, such as BatchNorm's statistics, are saved from rank 0.
 
     Args:
@@ -156,16 +156,16 @@ def save_checkpoint(
         model: from :func:`shardrec.shard`.
         optimizer: an ordinary optimizer over (some of) the model's parameters. Settings of its groups that JSON cannot
             represent are not written.
-        extra: JSON-compatible data of the caller, such as the step; rank 0's is written. Tuples are loaded as lists;
-            keys of dicts may be numbers.
+        extra: JSON-compatible data of the caller, such as the step. Rank 0's is written. Tuples are loaded as lists.
+            Keys of dicts may be numbers.
         rank_state: tensors of this rank, such as states of random number generators, by name.
         wait: whether to return after the checkpoint is complete. If False, return when its values are copied, which
-            takes additional CPU memory of the size of this rank's shards, kept for the next save; a thread then writes
+            takes additional CPU memory of the size of this rank's shards, kept for the next save. A thread then writes
             them.
-        incremental: how many consecutive saves may write, of each shard, only the rows that have changed since this
-            model's previous save; 0: none. A shard of which more than half would be written is written completely. The
-            files with the other rows are hard-linked into this checkpoint, so that it needs no other folder. Takes 16
-            bytes per row on the CPU. Rows of embedding servers are always written.
+        incremental: how many consecutive saves may write, for each shard, only the rows that have changed since this
+            model's previous save. 0 for none. A shard is written completely if more than half of it would be written.
+            The files with the other rows are hard-linked into this checkpoint, so that it needs no other folder. Takes
+            16 bytes per row on the CPU. Rows of embedding servers are always written.
 
     Returns:
         The save, to wait for.
@@ -174,7 +174,7 @@ def save_checkpoint(
         ConfigError: on every rank, before anything is written, for values that a checkpoint cannot hold.
         CheckpointError: on every rank, if one of them cannot write. With ``wait=False``, :meth:`PendingSave.wait`
             raises it, or else the next save or load of this model.
-        InputError: on one rank with tables on a GPU, for a faulty batch of which no backward has told.
+        InputError: on one rank with tables on a GPU, for a faulty batch that no backward has reported.
         PeerError: if another rank is gone or did not answer in time.
     """
     return save(Path(path), model, optimizer, extra, rank_state=rank_state, wait=wait, incremental=incremental)
@@ -245,7 +245,7 @@ def _prepared(
     extra: Mapping[str, object] | None,
     rank_state: Mapping[str, Tensor] | None,
 ) -> tuple[Manifest, dict[str, HeldTensor]]:
-    """Make the data folder: the manifest without files and tensors, and what this rank holds, by name."""
+    """Make the data folder: the manifest without files and tensors, and this rank's contents by name."""
     tensors: dict[str, HeldTensor] = {}
     made: list[Path] = []
 
@@ -269,7 +269,7 @@ def _prepared(
             read = Manifest.from_bytes(manifest.to_bytes())
         except (TypeError, ValueError) as error:
             raise ConfigError(
-                f"JSON cannot hold the optimizers' settings and numbers: {error}; change these"
+                f"JSON cannot hold the optimizers' settings and numbers: {error}. Change these"
             ) from error
         read = replace(read, tensors=described_parts(tensors, ranks.rank, saved=False))
         if faults := misfits(read, in_model, Moves(model, read), model, optimizer):
@@ -293,7 +293,7 @@ def described_parts(held: Mapping[str, HeldTensor], rank: int, *, saved: bool) -
     Args:
         held: its tensors.
         rank: that holds them.
-        saved: leave out what other ranks hold alike, and write.
+        saved: leave out tensors that other ranks hold as well, and write.
 
     Raises:
         ConfigError: for a dtype that files do not have.
@@ -301,7 +301,7 @@ def described_parts(held: Mapping[str, HeldTensor], rank: int, *, saved: bool) -
     numbers, tensors = count(), dict[str, SavedTensor]()
     for name, tensor in held.items():
         if tensor.dtype not in DTYPE_NAMES:
-            raise ConfigError(f"{name} is {tensor.dtype}, which a checkpoint cannot hold; convert it before")
+            raise ConfigError(f"{name} is {tensor.dtype}, which a checkpoint cannot hold. Convert it before")
         parts = {
             part.rect: SavedPart(rect=part.rect, file=rank, start=number)
             for part, number in zip(tensor.parts, numbers, strict=False)
@@ -312,14 +312,14 @@ def described_parts(held: Mapping[str, HeldTensor], rank: int, *, saved: bool) -
 
 
 def of_all_ranks(prepared: list[Manifest], model: ShardedModel) -> Manifest:
-    """One manifest of those that the ranks have made of what they hold.
+    """One manifest, merged from the ranks' manifests of their contents.
 
     Raises:
         ConfigError: if some ranks alone have an optimizer, or the ranks do not hold all of a tensor.
     """
     without = [rank for rank, manifest in enumerate(prepared) if manifest.param_groups is None]
     if 0 < len(without) < len(prepared):
-        raise ConfigError(f"it was not given the optimizer on ranks {without}, and was on the others; give it on all")
+        raise ConfigError(f"it was not given the optimizer on ranks {without}, and was on the others. Give it on all")
     tensors = dict[str, SavedTensor]()
     for name, tensor in (item for manifest in prepared for item in manifest.tensors.items()):
         tensors[name] = merged(tensors.get(name, tensor), tensor, name)
@@ -327,10 +327,10 @@ def of_all_ranks(prepared: list[Manifest], model: ShardedModel) -> Manifest:
     faults = [fault for name in tensors if not name.startswith(elsewhere) for fault in tensors[name].uncovered(name)]
     if faults:
         raise ConfigError(
-            f"the ranks do not hold all of {'; '.join(faults[:3])}; make a training step on every rank before"
+            f"the ranks do not hold all of {'; '.join(faults[:3])}. Make a training step on every rank before"
         )
     return replace(
-        prepared[0],  # whose data folder and extra data count
+        prepared[0],  # its data folder and extra data count
         # Of several ranks that have a number, the first one's counts.
         numbers={name: value for manifest in reversed(prepared) for name, value in manifest.numbers.items()},
         plan=model.plan.to_json(),
@@ -344,7 +344,7 @@ def of_all_ranks(prepared: list[Manifest], model: ShardedModel) -> Manifest:
 
 
 def step_counts(model: ShardedModel) -> dict[str, int]:
-    """The updates of each table, and the steps of its ids, that this rank counts."""
+    """The updates per table, and the steps of its ids, that this rank counts."""
     counts: dict[str, int] = next(item for item in model.inventory() if item.kind is Kind.COUNTS).get()
     return counts
 
@@ -356,7 +356,7 @@ def check_incremental(incremental: int) -> None:
         ConfigError: below 0.
     """
     if incremental < 0:
-        raise ConfigError(f"incremental={incremental}; give the saves in a row that may write changes alone, or 0")
+        raise ConfigError(f"incremental={incremental}. Give the saves in a row that may write changes alone, or 0")
 
 
 def _as_json(extra: Mapping[str, object]) -> dict[str, object]:
@@ -364,7 +364,7 @@ def _as_json(extra: Mapping[str, object]) -> dict[str, object]:
         values: dict[str, object] = json.loads(json.dumps(with_pairs(dict(extra))), object_hook=from_pairs)
     except (RecursionError, TypeError, ValueError) as error:
         raise ConfigError(
-            f"extra cannot be written as JSON ({error}); give numbers, texts, lists and dicts, and tensors as "
+            f"extra cannot be written as JSON ({error}). Give numbers, texts, lists and dicts, and tensors as "
             "rank_state"
         ) from error
     return values
@@ -431,10 +431,10 @@ def write_rank(
 
 
 def joined(folder: Path | None, manifest: Manifest, written: Sequence[tuple[Written, list[SavedFile]]]) -> Manifest:
-    """The manifest with what the ranks have written, and the earlier files of each.
+    """The manifest with the files that the ranks have written, and their earlier files.
 
     Args:
-        folder: that has the data folder, for a look at the files' sizes; None if this rank cannot see it.
+        folder: that has the data folder, for a look at the files' sizes. None if this rank cannot see it.
         manifest: without files and tensors.
         written: by each rank.
 
@@ -457,14 +457,14 @@ def joined(folder: Path | None, manifest: Manifest, written: Sequence[tuple[Writ
     faults = list(islice(manifest.faults(), 3))
     if faults:
         raise CheckpointError(
-            f"{folder or 'it'} was not written, for the ranks do not hold all of {'; '.join(faults)}; make a "
+            f"{folder or 'it'} was not written, for the ranks do not hold all of {'; '.join(faults)}. Make a "
             "training step on every rank before the first save"
         )
     return manifest
 
 
 def _complete(folder: Path, manifest: Manifest, written: list[tuple[Written, list[SavedFile]]]) -> None:
-    """Make the folder a checkpoint of what the ranks have written."""
+    """Make the folder a checkpoint of the files that the ranks have written."""
     write_manifest(folder, joined(folder, manifest, written))
     for path in leftovers(folder, manifest.data):
         remove(path)
@@ -484,13 +484,13 @@ def write_part(
     Args:
         data: the checkpoint's data folder.
         number: of the file.
-        tensors: by name; their parts that are to be saved are written.
+        tensors: by name. Their parts that are to be saved are written.
         kept: what is there already of parts that are not to be written whole, and the rows of them to write.
         linked: how many files that is in.
         file_name: with a place for its number.
 
     Returns:
-        The file, and what is in it, by name. Parts count the linked files from 0 on, and this one after them.
+        The file, and its contents by name. Parts count the linked files from 0 on, and this one after them.
     """
     data.mkdir(exist_ok=True)
     kept = kept or {}
@@ -530,7 +530,7 @@ def merged(tensor: SavedTensor, other: SavedTensor, name: str) -> SavedTensor:
     if (tensor.dtype, tensor.shape) != (other.dtype, other.shape):
         raise CheckpointError(
             f"{name} is {tensor.dtype} of shape {tensor.shape} on one rank and {other.dtype} of shape {other.shape} on "
-            "another; build the same model and optimizer on every rank"
+            "another. Build the same model and optimizer on every rank"
         )
     known = {part.rect for part in tensor.parts}
     return replace(tensor, parts=tensor.parts + tuple(part for part in other.parts if part.rect not in known))
@@ -572,9 +572,9 @@ def _make(folder: Path) -> None:
 
 
 def remove(folder: Path) -> None:
-    """Remove a checkpoint, or a part of one; a kill on the way leaves nothing that looks like a checkpoint."""
+    """Remove a checkpoint, or a part of one. A kill on the way leaves nothing that looks like a checkpoint."""
     try:
         (folder / MANIFEST).unlink(missing_ok=True)
         shutil.rmtree(folder)
     except OSError as error:
-        warnings.warn(f"{folder} could not be removed ({error}); remove it by hand", stacklevel=2)
+        warnings.warn(f"{folder} could not be removed ({error}). Remove it by hand", stacklevel=2)

@@ -30,7 +30,7 @@ class ParameterInfo:
 
     Args:
         name: its state_dict key.
-        tensor: the tensor of which it is a part.
+        tensor: the tensor that it is a part of.
         is_table: whether it is a table, or a shard of one.
         is_fused: whether a fused optimizer updates it in backward, so that no other one does.
     """
@@ -42,7 +42,7 @@ class ParameterInfo:
 
 
 def parameter_infos(model: ShardedModel) -> dict[int, ParameterInfo]:
-    """The description of each parameter of this rank, by the parameter's ``id``."""
+    """The description per parameter of this rank, by the parameter's ``id``."""
     let_go_of_whole_parameters(model)
     infos = {}
     collections = model.sharded_collections
@@ -62,7 +62,7 @@ def parameter_infos(model: ShardedModel) -> dict[int, ParameterInfo]:
 
 
 def model_tensors(model: ShardedModel, *, to_write: bool = False) -> dict[str, HeldTensor]:
-    """All tensors but those of an ordinary optimizer, by name; the names are the same on every rank. They are to be
+    """All tensors but those of an ordinary optimizer, by name. The names are the same on every rank. They are to be
     read before the next forward, or if ``to_write``, written.
 
     Raises:
@@ -73,8 +73,8 @@ def model_tensors(model: ShardedModel, *, to_write: bool = False) -> dict[str, H
     for name, module, value in dense_values(model.module):
         if not isinstance(value, Tensor):
             raise ConfigError(
-                f"the state_dict has a {type(value).__name__} under {name!r}, and a checkpoint holds tensors; "
-                f"register it as a buffer of {type(module).__name__}, or keep it in extra="
+                f"the state_dict has a {type(value).__name__} under {name!r}, and a checkpoint holds tensors. "
+                f"Register it as a buffer of {type(module).__name__}, or keep it in extra="
             )
         tensors[f"model.{name}"] = held(value, saved=_is_lead(model))
     return tensors
@@ -94,7 +94,7 @@ def _tables(model: ShardedModel) -> Iterator[tuple[str, ShardedTable]]:
 
 
 def _of_rows(model: ShardedModel, state: RowState) -> HeldTensor:
-    """Of what column stripes have alike, the first one counts."""
+    """If column stripes have equal values, the first counts."""
     layout, columns = state.table.layout, state.columns
     shape = (layout.num_embeddings, columns or layout.embedding_dim)[: 1 if columns == 1 else 2]
     first = not isinstance(model, ReplicatedModel) or model.replica_groups.replica == 0

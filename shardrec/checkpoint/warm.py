@@ -1,4 +1,4 @@
-"""Warm start: a changed model takes what it shares with a checkpoint, and reports what it took.
+"""Warm start: a changed model takes the parts that it shares with a checkpoint, and reports them.
 
 Tensors are matched by their state_dict keys, after renaming. The result is a manifest in the model's own names, with
 the tensors that are wanted and no others. It is loaded as any other (:mod:`shardrec.checkpoint.load`): the intersection
@@ -53,7 +53,7 @@ class WarmTensor:
 
     Args:
         name: its state_dict key in the model; of one that is left out, in the checkpoint.
-        outcome: "loaded"; "resized", a table of which the common rows and columns were loaded; "new", which keeps the
+        outcome: "loaded"; "resized", a table with only its common rows and columns loaded; "new", which keeps the
             values that it had; "left out", which only the checkpoint has.
         source: its key in the checkpoint; "" if it is new.
         saved_shape: its shape in the checkpoint, if it is there.
@@ -108,43 +108,44 @@ def warm_start(
 ) -> WarmStart:
     """Give a model the weights that it shares with a checkpoint of another model. Every rank calls it.
 
-    The model may have tables and layers that the checkpoint lacks, and lack others; its plan, its number of ranks and
+    The model may have tables and layers that the checkpoint lacks, and lack others. Its plan, its number of ranks and
     the floating-point types may differ. What is not loaded keeps its values. A tensor of the dense part is loaded if
     its shape is the saved one. Dynamic ids are loaded with their tables. As with :func:`shardrec.load_checkpoint`,
     everything is verified on all ranks before the model changes.
 
     Args:
-        path: the checkpoint's folder; None with ``rows`` alone.
+        path: the checkpoint's folder. None with ``rows`` alone.
         model: from :func:`shardrec.shard`.
-        rows: tables, named as in ``rename``, and files of rows that they get in place of the checkpoint's: Parquet
-            (``.parquet``) with the ids in its first column, and after it a column of lists, or one for each value;
-            ``.npz`` with arrays ``ids`` (n,) and ``rows`` (n, columns); ``.npy`` (n, columns), of which the id of a
+        rows: tables, named as in ``rename``, and files of rows that they get instead of the checkpoint's: Parquet
+            (``.parquet``) with the ids in its first column, and after it a column of lists, or one for each value.
+            ``.npz`` with arrays ``ids`` (n,) and ``rows`` (n, columns). ``.npy`` (n, columns), where the id of a
             row is its number. An id is a row's number; of a table with dynamic ids, which then has these and no
-            others, an int64. Ids that are null or not in the table are counted. States of optimizers begin anew, and
+            others, an int64. Ids that are null or not in the table are counted. States of optimizers begin again, and
             rows that are not in the file keep their values.
         rename: names in the checkpoint, and those that they have in the model. A name is a state_dict key, the path of
             a module, or a table's name.
-        only: names of the model, as in ``rename``: what is loaded; default: all.
+        only: names of the model, as in ``rename``: what is loaded. Default: all.
         resize: which differences in the size of tables are accepted. "grow": the model's table has more rows or
-            columns, of which the further ones keep their values; "truncate": it has fewer, and the saved ones beyond
+            columns, and the further columns keep their values; "truncate": it has fewer, and the saved ones beyond
             are left out. Both can be given. A table with dynamic ids may always have another number of rows, to which
-            its ids move; its columns must be the saved ones.
+            its ids move. Its columns must be the saved ones.
         optimizer: whether states of fused optimizers, and averages of rows, are loaded with their tables, with their
             step counts; not the states of an optimizer of another kind. States that a loaded table is not given begin
-            anew, for all its rows. Learning rates stay. Tables that a rank updates together share the largest count.
+            again, for all its rows. Learning rates stay. Tables that a rank updates together share the largest count.
         strict: whether it is an error that a tensor is new or left out.
         accept: is called on every rank, before anything is loaded, with the names in the checkpoint's plan of the
-            tables that will be, by those in the model's; raises a ConfigError if they are not the same tables.
+            tables that will be, by those in the model's. Raises a ConfigError if they are not the same tables.
         number: gives the ids of ``rows`` their meaning: of a table's name in the model's plan and its file's ids, a
-            ``pyarrow.Array`` (n,), the row, or the dynamic id, of each, (n,) int64; and which have none, (n,) bool.
+            ``pyarrow.Array`` (n,), the row, or the dynamic id, per value, (n,) int64, and whether it lacks one, (n,)
+            bool.
 
     Returns:
-        What was loaded, resized, new and left out; it is equal on all ranks.
+        What was loaded, resized, new and left out. It is equal on all ranks.
 
     Raises:
         CheckpointError: on every rank, naming the file, if the checkpoint is damaged or incomplete.
         ConfigError: on every rank, for names that neither has or that name several, for differences that are not
-            accepted, and for rows of another width, with an id twice, or with values that are no finite numbers.
+            accepted, and for rows of another width, with an id twice, or with values that are not finite numbers.
         PeerError: if another rank is gone or did not answer in time.
     """
     wait_for_save(model)
@@ -152,7 +153,7 @@ def warm_start(
         raise ConfigError("a model with embedding servers cannot start warm: load the checkpoint that it fits, whole")
     sizes = (resize,) if isinstance(resize, str) else tuple(resize)
     if not set(sizes) <= {"grow", "truncate"}:
-        raise ConfigError(f"resize={resize!r}; give 'grow', 'truncate' or both in a list")
+        raise ConfigError(f"resize={resize!r}. Give 'grow', 'truncate' or both in a list")
     if path is None and not rows:
         raise ConfigError("there is nothing to start from: give path, a checkpoint, or rows, files of rows")
     reports: list[WarmStart] = []
@@ -227,7 +228,7 @@ def match(
     optimizer: bool,
     filled: Collection[str] = (),
 ) -> tuple[dict[str, str], WarmStart]:
-    """Match a model's tensors with a checkpoint's; arguments as for :func:`warm_start`.
+    """Match a model's tensors with a checkpoint's. Arguments as for :func:`warm_start`.
 
     Args:
         manifest: of the checkpoint.
@@ -235,7 +236,7 @@ def match(
         filled: tables of the model that get rows of files, and none of the checkpoint.
 
     Returns:
-        The name in the checkpoint of each tensor to load, by the model's name; and the report.
+        The name in the checkpoint per tensor to load, by the model's name, and the report.
 
     Raises:
         ConfigError: as :func:`warm_start`.
@@ -262,8 +263,8 @@ def match(
             sources |= loaded
         elif name in renamed:
             faults.append(
-                f"rename: {source} has shape {saved_tensor.shape} and {name} {tensor.shape}; only tables may "
-                "differ in; leave it out with only="
+                f"rename: {source} has shape {saved_tensor.shape} and {name} {tensor.shape}. Only tables may "
+                "differ in. Leave it out with only="
             )
         tensors.append(
             WarmTensor(name=name, outcome=outcome, source=source, saved_shape=saved_tensor.shape, shape=tensor.shape)
@@ -293,7 +294,7 @@ def _in_file(
     stack: ExitStack,
     number: Number | None,
 ) -> tuple[dict[str, SavedTensor], WarmTensor]:
-    """A table's rows in a file, as tensors of a checkpoint by the model's names, and what becomes of them."""
+    """A table's rows in a file, as tensors of a checkpoint by the model's names, and their outcomes."""
     (file, ids), table = open_rows(path, stack), key.removesuffix(".weight")
     count, width = file.shape
     if not tensor.rows_of or tensor.shape[1] != width:
@@ -348,7 +349,7 @@ def _weights(names: Iterable[str]) -> dict[str, None]:
 
 
 def _renamed(rename: Mapping[str, str], saved: Collection[str], wanted: Collection[str]) -> dict[str, str]:
-    """The saved key of each key of the model that ``rename`` says."""
+    """The saved key per key of the model in ``rename``."""
     sources: dict[str, str] = {}
     for old, new in rename.items():
         old_keys, new_keys = _keys(old, saved, "rename", "the checkpoint"), _keys(new, wanted, "rename", "the model")
@@ -362,7 +363,7 @@ def _renamed(rename: Mapping[str, str], saved: Collection[str], wanted: Collecti
             if rest not in common:
                 continue
             if key in sources:
-                raise ConfigError(f"rename: {key} of the model would be loaded twice; name its source once")
+                raise ConfigError(f"rename: {key} of the model would be loaded twice. Name its source once")
             sources[key] = rest_to_old[rest]
     return sources
 
@@ -371,7 +372,7 @@ def _keys(name: str, keys: Collection[str], argument: str, owner: str) -> dict[s
     """The keys that a name stands for, each with what follows the name.
 
     Raises:
-        ConfigError: if there are none, or if the name is that of several tables.
+        ConfigError: if no key matches, or if several tables have the name.
     """
     below = {key: key[len(name) :] for key in keys if key == name or key.startswith(f"{name}.")}
     if below:
@@ -379,12 +380,12 @@ def _keys(name: str, keys: Collection[str], argument: str, owner: str) -> dict[s
     tables = {key: ".weight" for key in keys if name in _table_names(key.removesuffix(".weight"))}
     if len(tables) > 1:
         raise ConfigError(
-            f"{argument}: {name!r} is a table of {owner} {len(tables)} times: {_listed(tables)}; give a key"
+            f"{argument}: {name!r} is a table of {owner} {len(tables)} times: {_listed(tables)}. Give a key"
         )
     if not tables:
         names = {alias for key in keys for alias in (key, *_table_names(key.removesuffix(".weight")))}
         near = difflib.get_close_matches(name, names, n=3)
-        raise ConfigError(f"{argument}: {owner} has no {name!r}; near it are {_listed(near or sorted(keys))}")
+        raise ConfigError(f"{argument}: {owner} has no {name!r}. Near it are {_listed(near or sorted(keys))}")
     return tables
 
 
@@ -418,7 +419,7 @@ def _with_rows(
     *,
     optimizer: bool,
 ) -> dict[str, str]:
-    """The saved name of a weight and of what goes with its rows, by the model's names."""
+    """The saved name of a weight and of the tensors that go with its rows, by the model's names."""
     path, saved_path = (key.removesuffix(".weight") for key in (name, source))
     sources = {_MODEL + name: _MODEL + source}
     for other in beside:
@@ -439,13 +440,13 @@ def _faults(
     tensor, saved_tensor = held[_MODEL + name], saved[_MODEL + source]
     types = DTYPES[saved_tensor.dtype], tensor.dtype
     if types[0] != types[1] and not all(dtype.is_floating_point for dtype in types):
-        return [f"{name} is {types[1]}, and {types[0]} in the checkpoint; leave it out with only="]
+        return [f"{name} is {types[1]}, and {types[0]} in the checkpoint. Leave it out with only="]
     is_dynamic, was_dynamic = (
         f"ids.{key.removesuffix('.weight')}.records" in tensors for key, tensors in ((name, held), (source, saved))
     )
     if is_dynamic != was_dynamic:
         where = "the model" if is_dynamic else "the checkpoint"
-        return [f"{name} has dynamic ids in {where} only, so that its rows mean other ids; leave it out with only="]
+        return [f"{name} has dynamic ids in {where} only, so that its rows mean other ids. Leave it out with only="]
     sizes = list(zip(saved_tensor.shape, tensor.shape, strict=True))[is_dynamic:]
     refused: dict[str, bool] = {
         "grow": any(new > old for old, new in sizes) and ("grow" not in resize or is_dynamic),

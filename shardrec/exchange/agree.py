@@ -2,7 +2,7 @@
 
 ::
 
-    all_gather          the value of each rank
+    all_gather          the value per rank
     same_everywhere     the first rank's value
     over_ranks          the sum of numbers
     on_first_rank       what the first rank computes, or its error
@@ -50,13 +50,13 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, kw_only=True)
 class Ranks:
-    """Ranks that agree or fail together: everyone, or those of a replica.
+    """Ranks that agree or fail together: all ranks, or a replica's ranks.
 
     Args:
         rank: this rank among them; 0 <= rank < world_size.
         world_size: number of ranks.
         device: device of this rank's tensors.
-        group: the process group of several ranks; default: the default group.
+        group: the process group of several ranks. Default: the default group.
     """
 
     rank: int
@@ -78,7 +78,8 @@ def ranks_of(group: dist.ProcessGroup | None, device: torch.device) -> Ranks:
 
 
 def gloo_ranks(ranks: Ranks, what: str) -> Ranks:
-    """The same ranks in a new group on the CPU, whose collectives are not matched with a step's and wait for no device.
+    """The same ranks in a new group on the CPU. Its collectives are not matched with a step's and do not wait for a
+    device.
 
     Args:
         ranks: all of which call this.
@@ -96,12 +97,12 @@ def gloo_ranks(ranks: Ranks, what: str) -> Ranks:
 
 
 def all_gather(value: T, ranks: Ranks, what: str) -> list[T]:
-    """Return the value of each rank, on every rank.
+    """Return the value per rank, on every rank.
 
     Args:
         value: of a type that :mod:`shardrec.exchange.safe_pickle` supports.
         ranks: that have a value.
-        what: a noun for what the ranks wait for, for messages.
+        what: a noun for messages: the thing that the ranks wait for.
 
     Raises:
         PeerError: if another rank is gone or did not answer in time.
@@ -126,12 +127,12 @@ def over_ranks(count: int, ranks: Ranks) -> int:
 
 
 def on_first_rank(work: Callable[[], T], ranks: Ranks, what: str) -> T:
-    """Return what ``work`` returns on rank 0, on every rank; its error is raised on all of them.
+    """Return what ``work`` returns on rank 0, on every rank. Its error is raised on all of them.
 
     Args:
-        work: is called on rank 0; returns a type that :mod:`shardrec.exchange.safe_pickle` supports.
+        work: is called on rank 0. Returns a type that :mod:`shardrec.exchange.safe_pickle` supports.
         ranks: that wait for it.
-        what: a noun for what the others wait for, for messages.
+        what: a noun for messages: the thing that the others wait for.
     """
     outcome: Any = None
     cause: Exception | None = None
@@ -182,12 +183,12 @@ def on_all_ranks(work: Callable[[], T], ranks: Ranks, what: str, *, remedy: str)
 
 
 def on_threads(work: Callable[[], T], ranks: Ranks, what: str, wait_s: float) -> Future[T]:
-    """Do ``work`` on a thread of each rank, and return when it is done on all of them; raises none of its errors.
+    """Do ``work`` on a thread per rank, and return when it is done on all of them. Raises none of its errors.
 
     Args:
         work: may take longer than a rank may be silent.
         ranks: that do it.
-        what: a noun for what the ranks wait for, for messages.
+        what: a noun for messages: the thing that the ranks wait for.
         wait_s: seconds after which a rank says that it lives.
     """
     with ThreadPoolExecutor(1) as thread:

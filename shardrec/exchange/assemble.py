@@ -3,7 +3,7 @@
 [Note: one pass over the rows]
 Copying columns piece by piece passes over all rows, and all pages of their memory, once per piece: 26 pieces of 64
 columns took 19 ms, and one pass over the rows takes 6 ms (4096 rows, one thread). Hence the C++ operators
-(:mod:`shardrec.native`); the Python below gives the same results where they are not available, and on CUDA.
+(:mod:`shardrec.native`). The Python below gives the same results where they are not available, and on CUDA.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class Columns:
 
     Args:
         pieces: the columns from left to right.
-        scales: a factor for the gradient of each block; default: 1.
+        scales: a factor per block for its gradient. Default: 1.
     """
 
     def __init__(self, pieces: Sequence[Piece], scales: Sequence[float] = ()) -> None:
@@ -66,11 +66,11 @@ class Columns:
         return torch.cat(columns, dim=1) if columns else blocks[0].new_empty((blocks[0].size(0), 0))
 
     def distribute(self, gradient: Tensor, blocks: Sequence[Tensor]) -> None:
-        """The transpose of :meth:`assemble`: write the gradient of each block, from the output's gradient (B, D).
+        """The transpose of :meth:`assemble`: write the blocks' gradients, from the output's gradient (B, D).
 
         Args:
             gradient: of the output.
-            blocks: the memory to write to; one for each scale.
+            blocks: the memory to write to. One for each scale.
         """
         scales = self._scales or [1.0] * len(blocks)
         if _is_native(gradient):
@@ -87,7 +87,7 @@ class Columns:
                 block.index_copy_(1, places, gradient.index_select(1, columns).mul_(scale))
 
     def _new_places(self, device: torch.device) -> list[tuple[Tensor, Tensor]]:
-        """Per block, its columns that pieces are made of, and the output column of each: one kernel for all pieces."""
+        """Per block, its columns that pieces are made of, and their output columns: one kernel for all pieces."""
         by_block: dict[int, dict[int, int]] = {}
         start = 0
         for piece in self.pieces:

@@ -1,7 +1,7 @@
 """Notices when a backward begins, and tells the other ranks if it raises here while they wait for its gradients.
 
 [Note: how a backward that raises is noticed]
-autograd has no hook for a node that raises. But a queued callback of a backward lives as long as that backward: it is
+autograd lacks a hook for a node that raises. But a queued callback of a backward lives as long as that backward: it is
 called when all nodes are done, and freed without a call when a node has raised. It is freed before the exception is
 converted to Python, so its text is read one step later, by a trace function of the frame in which the exception then
 appears.
@@ -88,7 +88,7 @@ class BackwardWatch:
             node.register_prehook(lambda _: self.begin())
 
     def begin(self) -> None:
-        """Watch the running backward; call it inside a backward. Only its first call in each backward has an effect."""
+        """Watch the running backward. Call it inside a backward. Only its first call in each backward has an effect."""
         task = torch._C._current_graph_task_id()
         if task != self._task:
             self._task = task
@@ -126,7 +126,8 @@ class _Watched:
 
 
 class _BegunForwards:
-    """Models whose forward awaits its backward: the same on all ranks, whatever their garbage collectors have left."""
+    """Models with a forward that awaits its backward: the same on all ranks, whatever their garbage collectors have
+    left."""
 
     def __init__(self) -> None:
         self._ended = 0  # backwards so far
@@ -140,7 +141,7 @@ class _BegunForwards:
         self._begun[id(model)] = self._ended
 
     def end(self, model: object) -> None:
-        """The backward of a model ends; forwards that had none since a few of others are taken for dropped."""
+        """The backward of a model ends. Forwards that had none since a few of others are taken for dropped."""
         self._ended += 1
         self._begun.pop(id(model), None)
         begun = list(self._begun.items())  # models of other threads may begin

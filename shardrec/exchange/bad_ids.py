@@ -1,4 +1,4 @@
-"""Ids outside their table, for features whose policy is not an error: they are looked up as zero rows, or wrapped.
+"""Ids outside their table, for features with another policy than an error: they are looked up as zero rows, or wrapped.
 
 Shapes: F features of the input, B samples, N ids.
 
@@ -34,10 +34,10 @@ DROPPED = "\0dropped"
 
 
 def policies_of(on_bad_id: OnBadId | Mapping[str, OnBadId], features: Iterable[str]) -> dict[str, OnBadId]:
-    """The policy of each feature whose bad ids are no error.
+    """The policy per feature with bad ids that are not an error.
 
     Args:
-        on_bad_id: the policy of all features, or by feature; a feature that is not named has ``"error"``.
+        on_bad_id: the policy of all features, or by feature. A feature that is not named has ``"error"``.
         features: of the model's tables.
 
     Raises:
@@ -48,11 +48,11 @@ def policies_of(on_bad_id: OnBadId | Mapping[str, OnBadId], features: Iterable[s
     for feature, policy in policies.items():
         if policy not in POLICIES:
             raise ConfigError(
-                f"on_bad_id is {policy!r} for feature {feature!r}; give one of {', '.join(map(repr, POLICIES))}"
+                f"on_bad_id is {policy!r} for feature {feature!r}. Give one of {', '.join(map(repr, POLICIES))}"
             )
         if feature not in known:
             raise ConfigError(
-                f"on_bad_id names feature {feature!r}, which no table of the model looks up; its features are "
+                f"on_bad_id names feature {feature!r}, which no table of the model looks up. Its features are "
                 f"{', '.join(map(repr, known))}"
             )
     return {feature: policy for feature, policy in policies.items() if policy != "error"}
@@ -61,19 +61,19 @@ def policies_of(on_bad_id: OnBadId | Mapping[str, OnBadId], features: Iterable[s
 def mend(
     lengths: Tensor, values: Tensor, limits: Tensor, policies: Tensor, drops: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """A batch without the bad ids of features that have a policy. TorchScript also compiles it; it reads no value.
+    """A batch without the bad ids of features that have a policy. TorchScript also compiles it. It reads no value.
 
     Args:
-        lengths: (F, B) ids of each bag. If they do not add up to N, neither do the result's.
+        lengths: (F, B) ids per bag. If they do not add up to N, the result's do not either.
         values: (N,) ids.
-        limits: (F,) int64, one more than the largest id of each key.
+        limits: (F,) int64, one more than the largest id per key.
         policies: (F,) int64, numbers of ``POLICIES``.
         drops: whether any policy is to drop.
 
     Returns:
-        Lengths, (F, B) or, with ``drops``, (F + 1, B); ids as they are looked up (N,), in the order given, 0 for those
+        Lengths, (F, B) or, with ``drops``, (F + 1, B). Ids as they are looked up (N,), in the order given, 0 for those
         that are dropped; with ``drops``, the place that each id of the result has in it (N,) and whether each given id
-        is looked up (N,) bool, else two empty tensors; and the number of bad ids of each key (F,) int64.
+        is looked up (N,) bool, else two empty tensors, and the number of bad ids per key (F,) int64.
     """
     places = torch.arange(values.numel(), device=values.device)
     ends_F = lengths.sum(dim=1, dtype=torch.int64).cumsum(0)
@@ -94,7 +94,7 @@ def mend(
 
 
 def mended(batch: Batch, limits: Tensor, policies: Tensor, *, drops: bool) -> tuple[Batch, Tensor]:
-    """:func:`mend` of a batch, and the number of bad ids of each of its keys (F,)."""
+    """:func:`mend` of a batch, and the number of bad ids per key (F,)."""
     lengths, values, order, kept, bad_F = mend(batch.lengths, batch.values, limits, policies, drops)
     if not drops:
         return replace(batch, values=values), bad_F
@@ -118,7 +118,7 @@ def places_of_rows(kept: Tensor, distinct_index: Tensor | None) -> Tensor:
 
     Args:
         kept: (M,) bool, whether the id was looked up, in the order of the output.
-        distinct_index: (number kept,) index of the row of each id that was looked up; None if there is a row for each.
+        distinct_index: (number kept,) index of the row per looked-up id. None if every id has a row.
 
     Returns:
         (M,) int64.

@@ -1,11 +1,11 @@
-"""A batch as the exchange takes it: the tensors of a KeyedJaggedTensor, and what is wrong with its structure.
+"""A batch as the exchange takes it: the tensors of a KeyedJaggedTensor, and the faults of its structure.
 
 Shapes: F features of the KeyedJaggedTensor, U features that the tables use, B samples, N ids.
 
 [Note: a batch size per feature]
-If each feature has its own batch size (samples that share a feature's bag send it once), the lengths of each feature
-are padded with empty bags to the largest size, so that this rank works on an ordinary batch; the padding is removed
-before the batch is sent. ``inverse`` gives the bag of each sample of the full batch.
+If each feature has its own batch size (samples that share a feature's bag send it once), the lengths per feature
+are padded with empty bags to the largest size, so that this rank works on an ordinary batch. The padding is removed
+before the batch is sent. ``inverse`` gives the bag per sample of the full batch.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ KEY_ORDERS = 16
 """Size of the LRU cache of constants per key order."""
 
 NO_LIMIT = 2**63 - 1
-"""In place of a number of rows: the ids of this key may be any; they are dynamic, or not looked up."""
+"""In place of a number of rows: the ids of this key may be any. They are dynamic, or not looked up."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,7 +60,7 @@ class Expectation:
         weighted: whether each id has a float weight.
         device: where the tensors must be.
         pooled: whether bags are summed, for which features of different batch sizes need inverse indices.
-        on_bad_id: the policy for ids outside their table, of each feature for which they are not an error.
+        on_bad_id: the policy for ids outside their table, per feature for which they are not an error.
     """
 
     tables: tuple[tuple[str, str, int], ...]
@@ -75,7 +75,7 @@ class Expectation:
         return tuple(dict.fromkeys(key for key, _, _ in self.tables))
 
     def rows(self, feature: str) -> int:
-        """Ids of ``feature`` must be below this; ``NO_LIMIT`` if they are dynamic, or no table uses the feature."""
+        """Ids of ``feature`` must be below this. ``NO_LIMIT`` if they are dynamic, or no table uses the feature."""
         return self._rows.get(feature, NO_LIMIT)
 
     @cached_property
@@ -87,7 +87,7 @@ class Expectation:
 
     @cached_property
     def accepts(self) -> Callable[[tuple[str, ...]], bool]:
-        """Whether keys are distinct, and those of the features are among them."""
+        """Whether keys are distinct, and include the features."""
         return lru_cache(maxsize=KEY_ORDERS)(partial(_are_accepted, self.features))
 
     def of_table(self, feature: str) -> str:
@@ -102,12 +102,12 @@ def _are_accepted(features: tuple[str, ...], keys: tuple[str, ...]) -> bool:
 
 @dataclass(frozen=True, kw_only=True)
 class WithDropped:
-    """The batch that still has the ids that were dropped from a ``Batch``; see :mod:`shardrec.exchange.bad_ids`.
+    """The batch that still has the ids that were dropped from a ``Batch``. See :mod:`shardrec.exchange.bad_ids`.
 
     Args:
-        order: (N,) int64 position here of each id of the ``Batch``.
+        order: (N,) int64 position here per id of the ``Batch``.
         kept: (N,) bool, whether each id is looked up.
-        lengths: (F, B) ids of each bag, as given.
+        lengths: (F, B) ids per bag, as given.
         values: (N,) ids, wrapped, and 0 where they are not looked up.
     """
 
@@ -123,13 +123,13 @@ class Batch:
 
     Args:
         keys: F features.
-        lengths: (F, B) integer, ids of each bag.
+        lengths: (F, B) integer, ids per bag.
         values: (N,) integer.
         weights: (N,) float, or None.
-        sizes: batch size of each feature, where they differ; each is at most B.
+        sizes: batch size per feature, where they differ. Each is at most B.
         inverse: (U, B_full) int64, the bag that each sample of the full batch takes, per feature in use; or None.
         bags: with ``inverse``, the U numbers of bags that it chooses from.
-        offsets_fit: 0-d bool, whether the offsets that the input was given are those of the lengths; or None.
+        offsets_fit: 0-d bool, whether the offsets that the input was given match the lengths, or None.
         with_dropped: the batch with the ids that were taken out of this one, or None.
         offsets: (F·B + 1,) of the ids' dtype, where each bag begins, of a batch that was checked on a device; or None.
     """
@@ -158,20 +158,20 @@ class Batch:
 def read_batch(features: object, expect: Expectation) -> Batch | str:
     """The batch's tensors, or what is wrong with its structure, as far as it shows without reading a tensor."""
     if not isinstance(features, KeyedJaggedTensor):
-        return f"the input is a {type(features).__name__}; a sharded collection takes a torchrec KeyedJaggedTensor"
+        return f"the input is a {type(features).__name__}. A sharded collection takes a torchrec KeyedJaggedTensor"
     try:
         return _read_ordinary(features, expect) or _read(features, expect)
     except Exception as error:
         # torchrec looks at lengths and values only when asked for them. An error that left this rank without an answer
         # would leave the others waiting for its header.
         return (
-            f"the KeyedJaggedTensor cannot be read ({type(error).__name__}: {error}); check how its values and lengths "
+            f"the KeyedJaggedTensor cannot be read ({type(error).__name__}: {error}). Check how its values and lengths "
             "(or offsets) were built"
         )
 
 
 def _read_ordinary(features: KeyedJaggedTensor, expect: Expectation) -> Batch | None:
-    """:func:`_read` of a batch of the usual form, in as few questions as tell it; None of any other, and of a fault."""
+    """:func:`_read` of a batch of the usual form, in as few questions as tell it. None of any other, and of a fault."""
     if features.variable_stride_per_key() or features.inverse_indices_or_none() is not None:
         return None
     keys, values, lengths = tuple(features.keys()), features.values(), features.lengths_or_none()
@@ -210,17 +210,17 @@ def form_fault(features: KeyedJaggedTensor, expect: Expectation) -> str | None:
     if lengths is None:
         return None  # torchrec raises an error for it
     if lengths.dtype not in _ID_DTYPES:
-        return f"the lengths are {_name(lengths.dtype)}; lengths (or offsets) must be int32 or int64"
+        return f"the lengths are {_name(lengths.dtype)}. Lengths (or offsets) must be int32 or int64"
     return _device_fault("lengths", lengths, expect)
 
 
 def _size_fault(features: KeyedJaggedTensor, expect: Expectation) -> str | None:
     values, weights = features.values(), features.weights_or_none() if expect.weighted else None
     if values.numel() > _MAX_IDS:
-        return f"the input has {values.numel()} ids and a batch may have {_MAX_IDS}; make the batch smaller"
+        return f"the input has {values.numel()} ids and a batch may have {_MAX_IDS}. Make the batch smaller"
     if weights is not None and weights.shape != values.shape:
         shapes = f"the weights have shape {tuple(weights.shape)} and the ids {tuple(values.shape)}"
-        return f"{shapes}; give one weight for each id"
+        return f"{shapes}. Give one weight for each id"
     return None
 
 
@@ -231,7 +231,7 @@ def length_fault(lengths: Tensor, strides: Sequence[int]) -> str | None:
     sizes = [int(stride) for stride in strides]  # numbers, also of a tracer's
     samples = f"batch size {sizes[0]}" if len(set(sizes)) == 1 else f"batch sizes {sizes}"
     return (
-        f"there are {int(lengths.numel())} lengths for {len(sizes)} features of {samples}; give exactly one length for "
+        f"there are {int(lengths.numel())} lengths for {len(sizes)} features of {samples}. Give exactly one length for "
         "each feature and sample"
     )
 
@@ -276,7 +276,7 @@ def _read(features: KeyedJaggedTensor, expect: Expectation) -> Batch | str:
 
 
 def fit(offsets: Tensor, lengths: Tensor | None) -> Tensor:
-    """0-d bool, whether offsets (F·B + 1,) begin at 0 and are those of the lengths that were given with them, if any.
+    """0-d bool, whether offsets (F·B + 1,) begin at 0 and match the lengths that were given with them, if any.
     TorchScript also compiles it.
     """
     first = offsets[:1] == 0
@@ -300,7 +300,7 @@ def _inverse(features: KeyedJaggedTensor, expect: Expectation) -> Tensor | str |
         if len(set(sizes)) > 1:
             return (
                 f"the features have a batch size each ({sizes}) and no inverse indices, so that "
-                "their pooled embeddings cannot stand side by side; give the KeyedJaggedTensor inverse_indices, or pad "
+                "their pooled embeddings cannot stand side by side. Give the KeyedJaggedTensor inverse_indices, or pad "
                 "the short features with empty bags"
             )
         return None
@@ -308,7 +308,7 @@ def _inverse(features: KeyedJaggedTensor, expect: Expectation) -> Tensor | str |
     missing = [feature for feature in expect.features if feature not in keys]
     if missing or indices.dim() != 2 or indices.size(0) != len(keys) or indices.dtype not in _ID_DTYPES:
         return (
-            f"the inverse indices are {_name(indices.dtype)} of shape {tuple(indices.shape)} for {shown(keys)}; give "
+            f"the inverse indices are {_name(indices.dtype)} of shape {tuple(indices.shape)} for {shown(keys)}. Give "
             f"int64 of shape (features, samples) with a row for each of {shown(expect.features)}"
         )
     fault = _device_fault("inverse indices", indices, expect)
@@ -329,7 +329,7 @@ def _key_fault(keys: Sequence[str], expect: Expectation) -> str | None:
         return None
     named = ", ".join(f"{key!r} (table {table!r})" for key, table in missing[:_MAX_SHOWN_KEYS])
     return (
-        f"the input lacks feature(s) {named}; its keys are {shown(keys)}: rename the key, or give the feature with "
+        f"the input lacks feature(s) {named}. Its keys are {shown(keys)}: rename the key, or give the feature with "
         "empty bags"
     )
 
@@ -345,11 +345,11 @@ def _id_fault(features: KeyedJaggedTensor, expect: Expectation) -> str | None:
     feature, table, _ = expect.tables[0]
     if values.dtype not in _ID_DTYPES:
         return (
-            f"the ids are {_name(values.dtype)} (features from {feature!r} of table {table!r} on{_first(values)}); ids "
+            f"the ids are {_name(values.dtype)} (features from {feature!r} of table {table!r} on{_first(values)}). Ids "
             "must be int32 or int64: convert them with .long()"
         )
     if values.dim() != 1:
-        return f"the ids have shape {tuple(values.shape)}; they must be one-dimensional"
+        return f"the ids have shape {tuple(values.shape)}. They must be one-dimensional"
     return _device_fault("ids", values, expect)
 
 
@@ -359,7 +359,7 @@ def _device_fault(what: str, tensor: Tensor, expect: Expectation) -> str | None:
     feature, table, _ = expect.tables[0]
     return (
         f"the {what} are on {tensor.device} and the tables of this module ({table!r} of feature {feature!r} and on) on "
-        f"{expect.device}; move the batch with .to({str(expect.device)!r})"
+        f"{expect.device}. Move the batch with .to({str(expect.device)!r})"
     )
 
 
@@ -377,12 +377,12 @@ def _weight_fault(features: KeyedJaggedTensor, expect: Expectation) -> str | Non
     feature, table, _ = expect.tables[0]
     if weights is None:
         return (
-            f"the input has no weights and the collection of feature {feature!r} (table {table!r}) has "
-            "is_weighted=True; give the KeyedJaggedTensor weights, one per id"
+            f"the input lacks weights and the collection of feature {feature!r} (table {table!r}) has "
+            "is_weighted=True. Give the KeyedJaggedTensor weights, one per id"
         )
     if not weights.dtype.is_floating_point:
         name = f"{_name(weights.dtype)}{_first(weights)}"
-        return f"the weights are {name}; they must be floating point: convert with .float()"
+        return f"the weights are {name}. They must be floating point: convert with .float()"
     return _device_fault("weights", weights, expect)
 
 

@@ -1,4 +1,4 @@
-"""Checks whether the lookups can use a batch: a fast check on the device, and a slow description of what is wrong.
+"""Checks whether the lookups can use a batch: a fast check on the device, and a slow description of the fault.
 
 Shapes: F features of the KeyedJaggedTensor, B samples, N ids.
 
@@ -26,7 +26,7 @@ from shardrec.exchange.to_device import staged
 __all__ = ["SafeIds", "add_up", "are_sound", "checked_on_device", "describe_fault", "ids_are_valid", "safe_ids"]
 
 _MAX_SHARES = 32
-"""Of a key's bags; each is checked by one program."""
+"""Of a key's bags. Each is checked by one program."""
 _MAX_PROGRAMS = 1024
 
 
@@ -35,7 +35,7 @@ def ids_are_valid(batch: Batch, limits: Tensor, *, unlimited: bool) -> Tensor:
 
     Args:
         batch: the tensors of the input.
-        limits: (F,) int64, one more than the largest id allowed, per key of the batch; ``NO_LIMIT`` for a key with
+        limits: (F,) int64, one more than the largest id allowed, per key of the batch. ``NO_LIMIT`` for a key with
             arbitrary ids: no table uses it, or its ids are dynamic.
         unlimited: whether any limit is ``NO_LIMIT``.
 
@@ -66,8 +66,8 @@ class SafeIds(NamedTuple):
     """Ids and bags by which no kernel reads out of bounds.
 
     Args:
-        ids: (N,) those of a key in [0, its limit). Of a sound batch, the given ones.
-        offsets: (F·B + 1,) of the ids' dtype, where each bag begins among the ids; ascending, in [0, N].
+        ids: (N,) in [0, the key's limit). For a sound batch, the given ids.
+        offsets: (F·B + 1,) of the ids' dtype, where each bag begins among the ids. Ascending, in [0, N].
         lengths: (F, B) int32, of the same bags.
     """
 
@@ -118,7 +118,7 @@ def safe_ids(
 ) -> tuple[Tensor, SafeIds]:
     """What the kernel ``check_ids`` does, by torch's operators: whether the batch is sound, 0-d bool, and safe ids.
 
-    Where offsets are faulty, all bags are empty; the kernel empties those of a share of a key.
+    Where offsets are faulty, all bags are empty. The kernel empties the bags of a share of a key.
     """
     bags, count = lengths_FB.size(1), values.numel()
     fit = (offsets[1:] >= offsets[:-1]).all() & (offsets[-1] == count)
@@ -153,12 +153,12 @@ def are_sound(lengths: Tensor, values: Tensor, limits: Tensor, unlimited: bool, 
         limit_N = limits.index_select(0, feature_N.clamp(max=limits.numel() - 1))
     inside = (values >= 0) & (values < limit_N)
     if unlimited:
-        inside = inside | (limit_N == 9223372036854775807)  # NO_LIMIT, of which TorchScript sees no global name
+        inside = inside | (limit_N == 9223372036854775807)  # NO_LIMIT, a global name that TorchScript does not see
     return sound & inside.all()
 
 
 def add_up(lengths: Tensor, lengths_F: Tensor, count: int) -> Tensor:
-    """Whether ``lengths`` (F, B), with the sums ``lengths_F``, are those of ``count`` ids.
+    """Whether ``lengths`` (F, B), with the sums ``lengths_F``, add up to ``count`` ids.
 
     Each length is checked separately, because a sum of large lengths overflows: four times 2^62 is 0.
     """
@@ -166,7 +166,7 @@ def add_up(lengths: Tensor, lengths_F: Tensor, count: int) -> Tensor:
 
 
 def describe_fault(batch: Batch, expect: Expectation) -> str:
-    """Describe what is wrong with a batch that is not valid. Reads tensors on the host; only for the failing step."""
+    """Describe what is wrong with a batch that is not valid. Reads tensors on the host. Only for the failing step."""
     lengths, count = batch.lengths.cpu(), batch.values.numel()
     impossible = ((lengths < 0) | (lengths > count)).nonzero()
     if len(impossible):
@@ -180,13 +180,13 @@ def describe_fault(batch: Batch, expect: Expectation) -> str:
     total = int(lengths.sum(dtype=torch.int64))
     if total != count:
         return (
-            f"the lengths of features {shown(batch.keys)} add up to {total} and there are {count} ids; they must be "
+            f"the lengths of features {shown(batch.keys)} add up to {total} and there are {count} ids. They must be "
             "equal: check how lengths (or offsets) and values were built"
         )
     if batch.offsets_fit is not None and not bool(batch.offsets_fit):
         return (
-            f"the offsets of features {shown(batch.keys)} do not begin at 0, or are not those of the lengths that the "
-            "input has, too; give the KeyedJaggedTensor lengths alone, or offsets alone"
+            f"the offsets of features {shown(batch.keys)} do not begin at 0, or do not match the lengths that the "
+            "input also has. Give the KeyedJaggedTensor lengths alone, or offsets alone"
         )
     if batch.inverse is not None:
         for feature, bags, inverse in zip(expect.features, batch.bags, batch.inverse.cpu(), strict=True):
@@ -194,7 +194,7 @@ def describe_fault(batch: Batch, expect: Expectation) -> str:
             if len(wrong):
                 return (
                     f"feature {feature!r}: the inverse index of sample {int(wrong[0])} is {int(inverse[wrong[0]])} and "
-                    f"the feature has {bags} bags; inverse indices must be in [0, {bags})"
+                    f"the feature has {bags} bags. Inverse indices must be in [0, {bags})"
                 )
     start = 0
     for row, key in enumerate(batch.keys):
@@ -208,7 +208,7 @@ def describe_fault(batch: Batch, expect: Expectation) -> str:
             more = f" (and {len(bad) - 1} more of this feature)" if len(bad) > 1 else ""
             return (
                 f"feature {key!r}{expect.of_table(key)}: id {int(values[position])} in sample {sample}{more} "
-                f"is outside [0, {limit}); hash or clip the ids into the table, or raise num_embeddings"
+                f"is outside [0, {limit}). Hash or clip the ids into the table, or raise num_embeddings"
             )
         start += length
     raise AssertionError("describe_fault was called for a batch without a fault")

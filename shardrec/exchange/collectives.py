@@ -1,7 +1,7 @@
 """The collectives of a step, as an object that can be replaced.
 
 An all-to-all is issued and waited for in two calls, so that other work can overlap with it. The functional operators
-(``torch.ops._c10d_functional``) are the ones that eager mode, TorchScript, torch.compile and torch.export all know;
+(``torch.ops._c10d_functional``) are known to eager mode, TorchScript, torch.compile and torch.export alike.
 importing ``torch.distributed._functional_collectives`` registers their autograd formulas, without which they silently
 give no gradient.
 """
@@ -87,7 +87,7 @@ class Collectives(abc.ABC):
     Attributes:
         rank: of this process.
         world_size: number of ranks W.
-        group_name: of the process group; "" where there is none.
+        group_name: of the process group. "" without one.
     """
 
     rank: int
@@ -110,7 +110,7 @@ class Collectives(abc.ABC):
         """Issue an all-to-all of parts, which need not be contiguous with each other.
 
         Args:
-            parts: per rank, the (n,) tensors that go to it, one after the other; all of one dtype.
+            parts: per rank, the (n,) tensors that go to it, one after the other. All of one dtype.
             receive: elements from each rank.
             what: the exchange's name in errors and counts, such as "output".
             streams: sizes of the float32 streams sent, if their gradients will come back.
@@ -120,12 +120,12 @@ class Collectives(abc.ABC):
         """
 
     def header(self, rows: Tensor) -> Tensor:
-        """Exchange row q of ``rows`` (W, C) with rank q, and wait: (W, C), the row of each rank."""
+        """Exchange row q of ``rows`` (W, C) with rank q, and wait: (W, C), a row per rank."""
         received = self.send([[row] for row in rows], [rows.size(1)] * self.world_size, "header").wait()
         return torch.stack(received)
 
     def ids(self, parts: Sequence[Sequence[Tensor]], receive: Sequence[int]) -> Pending:
-        """Issue an all-to-all of the payload as :meth:`send` does: ids and what their lookup needs."""
+        """Issue an all-to-all of the payload as :meth:`send` does: ids and the other inputs of their lookup."""
         return self.send(parts, receive, "payload")
 
     def header_with_ids(
@@ -136,10 +136,10 @@ class Collectives(abc.ABC):
         Args:
             rows: per rank, the numbers that go to it, at most ``columns``.
             columns: width of a header, the same on all ranks.
-            parts: of the payload, as :meth:`send` takes them; not sent if a header says that there is none.
+            parts: of the payload, as :meth:`send` takes them. Not sent if a header announces that there is no payload.
 
         Returns:
-            The numbers of each rank, and the function that issues the payload's exchange: it takes the words that are
+            The numbers per rank, and the function that issues the payload's exchange: it takes the words that are
             to come from each rank.
         """
         header = torch.zeros((self.world_size, columns), dtype=torch.int64)
@@ -148,7 +148,7 @@ class Collectives(abc.ABC):
         return received, partial(self.ids, parts)
 
     def gather(self, values: Tensor, sizes: Sequence[int], what: str) -> list[Tensor]:
-        """Send ``values`` (n,) to every rank, and wait for the values of each rank, whose ``sizes`` are known."""
+        """Send ``values`` (n,) to every rank, and wait for the values of all ranks. Their ``sizes`` are known."""
         return self.send([[values]] * self.world_size, sizes, what).wait()
 
     def report_failure(self, fault: str) -> None:  # noqa: B027 - a process group cannot
@@ -160,7 +160,7 @@ class Collectives(abc.ABC):
             fault: what happened on this rank, as a predicate: "raised in backward: ...".
         """
 
-    def raise_reported_failure(self, what: str) -> None:  # noqa: B027 - has none to raise
+    def raise_reported_failure(self, what: str) -> None:  # noqa: B027 - nothing to raise
         """Raise the fault that another rank has reported in this step, if any, or that ended a wait of the device.
 
         Args:
@@ -239,7 +239,7 @@ class FunctionalCollectives(Collectives):
         return Later(partial(self._wait, pending, list(receive), what, number))
 
     def _wait(self, pending: Tensor, receive: list[int], what: str, number: int) -> list[Tensor]:
-        """Wait for parts that travel as one buffer; ``number`` is theirs in the flight record."""
+        """Wait for parts that travel as one buffer. ``number`` is theirs in the flight record."""
         try:
             done: Tensor = torch.ops._c10d_functional.wait_tensor(pending)
         except RuntimeError as error:

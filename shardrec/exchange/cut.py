@@ -14,7 +14,8 @@ once the header has told the number.
 [Note: fbgemm's kernels on CUDA]
 ``permute_2D_sparse_data`` reads its last segment up to the given number of values, beyond the ids: rows are moved by an
 index instead (:func:`row_positions`). ``block_bucketize_sparse_features`` refuses to run for no bags, has a thread for
-each bag if the order is kept, and copies boundaries in each call: none are given if the blocks of each unit are even.
+each bag if the order is kept, and copies boundaries in each call: boundaries are left out if the blocks per unit are
+even.
 
 Dynamic ids are cut by their home rows (:mod:`shardrec.exchange.hashing`), and are sent to the blocks unchanged.
 
@@ -42,16 +43,16 @@ __all__ = ["Cut", "Cutter", "in_blocks", "permuted"]
 
 @dataclass(frozen=True, kw_only=True)
 class Cut:
-    """A batch cut into blocks (by the C++ operator: into slots), and the block of each slot.
+    """A batch cut into blocks (by the C++ operator: into slots), and the block per slot.
 
     Args:
         row_lengths: (K·U, B); (F, B) with one block; (S, B) by the C++ operator.
         values: (N,) ids in that order, local to the block unless dynamic; on CUDA, elements that are not ids may
             follow.
         weights: (N,) or None.
-        positions: (N,) integer position of each id in the batch, or None if they are not needed.
-        slots: (S,) the row of ``row_lengths`` of each slot; None if the rows are the slots, in order.
-        lengths: (S, B) lengths of each slot.
+        positions: (N,) integer position per id in the batch, or None if they are not needed.
+        slots: (S,) the row of ``row_lengths`` per slot. None if the rows are the slots, in order.
+        lengths: (S, B) lengths per slot.
         borrowed: values or weights are the caller's own memory.
     """
 
@@ -68,10 +69,10 @@ class Cut:
 class _KeyOrder:
     """Constants for one order of the batch's keys."""
 
-    units: Tensor | None  # (U,) int32 position of each unit's key; None if they are all the keys, in order
+    units: Tensor | None  # (U,) int32 position of each unit's key. None if they are all the keys, in order
     most_units: int  # of one key
     described: list[int]  # the units, as the C++ operator takes them
-    slots: Tensor | None  # (S,) position of each slot's key, for one block; None if they are all the keys, in order
+    slots: Tensor | None  # (S,) position of each slot's key, for one block. None if they are all the keys, in order
 
 
 class Cutter:
@@ -82,11 +83,11 @@ class Cutter:
         device: of the batches.
 
     Attributes:
-        block_sizes: (U,) rows of a block of each unit if all its blocks but the last have as many, else of its table
+        block_sizes: (U,) rows of a block per unit if all its blocks but the last have as many, else of its table
             (the name is fbgemm's).
-        boundaries: per unit, (K + 1,) the rows at which its blocks begin and end; empty if ``block_sizes`` says it.
-        slot_rows: (S,) int64, row of each slot in the cut lengths.
-        dynamic: (U,) bool, which units' ids are dynamic; None if none are.
+        boundaries: per unit, (K + 1,) the rows at which its blocks begin and end. Empty if ``block_sizes`` says it.
+        slot_rows: (S,) int64, row per slot in the cut lengths.
+        dynamic: (U,) bool, which units' ids are dynamic. None if none are.
         id_dtype: of the batches' ids: int32 where the tables' rows allow.
     """
 
@@ -110,12 +111,12 @@ class Cutter:
         ]
 
     def cut(self, batch: Batch, *, keep_positions: bool, given: Batch) -> Cut:
-        """Cut into the blocks of each unit.
+        """Cut into the blocks per unit.
 
         Args:
             batch: checked.
-            keep_positions: return the position of each id in the batch.
-            given: the batch as it was read from the input, whose memory is the caller's.
+            keep_positions: return the position per id in the batch.
+            given: the batch as it was read from the input. Its memory belongs to the caller.
         """
         order = self._order(batch.keys)
         slots, blocks = order.slots, self._route.blocks
@@ -195,10 +196,10 @@ class Cutter:
 def permuted(
     order: Tensor, lengths: Tensor, values: Tensor, weights: Tensor | None, positions: Tensor | None, total: int | None
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
-    """Permute rows of lengths (F, B), and the values of each row. TorchScript also compiles it.
+    """Permute rows of lengths (F, B), and the values per row. TorchScript also compiles it.
 
     Args:
-        order: int32 rows to take; a row may occur several times or never.
+        order: int32 rows to take. A row may occur several times or never.
         lengths: (F, B).
         values: (N,).
         weights: (N,) or None.
@@ -221,7 +222,7 @@ def permuted(
 
 
 def row_positions(order: Tensor, lengths: Tensor, count: int, total: int) -> Tensor:
-    """(total,) int64 positions, among ``count`` values, of those of the rows ``order`` of lengths (F, B), by row.
+    """(total,) int64 positions, among ``count`` values, of the values of rows ``order`` of lengths (F, B), by row.
 
     Positions beyond the number of values in these rows are arbitrary. TorchScript also compiles it.
     """
@@ -266,7 +267,7 @@ def in_blocks(
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
     """:func:`bucketized`, with dynamic ids cut by their home rows and unchanged. TorchScript also compiles it.
 
-    ``dynamic`` (U,) bool says which units' ids are dynamic; None for no unit. No value is read on the host.
+    ``dynamic`` (U,) bool says which units' ids are dynamic. None for no unit. No value is read on the host.
     """
     if dynamic is None:
         return bucketized(lengths, ids, weights, positions, sizes, blocks, boundaries)
@@ -298,7 +299,7 @@ def bucketized(
         positions: (N,) or None.
         sizes: (U,) rows of each unit, or without boundaries of its blocks.
         blocks: K, the most blocks of any unit.
-        boundaries: per unit, (K + 1,); empty if the blocks of each are even.
+        boundaries: per unit, (K + 1,). Empty if the blocks of every unit are even.
 
     Returns:
         (K·U, B) lengths, ids, weights, and positions.
@@ -323,7 +324,7 @@ def bucketized(
         assert target is not None, "a bucketize that keeps the order tells where each id went"
         targets = target.to(torch.int64)
         if targets.is_cuda:
-            # No positions are written beyond the ids, nor for an invalid batch, whose lengths are 0.
+            # No positions are written beyond the ids, nor for an invalid batch, which has lengths 0.
             same = torch.arange(targets.size(0), device=targets.device)
             targets = torch.where(same < cut.sum(), targets, same)
         positions = torch.empty_like(positions).index_copy_(0, targets, positions)
@@ -341,7 +342,7 @@ def _is_even(edges: Sequence[int], blocks: int, dtype: torch.dtype) -> bool:
 
 
 def _described(route: Route, keys: Sequence[int]) -> list[int]:
-    """The units for ``shardrec::cut_ids``; ``keys`` are the positions of their keys."""
+    """The units for ``shardrec::cut_ids``. ``keys`` are the positions of their keys."""
     slots: dict[tuple[int, int], list[int]] = {}
     all_slots = [slot for rank_slots in route.slots for slot in rank_slots]
     for number, slot in enumerate(all_slots):

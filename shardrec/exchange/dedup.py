@@ -1,7 +1,7 @@
 """Deduplication: duplicate ids of a table are sent and looked up once.
 
 The ids of all the features of a table, in a batch, become one sorted list of distinct ids, sent as one bag of a feature
-named after the table. The received rows are copied to the positions of all ids; the copies' gradients are added up on
+named after the table. The received rows are copied to the positions of all ids. The copies' gradients are added up on
 this rank before they are sent.
 """
 
@@ -24,7 +24,7 @@ class DistinctIds:
     """Finds the distinct ids of each table in a batch.
 
     On the CPU there are U distinct ids. On CUDA the host would have to wait to know U: the result has an element for
-    each id that the keys could have, of which the first U are valid.
+    each id that the keys could have. The first U are valid.
 
     Args:
         lookups: (feature, table), in output order.
@@ -69,7 +69,7 @@ class DistinctIds:
         return Batch(keys=self._tables, lengths=lengths, values=values, weights=None), distinct_index
 
     def _new_order(self, keys: tuple[str, ...]) -> tuple[Tensor, int]:
-        """(L,) int32 position of each lookup's key, and the most lookups of one key."""
+        """(L,) int32 position of each lookup's key, and the largest number of lookups of one key."""
         place = {key: index for index, key in enumerate(keys)}
         index = [place[feature] for feature in self._features]
         most = max(map(index.count, index), default=0)
@@ -82,11 +82,11 @@ def distinct(
     """:class:`DistinctIds` of plain tensors. TorchScript also compiles it.
 
     Args:
-        order: (L,) int32, the key of each lookup.
+        order: (L,) int32, the key per lookup.
         lengths: (F, B).
         values: (N,).
         firsts: (L,) int64, the first row of each lookup's table if tables lie one after the other.
-        edges: (T + 1,) int64, the first row of each table, and the end.
+        edges: (T + 1,) int64, the first row per table, and the end.
         total: number of ids of the lookups, if the host knows it.
 
     Returns:
@@ -106,10 +106,10 @@ def distinct_by_table(
     """:func:`distinct` for ids of any value, table after table.
 
     Args:
-        order: (L,) int32, the key of each lookup.
+        order: (L,) int32, the key per lookup.
         lengths: (F, B).
         values: (N,).
-        lookups: number of lookups of each table.
+        lookups: number of lookups per table.
     """
     most = values.numel() * order.numel() if values.is_cuda else None
     lengths, ids, _, _ = permuted(order, lengths, values, None, None, most)
@@ -124,10 +124,10 @@ def distinct_by_table(
 def distinct_padded(
     order: Tensor, lengths: Tensor, values: Tensor, firsts: Tensor, edges: Tensor, total: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """:func:`distinct`, padded instead of waiting for the number; ``total`` is the most ids that the lookups can have.
+    """:func:`distinct`, padded instead of waiting for the number. ``total`` is the most ids that the lookups can have.
 
     Returns:
-        As :func:`distinct`; elements that are not ids or indices may follow.
+        As :func:`distinct`. Elements that are not ids or indices may follow.
     """
     lengths, ids, _, _ = permuted(order, lengths, values, None, None, total)
     numbers = torch.arange(ids.numel(), device=ids.device)

@@ -8,9 +8,9 @@
     backward    check        waits for the event, and raises before a weight or a gradient changes
 
 A flag is up if it holds the number of its batch. No flag is cleared: another number is of an earlier batch. The lookup
-of a faulty batch reads safe ids (:func:`shardrec.exchange.check.checked_on_device`), and its values have no meaning.
+of a faulty batch reads safe ids (:func:`shardrec.exchange.check.checked_on_device`), and its values are meaningless.
 
-Which forward reads its flag at once is decided in :mod:`shardrec.step.step`.
+Which forward reads its flag immediately is decided in :mod:`shardrec.step.step`.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from torch.utils._pytree import tree_leaves
 __all__ = ["FaultFlag", "FaultFlags"]
 
 _FLAGS = 64
-"""Batches whose flags may be unread at once."""
+"""Largest number of batches with unread flags."""
 
 
 class FaultFlag:
@@ -66,7 +66,7 @@ class FaultFlag:
         self._report = report
 
     def is_up(self) -> bool:
-        """Whether the batch is faulty; waits until the device has checked it."""
+        """Whether the batch is faulty. Waits until the device has checked it."""
         if self._is_up is None:
             flag = self.value
             if self._copied is not None:
@@ -79,7 +79,7 @@ class FaultFlag:
         """Wait for a flag that was sent.
 
         Raises:
-            InputError: if the batch is faulty; again in each call.
+            InputError: if the batch is faulty. Again in each call.
         """
         if self.is_up() and self._report is not None:
             self._report()
@@ -103,10 +103,11 @@ class FaultFlags:
         self._memory: list[tuple[Tensor, Tensor]] = []
 
     def next(self) -> FaultFlag:
-        """The flag of a further batch. Its memory was that of the 64th batch before, which is checked if it was not."""
+        """The flag of a further batch. It reuses the memory of the 64th batch before, which is checked first if it was
+        not."""
         if not self._memory:
             with torch.inference_mode(False):  # so that later batches may write to it
-                # Two words for each: kernels are compiled once for memory whose address is a multiple of 16.
+                # Two words for each: kernels are compiled once for memory at an address that is a multiple of 16.
                 on_device = torch.zeros((_FLAGS, 2), dtype=torch.int64, device=self._device)
                 on_host = torch.zeros(_FLAGS, dtype=torch.int64, pin_memory=True)
                 self._memory = list(zip(on_device[:, 0].unbind(), on_host.unbind(), strict=True))
@@ -132,7 +133,7 @@ class FaultFlags:
         """Wait for the unread flags, if there are any.
 
         Raises:
-            InputError: of the first batch that is faulty; the flags of those after it are still unread.
+            InputError: of the first batch that is faulty. The flags of those after it are still unread.
         """
         while self.unread:
             self.unread.pop(0).check()

@@ -1,8 +1,8 @@
 """The flight record: the last collectives of this process, in memory that the other processes of its host can read.
 
-It is a ring of a few entries in an anonymous memory file, which has no name and ends with the process. While the
+It is a ring of a few entries in an anonymous memory file, which is anonymous and ends with the process. While the
 process lives, even if it is stopped or stuck, another process of the same user can read it through ``/proc``. An entry
-takes half a microsecond. The idea is that of PyTorch's flight recorder, which only supports NCCL. (``BlocksInFlight``
+takes half a microsecond. The idea is from PyTorch's flight recorder, which only supports NCCL. (``BlocksInFlight``
 in ``row_exchange.py`` is something else: rows being exchanged.)
 """
 
@@ -54,7 +54,7 @@ class FlightRecord:
     """A ring of the last collectives.
 
     Attributes:
-        descriptor: of the memory file; -1 if there is none (not Linux), so that other processes cannot read it.
+        descriptor: of the memory file. -1 without one (not Linux), where other processes cannot read it.
     """
 
     def __init__(self) -> None:
@@ -66,7 +66,7 @@ class FlightRecord:
         self._numbers = count()
 
     def begin(self, what: str, size: int = 0) -> int:
-        """A collective is issued; returns its number for :meth:`end`.
+        """A collective is issued. Returns its number for :meth:`end`.
 
         Args:
             what: its name.
@@ -89,7 +89,7 @@ class FlightRecord:
 
     @staticmethod
     def of_process(pid: int, descriptor: int) -> list[Entry]:
-        """The entries of another process of this host; none if it cannot be read."""
+        """The entries of another process of this host. None if it cannot be read."""
         if descriptor < 0:
             return []
         try:
@@ -101,7 +101,7 @@ class FlightRecord:
 
 @cache
 def flight_record() -> FlightRecord:
-    """The flight record of this process; a forked child begins a new one."""
+    """The flight record of this process. A forked child begins a new one."""
     return FlightRecord()
 
 

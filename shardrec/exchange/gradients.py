@@ -22,7 +22,7 @@ class Reducer(Protocol):
         """What the ranks must have in common, in words."""
 
     def broadcast_buffers(self) -> None:
-        """Called when a forward begins; sends the first rank's buffers to all ranks that make it."""
+        """Called when a forward begins. Sends the first rank's buffers to all ranks that make it."""
 
     def arm(self) -> None:
         """Called when a forward with gradients begins."""
@@ -42,8 +42,9 @@ class Gradients:
     Attributes:
         reducer: averages them over the ranks, unless that is left to the user, or there is one rank.
         accumulates: forwards are in ``no_sync``.
-        reduce_this_backward: the last forward with gradients ran outside ``no_sync``; its backward all-reduces.
-        returning: what the operators of a program that goes back have sent, and what they receive at its end.
+        reduce_this_backward: the last forward with gradients ran outside ``no_sync``. Its backward all-reduces.
+        returning: tensors that the operators of a program in backward have sent, and tensors that they receive at its
+            end.
         backward: tells the reducer of backwards, and the other ranks of one that raises here.
     """
 
@@ -60,7 +61,7 @@ class Gradients:
 
     def begin_forward(self) -> None:
         """A forward begins: if it has gradients, it decides whether its backward averages them. One that a backward
-        computes again has begun before, with gradients; the forward of a reentrant checkpoint has not.
+        computes again has begun before, with gradients. The forward of a reentrant checkpoint has not.
         """
         if self._had_gradients and torch._C._current_graph_task_id() >= 0:  # computes_again, without a call
             return

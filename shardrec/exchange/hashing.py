@@ -1,6 +1,6 @@
-"""The row block of a dynamic id, computed with torch's operators; TorchScript also compiles them.
+"""The row block of a dynamic id, computed with torch's operators. TorchScript also compiles them.
 
-``shardrec/native/hashing.h`` implements the same in C++; tests compare the two.
+``shardrec/native/hashing.h`` implements the same in C++. Tests compare the two.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ def mixed(ids: Tensor) -> Tensor:
     Returns:
         int64 of the same shape.
     """
-    # Right shifts of a negative int64 extend its sign; torch's products wrap.
+    # Right shifts of a negative int64 extend its sign. Torch's products wrap.
     first = (ids ^ ((ids >> 30) & 0x3FFFFFFFF)) * -4658895280553007687
     second = (first ^ ((first >> 27) & 0x1FFFFFFFFF)) * -7723592293110705685
     return second ^ ((second >> 31) & 0x1FFFFFFFF)
 
 
 def home_rows(ids: Tensor, rows: Tensor) -> Tensor:
-    """The home row of each id, which determines its row block.
+    """The home row per id, which determines its row block.
 
     Args:
         ids: (N,) int64.

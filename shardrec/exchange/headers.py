@@ -2,10 +2,10 @@
 
 [Note: failing together]
 A rank with bad input must not leave the others waiting in the next collective. Each exchange begins with a header, an
-all-to-all of a few integers that is needed anyway; one of them says "my batch is faulty", one is a checksum of what the
+all-to-all of a few integers that is needed anyway. One of them says "my batch is faulty", one is a checksum of what the
 ranks must agree on (id dtype, gradients on or off, dtypes of the dense inputs). When any header says so, every rank
 knows it at the same step, and only then do they exchange their messages as text, so that each raises the same error. A
-step without a fault exchanges no messages. An exception of the model's own code stays as it is on its rank; the others
+step without a fault exchanges no messages. An exception of the model's own code stays as it is on its rank. The others
 raise an error that quotes it.
 """
 
@@ -35,18 +35,19 @@ __all__ = [
     "quoted",
 ]
 
-_NO_MORE_HERE = "there is no further batch, and others have one: give every rank as many batches"
+_NO_MORE_HERE = "this rank has no further batch, and others have one: give every rank as many batches"
 
 FIXED_COLUMNS = 2
 """Header columns before the modules' parts: fault flag, checksum of the agreement."""
 
 
 FORWARD_FAILED, NO_MORE = 2, 3
-"""Fault flags beside 1, a faulty batch: the forward of the batch before failed; there is no further batch."""
+"""Fault flags beside 1 (a faulty batch): the forward of the previous batch failed, and there is no further batch."""
 
 
 class ForwardFailed(InputError):
-    """While the next batch's ids were exchanged: another rank's forward failed, and this rank's has no backward."""
+    """While the next batch's ids were exchanged: another rank's forward failed, and this rank's forward lacks a
+    backward."""
 
 
 def is_shared(error: BaseException) -> bool:
@@ -83,7 +84,7 @@ class Headers:
 
     Attributes:
         columns: width of a header, the same in every exchange, so that a rank can answer for any of them.
-        modules: number of sharded modules whose calls travel under the headers.
+        modules: number of sharded modules that send their calls under the headers.
         exchanged: number of headers so far.
         plans: number of plans that the modules had before the present one.
         flags: of the batches that are checked on a device.
@@ -104,7 +105,7 @@ class Headers:
         self.modules += 1
 
     def exchange(self, header: Tensor) -> Tensor:
-        """Send row q of ``header`` (W, C) int64 to rank q; returns the rows received, one from each rank."""
+        """Send row q of ``header`` (W, C) int64 to rank q. Returns the rows received, one from each rank."""
         self.exchanged += 1
         return self.collectives.header(header)
 
@@ -131,14 +132,14 @@ class Headers:
             self.raise_faults("" if {1, FORWARD_FAILED} & set(flags) else _NO_MORE_HERE, "", flags)
 
     def _exchange_flag(self, flag: int) -> list[int]:
-        """A header of a flag alone; returns those of all ranks."""
+        """A header of a flag alone. Returns the headers of all ranks."""
         header = torch.zeros((self.collectives.world_size, self.columns), dtype=torch.int64, device=self.device)
         header[:, 0] = flag
         flags: list[int] = self.exchange(header)[:, 0].tolist()
         return flags
 
     def raise_faults(self, message: str, agreement: str, flags: Sequence[int] = ()) -> NoReturn:
-        """Exchange the messages of all ranks and raise them; every rank must call this in the same step.
+        """Exchange the messages of all ranks and raise them. Every rank must call this in the same step.
 
         Args:
             message: what is wrong on this rank, or "".
@@ -146,7 +147,7 @@ class Headers:
             flags: fault flags of all ranks.
 
         Raises:
-            InputError: the same on every rank; a ForwardFailed if a flag says so.
+            InputError: the same on every rank. A ForwardFailed if a flag says so.
         """
         error = ForwardFailed if FORWARD_FAILED in flags else InputError
         messages = self.all_gather_text(message)
@@ -156,11 +157,11 @@ class Headers:
         agreements = self.all_gather_text(agreement)
         lines = [f"rank {rank}: {text}" for rank, text in enumerate(agreements)]
         raise error(
-            "the ranks disagree about their input; give every rank the same dtypes and modes:\n  " + "\n  ".join(lines)
+            "the ranks disagree about their input. Give every rank the same dtypes and modes:\n  " + "\n  ".join(lines)
         )
 
     def all_gather_text(self, text: str) -> list[str]:
-        """The text of each rank, on every rank."""
+        """The texts of all ranks, on every rank."""
         collectives, what = self.collectives, "error message"
         data = torch.tensor(list(text.encode()), dtype=torch.uint8, device=self.device)
         size = torch.tensor([data.numel()], device=self.device)

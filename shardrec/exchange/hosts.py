@@ -9,7 +9,7 @@ each has a partial sum for every sample of every rank. It is sent in two steps::
     2. between hosts    (h, l') ──► (·, l'): sums (B, D_s), in the output all-to-all, with all other columns
 
 Between hosts each sample's sum travels once, not once per row block. The gradient is sent the same way back, so that it
-enters a host once. The idea is that of TorchRec's table-row-wise cut (reduce-scatter inside, all-to-all between); here
+enters a host once. The idea is from TorchRec's table-row-wise cut (reduce-scatter inside, all-to-all between). Here
 it applies to all row blocks that the plan puts on one host, with the same two exchanges for all tables.
 """
 
@@ -39,8 +39,8 @@ class HostSums:
 
     Args:
         ranks_per_host: L.
-        columns: per host, the columns that are summed there, with the width of each, in order.
-        direct: per rank, the slots whose columns are not summed.
+        columns: per host, the columns that are summed there, with their widths, in order.
+        direct: per rank, the slots with columns that are not summed.
         direct_columns: per rank, the pooled columns of these slots.
         summed_columns: per rank, the pooled columns that are summed.
         pieces: per host, its sums in terms of the L blocks.
@@ -59,11 +59,11 @@ class HostSums:
 
 
 def host_sums(route: Route, ranks_per_host: int) -> HostSums | None:
-    """The columns that can be summed inside hosts; None if there is one host, or nothing to sum on any host.
+    """The columns that can be summed inside hosts. None if there is one host, or nothing to sum on any host.
 
     Args:
         route: of the ids.
-        ranks_per_host: L; ranks are numbered host by host.
+        ranks_per_host: L. Ranks are numbered host by host.
     """
     world_size = len(route.slots)
     if ranks_per_host == world_size or ranks_per_host == 1:
@@ -111,7 +111,7 @@ def host_sums(route: Route, ranks_per_host: int) -> HostSums | None:
 
 
 def _summed(ranks: Sequence[tuple[Slot, ...]]) -> dict[Column, int]:
-    """The columns of which several ranks of a host hold row blocks, and their widths."""
+    """The columns with row blocks on several ranks of a host, and their widths."""
     widths = [{(slot.lookup, slot.shard.col_start): slot.shard.cols for slot in slots} for slots in ranks]
     holders = Counter(key for of_rank in widths for key in of_rank)
     width_of = {key: width for of_rank in widths for key, width in of_rank.items()}
@@ -148,7 +148,7 @@ class HostExchange:
 
         Args:
             pooled: (B_all, D_mine) float32, rank after rank.
-            batch_sizes: samples of each rank.
+            batch_sizes: samples per rank.
         """
         samples = pooled.split(list(batch_sizes))
         summed = [self.summed.assemble([samples[rank]]).view(-1) for rank in self.order]
@@ -175,13 +175,13 @@ class HostExchange:
 
         Args:
             blocks: what came from each rank.
-            batch_sizes: samples of each rank.
+            batch_sizes: samples per rank.
         """
         total = self.columns.assemble(self._blocks(blocks, batch_sizes))
         return list(total.split([batch_sizes[rank] for rank in self._same_local_rank(self._local)]))
 
     def distribute(self, gradients: Sequence[Tensor], blocks: Sequence[Tensor], batch_sizes: Sequence[int]) -> None:
-        """The transpose of :meth:`add_up`: write the gradient of each block, from those of the sums."""
+        """The transpose of :meth:`add_up`: write the blocks' gradients, from the gradients of the sums."""
         self.columns.distribute(torch.cat(list(gradients)), self._blocks(blocks, batch_sizes))
 
     def _blocks(self, flats: Sequence[Tensor], batch_sizes: Sequence[int]) -> list[Tensor]:

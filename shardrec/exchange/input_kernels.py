@@ -1,6 +1,6 @@
 """Kernels of the input exchange on a GPU, in Triton (:mod:`shardrec.exchange.launching`).
 
-Each takes the place of a dozen of torch's operators, of which the host launches about one in 8 microseconds: for
+Each replaces a dozen of torch's operators. The host launches about one operator in 8 microseconds: for
 batches that take the device less than that, the host is what a step waits for.
 
 Shapes: F keys, B bags of a key, N ids, W ranks, G lookup groups, S slots of all ranks, C columns of the header.
@@ -48,7 +48,7 @@ def check_ids(
 
     The program of a share keeps its bags and ids between its start and the next share's, so that a bag reads only ids
     that were compared with the limit of its key: writes them as ``ids_N``, 0 for an id outside; as ``safe_offsets``,
-    those of empty bags if the share's do not ascend; and as ``lengths_FB``, int32. STARTS is a power of two, at least
+    of empty bags if the share's do not ascend, and as ``lengths_FB``, int32. STARTS is a power of two, at least
     keys times SHARES.
     """
     key, share, shares = tl.program_id(0), tl.program_id(1), tl.num_programs(0) * SHARES
@@ -86,7 +86,7 @@ def check_ids(
         tl.store(safe_offsets + bag, here, mask=bag < last)
         tl.store(lengths_FB + bag, following - here, mask=bag < last)
     limit = tl.load(limits_F + key)
-    has_limit = limit != 9223372036854775807  # NO_LIMIT, of which a kernel sees no global name
+    has_limit = limit != 9223372036854775807  # NO_LIMIT, a global name that a kernel does not see
     outside = tl.zeros([BLOCK], tl.int32)
     for start in range(begin, ids_end, BLOCK):
         place = start + tl.arange(0, BLOCK)
@@ -114,11 +114,11 @@ def write_header(
     SHARES: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Write a call's part of the header, which was zeros: fault flag, checksum, bags, and the ids of each group.
+    """Write a call's part of the header, which was zeros: fault flag, checksum, bags, and the ids per group.
 
     The batch is faulty if ``flag`` is its ``number``.
-    ``edges`` (W·G + 1,) says where each rank's groups begin among the slots; the call's columns begin at ``column``,
-    with SIZES columns before those of its groups. SHARES programs share the lengths of a group.
+    ``edges`` (W·G + 1,) says where each rank's groups begin among the slots. The call's columns begin at ``column``,
+    with SIZES columns before its groups' columns. SHARES programs share the lengths of a group.
     """
     pair, share = tl.program_id(0), tl.program_id(1)
     rank = header_WC + (pair // groups).to(tl.int64) * width

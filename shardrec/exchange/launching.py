@@ -22,7 +22,7 @@ def has_kernels(device: torch.device) -> bool:
         launch("shardrec.exchange.input_kernels", "clear", (1,), torch.empty(1, dtype=torch.int32, device=device))
     except Exception as error:
         warnings.warn(
-            f"Triton compiles no kernel here ({error}); torch's operators take their place, and steps of small batches "
+            f"Triton compiles no kernel here ({error}). Torch's operators take their place, and steps of small batches "
             "take up to 1.4 times as long: install a C compiler, such as gcc",
             stacklevel=2,
         )
@@ -38,7 +38,7 @@ def launch(module: str, kernel: str, grid: tuple[int, ...], *values: Any, **cons
             second to import.
         kernel: its name there.
         grid: number of programs along each axis.
-        values: its arguments, in order; the first is a tensor, on whose device it runs.
+        values: its arguments, in order. The first is a tensor, and the kernel runs on its device.
         constants: those that it is compiled for.
     """
     run, device = _kernel(module, kernel)[grid], values[0].device

@@ -33,7 +33,7 @@ HEADER_SIZES = 2
 """Columns of a row of the header before its counts of ids."""
 
 _BATCH_SIZE, _BAG_WORDS, _COUNTS = itemgetter(0), itemgetter(1), itemgetter(slice(HEADER_SIZES, None))
-_SOURCES = 64  # numbers of sources for which constants are cached; a server that merges requests has many
+_SOURCES = 64  # numbers of sources for which constants are cached. A server that merges requests has many
 
 
 @dataclass(kw_only=True, slots=True)
@@ -41,15 +41,15 @@ class ShardInput:
     """The ids that all ranks request from this rank's shards.
 
     Args:
-        lengths: (S_mine, B_all) int32; a slot's samples are ordered by the rank they come from.
+        lengths: (S_mine, B_all) int32. A slot's samples are ordered by the rank they come from.
         ids: (n,) int32 or int64, slot by slot: rows inside the shard, or dynamic ids.
         weights: (n,) float32, or None.
         batch_sizes: W sizes B_w; B_all is their sum.
-        group_ids: number of ids of each lookup group; they lie in ``ids`` one group after the other.
+        group_ids: number of ids per lookup group. They lie in ``ids`` one group after the other.
         counts: ids from each rank, per group.
-        slot_sizes: per rank, the batch size of each slot if they differ, else None; the remaining bags up to B_w are
+        slot_sizes: per rank, the batch size per slot if they differ, else None. The remaining bags up to B_w are
             empty.
-        order: (n,) int32, index of each id among those received, if the weights need a gradient and the order differs.
+        order: (n,) int32, index per id among the received ids, if the weights need a gradient and the order differs.
         offsets: (S_mine·B_all + 1,) of the ids' dtype, sums of the lengths, where they are known; else None.
     """
 
@@ -89,7 +89,7 @@ class Payload:
         """Per rank, the words of sizes and lengths; 0 where all slots have one batch size.
 
         Args:
-            slot_sizes: (S,) batch size of each slot of all ranks, where they differ.
+            slot_sizes: (S,) batch size per slot of all ranks, where they differ.
         """
         if slot_sizes is None:
             return [0] * len(self._slot_counts)
@@ -115,7 +115,7 @@ class Payload:
             ids: (n,) slot by slot.
             weights: (n,) float32 or None.
             counts: number of ids for each rank.
-            slot_sizes: (S,) batch size of each slot, where they differ.
+            slot_sizes: (S,) batch size per slot, where they differ.
         """
         id_parts = torch.split_with_sizes(ids.to(torch.int64 if self._wide else torch.int32), list(counts))
         weight_parts = weights.split(list(counts)) if weights is not None else None
@@ -166,9 +166,9 @@ class Payload:
         Its pooled rows (sum of B, D) are then rank by rank, ready to be sent back.
 
         Args:
-            parts: the words that each rank sent; on a server (:mod:`shardrec.rpc`), the words of each request.
+            parts: the words that each rank sent. On a server (:mod:`shardrec.rpc`), the words per request.
             headers: each rank's row of the header.
-            keep_order: return the index of each id among the received ones.
+            keep_order: return the index per id among the received ids.
         """
         slot_sizes = self._slot_sizes(parts, headers) if any(map(_BAG_WORDS, headers)) else (None,) * len(headers)
         lengths, ids, weights = [], [], []

@@ -12,11 +12,11 @@ default group's store when it makes its first collectives, and when a collective
 A step without a failure has no overhead besides the entries in the flight record.
 
 [Note: the device waits]
-NCCL's collectives are waited for by the device, whose host waits for it in turn, where it reads a value: no error can
+The device waits for NCCL's collectives, and the host waits for the device where it reads a value: no error can
 be raised there, and at the group's time limit NCCL's own watchdog ends the process. So a thread looks once a second
-whether all ranks of the group run (those of other hosts: whether a rank has reported a failure). If one is gone while
-the last collective is still not done, or shortly before the time limit, it aborts the communicators. The host then
-returns from its wait, with values that mean nothing: :func:`raise_aborted` follows it.
+whether all ranks of the group run (for ranks of other hosts: whether a rank has reported a failure). If one is gone
+while the last collective is still not done, or shortly before the time limit, it aborts the communicators. The host
+then returns from its wait, with values that mean nothing: :func:`raise_aborted` follows it.
 """
 
 from __future__ import annotations
@@ -64,13 +64,13 @@ _GLOO_OR_NCCL = re.compile(
 
 @contextmanager
 def peers(group: dist.ProcessGroup | None, what: str) -> Iterator[None]:
-    """Turn a collective's failure inside the block into a :class:`shardrec.PeerError`; other exceptions propagate.
+    """Turn a collective's failure inside the block into a :class:`shardrec.PeerError`. Other exceptions propagate.
 
     It does not make the other ranks fail: a rank that raises between collectives has to tell them, or end.
 
     Args:
-        group: whose ranks take part; default: the default group. On one rank the block just runs.
-        what: the name of the operation, a noun such as "save"; the flight record gets an entry with this name.
+        group: its ranks take part. Default: the default group. On one rank the block just runs.
+        what: the name of the operation, a noun such as "save". The flight record gets an entry with this name.
 
     Raises:
         PeerError: a collective inside failed or took too long.
@@ -105,7 +105,7 @@ def peer_error(
     *,
     waited_s: float | None = None,
 ) -> PeerError:
-    """The error of a failed collective, which names the ranks that are gone; finding them takes up to two seconds.
+    """The error of a failed collective, which names the ranks that are gone. Finding them takes up to two seconds.
 
     Args:
         group: of the collective.
@@ -159,7 +159,7 @@ _STORE: list[Any] = []  # a weak reference
 
 
 def introduce() -> None:
-    """Store this rank's host and process in the default group's store, once; does nothing without a default group."""
+    """Store this rank's host and process in the default group's store, once. Does nothing without a default group."""
     store = _default_store()
     if store is None or (_STORE and _STORE[0]() is store):
         return
@@ -175,10 +175,10 @@ def introduce() -> None:
 
 
 def meet(group: dist.ProcessGroup) -> None:
-    """Read the other ranks' hosts and processes while the store is available; every rank has been introduced.
+    """Read the other ranks' hosts and processes while the store is available. Every rank has been introduced.
 
     Args:
-        group: whose ranks have made a collective with each other.
+        group: its ranks have made a collective with each other.
     """
     store = _default_store()
     if store is not None:
@@ -218,7 +218,7 @@ def _global_ranks(group: dist.ProcessGroup) -> list[int]:
 
 @cache
 def _process_host() -> str:
-    """A text that is equal for processes that see each other's ids; unique to this process if there is no ``/proc``."""
+    """A text that is equal for processes that see each other's ids. Unique to this process without ``/proc``."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
         space = os.stat("/proc/self/ns/pid")
@@ -228,7 +228,7 @@ def _process_host() -> str:
 
 
 def _process(pid: int) -> tuple[str, str]:
-    """State letter and start time of a process; empty if there is none."""
+    """State letter and start time of a process. Empty if it does not run."""
     try:
         words = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
     except OSError:
@@ -250,7 +250,8 @@ class _FailureReport:
 
 @dataclass
 class _Look:
-    """Looks for the ranks that caused a failure, on a separate thread: a store whose process is stopped never answers.
+    """Looks for the ranks that caused a failure, on a separate thread, because the store of a stopped process never
+    answers.
 
     Args:
         group_name: of the collective.
@@ -279,7 +280,7 @@ class _Look:
             for rank, process in dict(_RANK_PROCESSES).items():
                 if rank in self.others and process.is_here:
                     self.states[rank] = process.state()
-            # A rank that reported a failure before it ended is no culprit.
+            # A rank that reported a failure before it ended is not a culprit.
             if self.culprits() and (self.asked or seconds > _STORE_S):
                 break
             if not self.silent():

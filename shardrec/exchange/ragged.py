@@ -1,4 +1,4 @@
-"""Blocks of pooled columns whose slots have a batch size each.
+"""Blocks of pooled columns with a batch size per slot.
 
 ::
 
@@ -27,8 +27,8 @@ class Ragged:
 
     Args:
         rows: B, at least the largest size.
-        sizes: batch size of each slot.
-        columns: columns of each slot.
+        sizes: batch size per slot.
+        columns: columns per slot.
     """
 
     rows: int
@@ -37,7 +37,7 @@ class Ragged:
 
     @property
     def shapes(self) -> list[Shape]:
-        """(rows, columns) of each slot."""
+        """(rows, columns) per slot."""
         return list(zip(self.sizes, self.columns, strict=True))
 
     def strip(self, padded: Tensor) -> Tensor:
@@ -47,7 +47,7 @@ class Ragged:
         return torch.cat(flats) if flats else padded.reshape(-1)
 
     def pad(self, flat: Tensor) -> Tensor:
-        """(B, sum of columns), from flat; zeros where a slot has no row."""
+        """(B, sum of columns), from flat. Zeros where a slot lacks a row."""
         padded = flat.new_zeros((self.rows, sum(self.columns)))
         parts = flat.split([size * columns for size, columns in self.shapes])
         start = 0

@@ -66,7 +66,7 @@ class Route:
     """The route of the ids of all the sharded lookups.
 
     Args:
-        unit_keys: per unit, the feature whose ids it cuts.
+        unit_keys: per unit, the feature with the ids that it cuts.
         unit_boundaries: per unit, the row boundaries of its blocks.
         dynamic_units: per unit, whether its ids are dynamic, and unchanged in every block.
         slots: per rank, its slots in order of travel.
@@ -97,7 +97,7 @@ class Route:
         return self.blocks == 1 and 0 < len(slots) == len(set(slots))
 
     def slot_counts(self) -> tuple[int, ...]:
-        """Number of slots of each rank."""
+        """Number of slots per rank."""
         return tuple(len(rank_slots) for rank_slots in self.slots)
 
     def width(self, rank: int) -> int:
@@ -113,7 +113,7 @@ class Route:
 
 
 def build_route(lookups: Sequence[Lookup], world_size: int, groups: int) -> Route:
-    """The route of ``lookups``; those of replicated tables are left out, because their ids are not sent.
+    """The route of ``lookups``. Lookups of replicated tables are left out, because their ids are not sent.
 
     Args:
         lookups: in the order of the unsharded module's output.
@@ -164,7 +164,7 @@ class Source:
 
 @dataclass(frozen=True, kw_only=True)
 class Piece:
-    """``width`` adjacent columns of the output: the sum of as many columns of each source."""
+    """``width`` adjacent columns of the output: the sum of as many columns per source."""
 
     width: int
     sources: tuple[Source, ...]
@@ -175,7 +175,7 @@ def output_pieces(
 ) -> tuple[Piece, ...]:
     """How the output's columns, in the unsharded order, come from the received blocks.
 
-    Neighbouring columns whose sources are neighbours too are one piece, so that 200 row-wise tables are one sum of
+    Neighbouring columns with sources that are also neighbours are one piece, so that 200 row-wise tables are one sum of
     W blocks, and table-wise tables in order are one copy per run.
 
     Args:

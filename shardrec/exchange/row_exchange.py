@@ -55,7 +55,7 @@ class RowAllToAll:
         collectives: of the group.
         comms: formats on the wire.
         what: the exchange's name in errors.
-        device: of the rows; default: the CPU.
+        device: of the rows. Default: the CPU.
 
     Attributes:
         ended: why no gradients can be sent any more, if that is so.
@@ -91,8 +91,8 @@ class RowsInFlight:
 
     Args:
         exchange: what sends them.
-        calls: the rows of each call; at least one.
-        with_gradients: whether gradients may come back; the same on every rank.
+        calls: the rows per call. At least one.
+        with_gradients: whether gradients may come back. The same on every rank.
     """
 
     __slots__ = ("_into", "_into_sizes", "_out", "_out_sizes", "_pending", "_views", "_way_back", "exchange")
@@ -118,7 +118,7 @@ class RowsInFlight:
         self._way_back: WayBack = pending.way_back or _Buffered(self)
 
     def receive(self) -> list[Sequence[Tensor]]:
-        """Wait for the rows: per call, the flat float32 block of each rank. Call it once."""
+        """Wait for the rows: per call, a flat float32 block per rank. Call it once."""
         assert self._pending is not None, "an exchange is received once"
         parts = self._pending.wait()
         self._pending = None
@@ -137,7 +137,7 @@ class RowsInFlight:
         return [self._views[call::calls] for call in range(calls)]
 
     def send_gradients(self) -> None:
-        """Send the gradients that were written to the blocks; the next backward gets new ones."""
+        """Send the gradients that were written to the blocks. The next backward gets new ones."""
         self._views = None
         self._way_back.send()
 
@@ -177,7 +177,7 @@ class _Buffered:
 
 
 def _by_rank(calls: Sequence[Sequence[Sequence[Shape]]]) -> tuple[list[list[Shape]], list[list[int]]]:
-    """Per rank, the shapes of the parts of all calls, and the elements of each call."""
+    """Per rank, the shapes of the parts of all calls, and the elements per call."""
     shapes: list[list[Shape]] = []
     sizes: list[list[int]] = []
     for of_rank in zip(*calls, strict=True):

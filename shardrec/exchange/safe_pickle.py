@@ -24,11 +24,11 @@ __all__ = ["dump", "gather", "load"]
 
 _BUILTINS = (bool, bytearray, complex, dict, float, frozenset, int, list, set, str, tuple)
 _FIRST_BYTES = 1024
-"""Bytes of a value that are sent along with its size; longer ones take a second collective."""
+"""Bytes of a value that are sent along with its size. Longer ones take a second collective."""
 
 
 def gather(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
-    """The value of each rank, on every rank; every rank calls it.
+    """The values of all ranks, on every rank. Every rank calls it.
 
     Args:
         value: of the types that :func:`load` reads.
@@ -48,7 +48,7 @@ def gather(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
 
 
 def _gather_rows(data: torch.Tensor, length: int, group: dist.ProcessGroup | None) -> torch.Tensor:
-    """(W, length) the bytes of each rank, on the CPU, with zeros behind them."""
+    """(W, length) the bytes per rank, on the CPU, with zeros behind them."""
     device = _get_object_coll_device(group)
     padded = torch.zeros(length, dtype=torch.uint8, device=device)
     padded[: data.numel()] = data.to(device)
@@ -74,7 +74,7 @@ def load(data: bytes) -> Any:
 
 
 class _Pickler(pickle.Pickler):
-    """A pickler whose tree specs can be unpickled without torch's warning about the class of their leaves."""
+    """A pickler with tree specs that can be unpickled without torch's warning about the class of their leaves."""
 
     def reducer_override(self, obj: Any) -> Any:
         if isinstance(obj, TreeSpec) and obj.is_leaf():
@@ -86,19 +86,19 @@ class _Unpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
         # Of loaded modules only, for an import runs code.
         value = super().find_class(module, name) if module in sys.modules else None
-        # torch has the function namedtuple as the type of all named tuples; it makes classes of nothing but names.
+        # torch has the function namedtuple as the type of all named tuples. It makes classes of nothing but names.
         if value in (_leaf_spec, namedtuple) or isinstance(value, torch.dtype):
             return value
         if isinstance(value, type) and _is_data(value):
             return value
         raise PeerError(
-            f"a rank sent {module}.{name}, which is no plain data: give plain keys and containers to pipeline stages, "
+            f"a rank sent {module}.{name}, which is not plain data: give plain keys and containers to pipeline stages, "
             "and make sure that only the job's ranks can reach their store"
         )
 
 
 def _is_data(kind: type) -> bool:
-    """Whether creating objects of this class has no side effect."""
+    """Whether creating objects of this class is free of side effects."""
     in_package = kind.__module__.startswith("shardrec.")
     return (
         kind in _BUILTINS

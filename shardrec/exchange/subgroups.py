@@ -5,8 +5,8 @@ Members of a new group meet at keys of the store that begin with its name. ``new
 ``use_local_synchronization=True`` derives it from the ranks and the number of groups that the calling process is in.
 Where members are in different numbers of groups, each waits under another name until the time limit; and a group that
 is made after one of the same ranks was destroyed has that one's name, and finds its keys. So the name is made here, of
-the group around it, the ranks, and how many groups of these ranks were made before. ``new_group`` takes no name; it
-calls one function for it, in whose place is one that knows the name that a thread has set.
+the group around it, the ranks, and how many groups of these ranks were made before. ``new_group`` takes no name. It
+calls one function for it. A function that knows the name set by a thread replaces it.
 """
 
 from __future__ import annotations
@@ -48,14 +48,14 @@ distributed_c10d._hash_ranks_to_str = _NAMED.hash_ranks
 def subgroup(
     whole: dist.ProcessGroup, ranks: Iterable[int], device: torch.device, *, what: str, backend: str | None = None
 ) -> dist.ProcessGroup:
-    """A new group of some ranks of ``whole``, with its time limit; only the members call this.
+    """A new group of some ranks of ``whole``, with its time limit. Only the members call this.
 
     Args:
         whole: the group that they are in.
         ranks: of ``whole``.
         device: of the tensors that ``whole`` is for.
         what: name of the operation, for errors.
-        backend: default: that of ``whole``.
+        backend: default: the backend of ``whole``.
 
     Raises:
         PeerError: if a member does not come.

@@ -18,7 +18,7 @@ from shardrec.memory import keep_large_blocks
 __all__ = ["Transport", "timeout_s", "transport_of"]
 
 Transport = Literal["auto", "group"]
-"""``auto``: shared memory between the ranks of a host that can share it; ``group``: the process group for all."""
+"""``auto``: shared memory between the ranks of a host that can share it. ``group``: the process group for all."""
 
 _DEFAULT_TIMEOUT_S = 1800.0
 
@@ -26,7 +26,7 @@ _DEFAULT_TIMEOUT_S = 1800.0
 def transport_of(
     group: dist.ProcessGroup | None, device: torch.device, transport: Transport | None = None
 ) -> Collectives:
-    """The collectives for a model's exchanges; every rank of ``group`` calls this.
+    """The collectives for a model's exchanges. Every rank of ``group`` calls this.
 
     Args:
         group: default: the default group, or a single rank without one.
@@ -38,7 +38,7 @@ def transport_of(
     """
     chosen = transport or os.environ.get("SHARDREC_TRANSPORT", "auto")
     if chosen not in ("auto", "group"):
-        raise ConfigError(f"transport {chosen!r} is unknown; give 'auto' (shared memory inside a host) or 'group'")
+        raise ConfigError(f"transport {chosen!r} is unknown. Give 'auto' (shared memory inside a host) or 'group'")
     if device.type == "cpu":
         keep_large_blocks()
     base = collectives_of(group)

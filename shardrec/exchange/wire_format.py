@@ -13,12 +13,12 @@ wire      bytes per element     error at most
 
 NaN and Inf never arrive as finite numbers: with ``int8``, all of a row that has one arrives as NaN.
 
-The idea is TorchRec's ``QCommsConfig``; the row format of ``int8`` is fbgemm's fused 8-bit rowwise one.
+The idea is TorchRec's ``QCommsConfig``. The row format of ``int8`` is fbgemm's fused 8-bit rowwise one.
 
 [Note: the bound of int8]
 fbgemm sends the scale (b − a) / 255 and the bias a, but divides by a scale that has an epsilon in it, ε = 10⁻⁸: x
 becomes q = round((x − a) · 255 / (b − a + ε)), and q · (b − a) / 255 + a is what arrives. Rounding to a whole number
-errs by (b − a) / 510; the epsilon moves x towards a by another (x − a) · ε / (b − a + ε), which is up to ε, and more
+errs by (b − a) / 510. The epsilon moves x towards a by another (x − a) · ε / (b − a + ε), which is up to ε, and more
 than the rest once b − a < 5 · 10⁻⁶. Gradients of a mean loss are that small, and rows that span less than ε would
 arrive as a. So rows are multiplied by 2⁴⁰ before, and their scale and bias by 2⁻⁴⁰ after, both without rounding:
 ε · 2⁻⁴⁰ < 2⁻⁶⁶ is left. The rest is float32, 2⁻²⁴ per operation: six are on numbers up to b − a (x − a, its product,
@@ -73,7 +73,7 @@ class Wire:
     """An all-to-all of float32 rows in one of the formats.
 
     Args:
-        wire_type: the format; a single rank keeps float32, since nothing travels.
+        wire_type: the format. A single rank keeps float32, since nothing travels.
         collectives: of the group that the embeddings are sharded over.
 
     Attributes:
@@ -141,7 +141,7 @@ class Wire:
 
 
 def _to_bytes(rows: Tensor) -> Tensor:
-    """(rows, cols) float32 as (rows, cols + 8) bytes; cols is a multiple of 4."""
+    """(rows, cols) float32 as (rows, cols + 8) bytes. Cols is a multiple of 4."""
     packed: Tensor = torch.ops.fbgemm.FloatToFused8BitRowwiseQuantized(rows * _LIFT)
     # fbgemm's minimum and maximum pass over NaN. A sum does not: 0 for finite rows, NaN for others.
     packed.view(torch.float32)[:, -2:].mul_(1 / _LIFT).add_(rows.sum(dim=1, keepdim=True).mul_(0))

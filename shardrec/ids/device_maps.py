@@ -49,7 +49,7 @@ class FoundRows:
     """The result of :meth:`DeviceMaps.find`.
 
     Args:
-        rows: (N,) int32, the row of each id. -1 without one.
+        rows: (N,) int32, the row per id. -1 without one.
         maps: (N,) int32, the map per id; -1 for plain rows.
         ends: (S + 1,) int64, where the ids of each slot begin, and where the last slot's end.
         missing: (N + 1, 2) int64, see :mod:`shardrec.ids.map_kernels`.

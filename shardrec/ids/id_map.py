@@ -52,7 +52,7 @@ class Admitted(NamedTuple):
     """The result of :meth:`IdMap.admit`.
 
     Args:
-        rows: (n,) int32, the row of each id, or its row of the fallback. -1 for a row of zeros.
+        rows: (n,) int32, the row per id, or its row of the fallback. -1 for a row of zeros.
         evicted: (E,) int64, rows that were taken from their ids, ascending.
         changed: (c,) int64, rows with changed records.
         buckets: int64, places of the buckets that have changed, some several times.
@@ -65,7 +65,7 @@ class Admitted(NamedTuple):
 
 
 class IdMap:
-    """The row of each id.
+    """The row per id.
 
     Args:
         rows: R, of the row block.
@@ -133,7 +133,7 @@ class IdMap:
     def look_up(
         self, ids: Tensor, rows: Tensor, *, step: int, assign_new_ids: bool, protect: int | None = None
     ) -> Looked:
-        """Find the row of each id.
+        """Find the row per id.
 
         Args:
             ids: (N,) int64, any values.

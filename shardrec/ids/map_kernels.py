@@ -39,7 +39,7 @@ def find(
     CLAIM: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Write the row of each id to ``rows_N``, int32. The map does not change.
+    """Write the row per id to ``rows_N``, int32. The map does not change.
 
     Of an id without a row: with ``CLAIM``, -1, and it is entered into ``claims``. Otherwise its row of the fallback,
     or -1 for none.

@@ -75,7 +75,7 @@ def is_a(module: nn.Module, *classes: tuple[str, str]) -> bool:
 
 
 def table_configs(model: nn.Module) -> dict[str, BaseEmbeddingConfig]:
-    """The config of each table in a model's unsharded collections, by the table's name in a plan."""
+    """The config per table in a model's unsharded collections, by the table's name in a plan."""
     configs: dict[str, BaseEmbeddingConfig] = {}
     for path, collection in collections_of(model).items():
         for config in configs_of(collection):

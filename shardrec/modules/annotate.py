@@ -1,7 +1,7 @@
 """How torch.compile treats the sharded modules of a model, and the marks that control it.
 
 [Note: two modes]
-``boundary``: a sharded module's call is a graph break, and so is the first use of its value: the lookup runs eagerly,
+``boundary``: a sharded module's call and the first use of its value are graph breaks: the lookup runs eagerly,
 with everything that the eager model has (one exchange for several modules, shared memory between the ranks of a host,
 quantized comms, a batch size per feature), and compiled dense code before the first use overlaps with the exchange. A
 model with n sharded calls becomes n + 1 dense regions.
@@ -35,7 +35,7 @@ from shardrec.modules.collection import ShardedCollection
 __all__ = ["CompileMode", "annotate_for_dynamo", "unannotate"]
 
 CompileMode = Literal["boundary", "traced"]
-"""What torch.compile does at a sharded module; see the notes above."""
+"""What torch.compile does at a sharded module. See the notes above."""
 
 _MARKS = ("_is_fsdp_managed_module", "_fsdp_use_orig_params")
 
@@ -49,25 +49,25 @@ def annotate_for_dynamo(
 ) -> None:
     """Tell torch.compile what to do at the sharded modules in ``module``; :func:`shardrec.shard` does so.
 
-    Idempotent; a second call may change the mode, which applies to later compilations. It does not affect eager calls,
-    TorchScript and export. The parameters before ``mode`` are those of FSDP's ``_annotate_modules_for_dynamo``, in its
-    order. On torch 2.13 the marks cause no graph break; the module's docstring describes their effect.
+    Idempotent. A second call may change the mode, which applies to later compilations. It does not affect eager calls,
+    TorchScript and export. The parameters before ``mode`` match FSDP's ``_annotate_modules_for_dynamo``, in its
+    order. On torch 2.13 the marks cause no graph break. The module's docstring describes their effect.
 
     Args:
         module: a model, or a sharded module by itself.
         ignored_modules: modules that are not marked, nor their submodules.
         use_orig_params: FSDP's option of this name, which dynamo requires.
-        mode: ``"boundary"`` runs lookups eagerly, at graph breaks; ``"traced"`` includes them in the graph.
+        mode: ``"boundary"`` runs lookups eagerly, at graph breaks. ``"traced"`` includes them in the graph.
 
     Raises:
         ConfigError: for an unknown mode; without ``use_orig_params``; for a module that holds nothing sharded.
     """
     if mode not in get_args(CompileMode):
-        raise ConfigError(f"mode is {mode!r}; give one of {', '.join(map(repr, get_args(CompileMode)))}")
+        raise ConfigError(f"mode is {mode!r}. Give one of {', '.join(map(repr, get_args(CompileMode)))}")
     if not use_orig_params:
         raise ConfigError(
             "use_orig_params is False, and dynamo refuses managed modules without it: parameters would have to be "
-            "views of flat ones; leave it True, which is how sharded modules are made"
+            "views of flat ones. Leave it True, which is how sharded modules are made"
         )
     collections = _collections(module)
     if not collections:
@@ -84,7 +84,7 @@ def annotate_for_dynamo(
         for collection in annotated
     ]
     if mode == "traced":
-        register_fakes()  # for what a user traces beside it: fbgemm's modules, and twins made for other executors
+        register_fakes()  # for modules that a user traces beside it: fbgemm's, and twins made for other executors
     for collection, twin in zip(annotated, twins, strict=True):
         _forget(collection)
         if twin is not None:

@@ -33,7 +33,7 @@ def detect_anomaly(model: nn.Module) -> Iterator[None]:
     Rows are checked before they are sent to the requesting rank, and gradients before any table is updated, so that the
     tables are unchanged. Each check waits for the device and costs two small all-to-alls: use it for debugging, like
     ``torch.autograd.detect_anomaly``, which names the dense operator. Every rank must enter this context. It checks
-    eager calls, and ``torch.compile`` in boundary mode; it does not check a scripted program, and raises for a traced
+    eager calls, and ``torch.compile`` in boundary mode. It does not check a scripted program, and raises for a traced
     one.
 
     Args:
@@ -41,11 +41,11 @@ def detect_anomaly(model: nn.Module) -> Iterator[None]:
 
     Raises:
         ConfigError: if nothing in the model is sharded.
-        AnomalyError: inside, from forward or backward; names the table, the feature and the rank.
+        AnomalyError: inside, from forward or backward. Names the table, the feature and the rank.
     """
     collections = [child for child in model.modules() if isinstance(child, ShardedCollection)]
     if not collections:
-        raise ConfigError(f"{type(model).__name__} holds no sharded collection; shard it with shardrec.shard first")
+        raise ConfigError(f"{type(model).__name__} holds no sharded collection. Shard it with shardrec.shard first")
     watches = {context: _Watch(context) for context in {collection.context for collection in collections}}
     before = [(collection, collection.step_plan) for collection in collections]
     for collection, plan in before:
@@ -112,12 +112,12 @@ class _Watch:
         if anomaly is not None:
             number, value = anomaly
             self._anomalies.append(
-                f"what was looked up in table {tables[number]!r} has {value}: its rows, or the weights of the ids; "
-                "load a checkpoint from before, and lower the learning rate or clip the gradients"
+                f"what was looked up in table {tables[number]!r} has {value}: its rows, or the weights of the ids. "
+                "Load a checkpoint from before, and lower the learning rate or clip the gradients"
             )
 
     def _watch_rows(self, plan: StepPlan, looked_up: LookedUp) -> None:
-        """Look at the rows of this rank's shards; the ranks raise together."""
+        """Look at the rows of this rank's shards. The ranks raise together."""
         slots, rows = plan.input.route.slots[plan.input.rank], looked_up.rows
         if plan.output.pools:
             self.note_rows(rows[0], [slot.shard.cols for slot in slots], 1, [slot.shard.table for slot in slots])
@@ -151,7 +151,7 @@ class _Watch:
 
 
 class _WatchedReplicas:
-    """The lookup of a collection's replicated tables, whose rows are looked at; raised at the next check."""
+    """The lookup of a collection's replicated tables. Its rows are checked, and a fault is raised at the next check."""
 
     def __init__(self, collection: ShardedCollection, lookup: ReplicatedLookup, watch: _Watch) -> None:
         self._lookup, self._watch = lookup, watch
@@ -174,9 +174,9 @@ class _WatchedReplicas:
 
 
 def _first_anomaly(values: Tensor, sizes: Sequence[int], dim: int) -> tuple[int, str] | None:
-    """The first segment with a value that is not finite, and that value in words; None if all are finite.
+    """The first segment with a value that is not finite, and that value in words. None if all are finite.
 
-    Arguments are those of :meth:`_Watch.note_rows`.
+    Arguments as for :meth:`_Watch.note_rows`.
     """
     finite = values.isfinite()
     bad = finite.all(dim=1 - dim).logical_not().nonzero()

@@ -23,7 +23,7 @@ __all__ = ["PooledEmbeddings", "ShardedEmbeddingBagCollection"]
 
 
 class PooledEmbeddings(LazyAwaitable[KeyedTensor]):
-    """A KeyedTensor whose all-to-all is in progress or about to begin; its first use waits.
+    """A KeyedTensor with an all-to-all that is in progress or about to begin. Its first use waits.
 
     Args:
         call: gives the (B, D) values.
@@ -42,23 +42,23 @@ class PooledEmbeddings(LazyAwaitable[KeyedTensor]):
 
 
 class ShardedEmbeddingBagCollection(ShardedCollection):
-    """An EmbeddingBagCollection whose tables are cut over the ranks of a process group.
+    """An EmbeddingBagCollection with tables that are cut over the ranks of a process group.
 
     Takes a KeyedJaggedTensor of the local batch and returns a lazily awaited KeyedTensor with the unsharded module's
     keys, in its order. For any cuts, it makes one header, one payload and one output all-to-all in forward and one
     all-to-all in backward. Weights of ids that take a gradient, and row-wise optimizer states on column cuts, need one
-    more in backward; sums of row blocks inside hosts, one more each way. Gradients are means over the ranks.
+    more in backward. Sums of row blocks inside hosts, one more each way. Gradients are means over the ranks.
 
     Args:
         module: the unsharded collection, on the CPU, on ``device``, or on meta (then its values are drawn:
-            docs/guide.md), whose optimizers given by ``apply_optimizer_in_backward`` are fused; or a sharded one, of
+            docs/guide.md). Its optimizers given by ``apply_optimizer_in_backward`` are fused. Or a sharded one, of
             the same plan, which is copied.
         plan: holds a layout for each table, under ``qualified_name(path, table)``.
         path: the module's path in the model; "" by itself.
-        device: where the shards live; default: the CPU.
-        group: the process group; default: the default group, or a single rank without one.
-        context: shared by the sharded modules of a model; default: a new one.
-        storage: of the tables; default: kernels that train.
+        device: where the shards live. Default: the CPU.
+        group: the process group. Default: the default group, or a single rank without one.
+        context: shared by the sharded modules of a model. Default: a new one.
+        storage: of the tables. Default: kernels that train.
 
     Raises:
         PlanError: if the plan does not fit the tables or the group.

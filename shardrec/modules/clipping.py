@@ -21,14 +21,14 @@ def clip_grad_norm_(
 ) -> Tensor:
     """Scale all gradients of a sharded model so that their common norm is at most ``max_norm``.
 
-    The norm is that of the unsharded model's gradients: dense parameters and replicated tables once, and each row of a
-    cut table once, however it is cut, its gradients of all backward calls since the last step added up. Every rank
-    calls it, after the backward; it exchanges two numbers. The rows are multiplied by the step.
+    The norm is the norm of the unsharded model's gradients: dense parameters and replicated tables once, and each row
+    of a cut table once, however it is cut, its gradients of all backward calls since the last step added up. Every rank
+    calls it, after the backward. It exchanges two numbers. The rows are multiplied by the step.
 
     Args:
         model: what :func:`shardrec.shard` returned, with ``update="step"`` if tables have an optimizer in backward.
         max_norm: of the gradients.
-        norm_type: p of the p-norm, above 0; may be ``inf``.
+        norm_type: p of the p-norm, above 0. May be ``inf``.
         error_if_nonfinite: raise if the norm is NaN or infinite.
 
     Returns:
@@ -36,7 +36,7 @@ def clip_grad_norm_(
 
     Raises:
         ConfigError: if the model is not sharded, is updated in backward, or has replicas, or for another ``norm_type``.
-        RuntimeError: if the norm is not finite and ``error_if_nonfinite``; nothing is scaled.
+        RuntimeError: if the norm is not finite and ``error_if_nonfinite``. Nothing is scaled.
         PeerError: if another rank is gone.
     """
     return clip_by_norm(model, max_norm, norm_type, error_if_nonfinite)[0]
@@ -71,7 +71,7 @@ def clip_by_norm(
     norm = torch.linalg.vector_norm(norms, norm_type)
     if error_if_nonfinite and not torch.isfinite(norm):
         raise RuntimeError(
-            f"the norm of order {norm_type} of the gradients is {norm.item()}, so they cannot be clipped; look for "
+            f"the norm of order {norm_type} of the gradients is {norm.item()}, so they cannot be clipped. Look for "
             "the cause with shardrec.detect_anomaly, or leave error_if_nonfinite out"
         )
     factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
@@ -116,7 +116,7 @@ def check_clipping(model: nn.Module, taker: str) -> ShardedModel:
     if type(model) is not ShardedModel:
         raise ConfigError(
             f"{taker} takes no {type(model).__name__}: the gradients of its rows are added up on servers, or "
-            "belong to the copies of replicas, and no rank sees them; shard it without replicas and servers"
+            "belong to the copies of replicas, and no rank sees them. Shard it without replicas and servers"
         )
     return model
 

@@ -50,8 +50,8 @@ from shardrec.step.sequence_rows import SequenceOutput
 __all__ = ["ShardedCollection", "Values"]
 
 Values: TypeAlias = Tensor | TableDraw | Mapping[Shard | None, Tensor] | None
-"""A table's values: (num_embeddings, embedding_dim), how to draw them, or those of each of this rank's shards, the
-replica under None; None to leave them as they are."""
+"""A table's values: (num_embeddings, embedding_dim), how to draw them, or the values per shard of this rank, the
+replica under None. None to leave them as they are."""
 
 
 class ShardedCollection(nn.Module, abc.ABC):
@@ -59,10 +59,10 @@ class ShardedCollection(nn.Module, abc.ABC):
 
     A table's weights have the dtype of its config's ``data_type``: FP32, FP16 or BF16 (TorchRec's unsharded module
     makes an FP16 parameter for either 16-bit type). With each dtype, rows are summed in float32 and travel as float32
-    (or as ``QuantizedComms`` says), and fused optimizers compute and keep their states in float32; an updated row of a
+    (or as ``QuantizedComms`` says), and fused optimizers compute and keep their states in float32. An updated row of a
     16-bit table is rounded to nearest.
 
-    Args: those of :class:`ShardedEmbeddingBagCollection`, for a collection of either kind.
+    Args: as for :class:`ShardedEmbeddingBagCollection`, for a collection of either kind.
     """
 
     input: InputPlan
@@ -80,7 +80,7 @@ class ShardedCollection(nn.Module, abc.ABC):
     """Whether shards of different widths are in different lookup groups."""
 
     _traced: Any = None
-    """The twin whose ``traced`` a tracer runs in place of forward; None for a graph break: see annotate.py."""
+    """The twin with the ``traced`` that a tracer runs instead of forward. None for a graph break: see annotate.py."""
 
     def __init__(
         self,
@@ -117,7 +117,7 @@ class ShardedCollection(nn.Module, abc.ABC):
             if table.optimizer is not None and self.storage.trains
         }
         self.portable_programs: WeakSet[Any] = WeakSet()  # which read the tables' memory
-        self.averages = 0.0  # the decay of those of rows; 0: none are kept
+        self.averages = 0.0  # the decay of averages of rows. 0: none are kept
         self._number_tables()
         self._read(module)
         for config in configs:
@@ -146,7 +146,7 @@ class ShardedCollection(nn.Module, abc.ABC):
         """Look up the local batch.
 
         Args:
-            features: the batch of this rank: int32 or int64 ids of the tables' features, in any order; further keys
+            features: the batch of this rank: int32 or int64 ids of the tables' features, in any order. Further keys
                 are ignored. Batch sizes may differ between ranks and may be 0.
 
         Returns:
@@ -168,12 +168,12 @@ class ShardedCollection(nn.Module, abc.ABC):
             return self._pending(self.call(features))
 
     def call(self, features: Any, *, by_operator: bool = False, scripted: bool = False) -> InFlight:
-        """Look up a batch; the exchange may wait for other calls. A call that was made ahead of this forward with these
+        """Look up a batch. The exchange may wait for other calls. A call that was made ahead of this forward with these
         features, in these modes, is used instead of a new one (:mod:`shardrec.step.calls_ahead`).
 
         Args:
             features: as :meth:`forward` takes them.
-            by_operator: whether an operator calls (:mod:`shardrec.modules.operators`), whose backward differs.
+            by_operator: whether an operator calls (:mod:`shardrec.modules.operators`). Its backward differs.
             scripted: whether the operator is called by TorchScript.
 
         Raises:
@@ -206,7 +206,7 @@ class ShardedCollection(nn.Module, abc.ABC):
         return call
 
     def begin(self, features: Any) -> InFlight:
-        """A call whose ids are not under way yet."""
+        """A call before its ids are under way."""
         plan = self.step_plan
         agreement = self._agreement() if plan.input.world_size > 1 else ""
         assigns = plan.id_maps is not None and self.assigns_new_ids()
@@ -237,7 +237,7 @@ class ShardedCollection(nn.Module, abc.ABC):
 
     @left_alone
     def _look_up_outside(self, features: Any) -> Any:
-        """An eager lookup whose value is used by compiled code: a KeyedTensor, or a dict of JaggedTensors."""
+        """An eager lookup with a value for compiled code: a KeyedTensor, or a dict of JaggedTensors."""
         pending = self(features)
         columns = self.deferred_columns()
         return pending.wait() if columns is None else DeferredKeyedTensor(Deferred(_waited, pending), *columns)
@@ -248,11 +248,11 @@ class ShardedCollection(nn.Module, abc.ABC):
         refuse(self)
 
     def deferred_columns(self) -> tuple[list[str], list[int]] | None:
-        """Keys and columns of an output that compiled code can have before its values; None for another output."""
+        """Keys and columns of an output that compiled code can have before its values. None for another output."""
         return None
 
     def _replicated_tables(self) -> list[LookupTable]:
-        """The tables of which every rank holds a replica."""
+        """The tables with a replica on every rank."""
         return [table for table in self._lookup_tables.values() if table.layout.replicated]
 
     @property
@@ -287,7 +287,7 @@ class ShardedCollection(nn.Module, abc.ABC):
         Args:
             shard: of this rank.
             rows: (E,) int64.
-            step: part of the seed, so that the values differ from those of other steps.
+            step: part of the seed, so that the values differ from other steps' values.
         """
         (name,) = (name for name, layout in self.table_layouts.items() if layout.name == shard.table)
         self.shards.settle([shard], to_write=True)
@@ -314,12 +314,12 @@ class ShardedCollection(nn.Module, abc.ABC):
         pooled: bool,
         distinct: DistinctIds | None = None,
     ) -> Route:
-        """Make the exchange of ids and the lookups; returns the ids' route.
+        """Make the exchange of ids and the lookups. Returns the ids' route.
 
         Args:
             groups: of the cut tables.
             lookups: in the order of the output.
-            sent: at least those of cut tables, by the keys that are sent.
+            sent: at least the lookups of cut tables, by the keys that are sent.
             weighted: the input has a weight per id.
             pooled: look up sums of bags; else a row per id.
             distinct: finds the ids that are sent.
@@ -355,7 +355,7 @@ class ShardedCollection(nn.Module, abc.ABC):
         return route
 
     def _plan_step(self, output: PooledOutput | SequenceOutput, lookups: Sequence[Lookup]) -> None:
-        """Work out what does not depend on the batch, of what :meth:`_make` has made."""
+        """Work out the parts of :meth:`_make`'s result that do not depend on the batch."""
         self.lookups = tuple(lookups)
         self.step_plan = StepPlan(
             input=self.input,
@@ -373,8 +373,8 @@ class ShardedCollection(nn.Module, abc.ABC):
         """Fill this rank's shards, one table at a time, from its values, if it has some.
 
         Args:
-            first_values: of each table.
-            before: the tables of another plan, whose parameters are kept where they are the same memory.
+            first_values: per table.
+            before: the tables of another plan. Their parameters are kept where they are the same memory.
         """
         modules = nn.ModuleDict()
         by_shard: dict[Shard, nn.Parameter] = {}
@@ -413,11 +413,11 @@ class ShardedCollection(nn.Module, abc.ABC):
         return modules
 
     def _is_at_step(self, layout: TableLayout) -> bool:
-        """Whether lookups of this rank leave a table's gradients for the step; what leaves for servers is theirs."""
+        """Whether lookups of this rank leave a table's gradients for the step. What leaves for servers is theirs."""
         return self.context.options.updates_at_step and (layout.replicated or self.storage.before_rows is None)
 
     def unreduced_parameters(self) -> list[nn.Parameter]:
-        """This rank's shards of the cut tables, whose gradients are its own."""
+        """This rank's shards of the cut tables, with gradients of its own."""
         return [
             parameter
             for table in self.tables().values()
@@ -426,11 +426,12 @@ class ShardedCollection(nn.Module, abc.ABC):
         ]
 
     def fused_optimizers(self) -> dict[str, FusedOptimizer]:
-        """The fused optimizer of each table that has one, by the table's own name; the same on every rank."""
+        """The fused optimizer per table that has one, by the table's own name. The same on every rank."""
         return dict(self._optimizers)
 
     def keep_averages(self, decay: float) -> list[RowOptimizer]:
-        """Average the rows of tables with an optimizer from now on; returns what has those of this rank's rows."""
+        """Average the rows of tables with an optimizer from now on. Returns the objects with the averages of this
+        rank's rows."""
         assert self.context.options.updates_at_step, "kernels that update in backward average nothing"
         self.averages = decay
         kept = self.shards.row_optimizers() + ([] if self.replicas is None else self.replicas.row_optimizers())
@@ -509,7 +510,7 @@ class ShardedCollection(nn.Module, abc.ABC):
         return {name: replace(table, layout=plan.by_name[table.layout.name]) for name, table in tables.items()}
 
     def replan(self, plan: ShardingPlan, stack: ExitStack) -> None:
-        """Have the lookups and tables of another plan, whose values are then to be written. What stays where it is on
+        """Have the lookups and tables of another plan. Their values are then to be written. What stays where it is on
         this rank, of lookup groups, replicas, id maps and parameters, is that of before, with its values.
 
         Args:
@@ -558,7 +559,7 @@ class ShardedCollection(nn.Module, abc.ABC):
         moved: Any = fn(probe)
         if moved.device.type != probe.device.type or moved.dtype != probe.dtype:
             raise ConfigError(
-                f"a sharded collection on {self.device} cannot be moved or cast ({moved.device}, {moved.dtype}); pass "
+                f"a sharded collection on {self.device} cannot be moved or cast ({moved.device}, {moved.dtype}). Pass "
                 "device= to shardrec.shard, and cast the unsharded model before"
             )
         return self

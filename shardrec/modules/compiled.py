@@ -28,7 +28,7 @@ _BOUNDARY = {
 
 @contextmanager
 def compiled_step(inputs: Any, *, traced: bool) -> Iterator[None]:
-    """Dynamo's settings for a forward, restored after it; they have an effect only if it is compiled.
+    """Dynamo's settings for a forward, restored after it. They have an effect only if it is compiled.
 
     Args:
         inputs: the forward's arguments. For traced modules, their numbers of ids are marked as dynamic, which avoids a
@@ -52,7 +52,7 @@ def _mark(inputs: Any) -> None:
 
 
 def leaves(value: Any) -> list[Any]:
-    """The leaves of a forward's arguments in mappings, lists, tuples and dataclasses; a jagged tensor is one leaf."""
+    """The leaves of a forward's arguments in mappings, lists, tuples and dataclasses. A jagged tensor is one leaf."""
     leaf_values, left = [], [value]
     while left:
         value = left.pop()

@@ -1,7 +1,7 @@
-"""Deferred values: outputs in compiled code whose first use waits for them.
+"""Deferred values: outputs in compiled code that are waited for at their first use.
 
 An eager model gets a ``LazyAwaitable`` from a sharded module, which waits in ``__getattr__`` and similar methods, with
-locks. A tracer cannot trace that. So compiled code gets values of the unsharded module's type, whose methods get the
+locks. A tracer cannot trace that. So compiled code gets values of the unsharded module's type. Their methods get the
 tensors at their first use. In boundary mode the first use is a graph break::
 
     compiled       x = bottom(dense)
@@ -12,8 +12,8 @@ tensors at their first use. In boundary mode the first use is a graph break::
 
 and in traced mode it is the position of an operator in the graph.
 
-A dict of rows per id is waited for at once in boundary mode. Models take it apart in loops, and dynamo gives up on a
-whole function that has a graph break in a loop. (The same happens if the *first* use of a KeyedTensor is in a loop:
+A dict of rows per id is waited for immediately in boundary mode. Models take it apart in loops, and dynamo gives up on
+a whole function that has a graph break in a loop. (The same happens if the *first* use of a KeyedTensor is in a loop:
 call ``.values()`` or ``.to_dict()`` before it.)
 """
 
@@ -49,12 +49,12 @@ class Deferred:
 
 
 class DeferredKeyedTensor(KeyedTensor):  # type: ignore[misc]  # torchrec has no types
-    """A KeyedTensor whose first use waits for its values.
+    """A KeyedTensor that waits for its values at its first use.
 
     Args:
         pending: of the KeyedTensor.
         keys: output keys.
-        dims: columns of each key.
+        dims: columns per key.
     """
 
     def __init__(self, pending: Deferred, keys: list[str], dims: list[int]) -> None:
@@ -68,7 +68,7 @@ class DeferredKeyedTensor(KeyedTensor):  # type: ignore[misc]  # torchrec has no
         self._index_per_key = None
 
     def values(self) -> Tensor:
-        """(B, D) values; waits for them the first time."""
+        """(B, D) values. Waits for them the first time."""
         values: Tensor = self._pending.wait().values()
         return values
 
@@ -79,12 +79,12 @@ class DeferredKeyedTensor(KeyedTensor):  # type: ignore[misc]  # torchrec has no
 
 
 class DeferredJaggedTensor(JaggedTensor):  # type: ignore[misc]  # torchrec has no types
-    """A JaggedTensor whose first use waits for its values.
+    """A JaggedTensor that waits for its values at its first use.
 
     Args:
         pending: of the dict that it is in.
         name: key of the output.
-        lengths: (B,) rows of each sample.
+        lengths: (B,) rows per sample.
     """
 
     def __init__(self, pending: Deferred, name: str, lengths: Tensor) -> None:

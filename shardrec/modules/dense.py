@@ -5,16 +5,16 @@
     parameters   in reverse order of registration   top.bias top.weight │ bottom.bias bottom.weight │ replicated table
     all-reduces  in this order                      bucket 0            │ bucket 1                  │ bucket 2 + flags
 
-A bucket is all-reduced as soon as its gradients, and those of the buckets before it, are complete; the remaining ones
-at the end of the backward, which waits and writes the means to ``grad``. The order never changes, so that sums are
-bit-identical in every run.
+A bucket is all-reduced as soon as its gradients, and the gradients of the buckets before it, are complete. The
+remaining ones at the end of the backward, which waits and writes the means to ``grad``. The order never changes, so
+that sums are bit-identical in every run.
 
 [Note: what a backward leaves]
 ``grad`` is then the mean over the ranks of their ``grad``, where a missing gradient counts as zero: gradients that were
 accumulated before (in ``no_sync``, or by another backward) are averaged with the new ones. A parameter without a
 gradient on any rank keeps none, so that an optimizer skips it, as in the unsharded model. Flags behind the last bucket,
 one number per parameter, say which parameters have a gradient. The host reads them, and on CUDA waits for them, only on
-a rank where a parameter has no gradient.
+a rank where a parameter lacks a gradient.
 
 [Note: when a backward is over]
 Each rank must make the same all-reduces, including a rank on which no parameter got a gradient. So a backward counts
@@ -69,7 +69,7 @@ _FIRST_BYTES = 2**20
 _COALESCED_BYTES = 250 * 2**20
 
 DenseWrap = Literal["ddp", "fsdp", "none"]
-"""``ddp``: a copy on every rank, gradients all-reduced; ``fsdp``: sharded by FSDP2; ``none``: as it is, the user's, but
+"""``ddp``: a copy on every rank, gradients all-reduced. ``fsdp``: sharded by FSDP2. ``none``: as it is, the user's, but
 for replicated tables."""
 
 
@@ -77,11 +77,11 @@ class DenseOptions(TypedDict, total=False):
     """Options of DistributedDataParallel, or FSDP's option ``use_orig_params`` alone, which selects FSDP2."""
 
     bucket_cap_mb: float
-    """Size of an all-reduce in MiB; a parameter of at least this size has one of its own. Default: 25."""
+    """Size of an all-reduce in MiB. A parameter of at least this size has one of its own. Default: 25."""
     broadcast_buffers: bool
     """Whether each forward begins with rank 0's buffers on every rank. Default: True."""
     use_orig_params: bool
-    """Must be True, and the only option. FSDP1 needs it to keep a model's own parameters in place of flat ones. FSDP2
+    """Must be True, and the only option. FSDP1 needs it to keep a model's own parameters instead of flat ones. FSDP2
     has no flat parameters, so ``{"use_orig_params": True}`` is the same as ``"fsdp"``."""
 
 
@@ -104,7 +104,7 @@ def dense_options(dense: DenseWrap | DenseOptions) -> tuple[DenseWrap, DenseOpti
     if not isinstance(dense, Mapping):
         if dense not in get_args(DenseWrap):
             words = ", ".join(map(repr, get_args(DenseWrap)))
-            raise ConfigError(f"dense is {dense!r}; give one of {words}, or a dict of options")
+            raise ConfigError(f"dense is {dense!r}. Give one of {words}, or a dict of options")
         return dense, {}
     known = ", ".join(map(repr, DenseOptions.__annotations__))
     for name in dense:
@@ -113,7 +113,7 @@ def dense_options(dense: DenseWrap | DenseOptions) -> tuple[DenseWrap, DenseOpti
     if "use_orig_params" in dense:
         if dense["use_orig_params"] is not True:
             raise ConfigError(
-                f"use_orig_params of dense is {dense['use_orig_params']!r}, but FSDP2 has no flat parameters; give "
+                f"use_orig_params of dense is {dense['use_orig_params']!r}, but FSDP2 has no flat parameters. Give "
                 "True, or dense='fsdp'"
             )
         if len(dense) > 1:
@@ -124,24 +124,24 @@ def dense_options(dense: DenseWrap | DenseOptions) -> tuple[DenseWrap, DenseOpti
         return "fsdp", {}
     size = dense.get("bucket_cap_mb", _CAP_MB)
     if isinstance(size, bool) or not isinstance(size, (int, float)) or not size > 0:
-        raise ConfigError(f"bucket_cap_mb of dense is {size!r}; give a number of MiB above 0")
+        raise ConfigError(f"bucket_cap_mb of dense is {size!r}. Give a number of MiB above 0")
     return "ddp", dense
 
 
 @dataclass(eq=False, kw_only=True)
 class _Bucket:
-    """Parameters whose gradients are all-reduced together.
+    """Parameters with gradients that are all-reduced together.
 
     Args:
         parameters: of one dtype and device.
         dtype: of the parameters.
         device: of the parameters.
-        is_large: whether it is one parameter, whose mean becomes ``grad`` without a copy; others are copied.
+        is_large: whether it is one parameter. Its mean then becomes ``grad`` without a copy. Others are copied.
         flags: number of flags behind the gradients.
 
     Attributes:
         flat: the tensor that is reduced, made at its first use: gradients divided by the number of ranks, then flags.
-        views: of each gradient in ``flat``.
+        views: per gradient in ``flat``.
         left: parameters without a gradient in this backward yet.
         streams: the CUDA streams that wrote to ``flat`` in this backward.
     """
@@ -177,7 +177,8 @@ class _Bucket:
 
 
 def _buckets(parameters: Sequence[nn.Parameter], first: int, cap: int) -> list[_Bucket]:
-    """Parameters in buckets of ``cap`` bytes, the first of each dtype and device of ``first``, by their last one."""
+    """Parameters in buckets of ``cap`` bytes, by their last parameter. The first bucket per dtype and device has
+    ``first`` bytes."""
     buckets: list[_Bucket] = []
     opened: dict[tuple[torch.dtype, torch.device], _Bucket] = {}
     limits: dict[tuple[torch.dtype, torch.device], int] = {}
@@ -214,20 +215,20 @@ class _PendingCollective:
 
 
 class DenseReducer:
-    """Averages gradients over the ranks; see the notes above.
+    """Averages gradients over the ranks. See the notes above.
 
     Args:
         module: the model.
         group: of the ranks.
         context: of the model.
         options: of the user.
-        dense: average the gradients of the dense part, too, and not of replicated tables alone.
+        dense: also average the gradients of the dense part, and not of replicated tables alone.
         fsdp: averages the gradients of the dense part, if there is one.
 
     Attributes:
         agreement: a text that says which parameters train, which the ranks compare.
-        sparse: those of them whose gradients are sparse.
-        evaluates: the ranks that evaluate together, those of one replica; None for one rank. Default: ``group``.
+        sparse: the parameters with sparse gradients.
+        evaluates: the ranks that evaluate together, one replica's. None for one rank. Default: ``group``.
     """
 
     agreement = ""
@@ -254,7 +255,7 @@ class DenseReducer:
         self._watch: ModuleWatch | None = None
         self._stepped: set[nn.Parameter] = set()  # with optimizers in backward, which step here
         self._trains: list[bool] | None = None
-        self._task, self._issued = -1, 0  # the backward whose gradients are averaged
+        self._task, self._issued = -1, 0  # the backward with the gradients that are averaged
         self._tasks: set[int] = set()  # backwards that have begun since the last forward
         self._missing: set[nn.Parameter] = set()
         self._in_flight: list[_PendingCollective] = []
@@ -272,7 +273,7 @@ class DenseReducer:
         for parameter in self._parameters:
             if parameter not in known:
                 trains = parameter.requires_grad
-                # Also of a frozen parameter, which may be trained later; torch wants one that requires a gradient.
+                # Also of a frozen parameter, which may be trained later. Torch wants one that requires a gradient.
                 parameter.requires_grad_().register_post_accumulate_grad_hook(take)
                 parameter.requires_grad_(trains)
 
@@ -326,12 +327,12 @@ class DenseReducer:
         averaged = *self._places, *self.sparse
         accumulates = self._fsdp is not None or any(map(accumulates_in, averaged))
         is_needed = bool(averaged) or bool(self._context.life_cycle.gradients_averaged)
-        if is_needed and not accumulates and task not in self._tasks:  # whose rest a backward inside of it may leave
+        if is_needed and not accumulates and task not in self._tasks:  # a backward inside of it may leave the rest
             accumulates = reaches_a_leaf()
         self._tasks.add(task)
         self._stepped.update(filter(take_over_steps, self._parameters))  # some may have come since the last backward
         if reduces and not accumulates:
-            # Of torch.autograd.grad; or that of a lookup's operator, inside a backward that goes on after it.
+            # From torch.autograd.grad, or from a lookup's operator inside a backward that continues after it.
             return
         if self._in_flight:  # of one that raised
             self._in_flight = []
@@ -346,8 +347,8 @@ class DenseReducer:
         self._missing = set(self._places)
         for bucket in self._buckets:
             bucket.left = len(bucket.parameters)
-        # Those of FSDP2, and of DistributedDataParallel around a scripted model, may be queued later in this backward;
-        # one that a callback queues comes after all of them.
+        # Those of FSDP2, and of DistributedDataParallel around a scripted model, may be queued later in this backward.
+        # One that a callback queues comes after all of them.
         queue = torch.autograd.Variable._execution_engine.queue_callback
         queue(partial(queue, partial(_end_together, task)))
 
@@ -452,7 +453,7 @@ class DenseReducer:
                 bucket.forget()
 
     def _sparse_means(self) -> Iterator[tuple[nn.Parameter, Tensor]]:
-        """The means of gradients that are sparse on every rank that has one; dense, if they are dense on any."""
+        """The means of gradients that are sparse on every rank that has one. Dense, if they are dense on any."""
         if not self.sparse:
             return
         gradients = [parameter.grad for parameter in self.sparse]
@@ -515,7 +516,7 @@ class DenseReducer:
             del self._in_flight[0]
 
     def _is_done(self, pending: _PendingCollective) -> bool:
-        """Wait, on the CPU only for a while; whether the collective is done."""
+        """Wait, on the CPU only for a while. Whether the collective is done."""
         work = pending.work
         try:
             if not pending.on_cpu:
@@ -535,7 +536,7 @@ _REDUCERS: WeakValueDictionary[int, DenseReducer] = WeakValueDictionary()
 
 
 def _end_together(task: int) -> None:
-    """A backward ends; see [Note: several models in a backward]."""
+    """A backward ends. See [Note: several models in a backward]."""
     # Not those of a backward inside of it, which was the last to accumulate.
     ended = [reducer for reducer in list(_REDUCERS.values()) if reducer._task == task]
     for reducer in ended:
@@ -550,7 +551,7 @@ def average_dense(
 ) -> DenseReducer:
     """Average the gradients of a model's dense part, and broadcast its initial values from rank 0.
 
-    With ``dense="none"``, of replicated tables alone, whose copies would drift apart.
+    With ``dense="none"``, of replicated tables alone. Their copies would drift apart.
 
     Args:
         module: the model, its collections sharded.
@@ -584,7 +585,7 @@ _GROUPS: WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup] = WeakKeyDictio
 
 
 def _group_beside(group: dist.ProcessGroup, exchange: Collectives, device: torch.device) -> dist.ProcessGroup:
-    """The group for all-reduces; see [Note: a separate group]. Every rank of ``group`` calls this."""
+    """The group for all-reduces. See [Note: a separate group]. Every rank of ``group`` calls this."""
     through_group = (
         exchange.far if isinstance(exchange, SharedCollectives) else isinstance(exchange, FunctionalCollectives)
     )

@@ -34,15 +34,15 @@ def DistributedModelParallel(  # the name of the class that it takes the place o
     """Shard a model in a program written for ``torchrec.distributed.DistributedModelParallel``.
 
     Args:
-        module: holds ``EmbeddingBagCollection`` or ``EmbeddingCollection`` modules; is changed in place.
-        env: whose process group is used; default: the default group.
+        module: holds ``EmbeddingBagCollection`` or ``EmbeddingCollection`` modules. Is changed in place.
+        env: its process group is used. Default: the default group.
         device: of the tables and of the model.
-        plan: TorchRec's, or shardrec's; default: :func:`shardrec.plan`.
+        plan: TorchRec's, or shardrec's. Default: :func:`shardrec.plan`.
         sharders: their ``qcomm_codecs_registry`` chooses the formats of rows and gradients. shardrec has one format
             forward and one backward for all collections, so the codecs must agree. Nothing else is read.
-        init_data_parallel: must be True: the dense part is wrapped at once.
-        init_parameters: must be True: tables on meta are filled at once.
-        data_parallel_wrapper: must be None; ``shardrec.shard`` has ``dense=``.
+        init_data_parallel: must be True: the dense part is wrapped immediately.
+        init_parameters: must be True: tables on meta are filled immediately.
+        data_parallel_wrapper: must be None. ``shardrec.shard`` has ``dense=``.
 
     Returns:
         The sharded model, with ``fused_optimizer``, ``plan`` and the unsharded model's state_dict keys.
@@ -103,7 +103,7 @@ def _wire_formats(model: nn.Module, sharders: Sequence[ModuleSharder[Any]]) -> d
 
 
 def _format(codec: object) -> str:
-    """The format of one of fbgemm's codecs as shardrec names it; the class of any other codec."""
+    """The format of one of fbgemm's codecs as shardrec names it. The class of any other codec."""
     if isinstance(codec, NoOpQuantizedCommCodec):
         return "fp32"
     precision = getattr(codec, "_comm_precision", None)  # its dtype does not tell INT8 from FP8

@@ -41,7 +41,7 @@ class _RawIds(nn.Module):
 
 
 def without_managed_collision(model: nn.Module, given: Mapping[str, DynamicIds]) -> dict[int, nn.Module]:
-    """The replacements of TorchRec's managed-collision collections whose tables have dynamic ids, by the modules' ids.
+    """The replacements of TorchRec's managed-collision collections for tables with dynamic ids, by the modules' ids.
 
     Raises:
         ConfigError: for a collection that has learned ids, returns remapped ids, or has tables without dynamic ids.
@@ -57,15 +57,15 @@ def without_managed_collision(model: nn.Module, given: Mapping[str, DynamicIds])
         if len(left) == len(table_names):
             continue
         words = (
-            f"module {path!r} ({type(module).__name__}) is to have dynamic_ids in place of its own map from ids to rows"
+            f"module {path!r} ({type(module).__name__}) is to have dynamic_ids instead of its own map from ids to rows"
         )
         if left:
-            raise ConfigError(f"{words}, and its tables {', '.join(map(repr, left))} are not named; name all of them")
+            raise ConfigError(f"{words}, and its tables {', '.join(map(repr, left))} are not named. Name all of them")
         if module._return_remapped_features:
             raise ConfigError(f"{words}: set return_remapped_features=False, because dynamic ids produce none")
         ids = [buffer for name, buffer in module.named_buffers() if name.endswith("_mch_sorted_raw_ids")]
         if any(bool((buffer != torch.iinfo(buffer.dtype).max).any()) for buffer in ids):
-            raise ConfigError(f"{words}, and has learned ids, which would be lost; shard the model before it trains")
+            raise ConfigError(f"{words}, and has learned ids, which would be lost. Shard the model before it trains")
         refuse_overrides({path: module})
         replacements[id(module)] = _RawIds(module)
     return replacements
@@ -76,7 +76,7 @@ def refuse_remappers(model: nn.Module, replaced: Mapping[int, nn.Module], world_
 
     Args:
         model: unsharded.
-        replaced: modules whose maps will not be used, by their ids.
+        replaced: modules with maps that will not be used, by their ids.
         world_size: number of ranks.
     """
     gone = {id(child) for module in model.modules() if id(module) in replaced for child in module.modules()}
@@ -122,14 +122,14 @@ def dynamic_tables(
         matching = [name] if name in weights else full_names.get(name, [])
         if len(matching) != 1:
             known = f"several of that name: {matching}" if matching else f"the tables {', '.join(map(repr, weights))}"
-            raise ConfigError(f"dynamic_ids names table {name!r}, and there are {known}; name one of them")
+            raise ConfigError(f"dynamic_ids names table {name!r}, and there are {known}. Name one of them")
         if not isinstance(options, DynamicIds):
-            raise ConfigError(f"dynamic_ids of table {name!r} is a {type(options).__name__}; give a DynamicIds")
+            raise ConfigError(f"dynamic_ids of table {name!r} is a {type(options).__name__}. Give a DynamicIds")
         by_name[matching[0]] = options
     faults = []
     if by_name and replicas > 1:
         faults.append(
-            f"replicas={replicas} with dynamic_ids: each copy of a table would give its rows to other ids; leave one "
+            f"replicas={replicas} with dynamic_ids: each copy of a table would give its rows to other ids. Leave one "
             "of the two out"
         )
     for name, options in by_name.items():
@@ -137,8 +137,8 @@ def dynamic_tables(
         faults += [fault for fault in ([] if layout is None else [cut_faults(layout, options)]) if fault]
         if options.evict != "never" and weight.requires_grad and fused_optimizer_of(weight, name) is None:
             faults.append(
-                f"table {name!r} with dynamic ids has no fused optimizer, and evict={options.evict!r}: an ordinary "
-                "optimizer's state of an evicted row would go on for the next id; give the table an optimizer with "
+                f"table {name!r} with dynamic ids lacks a fused optimizer, and evict={options.evict!r}: an ordinary "
+                "optimizer's state of an evicted row would continue for the next id. Give the table an optimizer with "
                 "apply_optimizer_in_backward, or evict='never'"
             )
     return by_name, faults

@@ -22,10 +22,10 @@ __all__ = ["COMPILED", "EAGER", "AheadOfSome", "dense_signature"]
 
 
 class AheadOfSome(Ahead):
-    """Calls made ahead of a forward that makes others, too.
+    """Calls made ahead of a forward that also makes others.
 
     Their rows are exchanged at its beginning. So whatever the other ranks wait for in it, if it fails on this one, is a
-    header: that of another call, or of the next batch.
+    header: of another call, or of the next batch.
     """
 
 
@@ -89,7 +89,7 @@ def _begin_compiled(model: _Model, args: tuple[Any, ...], kwargs: Mapping[str, A
 
 
 def _before_module(model: _Model) -> None:
-    """What precedes the model's own forward; see :meth:`shardrec.step.step.Step.launch_ahead`."""
+    """What precedes the model's own forward. See :meth:`shardrec.step.step.Step.launch_ahead`."""
     step, reducer = model.context.step, model.context.gradients.reducer
     if isinstance(step.ahead, AheadOfSome) and model.context.collectives.world_size > 1:
         step.serve(step.ahead)
@@ -100,7 +100,7 @@ def _before_module(model: _Model) -> None:
 
 
 def _end(forward: _Forward, error: BaseException | None, output: Any = None) -> Any:
-    """End a forward; gives its output, watched: if a backward from it raises, the other ranks are told."""
+    """End a forward. Gives its output, watched: if a backward from it raises, the other ranks are told."""
     model, context = forward.model, forward.model.context
     context.step.reads_flags_late = False
     try:
@@ -127,10 +127,10 @@ def _end(forward: _Forward, error: BaseException | None, output: Any = None) -> 
 
 
 def _tell(forward: _Forward, error: BaseException) -> None:
-    """Tell the other ranks of an error, unless they raise it, too."""
+    """Tell the other ranks of an error, unless they also raise it."""
     model, context = forward.model, forward.model.context
     try:
-        # For calls made ahead, the other ranks have the headers; the code that made the calls tells the others.
+        # For calls made ahead, the other ranks have the headers. The code that made the calls tells the others.
         if isinstance(error, Exception) and is_own(error):
             if model.group is not None and failed_in_a_collective(error):
                 # A buffer's broadcast, a collective of the model's own, one of a compiled or scripted program.
@@ -143,7 +143,7 @@ def _tell(forward: _Forward, error: BaseException) -> None:
 
 EAGER = _Forward, _before_module, _end
 COMPILED = left_alone(_begin_compiled), left_alone(_before_module), left_alone(_end)
-"""The functions around a forward of which nothing is compiled; those that torch.compile leaves alone."""
+"""The functions around a forward without compiled parts, and the functions that torch.compile leaves alone."""
 
 
 def dense_signature(inputs: object) -> str:

@@ -54,7 +54,7 @@ class ShardedByFsdp:
         device: of the others.
 
     Attributes:
-        parameters: those of FSDP2.
+        parameters: FSDP2's.
         filled: in this backward, those that had no gradient before it, either.
     """
 
@@ -142,7 +142,7 @@ def refuse_in_backward(module: Any, ignored: Collection[nn.Parameter]) -> None:
     if names:
         raise ConfigError(
             f"apply_optimizer_in_backward has given optimizers to {', '.join(names)}, which dense='fsdp' shards: their "
-            "gradients reach no optimizer in backward; train model.dense_parameters() with an ordinary one, or use "
+            "gradients reach no optimizer in backward. Train model.dense_parameters() with an ordinary one, or use "
             "dense='ddp'"
         )
 

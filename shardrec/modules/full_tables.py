@@ -1,7 +1,7 @@
 """Tables for ``torch.distributed.checkpoint.state_dict`` with ``full_state_dict=True``.
 
 torch gathers a ShardedTensor there as if each rank had one block of rows, all but the last of one size. Tables are cut
-in other ways, and some ranks have no shard. So :mod:`shardrec.modules.table` replaces torch's
+in other ways, and some ranks lack a shard. So :mod:`shardrec.modules.table` replaces torch's
 function by one that reads the metadata.
 """
 
@@ -20,12 +20,12 @@ __all__ = ["gathered"]
 def gathered(
     sharded: ShardedTensor, group: dist.ProcessGroup | None = None, device: torch.device | None = None
 ) -> Tensor:
-    """All of a ShardedTensor, on every rank; arguments as torch's function takes them.
+    """All of a ShardedTensor, on every rank. Arguments as torch's function takes them.
 
     Args:
         sharded: (rows, cols), cut in any way.
         group: is not used, for the tensor has its own.
-        device: of the result; default: that of the shards.
+        device: of the result. Default: the shards' device.
     """
     group, metadata = sharded._process_group, sharded.metadata()  # type: ignore[attr-defined,unused-ignore]
     of_ranks: dict[int, list[tuple[list[int], list[int]]]] = {rank: [] for rank in dist.get_process_group_ranks(group)}

@@ -19,7 +19,7 @@ __all__ = ["recorded_call"]
 
 @left_alone
 def recorded_call(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.fx.Proxy | None:
-    """The value of a module's call in the graph that is being traced; None if no argument is a tracer's.
+    """The value of a module's call in the graph that is being traced. None if no argument is a tracer's.
 
     Raises:
         ConfigError: if the module is itself what is traced.
@@ -35,7 +35,7 @@ def recorded_call(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, An
     if not path:
         raise ConfigError(
             f"a {type(module).__name__} is one node of a torch.fx graph, and cannot be traced by itself: trace the "
-            "module that holds it, or, of what shardrec.shard returned, its .module"
+            "module that holds it, or the .module of shardrec.shard's result"
         )
     recorded: torch.fx.Proxy = tracer.create_proxy("call_module", path, args, kwargs)
     return recorded

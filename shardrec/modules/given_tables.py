@@ -27,9 +27,9 @@ class GivenTables:
     """What an unsharded collection says of its tables, by their own names.
 
     Args:
-        lookup_tables: layout, fused optimizer and dtype of each.
+        lookup_tables: layout, fused optimizer and dtype per table.
         frozen: those that take no gradient.
-        optimizers: those that were given an optimizer in backward; frozen tables among them, which use none.
+        optimizers: those that were given an optimizer in backward. Frozen tables among them, which use none.
     """
 
     lookup_tables: dict[str, LookupTable]
@@ -70,9 +70,9 @@ def _lookup_table(
     name = qualified_name(path, config.name)
     if config.data_type not in TABLE_DTYPES:
         known = ", ".join(data_type.value for data_type in TABLE_DTYPES)
-        raise ConfigError(f"table {name!r} is {config.data_type}; tables that train are {known}: set data_type to one")
+        raise ConfigError(f"table {name!r} is {config.data_type}. Tables that train are {known}: set data_type to one")
     plan.check_tables({name: (config.num_embeddings, config.embedding_dim)}, partial=True)
-    # A fused optimizer would update a frozen table; the kernels do not know that it is frozen.
+    # A fused optimizer would update a frozen table. The kernels do not know that it is frozen.
     optimizer = fused_optimizer_of(weight, name) if weight.requires_grad else None
     dtype = TABLE_DTYPES[config.data_type]
     return LookupTable(layout=(layout := plan.by_name[name]), optimizer=optimizer, dtype=dtype, at_step=at_step(layout))

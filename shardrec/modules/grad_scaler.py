@@ -1,12 +1,12 @@
 """``torch.amp.GradScaler`` and sharded models: all ranks skip the same steps, or the scaler is refused.
 
 [Note: how a GradScaler sees the gradients of tables]
-Whatever a GradScaler does with an optimizer begins with ``_unscale_grads_``, which multiplies the ``grad`` of each
-parameter and looks for infinities, by one operator for all of them; it changes nothing before, and skips no step. So it
+Every operation of a GradScaler on an optimizer begins with ``_unscale_grads_``, which multiplies the ``grad`` of each
+parameter and looks for infinities, by one operator for all of them. It changes nothing before, and skips no step. So it
 is wrapped: for an optimizer of a sharded model it raises if a backward has used the scaled gradients already, and what
 it has seen is all-reduced, as DTensor does it. The gradients of the rows of tables with an optimizer belong to no
-parameter: the tables' optimizer has a placeholder among its parameters, whose ``grad`` is a :class:`TableGradients`, in
-whose place the operator takes the rows' gradients.
+parameter: the tables' optimizer has a placeholder among its parameters. Its ``grad`` is a :class:`TableGradients`, and
+the operator takes the rows' gradients instead.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ __all__ = ["TableGradients", "watch_scalers"]
 
 
 class TableGradients(Tensor):
-    """The ``grad`` of the placeholder; see [Note: how a GradScaler sees the gradients of tables]."""
+    """The ``grad`` of the placeholder. See [Note: how a GradScaler sees the gradients of tables]."""
 
     stands_for: Callable[[], Iterable[Tensor]]
 
     @classmethod
     def of(cls, stands_for: Callable[[], Iterable[Tensor]], device: torch.device) -> Self:
         """Stands for the float32 tensors on ``device`` that a method gives. It does not keep the method's object alive,
-        whose parameter has it: the garbage collector does not see that a parameter keeps its ``grad``."""
+        of the parameter that has it: the garbage collector does not see that a parameter keeps its ``grad``."""
         made: Self = torch.zeros(1, dtype=torch.float32, device=device).as_subclass(cls)
         method = WeakMethod(stands_for)
         made.stands_for = lambda: bound() if (bound := method()) else ()

@@ -24,7 +24,7 @@ _MODULE: Any = import_module("torch.distributed.optim.apply_optimizer_in_backwar
 
 
 def dense_in_backward(model: nn.Module) -> dict[str, torch.optim.Optimizer]:
-    """The optimizers in backward of a sharded model's parameters, but those of tables, by the parameter's name; of
+    """The optimizers in backward of a sharded model's parameters, except tables', by the parameter's name. Of
     several that a parameter has, further ones as ``name#1`` and so on."""
     return {
         f"{name}#{number}" if number else name: optimizer
@@ -34,7 +34,7 @@ def dense_in_backward(model: nn.Module) -> dict[str, torch.optim.Optimizer]:
 
 
 def copy_in_backward(parameter: nn.Parameter, copied: nn.Parameter) -> None:
-    """Give a copy of a parameter optimizers of the same classes; their states and settings are to be loaded."""
+    """Give a copy of a parameter optimizers of the same classes. Their states and settings are to be loaded."""
     given: Any = parameter
     if getattr(parameter, "_in_backward_optimizers", ()):
         for optimizer_class, settings in zip(given._optimizer_classes, given._optimizer_kwargs, strict=True):
@@ -42,7 +42,7 @@ def copy_in_backward(parameter: nn.Parameter, copied: nn.Parameter) -> None:
 
 
 def take_over_steps(parameter: nn.Parameter) -> bool:
-    """Remove the hooks that step before the gradient is averaged; whether the parameter has such optimizers."""
+    """Remove the hooks that step before the gradient is averaged. Whether the parameter has such optimizers."""
     for handle in _MODULE.param_to_optim_hook_handle_map.pop(parameter, ()):
         handle.remove()
     _MODULE.param_to_acc_grad_map.pop(parameter, None)

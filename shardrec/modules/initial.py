@@ -1,7 +1,8 @@
 """Initial values of tables.
 
-A collection built on a real device has its values. For one built on ``torch.device("meta")``, whose tables may be too
-large for one device, they are drawn here, in one of two ways, by the size of all its tables on meta together:
+A collection built on a real device has its values. For a collection built on ``torch.device("meta")``, with tables that
+may be too large for one device, they are drawn here, in one of two ways, by the size of all its tables on meta
+together:
 
 At most :data:`WHOLE_BYTES`: each table is drawn whole, on the CPU, as the unsharded collection draws it: torch first
 fills each table as ``nn.EmbeddingBag`` does, then each config's ``init_fn`` writes over it. So after
@@ -21,13 +22,13 @@ rows and columns. If ranks have the same seed, the values depend on the seed, th
 device (a GPU's generator is not the CPU's), and neither on the plan nor on the ranks.
 
 [Note: init_fn of a block]
-``init_fn`` is called with a block, (rows, embedding_dim) float32, in place of the table. One with an argument
+``init_fn`` is called with a block, (rows, embedding_dim) float32, instead of the table. A function with an argument
 ``generator``, as all of ``torch.nn.init`` that draw have, is given the block's, so that blocks can be drawn in several
-threads; any other draws from torch's own generators, which are seeded for it and restored. Its values must not depend
+threads. Any other draws from torch's own generators, which are seeded for it and restored. Its values must not depend
 on the number of rows: ``xavier_uniform_`` and ``kaiming_uniform_`` with ``mode="fan_out"`` derive their bounds from it,
 ``sparse_`` counts zeros in a column. :func:`check_init_fn` calls it with two and with three rows, and raises if an
 operator is given different numbers. This does not detect what an ``init_fn`` computes from values, such as a standard
-deviation, or the QR decomposition in ``orthogonal_``: it is that of a block.
+deviation, or the QR decomposition in ``orthogonal_``: it is computed per block.
 
 Modules of the dense part that are on meta are drawn by their own ``reset_parameters()``, as by TorchRec.
 """
@@ -66,15 +67,15 @@ WHOLE_BYTES = 64 * 2**20
 """Most bytes of a collection's tables on meta that are drawn as the unsharded collection draws them."""
 
 _CONTAINERS = (nn.ParameterDict, nn.ParameterList)
-"""Modules whose parameters are those of the module around."""
+"""Modules that hold the parameters of the module around them."""
 
 _BLOCK_ELEMENTS = 2**18
-_MAX_THREADS = 32  # each of which may have a block beside the shards
+_MAX_THREADS = 32  # each may have a block beside the shards
 
 
 @dataclass(frozen=True, kw_only=True)
 class TableDraw:
-    """A table whose values are drawn by blocks of rows.
+    """A table with values that are drawn by blocks of rows.
 
     Args:
         config: of the table.
@@ -86,7 +87,7 @@ class TableDraw:
 
     @property
     def block_rows(self) -> int:
-        """Rows of each block but the last."""
+        """Rows per block, except the last block."""
         return max(1, _BLOCK_ELEMENTS // int(self.config.embedding_dim))
 
     @property
@@ -98,7 +99,7 @@ class TableDraw:
         """Draw the values of a shard.
 
         Args:
-            values: (rows, cols) of the shard, in the table's dtype; is written to.
+            values: (rows, cols) of the shard, in the table's dtype. Is written to.
             shard: None for the whole table.
         """
         rows, columns, size = self.config.num_embeddings, self.config.embedding_dim, self.block_rows
@@ -148,7 +149,7 @@ def first_values(
         seed = int(torch.randint(2**32, ()))
     elif pooled:
         for weight in on_meta.values():
-            # nn.EmbeddingBag's own draw, which the one below writes over.
+            # nn.EmbeddingBag's own draw, which the draw below overwrites.
             torch.nn.init.normal_(torch.empty_like(weight, device="cpu"))
     for config in configs:
         weight = weights[config.name]
@@ -169,7 +170,7 @@ def first_values(
 
 
 def value_checksums(collection: EmbeddingBagCollection | EmbeddingCollection) -> dict[str, int]:
-    """A checksum of each table's first values: of rows at equal distances, at most 1 MiB of a table, so that it costs
+    """A checksum per table of its first values: of rows at equal distances, at most 1 MiB of a table, so that it costs
     little for any table, and notices other seeds and files, but not every single row of a larger table. It is 0 on
     meta, where a rank of another seed draws its own part: random values like any others."""
     tables = collection.embedding_bags if isinstance(collection, EmbeddingBagCollection) else collection.embeddings
@@ -184,7 +185,7 @@ def value_checksums(collection: EmbeddingBagCollection | EmbeddingCollection) ->
 
 
 def refuse_dense_on_meta(model: nn.Module, tables: set[nn.Parameter]) -> None:
-    """Raise a ConfigError for parameters on meta that :func:`draw_dense` could not draw; ``tables`` are left out."""
+    """Raise a ConfigError for parameters on meta that :func:`draw_dense` could not draw. ``tables`` are left out."""
     names = dict[nn.Parameter, list[str]]()
     for name, parameter in model.named_parameters(remove_duplicate=False):
         if parameter.is_meta and parameter not in tables:
@@ -194,14 +195,14 @@ def refuse_dense_on_meta(model: nn.Module, tables: set[nn.Parameter]) -> None:
         if isinstance(model.get_submodule(path), _CONTAINERS):
             path = path.rpartition(".")[0]
         if not hasattr(model.get_submodule(path), "reset_parameters"):
-            fault = "its module has no reset_parameters()"
+            fault = "its module lacks reset_parameters()"
         elif len(paths) > 1:
             fault = f"it is tied to {paths[1]!r}"
         elif hasattr(parameter, "_in_backward_optimizers"):
-            fault = "its optimizer in backward would keep the one on meta"
+            fault = "its optimizer in backward would keep the parameter on meta"
         if fault:
             raise ConfigError(
-                f"parameter {paths[0]!r} is on meta, and shard cannot draw it: {fault}; build its module on a real "
+                f"parameter {paths[0]!r} is on meta, and shard cannot draw it: {fault}. Build its module on a real "
                 "device"
             )
 
@@ -225,7 +226,7 @@ def draw_dense(model: nn.Module, device: torch.device) -> None:
         if any(bool(tensor.isnan().any()) for part in parts for tensor in _tensors(part)):
             raise ConfigError(
                 f"module {path!r} is on meta, and its reset_parameters() gives some of its parameters or buffers no "
-                "value; build it on a real device"
+                "value. Build it on a real device"
             )
 
 
@@ -238,7 +239,7 @@ def draw_rows(config: BaseEmbeddingConfig, shard: Shard, count: int, step: int) 
 
     Args:
         config: of its table.
-        shard: the shard, whose first row is part of the seed, so that the values differ between row blocks.
+        shard: the shard. Its first row is part of the seed, so that the values differ between row blocks.
         count: number of rows.
         step: part of the seed, so that the values differ between steps.
 
@@ -251,7 +252,7 @@ def draw_rows(config: BaseEmbeddingConfig, shard: Shard, count: int, step: int) 
 
 
 def check_init_fn(config: BaseEmbeddingConfig) -> None:
-    """Raise for an ``init_fn`` that cannot draw a table by blocks of rows; see [Note: init_fn of a block].
+    """Raise for an ``init_fn`` that cannot draw a table by blocks of rows. See [Note: init_fn of a block].
 
     Args:
         config: of the table.
@@ -272,7 +273,7 @@ def check_init_fn(config: BaseEmbeddingConfig) -> None:
         raise ConfigError(
             f"table {config.name!r}: the values that its init_fn writes depend on the number of rows, and a table with "
             f"dynamic ids, or on meta in a collection of more than {WHOLE_BYTES >> 20} MiB, is drawn some rows at a "
-            "time; give it one with fixed numbers, such as functools.partial(torch.nn.init.uniform_, a=-0.01, b=0.01), "
+            "time. Give it one with fixed numbers, such as functools.partial(torch.nn.init.uniform_, a=-0.01, b=0.01), "
             "or build the collection on the CPU"
         ) from cause
 

@@ -34,7 +34,7 @@ class Kind(Enum):
     FUSED = "fused"
     """States of tables' optimizers."""
     AVERAGE = "average"
-    """Averages of rows, and the step of each."""
+    """Averages of rows, and their steps."""
     IDS = "ids"
     """Dynamic ids, with uses and last steps, of rows and of those that wait for a row."""
     DENSE = "dense"
@@ -42,9 +42,9 @@ class Kind(Enum):
     EXTRA = "extra"
     """Extra state of modules (``get_extra_state``)."""
     COUNTS = "counts"
-    """Updates of each table, and the steps of its ids."""
+    """Updates per table, and the steps of its ids."""
     SETTINGS = "settings"
-    """Settings of tables' optimizers, and what schedulers and wrappers keep with them."""
+    """Settings of tables' optimizers, and the entries that schedulers and wrappers keep with them."""
     IN_BACKWARD = "backward"
     """Optimizers in backward of parameters that are not tables: states and settings."""
     FROZEN = "frozen"
@@ -57,12 +57,12 @@ class RowState:
 
     Args:
         kind: of them.
-        table: whose rows they belong to.
+        table: they belong to its rows.
         name: the last part of their name.
         tensors: this rank's, by shard: (rows, cols), or (rows,) or (rows, columns) if ``columns`` is given.
         dtype: on every rank.
-        columns: numbers of a row that each column stripe has alike; 0: the columns are the table's.
-        first: of a row that begins anew.
+        columns: numbers per row that are equal in all column stripes. 0: the columns are the table's.
+        first: of a row that begins again.
         own_rows: whether rows are places of their own, and not the table's rows.
     """
 
@@ -118,7 +118,7 @@ def row_states(collection: ShardedCollection, *, to_write: bool = False) -> Iter
 
 
 def copied(source: ShardedCollection, context: ModelContext, storage: Storage) -> ShardedCollection:
-    """The same tables, with the values of their rows and what is counted of them, in another collection, with its
+    """The same tables, with the values and counts of their rows, in another collection, with its
     model's context and storage."""
     target = type(source)(
         source, source.plan, device=source.device, group=source.group, context=context, storage=storage
@@ -131,7 +131,7 @@ def copied(source: ShardedCollection, context: ModelContext, storage: Storage) -
             tensor.copy_(values[state.kind, state.table.layout.name, state.name][shard])
     if source.id_maps is not None and target.id_maps is not None:
         for key, id_map in source.id_maps.maps.items():
-            target.id_maps.maps[key].copy_(id_map)  # with its hash table, and what it has counted
+            target.id_maps.maps[key].copy_(id_map)  # with its hash table and its counts
     target.load_step_counts(source.step_counts())
     return target.train(source.training)
 
@@ -139,12 +139,12 @@ def copied(source: ShardedCollection, context: ModelContext, storage: Storage) -
 def items(
     module: nn.Module, collections: Sequence[ShardedCollection], optimizer: FusedOptimizers | None
 ) -> Iterator[Item]:
-    """What a model holds besides the values of rows; parameters and buffers are :func:`dense_values`.
+    """What a model holds besides the values of rows. Parameters and buffers are :func:`dense_values`.
 
     Args:
         module: the model, its collections sharded.
         collections: of it.
-        optimizer: of its tables; None before the first use of it.
+        optimizer: of its tables. None before the first use of it.
     """
     extra = {
         f"{path}._extra_state" if path else "_extra_state": child
@@ -184,7 +184,7 @@ def items(
 
 
 def _by_name(kind: Kind, methods: Mapping[str, tuple[Callable[[], Any], Callable[[Any], None]]]) -> Item:
-    """An item of objects that have a name, of the methods that get and set the state of each."""
+    """An item of named objects, with the methods that get and set their states."""
 
     def load(states: dict[str, Any]) -> None:
         for name, state in states.items():

@@ -1,7 +1,7 @@
 """Sharded collections as their operators (:mod:`shardrec.modules.operators`): twins for TorchScript and torch.compile.
 
 They run in the model's process, call the model, and have every feature of it. TorchScript runs ``forward``, which
-returns an ``Await``; tracers run ``traced``, whose value gets its tensors at their first use, so that the calls before
+returns an ``Await``. Tracers run ``traced``. Its value gets its tensors at their first use, so that the calls before
 it share an exchange. Programs that run without shardrec use the twins in :mod:`shardrec.portable.portable_bags`.
 """
 
@@ -42,7 +42,7 @@ class _Live(nn.Module):
         results: see :class:`Program`.
     """
 
-    # Attributes for Python only, under the name that torch.jit looks for; they live as long as the scripted module.
+    # Attributes for Python only, under the name that torch.jit looks for. They live as long as the scripted module.
     __jit_ignored_attributes__: ClassVar = ["program"]
 
     def __init__(self, collection: ShardedCollection, results: Callable[[Any], tuple[Tensor, Tensor, Tensor]]) -> None:
@@ -69,7 +69,7 @@ class _Live(nn.Module):
         self.number = state
 
     def begin(self, features: KeyedJaggedTensor) -> tuple[Tensor, Tensor]:
-        """Queue the lookup of the local batch; returns the arguments of the operators that wait for it."""
+        """Queue the lookup of the local batch. Returns the arguments of the operators that wait for it."""
         weights = features.weights_or_none() if self.weighted else None
         weights_require_grad = False
         if weights is not None:
@@ -87,7 +87,7 @@ class _Live(nn.Module):
             stride = features.stride()
         scripted: bool | None = None
         if torch.jit.is_scripting():
-            scripted = self.training  # of the program; a tracer leaves that to the module
+            scripted = self.training  # of the program. A tracer leaves that to the module
         order, ticket = torch.ops.shardrec.issue_lookup(
             self.anchor,
             self.replicas,
@@ -115,7 +115,7 @@ class LiveBags(_Live):
         collection: the eager module.
         tables: its tables.
         keys: of the output.
-        dims: columns of each key.
+        dims: columns per key.
     """
 
     def __init__(self, collection: ShardedCollection, tables: nn.Module, keys: list[str], dims: list[int]) -> None:
@@ -139,7 +139,7 @@ class LiveBags(_Live):
     def queued(
         self, features: KeyedJaggedTensor
     ) -> tuple[Tensor, Tensor, int, int, torch.dtype, int, list[str], list[int]]:
-        """Queue the lookup; gives the arguments of :func:`finish_bags`."""
+        """Queue the lookup. Gives the arguments of :func:`finish_bags`."""
         order, ticket = self.begin(features)
         batch = samples(features, self.feature)
         return order, ticket, batch, self.width, self.output_dtype, self.number, self.keys, self.dims
@@ -193,14 +193,14 @@ class LiveSequences(_Live):
     def queued(
         self, features: KeyedJaggedTensor
     ) -> tuple[Tensor, Tensor, KeyedJaggedTensor, int, torch.dtype, int, list[str], list[str], bool]:
-        """Queue the lookup; gives the arguments of :func:`finish_sequences`."""
+        """Queue the lookup. Gives the arguments of :func:`finish_sequences`."""
         order, ticket = self.begin(features)
         width, dtype, need = self.width, self.output_dtype, self.need_indices
         return order, ticket, features, width, dtype, self.number, self.names, self.features, need
 
 
 def lengths_by_key(features: KeyedJaggedTensor) -> list[Tensor]:
-    """Ids per sample, of each key; of the full batch, of keys with inverse indices."""
+    """Ids per sample and key. Of the full batch, for keys with inverse indices."""
     if features.variable_stride_per_key():
         lengths = list(features.lengths().split(features.stride_per_key()))
         indices = features.inverse_indices_or_none()

@@ -10,15 +10,15 @@ mode, and so has every feature of the eager model. Code between two of the opera
 of tables are hidden from a compiler, which therefore cannot copy, move or repeat them.
 
 [Note: the ticket]
-A call in progress is stored under a number, which is passed from operator to operator, and to backward, as a tensor;
-the call is freed with that tensor, whether or not it was waited for. A second, empty tensor orders the operators of
+A call in progress is stored under a number, which is passed from operator to operator, and to backward, as a tensor.
+The call is freed with that tensor, whether or not it was waited for. A second, empty tensor orders the operators of
 backward: the update comes after the operator that sends the gradient.
 
 [Note: two halves of a backward]
 The modules that share an exchange share its backward. Its graph is cut where the rows were sent. The first half, which
 sends the gradients, runs when each value that arrived has been given its own, or at the first ``finish_backward``: a
 value without a gradient by then is not part of the loss. The second, which receives them and updates the tables, runs
-at the end of the program's backward, for all exchanges at once, so that a table is updated once; or at the first
+at the end of the program's backward, for all exchanges together, so that a table is updated once, or at the first
 ``finish_backward``, where weights of ids wait for their gradients.
 
 [Note: inputs are copied]
@@ -91,7 +91,7 @@ def _with_autograd(gradients: bool) -> Iterator[None]:
 
 @contextmanager
 def _in_mode(module: ShardedCollection, training: bool | None) -> Iterator[None]:
-    """Run calls made inside with the module in training mode or not; None keeps its mode."""
+    """Run calls made inside with the module in training mode or not. None keeps its mode."""
     was_training = module.training
     module.training = was_training if training is None else training
     try:
@@ -136,7 +136,7 @@ class _Backward:
         self._arrived.append(weakref.ref(issued))
 
     def give(self, issued: _Issued, gradient: Tensor) -> None:
-        """Give the gradient of a call's value; the last one sends all of them."""
+        """Give the gradient of a call's value. The last one sends all of them."""
         self._given[issued] = gradient
         if all(reference() is None or reference() in self._given for reference in self._arrived):
             self._send()
@@ -149,7 +149,7 @@ class _Backward:
         return returning
 
     def take(self, of: Tensor) -> Tensor | None:
-        """The gradient of a leaf of the first half, once; None if there is none."""
+        """The gradient of a leaf of the first half, once. None without one."""
         return self._gradients.pop(id(of), None)
 
     def _send(self) -> None:
@@ -196,8 +196,8 @@ class Program:
         context: of its model.
         expect: what its input must look like.
         results: of the call's output, what ``arrive`` returns: the value, which takes a gradient, and of rows for each
-            id the ids and the number of each lookup's.
-        replicas: parameters of the module's replicated tables, whose gradients a reducer averages.
+            id the ids and their number per lookup.
+        replicas: parameters of the module's replicated tables. A reducer averages their gradients.
     """
 
     def __init__(
@@ -222,13 +222,13 @@ class Program:
     def issue(
         self, features: KeyedJaggedTensor, weights_require_grad: bool, gradients: bool, scripted: bool | None
     ) -> Tensor:
-        """Queue a call; gives its ticket.
+        """Queue a call. Gives its ticket.
 
         Args:
             features: of the local batch.
             weights_require_grad: their weights take a gradient.
             gradients: there will be a backward.
-            scripted: whether TorchScript, which calls, is in training mode; None if it is not TorchScript.
+            scripted: whether TorchScript, which calls, is in training mode. None if it is not TorchScript.
         """
         if self._fault:
             raise ConfigError(self._fault)
@@ -258,7 +258,7 @@ class Program:
                 program._fault = fault
 
     def arrive(self, ticket: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Wait for a call's rows; the value first."""
+        """Wait for a call's rows. The value first."""
         issued = self._kept[int(ticket)]
         call = issued.call
         step = self._context.step
@@ -285,7 +285,7 @@ class Program:
             issued.backward.give(issued, gradient)
 
     def finish_backward(self, ticket: Tensor) -> tuple[Tensor | None, list[Tensor | None]]:
-        """The tables are updated; gives the gradients of the ids' weights and of the replicas."""
+        """The tables are updated. Gives the gradients of the ids' weights and of the replicas."""
         issued = self._kept[int(ticket)]
         if issued.backward is None:
             return None, [None for _ in issued.replicas]
@@ -305,7 +305,7 @@ class Program:
         return gradient + from_backward, replicas
 
     def refuse(self, features: KeyedJaggedTensor) -> None:
-        """Stop the tracing of a batch whose form is invalid.
+        """Stop the tracing of a batch with an invalid form.
 
         It would be compiled to a separate program, and each such form would use one of dynamo's limited recompilations.
         So the error is raised where the tracer asks for the shapes: nothing is compiled or kept, and the model's
@@ -330,7 +330,7 @@ def _program(number: int) -> Program:
     if program is None:
         raise ConfigError(
             f"a compiled program uses sharded module number {number} of a sharded model that is gone, or that lived in "
-            "another process; compile the model again, and keep it for as long as the program runs"
+            "another process. Compile the model again, and keep it for as long as the program runs"
         )
     return program
 
@@ -338,7 +338,7 @@ def _program(number: int) -> Program:
 def _features(
     tensors: Sequence[Any], keys: Sequence[str], inverse_keys: Sequence[str], stride: int
 ) -> KeyedJaggedTensor:
-    """The features of ``issue_lookup``; ``tensors`` are its arguments from ``values`` to ``inverse``."""
+    """The features of ``issue_lookup``. ``tensors`` are its arguments from ``values`` to ``inverse``."""
     values, lengths, offsets, weights, strides, inverse = tensors
     return KeyedJaggedTensor(
         keys=list(keys),

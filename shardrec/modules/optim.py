@@ -1,6 +1,6 @@
 """The fused optimizers of a sharded model as one torch optimizer: learning rates to schedule, states to save.
 
-With ``update="backward"`` the weights are updated inside backward, so ``step()`` has nothing to do, and what a
+With ``update="backward"`` the weights are updated inside backward, so ``step()`` has nothing to do, and the rate that a
 scheduler writes into ``param_groups[i]["lr"]`` reaches the kernels at the next lookup. With ``update="step"``,
 ``step()`` updates them, by the learning rates of that time.
 """
@@ -27,7 +27,7 @@ __all__ = ["FusedOptimizers", "NoFusedOptimizer"]
 
 
 class NoFusedOptimizer(ConfigError, AttributeError):
-    """The model has no fused optimizers; an AttributeError, so that ``hasattr`` returns False."""
+    """The model lacks fused optimizers. It is an AttributeError, so that ``hasattr`` returns False."""
 
 
 class FusedOptimizers(KeyedOptimizer):  # type: ignore[misc]  # torchrec has no types
@@ -39,7 +39,7 @@ class FusedOptimizers(KeyedOptimizer):  # type: ignore[misc]  # torchrec has no 
     every rank; its ``params`` are this rank's shards, possibly none, and ``tables`` the names of all its tables.
     ``params`` has this rank's shards by name. A table's first shard, or an empty parameter on ranks without any, has
     the table's name, and in ``state`` the table's states by TorchRec's names: ``t.momentum1`` is the first one, such as
-    Adagrad's ``sum`` and Adam's ``exp_avg``, ``t.exp_avg_sq`` Adam's second; ``t.step`` is shardrec's. The states are
+    Adagrad's ``sum`` and Adam's ``exp_avg``, ``t.exp_avg_sq`` Adam's second. ``t.step`` is shardrec's. The states are
     views of the kernels' memory: on several ranks ShardedTensors of the table's shape, or of (rows,) if rowwise, which
     ``torch.distributed.checkpoint`` saves and loads under any plan.
 
@@ -51,7 +51,7 @@ class FusedOptimizers(KeyedOptimizer):  # type: ignore[misc]  # torchrec has no 
         context: of the model.
 
     Raises:
-        NoFusedOptimizer: if no table has a fused optimizer; a ConfigError and an AttributeError.
+        NoFusedOptimizer: if no table has a fused optimizer. A ConfigError and an AttributeError.
     """
 
     def __init__(
@@ -61,12 +61,12 @@ class FusedOptimizers(KeyedOptimizer):  # type: ignore[misc]  # torchrec has no 
         tables, params = self._by_spec()
         if not tables:
             raise NoFusedOptimizer(
-                "no table of this model has a fused optimizer; give the tables one with apply_optimizer_in_backward "
+                "no table of this model has a fused optimizer. Give the tables one with apply_optimizer_in_backward "
                 "before sharding, or use an ordinary optimizer over model.parameters()"
             )
         self._specs, self._tables = list(tables), list(tables.values())
         groups = [{"params": params[spec], "tables": tables[spec], **_settings(spec)} for spec in self._specs]
-        # KeyedOptimizer's own takes states and groups that are there already, and has no add_param_group.
+        # KeyedOptimizer's own takes states and groups that are there already, and lacks add_param_group.
         torch.optim.Optimizer.__init__(self, groups, {})
         self.defaults["_save_param_groups"] = False  # CombinedOptimizer asks for one value of all its optimizers
         self._saves_groups = True
@@ -113,7 +113,7 @@ class FusedOptimizers(KeyedOptimizer):  # type: ignore[misc]  # torchrec has no 
         return shards
 
     def follow(self, names: Mapping[int, str]) -> None:
-        """Have the shards of another plan, by the names of the model's tables; settings stay."""
+        """Have the shards of another plan, by the names of the model's tables. Settings stay."""
         before, (_, params) = set(self._shards.values()), self._by_spec()
         for spec, group in zip(self._specs, self.param_groups, strict=True):
             group["params"][:] = params[spec] + [parameter for parameter in group["params"] if parameter not in before]
@@ -128,7 +128,7 @@ class FusedOptimizers(KeyedOptimizer):  # type: ignore[misc]  # torchrec has no 
         self.push()
 
     def step(self, closure: Callable[[], float] | None = None) -> float | None:
-        """Update the tables with the gradients of all backward calls since the last step; every rank calls it.
+        """Update the tables with the gradients of all backward calls since the last step. Every rank calls it.
 
         With ``update="backward"``, hands the learning rates to the kernels.
         """
@@ -176,7 +176,7 @@ class FusedOptimizers(KeyedOptimizer):  # type: ignore[misc]  # torchrec has no 
         return [values for part in deferred for values in part.tensors()]
 
     def save_param_groups(self, save: bool) -> None:
-        """Whether states have the groups' settings, and loading sets them; they do until this says otherwise."""
+        """Whether states have the groups' settings, and loading sets them. They do until this says otherwise."""
         super().save_param_groups(save)
         self._saves_groups = save
 
@@ -210,7 +210,7 @@ class FusedOptimizers(KeyedOptimizer):  # type: ignore[misc]  # torchrec has no 
         mine, theirs = ([group.get("tables") for group in each] for each in (self.param_groups, groups))
         if mine != theirs:
             raise ConfigError(
-                f"the state_dict has groups of the tables {theirs} and this optimizer of {mine}; load the state of an "
+                f"the state_dict has groups of the tables {theirs} and this optimizer of {mine}. Load the state of an "
                 "optimizer whose tables have the same settings"
             )
         self._check_settings(groups)
@@ -255,7 +255,7 @@ class FusedOptimizers(KeyedOptimizer):  # type: ignore[misc]  # torchrec has no 
             count = int(self.state[parameter][self._step_name(parameter)])
             if count != shown:
                 self._shown[parameter] = changed[self._plan_name(parameter)] = count
-        # Tables that share a kernel share their largest count: those of other ranks have none here.
+        # Tables that share a kernel share their largest count. Tables of other ranks are not counted here.
         elsewhere = {name for group in self.param_groups for name in group["tables"]}
         elsewhere -= set(map(self._plan_name, self._shown))
         for collection in self._collections if changed else ():
@@ -274,7 +274,7 @@ class FusedOptimizers(KeyedOptimizer):  # type: ignore[misc]  # torchrec has no 
         state, step = self.state[parameter], self._step_name(parameter)
         if set(state) - {step} != set(saved) - {step}:
             raise ConfigError(
-                f"the saved states of {name} are {sorted(saved)} and this optimizer's {sorted(state)}; load the state "
+                f"the saved states of {name} are {sorted(saved)} and this optimizer's {sorted(state)}. Load the state "
                 "of the same optimizer"
             )
         for key, value in saved.items():
@@ -282,7 +282,7 @@ class FusedOptimizers(KeyedOptimizer):  # type: ignore[misc]  # torchrec has no 
             if value.size() != state[key].size() or (isinstance(value, ShardedTensor) and parts.keys() != given.keys()):
                 raise ConfigError(
                     f"the saved {key} has shape {tuple(value.size())}, here {sorted(given)}, and this optimizer's "
-                    f"{tuple(state[key].size())}, here {sorted(parts)}; load it under the plan it was saved under, or "
+                    f"{tuple(state[key].size())}, here {sorted(parts)}. Load it under the plan it was saved under, or "
                     "by torch.distributed.checkpoint or shardrec.load_checkpoint, which cut it anew"
                 )
             for place, tensor in parts.items():

@@ -1,4 +1,4 @@
-"""What users add to modules of TorchRec: methods and hooks, of which the sharded modules in their place have none."""
+"""Additions of users to TorchRec's modules: methods and hooks, which the sharded modules that replace them lack."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def _hooks_of(owner: object) -> dict[str, Any]:
 
 
 def _has_users(hooks: Any) -> bool:
-    """Whether any of a dict of hooks is none of torch's or TorchRec's own."""
+    """Whether a dict of hooks has a hook that is not torch's or TorchRec's own."""
     functions = (getattr(hook, "hook", hook) for hook in (hooks.values() if isinstance(hooks, dict) else ()))
     modules = (getattr(function, "__module__", None) or "" for function in functions)
     return any(not module.startswith(("torch.", "torchrec.")) for module in modules)
@@ -34,12 +34,12 @@ def _has_users(hooks: Any) -> bool:
 
 def copy_hooks(source: nn.Module, target: nn.Module, memo: dict[int, Any]) -> None:
     """Give ``target``, which is to be the deep copy of ``source``, copies of its hooks."""
-    memo[id(source)] = target  # to whose methods hooks may be bound
+    memo[id(source)] = target  # hooks may be bound to its methods
     vars(target).update(copy.deepcopy(_hooks_of(source), memo))
 
 
 def refuse_overrides(modules: Mapping[str, nn.Module]) -> None:
-    """Raise a ConfigError if methods or hooks were added to modules that are to be replaced; it names them by path."""
+    """Raise a ConfigError if methods or hooks were added to modules that are to be replaced. It names them by path."""
     for path, part in ((path, part) for path, module in modules.items() for part in module.modules()):
         classes = type(part).__mro__
         base = next(cls for cls in classes if cls.__module__.startswith(("torch.", "torchrec.")))
@@ -53,5 +53,5 @@ def refuse_overrides(modules: Mapping[str, nn.Module]) -> None:
         if added:
             raise ConfigError(
                 f"module {path!r} has {', '.join(added)} of its own, in a {type(part).__name__}, which the sharded "
-                f"module in place of this {base.__name__} would not: put them into a module around it"
+                f"module that replaces this {base.__name__} would not: put them into a module around it"
             )

@@ -34,7 +34,7 @@ __all__ = ["SequenceEmbeddings", "ShardedEmbeddingCollection"]
 
 
 class SequenceEmbeddings(LazyGetItemMixin[str, JaggedTensor], LazyAwaitable[dict[str, JaggedTensor]]):
-    """A dict of JaggedTensors whose all-to-all is in progress or about to begin; its first use waits, also
+    """A dict of JaggedTensors with an all-to-all that is in progress or about to begin. Its first use waits, also
     ``pending["f"]``.
 
     Args:
@@ -70,7 +70,7 @@ class SequenceEmbeddings(LazyGetItemMixin[str, JaggedTensor], LazyAwaitable[dict
 
 
 class ShardedEmbeddingCollection(ShardedCollection):
-    """An EmbeddingCollection whose tables are cut over the ranks of a process group.
+    """An EmbeddingCollection with tables that are cut over the ranks of a process group.
 
     Takes a KeyedJaggedTensor of the local batch and returns a lazily awaited dict of JaggedTensors, as the unsharded
     module does, rows in the order of the ids under every cut. If each feature has its own batch size and there are
@@ -80,14 +80,14 @@ class ShardedEmbeddingCollection(ShardedCollection):
 
     Args:
         module: the unsharded collection, on the CPU, on ``device``, or on meta (then its values are drawn:
-            docs/guide.md), whose optimizers given by ``apply_optimizer_in_backward`` are fused; or a sharded one, of
+            docs/guide.md). Its optimizers given by ``apply_optimizer_in_backward`` are fused. Or a sharded one, of
             the same plan, which is copied.
         plan: holds a layout for each table, under ``qualified_name(path, table)``.
         path: the module's path in the model; "" by itself.
-        device: where the shards live; default: the CPU.
-        group: the process group; default: the default group, or a single rank without one.
-        context: shared by the sharded modules of a model; default: a new one.
-        storage: of the tables; default: kernels that train.
+        device: where the shards live. Default: the CPU.
+        group: the process group. Default: the default group, or a single rank without one.
+        context: shared by the sharded modules of a model. Default: a new one.
+        storage: of the tables. Default: kernels that train.
         dedup: send and look up each distinct id of a table once per batch. A single rank on CUDA, which sends nothing,
             does so only for dynamic ids and tables of tier ``"host"``.
 
@@ -198,7 +198,7 @@ class ShardedEmbeddingCollection(ShardedCollection):
         return self._need_indices
 
     def embedding_names_by_table(self) -> list[list[str]]:
-        """Output keys of each table."""
+        """Output keys per table."""
         return self._names_by_table
 
 

@@ -33,17 +33,17 @@ class Servers:
         servers = [name for replicas in self.of_ranks() for name in replicas]
         if not servers or len(set(servers)) != len(servers) or not all(self.of_ranks()):
             raise ConfigError(
-                f"names of Servers is {self.names!r}; give the RPC name of a server for each rank of the plan, each "
+                f"names of Servers is {self.names!r}. Give the RPC name of a server for each rank of the plan, each "
                 "once"
             )
         if self.staleness < 0:
             raise ConfigError(
-                f"staleness={self.staleness}; give the number of steps that tables may be behind, 0 or more"
+                f"staleness={self.staleness}. Give the number of steps that tables may be behind, 0 or more"
             )
         if self.timeout_s <= 0:
-            raise ConfigError(f"timeout_s={self.timeout_s}; give a number of seconds above 0")
+            raise ConfigError(f"timeout_s={self.timeout_s}. Give a number of seconds above 0")
 
     def of_ranks(self) -> tuple[tuple[str, ...], ...]:
-        """By rank of the plan, the names of the server's replicas, or the server's name if it has none."""
+        """By rank of the plan, the names of the server's replicas, or the server's name without replicas."""
         servers = (self.names,) if isinstance(self.names, str) else self.names
         return tuple((names,) if isinstance(names, str) else tuple(names) for names in servers)

@@ -75,7 +75,7 @@ UpdateTime = Literal["backward", "step"]
 """When tables with an optimizer of their own are updated."""
 
 _START = "header exchange"
-"""What a rank waits for, in messages: it misses another rank, whose first header comes next."""
+"""The event that a rank waits for, in messages: it misses another rank's first header."""
 
 
 @torch.inference_mode(False)  # an inference tensor could not be trained later
@@ -102,42 +102,42 @@ def shard(
     one rank.
 
     With ``replicas=Replicas(R)`` the W ranks hold R copies of the tables (2-D parallelism): each run of W / R
-    neighbouring ranks shards one copy, and every ``sync_every`` training steps the copies are averaged; see
+    neighbouring ranks shards one copy, and every ``sync_every`` training steps the copies are averaged. See
     :class:`shardrec.replicas.ReplicatedModel`.
 
     Args:
         model: a model with ``torchrec.EmbeddingBagCollection`` or ``EmbeddingCollection`` modules, on the CPU or on
-            meta, where modules of the dense part are given the values of their ``reset_parameters()``; it is changed in
+            meta, where modules of the dense part are given the values of their ``reset_parameters()``. It is changed in
             place. Optimizers that ``apply_optimizer_in_backward`` gave to tables are fused.
-        plan: the layout of each table on the ranks of the group (with replicas, on the ranks of one replica); also
+        plan: the layout per table on the ranks of the group (with replicas, on the ranks of one replica); also
             accepts a plan from TorchRec's planner. Default: :func:`shardrec.plan` for these ranks.
-        device: of the tables and of the model. Default: the model's CUDA device if it is on one; this process's current
+        device: of the tables and of the model. Default: the model's CUDA device if it is on one. This process's current
             CUDA device if NCCL is the group's only backend; else the CPU.
-        group: the process group; default: the default group.
+        group: the process group. Default: the default group.
         dedup: whether sequence collections send and look up each distinct id of a table once per batch.
-        comms: formats in which pooled rows and gradients travel; default: float32 both ways.
+        comms: formats in which pooled rows and gradients travel. Default: float32 both ways.
         output_dtype: of the collections' outputs: float32 (as for unsharded collections), float16 or bfloat16. Rows are
-            summed and exchanged as float32, or as ``comms`` says, and converted at the end; so are their gradients.
-        transport: ``"auto"``: ranks with tables on the CPU that share a host exchange through shared memory;
+            summed and exchanged as float32, or as ``comms`` says, and converted at the end, like their gradients.
+        transport: ``"auto"``: ranks with tables on the CPU that share a host exchange through shared memory.
             ``"group"``: through the process group, as between hosts. Default: the environment variable
             ``SHARDREC_TRANSPORT``, or else ``auto``.
-        replicas: copies of the tables, as a :class:`shardrec.Replicas`; the result is then a
+        replicas: copies of the tables, as a :class:`shardrec.Replicas`. The result is then a
             :class:`shardrec.replicas.ReplicatedModel`, for ``Replicas(1)`` too, or, with ``elastic``, a
             :class:`shardrec.replicas.ElasticModel`. Default: one copy.
-        dense: ``"ddp"``: every rank holds the dense part, whose gradients are averaged at the end of each backward as
+        dense: ``"ddp"``: every rank holds the dense part. Its gradients are averaged at the end of each backward as
             by DistributedDataParallel, but losses may use different parameters on each rank. ``"fsdp"``: FSDP2
-            (``fully_shard``) shards the dense part's parameters; replicated tables stay unsharded. ``"none"``: only
-            those of replicated tables are averaged. A dict is ``"ddp"`` with options of DistributedDataParallel:
+            (``fully_shard``) shards the dense part's parameters. Replicated tables stay unsharded. ``"none"``: only
+            gradients of replicated tables are averaged. A dict is ``"ddp"`` with options of DistributedDataParallel:
             ``bucket_cap_mb`` (25), the MiB of an all-reduce, and ``broadcast_buffers`` (True), which sends rank 0's
             buffers to all before each forward. ``{"use_orig_params": True}``, FSDP's option, means ``"fsdp"``.
         on_bad_id: the policy for ids outside ``[0, num_embeddings)``, for all features or by feature. ``"error"``:
-            every rank raises InputError. ``"zero"``: the id is looked up as a row of zeros, which takes no gradient; a
+            every rank raises InputError. ``"zero"``: the id is looked up as a row of zeros, which takes no gradient. A
             pooled bag is as if the id were not in it, and a mean does not count it (as ``padding_idx`` of
             ``nn.EmbeddingBag``). ``"wrap"``: the id is taken modulo ``num_embeddings`` of the smallest table in which
             the feature is looked up. :meth:`ShardedModel.bad_ids` counts them.
-        dynamic_ids: by name, the tables whose rows are assigned to raw 64-bit ids during training, and their options.
-            Their ``num_embeddings`` is the number of rows (docs/dynamic_ids.md). This replaces TorchRec's managed
-            collision, if the tables use it.
+        dynamic_ids: by name, the tables with rows that are assigned to raw 64-bit ids during training, and their
+            options. Their ``num_embeddings`` is the number of rows (docs/dynamic_ids.md). This replaces TorchRec's
+            managed collision, if the tables use it.
         servers: embedding servers that hold the tables, as a :class:`shardrec.Servers`. Default: the ranks of the group
             hold them.
         update: when tables with an optimizer of ``apply_optimizer_in_backward`` are updated (docs/updates.md).
@@ -149,20 +149,20 @@ def shard(
 
     Raises:
         PlanError: if the plan does not fit the model or the group, or differs between ranks.
-        ConfigError: if a launcher started several processes and there is no process group; if a table that is cut has
-            other values on another rank; if the model has no collection, or one that cannot be sharded; if a table's
-            weight is tied to another parameter, or parametrized; if methods or hooks were added to a collection; if
-            each rank would learn its own map from ids to rows (managed collision, pruning); if the number of replicas
-            does not divide the number of ranks, or differs between ranks.
+        ConfigError: if a launcher started several processes without a process group; if a table that is cut has
+            other values on another rank; if the model lacks collections, or has one that cannot be sharded; if a
+            table's weight is tied to another parameter, or parametrized; if methods or hooks were added to a
+            collection; if each rank would learn its own map from ids to rows (managed collision, pruning); if the
+            number of replicas does not divide the number of ranks, or differs between ranks.
     """
     if replicas is not None and not hasattr(replicas, "make_groups"):
-        raise ConfigError(f"replicas is {replicas!r}; give a shardrec.Replicas, such as Replicas(2)")
+        raise ConfigError(f"replicas is {replicas!r}. Give a shardrec.Replicas, such as Replicas(2)")
     if servers is not None and not isinstance(servers, Servers):
-        raise ConfigError(f"servers is {servers!r}; give a shardrec.Servers, such as Servers(['server0'])")
+        raise ConfigError(f"servers is {servers!r}. Give a shardrec.Servers, such as Servers(['server0'])")
     target = default_device(model, group) if device is None else torch.device(device)
     if target.type not in ("cpu", "cuda"):
         raise ConfigError(
-            f"device is '{target}'; tables are on 'cpu' or 'cuda': leave it out for a model on meta, whose tables are "
+            f"device is '{target}'. Tables are on 'cpu' or 'cuda': leave it out for a model on meta, whose tables are "
             "then drawn on the ranks that hold them, or give it to shardrec.plan to only plan"
         )
     collectives = collectives_of(group)
@@ -177,7 +177,7 @@ def shard(
     _refuse_dense(model, collections, dense, collectives.world_size)
     if output_dtype not in TABLE_DTYPES.values():
         known = ", ".join(str(dtype) for dtype in TABLE_DTYPES.values())
-        raise ConfigError(f"output_dtype is {output_dtype}; embeddings come as one of {known}")
+        raise ConfigError(f"output_dtype is {output_dtype}. Embeddings come as one of {known}")
     if isinstance(plan, TorchRecPlan):
         from shardrec.planner import from_torchrec  # with TorchRec's planner
 
@@ -185,17 +185,17 @@ def shard(
         holders = collectives.world_size // copies if servers is None else len(servers.names)
         plan = from_torchrec(plan, Topology.of_world(holders), table_shapes(model))
     if update not in get_args(UpdateTime):
-        raise ConfigError(f"update is {update!r}; give one of {', '.join(map(repr, get_args(UpdateTime)))}")
+        raise ConfigError(f"update is {update!r}. Give one of {', '.join(map(repr, get_args(UpdateTime)))}")
     if servers is not None:
         if update == "step" and servers.staleness:
             raise ConfigError(
-                f"update='step' waits for the servers' update, and staleness={servers.staleness} does not; leave one "
+                f"update='step' waits for the servers' update, and staleness={servers.staleness} does not. Leave one "
                 "out"
             )
         without = (comms, replicas, transport, dynamic_ids or None)
         if any(value is not None for value in without) or output_dtype is not torch.float32:
             raise ConfigError(
-                f"servers={servers} go with none of comms, replicas, transport, dynamic_ids and output_dtype; leave "
+                f"servers={servers} go with none of comms, replicas, transport, dynamic_ids and output_dtype. Leave "
                 "these out"
             )
         remote: ShardedModel = late_import("shard_over_servers")(
@@ -281,7 +281,7 @@ def shard(
 def sharded_collection(
     module: Collection, plan: ShardingPlan, *, dedup: bool = True, **given: Any
 ) -> ShardedEmbeddingBagCollection | ShardedEmbeddingCollection:
-    """The sharded collection of an unsharded one; arguments are those of its constructor."""
+    """The sharded collection of an unsharded one; with its constructor's arguments."""
     if isinstance(module, EmbeddingBagCollection):
         return ShardedEmbeddingBagCollection(module, plan, **given).train(module.training)
     return ShardedEmbeddingCollection(module, plan, dedup=dedup, **given).train(module.training)
@@ -293,14 +293,15 @@ def features_of(collection: Collection) -> list[str]:
 
 
 def _agree_on_replicas(replicas: Replicas | None, ranks: Ranks) -> None:
-    """Raise on every rank if the replicas of any are unsound, or differ from another's: none may go on to wait."""
+    """Raise on every rank if any rank's replicas are unsound, or differ from another's: no rank may continue and
+    wait."""
     faults = "" if replicas is None else "; ".join(replicas.faults(ranks.world_size))
     theirs, words = zip(*all_gather((faults, f"replicas={replicas}"), ranks, _START), strict=True)
     if any(theirs):
         raise ConfigError(faults or "; ".join(by_rank(theirs)))
     if len(set(words)) > 1:
         lines = "\n  ".join(by_rank(words))
-        raise ConfigError(f"the ranks ask for different replicas; give all of them the same:\n  {lines}")
+        raise ConfigError(f"the ranks ask for different replicas. Give all of them the same:\n  {lines}")
 
 
 def _agree_on_options(given: Mapping[str, object], ranks: Ranks) -> None:
@@ -310,7 +311,7 @@ def _agree_on_options(given: Mapping[str, object], ranks: Ranks) -> None:
         values = [of_rank.get(name, "none") for of_rank in of_ranks]
         if len(set(values)) > 1:
             lines = "\n  ".join(by_rank(values))
-            raise ConfigError(f"the ranks give different values of {name}; give all of them the same:\n  {lines}")
+            raise ConfigError(f"the ranks give different values of {name}. Give all of them the same:\n  {lines}")
 
 
 def _in_backward(model: nn.Module) -> dict[str, object]:
@@ -329,12 +330,12 @@ def _plan_faults(plan: ShardingPlan, model: nn.Module, copies: int, world_size: 
     if plan.world_size != size and copies > 1:
         return (
             f"the plan is for {plan.world_size} ranks and each of the {copies} replicas has {size} of the "
-            f"process group's {world_size}; plan for {size}, with "
+            f"process group's {world_size}. Plan for {size}, with "
             f"shardrec.plan(model, shardrec.Topology(ranks_per_host={size}))",
         )
     if plan.world_size != size:
         return (
-            f"the plan is for {plan.world_size} ranks and the process group has {size}; plan for {size}, "
+            f"the plan is for {plan.world_size} ranks and the process group has {size}. Plan for {size}, "
             f"or start {plan.world_size} ranks",
         )
     try:
@@ -345,14 +346,15 @@ def _plan_faults(plan: ShardingPlan, model: nn.Module, copies: int, world_size: 
 
 
 def agree_on_plan(plan: ShardingPlan, faults: Sequence[str], ranks: Ranks, what: str = _START) -> None:
-    """Raise on every rank if the plan of any has ``faults``, or differs from another's: none may go on to wait."""
+    """Raise on every rank if any rank's plan has ``faults``, or differs from another's: no rank may continue and
+    wait."""
     theirs, fingerprints = zip(*all_gather(("; ".join(faults), plan.fingerprint), ranks, what), strict=True)
     if any(theirs):
         raise PlanError(faults or by_rank(theirs))
     differing = [rank for rank, fingerprint in enumerate(fingerprints) if fingerprint != fingerprints[0]]
     if differing:
         raise PlanError(
-            f"the plan of rank(s) {', '.join(map(str, differing))} differs from rank 0's; make the plan on one rank "
+            f"the plan of rank(s) {', '.join(map(str, differing))} differs from rank 0's. Make the plan on one rank "
             "and send it to the others, or save and load it"
         )
 
@@ -379,7 +381,7 @@ def agree_on_values(
 
 
 def with_sharded(model: nn.Module, replaced: dict[int, ShardedCollection], device: torch.device) -> nn.Module:
-    """The model with sharded collections in place of the modules with these ids, and the rest of it on ``device``."""
+    """The model with sharded collections instead of the modules with these ids, and the rest of it on ``device``."""
     model = put_in_place(model, replaced)
     draw_dense(model, device)
     model.to(device)  # a sharded collection stays where it is
@@ -388,7 +390,7 @@ def with_sharded(model: nn.Module, replaced: dict[int, ShardedCollection], devic
 
 
 def put_in_place(model: nn.Module, replaced: Mapping[int, nn.Module]) -> nn.Module:
-    """The model, with other modules in place of the modules with these ids."""
+    """The model, with other modules instead of the modules with these ids."""
     for module in model.modules():
         if isinstance(replaced.get(id(module)), ShardedCollection):
             for weight in module.parameters():

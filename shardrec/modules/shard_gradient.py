@@ -20,7 +20,7 @@ __all__ = ["ShardGradient", "mark_gradients"]
 
 
 class ShardGradient(Tensor):
-    """A gradient like any other, except to ``torch.nn.utils.clip_grad_norm_``; results are plain Tensors."""
+    """A gradient like any other, except to ``torch.nn.utils.clip_grad_norm_``. Results are plain Tensors."""
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

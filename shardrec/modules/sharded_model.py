@@ -3,8 +3,8 @@
 [Note: what torch.compile compiles]
 ``torch.compile(model)`` compiles the functions that run inside it. Those of :class:`ShardedModel` around the user's
 model are excluded, so that the user's forward is compiled, and a fault in it, including one of the compiler, still
-reaches the other ranks. The first of them, ``forward``, is only skipped (``recursive=False``); the functions that it
-calls are disabled; the user's model in between is not.
+reaches the other ranks. The first of them, ``forward``, is only skipped (``recursive=False``). The functions that it
+calls are disabled. The user's model in between is not.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class ShardedModel(nn.Module):
         module: the model, its collections already sharded.
         plan: the layouts of the tables.
         context: shared by the sharded collections.
-        group: the process group; None on one rank.
+        group: the process group. None on one rank.
         dense: how the dense part's gradients are averaged.
     """
 
@@ -85,8 +85,8 @@ class ShardedModel(nn.Module):
         self._sharded = [child for child in module.modules() if isinstance(child, ShardedCollection)]
         self.made_fused_optimizer: FusedOptimizers | None = None
         self._has_warned = False
-        self._hooked = -1, False  # parameters with hooks when it was looked for those of this model, and what was found
-        self.tables_without_room: set[str] = set()  # of which a reshard has warned
+        self._hooked = -1, False  # number of parameters with hooks at the last look for this model's, and the result
+        self.tables_without_room: set[str] = set()  # a reshard has warned of them
         self._dense = dense
         self._reducer: DenseReducer | None = None
         watch_scalers(self)
@@ -114,7 +114,7 @@ class ShardedModel(nn.Module):
         for argument in (*args, *kwargs.values()):
             if isinstance(argument, Proxy):
                 return recorded_call(self, args, kwargs)
-        # What is compiled must not look into the functions around it; where nothing is, their wrappers are not needed.
+        # What is compiled must not look into the functions around it. Where nothing is, their wrappers are not needed.
         is_compiled = callable(get_eval_frame_callback())
         begin, before, end = COMPILED if is_compiled else EAGER
         forward = begin(self, args, kwargs)
@@ -132,7 +132,7 @@ class ShardedModel(nn.Module):
         """The tables' fused optimizers as one torch optimizer, for learning-rate schedules and states.
 
         Raises:
-            NoFusedOptimizer: if no table has a fused optimizer; a ConfigError and an AttributeError.
+            NoFusedOptimizer: if no table has a fused optimizer. A ConfigError and an AttributeError.
         """
         if self.made_fused_optimizer is None:
             self.made_fused_optimizer = FusedOptimizers(self._sharded, self._table_names(), self.context)
@@ -143,7 +143,7 @@ class ShardedModel(nn.Module):
 
     @property
     def ranks(self) -> Ranks:
-        """The ranks that hold the model: with replicas, those of all of them that one process group has."""
+        """The ranks that hold the model: with replicas, all of their ranks that belong to one process group."""
         return ranks_of(self.group, self.context.device)
 
     @property
@@ -158,7 +158,7 @@ class ShardedModel(nn.Module):
 
     @property
     def has_fused_tables(self) -> bool:
-        """Whether a table has an optimizer of its own; alike on every rank."""
+        """Whether a table has an optimizer of its own. Equal on every rank."""
         return any(collection.fused_optimizers() for collection in self._sharded)
 
     def update_in_backward(self) -> str:
@@ -166,13 +166,13 @@ class ShardedModel(nn.Module):
         if self.has_fused_tables and not self.context.options.updates_at_step:
             return "its tables are updated in each backward: shard it with shardrec.shard(..., update='step')"
         stepped = list(dense_in_backward(self))
-        remedy = "give them to an ordinary optimizer in place of apply_optimizer_in_backward"
+        remedy = "give them to an ordinary optimizer instead of apply_optimizer_in_backward"
         return f"the optimizers of {', '.join(stepped[:3])} step in each backward: {remedy}" if stepped else ""
 
     @property
     def updates_above_lookups(self) -> bool:
         """Whether a backward may update a parameter before it reaches the lookups: an optimizer in backward of a dense
-        one, or another hook on its gradient; true also where the model has parts on other ranks, servers or replicas.
+        one, or another hook on its gradient. True also where the model has parts on other ranks, servers or replicas.
 
         Hooks count that are there in the first forward, and optimizers in backward whenever they are given.
         """
@@ -186,13 +186,13 @@ class ShardedModel(nn.Module):
         return self.update_in_backward()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drop all gradients, those of rows too (``update="step"``)."""
+        """Drop all gradients, also of rows (``update="step"``)."""
         super().zero_grad(set_to_none)
         for collection in self._sharded:
             collection.drop_gradients()
 
     def warn_without_step(self) -> None:
-        """Warn, once, that a backward has left gradients, and that there is no optimizer yet to apply them."""
+        """Warn, once, that a backward has left gradients, and that an optimizer to apply them is missing."""
         deferred = [part for collection in self._sharded for part in collection.shards.deferred()]
         if not self._has_warned and any(part.backwards for part in deferred):
             self._has_warned = True
@@ -214,7 +214,7 @@ class ShardedModel(nn.Module):
         """Accumulate the dense part's gradients without averaging them, as DistributedDataParallel.no_sync does.
 
         Counts for the backward of each forward made inside. With ``update="backward"``, sharded tables with a fused
-        optimizer are still updated in each backward; replicated ones accumulate with the dense part.
+        optimizer are still updated in each backward. Replicated ones accumulate with the dense part.
         """
         gradients = self.context.gradients
         before, gradients.accumulates = gradients.accumulates, True
@@ -230,12 +230,12 @@ class ShardedModel(nn.Module):
         For averages of weights, such as ``torch.optim.swa_utils.AveragedModel``. Every rank calls it.
 
         Raises:
-            ConfigError: for a model with servers, replicas or FSDP2, whose parts this process cannot copy.
+            ConfigError: for a model with servers, replicas or FSDP2, which this process cannot copy.
         """
         if not self._is_plain:
             raise ConfigError(
                 f"this {type(self).__name__} cannot be copied: tables on servers, replicas, FSDP2 and served tables "
-                "have parts that are not its own; shard another model and load this one's state_dict into it"
+                "have parts that are not its own. Shard another model and load this one's state_dict into it"
             )
         context = ModelContext(self.context.collectives, self.context.device, self.context.options)
         for collection in self._sharded:  # which deepcopy finds in its memo
@@ -263,14 +263,15 @@ class ShardedModel(nn.Module):
         return type(self) is ShardedModel and not self.servers and not fsdp
 
     def reshard(self, plan: ShardingPlan, optimizer: torch.optim.Optimizer | None = None) -> int:
-        """Change the plan while training goes on: move what lies elsewhere under the new plan, and nothing else.
+        """Change the plan during training: move the parts that lie elsewhere under the new plan, and nothing else.
 
         Every rank calls it with the same plan, after the optimizers' steps and before the next forward. Rows move with
-        their optimizer states and dynamic ids, over collectives. Afterwards training goes on as from a checkpoint that
-        was loaded under the new plan, bit-identically, with the same model, ``fused_optimizer``, ``TrainPipeline``,
-        live scripts and compiled programs. Parameters of tables that have moved are new ones; the old ones are empty.
+        their optimizer states and dynamic ids, over collectives. Afterwards training continues as from a checkpoint
+        that was loaded under the new plan, bit-identically, with the same model, ``fused_optimizer``,
+        ``TrainPipeline``, live scripts and compiled programs. Parameters of tables that have moved are new ones. The
+        old ones are empty.
 
-        A rank holds, besides its shards, the new ones of each lookup group that changes on it, and at most 64 MiB of
+        A rank holds, besides its shards, the new shards per lookup group that changes on it, and at most 64 MiB of
         values on their way.
 
         Args:
@@ -301,15 +302,15 @@ class ShardedModel(nn.Module):
         min_gain: float = 0.05,
         **planning: Any,
     ) -> Replanned | None:
-        """Plan anew for the ids that training sees now, and :meth:`reshard` if that pays.
+        """Plan again for the ids that training sees now, and :meth:`reshard` if that pays.
 
         The cost model prices the present plan and others with the ids of the batches. The plan changes if a step is
         predicted to be shorter by ``min_gain``, and ``steps`` steps win more than the move takes. Every rank calls it
-        after the same step; the first rank plans for all.
+        after the same step. The first rank plans for all.
 
         Args:
-            sample_batches: of this rank: what the collections were called with in the last few steps; a few thousand
-                samples are enough. Ids per sample are means over the ranks; how often ids repeat, and which rows they
+            sample_batches: of this rank: what the collections were called with in the last few steps. A few thousand
+                samples are enough. Ids per sample are means over the ranks. How often ids repeat, and which rows they
                 hit, is taken from the first rank.
             optimizer: as for ``reshard``.
             steps: in which a move has to pay for itself, such as those to the next call.
@@ -317,10 +318,10 @@ class ShardedModel(nn.Module):
             planning: ``constraints``, ``profile`` and ``limits`` (default: 10 seconds) as for :func:`shardrec.plan`.
 
         Returns:
-            What was moved and what it wins, as a line with ``str``; None if the plan stays.
+            The moved bytes and the predicted gain, as a line with ``str``. None if the plan stays.
 
         Raises:
-            ConfigError: on every rank, if one has no sample, if a number is not above 0, or as ``reshard``.
+            ConfigError: on every rank, if a rank lacks samples, if a number is not above 0, or as ``reshard``.
             CheckpointError: on every rank, if planning fails, or as ``reshard``.
             PeerError: if another rank is gone. After each of these errors the model has its old plan and values.
         """
@@ -333,7 +334,7 @@ class ShardedModel(nn.Module):
         if not self._is_plain:
             raise ConfigError(
                 f"this {type(self).__name__} cannot be given another plan: tables on servers, replicas, FSDP2 and "
-                "served tables have parts that do not move; save a checkpoint, shard the model anew, and load it"
+                "served tables have parts that do not move. Save a checkpoint, shard the model again, and load it"
             )
 
     def follow_plan(self, plan: ShardingPlan) -> None:
@@ -354,7 +355,7 @@ class ShardedModel(nn.Module):
         return list(items(self.module, self._sharded, self.made_fused_optimizer))
 
     def _weights(self) -> Iterator[tuple[ShardedTable, Tensor]]:
-        """This rank's shards of each table. Data-parallel tables, which are equal on all ranks, have none."""
+        """This rank's shards per table. Data-parallel tables, which are equal on all ranks, have none."""
         for state in self._row_states(Kind.WEIGHT):
             yield from ((state.table, weight) for shard, weight in state.tensors.items() if shard is not None)
 
@@ -373,7 +374,7 @@ class ShardedModel(nn.Module):
     def save_servers(self, data: Path, first: int) -> list[Any]:
         """Have the servers write their shards into a checkpoint's data folder, as files from number ``first`` on.
 
-        Every rank calls it; the first one gets what was written.
+        Every rank calls it. The first one gets what was written.
         """
         raise AssertionError("this model has no servers")
 
@@ -384,8 +385,8 @@ class ShardedModel(nn.Module):
     def bad_ids(self) -> dict[str, int]:
         """The number of ids outside their table in this rank's batches since the model was sharded, by feature; of a
         feature that several collections look up, by the collection's path and the feature, such as
-        ``"sparse.user_bags.country"``. It has the features whose policy is ``"zero"`` or ``"wrap"`` (``on_bad_id`` of
-        :func:`shardrec.shard`). Ids are counted on the device; this method waits for it. A batch that raised an error
+        ``"sparse.user_bags.country"``. It has the features with policy ``"zero"`` or ``"wrap"`` (``on_bad_id`` of
+        :func:`shardrec.shard`). Ids are counted on the device. This method waits for it. A batch that raised an error
         does not count.
         """
         paths = {child: path for path, child in self.module.named_modules()}
@@ -394,7 +395,7 @@ class ShardedModel(nn.Module):
         return {f"{path}.{feature}" if times[feature] > 1 else feature: count for path, feature, count in counts}
 
     def id_stats(self) -> dict[str, dict[str, int]]:
-        """Statistics of the ids of each table with dynamic ids, by its name in the plan. Every rank calls it. Of
+        """Statistics of ids per table with dynamic ids, by its name in the plan. Every rank calls it. Of
         lookups in training mode since the model was sharded: ``lookups``, ids received by the rows' owners (for a
         sequence collection with ``dedup``, distinct ids); ``hits``, ids that had a row before; ``inserts`` and
         ``evictions`` of ids; ``fallbacks``, lookups of ids without a row; ``no_room``, how often an id was due a row
@@ -421,11 +422,11 @@ class ShardedModel(nn.Module):
         old = options_of.get(table)
         if old is None:
             known = ", ".join(map(repr, options_of)) or "none"
-            raise ConfigError(f"table {table!r} has no dynamic ids; the tables that have are {known}")
+            raise ConfigError(f"table {table!r} lacks dynamic ids. The tables that have them are {known}")
         layout, options = self.plan.by_name[table], dataclasses.replace(old, capacity=capacity)
         fault = cut_faults(layout, options)
         if fault or capacity < (old.capacity or layout.num_embeddings):
-            raise ConfigError(fault or f"table {table!r} has capacity {old.capacity or 'for all rows'}; give more")
+            raise ConfigError(fault or f"table {table!r} has capacity {old.capacity or 'for all rows'}. Give more")
         self.context.options = dataclasses.replace(self.context.options, dynamic_ids={**options_of, table: options})
         for collection in self._sharded:
             if collection.id_maps is not None and table in collection.id_maps.options:
@@ -436,7 +437,7 @@ class ShardedModel(nn.Module):
         raise an InputError that quotes it.
 
         Args:
-            error: of the model's own code; gets a note of the likely cause, if there is one.
+            error: of the model's own code. Gets a note of the likely cause, if there is one.
             inputs: of the forward, which may be the cause.
 
         Raises:
@@ -512,7 +513,7 @@ class ShardedModel(nn.Module):
         return {"": "module"}
 
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
-        """The model's state_dict, with the unsharded model's keys; cut tables are ShardedTensors on several ranks."""
+        """The model's state_dict, with the unsharded model's keys. Cut tables are ShardedTensors on several ranks."""
         return self.module.state_dict(*args, **kwargs)
 
     def load_state_dict(
@@ -527,7 +528,7 @@ class ShardedModel(nn.Module):
             prefix: what this model's keys begin with, as in ``state_dict(prefix=...)``; other keys are ignored.
 
         Raises:
-            RuntimeError: as of an unsharded model; before anything changes, a ConfigError too, for tables of another
+            RuntimeError: as of an unsharded model. Before anything changes, also a ConfigError for tables of another
                 shape, dtype or cut.
         """
         if prefix:
@@ -549,7 +550,7 @@ class ShardedModel(nn.Module):
         return self.module.load_state_dict(values, strict=strict, assign=assign)
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *arguments: Any) -> None:
-        # Of a module around this one, whose own state_dict has the keys of :meth:`state_dict`.
+        # Of a module around this one. Its own state_dict has the keys of :meth:`state_dict`.
         for key in [key for key in state_dict if key.startswith(prefix)]:
             state_dict[f"{prefix}module.{key.removeprefix(prefix)}"] = state_dict.pop(key)
         super()._load_from_state_dict(state_dict, prefix, *arguments)
@@ -575,7 +576,7 @@ def require_sharded(model: nn.Module, taker: str) -> None:
         taker: name of the function that takes a sharded model, for the error.
 
     Raises:
-        ConfigError: if it was not; names the sharded model inside if ``model`` is a wrapper around one.
+        ConfigError: if it was not. Names the sharded model inside if ``model`` is a wrapper around one.
     """
     if isinstance(model, ShardedModel):
         return
@@ -587,6 +588,6 @@ def require_sharded(model: nn.Module, taker: str) -> None:
             "wrapper around the model before shardrec.shard"
         )
     raise ConfigError(
-        f"{taker} takes what shardrec.shard returns, not {name}: shard the model first, which takes no process "
+        f"{taker} takes the result of shardrec.shard, not {name}: shard the model first, which takes no process "
         "group on one rank"
     )

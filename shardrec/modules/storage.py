@@ -23,7 +23,7 @@ class Storage:
         table: a table, from the arguments of :class:`ShardedTable`.
         trains: whether the tables have parameters.
         portable: whether TorchScript can have the collection in a program that runs without shardrec.
-        before_rows: called just before a call's rows are exchanged; embedding servers use it to attach the ids.
+        before_rows: called just before a call's rows are exchanged. Embedding servers use it to attach the ids.
     """
 
     shards: Callable[..., ShardLookup] = ShardLookup

@@ -59,7 +59,7 @@ class ShardedTable(nn.Module):
     Args:
         layout: of the table.
         parameters: this rank's parameters: one per local shard, or the replica.
-        group: the process group that the table is sharded over; None on one rank.
+        group: the process group that the table is sharded over. None on one rank.
         dtype: of the weights, for ranks without a shard.
         has_optimizer: whether shardrec updates the table, in backward or at the step, unless it is frozen.
     """
@@ -102,12 +102,12 @@ class ShardedTable(nn.Module):
                     "torch.func.functional_call, of an assignment, or of .data =), which its lookups do not read: copy "
                     "values into the parameter, with torch.no_grad(): parameter.copy_(values)"
                 )
-            # A table without an optimizer may be frozen later; one that was frozen before is sent no gradients.
+            # A table without an optimizer may be frozen later. One that was frozen before is sent no gradients.
             if torch.is_grad_enabled() and (self._has_optimizer or not requires_grad):
                 was, remedy = ("frozen", ", or call it in torch.no_grad()") if requires_grad else ("unfrozen", "")
                 return (
                     f"{name} of table {self.layout.name!r} was {was} (requires_grad) after shardrec.shard, and "
-                    "backward goes on as before: save a checkpoint, and give it to shardrec.warm_start with a model "
+                    "backward continues as before: save a checkpoint, and give it to shardrec.warm_start with a model "
                     f"whose table is {was} before it is sharded{remedy}"
                 )
         return ""
@@ -152,22 +152,22 @@ class ShardedTable(nn.Module):
         layout = self.layout
         shape = (layout.num_embeddings, layout.embedding_dim)
         if tuple(value.shape) != shape:
-            return f"the value has shape {tuple(value.shape)} and the table {shape}; load a table of that shape"
+            return f"the value has shape {tuple(value.shape)} and the table {shape}. Load a table of that shape"
         if not value.dtype.is_floating_point:
-            return f"the value is {value.dtype} and the table {self.dtype}; load its floating-point rows"
+            return f"the value is {value.dtype} and the table {self.dtype}. Load its floating-point rows"
         if isinstance(value, ShardedTensor):
             ranks = dict(enumerate([0] if self.group is None else dist.get_process_group_ranks(self.group)))
             planned = {(s.row_start, s.col_start, s.rows, s.cols): ranks.get(s.rank) for s in layout.shards}
             shards = value.metadata().shards_metadata
             if {(*s.shard_offsets, *s.shard_sizes): s.placement.rank() for s in shards} != planned:  # type: ignore[union-attr]
                 return (
-                    f"the value is sharded in another way than this plan ({layout.cut}, {len(layout.shards)} shards); "
-                    "load it with shardrec.load_checkpoint, which cuts it anew"
+                    f"the value is sharded in another way than this plan ({layout.cut}, {len(layout.shards)} shards). "
+                    "Load it with shardrec.load_checkpoint, which cuts it again"
                 )
         return ""
 
     def write(self, value: Any) -> None:
-        """Set the table's values, of which this rank takes its shards.
+        """Set the table's values. This rank takes its shards of them.
 
         Args:
             value: (num_embeddings, embedding_dim), or a ShardedTensor of it; without :meth:`value_fault`.
@@ -211,7 +211,7 @@ class ModuleWatch:
     """Notices that a module has other parameters or modules in it than before, in as little time as a step can spare.
 
     Args:
-        module: whose parameters and modules are remembered.
+        module: its parameters and modules are remembered.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -225,7 +225,7 @@ class ModuleWatch:
 
 
 def averaged_parameters(module: nn.Module, held: list[nn.Parameter], *, dense: bool) -> list[nn.Parameter]:
-    """Append the parameters of replicated tables, and those of the ``dense`` part, in the order of registration."""
+    """Append the parameters of replicated tables, and of the ``dense`` part, in the order of registration."""
     if dense:
         held += [parameter for parameter in module._parameters.values() if parameter is not None]
     for child in module._modules.values():
@@ -249,7 +249,7 @@ def as_one_tensor(
     Args:
         layout: where the table lives.
         tensors: (rows, cols) per local shard, or the replica under None; (rows,) if ``per_row``.
-        group: the process group; None on one rank.
+        group: the process group. None on one rank.
         dtype: of the tensors, on every rank.
         per_row: whether the tensors have a number per row, which every column stripe has alike.
 
@@ -263,7 +263,7 @@ def as_one_tensor(
         first = next(iter(tensors.values()))
         ends = [first.data_ptr(), *(tensor.data_ptr() + tensor.nbytes for tensor in tensors.values())]
         if any(end != tensor.data_ptr() for end, tensor in zip(ends, tensors.values(), strict=False)):
-            raise ConfigError(f"table {layout.name!r} is cut by columns on one rank; give it plan.on_one_rank()")
+            raise ConfigError(f"table {layout.name!r} is cut by columns on one rank. Give it plan.on_one_rank()")
         return first.as_strided(size, first.stride())  # row blocks, one after the other
     device = next((tensor.device.type for tensor in tensors.values()), "cpu")
     shards, local = list(layout.shards), []
@@ -302,7 +302,7 @@ def _row_blocks(
 
 
 def _metadata(shard: Shard, group: dist.ProcessGroup, device: str, dims: int) -> ShardMetadata:
-    # A plan counts the ranks of its group, a placement those of the world.
+    # A plan counts the ranks of its group, a placement the ranks of the world.
     rank = dist.get_global_rank(group, shard.rank)
     placement = f"rank:{rank}/{device}"
     if device == "cuda":
@@ -312,7 +312,7 @@ def _metadata(shard: Shard, group: dist.ProcessGroup, device: str, dims: int) ->
 
 
 def local_parts(value: Tensor | ShardedTensor) -> dict[tuple[tuple[int, ...], tuple[int, ...]], Tensor]:
-    """What this rank has of a state_dict's value, by first and last indices (exclusive); a plain tensor is one part."""
+    """What this rank has of a state_dict's value, by first and last indices (exclusive). A plain tensor is one part."""
     if not isinstance(value, ShardedTensor):
         return {((0,) * value.dim(), tuple(value.shape)): value}
     return {
@@ -355,7 +355,7 @@ def load_table(tensors: Mapping[Shard | None, Tensor], value: Tensor | ShardedTe
 
 
 def _refuse_ddp(wrapper: nn.Module, name: str, module: nn.Module | None) -> None:
-    """Raise on every rank for DistributedDataParallel around shards; see [Note: DistributedDataParallel]."""
+    """Raise on every rank for DistributedDataParallel around shards. See [Note: DistributedDataParallel]."""
     if not isinstance(wrapper, DistributedDataParallel) or module is None or wrapper.process_group.size() == 1:
         return
     for table in module.modules():

@@ -18,7 +18,7 @@ def refuse_ties(model: nn.Module) -> None:
         model: unsharded. A collection that is used in several places is one collection.
 
     Raises:
-        ConfigError: naming the parameters that share memory, or the table whose weight is computed from others.
+        ConfigError: naming the parameters that share memory, or the table with a weight that is computed from others.
     """
     for path, collection in collections_of(model).items():
         pooled = isinstance(collection, EmbeddingBagCollection)

@@ -58,7 +58,7 @@ def _sharded_faults(module: nn.Sequential, seen: set[int]) -> Iterator[str]:
 
 def _reduces(path: str, module: nn.Module) -> str:
     return (
-        f"{path} ({type(module).__name__}) reduces gradients over ranks in the backward of each micro-batch: put the "
+        f"{path} ({type(module).__name__}) reduces gradients over ranks in the backward per micro-batch: put the "
         "plain module, or a ShardedEmbeddingBagCollection, into the stage"
     )
 

@@ -36,7 +36,7 @@ class _KnownCall(NamedTuple):
     Args:
         module: that is called.
         mode: in which it is called.
-        source: of its features; None if it is not made ahead.
+        source: of its features. None if it is not made ahead.
     """
 
     module: ShardedCollection
@@ -46,7 +46,7 @@ class _KnownCall(NamedTuple):
 
 @dataclass(eq=False)
 class _Slot:
-    """A batch whose step is still to come.
+    """A batch before its step.
 
     Args:
         batch: on the device.
@@ -78,15 +78,15 @@ class _Slot:
 
 
 class Lookahead:
-    """Steps through batches; see :mod:`shardrec.pipeline.train`.
+    """Steps through batches. See :mod:`shardrec.pipeline.train`.
 
     Args:
         batches: the same number on every rank.
-        context: of the sharded model; None: inputs are only copied ahead.
+        context: of the sharded model. None: inputs are only copied ahead.
         depth: 0, 1 or 2.
         device: of the model.
-        model: whose post-processors are run ahead.
-        stages: functions from batch to batch, each of which is run one step before the next one.
+        model: its post-processors are run ahead.
+        stages: functions from batch to batch. Each is run one step before the next.
     """
 
     def __init__(
@@ -109,11 +109,11 @@ class Lookahead:
         self._model = model
         self._stages = stages
         self._calls: list[_KnownCall] | None = None
-        self._made: dict[nn.Module, Source] = {}  # of modules whose features post-processors make
-        self._replaced: set[nn.Module] = set()  # modules whose features the forward makes of those of their source
+        self._made: dict[nn.Module, Source] = {}  # of modules with features from post-processors
+        self._replaced: set[nn.Module] = set()  # modules with features that the forward makes from their source
         self._has_warned = False
         on_gpu = device.type == "cuda"
-        # Their short kernels go before those of the step under way.
+        # Their short kernels go before the kernels of the step under way.
         streams = [torch.cuda.Stream(device, priority=-1) if on_gpu else None for _ in range(2 + len(stages))]
         self._copies, self._ids, *self._stage_streams = streams
 
@@ -136,7 +136,7 @@ class Lookahead:
 
         Raises:
             StopIteration: if there is no further batch.
-            InputError: if this batch is faulty, or one before it whose backward has not said so.
+            InputError: if this batch is faulty, or an earlier batch with a backward that has not reported it.
         """
         self._fetch(1)
         if not self._slots:
@@ -177,7 +177,7 @@ class Lookahead:
         return result
 
     def begin_pass(self) -> None:
-        """Begin another pass over the batches, if the one before is over; without any, the first step raises."""
+        """Begin another pass over the batches, if the previous pass is over. Without batches, the first step raises."""
         if self._source is None and not self._slots:
             self._source, self._needs_batch = iter(self._batches), True
 
@@ -187,7 +187,7 @@ class Lookahead:
             self._batches, self._source, self._needs_batch = batches, iter(batches), False
 
     def close(self) -> None:
-        """Drop the batches in progress; every rank calls this after the same step."""
+        """Drop the batches in progress. Every rank calls this after the same step."""
         self._source = None
         for slot in self._slots:
             slot.let_go()
@@ -232,7 +232,7 @@ class Lookahead:
         return slot
 
     def _run_stages(self, slot: _Slot, count: int) -> None:
-        """Have a batch pass the first stages, up to this number; an error is raised in its step."""
+        """Have a batch pass the first stages, up to this number. An error is raised in its step."""
         try:
             while slot.stages < count and slot.error is None:
                 stream = self._stage_streams[slot.stages]
@@ -270,7 +270,7 @@ class Lookahead:
             context.forward_state = before
 
     def _exchange(self, slot: _Slot | None) -> None:
-        """Exchange the headers of the next batch; every rank does so in every step, even without a batch.
+        """Exchange the headers of the next batch. Every rank does so in every step, even without a batch.
 
         Raises:
             ForwardFailed: if another rank's forward has failed.
@@ -288,7 +288,7 @@ class Lookahead:
             if slot.error is not None:
                 slot.told = True
                 context.headers.fail_all(quoted(slot.error))
-            assert slot.ahead is not None, "what has no error has its calls"
+            assert slot.ahead is not None, "a slot without an error has its calls"
             with _on(self._ids, slot.ready):
                 slot.ahead.exchange()
                 slot.ahead.prefetch()
@@ -359,11 +359,11 @@ class Lookahead:
             context.headers.fail_all(f"the model's forward failed: {quoted(error)}", FORWARD_FAILED)
 
     def _find_sources(self, slot: _Slot, observed: _Observed | None, calls: Sequence[ModuleCall] | None) -> None:
-        """Find where the features of each call of this step come from.
+        """Find the sources of the features of this step's calls.
 
         Args:
             slot: of this step.
-            observed: the calls of sharded modules; None if they were not observed.
+            observed: the calls of sharded modules. None if they were not observed.
             calls: of other modules, which are recorded in the first step.
         """
         if observed is None:
@@ -393,7 +393,7 @@ class Lookahead:
         if without:
             names = ", ".join(dict.fromkeys(type(module).__name__ for module, *_ in observed if module in without))
             reason = (
-                f" of {names} ahead, whose features are made in the model's forward: call it with a KeyedJaggedTensor "
+                f" of {names} ahead, because the forward makes their features: call it with a KeyedJaggedTensor "
                 "that the batch holds, or that a module without trainable parameters makes of it"
             )
         elif not observed:
@@ -408,7 +408,7 @@ class Lookahead:
 
 
 def tell_others(error: Exception, context: ModelContext) -> None:
-    """Raise an error of this rank, which has no batch for its step, on all other ranks at their header exchange."""
+    """Raise an error of this rank, which lacks a batch for its step, on all other ranks at their header exchange."""
     if context.collectives.world_size == 1:
         return
     # This rank raises the error itself, which says more than its shared form, or than news that the others are gone.
@@ -419,7 +419,7 @@ def tell_others(error: Exception, context: ModelContext) -> None:
 
 
 def _on(stream: torch.cuda.Stream | None, after: torch.cuda.Event | None = None) -> AbstractContextManager[object]:
-    """Issue on a CUDA stream, after an event; nothing on the CPU."""
+    """Issue on a CUDA stream, after an event. Nothing on the CPU."""
     if stream is None:
         return nullcontext()
     if after is not None:
@@ -428,7 +428,7 @@ def _on(stream: torch.cuda.Stream | None, after: torch.cuda.Event | None = None)
 
 
 def _copied(batch: object, device: torch.device) -> object:
-    """The batch on a device; to CUDA from pinned memory, without waiting."""
+    """The batch on a device. To CUDA it is copied from pinned memory, without waiting."""
     if isinstance(batch, (tuple, list)):
         moved = [_copied(part, device) for part in batch]
         make: Callable[..., object] = type(batch)
@@ -439,7 +439,7 @@ def _copied(batch: object, device: torch.device) -> object:
         return batch
     to_gpu = device.type == "cuda"
     pinned = batch.pin_memory() if to_gpu and hasattr(batch, "pin_memory") else batch
-    return pinned.to(device, non_blocking=to_gpu)  # as TorchRec's Pipelineable, which has no default for it
+    return pinned.to(device, non_blocking=to_gpu)  # as TorchRec's Pipelineable, which lacks a default for it
 
 
 def _keep(value: object, stream: torch.cuda.Stream | None) -> None:

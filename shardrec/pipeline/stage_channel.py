@@ -63,7 +63,7 @@ class Peers:
         self._threads: dict[tuple[str, int], ThreadPoolExecutor] = {}
 
     def gather(self, value: T) -> list[T]:
-        """The value of each rank, on every rank, which all call this. Over gloo, so that no device waits."""
+        """The value per rank, on every rank, which all call this. Over gloo, so that no device waits."""
         with self._about_stages():
             return safe_pickle.gather(value, self._control)
 

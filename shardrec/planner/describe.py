@@ -57,7 +57,7 @@ def table_loads(
     sampled: Mapping[str, Sampled] | None = None,
     dedup: bool = True,
 ) -> dict[str, TableLoad]:
-    """The planner's description of each table in a model's collections.
+    """The planner's description per table in a model's collections.
 
     Args:
         model: holds unsharded collections.

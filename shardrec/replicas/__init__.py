@@ -3,9 +3,9 @@
 ::
 
     replicas.py          the option, the process groups, and the averaging of the copies
-    replicated_model.py  the model whose replicas are ranks of one process group
+    replicated_model.py  the model with replicas that are ranks of one process group
     elastic.py           the agreement between jobs, each a replica, that come and go
-    elastic_model.py     the model whose replicas are such jobs
+    elastic_model.py     the model with such jobs as replicas
 """
 
 from __future__ import annotations

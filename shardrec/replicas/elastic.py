@@ -2,7 +2,7 @@
 
 Each replica is a job of its own, with its own process group, where a rank that dies ends the others. What ties the jobs
 together is a store outside of them (a ``TCPStore``) and, for each rank of a replica, a gloo group with the same rank of
-the other replicas, its *column*, made anew for each *generation*: a list of replicas that train together::
+the other replicas, its *column*, made again for each *generation*: a list of replicas that train together::
 
     replica 1 (job, ranks 0 1)    store:  2/arrived   what replicas that want to be in generation 2 say of themselves
     replica 3 (job, ranks 0 1)            2/members   those in it, as the first of them has decided, once
@@ -10,17 +10,17 @@ the other replicas, its *column*, made anew for each *generation*: a list of rep
                                           ended       set when the run is over
       column 0  column 1                  beat/3      a number that grows while replica 3 lives
 
-Rank 0 of each replica speaks to the store for it. A collective that fails, or a replica whose beat stops, breaks the
-generation: all of its members that live arrive for the next one. A replica that wants to join arrives, too, and is
+Rank 0 of each replica speaks to the store for it. A collective that fails, or a replica that stops its beat, breaks the
+generation: all of its members that live arrive for the next one. A replica that wants to join also arrives, and is
 taken when all the members are between two steps.
 
 [Note: who is ahead]
 A replica counts the operations between replicas that it has completed. One that has failed in an operation which
 another has completed is behind, as is a replica that joins. Those behind take the whole state of the first replica that
 is furthest, and none of them adds to the operation that follows. An operation changes nothing before it is complete on
-all ranks of a replica, except the tables, of which any part may have been averaged: they are averaged again.
+all ranks of a replica, except the tables. Any part of them may have been averaged: they are averaged again.
 
-The idea of a group that is made anew without the default process group is that of torchft (meta-pytorch/torchft).
+The idea of a group that is made again without the default process group is from torchft (meta-pytorch/torchft).
 """
 
 from __future__ import annotations
@@ -72,8 +72,8 @@ class Broken(Exception):
 
 @dataclass
 class _Watch:
-    """What a thread sees in the store. Per replica, the last beat and since when; the last generation that was seen to
-    be broken; how often a replica has asked to join."""
+    """What a thread sees in the store. Per replica, the last beat and since when. The last generation that was seen to
+    be broken. How often a replica has asked to join."""
 
     patience_s: float
     generation: int = 0
@@ -109,16 +109,16 @@ class ElasticGroup:
     """This rank's column, and the generation that it belongs to. All ranks of a replica make the same calls.
 
     Args:
-        options: of the replicas; ``elastic`` names the store.
+        options: of the replicas. ``elastic`` names the store.
         within: this replica's ranks, in a gloo group.
         timeout_s: how long to wait for a replica that lives.
 
     Attributes:
-        agreement: what must be equal in all replicas, in words; set before they meet.
-        most: number of gradients, or more, alike in all replicas; set before they meet.
+        agreement: what must be equal in all replicas, in words. Set before they meet.
+        most: number of gradients, or more, equal in all replicas. Set before they meet.
         me: this replica's place in the generation.
         size: number of replicas in it.
-        is_asked: whether a replica wants to join; alike in all replicas after an operation.
+        is_asked: whether a replica wants to join. Equal in all replicas after an operation.
 
     Raises:
         PeerError: if no store answers.
@@ -150,7 +150,7 @@ class ElasticGroup:
     # ------------------------------------------------------------------------------------------------- generations
 
     def meet(self, completed: int, operation: str) -> list[Arrival]:
-        """Leave the present generation for the next one; returns its members, this replica among them.
+        """Leave the present generation for the next one. Returns its members, this replica among them.
 
         Args:
             completed: number of operations that this replica has completed; -1 before it has any state.
@@ -159,7 +159,7 @@ class ElasticGroup:
         Raises:
             PeerError: in all ranks of this replica, if no replica is left that has the tables, if one that lives did
                 not arrive in time, or if the store is gone.
-            ConfigError: if this replica's plan, options or parameters are not those of the others.
+            ConfigError: if this replica's plan, options or parameters differ from the others'.
         """
         while True:
             self._column = None
@@ -206,7 +206,7 @@ class ElasticGroup:
                 return arrivals, number
 
     def phase(self) -> Phase:
-        """Whether the replicas have met, and ended the run; alike in all ranks of this one."""
+        """Whether the replicas have met, and ended the run. Equal in all ranks of this replica."""
 
         def look() -> Phase:
             return "ended" if self._store.check(["ended"]) else "trains" if self._store.check(["1/members"]) else "new"
@@ -218,7 +218,7 @@ class ElasticGroup:
         self._told(lambda: self._store.set("ended", ""))
 
     def awaits_end(self) -> bool:
-        """Wait until the first replica has ended the run; False if this is the first, or the first is gone."""
+        """Wait until the first replica has ended the run. False if this is the first, or the first is gone."""
 
         def look() -> bool | None:
             give_up = monotonic() + self._timeout_s / 4  # this replica's other ranks wait for the answer
@@ -274,7 +274,7 @@ class ElasticGroup:
         self._column = column
 
     def _told(self, ask: Callable[[], T]) -> T:
-        """What the store has answered rank 0 of this replica; its error on all ranks."""
+        """What the store has answered rank 0 of this replica. Its error on all ranks."""
         return on_first_rank(lambda: self._asked(ask), self._within, "regrouping")
 
     def _asked(self, ask: Callable[[], T]) -> T:
@@ -290,7 +290,7 @@ class ElasticGroup:
     # -------------------------------------------------------------------------------------------------- operations
 
     def tried(self, run: Callable[..., None], *given: object) -> bool:
-        """Run an operation; whether all ranks of this replica have completed it."""
+        """Run an operation. Whether all ranks of this replica have completed it."""
         try:
             run(*given)
             completed = True
@@ -322,7 +322,7 @@ class ElasticGroup:
         Args:
             gradients: of this replica.
             like: tensors with their shapes and dtypes.
-            weight: 1; 0 if this replica has none to add.
+            weight: 1. 0 if this replica has no gradients to add.
 
         Raises:
             ConfigError: in all replicas, if another makes another operation.
@@ -384,7 +384,7 @@ class ElasticGroup:
 
     def _watched(self, run: Callable[[], T]) -> T:
         """What a call returns that waits for other replicas. It cannot be interrupted, and so can the destructor of a
-        group not, which waits, too: a thread that has both outlives a generation that is broken."""
+        group not, which also waits: a thread that has both outlives a generation that is broken."""
         results = list[T]()
 
         def call() -> None:

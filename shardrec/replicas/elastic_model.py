@@ -1,4 +1,5 @@
-"""A sharded model whose replicas are jobs of their own, which may die and come back (:mod:`shardrec.replicas.elastic`).
+"""A sharded model with replicas that are jobs of their own, which may die and come back
+(:mod:`shardrec.replicas.elastic`).
 
 ::
 
@@ -7,7 +8,7 @@
     step       the optimizers of the dense part
 
 A replica that dies breaks the operation between replicas that is under way, or the next one. The others make it again
-without it: of gradients, which each still has, the mean is then that of the replicas that are left.
+without it: each still has its gradients, and their mean is then taken over the replicas that are left.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ _SYNC = "sync_replicas"
 
 class ElasticModel(ShardedModel):
     """The result of :func:`shardrec.shard` with ``replicas=Replicas(..., elastic=...)``: a :class:`ShardedModel` that
-    is trained together with those of other jobs, which may die and come back.
+    is trained together with the replicas of other jobs, which may die and come back.
 
     Call :meth:`join` before the first step, and train while :attr:`steps` is below the number of steps. Gradients and
     tables are averaged as in a :class:`ReplicatedModel`, over the replicas that are there. Each averaging of gradients
@@ -57,15 +58,15 @@ class ElasticModel(ShardedModel):
         module: the model, its collections already sharded inside the replica.
         plan: where the tables are inside a replica.
         context: shared by the sharded collections.
-        group: the process group of this replica's ranks; one of a single rank, too.
+        group: the process group of this replica's ranks, also of a single rank.
         options: the store's address, and how often the tables are averaged.
         dense: who averages the dense part's gradients inside the replica.
 
     Attributes:
         steps: training steps that this replica and those that it has joined have completed.
-            :meth:`Checkpoints.load_last` sets it; after :func:`load_checkpoint`, set it before :meth:`join`.
+            :meth:`Checkpoints.load_last` sets it. After :func:`load_checkpoint`, set it before :meth:`join`.
         replicas: number of replicas that train together: in the step under way, or in the last one.
-        place: of this one among them, from 0; the first one is the one to save.
+        place: of this replica among them, from 0. The first replica saves.
         phase: ``"new"`` before the replicas have met for the first time, ``"trains"``, or ``"ended"`` after
             :meth:`end`. All ranks of a replica read it together.
     """
@@ -114,7 +115,7 @@ class ElasticModel(ShardedModel):
     def join(self, *stateful: Stateful) -> None:
         """Join the other replicas. Every rank calls it, once, before the first step.
 
-        At the start it waits until ``Replicas.count`` replicas have come; all take the state of the first of them.
+        At the start it waits until ``Replicas.count`` replicas have come. All take the state of the first of them.
         Later it waits until the others are between two steps, and takes their state: tables, states and settings of
         fused optimizers and of optimizers in backward, dense parameters, buffers, :attr:`steps`, and that of
         ``stateful``.
@@ -123,8 +124,8 @@ class ElasticModel(ShardedModel):
             stateful: the ordinary optimizers, and whatever else has a state that a replica takes when it joins.
 
         Raises:
-            PeerError: if the replicas that trained together are all gone, do not answer, or there is no store.
-            ConfigError: if plan, options or parameters are not those of the others.
+            PeerError: if the replicas that trained together are all gone or do not answer, or the store is gone.
+            ConfigError: if plan, options or parameters differ from the others'.
         """
         self._stateful, plan, options = stateful, self.plan, self._options
         tensors = [*self.named_parameters(), *self.named_buffers()]
@@ -151,8 +152,8 @@ class ElasticModel(ShardedModel):
 
     @left_alone
     def end(self, finish: Callable[[], None]) -> None:
-        """End the run: every replica calls it after the last step. The tables are averaged; the first replica calls
-        ``finish``, to save and to evaluate, for which the others wait; the next one, if that dies in it.
+        """End the run: every replica calls it after the last step. The tables are averaged. The first replica calls
+        ``finish``, to save and to evaluate, for which the others wait. The next one, if that dies in it.
 
         Args:
             finish: is called on all ranks of one replica.
@@ -170,7 +171,7 @@ class ElasticModel(ShardedModel):
     @left_alone
     def begin(self) -> None:
         """Begin a step, if none is under way: take in replicas that want to join, and average the tables if that is
-        due. The first forward of a step calls it; a loop whose batches depend on :attr:`place` and :attr:`replicas`
+        due. The first forward of a step calls it. A loop with batches that depend on :attr:`place` and :attr:`replicas`
         calls it before it takes one."""
         if self._operations < 0:
             raise ConfigError("this replica has joined no other: call model.join(optimizer) before the first step")
@@ -198,11 +199,11 @@ class ElasticModel(ShardedModel):
 
         self.begin()
         while not self._operate("averaging of gradients", average):
-            if self._next == _SYNC:  # the others are behind the last step: there is no next one to take part in
+            if self._next == _SYNC:  # the others are behind the last step: there is no next step to take part in
                 for parameter in parameters:
                     parameter.grad = None
                 return
-            # It is where the others are: maybe before a step, of which it has no gradients.
+            # It is where the others are: maybe before a step that it lacks the gradients of.
             weight = 0.0
             self.begin()
         embeddings = (child for child in self.module.modules() if isinstance(child, (nn.Embedding, nn.EmbeddingBag)))
@@ -212,7 +213,7 @@ class ElasticModel(ShardedModel):
         self.steps, self._is_in_step = self.steps + 1, False
 
     def _operate(self, operation: str, run: Callable[[], None]) -> bool:
-        """Make an operation between replicas; again, if a replica dies. False if this one has taken a state instead."""
+        """Make an operation between replicas. Again, if a replica dies. False if this one has taken a state instead."""
         while not self._group.tried(run):
             if self._regroup(operation):
                 return False
@@ -220,7 +221,7 @@ class ElasticModel(ShardedModel):
         return True
 
     def _regroup(self, operation: str) -> bool:
-        """Meet the replicas that are there; whether this one has taken the state of another."""
+        """Meet the replicas that are there. Whether this one has taken the state of another."""
         while True:
             arrivals, group = self._group.meet(self._operations, operation), self._group
             furthest = max(arrival.completed for arrival in arrivals)
@@ -228,7 +229,7 @@ class ElasticModel(ShardedModel):
             there = {arrival.operation for arrival in arrivals if arrival.completed == furthest} - {""}
             if len(there) > 1:
                 raise ConfigError(
-                    f"the replicas are at different operations: {', '.join(sorted(there))}; make the same"
+                    f"the replicas are at different operations: {', '.join(sorted(there))}. Make the same"
                 )
             behind = [
                 place
@@ -290,7 +291,7 @@ class ElasticModel(ShardedModel):
         return (self.steps, self._since_sync, self._is_in_step), of_items, states
 
     def _items(self) -> list[Item]:
-        """The inventory's, but for what each job's program freezes by itself."""
+        """The inventory's, except parameters that each job's program freezes by itself."""
         if self.has_fused_tables:
             self.made_fused_optimizer = self.fused_optimizer
         return [item for item in self.inventory() if item.kind is not Kind.FROZEN]

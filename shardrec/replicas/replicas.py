@@ -1,7 +1,7 @@
 """Replicas of a sharded group (2-D parallelism): the process groups, and the averaging of the tables' copies.
 
 W ranks are R replicas of G = W / R ranks. A replica is a run of neighbouring ranks, so that on hosts with G ranks the
-exchanges of each step stay inside a host; only the averaging, every k steps, is between hosts. W = 8, R = 2::
+exchanges per step stay inside a host. Only the averaging, every k steps, is between hosts. W = 8, R = 2::
 
                    rank of the replica
                     0    1    2    3
@@ -10,7 +10,7 @@ exchanges of each step stay inside a host; only the averaging, every k steps, is
 
 The gradients of the dense part, data-parallel tables included, are averaged over all W ranks in every step.
 
-The idea is that of local SGD (Stich, 2019) on the sharded part only, as in TorchRec's ``DMPCollection``.
+The idea is from local SGD (Stich, 2019) on the sharded part only, as in TorchRec's ``DMPCollection``.
 """
 
 from __future__ import annotations
@@ -69,30 +69,30 @@ class Replicas:
     patience_s: float = 3.0
 
     def faults(self, world_size: int) -> list[str]:
-        """The faults of the options for a number of ranks, one sentence each; all ranks raise them together."""
+        """The faults of the options for a number of ranks, one sentence each. All ranks raise them together."""
         faults = []
         if self.count < 1:
-            faults.append(f"Replicas({self.count}); there is at least one copy of the tables: give 1 or more")
+            faults.append(f"Replicas({self.count}). There is at least one copy of the tables: give 1 or more")
         elif self.elastic is not None:
             if not re.fullmatch(r".+:\d+(/.*)?", self.elastic):
-                faults.append(f"elastic={self.elastic!r}; give the address of a TCPStore as 'host:port'")
+                faults.append(f"elastic={self.elastic!r}. Give the address of a TCPStore as 'host:port'")
             if not self.patience_s > 0:
-                faults.append(f"patience_s={self.patience_s}; give a number of seconds above 0")
+                faults.append(f"patience_s={self.patience_s}. Give a number of seconds above 0")
         elif world_size % self.count:
             fitting = [count for count in range(1, world_size + 1) if world_size % count == 0]
             faults.append(
-                f"Replicas({self.count}) cannot share {world_size} rank(s) evenly; give a divisor of {world_size} "
+                f"Replicas({self.count}) cannot share {world_size} rank(s) evenly. Give a divisor of {world_size} "
                 f"({', '.join(map(str, fitting))}), or start another number of ranks"
             )
         if self.sync_every < 1:
-            faults.append(f"sync_every={self.sync_every}; replicas are averaged after 1 step or more: give 1 or more")
+            faults.append(f"sync_every={self.sync_every}. Replicas are averaged after 1 step or more: give 1 or more")
         return faults
 
     def make_groups(self, group: dist.ProcessGroup | None, device: torch.device) -> ReplicaGroups:
-        """Make the process groups; every rank of ``group`` calls this, whose ranks the number of replicas divides.
+        """Make the process groups. Every rank of ``group`` calls this. The number of replicas divides its ranks.
 
         Args:
-            group: all the ranks; default: the default group, or a single rank without one. Elastic replicas have a
+            group: all the ranks. Default: the default group, or a single rank without one. Elastic replicas have a
                 process group each, which is one replica here.
             device: of the tables.
         """
@@ -113,7 +113,7 @@ class Replicas:
 
 
 def replica_ranks(world_size: int, replicas: int) -> tuple[tuple[int, ...], ...]:
-    """The ranks of each replica: R runs of W / R neighbours. Their columns are the ranks that hold the same shards."""
+    """The ranks per replica: R runs of W / R neighbours. Their columns are the ranks that hold the same shards."""
     size = world_size // replicas
     return tuple(tuple(range(start, start + size)) for start in range(0, world_size, size))
 
@@ -123,11 +123,11 @@ class ReplicaGroups:
     """The process groups that a rank belongs to.
 
     Args:
-        ranks: of each replica, as ranks of the whole group.
+        ranks: per replica, as ranks of the whole group.
         replica: number of this rank's replica.
-        within: the ranks that share this copy of the tables; None for a single one.
-        across: the ranks that hold the same shards in each replica; None for a single replica.
-        everyone: all the ranks, on the CPU, to agree about a step without waiting for a device; None for one replica.
+        within: the ranks that share this copy of the tables. None for a single one.
+        across: the ranks that hold the same shards in each replica. None for a single replica.
+        everyone: all the ranks, on the CPU, to agree about a step without waiting for a device. None for one replica.
     """
 
     ranks: tuple[tuple[int, ...], ...]
@@ -138,7 +138,7 @@ class ReplicaGroups:
 
 
 def stream_buckets(tensors: Iterable[Tensor], most: int) -> Iterator[list[Tensor]]:
-    """Cut tensors, taken as one stream of elements, into buckets that are full but for the last.
+    """Cut tensors, taken as one stream of elements, into buckets that are full except the last.
 
     ::
 
@@ -166,7 +166,7 @@ def stream_buckets(tensors: Iterable[Tensor], most: int) -> Iterator[list[Tensor
 
 
 def dtype_buckets(tensors: Iterable[Tensor], bucket_bytes: int = BUCKET_BYTES) -> Iterator[list[Tensor]]:
-    """:func:`stream_buckets` of contiguous tensors, those of each dtype together."""
+    """:func:`stream_buckets` of contiguous tensors, grouped by dtype."""
     by_dtype: dict[torch.dtype, list[Tensor]] = {}
     for tensor in tensors:
         by_dtype.setdefault(tensor.dtype, []).append(tensor.detach().view(-1))
@@ -177,11 +177,11 @@ def dtype_buckets(tensors: Iterable[Tensor], bucket_bytes: int = BUCKET_BYTES) -
 class Averager:
     """Averages tensors over the ranks of a group, in few large collectives per dtype.
 
-    A bucket that lies inside one tensor is reduced where it is; a bucket of several parts goes through a buffer. Two
-    are under way at a time, so that packing and sending overlap; beside the tensors, two buckets of memory are used.
+    A bucket that lies inside one tensor is reduced where it is. A bucket of several parts goes through a buffer. Two
+    are under way at a time, so that packing and sending overlap. Beside the tensors, two buckets of memory are used.
 
     Args:
-        group: the ranks that hold copies; each gives the same shapes and dtypes in the same order.
+        group: the ranks that hold copies. Each gives the same shapes and dtypes in the same order.
         bucket_bytes: size of one collective.
     """
 
@@ -194,15 +194,15 @@ class Averager:
     def average(self, tensors: Iterable[Tensor]) -> None:
         """Replace contiguous floating-point tensors by their means over the ranks, bit-identical on all ranks. Divides
         before it adds, because a sum of half-precision values may overflow. A value that is equal on all ranks does not
-        change if their number is a power of two; otherwise it may be rounded once or twice.
+        change if their number is a power of two. Otherwise it may be rounded once or twice.
 
         Raises:
-            PeerError: if another rank is gone or did not answer in time; the tensors are then partly averaged.
+            PeerError: if another rank is gone or did not answer in time. The tensors are then partly averaged.
         """
         self._run(tensors, lambda tensor: dist.all_reduce(tensor.div_(self._ranks), group=self._group, async_op=True))
 
     def copy_first(self, tensors: Iterable[Tensor]) -> None:
-        """Replace contiguous tensors by those of the group's first rank.
+        """Replace contiguous tensors by the tensors of the group's first rank.
 
         Raises:
             PeerError: if another rank is gone or did not answer in time.

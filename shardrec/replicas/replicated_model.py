@@ -43,21 +43,21 @@ class ReplicatedModel(ShardedModel):
     """The result of :func:`shardrec.shard` with ``replicas``: a :class:`ShardedModel` with several copies of its
     tables.
 
-    Inside a replica, gradients are means over its ranks; the averaging makes means over all ranks of them. With SGD and
+    Inside a replica, gradients are means over its ranks. The averaging makes means over all ranks of them. With SGD and
     ``sync_every=1`` that is the unsharded model on the global batch, up to rounding. An adaptive optimizer sees each
     replica's own gradients, and its states are averaged with the tables (unless ``sync_optimizer=False``); with
     ``sync_every`` above 1 every optimizer drifts in between, as local SGD does. Tables with an ordinary optimizer are
     averaged, but its states are not: they differ between replicas.
 
     Every rank must make the same number of training forwards (forwards with gradients enabled). Each replica may make
-    other forwards, such as those of an evaluation under ``torch.no_grad``, which broadcast buffers inside the replica
-    only; call :meth:`sync_replicas` before one.
+    other forwards, such as evaluations under ``torch.no_grad``, which broadcast buffers inside the replica
+    only. Call :meth:`sync_replicas` before one.
 
     Args:
         module: the model, its collections already sharded inside the replica.
         plan: where the tables are inside a replica.
         context: shared by the sharded collections.
-        group: the process group of all ranks; None on one rank.
+        group: the process group of all ranks. None on one rank.
         groups: the replicas.
         options: how often they are averaged.
         dense: who averages the dense part's gradients.
@@ -65,7 +65,7 @@ class ReplicatedModel(ShardedModel):
     Attributes:
         replica_groups: the replicas, and which of them this rank is in.
         replica_options: how often they are averaged.
-        steps_since_sync: training steps begun since the copies were last made alike.
+        steps_since_sync: training steps begun since the copies were last equal.
     """
 
     def __init__(
@@ -99,13 +99,13 @@ class ReplicatedModel(ShardedModel):
             # than a draw.
             self._averager.copy_first(weight for _, weight in self._weights())
 
-    @passed_over  # as ShardedModel.forward; and so are the calls below
+    @passed_over  # as ShardedModel.forward, like the calls below
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """The model's forward; a training forward first averages the replicas if that is due.
+        """The model's forward. A training forward first averages the replicas if that is due.
 
         Raises:
             InputError: on every rank of every replica at the same step, if a training forward fails on any, except on a
-                rank whose model's own code failed, or if the ranks are in different steps; an AnomalyError, if that is
+                rank whose model's own code failed, or if the ranks are in different steps. An AnomalyError, if that is
                 what a rank has raised.
             PeerError: if another rank is gone.
         """
@@ -195,8 +195,8 @@ class ReplicatedModel(ShardedModel):
                 for rank, step in enumerate(steps.tolist())
             ]
             raise InputError(
-                "the ranks are in different steps; make equally many training forwards on every rank, and enter "
-                "no_sync and call sync_replicas on all of them alike:\n  " + "\n  ".join(lines)
+                "the ranks are in different steps. Make equally many training forwards on every rank, and enter "
+                "no_sync and call sync_replicas on all of them in the same way:\n  " + "\n  ".join(lines)
             )
 
     def _shared(self, everyone: Headers, error: Exception | None, kind: type[Exception]) -> Exception:

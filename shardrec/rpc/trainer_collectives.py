@@ -1,10 +1,10 @@
-"""The collectives of a step on a trainer whose tables are on servers.
+"""The collectives of a step on a trainer with tables on servers.
 
 To the sharded modules the trainers and the servers are ranks of one group: T trainers, which have batches and no
 shards, then S servers, which have shards and no batches. Between trainers only the header travels, over their own
-process group; between a trainer and a server what an all-to-all would carry::
+process group. Between a trainer and a server what an all-to-all would carry::
 
-    header    trainers alone: fault flags and agreement; a server has no batch, and no fault
+    header    trainers alone: fault flags and agreement. A server has neither a batch nor a fault
     payload   nothing: the ids travel with the lookup
     output    to server q: lookup(ids) ──► rows, for all the modules that share the exchange
     backward  to server q: update(ids, gradients) ──► made, once all the trainers' have come
@@ -43,7 +43,7 @@ _SHARE_OF_TIMEOUT = 0.8  # of a trainer's time limit, which a server waits for t
 
 
 class KeptGradients(DeferredGradients):
-    """What exchanges have for the servers since the last update; see [Note: one push of several exchanges].
+    """What exchanges have for the servers since the last update. See [Note: one push of several exchanges].
 
     Attributes:
         pushes: per exchange, in the order of their backwards, for each server what was looked up, and its gradient.
@@ -58,7 +58,7 @@ class KeptGradients(DeferredGradients):
         self.pushes.append((requests, gradients))
 
     def tensors(self) -> list[Tensor]:
-        """The gradients of what was looked up, (n,) float32 each, to be changed in place."""
+        """The gradients of the looked-up rows, (n,) float32 each, to be changed in place."""
         return [gradient for _, gradients in self.pushes for gradient in gradients]
 
     def drop(self) -> None:
@@ -77,8 +77,8 @@ class RemoteCollectives(Collectives):
 
     Attributes:
         session: a number that identifies this run of the trainers, the same on all of them.
-        rates: the learning rate of each fused optimizer, in the order in which the servers know them.
-        updates_at_step: the optimizer's step calls :meth:`step`; else the end of each backward does.
+        rates: the learning rate per fused optimizer, in the order in which the servers know them.
+        updates_at_step: the optimizer's step calls :meth:`step`. Otherwise the end of each backward does.
         kept: what :meth:`step` pushes.
         requests: per module of the lookup that is to come, the part for each server.
     """
@@ -95,7 +95,7 @@ class RemoteCollectives(Collectives):
         self.kept = KeptGradients()
         self.requests: list[list[Part]] = []
         self._updates = 0
-        self._pushed: deque[list[Call]] = deque()  # per update, of each server
+        self._pushed: deque[list[Call]] = deque()  # per update and server
         self.updates_with_program = False  # at the end of the backward of a program that is under way
 
     @property
@@ -119,7 +119,9 @@ class RemoteCollectives(Collectives):
     def send(
         self, parts: Sequence[Sequence[Tensor]], receive: Sequence[int], what: str, streams: StreamSizes | None = None
     ) -> Pending:
-        assert not sum(receive[: self.trainers.world_size]), f"trainers have no shards, and {what} is to come from one"
+        assert not sum(receive[: self.trainers.world_size]), (
+            f"trainers do not have shards, and {what} is to come from one"
+        )
         like = parts[0][0]
         if not self.updates_at_step and torch._C._current_graph_task_id() == -1:
             self.kept.drop()  # of a backward that raised
@@ -142,7 +144,7 @@ class RemoteCollectives(Collectives):
         self.step(self.staleness)
 
     def _rows(self, lookups: Sequence[Call], device: torch.device) -> list[Tensor]:
-        """Wait for the rows of each server: per rank, on ``device``."""
+        """Wait for the servers' rows: per rank, on ``device``."""
         rows_by_rank = [torch.empty(0, dtype=torch.float32, device=device)] * self.trainers.world_size
         for lookup in lookups:
             rows: Tensor = lookup.wait()
@@ -150,7 +152,8 @@ class RemoteCollectives(Collectives):
         return rows_by_rank
 
     def step(self, behind: int = 0) -> None:
-        """Have the servers make one update of what is kept, if there is any, and wait for it. Every trainer calls it.
+        """Have the servers make one update of the kept gradients, if there are any, and wait for it. Every trainer
+        calls it.
 
         Args:
             behind: of :meth:`wait_for_updates`.
@@ -166,7 +169,7 @@ class RemoteCollectives(Collectives):
         for names in self.servers.names:
             if len(names) > 1:
                 raise ConfigError(
-                    f"an update would change one of the replicas {', '.join(names)} alone; replicas are for read-only "
+                    f"an update would change one of the replicas {', '.join(names)} alone. Replicas are for read-only "
                     "serving: to train, give Servers one name for each rank of the plan"
                 )
         self._updates += 1
@@ -210,7 +213,7 @@ class _Gradients:
         requests: per server, what was looked up.
         streams: what came.
         device: of the gradients.
-        buffers: for them, of each rank, until they are sent.
+        buffers: for them, per rank, until they are sent.
     """
 
     collectives: RemoteCollectives

@@ -36,24 +36,24 @@ def script(model: nn.Module, *, parallel_lookups: bool = False, portable: bool |
     collectives that it issued before are in progress, as in eager mode.
 
     If the model is in training mode, the program is *live*: it runs in this process, has every feature of the eager
-    model, and trains; its parameters and buffers are the model's own. If the model is in eval mode, the program is
+    model, and trains. Its parameters and buffers are the model's own. If the model is in eval mode, the program is
     *portable*: it is for inference, and ``torch.jit.save`` writes it to a file that needs neither shardrec nor Python.
     Its parameters share the model's memory and take no gradient (docs/executors.md).
 
     Args:
-        model: a model that TorchScript can compile, apart from modules that offer a ``scripted_twin()``; its
+        model: a model that TorchScript can compile, apart from modules that offer a ``scripted_twin()``. Its
             annotations say ``KeyedTensor``, not ``LazyAwaitable``. It is not changed.
         parallel_lookups: a portable program runs the lookups of independent table groups of bags as forks, on
             TorchScript's inter-op threads.
         portable: whether the program is portable. Default: if ``model`` is in eval mode.
 
     Returns:
-        The compiled model. Its ``forward`` returns plain values; the method ``issue`` of a module that was replaced
+        The compiled model. Its ``forward`` returns plain values. The method ``issue`` of a module that was replaced
         by its twin returns the ``Await``.
 
     Raises:
         ScriptError: if TorchScript cannot compile the code, a sharded module is called in a fork on several ranks, or
-            FSDP2 shards a module; names the file, the line and a remedy.
+            FSDP2 shards a module. Names the file, the line and a remedy.
         ConfigError: if ``model`` is not a module.
     """
     if not isinstance(model, nn.Module):
@@ -68,14 +68,14 @@ def script(model: nn.Module, *, parallel_lookups: bool = False, portable: bool |
 def compiled(
     model: nn.Module, *, portable: bool, parallel_lookups: bool = False, overlap: bool = True
 ) -> torch.jit.ScriptModule:
-    """As :func:`script`; without ``overlap`` values are waited for where they are made, for a model whose collectives
-    take no time: its methods are not inlined, and its file loads in less than a tenth of the time."""
+    """As :func:`script`. Without ``overlap``, values are waited for where they are made, for a model with collectives
+    that take no time: its methods are not inlined, and its file loads in less than a tenth of the time."""
     _refuse_fsdp(model)
     copy = scriptable_copy(model, portable=portable, parallel_lookups=parallel_lookups)
     with generic_wait(wait), quiet():
         try:
             scripted: torch.jit.ScriptModule = torch.jit.script(copy)
-        except Exception as error:  # of eight classes at least, by what TorchScript does not like
+        except Exception as error:  # of at least eight classes, depending on the construct that TorchScript rejects
             raise explain(type(model).__name__, error) from error
     move_waits(model, scripted, portable=portable, overlap=overlap)
     return scripted
@@ -87,7 +87,7 @@ def move_waits(model: nn.Module, scripted: torch.jit.ScriptModule, *, portable: 
     Args:
         model: what was scripted.
         scripted: is changed in place.
-        portable: whether it reads the model's tables by itself, of which these are told.
+        portable: whether it reads the model's tables by itself. The collections are told.
         overlap: False leaves the waits where they are.
 
     Raises:
@@ -156,7 +156,7 @@ def _ignore_in_reducer(scripted: torch.jit.ScriptModule, model: nn.Module) -> No
 
     Args:
         scripted: holds the parameters of ``model``, some under several names.
-        model: what was scripted; the ``unreduced_parameters()`` of its modules, where they have such a method, are not
+        model: what was scripted. The ``unreduced_parameters()`` of its modules, where they have such a method, are not
             averaged over the ranks.
     """
     unreduced = {

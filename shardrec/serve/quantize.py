@@ -79,7 +79,7 @@ def quantize(model: ShardedModel, weights: str = "int8", *, tables: Mapping[str,
 
 
 def table_formats(sources: list[ShardedCollection], weights: str, tables: Mapping[str, str]) -> dict[str, WeightFormat]:
-    """The format of each table, by its name in the plan. Raises as :func:`quantize`."""
+    """The format per table, by its name in the plan. Raises as :func:`quantize`."""
     layouts = [layout for source in sources for layout in source.table_layouts.values()]
     unknown = sorted(set(tables) - {layout.name for layout in layouts})
     if unknown:

@@ -26,15 +26,15 @@ _NOTHING = torch.empty(0, dtype=torch.int32)
 
 @dataclass(slots=True, eq=False)
 class LookedUp:
-    """What was looked up in this rank's shards for one call, and what the update of the rows takes.
+    """The rows that were looked up in this rank's shards for one call, and the inputs of their update.
 
     Args:
         plan: of the module.
         received: the ids that the ranks requested.
         rows: (B_all, D_mine) pooled columns, alone; of sequences, per lookup group, (n, w) rows of all ids.
-        inputs: of the lookups, by group; those of a node are kept by autograd.
+        inputs: of the lookups, by group. Those of a node are kept by autograd.
         lookups: what the groups have kept.
-        mapped: of dynamic ids, which of them were looked up; None if all were.
+        mapped: of dynamic ids, which of them were looked up. None if all were.
         open_step: protects the rows of dynamic ids until the backward.
         learned: if weights of ids take a gradient: their number N on this rank, their dtype, and where each sent one
             was.
@@ -91,7 +91,7 @@ class LookedUp:
         return total.mul_(collectives.mean_over).to(dtype)
 
     def release_ids(self) -> LookupInputs:
-        """The inputs, of which no other reference is left here."""
+        """The inputs. No other reference to them is left here."""
         inputs, self.inputs = self.inputs, ()
         self.received.ids, self.received.weights = _NOTHING, None
         return inputs
@@ -110,8 +110,8 @@ def look_up(
     Args:
         plan: of the module.
         received: the ids.
-        allocate: returns (n,) float32 memory for pooled columns; default: a new tensor.
-        call: of this rank; None on a server.
+        allocate: returns (n,) float32 memory for pooled columns. Default: a new tensor.
+        call: of this rank. None on a server.
         to_update: whether an update may follow.
     """
     mapped, rows_of = None, received
@@ -157,9 +157,9 @@ def update(
     """Update the tables in the backward of a node. Gives the gradients of its inputs, without the placeholder.
 
     Args:
-        calls: whose lookups the node has made.
+        calls: the node has made their lookups.
         saved: the inputs of all their lookups.
-        gradients: of the rows of each call.
+        gradients: of the rows, per call.
         placeholder: the first input of the node, which stands for the tables.
         collectives: of the model.
     """

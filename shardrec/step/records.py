@@ -62,7 +62,7 @@ GRAD_MODES = {mode: GradMode(*mode) for mode in ((True, False), (False, False), 
 
 
 class FullBatch(NamedTuple):
-    """The bag of each sample of the full batch, for a batch with inverse indices.
+    """The bag per sample of the full batch, for a batch with inverse indices.
 
     Args:
         lengths: (F·(B + 1),) int32 ids of each key's bags as they were given, with an empty bag after each key's.
@@ -80,7 +80,7 @@ class Arrival:
     Args:
         size: B.
         slot_sizes: batch size per slot, S numbers, if they differ. Otherwise None.
-        counts: ids that this rank asked of each rank, per group.
+        counts: ids that this rank asked per rank, per group.
         target: of sequences, where the rows go in the output.
         rows: of sequences, M of the output.
     """

@@ -321,7 +321,7 @@ class SequenceOutput:
         ]
 
     def _slots_of(self, blocks: Sequence[Tensor], sizes: Sequence[int]) -> list[Tensor]:
-        """The parts of the blocks of each slot of all ranks, whose elements are given."""
+        """The parts of the blocks per slot of all ranks, whose elements are given."""
         left = iter(sizes)
         return [
             part

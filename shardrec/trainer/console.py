@@ -90,7 +90,7 @@ class CheckedOutput:
 
 @contextmanager
 def working(text: str, *, unit: str = "rows") -> Iterator[Callable[[int], None]]:
-    """Shows a spinner, ``text`` and the time so far on stderr while the block runs; nothing where it is no terminal.
+    """Shows a spinner, ``text`` and the time so far on stderr while the block runs. Nothing where it is no terminal.
 
     Args:
         text: what is done.

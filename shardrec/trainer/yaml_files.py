@@ -16,7 +16,7 @@ _MAX_NESTED = 100
 _MAX_VALUES = 1_000_000
 """Of a document with aliases, each counted as what it stands for."""
 _LONGEST_NUMBER = 1000
-"""Characters of a value other than text; parsing some numbers takes O(length²) time."""
+"""Characters of a value other than text. Parsing some numbers takes O(length²) time."""
 
 
 def parse_yaml(text: str, where: str) -> tuple[object, yaml.Node | None]:
@@ -64,7 +64,7 @@ def _bounded(text: str) -> str:
 
 
 def _values(node: yaml.Node, counted: dict[int, int]) -> int:
-    """Values of a node with each alias replaced by what it stands for; counts of finished nodes are kept by id.
+    """Values of a node with each alias replaced by what it stands for. Counts of finished nodes are kept by id.
 
     Raises:
         MarkedYAMLError: for an alias inside of what it stands for, a key that a mapping has twice, and a number too
@@ -97,5 +97,5 @@ def _fault(node: Any, problem: str) -> Exception:
 
 
 def yaml_lines(node: yaml.Node) -> dict[str, int]:
-    """The line of each key of a mapping, which :func:`parse_yaml` gave."""
+    """The line per key of a mapping, which :func:`parse_yaml` gave."""
     return {str(key.value): key.start_mark.line + 1 for key, _ in node.value}

@@ -28,22 +28,22 @@ Kernels = Literal["own", "fbgemm"]
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """A workload, and how it is run; all the sides are given the same.
+    """A workload, and how it is run. All the sides are given the same.
 
     Args:
         workload: a preset of :data:`benchmarks.harness.workload.PRESETS`, or tables as ``NUMBERxROWSxDIM[xIDS]``.
         layout: how the tables are cut, see :mod:`benchmarks.harness.timing.plans`.
-        batch_size: samples of each rank.
+        batch_size: samples per rank.
         mode: of :data:`Mode`.
         ids: ``"uniform"`` or ``"zipf"``.
         optimizer: of the tables, fused into backward.
         malloc: of :data:`~benchmarks.harness.timing.environment.MALLOC`.
-        transport: of :data:`Transport`; how shardrec's ranks exchange.
-        kernels: of :data:`Kernels`; shardrec's.
+        transport: of :data:`Transport`. How shardrec's ranks exchange.
+        kernels: of :data:`Kernels`. Shardrec's.
         ranks: number of them.
         max_rows: most rows of a preset's table.
         sides: of :data:`Side`, in the order in which they take turns.
-        group: of the summary that it counts for; default: that of its mode, malloc, transport and kernels.
+        group: of the summary that it counts for. Default: that of its mode, malloc, transport and kernels.
     """
 
     workload: str
@@ -77,7 +77,7 @@ class Case:
 
     @property
     def key(self) -> str:
-        """Tells it from every other case; the sides are not part of it."""
+        """Tells it from every other case. The sides are not part of it."""
         values = (getattr(self, field.name) for field in dataclasses.fields(self) if field.name not in _NOT_IN_KEY)
         return "/".join(map(str, values))
 
@@ -110,7 +110,7 @@ _MAX_REPLICATED_BYTES = 64 * 2**20
 
 
 def fits(case: Case, side: str) -> bool:
-    """Whether anyone would run a case so: plain torch on one rank, or with small tables; bare kernels on one rank."""
+    """Whether anyone would run a case so: plain torch on one rank, or with small tables. Bare kernels on one rank."""
     size = sum(4 * table.rows * table.dim for table in case.tables)
     match side:
         case "torch":
@@ -131,9 +131,9 @@ class Job:
         plan: where the tables are, as JSON.
         inputs: folder of the batches, see :mod:`benchmarks.harness.timing.inputs`; "" lets each rank draw its own.
         steps: most steps to time.
-        seconds: limit of a turn; steps are left out, down to three, if they would take longer.
+        seconds: limit of a turn. Steps are left out, down to three, if they would take longer.
         seed: of everything random.
-        threads: of each rank.
+        threads: per rank.
         device: ``"cpu"`` or ``"cuda"``.
     """
 

@@ -30,7 +30,7 @@ def warm_up(step: Callable[[Any], object], inputs: Sequence[Any], device: torch.
 def time_steps(step: Callable[[Any], object], inputs: Sequence[Any], device: torch.device) -> list[float]:
     """Milliseconds of ``step(one)`` for each of the inputs, one after the other without a pause.
 
-    On CUDA each step lies between two events of the current stream; the stream is waited for once, at the end, so that
+    On CUDA each step lies between two events of the current stream. The stream is waited for once, at the end, so that
     the host may run ahead as it does in training.
     """
     if device.type == "cuda":

@@ -16,7 +16,7 @@ from shardrec.trainer.run.options import Options, option
 __all__ = ["CasePreset", "TimingConfig"]
 
 CasePreset = Literal["quick", "core", "full", "growth", "gpu"]
-"""``quick``: under two minutes, to see that it works. ``core``: the main cases of ``full``; three rounds take ten
+"""``quick``: under two minutes, to see that it works. ``core``: the main cases of ``full``. Three rounds take ten
 minutes. ``full``: all that benchmarks/train reports. ``growth``: over ranks, tables and samples, and one rank beside
 bare kernels. ``gpu``: one GPU beside bare kernels, for ``--device cuda``."""
 
@@ -27,7 +27,7 @@ class _Cases(Options):
     panel = "What to time"
 
     preset: CasePreset | None = None
-    """Cases that are chosen already; the options below then choose among them."""
+    """Cases that are chosen already. The options below then choose among them."""
     workload: tuple[str, ...] = option(
         (),
         help=f"Tables: {', '.join(PRESETS)}, or of a kind. Lists take commas, or the flag again (default: criteo)",
@@ -36,7 +36,7 @@ class _Cases(Options):
     layout: tuple[CaseLayout, ...] = ()
     """How the tables are cut (default: table_wise,row_wise)"""
     batch: tuple[PositiveInt, ...] = option((), metavar="NUMBERS")
-    """Samples of each rank (default: 4096)"""
+    """Samples per rank (default: 4096)"""
     mode: tuple[Mode, ...] = ()
     """Embeddings forward, or trained, or a whole DLRM (default: forward,train)"""
     ids: tuple[Literal["uniform", "zipf"], ...] = ()
@@ -61,11 +61,11 @@ class _Run(Options):
     rounds: int = option(3, ge=1)
     """Times that each side has its turn."""
     steps: int = option(8, ge=3)
-    """Steps of a turn, after three to warm up; fewer where they are long."""
+    """Steps of a turn, after three to warm up. Fewer where they are long."""
     seconds: float = option(2.0, gt=0)
     """Where a turn's steps take longer, there are fewer of them."""
     minutes: float | None = option(None, gt=0)
-    """Begin no more turns after so long; what is measured counts."""
+    """Begin no more turns after so long. What is measured counts."""
     out: str = option("runs/bench", metavar="PATH")
     """Folder for timings.json and timings.png."""
     seed: int = option(0, ge=0)
@@ -76,15 +76,15 @@ class _Ranks(Options):
     panel = "Ranks"
 
     nproc: int | None = option(None, ge=1)
-    """Ranks to start on this machine (default: 2; under torchrun, its ranks are joined)"""
+    """Ranks to start on this machine (default: 2. Under torchrun, its ranks are joined)"""
     threads: int | None = option(None, ge=1)
-    """Threads of each rank (default: 1)"""
+    """Threads per rank (default: 1)"""
     device: Literal["cpu", "cuda"] = "cpu"
     """Where the tables live."""
 
 
 class TimingConfig(_Ranks, _Run, _Cases):
-    """One run of the harness. Each field is, with dashes, a flag; its text is that flag's help.
+    """One run of the harness. Each field is, with dashes, a flag. Its text is that flag's help.
 
     The cases are every combination of the lists; with a preset, those of its cases that the lists that were given
     leave.

@@ -2,7 +2,7 @@
 
 Of each table, the output's columns are multiplied with a fixed pattern of samples and columns and added up, in float64,
 and so are their squares. A wrong row, a wrong order or a missed update changes the first sum by far more than rounding
-does; the second one is the scale to compare with.
+does. The second one is the scale to compare with.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def digest(value: Tensor, keys: Sequence[str], widths: Sequence[int]) -> Digest:
 
 
 def differing(ours: Mapping[str, Sequence[float]], theirs: Mapping[str, Sequence[float]]) -> Collection[str]:
-    """The keys whose outputs are not the same; a key that one of them has not is one.
+    """The keys whose outputs are not the same. A key that one of them has not is one.
 
     Two outputs are the same if their sums differ by no more than 2e-5 of the root of the sum of squares.
     """

@@ -24,7 +24,7 @@ MALLOC: Mapping[str, Mapping[str, str]] = {
     },
     "alone": {"SHARDREC_KEEP_MEMORY": "0"},
 }
-"""``default``: each side as it comes; shardrec makes its process keep large blocks (:mod:`shardrec.memory`). ``keep``:
+"""``default``: each side as it comes. Shardrec makes its process keep large blocks (:mod:`shardrec.memory`). ``keep``:
 malloc is told to take no block from mmap and to give nothing back, for all the sides alike. ``alone``: malloc as it
 comes for all of them, shardrec told to leave it."""
 

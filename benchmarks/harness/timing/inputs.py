@@ -23,9 +23,9 @@ from benchmarks.harness.timing.case import Case
 __all__ = ["Batch", "draw_batches", "draw_inputs", "fill_gradient", "fill_weight", "number_of_batches", "read_batches"]
 
 _MAX_IDS = 4_000_000
-"""Of a rank's batches together; above it there are fewer of them."""
+"""Of a rank's batches together. Above it there are fewer of them."""
 _SMALL = 8192
-"""Rows of a piece; the temporaries of one stay below the smallest mmap threshold."""
+"""Rows of a piece. The temporaries of one stay below the smallest mmap threshold."""
 
 
 class Batch:
@@ -56,7 +56,7 @@ def number_of_batches(case: Case) -> int:
 
 
 def draw_inputs(case: Case, folder: Path, seed: int) -> Path:
-    """Write the batches of all the ranks, if they are not there yet; returns their folder."""
+    """Write the batches of all the ranks, if they are not there yet. Returns their folder."""
     target = folder / case.input_key
     if target.exists():
         return target

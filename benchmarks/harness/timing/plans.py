@@ -24,7 +24,7 @@ _MIXED = ("table_wise", "row_wise", "column_wise")
 
 
 def case_plan(case: Case) -> ShardingPlan:
-    """The plan that all the sides follow, under the tables' own names; the same each time."""
+    """The plan that all the sides follow, under the tables' own names. The same each time."""
     topology = Topology(ranks_per_host=case.ranks)
     if case.layout == "planner":
         return _planned(case.tables, topology, case)

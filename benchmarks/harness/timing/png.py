@@ -1,4 +1,4 @@
-"""A timing report as a picture (matplotlib): ratios, and steps over the floor; growth as lines."""
+"""A timing report as a picture (matplotlib): ratios, and steps over the floor. Growth as lines."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def draw(report: TimingReport, path: Path) -> None:
 
 
 def _ratio_bars(axes: Axes, results: Sequence[CaseResult]) -> None:
-    """Time of each other side over shardrec's; longer is better for shardrec."""
+    """Time of each other side over shardrec's. Longer is better for shardrec."""
     sides = list(dict.fromkeys(side for result in results for side in result.case.sides if side != BASE))
     width = 0.8 / max(len(sides), 1)
     for number, side in enumerate(sides):

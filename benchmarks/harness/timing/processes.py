@@ -61,11 +61,11 @@ class Processes(Protocol):
 class FreshProcesses:
     """New processes for each task, forked from a template for each malloc setting.
 
-    A rank starts with the memory allocator in the state in which the imports leave it, the same each time; malloc read
+    A rank starts with the memory allocator in the state in which the imports leave it, the same each time. Malloc read
     its variables when the template started.
 
     Args:
-        threads: of each rank.
+        threads: per rank.
         timeout: seconds that a task may take.
         debug: keep the ranks' tracebacks.
     """
@@ -106,7 +106,7 @@ class FreshProcesses:
 class KeptProcesses:
     """The ranks of a process group that is there already: for CUDA, whose memory is not malloc's, and under a launcher.
 
-    Rank 0 has this object; the others :func:`serve`.
+    Rank 0 has this object. The others :func:`serve`.
 
     Args:
         rank_info: this rank.
@@ -125,7 +125,7 @@ class KeptProcesses:
             _broadcast(None, self._place)
 
     def run(self, task: str, options: Mapping[str, Any], *, ranks: int, malloc: str) -> Any:
-        """See :class:`Processes`; the number of ranks and malloc are the launcher's."""
+        """See :class:`Processes`. The number of ranks and malloc are the launcher's."""
         if malloc != "default":
             raise MeasurementError(f"malloc {malloc!r} needs processes of its own: leave it out, or the launcher")
         if ranks != self._place.world_size:
@@ -140,7 +140,7 @@ def serve(rank_info: RankInfo) -> None:
         request = _broadcast(None, rank_info)
         if request is None:
             return
-        with contextlib.suppress(MeasurementError):  # rank 0 tells it; the trouble of a case is that of all its ranks
+        with contextlib.suppress(MeasurementError):  # rank 0 tells it. The trouble of a case is that of all its ranks
             task, options = request
             _call(task, options, rank_info)
 

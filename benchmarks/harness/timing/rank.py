@@ -34,9 +34,9 @@ def measure(options: Mapping[str, Any], rank_info: RankInfo) -> dict[str, Any]:
         rank_info: this rank, which is in a process group.
 
     Returns:
-        As JSON, the same on every rank: ``step_ms``, of the slowest rank in each step; ``faults``, page faults of a
-        step, of the rank that has most; ``peak_bytes``, the most memory of any rank's process (on CUDA, allocated on
-        any device); ``digests`` by rank, of the outputs.
+        As JSON, the same on every rank: ``step_ms``, of the slowest rank in each step. ``faults``, page faults of a
+        step, of the rank that has most. ``peak_bytes``, the most memory of any rank's process (on CUDA, allocated on
+        any device). ``digests`` by rank, of the outputs.
     """
     job = Job.from_json(options)
     gc.collect()  # what the side before has left
@@ -82,7 +82,7 @@ def _warm_up(side: Side, inputs: list[Any], *, trains: bool) -> dict[str, Any]:
 
 
 def _number_of_steps(job: Job, side: Side, inputs: Any, rank_info: RankInfo, warming: float) -> int:
-    """As many as were asked for, or as fit into the time, and the same on every rank; after steps of ``warming`` ms."""
+    """As many as were asked for, or as fit into the time, and the same on every rank. After steps of ``warming`` ms."""
     slowest = _slowest_ms(side, inputs, rank_info)
     steps_to_warm = int(warming / slowest)
     if steps_to_warm:

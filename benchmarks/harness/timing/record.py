@@ -64,7 +64,7 @@ class CaseResult:
         error: why there are no figures, in words.
         other_rule: TorchRec's optimizer is another one on tables of this plan, so that weights differ after a step.
         bytes: that each rank has to move.
-        floor: the least time of a step, if rows moved as fast as a copy; None before it is known.
+        floor: the least time of a step, if rows moved as fast as a copy. None before it is known.
         gather_floor: the same with the rates of random rows.
         shares_memory: shardrec's ranks exchange through memory that they share.
     """
@@ -106,11 +106,11 @@ class CaseResult:
         return self._least(self.gather_floor)
 
     def over_floor(self, side: str = BASE) -> float | None:
-        """The side's step over :attr:`least_ms`; None where that is not known."""
+        """The side's step over :attr:`least_ms`. None where that is not known."""
         return self._over(side, self.least_ms)
 
     def over_gather_floor(self, side: str = BASE) -> float | None:
-        """The side's step over :attr:`gather_ms`; None where that is not known."""
+        """The side's step over :attr:`gather_ms`. None where that is not known."""
         return self._over(side, self.gather_ms)
 
     def _least(self, floor: Floor | None) -> float:
@@ -123,7 +123,7 @@ class CaseResult:
         return step.median / least if step is not None and least else None
 
     def to_json(self) -> dict[str, Any]:
-        """JSON-compatible data; ``case``, ``rounds`` and ``error`` are what a run is resumed from."""
+        """JSON-compatible data. ``case``, ``rounds`` and ``error`` are what a run is resumed from."""
         sides = [side for side in self.case.turns if self.step(side) is not None]
         return {
             "key": self.case.key,

@@ -70,7 +70,7 @@ def results_done(path: Path) -> tuple[dict[str, dict[str, Any]], dict[str, list[
     """What a run that was stopped had measured.
 
     Args:
-        path: of its report; there need be none.
+        path: of its report. There need be none.
 
     Returns:
         By case key, fields of its :class:`~benchmarks.harness.timing.record.CaseResult`, without the cases that went

@@ -43,16 +43,16 @@ def time_steps(
 
     Args:
         config: the cases.
-        resume: go on from the report in ``config.out``; rounds that it has are not measured again.
+        resume: go on from the report in ``config.out``. Rounds that it has are not measured again.
         debug: keep the ranks' tracebacks.
         tell: is called with a line for each turn.
 
     Returns:
-        The report; None on a launcher's ranks other than the first.
+        The report. None on a launcher's ranks other than the first.
 
     Raises:
-        ShardrecError: what went wrong with the run; what is wrong with a case is in its result.
-        KeyboardInterrupt: the run was stopped; what it had measured is in the report's file.
+        ShardrecError: what went wrong with the run. What is wrong with a case is in its result.
+        KeyboardInterrupt: the run was stopped. What it had measured is in the report's file.
     """
     cases_of(config)  # a fault is told before anything is started
     launched = launched_rank()
@@ -184,7 +184,7 @@ class _Run:
             self._machine.setdefault(key, []).append(found)
 
     def _turns(self, result: CaseResult, number: int, folder: Path) -> None:
-        """One round of a case; a side that fails, or computes something else, ends the case."""
+        """One round of a case. A side that fails, or computes something else, ends the case."""
         case = result.case
         try:
             self._probe(case, number)

@@ -94,7 +94,7 @@ def _caption(report: TimingReport) -> str:
     environment = report.environment
     words = [
         f"{environment['cpu']}, {environment['cores']} cores, {environment['threads_per_rank']} thread a rank, "
-        f"{environment['libc']}; load {environment['load_at_start'][0]} at the start, "
+        f"{environment['libc']}. Load {environment['load_at_start'][0]} at the start, "
         f"{environment['load_at_end'][0]} at the end"
     ]
     for name, rounds in report.machine.items():

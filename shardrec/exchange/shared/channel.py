@@ -2,7 +2,7 @@
 
 A message says what a rank has written to its windows, and for which exchange. Unlike flags in shared memory, a socket
 orders memory accesses on every processor, waits without spinning and with a time limit, and reports the end of a rank
-that dies at once.
+that dies immediately.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ _OPEN: WeakSet[Channel] = WeakSet()
 
 
 def _close_in_child() -> None:
-    """Close the sockets in a forked child (a data loader's worker), whose copies would hide this rank's end."""
+    """Close the sockets in a forked child (a data loader's worker), because their copies would hide this rank's end."""
     for channel in list(_OPEN):
         channel.close()
 
@@ -99,7 +99,7 @@ class Channel:
         _OPEN.add(self)
 
     def release(self, peer: int, token: int) -> None:
-        """Tell ``peer``, with the next message, that a region it lent is no longer used here."""
+        """Tell ``peer``, with the next message, that a region it lent is free again."""
         self._released[peer].append(token)
 
     def release_after(self, peer: int, token: int, memory: Bytes) -> None:
@@ -153,7 +153,7 @@ class Channel:
         Args:
             begun: number of exchanges.
             fault: why, as a predicate.
-            rank: whose fault it is, in the default group; default: this one's.
+            rank: that is at fault, in the default group. Default: this rank.
         """
         data = marshal.dumps((_FAULT, 0, (), begun, dist.get_rank() if rank is None else rank, fault[:_MAX_FAULT]))
         for connection in self._sockets.values():
@@ -175,7 +175,7 @@ class Channel:
     def _raise_reported_failure(self, peer: int, begun: int, what: str) -> None:
         reported, rank, fault = self._reported.get(peer, (-1, 0, ""))
         if reported >= begun:
-            # This rank does not continue them either; others may wait for it before they hear of the fault.
+            # This rank does not continue them either. Others may wait for it before they hear of the fault.
             self.report_failure(reported, fault, rank)
             raise PeerError(
                 f"rank {dist.get_rank()} of {dist.get_world_size()}: the {what} failed, because rank {rank} {fault}. "
@@ -204,7 +204,7 @@ class Channel:
             self.close()
             raise PeerError(
                 f"rank {self._group.rank()} of {self._group.size()}: waits for the {what} exchange and rank {peer} "
-                f"made the {sent} exchange; the ranks issued different collectives: every rank must call the same "
+                f"made the {sent} exchange. The ranks issued different collectives: every rank must call the same "
                 "modules in the same order",
                 waited_for=f"{what} exchange",
             )
@@ -267,7 +267,7 @@ class Channel:
             self.release(peer, token)
 
     def close(self) -> None:
-        """End the connections; the other ranks of the host notice at once."""
+        """End the connections. The other ranks of the host notice immediately."""
         for connection in self._sockets.values():
             with contextlib.suppress(OSError):
                 connection.close()

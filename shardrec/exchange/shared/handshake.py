@@ -46,7 +46,7 @@ def connect(
     *,
     identity: Callable[[], str] = host_identity,
 ) -> Channel | None:
-    """Connect the ranks of each host; every rank of ``group`` calls this.
+    """Connect the ranks on each host. Every rank of ``group`` calls this.
 
     Args:
         group: with a backend for the CPU.
@@ -54,7 +54,7 @@ def connect(
         identity: a text that is equal on the ranks of one host; "" for a rank that wants no connection.
 
     Returns:
-        The channel to this host's other ranks; None on every rank if some rank could not connect, or if no host has two
+        The channel to this host's other ranks. None on every rank if some rank could not connect, or if no host has two
         ranks.
     """
     rank, world_size = dist.get_rank(group), dist.get_world_size(group)
@@ -66,7 +66,7 @@ def connect(
         if not all(hosts) or len(set(hosts)) == world_size:
             return None
         peers = [other for other in range(world_size) if hosts[other] == hosts[rank] and other != rank]
-        assert listener is not None, "a rank without a socket has no identity"
+        assert listener is not None, "a rank without a socket lacks an identity"
         sockets, fault = _meet(rank, peers, addresses, listener)
         faults: list[str] = _gather(fault, group)
     finally:
@@ -101,7 +101,7 @@ def _listen() -> tuple[socket.socket | None, str]:
 def _meet(
     rank: int, peers: Sequence[int], addresses: Sequence[tuple[str, str, bytes]], listener: socket.socket
 ) -> tuple[dict[int, socket.socket], str]:
-    """A socket per peer, and what went wrong."""
+    """A socket per peer, and the faults."""
     sockets: dict[int, socket.socket] = {}
     try:
         for peer in peers:
@@ -145,7 +145,8 @@ def _accept(sockets: dict[int, socket.socket], peers: set[int], listener: socket
 
 
 def _hello(stranger: socket.socket, secret: bytes) -> int | None:
-    """The rank at the other end of a connection whose message has arrived, if it has this user id and the secret."""
+    """The rank at the other end of a connection after its message has arrived, if it has this user id and the
+    secret."""
     credentials = stranger.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
     try:
         peer, told = _HELLO.unpack(stranger.recv(_HELLO.size).ljust(_HELLO.size))

@@ -5,14 +5,14 @@
     send        each part is written once into a window of its sender, and read there by its receiver: there is no
                 further copy, and parts that a rank keeps are not moved. Parts that were written into allocated
                 memory of a window are not copied at all
-    way back    each rank lends the memory for the gradient of what it sent; the others write their parts directly
+    way back    each rank lends the memory for the gradient of its sent rows. The others write their parts directly
                 into it, so that it is complete and contiguous when the last of them says so
 
 Small parts travel in the message itself, and headers with the ids that they announce. Ranks on other hosts are reached
 by the process group's all-to-all, in the same call.
 
 [Note: no rank waits to send]
-A sender takes a free region of its windows, and adds a window if there is none; a region is returned when no tensor of
+A sender takes a free region of its windows, and adds a window if none is free. A region is returned when no tensor of
 the receiver refers to it any more. Memory is bounded by the live regions: about one forward's parts and their
 gradients.
 """
@@ -69,7 +69,7 @@ class SharedCollectives(Collectives):
         self._number = 0
         self._token = 0
         self._lent: dict[int, list[Bytes | Tensor]] = {}  # by token, once for each peer that has not released it
-        self.dropped: deque[int] = deque()  # numbers of exchanges that were not waited for; filled by finalizers
+        self.dropped: deque[int] = deque()  # numbers of exchanges that were not waited for. Filled by finalizers
 
     def send(
         self, parts: Sequence[Sequence[Tensor]], receive: Sequence[int], what: str, streams: StreamSizes | None = None
@@ -213,16 +213,16 @@ class SharedCollectives(Collectives):
     def refuse(self, peer: int, came: int, size: int, what: str) -> NoReturn:
         """Raise for a message of another size than this rank expects."""
         raise PeerError(
-            f"rank {self.rank}: {came} bytes came from rank {peer} in the {what} exchange and {size} were expected; "
-            "the ranks issued different collectives"
+            f"rank {self.rank}: {came} bytes came from rank {peer} in the {what} exchange and {size} were expected. "
+            "The ranks issued different collectives"
         )
 
     def send_far(self, parts: Mapping[int, Sequence[Tensor]], receive: Sequence[int], what: str) -> Pending | None:
-        """Issue the process group's all-to-all with the ranks on other hosts; None without any.
+        """Issue the process group's all-to-all with the ranks on other hosts. None without any.
 
         Args:
             parts: what goes to each of them.
-            receive: elements from each rank; those of this host are left out.
+            receive: elements from each rank. Ranks of this host are left out.
             what: the exchange's name in errors.
         """
         if not self.far:
@@ -311,13 +311,13 @@ class _SharedWayBack:
         self._recorded = 0  # in the flight record
         self._landing: list[Tensor] = []
         self._regions: list[tuple[int, Region] | None] = []
-        self._starts: list[list[int]] = []  # per stream, where the part of each rank begins
+        self._starts: list[list[int]] = []  # per stream, the start of each rank's part
         self._views: dict[int, list[Tensor]] = {}  # per rank, where to write each stream's gradient
         self._far_sent: Pending | None = None
         self._lend()
 
     def _lend(self) -> None:
-        """Memory for the gradient of each stream, rank after rank."""
+        """Memory for the streams' gradients, rank after rank."""
         for sizes in zip(*self._streams.out, strict=True):
             elements = sum(sizes)
             lent = self._collectives.lend(4 * elements, len(self._collectives.peers)) if elements else None
@@ -347,7 +347,7 @@ class _SharedWayBack:
             if (offer[3] if offer else 0) != size:
                 raise PeerError(
                     f"rank {self._collectives.rank}: rank {peer} lends {offer[3] if offer else 0} bytes for a gradient "
-                    f"of {size}; the ranks issued different collectives"
+                    f"of {size}. The ranks issued different collectives"
                 )
             memory = self._collectives.borrowed(peer, *offer) if offer else None
             theirs.append(torch.empty(0, dtype=torch.float32) if memory is None else as_tensor(memory, torch.float32))
@@ -397,7 +397,7 @@ class _SharedWayBack:
         return landing
 
     def _parts(self, landing: Sequence[Tensor], rank: int) -> list[Tensor]:
-        """Per stream, the gradient of what went to a rank."""
+        """Per stream, the gradient of the values that went to a rank."""
         parts = []
         for stream, memory in enumerate(landing):
             start, end = self._starts[stream][rank : rank + 2]

@@ -1,10 +1,10 @@
 """Memory that a rank owns and the other ranks of its host map.
 
-A window is an anonymous file in memory (``memfd_create``): it has no name that could outlive the processes, and is
+A window is an anonymous file in memory (``memfd_create``): it lacks a name that could outlive the processes, and is
 passed to other ranks as a descriptor over a socket. Pages are allocated when they are first written, and then kept.
 
 [Note: memory in use]
-A region is lent as a numpy array, which tensors made of it keep alive; when the last of them is freed, the region is
+A region is lent as a numpy array, which tensors made of it keep alive. When the last of them is freed, the region is
 free again. So memory that is still in use, by the user or autograd, is never overwritten, and there is no explicit
 release. The end of an array is noticed by a weak reference, which puts itself into a queue: no Python code runs where
 and when the array is freed, which may be anywhere.
@@ -66,7 +66,7 @@ class Arena:
     """The windows of one rank, and their free regions.
 
     Args:
-        announce: called with (number, size, descriptor) of each new window, before a region of it is lent.
+        announce: called with (number, size, descriptor) for each new window, before a region of it is lent.
 
     Attributes:
         lent: the regions in use, by address.
@@ -149,7 +149,7 @@ class PeerWindows:
         self._maps: dict[int, mmap.mmap] = {}
 
     def add(self, number: int, size: int, descriptor: int) -> None:
-        """Map a window; closes the descriptor."""
+        """Map a window. Closes the descriptor."""
         try:
             self._maps[number] = mmap.mmap(descriptor, size)
         finally:

@@ -143,7 +143,7 @@ class Packing:
 
 
 def demand(encoded: Encoded, counts: Ints) -> dict[int, int]:
-    """How many gangs of each kind a choice of options, (O,), asks for."""
+    """How many gangs per kind a choice of options, (O,), asks for."""
     demanded: dict[int, int] = {}
     for option in np.flatnonzero(counts).tolist():
         for block, count in encoded.option_blocks[option]:

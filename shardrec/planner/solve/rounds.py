@@ -45,7 +45,7 @@ _RELIEVED = 0.5
 
 @dataclass(frozen=True, kw_only=True)
 class _Step:
-    """A table of each proposal and the option that it took, (B,). -1 for none."""
+    """A table per proposal and the option that it took, (B,). -1 for none."""
 
     table: Ints
     option: Ints

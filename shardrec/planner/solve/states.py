@@ -133,7 +133,7 @@ class States:
 
 
 def _gangs(arrays: Arrays, packing: Packing, option: Ints) -> list[Gangs]:
-    """The gangs of each table. Equal gangs are interchangeable."""
+    """The gangs per table. Equal gangs are interchangeable."""
     left = {kind: np.repeat(np.arange(len(at)), at).tolist() for kind, at in packing.at.items()}
     gangs = []
     for number in option.tolist():

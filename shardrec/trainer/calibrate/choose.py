@@ -1,7 +1,7 @@
 """The planner's best few different plans, timed in turn on this machine, and the fastest of them.
 
-A cost model errs by some percent, and plans whose costs are closer than that are not told apart by it. So tables are
-planned again with coefficients that are off by as much as the fit was, one part of the model at a time; what comes out
+A cost model errs by some percent, and does not tell plans with closer costs apart. So tables are
+planned again with coefficients that are off by as much as the fit was, one part of the model at a time. What comes out
 are plans that are the best if the model errs in that part. Those with the least cost by the coefficients as they are
 get timed.
 """
@@ -63,16 +63,16 @@ def different_plans(
         tables: by name.
         topology: the ranks.
         batch_size: samples per rank in a step.
-        profile: time coefficients; its fit error says how far they may be off, at least 25%.
+        profile: time coefficients. Its fit error says how far they may be off, at least 25%.
         count: most plans.
-        limits: of each search.
+        limits: per search.
 
     Returns:
-        At most ``count`` plans, of which no two differ in the numbers of ranks and hosts alone; all are priced by
+        At most ``count`` plans. No two differ in the numbers of ranks and hosts alone. All are priced by
         ``profile``.
     """
     if count < 1:
-        raise ConfigError(f"count is {count}; give a number of plans, at least 1")
+        raise ConfigError(f"count is {count}. Give a number of plans, at least 1")
     error = max(_MIN_ERROR, profile.errors.get("worst_percent", 0.0) / 100)
     planner = Planner(tables, topology, batch_size=batch_size, profile=profile)
     first = best_plan(planner, limits)
@@ -102,7 +102,7 @@ def time_plans(
     """Time plans in turn on ranks of this machine, started for it.
 
     Args:
-        tables: of the plans; they have to fit this machine.
+        tables: of the plans. They have to fit this machine.
         plans: for ranks of this machine.
         batch_size: samples per rank.
         profile: for the predicted times.
@@ -127,7 +127,7 @@ def time_plans(
 
 
 def _held(plan: ShardingPlan) -> Hashable:
-    """What ranks hold, whatever their numbers are, and those of the hosts."""
+    """The contents of ranks and hosts, whatever their numbers are."""
     held: dict[int, set[object]] = {}
     for layout in plan.tables:
         for shard in layout.shards:

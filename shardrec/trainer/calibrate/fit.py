@@ -1,9 +1,9 @@
 """From measured times to a profile.
 
-The cost model is linear in its coefficients (for a given ``cache_bytes``), so that a matrix has what each of them adds
-to each time. The coefficients are those that explain the logarithms of the times best, none of them negative; a soft
-loss keeps times that something else disturbed from bending the rest. ``cache_bytes`` is the candidate with which that
-fits best.
+The cost model is linear in its coefficients (for a given ``cache_bytes``), so that a matrix has the part that each of
+them adds to each time. The coefficients are those that explain the logarithms of the times best, none of them negative.
+A soft loss keeps times that something else disturbed from bending the rest. ``cache_bytes`` is the candidate with which
+that fits best.
 
 Of a step, all of it, its forward and its backward are fitted: what is read in one and updated in the other, and how
 often, differs too little between workloads to tell them apart by their sum. Replicas' steps count as a whole.
@@ -57,7 +57,7 @@ _USUAL_ERROR = 0.1
 
 
 def predicted_ms(profile: Profile, workload: Workload, world: int) -> float:
-    """Time of a step: the slowest rank's, and what no plan changes."""
+    """Time of a step: the slowest rank's, and the part that no plan changes."""
     return sum(_phases(profile, workload, world))
 
 
@@ -67,7 +67,8 @@ def _phases(profile: Profile, workload: Workload, world: int) -> tuple[float, fl
 
 
 def _times(workload: Workload, step: float, forward: float) -> list[float]:
-    """What is fitted of a step: all of it and, but for replicas, whose forward is not predicted, its two parts."""
+    """The fitted parts of a step: all of it and its two parts, except for replicas, because their forward is not
+    predicted."""
     return [step] if workload.cut == "data_parallel" else [step, forward, step - forward]
 
 
@@ -88,7 +89,8 @@ def fit(base: Profile, runs: Sequence[tuple[Sequence[Workload], Measured]], *, n
     """The profile that fits the measurements best.
 
     Args:
-        base: gives what was not measured: exchange with other hosts is scaled as bare all-to-alls are.
+        base: gives the coefficients that were not measured: exchange with other hosts is scaled as bare all-to-alls
+            are.
         runs: workloads and their times, for one number of ranks each.
         name: of the profile.
         source: what was measured, for people.
@@ -126,7 +128,7 @@ def _summary(errors: Sequence[float]) -> dict[str, float]:
 def _solved(
     start: Profile, runs: Sequence[tuple[Sequence[Workload], Measured]], times: Floats, known: dict[str, Floats]
 ) -> Profile:
-    """The best coefficients for a ``cache_bytes``; ``known`` keeps the columns that do not depend on it."""
+    """The best coefficients for a ``cache_bytes``. ``known`` keeps the columns that do not depend on it."""
 
     def all_predicted(profile: Profile) -> Floats:
         predicted: list[float] = []
@@ -177,7 +179,7 @@ def _with_links(base: Profile, runs: Sequence[Measured]) -> Profile:
 
 
 def _slope(points: Sequence[tuple[float, float]]) -> float:
-    """Of the line of the least relative error whose intercept and slope are not negative."""
+    """Of the line of the least relative error with an intercept and a slope that are not negative."""
     sizes, times = np.array(points, dtype=np.float64).T
     top = max(float(sizes.max()), 1.0)
     (_, slope), _ = nnls(np.stack([1 / times, sizes / top / times], axis=1), np.ones(len(times)))

@@ -25,7 +25,7 @@ __all__ = ["Measured", "measure", "measure_plans"]
 _SIZES = (0, 4096, 65_536, 524_288, 4_194_304)
 """Floats that a rank sends to all ranks together, or reduces."""
 _PASSES = 4
-"""Passes over the workloads; the quietest counts, because a disturbance may last for many workloads."""
+"""Passes over the workloads. The quietest counts, because a disturbance may last for many workloads."""
 _QUIET = 0.1
 """Quantile of the times of equal steps that counts. Passes differ less in it than in the median, which depends more on
 what else the machine does: by 8% instead of 14% (standard deviation; two ranks, two cores)."""
@@ -63,7 +63,7 @@ def measure(workloads: Sequence[Workload], world: int, *, device: str = "cpu", r
         workloads: made for this number of ranks.
         world: ranks.
         device: ``"cpu"`` (gloo) or ``"cuda"`` (NCCL, a device for each rank).
-        repeats: steps that are timed at least, in passes through the workloads; that of the quietest pass counts.
+        repeats: steps that are timed at least, in passes through the workloads. The quietest pass counts.
     """
     measured: Measured = on_new_ranks(_time_workloads, tuple(workloads), repeats, nproc=world, device=device)
     return measured
@@ -84,15 +84,15 @@ def measure_plans(
     Other load on the machine affects all plans equally.
 
     Args:
-        tables: pooled, by name; the update is rowwise Adagrad's.
+        tables: pooled, by name. The update is rowwise Adagrad's.
         plans: of these tables, for ranks of this machine.
         batch_size: samples per rank.
-        batches: of ``batch_size`` samples, distributed over the ranks, at least one for each; the features of a table
+        batches: of ``batch_size`` samples, distributed over the ranks, at least one for each. The features of a table
             are called ``"<table>.0"``, ``"<table>.1"`` and so on, tables in order. Default: ids drawn evenly from all
             rows.
         device: ``"cpu"`` (gloo) or ``"cuda"`` (NCCL).
         rounds: in each, every plan makes its steps, and begins where another did in the round before.
-        steps: of a plan in a round; a quiet one counts.
+        steps: of a plan in a round. A quiet one counts.
 
     Returns:
         Per plan, the milliseconds of a step on the slowest rank, one for each round.
@@ -113,12 +113,12 @@ def _check_batches(
     if not batches:
         return
     if len(batches) < world:
-        raise ConfigError(f"{len(batches)} batches are too few for {world} ranks; give at least one for each")
+        raise ConfigError(f"{len(batches)} batches are too few for {world} ranks. Give at least one for each")
     keys = _keys(tables)
     for number, batch in enumerate(batches):
         if batch.keys() != keys or batch.stride() != batch_size:
             raise ConfigError(
-                f"batch {number} has {batch.stride()} samples of {batch.keys()}; expected {batch_size} of {keys}"
+                f"batch {number} has {batch.stride()} samples of {batch.keys()}. Expected {batch_size} of {keys}"
             )
 
 
@@ -140,7 +140,7 @@ def _time_workloads(rank_info: RankInfo, workloads: Sequence[Workload], repeats:
         for workload, seen in zip(workloads, times, strict=True):
             forward = _forward(table_loads(workload), step_plan(workload, world), workload.batch, where)
             seen.append(_time_step(forward, -(-repeats // _PASSES), where, _MIN_MS))
-    # On every rank alike: the times are those of the slowest.
+    # The same on every rank: the times are the slowest rank's.
     quiet = [min(seen, key=lambda each: each[1]) for seen in times]
     all_to_all: list[tuple[float, float]] = []
     all_reduce: list[tuple[float, float]] = []
@@ -186,7 +186,7 @@ def _forward(
     device: torch.device,
     batches: Sequence[KeyedJaggedTensor] = (),
 ) -> Callable[[], Callable[[], None]]:
-    """Forward of one sharded collection of these tables; it returns the backward."""
+    """Forward of one sharded collection of these tables. It returns the backward."""
     import torch
     from torchrec.modules.embedding_configs import DataType, EmbeddingBagConfig
     from torchrec.modules.embedding_modules import EmbeddingBagCollection

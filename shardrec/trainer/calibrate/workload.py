@@ -21,10 +21,10 @@ class Workload:
     """Equal tables with equal cuts, so that all ranks have the same load.
 
     Args:
-        cut: of each table; table-wise tables go round the ranks.
+        cut: per table. Table-wise tables go round the ranks.
         tables: number of them, a multiple of the ranks where they are table-wise.
-        rows: of each.
-        dim: columns of each.
+        rows: per table.
+        dim: columns per table.
         pooling: ids of a bag.
         batch: samples per rank.
         half: the weights are FP16.

@@ -58,7 +58,7 @@ def _shardrec(
 
 
 def _add(name: str, command: Callable[..., None], context_settings: dict[str, object] | None = None) -> None:
-    """A command, whose help is its docstring: each paragraph as one line, for Typer keeps line breaks."""
+    """A command with its docstring as help: each paragraph as one line, because Typer keeps line breaks."""
     paragraphs = inspect.cleandoc(command.__doc__ or "").split("\n\n")
     text = "\n\n".join(paragraph.replace("\n", " ") for paragraph in paragraphs)
     app.command(name, cls=Command, help=text, context_settings=context_settings)(command)
@@ -73,7 +73,7 @@ def _bench(context: typer.Context) -> None:
     root = Path(shardrec.__file__).resolve().parents[1]
     if not (root / "benchmarks" / "harness" / "command.py").is_file():
         raise ConfigError(
-            f"shardrec bench runs the harness in benchmarks/harness of a checkout, and {root} is none: clone the "
+            f"shardrec bench runs the harness in benchmarks/harness of a checkout, and {root} is not one: clone the "
             "repository and run `make bench`, or `pip install -e .` there"
         )
     if str(root) not in sys.path:
@@ -108,7 +108,7 @@ def main() -> None:
     """Run the command line and exit: 0 done, 1 an error (one message, no traceback), 2 a wrong flag, 75 stopped
     after saving, 130 stopped.
 
-    With ``--debug`` among the arguments an error keeps its traceback, and the libraries below say what they like.
+    With ``--debug`` among the arguments an error keeps its traceback, and messages of the libraries below are shown.
     """
     quiet = "--debug" not in sys.argv[1:]
     try:

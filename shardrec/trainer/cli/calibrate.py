@@ -55,7 +55,7 @@ def calibrate_command(
         raise ConfigError(f"--workloads is {workloads}: give at least {fewest}, which determine the coefficients")
     check_outputs({"OUT": out, "--save": save})
     if save is not None and plans is None:
-        raise ConfigError("--save is for the fastest plan; give the tables to plan with --plans")
+        raise ConfigError("--save is for the fastest plan. Give the tables to plan with --plans")
     loads = None if plans is None else read_tables(plans)
     if loads is not None and out.exists():
         profile = Profile.load(out)

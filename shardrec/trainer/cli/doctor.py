@@ -125,7 +125,7 @@ def _exchange() -> str:
     from shardrec.launch import host_identity
 
     if not host_identity():
-        return "through the process group (this system has no memfd_create or Unix sockets to share memory with)"
+        return "through the process group (this system lacks memfd_create or Unix sockets to share memory with)"
     return "through shared memory between ranks of this host with tables on the CPU"
 
 

@@ -20,9 +20,9 @@ SAVED = 75
 
 
 def ended_after_saving(stopped: RunStopped) -> None:
-    """Say on stderr that the run was stopped, and how to go on."""
+    """Say on stderr that the run was stopped, and how to continue."""
     if _speaks():
-        told = f"stopped after step {stopped.step:,}, which is saved; go on with --out {stopped.folder} --resume"
+        told = f"stopped after step {stopped.step:,}, which is saved. Continue with --out {stopped.folder} --resume"
         print(f"\nshardrec: {told}", file=sys.stderr, flush=True)
 
 
@@ -52,7 +52,7 @@ def writable_output() -> Iterator[None]:
 def ended_by_error(error: Exception) -> None:
     """Show an error on stderr: in a panel on a terminal, as plain text elsewhere.
 
-    Of ranks that a launcher such as torchrun started each shows its own error; one that all share is shown by rank 0.
+    Of ranks that a launcher such as torchrun started each shows its own error. One that all share is shown by rank 0.
     """
     if isinstance(error, InputError) and not _speaks():
         return

@@ -22,9 +22,9 @@ _RETRY_S, _LONGEST_RETRY_S = 0.5, 30.0
 
 def ingest_command(
     topic: Annotated[str, typer.Argument(help="kafka://HOST:PORT/TOPIC, with the format of its records.")],
-    folder: Annotated[Path, typer.Argument(help="Folder for the Parquet files; the same one, to go on.")],
+    folder: Annotated[Path, typer.Argument(help="Folder for the Parquet files. Give the same folder to continue.")],
     features: Annotated[
-        Path | None, typer.Option(help="YAML file that says what the columns are (default: those of Criteo's files)")
+        Path | None, typer.Option(help="YAML file that describes the columns (default: the columns of Criteo's files)")
     ] = None,
     period: Annotated[
         float,
@@ -39,7 +39,8 @@ def ingest_command(
         float | None, typer.Option(help="Seconds without new records after which to end (default: never)", min=0)
     ] = None,
     on_bad_row: Annotated[
-        Literal["error", "skip"], typer.Option(help="What a record that is no row does: end this, or be left out.")
+        Literal["error", "skip"],
+        typer.Option(help="Effect of a record that is not a row: end this, or leave the record out."),
     ] = "error",
     debug: Debug = False,
 ) -> None:
@@ -62,7 +63,7 @@ def ingest_command(
                 except UnreachableError as error:
                     if not is_reached:  # such as a name with a mistake
                         raise
-                    warnings.warn(f"{error}; it is tried again in {retry_s:g} s", stacklevel=1)
+                    warnings.warn(f"{error}. It is tried again in {retry_s:g} s", stacklevel=1)
                     time.sleep(retry_s)
                     retry_s = min(2 * retry_s, _LONGEST_RETRY_S)
                     continue

@@ -20,7 +20,7 @@ _MAX_NOTES_BYTES = 16 << 20
 
 
 def describe(path: Path) -> dict[str, str]:
-    """What the file or folder is, by its contents, and what it holds.
+    """The kind of the file or folder, by its contents, and its contents.
 
     Args:
         path: results of ``shardrec train``, a folder that ``save_checkpoint`` wrote, a plan, or a file of
@@ -31,7 +31,7 @@ def describe(path: Path) -> dict[str, str]:
 
     Raises:
         CheckpointError: naming the file, if it is a checkpoint and damaged.
-        ConfigError: if it is none of these.
+        ConfigError: for any other kind.
     """
     if (path / FILE).is_file():
         return RunFolder(path).summary()
@@ -92,7 +92,7 @@ def _served(path: Path) -> dict[str, str]:
                 return {"is": "a model in TorchScript", **_noted(path, _member(file, scripted))}
             machine = {} if packaged is None else parse_json(_member(file, packaged))
         if NOTES not in machine:
-            raise ConfigError(f"{path} was not written by shardrec: it has no {NOTES}")
+            raise ConfigError(f"{path} was not written by shardrec: it lacks {NOTES}")
         words = (machine.get(f"AOTI_{key}", "") for key in ("DEVICE_KEY", "MACHINE", "CPU_ISA"))
         described = {"is": "a model compiled by AOTInductor", **_noted(path, machine[NOTES])}
         return {**described, "compiled for": " ".join(words)}
@@ -103,13 +103,13 @@ def _served(path: Path) -> dict[str, str]:
         *(zipfile.BadZipFile, zlib.error),
     ) as error:
         raise ConfigError(
-            f"{path} is damaged, or was not written by shardrec ({type(error).__name__}: {error}); export the model "
+            f"{path} is damaged, or was not written by shardrec ({type(error).__name__}: {error}). Export the model "
             "again"
         ) from error
 
 
 def _member(file: zipfile.ZipFile, name: str) -> bytes:
-    """A file of the archive, which is not unpacked if it says that it is large; it cannot be larger than it says."""
+    """A file of the archive, which is not unpacked if it says that it is large. It cannot be larger than it says."""
     size = file.getinfo(name).file_size
     if size > _MAX_NOTES_BYTES:
         raise ValueError(f"{name} would take {size:,} bytes")

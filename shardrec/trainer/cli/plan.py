@@ -27,7 +27,7 @@ __all__ = ["check_outputs", "plan_command", "read_tables"]
 
 _TABLE_WIDTH = 140
 _REASONS_WIDTH = 100
-"""Columns from which on the table says why cuts lost; below, lines after it do."""
+"""Columns from which on the table says why cuts lost. Below, lines after it do."""
 _COLUMNS = ("num_embeddings", "embedding_dim")
 _OPTIMIZERS = {"none": (0, 0), "sgd": (0, 0), "rowwise_adagrad": (0, 4), "adagrad": (4, 0), "adam": (8, 0)}
 
@@ -56,7 +56,7 @@ def plan_command(
     ] = None,
     save: Annotated[Path | None, typer.Option(help="Write the plan to this JSON file.")] = None,
     html: Annotated[Path | None, typer.Option(help="Write a page about the plan.")] = None,
-    png: Annotated[Path | None, typer.Option(help="Draw the load of each rank.")] = None,
+    png: Annotated[Path | None, typer.Option(help="Draw the load per rank.")] = None,
     as_json: Annotated[
         bool, typer.Option("--json", help="Print cost_ms, bound_ms, gap and the shards as JSON.")
     ] = False,
@@ -109,7 +109,7 @@ def check_outputs(paths: Mapping[str, Path | None]) -> None:
     """Find out before a long search, not after it, that a file cannot be written.
 
     Raises:
-        ConfigError: naming each option and what is wrong with its path.
+        ConfigError: naming each option and the fault of its path.
     """
     faults = []
     for option, path in paths.items():
@@ -117,11 +117,11 @@ def check_outputs(paths: Mapping[str, Path | None]) -> None:
             continue
         folder = path.parent
         if path.is_dir():
-            faults.append(f"{option} {path} is a folder; give the name of a file in it")
+            faults.append(f"{option} {path} is a folder. Give the name of a file in it")
         elif not folder.is_dir():
-            faults.append(f"{option} {path}: there is no folder {folder}; make it first")
+            faults.append(f"{option} {path}: folder {folder} does not exist. Make it first")
         elif not os.access(path if path.exists() else folder, os.W_OK):
-            faults.append(f"{option} {path} cannot be written; give a path that can")
+            faults.append(f"{option} {path} cannot be written. Give a path that can")
     if faults:
         raise ConfigError("; ".join(faults))
 
@@ -132,26 +132,26 @@ def read_tables(path: Path, *, instance: str | None = None, optimizer: str = "ro
     Args:
         path: of the file.
         instance: only lines of this instance.
-        optimizer: whose state is kept for each table.
+        optimizer: its state is kept for each table.
 
     Raises:
-        ConfigError: naming file, line and what is wrong there.
+        ConfigError: naming file, line and the fault there.
     """
     try:
         rows = _yaml_rows(path) if path.suffix in (".yaml", ".yml") else _csv_rows(path)
     except ConfigError:
         raise
     except OSError as error:
-        raise ConfigError(f"{os_fault(error)}; give a CSV or YAML file of tables") from error
+        raise ConfigError(f"{os_fault(error)}. Give a CSV or YAML file of tables") from error
     except (ValueError, csv.Error) as error:
         raise ConfigError(f"{path}: {error}") from error
     named = sorted({str(row["instance"]) for _, row in rows if row.get("instance")})
     if instance is None and len(named) > 1:
-        raise ConfigError(f"{path} holds {len(named)} instances; give --instance with one of {', '.join(named)}")
+        raise ConfigError(f"{path} holds {len(named)} instances. Give --instance with one of {', '.join(named)}")
     if instance is not None:
         rows = [(where, row) for where, row in rows if row.get("instance") == instance]
         if not rows:
-            raise ConfigError(f"{path} has no instance {instance!r}; it has {', '.join(named) or 'none'}")
+            raise ConfigError(f"{path} lacks instance {instance!r}. It has {', '.join(named) or 'none'}")
     loads: dict[str, TableLoad] = {}
     for where, row in rows:
         load = _load(f"{path}:{where}", row, optimizer)
@@ -160,7 +160,7 @@ def read_tables(path: Path, *, instance: str | None = None, optimizer: str = "ro
             base = str(row.get("name") or f"t{len(loads)}")
             name = base if count == 1 or not row.get("name") else f"{base}_{number}"
             if name in loads:
-                raise ConfigError(f"{path}:{where}: there are two tables {name!r}; give each a name of its own")
+                raise ConfigError(f"{path}:{where}: there are two tables {name!r}. Give each a name of its own")
             loads[name] = load
     if not loads:
         raise ConfigError(f"{path} holds no table")
@@ -172,7 +172,7 @@ def _csv_rows(path: Path) -> list[tuple[int, Mapping[str, object]]]:
         reader = csv.DictReader(file)
         missing = [name for name in _COLUMNS if name not in (reader.fieldnames or ())]
         if missing:
-            raise ConfigError(f"{path} has no column {missing[0]!r}; its first line must name {', '.join(_COLUMNS)}")
+            raise ConfigError(f"{path} lacks column {missing[0]!r}. Its first line must name {', '.join(_COLUMNS)}")
         return [(reader.line_num, row) for row in reader]
 
 
@@ -180,7 +180,7 @@ def _yaml_rows(path: Path) -> list[tuple[int, Mapping[str, object]]]:
     data, root = parse_yaml(read_text(path), str(path))
     tables = data.get("tables") if isinstance(data, Mapping) else None
     if root is None or not isinstance(tables, list) or not all(isinstance(each, Mapping) for each in tables):
-        raise ConfigError(f"{path} has no list of tables; write 'tables:' and one entry for each")
+        raise ConfigError(f"{path} lacks a list of tables. Write 'tables:' and one entry for each")
     nodes = next((value.value for key, value in root.value if key.value == "tables"), [root] * len(tables))
     return [(node.start_mark.line + 1, table) for node, table in zip(nodes, tables, strict=True)]
 
@@ -191,7 +191,7 @@ def _load(where: str, row: Mapping[str, object], optimizer: str) -> TableLoad:
     known = {"name", "count", "pooling", "instance", *_COLUMNS}
     unknown = [name for name in row if name not in known]
     if unknown:
-        raise ConfigError(f"{where}: a table has no {unknown[0]!r}; it has {', '.join(sorted(known))}")
+        raise ConfigError(f"{where}: a table lacks {unknown[0]!r}. It has {', '.join(sorted(known))}")
     missing = [name for name in _COLUMNS if row.get(name) in (None, "")]
     if missing:
         raise ConfigError(f"{where}: {missing[0]} is missing")
@@ -200,7 +200,7 @@ def _load(where: str, row: Mapping[str, object], optimizer: str) -> TableLoad:
     try:
         ids = tuple(float(each) for each in poolings)
     except (TypeError, ValueError):
-        raise ConfigError(f"{where}: pooling is {pooling!r}; give numbers, with ';' between them") from None
+        raise ConfigError(f"{where}: pooling is {pooling!r}. Give numbers, with ';' between them") from None
     per_weight, per_row = _OPTIMIZERS[optimizer]
     try:
         return TableLoad(
@@ -222,7 +222,7 @@ def _whole(where: str, name: str, value: object) -> int:
     except ValueError:
         number = 0
     if number < 1:
-        raise ConfigError(f"{where}: {name} is {value!r}; give a whole number, at least 1")
+        raise ConfigError(f"{where}: {name} is {value!r}. Give a whole number, at least 1")
     return number
 
 
@@ -231,7 +231,7 @@ def _topology(ranks: int, hosts: int, machine: str, memory: float | None) -> Top
     from shardrec.layout import detect_machine, preset
 
     if ranks % hosts:
-        raise ConfigError(f"{ranks} ranks cannot be spread evenly over {hosts} hosts; give a multiple of {hosts}")
+        raise ConfigError(f"{ranks} ranks cannot be spread evenly over {hosts} hosts. Give a multiple of {hosts}")
     local = ranks // hosts
     hardware = detect_machine(local) if machine == "detect" else preset(machine)
     if memory is not None:

@@ -67,7 +67,7 @@ def eval_command(
 
 def predict_command(
     run: _Run,
-    data: Annotated[str, typer.Option(help="Files of rows with the run's features; labels need not be there.")],
+    data: Annotated[str, typer.Option(help="Files of rows with the run's features. Labels need not be there.")],
     out: Annotated[str, typer.Option(help="Folder for the scores, or URL of one.", metavar="DIR|URL")],
     keys: Annotated[str, typer.Option(help="Columns to write beside the scores.", metavar="COLUMN,...")] = "",
     on_bad_row: _OnBadRow = None,
@@ -91,7 +91,7 @@ def recommend_command(
     run: _Run,
     data: Annotated[str, typer.Option(help="Files of rows with the run's features but the item, such as users.")],
     out: Annotated[str, typer.Option(help="Folder for the Parquet files, or URL of one.", metavar="DIR|URL")],
-    top: Annotated[int, typer.Option(help="Items of each row.", min=1)] = 20,
+    top: Annotated[int, typer.Option(help="Items per row.", min=1)] = 20,
     exclude_seen: Annotated[
         bool, typer.Option("--exclude-seen", help="Leave out the items that the row has, such as those of its history.")
     ] = False,
@@ -142,7 +142,7 @@ def export_command(
     weights: Annotated[str, typer.Option(help="Format of the tables: fp32, fp16, int8, int4.")] = "fp32",
     debug: Debug = False,
 ) -> None:
-    """Write a run's last checkpoint as a file for programs that serve it; docs/serving.md says what it takes."""
+    """Write a run's last checkpoint as a file for programs that serve it. docs/serving.md describes its inputs."""
     with working(f"exporting {run}"):
         path = RunFolder(run).export(to, out, weights)
     typer.echo(f"wrote {path}, {path.stat().st_size:,} bytes")
@@ -158,7 +158,7 @@ def serve_command(
     ] = None,
     debug: Debug = False,
 ) -> None:
-    """Answer HTTP requests with the predictions of a run's last checkpoint, to try it; one at a time.
+    """Answer HTTP requests with the predictions of a run's last checkpoint, to try it. One at a time.
 
     POST /predict takes {"rows": [...]}, objects by the features' names; POST /recommend the same without the item, of a
     model that ranks all items. GET / shows an example of each.
@@ -197,7 +197,7 @@ def inspect_command(
     ] = None,
     debug: Debug = False,
 ) -> None:
-    """Say what a run, a checkpoint, a plan or an exported model holds; every byte of a checkpoint is verified.
+    """Say what a run, a checkpoint, a plan or an exported model holds. Every byte of a checkpoint is verified.
 
     With --suggest, PATH is a data file, a pattern of files or a folder, and a spec of its columns is printed as YAML,
     or written to a folder with the options to train with.
@@ -233,7 +233,7 @@ def _suggest(path: str, label: str | None, out: Path | None) -> None:
         for target, text in texts.items():
             target.write_text(text, encoding="utf-8")
     except OSError as error:
-        raise ConfigError(f"out (--out) is {str(out)!r}: {os_fault(error)}; give a folder to write to") from error
+        raise ConfigError(f"out (--out) is {str(out)!r}: {os_fault(error)}. Give a folder to write to") from error
     typer.echo(f"wrote {' and '.join(map(str, texts))}: read both, then: shardrec train {out / 'run.yaml'}")
 
 

@@ -34,7 +34,7 @@ def fbgemm_build(device: torch.device) -> str:
         return f"fbgemm-gpu has kernels for the CPU{' and for CUDA' if has_cuda else ''}"
     if not has_cuda:
         raise VersionError(
-            "the fbgemm-gpu that is installed is the build for the CPU, which has no CUDA kernel: uninstall "
+            "the fbgemm-gpu that is installed is the build for the CPU, which lacks CUDA kernels: uninstall "
             "fbgemm-gpu-cpu and install fbgemm-gpu of the same version (make train DEVICE=gpu does so)"
         )
     try:
@@ -58,7 +58,7 @@ def collectives(device: torch.device) -> str:
         faults = check_exchange(group, device)
     name = "NCCL" if device.type == "cuda" else "gloo"
     if faults:
-        raise ConfigError(f"of an exchange over {name}, {', '.join(faults)} came back other than sent")
+        raise ConfigError(f"of an exchange over {name}, {', '.join(faults)} came back changed")
     return f"header, payload and output were exchanged over {name} by one rank"
 
 
@@ -109,7 +109,7 @@ def _collection() -> EmbeddingBagCollection:
 def _sharded(device: torch.device) -> ShardedModel:
     module = _collection()
     apply_optimizer_in_backward(torch.optim.SGD, module.parameters(), {"lr": 0.5})
-    # Not the planner's, whose extra may not be installed.
+    # Not the planner's, because its extra may not be installed.
     tables = tuple(cuts.table_wise(name, *shape, rank=0) for name, shape in table_shapes(module).items())
     return shardrec.shard(module, ShardingPlan(topology=Topology(), tables=tables), device=device)
 
@@ -126,7 +126,7 @@ def _compare(what: str, actual: Tensor, expected: Tensor) -> None:
         raise ConfigError(f"{what} on the device have shape {tuple(actual.shape)}, on the CPU {tuple(expected.shape)}")
     if not torch.allclose(actual, expected, atol=1e-4):
         most = float((actual - expected).abs().max())
-        raise ConfigError(f"{what} on the device are not those on the CPU; the largest difference is {most:.3g}")
+        raise ConfigError(f"{what} on the device are not those on the CPU. The largest difference is {most:.3g}")
 
 
 @contextmanager

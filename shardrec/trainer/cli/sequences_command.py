@@ -37,7 +37,7 @@ def sequences_command(
     header: Annotated[
         bool | None, typer.Option(help="Whether the first line has names (default: what it looks like).")
     ] = None,
-    core: Annotated[int, typer.Option(help="Interactions of each user and of each item, at least.", min=1)] = 1,
+    core: Annotated[int, typer.Option(help="Interactions of each user and per item, at least.", min=1)] = 1,
     split: Annotated[
         Literal["leave-one-out", "time"],
         typer.Option(help="Hold out each user's last two items, or what comes last of all."),
@@ -98,7 +98,7 @@ def sequences_command(
                 seed=seed,
             )
     except OSError as error:
-        raise ConfigError(f"out (--out) is {str(out)!r}: {os_fault(error)}; give a folder to write to") from error
+        raise ConfigError(f"out (--out) is {str(out)!r}: {os_fault(error)}. Give a folder to write to") from error
     for name, count in rows.items():
         typer.echo(f"{out / name}.parquet: {count:,} rows")
     typer.echo(f"train with: shardrec train {out / 'run.yaml'}")

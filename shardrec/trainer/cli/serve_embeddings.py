@@ -15,7 +15,7 @@ __all__ = ["serve_embeddings_command"]
 def serve_embeddings_command(
     model: Annotated[str, typer.Argument(help="package.module:function that makes the model.", metavar="MODEL")],
     store: Annotated[str, typer.Option(help="Store of the job: file:///path or tcp://host:port.")],
-    rank: Annotated[int, typer.Option(help="Rank in the plan whose shards are served.", min=0)] = 0,
+    rank: Annotated[int, typer.Option(help="Rank in the plan. Its shards are served.", min=0)] = 0,
     servers: Annotated[str, typer.Option(help="Names of all servers, with commas.")] = "server0",
     name: Annotated[str | None, typer.Option(help="Name of this one; default: that at --rank in --servers.")] = None,
     trainers: Annotated[int, typer.Option(help="Number of trainers.", min=1)] = 1,
@@ -44,9 +44,9 @@ def serve_embeddings_command(
 
     names = servers.split(",")
     if name is None and rank >= len(names):
-        raise ConfigError(f"--rank is {rank} and --servers names {len(names)}; name each server, or give --name")
+        raise ConfigError(f"--rank is {rank} and --servers names {len(names)}. Name each server, or give --name")
     if restarts and checkpoint is None:
-        raise ConfigError("--restarts goes on from the last checkpoint: give --checkpoint")
+        raise ConfigError("--restarts continues from the last checkpoint: give --checkpoint")
     options = {
         "model": model,
         "rank": rank,

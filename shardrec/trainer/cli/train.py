@@ -21,13 +21,13 @@ __all__ = ["convert_command", "sweep_command", "train_command"]
 
 
 def train_command() -> Callable[..., None]:
-    """The function behind the command; its parameters are made from the config's fields, which hold the help texts."""
+    """The function behind the command. Its parameters are made from the config's fields, which hold the help texts."""
 
     def command(**arguments: Any) -> None:
         """Train a sharded click model and compare it with the best possible one.
 
         Without a data file the rows are generated, so that the best possible AUC is known. Options come from the YAML
-        file CONFIG (keys as the flags, with underscores); flags go over it. The results go to a folder: plan.json,
+        file CONFIG (keys as the flags, with underscores). Flags go over it. The results go to a folder: plan.json,
         metrics.json, curve.png, config.yaml and checkpoints/.
         """
         path, debug, resume = arguments.pop("config"), arguments.pop("debug"), arguments.pop("resume")
@@ -46,7 +46,7 @@ def train_command() -> Callable[..., None]:
     parameters += flag_parameters(TrainConfig)
     resume = typer.Option(
         "--resume",
-        help="Go on from the last checkpoint in --out, with the options of that run; begin if there is none.",
+        help="Continue from the last checkpoint in --out, with the options of that run. Begin without one.",
         rich_help_panel="Output",
     )
     parameters.append(parameter("resume", Annotated[bool, resume], False))
@@ -64,7 +64,7 @@ def sweep_command(
         list[str],
         typer.Option(help="Values of an option, or of model_args.NAME; can be repeated.", metavar="OPTION=VALUE,..."),
     ],
-    seeds: Annotated[int, typer.Option(help="Runs of each setting, with as many seeds.", min=1)] = 3,
+    seeds: Annotated[int, typer.Option(help="Runs per setting, with as many seeds.", min=1)] = 3,
     monitor: Annotated[
         str | None, typer.Option(help="Metric of the held-out rows to compare by (default: the file's)")
     ] = None,
@@ -79,13 +79,13 @@ def sweep_command(
     from shardrec.trainer.run.grid_search import parse_grid, run_sweep, sweep_table
 
     options = load_config(config)
-    if monitor is not None and options.feed is None:  # of which the sweep says more
+    if monitor is not None and options.feed is None:  # the sweep says more about it
         options = options.changed(monitor=monitor)
     try:
         sweep = run_sweep(options, parse_grid(grid), seeds=seeds, out=out, final=final, debug=debug)
     except KeyboardInterrupt as stopped:
         ended_by_user()
-        typer.echo(f"shardrec: go on with the same command; finished runs in {out} are kept", err=True)
+        typer.echo(f"shardrec: continue with the same command. Finished runs in {out} are kept", err=True)
         raise typer.Exit(SAVED if isinstance(stopped, RunStopped) else 130) from None
     console().print(sweep_table(sweep))
     if not sweep.test:
@@ -100,17 +100,17 @@ def convert_command(
     ],
     out: Annotated[Path, typer.Option(help="Folder for the Parquet files, one for each file.", metavar="DIR")],
     features: Annotated[
-        Path | None, typer.Option(help="YAML file that says what the columns are (default: those of Criteo's files)")
+        Path | None, typer.Option(help="YAML file that describes the columns (default: the columns of Criteo's files)")
     ] = None,
     column: Annotated[
-        list[str] | None, typer.Option(help="Column to keep beside those of the features; can be repeated.")
+        list[str] | None, typer.Option(help="Column to keep beside the features' columns. Can be repeated.")
     ] = None,
     group_rows: Annotated[int, typer.Option(help="Rows of a row group.", min=1)] = 65_536,
     debug: Debug = False,
 ) -> None:
-    """Write the columns of files as Parquet, whose row groups ranks read in parts.
+    """Write the columns of files as Parquet. Ranks read its row groups in parts.
 
-    Training does the same with files of other formats, in the run's folder. Memory is bounded; pages have checksums.
+    Training does the same with files of other formats, in the run's folder. Memory is bounded. Pages have checksums.
     Values stay as they are in the source: rows are bit-identical to train on, in the order that the row groups make.
     """
     from shardrec.trainer.data import criteo_spec, load_spec
@@ -130,4 +130,4 @@ def convert_command(
                 rows = convert(source, spec, target, columns=column or (), group_rows=group_rows, progress=progress)
             typer.echo(f"{target}: {rows:,} rows")
     except OSError as error:
-        raise ConfigError(f"out (--out) is {str(out)!r}: {os_fault(error)}; give a folder to write to") from error
+        raise ConfigError(f"out (--out) is {str(out)!r}: {os_fault(error)}. Give a folder to write to") from error

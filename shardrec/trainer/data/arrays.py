@@ -27,7 +27,7 @@ def plain(array: pa.Array | pa.ChunkedArray) -> pa.Array:
 
 
 def whole(array: pa.Array | pa.ChunkedArray) -> pa.Array:
-    """One array, of values, a dictionary, or lists of any length; views, which Polars and DuckDB write, are copied."""
+    """One array, of values, a dictionary, or lists of any length. Views, which Polars and DuckDB write, are copied."""
     import pyarrow as pa
 
     if isinstance(array, pa.ChunkedArray):
@@ -104,7 +104,7 @@ def is_text(kind: pa.DataType) -> bool:
 
 
 def values_of(kind: pa.DataType) -> str:
-    """What values of a type are, where two files may not differ; whole and broken numbers are the same."""
+    """What values of a type are, where two files may not differ. Whole and broken numbers are the same."""
     import pyarrow as pa
 
     if is_list(kind):

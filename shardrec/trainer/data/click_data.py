@@ -18,17 +18,17 @@ __all__ = ["ClickBatch", "ClickData"]
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class ClickBatch:
-    """The rows of one rank in one step. B is the rank's number of rows; it may be 0 in the last step of a pass.
+    """The rows of one rank in one step. B is the rank's number of rows. It may be 0 in the last step of a pass.
 
     Has the methods of TorchRec's ``Pipelineable`` (``to``, ``pin_memory``, ``record_stream``), so that a pipeline
     that copies inputs ahead of the computation can handle it like a tensor.
 
     Attributes:
-        dense: float32 (B, dense features); transformed by :func:`shardrec.trainer.data.transform_dense`.
+        dense: float32 (B, dense features). Transformed by :func:`shardrec.trainer.data.transform_dense`.
         sparse: the ids, int64, under the schema's ``sparse_names`` in their order, stride B.
         labels: float32 (B,), 0 or 1; or of a spec with ``labels`` (B, tasks), NaN where a row lacks one.
-        groups: int64 (B,), rows with the same key are ranked against each other; None where the data have no groups.
-        row_weights: float32 (B,), of the rows in the losses; None where all count alike.
+        groups: int64 (B,), rows with the same key are ranked against each other. None where the data have no groups.
+        row_weights: float32 (B,), of the rows in the losses. None where all count alike.
     """
 
     dense: Tensor
@@ -48,7 +48,7 @@ class ClickBatch:
         return self._with_each(lambda part: part.to(target, non_blocking=non_blocking))
 
     def pin_memory(self) -> ClickBatch:
-        """The same batch in page-locked memory; the batch itself on a machine without an accelerator."""
+        """The same batch in page-locked memory. The batch itself on a machine without an accelerator."""
         return self._with_each(lambda part: part.pin_memory()) if torch.accelerator.is_available() else self
 
     def record_stream(self, stream: torch.Stream) -> None:
@@ -100,7 +100,7 @@ class ClickData(ABC):
             first_batch: batches to leave out at the start, to go on after a checkpoint.
             drop_last: leave out the last global batch when it is not full.
             global_rows: rows of a global batch where they are not ``world_size * batch_size``, such as those of a run
-                that goes on with another number of ranks; they are spread evenly.
+                that goes on with another number of ranks. They are spread evenly.
             epoch: number of the pass, from 0, which decides the order of shuffled rows.
 
         Raises:
@@ -120,7 +120,7 @@ class ClickData(ABC):
     def holdout_batches(
         self, rank: int, world_size: int, batch_size: int, *, global_rows: int | None = None
     ) -> Iterator[ClickBatch]:
-        """One rank's share of the held-out rows; arguments and errors as for :meth:`train_batches`."""
+        """One rank's share of the held-out rows. Arguments and errors as for :meth:`train_batches`."""
         request = BatchRequest(rank=rank, world_size=world_size, batch_size=batch_size, global_rows=global_rows)
         return self._batches(request, None)
 

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 __all__ = ["convert", "counted"]
 
 _VERSION = 1
-"""Of the form of converted files; files of another are made again."""
+"""Of the form of converted files. Files of another are made again."""
 
 _FORM = ("columns", "delimiter", "quoted", "encoding", "decimal", "missing", "rules", "sources")
 """What of a spec a converted file depends on."""
@@ -80,7 +80,7 @@ def convert(
     keep_faults: bool = False,
     progress: Callable[[int], object] = lambda count: None,
 ) -> int:
-    """Write a file's rows as Parquet, a row group at a time; texts stay texts, and rows bit-identical to train on.
+    """Write a file's rows as Parquet, a row group at a time. Texts stay texts, and rows bit-identical to train on.
 
     The file appears under its name when it is complete. Its pages have checksums, which readers compare.
 
@@ -90,7 +90,7 @@ def convert(
         target: the file to write.
         columns: of the source, to write with those of the spec.
         group_rows: rows of a row group.
-        keep_faults: whether a row that cannot be parsed is written with its fault, in place of an error; columns that
+        keep_faults: whether a row that cannot be parsed is written with its fault, in place of an error. Columns that
             the names of the source's folders give are then left out.
         progress: is told of bytes that were read.
 
@@ -149,7 +149,7 @@ def _tables(
 
 
 def _with_faults(table: pa.Table, faults: Mapping[int, RowFault]) -> pa.Table:
-    """All rows in their order, with the column of their faults; the others' columns are null."""
+    """All rows in their order, with the column of their faults. The others' columns are null."""
     import pyarrow as pa
 
     if not faults:

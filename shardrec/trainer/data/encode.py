@@ -1,6 +1,6 @@
 """Columns of an Arrow table as a model's input, by a :class:`~shardrec.trainer.data.spec.FeatureSpec`.
 
-What is wrong with a row is found by vectorised checks, which say *that* it is; a message is made of its value then.
+What is wrong with a row is found by vectorised checks, which say *that* it is. A message is made of its value then.
 
 Legend: N rows, D dense features, F sparse features, V ids of one feature.
 """
@@ -60,7 +60,7 @@ class Encoded:
     """N rows of a table.
 
     Attributes:
-        rows: all of them; what a bad one has is not to be used.
+        rows: all of them. What a bad one has is not to be used.
         faults: of bad rows, by their number from 0.
     """
 
@@ -117,7 +117,7 @@ def encode(
         spec: what the columns are.
         labelled: whether the columns of label, group and event time are there; without, labels are 0.
         dictionaries: by name of the feature, those of the table before, whose ids are not made again where a column
-            has the same values; replaced by this table's, but for a dictionary that is larger than the table.
+            has the same values. Replaced by this table's, but for a dictionary that is larger than the table.
     """
     count = int(table.num_rows)
     bads: list[_Bad] = []
@@ -176,7 +176,7 @@ def encode(
 def _task_labels(
     table: pa.Table | pa.RecordBatch, task: Task, spec: FeatureSpec, bads: list[_Bad]
 ) -> NDArray[np.float32]:
-    """The labels of a task, NaN where rows may lack it and do; adds to ``bads`` which values are none."""
+    """The labels of a task, NaN where rows may lack it and do. Adds to ``bads`` which values are none."""
     array = plain(table[task.source])
     values, missing, bad = _numbers(array, spec)
     if not is_text(array.type):  # of which a NaN counts as missing
@@ -202,7 +202,7 @@ def _faults(table: pa.Table | pa.RecordBatch, bads: Sequence[_Bad]) -> dict[int,
 
 
 def column_fault(kind: pa.DataType, name: str, spec: FeatureSpec) -> str:
-    """What to give instead of a column of this type; empty when it can be read."""
+    """What to give instead of a column of this type. Empty when it can be read."""
     import pyarrow as pa
 
     numeric = {*spec.label_sources, *(feature.source for feature in spec.dense)}
@@ -340,7 +340,7 @@ def _in_rows(
 def _flat(
     array: pa.Array | pa.ChunkedArray, feature: Feature, spec: FeatureSpec
 ) -> tuple[pa.Array, NDArray[np.int64] | None]:
-    """The values of a column, and how many each row has; None for one each.
+    """The values of a column, and how many each row has. None for one each.
 
     A null is a row without ids, or of a feature with one id a row a missing one.
     """

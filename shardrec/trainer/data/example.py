@@ -23,7 +23,7 @@ _MOST_IDS = 10
 
 
 def values_of_file(pattern: str, spec: FeatureSpec) -> Mapping[str, object]:
-    """The values of a row of the first file, by the features' names; none if the file cannot be read now.
+    """The values of a row of the first file, by the features' names. None if the file cannot be read now.
 
     Of the first rows it is the one with the fewest missing values, with the last ids of a long list.
     """

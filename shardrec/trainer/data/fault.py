@@ -15,7 +15,7 @@ _SHOWN = 60
 
 
 class Reason(StrEnum):
-    """Why a row is left out; the keys of ``skipped``."""
+    """Why a row is left out. The keys of ``skipped``."""
 
     COLUMNS = "wrong number of columns"
     LABEL = "bad label"

@@ -37,7 +37,7 @@ _MANIFEST_BYTES = 1 << 20
 """Bytes of a manifest that are read at once."""
 
 Position: TypeAlias = Mapping[str, Any]
-"""What an arrival has and what is taken by then: ``files``, ``taken``, ``kinds`` and ``left_out``; JSON-compatible."""
+"""What an arrival has and what is taken by then: ``files``, ``taken``, ``kinds`` and ``left_out``. JSON-compatible."""
 
 _Value = TypeVar("_Value")
 
@@ -53,7 +53,7 @@ class Arrival:
     """Rows that have arrived.
 
     Attributes:
-        rows: one pass over them; none is held out.
+        rows: one pass over them. None is held out.
         listing: the position, without what is known of the files since their rows are counted.
     """
 
@@ -62,7 +62,7 @@ class Arrival:
 
     @property
     def position(self) -> Position:
-        """For :meth:`Feed.seek`, after which the next poll gives these rows again; JSON-compatible."""
+        """For :meth:`Feed.seek`, after which the next poll gives these rows again. JSON-compatible."""
         return {**self.listing, "counted": [asdict(info) for info in self.rows.files]}
 
 
@@ -73,7 +73,7 @@ class Feed:
     front, which no pattern takes) and renames it. The files of an arrival are in the order of their names, and one
     whose name is before those that were read is in the next arrival. Names of files that were removed are forgotten:
     those that their folder surely lacks, for a list may lack more. A file of a manifest has arrived when its name
-    stands there, in a whole line; they are read in the order of the lines. A file that a run may still go on with must
+    stands there, in a whole line. They are read in the order of the lines. A file that a run may still go on with must
     stay as it is.
 
     Args:
@@ -111,7 +111,7 @@ class Feed:
         self.left_out = 0
 
     def poll(self, *, last: bool = False) -> Arrival | None:
-        """The rows that have arrived since the last poll; None if there are none. Does not wait for any.
+        """The rows that have arrived since the last poll. None if there are none. Does not wait for any.
 
         Args:
             last: whether what cannot be reached is not tried again.
@@ -141,7 +141,7 @@ class Feed:
         return None if rows is None else Arrival(rows=rows, listing=listing)
 
     def position(self) -> Position:
-        """For :meth:`seek`: of the rows that follow those polled; JSON-compatible."""
+        """For :meth:`seek`: of the rows that follow those polled. JSON-compatible."""
         return self._next or {"taken": sorted(self._taken), "kinds": self._kinds, "files": [], "left_out": 0}
 
     def seek(self, position: Position) -> None:
@@ -203,7 +203,7 @@ class Feed:
         for place, name in enumerate(names):
             number, before = number_of(name), last.get(os.path.dirname(path_of(name)), -1)
             if -1 < number <= before:
-                raise DataError(f"{name} is new, and later ones were read: its folder was begun anew; begin a new run")
+                raise DataError(f"{name} is new, and later ones were read: its folder was begun anew. Begin a new run")
             if -1 < before < number - 1:
                 if not [*gone_of([name.replace(f"{number:012}", f"{before + 1:012}")])]:
                     return names[:place], lost  # it is not listed yet
@@ -243,7 +243,7 @@ class Feed:
         if names == [self._source]:
             kind = UnreachableError if self._was_there or self._taken else DataError
             raise kind(
-                f"data (--data) is feed:{self._source}, which is no folder and no pattern: make it first; where an "
+                f"data (--data) is feed:{self._source}, which is no folder and no pattern: make it first. Where an "
                 "empty folder is none, as in object stores, give a pattern"
             )
         self._was_there = True

@@ -1,4 +1,4 @@
-"""``FileClickData``: batches from files of columns, by a spec of the features; ``open_click_data`` opens them."""
+"""``FileClickData``: batches from files of columns, by a spec of the features. ``open_click_data`` opens them."""
 
 from __future__ import annotations
 
@@ -42,17 +42,17 @@ _ROWS_AHEAD = 1 << 19
 
 
 class FileClickData(ClickData):
-    """Rows read from files, in bounded memory; every call of a batches method is a separate pass.
+    """Rows read from files, in bounded memory. Every call of a batches method is a separate pass.
 
     The order of the rows (:mod:`shardrec.trainer.data.order`) is a function of the files, the seed, the pass and the
-    rows of a global batch. A rank decodes the streams that its part of each batch comes from; a broken row is an error,
+    rows of a global batch. A rank decodes the streams that its part of each batch comes from. A broken row is an error,
     or is left out, on the rank whose part it is in.
 
     Args:
         paths: files, or URLs of them: Parquet, or what is converted to it once: text by a delimiter, plain or ``.gz``,
             ``.xz``, ``.bz2``, ``.zst``, LIBSVM's text, or archives of NumPy.
         spec: what the columns are.
-        holdout: expected share of held-out rows, from 0 to 1 (not included); see ``split.held_out``.
+        holdout: expected share of held-out rows, from 0 to 1 (not included). See ``split.held_out``.
         on_bad_row: ``"raise"``, or ``"skip"`` to count broken rows and leave them out of their batches.
         shuffle: rows that are put in a random order at a time, over all streams, after the row groups were; 0 for the
             order of the files.
@@ -63,7 +63,7 @@ class FileClickData(ClickData):
         needs_rows: whether a pass in which no row can be read is an error.
         known: ``files`` of another time, whose order of rows this is to have; with ``"skip"`` all rows of a file that
             is gone or has changed since are broken.
-        folder: of converted files, which all ranks see; default: one that is removed with this object.
+        folder: of converted files, which all ranks see. Default: one that is removed with this object.
         decides: whether the spellings of ids that the spec leaves open are decided by these files' values.
 
     Attributes:
@@ -71,7 +71,7 @@ class FileClickData(ClickData):
         spec: what the columns are, with the spellings of ids after :meth:`count`.
         files: what is known of each, its rows only after :meth:`count`.
         event_bounds: event times, in seconds since 1970, before and after which rows are broken.
-        latest: the largest event time of the rows that the pass that started last has had; ``NO_TIME`` for none.
+        latest: the largest event time of the rows that the pass that started last has had. ``NO_TIME`` for none.
 
     Raises:
         ConfigError: an option that is out of range.
@@ -129,14 +129,14 @@ class FileClickData(ClickData):
 
     @property
     def train_rows(self) -> int:
-        """Rows that a pass trains on, broken ones included; see :meth:`count`."""
+        """Rows that a pass trains on, broken ones included. See :meth:`count`."""
         self.count()
         return sum(chunk.kept for chunk in self._chunks[False])
 
     def count(self, each: Each = map, *, parts: int = 1, progress: Callable[[int], object] | None = None) -> None:
-        """Count the rows, on which their order depends; the first pass does it otherwise.
+        """Count the rows, on which their order depends. The first pass does it otherwise.
 
-        Parquet's footers tell them. Files of other formats are converted; where groups of rows are held out, all rows
+        Parquet's footers tell them. Files of other formats are converted. Where groups of rows are held out, all rows
         are decoded once.
 
         Args:
@@ -164,7 +164,7 @@ class FileClickData(ClickData):
 
     @property
     def skipped(self) -> dict[str, int]:
-        """Rows left out so far by the pass that started last, by reason; empty with ``on_bad_row="raise"``."""
+        """Rows left out so far by the pass that started last, by reason. Empty with ``on_bad_row="raise"``."""
         return dict(self._skipped)
 
     @property
@@ -176,7 +176,7 @@ class FileClickData(ClickData):
         """Files, columns and options in a few lines of text."""
         tables = dict(zip(self.schema.tables, self.schema.num_embeddings, strict=True)).values()
         shown = [*self.paths[:3], *([f"and {len(self.paths) - 3} more files"] if len(self.paths) > 3 else [])]
-        order = f"; rows shuffled {self._shuffle:,} at a time" if self._shuffle else ""
+        order = f". Rows shuffled {self._shuffle:,} at a time" if self._shuffle else ""
         missing = Counter[str]()
         for info in self.files:
             missing.update({name: count for name, count in info.missing.items() if name in self.spec.sources})
@@ -195,7 +195,7 @@ class FileClickData(ClickData):
         )
 
     def uneven(self, world_size: int, batch_rows: int) -> str:
-        """What to do where some rank would decode much more than its share of the training rows; empty if none does."""
+        """What to do where some rank would decode much more than its share of the training rows. Empty if none does."""
         _, lengths = self._dealt(batch_rows, None, held=False)
         share = stream_share(lengths, world_size)
         if share < 1.5 / world_size:
@@ -320,7 +320,7 @@ def open_click_data(
         options: of :class:`FileClickData`.
 
     Returns:
-        The source, as a :class:`ClickData`; a synthetic one also has ``best_metrics()``, a file ``skipped``.
+        The source, as a :class:`ClickData`. A synthetic one also has ``best_metrics()``, a file ``skipped``.
 
     Raises:
         ConfigError: an option out of range, or one for files given with a :class:`SyntheticConfig`.
@@ -341,7 +341,7 @@ def check_kinds(files: Sequence[FileInfo], kinds: dict[str, tuple[str, str]]) ->
 
     Args:
         files: to compare with each other and with those before.
-        kinds: of each column the kind of its values and the first file that has any; those of ``files`` are added.
+        kinds: per column the kind of its values and the first file that has any. Those of ``files`` are added.
     """
     for info in files:
         for name, kind in info.kinds.items():

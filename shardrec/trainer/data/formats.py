@@ -196,7 +196,7 @@ def _raw_names(path: str, spec: FeatureSpec) -> list[str]:
         raise DataError(f"data file {path} is UTF-16: set encoding: utf-16 in the spec (--features)")
     if spec.columns is not None:
         return list(spec.columns)
-    # Bytes of another encoding become halves of surrogate pairs; those after the names are no matter here.
+    # Bytes of another encoding become halves of surrogate pairs. Those after the names are no matter here.
     lines = standard_csv.reader(
         io.TextIOWrapper(head, spec.encoding, errors="surrogateescape", newline=""),
         delimiter=_one_character(path, spec),
@@ -309,7 +309,7 @@ def _whole_lines(path: str, stream: _Opened) -> Iterator[bytes]:
 
 
 def _archive(path: str, columns: Sequence[str], at_once: int) -> Iterator[Rows]:
-    """The columns of an archive, as far as they are there, some rows at a time; a first table without rows if none.
+    """The columns of an archive, as far as they are there, some rows at a time. A first table without rows if none.
 
     Raises:
         DataError: for what is no such archive, an array of objects or of another shape, or columns of several lengths.
@@ -345,7 +345,7 @@ class _Rows:
 
     Attributes:
         shape: as its header says.
-        fault: what is wrong with it; empty if it can be read.
+        fault: what is wrong with it. Empty if it can be read.
     """
 
     def __init__(self, file: IO[bytes]) -> None:

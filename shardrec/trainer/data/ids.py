@@ -5,7 +5,7 @@ versions (:mod:`shardrec.trainer.data.spelling`). A run records which.
 
 | value | spelled as numbers | spelled as texts |
 |---|---|---|
-| integer, boolean, whole decimal or float; text such as ``7`` | the number | the number |
+| integer, boolean, whole decimal or float. Text such as ``7`` | the number | the number |
 | text such as ``7.`` or ``7.00`` | the number | the text |
 | text of a float that may have lost digits: 2^53 or more, or ``1.2e+17`` | none | the text |
 | another text (``07``, ``+7``, ``-0``, ``1.10``) | the text | the text |
@@ -130,7 +130,7 @@ def id_texts(
 
 
 def exact_below(kind: pa.DataType) -> float:
-    """The number below which floats of an Arrow type tell whole numbers apart; infinite for other types."""
+    """The number below which floats of an Arrow type tell whole numbers apart. Infinite for other types."""
     import pyarrow as pa
 
     return {16: 2.0**11, 32: 2.0**24, 64: 2.0**53}[kind.bit_width] if pa.types.is_floating(kind) else np.inf

@@ -45,14 +45,14 @@ _KEY = b"shardrec.topic"
 
 
 class Ingester:
-    """Writes the records of a topic to a folder; one ingester at a time does, from where the last one ended.
+    """Writes the records of a topic to a folder. One ingester at a time does, from where the last one ended.
 
     Args:
         url: of the topic.
-        spec: of the features, by whose names a record has them; the files have the columns.
+        spec: of the features, by whose names a record has them. The files have the columns.
         folder: made if it is not there.
         skips: whether records that are no rows, or are gone, are left out and counted, in place of an error.
-        keep: bytes of files, after which the oldest are removed; None for no bound.
+        keep: bytes of files, after which the oldest are removed. None for no bound.
 
     Attributes:
         lag: records that the topic had for later files when it was read last.
@@ -76,7 +76,7 @@ class Ingester:
             folder.mkdir(parents=True, exist_ok=True)
             self._lock = os.open(folder, os.O_RDONLY)
         except OSError as error:
-            raise DataError(f"{os_fault(error)}; give a folder to write to") from error
+            raise DataError(f"{os_fault(error)}. Give a folder to write to") from error
         try:
             self._next, self._places = self._begun()
         except DataError:
@@ -105,7 +105,7 @@ class Ingester:
         os.close(self._lock)
 
     def write(self, most: int = ROUND) -> tuple[Path, int] | None:
-        """Write at most ``most`` of the records that have come as the next file; returns it and its rows, if any.
+        """Write at most ``most`` of the records that have come as the next file. Returns it and its rows, if any.
 
         Raises:
             DataError: for what cannot be read or written.
@@ -143,7 +143,7 @@ class Ingester:
                 os.fsync(self._lock)  # the folder, so that the name stays
                 self._remove_oldest()
             except OSError as error:
-                raise DataError(f"{os_fault(error)}; make room, or give another folder") from error
+                raise DataError(f"{os_fault(error)}. Make room, or give another folder") from error
             self._next, left_out = self._next + 1, Counter()
         self.lag, self._places, self.left_out = read.lag, read.places, +left_out
         return written
@@ -152,7 +152,7 @@ class Ingester:
         return sorted(path for path in self._folder.iterdir() if number_of(path.name) >= 0)
 
     def _remove_oldest(self) -> None:
-        """Keep to the bound in bytes; the newest file stays, for it says where to go on."""
+        """Keep to the bound in bytes. The newest file stays, for it says where to go on."""
         sizes = {path: path.stat().st_size for path in self._files()}
         for path in list(sizes)[:-1]:
             if self._keep is None or sum(sizes.values()) <= self._keep:
@@ -193,7 +193,7 @@ def number_of(path: str) -> int:
 
 
 def left_out_of(path: str) -> Mapping[str, int]:
-    """The records that an ingester left out before it wrote a file, by reason; none of another file."""
+    """The records that an ingester left out before it wrote a file, by reason. None of another file."""
     return dict(_noted(path).get("left_out", {})) if number_of(path) >= 0 else {}
 
 

@@ -49,15 +49,15 @@ _HEAD = 1 << 16
 
 @dataclass(frozen=True, kw_only=True)
 class Columns:
-    """What is known of the files' columns: names, or positions from 1; None for what follows from a header.
+    """What is known of the files' columns: names, or positions from 1. None for what follows from a header.
 
     Attributes:
         user, item: of ids; without a header, those of a file of two columns are 1 and 2.
         time: a number of seconds or milliseconds since 1970, or a text in ISO 8601; else the files' order counts.
         rating: a number.
-        above: interactions with a rating of at most this do not count; None for all ratings.
-        separator: between the columns of a text; None for what the first line has.
-        header: whether the first line has names; None for what follows from it.
+        above: interactions with a rating of at most this do not count. None for all ratings.
+        separator: between the columns of a text. None for what the first line has.
+        header: whether the first line has names. None for what follows from it.
     """
 
     user: str | None = None
@@ -72,8 +72,8 @@ class Columns:
 class Interactions(NamedTuple):
     """N interactions, user after user and each user's by time, those of equal times in the files' order.
 
-    ``user_N`` and ``item_N`` are places in the sorted distinct ids; ``time_N`` is in seconds, 0 without times;
-    ``columns`` are those that were read, by what they are; ``left_out`` is how many rows could not be read.
+    ``user_N`` and ``item_N`` are places in the sorted distinct ids. ``time_N`` is in seconds, 0 without times.
+    ``columns`` are those that were read, by what they are. ``left_out`` is how many rows could not be read.
     """
 
     user_ids: pa.Array
@@ -140,7 +140,7 @@ def read_interactions(pattern: str, columns: Columns, *, skips: bool = False) ->
 
 
 def _numbered(blocks: Sequence[pa.Array]) -> tuple[pa.Array, Ints]:
-    """The distinct ids, sorted, and the place of each value in them; texts that are all whole numbers are numbers."""
+    """The distinct ids, sorted, and the place of each value in them. Texts that are all whole numbers are numbers."""
     import pyarrow as pa
     import pyarrow.compute as pc
 
@@ -180,7 +180,7 @@ def _tables(
         numbers = np.delete(np.arange(begin, seen), list(faults))
         encoded = encode(table.append_column(_ONE, pa.array(np.ones(len(table), np.int8))), spec)
         lacks = encoded.rows.ids == 0
-        bad = {int(numbers[row]): f"field {item.source!r} has no value; correct it" for row in np.flatnonzero(lacks)}
+        bad = {int(numbers[row]): f"field {item.source!r} has no value. Correct it" for row in np.flatnonzero(lacks)}
         bad |= {int(numbers[row]): str(fault) for row, fault in encoded.faults.items()}
         good = ~np.isin(numbers, list(bad))
         bad |= {begin + row: str(fault) for row, fault in faults.items()}

@@ -40,11 +40,11 @@ _REACH = (
     f"the options in the environment variable {_OPTIONS}"
 )
 _ANEW = (
-    "begin in another folder; a run that follows it begins anew, too (--out), and may have the weights of the old one "
+    "begin in another folder. A run that follows it begins anew, too (--out), and may have the weights of the old one "
     "(--init-from)"
 )
 _KEEP = (
-    "keep records for longer (retention.ms, retention.bytes); leave out those that are gone (--on-bad-row skip); or, "
+    "keep records for longer (retention.ms, retention.bytes). Leave out those that are gone (--on-bad-row skip); or, "
     f"if the topic was made anew, {_ANEW}"
 )
 
@@ -123,7 +123,7 @@ class Topic:
         """Read at most ``most`` records, as many of each partition that has new ones.
 
         Args:
-            places: where partitions go on; others begin with their oldest record.
+            places: where partitions go on. Others begin with their oldest record.
             most: number of records.
             skips: whether records that are gone are counted, in place of an error.
 

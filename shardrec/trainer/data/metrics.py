@@ -20,15 +20,15 @@ class ClickMetrics:
     """Metrics of one set of rows.
 
     Attributes:
-        auc: probability that a random clicked row is ranked above a random other one (ties count one half); NaN, as
+        auc: probability that a random clicked row is ranked above a random other one (ties count one half). NaN, as
             ``normalized_entropy`` and ``auc_stderr``, if all rows or none were clicked. Without rows all are NaN.
         logloss: mean cross entropy, in nats per row.
         normalized_entropy: logloss over the cross entropy of always predicting the click rate ("Practical Lessons
-            from Predicting Clicks on Ads at Facebook", He et al., 2014); below 1 is better than that.
+            from Predicting Clicks on Ads at Facebook", He et al., 2014). Below 1 is better than that.
         click_rate: share of clicked rows.
         rows: number of rows.
         auc_stderr: standard error of ``auc`` for this number of rows (Hanley and McNeil, 1982).
-        ranking: of the order of the rows in each group; None for rows without groups.
+        ranking: of the order of the rows in each group. None for rows without groups.
     """
 
     auc: float
@@ -40,7 +40,7 @@ class ClickMetrics:
     ranking: RankingMetrics | None = None
 
     def to_mapping(self) -> dict[str, float | int | None]:
-        """The metrics by their names, those of a ranking too (``ndcg@10``), None for NaN; JSON-compatible."""
+        """The metrics by their names, those of a ranking too (``ndcg@10``), None for NaN. JSON-compatible."""
         mapping = {name: None if value != value else value for name, value in dataclasses.asdict(self).items()}
         ranking = mapping.pop("ranking")
         if ranking is not None:
@@ -58,7 +58,7 @@ def click_metrics(
     Args:
         labels: (N,) 0 or 1; or the true click probabilities, for the value to expect over random labels.
         probabilities: (N,) predictions, from 0 to 1.
-        groups: (N,) integers, the same for rows that are ranked against each other; None for no ranking metrics.
+        groups: (N,) integers, the same for rows that are ranked against each other. None for no ranking metrics.
         k: places at the top of each group that these count.
 
     Returns:
@@ -92,11 +92,11 @@ def area_under_roc(labels: ArrayLike, scores: ArrayLike) -> float:
     """Area under the ROC curve, by one sort.
 
     Args:
-        labels: (N,) 0 or 1; a value between counts as that share of a click and the rest of a non-click.
+        labels: (N,) 0 or 1. A value between counts as that share of a click and the rest of a non-click.
         scores: (N,), any monotone function of the predicted probability.
 
     Returns:
-        The area, from 0 to 1; ties count one half.
+        The area, from 0 to 1. Ties count one half.
 
     Raises:
         ConfigError: shapes that differ, labels out of 0 to 1 or of one kind only, a score that is not a number.
@@ -108,7 +108,7 @@ def area_under_roc(labels: ArrayLike, scores: ArrayLike) -> float:
         raise ConfigError(f"all {target.size} labels are {target[0]:g}: an AUC needs clicked and other rows")
     order = np.argsort(score, kind="stable")
     target, score = target[order], score[order]
-    start = np.flatnonzero(np.r_[True, score[1:] != score[:-1]])  # first row of each group of equal scores
+    start = np.flatnonzero(np.r_[True, score[1:] != score[:-1]])  # first row per group of equal scores
     clicks = np.add.reduceat(target, start)
     others = np.add.reduceat(1.0 - target, start)
     below = np.cumsum(others) - others

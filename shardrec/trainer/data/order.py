@@ -21,7 +21,7 @@ together. A rank takes a contiguous range of each global batch, and so decodes t
     stream 2   c g …            └ rank 0┘└ rank 1 ┘              rank 1 of 2: streams 2 and 3
     stream 3   d …
 
-Row j of a stream of L rows has the key (2j + 1) / 2L. The canonical order is that of the keys, then of the streams; a
+Row j of a stream of L rows has the key (2j + 1) / 2L. The canonical order is that of the keys, then of the streams. A
 batch is a range of it, with its rows sorted by stream. It has no state: a stream's offset is a function of the step.
 """
 
@@ -70,7 +70,7 @@ class BatchRequest:
         global_rows: rows of a global batch where they are not ``world_size * batch_size``, to spread evenly.
 
     Raises:
-        ConfigError: a value out of range; all the faults are in one message.
+        ConfigError: a value out of range. All the faults are in one message.
     """
 
     rank: int
@@ -148,7 +148,7 @@ def deal(chunks: Sequence[Chunk], streams: int, draws: np.random.Generator | Non
     Args:
         chunks: in the order of the files.
         streams: S.
-        draws: draws another order of the chunks; None keeps theirs.
+        draws: draws another order of the chunks. None keeps theirs.
     """
     order = range(len(chunks)) if draws is None else draws.permutation(len(chunks)).tolist()
     dealt: list[list[Chunk]] = [[] for _ in range(streams)]
@@ -168,7 +168,7 @@ def rows_before(lengths: NDArray[np.int64], count: int) -> NDArray[np.int64]:
         count: from 0 to the sum of the lengths.
 
     Returns:
-        int64 (S,), with the sum ``count``; no entry falls as ``count`` grows.
+        int64 (S,), with the sum ``count``. No entry falls as ``count`` grows.
     """
     total, margin = int(lengths.sum()), len(lengths) + 2
     # Fewer than S rows lie between a key t and the place t * total of the order: what is outside of it is certain.

@@ -1,11 +1,11 @@
-"""``PlantedModel``: rows whose true click probability is known; ``SyntheticConfig``: their size and difficulty.
+"""``PlantedModel``: rows whose true click probability is known. ``SyntheticConfig``: their size and difficulty.
 
-A row has Zipf-distributed categories and log-normal counts, all independent; its label is a coin toss with
+A row has Zipf-distributed categories and log-normal counts, all independent. Its label is a coin toss with
 
     p = sigmoid( bias + sum_d weight_d * x_d + sum_f weight_f[id_f] + sum_{(f, g)} <factor_f[id_f], factor_g[id_g]> )
 
 The last sum goes over a few disjoint pairs of features of some tens of categories each. Its terms are those of a
-factorization machine (Rendle, 2010), which the dot products of a DLRM can express; the factors have mean zero, so
+factorization machine (Rendle, 2010), which the dot products of a DLRM can express. The factors have mean zero, so
 that neither feature of a pair predicts its term alone. No predictor has, in expectation, a better AUC, logloss or
 normalized entropy than p itself, which is what makes the optimum known.
 
@@ -52,17 +52,17 @@ class SyntheticConfig:
         rows: training rows in one pass.
         holdout_rows: held-out rows, drawn from an independent stream.
         seed: chooses the planted weights and every row, from 0 to ``2**64 - 1``.
-        schema: columns and table sizes; the default is Criteo Kaggle's, hashed to at most 20 000 rows a table.
-        exponent: of the Zipf law of every categorical feature; larger means fewer ids in use.
+        schema: columns and table sizes. The default is Criteo Kaggle's, hashed to at most 20 000 rows a table.
+        exponent: of the Zipf law of every categorical feature. Larger means fewer ids in use.
         click_rate: mean click probability.
-        logit_std: standard deviation of the true logit; larger means clicks that are easier to predict.
+        logit_std: standard deviation of the true logit. Larger means clicks that are easier to predict.
         dense_share: share of the logit's variance that comes from the dense features.
         interaction_share: share that comes from pairs of categorical features.
         pairs: number of interacting pairs.
-        common: frequency from which a category has its full weight; rarer ones carry less in proportion.
+        common: frequency from which a category has its full weight. Rarer ones carry less in proportion.
 
     Raises:
-        ConfigError: a value out of range; all the faults are in one message.
+        ConfigError: a value out of range. All the faults are in one message.
     """
 
     rows: int = 4_000_000
@@ -130,7 +130,7 @@ class PlantedModel:
 
     Args:
         config: sizes, strengths and seed.
-        task: number of the click model over the same features; each number draws other weights.
+        task: number of the click model over the same features. Each number draws other weights.
 
     Attributes:
         dense_raw: int64 (D, Q), the counts that a dense feature takes, with equal probability.
@@ -176,7 +176,7 @@ class PlantedModel:
         return PlantedRows(**{name: np.concatenate([getattr(part, name) for part in parts]) for name in names})
 
     def probabilities(self, stream: RandomStream, start: int, stop: int) -> NDArray[np.float64]:
-        """True click probabilities, float64 (N,), of rows ``start`` to ``stop``; holds no other column in memory."""
+        """True click probabilities, float64 (N,), of rows ``start`` to ``stop``. Holds no other column in memory."""
         edges = range(start, stop, _CHUNK)
         return np.concatenate([self._chunk(stream, e, min(e + _CHUNK, stop)).probabilities for e in edges])
 
@@ -229,7 +229,7 @@ def _key(seed: int, stream: RandomStream) -> NDArray[np.uint64]:
 
 
 def _dense_values(count: int, rng: np.random.Generator) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
-    """Counts (D, Q) and which are missing: log-normal, with 0 to 45 % missing; every fourth feature reaches -1."""
+    """Counts (D, Q) and which are missing: log-normal, with 0 to 45 % missing. Every fourth feature reaches -1."""
     raw = np.zeros((count, _QUANTILES), dtype=np.int64)
     missing = np.zeros((count, _QUANTILES), dtype=np.bool_)
     for feature in range(count):
@@ -249,7 +249,7 @@ def _normal_levels(count: int) -> NDArray[np.float64]:
 
 
 def _category_frequencies(size: int, exponent: float, rng: np.random.Generator) -> NDArray[np.float64]:
-    """Probability of each row of a table, (size,): 0 to 40 % missing in row 0, the rest Zipf in shuffled order.
+    """Probability per row of a table, (size,): 0 to 40 % missing in row 0, the rest Zipf in shuffled order.
 
     Shuffled, because ids that come from hashing real categories are: popular rows lie all over the table.
     """
@@ -281,7 +281,7 @@ def _shrunk_normal(
 def _category_weights(
     frequencies: list[NDArray[np.float64]], common: float, variance: float, rng: np.random.Generator
 ) -> NDArray[np.float64]:
-    """What each category adds to the logit, all tables in one array; total variance ``variance``."""
+    """What each category adds to the logit, all tables in one array. Total variance ``variance``."""
     weights = [_shrunk_normal(q, common, 1, rng)[:, 0] for q in frequencies]
     total = sum(float(q @ w**2) for q, w in zip(frequencies, weights, strict=True))
     return np.concatenate(weights) * (np.sqrt(variance / total) if total > 0 else 0.0)

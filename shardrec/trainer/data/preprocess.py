@@ -8,7 +8,7 @@
 | missing category | row 0, which no present category has |
 
 The logarithm of a shifted count is what the open DLRM implementation does with the same files ("Deep Learning
-Recommendation Model for Personalization and Recommendation Systems", Naumov et al., 2019); the shift here is larger,
+Recommendation Model for Personalization and Recommendation Systems", Naumov et al., 2019). The shift here is larger,
 so that a missing value differs from a zero. Two categories that fall on the same row share it (the hashing trick).
 """
 
@@ -24,7 +24,7 @@ __all__ = ["days", "hash_categories", "mixed", "transform_dense"]
 
 
 def days(text: bytes) -> float:
-    """Days from 1970-01-01 UTC to a date or time in the format of ISO 8601; NaN for another text."""
+    """Days from 1970-01-01 UTC to a date or time in the format of ISO 8601. NaN for another text."""
     try:
         moment = datetime.fromisoformat(text.decode())
     except ValueError:
@@ -36,7 +36,7 @@ def transform_dense(raw: NDArray[np.float64], missing: NDArray[np.bool_]) -> NDA
     """Compresses counts to model inputs.
 
     Args:
-        raw: numbers as they stand in the file, any shape; what is under ``missing`` is not read.
+        raw: numbers as they stand in the file, any shape. What is under ``missing`` is not read.
         missing: bool, the same shape.
 
     Returns:
@@ -53,7 +53,7 @@ def hash_categories(
     """Folds categories into the rows of their embedding tables.
 
     Args:
-        raw: the categories as numbers; what is under ``missing`` is not read.
+        raw: the categories as numbers. What is under ``missing`` is not read.
         missing: bool, the same shape.
         num_embeddings: rows of each table, a shape that broadcasts with ``raw`` (``(F,)`` for ``(N, F)``).
 

@@ -1,7 +1,7 @@
 """Metrics of a ranking: how the rows of a group (a user's, a query's, a session's) are ordered by their scores.
 
 Computed over all groups at once. torchmetrics goes group by group, 0.7 ms each, and orders rows of equal scores by
-their place; the tests compare with it where no scores are equal.
+their place. The tests compare with it where no scores are equal.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ __all__ = ["RankingMetrics", "check_scores", "placed_metrics", "ranking_metrics"
 
 @dataclass(frozen=True, kw_only=True)
 class RankingMetrics:
-    """Metrics of rows in groups; means over the groups that have a clicked row, but for ``gauc``.
+    """Metrics of rows in groups. Means over the groups that have a clicked row, but for ``gauc``.
 
     Among rows with equal scores, rows that were not clicked come first, so that a model with equal scores gains
     nothing by the order of a file.
 
     Attributes:
         gauc: mean of the groups' areas under the ROC curve, weighted by their rows, over those with clicked and other
-            rows ("Optimized Cost per Click in Taobao Display Advertising", Zhu et al., 2017); None without any.
+            rows ("Optimized Cost per Click in Taobao Display Advertising", Zhu et al., 2017). None without any.
         ndcg: normalized discounted cumulative gain of the first k rows.
         recall: share of a group's clicked rows that are among its first k.
         hit_rate: share of groups that have a clicked row among their first k.
@@ -87,7 +87,7 @@ def placed_metrics(
     Args:
         places: (N,) number of other items with a score of at least the row's, clicked ones among them.
         scores: (N,) float64.
-        items: (N,) integers; an item that is in a group twice, with one score, counts once.
+        items: (N,) integers. An item that is in a group twice, with one score, counts once.
         groups: (N,) integers.
         k: places that count.
         gauc: of the rows.
@@ -135,7 +135,7 @@ def _gauc(
     sizes: NDArray[np.int64],
     clicked: NDArray[np.float64],
 ) -> float | None:
-    """Of rows by group and falling score; ties count one half."""
+    """Of rows by group and falling score. Ties count one half."""
     group = np.repeat(np.arange(len(first)), sizes)
     ties = _starts((score[1:] != score[:-1]) | (group[1:] != group[:-1]))
     clicks = np.add.reduceat(target, ties)

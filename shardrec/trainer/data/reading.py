@@ -35,7 +35,7 @@ class Part:
 
     Attributes:
         rows: the good ones.
-        faults: of the others, by their places in the part; each says file, row group and row.
+        faults: of the others, by their places in the part. Each says file, row group and row.
     """
 
     rows: ClickRows
@@ -210,7 +210,7 @@ class StreamRows:
 def shuffled(
     parts: Iterator[Part], size: int, first: int, draws: Sequence[int], *, keep_groups: bool
 ) -> Iterator[Part]:
-    """The rows in a random order inside of windows; broken rows keep their places.
+    """The rows in a random order inside of windows. Broken rows keep their places.
 
     Args:
         parts: of a stream, from the beginning of window ``first``.
@@ -233,7 +233,7 @@ def shuffled(
 
 
 def _windows(parts: Iterator[Part], size: int) -> Iterator[Part]:
-    """The rows, ``size`` at a time; what is left at the end is a smaller part."""
+    """The rows, ``size`` at a time. What is left at the end is a smaller part."""
     waiting: list[Part] = []
     count = 0
     for part in parts:

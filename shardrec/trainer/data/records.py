@@ -31,9 +31,9 @@ def decoder_of(options: str) -> Decode:
     """The decoder of a topic's records.
 
     Args:
-        options: of its URL, ``name=value`` with ``&`` between them. ``format``: json (default), avro or protobuf;
+        options: of its URL, ``name=value`` with ``&`` between them. ``format``: json (default), avro or protobuf.
             ``schema``: the file with Avro's schema (JSON), or of descriptors that ``protoc --include_imports
-            --descriptor_set_out`` writes; ``message``: of these, the full name of the record's; ``schema_id``: of
+            --descriptor_set_out`` writes. ``message``: of these, the full name of the record's. ``schema_id``: of
             records that begin with Confluent's header, the number of the schema that they must have.
 
     Raises:

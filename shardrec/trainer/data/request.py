@@ -26,8 +26,8 @@ def batch_of_request(
 ) -> ClickBatch:
     """The rows of a request, encoded as those of a file are.
 
-    Each row is an object with exactly the spec's features: an ``id`` is a text or a number; a ``multi_hot`` feature or
-    a ``sequence`` a list of these; a ``weighted`` one an object of ids and their weights; a ``dense`` one a number, or
+    Each row is an object with exactly the spec's features: an ``id`` is a text or a number. A ``multi_hot`` feature or
+    a ``sequence`` a list of these. A ``weighted`` one an object of ids and their weights. A ``dense`` one a number, or
     a date or time in ISO 8601, as in a CSV file. A boolean is 0 or 1. Any may be null, for a missing value.
 
     Args:
@@ -37,7 +37,7 @@ def batch_of_request(
         whole: sequences that the batch also has in full, as :func:`whole_sequences` names them.
 
     Returns:
-        A batch on the CPU; its labels are 0.
+        A batch on the CPU. Its labels are 0.
 
     Raises:
         DataError: naming row, feature and value of the first fault.

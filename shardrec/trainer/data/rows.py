@@ -7,7 +7,7 @@ Legend: N rows, D dense features, F sparse features, V ids in all.
     row 1: f0 | f1    | f2 f2          ──────►     f1: row 0, row 0 | row 1
                                                    f2: row 0 | row 1, row 1
 
-Row-major makes taking a range of rows and joining blocks plain slices; the order is turned once, on the rows that a
+Row-major makes taking a range of rows and joining blocks plain slices. The order is turned once, on the rows that a
 rank keeps.
 """
 
@@ -32,7 +32,7 @@ NO_TIME = -62_135_596_800.0
 """The first second of the calendar, which stands for no event time."""
 
 _OF_ROWS = ("labels", "dense", "lengths", "groups", "row_weights", "times")
-"""Arrays that have an entry for each row; the others have one for each id."""
+"""Arrays that have an entry for each row. The others have one for each id."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -43,11 +43,11 @@ class ClickRows:
         labels: float32 (N,), 0 or 1; or (N, tasks), NaN where a row lacks one.
         dense: float32 (N, D), transformed.
         ids: int64 (V,), row-major: row after row, feature after feature.
-        lengths: int64 (N, F), ids of each feature of each row; None where each has exactly one (V = N * F).
-        weights: float32 (V,), of the ids; None without.
-        groups: uint64 (N,), keys of the groups that the rows are ranked in; None without.
-        row_weights: float32 (N,), of the rows in the losses; None without.
-        times: float64 (N,), event times in seconds since 1970; None without.
+        lengths: int64 (N, F), ids of each feature of each row. None where each has exactly one (V = N * F).
+        weights: float32 (V,), of the ids. None without.
+        groups: uint64 (N,), keys of the groups that the rows are ranked in. None without.
+        row_weights: float32 (N,), of the rows in the losses. None without.
+        times: float64 (N,), event times in seconds since 1970. None without.
     """
 
     labels: NDArray[np.float32]
@@ -70,7 +70,7 @@ class ClickRows:
         return self.ids.size // max(len(self), 1)
 
     def between(self, start: int, stop: int) -> ClickRows:
-        """Rows ``start`` to ``stop`` (not included); views, no copies."""
+        """Rows ``start`` to ``stop`` (not included). Views, no copies."""
         if self.lengths is None:
             first, last = start * self.num_sparse, stop * self.num_sparse
         else:
@@ -103,7 +103,7 @@ class ClickRows:
         return replace(self, ids=ids, weights=weights, **arrays)
 
     def to_batch(self, schema: ClickSchema) -> ClickBatch:
-        """These rows as tensors, ids feature-major under ``schema.sparse_names``; no memory is shared."""
+        """These rows as tensors, ids feature-major under ``schema.sparse_names``. No memory is shared."""
         count, features = len(self), len(schema.sparse_names)
         weights = None
         if self.lengths is None:

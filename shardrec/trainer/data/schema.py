@@ -18,19 +18,19 @@ CRITEO_CARDINALITIES: tuple[int, ...] = (
 
 @dataclass(frozen=True, kw_only=True)
 class ClickSchema:
-    """Names and sizes of the columns of one data set; every reader and the generator follow it.
+    """Names and sizes of the columns of one data set. Every reader and the generator follow it.
 
     Attributes:
         dense_names: names of the numeric features, in file order.
-        sparse_names: names of the categorical features, in file order; the keys of every batch's
+        sparse_names: names of the categorical features, in file order. The keys of every batch's
             ``KeyedJaggedTensor``, in this order.
         num_embeddings: rows of the embedding table of each categorical feature. Row 0 is for a missing value, so
             that each is at least 2.
         weighted: whether each id comes with a weight.
         outputs: columns of a model's output for each label: a logit of each class, or one number.
-        dims: columns of the table of each categorical feature, None for what the model's ``dim`` says; empty for None
+        dims: columns of the table of each categorical feature, None for what the model's ``dim`` says. Empty for None
             everywhere.
-        tables: name of the table of each categorical feature; features that share one have the same name, rows and
+        tables: name of the table of each categorical feature. Features that share one have the same name, rows and
             columns. Default: ``t_`` and the feature's name.
 
     Raises:
@@ -85,7 +85,7 @@ def criteo_schema(*, max_embeddings: int = 100_000) -> ClickSchema:
 
     Args:
         max_embeddings: the largest table, in rows. A column with more distinct values is hashed into this number of
-            rows; a smaller one gets a row per distinct value plus row 0.
+            rows. A smaller one gets a row per distinct value plus row 0.
 
     Returns:
         A schema named ``int_1`` ... ``int_13`` and ``cat_1`` ... ``cat_26``.

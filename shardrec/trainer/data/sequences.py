@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 __all__ = ["write_sequences"]
 
 _VALUES_AT_ONCE = 1 << 22
-"""Of histories; a row group has them."""
+"""Of histories. A row group has them."""
 _STEPS = 2400
 _SPEC = """# Of shardrec sequences. Ids of items are in {vocabularies}; a history looks up the item's table.
 label: label
@@ -112,7 +112,7 @@ def write_sequences(
             words = (
                 f"with items before and in the {name} part" if split == "time" else "with three items: two are held out"
             )
-            raise DataError(f"there is no user {words}; give more interactions, or another --split")
+            raise DataError(f"there is no user {words}. Give more interactions, or another --split")
     trained = np.flatnonzero(kept_U >= 2)
     if not len(trained):
         raise DataError("there is no user with two training items: give longer sequences")
@@ -123,7 +123,7 @@ def write_sequences(
     known = np.unique((interactions.user_N * most + interactions.item_N)[is_known_N])
     fullest = np.bincount(known // most, minlength=len(size_U))[ranked["valid"] | ranked["test"]].max()
     if fullest >= most and candidates:
-        raise DataError(f"a user has {fullest} items of {most}: none is left to rank; give --candidates 0")
+        raise DataError(f"a user has {fullest} items of {most}: none is left to rank. Give --candidates 0")
     pool = interactions.item_N[place_N < np.repeat(kept_U, size_U)] if popular else np.arange(most)
     draws = np.random.default_rng(seed)
     order = draws.permutation(np.flatnonzero(ranked["valid"] | ranked["test"]))

@@ -3,8 +3,8 @@
 As a YAML file::
 
     label: {column: rating, above: 3.5}      # or a column of 0 and 1
-    group: session                           # rows that are ranked against each other; may be left out
-    event_time: at                           # when what a row of a feed tells happened; may be left out
+    group: session                           # rows that are ranked against each other. May be left out
+    event_time: at                           # when what a row of a feed tells happened. May be left out
     features:
       - {name: user, kind: id, rows: 100_000}                       # any text or number, hashed
       - {name: country, kind: id, vocabulary: [de, fr, it], dim: 4} # a row for each value; 4 columns
@@ -23,7 +23,7 @@ In place of ``label``, several tasks (:class:`~shardrec.trainer.data.tasks.Task`
       - {name: minutes, kind: regression, loss: huber, optional: true}
     weight: importance
 
-Row 0 of each table is for a missing or unknown value; with dynamic ids, a missing value is the id -2^63.
+Row 0 per table is for a missing or unknown value; with dynamic ids, a missing value is the id -2^63.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ class Label(_Strict):
 
     Attributes:
         column: its name in the files.
-        above: labels are 1 for numbers above this; None for columns of 0 and 1.
+        above: labels are 1 for numbers above this. None for columns of 0 and 1.
     """
 
     column: str = "label"
@@ -105,18 +105,18 @@ class Feature(_Strict):
     """One feature.
 
     Attributes:
-        name: in the model; a key of the ``KeyedJaggedTensor``, or a dense column.
+        name: in the model. A key of the ``KeyedJaggedTensor``, or a dense column.
         kind: ``id`` (one a row), ``multi_hot`` (any number), ``weighted`` (with a weight each), ``sequence`` (in order)
             or ``dense`` (a number).
-        column: name in the files; default: ``name``.
+        column: name in the files. Default: ``name``.
         rows: of the table, row 0 included, into which ids are hashed; or, with ``ids="number"``, more than any id.
         ids: how values become rows: ``hash``; ``number``, as they are; by ``vocabulary``; by ``buckets``; or
             ``hexadecimal``, numbers of up to 16 digits modulo the rows. Default: what the other settings say.
-        vocabulary: values that have a row each; others have row 0. ``from_data``: those of the rows to train on.
-        min_count: times that a value occurs at least to be in a vocabulary from data; default: 1.
-        dim: columns of the table; default: what the model's ``dim`` says.
+        vocabulary: values that have a row each. Others have row 0. ``from_data``: those of the rows to train on.
+        min_count: times that a value occurs at least to be in a vocabulary from data. Default: 1.
+        dim: columns of the table. Default: what the model's ``dim`` says.
         share: another feature whose table this one looks up, with its rows, vocabulary and so on.
-        boundaries: of buckets of a number, ascending; a date or time is the days since 1970-01-01, here and if dense.
+        boundaries: of buckets of a number, ascending. A date or time is the days since 1970-01-01, here and if dense.
         dynamic_ids: settings of a :class:`shardrec.DynamicIds`: values become 64-bit ids, to which the table's rows are
             given as they come. A whole number is its own id, a text its hash; with ``ids="hexadecimal"``, its number.
         spelling: of hashed ids and a vocabulary's: ``numbers``, where the text ``7.0`` is the number 7, or ``texts``,
@@ -124,8 +124,8 @@ class Feature(_Strict):
         between: of a list of whole numbers, as of libFM's text, those from the first of two to below the second.
         separator: between the ids in a text.
         weights: column of the weights of ``weighted`` ids.
-        max_length: of a sequence; the last ids are kept.
-        transform: of a dense number x: ``log`` is log(max(x, -1) + 3), and 0 for a missing one; ``none`` leaves it.
+        max_length: of a sequence. The last ids are kept.
+        transform: of a dense number x: ``log`` is log(max(x, -1) + 3), and 0 for a missing one. ``none`` leaves it.
         mean: is subtracted after the transform.
         std: what is divided by, then.
     """
@@ -243,7 +243,7 @@ class Feature(_Strict):
         if self.vocabulary == FROM_DATA:
             raise ConfigError(
                 f"feature {self.name!r} has a vocabulary from data, which has not been counted: shardrec train counts "
-                f"it and keeps it as {VOCABULARIES} in the run's folder; use the spec there, or copy that file beside "
+                f"it and keeps it as {VOCABULARIES} in the run's folder. Use the spec there, or copy that file beside "
                 "this spec"
             )
         if self.vocabulary is not None:
@@ -261,13 +261,13 @@ class FeatureSpec(_Strict):
         label: the label.
         labels: tasks, in the order in which a model's output has their columns, in place of ``label``.
         weight: with ``labels``, the column of the rows' weights in the losses: numbers of at least 0.
-        group: column of texts or whole numbers; rows with the same value (a user's, a query's, a session's) are ranked
+        group: column of texts or whole numbers. Rows with the same value (a user's, a query's, a session's) are ranked
             against each other by the ranking losses and metrics. None for none.
         event_time: column of when what a row of a feed tells happened: a date and time, in UTC if it has no zone, or a
             number of seconds since 1970-01-01, or of milliseconds from 10^11 on, which seconds reach in the year 5138.
         features: dense ones and those with tables, in the order in which the model has them.
-        columns: of text files without a header line; None where the first line is the header.
-        delimiter: of text files, such as ``;`` or ``::``; default: a comma in ``.csv`` files, else a tab.
+        columns: of text files without a header line. None where the first line is the header.
+        delimiter: of text files, such as ``;`` or ``::``. Default: a comma in ``.csv`` files, else a tab.
         quoted: whether fields of text files may be in double quotes.
         encoding: of text files, by its name in Python.
         decimal: what stands before the fraction of a number in text files.
@@ -468,7 +468,7 @@ def load_spec(path: Path) -> FeatureSpec:
 
 
 def recorded_ids(spec: FeatureSpec) -> dict[str, Any]:
-    """What :data:`IDS` says of a spec: the version of the rules, and the spelling of each table that has one."""
+    """What :data:`IDS` says of a spec: the version of the rules, and the spelling per table that has one."""
     spelling = {feature.name: feature.spelling for feature in spec.sparse if feature.spelling and not feature.share}
     return {"rules": spec.rules, "spelling": spelling}
 
@@ -524,7 +524,7 @@ def click_spec(schema: ClickSchema) -> FeatureSpec:
     """The spec of files in Criteo's format: tabs, no header, label, counts, hexadecimal categories.
 
     Args:
-        schema: names and table sizes; Parquet files have the names, with ``label``.
+        schema: names and table sizes. Parquet files have the names, with ``label``.
     """
     features = [Feature(name=name, kind="dense", transform="log") for name in schema.dense_names]
     features += [
@@ -536,5 +536,5 @@ def click_spec(schema: ClickSchema) -> FeatureSpec:
 
 
 def criteo_spec(*, max_embeddings: int = 100_000) -> FeatureSpec:
-    """The spec of the Criteo Kaggle files; see :func:`shardrec.trainer.data.criteo_schema`."""
+    """The spec of the Criteo Kaggle files. See :func:`shardrec.trainer.data.criteo_schema`."""
     return click_spec(criteo_schema(max_embeddings=max_embeddings))

@@ -74,8 +74,8 @@ def suggest(pattern: str, label: str | None = None) -> Suggestion:
     """A spec for some files, and what they hold.
 
     Args:
-        pattern: files, as for ``shardrec train --data``; the first one is looked at.
-        label: the label's column; default: one of 0 and 1 or of ratings, by its name and values.
+        pattern: files, as for ``shardrec train --data``. The first one is looked at.
+        label: the label's column. Default: one of 0 and 1 or of ratings, by its name and values.
 
     Raises:
         DataError: for a file that cannot be read so, or no column that can be the label or a feature.
@@ -111,7 +111,7 @@ def suggest(pattern: str, label: str | None = None) -> Suggestion:
         for key in ("vocabulary", "min_count", "rows", "dim"):
             features[name].pop(key, None)
         features[name]["share"] = owner
-    lines = [f"# Proposed from {len(table):,} rows of {path}: check the label and the kind of each feature."]
+    lines = [f"# Proposed from {len(table):,} rows of {path}: check the label and the kind per feature."]
     lines += [f"{name}: {flow(value)}" for name, value in settings.items()]
     lines += [f"label: {flow(target)}", "features:"]
     lines += [f"  - {flow(feature)}  # {notes[name]}" for name, feature in features.items()]
@@ -282,7 +282,7 @@ def _label(columns: dict[str, pa.Array], label: str | None) -> tuple[str, object
         which = f"column {label!r} has no two numbers or more" if label else "no column is clearly the label"
         raise DataError(
             f"{which}: name one of 0 and 1, or of ratings (--label COLUMN), or make interactions without a label to "
-            f"histories (shardrec sequences); the columns are {', '.join(map(repr, columns))}"
+            f"histories (shardrec sequences). The columns are {', '.join(map(repr, columns))}"
         )
     name, values = candidates[0], numeric[candidates[0]]
     if values.tolist() in ([0, 1], [1]):
@@ -346,7 +346,7 @@ def _feature(column: str, array: pa.Array) -> tuple[_Settings | None, str, set[A
 
 
 def _separator(array: pa.Array) -> str:
-    """What is between the ids of a text; empty for texts of one."""
+    """What is between the ids of a text. Empty for texts of one."""
     import pyarrow.compute as pc
 
     for mark in "|;, ":

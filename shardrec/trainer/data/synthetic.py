@@ -21,7 +21,7 @@ _planted = lru_cache(maxsize=4)(PlantedModel)
 
 
 def _model_of(config: SyntheticConfig) -> PlantedModel:
-    """The planted model, which does not depend on the numbers of rows; made once for all of them."""
+    """The planted model, which does not depend on the numbers of rows. Made once for all of them."""
     return _planted(replace(config, rows=1, holdout_rows=1))
 
 
@@ -67,7 +67,7 @@ class SyntheticClickData(ClickData):
         return self.config.rows
 
     def best_metrics(self) -> BestMetrics:
-        """The metrics of the true probabilities; computed once per process, in a second or two."""
+        """The metrics of the true probabilities. Computed once per process, in a second or two."""
         return _best_metrics(self.config)
 
     def describe(self) -> str:
@@ -78,12 +78,12 @@ class SyntheticClickData(ClickData):
             [
                 f"synthetic clicks, seed {config.seed}: {config.rows:,} training and {config.holdout_rows:,} held-out "
                 f"rows, {len(config.schema.dense_names)} dense and {len(tables)} sparse features",
-                f"{sum(tables):,} embedding rows, the largest table {max(tables):,}; ids follow Zipf's law with "
+                f"{sum(tables):,} embedding rows, the largest table {max(tables):,}. Ids follow Zipf's law with "
                 f"exponent {config.exponent:g}",
                 f"best possible on the held-out rows: AUC {best.holdout.auc:.4f} (standard error "
                 f"{best.holdout.auc_stderr:.4f}), logloss {best.holdout.logloss:.4f}, normalized entropy "
-                f"{best.holdout.normalized_entropy:.4f}; "
-                f"expected AUC {best.expected.auc:.4f}",
+                f"{best.holdout.normalized_entropy:.4f}. "
+                f"Expected AUC {best.expected.auc:.4f}",
             ]
         )
 

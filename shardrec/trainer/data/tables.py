@@ -66,8 +66,8 @@ class FileInfo:
         digest: checksum of Parquet's footer; "" while the file is not converted.
         groups: rows of each row group, broken ones included.
         kinds: what the values of each column of the spec are, of formats with types; "" for nulls only.
-        partitions: columns that the names of its folders give, and their values; None for a missing one.
-        missing: nulls of each column, as far as the footer tells.
+        partitions: columns that the names of its folders give, and their values. None for a missing one.
+        missing: nulls per column, as far as the footer tells.
         first_line: the record of row 0; 1 for Parquet and archives, whose rows are counted.
         lost: why none of the rows can be read; "" if they can.
     """
@@ -95,7 +95,7 @@ class TableBlock:
 
     Attributes:
         table: N rows.
-        numbers: int64 (N,), the number of each among the file's rows, from 0; broken ones are counted too.
+        numbers: int64 (N,), the number of each among the file's rows, from 0. Broken ones are counted too.
         faults: of rows that are not in the table, by their number.
         first: number of the block's first row.
         stop: number of the row after its last one.
@@ -112,7 +112,7 @@ def check_file(path: str, spec: FeatureSpec) -> FileInfo:
     """Check that a file is there and has the columns, from its first bytes or footer only.
 
     Returns:
-        What the first bytes or the footer tell; only of Parquet the rows.
+        What the first bytes or the footer tell. Only of Parquet the rows.
 
     Raises:
         DataError: naming all that is wrong.
@@ -213,7 +213,7 @@ def read_blocks(
         group: number of the row group.
         start: rows of it to leave out, which are decoded.
         part: of the usual size of a block.
-        columns: to read; default: those of the spec.
+        columns: to read. Default: those of the spec.
 
     Raises:
         DataError: for a file that is damaged, or has changed since it was counted.
@@ -376,7 +376,7 @@ def _footer(path: str, digest: str) -> tuple[pq.FileMetaData, list[str], pa.Sche
 
 def _parquet(path: str, texts: Sequence[str] = (), footer: pq.FileMetaData | None = None) -> pq.ParquetFile:
     """The file, of which the columns with these paths are read as dictionaries, through small buffers, for many are
-    open; it has this footer, if that was read before."""
+    open. It has this footer, if that was read before."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 

@@ -17,13 +17,13 @@ class Task(BaseModel):
     Attributes:
         name: in metrics and scores.
         kind: ``binary``, ``regression`` or ``multiclass``.
-        column: name in the files; default: ``name``.
-        above: of a binary task: labels are 1 for numbers above this; None for columns of 0 and 1.
+        column: name in the files. Default: ``name``.
+        above: of a binary task: labels are 1 for numbers above this. None for columns of 0 and 1.
         loss: of a regression: ``mse``, ``huber`` (quadratic up to an error of 1) or ``poisson``, whose model predicts
             the logarithm of a count's mean.
         classes: of a multiclass task, whose labels are whole numbers below this.
         weight: factor of its mean loss in the sum over the tasks.
-        optional: rows may lack the label (a null, or an empty text); they add nothing to the task's loss and metrics.
+        optional: rows may lack the label (a null, or an empty text). They add nothing to the task's loss and metrics.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)

@@ -21,7 +21,7 @@ TOPIC = "kafka://"
 
 
 def files_of(pattern: str, *, least: int = 1) -> list[str]:
-    """The files that a name, a folder or a pattern (``day_*.parquet``) stands for, in order; each may be a URL.
+    """The files that a name, a folder or a pattern (``day_*.parquet``) stands for, in order. Each may be a URL.
 
     A folder stands for all files in it and in the folders below, without those whose names, or their folders' names,
     begin with ``.`` or ``_``, such as those that Spark adds.
@@ -35,11 +35,11 @@ def files_of(pattern: str, *, least: int = 1) -> list[str]:
     """
     if pattern.startswith("feed:"):
         raise DataError(
-            f"data files {pattern}: only shardrec train --data takes a feed; give its files, without 'feed:'"
+            f"data files {pattern}: only shardrec train --data takes a feed. Give its files, without 'feed:'"
         )
     if pattern.startswith(TOPIC):
         raise DataError(
-            f"data files {pattern}: the records of a topic go on arriving; train on feed:{pattern}, or write them to "
+            f"data files {pattern}: the records of a topic go on arriving. Train on feed:{pattern}, or write them to "
             f"files (shardrec ingest {pattern} FOLDER)"
         )
     if "://" not in pattern:

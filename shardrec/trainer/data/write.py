@@ -41,10 +41,10 @@ def write_criteo_tsv(
     The file appears under its name when it is complete.
 
     Args:
-        path: the file; ``.gz`` and ``.xz`` are compressed.
+        path: the file. ``.gz`` and ``.xz`` are compressed.
         rows: number of rows.
         seed: replaces the configuration's.
-        config: schema and difficulty; the defaults of :class:`SyntheticConfig` without it.
+        config: schema and difficulty. The defaults of :class:`SyntheticConfig` without it.
 
     Raises:
         ConfigError: fewer than 1 row, a bad seed, or a suffix of Parquet.
@@ -77,7 +77,7 @@ def write_parquet(
         path: the file, ``.parquet`` or ``.pq``.
         rows: number of rows.
         seed: replaces the configuration's.
-        config: schema and difficulty; the defaults of :class:`SyntheticConfig` without it.
+        config: schema and difficulty. The defaults of :class:`SyntheticConfig` without it.
 
     Raises:
         ConfigError: fewer than 1 row, a bad seed, or another suffix.

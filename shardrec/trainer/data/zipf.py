@@ -1,7 +1,7 @@
 """Zipf-distributed ids, drawn for many features at once from one uniform integer each.
 
 The alias method (Walker, 1977; the linear-time table of Vose, 1991): a feature with n outcomes gets n slots of equal
-probability; slot j yields outcome j when a second uniform number is below ``threshold[j]``, and ``alias[j]`` if not.
+probability. Slot j yields outcome j when a second uniform number is below ``threshold[j]``, and ``alias[j]`` if not.
 Both numbers come from the two halves of ``uniform * n``, so that a draw is a multiply, two look-ups and a compare,
 in integers only: the same ids on every machine.
 
@@ -28,7 +28,7 @@ class AliasTables:
     """Samplers of F independent discrete distributions.
 
     Args:
-        distributions: float64 (n,) of each feature, non-negative, sum 1; the outcomes are 0 to n - 1.
+        distributions: float64 (n,) of each feature, non-negative, sum 1. The outcomes are 0 to n - 1.
 
     Attributes:
         offsets: int64 (F,), where each feature's slots start in an array of all of them.

@@ -1,8 +1,8 @@
 """Models with settings: click models and sequence models of the literature, as plain TorchRec modules.
 
 ``Model(schema, **arguments)`` makes a module from (dense (B, M) float32, sparse KeyedJaggedTensor) to logits (B,) or
-(B, 1), or those of several labels, its tables on meta: for ``shardrec train --model NAME --model-arg NAME=VALUE``, or
-for :func:`shardrec.shard`. docs/models.md has papers, arguments and commands. Importing this package does not import
+(B, 1), or columns for several labels, its tables on meta: for ``shardrec train --model NAME --model-arg NAME=VALUE``,
+or for :func:`shardrec.shard`. docs/models.md has papers, arguments and commands. Importing this package does not import
 torch.
 
 Arguments that several models have are said here once:
@@ -35,4 +35,4 @@ MODELS = {
         "ple": "ple:PLE",
     }.items()
 }
-"""The class of each model, as ``package.module:Model``, by the model's name on the command line."""
+"""The class per model, as ``package.module:Model``, by the model's name on the command line."""

@@ -1,7 +1,7 @@
-"""DIN: a history whose items are weighted by a network that sees each of them beside the item to score.
+"""DIN: a history with items weighted by a network that sees each of them beside the item to score.
 
-"Deep Interest Network for Click-Through Rate Prediction", Zhou et al., 2018. As there, the weights do not add up to 1;
-hidden layers have ReLU instead of the paper's Dice. Histories are not padded.
+"Deep Interest Network for Click-Through Rate Prediction", Zhou et al., 2018. As there, the weights do not add up to 1.
+Hidden layers have ReLU instead of the paper's Dice. Histories are not padded.
 
 Legend: B rows, T tokens (the items of all histories, row after row), D columns.
 """

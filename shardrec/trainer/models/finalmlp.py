@@ -1,4 +1,4 @@
-"""FinalMLP: two multi-layer perceptrons over gated embeddings, whose outputs a bilinear form combines.
+"""FinalMLP: two multi-layer perceptrons over gated embeddings. A bilinear form combines their outputs.
 
 "FinalMLP: An Enhanced Two-Stream MLP Model for CTR Prediction", Mao et al., 2023. A stream's gate scales each input by
 a number between 0 and 2, computed from the features in the stream's context; without a context, a learned constant.
@@ -24,7 +24,7 @@ class FinalMLP(nn.Module):
         context1: features that the first stream's gate sees, such as the user's.
         context2: features that the second's sees, such as the item's.
         gate: width of the gates' hidden layer.
-        heads: blocks of the bilinear form; divides the last width of both streams.
+        heads: blocks of the bilinear form. Divides the last width of both streams.
     """
 
     def __init__(
@@ -47,7 +47,7 @@ class FinalMLP(nn.Module):
         if not hidden or hidden[-1] % heads:
             raise ConfigError(f"hidden is {hidden}: give a last width that is a multiple of {heads} heads")
         if unknown := {*context1, *context2} - {*names}:
-            raise ConfigError(f"context1 and context2 name {sorted(unknown)}, which are no features with a table")
+            raise ConfigError(f"context1 and context2 name {sorted(unknown)}, which are not features with a table")
         self.gate1, self.gate2 = (
             _Gate(columns, [column for column, name in enumerate(names) if name in context], gate)
             for context in (context1, context2)
@@ -63,7 +63,7 @@ class FinalMLP(nn.Module):
 
 
 class _Gate(nn.Module):
-    """Scales (B, columns) inputs by a function of a 1 and those of the context."""
+    """Scales (B, columns) inputs by a function of a 1 and the context's inputs."""
 
     def __init__(self, columns: int, context: list[int], hidden: int) -> None:
         super().__init__()

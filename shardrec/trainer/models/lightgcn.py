@@ -1,8 +1,8 @@
-"""LightGCN with one layer: the vectors of users and items are their embeddings plus those of their neighbors.
+"""LightGCN with one layer: the vectors of users and items are their embeddings plus their neighbors' embeddings.
 
 "LightGCN: Simplifying and Powering Graph Convolution Network for Recommendation", He et al., 2020. Cosines score pairs.
-The loss is a softmax over candidates that a rank's batch shares, each of which counts by the inverse of the probability
-to be one (Bengio and Senécal, 2008); ``prior`` is from "Long-tail learning via logit adjustment", Menon et al., 2021.
+The loss is a softmax over candidates that a rank's batch shares. Each counts by the inverse of the probability
+to be one (Bengio and Senécal, 2008). ``prior`` is from "Long-tail learning via logit adjustment", Menon et al., 2021.
 
 Legend: B rows, P items of their histories, C candidates, M users that have these, D columns, I items.
 """
@@ -31,9 +31,9 @@ class LightGCN(nn.Module):
     Args:
         graph: Parquet file of the training data, with columns ``user``, a number of a row, and ``history``, a list of
             such numbers of items. Each rank holds all of it, 12 bytes for each item of a user.
-        user: feature of the user, one id a row; ``history`` has the user's items, each once.
+        user: feature of the user, one id a row. ``history`` has the user's items, each once.
         neighbor_weight: what neighbors count beside the embedding itself; 1 in the paper.
-        negatives: random items of a step, beside those of the batch.
+        negatives: random items of a step, beside the batch's items.
         temperature: divides the cosine.
         prior: what the log of an item's number of users counts beside the cosine, but in the loss.
     """
@@ -63,12 +63,12 @@ class LightGCN(nn.Module):
         self.graph = _ItemNeighbors(graph, (user, history), sizes[0], sizes[1], neighbor_weight)
 
     def forward(self, dense: Tensor, sparse: KeyedJaggedTensor) -> Tensor:
-        """The logit of each row's user and item: (B,)."""
+        """The logit per row of its user and item: (B,)."""
         logits: Tensor = (self.query_vectors(dense, sparse) * self.item_vectors(dense, sparse)).sum(1)
         return logits
 
     def query_vectors(self, dense: Tensor, sparse: KeyedJaggedTensor) -> Tensor:
-        """What a logit is the product of with an item's vector, of each row's user: float32 (B, D + 1)."""
+        """The vector of each row's user. Its product with an item's vector is a logit: float32 (B, D + 1)."""
         rows, neighbors, _ = self._looked_up(sparse, sparse[self.item].values()[:0])
         return F.pad(F.normalize(rows + neighbors, dim=1), [0, 1], value=1.0) / self.temperature
 
@@ -82,10 +82,10 @@ class LightGCN(nn.Module):
         return torch.cat([item_BD, self.prior * visits_B.log().unsqueeze(1)], dim=1)
 
     def loss(self, dense: Tensor, sparse: KeyedJaggedTensor, labels: Tensor) -> Tensor:
-        """Softmax cross entropy of each item of the clicked rows' histories against candidates that the row has not.
+        """Softmax cross entropy of all items of the clicked rows' histories against candidates that the row lacks.
 
-        An item and its user are taken out of each other's neighbors, for among those of a test they are not. The mean
-        over the items, where a row with n items weighs sqrt(n), in nats.
+        An item and its user are taken out of each other's neighbors, because a test's neighbors do not include them.
+        The mean over the items, where a row with n items weighs sqrt(n), in nats.
         """
         size, chosen_P, lengths_B = labels.numel(), sparse[self.history].values(), sparse[self.history].lengths()
         row_P, others = torch.repeat_interleave(lengths_B), self.graph.visits_I.numel() - 1
@@ -108,7 +108,7 @@ class LightGCN(nn.Module):
         return loss
 
     def _looked_up(self, sparse: KeyedJaggedTensor, items_C: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Embeddings and neighbors of the rows' users, then of some items: (B + C, D) each; the histories' weights.
+        """Embeddings and neighbors of the rows' users, then of some items: (B + C, D) each. The histories' weights.
 
         feature "user": u0            | u1            | users that have a | users that have b
         feature "item": history of u0 | history of u1 | a                 | b
@@ -126,7 +126,7 @@ class LightGCN(nn.Module):
 
 
 class _ItemNeighbors(nn.Module):
-    """The users of each item, and ``weight`` times what both weigh by LightGCN's symmetric normalization.
+    """The users per item, and ``weight`` times both weights by LightGCN's symmetric normalization.
 
     By a Parquet file's ``columns``, numbers of users and lists of numbers of items, each below the given one. On the
     CPU, and not in buffers, which each step would broadcast.
@@ -143,14 +143,14 @@ class _ItemNeighbors(nn.Module):
                 raise ValueError(f"numbers of {columns} are above the features' rows")
             counts = np.bincount(items, minlength=num_items), np.bincount(users, minlength=num_users)
         except (OSError, TypeError, ValueError, AttributeError) as error:
-            raise ConfigError(f"graph (--model-arg graph=FILE) is {path!r}: {error}; give the training data") from error
+            raise ConfigError(f"graph (--model-arg graph=FILE) is {path!r}: {error}. Give the training data") from error
         self.users, self.visits_I, sizes = (torch.tensor(of) for of in (users[np.argsort(items)], *counts))
         self.num_users, self.ends_I = int((sizes > 0).sum()), self.visits_I.cumsum(0)
         self.scale_I = weight * self.visits_I.clamp(min=1).rsqrt()
         self.weights = sizes.clamp(min=1).rsqrt()[self.users.long()] * self.scale_I.repeat_interleave(self.visits_I)
 
     def forward(self, items_C: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Users of some items, int64 (M,); their weights, float32 (M,); how many each item has, int64 (C,)."""
+        """Users of some items, int64 (M,). Their weights, float32 (M,). How many each item has, int64 (C,)."""
         visits_C = self.visits_I[items_C.cpu()]
         shifts = (self.ends_I[items_C.cpu()] - visits_C.cumsum(0)).repeat_interleave(visits_C)
         places = torch.arange(shifts.numel()) + shifts

@@ -61,7 +61,7 @@ def pooled_features(schema: ClickSchema, dim: int, *, features: Sequence[str] | 
 
 
 def columns_of(bags: EmbeddingBagCollection) -> list[str]:
-    """The feature of each pooled column."""
+    """The feature per pooled column."""
     tables = bags.embedding_bag_configs()
     return [name for table in tables for name in table.feature_names for _ in range(table.embedding_dim)]
 
@@ -98,7 +98,7 @@ def item_rows(schema: ClickSchema, dim: int, *, history: str, item: str) -> Embe
         raise ConfigError(
             f"features {history!r} and {item!r} share a table and have {others:,} and {items:,} rows, dim "
             f"{dims[history] or dim} and {dims[item] or dim}: give feature {history!r} share: {item} in the features "
-            "file (--features), in place of rows and dim of its own"
+            "file (--features), instead of rows and dim of its own"
         )
     for feature in schema.sparse_names:
         if feature not in (history, item) and names[feature] in (names[history], names[item]):
@@ -117,22 +117,22 @@ def item_rows(schema: ClickSchema, dim: int, *, history: str, item: str) -> Embe
 
 
 def check_one_each(lengths_B: Tensor) -> None:
-    """Fail if a row has no id of the item's feature or several, whose vectors would go to other rows.
+    """Fail if a row has no id of the item's feature, or several. Their vectors would go to other rows.
 
     Args:
-        lengths_B: number of ids of each row.
+        lengths_B: number of ids per row.
 
     Raises:
-        RuntimeError: on the CPU at once; on CUDA when the device comes to it.
+        RuntimeError: immediately on the CPU, and when the device comes to it on CUDA.
     """
-    torch._assert_async((lengths_B == 1).all(), "a row has no item, or several: the model takes one in each row")
+    torch._assert_async((lengths_B == 1).all(), "a row lacks an item, or has several: the model takes one in each row")
 
 
 def _check_features(schema: ClickSchema, features: Sequence[str]) -> None:
     missing = [feature for feature in features if feature not in schema.sparse_names]
     if missing:
         raise ConfigError(
-            f"the data has no feature {', '.join(map(repr, missing))} with a table; those that it has are "
+            f"the data lacks a feature {', '.join(map(repr, missing))} with a table. Its features are "
             f"{', '.join(map(repr, schema.sparse_names))}: name them in the model's arguments (--model-arg)"
         )
 
@@ -180,7 +180,7 @@ class FactorizationMachine(nn.Module):
 class ItemCounts(nn.Module):
     """How often each item was clicked so far, from which follows how likely it is drawn as a negative: its Q.
 
-    Exact counts in place of the hashed intervals of "Sampling-Bias-Corrected Neural Modeling for Large Corpus Item
+    Exact counts instead of the hashed intervals of "Sampling-Bias-Corrected Neural Modeling for Large Corpus Item
     Recommendations", Yi et al., 2019. They are a buffer: of several ranks, the first one's clicks count.
     """
 

@@ -1,4 +1,4 @@
-"""PLE and MMoE: experts, of one task or of all, which a gate of each task mixes."""
+"""PLE and MMoE: experts, of one task or of all, which a gate per task mixes."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ __all__ = ["PLE", "MMoE"]
 
 
 class PLE(nn.Module):
-    """Levels of experts, each of one task or of all; a task's gate mixes its own and the shared ones.
+    """Levels of experts, each of one task or of all. A task's gate mixes its own and the shared ones.
 
     "Progressive Layered Extraction (PLE): A Novel Multi-Task Learning (MTL) Model for Personalized Recommendations",
     Tang et al., 2020.
 
     Args:
         levels: of experts.
-        experts: of each task in a level, whose layers are ``hidden``.
+        experts: per task in a level, with layers ``hidden``.
         shared: experts of all tasks in a level.
         tower: widths of a task's layers before its columns of the output.
     """
@@ -72,7 +72,7 @@ class MMoE(PLE):
     "Modeling Task Relationships in Multi-task Learning with Multi-gate Mixture-of-Experts", Ma et al., 2018.
 
     Args:
-        experts: number of experts, whose layers are ``hidden``.
+        experts: number of experts, with layers ``hidden``.
         tower: widths of a task's layers before its columns of the output.
     """
 
@@ -108,8 +108,8 @@ class _Experts(nn.Module):
         hidden: widths of an expert's layers.
         tasks: T.
         shared: experts of all tasks.
-        per_task: experts of each task.
-        gates: T, each of which sees its task's experts and the shared ones; or T + 1, the last of which sees all.
+        per_task: experts per task.
+        gates: T. Each sees its task's experts and the shared experts. Or T + 1, where the last gate sees all.
         dropout: of :class:`MLP`.
         batch_norm: the same.
     """
@@ -135,7 +135,7 @@ class _Experts(nn.Module):
         self.gates = nn.ModuleList(nn.Linear(inputs, len(experts)) for experts in self.mixed)
 
     def forward(self, inputs: list[Tensor]) -> list[Tensor]:
-        """T + 1 inputs (B, inputs), those of each task and of all, to a mixture (B, last width) for each gate."""
+        """T + 1 inputs (B, inputs), of each task and of all, to a mixture (B, last width) for each gate."""
         outputs: list[Tensor] = []
         for number, expert in enumerate(self.experts):
             outputs.append(expert(inputs[self.input_of[number]]))

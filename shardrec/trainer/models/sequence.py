@@ -1,6 +1,6 @@
 """SASRec and HSTU, models of the next item in a user's history: tokens in, a state for each position out, and the loss.
 
-Linear layers and norms see a batch's tokens end to end; attention sees them padded, rows of like length together,
+Linear layers and norms see a batch's tokens end to end. Attention sees them padded, rows of like length together,
 because most histories are short and a few fill all positions.
 
 Legend: B rows, T tokens (the items of all histories, row after row), D columns, N negatives.
@@ -33,12 +33,12 @@ _BLOCK = 64
 
 
 class SequenceModel(nn.Module):
-    """Scores an item after a history; trained to tell the next item at each position from random ones.
+    """Scores an item after a history. Trained to tell the next item at each position from random ones.
 
     Args:
         max_length: most items of a history.
         blocks: number of attention layers.
-        heads: of a block's attention; divides ``dim``.
+        heads: of a block's attention. Divides ``dim``.
         negatives: random items of a step, which a rank's batch shares.
         sampling: what they are: any (``uniform``); by how often they were next so far (``popularity``); or some of the
             batch's own next items (``batch``), which are looked up anyway. The last two with logQ correction.
@@ -79,7 +79,7 @@ class SequenceModel(nn.Module):
         self.norm = nn.LayerNorm(dim)
 
     def forward(self, dense: Tensor, sparse: KeyedJaggedTensor) -> Tensor:
-        """The logit of each row's item after its history, 0 for an empty one: float32 (B,).
+        """The logit per row of its item after its history, 0 for an empty history: float32 (B,).
 
         A history is encoded once for neighbouring rows that have the same, such as the candidates for a user.
         """
@@ -89,7 +89,7 @@ class SequenceModel(nn.Module):
         return logits
 
     def query_vectors(self, dense: Tensor, sparse: KeyedJaggedTensor) -> Tensor:
-        """What a logit is the product of with an item's vector, of each row's history: float32 (B, D)."""
+        """The vector of each row's history. Its product with an item's vector is a logit: float32 (B, D)."""
         return self._users(sparse, self.items(sparse)[self.history].values())
 
     def item_vectors(self, dense: Tensor, sparse: KeyedJaggedTensor) -> Tensor:
@@ -103,7 +103,7 @@ class SequenceModel(nn.Module):
         differs_B = _differs_from_row_before(history.values(), lengths_B)
         encoded_B = torch.where(differs_B, lengths_B, 0)
         tokens_TD = rows_TD[torch.repeat_interleave(differs_B, lengths_B)]
-        # The last token so far is that of the row, or of the row before that has the same history.
+        # The last token so far belongs to the row, or to an earlier row with the same history.
         encoded = F.pad(self.encode(tokens_TD, encoded_B), [0, 0, 1, 0])
         users_BD: Tensor = encoded[encoded_B.cumsum(0)] * (lengths_B > 0).unsqueeze(1)
         return users_BD
@@ -182,7 +182,7 @@ class _SelfAttention(nn.Module):
 
 
 class SASRec(SequenceModel):
-    """Causal self-attention; the arguments are those of :class:`SequenceModel`.
+    """Causal self-attention. Arguments as for :class:`SequenceModel`.
 
     "Self-Attentive Sequential Recommendation", Kang and McAuley, 2018, with layer norms before each sublayer, and with
     a softmax over random items, which a batch shares, as loss.
@@ -192,7 +192,7 @@ class SASRec(SequenceModel):
 
 
 class _PointwiseAttention(nn.Module):
-    """Queries, keys, values and a gate of each token; causal pointwise attention; the gate.
+    """Queries, keys, values and a gate per token, causal pointwise attention, and the gate.
 
     R rows of like length, H heads, W positions.
     """
@@ -231,7 +231,7 @@ class _PointwiseAttention(nn.Module):
 
 
 class HSTU(SequenceModel):
-    """Pointwise attention with a gate; the arguments are those of :class:`SequenceModel`.
+    """Pointwise attention with a gate. Arguments as for :class:`SequenceModel`.
 
     "Actions Speak Louder than Words: Trillion-Parameter Sequential Transducers for Generative Recommendations", Zhai et
     al., 2024. In place of softmax, each pair of positions has SiLU of its score, over ``max_length``, so that how often
@@ -257,7 +257,7 @@ def _by_length(lengths_B: Tensor, widths: list[int]) -> Groups:
 
 
 def _padded(x_TD: Tensor, groups: Groups) -> list[Tensor]:
-    """The tokens of each group as (R, W, D)."""
+    """The tokens per group as (R, W, D)."""
     grouped = x_TD.index_select(0, groups[0]).split([size for _, size, _ in groups[2]])
     padded: list[Tensor] = []
     for part, (offsets, _, width) in zip(grouped, groups[2]):  # noqa: B905  # of TorchScript
@@ -274,7 +274,7 @@ def _flat(padded: list[Tensor], groups: Groups) -> Tensor:
 
 
 def _differs_from_row_before(ids_T: Tensor, lengths_B: Tensor) -> Tensor:
-    """Whether each row has other ids than the one before it: bool (B,); the first row has."""
+    """Whether each row has other ids than the previous row: bool (B,). True for the first row."""
     starts_B = lengths_B.cumsum(0) - lengths_B
     row_T = torch.repeat_interleave(lengths_B)
     shift_T = (starts_B - starts_B.roll(1))[row_T]

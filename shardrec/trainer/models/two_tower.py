@@ -1,4 +1,4 @@
-"""Two towers: a multi-layer perceptron for the query and one for the item, whose outputs' cosine scores the pair.
+"""Two towers: a multi-layer perceptron for the query and one for the item. The cosine of their outputs scores the pair.
 
 "Sampling-Bias-Corrected Neural Modeling for Large Corpus Item Recommendations", Yi et al., 2019, with a softmax
 over the distinct items of a rank's batch as loss. Its correction for how frequent each item is counts clicks exactly.
@@ -37,7 +37,7 @@ class TwoTower(nn.Module):
     """See the file's text.
 
     Args:
-        item: features of the item, dense ones among them; the first has one id a row, which says which item it is. All
+        item: features of the item, dense ones among them. The first has one id a row, which says which item it is. All
             other features are the query's.
         columns: of the towers' outputs.
         temperature: divides the cosine.
@@ -68,21 +68,21 @@ class TwoTower(nn.Module):
         self.item, self.item_features, self.temperature = item[0], tuple(item), temperature
         self.counts = ItemCounts(schema.num_embeddings[schema.sparse_names.index(item[0])]) if log_q else None
         widths = (*hidden, columns)
-        self.bags = pooled_features(schema, dim)  # of both towers, whose features may share a table
+        self.bags = pooled_features(schema, dim)  # of both towers: their features may share a table
         self.query_tower, self.item_tower = (
             _Tower(self.bags, schema.dense_names, features, widths, dropout=dropout, batch_norm=batch_norm)
             for features in (query, item)
         )
 
     def forward(self, dense: Tensor, sparse: KeyedJaggedTensor) -> Tensor:
-        """The cosine of each row's query and item, divided by the temperature: (B,)."""
+        """The cosine per row of its query and item, divided by the temperature: (B,)."""
         pooled = self.bags(sparse).values()
         query_BD, item_BD = self.query_tower(dense, pooled), self.item_tower(dense, pooled)
         logits: Tensor = (query_BD * item_BD).sum(1) / self.temperature
         return logits
 
     def query_vectors(self, dense: Tensor, sparse: KeyedJaggedTensor) -> Tensor:
-        """What a logit is the product of with an item's vector, of each row's query: float32 (B, D)."""
+        """The vector of each row's query. Its product with an item's vector is a logit: float32 (B, D)."""
         query_BD: Tensor = self.query_tower(dense, self.bags(sparse).values()) / self.temperature
         return query_BD
 
@@ -92,7 +92,7 @@ class TwoTower(nn.Module):
         return item_BD
 
     def loss(self, dense: Tensor, sparse: KeyedJaggedTensor, labels: Tensor) -> Tensor:
-        """Softmax cross entropy of each clicked row's item among those of the rank's batch: the mean, in nats."""
+        """Softmax cross entropy of each clicked row's item among the items of the rank's batch: the mean, in nats."""
         feature = sparse[self.item]
         check_one_each(feature.lengths())
         ids_B = feature.values()

@@ -1,7 +1,7 @@
 """``Average``: the exponentially averaged weights of a run's model, of its dense layers and its tables (``--ema``).
 
-The average of n steps is that of the weights after each of them, those after step i weighted by ``decay ** (n - i)``.
-That of a dense parameter is its optimizer's state ``average``; those of rows: [Note: averages of rows].
+The average of n steps is the average of the weights after each step, with the weights after step i weighted by ``decay
+** (n - i)``. A dense parameter's average is its optimizer's state ``average``. For rows see [Note: averages of rows].
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ class Average:
     """Averages the weights of a model from now on.
 
     Args:
-        model: whose tables are updated at the step.
-        optimizer: of its dense part; its states and settings hold what a checkpoint needs.
+        model: its tables are updated at the step.
+        optimizer: of its dense part. Its states and settings hold what a checkpoint needs.
         decay: from 0 to 1 (neither included).
     """
 
@@ -64,7 +64,7 @@ class Average:
         """Give the model its averaged weights.
 
         Returns:
-            Each weight, and a copy of what it was.
+            Each weight, and a copy of its former value.
         """
         dense = ((weight, state["average"]) for weight, state in self._optimizer.state.items() if "average" in state)
         before = []

@@ -19,7 +19,7 @@ class Board(Display):
 
     Args:
         shown: a display that also gets everything.
-        run: the run, which continues from its progress; points that an interrupted run wrote after that are not shown.
+        run: the run, which continues from its progress. Points that an interrupted run wrote after that are not shown.
     """
 
     def __init__(self, shown: Display, run: Run) -> None:

@@ -6,14 +6,14 @@
     each batch  queries of all ranks ──gather──► every rank's scores of its items, a block at a time
                 each rank's k best items ──gather──► the k best of them all
 
-A rank holds N / W vectors, as if the table were cut by rows; what travels for a query does not depend on N.
+A rank holds N / W vectors, as if the table were cut by rows. What travels for a query does not depend on N.
 
 [Note: equal scores]
 Products are summed in float64 and rounded to float32: a matrix product's order of summation depends on the sizes of its
 blocks, and so on the number of ranks, and would decide otherwise which scores are equal. Of the k best items, those
 with equal scores are in the order of their rows, and so are those that just are among the k.
 
-Legend: B rows of a batch on a rank, Q of all ranks, D columns, N items of a rank, W ranks; U distinct queries; M items
+Legend: B rows of a batch on a rank, Q of all ranks, D columns, N items of a rank, W ranks. U distinct queries. M items
 that are left out.
 """
 
@@ -35,9 +35,9 @@ from shardrec.trainer.run.held_out import gather_rows
 __all__ = ["Catalogue", "Seen"]
 
 _LOOKED_UP = 8192
-"""Most items of a rank that are looked up at once."""
+"""Largest number of items of a rank in one lookup."""
 _SCORES = 1 << 22
-"""Most scores at once, of all queries with a block of items."""
+"""Largest number of scores in memory, of all queries with a block of items."""
 _BLOCK = 1 << 15
 """Most items of a block, whose vectors in float64 are to stay in a cache."""
 _LOW = 0xFFFFFFFF
@@ -55,7 +55,7 @@ class Catalogue:
 
     Args:
         model: sharded or not, with ``item_features``, the names of an item's features, and the methods
-            ``query_vectors`` and ``item_vectors``, from (dense, sparse) to float32 (B, D), whose products are logits.
+            ``query_vectors`` and ``item_vectors``, from (dense, sparse) to float32 (B, D). Their products are logits.
         spec: of its data.
         device: where it is.
         purpose: what needs the items, for messages.
@@ -130,7 +130,7 @@ class Catalogue:
         return _called(model, "query_vectors", batch.dense, batch.sparse)
 
     def seen(self, batch: ClickBatch, features: list[str]) -> Seen:
-        """The items that a batch's rows have in some features; an item may be there twice."""
+        """The items that a batch's rows have in some features. An item may be there twice."""
         jagged = [batch.sparse[name] for name in features]
         none = torch.zeros(0, dtype=torch.int64)
         rows_M = torch.cat([torch.repeat_interleave(feature.lengths()) for feature in jagged] or [none])
@@ -143,7 +143,7 @@ class Catalogue:
 
         Args:
             seen: of all ranks' rows, on the CPU.
-            kept_Q: an item of each row that stays.
+            kept_Q: an item per row that stays.
         """
         counts_Q, items_M = seen
         is_here_M = (items_M > 0) & (items_M >= self.first) & (items_M < self.first + len(self.vectors_ND))
@@ -166,7 +166,7 @@ class Catalogue:
     def _scored(self, queries_UD: Tensor, places: slice | Tensor, first: int) -> Tensor:
         """Scores of the items at some ascending places, the first of which is given: float32 (U, items)."""
         scores_UN = (queries_UD @ self.vectors_ND[places].double().t()).float()
-        scores_UN[:, : int(first + self.first == 0)] = -torch.inf  # row 0 is no item
+        scores_UN[:, : int(first + self.first == 0)] = -torch.inf  # row 0 is not an item
         return scores_UN
 
     def top(self, queries_BD: Tensor, seen: Seen, k: int) -> tuple[Tensor, Tensor]:
@@ -177,7 +177,7 @@ class Catalogue:
 
         Args:
             queries_BD: of :meth:`queries`.
-            seen: items of each row to leave out.
+            seen: items per row to leave out.
             k: items of each.
 
         Raises:
@@ -241,7 +241,7 @@ def _called(model: nn.Module, method: str, dense: Tensor, sparse: KeyedJaggedTen
     """What a method of a model returns, called as the model's forward: only there do ranks fail together.
 
     The swap lasts for the call. A subclass with another forward, as :func:`with_own_loss` makes it, would stay for the
-    steps between two evaluations, and be compiled again; a forward hook sees the inputs and cannot call another method.
+    steps between two evaluations, and be compiled again. A forward hook sees the inputs and cannot call another method.
     """
     module: Any = model.module if isinstance(model, ShardedModel) else model
     module.forward = getattr(module, method)

@@ -1,10 +1,10 @@
 """Held-out clicks ranked among all items of a :class:`~shardrec.trainer.run.catalogue.Catalogue`.
 
-Each rank counts the items of its share with a higher score than the clicked one and those with an equal score; the
+Each rank counts the items of its share with a higher score than the clicked one and those with an equal score. The
 counts are added up. A clicked item comes after all others of its score that were not clicked, as in
 :func:`~shardrec.trainer.data.ranking_metrics`.
 
-Legend: B clicked rows of a batch on a rank, Q of all ranks, D columns, N items of a rank; U distinct queries of
+Legend: B clicked rows of a batch on a rank, Q of all ranks, D columns, N items of a rank. U distinct queries of
 neighboring rows, M items that the rows' other features have.
 """
 
@@ -118,7 +118,7 @@ class CatalogueRanking:
         )
 
     def _clicked(self, model: nn.Module, batch: ClickBatch) -> tuple[Tensor, Tensor, Tensor]:
-        """Of the clicked rows: vectors (D, B); groups, -1 for none, items and numbers of seen ones, int64 (3, B); the
+        """Of the clicked rows: vectors (D, B). Groups, -1 for none, items and numbers of seen ones, int64 (3, B). The
         seen items, int64 (1, M)."""
         item, is_clicked = batch.sparse[self._catalogue.item], batch.labels > 0.5
         if not bool((item.lengths() == 1).all()):

@@ -38,7 +38,7 @@ SYNTHETIC = "synthetic"
 """The value of ``data`` that asks for generated rows."""
 
 FEED = "feed:"
-"""What ``data`` begins with if its rows go on arriving."""
+"""Prefix of ``data`` if its rows keep arriving."""
 
 CHECKPOINTS = "checkpoints"
 """The folder of a run's checkpoints, in its results."""
@@ -47,9 +47,9 @@ FILE = "config.yaml"
 """The effective options, in a run's results."""
 
 ROWS = "_rows"
-"""The folder, in that of a run, of files that are converted to Parquet; its name is none that data have."""
+"""The folder, inside a run's, of files that are converted to Parquet. Data never have its name."""
 SPEC = "features.yaml"
-"""The feature spec, in the folder of a run that has one; vocabularies counted in its data are beside it."""
+"""The feature spec, in the folder of a run that has one. Vocabularies counted in its data are beside it."""
 
 PLAN = "plan.json"
 """The sharding plan, in a run's folder."""
@@ -92,7 +92,7 @@ class DataOptions(Options):
     features: str | None = option(None, metavar="YAML")
     """YAML file that says what the columns are (default: those of Criteo's files)"""
     valid: str | None = option(None, metavar="FILES")
-    """Files of held-out rows, in place of a share of --data."""
+    """Files of held-out rows, instead of a share of --data."""
     test: str | None = option(None, metavar="FILES")
     """Files of rows for the final metrics (default: the held-out rows)"""
     shuffle: int | None = option(None, ge=2)
@@ -114,7 +114,7 @@ class DataOptions(Options):
     late_after: float | None = option(None, ge=0)
     """Seconds behind the watermark after which a row of a feed is late (default: none is)"""
     max_embeddings: int = option(20_000, ge=2)
-    """Most rows of an embedding table; categories are hashed into them."""
+    """Most rows of an embedding table. Categories are hashed into them."""
 
 
 class ModelOptions(Options):
@@ -128,7 +128,7 @@ class ModelOptions(Options):
         metavar="NAME|MODULE:NAME",
     )
     model_args: dict[str, object] = option({}, metavar="NAME=VALUE")
-    """Argument of the model, its value in YAML, such as dropout=0.1; can be repeated."""
+    """Argument of the model, its value in YAML, such as dropout=0.1. Can be repeated."""
     embedding_dim: int = option(16, ge=1)
     """Columns of every embedding table."""
     dense_layers: tuple[PositiveInt, ...] = option((64, 32), metavar="N,N,...")
@@ -152,12 +152,12 @@ class LearningOptions(Options):
     batch_size: int = option(2048, ge=1)
     """Rows of a batch on each rank."""
     global_batch_size: int | None = option(None, ge=1)
-    """Rows of a batch over all ranks, spread evenly, in place of --batch-size; a run that goes on keeps its own."""
+    """Rows of a batch over all ranks, spread evenly, instead of --batch-size. A resumed run keeps its own."""
     accumulate: int = option(1, ge=1)
     """Batches of a step, which takes the gradient of one batch with the rows of all of them."""
     loss: Literal["bce", "softmax", "pairwise", "model"] = "bce"
-    """Cross entropy of each row (bce); or of the order of a group's rows: softmax over them, or clicked rows
-    against others in pairs (pairwise). The features say what a group is. Or the loss method of your own model."""
+    """Cross entropy per row (bce), or of the order of a group's rows: softmax over them, or clicked rows
+    against others in pairs (pairwise). The features define a group. Or the loss method of your own model."""
     optimizer: Literal["sgd", "adagrad", "adam", "adamw"] = "adam"
     """Optimizer of the dense layers."""
     lr: float = option(5e-3, gt=0)
@@ -169,14 +169,14 @@ class LearningOptions(Options):
     embedding_lr: float = option(0.1, gt=0)
     """Learning rate of the tables."""
     clip: float | None = option(None, gt=0)
-    """Largest norm of a step's gradients, of the dense layers and the tables together; a larger one is scaled
+    """Largest norm of a step's gradients, of the dense layers and the tables together. A larger one is scaled
     down."""
     weight_decay: float = option(0.0, ge=0)
     """L2 penalty of the dense layers: times a weight it is added to its gradient."""
     embedding_weight_decay: float = option(0.0, ge=0)
     """The same of the tables, for the rows that a step looks up."""
     precision: Literal["fp32", "bf16"] = "fp32"
-    """What the dense layers compute in, in training; weights stay fp32."""
+    """What the dense layers compute in, in training. Weights stay fp32."""
     warmup: int = option(0, ge=0)
     """Steps over which both learning rates rise linearly to their values."""
     schedule: Literal["constant", "linear", "cosine"] = "linear"
@@ -184,18 +184,18 @@ class LearningOptions(Options):
     decay: float = option(0.5, ge=0, le=1)
     """Last fraction of the steps, over which both learning rates decay to 0."""
     ema: float | None = option(None, gt=0, lt=1)
-    """Evaluate, export and serve averaged weights; this is the decay of a step."""
+    """Evaluate, export and serve averaged weights. This is the decay of a step."""
     patience: int | None = option(None, ge=1)
-    """End after this number of points of the held-out curve that are no better than one before (--monitor)."""
+    """End after this number of points of the held-out curve without an improvement (--monitor)."""
     monitor: Literal["auc", "logloss", "ne", "gauc", "ndcg"] | None = None
-    """Metric of the held-out rows by which points are compared (default: logloss; a loss over groups: gauc)"""
+    """Metric of the held-out rows by which points are compared (default: logloss. A loss over groups: gauc)"""
     init_from: str | None = option(None, metavar="RUN|CHECKPOINT")
     """Begin with the weights that the model shares with the last checkpoint of another run, or with this one of
     it."""
     rename: tuple[str, ...] = option((), metavar="OLD=NEW")
-    """With --init-from: a table, or a layer, that has another name now; can be repeated."""
+    """With --init-from: a table, or a layer, that has another name now. Can be repeated."""
     init_rows: tuple[str, ...] = option((), metavar="TABLE=FILE")
-    """Begin with the rows of a file (.parquet, .npz, .npy), by id, in a table, named as for --constraint; can be
+    """Begin with the rows of a file (.parquet, .npz, .npy), by id, in a table, named as for --constraint. Can be
     repeated."""
     seed: int = option(0, ge=0)
     """Seed of the first weights and of generated rows."""
@@ -207,30 +207,31 @@ class RankOptions(Options):
     panel = "Ranks"
 
     nproc: int = option(1, ge=1)
-    """Ranks to start on this machine; under torchrun, its ranks are joined."""
+    """Ranks to start on this machine. Under torchrun, its ranks are joined."""
     threads: int | None = option(None, ge=1)
-    """Threads of each rank (default: cores / ranks)"""
+    """Threads per rank (default: cores / ranks)"""
     device: Literal["cpu", "cuda"] = "cpu"
     """Where the model lives."""
     compile: Literal["off", "dense", "full"] = "off"
     """What torch.compile takes: nothing, the dense part with graph breaks at the tables, or all in one graph."""
     pipeline: int = option(0, ge=0, lt=3)
-    """Batches to work ahead: 0; 1, whose ids are exchanged while a step computes; 2, copied to the device, too."""
+    """Batches to work ahead: 0, 1 (its ids are exchanged while a step computes), or 2 (it is also copied to the
+    device)."""
     detect_anomaly: Literal["off", "on"] = "off"
-    """Look for NaN and Inf in the rows of tables and their gradients, at every step; slows training down."""
+    """Look for NaN and Inf in the rows of tables and their gradients, at every step. Slows training down."""
     constraint: tuple[str, ...] = option((), metavar="TABLE=CUT[,CUT][@RANK,RANK]")
     """Cuts that the planner may use, such as 't_*=row_wise' or 'cat_3=table_wise@0', by the name of a table or of a
-    feature that one table alone has; can be repeated."""
+    feature that one table alone has. Can be repeated."""
     plan: str | None = option(None, metavar="PATH")
     """Use this plan.json instead of planning."""
     replan: int | None = option(None, ge=1)
-    """Plan anew every N steps for the ids of the last of them, and move tables between ranks if that pays within N
+    """Plan again every N steps for the ids of the last steps, and move tables between ranks if that pays within N
     steps (default: the plan stays)"""
     replicas: int = option(1, ge=1)
     """Copies of the tables, each trained by a command of its own on ranks of its own (--elastic), over which the
-    rows of a batch are spread, too."""
+    rows of a batch are also spread."""
     elastic: str | None = option(None, metavar="HOST:PORT[/NAME]")
-    """Address of the store in which the replicas find each other; one that dies leaves the others training, and
+    """Address of the store in which the replicas find each other. One that dies leaves the others training, and
     takes their state when it is started again."""
     sync_every: int = option(1, ge=1)
     """Steps from one averaging of the replicas' tables to the next."""
@@ -252,7 +253,7 @@ class OutputOptions(Options):
     out: str | None = option(None, metavar="DIR")
     """Folder for the results (default: runs/<date-time>)"""
     feed_idle: float | None = option(None, ge=0)
-    """Seconds without new rows after which a feed has ended (default: it has no end)"""
+    """Seconds without new rows after which a feed has ended (default: it does not end)"""
     event_every: float | None = option(None, gt=0)
     """Seconds of event time from a point of a feed's curve to the next (default: by rows)"""
     evaluations: int = option(10, ge=1)
@@ -263,7 +264,7 @@ class OutputOptions(Options):
     """What the item of a clicked held-out row is ranked among: the rows of its group, all items (catalogue), or
     those but the row's own, of features that share the item's table (unseen)."""
     checkpoint: Literal["last", "best", "none"] = "last"
-    """Save the model at the end (last), also at the best point, whose weights are then tested (best), or not."""
+    """Save the model at the end (last), also at the best point and test its weights (best), or not."""
     checkpoint_every: str | None = option(None, metavar="STEPS|MINUTESm|point")
     """Save every N steps, or minutes ('10m'), and when told to end."""
     checkpoint_incremental: int = option(0, ge=0)
@@ -282,7 +283,7 @@ class OutputOptions(Options):
     def _is_folder(cls, out: str | None) -> str | None:
         if out is not None and "://" in out:
             raise ValueError(
-                "results and checkpoints go to a folder of a file system that is mounted here; give one, and copy the "
+                "results and checkpoints go to a folder of a file system that is mounted here. Give one, and copy the "
                 "results afterwards"
             )
         return out
@@ -296,10 +297,10 @@ class OutputOptions(Options):
 
 
 class TrainConfig(OutputOptions, RankOptions, LearningOptions, ModelOptions, DataOptions):
-    """One training run. Each field is a key of the YAML file and, with dashes, a flag; its text is that flag's help.
+    """One training run. Each field is a key of the YAML file and, with dashes, a flag. Its text is that flag's help.
 
     Raises:
-        ConfigError: if an option has an invalid value; names each one, its value and the valid values.
+        ConfigError: if an option has an invalid value. Names each one, its value and the valid values.
     """
 
     def structural_faults(self) -> Iterator[str]:
@@ -320,7 +321,7 @@ class TrainConfig(OutputOptions, RankOptions, LearningOptions, ModelOptions, Dat
                 why = f"is for files, and data (--data) is {SYNTHETIC!r}"
                 yield f"{name} ({flag(name)}) {why}: leave it out, or name files"
         if self.feed is None:
-            yield from self._refused(("feed_idle", "late_after", "event_every"), "and data (--data) is no feed")
+            yield from self._refused(("feed_idle", "late_after", "event_every"), "and data (--data) is not a feed")
         else:
             yield from self._faults_of_feeds()
         if (self.elastic is None) != (self.replicas == 1):
@@ -355,13 +356,13 @@ class TrainConfig(OutputOptions, RankOptions, LearningOptions, ModelOptions, Dat
     def _faults_of_feeds(self) -> Iterator[str]:
         yield from self._refused(
             _NOT_OF_FEEDS,
-            "and data (--data) a feed, which has no end, and whose rows are scored before they are trained on, by bce",
+            "and data (--data) a feed, which does not end, and its rows are scored before they are trained on, by bce",
         )
         if self.checkpoint == "best":
             yield "checkpoint (--checkpoint) is 'best', and a feed's points are of different rows: give 'last'"
         if self.checkpoint_every is None and self.feed_idle is None:
             yield (
-                "data (--data) is a feed, whose run saves what it has learned at intervals and when it is told to "
+                "data (--data) is a feed, and its run saves its weights at intervals and when it is told to "
                 "end: give checkpoint_every (--checkpoint-every), or feed_idle (--feed-idle) for an end"
             )
 
@@ -369,7 +370,7 @@ class TrainConfig(OutputOptions, RankOptions, LearningOptions, ModelOptions, Dat
         yield from self._refused(_NOT_ELASTIC, "which does not go with replicas that come and go (--elastic)")
         if self.feed is not None:
             yield (
-                f"data (--data) is {self.data!r}, whose files replicas (--elastic) would not see at the same step: "
+                f"data (--data) is {self.data!r}, and replicas (--elastic) would not see its files at the same step: "
                 "name files"
             )
         if self.checkpoint == "best":
@@ -391,7 +392,7 @@ class TrainConfig(OutputOptions, RankOptions, LearningOptions, ModelOptions, Dat
 
     @property
     def feed(self) -> str | None:
-        """The folder, pattern or topic whose rows are trained on as they arrive, if the data is one."""
+        """The folder, pattern or topic with rows that are trained on as they arrive, if the data is one."""
         return self.data.removeprefix(FEED) if self.data.startswith(FEED) else None
 
     @property
@@ -421,16 +422,16 @@ class TrainConfig(OutputOptions, RankOptions, LearningOptions, ModelOptions, Dat
         return self.max_restarts if self.max_restarts is not None else _RESTARTS * comes_back
 
     def check_resumes(self, started: Mapping[str, object], *, joins: bool = False) -> None:
-        """Check that options of data, model and learning are unchanged; the others may differ when a run is resumed.
+        """Check that options of data, model and learning are unchanged. The others may differ when a run is resumed.
 
         So may ``on_bad_row``: a row that is left out moves no other.
 
         Args:
             started: the options that the run was started with, as :meth:`to_mapping` gives them.
-            joins: whether this is a replica of a run that goes on in others, which share more options.
+            joins: whether this is a replica of a run that continues in others, which share more options.
 
         Raises:
-            ConfigError: if some differ; names each one and both values.
+            ConfigError: if some differ. Names each one and both values.
         """
         options = self.to_mapping()
         of_the_run = (*DataOptions.model_fields, *ModelOptions.model_fields, *LearningOptions.model_fields)
@@ -460,7 +461,7 @@ def _interval(text: str | None) -> tuple[int | None, float | None]:
 
 
 def parse_constraint(text: str) -> tuple[str, Constraint]:
-    """``'t_*=row_wise,column_wise@0,1'`` as (pattern of plan names, what it asks for); ``@`` is before ranks.
+    """``'t_*=row_wise,column_wise@0,1'`` as (pattern of plan names, what it asks for). ``@`` is before ranks.
 
     Raises:
         ConfigError: for another form, an unknown cut, or ranks of a table that every rank has.
@@ -488,8 +489,8 @@ def load_config(
     """Defaults, overridden by a YAML file, overridden by flags.
 
     Args:
-        path: YAML file of options; None for none.
-        flags: options by field name; those that are None were not given.
+        path: YAML file of options. None for none.
+        flags: options by field name. Those that are None were not given.
         resume: use the options of the run in the folder ``out``, if it exists, as defaults.
 
     Raises:
@@ -517,19 +518,19 @@ def load_config(
 
 
 def load_config_text(text: str, path: Path) -> TrainConfig:
-    """:func:`load_config` of a file that has been read; ``path`` is for messages."""
+    """:func:`load_config` of a file that has been read. ``path`` is for messages."""
     return TrainConfig.of({name: value for name, (value, _) in _parse(text, path).items()})
 
 
 def _read(path: Path) -> dict[str, tuple[object, int]]:
-    """The options of a file, and the line of each."""
+    """The options of a file, and their lines."""
     try:
         text = read_text(path)
     except FileNotFoundError as error:
         raise ConfigError(f"config file {path} does not exist: check the name, or leave it out") from error
     except (OSError, ValueError) as error:
         raise ConfigError(
-            f"config file {path} cannot be read ({error}): give a YAML file of options; a pattern of data files needs "
+            f"config file {path} cannot be read ({error}): give a YAML file of options. A pattern of data files needs "
             "quotes, or the shell makes several arguments of it"
         ) from error
     return _parse(text, path)

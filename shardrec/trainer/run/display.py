@@ -26,11 +26,11 @@ __all__ = ["Announcer", "Display", "LogDisplay", "TerminalDisplay", "duration"]
 
 _LOG_PERIOD_S = 5.0
 _OVERFITS = 0.99
-"""Of the last point's logloss: a run whose curve has been below this would have done better to end there."""
+"""Part of the last point's logloss. A run with a curve below this should have ended there."""
 
 
 class Display:
-    """Shows the progress of the training loop; this one, of all ranks but the first, nothing."""
+    """Shows the progress of the training loop. This one, of all ranks but the first, nothing."""
 
     def advance(self, samples: int, seconds: float, loss: float, waits: float) -> None:
         """Show that ``samples`` rows, over all ranks, took ``seconds``.
@@ -82,7 +82,7 @@ class LogDisplay(Display):
 
 
 class TerminalDisplay(Display):
-    """A progress bar that is redrawn in place; held-out metrics scroll above it.
+    """A progress bar that is redrawn in place. Held-out metrics scroll above it.
 
     Args:
         console: a terminal.
@@ -200,14 +200,14 @@ class Announcer:
 
 
 def _advice(report: RunReport) -> str:
-    """What to give to a run that overfits, of what it was not given."""
+    """Options that help a run that overfits, and that it was not given."""
     config = report.config
     advice = ["--patience, to end sooner"] if config["patience"] is None else []
     advice += ["fewer --epochs"] if config["epochs"] != 1 and config["patience"] is None else []
-    kept = f"; the final metrics are those of step {report.final_step:,}"
+    kept = f". The final metrics are from step {report.final_step:,}"
     if config["checkpoint"] != "best":
         kept, advice = "", ["--checkpoint best, for the weights of the best point", *advice]
-    return kept + (f"; give {'; or '.join(advice)}" if advice else "")
+    return kept + (f". Give {'; or '.join(advice)}" if advice else "")
 
 
 def _pace(samples: int, seconds: float, total: int | None) -> str:

@@ -9,7 +9,7 @@
     POST /recommend {"rows": [{"history": ["i3", "i5"]}], "top": 2, "exclude_seen": true}
                     →  {"recommendations": [{"items": ["i9", "i1"], "scores": [4.2, 3.9]}]}
 
-One process computes one request at a time. To serve many requests, use ``shardrec export``; see docs/serving.md.
+One process computes one request at a time. To serve many requests, use ``shardrec export``. See docs/serving.md.
 Answers of a model that follows a publisher have two headers, ``Shardrec-Version`` and ``Shardrec-Age``, in seconds.
 """
 
@@ -57,7 +57,7 @@ class Endpoint:
         model: from (dense, sparse) to logits, in eval mode, on the CPU.
         spec: of the data that it was trained on.
         about: the description shown at ``/``.
-        loss: of its run; logits of another than ``bce`` are no log odds, and are answered as ``scores``.
+        loss: of its run. Logits of other losses than ``bce`` are not log odds, and are answered as ``scores``.
         example: values of a row of its data, by feature, as far as they are known.
     """
 
@@ -110,7 +110,7 @@ class Endpoint:
             "/recommend": ("POST", self._recommend),
         }
         if request.path not in routes:
-            raise NotFound(f"there is no {request.path}: GET / says what there is")
+            raise NotFound(f"{request.path} does not exist: GET / lists the paths")
         method, answer = routes[request.path]
         if request.method not in (method, "HEAD" if method == "GET" else method):
             raise MethodNotAllowed([method], f"{request.path} takes {method}, not {request.method}")
@@ -164,12 +164,12 @@ def _body(request: Request, *, optional: Collection[str] = ()) -> dict[str, Any]
         raise BadRequest(f'the body is not JSON ({error}): give {{"rows": [...]}}') from error
     if not isinstance(body, dict) or not {"rows"} <= set(body) <= {"rows", *optional}:
         also = "".join(f', and may have "{name}"' for name in sorted(optional))
-        raise BadRequest(f'the body must be an object with the one field "rows", a list{also}')
+        raise BadRequest(f'the body must be an object with the single field "rows", a list{also}')
     return body
 
 
 class _Threads(ThreadedTaskDispatcher):  # type: ignore[misc]  # waitress is not typed
-    """Threads for predictions, and another for what is answered at once: it does not wait for the model."""
+    """Threads for predictions, and another for answers that do not wait for the model."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -190,9 +190,10 @@ class _Threads(ThreadedTaskDispatcher):  # type: ignore[misc]  # waitress is not
 
 
 class _Connection(HTTPChannel):  # type: ignore[misc]
-    """A connection whose time runs until a whole request is answered, and is not prolonged by each byte of it.
+    """A connection with a time limit that runs until a whole request is answered, and is not prolonged by each byte of
+    it.
 
-    If there are too many connections, the one whose time has run for the longest is closed.
+    If there are too many connections, the oldest one by this time is closed.
     """
 
     def __init__(self, server: BaseWSGIServer, *args: object, **kwargs: object) -> None:
@@ -225,15 +226,15 @@ class _Connection(HTTPChannel):  # type: ignore[misc]
 
 
 def open_server(endpoint: Endpoint, host: str, port: int) -> BaseWSGIServer:
-    """A server that listens; its ``run`` answers until Ctrl-C, or until another thread calls its ``close``.
+    """A server that listens. Its ``run`` answers until Ctrl-C, or until another thread calls its ``close``.
 
     A fixed number of threads answers a bounded number of connections. A connection is closed if a request takes longer
-    than 30 s to arrive, or its answer to be read; or if there are too many, and it is the one that has taken longest.
+    than 30 s to arrive, or its answer to be read; or if there are too many, and it has taken longest.
 
     Args:
         endpoint: answers.
         host: address to listen on.
-        port: 0 for any that is free; the server's ``effective_port`` is the one.
+        port: 0 for any free port. The server's ``effective_port`` has its number.
 
     Raises:
         ConfigError: if the address is taken or not this machine's.

@@ -27,15 +27,15 @@ _LOCK_S = 10.0
 
 @contextmanager
 def locked(folder: Path, seconds: float, *kinds: _Kind) -> Iterator[_Kind | None]:
-    """Hold the lock of a folder; without effect if the file system has no locks.
+    """Hold the lock of a folder; without effect if the file system lacks locks.
 
     Args:
         folder: that exists.
         seconds: how long to wait for other processes that hold it.
-        kinds: to hold it alone, which is the default, or shared with others that do; the first of these that can be.
+        kinds: to hold it alone, which is the default, or shared with others that do. The first of these that can be.
 
     Yields:
-        How this process holds it; None if it does not.
+        How this process holds it. None if it does not.
     """
     descriptor = os.open(folder, os.O_RDONLY)
     give_up = time.monotonic() + seconds
@@ -55,7 +55,7 @@ def _lock(descriptor: int, flags: int) -> bool:
         fcntl.flock(descriptor, flags | fcntl.LOCK_NB)
     except BlockingIOError:
         return False
-    except OSError:  # there are no locks
+    except OSError:  # locks are not supported
         return True
     return True
 
@@ -82,10 +82,10 @@ def lock_folder(config: TrainConfig, lock: ExitStack, *kinds: _Kind) -> _Kind:
         folder.mkdir(parents=True, exist_ok=True)
         held = lock.enter_context(locked(folder, wait_s, *kinds))
     except OSError as error:
-        raise ConfigError(f"out (--out) is {config.out!r}: {error.strerror}; give a folder to write to") from error
+        raise ConfigError(f"out (--out) is {config.out!r}: {error.strerror}. Give a folder to write to") from error
     if held is None:
         raise ConfigError(
-            f"out (--out) is {config.out!r}: another run writes to it; wait for its end, or give another folder"
+            f"out (--out) is {config.out!r}: another run writes to it. Wait for its end, or give another folder"
         )
     return held
 
@@ -98,5 +98,5 @@ def replaced(path: Path) -> Iterator[Path]:
             yield partial
     except OSError as error:
         raise ConfigError(
-            f"out (--out) is {str(path.parent)!r}: {os_fault(error)}; give a folder to write to, or make room in it"
+            f"out (--out) is {str(path.parent)!r}: {os_fault(error)}. Give a folder to write to, or make room in it"
         ) from error

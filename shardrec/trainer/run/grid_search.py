@@ -1,4 +1,4 @@
-"""A sweep: runs over a grid of options and some seeds, compared on held-out rows; the best is tested when asked for.
+"""A sweep: runs over a grid of options and some seeds, compared on held-out rows. The best is tested when asked for.
 
 ::
 
@@ -6,7 +6,7 @@
                                                   test.json: metrics of the test files, of the best options only
     DIR/sweep.json, sweep.png                     all of them together
 
-The same call goes on where it ended: runs that have metrics are read, one with a checkpoint goes on from it.
+The same call continues where it ended: runs that have metrics are read, and a run with a checkpoint continues from it.
 """
 
 from __future__ import annotations
@@ -45,9 +45,9 @@ class Sweep:
 
     Attributes:
         metric: what the settings were compared by, on held-out rows.
-        scores: of each setting, by its name, the metric of each seed's run; none of a setting that has failed.
+        scores: per setting, by its name, the metric of each seed's run. Settings that have failed are left out.
         best: name of the setting with the best mean.
-        test: metrics of the test files, of each seed's run with the best setting; empty without files or ``final``.
+        test: metrics of the test files, of each seed's run with the best setting. Empty without files or ``final``.
     """
 
     metric: str
@@ -57,7 +57,7 @@ class Sweep:
 
 
 def parse_grid(texts: Sequence[str]) -> dict[str, list[object]]:
-    """``["lr=0.1,0.01", "model_args.hidden=[64],[128, 64]"]`` as the values of each option, which are YAML.
+    """``["lr=0.1,0.01", "model_args.hidden=[64],[128, 64]"]`` as the values per option, which are YAML.
 
     Raises:
         ConfigError: for another form, an option twice, a value twice, or an option that the sweep gives itself.
@@ -89,17 +89,17 @@ def run_sweep(
     """Make the runs that are missing, and write the results.
 
     Args:
-        config: what the runs have in common. They are compared by its ``monitor``, which is needed; its test files are
+        config: what the runs have in common. They are compared by its ``monitor``, which is needed. Its test files are
             read for the best setting only, with ``final``.
         grid: values of options, or of ``model_args.NAME``.
-        seeds: runs of each setting, with seeds from ``config.seed`` on.
+        seeds: runs per setting, with seeds from ``config.seed`` on.
         out: the sweep's folder.
         final: test the best setting's runs; without, no metric of the test files is computed.
         debug: keep tracebacks.
 
     Raises:
-        ConfigError: without a monitor, or a checkpoint to test; if a folder has a run of other options; under torchrun.
-        ShardrecError: that of the last run, if all settings have failed.
+        ConfigError: without a monitor, or a checkpoint to test; if a folder has a run of other options. Under torchrun.
+        ShardrecError: of the last run, if all settings have failed.
     """
     if launched_rank() is not None:
         raise ConfigError(
@@ -107,7 +107,7 @@ def run_sweep(
         )
     if config.feed is not None:
         raise ConfigError(
-            f"data is {config.data!r}, and a sweep compares runs by the same held-out rows, which a feed has none of: "
+            f"data is {config.data!r}, and a sweep compares runs by the same held-out rows, which a feed lacks: "
             "give its files, without 'feed:', and monitor (--monitor)"
         )
     labels = config.features is not None and bool(read_spec(Path(config.features)).labels)
@@ -181,9 +181,7 @@ def _score(run: TrainConfig, metric: str, title: str, debug: bool) -> float:
         train(run, resume=(folder / FILE).is_file(), debug=debug)
     score = read_json(folder / METRICS)["final"].get(metric)
     if score is None:
-        raise ConfigError(
-            f"monitor is {run.monitor!r}, and the held-out rows of {folder} have no {metric}: give another"
-        )
+        raise ConfigError(f"monitor is {run.monitor!r}, and the held-out rows of {folder} lack {metric}: give another")
     return float(score)
 
 

@@ -28,7 +28,7 @@ __all__ = ["Progressive", "check_monitor", "evaluate", "gather_rows"]
 def evaluate(
     model: nn.Module, batches: Iterable[ClickBatch], device: torch.device, *, k: int = 10, tasks: Sequence[Task] = ()
 ) -> ClickMetrics | TaskMetrics:
-    """Score ``model`` on this rank's batches and those of all the others; every rank calls it and gets the same.
+    """Score ``model`` on the batches of all ranks. Every rank calls it and gets the same result.
 
     Args:
         model: from (dense, sparse) to (B, 1) logits, or the columns of the tasks.
@@ -110,7 +110,7 @@ class Progressive:
         self._scored: deque[Tensor] = deque()
 
     def scoring(self, model: nn.Module, labels: Tensor) -> Callable[..., Tensor]:
-        """The model, for one call on the rows with these labels, (B,), whose logits are then kept."""
+        """The model, for one call on the rows with these labels, (B,). The logits are then kept."""
 
         def forward(*inputs: object) -> Tensor:
             logits: Tensor = model(*inputs)
@@ -120,7 +120,7 @@ class Progressive:
         return forward
 
     def metrics(self) -> ClickMetrics | None:
-        """Of the last rows of all ranks; None if there are none. Collective.
+        """Of the last rows of all ranks. None without rows. Collective.
 
         Raises:
             ConfigError: for scores that are not numbers.
@@ -138,7 +138,7 @@ class Progressive:
         self._scored, self._rows = deque([rows]), rows.size(1)
 
     def _add(self, rows: Tensor) -> None:
-        if not rows.size(1):  # as of a rank that has none of small arrivals
+        if not rows.size(1):  # for example a rank without rows of a small arrival
             return
         self._scored.append(rows)
         self._rows += rows.size(1)

@@ -28,7 +28,7 @@ def start_from(config: TrainConfig, spec: FeatureSpec, model: ShardedModel, rank
     Every rank calls it.
 
     Raises:
-        ConfigError: on every rank, if there is none, or the rows of a table are of other ids there; as
+        ConfigError: on every rank, if it does not exist, or the rows of a table are of other ids there; as
             :func:`shardrec.warm_start`.
         CheckpointError: on every rank, if it is damaged.
     """
@@ -82,7 +82,8 @@ def _features(config: TrainConfig, spec: FeatureSpec) -> dict[str, list[Feature]
 
 
 def _pairs(before: Sequence[Feature], after: Sequence[Feature]) -> Iterator[tuple[Feature, Feature]]:
-    """A feature of a table with that of its former table: the one whose table it is, and others by their names."""
+    """A feature of a table with the feature of its former table: the feature that owns the table, and others by their
+    names."""
     old = {feature.share and feature.name: feature for feature in before}
     for feature in after:
         if (key := feature.share and feature.name) in old:
@@ -90,9 +91,9 @@ def _pairs(before: Sequence[Feature], after: Sequence[Feature]) -> Iterator[tupl
 
 
 def _other_ids(pairs: list[tuple[Feature, Feature]]) -> Iterator[str]:
-    """What would make a row of a table that of another id."""
+    """What would give a row of a table to another id."""
     for old, new in pairs:
-        if new.share is not None:  # the same as of the feature whose table it is
+        if new.share is not None:  # the same as for the feature that owns the table
             continue
         common = min(len(old.values), len(new.values))
         was, rule = (
@@ -108,7 +109,7 @@ def _other_ids(pairs: list[tuple[Feature, Feature]]) -> Iterator[str]:
         for name in [name for name in rule if rule[name] != was[name]][:1]:
             yield (
                 f"feature {new.name!r} has {name}: {rule[name]!r:.60}, and {old.name!r} of that run {was[name]!r:.60}, "
-                "so that rows are of other ids; give that (new values at a vocabulary's end), or another name to the "
+                "so that rows are of other ids. Give that (new values at a vocabulary's end), or another name to the "
                 "feature, which is then new"
             )
 
@@ -128,13 +129,13 @@ def _other_places(pairs: list[tuple[Feature, Feature]], before: FeatureSpec, aft
             new = iter(feature.name for feature in are if feature.name not in old_of)
             wanted = [kept.get(place) or next(new) for place in range(len(were))]
         if wanted != [feature.name for feature in are if feature.name in wanted]:
-            yield f"the features are in another order, which dense layers depend on; give it as {', '.join(wanted)}"
+            yield f"the features are in another order, which dense layers depend on. Give it as {', '.join(wanted)}"
     old_places = {task.name: place for place, task in enumerate(before.labels)}
     for place, task in enumerate(after.labels):
         if old_places.get(task.name, place) != place:
             yield (
                 f"label {task.name!r} is number {place + 1} of the labels, and was number {old_places[task.name] + 1}: "
-                "it would take another one's layers; give it that place, or another name"
+                "it would take another one's layers. Give it that place, or another name"
             )
 
 
@@ -142,7 +143,7 @@ def _other_values(pairs: list[tuple[Feature, Feature]], before: FeatureSpec, aft
     """What would make layers see other numbers for the same row of data.
 
     Where the values are in the files (column, separator, weights), how many of them are kept (max_length), and rules by
-    which ids come to be known (min_count, those of dynamic_ids) may differ: a value keeps its row, and its number.
+    which ids come to be known (min_count, options of dynamic_ids) may differ: a value keeps its row, and its number.
     """
     dense = {feature.name: feature for feature in before.dense}
     changed = [(old, new, "kind") for old, new in pairs if (old.kind == "weighted") != (new.kind == "weighted")]
@@ -153,5 +154,5 @@ def _other_values(pairs: list[tuple[Feature, Feature]], before: FeatureSpec, aft
     for old, new, name in changed:
         yield (
             f"feature {new.name!r} has {name}: {getattr(new, name)}, and {old.name!r} of that run had "
-            f"{getattr(old, name)}, so that layers would see other numbers; give that"
+            f"{getattr(old, name)}, so that layers would see other numbers. Give that"
         )

@@ -23,19 +23,20 @@ def train(config: TrainConfig, *, resume: bool = False, debug: bool = False) -> 
 
     Ranks that this function starts are started again when one has died, was stopped or did not join in time, and
     continue from the last checkpoint: ``max_restarts`` times without a new one. Errors of options or data would come
-    back, and are raised at once.
+    back, and are raised immediately.
 
     Args:
         config: the run.
-        resume: continue from the last checkpoint in ``config.out``, or begin if there is none. Implied if torchrun
+        resume: continue from the last checkpoint in ``config.out``, or begin without one. Implied if torchrun
             restarts the run, and for elastic replicas, which share the folder.
         debug: keep the ranks' tracebacks.
 
     Raises:
-        ConfigError: without ``resume`` also if ``config.out`` holds checkpoints, with it if there is no ``config.out``.
+        ConfigError: without ``resume`` also if ``config.out`` holds checkpoints, with it if ``config.out`` does not
+            exist.
         VersionError: if the packages of the extra ``train`` are not installed.
         ShardrecError: if the run failed; of several ranks' errors, the first that is not about another rank.
-        RunStopped: if SIGTERM or Ctrl-C ended the run after it had saved; a KeyboardInterrupt.
+        RunStopped: if SIGTERM or Ctrl-C ended the run after it had saved. A KeyboardInterrupt.
         KeyboardInterrupt: if they ended it without a save.
     """
     check_extra("train")
@@ -72,19 +73,19 @@ def predict(
     device: str = "cpu",
     debug: bool = False,
 ) -> dict[str, Any] | None:
-    """Write a run's scores of all rows of some files as Parquet, in their order; called again, go on.
+    """Write a run's scores of all rows of some files as Parquet, in their order. Called again, continue.
 
     With ``top`` the rows need no item, and get lists ``items`` and ``scores`` of the best items, the best first.
 
     Args:
         run: folder of results of :func:`train`.
-        data: files with the run's features; labels need not be there.
+        data: files with the run's features. Labels need not be there.
         out: folder, or URL of one.
-        keys: columns of the files to write beside the scores; None for that of the groups, if the run's rows have any.
+        keys: columns of the files to write beside the scores. None for that of the groups, if the run's rows have any.
         top: how many of the best items to write for each row.
         exclude_seen: leave out the items that a row has in the features that share the item's table.
-        on_bad_row: "error" or "skip"; None for what the run was told.
-        nproc: ranks to start; under torchrun, its ranks are joined.
+        on_bad_row: "error" or "skip". None for the run's own setting.
+        nproc: ranks to start. Under torchrun, its ranks are joined.
         device: "cpu" or "cuda".
         debug: keep the ranks' tracebacks.
 
@@ -122,7 +123,7 @@ def _check_out(config: TrainConfig, resume: bool) -> None:
         raise ConfigError("resume (--resume) is for a run that has a folder: name it (--out)")
     if not resume and _saved(config):
         raise ConfigError(
-            f"out (--out) is {config.out!r}, which holds the checkpoints of a run: go on with it (--resume), or give "
+            f"out (--out) is {config.out!r}, which holds the checkpoints of a run: continue it (--resume), or give "
             "another folder"
         )
 

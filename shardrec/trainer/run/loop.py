@@ -1,8 +1,8 @@
 """The training loop: batches in, steps made, curve out.
 
 A step's gradients are means over the ranks of the means over their rows, of all the batches of the step together. Ranks
-have equally many rows in every step but perhaps the last one of an epoch, whose few rows weigh a little more. Where
-rows have weights or lack labels, the gradient is that of the weighted mean over the step's rows of all ranks.
+have equally many rows in every step except perhaps the last step of an epoch. Its few rows weigh a little more. Where
+rows have weights or lack labels, the gradient is the gradient of the weighted mean over the step's rows of all ranks.
 """
 
 from __future__ import annotations
@@ -41,10 +41,10 @@ _MAX_POINTS = 10_000
 
 @dataclass(frozen=True, kw_only=True)
 class Schedule:
-    """What happens at which step; a function of the step alone, so that all ranks agree.
+    """What happens at which step. A function of the step alone, so that all ranks agree.
 
     Args:
-        total_steps: of the run; 0 if it has no end.
+        total_steps: of the run. 0 if it does not end.
         evaluations: number of points, spread evenly, the last at the last step; of a run without an end, the steps from
             one to the next.
         warmup: steps in which the learning rates rise linearly, the last of them with the whole rates.
@@ -81,8 +81,8 @@ class StepPart(NamedTuple):
         batch: the batch.
         weight: factor of its mean loss, so that the mean over the step's batches is that over their rows.
         ends: whether it is the last one of the step.
-        sums: of the first one of a step: sums of the label weights of all its batches, float64 (T,); None where rows
-            count alike.
+        sums: of the first one of a step: sums of the label weights of all its batches, float64 (T,). None where rows
+            count equally.
         left_out: broken rows of this rank that were left out of the batches of the pass so far, by reason.
     """
 
@@ -100,7 +100,7 @@ def step_parts(
     *,
     weighs_labels: bool = False,
 ) -> Iterator[StepPart]:
-    """The batches, ``accumulate`` of them a step; the last step may have fewer.
+    """The batches, ``accumulate`` of them a step. The last step may have fewer.
 
     With ``weighs_labels`` their losses are divided by the sums of the step, and so have the weight 1.
     """
@@ -124,16 +124,16 @@ def train_epoch(
     after_step: Callable[[], None],
     replanner: Replanner | None = None,
 ) -> None:
-    """Make the steps of some batches; every rank calls it with equally many batches.
+    """Make the steps of some batches. Every rank calls it with equally many batches.
 
     Args:
         run: its progress is moved on, at the end to the next epoch.
-        batches: this rank's, those of the epoch that are left, from :func:`step_parts`.
+        batches: this rank's remaining batches of the epoch, from :func:`step_parts`.
         schedule: of evaluations and learning rates.
-        evaluate: held-out metrics, on every rank; of a feed, those of the last rows, None if they have none.
+        evaluate: held-out metrics, on every rank; of a feed, metrics of the last rows, None if undefined.
         display: is told of every step.
         after_point: is called when a point of the curve has been added.
-        after_step: is called when a step and its evaluation are over; may end the run by raising.
+        after_step: is called when a step and its evaluation are over. May end the run by raising.
         replanner: changes the plan before the step's evaluation.
     """
     progress = run.progress
@@ -187,7 +187,7 @@ def train_epoch(
     with progress.on_the_clock():
         for _, loss, part in steps:
             if run.elastic is not None and run.elastic.steps == progress.steps:
-                continue  # the step is lost, and progress is that of another replica
+                continue  # the step is lost, and progress comes from another replica
             progress.loss.add(loss)
             if run.elastic is None:
                 progress.rows += part.batch.size
@@ -205,7 +205,7 @@ def train_epoch(
             progress.steps += 1
             progress.epoch_steps += 1
             for scheduler in schedulers:
-                scheduler.last_epoch = progress.steps - 1  # progress may be that of another replica
+                scheduler.last_epoch = progress.steps - 1  # progress may come from another replica
                 scheduler.step()
             due = schedule.is_due(progress.steps)
             if event_every is not None:
@@ -216,7 +216,7 @@ def train_epoch(
                 shown = now
                 display.advance(progress.samples, now[1], mean, waits)
             if replanner is not None:
-                replanner.after_step()  # before the point, whose checkpoint is to have the new plan
+                replanner.after_step()  # before the point: its checkpoint is to have the new plan
             if due:
                 add_point()
             try:
@@ -225,14 +225,14 @@ def train_epoch(
                 steps.close()  # all ranks end here
                 raise
             if due and progress.stalled(run.config.patience):
-                steps.close()  # here, too: their metrics are the same
+                steps.close()  # also here: their metrics are the same
                 return
-    if run.elastic is None or progress.epoch_steps:  # progress may be that of a replica whose epoch is over
+    if run.elastic is None or progress.epoch_steps:  # progress may come from a replica that has ended its epoch
         progress.next_epoch()
 
 
 def failing_together(batches: Iterator[T], model: ShardedModel) -> Iterator[T]:
-    """The batches; an error in making one is raised here, and on all the other ranks at the step that they are in.
+    """The batches. An error in making one is raised here, and on all the other ranks at the step that they are in.
 
     A rank that fails alone, at a broken row among its own, would leave the others waiting in the next exchange.
     """

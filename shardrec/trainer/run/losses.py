@@ -1,9 +1,9 @@
-"""Losses of a batch: of each row's logit, of the order of the rows in a group, or the model's own.
+"""Losses of a batch: of the rows' logits, of the order of the rows in a group, or the model's own.
 
 A rank's batch knows its own rows only: a group that is spread over ranks or steps counts as several. No loss makes the
 host wait for the device.
 
-Legend: B rows; a group's number is at most B - 1.
+Legend: B rows. A group's number is at most B - 1.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ def batch_loss(
         name: ``bce``, ``softmax``, ``pairwise``, or ``model`` for the own one of a model from :func:`with_own_loss`.
         model: from (dense, sparse) to (B,) or (B, 1) logits.
         batch: where the model is.
-        tasks: of data with several labels, whose losses are added up in place of ``bce``.
-        divisors: of the sums over the rows of these; called after the forward. See :func:`task_loss`.
+        tasks: of data with several labels. Their losses are added up instead of ``bce``.
+        divisors: of the sums over the rows of these. Called after the forward. See :func:`task_loss`.
     """
     if name == "model":
         return _scalar(model(batch.dense, batch.sparse, batch.labels))
@@ -52,7 +52,7 @@ def batch_loss(
 
 
 def with_own_loss(model: nn.Module, name: str) -> nn.Module:
-    """The same module, whose forward gives its ``loss(dense, sparse, labels)`` when it is called with labels.
+    """The same module with a forward that gives its ``loss(dense, sparse, labels)`` when it is called with labels.
 
     A loss that calls other parts of a model than its forward has to run inside of the forward: only there do the
     lookups of several calls share an exchange. The module gets a subclass of its own class, so that the names of its
@@ -135,7 +135,7 @@ def softmax_loss(logits: Tensor, labels: Tensor, groups: Tensor) -> Tensor:
 
 
 def pairwise_loss(logits: Tensor, labels: Tensor, groups: Tensor) -> Tensor:
-    """``softplus(other - clicked)`` of each clicked row and one other row of its group, drawn at random.
+    """``softplus(other - clicked)`` per clicked row and another row of its group, drawn at random.
 
     "BPR: Bayesian Personalized Ranking from Implicit Feedback", Rendle et al., 2009.
 
@@ -145,7 +145,7 @@ def pairwise_loss(logits: Tensor, labels: Tensor, groups: Tensor) -> Tensor:
         groups: int64 (B,), the same for the rows of a group.
 
     Returns:
-        The mean over the clicked rows whose group has another row, in nats; 0, with gradients of 0, without any.
+        The mean over the clicked rows with another row in their group, in nats. 0, with gradients of 0, without any.
     """
     scores, group = logits.view(-1).float(), _numbered(groups)
     count = scores.numel()

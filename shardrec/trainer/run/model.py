@@ -70,11 +70,11 @@ def build_model(config: TrainConfig, schema: ClickSchema) -> nn.Module:
         schema: names and table sizes of the features.
 
     Returns:
-        A module from (dense (B, D) float32, sparse KeyedJaggedTensor) to (B,) or (B, 1) logits; a built-in one has its
+        A module from (dense (B, D) float32, sparse KeyedJaggedTensor) to (B,) or (B, 1) logits. A built-in one has its
         tables on meta, the rest on the CPU.
 
     Raises:
-        ConfigError: if there is no such model, it does not take such arguments, or it makes something else.
+        ConfigError: if the model does not exist, does not take such arguments, or makes something else.
     """
     make = _model_class(config.model)
     arguments = _arguments(config, make)
@@ -84,7 +84,7 @@ def build_model(config: TrainConfig, schema: ClickSchema) -> nn.Module:
         arguments_text = "".join(f", {name}={value!r}" for name, value in arguments.items())
         call = f"{config.model.rpartition(':')[2]}(schema{arguments_text})"
         raise ConfigError(
-            f"model (--model) is {config.model!r}: {call} fails ({error}); a model takes a "
+            f"model (--model) is {config.model!r}: {call} fails ({error}). A model takes a "
             "shardrec.trainer.data.ClickSchema and, by name, what model_args (--model-arg) gives"
         ) from error
     if not isinstance(model, nn.Module):
@@ -113,14 +113,14 @@ def _check_tables(name: str, model: nn.Module, schema: ClickSchema) -> None:
 
 
 def _model_class(name: str) -> Callable[..., object]:
-    """The class of a built-in model, or ``package.module:Model``, looked for in the working directory, too."""
+    """The class of a built-in model, or ``package.module:Model``, also looked for in the working directory."""
     module_name, _, attribute = MODELS.get(name, name).partition(":")
     if name not in MODELS and "" not in sys.path and os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())
     try:
         make: Callable[..., object] = getattr(importlib.import_module(module_name), attribute)
     except (ImportError, AttributeError) as error:
-        raise ConfigError(f"model (--model) is {name!r}: {error}; give package.module:Model") from error
+        raise ConfigError(f"model (--model) is {name!r}: {error}. Give package.module:Model") from error
     return make
 
 
@@ -143,7 +143,7 @@ def _arguments(config: TrainConfig, make: Callable[..., object]) -> dict[str, ob
         if value == type(config).model_fields[option].default:
             continue  # as all the built-in models have it
         if name not in names or name in arguments:
-            reason = f"model_args gives {name}, too" if name in arguments else f"model {config.model!r} has no {name}"
+            reason = f"model_args also gives {name}" if name in arguments else f"model {config.model!r} has no {name}"
             raise ConfigError(f"{option} ({flag(option)}) is {value!r} and {reason}: leave it out")
         arguments[name] = value
     for name in arguments:
@@ -158,7 +158,7 @@ def _arguments(config: TrainConfig, make: Callable[..., object]) -> dict[str, ob
 
 
 def _as_hinted(model: str, name: str, value: object, hint: Any) -> object:
-    """A value as its annotation has it, such as a tuple where YAML has lists; one that pydantic does not know as is."""
+    """A value as its annotation has it, such as a tuple where YAML has lists. One that pydantic does not know as is."""
     try:
         adapter: TypeAdapter[object] = TypeAdapter(hint, config=ConfigDict(arbitrary_types_allowed=True))
     except Exception:  # a class with a config of its own, or no type at all
@@ -171,7 +171,7 @@ def _as_hinted(model: str, name: str, value: object, hint: Any) -> object:
 
 
 def source_digest(name: str) -> str:
-    """SHA-256 of the file that defines a run's model, for its checkpoints; empty if there is no source."""
+    """SHA-256 of the file that defines a run's model, for its checkpoints. Empty without a source."""
     make = _model_class(name)
     home = make.__module__ if inspect.isclass(make) or inspect.isfunction(make) else name.partition(":")[0]
     try:
@@ -202,7 +202,7 @@ def export_fault(config: TrainConfig, model: nn.Module, schema: ClickSchema) -> 
 
     Args:
         config: of the run.
-        model: not sharded; it is compiled, and not run.
+        model: not sharded. It is compiled, and not run.
         schema: the features of a request.
     """
     if config.model in MODELS:

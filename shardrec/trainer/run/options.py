@@ -21,7 +21,7 @@ class Shown(NamedTuple):
         panel: the heading that it is under.
         help: for people, in one line.
         metavar: stands for the value.
-        choices: values that there are, of texts and lists of texts; empty if others can be given.
+        choices: values that there are, of texts and lists of texts. Empty if others can be given.
     """
 
     panel: str
@@ -35,8 +35,8 @@ def option(default: object, *, help: str | None = None, metavar: str | None = No
 
     Args:
         default: its value if it is not given.
-        help: for people; default: the field's docstring.
-        metavar: stands for the value in the help; default: the choices.
+        help: for people. Default: the field's docstring.
+        metavar: stands for the value in the help. Default: the choices.
         limits: of a number, as pydantic's ``Field`` takes them.
     """
     return Field(default, description=help, json_schema_extra={"metavar": metavar}, **limits)
@@ -49,7 +49,7 @@ class Options(BaseModel):
     the help.
 
     Raises:
-        ConfigError: naming each option that cannot be honoured, its value and what it may be.
+        ConfigError: naming each option that cannot be honoured, its value and the valid values.
     """
 
     model_config = ConfigDict(
@@ -147,14 +147,14 @@ def _joined(item: object) -> str:
 
 
 def _explained(error: ValidationError, values: Mapping[str, object], options: type[Options]) -> str:
-    """Each option that is wrong, its value and what it may be."""
+    """Each option that is wrong, its value and the valid values."""
     faults: dict[str, str] = {}
     known = [*options.model_fields]
     for fault in error.errors():
         name = str(fault["loc"][0])
         if name not in known:
             close = difflib.get_close_matches(name, known, n=1)
-            text = f"{name} ({flag(name)}) is no option" + (f": did you mean {close[0]!r}?" if close else "")
+            text = f"{name} ({flag(name)}) is not an option" + (f": did you mean {close[0]!r}?" if close else "")
         else:
             wanted = fault["msg"].removeprefix("Value error, ")
             wanted = wanted.replace("Input should", "each should" if fault["loc"][1:] else "it should")
@@ -175,5 +175,5 @@ def together(faults: list[str]) -> str:
 
 
 def flag(name: str) -> str:
-    """The command line's spelling of an option; one of several arguments is given at a time."""
+    """The command line's spelling of an option. One of several arguments is given at a time."""
     return "--" + name.replace("_", "-").replace("args", "arg")

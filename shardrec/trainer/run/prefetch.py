@@ -1,4 +1,4 @@
-"""Prepares batches ahead, on a separate thread, while the model computes; of elastic replicas, a share of each step.
+"""Prepares batches ahead, on a separate thread, while the model computes. For elastic replicas, a share per step.
 
 ::
 
@@ -12,7 +12,7 @@ The batches of a step are spread over the replicas that are there when it begins
     rows of replica 0   first half           │ all ──────►│ first half
     rows of replica 1   second half ─ dies   │            │ joins: second half
 
-What a step trains on is the same whatever replicas there are, but for the rows of one that dies in it.
+A step trains on the same rows for any set of replicas, except the rows of a replica that dies in it.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _END: Any = object()
 
 
 class Prefetcher(Generic[T]):
-    """Iterates over ``source`` on a thread, up to ``depth`` items ahead; a context manager that ends the thread.
+    """Iterates over ``source`` on a thread, up to ``depth`` items ahead. A context manager that ends the thread.
 
     An error of the source is raised by the ``next()`` that would have given the item, after all the items before it.
 
@@ -54,12 +54,12 @@ class Prefetcher(Generic[T]):
         self._ahead: deque[Future[T]] = deque()
 
     def __enter__(self) -> Self:
-        for _ in range(self._depth + 1):  # those that may wait, and the one that is being made
+        for _ in range(self._depth + 1):  # the waiting batches, and the batch that is being made
             self._make_one()
         return self
 
     def __exit__(self, *error: object) -> None:
-        """Stop the thread; it may finish the item it is making first."""
+        """Stop the thread. It may finish the item it is making first."""
         self._thread.shutdown(cancel_futures=True)
 
     def __iter__(self) -> Self:
@@ -87,11 +87,11 @@ class Prefetcher(Generic[T]):
 
 
 class DealtParts(Prefetcher[T]):
-    """This rank's batches of an epoch. They are read anew whenever replicas have come or gone, or the progress has
-    become that of another replica; they end where that ends an epoch.
+    """This rank's batches of an epoch. They are read again whenever replicas have come or gone, or the progress has
+    become another replica's. They end where it ends an epoch.
 
     Args:
-        run: whose progress says which step is next.
+        run: its progress has the next step.
         model: of the run.
         read: gives the batches from there on, for a place among a number of replicas.
     """

@@ -41,7 +41,7 @@ class RecentMean:
         self._steps += 1
 
     def mean(self) -> float:
-        """Exponentially smoothed over the last few reads; every call reads what was added since."""
+        """Exponentially smoothed over the last few reads. Every call reads what was added since."""
         if self._steps:
             total = float(self._sum)
             mean = total / self._steps
@@ -60,11 +60,11 @@ class RecentMean:
         return mean
 
     def state(self) -> list[float | None]:
-        """All of it, JSON-compatible; nothing is read that would round a later sum otherwise."""
+        """All of it, JSON-compatible. Nothing is read that would round a later sum otherwise."""
         return [float(self._sum), self._steps, self._smooth, self._point_sum, self._point_steps]
 
     def load(self, state: Sequence[Any]) -> None:
-        """Go on from what :meth:`state` gave."""
+        """Continue from the result of :meth:`state`."""
         total, self._steps, self._smooth, self._point_sum, self._point_steps = state
         self._sum.fill_(total)
 
@@ -73,7 +73,7 @@ def undefined_monitor(watched: str, rows: int) -> ConfigError:
     """What is wrong where points are compared by a metric that some held-out rows do not have."""
     return ConfigError(
         f"patience (--patience) and the best checkpoint (--checkpoint best) compare points by {watched!r} (--monitor), "
-        f"and the {rows:,} held-out rows have none, for all or none of them, or in each group, were clicked: hold out "
+        f"and the {rows:,} held-out rows lack it, because all or none of them, or of any group, were clicked: hold out "
         "others (--valid), or give --monitor logloss"
     )
 
@@ -85,7 +85,7 @@ class Progress:
     Attributes:
         world_size: number of ranks.
         loss: of this rank.
-        grad_norms: of all ranks' gradients before they are clipped, by part of the model; empty without clipping.
+        grad_norms: of all ranks' gradients before they are clipped, by part of the model. Empty without clipping.
         steps: optimizer steps.
         epoch: epochs that are over.
         epoch_steps: steps in the present one, which say how many of its batches were read.
@@ -93,7 +93,7 @@ class Progress:
         seconds: time of the steps, without evaluations and checkpoints.
         curve: the points evaluated.
         evaluated_at: the step of the last of them.
-        best_step: the step of the best point that is saved; None if none is.
+        best_step: the step of the best point that is saved. None if none is.
         watched: metric of a :class:`CurvePoint` that decides which of two points is better.
     """
 
@@ -112,7 +112,7 @@ class Progress:
     _begin: float | None = field(default=None, init=False, repr=False)
 
     def stalled(self, patience: int | None) -> bool:
-        """Whether the last ``patience`` points of the curve were no better than one before; raises as ``improved``."""
+        """Whether the last ``patience`` points of the curve brought no improvement. Raises as ``improved``."""
         return patience is not None and not self.improved(patience)
 
     def improved(self, points: int = 1) -> bool:
@@ -148,7 +148,7 @@ class Progress:
 
     @contextmanager
     def off_the_clock(self) -> Iterator[None]:
-        """Inside of :meth:`on_the_clock`: leaves the time that passes inside out; elsewhere, does nothing."""
+        """Inside of :meth:`on_the_clock`: leaves the time that passes inside out. Elsewhere, does nothing."""
         runs = self._begin is not None
         self.seconds, self._begin = self.seconds_now(), None
         try:
@@ -172,11 +172,11 @@ class Progress:
         return {**self.state(), "rows": self.rows}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from what :meth:`state_dict` gave."""
+        """Continue from the result of :meth:`state_dict`."""
         self.load(state, state["rows"])
 
     def load(self, state: Mapping[str, Any], rows: int) -> None:
-        """Go on from what :meth:`state` gave."""
+        """Continue from the result of :meth:`state`."""
         for name in _KEPT:
             setattr(self, name, state.get(name))
         self.loss.load(state["loss"])

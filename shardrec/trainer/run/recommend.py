@@ -77,7 +77,7 @@ class Recommender:
 
         Args:
             queries_BD: of :meth:`asked`, as is ``seen``.
-            k: items of each row.
+            k: items per row.
             exclude_seen: whether those that a row has seen are left out.
         """
         import pyarrow as pa
@@ -102,7 +102,7 @@ class Recommender:
 
     @cached_property
     def _ids(self) -> pa.Array | None:
-        """The id of each row from 1 on; None where it is the row's number."""
+        """The id of each row from 1 on. None where it is the row's number."""
         import pyarrow as pa
 
         if self._item.coding == "number":

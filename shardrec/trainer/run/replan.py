@@ -1,4 +1,4 @@
-"""A plan that follows the data of a run (``--replan``): what it is made from, when, and what a change has won."""
+"""A plan that follows the data of a run (``--replan``): what it is made from, when, and the gain of a change."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from shardrec.trainer.run.run import Run
 __all__ = ["Replanner"]
 
 _SAMPLED = 4
-"""Last batches, whose ids the planner sees."""
+"""Number of last batches with ids that the planner sees."""
 
 
 class Replanner:
-    """Plans a run's model anew at an interval of steps. Every rank has one and calls it at the same steps.
+    """Plans a run's model again at an interval of steps. Every rank has one and calls it at the same steps.
 
     Args:
         run: its model gets the plans, its announcer is told of them.
         interval: steps from one plan to the next, in which a change has to pay for itself.
         display: keeps the figures of a change.
-        last_step: of the run, after which no plan is made; 0 if it has no end.
+        last_step: of the run, after which no plan is made. 0 if it does not end.
     """
 
     def __init__(self, run: Run, interval: int, display: Display, last_step: int = 0) -> None:
@@ -37,7 +37,7 @@ class Replanner:
         self._recent.append(features)
 
     def after_step(self) -> None:
-        """Plan anew if it is time; training goes on under the old plan if that fails."""
+        """Plan again if it is time. Training continues under the old plan if that fails."""
         progress, say = self._run.progress, self._run.announcer.say
         if progress.steps % self._interval:
             return

@@ -47,19 +47,19 @@ class CurvePoint:
     Attributes:
         samples: rows trained on so far, over all ranks.
         seconds: training time so far, without evaluations.
-        train_loss: rank 0's mean logloss since the point before, in nats per row; None where no step was made since.
-        auc: held-out area under the ROC curve; None of several tasks, as the next two, and of rows with one label.
+        train_loss: rank 0's mean logloss since the point before, in nats per row. None where no step was made since.
+        auc: held-out area under the ROC curve. None of several tasks, as the next two, and of rows with one label.
         logloss: held-out, in nats per row.
-        normalized_entropy: held-out; None of rows with one label.
+        normalized_entropy: held-out. None of rows with one label.
         rows: held-out rows behind them.
-        gauc: held-out area under the ROC curve inside the groups; None without groups.
-        ndcg: held-out normalized discounted cumulative gain of the groups' first ``top_k`` rows; None without groups.
+        gauc: held-out area under the ROC curve inside the groups. None without groups.
+        ndcg: held-out normalized discounted cumulative gain of the groups' first ``top_k`` rows. None without groups.
         grad_norms: mean norm of the steps' gradients since the point before, of the ``dense`` part and of the
-            ``tables``, before they were clipped; empty without ``clip``.
-        ids: of each table with dynamic ids, by its plan name: the counts of :meth:`shardrec.ShardedModel.id_stats`,
+            ``tables``, before they were clipped. Empty without ``clip``.
+        ids: per table with dynamic ids, by its plan name: the counts of :meth:`shardrec.ShardedModel.id_stats`,
             since the run began.
-        tasks: held-out metrics of several tasks, as :attr:`TaskMetrics.values`; empty of a single label.
-        progressive: whether the metrics are of rows of a feed, scored before they were trained on, in place of held-out
+        tasks: held-out metrics of several tasks, as :attr:`TaskMetrics.values`. Empty of a single label.
+        progressive: whether the metrics are of rows of a feed, scored before they were trained on, instead of held-out
             ones.
     """
 
@@ -90,12 +90,12 @@ class RunReport:
         config: the effective options.
         environment: versions, cores and ranks.
         source: the data, in words.
-        curve: points in order; the last one is before the final evaluation.
+        curve: points in order. The last one is before the final evaluation.
         final: metrics of the trained model on the test files, or else on the held-out rows.
-        optimum: the best metrics that any model can have on the same rows; None if unknown.
+        optimum: the best metrics that any model can have on the same rows. None if unknown.
         samples: rows trained on, over all ranks.
         steps: optimizer steps.
-        final_step: the one whose weights ``final`` is of; with ``checkpoint="best"``, that of the best point.
+        final_step: the step of the weights behind ``final``. With ``checkpoint="best"``, the best point's step.
         seconds: time of the steps, without evaluations.
         skipped: rows that were left out, by reason.
     """
@@ -156,14 +156,14 @@ def held_out_values(metrics: ClickMetrics | TaskMetrics) -> dict[str, Any]:
 
 
 def task_values(values: Mapping[str, float | int | None], *, all_of_them: bool = True) -> dict[str, str]:
-    """The metrics of tasks that people look at as text; or the loss and the first of each task."""
+    """The metrics of tasks as text for people, or the loss and the first metric per task."""
     ends = _SHOWN if all_of_them else ("/loss", *_HEADLINES)
     chosen = [name for name in values if f"/{name}".endswith(ends)]
     return {name: shown_metric(values[name]) for name in chosen}
 
 
 def environment(*, world_size: int, threads: int) -> dict[str, object]:
-    """Versions of what computes, and the machine's and the run's size."""
+    """Versions of the libraries, and the machine's and the run's size."""
     versions = {"shardrec": shardrec.__version__}
     for package in _PACKAGES:
         try:
@@ -183,7 +183,7 @@ def environment(*, world_size: int, threads: int) -> dict[str, object]:
 def metrics_table(report: RunReport) -> Table:
     """The final metrics beside the best possible ones and the gap between them.
 
-    Logits that rank are no log odds: without cross entropy of rows there are none of probabilities.
+    Logits that rank are not log odds. Without cross entropy of rows, metrics of probabilities are undefined.
     """
     final, optimum = report.final, report.optimum
     table = Table(report.final_rows, Column("model", justify="right"))

@@ -65,19 +65,19 @@ class Run:
         return nullcontext() if self.average is None else self.average.applied()
 
     def id_counts(self) -> dict[str, dict[str, int]]:
-        """As :meth:`shardrec.ShardedModel.id_stats`, since the run began. Every rank calls it; one collective."""
+        """As :meth:`shardrec.ShardedModel.id_stats`, since the run began. Every rank calls it. One collective."""
         return {
             table: {name: count + self._ids_before.get(table, {}).get(name, 0) for name, count in counts.items()}
             for table, counts in self.model.id_stats().items()
         }
 
     def load_id_counts(self, saved: Mapping[str, Mapping[str, int]]) -> None:
-        """Go on from what :meth:`id_counts` gave, over restarts. Every rank calls it."""
+        """Continue from the result of :meth:`id_counts`, over restarts. Every rank calls it."""
         self._ids_before = {
             table: {
                 name: saved.get(table, counts)[name] - count
                 for name, count in counts.items()
-                if name not in ("rows", "used")  # which are no counts since a beginning
+                if name not in ("rows", "used")  # which are not counts since a beginning
             }
             for table, counts in self.model.id_stats().items()
         }

@@ -40,7 +40,7 @@ class RunFolder:
 
     def __init__(self, path: Path) -> None:
         if not (path / FILE).is_file():
-            raise ConfigError(f"{path} holds no run: it has no {FILE}; give the folder of results of shardrec train")
+            raise ConfigError(f"{path} holds no run: it has no {FILE}. Give the folder of results of shardrec train")
         self.path = path
         config = load_config(path / FILE)
         if (path / SPEC).is_file():
@@ -50,14 +50,14 @@ class RunFolder:
 
     @property
     def metrics(self) -> dict[str, Any]:
-        """``metrics.json``; empty while the run has no results."""
+        """``metrics.json``. Empty while the run lacks results."""
         file = self.path / METRICS
         metrics: dict[str, Any] = read_json(file) if file.is_file() else {}
         return metrics
 
     @property
     def spec(self) -> FeatureSpec:
-        """What the columns of its data are; of generated rows, those of Criteo's files."""
+        """The columns of its data. For generated rows, the columns of Criteo's files."""
         # With torch.
         from shardrec.trainer.data.spec import FIRST_IDS, IDS
         from shardrec.trainer.run.source import spec_of
@@ -82,7 +82,7 @@ class RunFolder:
 
         Raises:
             CheckpointError: if all of them are damaged.
-            ConfigError: if there is none.
+            ConfigError: if it does not exist.
         """
         # With torch.
         from shardrec import Checkpoints, load_checkpoint, shard
@@ -109,7 +109,7 @@ class RunFolder:
         checkpoints = Checkpoints(self.path / CHECKPOINTS)
         loaded = checkpoints.load_last(sharded, optimizer)
         if loaded is None:
-            raise ConfigError(f"{self.path} has no checkpoint: train it with --checkpoint last, or --checkpoint-every")
+            raise ConfigError(f"{self.path} lacks a checkpoint: train it with --checkpoint last, or --checkpoint-every")
         changed = changed_source(self.config.model, loaded.extra)
         if changed:
             print(f"shardrec: warning: {changed}", file=sys.stderr, flush=True)
@@ -134,10 +134,10 @@ class RunFolder:
         """Metrics of the model on all rows of some files, or on the run's own held-out rows.
 
         Args:
-            data: files, as the run's; None for the rows that the run's final metrics are of.
-            on_bad_row: "error" or "skip"; None for what the run was told.
-            scored: is told of each batch's rows.
-            ranking: "rows", "catalogue" or "unseen"; None for what the run was told.
+            data: files, as the run's. None for the rows that the run's final metrics are of.
+            on_bad_row: "error" or "skip". None for the run's own setting.
+            scored: is called with each batch's rows.
+            ranking: "rows", "catalogue" or "unseen". None for the run's own setting.
 
         Returns:
             The metrics, and the rows that were left out, by reason.
@@ -152,7 +152,7 @@ class RunFolder:
         cpu = torch.device("cpu")
         config = self.config
         if data is None and config.feed is not None and config.test is None:
-            raise ConfigError(f"{self.path} was trained on a feed, which has no held-out rows: give files (--data)")
+            raise ConfigError(f"{self.path} was trained on a feed, which lacks held-out rows: give files (--data)")
         if data is not None and data.startswith(FEED):
             raise ConfigError(f"data (--data) is {data!r}, and only shardrec train takes a feed: leave 'feed:' out")
         if data is not None:
@@ -175,7 +175,7 @@ class RunFolder:
         return metrics, total_left_out(source.left_out)
 
     def following(self, source: str) -> ServedModel:
-        """The model of the run as it is published; needs no checkpoint.
+        """The model of the run as it is published. Needs no checkpoint.
 
         Args:
             source: folder or URL, ``--publish`` of the run.
@@ -190,7 +190,7 @@ class RunFolder:
 
         model = build_model(self.config, self.schema)
         dynamic = dynamic_tables(self.spec, model)
-        if dynamic:  # whose rows are evicted with their optimizer's states only
+        if dynamic:  # their rows are evicted with their optimizer's states only
             fuse_optimizer(model, self.config)
         plan = ShardingPlan.load(self.path / PLAN).on_one_rank() if dynamic else None
         served = quantize(shard(model, plan, dynamic_ids=dynamic), self.config.publish_weights)
@@ -208,7 +208,7 @@ class RunFolder:
         return Endpoint(model, spec, about, loss=self.config.loss, example=example)
 
     def export(self, target: Target, out: Path, weights: str = "fp32") -> Path:
-        """Write the model for serving, with its tables in inference kernels; see :mod:`shardrec.serve`.
+        """Write the model for serving, with its tables in inference kernels. See :mod:`shardrec.serve`.
 
         Args:
             target: what to write.
@@ -221,7 +221,7 @@ class RunFolder:
         from shardrec import serve  # with torch, too
 
         if not out.parent.is_dir():
-            raise ConfigError(f"{out} cannot be written, for {out.parent} is no folder: make it first")
+            raise ConfigError(f"{out} cannot be written, because {out.parent} is not a folder: make it first")
         schema = self.schema
         served = serve.quantize(self.model(), weights)
         keys = list(schema.sparse_names)
@@ -257,7 +257,7 @@ class RunFolder:
             from shardrec import ShardingPlan  # for runs that have a plan
 
             summary["plan"] = cuts_of(ShardingPlan.load(self.path / PLAN))
-        pending = {"results": f"none yet; go on with shardrec train --resume --out {self.path}"}
+        pending = {"results": f"none yet: continue with shardrec train --resume --out {self.path}"}
         return {**summary, **(results or pending)}
 
 
@@ -287,7 +287,7 @@ def cuts_of(plan: ShardingPlan) -> str:
 
 
 def differing(left: TrainConfig, right: TrainConfig) -> Mapping[str, tuple[object, object]]:
-    """The options that two runs differ in, but for their folders; of feature specs, the contents count."""
+    """The options that two runs differ in, except their folders. For feature specs, the contents count."""
     first, second = left.to_mapping(), right.to_mapping()
     specs = {Path(config.features).read_bytes() if config.features else b"" for config in (left, right)}
     same = {"out"} | ({"features"} if len(specs) == 1 else set())

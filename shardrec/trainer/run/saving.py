@@ -1,7 +1,7 @@
 """Decides when a run saves and when it ends early, and saves the state that it needs to resume bit-identically.
 
-Steps are the same on all ranks; clocks, signals and the end of a write are not. On these the ranks agree about
-twice a second, in one all-reduce of six numbers, whose result also says after how many steps the next one is:
+Steps are the same on all ranks. Clocks, signals and the end of a write are not. On these the ranks agree about
+twice a second, in one all-reduce of six numbers. Its result also says after how many steps the next one is:
 
     step      … 41    42    43    44 …                              (a signal on rank 1 in step 42)
     rank 0         │     │     │  ├─ all-reduce(max): end ─► save, leave
@@ -42,8 +42,8 @@ class Saver:
     """Saves a run, and restores it. Every rank has one and calls it at the same steps.
 
     Args:
-        run: its model, optimizers, progress, counts of ids and of rows left out are saved, and its model is published;
-            its announcer is told of a checkpoint once that is on disk.
+        run: its model, optimizers, progress, counts of ids and of rows left out are saved, and its model is published.
+            Its announcer is told of a checkpoint once that is on disk.
     """
 
     def __init__(self, run: Run) -> None:
@@ -77,7 +77,7 @@ class Saver:
         """Put the last good checkpoint into the model, the optimizers, the source and the progress.
 
         On another number of ranks the rows before it are counted as if these ranks had read them, and random numbers
-        begin anew from the seed.
+        begin again from the seed.
 
         Raises:
             ConfigError: if it is one of a run with other options, or of the middle of an older version's epoch.
@@ -115,7 +115,7 @@ class Saver:
         changed = changed_source(self._config.model, loaded.extra)
         if changed:
             self._run.announcer.say(f"warning: {changed}")
-        self._run.announcer.say(f"going on from the checkpoint of step {loaded.step:,}")
+        self._run.announcer.say(f"continuing from the checkpoint of step {loaded.step:,}")
 
     def watching(self) -> AbstractContextManager[object]:
         """Inside, SIGTERM and Ctrl-C end the run after a step and a save, if it saves at all before its end."""
@@ -160,7 +160,7 @@ class Saver:
         """Save and publish the trained model, if the options ask for it, and wait until that is done.
 
         Returns:
-            The step whose weights the model then has: the best one's, if these are kept.
+            The step of the weights that the model then has: the best step, if its weights are kept.
         """
         step = self._save_last()
         if self._publisher is not None:
@@ -177,14 +177,14 @@ class Saver:
             return steps
         path = None if best is None else self._checkpoints.paths().get(best)
         if not same_everywhere(str(path or ""), self._place):
-            self._run.announcer.say("the best point has no checkpoint: the final metrics are of the last weights")
+            self._run.announcer.say("the best point lacks a checkpoint: the final metrics are of the last weights")
             return steps
         load_checkpoint(str(path), self._run.model, self._run.optimizer)
         return best or steps
 
     def _agree(self) -> tuple[bool, bool, bool]:
-        """(whether to end, whether a save is due by the clock, whether a publish is), the same on all ranks;
-        acknowledges what is written."""
+        """(whether to end, whether a save is due by the clock, whether a publish is), the same on all ranks.
+        Acknowledges what is written."""
         now, steps = time.monotonic(), self._progress.steps
         wait_s, publish_s = self._config.checkpoint_seconds, self._config.publish_interval[1]
         pace = (now - self._agreed_at) / max(1, steps - self._agreed_step)
@@ -209,7 +209,7 @@ class Saver:
         return bool(ends), bool(timely), bool(publish_timely and not publishing)
 
     def _publish(self, step: int) -> None:
-        """Begin to publish; the evaluated weights, which a run may average."""
+        """Begin to publish. The evaluated weights, which a run may average."""
         assert self._publisher is not None, "a publish is due"
         self._wait_for_publish()
         with self._run.evaluated():
@@ -217,11 +217,11 @@ class Saver:
         self._published_at, self._published_step = time.monotonic(), step
 
     def _wait_for_publish(self) -> None:
-        """Training goes on after a publish that failed, on all ranks: the next one is complete in itself."""
+        """Training continues after a publish that failed, on all ranks: the next version is complete in itself."""
         try:
             self._published.wait()
         except (CheckpointError, ConfigError) as error:
-            self._run.announcer.say(f"warning: nothing was published ({error}); the next version has all rows")
+            self._run.announcer.say(f"warning: nothing was published ({error}). The next version has all rows")
 
     def _save(self) -> None:
         """Begin to save, unless this step is saved."""
@@ -250,7 +250,7 @@ class Saver:
         self._saved_step, self._saved_at = steps, time.monotonic()
 
     def _is_to_save(self) -> bool:
-        """Whether this replica saves, which the first one does; it has then locked the checkpoints."""
+        """Whether this replica saves, which the first one does. It has then locked the checkpoints."""
         if self._run.elastic is None:
             return True
         if self._run.elastic.place:

@@ -57,7 +57,7 @@ _JOB, _MANIFEST = "_job.json", "_manifest.json"
 _ROWS = 2048
 """Of a batch: without gradients they need little memory."""
 _PART_BATCHES = 64
-"""Most batches of a part; fewer where ranks would have no part."""
+"""Most batches of a part. Fewer where ranks would be without a part."""
 
 
 class _Keyed(FeatureSpec):
@@ -68,7 +68,7 @@ class _Keyed(FeatureSpec):
 
     @model_validator(mode="after")
     def _fits(self) -> _Keyed:
-        """The run's spec was checked, and ``columns`` are of text files, whose check names a key that they lack."""
+        """The run's spec was checked, and ``columns`` are of text files. Their check names a key that they lack."""
         return self
 
     @cached_property
@@ -147,7 +147,7 @@ class _Top:
 
 
 def predict_rank(options: Mapping[str, Any]) -> dict[str, Any] | None:
-    """This rank's share; options and result as of :func:`shardrec.trainer.run.predict`."""
+    """This rank's share. Options and result as of :func:`shardrec.trainer.run.predict`."""
     folder, out = RunFolder(Path(options["run"])), Store(options["out"])
     config = folder.config.changed(device=options["device"])
     with joined_run(config.device, config.threads, timeout=config.timeout) as rank_info:
@@ -178,7 +178,7 @@ def predict_rank(options: Mapping[str, Any]) -> dict[str, Any] | None:
         complete: list[str] = []
 
         def written(batches: Iterator[_Scored]) -> Iterator[_Scored]:
-            """The batches; a part is written before the next one, at which all ranks raise what a rank raises."""
+            """The batches. A part is written before the next one, at which all ranks raise what a rank raises."""
             for item in chain(batches, (None,)):
                 while complete:
                     out.write(complete.pop(), _parquet(tables))
@@ -208,7 +208,7 @@ def _counted(path: str, spec: FeatureSpec, folder: Path) -> FileInfo:
 def _begin(
     out: Store, options: Mapping[str, Any], job: dict[str, Any], infos: Sequence[FileInfo], ranks: int
 ) -> dict[str, Any]:
-    """What is to be done, and which parts are; written down at the first start."""
+    """What is to be done, and which parts are. Written down at the first start."""
     try:
         files = [{**asdict(info), "groups": [*info.groups], "rows": sum(info.groups)} for info in infos]
         if twice := {*job["keys"]} & {*job["columns"]}:
@@ -239,7 +239,7 @@ def _begin(
 
 
 def _finish(out: Store, job: Mapping[str, Any], parts: Sequence[_Part]) -> dict[str, Any]:
-    """Write the manifest, with the rows of each part."""
+    """Write the manifest, with the rows per part."""
     import pyarrow.parquet as pq
 
     rows = {part.name: pq.read_metadata(io.BytesIO(out.read(part.name))).num_rows for part in parts}

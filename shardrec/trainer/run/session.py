@@ -5,7 +5,7 @@
     source ─► model on meta ─► plan ─► shard ─► epochs of steps, evaluations and saves ─► final metrics ─► results
               └ fused optimizers      └ dense optimizer, last checkpoint
 
-Every rank goes through all of it; the first one alone shows and writes.
+Every rank goes through all of it. The first one alone shows and writes.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ from shardrec.trainer.run.task_metrics import TaskMetrics
 __all__ = ["run_rank"]
 
 _CURVE_ROWS = 100_000
-"""Most held-out rows behind a point of the curve; all of the generated ones by default, few of a large file's."""
+"""Most held-out rows behind a point of the curve. All of the generated ones by default, few of a large file's."""
 
 _POLL_S = 0.5
 """Between two looks for rows of a feed."""
@@ -81,14 +81,14 @@ def run_rank(config: TrainConfig, *, resume: bool = False) -> RunReport | None:
     """Train as this process's rank, in the process group that the environment describes or alone.
 
     Args:
-        config: the run; rank 0's ``out``, which must be set there, holds for all.
-        resume: go on from the last checkpoint, if there is one.
+        config: the run. Rank 0's ``out``, which must be set there, holds for all.
+        resume: continue from the last checkpoint, if it exists.
 
     Returns:
-        The report, on rank 0; None if a feed had no rows that could be scored.
+        The report, on rank 0. None if a feed had no rows that could be scored.
 
     Raises:
-        ShardrecError: for options, data or peers that the run cannot go on with.
+        ShardrecError: for options, data or peers that the run cannot continue with.
         RunStopped: the run was told to end, and has saved.
     """
     with ExitStack() as lock:
@@ -106,9 +106,9 @@ def run_rank(config: TrainConfig, *, resume: bool = False) -> RunReport | None:
 def _run(
     config: TrainConfig, rank_info: RankInfo, folder: Path, resume: bool, lock: ExitStack, is_first: bool
 ) -> Callable[[], RunReport | None]:
-    """All that takes every rank; returns what is left to do for each alone, when the others are gone.
+    """All that takes every rank. Returns what is left to do for each alone, when the others are gone.
 
-    Of elastic replicas the first one to start makes the plan, while it holds ``lock`` alone; the others find it.
+    Of elastic replicas the first one to start makes the plan, while it holds ``lock`` alone. The others find it.
     """
     announcer = Announcer(speaks=rank_info.is_lead)
     plan = _as_started(config, rank_info, folder, joins=not is_first) if resume else None
@@ -156,7 +156,7 @@ def _run(
     if goes_on and phase == "new":
         saver.load()
     elif resume and elastic is None:  # as at the first start of a command with --resume, or in a folder by mistake
-        announcer.say(f"there is no checkpoint in {folder} to go on from: the run begins")
+        announcer.say(f"{folder} has no checkpoint to continue from: the run begins")
     if (config.init_from is not None or config.init_rows) and not goes_on:
         origin = ", ".join(filter(None, [config.init_from, *config.init_rows]))
         announcer.say(f"from {origin}:\n{start_from(config, spec, model, rank_info)}")
@@ -188,12 +188,12 @@ def _run(
 def _concluded(
     run: Run, saver: Saver, evaluate: Callable[[Iterable[ClickBatch]], ClickMetrics | TaskMetrics]
 ) -> Callable[[], RunReport | None]:
-    """Save and evaluate the trained model; returns the writing of the results, for each rank alone."""
+    """Save and evaluate the trained model. Returns the writing of the results, for each rank alone."""
     config, rank_info, source, model, announcer = run.config, run.rank_info, run.source, run.model, run.announcer
     final_step = saver.finish()
     if run.progressive is not None and config.test is None:
         scored = run.progressive.metrics()
-        if scored is None:  # such as where ranks of another number went on, and there was nothing more to train on
+        if scored is None:  # for example where another number of ranks continued with nothing more to train on
             announcer.say("the feed has ended without rows that were scored: no new results are written")
             return lambda: None
         final: ClickMetrics | TaskMetrics = scored
@@ -254,7 +254,7 @@ def _as_started(config: TrainConfig, rank_info: RankInfo, folder: Path, *, joins
     try:
         saved_plan = ShardingPlan.from_json(parse_json(plan))
     except ValueError as error:
-        raise ConfigError(f"{files[1]} is not the run's plan ({error}); start a new run in another folder") from error
+        raise ConfigError(f"{files[1]} is not the run's plan ({error}). Start a new run in another folder") from error
     if joins and saved_plan.world_size != rank_info.world_size:
         raise ConfigError(
             f"the replicas of the run in {folder} have {saved_plan.world_size} rank(s) each, and this one "
@@ -270,7 +270,8 @@ def _reading(rank_info: RankInfo) -> AbstractContextManager[Callable[[int], obje
 
 
 def _own_spec(config: TrainConfig, rank_info: RankInfo, folder: Path, resume: bool) -> FeatureSpec:
-    """The spec with what the rows decide, which the run's folder keeps: its ids' spellings and vocabularies from data.
+    """The spec with the properties that the rows decide, which the run's folder keeps: its ids' spellings and
+    vocabularies from data.
 
     The ranks decide together, each by its share of the files' row groups, and all meet the same fault.
     """
@@ -321,7 +322,7 @@ def _sharded_model(
         try:
             plan = ShardingPlan.load(config.plan)
         except OSError as error:
-            raise ConfigError(f"plan (--plan) is {config.plan!r}: {error.strerror}; give a plan.json") from error
+            raise ConfigError(f"plan (--plan) is {config.plan!r}: {error.strerror}. Give a plan.json") from error
         if plan.world_size != rank_info.world_size:
             raise ConfigError(
                 f"plan (--plan) is {config.plan!r}, which is for {plan.world_size} ranks, and there are "
@@ -357,8 +358,8 @@ def _sharded_model(
 
 
 def _alike_on_ranks(config: TrainConfig, rank_info: RankInfo, resume: bool) -> tuple[TrainConfig, bool]:
-    """The options, with the folder of the first rank; and whether to go on, which a launcher may tell only the ranks of
-    the host that had a fault.
+    """The options, with the folder of the first rank, and whether to continue, which a launcher may tell only the ranks
+    of the host that had a fault.
 
     Raises:
         ConfigError: on every rank, if a rank was started with other options.
@@ -381,13 +382,13 @@ def _watched(config: TrainConfig) -> str:
     """The metric of the curve that compares points.
 
     Raises:
-        ConfigError: if the rows have no groups, of which it would be, or several labels.
+        ConfigError: if the loss needs groups that the rows lack, or the rows have several labels.
     """
     spec = spec_of(config)
     if spec.labels:
         if config.loss != "bce" or config.monitor is not None:
             raise ConfigError(
-                f"the features (--features) name labels, whose own losses are added up, and loss (--loss) is "
+                f"the features (--features) name labels, which have losses of their own, and loss (--loss) is "
                 f"{config.loss!r}, monitor (--monitor) {config.monitor!r}: leave both out"
             )
         return "loss"
@@ -474,7 +475,7 @@ def _epochs(run: Run, saver: Saver) -> Iterator[int]:
 
 
 def _arrived(source: Source, config: TrainConfig, wait: Callable[[float], None]) -> bool:
-    """Wait until rows of the feed have arrived; False, on all ranks after as many looks, if it has ended."""
+    """Wait until rows of the feed have arrived. False, on all ranks after as many looks, if it has ended."""
     waited_s = 0.0
     while not source.poll(wait):
         if config.feed_idle is not None and waited_s >= config.feed_idle:

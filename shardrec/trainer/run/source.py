@@ -44,7 +44,7 @@ __all__ = ["Source", "decided_spec", "on_ranks", "spec_of", "total_left_out"]
 _SYNTHETIC_ROWS = 2_400_000
 _SYNTHETIC_HOLDOUT_ROWS = 100_000
 _SCORED_ROWS = 2048
-"""Rows to score at once on a rank, where a step has fewer: without gradients they need little memory."""
+"""Rows to score together on a rank, where a step has fewer: without gradients they need little memory."""
 
 _ROWS = "count of rows"
 """What ranks that agree about rows wait for, in messages."""
@@ -62,12 +62,12 @@ class Source:
     Args:
         config: which rows, and how many.
         rank_info: the rank.
-        spec: what the columns are; default: what the config's file says.
-        folder: of converted files, which all ranks see; default: one of each source's own, which is removed with it.
+        spec: what the columns are. Default: what the config's file says.
+        folder: of converted files, which all ranks see. Default: a folder per source, which is removed with it.
 
     Attributes:
-        left_out: broken rows of this rank that were left out, by reason, of each pass over some rows: ``train 0`` is
-            that of the first epoch, the others have the rows' name alone and are the longest ones, for they may end
+        left_out: broken rows of this rank that were left out, by reason, per pass over some rows: ``train 0`` is
+            the first epoch, the others have the rows' name alone and are the longest passes, because they may end
             early. Of a feed all passes count as the first.
         refused: records of a topic, after its last file, that are no rows, by reason; on the first rank, at the end.
 
@@ -95,7 +95,7 @@ class Source:
         self._data = None if config.feed is not None else _open(config, spec, folder)
         self._feed: Feed | None = None if config.feed is None else self._opened_feed(config, config.feed, spec)
         self._arrival: Arrival | None = None
-        # Held-out rows, and those of the final metrics, in files of their own: all their rows.
+        # Held-out rows, and rows of the final metrics, in files of their own: all their rows.
         self._valid, self._test = (
             None if files is None else _opened(config, files, spec, folder, needs_rows=False)
             for files in (config.valid, config.test)
@@ -108,12 +108,12 @@ class Source:
 
     @property
     def data(self) -> FileClickData | SyntheticClickData:
-        """The rows to train on, of a feed those that arrived last; and those held out that have no files."""
+        """The rows to train on (for a feed, the last arrivals), and held-out rows without files of their own."""
         assert self._data is not None, "rows have arrived"
         return self._data
 
     def poll(self, wait: Callable[[float], None] = time.sleep) -> bool:
-        """Whether there are rows of a feed to train on: those of the arrival under way, or else the next. Collective.
+        """Whether there are rows of a feed to train on: the present arrival's, or else the next arrival's. Collective.
 
         Args:
             wait: waits some seconds, before a feed that could not be reached is tried again.
@@ -136,7 +136,7 @@ class Source:
                 self.refused = {} if self._ingester is None else self._ingester.left_out
                 return False
             self.refused = {}
-            times = {**self._agreed_times(), **self._arrival.listing}  # those of the first reading, also after a resume
+            times = {**self._agreed_times(), **self._arrival.listing}  # as of the first reading, also after a resume
             self._arrival = replace(self._arrival, listing=times)
             self._data = self._arrival.rows
             oldest = max(NO_TIME, times["watermark"] - self._late_after)
@@ -156,14 +156,14 @@ class Source:
                 if last:
                     raise DataError(f"{error} (it was tried again for {waited_s:g} s, --timeout)") from error
                 if self._rank_info.is_lead:
-                    warnings.warn(f"{error}; it is tried again in {waits * _RETRY_S:g} s", stacklevel=2)
+                    warnings.warn(f"{error}. It is tried again in {waits * _RETRY_S:g} s", stacklevel=2)
             for _ in range(waits):  # in parts, in which a run saves, and notices that it is to end
                 wait(_RETRY_S)
             waited_s += waits * _RETRY_S
             waits = min(2 * waits, _MAX_WAITS)
 
     def latest(self) -> float:
-        """The largest event time of the rows that this rank has read, also ahead of training; ``NO_TIME`` for none."""
+        """The largest event time of the rows that this rank has read, also ahead of training. ``NO_TIME`` for none."""
         data = self._data
         self._latest = max(self._latest, data.latest if isinstance(data, FileClickData) else NO_TIME)
         return self._latest
@@ -183,7 +183,7 @@ class Source:
 
     @property
     def lag(self) -> int | None:
-        """Records that a topic had after those of the last file, on the first rank of a run on a topic."""
+        """Records that a topic had after the last file's, on the first rank of a run on a topic."""
         return None if self._ingester is None else self._ingester.lag
 
     def remove_before(self, position: Any) -> None:
@@ -230,7 +230,7 @@ class Source:
         if spec.labels:
             raise ConfigError(
                 f"data (--data) is {config.data!r}, and the features (--features) name several labels: the rows of a "
-                "feed are scored by one; give label: COLUMN"
+                "feed are scored by one. Give label: COLUMN"
             )
         if spec.event_time is None and (config.late_after, config.event_every) != (None, None):
             raise ConfigError(
@@ -253,7 +253,7 @@ class Source:
             ),
             gathered=partial(all_gather, ranks=self._rank_info, what=_ROWS),
             is_lead=self._rank_info.is_lead,
-            most=1 if source.startswith(TOPIC) else config.streams,  # so that a run that goes on has the same arrivals
+            most=1 if source.startswith(TOPIC) else config.streams,  # so that a resumed run has the same arrivals
             skips=config.on_bad_row == "skip",
             ingester=self._ingester,
         )
@@ -264,13 +264,13 @@ class Source:
         return self._data.skipped if isinstance(self._data, FileClickData) else {}
 
     def left_out_of(self, epoch: int, counts: Mapping[str, int]) -> None:
-        """Say how many rows of this rank an epoch has left out so far, since it began or the run went on."""
+        """Say how many rows of this rank an epoch has left out so far, since it began or the run was resumed."""
         name = f"train {epoch if self._feed is None else 0}"
         if counts:
             self.left_out[name] = dict(Counter(self._left_out_before.get(name, {})) + Counter(counts))
 
     def all_left_out(self) -> dict[str, dict[str, int]]:
-        """:attr:`left_out` over all ranks; every rank calls it."""
+        """:attr:`left_out` over all ranks. Every rank calls it."""
         total: dict[str, Counter[str]] = {}
         for left_out in all_gather(self.left_out, self._rank_info, _ROWS):
             for name, counts in left_out.items():
@@ -278,7 +278,7 @@ class Source:
         return {name: dict(counts) for name, counts in total.items()}
 
     def load_left_out(self, saved: Mapping[str, Mapping[str, int]]) -> None:
-        """Go on from what :meth:`all_left_out` gave: rank 0 has the rows that any rank left out of epochs."""
+        """Continue from the result of :meth:`all_left_out`: rank 0 has the rows that any rank left out of epochs."""
         if self._rank_info.is_lead:
             self.left_out = {name: counts for name, counts in saved.items() if name.startswith("train ")}
             self._left_out_before = dict(self.left_out)
@@ -288,10 +288,10 @@ class Source:
         return {name: [[info.path, info.digest] for info in data.files] for name, data in self._files.items()}
 
     def check_resumes(self, saved: Mapping[str, Any] | None, *, in_epoch: bool) -> None:
-        """Check that a run would go on with the rows that it was started with.
+        """Check that a run would continue with the rows that it was started with.
 
         Args:
-            saved: what :meth:`digests` gave; None in a checkpoint of an older version.
+            saved: what :meth:`digests` gave. None in a checkpoint of an older version.
             in_epoch: whether the checkpoint is of the middle of an epoch.
 
         Raises:
@@ -301,7 +301,7 @@ class Source:
         if saved is None and in_epoch and self._files:
             raise ConfigError(
                 "the last checkpoint was written in the middle of an epoch by a version of shardrec that read files in "
-                "another order: go on with that version, or start a new run in another folder (--out)"
+                "another order: continue with that version, or start a new run in another folder (--out)"
             )
         for name, files in self.digests().items():
             before = files if saved is None else saved.get(name, [])
@@ -317,7 +317,7 @@ class Source:
                     )
                 if digest != old:
                     raise DataError(
-                        f"data file {path} is not the one with which the run was started (checksum {digest}, then "
+                        f"data file {path} is not the file with which the run was started (checksum {digest}, then "
                         f"{old}): give that one, or start a new run in another folder (--out), which may have the "
                         "weights of this one (--init-from)"
                     )
@@ -350,7 +350,7 @@ class Source:
             data.count(partial(on_ranks, self._rank_info), parts=self._rank_info.world_size, progress=progress)
 
     def describe(self) -> str:
-        """The rows in words, and what would make reading them faster."""
+        """The rows in words, and a way to make reading them faster."""
         if self._feed is not None:
             return "rows, as they arrive"
         lines = [self.data.describe()]
@@ -371,7 +371,7 @@ class Source:
     def train_batches(
         self, first_step: int = 0, epoch: int = 0, *, replica: int = 0, replicas: int = 1
     ) -> Iterator[ClickBatch]:
-        """This rank's batches of an epoch, as many as every other rank has, without those of the first steps. The rows
+        """This rank's batches of an epoch, as many as every other rank has, without the first steps' batches. The rows
         of a step are spread over the ranks of all replicas that there are, ``replica`` is the place of this one."""
         rank_info, first = self._rank_info, first_step * self._accumulate
         ranks = rank_info.world_size * replicas
@@ -393,7 +393,7 @@ class Source:
             DataError: if no row of any rank can be read.
         """
         sampled: list[KeyedJaggedTensor] = []
-        for ranks in (self._ranks, 1):  # rank 0 may have none but broken rows
+        for ranks in (self._ranks, 1):  # rank 0 may have only broken rows
             if not sampled:
                 batches = self.data.train_batches(0, ranks, self.batch_size, global_rows=self._batch_rows)
                 sampled = [batch.sparse for batch in islice((made for made in batches if made.size), count)]
@@ -422,7 +422,7 @@ class Source:
         return self._counted(files, data, islice(batches, None if limit is None else -(-limit // rows)))
 
     def best_metrics(self) -> ClickMetrics | None:
-        """The best that any model can have on the held-out rows; None for data whose optimum is unknown."""
+        """The best that any model can have on the held-out rows. None for data with an unknown optimum."""
         return self._data.best_metrics().holdout if isinstance(self._data, SyntheticClickData) else None
 
     def _counted(
@@ -435,7 +435,7 @@ class Source:
 
 
 def total_left_out(left_out: Mapping[str, Mapping[str, int]]) -> dict[str, int]:
-    """The rows left out, by reason: those of the files, however often they were read."""
+    """The rows left out of the files, by reason, however often they were read."""
     longest: dict[str, Mapping[str, int]] = {}
     for name, counts in left_out.items():
         rows = name.partition(" ")[0]
@@ -457,9 +457,9 @@ def decided_spec(
     folder: Path,
     progress: Callable[[int], object] = lambda count: None,
 ) -> FeatureSpec:
-    """The spec with what the values of the rows to train on decide: vocabularies from data, and spellings of ids.
+    """The spec with the properties that the rows to train on decide: vocabularies from data, and spellings of ids.
 
-    Each rank reads some of the files' row groups; every rank calls it.
+    Each rank reads some of the files' row groups. Every rank calls it.
 
     Args:
         config: the run.
@@ -487,7 +487,7 @@ def decided_spec(
 
 
 def on_ranks(rank_info: RankInfo, function: Callable[[Any], Any], items: Sequence[Any]) -> list[Any]:
-    """The function's value for each item, which one of the ranks computes; its error is raised on all."""
+    """The function's value for each item, which one of the ranks computes. Its error is raised on all."""
     rank, ranks = rank_info.rank, rank_info.world_size
     if ranks == 1:
         return list(map(function, items))

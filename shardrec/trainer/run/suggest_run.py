@@ -1,4 +1,4 @@
-"""``shardrec inspect --suggest``: options of a run, proposed by what the data hold; docs/models.md has the rules."""
+"""``shardrec inspect --suggest``: options of a run, proposed by what the data hold. Docs/models.md has the rules."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ embedding_weight_decay: {decay}  # ten times more if the model overfits: rare id
 """
 _INTERACTIONS = """monitor: ndcg  # what points of the curve are compared by
 loss: model  # all rows were clicked: the clicked item against others
-ranking: catalogue  # held-out items are ranked among all; rows, where the files have candidates
+ranking: catalogue  # held-out items are ranked among all. Rows, where the files have candidates
 model: {model}  # {why}
 model_args: {arguments}  # less dropout for more rows
 global_batch_size: {size}  # over all ranks; {steps:,} steps of an epoch
@@ -55,7 +55,7 @@ def suggest_run(suggestion: Suggestion, data: str, features: Path) -> str:
 
     Args:
         suggestion: what the data hold.
-        data: the files that were looked at; others beside them with "valid" and "test" for "train" are held-out rows.
+        data: the files that were looked at. Others beside them with "valid" and "test" for "train" are held-out rows.
         features: where the spec will be.
     """
     rows = suggestion.rows

@@ -1,6 +1,6 @@
-"""Several labels of a row: their loss, their metrics, and what a model predicts of them.
+"""Several labels of a row: their loss, their metrics and their predictions.
 
-Legend: B rows of a batch, N rows over all ranks, T tasks, K columns of the model's output (those of all tasks, side by
+Legend: B rows of a batch, N rows over all ranks, T tasks, K columns of the model's output (all tasks' columns, side by
 side).
 """
 
@@ -48,7 +48,7 @@ class TaskMetrics:
     values: _Values
 
     def to_mapping(self) -> _Values:
-        """All of it by name; JSON-compatible."""
+        """All of it by name. JSON-compatible."""
         return {"rows": self.rows, **self.values}
 
 
@@ -80,7 +80,7 @@ def label_weights(labels: Tensor, row_weights: Tensor | None) -> Tensor:
 
 
 class LabelWeights:
-    """The sums of a step's label weights over all ranks, by which a task's loss is that of the global batch.
+    """The sums of a step's label weights over all ranks, which make a task's loss the global batch's.
 
     The sums are known before the step's first forward, which runs while they are added up. As gradients are averaged
     over W ranks, the loss of a rank is W times its part of the sum over all ranks, divided by the sum of weights.
@@ -98,7 +98,7 @@ class LabelWeights:
             self._work = dist.all_reduce(self._sums, async_op=True) if ranks > 1 else None
 
     def divisors(self) -> Tensor | None:
-        """What the sums of this rank's losses are divided by, (T,); None before any step."""
+        """What the sums of this rank's losses are divided by, (T,). None before any step."""
         if self._work is not None:
             with peers(None, "sums of label weights"):
                 self._work.wait()
@@ -116,7 +116,7 @@ def task_loss(
         labels: float32 (B, T), NaN for missing ones.
         row_weights: float32 (B,), or None.
         tasks: T of them.
-        divisors: (T,), of the tasks' sums over the rows; default: B.
+        divisors: (T,), of the tasks' sums over the rows. Default: B.
     """
     weights_BT, labels = label_weights(labels, row_weights), labels.nan_to_num(0.0)
     if divisors is None:
@@ -124,7 +124,7 @@ def task_loss(
     loss = outputs.new_zeros(())
     for number, (task, columns) in enumerate(_by_task(outputs, tasks)):
         total = (_losses(task, columns, labels[:, number]) * weights_BT[:, number]).sum()
-        # Without any weight in the step the sum is 0, too.
+        # Without any weight in the step the sum is also 0.
         loss = loss + task.weight * total / divisors[number].clamp(min=torch.finfo(torch.float32).tiny).float()
     return loss
 
@@ -142,16 +142,16 @@ def _losses(task: Task, outputs: Tensor, labels: Tensor) -> Tensor:
 
 
 def predictions(logits: Tensor, rows: int, tasks: Sequence[Task], loss: str) -> dict[str, Tensor]:
-    """What a model says of each row, by the task's name; of data with one label under the name "".
+    """A model's predictions per row, by the task's name. For data with one label, under the name "".
 
     Args:
         logits: its output.
         rows: B.
         tasks: empty for data with one label.
-        loss: the run's; logits of ``bce`` are log odds.
+        loss: the run's. Logits of ``bce`` are log odds.
 
     Returns:
-        float32, (B,): a probability, or a score that is none; a number; and of a multiclass task (B, classes)
+        float32, (B,): a probability, another score, or a number. For a multiclass task (B, classes)
         probabilities.
     """
     if not tasks:
@@ -172,7 +172,7 @@ def _predicted(task: Task, outputs: Tensor) -> Tensor:
 def task_metrics(
     outputs: Tensor, labels: Tensor, row_weights: Tensor | None, groups: Tensor | None, tasks: Sequence[Task], k: int
 ) -> TaskMetrics:
-    """Metrics of N rows, which may be none, on the CPU; arguments as for :func:`task_loss`, groups int64 (N,) or None.
+    """Metrics of N rows, which may be none, on the CPU. Arguments as for :func:`task_loss`, groups int64 (N,) or None.
 
     Raises:
         ConfigError: if outputs are not numbers.

@@ -43,7 +43,7 @@ class DenseSide:
         """Nothing: ids have no part in it."""
 
     def step(self, inputs: None) -> Tensor:
-        """The step; returns logits."""
+        """The step. Returns logits."""
         self._optimizer.zero_grad(set_to_none=True)
         self._pooled.grad = None
         logits: Tensor = self._part(self._inputs.values, self._pooled)

@@ -42,7 +42,7 @@ class KernelsSide:
         case = job.case
         if rank_info.world_size > 1 or not fits(case, "kernels"):
             raise ConfigError(
-                f"side 'kernels' is for one rank, modes forward and train, and {', '.join(_OPTIMIZERS)}; this case has "
+                f"side 'kernels' is for one rank, modes forward and train, and {', '.join(_OPTIMIZERS)}. This case has "
                 f"{rank_info.world_size} ranks, mode {case.mode}, {case.optimizer}"
             )
         self.keys = [table.feature for table in case.tables]

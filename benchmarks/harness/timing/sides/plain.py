@@ -19,7 +19,7 @@ __all__ = ["PlainSide"]
 
 
 class PlainSide:
-    """The step with torch's own modules; the update is a few lines of torch, so that it is the fused one's rule.
+    """The step with torch's own modules. The update is a few lines of torch, so that it is the fused one's rule.
 
     Args:
         job: what is measured.
@@ -50,7 +50,7 @@ class PlainSide:
         self._gradient = gradient_of(case, self.keys, rank_info) if case.trains else torch.empty(0)
 
     def prepare(self, batch: Batch) -> list[tuple[Tensor, Tensor]]:
-        """Ids and offsets of each feature."""
+        """Ids and offsets per feature."""
         lengths = batch.lengths.view(len(batch.keys), batch.stride)
         counts = lengths.sum(1).tolist()
         starts = lengths.cumsum(1) - lengths

@@ -64,7 +64,7 @@ class _ShardedSide(abc.ABC):
         return batch.features()
 
     def step(self, inputs: KeyedJaggedTensor) -> Tensor:
-        """The case's step; returns pooled columns, or logits."""
+        """The case's step. Returns pooled columns, or logits."""
         match self._case.mode:
             case "forward":
                 return self._forward(inputs)

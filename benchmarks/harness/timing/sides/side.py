@@ -23,7 +23,7 @@ class Side(Protocol):
     widths: list[int]
 
     def prepare(self, batch: Batch) -> Any:
-        """What a data loader would hand to :meth:`step`; made before the clock runs."""
+        """What a data loader would hand to :meth:`step`. Made before the clock runs."""
 
     def step(self, inputs: Any) -> Tensor:
-        """The whole step; returns the output, (B, sum(widths)) floats."""
+        """The whole step. Returns the output, (B, sum(widths)) floats."""
