@@ -69,7 +69,7 @@ class CollectiveOperators(Counter[str]):
     def __enter__(self) -> CollectiveOperators:
         # The C++ flag, torch.autograd._profiler_enabled(), stays False while all threads are profiled.
         if profiler._is_profiler_enabled:
-            raise RuntimeError(f"{type(self).__name__}: a profiler is already running in this process; end it first")
+            raise RuntimeError(f"{type(self).__name__}: a profiler is already running in this process. End it first")
         self.clear()
         config = profiler.profile(
             use_cpu=True, experimental_config=_ExperimentalConfig(profile_all_threads=True)

@@ -271,7 +271,7 @@ def raises_on_all(
         if wrong:
             raise AssertionError(f"wanted {wanted}; not so on {wrong}. {failed}") from None
         return [str(errors[rank]) for rank in range(n)]
-    raise AssertionError(f"wanted {wanted}; they returned {values!r}")
+    raise AssertionError(f"wanted {wanted}. They returned {values!r}")
 
 
 def _is_match(error: BaseException | None, exc_type: type[BaseException], match: str) -> bool:

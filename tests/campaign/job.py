@@ -28,7 +28,7 @@ _STEPPING_S, _SAVING_S = 0.3, 0.04
 _MAX_SAVES = 3
 
 _SAVED = re.compile(r"^saved the checkpoint of step ([\d,]+)", re.MULTILINE)
-_RESUMED = re.compile(r"^going on from the checkpoint of step ([\d,]+)", re.MULTILINE)
+_RESUMED = re.compile(r"^continuing from the checkpoint of step ([\d,]+)", re.MULTILINE)
 _TRAINING = re.compile(r"^training dlrm", re.MULTILINE)
 _RESULTS = re.compile(r"^[\d,]+ (?:held-out|test) rows, [\d.]+% clicked", re.MULTILINE)
 _AGAIN = re.compile(r"^shardrec: starting the ranks again", re.MULTILINE)

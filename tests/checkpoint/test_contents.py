@@ -305,9 +305,9 @@ def test_a_learning_rate_that_is_a_tensor(tmp_path: Path) -> None:
         (
             "note",
             "slow",
-            r"state 'note' of .* is a str; a checkpoint holds tensors and numbers, under names without dots",
+            r"state 'note' of .* is a str. A checkpoint holds tensors and numbers, under names without dots",
         ),
-        ("a.b", 1.0, r"state 'a\.b' of .* is a float; a checkpoint holds tensors and numbers"),
+        ("a.b", 1.0, r"state 'a\.b' of .* is a float. A checkpoint holds tensors and numbers"),
         ("block", torch.zeros(1, 2), r"block has shape \(1, 2\) for a shard of shape \(\d+, \d+\)"),
     ],
 )
@@ -373,7 +373,7 @@ def test_the_fused_optimizer_is_not_given_twice(tmp_path: Path, update: str) -> 
     for given in (model.fused_optimizer, combined, OptimizerWrapper(combined)):
         for call in (save_checkpoint, load_checkpoint):
             with pytest.raises(
-                ConfigError, match=rf"is a {type(given).__name__}; the states of model\.fused_optimizer"
+                ConfigError, match=rf"is a {type(given).__name__}. The states of model\.fused_optimizer"
             ):
                 call(tmp_path / "ckpt", model, given)
     save_checkpoint(tmp_path / "ckpt", model, dense)
@@ -421,7 +421,7 @@ def test_a_checkpoint_without_the_optimizers_in_backward_that_a_model_has(tmp_pa
     model = all_in_backward()
     load_checkpoint(tmp_path / "without", model)  # they have no states yet
     model(batch()).sum().backward()
-    with pytest.raises(ConfigError, match=r"it has no states and settings of the Adam in backward of top\.weight"):
+    with pytest.raises(ConfigError, match=r"it lacks states and settings of the Adam in backward of top\.weight"):
         load_checkpoint(tmp_path / "without", model)
     save_checkpoint(tmp_path / "with", model)
     with pytest.raises(ConfigError, match=r"it has backward\.top\.\w+.*, and the model no such optimizer in backward"):

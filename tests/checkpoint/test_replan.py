@@ -140,7 +140,7 @@ def test_a_failure_leaves_the_plan() -> None:
         "rank 0: MemoryError: no memory left",
         "rank 0: sample_batches holds no sample",
         "'nothing'",
-        "min_gain is -1.0; give a number above 0",
+        "min_gain is -1.0. Give a number above 0",
         "were not used",
     )
     assert all(part in text for part, text in zip(expected, one, strict=True)), one

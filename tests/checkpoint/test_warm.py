@@ -217,8 +217,8 @@ def test_each_tensor_is_loaded_from_its_source_or_kept(
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"rename": {"book": "goods"}}, "the checkpoint has no 'book'; near it are books"),
-        ({"rename": {"books": "good"}}, "the model has no 'good'; near it are goods"),
+        ({"rename": {"book": "goods"}}, "the checkpoint has no 'book'. Near it are books"),
+        ({"rename": {"books": "good"}}, "the model has no 'good'. Near it are goods"),
         ({"rename": {"books": "goods", "gone": "goods"}}, "would be loaded twice"),
         ({"rename": {"books": "top"}}, r"books.weight has shape \(21, 8\) and top.weight \(1, 3\)"),
         ({"rename": {"books": "bags"}}, "'books' and 'bags' have no tensor in common"),
@@ -228,7 +228,7 @@ def test_each_tensor_is_loaded_from_its_source_or_kept(
             r"goods.weight has shape \(17, 12\), and \(21, 8\) in .*resize=\['grow', 'truncate'\]",
         ),
         ({"rename": {"books": "goods"}, "resize": "grow"}, "give resize='truncate'"),
-        ({"resize": "shrink"}, "resize='shrink'; give 'grow', 'truncate'"),
+        ({"resize": "shrink"}, "resize='shrink'. Give 'grow', 'truncate'"),
         ({"strict": True}, "differ in .*goods.weight.* with strict=True"),
         ({"only": ["fresh"]}, "has nothing under a name of the model's"),
     ],

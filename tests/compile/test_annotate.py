@@ -79,7 +79,7 @@ def test_the_twins_are_no_part_of_the_model() -> None:
 
 def test_faults_are_told() -> None:
     model = make("dlrm", None)
-    with pytest.raises(ConfigError, match=r"mode is 'eager'; give one of 'boundary', 'traced'"):
+    with pytest.raises(ConfigError, match=r"mode is 'eager'. Give one of 'boundary', 'traced'"):
         shardrec.annotate_for_dynamo(model, mode="eager")  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="use_orig_params is False"):
         shardrec.annotate_for_dynamo(model, [], False)  # FSDP's order

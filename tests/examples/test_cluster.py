@@ -39,7 +39,7 @@ class TestHosts:
         log = (tmp_path / "lost" / "host0.log").read_text(encoding="utf-8")
         assert "training dlrm on 4 ranks" in log
         assert re.search(r"rank [01] of 4 waited .*for rank 2; rank 3", log)
-        assert re.search(r"training dlrm on 2 ranks .*\ngoing on from the checkpoint of step \d+", log)
+        assert re.search(r"training dlrm on 2 ranks .*\ncontinuing from the checkpoint of step \d+", log)
         results = json.loads((tmp_path / "lost" / "run" / "metrics.json").read_text(encoding="utf-8"))
         assert results["curve"][-1]["samples"] == 157 * 256, "each of the rows asked for, to whole batches"
         assert final["auc"] > 0.6

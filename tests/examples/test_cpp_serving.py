@@ -109,7 +109,7 @@ BAD = [
     (good(values={}), '"values" is not an array'),
     (good(lengths=[1, 1, -1, 3]), "bad input: rank 0"),
     (good(lengths=[2**32 + 1, 1, 1, 1]), "bad input: rank 0"),
-    (good(lengths=[1, 1, 2]), '"lengths" has 3 entries; give one for each of 4 features and each sample'),
+    (good(lengths=[1, 1, 2]), '"lengths" has 3 entries. Give one for each of 4 features and each sample'),
     (good(values=[], lengths=[], dense=[]), '"lengths" has 0 entries'),
     (good(dense=[[1, 2, 3, 4], [1]]), '"dense" has rows of several lengths'),
     (good(dense=[[1, 2, 3, [4]]]), '"dense" has numbers and arrays side by side'),
@@ -120,9 +120,9 @@ BAD = [
 
 # Of a shape that the model cannot take: TorchScript's operators say so, a package is not asked.
 MISSHAPEN = [
-    (good(dense=[[1, 2]]), "cannot be multiplied", '"dense" has the shape [1, 2]; the model takes [B, 4]'),
+    (good(dense=[[1, 2]]), "cannot be multiplied", '"dense" has the shape [1, 2]. The model takes [B, 4]'),
     (good(dense=[[1, 2, 3, 4]] * 2), "Sizes of tensors must match", "the model takes [B, 4], and B is 1"),
-    (good(dense=[1, 2, 3, 4]), "Dimension out of range", '"dense" has the shape [4]; the model takes [B, 4]'),
+    (good(dense=[1, 2, 3, 4]), "Dimension out of range", '"dense" has the shape [4]. The model takes [B, 4]'),
 ]
 
 

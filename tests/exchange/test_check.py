@@ -68,7 +68,7 @@ def test_ids_of_keys_that_no_table_uses_may_be_anything(one: int) -> None:
 KEYS = [
     (
         lambda: KeyedJaggedTensor(keys=["a", "c"], values=ints(), lengths=ints(0, 0)),
-        r"the input lacks feature\(s\) 'b' \(table 'users'\); its keys are \['a', 'c'\]: rename the key, or give",
+        r"the input lacks feature\(s\) 'b' \(table 'users'\). Its keys are \['a', 'c'\]: rename the key, or give",
     ),
     (
         lambda: KeyedJaggedTensor(keys=[], values=ints(), lengths=ints()),
@@ -86,12 +86,12 @@ KEYS = [
 LENGTHS = [
     (
         lambda: KeyedJaggedTensor(keys=AB, values=ints(1, 2, 3), lengths=ints(1, 0, 1, 0)),
-        r"lengths of features \['a', 'b'\] add up to 2 and there are 3 ids; they must be equal: check how",
+        r"lengths of features \['a', 'b'\] add up to 2 and there are 3 ids. They must be equal: check how",
     ),
     (lambda: KeyedJaggedTensor(keys=AB, values=ints(1), lengths=ints(1, 0, 1, 0)), r"add up to 2 and there are 1 ids"),
     (
         lambda: KeyedJaggedTensor(keys=AB, values=ints(1), lengths=ints(1, 1, -1, 0)),
-        r"feature 'b' of table 'users': the length of sample 0 is -1; lengths must not be negative: check how",
+        r"feature 'b' of table 'users': the length of sample 0 is -1. Lengths must not be negative: check how",
     ),
     (
         lambda: KeyedJaggedTensor(keys=AB, values=ints(1, 2), offsets=ints(0, 2, 1, 1, 2)),
@@ -104,11 +104,11 @@ LENGTHS = [
     (lambda: KeyedJaggedTensor(keys=AB, values=ints(1), lengths=ints(1, 0, 0)), r"there are 3 lengths for 2 features"),
     (
         lambda: KeyedJaggedTensor(keys=AB, values=ints(1), lengths=ints(1, 0, 0, 0), stride=3),
-        r"there are 4 lengths for 2 features of batch size 3; give exactly one length for each",
+        r"there are 4 lengths for 2 features of batch size 3. Give exactly one length for each",
     ),
     (
         lambda: KeyedJaggedTensor(keys=AB, values=ints(1), lengths=ints(1, 0, 0, 0).to("meta")),
-        r"the lengths are on meta and the tables of this module \('movies' of feature 'a' and on\) on cpu; move",
+        r"the lengths are on meta and the tables of this module \('movies' of feature 'a' and on\) on cpu. Move",
     ),
     (
         lambda: KeyedJaggedTensor(
@@ -118,11 +118,11 @@ LENGTHS = [
     ),
     (
         lambda: KeyedJaggedTensor(keys=AB, values=ints(1, 1, 1), lengths=ints(2**62, 2**62, 2**62, 2**62 + 3)),
-        r"feature 'a' of table 'movies': the length of sample 0 is 4611686018427387904; the batch has 3 ids in all",
+        r"feature 'a' of table 'movies': the length of sample 0 is 4611686018427387904. The batch has 3 ids in all",
     ),
     (
         lambda: KeyedJaggedTensor(keys=AB, values=ints(1, 1, 1), lengths=ints(0, 2**63 - 1, 2**63 - 1, 5)),
-        r"feature 'a' of table 'movies': the length of sample 1 is 9223372036854775807; the batch has 3 ids in all",
+        r"feature 'a' of table 'movies': the length of sample 1 is 9223372036854775807. The batch has 3 ids in all",
     ),
     (
         lambda: KeyedJaggedTensor(keys=AB, values=ints(1, 1), offsets=ints(1, 2, 2, 3, 3)),
@@ -130,18 +130,18 @@ LENGTHS = [
     ),
     (
         lambda: KeyedJaggedTensor(keys=AB, values=ints(1, 1), lengths=ints(1, 0, 1, 0), offsets=ints(0, 0, 1, 1, 2)),
-        r"the offsets of features .* are not those of the lengths that the input has, too; give .* lengths alone",
+        r"the offsets of features .* are not those of the lengths that the input has, too. Give .* lengths alone",
     ),
     (
         lambda: KeyedJaggedTensor(keys=AB, values=ints(1), lengths=ints(1, 0, 0, 0).to(torch.int16)),
-        r"the lengths are int16; lengths \(or offsets\) must be int32 or int64",
+        r"the lengths are int16. Lengths \(or offsets\) must be int32 or int64",
     ),
     (lambda: KeyedJaggedTensor(keys=AB, values=ints(1)), r"cannot be read \(AssertionError.*lengths \(or offsets\)"),
 ]
 IDS = [
     (
         lambda: KeyedJaggedTensor(keys=AB, values=ints(4, 3, 5, 6, 7), lengths=ints(2, 1, 1, 1)),
-        r"feature 'a' of table 'movies': id 5 in sample 1 is outside \[0, 5\); hash or clip the ids into the table, or "
+        r"feature 'a' of table 'movies': id 5 in sample 1 is outside \[0, 5\). Hash or clip the ids into the table, or "
         r"raise num_embeddings",
     ),
     (
@@ -152,7 +152,7 @@ IDS = [
     (lambda: KeyedJaggedTensor(keys=AB, values=ints(0, 2**32), lengths=ints(1, 1)), r"id 4294967296 in sample 0"),
     (
         lambda: KeyedJaggedTensor(keys=AB, values=torch.tensor([2.5, 1]), lengths=ints(1, 1)),
-        r"the ids are float32 \(features from 'a' of table 'movies' on, the first is 2.5\); ids must be int32 or "
+        r"the ids are float32 \(features from 'a' of table 'movies' on, the first is 2.5\). Ids must be int32 or "
         r"int64: convert them with \.long\(\)",
     ),
     (lambda: KeyedJaggedTensor(keys=AB, values=torch.zeros(0), lengths=ints(0, 0)), r"the ids are float32"),
@@ -160,12 +160,12 @@ IDS = [
     (lambda: KeyedJaggedTensor(keys=AB, values=ints(1, 1).bool(), lengths=ints(1, 1)), r"the ids are bool"),
     (
         lambda: KeyedJaggedTensor(keys=AB, values=torch.zeros(2, device="meta"), lengths=ints(1, 1)),
-        r"the ids are float32 .*'movies' on\); ids must be",
+        r"the ids are float32 .*'movies' on\). Ids must be",
     ),
     (lambda: KeyedJaggedTensor(keys=AB, values=ints(1, 1).view(2, 1), lengths=ints(1, 1)), r"shape \(2, 1\)"),
     (
         lambda: KeyedJaggedTensor(keys=AB, values=ints(1, 1).to("meta"), lengths=ints(1, 1).to("meta")),
-        r"the ids are on meta and the tables of this module \('movies' of feature 'a' and on\) on cpu; move the batch "
+        r"the ids are on meta and the tables of this module \('movies' of feature 'a' and on\) on cpu. Move the batch "
         r"with \.to\('cpu'\)",
     ),
 ]
@@ -173,17 +173,17 @@ WEIGHTS = [
     (
         lambda: KeyedJaggedTensor(keys=AB, values=ints(1, 1), lengths=ints(1, 1)),
         WEIGHTED,
-        r"has no weights and the collection of feature 'a' \(table 'movies'\) has is_weighted=True; give",
+        r"has no weights and the collection of feature 'a' \(table 'movies'\) has is_weighted=True. Give",
     ),
     (
         lambda: KeyedJaggedTensor(keys=AB, values=ints(1, 1), lengths=ints(1, 1), weights=ints(3, 1)),
         WEIGHTED,
-        r"the weights are int64, the first is 3; they must be floating point: convert with \.float\(\)",
+        r"the weights are int64, the first is 3. They must be floating point: convert with \.float\(\)",
     ),
     (
         lambda: KeyedJaggedTensor(keys=AB, values=ints(1, 1), lengths=ints(1, 1), weights=torch.ones(3)),
         WEIGHTED,
-        r"the weights have shape \(3,\) and the ids \(2,\); give one weight for each id",
+        r"the weights have shape \(3,\) and the ids \(2,\). Give one weight for each id",
     ),
     (
         lambda: KeyedJaggedTensor(keys=AB, values=ints(1, 1), lengths=ints(1, 1), weights=torch.ones(2, 1)),
@@ -210,7 +210,7 @@ def test_bad_batches(make: Callable[[], KeyedJaggedTensor], expect: Expectation,
 @pytest.mark.parametrize("thing", [None, 3, torch.zeros(2), {"a": torch.zeros(2)}])
 def test_other_things(thing: object) -> None:
     assert verdict(thing) == (
-        f"the input is a {type(thing).__name__}; a sharded collection takes a torchrec KeyedJaggedTensor"
+        f"the input is a {type(thing).__name__}. A sharded collection takes a torchrec KeyedJaggedTensor"
     )
 
 

@@ -36,7 +36,7 @@ def test_without_a_message_the_agreements_are_shown() -> None:
     assert (
         found
         == [
-            "the ranks disagree about their input; give every rank the same dtypes and modes:\n"
+            "the ranks disagree about their input. Give every rank the same dtypes and modes:\n"
             "  rank 0: ids int32\n  rank 1: ids int64"
         ]
         * 2

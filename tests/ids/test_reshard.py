@@ -298,7 +298,7 @@ def test_imported_ids_are_as_old_in_a_new_model_and_evicted(tmp_path: Path) -> N
 @pytest.mark.parametrize(
     ("columns", "words"),
     [
-        ({"id": [1, None]}, "'id' is int64 with 1 nulls; write it as int64"),
+        ({"id": [1, None]}, "'id' is int64 with 1 nulls. Write it as int64"),
         ({"id": [1.0, 2.0]}, "'id' is double with 0 nulls"),
         ({"row": ["a", "b"]}, "'row' is string with"),
         ({"uses": [1.5, 2.0]}, "'uses' is double with"),

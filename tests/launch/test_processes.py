@@ -69,7 +69,7 @@ def test_an_error_is_raised_as_it_was_on_its_rank() -> None:
 
 
 def test_a_killed_rank_ends_the_others_at_once(starting: Start) -> None:
-    with pytest.raises(PeerError, match="rank 1 was ended by SIGKILL; the system"):
+    with pytest.raises(PeerError, match="rank 1 was ended by SIGKILL. The system"):
         start(meet_signal, {"signal": signal.SIGKILL}, start=starting)
 
 
@@ -192,7 +192,7 @@ def test_a_killed_rank_is_named_though_others_complain() -> None:
     complaint = note(0, 1.0, "PeerError", "the header exchange failed")
     cause = first_cause([complaint, note(1, 2.0, "ended by a signal", "SIGKILL")])
     assert isinstance(cause, PeerError)
-    assert str(cause).startswith("rank 1 was ended by SIGKILL; the system ends")
+    assert str(cause).startswith("rank 1 was ended by SIGKILL. The system ends")
     assert str(first_cause([note(1, 2.0, "ended by a signal", "SIGSEGV")])) == "rank 1 was ended by SIGSEGV"
 
 

@@ -125,7 +125,7 @@ TWO_HOSTS = Topology(hosts=2, ranks_per_host=2)
         (lambda: cuts.grid("big", 9, 8, hosts=[], topology=TWO_HOSTS), r"table 'big': a cut needs at least one"),
         (
             lambda: cuts.row_wise("big", 9, 8, ranks=[0, 1], boundaries=[0, 9]),
-            r"table 'big': row boundaries \[0, 9\] .* 2 blocks; give 3 ascending numbers from 0 to 9",
+            r"table 'big': row boundaries \[0, 9\] .* 2 blocks. Give 3 ascending numbers from 0 to 9",
         ),
         (lambda: cuts.row_wise("big", 9, 8, ranks=[0, 1], boundaries=[0, 4, 8]), r"from 0 to 9"),
         (lambda: cuts.row_wise("big", 9, 8, ranks=[0, 1], boundaries=[1, 4, 9]), r"from 0 to 9"),
@@ -139,7 +139,7 @@ TWO_HOSTS = Topology(hosts=2, ranks_per_host=2)
         (lambda: cuts.column_wise("big", 9, 8, ranks=[0], widths=[]), r"into 1 stripes"),
         (lambda: cuts.column_wise("big", 9, 8, ranks=[0, 1], widths=[2, 6]), r"0:2\] on rank 0: .* at multiples of 4"),
         (lambda: cuts.table_wise("big", 9, 8, rank=-1), r"there is no rank -1"),
-        (lambda: cuts.table_wise("big", 0, 8, rank=0), r"'big' has shape \(0, 8\); both sizes must be at least 1"),
+        (lambda: cuts.table_wise("big", 0, 8, rank=0), r"'big' has shape \(0, 8\). Both sizes must be at least 1"),
         (lambda: cuts.row_wise("big", -3, 8, ranks=[0, 1]), r"'big' has shape \(-3, 8\)"),
         (lambda: cuts.column_wise("big", 9, 0, ranks=[0, 1]), r"'big' has shape \(9, 0\)"),
     ],

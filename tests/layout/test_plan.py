@@ -132,17 +132,17 @@ def test_all_the_faults_of_all_the_tables_at_once() -> None:
             ),
         )
     expected = [
-        "table 'double' comes 2 times; names must be unique in a plan",
-        "table 'gaps': rows 0:2, columns 0:8 are on no rank; add a shard for them",
-        "table 'gaps': rows 5:6, columns 0:8 are on no rank; add a shard for them",
+        "table 'double' comes 2 times. Names must be unique in a plan",
+        "table 'gaps': rows 0:2, columns 0:8 are on no rank. Add a shard for them",
+        "table 'gaps': rows 5:6, columns 0:8 are on no rank. Add a shard for them",
         "table 'twice': rows 0:10, columns 4:8 are in two shards "
-        "(twice[0:10, 0:8] on rank 0; twice[0:10, 4:8] on rank 1); keep one",
-        "lost[0:10, 0:8] on rank 2: there is no rank 2; the plan is for ranks 0 to 1, move the shard to one of them",
+        "(twice[0:10, 0:8] on rank 0; twice[0:10, 4:8] on rank 1). Keep one",
+        "lost[0:10, 0:8] on rank 2: there is no rank 2. The plan is for ranks 0 to 1, move the shard to one of them",
         "odd[0:10, 0:2] on rank 0: the kernels take columns that are cut at multiples of 4: move the column boundary",
         "odd[0:10, 2:8] on rank 0: the kernels take columns that are cut at multiples of 4: move the column boundary",
-        "empty[3:3, 0:8] on rank 1: rows must be a non-empty part of [0, 10); correct the shard, or leave it out",
-        "table 'bare' has no shard; give it to a rank with a cut, or replicate it",
-        "table 'stray' holds a shard of table 'other': other[0:10, 0:8] on rank 0; put it into that table's layout",
+        "empty[3:3, 0:8] on rank 1: rows must be a non-empty part of [0, 10). Correct the shard, or leave it out",
+        "table 'bare' has no shard. Give it to a rank with a cut, or replicate it",
+        "table 'stray' holds a shard of table 'other': other[0:10, 0:8] on rank 0. Put it into that table's layout",
     ]
     assert list(caught.value.faults) == expected
     message = str(caught.value)
@@ -164,9 +164,9 @@ def test_check_tables() -> None:
     with pytest.raises(PlanError) as caught:
         PLAN.check_tables({"ads": (10, 16), "users": (6, 16), "shops": (3, 4)})
     assert list(caught.value.faults) == [
-        "table 'ads' is (10, 16) in the model and (10, 8) in the plan; plan the model again",
-        "the plan has no table 'shops'; plan the model again, or add a layout for it",
-        "the plan has a table 'days' that the model lacks; its tables are 'ads', 'users', 'shops'",
+        "table 'ads' is (10, 16) in the model and (10, 8) in the plan. Plan the model again",
+        "the plan has no table 'shops'. Plan the model again, or add a layout for it",
+        "the plan has a table 'days' that the model lacks. Its tables are 'ads', 'users', 'shops'",
     ]
     with pytest.raises(PlanError, match="its tables are none"):
         PLAN.check_tables({})
@@ -184,7 +184,7 @@ def test_check_tables() -> None:
         ("17", "not a sharding plan"),
         ("null", "not a sharding plan"),
         ("{}", r"not a sharding plan: KeyError 'format'"),
-        ('{"format": 2}', r"format 2 and this release reads format 1; plan again"),
+        ('{"format": 2}', r"format 2 and this release reads format 1. Plan again"),
         ('{"format": "1"}', r"format '1' and this release reads format 1"),
         (
             '{"format": 1, "topology": {"hosts": 1, "ranks_per_host": 0}, "tables": []}',
@@ -192,11 +192,11 @@ def test_check_tables() -> None:
         ),
         (
             '{"format": 1, "topology": {"hosts": 1.5, "ranks_per_host": 2}, "tables": []}',
-            "hosts is 1.5; give a whole number",
+            "hosts is 1.5. Give a whole number",
         ),
         (
             '{"format": 1, "topology": {"hosts": true, "ranks_per_host": 2}, "tables": []}',
-            "hosts is True; give a whole number",
+            "hosts is True. Give a whole number",
         ),
     ],
 )

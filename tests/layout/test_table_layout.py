@@ -68,7 +68,7 @@ def test_faults_name_every_cell_that_is_not_covered_once(table: TableLayout) -> 
     missing = {(row, column) for row, line in enumerate(counts) for column, count in enumerate(line) if not count}
     doubled = {(row, column) for row, line in enumerate(counts) for column, count in enumerate(line) if count > 1}
     if not table.shards:
-        assert faults == ["table 't' has no shard; give it to a rank with a cut, or replicate it"]
+        assert faults == ["table 't' has no shard. Give it to a rank with a cut, or replicate it"]
         return
     assert sorted(cells(faults, "on no rank")) == sorted(missing)
     assert set(cells(faults, "in two shards")) == doubled
@@ -79,7 +79,7 @@ def test_faults_name_every_cell_that_is_not_covered_once(table: TableLayout) -> 
 
 def test_a_gap_across_stripes_is_one_fault() -> None:
     table = layout(4, 12, shard(0, 2, 0, 4), shard(0, 2, 4, 12))
-    assert table.faults(1) == ["table 't': rows 2:4, columns 0:12 are on no rank; add a shard for them"]
+    assert table.faults(1) == ["table 't': rows 2:4, columns 0:12 are on no rank. Add a shard for them"]
 
 
 def test_an_overlap_names_both_shards() -> None:
@@ -121,7 +121,7 @@ def test_every_fault_of_every_shard_at_once() -> None:
     )
     faults = "\n".join(table.faults(2))
     for expected in (
-        "t[0:5, 0:12] on rank 7: there is no rank 7; the plan is for ranks 0 to 1",
+        "t[0:5, 0:12] on rank 7: there is no rank 7. The plan is for ranks 0 to 1",
         "t[5:5, 0:12] on rank 0: rows must be a non-empty part of [0, 10)",
         "t[5:12, 0:12] on rank 0: rows must be a non-empty part of [0, 10)",
         "t[5:10, 0:6] on rank 0: the kernels take columns that are cut at multiples of 4: move the column boundary",
@@ -153,13 +153,13 @@ def test_only_the_last_columns_need_be_no_multiple(dim: int) -> None:
 def test_replicated_with_shards() -> None:
     table = TableLayout(name="t", num_embeddings=5, embedding_dim=4, shards=(shard(0, 5, 0, 4),), replicated=True)
     (fault,) = table.faults(1)
-    assert fault == ("table 't' is replicated and has 1 shards as well; leave shards empty, or set replicated=False")
+    assert fault == ("table 't' is replicated and has 1 shards as well. Leave shards empty, or set replicated=False")
 
 
 @pytest.mark.parametrize(("rows", "dim"), [(0, 4), (4, 0), (-1, -1)])
 def test_a_table_without_cells(rows: int, dim: int) -> None:
     (fault,) = layout(rows, dim, shard(0, 1, 0, 4)).faults(1)
-    assert f"table 't' has shape ({rows}, {dim}); both sizes must be at least 1" in fault
+    assert f"table 't' has shape ({rows}, {dim}). Both sizes must be at least 1" in fault
 
 
 @given(rng=randoms())

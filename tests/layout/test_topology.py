@@ -33,13 +33,13 @@ def test_the_memory_of_each_rank_is_a_number_of_bytes(memory: tuple[float, ...])
 def test_the_memory_of_each_rank_is_kept_with_a_topology() -> None:
     topology = Topology(ranks_per_host=2, rank_memory=(3e9, 1e9))
     assert Topology.from_json(topology.to_json()) == topology
-    with pytest.raises(ConfigError, match="rank_memory is 'all'; give a list of bytes"):
+    with pytest.raises(ConfigError, match="rank_memory is 'all'. Give a list of bytes"):
         Topology.from_json({**topology.to_json(), "rank_memory": "all"})
 
 
 @pytest.mark.parametrize("host", [-1, 2])
 def test_unknown_host(host: int) -> None:
-    with pytest.raises(ConfigError, match=rf"no host {host}; the topology has hosts 0 to 1"):
+    with pytest.raises(ConfigError, match=rf"no host {host}. The topology has hosts 0 to 1"):
         Topology(hosts=2, ranks_per_host=2).host_ranks(host)
 
 

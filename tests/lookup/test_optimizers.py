@@ -83,20 +83,20 @@ def test_none_was_given() -> None:
         (
             torch.optim.SGD,
             {"lr": 1, "momentum": 0.9},
-            r"SGD\(momentum=0\.9\) has no fused form; leave momentum at 0\.0, or",
+            r"SGD\(momentum=0\.9\) lacks a fused form. Leave momentum at 0\.0, or",
         ),
         (
             torch.optim.SGD,
             {"lr": 1, "maximize": True},
-            r"SGD\(maximize=True\) has no fused form; leave maximize at False",
+            r"SGD\(maximize=True\) lacks a fused form. Leave maximize at False",
         ),
         (torch.optim.SGD, {"lr": 1, "momentum": 0.9, "nesterov": True}, r"has no fused form"),
-        (torch.optim.Adagrad, {"lr_decay": 0.1}, r"Adagrad\(lr_decay=0\.1\) has no fused form; leave lr_decay at 0\.0"),
-        (torch.optim.Adam, {"amsgrad": True}, r"Adam\(amsgrad=True\) has no fused form; leave amsgrad at False"),
+        (torch.optim.Adagrad, {"lr_decay": 0.1}, r"Adagrad\(lr_decay=0\.1\) lacks a fused form. Leave lr_decay at 0\.0"),
+        (torch.optim.Adam, {"amsgrad": True}, r"Adam\(amsgrad=True\) lacks a fused form. Leave amsgrad at False"),
         (
             torch.optim.RMSprop,
             {},
-            r"no fused form of .*RMSprop; use one of SGD, Adagrad, RowWiseAdagrad, Adam, AdamW, PartialRowWiseAdam, "
+            r"no fused form of .*RMSprop. Use one of SGD, Adagrad, RowWiseAdagrad, Adam, AdamW, PartialRowWiseAdam, "
             "LAMB, Lion, or leave the table to an ordinary optimizer",
         ),
         (torch.optim.SparseAdam, {}, r"no fused form of torch\.optim\.\w+\.SparseAdam"),
@@ -110,7 +110,7 @@ def test_what_has_no_fused_form(cls: type[torch.optim.Optimizer], settings: dict
 
 
 def test_a_setting_that_only_fbgemm_knows() -> None:
-    with pytest.raises(ConfigError, match=r"SGD has no fused setting 'max_gradient'; it has lr, weight_decay"):
+    with pytest.raises(ConfigError, match=r"SGD has no fused setting 'max_gradient'. It has lr, weight_decay"):
         given(torchrec.optim.SGD, lr=0.5, max_gradient=1.0)
 
 

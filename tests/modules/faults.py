@@ -106,7 +106,7 @@ def id_faults() -> list[Fault]:
                         name=f"{feature} {one} at {position}",
                         change=with_id(feature, one, position),
                         words=rf"feature '{feature}' of table '\w*\.?{TABLES[feature]}': id {one} in sample 0 is "
-                        rf"outside \[0, {rows}\); hash or clip the ids into the table, or raise num_embeddings",
+                        rf"outside \[0, {rows}\). Hash or clip the ids into the table, or raise num_embeddings",
                     )
                 )
     return found
@@ -134,7 +134,7 @@ STRUCTURE_FAULTS = [
     Fault(
         name="negative",
         change=lambda x: first_length(x, -9),
-        words=r"feature '\w+' of table '\S*': the length of sample 0 is -\d; lengths must not be negative",
+        words=r"feature '\w+' of table '\S*': the length of sample 0 is -\d. Lengths must not be negative",
     ),
     Fault(
         name="sum wraps",
@@ -149,17 +149,17 @@ STRUCTURE_FAULTS = [
     Fault(
         name="one length less",
         change=lambda x: rebuilt(x, lengths=x.lengths()[1:]),
-        words=r"there are \d+ lengths for 5 features of batch size \d; give exactly one length",
+        words=r"there are \d+ lengths for 5 features of batch size \d. Give exactly one length",
     ),
     Fault(
         name="missing key",
         change=lambda x: without(x, "tag"),
-        words=r"the input lacks feature\(s\) 'tag' \(table '\S*tags'\); its keys are \[.*\]: rename the key, or give",
+        words=r"the input lacks feature\(s\) 'tag' \(table '\S*tags'\). Its keys are \[.*\]: rename the key, or give",
     ),
     Fault(
         name="renamed key",
         change=lambda x: renamed(x, "day", "Day"),
-        words=r"the input lacks feature\(s\) 'day' \(table '\S*days'\); its keys are \[.*'Day'.*\]: rename the key",
+        words=r"the input lacks feature\(s\) 'day' \(table '\S*days'\). Its keys are \[.*'Day'.*\]: rename the key",
     ),
     Fault(
         name="key twice",
@@ -169,13 +169,13 @@ STRUCTURE_FAULTS = [
     Fault(
         name="float ids",
         change=lambda x: rebuilt(x, values=x.values().double()),
-        words=r"the ids are float64 \(features from 'watched' of table '\S*movies' on.*\); ids must be int32 or int64: "
+        words=r"the ids are float64 \(features from 'watched' of table '\S*movies' on.*\). Ids must be int32 or int64: "
         r"convert them with \.long\(\)",
     ),
     Fault(
         name="meta",
         change=lambda x: rebuilt(x, values=x.values().to("meta"), lengths=x.lengths().to("meta")),
-        words=r"the ids are on meta and the tables of this module .* on cpu; move the batch with \.to\('cpu'\)",
+        words=r"the ids are on meta and the tables of this module .* on cpu. Move the batch with \.to\('cpu'\)",
     ),
     Fault(
         name="lengths on meta",
@@ -202,7 +202,7 @@ STRUCTURE_FAULTS = [
     Fault(
         name="float inverse indices",
         change=lambda x: rebuilt(x, inverse_indices=(x.keys(), torch.zeros((5, x.stride())))),
-        words=r"the inverse indices are float32 of shape \(5, \d\) for .*; give int64 of shape \(features, samples\)",
+        words=r"the inverse indices are float32 of shape \(5, \d\) for .*. Give int64 of shape \(features, samples\)",
     ),
     Fault(
         name="no lengths",
@@ -221,17 +221,17 @@ WEIGHT_FAULTS = [
     Fault(
         name="no weights",
         change=lambda x: rebuilt(x, weights=None),
-        words=r"the input has no weights and .* feature 'watched' \(table 'movies'\) has is_weighted=True; give the",
+        words=r"the input lacks weights and .* feature 'watched' \(table 'movies'\) has is_weighted=True. Give the",
     ),
     Fault(
         name="one weight more",
         change=lambda x: rebuilt(x, weights=torch.ones(x.values().numel() + 1)),
-        words=r"the weights have shape \(\d+,\) and the ids \(\d+,\); give one weight for each id",
+        words=r"the weights have shape \(\d+,\) and the ids \(\d+,\). Give one weight for each id",
     ),
     Fault(
         name="whole weights",
         change=lambda x: rebuilt(x, weights=torch.full((x.values().numel(),), 3)),
-        words=r"the weights are int64, the first is 3; they must be floating point",
+        words=r"the weights are int64, the first is 3. They must be floating point",
     ),
 ]
 

@@ -358,7 +358,7 @@ def test_torchrec_differs(name: str) -> None:
     setting, first = DIFFERENCES[name]
     for found in ranks(2, compare, setting, timeout=TIMEOUT):
         assert max(found[:first], default=0) <= 0
-        assert found[first] > 0.01, f"TorchRec is as shardrec now; take this one out of the list: {found}"
+        assert found[first] > 0.01, f"TorchRec is as shardrec now. Take this one out of the list: {found}"
 
 
 @pytest.mark.parametrize(

@@ -186,7 +186,7 @@ def test_int32_ids_on_one_rank_and_int64_on_the_others(odd: int) -> None:
         with pytest.raises(InputError) as caught:
             model(bags.kjt(dtype))
         message = str(caught.value)
-        assert message.startswith("the ranks disagree about their input; give every rank the same dtypes and modes")
+        assert message.startswith("the ranks disagree about their input. Give every rank the same dtypes and modes")
         for rank in range(4):
             assert f"rank {rank}: ids int{32 if rank == odd else 64}" in message
         expected = collection(CONFIGS, seed=1)(bags.kjt()).values()

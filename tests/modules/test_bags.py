@@ -343,7 +343,7 @@ def bag_collection(**settings: Any) -> EmbeddingBagCollection:
         (
             lambda: EmbeddingBagCollection(tables=[config("t", 12, 8, "a")]),
             PlanError,
-            r"table 't' is \(12, 8\) in the model and \(10, 8\) in the plan; plan the model again",
+            r"table 't' is \(12, 8\) in the model and \(10, 8\) in the plan. Plan the model again",
         ),
         (
             lambda: EmbeddingBagCollection(tables=[config("s", 10, 8, "a")]),

@@ -112,7 +112,7 @@ def refuse_bad_ids(world_size: int) -> None:
             model(features).values().sum().backward()  # one rank may raise there
     check_parity(model, collection(configs, optimizers="sgd", seed=1), rows, rng, "after bad ids")
     with pytest.raises(
-        InputError, match=r"the ids are on cpu and the tables of this module .* on cuda; move the batch"
+        InputError, match=r"the ids are on cpu and the tables of this module .* on cuda. Move the batch"
     ):
         model(good.kjt())
 

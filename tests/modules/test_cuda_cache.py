@@ -243,9 +243,9 @@ def test_a_reader_that_forgets_to_flush_is_found_out() -> None:
 def test_what_is_refused() -> None:
     with pytest.raises(PlanError, match="no tier 'ssd': fbgemm's tables on an SSD"):
         row_blocks(tier="ssd")
-    with pytest.raises(PlanError, match=r"no tier 'disk'; the tiers are device, cached, host"):
+    with pytest.raises(PlanError, match=r"no tier 'disk'. The tiers are device, cached, host"):
         row_blocks(tier="disk")
-    with pytest.raises(PlanError, match=r"load_factor is 0\.0; a cache has room"):
+    with pytest.raises(PlanError, match=r"load_factor is 0\.0. A cache has room"):
         row_blocks(tier="cached")
     with pytest.raises(PlanError, match=r"load_factor is 0\.5 in tier 'host'"):
         row_blocks(tier="host", load_factor=0.5)

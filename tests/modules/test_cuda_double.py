@@ -390,7 +390,7 @@ def test_a_batch_on_another_device() -> None:
     with cuda_is_there(), cuda_double() as double, double.may_wait():
         model = shard(collection(ROW_BLOCKS, optimizers="sgd"), row_blocks(None), device="cuda:0")
         with pytest.raises(
-            InputError, match=r"the ids are on cpu and the tables of this module .* on cuda:0; move the batch"
+            InputError, match=r"the ids are on cpu and the tables of this module .* on cuda:0. Move the batch"
         ):
             model(random_bags(Random(0), {"a": 9, "b": 7}, 3).kjt())
 

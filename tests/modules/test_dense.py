@@ -699,8 +699,8 @@ def test_a_loss_of_embeddings_alone_on_one_rank(executor: str, fused: bool) -> N
         ({"bucket_mb": 3}, "'bucket_mb', but takes 'bucket_cap_mb', .*'use_orig_params': leave it out"),
         ({"use_orig_params": False}, "use_orig_params of dense is False, but FSDP2 has no flat .*give True"),
         ({"use_orig_params": True, "bucket_cap_mb": 3}, "'use_orig_params', of FSDP, beside 'bucket_cap_mb'"),
-        ({"bucket_cap_mb": 0}, "bucket_cap_mb of dense is 0; give a number of MiB above 0"),
-        ("both", "dense is 'both'; give one of 'ddp', 'fsdp', 'none', or a dict of options"),
+        ({"bucket_cap_mb": 0}, "bucket_cap_mb of dense is 0. Give a number of MiB above 0"),
+        ("both", "dense is 'both'. Give one of 'ddp', 'fsdp', 'none', or a dict of options"),
     ],
 )
 def test_options_that_cannot_be(dense: Any, words: str) -> None:

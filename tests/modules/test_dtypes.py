@@ -151,7 +151,7 @@ def test_weights_of_the_ids_may_be_float16() -> None:
 @pytest.mark.parametrize("pooled", [True, False], ids=["bags", "sequences"])
 def test_other_types_are_refused(pooled: bool) -> None:
     setting = Setting(pooled=pooled, types={**dict.fromkeys(TABLES, DataType.FP16), "fp32": DataType.INT8})
-    with pytest.raises(ConfigError, match=r"table 'fp32' is INT8; tables that train are FP32, FP16, BF16"):
+    with pytest.raises(ConfigError, match=r"table 'fp32' is INT8. Tables that train are FP32, FP16, BF16"):
         setting.sharded("table_wise", Random(0), 1)
 
 

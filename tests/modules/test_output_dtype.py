@@ -73,6 +73,6 @@ def test_the_float32_output_rounded_and_a_rounded_gradient(dtype: torch.dtype) -
 
 def test_other_dtypes_are_refused() -> None:
     with pytest.raises(
-        shardrec.ConfigError, match=r"output_dtype is torch\.int8; embeddings come as one of torch\.float32"
+        shardrec.ConfigError, match=r"output_dtype is torch\.int8. Embeddings come as one of torch\.float32"
     ):
         shard(bags(), PLAN, output_dtype=torch.int8)

@@ -121,7 +121,7 @@ def test_plans_that_differ_between_ranks(odd: int) -> None:
         cut = "column_wise" if dist.get_rank() == odd else "row_wise"
         shard(click_model(CONFIGS), cut_plan(cut, Random(0), SIZES, Topology(ranks_per_host=2)))
 
-    raises_on_all(2, PlanError, r"the plan of rank\(s\) 1 differs from rank 0's; make the plan on one rank", rank_main)
+    raises_on_all(2, PlanError, r"the plan of rank\(s\) 1 differs from rank 0's. Make the plan on one rank", rank_main)
 
 
 @pytest.mark.parametrize("wrong", [1, 3, 4])
@@ -129,7 +129,7 @@ def test_plans_for_another_number_of_ranks(wrong: int) -> None:
     def rank_main() -> None:
         shard(click_model(CONFIGS), mixed_plan(wrong))
 
-    words = rf"the plan is for {wrong} ranks? and the process group has 2; plan for 2, or start {wrong} ranks?"
+    words = rf"the plan is for {wrong} ranks? and the process group has 2. Plan for 2, or start {wrong} ranks?"
     raises_on_all(2, PlanError, words, rank_main)
 
 
@@ -294,7 +294,7 @@ def test_a_process_of_a_launcher_without_a_process_group(monkeypatch: pytest.Mon
 
 @pytest.mark.parametrize(("options", "words"), [({"replicas": 2}, r"Replicas\(2\)"), ({"servers": ["a"]}, "Servers")])
 def test_options_that_are_records(options: Any, words: str) -> None:
-    with pytest.raises(ConfigError, match=f"is .*; give a shardrec.*{words}"):
+    with pytest.raises(ConfigError, match=f"is .*. Give a shardrec.*{words}"):
         shard(click_model(CONFIGS), mixed_plan(1), **options)
 
 

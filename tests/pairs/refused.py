@@ -97,7 +97,7 @@ REFUSED: tuple[Refused, ...] = (
         {"mode": PIPELINES, "update": ("backward",), "optimizer": FUSED, "gradients": ("accumulation",)},
         "pipeline",
         "accumulate is 2, but of this model, its tables are updated in each backward",
-        "each backward updates the tables; a loop by hand may call several",
+        "each backward updates the tables. A loop by hand may call several",
     ),
     refused(
         "dense part in backward",
@@ -105,7 +105,7 @@ REFUSED: tuple[Refused, ...] = (
         {"mode": PIPELINES, "optimizer": ("dense in backward",), "gradients": ("accumulation",)},
         "pipeline",
         "accumulate is 2, but of this model, the optimizers of top",
-        "each backward updates the dense part; a loop by hand may call several",
+        "each backward updates the dense part. A loop by hand may call several",
         update="step",
     ),
     *(

@@ -53,7 +53,7 @@ def test_missing_key_shows_at_the_first_use() -> None:
     item = features["f3"]
     assert features.waits == 0
     for _ in range(2):
-        with pytest.raises(KeyError, match=r"KeyedTensor of Features has no item 'f3'; it has 'f1', 'f2'"):
+        with pytest.raises(KeyError, match=r"KeyedTensor of Features has no item 'f3'. It has 'f1', 'f2'"):
             item.wait()
 
 
@@ -66,7 +66,7 @@ def test_missing_key_lists_only_some_of_many() -> None:
 def test_index_out_of_range() -> None:
     class Rows(LazyGetItemMixin[int, Tensor], Counted[Any]): ...
 
-    with pytest.raises(IndexError, match=r"list of Rows has no item 5; its length is 2"):
+    with pytest.raises(IndexError, match=r"list of Rows has no item 5. Its length is 2"):
         Rows([1, 2])[5].wait()
 
 

@@ -457,7 +457,7 @@ def test_unequal_numbers_of_batches_are_an_error_and_no_hang() -> None:
     (one, message), (two, other) = ranks(2, run)
     assert one == two == 4
     assert message == other
-    assert "rank 0: there is no further batch, and others have one: give every rank as many batches" in message
+    assert "rank 0: this rank has no further batch, and others have one: give every rank as many batches" in message
 
 
 @pytest.mark.parametrize("depth", [0, 2])

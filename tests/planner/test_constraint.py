@@ -42,7 +42,7 @@ def test_a_tables_own_name_will_do_where_one_collection_has_it() -> None:
         "news.user": COLUMNS,
     }
     with pytest.raises(
-        ConfigError, match=r"table 'user' and there are 'ads\.user', 'news\.user'; give one of these, or"
+        ConfigError, match=r"table 'user' and there are 'ads\.user', 'news\.user'. Give one of these, or"
     ):
         constraints_by_table(TABLES, {"user": ROWS}, 2)
 
@@ -52,21 +52,21 @@ def test_unknown_tables(unknown: str) -> None:
     with pytest.raises(ConfigError) as caught:
         constraints_by_table(TABLES, {"ads.*": ROWS, unknown: ROWS}, 2)
     assert str(caught.value) == (
-        f"a constraint is for an unknown table {unknown!r}; the tables are "
+        f"a constraint is for an unknown table {unknown!r}. The tables are "
         "'ads.user', 'ads.item', 'news.user', 'news[0]'"
     )
 
 
 @pytest.mark.parametrize("rank", [-1, 2, 7])
 def test_unknown_ranks(rank: int) -> None:
-    with pytest.raises(ConfigError, match=rf"table 'ads\.\*' names rank {rank}; there are ranks 0 to 1"):
+    with pytest.raises(ConfigError, match=rf"table 'ads\.\*' names rank {rank}. There are ranks 0 to 1"):
         constraints_by_table(TABLES, {"ads.*": Constraint(ranks=(0, rank))}, 2)
 
 
 def test_unknown_cuts() -> None:
     with pytest.raises(ConfigError) as caught:
         Constraint(cuts=("row_wise", "rowwise"))
-    assert str(caught.value) == f"there is no cut 'rowwise'; the cuts are {', '.join(CUTS)}"
+    assert str(caught.value) == f"there is no cut 'rowwise'. The cuts are {', '.join(CUTS)}"
 
 
 @pytest.mark.parametrize("load_factor", [7.0, -0.5, float("nan")])

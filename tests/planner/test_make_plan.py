@@ -140,7 +140,7 @@ def test_constraints_name_tables_by_path() -> None:
         "sparse.tags": "row_wise",
         "sparse.users": "row_wise",
     }
-    with pytest.raises(ConfigError, match=r"unknown table 'films'; the tables are 'sparse\.movies', 'sparse\.tags'"):
+    with pytest.raises(ConfigError, match=r"unknown table 'films'. The tables are 'sparse\.movies', 'sparse\.tags'"):
         plan(click_model(CONFIGS), topology, constraints={"films": Constraint()})
 
 
@@ -165,7 +165,7 @@ def test_figures_are_those_of_where_the_tables_are(monkeypatch: pytest.MonkeyPat
     assert profile(plan(on_cuda, topology)) == h100.name
     assert profile(plan_tables(table_loads(model), topology)) == h100.name
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    with pytest.raises(ConfigError, match=r"torch sees no CUDA device to detect; give device='cpu', or a preset"):
+    with pytest.raises(ConfigError, match=r"torch sees no CUDA device to detect. Give device='cpu', or a preset"):
         plan(on_cuda, topology)
 
 

@@ -54,7 +54,7 @@ document.body.append(told);
 </script>
 """
 LISTENER = (
-    '<script>window.faults = []; addEventListener("error", (event) => window.faults.push(event.message));</script>'
+    '<script>window.faults = []. AddEventListener("error", (event) => window.faults.push(event.message));</script>'
 )
 
 

@@ -468,7 +468,7 @@ def test_joins_that_fail() -> None:
             options = replace(model._options, sync_every=1)
             late = shard(click_model(CONFIGS, optimizer="sgd"), mixed_plan(1), replicas=options, group=model.group)
             assert isinstance(late, ElasticModel)
-            with pytest.raises(ConfigError, match=r"; join\(\), and replica \d has .* SGD; join\(Adam\):"):
+            with pytest.raises(ConfigError, match=r". Join\(\), and replica \d has .* SGD. Join\(Adam\):"):
                 late.join()
             wait_for(lambda: mark.check(["gone"]))
             with pytest.raises(PeerError, match=r"replicas \[\d, \d\] of generation \d are gone, and no other has"):
@@ -496,8 +496,8 @@ def test_joins_that_fail() -> None:
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"elastic": "nowhere"}, "elastic='nowhere'; give the address of a TCPStore as 'host:port'"),
-        ({"elastic": "host:1", "patience_s": 0}, "patience_s=0; give a number of seconds above 0"),
+        ({"elastic": "nowhere"}, "elastic='nowhere'. Give the address of a TCPStore as 'host:port'"),
+        ({"elastic": "host:1", "patience_s": 0}, "patience_s=0. Give a number of seconds above 0"),
         ({"elastic": "host:1"}, "call torch.distributed.init_process_group"),
     ],
 )

@@ -43,11 +43,11 @@ MISFITS: list[tuple[dict[str, Any], type[Exception], str]] = [
     (
         {"replicas": Replicas(3)},
         ConfigError,
-        r"Replicas\(3\) cannot share 4 rank\(s\) evenly; give a divisor of 4 \(1, 2, 4\)",
+        r"Replicas\(3\) cannot share 4 rank\(s\) evenly. Give a divisor of 4 \(1, 2, 4\)",
     ),
     ({"replicas": Replicas(3), "plan_ranks": None}, ConfigError, r"Replicas\(3\) cannot share"),
-    ({"replicas": Replicas(0)}, ConfigError, r"Replicas\(0\); there is at least one copy"),
-    ({"replicas": Replicas(2, sync_every=0)}, ConfigError, "sync_every=0; replicas are averaged after 1 step or more"),
+    ({"replicas": Replicas(0)}, ConfigError, r"Replicas\(0\). There is at least one copy"),
+    ({"replicas": Replicas(2, sync_every=0)}, ConfigError, "sync_every=0. Replicas are averaged after 1 step or more"),
     (
         {"replicas": Replicas(2), "plan_ranks": 4},
         PlanError,

@@ -57,13 +57,13 @@ def test_the_words_say_what_was_wanted() -> None:
     lengths = TensorSpec(name="lengths", dtype=torch.int64, shape=("4*B",))
     dense = TensorSpec(name="dense", dtype=torch.float32, shape=("B", 3))
     sizes: dict[str, int] = {}
-    words = "lengths has the shape [6]; the model takes [4*B], and 6 is not a multiple of 4"
+    words = "lengths has the shape [6]. The model takes [4*B], and 6 is not a multiple of 4"
     assert lengths.fault((6,), sizes) == words
     assert lengths.fault((8,), sizes) == ""
-    assert dense.fault((2, 4), sizes) == "dense has the shape [2, 4]; the model takes [B, 3]"
-    words = "dense has the shape [5, 3]; the model takes [B, 3], where B is 2 by the tensors before it"
+    assert dense.fault((2, 4), sizes) == "dense has the shape [2, 4]. The model takes [B, 3]"
+    words = "dense has the shape [5, 3]. The model takes [B, 3], where B is 2 by the tensors before it"
     assert dense.fault((5, 3), sizes) == words
-    assert dense.fault((2,), sizes) == "dense has the shape [2]; the model takes [B, 3]"
+    assert dense.fault((2,), sizes) == "dense has the shape [2]. The model takes [B, 3]"
 
 
 def test_a_note_is_the_spec() -> None:

@@ -137,12 +137,12 @@ def test_bad_input_is_an_error_and_the_next_call_is_answered(made: Made, loaded:
         ((values, lengths[:-1], weights, dense), "lengths has the shape"),
         (
             (values, lengths, weights, dense[:-1]),
-            r"dense has the shape \[5, 3\]; the model takes \[B, 3\], where B is 6",
+            r"dense has the shape \[5, 3\]. The model takes \[B, 3\], where B is 6",
         ),
         ((values, lengths, weights, dense[:, :2]), r"dense has the shape \[6, 2\]"),
         (
             (values.to(torch.int32), lengths, weights, dense),
-            "values is torch.int32 on cpu; the package takes torch.int64",
+            "values is torch.int32 on cpu. The package takes torch.int64",
         ),
         ((values, lengths, weights, dense.to("meta")), "dense is torch.float32 on meta"),
         ((values, lengths, weights), "the model takes values, lengths, weights, dense, each once: give 4 tensors"),

@@ -175,7 +175,7 @@ def spoil(rng: Random, case: Case, bags: Bags) -> tuple[Bags, str]:
         weights = {key: [[1.0] * len(bag) for bag in ids[key]] for key in bags.keys}
     smallest = min((one.layout.num_embeddings, one.layout.name) for one in case.lookups if one.feature == feature)
     words = (
-        f"feature {feature!r} of table {smallest[1]!r}: id {bad} in sample {sample} is outside [0, {rows}); hash or "
+        f"feature {feature!r} of table {smallest[1]!r}: id {bad} in sample {sample} is outside [0, {rows}). Hash or "
         "clip the ids into the table, or raise num_embeddings"
     )
     return Bags(keys=bags.keys, size=bags.size, ids=ids, weights=weights), words

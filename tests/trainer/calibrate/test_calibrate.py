@@ -125,17 +125,17 @@ def test_profiles_are_saved_and_checked(tmp_path: Path) -> None:
     data = json.loads(path.read_text(encoding="utf-8"))
     for wrong, message in (
         ([], "format: None"),
-        ({**data, "format": 2}, r"profile\.json: not a profile of format 3 \(format: 2\); calibrate again"),
+        ({**data, "format": 2}, r"profile\.json: not a profile of format 3 \(format: 2\). Calibrate again"),
         ({**data, "speed": 1}, "unknown: speed"),
         ({**data, "bag_ns": "fast"}, "bag_ns is 'fast'"),
-        ({**data, "bag_ns": -1.0}, "bag_ns is -1.0; give a finite number"),
+        ({**data, "bag_ns": -1.0}, "bag_ns is -1.0. Give a finite number"),
         ({name: value for name, value in data.items() if name != "bag_ns"}, "missing: bag_ns"),
     ):
         path.write_text(json.dumps(wrong), encoding="utf-8")
         with pytest.raises(ConfigError, match=message):
             Profile.load(path)
     path.write_text("not,json", encoding="utf-8")
-    with pytest.raises(ConfigError, match=r"profile\.json: not JSON .*; give a file that shardrec calibrate wrote"):
+    with pytest.raises(ConfigError, match=r"profile\.json: not JSON .*. Give a file that shardrec calibrate wrote"):
         Profile.load(path)
 
 

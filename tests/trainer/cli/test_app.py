@@ -94,13 +94,13 @@ def test_doctor_fails_with_the_remedy_when_versions_do_not_match(monkeypatch: py
     from shardrec import _versions
 
     def refuse() -> None:
-        raise shardrec.errors.VersionError("found torch 1.0; install torch==2.13.0")
+        raise shardrec.errors.VersionError("found torch 1.0. Install torch==2.13.0")
 
     for module in (_versions, launch):
         monkeypatch.setattr(module, "check_versions", refuse)
     shown = CliRunner().invoke(app, ["doctor"])
     assert shown.exit_code == 1
-    assert "versions: PROBLEM: found torch 1.0; install torch==2.13.0" in shown.output
+    assert "versions: PROBLEM: found torch 1.0. Install torch==2.13.0" in shown.output
     assert "gloo: two ranks" in shown.output
 
 
@@ -122,7 +122,7 @@ def test_doctor_refuses_the_cpu_build_of_fbgemm_on_a_gpu() -> None:
 def test_doctor_tells_when_values_differ(monkeypatch: pytest.MonkeyPatch) -> None:
     features = selftest._features
     monkeypatch.setattr(selftest, "_features", lambda step, device="": features(step + bool(device), device or "cpu"))
-    with pytest.raises(shardrec.ConfigError, match="outputs on the device are not those on the CPU; the largest"):
+    with pytest.raises(shardrec.ConfigError, match="outputs on the device are not those on the CPU. The largest"):
         selftest.training_lookup(torch.device("cpu"))
 
 

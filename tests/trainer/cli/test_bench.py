@@ -44,7 +44,7 @@ def test_the_harness_is_in_a_checkout(tmp_path: Path, monkeypatch: pytest.Monkey
     monkeypatch.setattr(shardrec, "__file__", str(tmp_path / "site-packages" / "shardrec" / "__init__.py"))
     shown = CliRunner().invoke(app, ["bench", "--quick"])
     assert isinstance(shown.exception, ConfigError)
-    assert f"{tmp_path / 'site-packages'} is none: clone the repository" in str(shown.exception)
+    assert f"{tmp_path / 'site-packages'} is not one: clone the repository" in str(shown.exception)
 
 
 def test_options_of_the_other_half() -> None:

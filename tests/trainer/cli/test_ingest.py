@@ -43,7 +43,7 @@ def test_a_topic_is_written_to_a_folder_and_trained_on(
 
     monkeypatch.setattr(ingest.Ingester, "write", fails_once)
     assert "is no object with the fields click, number, site" in run(*command)[2]
-    with pytest.warns(UserWarning, match=r"brokers do not answer; it is tried again in 0.5 s"):
+    with pytest.warns(UserWarning, match=r"brokers do not answer. It is tried again in 0.5 s"):
         assert run(*command, "--on-bad-row", "skip", "--keep", "0")[0] == 0
     assert [path.name for path in (tmp_path / "in").iterdir()] == ["topic-000000000002.parquet"]
     assert numbers(trained(config)) == [0]

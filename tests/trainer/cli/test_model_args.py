@@ -120,7 +120,7 @@ def test_options_of_a_model_give_arguments() -> None:
         ConfigError, match=r"dense_layers \(--dense-layers\) is \(8,\) and model 'dnn' has no dense_layers"
     ):
         build_model(SIZES.changed(dense_layers=(8,)), schema)
-    with pytest.raises(ConfigError, match=r"embedding_dim \(--embedding-dim\) is 8 and model_args gives dim, too"):
+    with pytest.raises(ConfigError, match=r"embedding_dim \(--embedding-dim\) is 8 and model_args also gives dim"):
         build_model(config.changed(model_args={"dim": 4}), schema)
 
 

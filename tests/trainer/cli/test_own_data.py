@@ -167,7 +167,7 @@ def test_texts_lists_and_weights_train_by_a_spec_alone(run: Run) -> None:
         assert (code, answer["error"][:42]) == (400, "row 0: field 'price': value 'dear' is not ")
         assert ask("/predict", {"row": []})[0] == 400
         assert ask("/predict")[0] == 405
-        assert ask("/else") == (404, {"error": "there is no /else: GET / says what there is"})
+        assert ask("/else") == (404, {"error": "/else does not exist: GET / lists the paths"})
 
 
 DYNAMIC = """
@@ -206,7 +206,7 @@ def test_dynamic_ids_go_on_on_more_ranks(run: Run) -> None:
     code, shown, errors = run("train", *flags, "--nproc", "2", "--constraint", "t_shop=row_wise", "--resume")
     assert code == 0, errors
     assert "have no room for" in errors  # blocks of 10 rows do not get 10 of the 20 ids each
-    assert "going on from the checkpoint of step 40" in shown
+    assert "continuing from the checkpoint of step 40" in shown
     after = json.loads(Path("runs/more/metrics.json").read_text(encoding="utf-8"))
     for name in ("t_user", "t_shop"):
         table = f"sparse_arch.embedding_bag_collection.{name}"
@@ -250,7 +250,7 @@ def test_dynamic_ids_train_resume_and_serve(run: Run) -> None:
     code, shown, errors = run("train", *flags, "--out", "runs/again", "--resume")
     assert (code, errors) == (0, ""), errors
     again = json.loads(Path("runs/again/metrics.json").read_text(encoding="utf-8"))
-    assert "going on from the checkpoint" in shown
+    assert "continuing from the checkpoint" in shown
     assert (again["final"], again["curve"][-1]["ids"]) == (metrics["final"], last)
 
     code, shown, errors = run("eval", "runs/whole", "--json")

@@ -38,7 +38,7 @@ def test_csv_and_yaml_say_the_same(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        (YAML.replace("name: day", "nam: day"), r"t\.yaml:4: a table has no 'nam'"),
+        (YAML.replace("name: day", "nam: day"), r"t\.yaml:4: a table lacks 'nam'"),
         (YAML.replace("embedding_dim: 8", "embedding_dim: lots"), r"t\.yaml:4: embedding_dim is 'lots'"),
         (YAML + "tables\n", r"t\.yaml:6 cannot be read as YAML \(could not find expected ':'\)"),
     ],
@@ -50,7 +50,7 @@ def test_yaml_faults_are_named_by_their_line(tmp_path: Path, text: str, words: s
 
 def test_files_that_are_not_there_or_folders(tmp_path: Path) -> None:
     for path, reason in ((tmp_path / "t.csv", "No such file"), (tmp_path, "Is a directory")):
-        with pytest.raises(ConfigError, match=f"{path}: {reason}.*; give a CSV or YAML file of tables"):
+        with pytest.raises(ConfigError, match=f"{path}: {reason}.*. Give a CSV or YAML file of tables"):
             read_tables(path)
 
 
@@ -143,13 +143,13 @@ def test_outputs_are_checked_before_the_search(tmp_path: Path) -> None:
     [
         ("rows,dim\n1,2\n", "has no column 'num_embeddings'"),
         ("num_embeddings,embedding_dim\n", "holds no table"),
-        ("num_embeddings,embedding_dim\n10,x\n", r":2: embedding_dim is 'x'; give a whole number"),
+        ("num_embeddings,embedding_dim\n10,x\n", r":2: embedding_dim is 'x'. Give a whole number"),
         ("num_embeddings,embedding_dim,pooling\n10,4,many\n", r":2: pooling is 'many'"),
-        ("num_embeddings,embedding_dim,colour\n10,4,red\n", r":2: a table has no 'colour'"),
+        ("num_embeddings,embedding_dim,colour\n10,4,red\n", r":2: a table lacks 'colour'"),
         ("name,num_embeddings,embedding_dim\na,1,4\na,1,4\n", r":3: there are two tables 'a'"),
         (
             "instance,num_embeddings,embedding_dim\na,1,4\nb,1,4\n",
-            "holds 2 instances; give --instance with one of a, b",
+            "holds 2 instances. Give --instance with one of a, b",
         ),
     ],
 )
@@ -161,7 +161,7 @@ def test_wrong_files(tmp_path: Path, text: str, message: str) -> None:
 def test_instances(tmp_path: Path) -> None:
     path = write(tmp_path, "t.csv", "instance,num_embeddings,embedding_dim\na,1,4\nb,2,4\n")
     assert [load.num_embeddings for load in read_tables(path, instance="b").values()] == [2]
-    with pytest.raises(ConfigError, match="has no instance 'c'; it has a, b"):
+    with pytest.raises(ConfigError, match="lacks instance 'c'. It has a, b"):
         read_tables(path, instance="c")
 
 

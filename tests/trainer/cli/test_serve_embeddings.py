@@ -42,7 +42,7 @@ def test_options(served: list[tuple[dict[str, Any], dict[str, Any]]]) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--rank", "2"], "--rank is 2 and --servers names 2; name each server, or give --name"),
+        (["--rank", "2"], "--rank is 2 and --servers names 2. Name each server, or give --name"),
         (["--restarts", "1"], "--restarts goes on from the last checkpoint: give --checkpoint"),
     ],
 )

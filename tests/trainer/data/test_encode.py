@@ -99,7 +99,7 @@ PLAIN = FeatureSpec(features=(Feature(name="id", kind="id", rows=9, ids="number"
         (
             b"1\tabc\t3\t\t\n",
             "bad number",
-            r"field 'int_1': value 'abc' is not a finite number among numbers, nor a date among dates; correct",
+            r"field 'int_1': value 'abc' is not a finite number among numbers, nor a date among dates. Correct",
         ),
         (b"1\t1e999\t3\t\t\n", "bad number", r"field 'int_1': value '1e999' is not a finite number"),
         (b"1\t1e39\t3\t\t\n", "bad number", r"field 'int_1': value '1e39' is too large for a float32"),
@@ -126,9 +126,9 @@ def test_a_broken_line(tmp_path: Path, broken: bytes, reason: str, message: str)
         ({"label": [None, 1]}, r":1: field 'label': value None is not 0 or 1"),
         ({"x": [0.5, float("inf")]}, r":2: field 'x': value inf is not a finite number"),
         ({"x": [0.5, -1e39]}, r":2: field 'x': value -1e\+39 is too large for a float32"),
-        ({"id": [9, 1]}, r":1: field 'id': value 9 is no whole number from 0 to 8"),
-        ({"id": [1, -1]}, r":2: field 'id': value -1 is no whole number"),
-        ({"id": [1.5, 1]}, r":1: field 'id': value 1\.5 is no whole number"),
+        ({"id": [9, 1]}, r":1: field 'id': value 9 is not a whole number from 0 to 8"),
+        ({"id": [1, -1]}, r":2: field 'id': value -1 is not a whole number"),
+        ({"id": [1.5, 1]}, r":1: field 'id': value 1\.5 is not a whole number"),
     ],
 )
 def test_a_broken_row_of_a_parquet_file(tmp_path: Path, changes: dict[str, Any], message: str) -> None:

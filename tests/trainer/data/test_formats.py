@@ -59,13 +59,13 @@ def test_lines_of_pairs(tmp_path_factory: pytest.TempPathFactory, rows: list, bl
 @pytest.mark.parametrize(
     ("line", "words"),
     [
-        ("1 qid:1 7", "word 3: '7' is not index:value with a number; correct it"),
+        ("1 qid:1 7", "word 3: '7' is not index:value with a number. Correct it"),
         ("1 qid:1 7:x", "pair 2: '7:x' is not index:value"),
         ("1 qid:1 7:1 8:", "pair 3: '8:' is not index:value"),
         ("", "the line is empty"),
         ("yes qid:1 7:1", "field 'label': value 'yes' is not a number"),
         ("1 7:1", "field 'qid': value None is no id of a group"),
-        ("1 qid:1 1000:1", "field 'ids': value .* is no whole number from 0 to 999"),
+        ("1 qid:1 1000:1", "field 'ids': value .* is not a whole number from 0 to 999"),
     ],
 )
 def test_a_broken_line_is_named(tmp_path: Path, line: str, words: str) -> None:

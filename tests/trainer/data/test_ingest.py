@@ -206,7 +206,7 @@ def test_folders_that_are_refused(brokers: Brokers, tmp_path: Path) -> None:
     file.write_bytes(b"PAR1")
     with pytest.raises(DataError, match=r"0.parquet is damaged .*: copy it again; or remove it, and its records are"):
         of(url, tmp_path)
-    with pytest.raises(DataError, match=r"Not a directory.*; give a folder to write to"):
+    with pytest.raises(DataError, match=r"Not a directory.*. Give a folder to write to"):
         of(url, file / "in")
     with pytest.raises(DataError, match=r"data files kafka://host/topic: .*train on feed:kafka://host/topic, or write"):
         files_of("kafka://host/topic")

@@ -112,7 +112,7 @@ GOOD = {"user": "a", "country": "de", "age": 3, "code": 7, "tags": {}, "history"
         ([{**GOOD, "history": ["a", None]}], r"field 'history': value .* is not a list of texts or numbers"),
         ([{**GOOD, "tags": ["a"]}], r"field 'tags': value \['a'\] is not an object of ids and their weights"),
         ([{**GOOD, "tags": {"a": "x"}}], r"field 'tags'"),
-        ([GOOD, {**GOOD, "code": 50}], r"row 1: field 'code': value '50' is no whole number from 0 to 49"),
+        ([GOOD, {**GOOD, "code": 50}], r"row 1: field 'code': value '50' is not a whole number from 0 to 49"),
         ([{**GOOD, "age": "old"}], r"row 0: field 'age': value 'old' is not a finite number"),
     ],
 )

@@ -262,7 +262,7 @@ def test_the_split_by_time(
     [
         ("a x\na y\na z\nb x\n", {}, "no user with two training items"),
         ("1 2\n1 3\n", {}, "no user with three items"),
-        ("1 1\n1 2\n1 3\n1 2\n1 3\n", {}, "a user has 3 items of 3: none is left to rank; give --candidates 0"),
+        ("1 1\n1 2\n1 3\n1 2\n1 3\n", {}, "a user has 3 items of 3: none is left to rank. Give --candidates 0"),
         ("1 2 5\n1 3 5\n", {"split": "time"}, "no user with items before and in the valid part"),
     ],
 )

@@ -148,7 +148,7 @@ def test_a_number_is_one_id_however_it_is_spelled(
 def test_all_values_of_a_table_decide(
     tmp_path_factory: pytest.TempPathFactory, texts: list[str], coding: str, kind: str, file: str
 ) -> None:
-    """7.0 is a text as soon as another value is no whole number, in files and then in requests."""
+    """7.0 is a text as soon as another value is not a whole number, in files and then in requests."""
     path = tmp_path_factory.mktemp("decide") / f"rows.{file}"
     if file == "csv":
         path.write_text("label,f\n" + "".join(f"1,{text}\n" for text in texts))

@@ -87,7 +87,7 @@ def test_a_file_system_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setitem(sys.modules, "adlfs", None)
     with pytest.raises(DataError, match=r"az://box/rows\.tsv cannot be read here: Install adlfs"):
         files_of("az://box/rows.tsv")
-    with pytest.raises(DataError, match=r"feed:box: only shardrec train --data takes a feed; give its files, without"):
+    with pytest.raises(DataError, match=r"feed:box: only shardrec train --data takes a feed. Give its files, without"):
         files_of("feed:box")
     with pytest.raises(DataError, match=r"Protocol not known: nowhere\): give a path, or a URL of file, s3"):
         files_of("nowhere://box/rows.tsv")

@@ -302,7 +302,7 @@ def test_a_row_without_one_item_gives_no_other_row_its_score(case: str, items: t
         ("dnn", {"dropuot": 0.1}, "'dropuot', which model 'dnn' does not take: did you mean 'dropout'"),
         ("dnn", {"dropout": 1.5}, "dropout is 1.5: Input should be less than 1"),
         ("dnn", {"hidden": "wide"}, "hidden is 'wide': Input should be a valid tuple"),
-        ("din", {"history": "nobody"}, "no feature 'nobody' with a table; those that it has are 'user'"),
+        ("din", {"history": "nobody"}, "lacks a feature 'nobody' with a table. Its features are 'user'"),
         ("din", {"item": "tags"}, "'history' and 'tags' share a table and have 31 and 9 rows"),
         ("sasrec", {"heads": 3}, "dim is 8 and heads is 3"),
         ("finalmlp", {"heads": 5}, "multiple of 5 heads"),

@@ -88,7 +88,7 @@ def test_missing_and_unreadable_files(tmp_path: Path) -> None:
         ({"over_layers": (0,)}, "each should be greater than 0"),
         ({"checkpoint": True}, r"checkpoint .* is True: .* YAML reads on, off"),
         ({"data": ""}, "data .* is '': give some text"),
-        ({"constraint": "t_a=diagonal"}, "there is no cut 'diagonal'; the cuts are table_wise"),
+        ({"constraint": "t_a=diagonal"}, "there is no cut 'diagonal'. The cuts are table_wise"),
         ({"constraint": "t_a"}, r"constraint .* is 't_a': give TABLE=CUT"),
         ({"constraint": "t_a=row_wise@x"}, "give TABLE=CUT"),
         ({"constraint": "t_a=data_parallel@1"}, r"\(--constraint\) is .*@1': a data_parallel table .* name no ranks"),

@@ -95,7 +95,7 @@ def test_a_rank_that_dies_comes_back(agents: list[Agent], tmp_path: Path) -> Non
     agent.saved()
     os.kill(agent.ranks()[1], signal.SIGKILL)
     assert agent.process.wait(PATIENCE_S) == 0, agent.log.read_text(encoding="utf-8")
-    assert "going on from the checkpoint of step" in agent.log.read_text(encoding="utf-8")
+    assert "continuing from the checkpoint of step" in agent.log.read_text(encoding="utf-8")
     assert differences(tmp_path / "broken", tmp_path / "whole") == []
 
 
@@ -121,6 +121,6 @@ def test_a_run_goes_on_with_the_hosts_that_are_left(agents: list[Agent], tmp_pat
     second.kill()
     assert first.process.wait(PATIENCE_S) == 0, first.log.read_text(encoding="utf-8")
     text = first.log.read_text(encoding="utf-8")
-    (resumed,) = re.findall(r"^going on from the checkpoint of step (\d+)", text, re.MULTILINE)
+    (resumed,) = re.findall(r"^continuing from the checkpoint of step (\d+)", text, re.MULTILINE)
     assert int(resumed) >= step
     assert "training dlrm on 1 rank with 1 thread, 64 rows a step" in text

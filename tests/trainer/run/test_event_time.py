@@ -174,7 +174,7 @@ def test_a_time_in_the_future_is_bad_and_makes_no_others_late(tmp_path: Path, mo
         ),
         (
             {8: "noon"},
-            r"field 'at': value 'noon' is no date and time, nor seconds or milliseconds since 1970; correct it, or",
+            r"field 'at': value 'noon' is no date and time, nor seconds or milliseconds since 1970. Correct it, or",
         ),
     ],
 )

@@ -137,8 +137,8 @@ def test_what_cannot_be_reached_for_a_moment_is_tried_again(tmp_path: Path) -> N
     (first, said), (second, silent) = ranks(2, flaky, 11, False)
     assert (said, silent) == (
         [
-            "files_of does not answer; it is tried again in 0.5 s",
-            "rank 1: check_part does not answer; it is tried again in 1 s",
+            "files_of does not answer. It is tried again in 0.5 s",
+            "rank 1: check_part does not answer. It is tried again in 1 s",
         ],
         [],
     )

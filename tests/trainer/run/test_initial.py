@@ -90,7 +90,7 @@ REFUSED = {
     "country": ("kind: id, vocabulary: [de, it, fr]", r"feature 'country' has vocabulary: \('de', 'it', 'fr'\)"),
     "age": ("kind: id, boundaries: [18, 35, 50]", r"feature 'age' has boundaries: \(18.0, 35.0, 50.0\)"),
     "shop": ("kind: id, rows: 20", "feature 'shop' has dynamic_ids: False|t_shop.weight has dynamic ids in the"),
-    "count": ("kind: dense", "feature 'count' has transform: none, and 'count' of that run had log, .*; give that"),
+    "count": ("kind: dense", "feature 'count' has transform: none, and 'count' of that run had log, .*. Give that"),
     "price": ("kind: dense, std: 2", "feature 'price' has std: 2.0, and 'price' of that run had 1.0"),
 }
 
@@ -112,7 +112,7 @@ def test_other_orders_and_names_are_refused(before: Path, tmp_path: Path) -> Non
         (
             turned,
             {},
-            "in another order, which dense layers depend on; give it as user, item, country, age, shop; .*price",
+            "in another order, which dense layers depend on. Give it as user, item, country, age, shop; .*price",
         ),
         (moved, {}, "give it as city, item, country, age, shop"),  # that would be one place before
         (FEATURES, {"init_from": str(tmp_path)}, "holds no run"),
@@ -148,7 +148,7 @@ features:
         ("{name: click}, {name: buy}", "{name: buy}", "label 'buy' is number 1 of the labels, and was number 2"),
         # Neither has a table of its own.
         ("name: tags, kind: multi_hot, share: video}\n  - {name: seen", "name: seen, kind: multi_hot, share: video}\n"
-         "  - {name: tags", "in another order, .*; give it as history, video, tags, seen$"),
+         "  - {name: tags", "in another order, .*. Give it as history, video, tags, seen$"),
         # What says where values are, or how many are kept.
         ("max_length: 5", "max_length: 9, separator: ;, column: h", ""),
         ("{name: click}, {name: buy}", "{name: click}, {name: sold}", ""),

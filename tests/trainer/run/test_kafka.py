@@ -101,7 +101,7 @@ def test_the_ingester_is_a_process_that_may_be_killed(brokers: Brokers, tmp_path
             ingest.spawn_alone = original
 
     with pytest.warns(
-        UserWarning, match="the process that reads kafka://.*process was ended: it is started again; it is"
+        UserWarning, match="the process that reads kafka://.*process was ended: it is started again. It is"
     ):
         assert numbers(train()) == list(range(300))
     assert len(killed) == 1

@@ -174,18 +174,18 @@ def test_a_curve_that_turns_up_is_said(last: float, said: bool, capsys: pytest.C
     worse = dataclasses.replace(made.curve[-1], samples=3000, logloss=last, normalized_entropy=0.95)
     Announcer().results(dataclasses.replace(made, curve=[*made.curve[:-1], worse]), Path("run"))
     shown = capsys.readouterr().out
-    expected = "normalized entropy was 0.9000 after 1,000 samples and 0.9500 at the end: the model overfits; give "
+    expected = "normalized entropy was 0.9000 after 1,000 samples and 0.9500 at the end: the model overfits. Give "
     assert (expected in shown) == said
 
 
 @pytest.mark.parametrize(
     ("given", "advice"),
     [
-        ({}, "; give --checkpoint best, for the weights of the best point; or --patience, to end sooner"),
-        ({"patience": 2, "epochs": 9}, "; give --checkpoint best, for the weights of the best point"),
-        ({"checkpoint": "best"}, "; the final metrics are those of step 2; give --patience, to end sooner"),
-        ({"checkpoint": "best", "patience": 1}, "; the final metrics are those of step 2"),
-        ({"checkpoint": "best", "epochs": 2}, "step 2; give --patience, to end sooner; or fewer --epochs"),
+        ({}, ". Give --checkpoint best, for the weights of the best point; or --patience, to end sooner"),
+        ({"patience": 2, "epochs": 9}, ". Give --checkpoint best, for the weights of the best point"),
+        ({"checkpoint": "best"}, ". The final metrics are those of step 2. Give --patience, to end sooner"),
+        ({"checkpoint": "best", "patience": 1}, ". The final metrics are those of step 2"),
+        ({"checkpoint": "best", "epochs": 2}, "step 2. Give --patience, to end sooner; or fewer --epochs"),
     ],
 )
 def test_advice_is_what_was_not_given(

@@ -61,7 +61,7 @@ def test_a_run_that_is_broken_off_goes_on_as_if_nothing_had_happened(
     config = SMALL.changed(out=str(tmp_path))
     assert broken_off(config, cut_after=cut) == list(range(1, cut + 1))
     assert broken_off(config, resume=True) == list(range(cut // 6 * 6 + 1, 49))
-    assert (f"there is no checkpoint in {tmp_path} to go on from" in capsys.readouterr().out) == (cut < 6)
+    assert (f"{tmp_path} has no checkpoint to continue from" in capsys.readouterr().out) == (cut < 6)
     assert differences(tmp_path, undisturbed) == []
 
 

@@ -268,7 +268,7 @@ def test_a_label_outside_its_task_ends_all_ranks(planted: Path, tmp_path: Path) 
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"loss": "model"}, "name labels, whose own losses are added up, and loss"),
+        ({"loss": "model"}, "name labels, which have losses of their own, and loss"),
         ({"monitor": "auc"}, "monitor .--monitor. 'auc': leave both out"),
         ({"model": "dlrm", "model_args": {}}, r"returns \(512, 1\) for 512 rows and labels need 6 columns"),
     ],
