@@ -501,7 +501,7 @@ def _id_words(feature: Feature) -> str:
         case "hexadecimal":
             return "is not a number of 1 to 16 hexadecimal digits"
         case "number":
-            return f"is no whole number from 0 to {feature.num_embeddings - 1}"
+            return f"is not a whole number from 0 to {feature.num_embeddings - 1}"
         case "buckets":
             return _NO_NUMBER
     return f"is no id: {ID_WORDS}"

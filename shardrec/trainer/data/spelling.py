@@ -2,7 +2,7 @@
 
 In a column of whole numbers ``7.0`` is the number 7, as programs write it that have made floats of them. Beside a
 ``1.10`` it is a text, such as a version. A column of numbers needs no look at its values, and a column of texts only up
-to the first that is no whole number.
+to the first that is not a whole number.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def decided(files: Sequence[FileInfo], spec: FeatureSpec, *, each: Each = map, p
 
 
 def _texts(spec: FeatureSpec, chunks: Sequence[tuple[FileInfo, int]]) -> set[str]:
-    """The tables that have an id in some row groups which is no whole number, by the name of their first feature."""
+    """The tables that have an id in some row groups which is not a whole number, by the name of their first feature."""
     texts = set[str]()
     for info, group in chunks:
         open_ones = [
