@@ -27,10 +27,10 @@ class _Cases(Options):
     panel = "What to time"
 
     preset: CasePreset | None = None
-    """Cases that are chosen already; the options below then choose among them."""
+    """A set of cases. The options below choose among them."""
     workload: tuple[str, ...] = option(
         (),
-        help=f"Tables: {', '.join(PRESETS)}, or of a kind. Lists take commas, or the flag again (default: criteo)",
+        help=f"Tables: {', '.join(PRESETS)}, or 26x20000x64. Use commas, or repeat the flag (default: criteo)",
         metavar="NAME|NUMBERxROWSxDIM[xIDS]",
     )
     layout: tuple[CaseLayout, ...] = ()
@@ -38,19 +38,19 @@ class _Cases(Options):
     batch: tuple[PositiveInt, ...] = option((), metavar="NUMBERS")
     """Samples of each rank (default: 4096)"""
     mode: tuple[Mode, ...] = ()
-    """Embeddings forward, or trained, or a whole DLRM (default: forward,train)"""
+    """Embeddings forward, embeddings trained, or a whole DLRM (default: forward,train)"""
     ids: tuple[Literal["uniform", "zipf"], ...] = ()
-    """Each row as likely, or as rank to the power of -1.05 (default: uniform)"""
+    """Equally likely rows, or the k-th row by k to the power of -1.05 (default: uniform)"""
     optimizer: tuple[Literal["sgd", "adagrad", "rowwise_adagrad", "adam"], ...] = ()
     """Optimizer of the tables, fused into their backward (default: rowwise_adagrad)"""
     malloc: tuple[Malloc, ...] = ()
-    """Both sides as they come, or malloc told to keep its memory, or left alone (default: default)"""
+    """Leave malloc unchanged, keep memory on all sides, or keep glibc's defaults on all sides (default: default)"""
     transport: tuple[Transport, ...] = ()
     """How shardrec's ranks exchange: through shared memory, or gloo alone (default: auto)"""
     kernels: tuple[Kernels, ...] = ()
-    """What shardrec looks rows up with on the CPU: its own kernels, or fbgemm's (default: own)"""
+    """shardrec's CPU kernels: its own, or fbgemm's (default: own)"""
     side: tuple[Side, ...] = ()
-    """Who takes turns, shardrec among them (default: shardrec,torchrec)"""
+    """Sides that take turns, shardrec among them (default: shardrec,torchrec)"""
     max_rows: int = option(100_000, ge=1)
     """Most rows of a preset's table."""
 
@@ -61,11 +61,11 @@ class _Run(Options):
     rounds: int = option(3, ge=1)
     """Times that each side has its turn."""
     steps: int = option(8, ge=3)
-    """Steps of a turn, after three to warm up; fewer where they are long."""
+    """Steps of a turn, after three to warm up. Long steps are fewer."""
     seconds: float = option(2.0, gt=0)
-    """Where a turn's steps take longer, there are fewer of them."""
+    """Seconds that the steps of a turn may take, with three steps at least."""
     minutes: float | None = option(None, gt=0)
-    """Begin no more turns after so long; what is measured counts."""
+    """Minutes after which no more turns begin. Measured turns count."""
     out: str = option("runs/bench", metavar="PATH")
     """Folder for timings.json and timings.png."""
     seed: int = option(0, ge=0)

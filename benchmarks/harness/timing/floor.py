@@ -1,6 +1,6 @@
 """The least time that a step could take: the bytes that must move, over bandwidths measured in the same run (pure).
 
-docs/communication.md has the formula of what ranks send each other; this adds what a rank reads and writes in its own
+docs/performance.md has the formula of what ranks send each other; this adds what a rank reads and writes in its own
 memory. Each figure is the expectation for the case's ids::
 
     read       ids     8 N + 4 bags      the rank's own batch, as its KeyedJaggedTensor holds it
