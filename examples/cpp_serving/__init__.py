@@ -1,1 +1,1 @@
-"""Answers requests with a saved model in a C++ program without Python; see README.md."""
+"""Answers requests with a saved model in a C++ program without Python. See README.md."""

@@ -1,4 +1,4 @@
-"""Export a model, build the C++ program, ask it, and compare its answers with Python's; see README.md."""
+"""Export a model, build the C++ program, ask it, and compare its answers with Python's. See README.md."""
 
 from __future__ import annotations
 

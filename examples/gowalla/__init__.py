@@ -1,1 +1,1 @@
-"""LightGCN on the Gowalla check-ins by ``shardrec train``; see README.md."""
+"""LightGCN on the Gowalla check-ins by ``shardrec train``. See README.md."""

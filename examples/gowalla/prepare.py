@@ -1,7 +1,7 @@
-"""The Gowalla check-ins as Parquet files for ``shardrec train``: what users chose, and what is to be found.
+"""The Gowalla check-ins as Parquet files for ``shardrec train``: the users' choices, and the items to find.
 
 The folder has ``train.txt`` and ``test.txt``, plain or as ``.xz``, with lines ``user item item ...``, one for each
-user; ids count from 0. This is the format of the split published with NGCF (Wang et al., 2019) and used for LightGCN
+user. Ids count from 0. This is the format of the split published with NGCF (Wang et al., 2019) and used for LightGCN
 and the BARS leaderboard.
 
 | file | holds |
@@ -59,12 +59,12 @@ def prepare(folder: Path, out: Path) -> dict[str, int]:
     user_N, item_N = _read(folder, "train.txt")
     user_M, item_M = _read(folder, "test.txt")
     if not len(user_N):
-        raise DataError(f"{folder}: train.txt has no interactions; there is nothing to learn from")
+        raise DataError(f"{folder}: train.txt is empty. Give a file with interactions")
     most = int(max(item_N.max(), item_M.max(initial=0))) + 1
     both = np.intersect1d(user_N * most + item_N, user_M * most + item_M)
     if len(both):
         raise DataError(
-            f"{folder}: user {both[0] // most} has item {both[0] % most} in train.txt and in test.txt; the halves of a "
+            f"{folder}: user {both[0] // most} has item {both[0] % most} in train.txt and in test.txt. The halves of a "
             "split are disjoint: take the item out of one of them"
         )
     out.mkdir(parents=True, exist_ok=True)
@@ -92,7 +92,7 @@ def _read(folder: Path, name: str) -> tuple[Ints, Ints]:
     """Users, ascending, and items of all interactions: (N,) each."""
     path = next((path for path in (folder / f"{name}.xz", folder / name) if path.is_file()), None)
     if path is None:
-        raise DataError(f"{folder} has neither {name}.xz nor {name}; point --data to the folder that has")
+        raise DataError(f"{folder} has neither {name}.xz nor {name}. Give the folder of the file with --data")
     rows: dict[int, list[int]] = {}
     try:
         with lzma.open(path, "rt", encoding="utf-8") if path.suffix == ".xz" else path.open(encoding="utf-8") as file:
@@ -122,10 +122,10 @@ def _number(text: str, where: str) -> int:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Write the files, and say what they hold.
+    """Write the files, and print their contents.
 
     Args:
-        arguments: of the command line; default: this process's.
+        arguments: of the command line. Default: this process's.
     """
     parser = argparse.ArgumentParser(prog="examples.gowalla.prepare", description=__doc__.splitlines()[0])
     data = Path(os.environ.get("SHARDREC_DATA", "../shared/data"), "gowalla_m1")

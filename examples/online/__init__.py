@@ -1,1 +1,1 @@
-"""A model that is trained on clicks as they arrive, and served while it learns; see README.md."""
+"""A model that is trained on clicks as they arrive, and served while it learns. See README.md."""

@@ -1,8 +1,8 @@
-"""Rows of clicks from a planted model of second order, whose best possible AUC is therefore known.
+"""Rows of clicks from a planted model of second order. The best possible AUC is therefore known.
 
 Ten fields have one value a row, drawn by Zipf's law. The log odds of a click are a factorization machine's: a constant,
 a weight for each value and the dot products of the vectors of all pairs of values, scaled to a standard deviation of
-3 over the rows. No model can rank better than these log odds; their own AUC on the test rows is the optimum.
+3 over the rows. No model can rank better than these log odds. Their own AUC on the test rows is the optimum.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def drawn(rows: int, seed: int) -> tuple[dict[str, NDArray[np.int64]], NDArray[n
 
 
 def write(folder: Path, rows: int, seed: int) -> dict[str, float]:
-    """Write ``train.csv``, ``valid.csv`` and ``test.csv``, 7 to 2 to 1; returns the best AUC on the rows of each."""
+    """Write ``train.csv``, ``valid.csv`` and ``test.csv``, 7 to 2 to 1, and return the best AUC by file."""
     values, log_odds, clicks = drawn(rows, seed)
     folder.mkdir(parents=True, exist_ok=True)
     optimum, start = {}, 0

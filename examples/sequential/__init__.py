@@ -1,1 +1,1 @@
-"""Models of item sequences, SASRec and HSTU, trained by ``shardrec train`` alone; see README.md."""
+"""Models of item sequences, SASRec and HSTU, trained by ``shardrec train`` alone. See README.md."""

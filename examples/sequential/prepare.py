@@ -1,10 +1,10 @@
 """Users' item sequences as Parquet files for ``shardrec train``: next items to predict, and candidates to rank.
 
 The input has lines ``user item item ...``, each user's items in time order, on one line or on several. Ids are any
-texts; items are numbered from 1. A user's last item is for the test, the one before it for validation, the others are
-for training; users with fewer than three are trained on only. Or split by time, of lines ``user item time``: what comes
-before the last fifth of all interactions is for training, each user's first item in its first half for validation, that
-in its second half for the test.
+texts. Items are numbered from 1. A user's last item is for the test, the one before it for validation, the others are
+for training. Users with fewer than three are trained on only. The split may also be by time, for lines ``user item
+time``: the first four fifths of all interactions are for training. In the last fifth, each user's first item of the
+first half is for validation, and of the second half for the test.
 
 | file | holds |
 |---|---|
@@ -15,8 +15,8 @@ in its second half for the test.
 | ``items.txt`` | the items' ids in the input, number 1 in the first line |
 
 Random items are not among the user's training items, which is the protocol of SASRec's release ("Self-Attentive
-Sequential Recommendation", Kang and McAuley, 2018); or, with ``--negatives unseen``, not among any of the user's. With
-``--candidates 0`` there are none, for ``shardrec train --ranking catalogue``, which ranks all items.
+Sequential Recommendation", Kang and McAuley, 2018). With ``--negatives unseen`` they are not among any of the user's
+items. Use ``--candidates 0`` for ``shardrec train --ranking catalogue``, which ranks all items.
 
 Legend: U users, N interactions, K ranked items.
 """
@@ -59,12 +59,12 @@ def read_sequences(path: Path, *, timed: bool = False) -> tuple[list[str], Ints,
         timed: whether the lines are ``user item time``, the time a number.
 
     Returns:
-        The users' ids, and the user of each interaction by its number in these, int64 (N,); the items' ids and numbers,
-        the same but from 1 on; the times, or zeros. A user's items are in the order of their times, those of equal ones
-        in the file's; ids that are whole numbers are in theirs.
+        The users' ids, and the user's number of each interaction, int64 (N,), then the items' ids and numbers from 1
+        on, then the times, or zeros. A user's items are in the order of their times, and with equal times in the file's
+        order. Ids that are whole numbers are in numeric order.
 
     Raises:
-        DataError: if there is no such file, or one of other lines.
+        DataError: if the file is missing, or has other lines.
     """
     users: list[str] = []
     items: list[str] = []
@@ -124,9 +124,9 @@ def prepare(
         out: the folder, which is made.
         users: most users to rank items for, drawn from those with a held-out item.
         candidates: random items for each.
-        unseen: whether the random items are none of the user's, held-out ones among them; else, no training items.
-        popular: whether they are drawn by how often they are in the training data; else, all alike.
-        by_time: whether the split is by time; else, each user's last two items are held out.
+        unseen: whether the random items exclude all of the user's items. Otherwise they exclude the training items.
+        popular: whether they are drawn by their frequency in the training data. Otherwise uniformly.
+        by_time: whether the split is by time. Otherwise each user's last two items are held out.
         longest: items of a history that the model sees.
         seed: of both.
 
@@ -218,18 +218,18 @@ def _write(path: Path, users: NDArray[np.str_], starts: Ints, ends: Ints, item_N
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Write the files, and say what they hold.
+    """Write the files, and print their contents.
 
     Args:
-        arguments: of the command line; default: this process's.
+        arguments: of the command line. Default: this process's.
     """
     parser = argparse.ArgumentParser(prog="examples.sequential.prepare", description=__doc__.splitlines()[0])
     data = Path(os.environ.get("SHARDREC_DATA", "../shared/data"), _FILE)
     parser.add_argument("--data", type=Path, default=data, help="file of lines 'user item item ...' (%(default)s)")
     parser.add_argument("--out", type=Path, default=Path("runs/sequential/data"), help="where to write (%(default)s)")
     parser.add_argument("--users", type=int, default=10_000, help="most users to rank items for (%(default)s)")
-    parser.add_argument("--candidates", type=int, default=100, help="random items for each; 0: none (%(default)s)")
-    text = "how random items are drawn: all alike, or by how often they are in the training data (%(default)s)"
+    parser.add_argument("--candidates", type=int, default=100, help="random items for each user (%(default)s)")
+    text = "how random items are drawn: uniformly, or by their frequency in the training data (%(default)s)"
     parser.add_argument("--draw", choices=("uniform", "popularity"), default="uniform", help=text)
     text = "each user's last two items are held out, or what comes last of lines 'user item time' (%(default)s)"
     parser.add_argument("--split", choices=("leave-one-out", "time"), default="leave-one-out", help=text)
