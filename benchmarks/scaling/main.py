@@ -1,4 +1,4 @@
-"""Predicted steps of DLRM-DCN v2 on 8 to 1,024 ranks; see docs/scaling.md for the model and what it assumes."""
+"""Predicted steps of DLRM-DCN v2 on 8 to 1,024 ranks. README.md has the model and its assumptions."""
 
 from __future__ import annotations
 
