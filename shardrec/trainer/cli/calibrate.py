@@ -42,8 +42,8 @@ def calibrate_command(
     the cost model's coefficients, and writes them with their fit errors to a JSON file for shardrec plan --profile and
     shardrec.plan(profile=).
 
-    With --plans TABLES, a file as for shardrec plan, it then makes a few different plans for these tables, times them in
-    turn, and keeps the fastest with --save. An existing OUT is used unchanged.
+    With --plans TABLES, a file as for shardrec plan, it then makes a few different plans for these tables, times them
+    in turn, and keeps the fastest with --save. An existing OUT is used unchanged.
 
     Example: shardrec calibrate profile.json --ranks 2 --plans tables.csv --save plan.json
 

@@ -39,7 +39,8 @@ def ingest_command(
         float | None, typer.Option(help="Seconds without new records after which to end (default: never)", min=0)
     ] = None,
     on_bad_row: Annotated[
-        Literal["error", "skip"], typer.Option(help="End the command at a record that is not a row, or leave the record out.")
+        Literal["error", "skip"],
+        typer.Option(help="End the command at a record that is not a row, or leave the record out."),
     ] = "error",
     debug: Debug = False,
 ) -> None:

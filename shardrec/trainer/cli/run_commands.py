@@ -29,18 +29,14 @@ __all__ = [
 
 _OnBadRow = Annotated[
     Literal["error", "skip"] | None,
-    typer.Option(
-        help="End the command at a row that cannot be read, or leave the row out (default: the run's option)"
-    ),
+    typer.Option(help="End the command at a row that cannot be read, or leave the row out (default: the run's option)"),
 ]
 _Run = Annotated[Path, typer.Argument(help="Folder of results of shardrec train.", metavar="RUN")]
 
 
 def eval_command(
     run: _Run,
-    data: Annotated[
-        str | None, typer.Option(help="Files of rows (default: the rows of the run's own metrics)")
-    ] = None,
+    data: Annotated[str | None, typer.Option(help="Files of rows (default: the rows of the run's own metrics)")] = None,
     on_bad_row: _OnBadRow = None,
     ranking: Annotated[
         Literal["rows", "catalogue", "unseen"] | None,

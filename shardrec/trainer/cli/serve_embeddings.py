@@ -17,7 +17,9 @@ def serve_embeddings_command(
     store: Annotated[str, typer.Option(help="Store of the job: file:///path or tcp://host:port.")],
     rank: Annotated[int, typer.Option(help="Rank of the plan whose shards to serve.", min=0)] = 0,
     servers: Annotated[str, typer.Option(help="Names of all servers, separated by commas.")] = "server0",
-    name: Annotated[str | None, typer.Option(help="Name of this server (default: the one at --rank in --servers)")] = None,
+    name: Annotated[
+        str | None, typer.Option(help="Name of this server (default: the one at --rank in --servers)")
+    ] = None,
     trainers: Annotated[int, typer.Option(help="Number of trainers.", min=1)] = 1,
     plan: Annotated[Path | None, typer.Option(help="Plan of the tables (default: the checkpoint's)")] = None,
     checkpoint: Annotated[
@@ -29,9 +31,7 @@ def serve_embeddings_command(
     max_requests: Annotated[int, typer.Option(help="Lookups of one batch.", min=1)] = 64,
     interface: Annotated[str, typer.Option(help="Network interface to listen on.")] = "lo",
     timeout: Annotated[float, typer.Option(help="Seconds to wait for the other processes.", min=1)] = 300,
-    restarts: Annotated[
-        int, typer.Option(help="Restarts from the last checkpoint when it was killed.", min=0)
-    ] = 0,
+    restarts: Annotated[int, typer.Option(help="Restarts from the last checkpoint when it was killed.", min=0)] = 0,
     debug: Debug = False,
 ) -> None:
     """Serve one rank's shards of a model's tables over RPC, until a trainer ends the job.
