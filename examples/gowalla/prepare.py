@@ -59,7 +59,7 @@ def prepare(folder: Path, out: Path) -> dict[str, int]:
     user_N, item_N = _read(folder, "train.txt")
     user_M, item_M = _read(folder, "test.txt")
     if not len(user_N):
-        raise DataError(f"{folder}: train.txt is empty. Give a file with interactions")
+        raise DataError(f"{folder}: train.txt has no interactions. Give a file with some")
     most = int(max(item_N.max(), item_M.max(initial=0))) + 1
     both = np.intersect1d(user_N * most + item_N, user_M * most + item_M)
     if len(both):
