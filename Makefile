@@ -106,9 +106,10 @@ online: $(RUNTIME) ## train on clicks that drift as they arrive, publish, follow
 	rm -rf runs/online
 	$(BIN)/python -W ignore -m examples.online.main
 
-docs: $(DEV) ## write docs/api.md and run the examples of docs/
-	$(BIN)/python docs/make_api.py
-	$(BIN)/python docs/make_notebook.py
+docs: $(DEV) ## write options, notebook and charts, and run the examples of docs/
+	$(BIN)/python -m docs.make_options
+	$(BIN)/python -m docs.make_notebook
+	$(BIN)/python -m docs.make_chart
 	$(BIN)/python -m pytest -q tests/docs
 
 # For this Python and this torch, which the operators are compiled against. It is tried in an environment that has the packages of
@@ -128,9 +129,9 @@ wheel: $(RUNTIME) ## build a wheel with the C++ operators, in dist, and try it i
 	@mkdir -p dist && mv $(TRY)/dist/*.whl dist && ls dist/shardrec-*.whl
 
 # Once installed, the build asks no network. Its warnings are errors.
-docs-site: $(SITE) ## build the pages of docs/, benchmarks/ and examples/ as a site, in build/site
+docs-site: $(SITE) ## build the pages and the API as a site, in build/site
 	$(BIN)/sphinx-build -q -W --keep-going -c docs/site . build/site
-	@echo "build/site/README.html"
+	@echo "build/site/index.html"
 
 clean: ## delete caches and build leftovers; .venv stays
 	rm -rf build dist examples/cpp_serving/build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -1,4 +1,4 @@
-"""Each executor has what each other one has: the table of docs/executors.md, each cell run on ranks."""
+"""Each executor has what each other one has: the table of docs/scripting.md, each cell run on ranks."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from tests.scripting.lookups import reload
 
 DIM = 8
 ROWS = {"a": 13, "b": 29, "c": 17, "d": 23}
-PAGE = Path(__file__).parent.parent / "docs" / "executors.md"
+PAGE = Path(__file__).parent.parent / "docs" / "scripting.md"
 
 
 class Three(nn.Module):
@@ -236,7 +236,7 @@ def table() -> str:
 
 
 def test_the_page_has_this_table() -> None:
-    assert table() in PAGE.read_text(), "put what table() gives into docs/executors.md"
+    assert table() in PAGE.read_text(), "put what table() gives into docs/scripting.md"
 
 
 def test_all_features_of_two_ranks_are_in_some_cell_together() -> None:

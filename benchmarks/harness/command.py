@@ -27,16 +27,17 @@ __all__ = ["app"]
 _TABLE_WIDTH = 200
 _HELP = (
     "Time sharded steps beside TorchRec's, or count the bytes that they send.\n\n"
-    "Without --bytes, the sides take turns on the same cases, each turn in new processes; what a step takes is shown "
-    "beside the least that it could take, with geometric means of the ratios, and written to --out. Exits with 1 if a "
+    "Without --bytes, the sides take turns on the same cases, each turn in new processes. Each step's time is shown "
+    "beside the least possible time, with geometric means of the ratios, and written to --out. Exits with 1 if a "
     "case could not be timed.\n\n"
-    "With --bytes, counts what a step sends and compares it with the closed formula (docs/communication.md). Exits "
-    "with 1 if a count is not that of the formula."
+    "With --bytes, counts what a step sends and compares it with the closed formula (docs/performance.md). Exits "
+    "with 1 if a count differs.\n\n"
+    "Example: shardrec bench --layout row_wise --batch 512,4096 --mode train"
 )
 _OUTPUT = "Output"
 _BYTES = typer.Option("--bytes", help="Count bytes sent per step, by exchange and rank, instead of timing.")
 _QUICK = typer.Option("--quick", help="The same as --preset quick --rounds 1.", rich_help_panel="What to time")
-_RESUME = typer.Option("--resume", help="Go on from the timings in --out.", rich_help_panel="How to time it")
+_RESUME = typer.Option("--resume", help="Continue from the timings in --out.", rich_help_panel="How to time it")
 _JSON = typer.Option("--json", help="Print JSON instead of tables.", rich_help_panel=_OUTPUT)
 _DEBUG = typer.Option("--debug", help="Show tracebacks.", rich_help_panel=_OUTPUT)
 

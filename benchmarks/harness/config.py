@@ -33,17 +33,17 @@ class _Workload(Options):
 
     tables: tuple[str, ...] = option(
         ("26x20000x64",),
-        help=f"Tables of a kind, each with a feature of its own, or a preset: {', '.join(PRESETS)}; can be repeated.",
+        help=f"Tables of a kind, each with a feature of its own, or a preset: {', '.join(PRESETS)}. Can be repeated.",
         metavar="NUMBERxROWSxDIM[xIDS]",
     )
     max_rows: int = option(100_000, ge=1)
     """Most rows of a preset's table."""
     batch_size: int = option(4096, ge=1)
-    """Samples per rank."""
+    """Samples of each rank."""
     pooling: int | None = option(None, ge=1, metavar="IDS")
     """Ids of every bag (default: 1, or as the tables say)"""
     ids: Literal["uniform", "zipf"] = "uniform"
-    """Each row as likely, or as rank to the power of -1.05."""
+    """Equally likely rows, or the k-th row by k to the power of -1.05."""
     module: Literal["pooled", "sequence"] = "pooled"
     """EmbeddingBagCollection, or EmbeddingCollection."""
     dedup: Literal["on", "off"] = "on"
@@ -58,9 +58,9 @@ class _Sharding(Options):
     panel = "With --bytes: sharding"
 
     cut: Cut = "table_wise"
-    """How every table is cut; 'mixed' is by turns."""
+    """Cut of every table. 'mixed' takes them in turn."""
     plan: str | None = option(None, metavar="PATH")
-    """Use this plan.json; its tables are t0, t1, ..."""
+    """Use this plan.json, with tables t0, t1, ..."""
     output_comms: _Wire = "fp32"
     """Format of the output all-to-all."""
     gradient_comms: _Wire = "fp32"
@@ -82,17 +82,17 @@ class _Ranks(Options):
     panel = "Ranks"
 
     nproc: int | None = option(None, ge=1)
-    """Ranks to start on this machine (default: 2. Under torchrun, its ranks are joined)"""
+    """Ranks to start on this machine, unless torchrun has (default: 2)"""
     hosts: int = option(1, ge=1)
     """Treat the ranks as if spread over this number of hosts, wherever they are."""
     threads: int | None = option(None, ge=1)
-    """Threads per rank (default: cores / ranks)"""
+    """Threads of each rank (default: cores / ranks)"""
     device: Literal["cpu", "cuda"] = "cpu"
     """Where the tables live."""
 
 
 class BenchConfig(_Ranks, _Step, _Sharding, _Workload):
-    """One measurement. Each field is, with dashes, a flag. Its text is that flag's help.
+    """One measurement. Each field is, with dashes, a flag; its text is that flag's help.
 
     Raises:
         ConfigError: naming each option that cannot be honoured, its value and what it may be.

@@ -1,4 +1,4 @@
-"""What a step would take on many ranks, from the planner's prices: a model, as docs/scaling.md writes it down.
+"""The predicted time of a step on many ranks, from the planner's prices. benchmarks/scaling/README.md has the model.
 
 The planner prices what plans differ in, the embeddings. To compare numbers of ranks the rest of a step is needed, too:
 the dense part, which does not change with the ranks, the all-reduce of its gradient, and what the collectives cost

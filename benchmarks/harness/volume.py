@@ -1,4 +1,4 @@
-"""How many bytes a step sends, from rank to rank: the closed formula, as docs/communication.md writes it down.
+"""How many bytes a step sends, from rank to rank: the closed formula, as docs/performance.md writes it down.
 
 Plain numbers in, plain numbers out. Nothing here runs an exchange, and nothing of the exchange's code is used. So that
 what an exchange is counted to send (:mod:`benchmarks.harness.counting`) can be checked against it.

@@ -1,4 +1,4 @@
-"""Predicted steps of DLRM-DCN v2 on 8 to 1,024 ranks. See docs/scaling.md for the model and what it assumes."""
+"""Predicted steps of DLRM-DCN v2 on 8 to 1,024 ranks. README.md has the model and its assumptions."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ def main() -> None:
     parser.add_argument("--ranks-per-host", type=int, default=8)
     parser.add_argument("--workload", default="multi_hot", help="as in shardrec bench")
     parser.add_argument("--max-rows", type=int, default=FULL)
-    parser.add_argument("--batch-size", type=int, default=8192, help="samples per rank")
+    parser.add_argument("--batch-size", type=int, default=8192, help="samples of each rank")
     parser.add_argument("--machine", default="h100", help="a preset")
     parser.add_argument("--profile", help="JSON file of shardrec calibrate; default: the machine's data sheet")
     parser.add_argument("--dense-flops", type=float, default=Assumptions().dense_flops)

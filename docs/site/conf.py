@@ -1,11 +1,20 @@
-"""The site: the pages of the repository, as they stand, by Sphinx. ``make docs-site`` builds it."""
+"""The site: the pages of the repository, as they stand, and the API from the docstrings.
+
+``make docs-site`` builds it.
+"""
 
 from __future__ import annotations
 
 import os
 import re
+import sys
 from pathlib import Path
 from typing import Any
+
+sys.path.insert(0, os.path.dirname(__file__))
+
+from api import MODULES
+from api import setup as set_up_api
 
 ROOT = Path(__file__).parents[2]
 
@@ -17,13 +26,24 @@ include_patterns = [
     "CHANGELOG.md",
     "CONTRIBUTING.md",
     "docs/*.md",
+    "docs/api/*.rst",
     "benchmarks/*/*.md",
     "examples/*/README.md",
+    "tests/*/README.md",
 ]
-exclude_patterns = [".*", "build", "dist", "runs", "shardrec", "tests"]
-extensions = ["myst_parser"]
+exclude_patterns = [".*", "build", "dist", "runs", "shardrec"]
+extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx.ext.viewcode"]
 myst_heading_anchors = 4
-# TorchScript's and the shell's lines in the pages have no lexer of their own.
+templates_path = ["templates"]
+html_additional_pages = {"index": "index.html"}
+
+autodoc_member_order = "bysource"
+autodoc_typehints = "signature"
+autodoc_typehints_format = "short"
+autodoc_preserve_defaults = True
+napoleon_use_ivar = True
+python_use_unqualified_type_names = True
+# Lines of TorchScript and of the shell in the pages need no lexer.
 highlight_language = "text"
 
 html_theme = "furo"
@@ -34,39 +54,36 @@ html_static_path = ["static"]
 html_css_files = ["site.css"]
 
 NAVIGATION = {
-    "Start": [
-        "docs/tutorial",
-        "docs/guide",
-        "docs/migration",
+    "Start": ["docs/tutorial", "docs/guide", "docs/migration", "docs/features"],
+    "Guides": [
         "docs/cli",
+        "docs/data",
+        "docs/feeds",
         "docs/models",
-        "docs/ranking",
-        "docs/troubleshooting",
-    ],
-    "Training": [
         "docs/planner",
-        "docs/updates",
         "docs/dynamic_ids",
         "docs/checkpoints",
-        "docs/elastic",
+        "docs/failures",
         "docs/pipelines",
+        "docs/scripting",
+        "docs/serving",
         "docs/rpc",
-        "docs/compile",
     ],
-    "Serving": ["docs/scripting", "docs/serving", "docs/publishing", "docs/executors", "docs/security"],
-    "Reference": ["docs/api", "docs/parity", "docs/communication", "docs/scaling"],
-    "Inside": ["docs/design", "docs/gpu", "docs/benchmarks", "CHANGELOG", "CONTRIBUTING"],
+    "Reference": ["docs/options", "docs/performance", "docs/troubleshooting", "docs/security", "CHANGELOG"],
+    "API": [f"docs/api/{name}" for name in MODULES],
+    "Internals": ["docs/design", "docs/ledger", "CONTRIBUTING"],
 }
 _LINK = re.compile(r"(\]\()([^)#\s:]+)((?:#[^)]*)?\))")
 
 
 def setup(app: Any) -> None:
     """Sphinx's hook."""
+    set_up_api(app)
     app.connect("source-read", _as_pages)
 
 
 def _as_pages(app: Any, name: str, source: list[str]) -> None:
-    """Links to folders lead to their README, as they do where the repository is read; README has the navigation."""
+    """Links to folders lead to their README, as in the repository. README has the navigation."""
     folder = (ROOT / name).parent
 
     def target(link: re.Match[str]) -> str:
@@ -82,6 +99,7 @@ def _as_pages(app: Any, name: str, source: list[str]) -> None:
                 **NAVIGATION,
                 "Benchmarks": _folders("benchmarks"),
                 "Examples": _folders("examples"),
+                "Tests": _folders("tests"),
             }.items()
         )
 

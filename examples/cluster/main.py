@@ -1,4 +1,4 @@
-"""Two hosts on one Linux machine, of which one is lost: ``python -m examples.cluster.main [FOLDER]``, as root.
+"""Two hosts on one Linux machine, and one is lost: ``python -m examples.cluster.main [FOLDER]``, as root.
 
 A host is a network namespace, with an address and a link to a switch, and a process namespace, which ends with its
 first process. Each runs ``torchrun.sh`` with two ranks. They read rows from a URL, publish to one, and share a folder.
@@ -89,14 +89,14 @@ class Switch:
 
 
 class Host:
-    """A host whose first process is ``torchrun.sh``.
+    """A host that runs ``torchrun.sh`` as its first process.
 
     Args:
         number: from 0, the host where the agents meet.
-        switch: what it is connected to.
+        switch: the switch that the host is connected to.
         config: YAML file of the run.
-        log: of what its processes print.
-        slow: whether its link is.
+        log: file for the output of its processes.
+        slow: whether its link is slow.
     """
 
     def __init__(self, number: int, switch: Switch, config: Path, log: IO[str], *, slow: bool) -> None:
@@ -162,7 +162,8 @@ class Host:
 
 
 def main(folder: Path, *, loses_host: bool = True, slow: bool = False) -> dict[str, float]:
-    """Train on two hosts and, if one is lost after the first checkpoint, go on with the other. The final metrics.
+    """Train on two hosts and, if one is lost after the first checkpoint, continue with the other. Return the final
+    metrics.
 
     Args:
         folder: for rows, logs and results.
@@ -206,4 +207,4 @@ def main(folder: Path, *, loses_host: bool = True, slow: bool = False) -> dict[s
 
 if __name__ == "__main__":
     results = Path(sys.argv[1] if len(sys.argv) > 1 else "runs/cluster")
-    print(f"one of two hosts was lost: AUC {main(results)['auc']:.4f}; {results}/host0.log has what the other one said")
+    print(f"one of two hosts was lost: AUC {main(results)['auc']:.4f}; {results}/host0.log has the other host's output")

@@ -21,7 +21,7 @@ class BuildError(RuntimeError):
 
 
 def missing_tool() -> str | None:
-    """What has to be installed before the program can be built, in a sentence. None if nothing has."""
+    """A sentence that names the tools to install before the program can be built. None if all are installed."""
     if shutil.which("cmake") is None:
         return "cmake is not on PATH: install it (on Debian and Ubuntu: apt-get install cmake)"
     if not any(shutil.which(name) for name in ("c++", "g++", "clang++")):
@@ -30,16 +30,16 @@ def missing_tool() -> str | None:
 
 
 def build(folder: Path) -> Path:
-    """Configure and build. Quick if nothing has changed.
+    """Configure and build. This is quick if nothing has changed.
 
     Args:
-        folder: where to.
+        folder: the build folder.
 
     Returns:
         The program.
 
     Raises:
-        BuildError: if a tool is missing, or fails; with what it said.
+        BuildError: if a tool is missing or fails, with its output.
     """
     missing = missing_tool()
     if missing is not None:
@@ -60,7 +60,7 @@ def run(program: Path, model: Path, lines: str, *options: str) -> str:
 
 
 def start(program: Path, model: Path, *options: str) -> subprocess.Popen[str]:
-    """The program, which answers a line on its stdin by one on its stdout. What it says besides is on its stderr."""
+    """The program, which answers a line on its stdin by one on its stdout. Other output is on its stderr."""
     pipe = subprocess.PIPE
     return subprocess.Popen(_command(program, model, *options), stdin=pipe, stdout=pipe, stderr=pipe, text=True)
 

@@ -19,13 +19,13 @@ __all__ = ["FORMATS", "PACKAGED", "Request", "Saved", "export", "requests"]
 
 FORMATS = ("int8", "int4", "fp16")
 PACKAGED = ("float", "int8")
-"""Of these AOTInductor makes a package, too. Each takes it a quarter of a minute."""
+"""AOTInductor also makes a package of these. Each takes a quarter of a minute."""
 STEPS = 20
 
 
 @dataclass(frozen=True, kw_only=True)
 class Request:
-    """What is asked at once.
+    """A request.
 
     Args:
         features: bags of F features and B samples.
@@ -47,7 +47,7 @@ class Request:
 
 @dataclass(frozen=True, kw_only=True)
 class Saved:
-    """A file and what Python answers with the model in it.
+    """A file, and Python's answers with its model.
 
     Args:
         name: of the format.
@@ -77,11 +77,11 @@ def requests(sizes: list[int], seed: int = 0) -> Iterator[Request]:
 
 
 def export(folder: Path, asked: list[Request]) -> list[Saved]:
-    """Train on one rank, and save the float model and each of :data:`FORMATS`.
+    """Train on one rank, and save the float model and all of :data:`FORMATS`.
 
     Args:
-        folder: where to. It is made.
-        asked: what Python is to answer, too.
+        folder: for the files, made if it is missing.
+        asked: requests that Python answers as well.
     """
     folder.mkdir(parents=True, exist_ok=True)
     torch.manual_seed(0)

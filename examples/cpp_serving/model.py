@@ -12,7 +12,7 @@ from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backwa
 __all__ = ["DENSE", "FEATURES", "ClickModel"]
 
 FEATURES = {"user": 2000, "item": 5000, "history": 5000, "country": 200}
-"""Rows of the table behind each feature. ``item`` and ``history`` share theirs."""
+"""Rows of the table behind each feature. ``item`` and ``history`` share a table."""
 
 DENSE = 4
 """Dense columns."""

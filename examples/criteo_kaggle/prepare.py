@@ -20,7 +20,7 @@ from shardrec.errors import ConfigError, DataError
 __all__ = ["COLUMNS", "main", "prepare"]
 
 COLUMNS = ("Label", *(f"I{number}" for number in range(1, 14)), *(f"C{number}" for number in range(1, 27)))
-"""Of a raw line, which has no header: the names that the published ``x4`` split of the same rows gives them."""
+"""The column names of a raw line, as in the published ``x4`` split of the same rows."""
 
 _TYPES = {name: pa.string() if name.startswith("C") else pa.int64() for name in COLUMNS}
 _SCHEMA = pa.schema(list(_TYPES.items()))
@@ -34,10 +34,10 @@ def prepare(
     """Write ``out/part_0.parquet``, ``part_1.parquet``, ... and, of ``test``, ``out/test.parquet``.
 
     Args:
-        files: raw rows: tab separated, plain or ``.gz`` or ``.xz``. Read in this order as one stream.
+        files: raw rows, tab separated, plain or ``.gz`` or ``.xz``, read in this order as one stream.
         out: folder, without Parquet files in it.
         parts: number of parts.
-        shuffled: draw each row's part at random; else the parts are consecutive, of equally many rows.
+        shuffled: draw each row's part at random. Otherwise the parts are consecutive, with equally many rows.
         test: files for ``test.parquet``. With any, a row that occurs again in them or in ``files`` is written once, in
             the test part if it is there. This keeps all rows in memory: it is for samples.
         seed: of the random parts.
@@ -84,7 +84,10 @@ def prepare(
 
 
 def _blocks(files: Iterable[Path], seen: set[bytes] | None) -> Iterator[tuple[str, list[bytes]]]:
-    """Whole lines, some at a time, and the name of their file; without those of ``seen``, to which they are added."""
+    """Whole lines, some at a time, and the name of their file.
+
+    Lines in ``seen`` are left out, new lines are added to it.
+    """
     for path in files:
         try:
             with _OPENERS.get(path.suffix, open)(path, "rb") as stream:
@@ -116,11 +119,11 @@ def _parsed(lines: Sequence[bytes], where: str) -> pa.Table:
 def main(arguments: Sequence[str] | None = None) -> None:
     """Read the arguments, write the parts, and say how many rows each has."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("files", type=Path, nargs="+", help="raw rows, such as train.txt; also .gz, .xz")
+    parser.add_argument("files", type=Path, nargs="+", help="raw rows, such as train.txt, also .gz, .xz")
     parser.add_argument("--out", type=Path, required=True, help="folder for the parts")
     parser.add_argument("--parts", type=int, default=7, help="7: the days of train.txt, which is in the order of time")
     parser.add_argument("--shuffled", action="store_true", help="draw each row's part at random")
-    parser.add_argument("--test", type=Path, nargs="+", default=[], help="files for test.parquet; repeated rows go")
+    parser.add_argument("--test", type=Path, nargs="+", default=[], help="files for test.parquet, with repeated rows")
     parser.add_argument("--seed", type=int, default=0, help="of the random parts")
     given = parser.parse_args(arguments)
     counts = prepare(

@@ -1,7 +1,7 @@
-"""The Gowalla check-ins as Parquet files for ``shardrec train``: what users chose, and what is to be found.
+"""The Gowalla check-ins as Parquet files for ``shardrec train``: the users' choices, and the items to find.
 
 The folder has ``train.txt`` and ``test.txt``, plain or as ``.xz``, with lines ``user item item ...``, one for each
-user; ids count from 0. This is the format of the split published with NGCF (Wang et al., 2019) and used for LightGCN
+user. Ids count from 0. This is the format of the split published with NGCF (Wang et al., 2019) and used for LightGCN
 and the BARS leaderboard.
 
 | file | holds |
@@ -59,7 +59,7 @@ def prepare(folder: Path, out: Path) -> dict[str, int]:
     user_N, item_N = _read(folder, "train.txt")
     user_M, item_M = _read(folder, "test.txt")
     if not len(user_N):
-        raise DataError(f"{folder}: train.txt has no interactions. There is nothing to learn from")
+        raise DataError(f"{folder}: train.txt has no interactions. Give a file with some")
     most = int(max(item_N.max(), item_M.max(initial=0))) + 1
     both = np.intersect1d(user_N * most + item_N, user_M * most + item_M)
     if len(both):
@@ -92,7 +92,7 @@ def _read(folder: Path, name: str) -> tuple[Ints, Ints]:
     """Users, ascending, and items of all interactions: (N,) each."""
     path = next((path for path in (folder / f"{name}.xz", folder / name) if path.is_file()), None)
     if path is None:
-        raise DataError(f"{folder} has neither {name}.xz nor {name}; point --data to the folder that has")
+        raise DataError(f"{folder} has neither {name}.xz nor {name}. Give the folder of the file with --data")
     rows: dict[int, list[int]] = {}
     try:
         with lzma.open(path, "rt", encoding="utf-8") if path.suffix == ".xz" else path.open(encoding="utf-8") as file:
@@ -100,13 +100,13 @@ def _read(folder: Path, name: str) -> tuple[Ints, Ints]:
                 where = f"{path}:{number}"
                 ids = [_number(text, f"{where}: field {column}") for column, text in enumerate(line.split(), 1)]
                 if ids and ids[0] in rows:
-                    raise DataError(f"{where}: user {ids[0]} has a line already. Put all of a user's items on one line")
+                    raise DataError(f"{where}: user {ids[0]} has a line already; put all of a user's items on one line")
                 if len(set(ids[1:])) < len(ids[1:]):
                     twice = next(item for item in ids[1:] if ids[1:].count(item) > 1)
-                    raise DataError(f"{where}: item {twice} stands twice. Keep it once")
+                    raise DataError(f"{where}: item {twice} stands twice; keep it once")
                 rows.update({ids[0]: ids[1:]} if ids else {})
     except (lzma.LZMAError, EOFError, UnicodeDecodeError) as error:
-        raise DataError(f"{path}: cannot be decompressed or decoded ({error}). Copy the file again") from error
+        raise DataError(f"{path}: cannot be decompressed or decoded ({error}); copy the file again") from error
     users = sorted(rows)
     items = [item for user in users for item in rows[user]]
     return np.repeat(users, [len(rows[user]) for user in users]).astype(np.int64), np.array(items, dtype=np.int64)
@@ -115,14 +115,14 @@ def _read(folder: Path, name: str) -> tuple[Ints, Ints]:
 def _number(text: str, where: str) -> int:
     # isdecimal() alone also accepts the digits of other scripts.
     if not (text.isascii() and text.isdecimal()):
-        raise DataError(f"{where} is {text!r}. An id is a whole number from 0")
+        raise DataError(f"{where} is {text!r}; an id is a whole number from 0")
     if int(text) > _MOST:
-        raise DataError(f"{where} is {text}. Ids count from 0 and are at most {_MOST}")
+        raise DataError(f"{where} is {text}; ids count from 0 and are at most {_MOST}")
     return int(text)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Write the files, and say what they hold.
+    """Write the files, and print their contents.
 
     Args:
         arguments: of the command line. Default: this process's.

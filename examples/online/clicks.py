@@ -1,4 +1,4 @@
-"""Clicks whose model changes over time: the log odds turn from one planted model of the generator into another."""
+"""Clicks from a model that changes over time. The log odds turn from one planted model into another."""
 
 from __future__ import annotations
 

@@ -27,7 +27,7 @@ def run(
 
     Args:
         out: folder for everything, which is not there yet.
-        seconds: of serving. A file of rows comes each second, and the model turns by a right angle in 60.
+        seconds: of serving. A file of rows arrives each second, and the model turns by a right angle in 60.
         rows: of a file.
         warm_up: files before that, of the first model.
         export_s: seconds from one full export to the next.

@@ -34,7 +34,10 @@ _STYLES = {
 def serve(
     out: Path, trainer: subprocess.Popen[bytes], *, seconds: int, rows: int, warm_up: int, export_s: int, seed: int
 ) -> dict[str, float]:
-    """Write files and score them, and wait for the trainer's end; for the rest see :func:`examples.online.main.run`."""
+    """Write files and score them, and wait for the trainer's end.
+
+    :func:`examples.online.main.run` describes the arguments.
+    """
     incoming, published, run_folder = (out / name for name in ("incoming", "published", "run"))
     clicks = Clicks(rows, seed)
     for number in range(warm_up):
@@ -54,7 +57,7 @@ def serve(
     if trainer.wait(_START_S):
         raise SystemExit(f"the trainer failed; {out / 'trainer.log'} says why")
     curve = RunFolder(run_folder).metrics["curve"]
-    aucs["trainer"] = [point["auc"] for point in curve][warm_up - 1 : warm_up - 1 + seconds]  # the first file has none
+    aucs["trainer"] = [point["auc"] for point in curve][warm_up - 1 : warm_up - 1 + seconds]  # the first file lacks it
     _draw(aucs, out / "online.png")
     means = {name: float(np.mean(values)) for name, values in aucs.items()}
     (out / "online.json").write_text(json.dumps({"means": means, "aucs": aucs}, indent=1) + "\n", encoding="utf-8")
@@ -64,7 +67,7 @@ def serve(
 def _servers(
     run_folder: Path, published: Path, trainer: subprocess.Popen[bytes], version_of_steps: int
 ) -> dict[str, ServedModel]:
-    """Three served models, which have the weights after the warm-up. The first alone goes on to follow by itself."""
+    """Three served models with the weights after the warm-up. The first continues to follow by itself."""
     give_up = time.monotonic() + _START_S
     servers: dict[str, ServedModel] = {}
     while time.monotonic() < give_up and trainer.poll() is None:
@@ -94,7 +97,7 @@ def _deliver(hidden: Path) -> None:
 def _scored(
     file: Path, features: Path, servers: Mapping[str, ServedModel]
 ) -> tuple[NDArray[np.float32], dict[str, NDArray[np.float32]]]:
-    """The labels of a file's rows, and the scores per server, (rows,)."""
+    """The labels of a file's rows, and the scores of each server, (rows,)."""
     data = open_click_data(file, load_spec(features), holdout=0.0)
     (batch,) = data.train_batches(0, 1, data.train_rows)
     with torch.no_grad():

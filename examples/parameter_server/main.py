@@ -1,7 +1,7 @@
 """2 embedding servers and 2 trainers on this machine: ``python -m examples.parameter_server.main``.
 
 Each trainer trains the model with its tables on the servers, then the same model sharded over the two trainers by
-collectives. The first one prints both losses.
+collectives. The first trainer prints both losses.
 """
 
 from __future__ import annotations

@@ -40,7 +40,7 @@ def loss_fn(logits: Tensor, labels: Tensor) -> Tensor:
 
 
 def train(steps: int = 20, size: int = 64, chunks: int = 4, schedule: str = "1f1b") -> list[tuple[float, float]]:
-    """Losses of the plain model and of the pipelined one, step by step; on each of 2 or 4 ranks.
+    """Losses of the plain model and of the pipelined model, step by step, on 2 or 4 ranks.
 
     Args:
         steps: optimizer steps.
@@ -83,7 +83,10 @@ def train(steps: int = 20, size: int = 64, chunks: int = 4, schedule: str = "1f1
 
 
 def average_dense(module: nn.Module, group: dist.ProcessGroup, pipelines: int) -> None:
-    """Average gradients over the same stage of all pipelines. Those of the tables' shards are averages already."""
+    """Average gradients over the same stage of all pipelines.
+
+    The gradients of the tables' shards are averages already.
+    """
     for name, parameter in module.named_parameters():
         if parameter.grad is not None and "embedding_bags" not in name:
             dist.all_reduce(parameter.grad, group=group)

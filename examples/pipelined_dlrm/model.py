@@ -61,7 +61,7 @@ class Interact(nn.Module):
 
 
 def pipelined_dlrm() -> nn.Sequential:
-    """The unsharded model. The same values for the same seed."""
+    """The unsharded model, with the same values for the same seed."""
     tables = [
         EmbeddingBagConfig(name=f"t{one}", num_embeddings=ROWS, embedding_dim=DIM, feature_names=[f"f{one}"])
         for one in range(FEATURES)

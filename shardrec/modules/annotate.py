@@ -14,7 +14,7 @@ exchanges and transport.
 By ``_is_fsdp_managed_module`` and ``_fsdp_use_orig_params``, FSDP tells dynamo that a module's parameters change, so
 that dynamo takes them as inputs and does not guard the module's attributes; without the second, dynamo raises an error.
 This holds for sharded tables: kernels write them in backward, and a checkpoint or a replica's average between steps.
-Their effect in torch 2.13 was measured (docs/compile.md): no graph break, and no change in guards at a module that is a
+Their effect in torch 2.13 was measured (docs/design.md): no graph break, and no change in guards at a module that is a
 break anyway; in a traced module 19 of 516 guards fewer, but with ``dynamic=True`` each number of the module becomes an
 input of the graph. So in boundary mode sharded modules and their submodules are marked. The dense part is never marked:
 torch releases that drop guards on marked modules would not notice ``eval()``.

@@ -140,7 +140,7 @@ def shard(
             managed collision, if the tables use it.
         servers: embedding servers that hold the tables, as a :class:`shardrec.Servers`. Default: the ranks of the group
             hold them.
-        update: when tables with an optimizer of ``apply_optimizer_in_backward`` are updated (docs/updates.md).
+        update: when tables with an optimizer of ``apply_optimizer_in_backward`` are updated (docs/guide.md).
             ``"backward"``: inside each ``backward()``, as in TorchRec. ``"step"``: by ``model.fused_optimizer.step()``,
             once, with the sum of the gradients of all backward calls since the last step, which are kept until then.
 

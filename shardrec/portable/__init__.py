@@ -2,7 +2,7 @@
 
 The second spelling of the forward, beside the live one in :mod:`shardrec.exchange` and :mod:`shardrec.modules`, for
 saved TorchScript files, torch.export and AOTInductor. It only infers: tables are looked up where they lie and take no
-gradient. It has what docs/executors.md says, and refuses the rest with the reason.
+gradient. It has what docs/scripting.md says, and refuses the rest with the reason.
 
 ::
 

@@ -57,7 +57,7 @@ class Replicas:
         sync_optimizer: average the states of the fused optimizers with the tables.
         elastic: ``"host:port"`` or ``"host:port/name"`` of a ``torch.distributed.TCPStore`` in a process that outlives
             the replicas: each is then a job of its own, with a process group of its own, and may die and come back
-            (docs/elastic.md). ``count`` of them begin together.
+            (docs/failures.md). ``count`` of them begin together.
         patience_s: seconds after which an elastic replica that shows no sign of life is taken for dead.
     """
 

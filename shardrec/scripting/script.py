@@ -38,7 +38,7 @@ def script(model: nn.Module, *, parallel_lookups: bool = False, portable: bool |
     If the model is in training mode, the program is *live*: it runs in this process, has every feature of the eager
     model, and trains. Its parameters and buffers are the model's own. If the model is in eval mode, the program is
     *portable*: it is for inference, and ``torch.jit.save`` writes it to a file that needs neither shardrec nor Python.
-    Its parameters share the model's memory and take no gradient (docs/executors.md).
+    Its parameters share the model's memory and take no gradient (docs/scripting.md).
 
     Args:
         model: a model that TorchScript can compile, apart from modules that offer a ``scripted_twin()``. Its

@@ -40,7 +40,7 @@ Changed = dict[PartKey, Tensor | None]
 
 
 class Publisher:
-    """Publishes versions of a model to a folder, from which served models follow it. See docs/publishing.md.
+    """Publishes versions of a model to a folder, from which served models follow it; see docs/serving.md.
 
     A version is a *base*, with all rows, or a *delta*, with the rows that have changed since the version before it, and
     always has the dense part. Applied one after the other they equal the result of :func:`shardrec.serve.quantize` for

@@ -114,7 +114,7 @@ class Host:
                 env={
                     **os.environ,
                     "GLOO_SOCKET_IFNAME": "lo",
-                    "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",  # docs/elastic.md
+                    "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",  # docs/failures.md
                     "TMPDIR": str(self.folder),
                     _FOLDER: str(self.folder),
                 },

@@ -232,7 +232,7 @@ def test_an_optimizer_of_another_model(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"a parameter of shape \(3,\) that the model lacks"):
         save_checkpoint(tmp_path / "ckpt", model, torch.optim.SGD([torch.nn.Parameter(torch.zeros(3))], lr=0.1))
     save_checkpoint(tmp_path / "ckpt", model)
-    with pytest.raises(ConfigError, match="saved without an optimizer. Load it without one"):
+    with pytest.raises(ConfigError, match=r"saved without an optimizer\. Load it without one"):
         load_checkpoint(tmp_path / "ckpt", model, adam(model))
     optimizer = adam(model)
     save_checkpoint(tmp_path / "ckpt", model, optimizer)

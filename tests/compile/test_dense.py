@@ -70,7 +70,7 @@ def test_none_leaves_the_gradients_to_the_user() -> None:
 
 
 def test_another_word_is_refused() -> None:
-    with pytest.raises(ConfigError, match="dense is 'zero'. Give one of 'ddp', 'fsdp', 'none'"):
+    with pytest.raises(ConfigError, match=r"dense is 'zero'\. Give one of 'ddp', 'fsdp', 'none'"):
         make("dlrm", None, dense="zero")
 
 

@@ -309,7 +309,7 @@ def test_what_cannot_be_exported_is_named() -> None:
         shardrec.export(model, (3, features))
     with pytest.raises(ConfigError, match=r"the shape \(2, 3\) and the features have 3 samples: .* static=\['dense'\]"):
         shardrec.export(model, (dense[:2], features))
-    with pytest.raises(ConfigError, match="static names 'other'. The tensors besides the features are 'dense'"):
+    with pytest.raises(ConfigError, match=r"static names 'other'\. The tensors besides the features are 'dense'"):
         shardrec.export(model, (dense, features), static=["other"])
     branching, features = on_one_rank(Branching)
     with pytest.raises(ExportError, match=r"Branching cannot be exported: .*data-dependent.*\. A branch or a size"):

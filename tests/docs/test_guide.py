@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 
 PAGE = (Path(__file__).parents[2] / "docs" / "guide.md").read_text(encoding="utf-8")
-*BLOCKS, SCRIPT = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
+BLOCKS = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
+SCRIPT = Path(__file__).parents[2] / "examples" / "own_model" / "train.py"
 
 
 def test_the_guide_runs(capsys: pytest.CaptureFixture[str]) -> None:
@@ -22,9 +23,8 @@ def test_the_guide_runs(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_the_script_runs_on_two_ranks_and_continues_from_its_checkpoint(tmp_path: Path) -> None:
-    assert "    torchrun --nproc-per-node 2 train.py\n" in PAGE
-    (tmp_path / "train.py").write_text(SCRIPT, encoding="utf-8")
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "train.py"]
+    assert "    torchrun --nproc-per-node 2 examples/own_model/train.py\n" in PAGE
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(SCRIPT)]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     losses = []
     for begin in (0, 100):

@@ -1,4 +1,4 @@
-"""docs/scaling.md: its arithmetic, and the assumptions that it states."""
+"""benchmarks/scaling/README.md: its arithmetic, and the assumptions that it states."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 from benchmarks.harness.scaling import DLRM_DCN_V2, Assumptions
 from benchmarks.harness.workload import parse_tables
 
-PAGE = (Path(__file__).parents[2] / "docs" / "scaling.md").read_text(encoding="utf-8")
+PAGE = (Path(__file__).parents[2] / "benchmarks" / "scaling" / "README.md").read_text(encoding="utf-8")
 ROWS = [
     [float(re.sub(r"[%,\s]", "", cell)) for cell in line.strip("|").split("|")]
     for line in PAGE.splitlines()

@@ -86,9 +86,9 @@ def test_policies() -> None:
     assert policies_of("error", ["a", "b"]) == {}
     assert policies_of("wrap", ["b", "a", "a"]) == {"a": "wrap", "b": "wrap"}
     assert policies_of({"a": "zero", "b": "error"}, ["a", "b", "c"]) == {"a": "zero"}
-    with pytest.raises(ConfigError, match="on_bad_id is 'skip' for feature 'a'. Give one of 'error', 'zero', 'wrap'"):
+    with pytest.raises(ConfigError, match=r"on_bad_id is 'skip' for feature 'a'\. Give one of 'error', 'zero', 'wrap'"):
         policies_of("skip", ["a"])  # type: ignore[arg-type]
     with pytest.raises(
-        ConfigError, match="names feature 'x', which no table of the model looks up. Its features are 'a'"
+        ConfigError, match=r"names feature 'x', which no table of the model looks up\. Its features are 'a'"
     ):
         policies_of({"x": "zero"}, ["a"])

@@ -1,4 +1,4 @@
-"""The model of docs/scaling.md: by hand where it can be, and against the page."""
+"""The model of benchmarks/scaling/README.md: by hand where it can be, and against the page."""
 
 from __future__ import annotations
 

@@ -69,7 +69,7 @@ def test_an_error_is_raised_as_it_was_on_its_rank() -> None:
 
 
 def test_a_killed_rank_ends_the_others_at_once(starting: Start) -> None:
-    with pytest.raises(PeerError, match="rank 1 was ended by SIGKILL. The system"):
+    with pytest.raises(PeerError, match=r"rank 1 was ended by SIGKILL\. The system"):
         start(meet_signal, {"signal": signal.SIGKILL}, start=starting)
 
 

@@ -33,7 +33,7 @@ def test_the_memory_of_each_rank_is_a_number_of_bytes(memory: tuple[float, ...])
 def test_the_memory_of_each_rank_is_kept_with_a_topology() -> None:
     topology = Topology(ranks_per_host=2, rank_memory=(3e9, 1e9))
     assert Topology.from_json(topology.to_json()) == topology
-    with pytest.raises(ConfigError, match="rank_memory is 'all'. Give a list of bytes"):
+    with pytest.raises(ConfigError, match=r"rank_memory is 'all'\. Give a list of bytes"):
         Topology.from_json({**topology.to_json(), "rank_memory": "all"})
 
 

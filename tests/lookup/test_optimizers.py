@@ -91,7 +91,11 @@ def test_none_was_given() -> None:
             r"SGD\(maximize=True\) lacks a fused form. Leave maximize at False",
         ),
         (torch.optim.SGD, {"lr": 1, "momentum": 0.9, "nesterov": True}, r"has no fused form"),
-        (torch.optim.Adagrad, {"lr_decay": 0.1}, r"Adagrad\(lr_decay=0\.1\) lacks a fused form. Leave lr_decay at 0\.0"),
+        (
+            torch.optim.Adagrad,
+            {"lr_decay": 0.1},
+            r"Adagrad\(lr_decay=0\.1\) lacks a fused form. Leave lr_decay at 0\.0",
+        ),
         (torch.optim.Adam, {"amsgrad": True}, r"Adam\(amsgrad=True\) lacks a fused form. Leave amsgrad at False"),
         (
             torch.optim.RMSprop,

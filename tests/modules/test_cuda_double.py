@@ -515,7 +515,7 @@ def test_held_out_metrics_are_read_once() -> None:
     ids=["new", "hits", "zeros", "evicted"],
 )
 def test_waits_of_dynamic_ids(options: dict[str, Any], ids: list[list[int]], waits: list[str]) -> None:
-    """The host waits for the list of ids without a row; for zeros and evictions once more, as docs/gpu.md says."""
+    """The host waits for the list of ids without a row; for zeros and evictions once more, as docs/design.md says."""
     plan = ShardingPlan(
         topology=Topology(), tables=(cuts.table_wise("t0", 9, 8, rank=0), cuts.table_wise("t1", 7, 8, rank=0))
     )

@@ -1,4 +1,4 @@
-"""The combinations that are refused, each with its reason: what docs/parity.md says, and what the tests see."""
+"""The combinations that are refused, each with its reason: what docs/ledger.md says, and what the tests see."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ from tests.pairs.refused import LEFT_OUT, REFUSED, Refused, table
 from tests.pairs.rows import run_row
 from tests.ranks import RankErrors, ranks
 
-PAGE = Path(__file__).parents[2] / "docs/parity.md"
+PAGE = Path(__file__).parents[2] / "docs/ledger.md"
 LIMIT_S = 120.0
 """Of a row, in seconds; a row takes less than 10, and more where it compiles."""
 FORBIDDEN = [*(each.values for each in REFUSED), *LEFT_OUT]
@@ -107,7 +107,7 @@ def test_refused_combinations_are_few_and_none_is_inside_another() -> None:
 
 
 def test_the_page_has_this_table() -> None:
-    assert table() in PAGE.read_text(), "put what tests.pairs.refused.table() gives into docs/parity.md"
+    assert table() in PAGE.read_text(), "put what tests.pairs.refused.table() gives into docs/ledger.md"
 
 
 @given(seed=st.integers(0, 2**16), forbidden=st.lists(st.sampled_from(FORBIDDEN), max_size=6))

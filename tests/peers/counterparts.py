@@ -36,7 +36,7 @@ COMMS: list[Any] = [None]
 
 
 class NoCounterpart(NotImplementedError):
-    """A test asks for what shardrec leaves out; docs/parity.md says why."""
+    """A test asks for what shardrec leaves out; docs/ledger.md says why."""
 
 
 def _optimizer(fused_params: Mapping[str, Any]) -> tuple[type[torch.optim.Optimizer], dict[str, Any]]:

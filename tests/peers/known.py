@@ -1,6 +1,6 @@
 """Where TorchRec's own tests differ on shardrec, and why: patterns of the names that :mod:`tests.peers.main` prints.
 
-docs/parity.md has the reasons at more length.
+docs/ledger.md has the reasons at more length.
 """
 
 from __future__ import annotations

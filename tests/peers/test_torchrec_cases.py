@@ -1,7 +1,7 @@
 """TorchRec's tests of sharded models against unsharded ones (those by its ``sharding_single_rank_test``), by name.
 
 Each case has the name of the upstream test whose axes it is drawn from. What they ask for that is not here is listed in
-docs/parity.md. Upstream trains one step and compares predictions; here two steps are trained, and compared are losses,
+docs/ledger.md. Upstream trains one step and compares predictions; here two steps are trained, and compared are losses,
 predictions and all weights.
 """
 

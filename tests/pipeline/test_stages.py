@@ -96,7 +96,7 @@ def test_what_a_loop_and_a_device_need() -> None:
     pipeline = TrainPipeline(model, [], torch.device("cpu"))
     with pytest.raises(ConfigError, match=r"no dataloader to loop over: give it one, or call progress\(iterator\)"):
         iter(pipeline)
-    with pytest.raises(ConfigError, match="device is given twice, as cpu and cuda. Leave one out"):
+    with pytest.raises(ConfigError, match=r"device is given twice, as cpu and cuda\. Leave one out"):
         TrainPipeline(model, [], torch.device("cpu"), device="cuda")
 
 

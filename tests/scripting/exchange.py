@@ -1,6 +1,6 @@
 """An embedding whose columns live on other ranks: one all-to-all, in eager mode and as a scripted twin.
 
-The least that a sharded module has to do for ``shardrec.script``; docs/scripting.md shows it.
+The least that a sharded module has to do for ``shardrec.script``; docs/scripting.md describes it.
 """
 
 from __future__ import annotations

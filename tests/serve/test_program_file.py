@@ -123,7 +123,7 @@ def test_a_half_written_file_replaces_nothing(tmp_path: Path, monkeypatch: pytes
 
 def test_a_folder_that_is_not_there(tmp_path: Path) -> None:
     model, rows = click_model()
-    with pytest.raises(ConfigError, match="No such file or directory. Give a file in a folder that can be"):
+    with pytest.raises(ConfigError, match=r"No such file or directory\. Give a file in a folder that can be"):
         save(model, tmp_path / "x" / "m.pt", features=list(rows))
 
 

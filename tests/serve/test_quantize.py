@@ -271,7 +271,7 @@ def test_a_value_that_a_format_cannot_keep_is_refused_on_all_ranks(value: float)
 
 def test_what_is_wrong_is_named() -> None:
     model, _ = small()
-    with pytest.raises(ConfigError, match="'int9'. Tables are kept as one of 'fp32', 'fp16', 'int8', 'int4'"):
+    with pytest.raises(ConfigError, match=r"'int9'\. Tables are kept as one of 'fp32', 'fp16', 'int8', 'int4'"):
         quantize(model, "int9")
     with pytest.raises(ConfigError, match=r"names 'sparse.t99'. The model's tables are 'sparse.t0'"):
         quantize(model, tables={"sparse.t99": "int4"})

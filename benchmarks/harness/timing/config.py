@@ -16,7 +16,7 @@ from shardrec.trainer.run.options import Options, option
 __all__ = ["CasePreset", "TimingConfig"]
 
 CasePreset = Literal["quick", "core", "full", "growth", "gpu"]
-"""``quick``: under two minutes, to see that it works. ``core``: the main cases of ``full``. Three rounds take ten
+"""``quick``: under two minutes, to see that it works. ``core``: the main cases of ``full``; three rounds take ten
 minutes. ``full``: all that benchmarks/train reports. ``growth``: over ranks, tables and samples, and one rank beside
 bare kernels. ``gpu``: one GPU beside bare kernels, for ``--device cuda``."""
 
@@ -27,30 +27,30 @@ class _Cases(Options):
     panel = "What to time"
 
     preset: CasePreset | None = None
-    """Cases that are chosen already. The options below then choose among them."""
+    """A set of cases. The options below choose among them."""
     workload: tuple[str, ...] = option(
         (),
-        help=f"Tables: {', '.join(PRESETS)}, or of a kind. Lists take commas, or the flag again (default: criteo)",
+        help=f"Tables: {', '.join(PRESETS)}, or 26x20000x64. Use commas, or repeat the flag (default: criteo)",
         metavar="NAME|NUMBERxROWSxDIM[xIDS]",
     )
     layout: tuple[CaseLayout, ...] = ()
     """How the tables are cut (default: table_wise,row_wise)"""
     batch: tuple[PositiveInt, ...] = option((), metavar="NUMBERS")
-    """Samples per rank (default: 4096)"""
+    """Samples of each rank (default: 4096)"""
     mode: tuple[Mode, ...] = ()
-    """Embeddings forward, or trained, or a whole DLRM (default: forward,train)"""
+    """Embeddings forward, embeddings trained, or a whole DLRM (default: forward,train)"""
     ids: tuple[Literal["uniform", "zipf"], ...] = ()
-    """Each row as likely, or as rank to the power of -1.05 (default: uniform)"""
+    """Equally likely rows, or the k-th row by k to the power of -1.05 (default: uniform)"""
     optimizer: tuple[Literal["sgd", "adagrad", "rowwise_adagrad", "adam"], ...] = ()
     """Optimizer of the tables, fused into their backward (default: rowwise_adagrad)"""
     malloc: tuple[Malloc, ...] = ()
-    """Both sides as they come, or malloc told to keep its memory, or left alone (default: default)"""
+    """Leave malloc unchanged, keep memory on all sides, or keep glibc's defaults on all sides (default: default)"""
     transport: tuple[Transport, ...] = ()
     """How shardrec's ranks exchange: through shared memory, or gloo alone (default: auto)"""
     kernels: tuple[Kernels, ...] = ()
-    """What shardrec looks rows up with on the CPU: its own kernels, or fbgemm's (default: own)"""
+    """shardrec's CPU kernels: its own, or fbgemm's (default: own)"""
     side: tuple[Side, ...] = ()
-    """Who takes turns, shardrec among them (default: shardrec,torchrec)"""
+    """Sides that take turns, shardrec among them (default: shardrec,torchrec)"""
     max_rows: int = option(100_000, ge=1)
     """Most rows of a preset's table."""
 
@@ -61,11 +61,11 @@ class _Run(Options):
     rounds: int = option(3, ge=1)
     """Times that each side has its turn."""
     steps: int = option(8, ge=3)
-    """Steps of a turn, after three to warm up. Fewer where they are long."""
+    """Steps of a turn, after three to warm up. Long steps are fewer."""
     seconds: float = option(2.0, gt=0)
-    """Where a turn's steps take longer, there are fewer of them."""
+    """Seconds that the steps of a turn may take, with three steps at least."""
     minutes: float | None = option(None, gt=0)
-    """Begin no more turns after so long. What is measured counts."""
+    """Minutes after which no more turns begin. Measured turns count."""
     out: str = option("runs/bench", metavar="PATH")
     """Folder for timings.json and timings.png."""
     seed: int = option(0, ge=0)
@@ -76,15 +76,15 @@ class _Ranks(Options):
     panel = "Ranks"
 
     nproc: int | None = option(None, ge=1)
-    """Ranks to start on this machine (default: 2. Under torchrun, its ranks are joined)"""
+    """Ranks to start on this machine (default: 2; under torchrun, its ranks are joined)"""
     threads: int | None = option(None, ge=1)
-    """Threads per rank (default: 1)"""
+    """Threads of each rank (default: 1)"""
     device: Literal["cpu", "cuda"] = "cpu"
     """Where the tables live."""
 
 
 class TimingConfig(_Ranks, _Run, _Cases):
-    """One run of the harness. Each field is, with dashes, a flag. Its text is that flag's help.
+    """One run of the harness. Each field is, with dashes, a flag; its text is that flag's help.
 
     The cases are every combination of the lists; with a preset, those of its cases that the lists that were given
     leave.

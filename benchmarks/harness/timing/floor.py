@@ -1,6 +1,6 @@
 """The least time that a step could take: the bytes that must move, over bandwidths measured in the same run (pure).
 
-docs/communication.md has the formula of what ranks send each other. This adds what a rank reads and writes in its own
+docs/performance.md has the formula of what ranks send each other; this adds what a rank reads and writes in its own
 memory. Each figure is the expectation for the case's ids::
 
     read       ids     8 N + 4 bags      the rank's own batch, as its KeyedJaggedTensor holds it
@@ -125,7 +125,7 @@ def floor_of(
 
     Args:
         ranks: what each has to move.
-        machine: ``memory``, bytes read and written per second by a copy. ``link``, bytes per second that leave a rank;
+        machine: ``memory``, bytes read and written per second by a copy; ``link``, bytes per second that leave a rank;
             for ``gather`` also ``gather`` and ``scatter``, of random rows.
         other_ms: what the step takes besides, such as a model's dense part, measured by itself.
         gather: count rows and their updates at the rates of random rows, not of a copy.

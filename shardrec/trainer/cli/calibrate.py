@@ -23,11 +23,11 @@ __all__ = ["calibrate_command"]
 def calibrate_command(
     out: Annotated[Path, typer.Argument(help="JSON file to write the profile to.")] = Path("profile.json"),
     ranks: Annotated[int, typer.Option(help="Ranks to start here.", min=1)] = 2,
-    device: Annotated[Device, typer.Option(help="Of the ranks.")] = "cpu",
+    device: Annotated[Device, typer.Option(help="Device of the ranks.")] = "cpu",
     workloads: Annotated[int, typer.Option(help="Different steps to time, on one rank and on all.", min=1)] = 60,
-    repeats: Annotated[int, typer.Option(help="Times that each is repeated at least, in four passes.", min=1)] = 7,
+    repeats: Annotated[int, typer.Option(help="Least repetitions of a workload, in four passes.", min=1)] = 7,
     checks: Annotated[int, typer.Option(help="Workloads left out of the fit, to compare with.", min=0)] = 8,
-    seed: Annotated[int, typer.Option(help="Draws the workloads.")] = 0,
+    seed: Annotated[int, typer.Option(help="Seed that draws the workloads.")] = 0,
     plans: Annotated[
         Path | None, typer.Option(help="File of tables: time the best few plans for them.", metavar="TABLES")
     ] = None,
@@ -42,9 +42,11 @@ def calibrate_command(
     the cost model's coefficients, and writes them with their fit errors to a JSON file for shardrec plan --profile and
     shardrec.plan(profile=).
 
-    With --plans TABLES, a file as for shardrec plan, it then makes a few different plans for these tables, each the
-    best one if the model errs in another way, times them in turn, and keeps the fastest with --save. An OUT that is
-    there already is used as it is.
+    With --plans TABLES, a file as for shardrec plan, it then makes a few different plans for these tables, times them
+    in turn, and keeps the fastest with --save. An existing OUT is used unchanged.
+
+    Example: shardrec calibrate profile.json --ranks 2 --plans tables.csv --save plan.json
+
     """
     from shardrec.planner import Profile
     from shardrec.trainer import calibrate

@@ -27,10 +27,14 @@ _PACKAGES = ("torch", "fbgemm-gpu-cpu", "fbgemm-gpu", "torchrec", "torchmetrics"
 
 
 def doctor(
-    device: Annotated[Device | None, typer.Option(help="Default: cuda where torch sees it.")] = None,
+    device: Annotated[Device | None, typer.Option(help="Device to check (default: cuda where torch sees it)")] = None,
 ) -> None:
-    """Show versions, devices and threads, and check that the packages match, that ranks can talk to each other, and
-    that a small sharded model trains and scripts on the device."""
+    """Show versions, devices and threads, and check that this machine can train.
+
+    The packages must match, ranks must reach each other, and a small sharded model must train and script on the device.
+
+    Example: shardrec doctor --device cpu
+    """
     typer.echo(f"shardrec {shardrec.__version__}, Python {platform.python_version()}, {platform.platform(terse=True)}")
     for package in _PACKAGES:
         try:

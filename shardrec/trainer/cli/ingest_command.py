@@ -24,12 +24,12 @@ def ingest_command(
     topic: Annotated[str, typer.Argument(help="kafka://HOST:PORT/TOPIC, with the format of its records.")],
     folder: Annotated[Path, typer.Argument(help="Folder for the Parquet files. Give the same folder to continue.")],
     features: Annotated[
-        Path | None, typer.Option(help="YAML file that describes the columns (default: the columns of Criteo's files)")
+        Path | None, typer.Option(help="YAML file that describes the columns (default: those of Criteo's files)")
     ] = None,
     period: Annotated[
         float,
         typer.Option(
-            "--every", help="Seconds from a file to the next, where the topic has no more than fit in.", min=0
+            "--every", help="Seconds from a file to the next, unless the topic has more records than fit in.", min=0
         ),
     ] = 10.0,
     keep: Annotated[
@@ -40,14 +40,17 @@ def ingest_command(
     ] = None,
     on_bad_row: Annotated[
         Literal["error", "skip"],
-        typer.Option(help="Effect of a record that is not a row: end this, or leave the record out."),
+        typer.Option(help="End the command at a record that is not a row, or leave the record out."),
     ] = "error",
     debug: Debug = False,
 ) -> None:
-    """Write the records of a topic to a folder as Parquet, each once, over kills and restarts.
+    """Write the records of a topic to a folder as Parquet, each once, also across kills and restarts.
 
     A file appears when it is complete, with the topic's offsets in its metadata. Train on the folder with
-    --data feed:FOLDER. Of each file, its rows are shown and how many records the topic has after them.
+    --data feed:FOLDER. A line for each file has its rows and the number of records that are left.
+
+    Example: shardrec ingest kafka://broker:9092/clicks incoming --features spec.yaml --keep 200
+
     """
     from shardrec.trainer.data import criteo_spec, load_spec
     from shardrec.trainer.data.ingest import Ingester

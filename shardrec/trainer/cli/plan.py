@@ -37,22 +37,32 @@ def plan_command(
     ranks: Annotated[int, typer.Option(help="Ranks in all.", min=1)] = 8,
     hosts: Annotated[int, typer.Option(help="Hosts that the ranks are spread over.", min=1)] = 1,
     machine: Annotated[str, typer.Option(help="Preset of a rank's machine, such as h100 or cpu, or detect.")] = "cpu",
-    memory: Annotated[float | None, typer.Option(help="GiB of a rank for the tables.", min=0)] = None,
+    memory: Annotated[
+        float | None, typer.Option(help="GiB of a rank for the tables (default: the machine's)", min=0)
+    ] = None,
     batch_size: Annotated[int, typer.Option(help="Samples per rank in a step.", min=1)] = 4096,
     optimizer: Annotated[
         Literal["none", "sgd", "rowwise_adagrad", "adagrad", "adam"], typer.Option(help="Optimizer in backward.")
     ] = "rowwise_adagrad",
-    instance: Annotated[str | None, typer.Option(help="Take only the lines of this instance of a CSV file.")] = None,
+    instance: Annotated[str | None, typer.Option(help="Read only the lines of this instance of a CSV file.")] = None,
     constraint: Annotated[
-        list[str] | None, typer.Option(help="Cuts that may be used, such as 'user*=row_wise,table_wise@0,1'.")
+        list[str] | None,
+        typer.Option(help="Cuts that may be used, such as 'user*=row_wise,table_wise@0,1'. Can be repeated."),
     ] = None,
-    profile: Annotated[Path | None, typer.Option(help="JSON file of shardrec calibrate.")] = None,
+    profile: Annotated[
+        Path | None, typer.Option(help="JSON file of shardrec calibrate (default: the preset's)")
+    ] = None,
     gap: Annotated[
-        float, typer.Option(help="Stop when the plan is proven to be this close to the best.", min=0)
+        float,
+        typer.Option(
+            help="Stop when the plan is proven to be this close to the best, as a fraction of its cost.", min=0
+        ),
     ] = 0.005,
-    effort: Annotated[int, typer.Option(help="Stop after this much search; 40 takes seconds.", min=1)] = 40,
+    effort: Annotated[
+        int, typer.Option(help="Stop after this much search. 40 takes seconds, whatever the machine.", min=1)
+    ] = 40,
     seconds: Annotated[
-        float | None, typer.Option(help="Stop after this CPU time with the best plan so far.", min=0.001)
+        float | None, typer.Option(help="Stop after this CPU time, in seconds, with the best plan so far.", min=0.001)
     ] = None,
     save: Annotated[Path | None, typer.Option(help="Write the plan to this JSON file.")] = None,
     html: Annotated[Path | None, typer.Option(help="Write a page about the plan.")] = None,
@@ -64,8 +74,11 @@ def plan_command(
 ) -> None:
     """Plan how to shard tables, and explain the plan.
 
-    TABLES is a CSV file with the columns num_embeddings and embedding_dim and, if wanted, name, count, pooling (ids of
-    a sample, ';' between the features of a table) and instance; or a YAML file with a list of the same under 'tables'.
+    TABLES is a CSV file with the columns num_embeddings and embedding_dim, and optionally name, count, pooling (ids of
+    a sample, ';' between the features of a table) and instance. A YAML file has a list of the same under 'tables'.
+
+    Example: shardrec plan tables.csv --ranks 16 --hosts 2 --machine h100 --html plan.html
+
     """
     from shardrec.planner import Profile, SolveLimits, explain, plan_tables, to_html, to_png
     from shardrec.trainer.run.config import parse_constraint

@@ -32,9 +32,7 @@ __all__ = [
 
 _OnBadRow = Annotated[
     Literal["error", "skip"] | None,
-    typer.Option(
-        help="What a row that cannot be read does: end the command, or be left out (default: the run's option)"
-    ),
+    typer.Option(help="End the command at a row that cannot be read, or leave the row out (default: the run's option)"),
 ]
 _Nproc = Annotated[int, typer.Option(help="Ranks to start; under torchrun, its ranks are joined.", min=1)]
 _Run = Annotated[Path, typer.Argument(help="Folder of results of shardrec train.", metavar="RUN")]
@@ -42,18 +40,19 @@ _Run = Annotated[Path, typer.Argument(help="Folder of results of shardrec train.
 
 def eval_command(
     run: _Run,
-    data: Annotated[
-        str | None, typer.Option(help="Files of rows (default: those that the run's own metrics are of)")
-    ] = None,
+    data: Annotated[str | None, typer.Option(help="Files of rows (default: the rows of the run's own metrics)")] = None,
     on_bad_row: _OnBadRow = None,
     ranking: Annotated[
         Literal["rows", "catalogue", "unseen"] | None,
-        typer.Option(help="What clicked rows' items are ranked among (default: the run's option)"),
+        typer.Option(help="Items among which a clicked row's item is ranked (default: the run's option)"),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the metrics as JSON.")] = False,
     debug: Debug = False,
 ) -> None:
-    """Compute the metrics of a run's last checkpoint on other rows, of files with the run's columns."""
+    """Compute the metrics of a run's last checkpoint on other rows, of files with the run's columns.
+
+    Example: shardrec eval runs/clicks --data 'march_*.parquet'
+    """
     with working(f"evaluating {run}") as add_rows:
         metrics, skipped = RunFolder(run).evaluate(data, on_bad_row, add_rows, ranking=ranking)
         values = metrics.to_mapping()
@@ -67,18 +66,21 @@ def eval_command(
 
 def predict_command(
     run: _Run,
-    data: Annotated[str, typer.Option(help="Files of rows with the run's features. Labels need not be there.")],
-    out: Annotated[str, typer.Option(help="Folder for the scores, or URL of one.", metavar="DIR|URL")],
+    data: Annotated[str, typer.Option(help="Files of rows with the run's features. Labels may be missing.")],
+    out: Annotated[str, typer.Option(help="Folder or URL for the scores.", metavar="DIR|URL")],
     keys: Annotated[str, typer.Option(help="Columns to write beside the scores.", metavar="COLUMN,...")] = "",
     on_bad_row: _OnBadRow = None,
     nproc: _Nproc = 1,
-    device: Annotated[Device, typer.Option(help="Where the model lives.")] = "cpu",
+    device: Annotated[Device, typer.Option(help="Device of the model.")] = "cpu",
     debug: Debug = False,
 ) -> None:
     """Write the scores of a run's last checkpoint for all rows of some files, as Parquet in the rows' order.
 
-    A command that was interrupted is given again, on any number of ranks: it writes the parts that are missing.
-    _manifest.json is written last.
+    Run an interrupted command again, on any number of ranks: it writes the missing parts. _manifest.json is written
+    last.
+
+    Example: shardrec predict runs/clicks --data 'april_*.parquet' --keys user,item --out scores
+
     """
     with working(f"scoring with {run}"):
         manifest = predict(
@@ -108,6 +110,8 @@ def recommend_command(
 
     Each row gets lists of items, by their ids in the data, and of scores, the best first. All items are scored. A
     command that was interrupted is given again, on any number of ranks: it writes the parts that are missing.
+
+    Example: shardrec recommend runs/games --data users.parquet --top 20 --exclude-seen --out best
     """
     with working(f"recommending with {run}"):
         manifest = predict(
@@ -142,7 +146,10 @@ def export_command(
     weights: Annotated[str, typer.Option(help="Format of the tables: fp32, fp16, int8, int4.")] = "fp32",
     debug: Debug = False,
 ) -> None:
-    """Write a run's last checkpoint as a file for programs that serve it. docs/serving.md describes its inputs."""
+    """Write a run's last checkpoint as a file for programs that serve it. docs/serving.md has its inputs.
+
+    Example: shardrec export runs/clicks model.pt --to script --weights int8
+    """
     with working(f"exporting {run}"):
         path = RunFolder(run).export(to, out, weights)
     typer.echo(f"wrote {path}, {path.stat().st_size:,} bytes")
@@ -150,18 +157,21 @@ def export_command(
 
 def serve_command(
     run: _Run,
-    host: Annotated[str, typer.Option(help="Address to listen on; 0.0.0.0 for all of this machine's.")] = "127.0.0.1",
-    port: Annotated[int, typer.Option(help="Port to listen on; 0 for any.", min=0, max=65535)] = 8080,
+    host: Annotated[str, typer.Option(help="Address to listen on. 0.0.0.0 listens on all addresses.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(help="Port to listen on. 0 chooses one.", min=0, max=65535)] = 8080,
     follow: Annotated[
         str | None,
-        typer.Option(help="Serve what the run publishes (its --publish), and each new version.", metavar="DIR|URL"),
+        typer.Option(help="Serve the versions that the run publishes here (its --publish).", metavar="DIR|URL"),
     ] = None,
     debug: Debug = False,
 ) -> None:
-    """Answer HTTP requests with the predictions of a run's last checkpoint, to try it. One at a time.
+    """Answer HTTP requests with the predictions of a run's last checkpoint, one at a time, to try the model.
 
-    POST /predict takes {"rows": [...]}, objects by the features' names; POST /recommend the same without the item, of a
-    model that ranks all items. GET / shows an example of each.
+    POST /predict takes {"rows": [...]}, objects by the features' names. POST /recommend takes the same without the
+    item, if the model ranks all items. GET / shows an example of each.
+
+    Example: shardrec serve runs/clicks --port 8080
+
     """
     from shardrec.trainer.run.endpoint import open_server
 
@@ -178,7 +188,7 @@ def serve_command(
 
 def inspect_command(
     path: Annotated[
-        str, typer.Argument(help="A run's folder, a checkpoint, a plan, or a model to serve; or data.", metavar="PATH")
+        str, typer.Argument(help="A run's folder, a checkpoint, a plan, a model to serve, or data.", metavar="PATH")
     ],
     suggest: Annotated[
         bool, typer.Option("--suggest", help="Propose a feature spec for data files, for shardrec train --features.")
@@ -197,10 +207,13 @@ def inspect_command(
     ] = None,
     debug: Debug = False,
 ) -> None:
-    """Say what a run, a checkpoint, a plan or an exported model holds. Every byte of a checkpoint is verified.
+    """Show the contents of a run, a checkpoint, a plan or an exported model. Every byte of a checkpoint is verified.
 
     With --suggest, PATH is a data file, a pattern of files or a folder, and a spec of its columns is printed as YAML,
     or written to a folder with the options to train with.
+
+    Example: shardrec inspect 'day_*.parquet' --suggest --out proposed
+
     """
     from shardrec.trainer.cli.inspecting import describe
 
@@ -239,10 +252,13 @@ def _suggest(path: str, label: str | None, out: Path | None) -> None:
 
 def compare_command(
     left: _Run,
-    right: Annotated[Path, typer.Argument(help="Another.", metavar="RUN")],
+    right: Annotated[Path, typer.Argument(help="Folder of results of another run.", metavar="RUN")],
     debug: Debug = False,
 ) -> None:
-    """Show the options that two runs differ in, and their metrics side by side."""
+    """Show the options that two runs differ in, and their metrics side by side.
+
+    Example: shardrec compare runs/first runs/second
+    """
     runs = [RunFolder(path) for path in (left, right)]
     rows: list[tuple[object, ...]] = [
         (name, *values) for name, values in differing(*(run.config for run in runs)).items()

@@ -64,6 +64,8 @@ def sequences_command(
 
     The folder also gets features.yaml and run.yaml, for shardrec train DIR/run.yaml, and users.parquet, for shardrec
     recommend. Columns with names such as user_id, movieId and timestamp need no options.
+
+    Example: shardrec sequences ratings.csv --out data
     """
     from shardrec.trainer.data.interactions import Columns, read_interactions
     from shardrec.trainer.data.sequences import write_sequences

@@ -15,11 +15,13 @@ __all__ = ["serve_embeddings_command"]
 def serve_embeddings_command(
     model: Annotated[str, typer.Argument(help="package.module:function that makes the model.", metavar="MODEL")],
     store: Annotated[str, typer.Option(help="Store of the job: file:///path or tcp://host:port.")],
-    rank: Annotated[int, typer.Option(help="Rank in the plan. Its shards are served.", min=0)] = 0,
-    servers: Annotated[str, typer.Option(help="Names of all servers, with commas.")] = "server0",
-    name: Annotated[str | None, typer.Option(help="Name of this one; default: that at --rank in --servers.")] = None,
+    rank: Annotated[int, typer.Option(help="Rank of the plan whose shards to serve.", min=0)] = 0,
+    servers: Annotated[str, typer.Option(help="Names of all servers, separated by commas.")] = "server0",
+    name: Annotated[
+        str | None, typer.Option(help="Name of this server (default: the one at --rank in --servers)")
+    ] = None,
     trainers: Annotated[int, typer.Option(help="Number of trainers.", min=1)] = 1,
-    plan: Annotated[Path | None, typer.Option(help="Plan of the tables; default: the checkpoint's.")] = None,
+    plan: Annotated[Path | None, typer.Option(help="Plan of the tables (default: the checkpoint's)")] = None,
     checkpoint: Annotated[
         Path | None, typer.Option(help="Checkpoint, or folder of checkpoints, to begin from the last one.")
     ] = None,
@@ -28,16 +30,17 @@ def serve_embeddings_command(
     window_ms: Annotated[float, typer.Option(help="Milliseconds to wait for more lookups after the first.", min=0)] = 0,
     max_requests: Annotated[int, typer.Option(help="Lookups of one batch.", min=1)] = 64,
     interface: Annotated[str, typer.Option(help="Network interface to listen on.")] = "lo",
-    timeout: Annotated[float, typer.Option(help="Seconds that the other processes may take to come.", min=1)] = 300,
-    restarts: Annotated[
-        int, typer.Option(help="Times to start it again, from the last checkpoint, when it was killed.", min=0)
-    ] = 0,
+    timeout: Annotated[float, typer.Option(help="Seconds to wait for the other processes.", min=1)] = 300,
+    restarts: Annotated[int, typer.Option(help="Restarts from the last checkpoint when it was killed.", min=0)] = 0,
     debug: Debug = False,
 ) -> None:
     """Serve one rank's shards of a model's tables over RPC, until a trainer ends the job.
 
-    MODEL is package.module:function, which makes the unsharded model. On one host no other user can call the server;
-    --interface names the network between several hosts, which must be one of the job's own.
+    MODEL is package.module:function, which makes the unsharded model. On one host no other user can call the server.
+    --interface names the network between several hosts, which must belong to the job alone.
+
+    Example: shardrec serve-embeddings my.package:make_model --store file:///shared/job/store --plan plan.json
+
     """
     from shardrec import ConfigError
     from shardrec.rpc import supervise

@@ -26,9 +26,12 @@ def train_command() -> Callable[..., None]:
     def command(**arguments: Any) -> None:
         """Train a sharded click model and compare it with the best possible one.
 
-        Without a data file the rows are generated, so that the best possible AUC is known. Options come from the YAML
-        file CONFIG (keys as the flags, with underscores). Flags go over it. The results go to a folder: plan.json,
-        metrics.json, curve.png, config.yaml and checkpoints/.
+        Without --data the rows are generated, and the best possible AUC is known. Flags override the YAML file CONFIG,
+        whose keys are the flags with underscores. The results are in --out: plan.json, metrics.json, curve.png,
+        config.yaml and checkpoints/.
+
+        Example: shardrec train --nproc 2 --data 'day_*.parquet' --features features.yaml --out runs/clicks
+
         """
         path, debug, resume = arguments.pop("config"), arguments.pop("debug"), arguments.pop("resume")
         flags = {name: value for name, value in arguments.items() if value not in (None, [])}
@@ -46,7 +49,7 @@ def train_command() -> Callable[..., None]:
     parameters += flag_parameters(TrainConfig)
     resume = typer.Option(
         "--resume",
-        help="Continue from the last checkpoint in --out, with the options of that run. Begin without one.",
+        help="Continue from the last checkpoint in --out, with its options. Without a checkpoint, begin.",
         rich_help_panel="Output",
     )
     parameters.append(parameter("resume", Annotated[bool, resume], False))
@@ -62,9 +65,9 @@ def sweep_command(
     out: Annotated[Path, typer.Option(help="Folder for the runs and their results.", metavar="DIR")],
     grid: Annotated[
         list[str],
-        typer.Option(help="Values of an option, or of model_args.NAME; can be repeated.", metavar="OPTION=VALUE,..."),
+        typer.Option(help="Values of an option, or of model_args.NAME. Can be repeated.", metavar="OPTION=VALUE,..."),
     ],
-    seeds: Annotated[int, typer.Option(help="Runs per setting, with as many seeds.", min=1)] = 3,
+    seeds: Annotated[int, typer.Option(help="Runs of a setting, with consecutive seeds.", min=1)] = 3,
     monitor: Annotated[
         str | None, typer.Option(help="Metric of the held-out rows to compare by (default: the file's)")
     ] = None,
@@ -73,8 +76,11 @@ def sweep_command(
 ) -> None:
     """Train with each combination of some options' values, and compare them on held-out rows.
 
-    The test files are read with --final alone, for the best setting: when no more settings will be tried. The same
-    command goes on with a sweep that was stopped. The results go to sweep.json and sweep.png.
+    The test files are read with --final alone, for the best setting, when no more settings will be tried. Run the same
+    command to continue a stopped sweep. The results are in sweep.json and sweep.png.
+
+    Example: shardrec sweep run.yaml --grid lr=0.01,0.001 --seeds 3 --out runs/sweep
+
     """
     from shardrec.trainer.run.grid_search import parse_grid, run_sweep, sweep_table
 
@@ -100,7 +106,7 @@ def convert_command(
     ],
     out: Annotated[Path, typer.Option(help="Folder for the Parquet files, one for each file.", metavar="DIR")],
     features: Annotated[
-        Path | None, typer.Option(help="YAML file that describes the columns (default: the columns of Criteo's files)")
+        Path | None, typer.Option(help="YAML file that describes the columns (default: those of Criteo's files)")
     ] = None,
     column: Annotated[
         list[str] | None, typer.Option(help="Column to keep beside the features' columns. Can be repeated.")
@@ -108,10 +114,13 @@ def convert_command(
     group_rows: Annotated[int, typer.Option(help="Rows of a row group.", min=1)] = 65_536,
     debug: Debug = False,
 ) -> None:
-    """Write the columns of files as Parquet. Ranks read its row groups in parts.
+    """Write the columns of files as Parquet, which ranks read by row groups.
 
-    Training does the same with files of other formats, in the run's folder. Memory is bounded. Pages have checksums.
-    Values stay as they are in the source: rows are bit-identical to train on, in the order that the row groups make.
+    Training does the same with files of other formats, in the run's folder. Memory is bounded, and pages have
+    checksums. Values are unchanged, so rows train bit-identically.
+
+    Example: shardrec convert 'day_*.csv.gz' --features spec.yaml --out parquet/
+
     """
     from shardrec.trainer.data import criteo_spec, load_spec
     from shardrec.trainer.data.convert import convert

@@ -1,4 +1,4 @@
-"""Rows of clicks for recommender models: files of columns, and a generator whose optimum is known.
+"""Rows of clicks for recommender models: files of columns, and a generator whose optimum is known::
 
     data = open_click_data("day_0.tsv.gz", holdout=0.1)           # or open_click_data(SyntheticConfig(seed=1))
     for batch in data.train_batches(rank, world_size, batch_size=2048):

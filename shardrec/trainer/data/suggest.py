@@ -1,7 +1,7 @@
 """``shardrec inspect --suggest``: a feature spec proposed from the columns of a file.
 
-The first rows are looked at, at most 32 MiB of text or 500,000 rows of Parquet. docs/cli.md has the rules. Vocabularies
-are left to training (``from_data``), which counts them in all its rows.
+The first rows are looked at, at most 32 MiB of text or 500,000 rows of Parquet. docs/data.md has the rules.
+Vocabularies are left to training (``from_data``), which counts them in all its rows.
 """
 
 from __future__ import annotations

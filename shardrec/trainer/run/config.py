@@ -86,21 +86,20 @@ class DataOptions(Options):
     panel = "Data"
 
     data: str = SYNTHETIC
-    """Files of rows: a name, a pattern such as 'day_*.parquet', a folder or a URL (.parquet, .csv, .tsv; text also
-    .gz, .xz, .bz2, .zst); 'feed:' before a folder, a pattern, a manifest or kafka://HOST:PORT/TOPIC, to train on
-    files or records as they arrive, without an end; or 'synthetic' for generated rows."""
+    """Files of rows: a name, a pattern such as 'day_*.parquet', a folder or a URL (.parquet, .csv, .tsv, .npz, .libsvm,
+    text also compressed). 'feed:' before a folder, a pattern, a manifest or kafka://HOST:PORT/TOPIC trains on rows as
+    they arrive, without an end. 'synthetic' generates rows."""
     features: str | None = option(None, metavar="YAML")
-    """YAML file that says what the columns are (default: those of Criteo's files)"""
+    """YAML file that describes the columns (default: those of Criteo's files)"""
     valid: str | None = option(None, metavar="FILES")
     """Files of held-out rows, instead of a share of --data."""
     test: str | None = option(None, metavar="FILES")
     """Files of rows for the final metrics (default: the held-out rows)"""
     shuffle: int | None = option(None, ge=2)
-    """Rows to put in a random order at a time, after the row groups of all files were (default: the files'
-    order)"""
+    """Rows to shuffle at a time, after the row groups of all files are shuffled (default: the files' order)"""
     streams: int = option(64, ge=1)
-    """Row groups, or files of another format, that are read side by side, spread over the ranks; with 1, rows are
-    in exactly the files' order and every rank decodes all."""
+    """Row groups that are read side by side, spread over the ranks. With 1, rows are in exactly the files' order and
+    every rank decodes all."""
     samples: int | None = option(None, ge=1)
     """Rows to train on in an epoch, over all ranks (default: 2.4 million; of a file, all)"""
     epochs: int = option(1, ge=1)
@@ -110,11 +109,11 @@ class DataOptions(Options):
     holdout_samples: int | None = option(None, ge=2)
     """Rows to compute the metrics on (default: 100,000; of a file, all held out)"""
     on_bad_row: Literal["error", "skip"] = "error"
-    """What a row that cannot be read does: end the run, or be left out."""
+    """End the run at a row that cannot be read, or leave the row out and count it."""
     late_after: float | None = option(None, ge=0)
-    """Seconds behind the watermark after which a row of a feed is late (default: none is)"""
+    """Seconds behind the watermark after which a row of a feed is late (default: never)"""
     max_embeddings: int = option(20_000, ge=2)
-    """Most rows of an embedding table. Categories are hashed into them."""
+    """Most rows of an embedding table of generated or Criteo's columns. Categories are hashed into them."""
 
 
 class ModelOptions(Options):
@@ -128,9 +127,9 @@ class ModelOptions(Options):
         metavar="NAME|MODULE:NAME",
     )
     model_args: dict[str, object] = option({}, metavar="NAME=VALUE")
-    """Argument of the model, its value in YAML, such as dropout=0.1. Can be repeated."""
+    """Argument of the model, with its value in YAML, such as dropout=0.1. Can be repeated."""
     embedding_dim: int = option(16, ge=1)
-    """Columns of every embedding table."""
+    """Columns of the embedding tables without a dim in the spec."""
     dense_layers: tuple[PositiveInt, ...] = option((64, 32), metavar="N,N,...")
     """Widths of the dense features' layers, without the last one."""
     over_layers: tuple[PositiveInt, ...] = option((128, 64), metavar="N,N,...")
@@ -154,10 +153,10 @@ class LearningOptions(Options):
     global_batch_size: int | None = option(None, ge=1)
     """Rows of a batch over all ranks, spread evenly, instead of --batch-size. A resumed run keeps its own."""
     accumulate: int = option(1, ge=1)
-    """Batches of a step, which takes the gradient of one batch with the rows of all of them."""
+    """Batches whose gradients are added up for one step."""
     loss: Literal["bce", "softmax", "pairwise", "model"] = "bce"
-    """Cross entropy per row (bce), or of the order of a group's rows: softmax over them, or clicked rows
-    against others in pairs (pairwise). The features define a group. Or the loss method of your own model."""
+    """Cross entropy by row (bce), softmax over the rows of a group, pairs of a clicked row and another of its group
+    (pairwise), or the loss method of the model (model)."""
     optimizer: Literal["sgd", "adagrad", "adam", "adamw"] = "adam"
     """Optimizer of the dense layers."""
     lr: float = option(5e-3, gt=0)
@@ -165,38 +164,35 @@ class LearningOptions(Options):
     embedding_optimizer: Literal[
         "sgd", "adagrad", "rowwise_adagrad", "adam", "adamw", "partial_rowwise_adam", "lamb"
     ] = "rowwise_adagrad"
-    """Optimizer of the tables, fused into their backward."""
+    """Optimizer of the tables, which updates them in backward."""
     embedding_lr: float = option(0.1, gt=0)
     """Learning rate of the tables."""
     clip: float | None = option(None, gt=0)
-    """Largest norm of a step's gradients, of the dense layers and the tables together. A larger one is scaled
-    down."""
+    """Largest norm of a step's gradients, over the dense layers and the tables. A larger norm is scaled down."""
     weight_decay: float = option(0.0, ge=0)
-    """L2 penalty of the dense layers: times a weight it is added to its gradient."""
+    """L2 penalty of the dense layers: added to a weight's gradient, times the weight."""
     embedding_weight_decay: float = option(0.0, ge=0)
-    """The same of the tables, for the rows that a step looks up."""
+    """L2 penalty of the tables, for the rows that a step looks up."""
     precision: Literal["fp32", "bf16"] = "fp32"
-    """What the dense layers compute in, in training. Weights stay fp32."""
+    """Format in which the dense layers compute in training. Weights stay fp32."""
     warmup: int = option(0, ge=0)
     """Steps over which both learning rates rise linearly to their values."""
     schedule: Literal["constant", "linear", "cosine"] = "linear"
-    """How both learning rates decay to 0 over the last --decay of the steps; or not at all (constant)."""
+    """Decay of both learning rates to 0 over the last --decay of the steps. constant: no decay."""
     decay: float = option(0.5, ge=0, le=1)
     """Last fraction of the steps, over which both learning rates decay to 0."""
     ema: float | None = option(None, gt=0, lt=1)
-    """Evaluate, export and serve averaged weights. This is the decay of a step."""
+    """Decay per step of averaged weights, which are evaluated, exported and served (default: off)"""
     patience: int | None = option(None, ge=1)
-    """End after this number of points of the held-out curve without an improvement (--monitor)."""
+    """End after this number of points of the held-out curve without a better --monitor (default: off)"""
     monitor: Literal["auc", "logloss", "ne", "gauc", "ndcg"] | None = None
-    """Metric of the held-out rows by which points are compared (default: logloss. A loss over groups: gauc)"""
+    """Metric of the held-out rows that compares points (default: logloss, or gauc for a loss over groups)"""
     init_from: str | None = option(None, metavar="RUN|CHECKPOINT")
-    """Begin with the weights that the model shares with the last checkpoint of another run, or with this one of
-    it."""
+    """Begin with the weights that the model shares with the last checkpoint of another run, or with this checkpoint."""
     rename: tuple[str, ...] = option((), metavar="OLD=NEW")
-    """With --init-from: a table, or a layer, that has another name now. Can be repeated."""
+    """With --init-from: a table or layer that has a new name. Can be repeated."""
     init_rows: tuple[str, ...] = option((), metavar="TABLE=FILE")
-    """Begin with the rows of a file (.parquet, .npz, .npy), by id, in a table, named as for --constraint. Can be
-    repeated."""
+    """Begin with the rows of a file (.parquet, .npz, .npy) in a table, by id. Can be repeated."""
     seed: int = option(0, ge=0)
     """Seed of the first weights and of generated rows."""
 
@@ -207,39 +203,35 @@ class RankOptions(Options):
     panel = "Ranks"
 
     nproc: int = option(1, ge=1)
-    """Ranks to start on this machine. Under torchrun, its ranks are joined."""
+    """Ranks to start on this machine. Under torchrun, leave it out: its ranks are joined."""
     threads: int | None = option(None, ge=1)
     """Threads per rank (default: cores / ranks)"""
     device: Literal["cpu", "cuda"] = "cpu"
-    """Where the model lives."""
+    """Device of the model."""
     compile: Literal["off", "dense", "full"] = "off"
-    """What torch.compile takes: nothing, the dense part with graph breaks at the tables, or all in one graph."""
+    """Compile nothing, the dense part (with graph breaks at the tables), or everything in one graph."""
     pipeline: int = option(0, ge=0, lt=3)
-    """Batches to work ahead: 0, 1 (its ids are exchanged while a step computes), or 2 (it is also copied to the
-    device)."""
+    """Batches to work ahead. 1 exchanges the next batch's ids during a step, 2 also copies batches to the device."""
     detect_anomaly: Literal["off", "on"] = "off"
-    """Look for NaN and Inf in the rows of tables and their gradients, at every step. Slows training down."""
+    """Look for NaN and Inf in the rows of tables and their gradients, at every step. This slows training down."""
     constraint: tuple[str, ...] = option((), metavar="TABLE=CUT[,CUT][@RANK,RANK]")
-    """Cuts that the planner may use, such as 't_*=row_wise' or 'cat_3=table_wise@0', by the name of a table or of a
-    feature that one table alone has. Can be repeated."""
+    """Cuts that the planner may use for a table or a feature, such as 't_*=row_wise' or 'cat_3=table_wise@0'. Can be
+    repeated."""
     plan: str | None = option(None, metavar="PATH")
     """Use this plan.json instead of planning."""
     replan: int | None = option(None, ge=1)
-    """Plan again every N steps for the ids of the last steps, and move tables between ranks if that pays within N
-    steps (default: the plan stays)"""
+    """Plan again every N steps for the current ids, and move tables if that pays within N steps (default: off)"""
     replicas: int = option(1, ge=1)
-    """Copies of the tables, each trained by a command of its own on ranks of its own (--elastic), over which the
-    rows of a batch are also spread."""
+    """Copies of the tables. Each is trained by a command of its own (--elastic), on a share of every batch."""
     elastic: str | None = option(None, metavar="HOST:PORT[/NAME]")
-    """Address of the store in which the replicas find each other. One that dies leaves the others training, and
-    takes their state when it is started again."""
+    """Address of the store in which the replicas find each other. If a replica dies, the others continue."""
     sync_every: int = option(1, ge=1)
     """Steps from one averaging of the replicas' tables to the next."""
     timeout: float = option(300.0, gt=0)
-    """Seconds that a rank waits for the others before it takes them for dead."""
+    """Seconds after which a rank that does not answer counts as dead."""
     max_restarts: int | None = option(
         None,
-        help="Times in a row, without a new checkpoint, that ranks of this machine are started again after a death "
+        help="Restarts of this machine's ranks in a row without a new checkpoint "
         f"(default: {_RESTARTS} with --checkpoint-every or --elastic, else 0)",
         ge=0,
     )
@@ -253,30 +245,30 @@ class OutputOptions(Options):
     out: str | None = option(None, metavar="DIR")
     """Folder for the results (default: runs/<date-time>)"""
     feed_idle: float | None = option(None, ge=0)
-    """Seconds without new rows after which a feed has ended (default: it does not end)"""
+    """Seconds without new rows after which a feed ends (default: never)"""
     event_every: float | None = option(None, gt=0)
     """Seconds of event time from a point of a feed's curve to the next (default: by rows)"""
     evaluations: int = option(10, ge=1)
     """Points of the held-out curve."""
     top_k: int = option(10, ge=1)
-    """Places at the top of each group that NDCG, recall and hit rate count, of data with groups."""
+    """Places at the top of a group that count for NDCG, recall and hit rate."""
     ranking: Literal["rows", "catalogue", "unseen"] = "rows"
-    """What the item of a clicked held-out row is ranked among: the rows of its group, all items (catalogue), or
-    those but the row's own, of features that share the item's table (unseen)."""
+    """Rank the item of a clicked held-out row among the rows of its group, all items (catalogue), or the items outside
+    of the row's history (unseen)."""
     checkpoint: Literal["last", "best", "none"] = "last"
-    """Save the model at the end (last), also at the best point and test its weights (best), or not."""
+    """Save the model at the end (last), also at the best point, which is then tested (best), or never (none)."""
     checkpoint_every: str | None = option(None, metavar="STEPS|MINUTESm|point")
-    """Save every N steps, or minutes ('10m'), and when told to end."""
+    """Save every N steps (500), N minutes (10m) or at each point of the curve, and when told to end (default: off)"""
     checkpoint_incremental: int = option(0, ge=0)
-    """Most saves in a row that write only rows that have changed; 0: all rows, always."""
+    """Most saves in a row that write only changed rows. 0 writes all rows, always."""
     keep_checkpoints: int = option(2, ge=1)
     """Newest checkpoints to keep."""
     publish: str | None = option(None, metavar="DIR|URL")
-    """Publish the model here while it trains, for servers that follow it."""
+    """Folder or URL to publish the model to while it trains, for servers that follow it."""
     publish_every: str = option("1m", metavar="STEPS|MINUTESm|point")
-    """Publish every N steps, or minutes, and at the end."""
+    """Publish every N steps (500), N minutes (10m) or at each point of the curve, and at the end."""
     publish_weights: Literal["fp32", "fp16", "int8", "int4"] = "fp32"
-    """Format of the tables in what is published."""
+    """Format of the published tables."""
 
     @field_validator("out")
     @classmethod

@@ -122,7 +122,7 @@ def test_doctor_refuses_the_cpu_build_of_fbgemm_on_a_gpu() -> None:
 def test_doctor_tells_when_values_differ(monkeypatch: pytest.MonkeyPatch) -> None:
     features = selftest._features
     monkeypatch.setattr(selftest, "_features", lambda step, device="": features(step + bool(device), device or "cpu"))
-    with pytest.raises(shardrec.ConfigError, match="outputs on the device are not those on the CPU. The largest"):
+    with pytest.raises(shardrec.ConfigError, match=r"outputs on the device are not those on the CPU\. The largest"):
         selftest.training_lookup(torch.device("cpu"))
 
 

@@ -161,7 +161,7 @@ def test_wrong_files(tmp_path: Path, text: str, message: str) -> None:
 def test_instances(tmp_path: Path) -> None:
     path = write(tmp_path, "t.csv", "instance,num_embeddings,embedding_dim\na,1,4\nb,2,4\n")
     assert [load.num_embeddings for load in read_tables(path, instance="b").values()] == [2]
-    with pytest.raises(ConfigError, match="lacks instance 'c'. It has a, b"):
+    with pytest.raises(ConfigError, match=r"lacks instance 'c'\. It has a, b"):
         read_tables(path, instance="c")
 
 

@@ -44,7 +44,7 @@ class Agent:
                     **os.environ,
                     "GLOO_SOCKET_IFNAME": "lo",
                     "TMPDIR": str(log.parent),
-                    "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",  # docs/elastic.md
+                    "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",  # docs/failures.md
                 },
                 stdout=file,
                 stderr=file,

@@ -1,4 +1,4 @@
-"""The numbers in docs/communication.md are those of the formula."""
+"""The bytes of a step in docs/performance.md are those of the formula."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from benchmarks.harness.layouts import cut_plan
 from benchmarks.harness.volume import EXCHANGES, Volume
 from shardrec.layout import Topology
 
-PAGE = (Path(__file__).parents[2] / "docs" / "communication.md").read_text(encoding="utf-8")
+PAGE = (Path(__file__).parents[2] / "docs" / "performance.md").read_text(encoding="utf-8")
 
 
 def number(cell: str) -> float:
@@ -55,7 +55,7 @@ def test_worked_example() -> None:
 
 
 def test_beside_torchrec() -> None:
-    rows = [row for row in table_after("## Comparison with TorchRec") if row[1] == "shardrec"]
+    rows = [row for row in table_after("### Comparison with TorchRec") if row[1] == "shardrec"]
     assert [row[0] for row in rows] == ["table-wise", "row-wise", "column-wise"]
     for cut, _, header, payload, output, gradient, row_norm in rows:
         config = BenchConfig(cut=cut.replace("-", "_"))

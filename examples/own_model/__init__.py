@@ -1,0 +1,1 @@
+"""A model of your own under torchrun, in one script. See README.md."""
