@@ -68,8 +68,7 @@ def import_ids(model: ShardedModel, folder: str | Path) -> None:
         CheckpointError: on every rank, before anything changes, for files that cannot be read, tables without dynamic
             ids, columns with nulls or other values than integers, duplicate ids or rows, and rows that an id cannot
             have: fallback rows, reserved rows, or rows outside the row block that its hash gives. To move ids to
-                another
-            plan's row blocks, use a checkpoint.
+            another plan's row blocks, use a checkpoint.
     """
     updates: list[tuple[IdMap, Tensor]] = []
 
@@ -94,6 +93,9 @@ def import_ids(model: ShardedModel, folder: str | Path) -> None:
             whole = pa.concat_tables([pq.read_table(file) for file in files])
         except pa.ArrowException as error:
             raise CheckpointError(f"the ids in {folder} cannot be read: {error}. Write them again") from error
+        for name in ("table", "id", "row"):
+            if name not in whole.column_names:
+                raise CheckpointError(f'the ids in {folder} cannot be read: column "{name}" does not exist. Add it')
         tables = dynamic_tables(model)
         known = [table.layout.name for table in tables]
         if unknown := [name for name in whole["table"].unique().to_pylist() if name not in known]:

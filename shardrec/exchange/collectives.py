@@ -99,9 +99,8 @@ class Collectives(abc.ABC):
         """Ranks that have a batch, over which gradients are averaged."""
         return self.world_size
 
-    def program_goes_back(self) -> None:
-        """Called in the backward of a program, inside of which each exchange has a backward of its own."""
-        return
+    program_goes_back: Callable[[], None] | None = None
+    """Called in the backward of a program, inside of which each exchange has a backward of its own."""
 
     @abc.abstractmethod
     def send(

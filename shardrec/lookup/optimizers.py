@@ -151,7 +151,7 @@ def fused_optimizer_of(parameter: nn.Parameter, table: str) -> FusedOptimizer | 
     values = dict(_DEFAULTS[kind])
     given: list[torch.optim.Optimizer] = getattr(parameter, "_in_backward_optimizers", [])
     changed: dict[str, Any] = {}
-    if given:
+    if given and hasattr(given[0], "param_groups"):  # TorchRec's placeholders have none
         group, defaults = given[0].param_groups[0], given[0].defaults
         changed = {name: group[name] for name in values if name in group and group[name] != defaults.get(name)}
         state = given[0].state.get(parameter, {})

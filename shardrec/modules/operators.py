@@ -280,7 +280,8 @@ class Program:
         issued = self._kept[int(ticket)]
         # Here, since the exchange is sent by a backward inside of the program's.
         self._context.gradients.backward.begin()
-        self._context.collectives.program_goes_back()
+        if self._context.collectives.program_goes_back is not None:
+            self._context.collectives.program_goes_back()
         if issued.value is not None and issued.backward is not None:
             issued.backward.give(issued, gradient)
 

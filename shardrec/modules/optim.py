@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed._shard.sharded_tensor import ShardedTensor
 from torchrec.optim.keyed import KeyedOptimizer
@@ -158,11 +159,11 @@ class FusedOptimizers(KeyedOptimizer):  # type: ignore[misc]  # torchrec has no 
     def _check_settings(self, groups: Iterable[Mapping[str, Any]]) -> None:
         for spec, tables, group in zip(self._specs, self._tables, groups, strict=True):
             for name in ("eps", "weight_decay", "betas"):
-                own, value = getattr(spec, name), group.get(name)
-                if value is not None and value != own and (name != "betas" or tuple(value) != own):
+                fixed, value = getattr(spec, name), group.get(name)
+                if value is not None and value != fixed and (name != "betas" or tuple(value) != fixed):
                     raise ConfigError(
-                        f"{name} of the fused optimizer of {', '.join(tables)} is {own} in its kernels and {value} in "
-                        f"its group. Only lr can change after shardrec.shard: give the tables an optimizer with "
+                        f"{name} of the fused optimizer of {', '.join(tables)} is {fixed} in its kernels and "
+                        f"{value} in its group. Only lr can change after shardrec.shard: give the tables one with "
                         f"{name}={value} before it"
                     )
 
@@ -302,6 +303,9 @@ class FusedOptimizers(KeyedOptimizer):  # type: ignore[misc]  # torchrec has no 
         self._take_steps()
         for parameter, (collection, name) in self._held.items():
             optimizer, table = collection.fused_optimizers()[name], collection.tables()[name]
+            ranks = 1 if table.group is None else dist.get_world_size(table.group)
+            if not table.layout.replicated and collection.context.collectives.world_size != ranks:
+                continue  # on a server, whose tables no group of its own holds whole
             if optimizer.counts_steps and table.locals:
                 self._shown[parameter] = -1
             self.state[parameter] = {

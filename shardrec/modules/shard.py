@@ -307,21 +307,23 @@ def _agree_on_replicas(replicas: Replicas | None, ranks: Ranks) -> None:
 def _agree_on_options(given: Mapping[str, object], ranks: Ranks) -> None:
     """Raise on every rank if an option, or an optimizer in backward, differs between ranks."""
     of_ranks = all_gather({name: repr(value) for name, value in given.items()}, ranks, _START)
-    for name in dict.fromkeys(name for of_rank in of_ranks for name in of_rank):
-        values = [of_rank.get(name, "none") for of_rank in of_ranks]
-        if len(set(values)) > 1:
-            lines = "\n  ".join(by_rank(values))
+    for name in of_ranks[0]:
+        values = [of_rank.get(name) for of_rank in of_ranks]  # None: the rank has another model, which is told later
+        if None not in values and len(set(values)) > 1:
+            lines = "\n  ".join(by_rank(list(map(str, values))))
             raise ConfigError(f"the ranks give different values of {name}. Give all of them the same:\n  {lines}")
 
 
 def _in_backward(model: nn.Module) -> dict[str, object]:
-    """The classes and settings of the optimizers in backward that were given to parameters."""
+    """By parameter, the classes and settings of the optimizers in backward that it was given."""
     return {
-        f"the optimizer in backward of {name}": list(
-            zip([each.__name__ for each in parameter._optimizer_classes], parameter._optimizer_kwargs, strict=True)  # type: ignore[attr-defined]
-        )
+        f"the optimizer in backward of {name}": [
+            (each.__name__, settings)
+            for each, settings in zip(
+                getattr(parameter, "_optimizer_classes", ()), getattr(parameter, "_optimizer_kwargs", ()), strict=True
+            )
+        ]
         for name, parameter in model.named_parameters()
-        if hasattr(parameter, "_optimizer_classes")
     }
 
 

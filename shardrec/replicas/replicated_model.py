@@ -84,7 +84,7 @@ class ReplicatedModel(ShardedModel):
         self.replica_options = options
         context.everyone = groups.everyone or context.headers
         self.steps_since_sync = 0
-        self._counts_steps, self._has_begun = True, False
+        self._counts_steps, self._has_begun, self._counted = True, False, 0
         context.life_cycle.forward_begins.insert(0, weak_hook(self._begin))
         context.life_cycle.gradients_go_back.append(weak_hook(self._go_back))
         self._trained = TrainedTables()
@@ -111,14 +111,19 @@ class ReplicatedModel(ShardedModel):
         """
         if self.replica_groups.everyone is None or not self._is_step():
             return super().forward(*args, **kwargs)
-        self._has_begun = False
+        self._has_begun, self._counted = False, 0
         try:
-            result = super().forward(*args, **kwargs)
-        except Exception as error:
-            if is_own(error) or (is_shared(error) and not isinstance(error, PeerError)):
-                self._agree(self.replica_groups.everyone, error)
+            try:
+                result = super().forward(*args, **kwargs)
+            except Exception as error:
+                if is_own(error) or (is_shared(error) and not isinstance(error, PeerError)):
+                    self._agree(self.replica_groups.everyone, error)
+                raise
+            self._agree(self.replica_groups.everyone, None)
+        except BaseException:  # a forward that fails, on all ranks, is no step
+            self.steps_since_sync -= self._counted
+            self._has_begun, self._counted = False, 0
             raise
-        self._agree(self.replica_groups.everyone, None)
         return result
 
     @left_alone
@@ -134,7 +139,8 @@ class ReplicatedModel(ShardedModel):
             self._average_copies()
         self._has_begun = True
         self._trained.note(self._sharded)
-        self.steps_since_sync += self._counts_steps
+        self._counted = int(self._counts_steps)
+        self.steps_since_sync += self._counted
 
     def _go_back(self) -> None:
         self._has_begun = False
@@ -179,7 +185,7 @@ class ReplicatedModel(ShardedModel):
     def _agree(self, everyone: Headers, error: Exception | None) -> None:
         """Return if the forward went well on every rank, or if ``error`` is this rank's own; else raise."""
         world_size = everyone.collectives.world_size
-        step = 2 * self.steps_since_sync + self._counts_steps
+        step = 2 * (self.steps_since_sync - self._counted) + self._counts_steps
         fault = 0 if error is None else 2 if isinstance(error, AnomalyError) else 1
         header = torch.tensor([[fault, step]] * world_size, dtype=torch.int64)
         faults, steps = everyone.exchange(header).unbind(1)

@@ -28,6 +28,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import FunctionCtx
 
+from shardrec.exchange.backward_watch import accumulates_in
 from shardrec.exchange.fault_flags import FaultFlags
 from shardrec.exchange.life_cycle import LifeCycle
 from shardrec.exchange.row_exchange import OutgoingRows, RowAllToAll, RowsInFlight
@@ -180,7 +181,9 @@ class _Launch(torch.autograd.Function):
         """Waits for the gradients, which :meth:`_Finish.backward` of every rank has sent."""
         sent: _Sent = ctx.sent
         gradients, exchange = sent.returned(), sent.exchange
-        of_inputs = update(sent.looked_up, ctx.saved_tensors, gradients, exchange.placeholder, exchange.collectives)
+        # A node without other inputs than the placeholder runs for the placeholder's gradient.
+        updates = len(ctx.needs_input_grad) == 3 or accumulates_in(exchange.placeholder)
+        of_inputs = update(sent.looked_up, ctx.saved_tensors, gradients, exchange.collectives, updates=updates)
         return None, None, None, *of_inputs
 
 

@@ -11,7 +11,6 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from shardrec.exchange.backward_watch import accumulates_in
 from shardrec.exchange.collectives import Collectives, joined
 from shardrec.exchange.payload import ShardInput
 from shardrec.ids.maps import Mapped, OpenStep
@@ -151,8 +150,9 @@ def update(
     calls: Sequence[LookedUp],
     saved: LookupInputs,
     gradients: Sequence[Sequence[Tensor]],
-    placeholder: Tensor,
     collectives: Collectives,
+    *,
+    updates: bool,
 ) -> list[Tensor | None]:
     """Update the tables in the backward of a node. Gives the gradients of its inputs, without the placeholder.
 
@@ -160,12 +160,9 @@ def update(
         calls: the node has made their lookups.
         saved: the inputs of all their lookups.
         gradients: of the rows, per call.
-        placeholder: the first input of the node, which stands for the tables.
         collectives: of the model.
+        updates: as for :meth:`shardrec.lookup.shards.ShardLookup.add_gradients`.
     """
-    # A node without other inputs than the placeholder runs for its gradient alone.
-    has_others = any(looked_up.learned is not None or looked_up.plan.lookup.parameters for looked_up in calls)
-    updates = not has_others or accumulates_in(placeholder)
     of_inputs: list[Tensor | None] = []
     node, end = torch._C._current_autograd_node(), 0
     for number, (looked_up, gradient) in enumerate(zip(calls, gradients, strict=True)):

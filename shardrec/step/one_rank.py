@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import FunctionCtx
 
+from shardrec.exchange.backward_watch import accumulates_in
 from shardrec.lookup.backward import once_differentiable
 from shardrec.step.exchange import RowExchange
 from shardrec.step.look_up import look_up, node_inputs, update
@@ -88,5 +89,7 @@ class _LookUp(torch.autograd.Function):
         if not ctx.to_update:
             return None, None, of_replicated, *[None] * (len(ctx.needs_input_grad) - 3)
         exchange = ctx.exchange
-        of_inputs = update([looked_up], ctx.saved_tensors, [gradients], exchange.placeholder, exchange.collectives)
+        # A node without other inputs than the placeholder runs for the placeholder's gradient.
+        updates = len(ctx.needs_input_grad) == 4 or accumulates_in(exchange.placeholder)
+        of_inputs = update([looked_up], ctx.saved_tensors, [gradients], exchange.collectives, updates=updates)
         return None, None, of_replicated, None, *of_inputs

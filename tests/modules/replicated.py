@@ -24,7 +24,7 @@ def replicated(model: nn.Module, *args: Any, **kwargs: Any) -> ReplicatedModel:
 
 def copies_of(model: ReplicatedModel) -> list[list[Tensor]]:
     """This rank's table parameters and fused states, as each replica has them."""
-    mine = [one.clone() for one in (*model._weights(frozen=True), *model._states())]
+    mine = [one.clone() for one in (*(weight for _, weight in model._weights()), *model._states())]
     everyone: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, mine)
     place = model.replica_groups.ranks[model.replica_groups.replica].index(dist.get_rank())

@@ -408,7 +408,7 @@ def test_constants_are_kept_for_few_orders_of_keys() -> None:
     for number in range(3 * KEY_ORDERS):
         keys = ["a", "b", "c", f"unused {number}"]
         model(KeyedJaggedTensor(keys=keys, values=torch.tensor([1, 99, -1]), lengths=torch.tensor([1, 1, 1, 0])))
-    assert model.bad_ids() == {"b": 6 * KEY_ORDERS, "c": 6 * KEY_ORDERS}
+    assert model.bad_ids() == {f"{path}.{key}": 3 * KEY_ORDERS for path in ("bags", "rows") for key in "bc"}
     sizes = [
         kept.cache_info().currsize
         for collection in model.modules()

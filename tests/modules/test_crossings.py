@@ -108,7 +108,7 @@ def test_a_setting_that_kernels_cannot_change_is_refused(name: str, value: float
         optimizer = model.fused_optimizer
         before = table(model)
         saved = optimizer.state_dict()
-        saved["param_groups"][0] |= {name: value}
+        saved["param_groups"] = [{**group, name: value} for group in saved["param_groups"]]
         with pytest.raises(ConfigError, match=f"{name} of the fused optimizer of bags.t is"):
             optimizer.load_state_dict(saved)
         optimizer.param_groups[0][name] = value

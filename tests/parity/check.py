@@ -8,12 +8,13 @@ travels in another format than float32 may differ by that format's bounds, see :
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed._shard.sharded_tensor import ShardedTensor
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from shardrec import native
@@ -302,6 +303,18 @@ class Comparison:
         error = self._wire_errors.get(cell.name)
         return torch.zeros(()) if error is None else local_part(error, place)
 
+    def _states_of(
+        self, cell: Cell, state: Mapping[str, Tensor], expected: Mapping[str, Tensor]
+    ) -> list[tuple[str, Tensor]]:
+        """The states of a table by the names of the torch class, which TorchRec's names stand for."""
+        first = "sum" if "sum" in expected else "exp_avg"
+        short = {name.rpartition(".")[2]: tensor for name, tensor in state.items()}
+        found = [(first if name == "momentum1" else name, tensor) for name, tensor in short.items()]
+        if dict(found).keys() != expected.keys():
+            self._fault(cell.name, f"states {sorted(dict(found))} instead of {sorted(expected)}")
+            return []
+        return found
+
     def _compare_states(self, steps: int) -> None:
         """Of the fused optimizers, through the view that a user has of them."""
         if all(OPTIMIZERS[cell.optimizer].optimizer is None for cell in self.case.cells):
@@ -315,28 +328,29 @@ class Comparison:
             # Gradients of a replica are rounded once per feature, rank and sum; a square errs by twice the number.
             slack = self.reference.slack[cell.name]
             rounding = UNIT[dtype_of(cell)] * 3 * steps * max(slack, slack**2) if slack else 0.0
-            for place, parameter in table.locals.items():
-                found: dict[str, Tensor] = dict(view.state[parameter])
-                if found.keys() != expected.keys():
-                    self._fault(cell.name, f"states {sorted(found)} instead of {sorted(expected)}")
-                    continue
-                for name, state in found.items():
-                    state = state.cpu()
-                    part = _state_part(expected[name], place, state)
-                    if not torch.allclose(state, part, rtol=1e-4, atol=ATOL + rounding):
-                        self._fault(cell.name, f"{place}: state {name!r} is off by {_distance(state, part)}")
+            first = next(iter(table.locals.values()), None)
+            for name, state in [] if first is None else self._states_of(cell, view.state[first], expected):
+                for offsets, part in parts_of(state):
+                    whole = expected[name].to(part.dtype) if part.dim() == 0 else _cut(expected[name], offsets, part)
+                    if not torch.allclose(part.cpu(), whole, rtol=1e-4, atol=ATOL + rounding):
+                        self._fault(cell.name, f"{offsets}: state {name!r} is off by {_distance(part, whole)}")
             if cell.optimizer == "adam" and int(expected["step"]) != steps:
                 self._fault(cell.name, "the reference made another number of steps")
 
 
-def _state_part(whole: Tensor, place: Shard | None, like: Tensor) -> Tensor:
-    """A shard's part of an unsharded state: of each weight, of each row (as (rows, 1)), or of the table."""
-    if like.dim() == 0:
-        return whole.to(like.dtype)
-    if like.dim() == 2:
-        return local_part(whole, place)
-    rows = whole.reshape(-1)
-    return rows if place is None else rows[place.row_start : place.row_end]
+def parts_of(state: Tensor) -> list[tuple[tuple[int, ...], Tensor]]:
+    """The local parts of a state, and where they begin in it."""
+    if isinstance(state, ShardedTensor):
+        return [(tuple(shard.metadata.shard_offsets), shard.tensor) for shard in state.local_shards()]
+    return [((0,) * state.dim(), state)]
+
+
+def _cut(whole: Tensor, offsets: tuple[int, ...], like: Tensor) -> Tensor:
+    """A part of an unsharded state: of each weight, or of each row."""
+    whole = whole if like.dim() == 2 else whole.reshape(-1)
+    for dim, (start, size) in enumerate(zip(offsets, like.shape, strict=True)):
+        whole = whole.narrow(dim, start, size)
+    return whole
 
 
 def _close(found: Tensor, expected: Tensor, error: Tensor) -> bool:

@@ -214,7 +214,7 @@ def test_rows_that_were_looked_up_early_in_another_mode_are_refused() -> None:
             next(steps)
         before = weights(model)
         words = r"tables '.*' is called in another mode \(torch.no_grad, .*\) than in the steps before"
-        with pytest.raises(InputError, match=words):
+        with pytest.raises(ConfigError, match=words):
             next(steps)
         assert all(map(torch.equal, weights(model), before))
 

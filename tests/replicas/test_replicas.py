@@ -350,7 +350,7 @@ def test_collectives_of_a_step(optimizer: str, sync_optimizer: bool) -> None:
             random_plan(Random(3), table_sizes(CONFIGS), Topology(ranks_per_host=2)),
             replicas=Replicas(2, sync_every=2, sync_optimizer=sync_optimizer),
         )
-        assert any(True for _ in model._weights(frozen=False))
+        assert any(True for _ in model._weights())
         steps = Steps(ROWS)
         for step in range(5):
             features = steps.bags()[dist.get_rank()].kjt()

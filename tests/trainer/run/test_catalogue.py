@@ -17,7 +17,7 @@ from torchrec.modules.embedding_modules import EmbeddingBagCollection, Embedding
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 import shardrec
-from shardrec.errors import ConfigError, InputError, PeerError
+from shardrec.errors import ConfigError
 from shardrec.ids import DynamicIds
 from shardrec.trainer.data import ClickBatch, ClickMetrics, Feature, FeatureSpec, ranking_metrics
 from shardrec.trainer.run import TrainConfig
@@ -289,9 +289,7 @@ def test_a_rank_that_fails_ends_the_ranking_on_all() -> None:
 
     with pytest.raises(RankErrors) as failed:
         ranks(2, rank_main)
-    for error in failed.value.errors.values():
-        assert isinstance(error, (InputError, PeerError))
-        assert "no vectors today" in str(error)
+    assert all("no vectors today" in str(error) for error in failed.value.errors.values())
 
 
 def test_what_cannot_be_ranked() -> None:
