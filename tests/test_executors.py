@@ -210,8 +210,8 @@ TOGETHER = [
 
 REFUSED = {
     "a batch size per feature": "the features have a batch size each, which portable programs do not take",
-    "BF16 on the wire": "a program that runs without shardrec exchanges fp32",
-    "INT8 on the wire": "a program that runs without shardrec exchanges fp32",
+    "BF16 on the wire": "A program that runs without shardrec exchanges fp32",
+    "INT8 on the wire": "A program that runs without shardrec exchanges fp32",
     "dynamic ids": "shard the model with dedup=False",
 }
 

@@ -32,7 +32,7 @@ def test_only_regular_files_are_opened(tmp_path: Path) -> None:
     with socket.socket(socket.AF_UNIX) as listening:
         listening.bind(str(tmp_path / "socket"))
         for path in (tmp_path / "pipe", tmp_path, Path("/dev/zero")):
-            with pytest.raises(OSError, match="it is no regular file"):
+            with pytest.raises(OSError, match="it is not a regular file"):
                 open_regular(path)
         with pytest.raises(OSError, match="No such device"):
             open_regular(tmp_path / "socket")

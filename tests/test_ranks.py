@@ -218,7 +218,7 @@ def test_raises_on_all_refuses_other_outcomes() -> None:
 
     assert raises_on_all(2, ValueError, "^x$", fail, (0, 1), "x") == ["x", "x"]
     for kind, words, on, seen in (
-        (FaultError, "x", (), r"they returned \[0, 1\]"),
+        (FaultError, "x", (), r"They returned \[0, 1\]"),
         (FaultError, "x", (1,), r"not so on \[0\]"),
         (FaultError, "y", (0, 1), r"not so on \[0, 1\]"),
         (KeyError, "x", (0, 1), r"not so on \[0, 1\]"),

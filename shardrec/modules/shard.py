@@ -320,7 +320,7 @@ def _in_backward(model: nn.Module) -> dict[str, object]:
         f"the optimizer in backward of {name}": [
             (each.__name__, settings)
             for each, settings in zip(
-                getattr(parameter, "_optimizer_classes", ()), getattr(parameter, "_optimizer_kwargs", ()), strict=True
+                getattr(parameter, "_optimizer_classes", ()), getattr(parameter, "_optimizer_kwargs", ()), strict=False
             )
         ]
         for name, parameter in model.named_parameters()

@@ -78,7 +78,7 @@ def check(folder: Path, seeds: range, incremental: int) -> None:
     remedies = ("load an older checkpoint", "give a folder", "move them elsewhere")
     for seed, (kind, text) in one.items():
         assert str(folder / "damaged") in text, (seed, kind, text)
-        assert any(remedy in text for remedy in remedies), (seed, kind, text)
+        assert any(remedy in text.lower() for remedy in remedies), (seed, kind, text)
     assert not (folder / "mark").exists(), "code from a checkpoint was run"
     if os.environ.get("SHOW_MESSAGES"):
         for kind, text in one.values():
@@ -135,7 +135,9 @@ def test_values_that_a_signed_manifest_cannot_have(tmp_path: Path, where: str) -
     before = held(model, optimizer)
     for number, value in enumerate(FORGED[where]):
         forge(tmp_path / str(number) / "manifest.json", where, value)
-        with pytest.raises((CheckpointError, ConfigError), match=r"load an older checkpoint|build the optimizers"):
+        with pytest.raises(
+            (CheckpointError, ConfigError), match=r"[Ll]oad an older checkpoint|[Bb]uild the optimizers"
+        ):
             load_checkpoint(tmp_path / str(number), model, optimizer)
         after = held(model, optimizer)
         assert [name for name, *_ in after] == [name for name, *_ in before]

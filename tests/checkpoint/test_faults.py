@@ -133,7 +133,7 @@ def test_a_path_that_cannot_be_written(tmp_path: Path) -> None:
     def main() -> None:
         save_checkpoint(tmp_path / "file" / "ckpt", make("row_wise", "adagrad"))
 
-    raises_everywhere(2, CheckpointError, r"rank 0: .*/file.*File exists. See that every rank can write", main)
+    raises_everywhere(2, CheckpointError, r"rank 0: .*/file.*File exists; see that every rank can write", main)
 
 
 @pytest.mark.parametrize("wait", [True, False])
@@ -155,7 +155,7 @@ def test_one_rank_cannot_write(tmp_path: Path, wait: bool) -> None:
             assert load_checkpoint(tmp_path / "ckpt", model) == {"step": 1}
 
     raises_everywhere(
-        2, CheckpointError, r"rank 1: .*rank-00001.*: No space left on device \(.* free in .*\). See", main
+        2, CheckpointError, r"rank 1: .*rank-00001.*: No space left on device \(.* free in .*\); see", main
     )
 
 

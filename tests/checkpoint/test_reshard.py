@@ -225,7 +225,7 @@ def test_errors_leave_the_old_plan_on_all_ranks() -> None:
             "call model.reshard(plan, optimizer) with it",
             "was not given the optimizer on ranks [0], and was on the others",
             "the values of 1 lookups were not used yet",
-            "call model.fused_optimizer.step() before reshard",
+            "Call model.fused_optimizer.step() before reshard",
             *["rank 1: MemoryError: no memory left"] * 2,
         )
         assert all(part in text for part, text in zip(expected, texts, strict=True)), texts
@@ -444,7 +444,7 @@ def test_models_and_programs_without_another_plan() -> None:
     model, _ = make(case, old)
     replicas = shard(Model(case.tables, 0), old, replicas=Replicas(1))
     for refused in (replicas, quantize(model)):
-        with pytest.raises(ConfigError, match="save a checkpoint, shard the model again, and load it"):
+        with pytest.raises(ConfigError, match="Save a checkpoint, shard the model again, and load it"):
             refused.reshard(new)
     program = script(model.eval())
     with pytest.raises(ConfigError, match="script the model again after it"):

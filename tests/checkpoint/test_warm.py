@@ -484,7 +484,7 @@ REFUSED_ROWS = {
     "cut.npy": "cannot be read from .*cut.npy",
     "rows.csv": "its name says no format",
     "absent.npy": "^rows of a table cannot be read from .*absent.npy .No such file or directory.: give Parquet",
-    "pipe.npy": "^rows of a table cannot be read from .*pipe.npy .it is no regular file .*: give Parquet",
+    "pipe.npy": "^rows of a table cannot be read from .*pipe.npy .it is not a regular file .*: give Parquet",
     "unsigned.npz": "no id of .*unsigned.npz is in bags",
 }
 

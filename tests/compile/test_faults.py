@@ -44,7 +44,7 @@ FAULTS: dict[str, tuple[Callable[[KeyedJaggedTensor], KeyedJaggedTensor], str]] 
     "negative_length": (negative_length, "lengths must not be negative"),
     "too_few_ids": (too_few_ids, "add up to"),
     "too_many_ids": (too_many_ids, "add up to"),
-    "missing_length": (missing_length, "give exactly one length for each feature and sample"),
+    "missing_length": (missing_length, "Give exactly one length for each feature and sample"),
     "missing_key": (missing_key, "lacks"),
 }
 

@@ -33,7 +33,7 @@ from tests.ranks import ranks
         (
             dict.fromkeys(range(3), OSError(28, "No space left on device")),
             "CheckpointError",
-            "[Errno 28] No space left on device. Delete something",
+            "[Errno 28] No space left on device; delete something",
         ),
     ],
 )

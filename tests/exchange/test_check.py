@@ -91,7 +91,7 @@ LENGTHS = [
     (lambda: KeyedJaggedTensor(keys=AB, values=ints(1), lengths=ints(1, 0, 1, 0)), r"add up to 2 and there are 1 ids"),
     (
         lambda: KeyedJaggedTensor(keys=AB, values=ints(1), lengths=ints(1, 1, -1, 0)),
-        r"feature 'b' of table 'users': the length of sample 0 is -1. Lengths must not be negative: check how",
+        r"feature 'b' of table 'users': the length of sample 0 is -1; lengths must not be negative: check how",
     ),
     (
         lambda: KeyedJaggedTensor(keys=AB, values=ints(1, 2), offsets=ints(0, 2, 1, 1, 2)),
@@ -118,19 +118,19 @@ LENGTHS = [
     ),
     (
         lambda: KeyedJaggedTensor(keys=AB, values=ints(1, 1, 1), lengths=ints(2**62, 2**62, 2**62, 2**62 + 3)),
-        r"feature 'a' of table 'movies': the length of sample 0 is 4611686018427387904. The batch has 3 ids in all",
+        r"feature 'a' of table 'movies': the length of sample 0 is 4611686018427387904; the batch has 3 ids in all",
     ),
     (
         lambda: KeyedJaggedTensor(keys=AB, values=ints(1, 1, 1), lengths=ints(0, 2**63 - 1, 2**63 - 1, 5)),
-        r"feature 'a' of table 'movies': the length of sample 1 is 9223372036854775807. The batch has 3 ids in all",
+        r"feature 'a' of table 'movies': the length of sample 1 is 9223372036854775807; the batch has 3 ids in all",
     ),
     (
         lambda: KeyedJaggedTensor(keys=AB, values=ints(1, 1), offsets=ints(1, 2, 2, 3, 3)),
-        r"the offsets of features \['a', 'b'\] do not begin at 0, or are not those of the lengths",
+        r"the offsets of features \['a', 'b'\] do not begin at 0, or do not match the lengths",
     ),
     (
         lambda: KeyedJaggedTensor(keys=AB, values=ints(1, 1), lengths=ints(1, 0, 1, 0), offsets=ints(0, 0, 1, 1, 2)),
-        r"the offsets of features .* are not those of the lengths that the input has, too. Give .* lengths alone",
+        r"the offsets of features .* do not match the lengths that the input also has. Give .* lengths alone",
     ),
     (
         lambda: KeyedJaggedTensor(keys=AB, values=ints(1), lengths=ints(1, 0, 0, 0).to(torch.int16)),
@@ -173,7 +173,7 @@ WEIGHTS = [
     (
         lambda: KeyedJaggedTensor(keys=AB, values=ints(1, 1), lengths=ints(1, 1)),
         WEIGHTED,
-        r"has no weights and the collection of feature 'a' \(table 'movies'\) has is_weighted=True. Give",
+        r"lacks weights and the collection of feature 'a' \(table 'movies'\) has is_weighted=True. Give",
     ),
     (
         lambda: KeyedJaggedTensor(keys=AB, values=ints(1, 1), lengths=ints(1, 1), weights=ints(3, 1)),

@@ -72,7 +72,7 @@ class Runs:
     ],
 )
 def test_what_would_run_is_refused(value: Any) -> None:
-    with pytest.raises(PeerError, match="which is no plain data"):
+    with pytest.raises(PeerError, match="which is not plain data"):
         load(pickle.dumps(value))
 
 

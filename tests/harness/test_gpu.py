@@ -53,8 +53,8 @@ def test_parts_are_kept_as_they_end(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     left = tmp_path / "programs.json"
     commands = {
         "doctor": (["-c", "print('fine')"], 1.0),
-        "tests": (["-c", "print('half'). Raise SystemExit(3)"], 1.0),
-        "programs": (["-c", f"open({str(left)!r}, 'w').write('{{\"eager\": 7}}'). Import time; time.sleep(60)"], 0.05),
+        "tests": (["-c", "print('half'); raise SystemExit(3)"], 1.0),
+        "programs": (["-c", f"open({str(left)!r}, 'w').write('{{\"eager\": 7}}'); import time; time.sleep(60)"], 0.05),
     }
     monkeypatch.setattr(gpu, "commands", lambda options: commands)
     names = ["--parts", "doctor", "tests", "programs", "--out", str(tmp_path)]

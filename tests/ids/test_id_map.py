@@ -144,7 +144,7 @@ def test_hashes(rng: Random) -> None:
     ("settings", "words"),
     [
         ({"evict": "fifo"}, "'lfu', 'lru', 'ttl', 'score'"),
-        ({"evict": "ttl"}, "give ttl"),
+        ({"evict": "ttl"}, "Give ttl"),
         ({"ttl": 5}, "with 'ttl' alone"),
         ({"admit_after": 0}, "admit_after=0"),
         ({"fallback_rows": -1}, "fallback_rows=-1"),

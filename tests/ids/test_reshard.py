@@ -117,7 +117,7 @@ def test_too_few_rows_keep_the_best(tmp_path: Path, evict: Any) -> None:
     worth = {"lfu": lambda one: one[1], "lru": lambda one: 0, "score": lambda one: one[1] / (step + 1 - one[2])}[evict]
     best = [raw for raw, _, _ in sorted(entries, key=lambda one: (worth(one), one[2]), reverse=True)]
     small = trained({**LARGE, "goods": 10}, DynamicIds(evict=evict))
-    with pytest.warns(UserWarning, match=f"no room for {len(entries) - 10} of the saved ids"):
+    with pytest.warns(UserWarning, match=f"lack room for {len(entries) - 10} of the saved ids"):
         load_checkpoint(tmp_path / "all", small)
     kept = {one[0] for one in small._sharded[0].id_maps.maps["sparse.goods", 0].records.tolist()}
     uses = {raw: (worth(one), one[2]) for one in entries for raw in [one[0]]}

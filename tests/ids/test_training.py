@@ -358,7 +358,7 @@ def test_what_cannot_be() -> None:
     )
     for words, layout, options in (
         ("is replicated", cuts.data_parallel(items, 24, DIM), DynamicIds()),
-        ("cut in several ways", askew, DynamicIds()),
+        ("column stripes with different row cuts", askew, DynamicIds()),
         ("must be 1 or more", halves, DynamicIds(capacity=1)),
         ("must be 1 or more", halves, DynamicIds(fallback_rows=12)),
     ):
@@ -371,7 +371,7 @@ def test_names_and_optimizers() -> None:
     model = model_of(True, "sgd")
     for parameter in model.parameters():
         del parameter._optimizer_classes  # type: ignore[attr-defined]
-    with pytest.raises(PlanError, match="no fused optimizer"):
+    with pytest.raises(PlanError, match="lacks a fused optimizer"):
         shard(model, one_table(), dynamic_ids={"goods": DynamicIds()})
     dynamic_step(shard(model, one_table(), dynamic_ids={"goods": DynamicIds(evict="never")}), bags(5), 0)
 
@@ -384,8 +384,8 @@ def test_the_capacity_is_raised() -> None:
     dynamic_step(model, bags(*range(20)), 1)
     assert model.id_stats()["sparse.goods"]["used"] == 9
     for words, table, capacity in (
-        ("has no dynamic ids", "sparse.users", 9),
-        ("give more", "sparse.goods", 8),
+        ("lacks dynamic ids", "sparse.users", 9),
+        ("Give more", "sparse.goods", 8),
         ("must be 1 or more", "sparse.goods", 25),
     ):
         with pytest.raises(ConfigError, match=words):

@@ -132,7 +132,7 @@ TWO_HOSTS = Topology(hosts=2, ranks_per_host=2)
         (lambda: cuts.row_wise("big", 9, 8, ranks=[0, 1, 2], boundaries=[0, 6, 4, 9]), r"ascending"),
         (
             lambda: cuts.column_wise("big", 9, 8, ranks=[0, 1], widths=[4, 8]),
-            r"table 'big': column widths \[4, 8\] do not cut 8 columns .* give 2 multiples of 4 that add up to 8",
+            r"table 'big': column widths \[4, 8\] do not cut 8 columns .* Give 2 multiples of 4 that add up to 8",
         ),
         (lambda: cuts.column_wise("big", 9, 8, ranks=[0, 1], widths=[12, -4]), r"multiples of 4"),
         (lambda: cuts.column_wise("big", 9, 8, ranks=[0, 1], widths=[8]), r"into 2 stripes"),

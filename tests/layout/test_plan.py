@@ -140,7 +140,7 @@ def test_all_the_faults_of_all_the_tables_at_once() -> None:
         "lost[0:10, 0:8] on rank 2: there is no rank 2. The plan is for ranks 0 to 1, move the shard to one of them",
         "odd[0:10, 0:2] on rank 0: the kernels take columns that are cut at multiples of 4: move the column boundary",
         "odd[0:10, 2:8] on rank 0: the kernels take columns that are cut at multiples of 4: move the column boundary",
-        "empty[3:3, 0:8] on rank 1: rows must be a non-empty part of [0, 10). Correct the shard, or leave it out",
+        "empty[3:3, 0:8] on rank 1: rows must be a non-empty part of [0, 10); correct the shard, or leave it out",
         "table 'bare' has no shard. Give it to a rank with a cut, or replicate it",
         "table 'stray' holds a shard of table 'other': other[0:10, 0:8] on rank 0. Put it into that table's layout",
     ]
@@ -168,7 +168,7 @@ def test_check_tables() -> None:
         "the plan has no table 'shops'. Plan the model again, or add a layout for it",
         "the plan has a table 'days' that the model lacks. Its tables are 'ads', 'users', 'shops'",
     ]
-    with pytest.raises(PlanError, match="its tables are none"):
+    with pytest.raises(PlanError, match="Its tables are none"):
         PLAN.check_tables({})
 
 

@@ -87,7 +87,7 @@ def test_an_overlap_names_both_shards() -> None:
     (fault,) = table.faults(2)
     assert "rows 2:3, columns 0:8 are in two shards" in fault
     assert "t[0:3, 0:8] on rank 0; t[2:4, 0:8] on rank 1" in fault
-    assert fault.endswith("keep one")
+    assert fault.endswith("Keep one")
 
 
 def test_pinwheel_covers_once_but_has_no_stripes() -> None:
@@ -104,7 +104,7 @@ def test_pinwheel_covers_once_but_has_no_stripes() -> None:
     assert {count for line in coverage(3, 12, table.shards) for count in line} == {1}
     (fault,) = table.faults(1)
     assert "not column stripes cut into row blocks" in fault
-    assert "split the wider shards at the inner column boundary" in fault
+    assert "Split the wider shards at the inner column boundary" in fault
 
 
 def test_every_fault_of_every_shard_at_once() -> None:

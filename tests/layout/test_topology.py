@@ -26,7 +26,7 @@ def test_needs_a_host_and_a_rank(sizes: dict[str, int]) -> None:
 
 @pytest.mark.parametrize("memory", [(1e9,), (1e9, -1.0), (1e9, float("inf")), (1e9, float("nan"))])
 def test_the_memory_of_each_rank_is_a_number_of_bytes(memory: tuple[float, ...]) -> None:
-    with pytest.raises(ConfigError, match="give the bytes of each of its 2 ranks"):
+    with pytest.raises(ConfigError, match="Give the bytes of each of its 2 ranks"):
         Topology(ranks_per_host=2, rank_memory=memory)
 
 

@@ -134,7 +134,7 @@ STRUCTURE_FAULTS = [
     Fault(
         name="negative",
         change=lambda x: first_length(x, -9),
-        words=r"feature '\w+' of table '\S*': the length of sample 0 is -\d. Lengths must not be negative",
+        words=r"feature '\w+' of table '\S*': the length of sample 0 is -\d; lengths must not be negative",
     ),
     Fault(
         name="sum wraps",
@@ -207,12 +207,12 @@ STRUCTURE_FAULTS = [
     Fault(
         name="no lengths",
         change=lambda x: KeyedJaggedTensor(keys=x.keys(), values=x.values()),
-        words=r"cannot be read .*check how its values and lengths",
+        words=r"cannot be read .*Check how its values and lengths",
     ),
-    Fault(name="None", change=lambda x: None, words=r"the input is a NoneType; .* takes a torchrec KeyedJaggedTensor"),
-    Fault(name="tensor", change=lambda x: x.values(), words=r"the input is a Tensor; .* takes a torchrec KeyedJagged"),
+    Fault(name="None", change=lambda x: None, words=r"the input is a NoneType. .* takes a torchrec KeyedJaggedTensor"),
+    Fault(name="tensor", change=lambda x: x.values(), words=r"the input is a Tensor. .* takes a torchrec KeyedJagged"),
     Fault(
-        name="dict", change=lambda x: x.to_dict(), words=r"the input is a dict; .* takes a torchrec KeyedJaggedTensor"
+        name="dict", change=lambda x: x.to_dict(), words=r"the input is a dict. .* takes a torchrec KeyedJaggedTensor"
     ),
 ]
 

@@ -339,7 +339,7 @@ def bag_collection(**settings: Any) -> EmbeddingBagCollection:
 @pytest.mark.parametrize(
     ("module", "error", "words"),
     [
-        (lambda: bag_collection(data_type=DataType.INT8), ConfigError, r"table 't' is INT8; .* FP32, FP16, BF16"),
+        (lambda: bag_collection(data_type=DataType.INT8), ConfigError, r"table 't' is INT8\. .* FP32, FP16, BF16"),
         (
             lambda: EmbeddingBagCollection(tables=[config("t", 12, 8, "a")]),
             PlanError,

@@ -697,7 +697,7 @@ def test_a_loss_of_embeddings_alone_on_one_rank(executor: str, fused: bool) -> N
     [
         ({"find_unused_parameters": True}, "'find_unused_parameters', but takes 'bucket_cap_mb', .* need no option"),
         ({"bucket_mb": 3}, "'bucket_mb', but takes 'bucket_cap_mb', .*'use_orig_params': leave it out"),
-        ({"use_orig_params": False}, "use_orig_params of dense is False, but FSDP2 has no flat .*give True"),
+        ({"use_orig_params": False}, "use_orig_params of dense is False, but FSDP2 has no flat .*Give True"),
         ({"use_orig_params": True, "bucket_cap_mb": 3}, "'use_orig_params', of FSDP, beside 'bucket_cap_mb'"),
         ({"bucket_cap_mb": 0}, "bucket_cap_mb of dense is 0. Give a number of MiB above 0"),
         ("both", "dense is 'both'. Give one of 'ddp', 'fsdp', 'none', or a dict of options"),

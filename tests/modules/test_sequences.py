@@ -194,7 +194,7 @@ def test_a_backward_of_before_a_reshard_is_refused_where_rows_of_one_rank_stay_i
     model = shard(Holder(collection(torch.optim.SGD, 0.1)), whole, dedup=False)
     loss = sum(one.values().sum() for one in model(batch(random.Random(0), ["a", "b", "c"], 3)).values())
     model.reshard(cut)
-    with pytest.raises(ConfigError, match=r"that of a forward before model.reshard\(\)"):
+    with pytest.raises(ConfigError, match=r"belongs to a forward before model.reshard\(\)"):
         loss.backward()
 
 

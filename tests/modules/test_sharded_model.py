@@ -270,7 +270,7 @@ def test_a_sharded_model_cannot_be_moved_or_cast() -> None:
         lambda: model.to_empty(device="meta"),
     ]
     for move in moves:
-        with pytest.raises(ConfigError, match=r"cannot be moved or cast .*pass device= to shardrec\.shard, and cast"):
+        with pytest.raises(ConfigError, match=r"cannot be moved or cast .*Pass device= to shardrec\.shard, and cast"):
             move()
         assert {(one.dtype, one.device.type) for one in model.parameters()} == {(torch.float32, "cpu")}
     assert model(torch.randn(2, 3), random_bags(Random(0), ROWS, 2).kjt()).shape == (2,)

@@ -248,7 +248,7 @@ def test_clipping_is_refused_where_tables_are_updated_in_backward() -> None:
     for clip in (shardrec.clip_grad_norm_, shardrec.clip_grad_value_):
         with pytest.raises(ConfigError, match="update='step'"):
             clip(model, 1.0)
-        with pytest.raises(ConfigError, match="takes what shardrec"):
+        with pytest.raises(ConfigError, match="takes the result of shardrec"):
             clip(Model(), 1.0)
 
 
@@ -355,7 +355,7 @@ def clip_replicas() -> str:
     model = Model()
     apply_optimizer_in_backward(torch.optim.SGD, model.tables.parameters(), {"lr": 0.1})
     replicated = shardrec.shard(model, replicas=shardrec.Replicas(2), update="step")
-    with pytest.raises(ConfigError, match="shard it without replicas"):
+    with pytest.raises(ConfigError, match="Shard it without replicas"):
         shardrec.clip_grad_norm_(replicated, 1.0)
     return "refused"
 

@@ -41,7 +41,7 @@ def test_bad_inverse_indices_are_named_on_every_rank() -> None:
         for bad, words in [
             (
                 features_with([2, 1], None),
-                r"batch size each \(\[2, 1\]\) and no inverse indices.*give .* inverse_indices",
+                r"batch size each \(\[2, 1\]\) and no inverse indices.*Give .* inverse_indices",
             ),
             (features_with([2, 1], [[0, 2, 1], [0, 0, 0]]), r"'a': the inverse index of sample 1 is 2 and .* 2 bags"),
             (features_with([2, 1], [[0, 1, 1], [0, 0, -1]]), r"'b': the inverse index of sample 2 is -1"),

@@ -311,7 +311,7 @@ def test_what_cannot_be_drawn_is_refused_by_name() -> None:
     stepped = nn.Linear(2, 2, device="meta")
     apply_optimizer_in_backward(torch.optim.SGD, [stepped.bias], {"lr": 0.5})
     for dense, words in (
-        (WithoutReset(), r"parameter 'd\.scale' is on meta, .*: its module has no reset_parameters\(\). Build"),
+        (WithoutReset(), r"parameter 'd\.scale' is on meta, .*: its module lacks reset_parameters\(\). Build"),
         (HalfReset(), r"module 'd' is on meta, and its reset_parameters\(\) gives some of its parameters"),
         (tied, r"parameter 'd\.0\.weight' is on meta, .*: it is tied to 'd\.1\.weight'"),
         (stepped, r"parameter 'd\.bias' is on meta, .*: its optimizer in backward"),

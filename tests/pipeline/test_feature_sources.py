@@ -202,7 +202,7 @@ def test_features_of_trained_processors_travel_in_their_own_step() -> None:
         losses = plain(shard(Processed()), data)
         model = shard(Processed())
         steps = TrainPipeline(model, torch.optim.SGD(model.dense_parameters(), lr=0.01), data)
-        with pytest.warns(UserWarning, match="exchanges no ids of ShardedEmbeddingBagCollection ahead, whose"):
+        with pytest.warns(UserWarning, match="exchanges no ids of ShardedEmbeddingBagCollection ahead, because"):
             assert [float(loss) for loss in steps] == losses
         assert steps.modules_ahead == [model.module.plain]
 
@@ -338,7 +338,7 @@ def test_features_that_the_forward_replaces_in_the_batch() -> None:
         losses = plain(model(), batches(5))
         pipelined = model()
         steps = TrainPipeline(pipelined, torch.optim.SGD(pipelined.dense_parameters(), lr=0.01), batches(5))
-        with pytest.warns(UserWarning, match="exchanges no ids of ShardedEmbeddingBagCollection ahead, whose"):
+        with pytest.warns(UserWarning, match="exchanges no ids of ShardedEmbeddingBagCollection ahead, because"):
             assert [float(loss) for loss in steps] == losses
         assert steps.modules_ahead == []
 

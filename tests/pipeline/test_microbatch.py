@@ -56,7 +56,7 @@ def test_jagged_tensors_are_cut_by_samples(rng: Random, samples: int, chunks: in
     ("value", "error", "message"),
     [
         ((torch.ones(2), torch.ones(3)), ConfigError, r"\[0\] has 2, \[1\] has 3"),
-        ((), ConfigError, r"there is no tensor"),
+        ((), ConfigError, r"it holds no tensor"),
         (torch.tensor(1.0), ConfigError, r"without dimensions. Its first has to be the batch"),
         ({"a": 3}, TypeError, r"the input\['a'\] is a int: a pipeline takes \(B, ...\) tensors"),
     ],

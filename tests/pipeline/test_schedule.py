@@ -71,5 +71,5 @@ def test_forwards_alone_can_be_placed() -> None:
 
 
 def test_a_schedule_that_cannot_go_on() -> None:
-    with pytest.raises(ConfigError, match="cannot go on, stage 0 at B0: put actions after"):
+    with pytest.raises(ConfigError, match="cannot continue, stage 0 at B0: put actions after"):
         in_order([[Action("B", 0), Action("F", 0)]])

@@ -94,7 +94,9 @@ def test_another_iterator_comes_after_the_batches_in_progress() -> None:
 def test_what_a_loop_and_a_device_need() -> None:
     model = Scores()
     pipeline = TrainPipeline(model, [], torch.device("cpu"))
-    with pytest.raises(ConfigError, match=r"no dataloader to loop over: give it one, or call progress\(iterator\)"):
+    with pytest.raises(
+        ConfigError, match=r"lacks a dataloader to loop over: give it one, or call progress\(iterator\)"
+    ):
         iter(pipeline)
     with pytest.raises(ConfigError, match=r"device is given twice, as cpu and cuda\. Leave one out"):
         TrainPipeline(model, [], torch.device("cpu"), device="cuda")

@@ -77,7 +77,7 @@ def test_sizes_that_no_cache_has(tiers: tuple[str, ...], load_factor: float) -> 
 
 
 def test_a_size_without_a_cache() -> None:
-    with pytest.raises(ConfigError, match=r"load_factor is 0.5 and tiers \('host',\), of which none has a cache"):
+    with pytest.raises(ConfigError, match=r"load_factor is 0.5 and tiers \('host',\), which have no cache"):
         Constraint(tiers=("host",), load_factor=0.5)
 
 

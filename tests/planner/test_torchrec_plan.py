@@ -87,5 +87,5 @@ def test_constraints() -> None:
         "c": Constraint(),
     }
     assert poolings == {"f": 3.0, "g": 5.0, "h": 2.0, "i": 2.0}
-    with pytest.raises(PlanError, match="has none of the sharding types"):
+    with pytest.raises(PlanError, match="does not have the sharding types"):
         constraints_from_torchrec({"a": ParameterConstraints(sharding_types=["diagonal"])})

@@ -51,7 +51,7 @@ MISFITS: list[tuple[dict[str, Any], type[Exception], str]] = [
     (
         {"replicas": Replicas(2), "plan_ranks": 4},
         PlanError,
-        r"plan is for 4 ranks and each of the 2 replicas has 2 .* plan for 2, with .*Topology\(ranks_per_host=2\)",
+        r"plan is for 4 ranks and each of the 2 replicas has 2 .* Plan for 2, with .*Topology\(ranks_per_host=2\)",
     ),
 ]
 

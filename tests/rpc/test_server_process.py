@@ -37,7 +37,7 @@ def test_a_model_that_is_not_there(name: str) -> None:
     ],
 )
 def test_an_address_that_is_none(url: str) -> None:
-    with pytest.raises(ConfigError, match="give file:///path or tcp://host:port"):
+    with pytest.raises(ConfigError, match="Give file:///path or tcp://host:port"):
         open_store(url)
 
 
@@ -64,7 +64,7 @@ def test_shards_come_from_the_last_good_checkpoint(tmp_path: Path) -> None:
 def test_without_a_checkpoint_the_model_s_values_and_a_plan_are_needed(tmp_path: Path) -> None:
     server = load_server(make_model("sgd"), 0, plan=make_plan(), checkpoint=tmp_path)
     server.close()
-    with pytest.raises(ConfigError, match="there is no plan"):
+    with pytest.raises(ConfigError, match="there is neither a plan nor"):
         load_server(make_model("sgd"), 0, plan=None, checkpoint=tmp_path)
     (tmp_path / "step-000000000000").mkdir()
     (tmp_path / "step-000000000000" / "manifest.json").write_text("{}")

@@ -39,7 +39,7 @@ def test_methods_of_the_lazy_awaitable() -> None:
         shardrec.script(Model())
     text = str(raised.value)
     assert text.startswith(f"Model cannot be scripted at {line_of(Model.forward, '.wait()')}: ")
-    assert "no .wait(): write shardrec.wait(value)" in text
+    assert "lacks .wait(): write shardrec.wait(value)" in text
 
 
 def test_annotated_as_lazy_awaitable() -> None:

@@ -155,8 +155,8 @@ def test_what_a_portable_program_says_of_bad_input(ids: list[int], lengths: Tens
     ("keys", "weights", "words"),
     [
         (["f", "f"], torch.ones(2), "a feature that a table looks up comes more than once among the keys"),
-        (["f", "x"], torch.ones(2, 1), "no floating-point weight for each id"),
-        (["f", "x"], torch.ones(1, 2), "no floating-point weight for each id"),
+        (["f", "x"], torch.ones(2, 1), "lacks a floating-point weight for each id"),
+        (["f", "x"], torch.ones(1, 2), "lacks a floating-point weight for each id"),
     ],
 )
 def test_a_portable_program_refuses_what_the_eager_model_refuses(keys: list[str], weights: Tensor, words: str) -> None:
@@ -231,7 +231,7 @@ def test_a_model_without_fused_optimizers_can_be_inspected() -> None:
     model = sharded()
     assert not hasattr(model, "fused_optimizer")
     assert "module" in dict(inspect.getmembers(model))
-    with pytest.raises(NoFusedOptimizer, match="give the tables one with apply_optimizer_in_backward"):
+    with pytest.raises(NoFusedOptimizer, match="Give the tables one with apply_optimizer_in_backward"):
         _ = model.fused_optimizer
     assert issubclass(NoFusedOptimizer, ConfigError)
 

@@ -98,7 +98,7 @@ def test_quantized_comms_are_refused() -> None:
         configs = random_configs(Random(1))
         plan = random_plan(Random(1), table_sizes(configs), Topology(ranks_per_host=2))
         model = shard(collection(configs), plan, comms=QuantizedComms(output="fp16"))
-        with pytest.raises(shardrec.ConfigError, match="a program that runs without shardrec exchanges fp32"):
+        with pytest.raises(shardrec.ConfigError, match="A program that runs without shardrec exchanges fp32"):
             shardrec.script(model.eval())
 
     ranks(2, rank_main)

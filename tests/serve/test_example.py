@@ -102,5 +102,5 @@ def test_weights_of_samples_are_not_those_of_ids() -> None:
 def test_an_example_without_the_weights_that_a_collection_takes() -> None:
     model = shardrec.shard(_OfIds(ids_too=True)).eval()
     features = KeyedJaggedTensor(["a"], torch.tensor([1, 2, 3]), lengths=torch.tensor([1, 2]))
-    with pytest.raises(ConfigError, match="have no weights, and a weighted collection looks them up"):
+    with pytest.raises(ConfigError, match="lack weights, and a weighted collection looks them up"):
         example_of(model, (features,))

@@ -280,7 +280,7 @@ def test_what_is_wrong_is_named() -> None:
     served = quantize(model)
     with pytest.raises(ConfigError, match="quantized already"):
         quantize(served)
-    with pytest.raises(ConfigError, match=r"has no state_dict: save it with shardrec\.serve\.save"):
+    with pytest.raises(ConfigError, match=r"lacks a state_dict: save it with shardrec\.serve\.save"):
         served.state_dict()
     with pytest.raises(ConfigError, match=r"ServedModel cannot be copied"):
         copy.deepcopy(served)

@@ -49,7 +49,7 @@ def test_a_second_thread_is_refused_and_the_first_goes_on() -> None:
 
     model.meanwhile = meanwhile
     first = sharded(*inputs)
-    assert "rank 0: two threads call sharded modules of one model at once" in str(errors[0])
+    assert "rank 0: two threads call sharded modules of one model concurrently" in str(errors[0])
     model.meanwhile = lambda: None
     call()
     assert len(errors) == 1

@@ -176,7 +176,7 @@ def test_ranks_at_different_exchanges_are_told() -> None:
         collectives = shared(timeout_s=30.0)
         collectives.send([[torch.zeros(1)]] * 2, [1, 1], f"exchange {collectives.rank}").wait()
 
-    with pytest.raises(RankErrors, match="the ranks issued different collectives"):
+    with pytest.raises(RankErrors, match="The ranks issued different collectives"):
         ranks(2, rank_main)
 
 
@@ -193,7 +193,7 @@ def test_one_rank_that_wants_the_group_decides_for_all() -> None:
 
 
 def test_an_unknown_transport_is_refused() -> None:
-    with pytest.raises(ConfigError, match="give 'auto'"):
+    with pytest.raises(ConfigError, match="Give 'auto'"):
         transport_of(None, torch.device("cpu"), "pigeon")  # type: ignore[arg-type]
 
 

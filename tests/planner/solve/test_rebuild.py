@@ -31,7 +31,7 @@ def random_packing(rng: Random, encoded: Encoded) -> Packing | None:
 
 
 def many_items(rng: Random, hosts: int = 3, local: int = 4) -> Problem:
-    """Tables cut in several ways, on hosts and on any rank, with little memory to spare."""
+    """Tables column stripes with different row cuts, on hosts and on any rank, with little memory to spare."""
     free, by_host = anywhere(hosts * local), host_places(hosts, local)
 
     def options(work: float, bytes_: float) -> tuple[Option, ...]:

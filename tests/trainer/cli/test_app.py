@@ -115,7 +115,7 @@ def test_doctor_without_the_device_that_is_asked_for() -> None:
 def test_doctor_refuses_the_cpu_build_of_fbgemm_on_a_gpu() -> None:
     if torch._C._dispatch_has_kernel_for_dispatch_key("fbgemm::permute_2D_sparse_data", "CUDA"):
         pytest.skip("fbgemm-gpu is the build for CUDA here")
-    with pytest.raises(shardrec.errors.VersionError, match="build for the CPU, which has no CUDA kernel: uninstall"):
+    with pytest.raises(shardrec.errors.VersionError, match="build for the CPU, which lacks CUDA kernels: uninstall"):
         selftest.fbgemm_build(torch.device("cuda"))
 
 
@@ -138,7 +138,7 @@ def test_an_unknown_key_in_the_file(tmp_path: Path) -> None:
     path.write_text("embeding_lr: 0.1\n", encoding="utf-8")
     done = shell("train", str(path))
     assert done.returncode == 1
-    assert f"embeding_lr ({path}:1) is no option: did you mean 'embedding_lr'?" in done.stderr
+    assert f"embeding_lr ({path}:1) is not an option: did you mean 'embedding_lr'?" in done.stderr
     assert "The options are data, features" in done.stderr
     assert "Traceback" not in done.stderr
 

@@ -205,7 +205,7 @@ def test_dynamic_ids_go_on_on_more_ranks(run: Run) -> None:
     shutil.rmtree(last)
     code, shown, errors = run("train", *flags, "--nproc", "2", "--constraint", "t_shop=row_wise", "--resume")
     assert code == 0, errors
-    assert "have no room for" in errors  # blocks of 10 rows do not get 10 of the 20 ids each
+    assert "lack room for" in errors  # blocks of 10 rows do not get 10 of the 20 ids each
     assert "continuing from the checkpoint of step 40" in shown
     after = json.loads(Path("runs/more/metrics.json").read_text(encoding="utf-8"))
     for name in ("t_user", "t_shop"):

@@ -134,14 +134,14 @@ def test_outputs_are_checked_before_the_search(tmp_path: Path) -> None:
         patch.setattr("shardrec.planner.plan_tables", lambda *_, **__: pytest.fail("there was a search"))
         shown = CliRunner().invoke(app, arguments)
     assert isinstance(shown.exception, ConfigError), shown.output
-    assert "there is no folder" in str(shown.exception)
+    assert "does not exist. Make it first" in str(shown.exception)
     assert "--html" in str(shown.exception)
 
 
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("rows,dim\n1,2\n", "has no column 'num_embeddings'"),
+        ("rows,dim\n1,2\n", "lacks column 'num_embeddings'"),
         ("num_embeddings,embedding_dim\n", "holds no table"),
         ("num_embeddings,embedding_dim\n10,x\n", r":2: embedding_dim is 'x'. Give a whole number"),
         ("num_embeddings,embedding_dim,pooling\n10,4,many\n", r":2: pooling is 'many'"),

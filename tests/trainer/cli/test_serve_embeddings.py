@@ -43,7 +43,7 @@ def test_options(served: list[tuple[dict[str, Any], dict[str, Any]]]) -> None:
     ("options", "message"),
     [
         (["--rank", "2"], "--rank is 2 and --servers names 2. Name each server, or give --name"),
-        (["--restarts", "1"], "--restarts goes on from the last checkpoint: give --checkpoint"),
+        (["--restarts", "1"], "--restarts continues from the last checkpoint: give --checkpoint"),
     ],
 )
 def test_options_that_do_not_fit(

@@ -129,7 +129,7 @@ def test_a_feed_has_no_rows_to_compare_by(run: Run, options: Path, tmp_path: Pat
     options.write_text(f"data: feed:{tmp_path}\nfeed_idle: 0\n", encoding="utf-8")
     code, _, said = run("sweep", str(options), "--grid", "lr=0.1", "--monitor", "auc", "--out", str(tmp_path / "out"))
     assert code != 0
-    assert "a sweep compares runs by the same held-out rows, which a feed has none of: give its files" in said
+    assert "a sweep compares runs by the same held-out rows, which a feed lacks: give its files" in said
 
 
 @pytest.mark.parametrize(
@@ -160,7 +160,7 @@ def test_sweeps_that_cannot_be(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
         (TrainConfig(), {"lr": [0.1]}, "no metric to compare"),
         (ready.changed(data="rows.csv", test="test.csv", checkpoint="none"), {"lr": [0.1]}, "give last or best"),
         (ready, {"lr": [0.1, -1]}, "lr (--lr) is -1"),
-        (ready, {"rate": [0.1]}, "rate (--rate) is no option"),
+        (ready, {"rate": [0.1]}, "rate (--rate) is not an option"),
     ):
         with pytest.raises(ConfigError, match=re.escape(words)):
             run_sweep(config, grid, seeds=1, out=tmp_path)

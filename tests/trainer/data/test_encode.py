@@ -99,7 +99,7 @@ PLAIN = FeatureSpec(features=(Feature(name="id", kind="id", rows=9, ids="number"
         (
             b"1\tabc\t3\t\t\n",
             "bad number",
-            r"field 'int_1': value 'abc' is not a finite number among numbers, nor a date among dates. Correct",
+            r"field 'int_1': value 'abc' is not a finite number among numbers, nor a date among dates; correct",
         ),
         (b"1\t1e999\t3\t\t\n", "bad number", r"field 'int_1': value '1e999' is not a finite number"),
         (b"1\t1e39\t3\t\t\n", "bad number", r"field 'int_1': value '1e39' is too large for a float32"),

@@ -63,7 +63,7 @@ def test_a_broken_row_is_told_with_file_line_field_value_and_remedy(folder: Path
     with pytest.raises(DataError) as caught:
         list(open_click_data(path, spec=SPEC, holdout=0.0).train_batches(0, 1, 4))
     assert str(caught.value) == (
-        f"{path}:12: field 'label': value '7' is not 0 or 1. Correct it, or leave such rows out (on_bad_row: skip, "
+        f"{path}:12: field 'label': value '7' is not 0 or 1; correct it, or leave such rows out (on_bad_row: skip, "
         "--on-bad-row skip)"
     )
 
@@ -88,7 +88,7 @@ def test_a_damaged_row_group_is_broken_rows_from_there(folder: Path, monkeypatch
     parts = [first_integers(batches) for batches in zip(*ranks, strict=True)]
     assert list(map(sorted, parts)) == [sorted(first_integers([batch])) for batch in whole[3:]]
     words = rf"{path}: row group 1, row {first + 1}: the file is damaged from here to the end of its row group \(.*\)"
-    with pytest.raises(DataError, match=words + r". Copy the file again, as it was, or leave such rows out"):
+    with pytest.raises(DataError, match=words + r"; copy the file again, as it was, or leave such rows out"):
         list(open_click_data(path, spec=SPEC, holdout=0.0).train_batches(0, 1, 24))
     block = next(rows_between(data.files[0], SPEC, [(90, 290)]))
     assert block.numbers.tolist() == [*range(90, first), *range(200, 290)]
@@ -209,7 +209,7 @@ def test_describe(folder: Path) -> None:
     text = open_click_data(path, spec=SPEC, holdout=0.25, on_bad_row="skip").describe()
     assert str(path) in text
     assert "1,011 embedding rows" in text
-    assert "25.0% of the rows held out. A broken row is left out and counted" in text
+    assert "25.0% of the rows held out; a broken row is left out and counted" in text
 
 
 def test_options_are_checked_when_opening(folder: Path) -> None:

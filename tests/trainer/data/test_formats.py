@@ -59,7 +59,7 @@ def test_lines_of_pairs(tmp_path_factory: pytest.TempPathFactory, rows: list, bl
 @pytest.mark.parametrize(
     ("line", "words"),
     [
-        ("1 qid:1 7", "word 3: '7' is not index:value with a number. Correct it"),
+        ("1 qid:1 7", "word 3: '7' is not index:value with a number; correct it"),
         ("1 qid:1 7:x", "pair 2: '7:x' is not index:value"),
         ("1 qid:1 7:1 8:", "pair 3: '8:' is not index:value"),
         ("", "the line is empty"),

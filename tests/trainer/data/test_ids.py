@@ -114,7 +114,7 @@ def test_floats_that_may_have_lost_digits_are_refused(coding: str, kind: pa.Data
     table = pa.table({"f": pa.array(np.array([exact, exact + 1, -7], kind.to_pandas_dtype()), kind)})
     encoded = encode(table, spec, labelled=False)
     assert [*encoded.faults] == ([1, 2] if coding == "number" else [1])
-    assert f"field 'f': value {exact + 1}.0 is no " in encoded.faults[1].where
+    assert f"field 'f': value {exact + 1}.0 is no" in encoded.faults[1].where
 
 
 @pytest.mark.parametrize(

@@ -208,7 +208,7 @@ def test_folders_that_are_refused(brokers: Brokers, tmp_path: Path) -> None:
         of(url, tmp_path)
     with pytest.raises(DataError, match=r"Not a directory.*. Give a folder to write to"):
         of(url, file / "in")
-    with pytest.raises(DataError, match=r"data files kafka://host/topic: .*train on feed:kafka://host/topic, or write"):
+    with pytest.raises(DataError, match=r"data files kafka://host/topic: .*Train on feed:kafka://host/topic, or write"):
         files_of("kafka://host/topic")
 
 
@@ -421,8 +421,8 @@ def test_records_of_avro_and_protobuf_are_rows_as_json_is(
         ("format=avro&schema=FOLDER/empty", "empty is no schema of Avro"),
         ("format=avro&schema=FOLDER/text", "text is no schema of Avro .UnknownType: recrd"),
         ("format=avro&schema=FOLDER/none", "none is no schema of Avro .FileNotFoundError"),
-        ("format=avro&schema=FOLDER/pipe", "pipe is no schema of Avro .OSError: .*it is no regular file"),
-        ("format=protobuf&schema=FOLDER/pipe&message=a.B", "pipe is no descriptor set .*it is no regular file"),
+        ("format=avro&schema=FOLDER/pipe", "pipe is no schema of Avro .OSError: .*it is not a regular file"),
+        ("format=protobuf&schema=FOLDER/pipe&message=a.B", "pipe is no descriptor set .*it is not a regular file"),
         ("format=avro&schema=FOLDER/tree", "tree is no schema of Avro .ValueError: record Tree is within itself"),
         ("format=avro&schema=FOLDER/far", "far is no schema of Avro .ValueError: record a.Tree is within itself"),
     ],

@@ -289,10 +289,10 @@ def test_a_row_without_one_item_gives_no_other_row_its_score(case: str, items: t
     ids = sparse.values()[: int(lengths.sum())]
     broken = KeyedJaggedTensor([*SCHEMA.sparse_names], ids, lengths=lengths)
     model(dense, sparse)
-    with pytest.raises(RuntimeError, match="a row has no item, or several"):
+    with pytest.raises(RuntimeError, match="a row lacks an item, or has several"):
         model(dense, broken)
     if case == "sasrec":
-        with pytest.raises(RuntimeError, match="a row has no item, or several"):
+        with pytest.raises(RuntimeError, match="a row lacks an item, or has several"):
             model.loss(dense, broken, labels)
 
 
@@ -306,9 +306,9 @@ def test_a_row_without_one_item_gives_no_other_row_its_score(case: str, items: t
         ("din", {"item": "tags"}, "'history' and 'tags' share a table and have 31 and 9 rows"),
         ("sasrec", {"heads": 3}, "dim is 8 and heads is 3"),
         ("finalmlp", {"heads": 5}, "multiple of 5 heads"),
-        ("finalmlp", {"context1": ["age"]}, r"name \['age'\], which are no features"),
+        ("finalmlp", {"context1": ["age"]}, r"name \['age'\], which are not features"),
         ("two_tower", {"item": ["price", "item"]}, "the item's id first"),
-        ("lightgcn", {"graph": "none.parquet"}, "graph=FILE.* is 'none.parquet'.*give the training data"),
+        ("lightgcn", {"graph": "none.parquet"}, "graph=FILE.* is 'none.parquet'.*Give the training data"),
         ("lightgcn", {"item": "tags"}, "numbers of .* are above the features' rows"),
         ("dlrm", {"hidden": []}, r"dlrm\(schema, dim=8, hidden=\(\)\) fails"),
     ],

@@ -45,7 +45,7 @@ def test_yaml_spellings(tmp_path: Path) -> None:
     [
         (
             "batchsize: 3\n",
-            r"batchsize \(.*run\.yaml:1\) is no option: did you mean 'batch_size'\?\nThe options are data",
+            r"batchsize \(.*run\.yaml:1\) is not an option: did you mean 'batch_size'\?\nThe options are data",
         ),
         ("zzz: 3\nyyy: 4\n", r"2 faults:\n  1\. zzz .*run\.yaml:1.*\n  2\. yyy .*run\.yaml:2"),
         ("- 3\n", "holds a list: give options"),
@@ -73,7 +73,7 @@ def test_missing_and_unreadable_files(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="cannot be read"):
         load_config(tmp_path)
     (tmp_path / "bytes.yaml").write_bytes(b"\xff\xfe\x00")
-    with pytest.raises(ConfigError, match=r"cannot be read.*a pattern of data files needs quotes"):
+    with pytest.raises(ConfigError, match=r"cannot be read.*A pattern of data files needs quotes"):
         load_config(tmp_path / "bytes.yaml")
 
 
@@ -91,7 +91,10 @@ def test_missing_and_unreadable_files(tmp_path: Path) -> None:
         ({"constraint": "t_a=diagonal"}, "there is no cut 'diagonal'. The cuts are table_wise"),
         ({"constraint": "t_a"}, r"constraint .* is 't_a': give TABLE=CUT"),
         ({"constraint": "t_a=row_wise@x"}, "give TABLE=CUT"),
-        ({"constraint": "t_a=data_parallel@1"}, r"\(--constraint\) is .*@1': a data_parallel table .* name no ranks"),
+        (
+            {"constraint": "t_a=data_parallel@1"},
+            r"\(--constraint\) is .*@1': a data_parallel table .* [Nn]ame no ranks",
+        ),
         ({"constraint": "t_a=row_wise", "plan": "p.json"}, "leave one out"),
         ({"model": "dcn", "over_layers": ()}, "needs one layer at least"),
         ({"accumulate": 0}, r"accumulate \(--accumulate\) is 0: it should be greater than or equal to 1"),

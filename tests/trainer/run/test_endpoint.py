@@ -27,7 +27,7 @@ from tests.trainer.run.servers import stop
         (b"\xff", "the body is not JSON"),
         (b"[" * 100_000, "the body is not JSON"),
         (b'{"rows": [{"x": 1' + b"0" * 5000 + b"}]}", "the body is not JSON"),
-        (b"[]", 'the one field "rows"'),
+        (b"[]", 'the single field "rows"'),
         (b'{"rows": [{"x": 1, "u": "\\ud800"}]}', "row 0: field 'u': value '\\ud800' is not a text"),
         (b'{"rows": [{"x": 1e39, "u": null}]}', "row 0: field 'x': value '999999999999999"),
     ],

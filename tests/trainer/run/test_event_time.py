@@ -174,7 +174,7 @@ def test_a_time_in_the_future_is_bad_and_makes_no_others_late(tmp_path: Path, mo
         ),
         (
             {8: "noon"},
-            r"field 'at': value 'noon' is no date and time, nor seconds or milliseconds since 1970. Correct it, or",
+            r"field 'at': value 'noon' is no date and time, nor seconds or milliseconds since 1970; correct it, or",
         ),
     ],
 )
@@ -186,7 +186,7 @@ def test_what_is_late_or_no_time_ends_all_ranks(times: dict[int, Any], words: st
 
 
 def test_options_and_features_that_do_not_go_with_event_times(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"late_after \(--late-after\) is 3.0, and data \(--data\) is no feed"):
+    with pytest.raises(ConfigError, match=r"late_after \(--late-after\) is 3.0, and data \(--data\) is not a feed"):
         TrainConfig(late_after=3)
     config = timed(tmp_path)
     lead = RankInfo(rank=0, world_size=1, device=torch.device("cpu"), threads=1)

@@ -156,7 +156,7 @@ def test_a_feed_that_cannot_be_reached_ends_the_run_after_a_while(tmp_path: Path
     (tmp_path / "in").rmdir()
     waits: list[float] = []
     with (
-        pytest.warns(UserWarning, match="is no folder and no pattern.* it is tried again in") as warned,
+        pytest.warns(UserWarning, match="is no folder and no pattern.* It is tried again in") as warned,
         pytest.raises(DataError, match=r"feed:.*in, which is no folder .*\(it was tried again for 121.5 s, --timeout"),
     ):
         source.poll(waits.append)
@@ -203,7 +203,7 @@ def test_rows_are_scored_before_they_are_trained_on(tmp_path: Path) -> None:
     held_out, _ = run.evaluate(str(tmp_path / "last.csv"))
     assert isinstance(held_out, ClickMetrics)
     assert run.metrics["final"]["logloss"] == pytest.approx(held_out.logloss, rel=1e-4)
-    with pytest.raises(ConfigError, match="was trained on a feed, which has no held-out rows"):
+    with pytest.raises(ConfigError, match="was trained on a feed, which lacks held-out rows"):
         run.evaluate()
     with pytest.raises(ConfigError, match=r"is 'feed:x', and only shardrec train takes a feed: leave 'feed:' out"):
         run.evaluate("feed:x")
@@ -307,7 +307,7 @@ def test_a_damaged_text_is_left_out_whole(tmp_path: Path, monkeypatch: pytest.Mo
 def test_options_that_do_not_go_with_a_feed(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"(?s)epochs \(--epochs\) is 2, and data.*give checkpoint_every"):
         TrainConfig(data="feed:x", epochs=2)
-    with pytest.raises(ConfigError, match=r"feed_idle \(--feed-idle\) is 1.0, and data \(--data\) is no feed"):
+    with pytest.raises(ConfigError, match=r"feed_idle \(--feed-idle\) is 1.0, and data \(--data\) is not a feed"):
         TrainConfig(feed_idle=1)
     config = feed(tmp_path)
     with pytest.raises(DataError, match="has had nothing for 0 s"):

@@ -114,7 +114,7 @@ def test_other_orders_and_names_are_refused(before: Path, tmp_path: Path) -> Non
             {},
             "in another order, which dense layers depend on. Give it as user, item, country, age, shop; .*price",
         ),
-        (moved, {}, "give it as city, item, country, age, shop"),  # that would be one place before
+        (moved, {}, "Give it as city, item, country, age, shop"),  # that would be one place before
         (FEATURES, {"init_from": str(tmp_path)}, "holds no run"),
         (FEATURES, {"rename": ["t_itm=t_item"]}, "the checkpoint has no 't_itm'"),
     ):

@@ -127,7 +127,7 @@ def test_ranks_of_torchrun_go_on_after_its_restart(
 
 def test_checkpoints_of_another_run_are_neither_replaced_nor_mixed_up(tmp_path: Path) -> None:
     (tmp_path / "checkpoints" / "step-000000000005").mkdir(parents=True)
-    with pytest.raises(ConfigError, match=r"holds the checkpoints of a run: go on with it \(--resume\)"):
+    with pytest.raises(ConfigError, match=r"holds the checkpoints of a run: continue it \(--resume\)"):
         train(TrainConfig(out=str(tmp_path)))
 
 

@@ -130,7 +130,7 @@ def test_points_without_the_watched_metric_are_not_compared(watched: str) -> Non
     progress.curve = [point]
     assert not progress.stalled(None)
     for compare in (progress.improved, lambda: progress.stalled(3)):
-        with pytest.raises(ConfigError, match=rf"compare points by '{watched}' .*the 300 held-out rows have none"):
+        with pytest.raises(ConfigError, match=rf"compare points by '{watched}' .*the 300 held-out rows lack it"):
             compare()
     progress.watched = "logloss"
     progress.curve = [point, dataclasses.replace(point, logloss=0.5)]

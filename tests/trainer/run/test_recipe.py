@@ -236,7 +236,7 @@ def test_held_out_rows_with_one_label(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("monitor", "changes"), [("ne", {"patience": 9}), ("gauc", {"checkpoint": "best"})])
 def test_a_monitor_that_the_held_out_rows_lack(monitor: str, changes: dict[str, Any], tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"compare points by .* \(--monitor\), and the 40 held-out rows have none"):
+    with pytest.raises(ConfigError, match=r"compare points by .* \(--monitor\), and the 40 held-out rows lack it"):
         broken_off(one_label(tmp_path).changed(monitor=monitor, **changes))
     assert not [*(tmp_path / "run" / "checkpoints").glob("*")], "before the first step"
 
@@ -249,7 +249,7 @@ def test_no_held_out_rows(tmp_path: Path) -> None:
     assert {metrics["final"][name] for name in ("auc", "logloss", "click_rate")} == {None}
     assert metrics["final"]["rows"] == 0
     assert RunFolder(tmp_path / "run").evaluate()[0].to_mapping() == metrics["final"]
-    with pytest.raises(ConfigError, match="and the 0 held-out rows have none"):
+    with pytest.raises(ConfigError, match="and the 0 held-out rows lack it"):
         broken_off(config.changed(checkpoint="best", out=str(tmp_path / "best")))
 
 
@@ -277,7 +277,7 @@ def test_a_run_whose_best_point_was_before_it_kept_any_says_so(
     config = OVERFITTING.changed(out=str(tmp_path), checkpoint="last", checkpoint_every="7")
     overfit(config, cut_after=36)
     overfit(config.changed(checkpoint="best"), resume=True)
-    assert "the best point has no checkpoint: the final metrics are of the last" in capsys.readouterr().out
+    assert "the best point lacks a checkpoint: the final metrics are of the last" in capsys.readouterr().out
     assert json.loads((tmp_path / "metrics.json").read_text())["training"]["final_step"] == 40
 
 

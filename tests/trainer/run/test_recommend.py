@@ -172,7 +172,7 @@ def test_the_example_has_values_of_the_data(run: Path) -> None:
         ({"rows": [{"history": [501], "item": 501}]}, "row 0: field 'item' is no feature: the features are history"),
         ({"rows": [{}]}, "row 0: field 'history' is missing"),
         ({"rows": []}, "give a list of at least one object"),
-        ({"top": 3}, 'the one field "rows", a list, and may have "exclude_seen", and may have "top"'),
+        ({"top": 3}, 'the single field "rows", a list, and may have "exclude_seen", and may have "top"'),
     ],
 )
 def test_requests_that_are_refused(run: Path, body: dict[str, Any], words: str) -> None:

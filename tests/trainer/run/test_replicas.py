@@ -178,7 +178,7 @@ def test_rows_of_a_step_do_not_depend_on_the_replicas_there() -> None:
         ({"elastic": "host:1"}, r"replicas \(--replicas\) is 1 and elastic \(--elastic\) 'host:1'"),
         ({"elastic": "host:1", "replicas": 2}, r"out \(--out\) is left out: name the folder that all replicas"),
         ({"elastic": "host:1", "replicas": 2, "clip": 1.0}, r"clip \(--clip\) is 1.0, which does not go with replicas"),
-        ({"elastic": "host:1", "replicas": 2, "data": "feed:rows"}, "whose files replicas"),
+        ({"elastic": "host:1", "replicas": 2, "data": "feed:rows"}, "would not see its files"),
         ({"elastic": "host:1", "replicas": 2, "checkpoint": "best"}, "which each replica would decide: give 'last'"),
     ],
 )

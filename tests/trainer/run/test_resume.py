@@ -201,7 +201,7 @@ def test_a_run_does_not_go_on_with_other_files(tmp_path: Path, rows: Path) -> No
     broken_off(config, cut_after=7)
     table = pq.read_table(rows / "b.parquet")
     pq.write_table(table.slice(1), rows / "b.parquet")
-    with pytest.raises(DataError, match=r"b\.parquet is not the one with which the run was started \(checksum"):
+    with pytest.raises(DataError, match=r"b\.parquet is not the file with which the run was started \(checksum"):
         broken_off(config, resume=True)
 
 

@@ -199,10 +199,10 @@ def test_a_plan_from_a_file(trained: tuple[Path, RunReport], tmp_path: Path) -> 
 
 def test_a_folder_that_cannot_be_written(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("", encoding="utf-8")
-    with pytest.raises(ConfigError, match=r"out \(--out\) is .*give a folder to write to"):
+    with pytest.raises(ConfigError, match=r"out \(--out\) is .*Give a folder to write to"):
         run(TINY, samples=600, out=str(tmp_path / "file"))
     (tmp_path / "run" / "config.yaml").mkdir(parents=True)
-    raises_on_all(2, ConfigError, "give a folder to write to", run, TINY, samples=600, out=str(tmp_path / "run"))
+    raises_on_all(2, ConfigError, "Give a folder to write to", run, TINY, samples=600, out=str(tmp_path / "run"))
 
 
 def test_a_constraint_for_no_table(tmp_path: Path) -> None:
