@@ -187,7 +187,7 @@ REFUSED: tuple[Refused, ...] = (
         "ordinary optimizers of tables",
         {"mode": ("servers",), "optimizer": ("ordinary",)},
         "step",
-        "has lacks an optimizer that a server could run",
+        "lacks an optimizer that a server could run",
         "a server updates its rows by itself",
     ),
     *(
