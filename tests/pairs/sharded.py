@@ -10,6 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed._shard.sharded_tensor import ShardedTensor
 from torch.distributed.tensor import DTensor
 from torch.optim.lr_scheduler import ExponentialLR
 from torch.utils.checkpoint import checkpoint
@@ -346,6 +347,8 @@ class Sharded:
 
 
 def _local(value: Tensor) -> Tensor:
+    if isinstance(value, ShardedTensor):
+        return torch.cat([torch.zeros(0), *(shard.tensor.detach().flatten() for shard in value.local_shards())])
     value = value.detach()
     return value.to_local() if isinstance(value, DTensor) else value
 

@@ -41,11 +41,14 @@ def outcome(row: Row, folder: Path, port: int) -> list[str]:
     return next((faults for faults in of_ranks if faults), [])
 
 
+def marks(row: Row) -> Any:
+    """A compiler takes seconds for a model, and servers as long to meet."""
+    return pytest.mark.slow if row.executor == "traced" or row.mode == "servers" else ()
+
+
 def parameters() -> list[Any]:
-    """The rows of strength two; a compiler takes seconds for a model."""
-    rows = covering(2, 0, FORBIDDEN)
-    slow = pytest.mark.slow
-    return [pytest.param(row, marks=slow if row.executor == "traced" else (), id=str(row)) for row in rows]
+    """The rows of strength two."""
+    return [pytest.param(row, marks=marks(row), id=str(row)) for row in covering(2, 0, FORBIDDEN)]
 
 
 @pytest.mark.some(16)
@@ -63,7 +66,7 @@ ONCE_WRONG = (
 """Rows that were wrong, with the reason."""
 
 
-@pytest.mark.parametrize("row", ONCE_WRONG, ids=str)
+@pytest.mark.parametrize("row", [pytest.param(row, marks=marks(row), id=str(row)) for row in ONCE_WRONG])
 def test_a_row_that_was_wrong(row: Row, tmp_path: Path, store: Any) -> None:
     assert not outcome(row, tmp_path / "row", store.port)
 
@@ -89,7 +92,9 @@ def test_rows_of_strength_three(tmp_path: Path, store: Any, capsys: pytest.Captu
 
 
 @pytest.mark.some(8)
-@pytest.mark.parametrize("refused", REFUSED, ids=lambda refused: " with ".join(refused.names))
+@pytest.mark.parametrize(
+    "refused", [pytest.param(each, marks=marks(each.row()), id=" with ".join(each.names)) for each in REFUSED]
+)
 def test_a_refusal(refused: Refused, tmp_path: Path, store: Any) -> None:
     """The error names it, the call has changed nothing, and what comes after is as without it."""
     first, *others = outcome(refused.row(), tmp_path / "row", store.port)
