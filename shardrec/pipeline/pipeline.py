@@ -49,9 +49,8 @@ class Pipeline(nn.Module):
         group: the process group, with a rank for each stage. None: all stages are in this process.
         chunks: micro-batches that a mini-batch is cut into. There are fewer if it has fewer samples.
         schedule: of :meth:`step`: ``"gpipe"`` or ``"1f1b"``.
-        checkpoint: which micro-batches are recomputed in backward and only keep their stages'
-            inputs: ``"always"``, ``"except_last"`` (in GPipe the last stage's backward follows immediately) or
-                ``"never"``.
+        checkpoint: which micro-batches are recomputed in backward and only keep their stages' inputs. ``"always"``,
+            ``"except_last"`` (in GPipe the last stage's backward follows immediately) or ``"never"``.
 
     Attributes:
         balance: as given.
