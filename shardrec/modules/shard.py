@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torchrec.distributed.types import Awaitable as TorchRecAwaitable
 from torchrec.distributed.types import LazyAwaitable as TorchRecLazyAwaitable
 from torchrec.distributed.types import ShardingPlan as TorchRecPlan
@@ -306,7 +306,7 @@ def _agree_on_replicas(replicas: Replicas | None, ranks: Ranks) -> None:
 
 def _agree_on_options(given: Mapping[str, object], ranks: Ranks) -> None:
     """Raise on every rank if an option, or an optimizer in backward, differs between ranks."""
-    of_ranks = all_gather({name: repr(value) for name, value in given.items()}, ranks, _START)
+    of_ranks = all_gather({name: _as_text(value) for name, value in given.items()}, ranks, _START)
     for name in of_ranks[0]:
         values = [of_rank.get(name) for of_rank in of_ranks]  # None: the rank has another model, which is told later
         if None not in values and len(set(values)) > 1:
@@ -314,11 +314,18 @@ def _agree_on_options(given: Mapping[str, object], ranks: Ranks) -> None:
             raise ConfigError(f"the ranks give different values of {name}. Give all of them the same:\n  {lines}")
 
 
+def _as_text(value: object) -> str:
+    """A value as a text that does not depend on the order of keys, nor on the device of a tensor."""
+    if isinstance(value, Mapping):
+        return repr({name: _as_text(value[name]) for name in sorted(value)})
+    return repr(value.tolist() if isinstance(value, Tensor) else value)
+
+
 def _in_backward(model: nn.Module) -> dict[str, object]:
     """By parameter, the classes and settings of the optimizers in backward that it was given."""
     return {
         f"the optimizer in backward of {name}": [
-            (each.__name__, settings)
+            (each.__name__, _as_text(settings))
             for each, settings in zip(
                 getattr(parameter, "_optimizer_classes", ()), getattr(parameter, "_optimizer_kwargs", ()), strict=False
             )
