@@ -78,7 +78,7 @@ class SyntheticClickData(ClickData):
             [
                 f"synthetic clicks, seed {config.seed}: {config.rows:,} training and {config.holdout_rows:,} held-out "
                 f"rows, {len(config.schema.dense_names)} dense and {len(tables)} sparse features",
-                f"{sum(tables):,} embedding rows, the largest table {max(tables):,}. Ids follow Zipf's law with "
+                f"{sum(tables):,} embedding rows, the largest table {max(tables):,}; ids follow Zipf's law with "
                 f"exponent {config.exponent:g}",
                 f"best possible on the held-out rows: AUC {best.holdout.auc:.4f} (standard error "
                 f"{best.holdout.auc_stderr:.4f}), logloss {best.holdout.logloss:.4f}, normalized entropy "
