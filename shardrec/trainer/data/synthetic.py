@@ -82,8 +82,8 @@ class SyntheticClickData(ClickData):
                 f"exponent {config.exponent:g}",
                 f"best possible on the held-out rows: AUC {best.holdout.auc:.4f} (standard error "
                 f"{best.holdout.auc_stderr:.4f}), logloss {best.holdout.logloss:.4f}, normalized entropy "
-                f"{best.holdout.normalized_entropy:.4f}. "
-                f"Expected AUC {best.expected.auc:.4f}",
+                f"{best.holdout.normalized_entropy:.4f}; "
+                f"expected AUC {best.expected.auc:.4f}",
             ]
         )
 
