@@ -18,8 +18,8 @@ def refuse_ties(model: nn.Module) -> None:
         model: unsharded. A collection that is used in several places is one collection.
 
     Raises:
-        ConfigError: naming the parameters that share memory, or the table with a weight that is computed from others or has
-            a gradient.
+        ConfigError: naming the parameters that share memory, or the table with a weight that is computed from others,
+            or that has a gradient.
     """
     for path, collection in collections_of(model).items():
         pooled = isinstance(collection, EmbeddingBagCollection)
