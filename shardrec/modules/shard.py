@@ -149,11 +149,11 @@ def shard(
 
     Raises:
         PlanError: if the plan does not fit the model or the group, or differs between ranks.
-        ConfigError: if a launcher started several processes without a process group; if a table that is cut has other
-            values on another rank; if the model lacks collections, or has one that cannot be sharded; if a table's
-            weight is tied to another parameter, parametrized, or has a gradient of before; if methods or hooks were
-            added to a collection; if each rank would learn its own map from ids to rows (managed collision, pruning);
-            if the number of replicas does not divide the number of ranks, or differs between ranks.
+        ConfigError: if a launcher started several processes without a process group; if a table that is cut has
+            other values on another rank; if the model lacks collections, or has one that cannot be sharded; if a
+            table's weight is tied to another parameter, or parametrized; if methods or hooks were added to a
+            collection; if each rank would learn its own map from ids to rows (managed collision, pruning); if the
+            number of replicas does not divide the number of ranks, or differs between ranks.
     """
     if replicas is not None and not hasattr(replicas, "make_groups"):
         raise ConfigError(f"replicas is {replicas!r}. Give a shardrec.Replicas, such as Replicas(2)")

@@ -1,4 +1,4 @@
-"""Tables that cannot be cut as they are: tied weights, weights that are computed, gradients that would be lost."""
+"""Tables that cannot be cut without a change to the model: tied weights, and weights that are computed."""
 
 from __future__ import annotations
 
@@ -12,14 +12,13 @@ __all__ = ["refuse_ties"]
 
 
 def refuse_ties(model: nn.Module) -> None:
-    """Raise if a table's weight is not a parameter of the table alone, or has a gradient.
+    """Raise if a table's weight is not a parameter of the table alone.
 
     Args:
         model: unsharded. A collection that is used in several places is one collection.
 
     Raises:
-        ConfigError: naming the parameters that share memory, or the table with a weight that is computed from others,
-            or that has a gradient.
+        ConfigError: naming the parameters that share memory, or the table with a weight that is computed from others.
     """
     for path, collection in collections_of(model).items():
         pooled = isinstance(collection, EmbeddingBagCollection)
@@ -29,11 +28,6 @@ def refuse_ties(model: nn.Module) -> None:
                     f"the weight of table {name!r} of collection {path!r} is computed from other parameters "
                     "(torch.nn.utils.parametrize, or a norm), and a sharded table's rows are parameters: remove the "
                     "parametrization, or apply it to the rows that are looked up"
-                )
-            if table.weight.grad is not None:
-                raise ConfigError(
-                    f"table {name!r} of collection {path!r} has a gradient of a backward before shardrec.shard, which "
-                    "would be lost: make the optimizer's step, and call model.zero_grad() before shardrec.shard"
                 )
     places = {
         path: id(module)

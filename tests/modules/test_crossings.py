@@ -101,18 +101,6 @@ def test_a_rate_that_was_changed_before_shard_is_used_and_states_are_not_dropped
     ranks(1, run)
 
 
-def test_a_gradient_of_before_shard_is_not_lost_in_silence() -> None:
-    def run() -> None:
-        net = Net()
-        net(features()).sum().backward()
-        with pytest.raises(ConfigError, match=r"table 't' of collection 'bags' has a gradient of a backward before"):
-            shardrec.shard(net, plan())
-        net.zero_grad()
-        shardrec.shard(net, plan())
-
-    ranks(1, run)
-
-
 @pytest.mark.parametrize(("name", "value"), [("weight_decay", 0.1), ("eps", 1e-3)])
 def test_a_setting_that_kernels_cannot_change_is_refused(name: str, value: float) -> None:
     def run() -> None:
