@@ -83,9 +83,9 @@ def test_two_ranks_publish_by_the_clock_and_go_on_after_a_failure(
 def test_intervals_that_are_none(every: str) -> None:
     with pytest.raises(ConfigError, match=r"publish_every \(--publish-every\) is"):
         TrainConfig(publish_every=every)
-    assert TrainConfig(publish="x").publish_interval == (None, 60.0)
-    assert TrainConfig(publish="x", publish_every="50").publish_interval == (50, None)
-    assert TrainConfig().publish_interval == (None, None)
+    assert TrainConfig(publish="x").output.publish_interval == (None, 60.0)
+    assert TrainConfig(publish="x", publish_every="50").output.publish_interval == (50, None)
+    assert TrainConfig().output.publish_interval == (None, None)
 
 
 @pytest.mark.some(1)
