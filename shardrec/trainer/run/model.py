@@ -25,7 +25,8 @@ from shardrec.planner import constraints_of
 from shardrec.serve import from_tensors
 from shardrec.trainer.data import ClickSchema, FeatureSpec
 from shardrec.trainer.models import MODELS
-from shardrec.trainer.run.config import TrainConfig, parse_constraint
+from shardrec.trainer.run.config import TrainConfig
+from shardrec.trainer.run.option_groups import parse_constraint
 from shardrec.trainer.run.options import flag
 
 if TYPE_CHECKING:

@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from shardrec import ConfigError
 from shardrec.files import read_json
-from shardrec.trainer.run.config import CHECKPOINTS, FEED, FILE, METRICS, PLAN, SPEC, TrainConfig, load_config
+from shardrec.trainer.run.config import CHECKPOINTS, FILE, METRICS, PLAN, SPEC, TrainConfig, load_config
+from shardrec.trainer.run.option_groups import FEED
 
 if TYPE_CHECKING:
     import torch

@@ -37,7 +37,7 @@ from shardrec.trainer.data.spec import FIRST_IDS, IDS, VOCABULARIES, parse_spec,
 from shardrec.trainer.run.average import Average
 from shardrec.trainer.run.board import Board
 from shardrec.trainer.run.catalogue_ranking import evaluator
-from shardrec.trainer.run.config import FILE, METRICS, PLAN, ROWS, SPEC, FeedData, TrainConfig, load_config_text
+from shardrec.trainer.run.config import FILE, METRICS, PLAN, ROWS, SPEC, TrainConfig, load_config_text
 from shardrec.trainer.run.display import Announcer, Display
 from shardrec.trainer.run.folder import lock_folder, own_folder, replaced
 from shardrec.trainer.run.held_out import Progressive, check_monitor
@@ -52,6 +52,7 @@ from shardrec.trainer.run.model import (
     fuse_optimizer,
     planner_constraints,
 )
+from shardrec.trainer.run.option_groups import FeedData
 from shardrec.trainer.run.options import flag, together
 from shardrec.trainer.run.prefetch import DealtParts, Prefetcher
 from shardrec.trainer.run.progress import Progress, RecentMean

@@ -37,7 +37,8 @@ from shardrec.trainer.data.rows import NO_TIME
 from shardrec.trainer.data.spelling import decided
 from shardrec.trainer.data.tables import FileInfo, check_part
 from shardrec.trainer.data.urls import TOPIC, files_of
-from shardrec.trainer.run.config import TOPIC_FILES, FeedData, FiniteData, TrainConfig
+from shardrec.trainer.run.config import TOPIC_FILES, TrainConfig
+from shardrec.trainer.run.option_groups import FeedData, FiniteData
 
 __all__ = ["Source", "decided_spec", "on_ranks", "spec_of", "total_left_out"]
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from shardrec.errors import ConfigError
 from shardrec.planner import Constraint
 from shardrec.trainer.run import TrainConfig, load_config
-from shardrec.trainer.run.config import parse_constraint
+from shardrec.trainer.run.option_groups import parse_constraint
 
 
 def write(folder: Path, text: str) -> Path:
