@@ -108,7 +108,7 @@ def test_a_run_goes_on_publishing_with_another_number_of_ranks(dynamic: bool, tm
     assert (model.follower.version, model.follower.extra) == (3, {"step": 6})
     broken_off(config, resume=True)
     if dynamic:
-        with pytest.raises(ConfigError, match=r"are cut at .* shard the model by the trainer's plan"):
+        with pytest.raises(ConfigError, match=r"are cut at .* Shard the model by the trainer's plan"):
             model.follower.poll()
         model = RunFolder(out).following(str(published))
         model.follower.close()
