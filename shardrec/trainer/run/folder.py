@@ -82,9 +82,7 @@ def lock_folder(config: TrainConfig, lock: ExitStack, *kinds: _Kind) -> _Kind:
         folder.mkdir(parents=True, exist_ok=True)
         held = lock.enter_context(locked(folder, wait_s, *kinds))
     except OSError as error:
-        raise ConfigError(
-            f"out (--out) is {config.output.out!r}: {error.strerror}. Give a folder to write to"
-        ) from error
+        raise ConfigError(f"out (--out) is {str(folder)!r}: {error.strerror}. Give a folder to write to") from error
     if held is None:
         raise ConfigError(
             f"out (--out) is {config.output.out!r}: another run writes to it. Wait for its end, or give another folder"

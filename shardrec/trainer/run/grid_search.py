@@ -110,17 +110,16 @@ def run_sweep(
             f"data is {config.data.files!r}, and a sweep compares runs by the same held-out rows, which a feed lacks: "
             "give its files, without 'feed:', and monitor (--monitor)"
         )
-    labels = config.data.features is not None and bool(read_spec(Path(config.data.features)).labels)
-    if labels and config.learning.monitor is not None:
+    features, test_files, monitor = config.data.features, config.data.test, config.learning.monitor
+    labels = features is not None and bool(read_spec(Path(features)).labels)
+    if labels and monitor is not None:
         raise ConfigError("runs of several labels are compared by their held-out loss: leave monitor (--monitor) out")
-    if config.learning.monitor is None and not labels:
+    if monitor is None and not labels:
         raise ConfigError("no metric to compare the runs by: give monitor (--monitor), such as auc or ndcg")
-    if config.data.test is not None and config.output.checkpoint == "none":
+    if test_files is not None and config.output.checkpoint == "none":
         raise ConfigError("checkpoint is 'none', and the best setting is tested with its weights: give last or best")
     full_names = {"ne": "normalized_entropy", "ndcg": f"ndcg@{config.output.top_k}"}
-    metric = (
-        "loss" if config.learning.monitor is None else full_names.get(config.learning.monitor, config.learning.monitor)
-    )
+    metric = "loss" if monitor is None else full_names.get(monitor, monitor)
     settings = [dict(zip(grid, values, strict=True)) for values in product(*grid.values())]
     runs = {_name(values): _runs(config, values, seeds, out) for values in settings}
     for run in (run for of_setting in runs.values() for run in of_setting):
@@ -139,11 +138,7 @@ def run_sweep(
             scores[name] = []
     sign = -1 if metric in ("logloss", "normalized_entropy", "loss") else 1
     best = max((name for name in scores if scores[name]), key=lambda name: sign * fmean(scores[name]))
-    tests = (
-        []
-        if config.data.test is None or not final
-        else [_tested(Path(str(run.output.out)), config.data.test) for run in runs[best]]
-    )
+    tests = [_tested(Path(str(run.output.out)), test_files) for run in runs[best]] if test_files and final else []
     of_rows = ("click_rate", "auc_stderr")  # not of the model
     names = [name for name, value in (tests or [{}])[0].items() if isinstance(value, float) and name not in of_rows]
     test = {name: [float(metrics[name]) for metrics in tests] for name in names}
@@ -164,10 +159,8 @@ def _runs(config: TrainConfig, values: Mapping[str, object], seeds: int, out: Pa
     run = config.changed(**options, model_args={**config.model.args, **arguments}, test=None)
     run = run.changed(global_batch_size=run.learning.global_batch_size or run.learning.batch_size * run.ranks.nproc)
     folder = out / quote(_name(values), safe="=,.[]:+- ")
-    return [
-        run.changed(seed=seed, out=f"{folder}/seed{seed}")
-        for seed in range(config.learning.seed, config.learning.seed + seeds)
-    ]
+    first = config.learning.seed
+    return [run.changed(seed=seed, out=f"{folder}/seed{seed}") for seed in range(first, first + seeds)]
 
 
 def _check_folder(run: TrainConfig) -> None:
@@ -175,15 +168,10 @@ def _check_folder(run: TrainConfig) -> None:
     if not Path(str(run.output.out), FILE).is_file():
         return
     started = RunFolder(Path(str(run.output.out))).config
-    run.check_resumes({**started.to_mapping(), "features": run.data.features})
-    if (
-        run.data.features
-        and started.data.features
-        and read_spec(Path(run.data.features)) != read_spec(Path(started.data.features))
-    ):
-        raise ConfigError(
-            f"features is {run.data.features!r}, which says something else than {started.data.features}: give --out"
-        )
+    features, before = run.data.features, started.data.features
+    run.check_resumes({**started.to_mapping(), "features": features})
+    if features and before and read_spec(Path(features)) != read_spec(Path(before)):
+        raise ConfigError(f"features is {features!r}, which says something else than {before}: give --out")
 
 
 def _score(run: TrainConfig, metric: str, title: str, debug: bool) -> float:

@@ -42,22 +42,15 @@ def train(config: TrainConfig, *, resume: bool = False, debug: bool = False) -> 
     resume = resume or int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)) > 0 or config.ranks.replicas is not None
     _check_out(config, resume)
     config = config.changed(out=config.output.out or _new_folder())  # of several ranks' the first one's holds
-    restarts = 0
+    restarts, nproc, timeout = 0, config.ranks.nproc, config.ranks.timeout
     while True:
         options, saved = {**config.to_mapping(), "resume": resume}, _saved(config)
         try:
-            run_on_ranks(
-                _train_rank,
-                options,
-                nproc=config.ranks.nproc,
-                timeout=config.ranks.timeout,
-                debug=debug,
-                start=spawn_alone,
-            )
+            run_on_ranks(_train_rank, options, nproc=nproc, timeout=timeout, debug=debug, start=spawn_alone)
             return
         except PeerError as error:
             restarts = restarts + 1 if _saved(config) == saved else 1
-            if launched_rank() is not None or config.ranks.nproc == 1 or restarts > config.allowed_restarts:
+            if launched_rank() is not None or nproc == 1 or restarts > config.allowed_restarts:
                 raise
             again = f"starting the ranks again, {restarts} of {config.allowed_restarts} times without a new checkpoint"
             print(f"shardrec: {error}\nshardrec: {again}", file=sys.stderr, flush=True)
@@ -134,11 +127,8 @@ def _check_out(config: TrainConfig, resume: bool) -> None:
 
 def _saved(config: TrainConfig) -> list[str]:
     """The names of the run's checkpoints, without a look into them."""
-    return (
-        []
-        if config.output.out is None
-        else sorted(path.name for path in Path(config.output.out, CHECKPOINTS).glob("step-*"))
-    )
+    out = config.output.out
+    return [] if out is None else sorted(path.name for path in Path(out, CHECKPOINTS).glob("step-*"))
 
 
 def _new_folder() -> str:

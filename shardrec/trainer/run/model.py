@@ -77,22 +77,21 @@ def build_model(config: TrainConfig, schema: ClickSchema) -> nn.Module:
     Raises:
         ConfigError: if the model does not exist, does not take such arguments, or makes something else.
     """
-    make = _model_class(config.model.name)
+    name = config.model.name
+    make = _model_class(name)
     arguments = _arguments(config, make)
     try:
         model = make(schema, **arguments)
     except (TypeError, ValueError) as error:
         arguments_text = "".join(f", {name}={value!r}" for name, value in arguments.items())
-        call = f"{config.model.name.rpartition(':')[2]}(schema{arguments_text})"
+        call = f"{name.rpartition(':')[2]}(schema{arguments_text})"
         raise ConfigError(
-            f"model (--model) is {config.model.name!r}: {call} fails ({error}). A model takes a "
+            f"model (--model) is {name!r}: {call} fails ({error}). A model takes a "
             "shardrec.trainer.data.ClickSchema and, by name, what model_args (--model-arg) gives"
         ) from error
     if not isinstance(model, nn.Module):
-        raise ConfigError(
-            f"model (--model) is {config.model.name!r}: it makes a {type(model).__name__}, not an nn.Module"
-        )
-    _check_tables(config.model.name, model, schema)
+        raise ConfigError(f"model (--model) is {name!r}: it makes a {type(model).__name__}, not an nn.Module")
+    _check_tables(name, model, schema)
     return model
 
 
@@ -133,6 +132,7 @@ def _arguments(config: TrainConfig, make: Callable[..., object]) -> dict[str, ob
     Raises:
         ConfigError: for arguments that it does not take, or of other types.
     """
+    model = config.model.name
     try:
         parameters = [*inspect.signature(make).parameters.values()][1:]
         hints = typing.get_type_hints(make.__init__ if inspect.isclass(make) else make, include_extras=True)
@@ -141,14 +141,12 @@ def _arguments(config: TrainConfig, make: Callable[..., object]) -> dict[str, ob
     takes_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
     names = [parameter.name for parameter in parameters if parameter.kind is not parameter.VAR_KEYWORD]
     arguments = dict(config.model.args)
-    for option, name in _FLAGS.items() if config.model.name in MODELS else ():
+    for option, name in _FLAGS.items() if model in MODELS else ():
         value = getattr(config.model, option)
         if value == config.options()[option].default:
             continue  # as all the built-in models have it
         if name not in names or name in arguments:
-            reason = (
-                f"model_args also gives {name}" if name in arguments else f"model {config.model.name!r} has no {name}"
-            )
+            reason = f"model_args also gives {name}" if name in arguments else f"model {model!r} has no {name}"
             raise ConfigError(f"{option} ({flag(option)}) is {value!r} and {reason}: leave it out")
         arguments[name] = value
     for name in arguments:
@@ -156,12 +154,10 @@ def _arguments(config: TrainConfig, make: Callable[..., object]) -> dict[str, ob
             close = difflib.get_close_matches(name, names, n=1)
             meant = f"did you mean {close[0]!r}? " if close else ""
             raise ConfigError(
-                f"model_args (--model-arg) has {name!r}, which model {config.model.name!r} does not take: {meant}"
+                f"model_args (--model-arg) has {name!r}, which model {model!r} does not take: {meant}"
                 f"It takes {', '.join(names) or 'none'}"
             )
-    return {
-        name: _as_hinted(config.model.name, name, value, hints.get(name, object)) for name, value in arguments.items()
-    }
+    return {name: _as_hinted(model, name, value, hints.get(name, object)) for name, value in arguments.items()}
 
 
 def _as_hinted(model: str, name: str, value: object, hint: Any) -> object:
@@ -224,23 +220,23 @@ def export_fault(config: TrainConfig, model: nn.Module, schema: ClickSchema) -> 
 
 def fuse_optimizer(model: nn.Module, config: TrainConfig) -> None:
     """Give every table the config's optimizer; to be called before :func:`shardrec.shard`."""
-    cls, settings = _TABLE_OPTIMIZERS[config.learning.embedding_optimizer]
+    learning = config.learning
+    cls, settings = _TABLE_OPTIMIZERS[learning.embedding_optimizer]
     for module in model.modules():
         if isinstance(module, (EmbeddingBagCollection, EmbeddingCollection)):
             # A model of one's own may have given some tables an optimizer already.
             parameters = [
                 parameter for parameter in module.parameters() if not getattr(parameter, "_optimizer_classes", [])
             ]
-            rates = {"lr": config.learning.embedding_lr, "weight_decay": config.learning.embedding_weight_decay}
+            rates = {"lr": learning.embedding_lr, "weight_decay": learning.embedding_weight_decay}
             apply_optimizer_in_backward(cls, parameters, {**rates, **settings})
 
 
 def dense_optimizer(model: ShardedModel, config: TrainConfig) -> torch.optim.Optimizer:
     """The optimizer of everything that is not a table."""
     groups = [{"params": model.dense_parameters()}]  # of none, where tables are all that a model has
-    return _DENSE_OPTIMIZERS[config.learning.optimizer](
-        groups, lr=config.learning.lr, weight_decay=config.learning.weight_decay
-    )
+    learning = config.learning
+    return _DENSE_OPTIMIZERS[learning.optimizer](groups, lr=learning.lr, weight_decay=learning.weight_decay)
 
 
 def planner_constraints(

@@ -237,8 +237,6 @@ class ReplicaOptions(OptionGroup):
     """Copies of the tables. Each is trained by a command of its own (--elastic), on a share of every batch."""
     address: str = option(..., key="elastic", metavar="HOST:PORT[/NAME]")
     """Address of the store in which the replicas find each other. If a replica dies, the others continue."""
-    sync_every: int = option(1, ge=1)
-    """Steps from one averaging of the replicas' tables to the next."""
 
 
 class RankOptions(OptionGroup):
@@ -266,6 +264,8 @@ class RankOptions(OptionGroup):
     replan: int | None = option(None, ge=1)
     """Plan again every N steps for the current ids, and move tables if that pays within N steps (default: off)"""
     replicas: ReplicaOptions | None = None
+    sync_every: int = option(1, ge=1)
+    """Steps from one averaging of the replicas' tables to the next."""
     timeout: float = option(300.0, gt=0)
     """Seconds after which a rank that does not answer counts as dead."""
     max_restarts: int | None = option(

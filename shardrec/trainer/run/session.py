@@ -93,18 +93,12 @@ def run_rank(config: TrainConfig, *, resume: bool = False) -> RunReport | None:
         RunStopped: the run was told to end, and has saved.
     """
     with ExitStack() as lock:
-        alone = config.ranks.replicas is not None
+        ranks, learning = config.ranks, config.learning
+        alone = ranks.replicas is not None
         with joined_run(
-            config.ranks.device,
-            config.ranks.threads,
-            seed=config.learning.seed,
-            timeout=config.ranks.timeout,
-            alone=alone,
+            ranks.device, ranks.threads, seed=learning.seed, timeout=ranks.timeout, alone=alone
         ) as rank_info:
-            rows = (
-                config.learning.global_batch_size
-                or config.learning.batch_size * rank_info.world_size * config.replica_count
-            )
+            rows = learning.global_batch_size or learning.batch_size * rank_info.world_size * config.replica_count
             config, resume = _alike_on_ranks(config.changed(global_batch_size=rows), rank_info, resume)
             folder, is_first = own_folder(config, rank_info, lock)
             finish = _run(config, rank_info, folder, resume, lock, is_first)
@@ -361,7 +355,7 @@ def _sharded_model(
         update="step" if config.learning.clip or config.learning.accumulate > 1 or config.learning.ema else "backward",
         replicas=None
         if replicas is None
-        else Replicas(replicas.count, elastic=replicas.address, sync_every=replicas.sync_every),
+        else Replicas(replicas.count, elastic=replicas.address, sync_every=config.ranks.sync_every),
     )
     if config.ranks.compile != "off":  # in rank_info, so that the model stays what the loop and the checkpoint know
         full = config.ranks.compile == "full"

@@ -56,6 +56,9 @@ def test_groups_and_flat_options_are_the_same(tmp_path: Path) -> None:
     assert load_config(write(tmp_path, NESTED)) == config == TrainConfig(**config.to_mapping())
     assert load_config(write(tmp_path, NESTED), {"epochs": 4}) == config.changed(epochs=4)
     assert (config.epochs, config.replica_count, config.feed) == (3, 2, None)
+    assert (
+        load_config(write(tmp_path, "sync_every: 4\nelastic: null\n")).ranks.replicas is None
+    )  # as runs have recorded it
 
 
 @pytest.mark.parametrize(
