@@ -63,7 +63,7 @@ class Gradients:
         """A forward begins: if it has gradients, it decides whether its backward averages them. One that a backward
         computes again has begun before, with gradients. The forward of a reentrant checkpoint has not.
         """
-        if self._had_gradients and torch._C._current_graph_task_id() >= 0:  # computes_again, without a call
+        if torch._C._current_graph_task_id() >= 0 and self.computes_again:
             return
         self._had_gradients = torch.is_grad_enabled()
         if self._had_gradients:
@@ -76,8 +76,8 @@ class Gradients:
 
     @property
     def computes_again(self) -> bool:
-        """Whether a backward computes the last forward again (``torch.utils.checkpoint``)."""
-        return self._had_gradients and torch._C._current_graph_task_id() >= 0
+        """Whether a backward computes a forward with gradients again (``torch.utils.checkpoint``)."""
+        return torch._C._current_graph_task_id() >= 0 and (self._had_gradients or _is_recomputation())
 
     def agreement(self) -> str:
         """What the ranks must have in common in a forward."""
@@ -91,3 +91,12 @@ class Gradients:
             begin()
         if self.reducer is not None:
             self.reducer.begin()
+
+
+def _is_recomputation() -> bool:
+    """Whether a checkpoint that is not reentrant computes its forward again: it saves tensors by hooks of its own.
+
+    The forward before is not always that forward: an evaluation may lie between a forward and its backward.
+    """
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    return hooks is not None and hooks[0].__module__ == "torch.utils.checkpoint"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed._shard.sharded_tensor import ShardedTensor
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
+from torch.utils.checkpoint import checkpoint
 from torchrec.modules.embedding_configs import EmbeddingBagConfig
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
@@ -55,6 +57,11 @@ def plan(make: Callable[..., Any] = cuts.table_wise, **where: Any) -> ShardingPl
     return ShardingPlan(
         topology=Topology(ranks_per_host=dist.get_world_size()), tables=(make("bags.t", ROWS, DIM, **where),)
     )
+
+
+def replicated_plan() -> ShardingPlan:
+    topology = Topology(ranks_per_host=dist.get_world_size())
+    return ShardingPlan(topology=topology, tables=(cuts.data_parallel("bags.t", ROWS, DIM),))
 
 
 def table(model: nn.Module) -> Tensor:
@@ -190,6 +197,37 @@ def test_a_dense_layer_of_two_models_makes_one_step() -> None:
         before = nets[0].top.bias.detach().clone()
         sum(model(features()).sum() for model in models).backward()  # type: ignore[union-attr]
         torch.testing.assert_close(nets[0].top.bias.detach(), before - 0.1 * 4)  # two samples of two models
+
+    ranks(2, run)
+
+
+@pytest.mark.parametrize("replicated", ["table", "model"])
+def test_an_evaluation_between_a_forward_and_its_recomputation_changes_nothing(replicated: str) -> None:
+    def run() -> None:
+        def trained(*, evaluates: bool) -> list[Tensor]:
+            torch.manual_seed(0)
+            if replicated == "model":
+                cut = ShardingPlan(
+                    topology=Topology(ranks_per_host=1), tables=(cuts.table_wise("bags.t", ROWS, DIM, rank=0),)
+                )
+                model = shardrec.shard(given(Net()), cut, replicas=shardrec.Replicas(2, sync_every=3))
+            else:
+                model = shardrec.shard(given(Net()), replicated_plan())
+            dense = torch.optim.SGD(model.dense_parameters(), 0.1)
+            for step in range(6):
+                with model.no_sync() if replicated == "table" and step % 2 == 0 else nullcontext():
+                    logits = checkpoint(model, features(step), use_reentrant=False)
+                if evaluates:
+                    with torch.no_grad():
+                        model(features(step + 1))
+                logits.square().sum().backward()
+                if step % 2:
+                    dense.step()
+                    dense.zero_grad()
+            return [table(model), *(each.detach().clone() for each in model.dense_parameters())]
+
+        for with_it, without in zip(trained(evaluates=True), trained(evaluates=False), strict=True):
+            assert torch.equal(with_it, without)
 
     ranks(2, run)
 
