@@ -121,7 +121,7 @@ def measured(rank_info: RankInfo, data: str, features: str | None, batch: int, r
                 sharded,
                 optimizers,
                 batches,
-                loss_fn=lambda model, batch: (batch_loss(config.loss, model, batch), batch.size),
+                loss_fn=lambda model, batch: (batch_loss(config.learning.loss, model, batch), batch.size),
                 depth=0,
                 device=rank_info.device,
             )

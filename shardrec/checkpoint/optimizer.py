@@ -6,7 +6,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -33,7 +33,6 @@ __all__ = [
 ]
 
 Optimizer = torch.optim.Optimizer
-T = TypeVar("T")
 
 _IN_BACKWARD = f"{Kind.IN_BACKWARD.value}."
 
@@ -140,7 +139,10 @@ def optimizer_groups(model: ShardedModel, optimizer: Optimizer | None) -> list[P
 def fused_settings(model: ShardedModel) -> dict[str, Settings]:
     """Per table with a fused optimizer, the settings that schedules change: learning rate and schedulers' own. Of
     optimizers in backward of the dense part, all settings."""
-    settings = _in_backward(model, lambda group: _settings(group, ("params",)))
+    settings = {
+        f"{_IN_BACKWARD}{owner}": _settings(each.param_groups[0], ("params",))
+        for owner, each in dense_in_backward(model).items()
+    }
     made = model.made_fused_optimizer
     if made is None:
         return settings | {
@@ -152,10 +154,27 @@ def fused_settings(model: ShardedModel) -> dict[str, Settings]:
     return settings | {table: _settings(group, excluded) for group in made.param_groups for table in group["tables"]}
 
 
-def _in_backward(model: ShardedModel, of_group: Callable[[dict[str, Any]], T]) -> dict[str, T]:
-    """An entry of each dense optimizer in backward's group, by its name in a checkpoint."""
-    optimizers = dense_in_backward(model)
-    return {f"{_IN_BACKWARD}{owner}": of_group(each.param_groups[0]) for owner, each in optimizers.items()}
+def _groups(
+    model: ShardedModel, optimizer: Optimizer | None, manifest: Manifest
+) -> Iterator[tuple[str, dict[str, Any], list[Settings]]]:
+    """The groups of all optimizers that train a model, named, and what the checkpoint has for each: one entry per
+    table. Those of tables only if the checkpoint has other settings."""
+    mine, saved = fused_settings(model), manifest.fused_settings
+    if any(mine.get(name) != saved.get(name) for name in {*mine, *saved} if not name.startswith(_IN_BACKWARD)):
+        for group in model.fused_optimizer.param_groups:
+            tables = group["tables"]
+            yield (
+                f"the fused optimizer of {', '.join(tables)}",
+                group,
+                [saved[name] for name in tables if name in saved],
+            )
+    for owner, each in dense_in_backward(model).items():
+        known = saved.get(f"{_IN_BACKWARD}{owner}")
+        name = f"the {type(each).__name__} in backward of {owner}"
+        yield name, each.param_groups[0], [] if known is None else [known]
+    groups = [] if optimizer is None else optimizer.param_groups
+    for number, (group, of_group) in enumerate(zip(groups, manifest.param_groups or (), strict=False)):
+        yield f"parameter group {number}", group, [of_group["settings"]]
 
 
 def _settings(group: Settings, without: tuple[str, ...]) -> Settings:
@@ -169,21 +188,18 @@ def _settings(group: Settings, without: tuple[str, ...]) -> Settings:
 def optimizer_faults(model: ShardedModel, optimizer: Optimizer | None, manifest: Manifest) -> list[str]:
     """The reasons why the checkpoint does not fit these optimizers, one sentence each."""
     as_saved = "build the optimizers as they were when the checkpoint was saved"
-    faults = [
-        f"tables {', '.join(group['tables'])} share an optimizer here only; {as_saved}"
-        for group in _fused_groups(model, manifest)
-        if any(settings != _saved_fused(group, manifest)[0] for settings in _saved_fused(group, manifest))
-    ]
-    for group in _fused_groups(model, manifest):
-        for settings in _saved_fused(group, manifest):
-            faults += _setting_faults(f"the fused optimizer of {', '.join(group['tables'])}", group, settings)
-    for owner, in_backward in dense_in_backward(model).items():
-        saved_settings, group = manifest.fused_settings.get(f"{_IN_BACKWARD}{owner}"), in_backward.param_groups[0]
-        name = f"the {type(in_backward).__name__} in backward of {owner}"
-        if saved_settings is not None:
-            faults += _setting_faults(name, group, saved_settings)
-        elif in_backward.state or group["lr"] != in_backward.defaults["lr"]:
-            faults.append(f"it lacks states and settings of {name}, which has some. {as_saved}")
+    faults = list[str]()
+    for name, group, saved_settings in _groups(model, optimizer, manifest):
+        if any(settings != saved_settings[0] for settings in saved_settings):
+            faults.append(f"tables {', '.join(group['tables'])} share an optimizer here only; {as_saved}")
+        faults += [fault for settings in saved_settings for fault in _setting_faults(name, group, settings)]
+    for owner, each in dense_in_backward(model).items():
+        has_some = each.state or each.param_groups[0]["lr"] != each.defaults["lr"]
+        if has_some and f"{_IN_BACKWARD}{owner}" not in manifest.fused_settings:
+            faults.append(
+                f"it lacks states and settings of the {type(each).__name__} in backward of {owner}, which "
+                f"has some. {as_saved}"
+            )
     known_owners = tuple(f"{_IN_BACKWARD}{owner}." for owner in dense_in_backward(model))
     if model.ranks.world_size > 1:  # tables may have no shard here
         tables = (path for path, module in model.module.named_modules() if isinstance(module, ShardedTable))
@@ -205,7 +221,6 @@ def optimizer_faults(model: ShardedModel, optimizer: Optimizer | None, manifest:
         if name.startswith("optimizer.") and info and info.is_table and tensor.shape not in ((), info.tensor.shape):
             faults.append(f"{name} has shape {tensor.shape} for a table of shape {info.tensor.shape}; {as_saved}")
     for number, (theirs, ours) in enumerate(zip(saved, groups, strict=True)):
-        faults += _setting_faults(f"parameter group {number}", optimizer.param_groups[number], theirs["settings"])
         differing = sorted(known & set(theirs["parameters"]) ^ set(ours["parameters"]))
         if differing:
             faults.append(f"its parameter group {number} and this optimizer's differ in {differing[0]}; {as_saved}")
@@ -234,31 +249,13 @@ def _fits(setting: object, saved: object) -> bool:
     return abs(saved) <= sys.float_info.max or bool(saved == setting)
 
 
-def _fused_groups(model: ShardedModel, manifest: Manifest) -> list[dict[str, Any]]:
-    """The groups of tables' fused optimizers, if they have other settings than the checkpoint."""
-    settings, saved = (
-        {name: value for name, value in each.items() if not name.startswith(_IN_BACKWARD)}
-        for each in (fused_settings(model), manifest.fused_settings)
-    )
-    return [] if settings == saved else model.fused_optimizer.param_groups
-
-
-def _saved_fused(group: Mapping[str, Any], manifest: Manifest) -> list[Settings]:
-    return [manifest.fused_settings[table] for table in group["tables"] if table in manifest.fused_settings]
-
-
 def load_settings(model: ShardedModel, optimizer: Optimizer | None, manifest: Manifest) -> None:
-    """Set the settings of both kinds of optimizers to the checkpoint's."""
-    for group in _fused_groups(model, manifest):
-        for settings in _saved_fused(group, manifest):
+    """Set the settings of all optimizers to the checkpoint's."""
+    for _, group, saved_settings in _groups(model, optimizer, manifest):
+        for settings in saved_settings:
             _update(group, settings)
     if model.made_fused_optimizer is not None:
         model.made_fused_optimizer.push()
-    for owner, in_backward_group in _in_backward(model, lambda group: group).items():
-        _update(in_backward_group, manifest.fused_settings.get(owner, {}))
-    if optimizer is not None:
-        for group, saved in zip(optimizer.param_groups, manifest.param_groups or (), strict=True):
-            _update(group, saved["settings"])
 
 
 def _update(group: dict[str, Any], settings: Settings) -> None:

@@ -4,7 +4,11 @@
 autograd lacks a hook for a node that raises. But a queued callback of a backward lives as long as that backward: it is
 called when all nodes are done, and freed without a call when a node has raised. It is freed before the exception is
 converted to Python, so its text is read one step later, by a trace function of the frame in which the exception then
-appears.
+appears. The trace function is set for this one step, and not if another (a debugger's, coverage's) is set.
+
+What does not replace the trace function: ``sys.exc_info`` is empty in ``__del__``; the user calls ``backward``, so no
+frame of this library is there to catch the exception; ``sys.monitoring`` needs Python 3.12. Without the exception's
+text, the other ranks would say only that a rank "raised in backward".
 """
 
 from __future__ import annotations

@@ -87,5 +87,7 @@ class Gradients:
         return f"gradients on{' in no_sync' if self.accumulates else ''}{trained}"
 
     def _backward_begins(self) -> None:
+        for begin in self.life_cycle.backward_begins:
+            begin()
         if self.reducer is not None:
             self.reducer.begin()

@@ -88,6 +88,7 @@ class Headers:
         exchanged: number of headers so far.
         plans: number of plans that the modules had before the present one.
         flags: of the batches that are checked on a device.
+        before_raising: called with an error that all ranks are about to raise, for example to tell other replicas.
     """
 
     def __init__(self, collectives: Collectives, device: torch.device) -> None:
@@ -98,6 +99,7 @@ class Headers:
         self.exchanged = 0
         self.plans = 0
         self.flags = FaultFlags(device)
+        self.before_raising: Callable[[InputError], None] = lambda _: None
 
     def add_module(self, columns: int) -> None:
         """Make room in each header for the calls of a further sharded module."""
@@ -149,16 +151,21 @@ class Headers:
         Raises:
             InputError: the same on every rank. A ForwardFailed if a flag says so.
         """
-        error = ForwardFailed if FORWARD_FAILED in flags else InputError
+        kind = ForwardFailed if FORWARD_FAILED in flags else InputError
         messages = self.all_gather_text(message)
         if any(messages):
             lines = [f"rank {rank}: {text}" for rank, text in enumerate(messages) if text]
-            raise error(lines[0] if len(lines) == 1 else f"{len(lines)} ranks have bad input:\n  " + "\n  ".join(lines))
-        agreements = self.all_gather_text(agreement)
-        lines = [f"rank {rank}: {text}" for rank, text in enumerate(agreements)]
-        raise error(
-            "the ranks disagree about their input. Give every rank the same dtypes and modes:\n  " + "\n  ".join(lines)
-        )
+            error = kind(
+                lines[0] if len(lines) == 1 else f"{len(lines)} ranks have bad input:\n  " + "\n  ".join(lines)
+            )
+        else:
+            lines = [f"rank {rank}: {text}" for rank, text in enumerate(self.all_gather_text(agreement))]
+            error = kind(
+                "the ranks disagree about their input. Give every rank the same dtypes and modes:\n  "
+                + "\n  ".join(lines)
+            )
+        self.before_raising(error)
+        raise error
 
     def all_gather_text(self, text: str) -> list[str]:
         """The texts of all ranks, on every rank."""

@@ -9,7 +9,6 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from shardrec.errors import ConfigError
-from shardrec.lookup.deferred import DeferredGradients
 from shardrec.modules.sharded_model import ShardedModel, require_sharded
 
 __all__ = ["check_clipping", "clip_by_norm", "clip_grad_norm_", "clip_grad_value_"]
@@ -55,7 +54,7 @@ def clip_by_norm(
             "gradients of rows that no sample looked up, which are 0, are not kept"
         )
     gradients = _gradients(sharded)
-    deferred = _deferred(sharded)
+    deferred = sharded.deferred_gradients()
     rows = [gradient for part in deferred for gradient in part.sums(to_change=norm_type != 2.0)]
     is_max, device = norm_type == torch.inf, sharded.context.device
     numbers = [gradient.values for gradient in rows] if norm_type != 2.0 else []
@@ -98,7 +97,7 @@ def clip_grad_value_(model: nn.Module, clip_value: float) -> None:
     """
     sharded = check_clipping(model, "shardrec.clip_grad_value_")
     gradients = _gradients(sharded)
-    rows = (gradient.values for part in _deferred(sharded) for gradient in part.sums(to_change=True))
+    rows = (gradient.values for part in sharded.deferred_gradients() for gradient in part.sums(to_change=True))
     for gradient in chain(*gradients, rows):
         gradient.clamp_(-clip_value, clip_value)
 
@@ -140,11 +139,6 @@ def _gradients(model: ShardedModel) -> list[list[Tensor]]:
             gradient = gradient._values()
         gradients[2 * is_part + (id(parameter) in tables)].append(gradient)
     return gradients
-
-
-def _deferred(model: ShardedModel) -> list[DeferredGradients]:
-    """The gradients of this rank's rows, which ``step()`` will take."""
-    return [part for collection in model.sharded_collections for part in collection.shards.deferred()]
 
 
 def _total(gradients: list[Tensor], norm_type: float, device: torch.device) -> Tensor:

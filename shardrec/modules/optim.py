@@ -59,14 +59,13 @@ class FusedOptimizers(KeyedOptimizer):  # type: ignore[misc]  # torchrec has no 
         self, collections: Iterable[ShardedCollection], names: Mapping[int, str], context: ModelContext
     ) -> None:
         self._collections = list(collections)
-        tables, params = self._by_spec()
-        if not tables:
+        by_spec = _groups_by_spec(self._collections)
+        if not by_spec:
             raise NoFusedOptimizer(
                 "no table of this model has a fused optimizer. Give the tables one with apply_optimizer_in_backward "
                 "before sharding, or use an ordinary optimizer over model.parameters()"
             )
-        self._specs, self._tables = list(tables), list(tables.values())
-        groups = [{"params": params[spec], "tables": tables[spec], **_settings(spec)} for spec in self._specs]
+        self._specs, groups = list(by_spec), list(by_spec.values())
         # KeyedOptimizer's own takes states and groups that are there already, and lacks add_param_group.
         torch.optim.Optimizer.__init__(self, groups, {})
         self.defaults["_save_param_groups"] = False  # CombinedOptimizer asks for one value of all its optimizers
@@ -84,17 +83,6 @@ class FusedOptimizers(KeyedOptimizer):  # type: ignore[misc]  # torchrec has no 
         context.life_cycle.look_up_begins.append(weak_hook(self.push))
 
     add_param_group = torch.optim.Optimizer.add_param_group
-
-    def _by_spec(self) -> tuple[dict[FusedOptimizer, list[str]], dict[FusedOptimizer, list[nn.Parameter]]]:
-        """Per optimizer, the names of its tables and this rank's shards of them."""
-        tables: dict[FusedOptimizer, list[str]] = {}
-        params: dict[FusedOptimizer, list[nn.Parameter]] = {}
-        for collection in self._collections:
-            for name, optimizer in collection.fused_optimizers().items():
-                table = collection.tables()[name]
-                tables.setdefault(optimizer, []).append(table.layout.name)
-                params.setdefault(optimizer, []).extend(table.locals.values())
-        return tables, params
 
     def _name_shards(self, names: Mapping[int, str]) -> dict[str, nn.Parameter]:
         """This rank's shards by name, with a stand-in for each table that has none here."""
@@ -115,9 +103,11 @@ class FusedOptimizers(KeyedOptimizer):  # type: ignore[misc]  # torchrec has no 
 
     def follow(self, names: Mapping[int, str]) -> None:
         """Have the shards of another plan, by the names of the model's tables. Settings stay."""
-        before, (_, params) = set(self._shards.values()), self._by_spec()
+        before, by_spec = set(self._shards.values()), _groups_by_spec(self._collections)
         for spec, group in zip(self._specs, self.param_groups, strict=True):
-            group["params"][:] = params[spec] + [parameter for parameter in group["params"] if parameter not in before]
+            group["params"][:] = by_spec[spec]["params"] + [
+                parameter for parameter in group["params"] if parameter not in before
+            ]
         others = {name: parameter for name, parameter in self.params.items() if parameter not in before}
         self._shards = self._name_shards(names)
         self.params.clear()  # in place: wrappers have it, such as WarmupOptimizer
@@ -157,12 +147,12 @@ class FusedOptimizers(KeyedOptimizer):  # type: ignore[misc]  # torchrec has no 
         self._take_steps()
 
     def _check_settings(self, groups: Iterable[Mapping[str, Any]]) -> None:
-        for spec, tables, group in zip(self._specs, self._tables, groups, strict=True):
+        for spec, group in zip(self._specs, groups, strict=True):
             for name in ("eps", "weight_decay", "betas"):
                 fixed, value = getattr(spec, name), group.get(name)
                 if value is not None and value != fixed and (name != "betas" or tuple(value) != fixed):
                     raise ConfigError(
-                        f"{name} of the fused optimizer of {', '.join(tables)} is {fixed} in its kernels and "
+                        f"{name} of the fused optimizer of {', '.join(group['tables'])} is {fixed} in its kernels and "
                         f"{value} in its group. Only lr can change after shardrec.shard: give the tables one with "
                         f"{name}={value} before it"
                     )
@@ -334,12 +324,15 @@ class FusedOptimizers(KeyedOptimizer):  # type: ignore[misc]  # torchrec has no 
                 self.state[parameter][self._step_name(parameter)] = torch.tensor(float(count), dtype=torch.float32)
 
 
-def _settings(spec: FusedOptimizer) -> dict[str, Any]:
-    settings: dict[str, Any] = {"optimizer": spec.kind.value, "lr": spec.lr}
-    if spec.eps:
-        settings["eps"] = spec.eps
-    if spec.weight_decay:
-        settings["weight_decay"] = spec.weight_decay
-    if spec.betas != (0.0, 0.0):
-        settings["betas"] = spec.betas
-    return settings
+def _groups_by_spec(collections: Iterable[ShardedCollection]) -> dict[FusedOptimizer, dict[str, Any]]:
+    """Per distinct optimizer of tables, its parameter group: this rank's shards, the names of all its tables, and the
+    settings that the tables were given."""
+    groups: dict[FusedOptimizer, dict[str, Any]] = {}
+    for collection in collections:
+        for name, spec in collection.fused_optimizers().items():
+            group = groups.setdefault(spec, {"params": [], "tables": [], "optimizer": spec.kind.value, "lr": spec.lr})
+            given = {"eps": spec.eps, "weight_decay": spec.weight_decay, "betas": any(spec.betas) and spec.betas}
+            group.update({setting: value for setting, value in given.items() if value})
+            group["tables"].append(collection.tables()[name].layout.name)
+            group["params"] += collection.tables()[name].locals.values()
+    return groups

@@ -32,6 +32,7 @@ from shardrec.exchange.agree import Ranks, ranks_of
 from shardrec.exchange.headers import quoted
 from shardrec.ids.maps import collective_stats, cut_faults
 from shardrec.layout import ShardingPlan
+from shardrec.lookup.deferred import DeferredGradients
 from shardrec.modules.annotate import annotate_for_dynamo
 from shardrec.modules.collection import ShardedCollection
 from shardrec.modules.dense import DenseOptions, DenseReducer, DenseWrap, average_dense, dense_options
@@ -191,10 +192,13 @@ class ShardedModel(nn.Module):
         for collection in self._sharded:
             collection.drop_gradients()
 
+    def deferred_gradients(self) -> list[DeferredGradients]:
+        """The gradients of this rank's rows that ``fused_optimizer.step()`` will take."""
+        return [part for collection in self._sharded for part in collection.shards.deferred()]
+
     def warn_without_step(self) -> None:
         """Warn, once, that a backward has left gradients, and that an optimizer to apply them is missing."""
-        deferred = [part for collection in self._sharded for part in collection.shards.deferred()]
-        if not self._has_warned and any(part.backwards for part in deferred):
+        if not self._has_warned and any(part.backwards for part in self.deferred_gradients()):
             self._has_warned = True
             warnings.warn(
                 "this model's tables are updated by model.fused_optimizer.step(), which has not been called since a "

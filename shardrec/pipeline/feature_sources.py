@@ -123,7 +123,11 @@ class PostProcessed:
 
     @contextmanager
     def in_place(self) -> Iterator[None]:
-        """Inside, a post-processor that is called with the arguments of here returns the output of here, once."""
+        """Inside, a post-processor that is called with the arguments of here returns the output of here, once.
+
+        ``forward`` of the instance is replaced for the step, because a forward pre-hook cannot skip ``forward`` and a
+        forward hook runs after it. Another module in its place would hide the attributes that the model reads of it.
+        """
         with ExitStack() as stack:
             for module in {maker.module: None for maker in self._outputs}:
                 forward = module.forward

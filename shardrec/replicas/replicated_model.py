@@ -85,10 +85,12 @@ class ReplicatedModel(ShardedModel):
         context.everyone = groups.everyone or context.headers
         self.steps_since_sync = 0
         self._counts_steps, self._has_begun, self._counted = True, False, 0
+        self._is_inside, self._agrees_later = False, False
         context.life_cycle.forward_begins.insert(0, weak_hook(self._begin))
-        context.life_cycle.gradients_go_back.append(weak_hook(self._go_back))
+        context.life_cycle.backward_begins.append(weak_hook(self._backward_begins))
         self._trained = TrainedTables()
         self._averager = None if groups.across is None else Averager(groups.across)
+        context.headers.before_raising = weak_hook(self._agree_later)
         if groups.everyone is not None:  # the groups were made for these replicas
             end_with(self._averager, groups.across)
             end_with(context.collectives, groups.within)  # which a served copy has, too
@@ -111,7 +113,7 @@ class ReplicatedModel(ShardedModel):
         """
         if self.replica_groups.everyone is None or not self._is_step():
             return super().forward(*args, **kwargs)
-        self._has_begun, self._counted = False, 0
+        self._has_begun, self._counted, self._is_inside = False, 0, True
         try:
             try:
                 result = super().forward(*args, **kwargs)
@@ -120,11 +122,17 @@ class ReplicatedModel(ShardedModel):
                     self._agree(self.replica_groups.everyone, error)
                 raise
             self._agree(self.replica_groups.everyone, None)
-        except BaseException:  # a forward that fails, on all ranks, is no step
-            self.steps_since_sync -= self._counted
-            self._has_begun, self._counted = False, 0
+        except BaseException:
+            self._forget_step()
             raise
+        finally:
+            self._is_inside = False
         return result
+
+    def _forget_step(self) -> None:
+        """A forward that fails, on all ranks, is no step."""
+        self.steps_since_sync -= self._counted
+        self._has_begun, self._counted, self._agrees_later = False, 0, False
 
     @left_alone
     def _is_step(self) -> bool:
@@ -137,13 +145,24 @@ class ReplicatedModel(ShardedModel):
             return
         if self.steps_since_sync >= self.replica_options.sync_every:
             self._average_copies()
-        self._has_begun = True
+        self._has_begun, self._agrees_later = True, not self._is_inside
         self._trained.note(self._sharded)
         self._counted = int(self._counts_steps)
         self.steps_since_sync += self._counted
 
-    def _go_back(self) -> None:
+    def _backward_begins(self) -> None:
+        self._agree_later(None)
         self._has_begun = False
+
+    def _agree_later(self, error: Exception | None) -> None:
+        """:meth:`_agree` on a forward of a scripted program: where it fails in a replica, or else in its backward."""
+        if self._agrees_later and self.replica_groups.everyone is not None:
+            self._agrees_later = False
+            try:
+                self._agree(self.replica_groups.everyone, error)
+            except BaseException:
+                self._forget_step()
+                raise
 
     @left_alone
     def sync_replicas(self) -> None:

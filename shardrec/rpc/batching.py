@@ -92,7 +92,7 @@ class WorkQueue:
                 self._changed.wait_for(self._is_enough, self._window_s)
                 if self._is_closed:
                     break
-                work, self._work = self._work, deque()
+                work = [self._work.popleft() for _ in range(len(self._work))]
                 lookups = [self._lookups.popleft() for _ in range(min(self._max, len(self._lookups)))]
             for function, answer in work:
                 try:

@@ -166,7 +166,10 @@ class Campaign:
             digests.setdefault(int(version), set()).add(digest)
         self.lost += [f"{folder}: version {n} was served in {len(d)} ways" for n, d in digests.items() if len(d) > 1]
         run = RunFolder(folder / "run")
-        served, trained = run.following(str(folder / "published")), quantize(run.model(), run.config.publish_weights)
+        served, trained = (
+            run.following(str(folder / "published")),
+            quantize(run.model(), run.config.output.publish_weights),
+        )
         served.follower.close()
         for one, other in zip(served.sharded_collections, trained.sharded_collections, strict=True):
             for name, memory in served_memory(one).items():

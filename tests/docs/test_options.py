@@ -28,8 +28,8 @@ def test_the_page_is_up_to_date() -> None:
 def test_defaults(command: str, config: type[Options]) -> None:
     section = PAGE.partition(f"## shardrec {command}\n")[2].partition("\n## ")[0]
     defaults = dict(re.findall(r"^\| `(--[a-z-]+)` \| (.*?) \|", section, re.MULTILINE))
-    for name, field in config.model_fields.items():
-        default = ",".join(map(str, field.default)) if isinstance(field.default, tuple) else field.default
+    for name, option in config.options().items():
+        default = ",".join(map(str, option.default)) if isinstance(option.default, tuple) else option.default
         if default not in (None, "", {}):
             assert defaults[flag(name)].strip("`") == str(default), name
 

@@ -312,7 +312,7 @@ def test_the_containerfile() -> None:
 
 def test_the_run() -> None:
     config = load_config(FOLDER / "run.yaml")
-    assert config.data.startswith("s3://")
-    assert config.publish is not None and config.publish.startswith("s3://")
-    assert config.out is not None and config.out.startswith("/shared/")
-    assert config.checkpoint_every is not None
+    assert config.data.files.startswith("s3://")
+    assert config.output.publish is not None and config.output.publish.startswith("s3://")
+    assert config.output.out is not None and config.output.out.startswith("/shared/")
+    assert config.output.checkpoint_every is not None

@@ -142,7 +142,7 @@ def trained(folder: Path, config: Path, *flags: str) -> dict[str, float]:
 
     (folder / "examples").symlink_to(FOLDER.parent)
     ranks(2, train, folder)
-    out = folder / load_config(config).out  # type: ignore[operator]
+    out = folder / load_config(config).output.out  # type: ignore[operator]
     found: dict[str, float] = json.loads((out / "metrics.json").read_text(encoding="utf-8"))["final"]
     return found
 

@@ -80,7 +80,7 @@ def test_a_run_by_its_files_learns(tmp_path: Path) -> None:
     prepare(write(tmp_path, *towns()), files)
     # Ranks run in another folder than this test's.
     paths = {name: str(files / Path(getattr(config, name)).name) for name in ("data", "valid", "features")}
-    arguments = {**config.model_args, "graph": paths["data"], "dim": 16, "negatives": 30}
+    arguments = {**config.model.args, "graph": paths["data"], "dim": 16, "negatives": 30}
     sizes = {"global_batch_size": 80, "epochs": 8, "top_k": 8}
     small = {**paths, "model_args": arguments, **sizes, "out": str(tmp_path / "run")}
     ranks(2, broken_off, load_config(CONFIG, small))

@@ -52,11 +52,11 @@ def test_a_proposed_spec_with_the_example_s_options(
     config = Path(make.__file__).with_name("run.yaml")
     options = load_config(config)
     monkeypatch.chdir(tmp_path)
-    folder = Path(options.data).parent
+    folder = Path(options.data.files).parent
     optimum = make.write(folder, 12_000, seed=0)
-    Path(str(options.features)).write_text(run("inspect", options.data, "--suggest"), encoding="utf-8")
+    Path(str(options.data.features)).write_text(run("inspect", options.data.files, "--suggest"), encoding="utf-8")
     run("train", str(config), "--epochs", "3", "--global-batch-size", "512", "--threads", "1")
-    auc = json.loads(Path(str(options.out), "metrics.json").read_text(encoding="utf-8"))["final"]["auc"]
+    auc = json.loads(Path(str(options.output.out), "metrics.json").read_text(encoding="utf-8"))["final"]["auc"]
     assert 0.75 < auc < optimum["test"]
 
 
@@ -69,7 +69,7 @@ def test_from_a_raw_file_to_a_served_model_by_proposals_alone(
     wrote = run("inspect", "data/train.csv", "--suggest", "--out", "proposed")
     assert "shardrec train proposed/run.yaml" in wrote
     options = load_config("proposed/run.yaml")
-    assert (options.valid, options.test) == ("data/valid.csv", "data/test.csv")
+    assert (options.data.valid, options.data.test) == ("data/valid.csv", "data/test.csv")
     run("train", "proposed/run.yaml", "--epochs", "4", "--out", "run", "--threads", "1")
     auc = json.loads(Path("run/metrics.json").read_text(encoding="utf-8"))["final"]["auc"]
     assert 0.75 < auc < optimum["test"]

@@ -42,8 +42,8 @@ def outcome(row: Row, folder: Path, port: int) -> list[str]:
 
 
 def marks(row: Row) -> Any:
-    """A compiler takes seconds for a model, and servers as long to meet."""
-    return pytest.mark.slow if row.executor == "traced" or row.mode == "servers" else ()
+    """A compiler takes seconds for a model."""
+    return pytest.mark.slow if row.executor == "traced" else ()
 
 
 def parameters() -> list[Any]:

@@ -10,8 +10,10 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
+from shardrec import script
 from shardrec.errors import ConfigError, InputError, PeerError, PlanError
 from shardrec.layout import Topology
 from shardrec.modules import shard
@@ -156,6 +158,52 @@ def test_a_bad_batch_fails_in_every_replica(accumulating: bool) -> None:
     for guilty, text in first:
         for rank in range(4):
             assert (f"rank {rank}: feature 'tag' of table 'sparse.tags': id 999" in text) == (rank in guilty), text
+
+
+class Scriptable(nn.Module):
+    """The forward of a :class:`ClickModel`, as TorchScript reads it."""
+
+    def __init__(self, model: ClickModel) -> None:
+        super().__init__()
+        self.sparse, self.bottom, self.top = model.sparse, model.bottom, model.top
+
+    def forward(self, dense: Tensor, features: KeyedJaggedTensor) -> Tensor:
+        assert isinstance(features, KeyedJaggedTensor)  # names that only annotations have do not travel to ranks
+        pooled = self.sparse(features)
+        hidden = torch.relu(self.bottom(dense))
+        logits: Tensor = self.top(torch.cat([hidden, pooled.values()], dim=1)).squeeze(1)
+        return logits
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_a_bad_batch_of_a_live_script_fails_in_every_replica(size: int) -> None:
+    """In the forward of the replica that has it, and in the backward of the others."""
+
+    def rank_main() -> None:
+        rank = dist.get_rank()
+        model = replicated(Scriptable(click_model(CONFIGS)), mixed_plan(size), replicas=Replicas(2))
+        program, reference, steps = script(model), Scriptable(click_model(CONFIGS)), Steps(ROWS)
+
+        def good() -> None:
+            bags, dense, labels = steps.draw()
+            click_loss(program, dense[steps.mine], bags[rank], labels[steps.mine]).backward()
+            click_loss(reference, dense, joined(bags), labels).backward()
+
+        for guilty in range(2 * size):
+            good()
+            model.sync_replicas()
+            before = [parameter.detach().clone() for parameter in model.parameters()]
+            bags, dense, labels = steps.draw()
+            mine = spoiled(bags[rank]) if rank == guilty else bags[rank]
+            with pytest.raises(Exception, match=f"rank {guilty}: feature 'tag' of table 'sparse.tags': id 999"):
+                click_loss(program, dense[steps.mine], mine, labels[steps.mine]).backward()
+            assert all(map(torch.equal, model.parameters(), before))
+        good()
+        good()
+        model.sync_replicas()
+        assert_tables_equal(model.module, reference, "after")
+
+    ranks(2 * size, rank_main)
 
 
 class FailsLate(ClickModel):

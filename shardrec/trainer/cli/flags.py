@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal, get_args, get_origin
 import typer
 from typer.core import TyperCommand
 
-from shardrec.trainer.run.options import Options, flag
+from shardrec.trainer.run.options import Options, Shown, flag
 
 __all__ = ["Command", "Debug", "Device", "flag_parameters", "parameter"]
 
@@ -38,16 +38,15 @@ def parameter(name: str, annotation: object, default: object) -> inspect.Paramet
 
 def flag_parameters(config: type[Options]) -> list[inspect.Parameter]:
     """A flag for each field, which is None (or empty, for a list) when it is not given."""
-    return [_flag_parameter(config, name) for name in config.model_fields]
+    return [_flag_parameter(name, shown) for name, shown in config.options().items()]
 
 
-def _flag_parameter(config: type[Options], name: str) -> inspect.Parameter:
-    shown, field = config.shown(name), config.model_fields[name]
-    default = field.default
+def _flag_parameter(name: str, shown: Shown) -> inspect.Parameter:
+    default = shown.default
     text = ",".join(map(str, default)) if isinstance(default, (dict, tuple)) else default
     known = f" (default: {text})" if text not in (None, "") else ""
     option = typer.Option(flag(name), help=f"{shown.help}{known}", metavar=shown.metavar, rich_help_panel=shown.panel)
-    origin, kinds = get_origin(field.annotation), get_args(field.annotation) or (field.annotation,)
+    origin, kinds = get_origin(shown.annotation), get_args(shown.annotation) or (shown.annotation,)
     if origin is dict or (origin is tuple and (kinds[0] is str or shown.choices)):
         return parameter(name, Annotated[list[str] | None, option], None)
     value = next((kind for kind in (int, float) if kind in kinds), str)

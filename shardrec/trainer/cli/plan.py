@@ -81,7 +81,7 @@ def plan_command(
 
     """
     from shardrec.planner import Profile, SolveLimits, explain, plan_tables, to_html, to_png
-    from shardrec.trainer.run.config import parse_constraint
+    from shardrec.trainer.run.option_groups import parse_constraint
 
     check_outputs({"--save": save, "--html": html, "--png": png})
     loads = read_tables(tables, instance=instance, optimizer=optimizer)

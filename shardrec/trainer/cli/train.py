@@ -95,7 +95,7 @@ def sweep_command(
         raise typer.Exit(SAVED if isinstance(stopped, RunStopped) else 130) from None
     console().print(sweep_table(sweep))
     if not sweep.test:
-        why = "the file of options names no test files" if options.test is None else "not tested without --final"
+        why = "the file of options names no test files" if options.data.test is None else "not tested without --final"
         typer.echo(f"{why}: the best setting's metric is that which chose it")
     typer.echo(f"results in {out}: sweep.json, sweep.png")
 

@@ -1,8 +1,8 @@
 """Training runs: ``shardrec train`` as a function, :func:`train`, over a :class:`TrainConfig`.
 
-In the order of a run: config (and options) → launch → the ranks (:mod:`shardrec.launch`) → session, which puts together
-model, prefetch, loop, saving, metrics (of several labels: tasks), display and report; and from :func:`predict` to
-scores, and by recommend to catalogue. Importing this package imports neither torch nor fbgemm-gpu.
+In the order of a run: config (of option groups, and options) → launch → the ranks (:mod:`shardrec.launch`) → session,
+which puts together model, prefetch, loop, saving, metrics (of several labels: tasks), display and report; and from
+:func:`predict` to scores, and by recommend to catalogue. Importing this package imports neither torch nor fbgemm-gpu.
 """
 
 from shardrec.launch import RunStopped

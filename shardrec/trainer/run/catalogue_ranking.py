@@ -37,14 +37,14 @@ def evaluator(
     Raises:
         ConfigError: see :class:`CatalogueRanking`; for data with several labels.
     """
-    if config.ranking != "rows":
+    if config.output.ranking != "rows":
         if spec.labels:
             raise ConfigError(
-                f"ranking (--ranking) {config.ranking!r} ranks clicked rows, and the features (--features) name "
+                f"ranking (--ranking) {config.output.ranking!r} ranks clicked rows, and the features (--features) name "
                 "several labels: give label: COLUMN in their place, or ranking rows"
             )
-        return CatalogueRanking(model, spec, device, k=config.top_k, unseen=config.ranking == "unseen")
-    return partial(evaluate, model, device=device, k=config.top_k, tasks=spec.labels)
+        return CatalogueRanking(model, spec, device, k=config.output.top_k, unseen=config.output.ranking == "unseen")
+    return partial(evaluate, model, device=device, k=config.output.top_k, tasks=spec.labels)
 
 
 class CatalogueRanking:

@@ -2,43 +2,42 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Annotated
 
-from pydantic import PositiveInt, field_validator
+from pydantic import Discriminator, Tag
 
 from shardrec import ConfigError
 from shardrec.files import read_text
-from shardrec.trainer.models import MODELS
-from shardrec.trainer.run.options import Options, flag, named_values, option, together
+from shardrec.trainer.run.option_groups import (
+    RESTARTS,
+    FeedData,
+    FiniteData,
+    LearningOptions,
+    ModelOptions,
+    OutputOptions,
+    RankOptions,
+    data_kind,
+)
+from shardrec.trainer.run.options import OptionGroup, Options, flag, named_values, together
 from shardrec.trainer.yaml_files import parse_yaml, yaml_lines
 
 if TYPE_CHECKING:
-    from shardrec import Constraint
+    import yaml
 
 __all__ = [
     "BOARD",
     "CHECKPOINTS",
-    "FEED",
     "FILE",
     "METRICS",
     "PLAN",
     "SPEC",
-    "SYNTHETIC",
     "TOPIC_FILES",
     "TrainConfig",
     "load_config",
     "load_config_text",
-    "parse_constraint",
 ]
-
-SYNTHETIC = "synthetic"
-"""The value of ``data`` that asks for generated rows."""
-
-FEED = "feed:"
-"""Prefix of ``data`` if its rows keep arriving."""
 
 CHECKPOINTS = "checkpoints"
 """The folder of a run's checkpoints, in its results."""
@@ -63,296 +62,58 @@ BOARD = "tensorboard"
 TOPIC_FILES = "topic"
 """The folder of the files that a run on a topic has the records written to, in the run's folder."""
 
-_RESTARTS = 3
-
 _OF_REPLICAS = ("constraint", "plan", "replicas", "elastic", "sync_every")
 """Options of ranks that the replicas of a run share."""
 
-_NOT_OF_FEEDS = (
-    *("valid", "samples", "epochs", "holdout", "loss", "decay", "schedule"),
-    *("patience", "monitor", "evaluations", "ranking"),
-)
+_MAY_CHANGE = ("on_bad_row", "feed_idle", "event_every")
+"""Options of data that a resumed run may change: none decides which rows are trained on, or in which order."""
+
+_NOT_OF_FEEDS = ("loss", "decay", "schedule", "patience", "monitor", "evaluations", "ranking")
 _NOT_ELASTIC = (
     *("replan", "patience", "clip", "ema", "accumulate", "pipeline", "compile", "detect_anomaly"),
     "publish",
 )
-_OWN_MODEL = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
-_EVERY = re.compile(r"0*[1-9][0-9]*|(?=.*[1-9])[0-9]+(\.[0-9]+)?m|point")
 
 
-class DataOptions(Options):
-    """Which rows a run is of, and how they are read."""
-
-    panel = "Data"
-
-    data: str = SYNTHETIC
-    """Files of rows: a name, a pattern such as 'day_*.parquet', a folder or a URL (.parquet, .csv, .tsv, .npz, .libsvm,
-    text also compressed). 'feed:' before a folder, a pattern, a manifest or kafka://HOST:PORT/TOPIC trains on rows as
-    they arrive, without an end. 'synthetic' generates rows."""
-    features: str | None = option(None, metavar="YAML")
-    """YAML file that describes the columns (default: those of Criteo's files)"""
-    valid: str | None = option(None, metavar="FILES")
-    """Files of held-out rows, instead of a share of --data."""
-    test: str | None = option(None, metavar="FILES")
-    """Files of rows for the final metrics (default: the held-out rows)"""
-    shuffle: int | None = option(None, ge=2)
-    """Rows to shuffle at a time, after the row groups of all files are shuffled (default: the files' order)"""
-    streams: int = option(64, ge=1)
-    """Row groups that are read side by side, spread over the ranks. With 1, rows are in exactly the files' order and
-    every rank decodes all."""
-    samples: int | None = option(None, ge=1)
-    """Rows to train on in an epoch, over all ranks (default: 2.4 million; of a file, all)"""
-    epochs: int = option(1, ge=1)
-    """Passes over the training rows."""
-    holdout: float = option(0.1, gt=0, lt=1)
-    """Share of a file's rows that is held out for the metrics."""
-    holdout_samples: int | None = option(None, ge=2)
-    """Rows to compute the metrics on (default: 100,000; of a file, all held out)"""
-    on_bad_row: Literal["error", "skip"] = "error"
-    """End the run at a row that cannot be read, or leave the row out and count it."""
-    late_after: float | None = option(None, ge=0)
-    """Seconds behind the watermark after which a row of a feed is late (default: never)"""
-    max_embeddings: int = option(20_000, ge=2)
-    """Most rows of an embedding table of generated or Criteo's columns. Categories are hashed into them."""
-
-
-class ModelOptions(Options):
-    """The model."""
-
-    panel = "Model"
-
-    model: str = option(
-        "dlrm",
-        help=f"One of {', '.join(MODELS)} (docs/models.md), or package.module:Model of your own.",
-        metavar="NAME|MODULE:NAME",
-    )
-    model_args: dict[str, object] = option({}, metavar="NAME=VALUE")
-    """Argument of the model, with its value in YAML, such as dropout=0.1. Can be repeated."""
-    embedding_dim: int = option(16, ge=1)
-    """Columns of the embedding tables without a dim in the spec."""
-    dense_layers: tuple[PositiveInt, ...] = option((64, 32), metavar="N,N,...")
-    """Widths of the dense features' layers, without the last one."""
-    over_layers: tuple[PositiveInt, ...] = option((128, 64), metavar="N,N,...")
-    """Widths of the layers over the interaction, without the last one."""
-
-    @field_validator("model")
-    @classmethod
-    def _is_model(cls, model: str) -> str:
-        if model not in MODELS and _OWN_MODEL.fullmatch(model) is None:
-            raise ValueError(f"give one of {', '.join(MODELS)}, or your own as package.module:Model")
-        return model
-
-
-class LearningOptions(Options):
-    """What a step learns, and the weights that the first one begins with."""
-
-    panel = "Learning"
-
-    batch_size: int = option(2048, ge=1)
-    """Rows of a batch on each rank."""
-    global_batch_size: int | None = option(None, ge=1)
-    """Rows of a batch over all ranks, spread evenly, instead of --batch-size. A resumed run keeps its own."""
-    accumulate: int = option(1, ge=1)
-    """Batches whose gradients are added up for one step."""
-    loss: Literal["bce", "softmax", "pairwise", "model"] = "bce"
-    """Cross entropy by row (bce), softmax over the rows of a group, pairs of a clicked row and another of its group
-    (pairwise), or the loss method of the model (model)."""
-    optimizer: Literal["sgd", "adagrad", "adam", "adamw"] = "adam"
-    """Optimizer of the dense layers."""
-    lr: float = option(5e-3, gt=0)
-    """Learning rate of the dense layers."""
-    embedding_optimizer: Literal[
-        "sgd", "adagrad", "rowwise_adagrad", "adam", "adamw", "partial_rowwise_adam", "lamb"
-    ] = "rowwise_adagrad"
-    """Optimizer of the tables, which updates them in backward."""
-    embedding_lr: float = option(0.1, gt=0)
-    """Learning rate of the tables."""
-    clip: float | None = option(None, gt=0)
-    """Largest norm of a step's gradients, over the dense layers and the tables. A larger norm is scaled down."""
-    weight_decay: float = option(0.0, ge=0)
-    """L2 penalty of the dense layers: added to a weight's gradient, times the weight."""
-    embedding_weight_decay: float = option(0.0, ge=0)
-    """L2 penalty of the tables, for the rows that a step looks up."""
-    precision: Literal["fp32", "bf16"] = "fp32"
-    """Format in which the dense layers compute in training. Weights stay fp32."""
-    warmup: int = option(0, ge=0)
-    """Steps over which both learning rates rise linearly to their values."""
-    schedule: Literal["constant", "linear", "cosine"] = "linear"
-    """Decay of both learning rates to 0 over the last --decay of the steps. constant: no decay."""
-    decay: float = option(0.5, ge=0, le=1)
-    """Last fraction of the steps, over which both learning rates decay to 0."""
-    ema: float | None = option(None, gt=0, lt=1)
-    """Decay per step of averaged weights, which are evaluated, exported and served (default: off)"""
-    patience: int | None = option(None, ge=1)
-    """End after this number of points of the held-out curve without a better --monitor (default: off)"""
-    monitor: Literal["auc", "logloss", "ne", "gauc", "ndcg"] | None = None
-    """Metric of the held-out rows that compares points (default: logloss, or gauc for a loss over groups)"""
-    init_from: str | None = option(None, metavar="RUN|CHECKPOINT")
-    """Begin with the weights that the model shares with the last checkpoint of another run, or with this checkpoint."""
-    rename: tuple[str, ...] = option((), metavar="OLD=NEW")
-    """With --init-from: a table or layer that has a new name. Can be repeated."""
-    init_rows: tuple[str, ...] = option((), metavar="TABLE=FILE")
-    """Begin with the rows of a file (.parquet, .npz, .npy) in a table, by id. Can be repeated."""
-    seed: int = option(0, ge=0)
-    """Seed of the first weights and of generated rows."""
-
-
-class RankOptions(Options):
-    """The processes of a run: what they compute with, which tables they have and how they find each other."""
-
-    panel = "Ranks"
-
-    nproc: int = option(1, ge=1)
-    """Ranks to start on this machine. Under torchrun, leave it out: its ranks are joined."""
-    threads: int | None = option(None, ge=1)
-    """Threads per rank (default: cores / ranks)"""
-    device: Literal["cpu", "cuda"] = "cpu"
-    """Device of the model."""
-    compile: Literal["off", "dense", "full"] = "off"
-    """Compile nothing, the dense part (with graph breaks at the tables), or everything in one graph."""
-    pipeline: int = option(0, ge=0, lt=3)
-    """Batches to work ahead. 1 exchanges the next batch's ids during a step, 2 also copies batches to the device."""
-    detect_anomaly: Literal["off", "on"] = "off"
-    """Look for NaN and Inf in the rows of tables and their gradients, at every step. This slows training down."""
-    constraint: tuple[str, ...] = option((), metavar="TABLE=CUT[,CUT][@RANK,RANK]")
-    """Cuts that the planner may use for a table or a feature, such as 't_*=row_wise' or 'cat_3=table_wise@0'. Can be
-    repeated."""
-    plan: str | None = option(None, metavar="PATH")
-    """Use this plan.json instead of planning."""
-    replan: int | None = option(None, ge=1)
-    """Plan again every N steps for the current ids, and move tables if that pays within N steps (default: off)"""
-    replicas: int = option(1, ge=1)
-    """Copies of the tables. Each is trained by a command of its own (--elastic), on a share of every batch."""
-    elastic: str | None = option(None, metavar="HOST:PORT[/NAME]")
-    """Address of the store in which the replicas find each other. If a replica dies, the others continue."""
-    sync_every: int = option(1, ge=1)
-    """Steps from one averaging of the replicas' tables to the next."""
-    timeout: float = option(300.0, gt=0)
-    """Seconds after which a rank that does not answer counts as dead."""
-    max_restarts: int | None = option(
-        None,
-        help="Restarts of this machine's ranks in a row without a new checkpoint "
-        f"(default: {_RESTARTS} with --checkpoint-every or --elastic, else 0)",
-        ge=0,
-    )
-
-
-class OutputOptions(Options):
-    """What comes of a run: metrics, checkpoints and published versions, and when."""
-
-    panel = "Output"
-
-    out: str | None = option(None, metavar="DIR")
-    """Folder for the results (default: runs/<date-time>)"""
-    feed_idle: float | None = option(None, ge=0)
-    """Seconds without new rows after which a feed ends (default: never)"""
-    event_every: float | None = option(None, gt=0)
-    """Seconds of event time from a point of a feed's curve to the next (default: by rows)"""
-    evaluations: int = option(10, ge=1)
-    """Points of the held-out curve."""
-    top_k: int = option(10, ge=1)
-    """Places at the top of a group that count for NDCG, recall and hit rate."""
-    ranking: Literal["rows", "catalogue", "unseen"] = "rows"
-    """Rank the item of a clicked held-out row among the rows of its group, all items (catalogue), or the items outside
-    of the row's history (unseen)."""
-    checkpoint: Literal["last", "best", "none"] = "last"
-    """Save the model at the end (last), also at the best point, which is then tested (best), or never (none)."""
-    checkpoint_every: str | None = option(None, metavar="STEPS|MINUTESm|point")
-    """Save every N steps (500), N minutes (10m) or at each point of the curve, and when told to end (default: off)"""
-    checkpoint_incremental: int = option(0, ge=0)
-    """Most saves in a row that write only changed rows. 0 writes all rows, always."""
-    keep_checkpoints: int = option(2, ge=1)
-    """Newest checkpoints to keep."""
-    publish: str | None = option(None, metavar="DIR|URL")
-    """Folder or URL to publish the model to while it trains, for servers that follow it."""
-    publish_every: str = option("1m", metavar="STEPS|MINUTESm|point")
-    """Publish every N steps (500), N minutes (10m) or at each point of the curve, and at the end."""
-    publish_weights: Literal["fp32", "fp16", "int8", "int4"] = "fp32"
-    """Format of the published tables."""
-
-    @field_validator("out")
-    @classmethod
-    def _is_folder(cls, out: str | None) -> str | None:
-        if out is not None and "://" in out:
-            raise ValueError(
-                "results and checkpoints go to a folder of a file system that is mounted here. Give one, and copy the "
-                "results afterwards"
-            )
-        return out
-
-    @field_validator("checkpoint_every", "publish_every")
-    @classmethod
-    def _is_interval(cls, interval: str | None) -> str | None:
-        if interval is not None and _EVERY.fullmatch(interval) is None:
-            raise ValueError("give steps, such as 500, minutes, such as 10m, above 0, or point")
-        return interval
-
-
-class TrainConfig(OutputOptions, RankOptions, LearningOptions, ModelOptions, DataOptions):
-    """One training run. Each field is a key of the YAML file and, with dashes, a flag. Its text is that flag's help.
+class TrainConfig(Options):
+    """One training run. Each option is a key of the YAML file, in its group or beside the groups, and a flag.
 
     Raises:
         ConfigError: if an option has an invalid value. Names each one, its value and the valid values.
     """
 
+    data: Annotated[
+        Annotated[FiniteData, Tag("not a feed")] | Annotated[FeedData, Tag("a feed")], Discriminator(data_kind)
+    ]
+    model: ModelOptions
+    learning: LearningOptions
+    ranks: RankOptions
+    output: OutputOptions
+
+    if TYPE_CHECKING:  # options by their keys, beside the groups or in them
+
+        def __init__(self, **options: object) -> None: ...
+
     def structural_faults(self) -> Iterator[str]:
         """See :class:`Options`."""
-        for text in self.constraint:
-            try:
-                parse_constraint(text)
-            except ConfigError as error:
-                yield str(error)
-        renamed = {pair.partition("=")[0] for pair in self.rename if "=" in pair}
-        if self.rename and (self.init_from is None or len(renamed) < len(self.rename)):
-            yield f"rename (--rename) is {self.rename!r}: give OLD=NEW, each OLD once, with init_from (--init-from)"
-        filled = {pair.partition("=")[0] for pair in self.init_rows if pair.partition("=")[2]}
-        if len(filled) < len(self.init_rows):
-            yield f"init_rows (--init-rows) is {self.init_rows!r}: give TABLE=FILE, each TABLE once"
-        for name in ("features", "valid", "test", "shuffle") if self.is_synthetic else ():
-            if getattr(self, name) is not None:
-                why = f"is for files, and data (--data) is {SYNTHETIC!r}"
-                yield f"{name} ({flag(name)}) {why}: leave it out, or name files"
-        if self.feed is None:
-            yield from self._refused(("feed_idle", "late_after", "event_every"), "and data (--data) is not a feed")
-        else:
-            yield from self._faults_of_feeds()
-        if (self.elastic is None) != (self.replicas == 1):
-            yield (
-                f"replicas (--replicas) is {self.replicas} and elastic (--elastic) {self.elastic!r}: give 2 or more "
-                "and the address of their store, or neither"
-            )
-        if self.elastic is not None:
+        if self.feed is not None:
+            yield from self._faults_of_feeds(self.feed)
+        if self.ranks.replicas is not None:
             yield from self._faults_of_replicas()
-        if self.plan is not None and self.constraint:
-            yield "constraint (--constraint) is for the planner and plan (--plan) replaces it: leave one out"
-        if self.detect_anomaly == "on" and self.replan is not None:
+        if self.learning.needs_groups and self.data.features is None:
             yield (
-                f"replan (--replan) is {self.replan!r} and detect_anomaly (--detect-anomaly) is 'on', which watches "
-                "the tables of one plan: leave one out"
+                f"loss (--loss) is {self.learning.loss!r}, which ranks the rows of a group, and no features "
+                "(--features) name one: give a file with group: COLUMN, or loss 'bce'"
             )
-        if self.detect_anomaly == "on" and self.compile == "full":
-            yield (
-                "detect_anomaly (--detect-anomaly) is 'on', which cannot look into one graph of compile (--compile) "
-                "'full': give compile 'dense' or 'off'"
-            )
-        if self.needs_groups and self.features is None:
-            yield (
-                f"loss (--loss) is {self.loss!r}, which ranks the rows of a group, and no features (--features) name "
-                "one: give a file with group: COLUMN, or loss 'bce'"
-            )
-        if self.model == "dcn" and not self.over_layers:
-            yield "over_layers (--over-layers) is empty: model dcn needs one layer at least"
-        if self.checkpoint_every is not None and self.checkpoint == "none":
-            yield "checkpoint_every (--checkpoint-every) saves and checkpoint (--checkpoint) is 'none': leave one out"
 
-    def _faults_of_feeds(self) -> Iterator[str]:
+    def _faults_of_feeds(self, feed: FeedData) -> Iterator[str]:
         yield from self._refused(
             _NOT_OF_FEEDS,
             "and data (--data) a feed, which does not end, and its rows are scored before they are trained on, by bce",
         )
-        if self.checkpoint == "best":
+        if self.output.checkpoint == "best":
             yield "checkpoint (--checkpoint) is 'best', and a feed's points are of different rows: give 'last'"
-        if self.checkpoint_every is None and self.feed_idle is None:
+        if self.output.checkpoint_every is None and feed.feed_idle is None:
             yield (
                 "data (--data) is a feed, and its run saves its weights at intervals and when it is told to "
                 "end: give checkpoint_every (--checkpoint-every), or feed_idle (--feed-idle) for an end"
@@ -362,56 +123,42 @@ class TrainConfig(OutputOptions, RankOptions, LearningOptions, ModelOptions, Dat
         yield from self._refused(_NOT_ELASTIC, "which does not go with replicas that come and go (--elastic)")
         if self.feed is not None:
             yield (
-                f"data (--data) is {self.data!r}, and replicas (--elastic) would not see its files at the same step: "
-                "name files"
+                f"data (--data) is {self.data.files!r}, and replicas (--elastic) would not see its files at the same "
+                "step: name files"
             )
-        if self.checkpoint == "best":
+        if self.output.checkpoint == "best":
             yield "checkpoint (--checkpoint) is 'best', which each replica would decide: give 'last'"
-        if self.out is None:
+        if self.output.out is None:
             yield "out (--out) is left out: name the folder that all replicas (--elastic) share"
 
     def _refused(self, names: Sequence[str], why: str) -> Iterator[str]:
         """A fault for each of these options that has another value than its default."""
+        values, options = self.to_mapping(), self.options()
         for name in names:
-            value = getattr(self, name)
-            if value != type(self).model_fields[name].default:
+            value = values[name]
+            if value != options[name].default:
                 yield f"{name} ({flag(name)}) is {value!r}, {why}: leave it out"
 
     @property
-    def is_synthetic(self) -> bool:
-        """Whether the rows are generated."""
-        return self.data == SYNTHETIC
+    def feed(self) -> FeedData | None:
+        """The rows that are trained on as they arrive, if the data is a feed."""
+        return self.data if isinstance(self.data, FeedData) else None
 
     @property
-    def feed(self) -> str | None:
-        """The folder, pattern or topic with rows that are trained on as they arrive, if the data is one."""
-        return self.data.removeprefix(FEED) if self.data.startswith(FEED) else None
+    def epochs(self) -> int:
+        """Passes over the rows; over a feed's, as they arrive, one."""
+        return self.data.epochs if isinstance(self.data, FiniteData) else 1
 
     @property
-    def needs_groups(self) -> bool:
-        """Whether the loss is one of the order of the rows in a group."""
-        return self.loss in ("softmax", "pairwise")
-
-    @property
-    def checkpoint_steps(self) -> int | None:
-        """Steps from one checkpoint to the next, if they are counted so; 0 with each point of the curve."""
-        return _interval(self.checkpoint_every)[0]
-
-    @property
-    def checkpoint_seconds(self) -> float | None:
-        """Seconds from one checkpoint to the next, if they are counted so."""
-        return _interval(self.checkpoint_every)[1]
-
-    @property
-    def publish_interval(self) -> tuple[int | None, float | None]:
-        """Steps, or seconds, from one published version to the next; (None, None) if nothing is published."""
-        return _interval(self.publish and self.publish_every)
+    def replica_count(self) -> int:
+        """Copies of the tables."""
+        return 1 if self.ranks.replicas is None else self.ranks.replicas.count
 
     @property
     def allowed_restarts(self) -> int:
         """``max_restarts``, or its default."""
-        comes_back = self.checkpoint_every is not None or self.elastic is not None
-        return self.max_restarts if self.max_restarts is not None else _RESTARTS * comes_back
+        comes_back = self.output.checkpoint_every is not None or self.ranks.replicas is not None
+        return RESTARTS * comes_back if self.ranks.max_restarts is None else self.ranks.max_restarts
 
     def check_resumes(self, started: Mapping[str, object], *, joins: bool = False) -> None:
         """Check that options of data, model and learning are unchanged. The others may differ when a run is resumed.
@@ -425,14 +172,16 @@ class TrainConfig(OutputOptions, RankOptions, LearningOptions, ModelOptions, Dat
         Raises:
             ConfigError: if some differ. Names each one and both values.
         """
-        options = self.to_mapping()
-        of_the_run = (*DataOptions.model_fields, *ModelOptions.model_fields, *LearningOptions.model_fields)
+        options, groups = self.to_mapping(), self.groups()
+        of_the_run = dict.fromkeys(
+            name for group in ("data", "model", "learning") for kind in groups[group] for name in kind.options()
+        )
         started = {**TrainConfig().to_mapping(), **started}  # by a version that may have had fewer options
         faults = [
-            f"{name} ({flag(name)}) is {options[name]!r} and the run in {self.out} was started with "
+            f"{name} ({flag(name)}) is {options[name]!r} and the run in {self.output.out} was started with "
             f"{started[name]!r}: leave it out, or start a new run in another folder (--out)"
             for name in (*of_the_run, *(_OF_REPLICAS if joins else ()))
-            if name != "on_bad_row" and options[name] != started[name]
+            if name not in _MAY_CHANGE and options[name] != started[name]
         ]
         if faults:
             raise ConfigError(together(faults))
@@ -443,36 +192,6 @@ class TrainConfig(OutputOptions, RankOptions, LearningOptions, ModelOptions, Dat
 
         text: str = yaml.safe_dump(self.to_mapping(), sort_keys=False)
         return text
-
-
-def _interval(text: str | None) -> tuple[int | None, float | None]:
-    """Steps, or seconds, of an option such as ``500`` or ``10m``; 0 steps with each ``point`` of the curve."""
-    if text is None:
-        return None, None
-    return (None, 60 * float(text[:-1])) if text.endswith("m") else (0 if text == "point" else int(text), None)
-
-
-def parse_constraint(text: str) -> tuple[str, Constraint]:
-    """``'t_*=row_wise,column_wise@0,1'`` as (pattern of plan names, what it asks for). ``@`` is before ranks.
-
-    Raises:
-        ConfigError: for another form, an unknown cut, or ranks of a table that every rank has.
-    """
-    # Imported here because the planner's package is only wanted by runs with a constraint.
-    from shardrec import Constraint
-
-    pattern, equals, right = text.rpartition("=")
-    cuts_text, _, ranks_text = right.partition("@")
-    cuts = tuple(cut.strip().replace("-", "_") for cut in cuts_text.split(",") if cut.strip())
-    ranks = [rank.strip() for rank in ranks_text.split(",") if rank.strip()]
-    if not equals or not pattern or not (cuts or ranks) or not all(rank.isdecimal() for rank in ranks):
-        raise ConfigError(
-            f"constraint (--constraint) is {text!r}: give TABLE=CUT[,CUT][@RANK,RANK], such as 't_*=row_wise'"
-        )
-    try:
-        return pattern, Constraint(cuts=cuts, ranks=tuple(map(int, ranks)))
-    except ConfigError as error:
-        raise ConfigError(f"constraint (--constraint) is {text!r}: {error}") from None
 
 
 def load_config(
@@ -536,13 +255,24 @@ def _parse(text: str, path: Path) -> dict[str, tuple[object, int]]:
         raise ConfigError(
             f"config file {path} holds a {type(loaded).__name__}: give options, in lines like 'batch_size: 2048'"
         )
-    lines = yaml_lines(root)
     values: dict[str, tuple[object, int]] = {}
-    for key, value in loaded.items():
-        name, line = str(key).replace("-", "_"), lines.get(str(key), 1)
+    for name, key, value, line in _entries(loaded, root, TrainConfig.groups()):
         if name in values:
             raise ConfigError(
                 f"config file {path}:{line}: {str(key)!r} is there twice, first in line {values[name][1]}: keep one"
             )
         values[name] = value, line
     return values
+
+
+def _entries(
+    loaded: Mapping[object, object], node: yaml.Node, groups: Mapping[str, Sequence[type[OptionGroup]]]
+) -> Iterator[tuple[str, object, object, int]]:
+    """Each option of a mapping and of the groups in it: its name, its key as written, its value and its line."""
+    lines, nodes = yaml_lines(node), {str(key.value): inner for key, inner in node.value}
+    for key, value in loaded.items():
+        name = str(key).replace("-", "_")
+        if name in groups and isinstance(value, dict):
+            yield from _entries(value, nodes.get(str(key), node), groups[name][0].groups())
+        else:
+            yield name, key, value, lines.get(str(key), 1)

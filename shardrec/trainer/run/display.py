@@ -148,9 +148,9 @@ class Announcer:
         size, threads = rank_info.world_size, rank_info.threads
         ranks = f"{size} rank{'s' * (size > 1)} with {threads} thread{'s' * (threads > 1)}"
         each = " each" * (size > 1)
-        batches = f"{config.accumulate} batches of " * (config.accumulate > 1)
-        self.say(f"training {config.model} on {ranks}{each}, {batches}{batch_size:,} rows a step on each rank")
-        if config.compile != "off":
+        batches = f"{config.learning.accumulate} batches of " * (config.learning.accumulate > 1)
+        self.say(f"training {config.model.name} on {ranks}{each}, {batches}{batch_size:,} rows a step on each rank")
+        if config.ranks.compile != "off":
             self.say("torch.compile compiles in the first steps, and for evaluation: minutes without a line here")
 
     def display(self, total: int | None, around: Callable[[Display], Display]) -> AbstractContextManager[Display]:

@@ -67,25 +67,25 @@ def own_folder(config: TrainConfig, rank_info: RankInfo, lock: ExitStack) -> tup
     Raises:
         ConfigError: on every rank, if it cannot be written to or another run has it.
     """
-    kinds: tuple[_Kind, ...] = ("alone",) if config.elastic is None else ("alone", "shared")
+    kinds: tuple[_Kind, ...] = ("alone",) if config.ranks.replicas is None else ("alone", "shared")
     held = on_first_rank(lambda: lock_folder(config, lock, *kinds), rank_info, "start")
-    return Path(str(config.out)), held == "alone"
+    return Path(str(config.output.out)), held == "alone"
 
 
 def lock_folder(config: TrainConfig, lock: ExitStack, *kinds: _Kind) -> _Kind:
     """Make the folder, and hold its lock in another way than before."""
-    folder = Path(str(config.out))
+    folder = Path(str(config.output.out))
     # Another replica may be making the plan meanwhile, and this one's other ranks wait for the first.
-    wait_s = _LOCK_S if config.elastic is None else config.timeout / 2
+    wait_s = _LOCK_S if config.ranks.replicas is None else config.ranks.timeout / 2
     lock.close()
     try:
         folder.mkdir(parents=True, exist_ok=True)
         held = lock.enter_context(locked(folder, wait_s, *kinds))
     except OSError as error:
-        raise ConfigError(f"out (--out) is {config.out!r}: {error.strerror}. Give a folder to write to") from error
+        raise ConfigError(f"out (--out) is {str(folder)!r}: {error.strerror}. Give a folder to write to") from error
     if held is None:
         raise ConfigError(
-            f"out (--out) is {config.out!r}: another run writes to it. Wait for its end, or give another folder"
+            f"out (--out) is {config.output.out!r}: another run writes to it. Wait for its end, or give another folder"
         )
     return held
 

@@ -92,7 +92,7 @@ def run_sweep(
         config: what the runs have in common. They are compared by its ``monitor``, which is needed. Its test files are
             read for the best setting only, with ``final``.
         grid: values of options, or of ``model_args.NAME``.
-        seeds: runs per setting, with seeds from ``config.seed`` on.
+        seeds: runs per setting, with seeds from ``config.learning.seed`` on.
         out: the sweep's folder.
         final: test the best setting's runs; without, no metric of the test files is computed.
         debug: keep tracebacks.
@@ -107,18 +107,19 @@ def run_sweep(
         )
     if config.feed is not None:
         raise ConfigError(
-            f"data is {config.data!r}, and a sweep compares runs by the same held-out rows, which a feed lacks: "
+            f"data is {config.data.files!r}, and a sweep compares runs by the same held-out rows, which a feed lacks: "
             "give its files, without 'feed:', and monitor (--monitor)"
         )
-    labels = config.features is not None and bool(read_spec(Path(config.features)).labels)
-    if labels and config.monitor is not None:
+    features, test_files, monitor = config.data.features, config.data.test, config.learning.monitor
+    labels = features is not None and bool(read_spec(Path(features)).labels)
+    if labels and monitor is not None:
         raise ConfigError("runs of several labels are compared by their held-out loss: leave monitor (--monitor) out")
-    if config.monitor is None and not labels:
+    if monitor is None and not labels:
         raise ConfigError("no metric to compare the runs by: give monitor (--monitor), such as auc or ndcg")
-    if config.test is not None and config.checkpoint == "none":
+    if test_files is not None and config.output.checkpoint == "none":
         raise ConfigError("checkpoint is 'none', and the best setting is tested with its weights: give last or best")
-    full_names = {"ne": "normalized_entropy", "ndcg": f"ndcg@{config.top_k}"}
-    metric = "loss" if config.monitor is None else full_names.get(config.monitor, config.monitor)
+    full_names = {"ne": "normalized_entropy", "ndcg": f"ndcg@{config.output.top_k}"}
+    metric = "loss" if monitor is None else full_names.get(monitor, monitor)
     settings = [dict(zip(grid, values, strict=True)) for values in product(*grid.values())]
     runs = {_name(values): _runs(config, values, seeds, out) for values in settings}
     for run in (run for of_setting in runs.values() for run in of_setting):
@@ -137,7 +138,7 @@ def run_sweep(
             scores[name] = []
     sign = -1 if metric in ("logloss", "normalized_entropy", "loss") else 1
     best = max((name for name in scores if scores[name]), key=lambda name: sign * fmean(scores[name]))
-    tests = [] if config.test is None or not final else [_tested(Path(str(run.out)), config.test) for run in runs[best]]
+    tests = [_tested(Path(str(run.output.out)), test_files) for run in runs[best]] if test_files and final else []
     of_rows = ("click_rate", "auc_stderr")  # not of the model
     names = [name for name, value in (tests or [{}])[0].items() if isinstance(value, float) and name not in of_rows]
     test = {name: [float(metrics[name]) for metrics in tests] for name in names}
@@ -155,33 +156,35 @@ def _runs(config: TrainConfig, values: Mapping[str, object], seeds: int, out: Pa
     """A run for each seed, with some values of the grid."""
     arguments = {name.removeprefix(_ARGUMENT): value for name, value in values.items() if name.startswith(_ARGUMENT)}
     options = {name: value for name, value in values.items() if not name.startswith(_ARGUMENT)}
-    run = config.changed(**options, model_args={**config.model_args, **arguments}, test=None)
-    run = run.changed(global_batch_size=run.global_batch_size or run.batch_size * run.nproc)
+    run = config.changed(**options, model_args={**config.model.args, **arguments}, test=None)
+    run = run.changed(global_batch_size=run.learning.global_batch_size or run.learning.batch_size * run.ranks.nproc)
     folder = out / quote(_name(values), safe="=,.[]:+- ")
-    return [run.changed(seed=seed, out=f"{folder}/seed{seed}") for seed in range(config.seed, config.seed + seeds)]
+    first = config.learning.seed
+    return [run.changed(seed=seed, out=f"{folder}/seed{seed}") for seed in range(first, first + seeds)]
 
 
 def _check_folder(run: TrainConfig) -> None:
     """Raise a ConfigError if the run's folder holds one with other options or features."""
-    if not Path(str(run.out), FILE).is_file():
+    if not Path(str(run.output.out), FILE).is_file():
         return
-    started = RunFolder(Path(str(run.out))).config
-    run.check_resumes({**started.to_mapping(), "features": run.features})
-    if run.features and started.features and read_spec(Path(run.features)) != read_spec(Path(started.features)):
-        raise ConfigError(
-            f"features is {run.features!r}, which says something else than {started.features}: give --out"
-        )
+    started = RunFolder(Path(str(run.output.out))).config
+    features, before = run.data.features, started.data.features
+    run.check_resumes({**started.to_mapping(), "features": features})
+    if features and before and read_spec(Path(features)) != read_spec(Path(before)):
+        raise ConfigError(f"features is {features!r}, which says something else than {before}: give --out")
 
 
 def _score(run: TrainConfig, metric: str, title: str, debug: bool) -> float:
     """The metric of a run, which is made unless it is finished."""
-    folder = Path(str(run.out))
+    folder = Path(str(run.output.out))
     if not (folder / METRICS).is_file():
         print(f"\n{title}: {folder}", flush=True)
         train(run, resume=(folder / FILE).is_file(), debug=debug)
     score = read_json(folder / METRICS)["final"].get(metric)
     if score is None:
-        raise ConfigError(f"monitor is {run.monitor!r}, and the held-out rows of {folder} lack {metric}: give another")
+        raise ConfigError(
+            f"monitor is {run.learning.monitor!r}, and the held-out rows of {folder} lack {metric}: give another"
+        )
     return float(score)
 
 

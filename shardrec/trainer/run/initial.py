@@ -38,15 +38,16 @@ def start_from(config: TrainConfig, spec: FeatureSpec, model: ShardedModel, rank
     def number(table: str, ids: Any) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
         return row_numbers(ids, after[table][0], spec)
 
-    if config.init_from is None:
+    initial = config.learning.initial
+    if initial is None:
         return warm_start(None, model, rows=rows, number=number)
-    init_from = Path(config.init_from)
+    init_from = Path(initial.init_from)
     run = RunFolder(init_from.parents[1] if init_from.parent.name == CHECKPOINTS else init_from)
     saved = [init_from] if run.path != init_from else [*Checkpoints(run.path / CHECKPOINTS).paths().values()]
     path = same_everywhere(str(max(saved, default="")), rank_info)
     if not path:
         raise ConfigError(
-            f"init_from (--init-from) is {config.init_from!r}, a run without a checkpoint: train it first"
+            f"init_from (--init-from) is {initial.init_from!r}, a run without a checkpoint: train it first"
         )
     before = _features(run.config, run.spec)
 
@@ -54,15 +55,15 @@ def start_from(config: TrainConfig, spec: FeatureSpec, model: ShardedModel, rank
         pairs = [pair for new, old in tables.items() for pair in _pairs(before.get(old, ()), after.get(new, ()))]
         faults = [*_other_ids(pairs), *_other_places(pairs, run.spec, spec), *_other_values(pairs, run.spec, spec)]
         if faults:
-            raise ConfigError(f"init_from (--init-from) is {config.init_from!r}: " + "; ".join(faults[:5]))
+            raise ConfigError(f"init_from (--init-from) is {initial.init_from!r}: " + "; ".join(faults[:5]))
 
-    rename = dict(pair.split("=", 1) for pair in config.rename)
+    rename = dict(pair.split("=", 1) for pair in initial.rename)
     return warm_start(path, model, rows=rows, rename=rename, resize=("grow", "truncate"), accept=accept, number=number)
 
 
 def _row_files(config: TrainConfig, tables: Mapping[str, Sequence[Feature]]) -> Iterator[tuple[str, str]]:
     """Each table that begins with rows of a file, by its name in a plan, and the file."""
-    for pair in config.init_rows:
+    for pair in config.learning.init_rows:
         name, _, path = pair.partition("=")
         named = [table for table in tables if name in (table, table.rpartition(".")[2]) and tables[table]]
         named = named or [table for table, features in tables.items() if name in [each.name for each in features]]

@@ -27,33 +27,30 @@ def train(config: TrainConfig, *, resume: bool = False, debug: bool = False) -> 
 
     Args:
         config: the run.
-        resume: continue from the last checkpoint in ``config.out``, or begin without one. Implied if torchrun
+        resume: continue from the last checkpoint in ``out``, or begin without one. Implied if torchrun
             restarts the run, and for elastic replicas, which share the folder.
         debug: keep the ranks' tracebacks.
 
     Raises:
-        ConfigError: without ``resume`` also if ``config.out`` holds checkpoints, with it if ``config.out`` does not
-            exist.
+        ConfigError: without ``resume`` also if ``out`` holds checkpoints, with it if ``out`` does not exist.
         VersionError: if the packages of the extra ``train`` are not installed.
         ShardrecError: if the run failed; of several ranks' errors, the first that is not about another rank.
         RunStopped: if SIGTERM or Ctrl-C ended the run after it had saved. A KeyboardInterrupt.
         KeyboardInterrupt: if they ended it without a save.
     """
     check_extra("train")
-    resume = resume or int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)) > 0 or config.elastic is not None
+    resume = resume or int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)) > 0 or config.ranks.replicas is not None
     _check_out(config, resume)
-    config = config.changed(out=config.out or _new_folder())  # of several ranks' the first one's holds
-    restarts = 0
+    config = config.changed(out=config.output.out or _new_folder())  # of several ranks' the first one's holds
+    restarts, nproc, timeout = 0, config.ranks.nproc, config.ranks.timeout
     while True:
         options, saved = {**config.to_mapping(), "resume": resume}, _saved(config)
         try:
-            run_on_ranks(
-                _train_rank, options, nproc=config.nproc, timeout=config.timeout, debug=debug, start=spawn_alone
-            )
+            run_on_ranks(_train_rank, options, nproc=nproc, timeout=timeout, debug=debug, start=spawn_alone)
             return
         except PeerError as error:
             restarts = restarts + 1 if _saved(config) == saved else 1
-            if launched_rank() is not None or config.nproc == 1 or restarts > config.allowed_restarts:
+            if launched_rank() is not None or nproc == 1 or restarts > config.allowed_restarts:
                 raise
             again = f"starting the ranks again, {restarts} of {config.allowed_restarts} times without a new checkpoint"
             print(f"shardrec: {error}\nshardrec: {again}", file=sys.stderr, flush=True)
@@ -119,18 +116,19 @@ def _predict_rank(options: dict[str, Any]) -> dict[str, Any] | None:
 
 
 def _check_out(config: TrainConfig, resume: bool) -> None:
-    if resume and config.out is None:
+    if resume and config.output.out is None:
         raise ConfigError("resume (--resume) is for a run that has a folder: name it (--out)")
     if not resume and _saved(config):
         raise ConfigError(
-            f"out (--out) is {config.out!r}, which holds the checkpoints of a run: continue it (--resume), or give "
-            "another folder"
+            f"out (--out) is {config.output.out!r}, which holds the checkpoints of a run: continue it (--resume), or "
+            "give another folder"
         )
 
 
 def _saved(config: TrainConfig) -> list[str]:
     """The names of the run's checkpoints, without a look into them."""
-    return [] if config.out is None else sorted(path.name for path in Path(config.out, CHECKPOINTS).glob("step-*"))
+    out = config.output.out
+    return [] if out is None else sorted(path.name for path in Path(out, CHECKPOINTS).glob("step-*"))
 
 
 def _new_folder() -> str:

@@ -140,7 +140,7 @@ def train_epoch(
     optimizers = (run.optimizer, run.model.fused_optimizer)
     schedulers = [LambdaLR(optimizer, schedule.rate, last_epoch=progress.steps - 1) for optimizer in optimizers]
 
-    weights, event_every = LabelWeights(), run.config.event_every
+    weights, event_every = LabelWeights(), None if run.config.feed is None else run.config.feed.event_every
     if run.progressive is not None and event_every is not None and progress.evaluated_at == progress.steps:
         run.progressive.load(torch.zeros((2, 0)))  # a point is of the rows after the last one
 
@@ -167,10 +167,10 @@ def train_epoch(
 
     def weighted_loss(model: nn.Module, part: StepPart) -> tuple[Tensor, Tensor, StepPart]:
         if part.sums is not None:
-            weights.begin(part.sums, run.config.accumulate)
-        with torch.autocast(run.rank_info.device.type, torch.bfloat16, enabled=run.config.precision == "bf16"):
+            weights.begin(part.sums, run.config.learning.accumulate)
+        with torch.autocast(run.rank_info.device.type, torch.bfloat16, enabled=run.config.learning.precision == "bf16"):
             scored = model if run.progressive is None else run.progressive.scoring(model, part.batch.labels)
-            loss = batch_loss(run.config.loss, scored, part.batch, run.spec.labels, weights.divisors)
+            loss = batch_loss(run.config.learning.loss, scored, part.batch, run.spec.labels, weights.divisors)
         return loss if part.weight == 1 else loss * part.weight, loss.detach(), part
 
     steps = TrainPipeline(
@@ -178,9 +178,9 @@ def train_epoch(
         optimizers,
         batches,
         loss_fn=weighted_loss,
-        depth=run.config.pipeline,
-        accumulate=run.config.accumulate,
-        clip_norm=run.config.clip,
+        depth=run.config.ranks.pipeline,
+        accumulate=run.config.learning.accumulate,
+        clip_norm=run.config.learning.clip,
         device=run.rank_info.device,
     )
     shown = (0.0, progress.seconds)
@@ -224,7 +224,7 @@ def train_epoch(
             except RunStopped:
                 steps.close()  # all ranks end here
                 raise
-            if due and progress.stalled(run.config.patience):
+            if due and progress.stalled(run.config.learning.patience):
                 steps.close()  # also here: their metrics are the same
                 return
     if run.elastic is None or progress.epoch_steps:  # progress may come from a replica that has ended its epoch

@@ -25,7 +25,8 @@ from shardrec.planner import constraints_of
 from shardrec.serve import from_tensors
 from shardrec.trainer.data import ClickSchema, FeatureSpec
 from shardrec.trainer.models import MODELS
-from shardrec.trainer.run.config import TrainConfig, parse_constraint
+from shardrec.trainer.run.config import TrainConfig
+from shardrec.trainer.run.option_groups import parse_constraint
 from shardrec.trainer.run.options import flag
 
 if TYPE_CHECKING:
@@ -63,7 +64,7 @@ _DENSE_OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
 
 
 def build_model(config: TrainConfig, schema: ClickSchema) -> nn.Module:
-    """What the class that ``config.model`` names makes of the schema and ``config.model_args``.
+    """What the class that ``config.model.name`` names makes of the schema and ``config.model.args``.
 
     Args:
         config: the model, one of :mod:`shardrec.trainer.models` or ``package.module:Model``, and its arguments.
@@ -76,20 +77,21 @@ def build_model(config: TrainConfig, schema: ClickSchema) -> nn.Module:
     Raises:
         ConfigError: if the model does not exist, does not take such arguments, or makes something else.
     """
-    make = _model_class(config.model)
+    name = config.model.name
+    make = _model_class(name)
     arguments = _arguments(config, make)
     try:
         model = make(schema, **arguments)
     except (TypeError, ValueError) as error:
         arguments_text = "".join(f", {name}={value!r}" for name, value in arguments.items())
-        call = f"{config.model.rpartition(':')[2]}(schema{arguments_text})"
+        call = f"{name.rpartition(':')[2]}(schema{arguments_text})"
         raise ConfigError(
-            f"model (--model) is {config.model!r}: {call} fails ({error}). A model takes a "
+            f"model (--model) is {name!r}: {call} fails ({error}). A model takes a "
             "shardrec.trainer.data.ClickSchema and, by name, what model_args (--model-arg) gives"
         ) from error
     if not isinstance(model, nn.Module):
-        raise ConfigError(f"model (--model) is {config.model!r}: it makes a {type(model).__name__}, not an nn.Module")
-    _check_tables(config.model, model, schema)
+        raise ConfigError(f"model (--model) is {name!r}: it makes a {type(model).__name__}, not an nn.Module")
+    _check_tables(name, model, schema)
     return model
 
 
@@ -130,6 +132,7 @@ def _arguments(config: TrainConfig, make: Callable[..., object]) -> dict[str, ob
     Raises:
         ConfigError: for arguments that it does not take, or of other types.
     """
+    model = config.model.name
     try:
         parameters = [*inspect.signature(make).parameters.values()][1:]
         hints = typing.get_type_hints(make.__init__ if inspect.isclass(make) else make, include_extras=True)
@@ -137,13 +140,13 @@ def _arguments(config: TrainConfig, make: Callable[..., object]) -> dict[str, ob
         parameters, hints = [inspect.Parameter("arguments", inspect.Parameter.VAR_KEYWORD)], {}
     takes_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
     names = [parameter.name for parameter in parameters if parameter.kind is not parameter.VAR_KEYWORD]
-    arguments = dict(config.model_args)
-    for option, name in _FLAGS.items() if config.model in MODELS else ():
-        value = getattr(config, option)
-        if value == type(config).model_fields[option].default:
+    arguments = dict(config.model.args)
+    for option, name in _FLAGS.items() if model in MODELS else ():
+        value = getattr(config.model, option)
+        if value == config.options()[option].default:
             continue  # as all the built-in models have it
         if name not in names or name in arguments:
-            reason = f"model_args also gives {name}" if name in arguments else f"model {config.model!r} has no {name}"
+            reason = f"model_args also gives {name}" if name in arguments else f"model {model!r} has no {name}"
             raise ConfigError(f"{option} ({flag(option)}) is {value!r} and {reason}: leave it out")
         arguments[name] = value
     for name in arguments:
@@ -151,10 +154,10 @@ def _arguments(config: TrainConfig, make: Callable[..., object]) -> dict[str, ob
             close = difflib.get_close_matches(name, names, n=1)
             meant = f"did you mean {close[0]!r}? " if close else ""
             raise ConfigError(
-                f"model_args (--model-arg) has {name!r}, which model {config.model!r} does not take: {meant}"
+                f"model_args (--model-arg) has {name!r}, which model {model!r} does not take: {meant}"
                 f"It takes {', '.join(names) or 'none'}"
             )
-    return {name: _as_hinted(config.model, name, value, hints.get(name, object)) for name, value in arguments.items()}
+    return {name: _as_hinted(model, name, value, hints.get(name, object)) for name, value in arguments.items()}
 
 
 def _as_hinted(model: str, name: str, value: object, hint: Any) -> object:
@@ -205,33 +208,35 @@ def export_fault(config: TrainConfig, model: nn.Module, schema: ClickSchema) -> 
         model: not sharded. It is compiled, and not run.
         schema: the features of a request.
     """
-    if config.model in MODELS:
+    if config.model.name in MODELS:
         return ""
     try:
         script(from_tensors(model, list(schema.sparse_names)), portable=True)
     except ShardrecError as error:
         fault = str(error).splitlines()[0].removesuffix(" TorchScript says:")
-        return f"model {config.model!r} trains, but shardrec export --to script will refuse it: {fault}"
+        return f"model {config.model.name!r} trains, but shardrec export --to script will refuse it: {fault}"
     return ""
 
 
 def fuse_optimizer(model: nn.Module, config: TrainConfig) -> None:
     """Give every table the config's optimizer; to be called before :func:`shardrec.shard`."""
-    cls, settings = _TABLE_OPTIMIZERS[config.embedding_optimizer]
+    learning = config.learning
+    cls, settings = _TABLE_OPTIMIZERS[learning.embedding_optimizer]
     for module in model.modules():
         if isinstance(module, (EmbeddingBagCollection, EmbeddingCollection)):
             # A model of one's own may have given some tables an optimizer already.
             parameters = [
                 parameter for parameter in module.parameters() if not getattr(parameter, "_optimizer_classes", [])
             ]
-            rates = {"lr": config.embedding_lr, "weight_decay": config.embedding_weight_decay}
+            rates = {"lr": learning.embedding_lr, "weight_decay": learning.embedding_weight_decay}
             apply_optimizer_in_backward(cls, parameters, {**rates, **settings})
 
 
 def dense_optimizer(model: ShardedModel, config: TrainConfig) -> torch.optim.Optimizer:
     """The optimizer of everything that is not a table."""
     groups = [{"params": model.dense_parameters()}]  # of none, where tables are all that a model has
-    return _DENSE_OPTIMIZERS[config.optimizer](groups, lr=config.lr, weight_decay=config.weight_decay)
+    learning = config.learning
+    return _DENSE_OPTIMIZERS[learning.optimizer](groups, lr=learning.lr, weight_decay=learning.weight_decay)
 
 
 def planner_constraints(
@@ -245,7 +250,7 @@ def planner_constraints(
     tables = _tables_by_feature(model)
     own_names = {name for names in tables.values() for name in names}
     constraints = {}
-    for text in config.constraint:
+    for text in config.ranks.constraint:
         pattern, limit = parse_constraint(text)
         if pattern not in own_names and len(tables.get(pattern, [])) == 1:
             (pattern,) = tables[pattern]

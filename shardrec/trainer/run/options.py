@@ -3,53 +3,60 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable, Mapping
+import json
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, ClassVar, Literal, NamedTuple, Self, get_args, get_origin
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, field_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, field_validator, model_validator
+from pydantic_core import ErrorDetails
 
 from shardrec import ConfigError
 from shardrec.trainer.yaml_files import parse_yaml
 
-__all__ = ["Options", "Shown", "flag", "named_values", "option", "together"]
+__all__ = ["OptionGroup", "Options", "Shown", "flag", "named_values", "option", "together"]
 
 
 class Shown(NamedTuple):
     """How an option is shown in the help.
 
     Attributes:
+        annotation: its type.
+        default: its value if it is not given.
         panel: the heading that it is under.
         help: for people, in one line.
         metavar: stands for the value.
         choices: values that there are, of texts and lists of texts. Empty if others can be given.
     """
 
+    annotation: object
+    default: Any
     panel: str
     help: str
     metavar: str | None
     choices: tuple[str, ...]
 
 
-def option(default: object, *, help: str | None = None, metavar: str | None = None, **limits: Any) -> Any:
+def option(
+    default: object, *, key: str | None = None, help: str | None = None, metavar: str | None = None, **limits: Any
+) -> Any:
     """A field of :class:`Options`, where its type and its default do not say all.
 
     Args:
-        default: its value if it is not given.
+        default: its value if it is not given. ``...`` if it decides whether there is its group.
+        key: its name for people. Default: the field's name.
         help: for people. Default: the field's docstring.
         metavar: stands for the value in the help. Default: the choices.
         limits: of a number, as pydantic's ``Field`` takes them.
     """
-    return Field(default, description=help, json_schema_extra={"metavar": metavar}, **limits)
+    return Field(default, alias=key, description=help, json_schema_extra={"metavar": metavar}, **limits)
 
 
-class Options(BaseModel):
+class OptionGroup(BaseModel):
     """Frozen options. Text that spells a value, as YAML files and shells have it, is that value.
 
-    A field's docstring is its help, a ``Literal`` its choices. A subclass may put together several, each a ``panel`` of
-    the help.
-
-    Raises:
-        ConfigError: naming each option that cannot be honoured, its value and the valid values.
+    A field's docstring is its help, a ``Literal`` its choices. A field may be a group itself, of one of several classes
+    (a tagged union), or optional. Its options are given by their keys, beside those of the group around it. An option
+    that the chosen class lacks, or of an optional group without its required ones, can only have its default.
     """
 
     model_config = ConfigDict(
@@ -61,33 +68,57 @@ class Options(BaseModel):
     )
     panel: ClassVar[str] = ""
 
-    def __init__(self, **values: object) -> None:
-        try:
-            super().__init__(**values)
-        except ValidationError as error:
-            raise ConfigError(_explained(error, values, type(self))) from None
-        faults = [*self.structural_faults()]
-        if faults:
-            raise ConfigError(together(faults))
-
     def structural_faults(self) -> Iterable[str]:
         """Why options that are well-formed do not go together, a sentence each."""
         return ()
 
     @classmethod
-    def shown(cls, name: str) -> Shown:
-        """How the help shows a field."""
-        field = cls.model_fields[name]
-        kinds = (field.annotation, *get_args(field.annotation))
-        choices = next((get_args(kind) for kind in kinds if get_origin(kind) is Literal), ())
-        group = next(base for base in reversed(cls.__mro__) if name in getattr(base, "model_fields", ()))
-        extra = field.json_schema_extra if isinstance(field.json_schema_extra, dict) else {}
-        return Shown(
-            panel=getattr(group, "panel", ""),
-            help=" ".join((field.description or "").split()),
-            metavar=str(extra.get("metavar") or "|".join(choices)) or None,
-            choices=choices,
-        )
+    def groups(cls) -> dict[str, list[type[OptionGroup]]]:
+        """The fields that are groups, with the classes that each may have."""
+        kinds = {name: [*_groups(field.annotation)] for name, field in cls.model_fields.items()}
+        return {name: classes for name, classes in kinds.items() if classes}
+
+    @classmethod
+    def options(cls) -> dict[str, Shown]:
+        """How the help shows each option, also of the groups inside, by its key."""
+        groups, options = cls.groups(), dict[str, Shown]()
+        for name, field in cls.model_fields.items():
+            for group in groups.get(name, ()):
+                options |= group.options()
+            if name in groups:
+                continue
+            kinds = (field.annotation, *get_args(field.annotation))
+            choices = next((get_args(kind) for kind in kinds if get_origin(kind) is Literal), ())
+            holder = next(base for base in reversed(cls.__mro__) if name in getattr(base, "model_fields", ()))
+            extra = field.json_schema_extra if isinstance(field.json_schema_extra, dict) else {}
+            options[field.alias or name] = Shown(
+                annotation=field.annotation,
+                default=None if field.is_required() else field.default,
+                panel=getattr(holder, "panel", ""),
+                help=" ".join((field.description or "").split()),
+                metavar=str(extra.get("metavar") or "|".join(choices)) or None,
+                choices=choices,
+            )
+        return options
+
+    def flat(self) -> dict[str, object]:
+        """The options of this group and of the groups inside that there are, as JSON-compatible data."""
+        groups = self.groups()
+        flat = self.model_dump(mode="json", by_alias=True, exclude={*groups})
+        for group in filter(None, (getattr(self, name) for name in groups)):
+            flat |= group.flat()
+        return flat
+
+    @model_validator(mode="before")
+    @classmethod
+    def _grouped(cls, given: dict[str, object]) -> dict[str, object]:
+        """The options of groups, moved from beside the groups into them."""
+        groups = cls.groups()
+        homes = {key: name for name, kinds in groups.items() for kind in kinds for key in kind.options()}
+        values = dict[str, Any]({name: {} for name in groups if cls.model_fields[name].is_required()})
+        for key, value in given.items():
+            (values.setdefault(homes[key], {}) if key in homes else values)[key] = value
+        return values
 
     @field_validator("*", mode="before")
     @classmethod
@@ -113,6 +144,29 @@ class Options(BaseModel):
             raise ValueError("give some text")
         return value
 
+
+class Options(OptionGroup):
+    """The groups of options together, or options without groups, each base class a ``panel`` of the help.
+
+    Raises:
+        ConfigError: naming each option that cannot be honoured, its value and the valid values.
+    """
+
+    def __init__(self, **values: object) -> None:
+        given = {name: value for name, value in values.items() if not self._is_default(name, value)}
+        try:
+            super().__init__(**given)
+        except ValidationError as error:
+            raise ConfigError(_explained(error, values, type(self))) from None
+        faults = [*_faults(self)]
+        if faults:
+            raise ConfigError(together(faults))
+
+    @classmethod
+    def _is_default(cls, name: str, value: object) -> bool:
+        option = cls.options().get(name)
+        return option is not None and json.dumps(value, default=str) == json.dumps(option.default)
+
     def changed(self, **changes: object) -> Self:
         """These options with other values for some."""
         return self.of({**self.to_mapping(), **changes})
@@ -123,8 +177,26 @@ class Options(BaseModel):
         return cls(**values)
 
     def to_mapping(self) -> dict[str, object]:
-        """The options as YAML- and JSON-compatible data, which make equal options as keywords."""
-        return self.model_dump(mode="json")
+        """The options by their keys, without groups, as YAML- and JSON-compatible data, which make equal options as
+        keywords. Of groups that there are not, the defaults."""
+        flat, options = self.flat(), self.options()
+        return {
+            name: flat[name] if name in flat else json.loads(json.dumps(option.default))
+            for name, option in options.items()
+        }
+
+
+def _groups(annotation: object) -> Iterator[type[OptionGroup]]:
+    if isinstance(annotation, type) and issubclass(annotation, OptionGroup):
+        yield annotation
+    for part in get_args(annotation):
+        yield from _groups(part)
+
+
+def _faults(options: OptionGroup) -> Iterator[str]:
+    yield from options.structural_faults()
+    for group in filter(None, (getattr(options, name) for name in options.groups())):
+        yield from _faults(group)
 
 
 def named_values(given: object) -> dict[str, object]:
@@ -149,21 +221,30 @@ def _joined(item: object) -> str:
 def _explained(error: ValidationError, values: Mapping[str, object], options: type[Options]) -> str:
     """Each option that is wrong, its value and the valid values."""
     faults: dict[str, str] = {}
-    known = [*options.model_fields]
+    known = options.options()
     for fault in error.errors():
-        name = str(fault["loc"][0])
-        if name not in known:
-            close = difflib.get_close_matches(name, known, n=1)
-            text = f"{name} ({flag(name)}) is not an option" + (f": did you mean {close[0]!r}?" if close else "")
-        else:
-            wanted = fault["msg"].removeprefix("Value error, ")
-            wanted = wanted.replace("Input should", "each should" if fault["loc"][1:] else "it should")
-            if fault["type"] == "literal_error":
-                wanted = f"give one of {', '.join(options.shown(name).choices)}"
-            text = f"{name} ({flag(name)}) is {values[name]!r}: {wanted}"
-        faults.setdefault(name, text)
-    names = "" if faults.keys() <= set(known) else f"\nThe options are {', '.join(known)}"
+        name = next((part for part in reversed(fault["loc"]) if part in known), fault["loc"][0])
+        faults.setdefault(str(name), _sentence(str(name), fault, values, known))
+    names = "" if faults.keys() <= known.keys() else f"\nThe options are {', '.join(known)}"
     return together([*faults.values()]) + names
+
+
+def _sentence(name: str, fault: ErrorDetails, values: Mapping[str, object], known: Mapping[str, Shown]) -> str:
+    named, kind, loc = f"{name} ({flag(name)})", fault["type"], fault["loc"]
+    if name not in known:
+        close = difflib.get_close_matches(name, known, n=1)
+        return f"{named} is not an option" + (f": did you mean {close[0]!r}?" if close else "")
+    if kind == "missing":
+        others = " and ".join(f"{other} ({flag(other)}) is {value!r}" for other, value in fault["input"].items())
+        return f"{others}, without {named}: give both, or neither"
+    shown = f"{named} is {values.get(name, fault['input'])!r}"
+    if kind == "extra_forbidden":  # of one of several classes of a group, whose tag says why
+        return f"{shown}, and {loc[0]} ({flag(str(loc[0]))}) is {loc[1]}: leave it out"
+    wanted = fault["msg"].removeprefix("Value error, ")
+    wanted = wanted.replace("Input should", "each should" if isinstance(loc[-1], int) else "it should")
+    if kind == "literal_error":
+        wanted = f"give one of {', '.join(known[name].choices)}"
+    return f"{shown}: {wanted}"
 
 
 def together(faults: list[str]) -> str:

@@ -17,7 +17,7 @@ from rich.table import Column, Table
 
 import shardrec
 from shardrec.trainer.data import ClickMetrics
-from shardrec.trainer.run.config import FEED
+from shardrec.trainer.run.option_groups import FEED
 from shardrec.trainer.run.task_metrics import TaskMetrics
 
 if TYPE_CHECKING:

@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from shardrec import ConfigError
 from shardrec.files import read_json
-from shardrec.trainer.run.config import CHECKPOINTS, FEED, FILE, METRICS, PLAN, SPEC, TrainConfig, load_config
+from shardrec.trainer.run.config import CHECKPOINTS, FILE, METRICS, PLAN, SPEC, TrainConfig, load_config
+from shardrec.trainer.run.option_groups import FEED
 
 if TYPE_CHECKING:
     import torch
@@ -63,7 +64,7 @@ class RunFolder:
         from shardrec.trainer.run.source import spec_of
 
         spec = spec_of(self.config)
-        return spec if self.config.features is None or (self.path / IDS).is_file() else spec.with_ids(FIRST_IDS)
+        return spec if self.config.data.features is None or (self.path / IDS).is_file() else spec.with_ids(FIRST_IDS)
 
     @property
     def schema(self) -> ClickSchema:
@@ -100,7 +101,7 @@ class RunFolder:
         fuse_optimizer(model, self.config)
         dynamic = dynamic_tables(self.spec, model)
         # A program that runs without shardrec looks distinct ids up for plain ids alone.
-        ema = self.config.ema
+        ema = self.config.learning.ema
         sharded = shard(
             model, device=device, dynamic_ids=dynamic, dedup=not dynamic, update="step" if ema else "backward"
         )
@@ -110,10 +111,10 @@ class RunFolder:
         loaded = checkpoints.load_last(sharded, optimizer)
         if loaded is None:
             raise ConfigError(f"{self.path} lacks a checkpoint: train it with --checkpoint last, or --checkpoint-every")
-        changed = changed_source(self.config.model, loaded.extra)
+        changed = changed_source(self.config.model.name, loaded.extra)
         if changed:
             print(f"shardrec: warning: {changed}", file=sys.stderr, flush=True)
-        best = loaded.extra["progress"].get("best_step") if self.config.checkpoint == "best" else None
+        best = loaded.extra["progress"].get("best_step") if self.config.output.checkpoint == "best" else None
         path = loaded.path if best is None else checkpoints.folder / f"step-{best:012}"
         if best is not None:
             load_checkpoint(path, sharded, optimizer)
@@ -151,7 +152,7 @@ class RunFolder:
 
         cpu = torch.device("cpu")
         config = self.config
-        if data is None and config.feed is not None and config.test is None:
+        if data is None and config.feed is not None and config.data.test is None:
             raise ConfigError(f"{self.path} was trained on a feed, which lacks held-out rows: give files (--data)")
         if data is not None and data.startswith(FEED):
             raise ConfigError(f"data (--data) is {data!r}, and only shardrec train takes a feed: leave 'feed:' out")
@@ -162,7 +163,7 @@ class RunFolder:
         changes = {"on_bad_row": on_bad_row, "ranking": ranking}
         config = config.changed(**{name: value for name, value in changes.items() if value is not None})
         rank_info = RankInfo(rank=0, world_size=1, device=cpu, threads=torch.get_num_threads())
-        source = Source(config.changed(global_batch_size=config.batch_size), rank_info, self.spec)
+        source = Source(config.changed(global_batch_size=config.learning.batch_size), rank_info, self.spec)
         batches = source.test_batches() if data is None else source.holdout_batches()
 
         def counted() -> Iterator[ClickBatch]:
@@ -193,7 +194,7 @@ class RunFolder:
         if dynamic:  # their rows are evicted with their optimizer's states only
             fuse_optimizer(model, self.config)
         plan = ShardingPlan.load(self.path / PLAN).on_one_rank() if dynamic else None
-        served = quantize(shard(model, plan, dynamic_ids=dynamic), self.config.publish_weights)
+        served = quantize(shard(model, plan, dynamic_ids=dynamic), self.config.output.publish_weights)
         served.follow(source)
         return served
 
@@ -204,8 +205,8 @@ class RunFolder:
         from shardrec.trainer.run.endpoint import Endpoint
 
         model, spec = self.model() if follow is None else self.following(follow), self.spec
-        about, example = {"run": str(self.path), **self.summary()}, values_of_file(self.config.data, spec)
-        return Endpoint(model, spec, about, loss=self.config.loss, example=example)
+        about, example = {"run": str(self.path), **self.summary()}, values_of_file(self.config.data.files, spec)
+        return Endpoint(model, spec, about, loss=self.config.learning.loss, example=example)
 
     def export(self, target: Target, out: Path, weights: str = "fp32") -> Path:
         """Write the model for serving, with its tables in inference kernels. See :mod:`shardrec.serve`.
@@ -247,9 +248,9 @@ class RunFolder:
             ) from error
         checkpoints = sorted(path.name for path in (self.path / CHECKPOINTS).glob("step-*"))
         summary = {
-            "data": self.config.data,
+            "data": self.config.data.files,
             "model": " ".join(
-                [self.config.model, *(f"{name}={value}" for name, value in self.config.model_args.items())]
+                [self.config.model.name, *(f"{name}={value}" for name, value in self.config.model.args.items())]
             ),
             "checkpoints": ", ".join(checkpoints) or "none",
         }
@@ -289,6 +290,6 @@ def cuts_of(plan: ShardingPlan) -> str:
 def differing(left: TrainConfig, right: TrainConfig) -> Mapping[str, tuple[object, object]]:
     """The options that two runs differ in, except their folders. For feature specs, the contents count."""
     first, second = left.to_mapping(), right.to_mapping()
-    specs = {Path(config.features).read_bytes() if config.features else b"" for config in (left, right)}
+    specs = {Path(config.data.features).read_bytes() if config.data.features else b"" for config in (left, right)}
     same = {"out"} | ({"features"} if len(specs) == 1 else set())
     return {name: (first[name], second[name]) for name in first if name not in same and first[name] != second[name]}

@@ -51,14 +51,14 @@ class Saver:
         self._config, self._place, self._progress = run.config, run.rank_info, run.progress
         self._checkpoints = Checkpoints(
             run.folder / CHECKPOINTS,
-            keep_last=run.config.keep_checkpoints,
-            incremental=run.config.checkpoint_incremental,
+            keep_last=run.config.output.keep_checkpoints,
+            incremental=run.config.output.checkpoint_incremental,
         )
         self._publisher: Publisher | None = None
-        if run.config.publish is not None:
+        if run.config.output.publish is not None:
             from shardrec import Publisher  # with fbgemm's inference kernels
 
-            self._publisher = Publisher(run.model, run.config.publish, run.config.publish_weights)
+            self._publisher = Publisher(run.model, run.config.output.publish, run.config.output.publish_weights)
         self._published = PendingSave()
         self._published_at = time.monotonic()
         self._published_step: int | None = None
@@ -112,14 +112,14 @@ class Saver:
         if "cuda_random" in rank_state:
             torch.cuda.set_rng_state(rank_state["cuda_random"], rank_info.device)
         self._saved_step = self._agreed_step = self._agree_at = loaded.step
-        changed = changed_source(self._config.model, loaded.extra)
+        changed = changed_source(self._config.model.name, loaded.extra)
         if changed:
             self._run.announcer.say(f"warning: {changed}")
         self._run.announcer.say(f"continuing from the checkpoint of step {loaded.step:,}")
 
     def watching(self) -> AbstractContextManager[object]:
         """Inside, SIGTERM and Ctrl-C end the run after a step and a save, if it saves at all before its end."""
-        return nullcontext() if self._config.checkpoint_every is None else self._stop
+        return nullcontext() if self._config.output.checkpoint_every is None else self._stop
 
     def after_step(self, *, idle: bool = False) -> None:
         """Save and publish if it is time.
@@ -130,12 +130,12 @@ class Saver:
         Raises:
             RunStopped: on every rank, after a save, if any was told to end.
         """
-        if self._config.checkpoint_every is None and self._publisher is None:
+        if self._config.output.checkpoint_every is None and self._publisher is None:
             return
         steps, evaluated_at = self._progress.steps, self._progress.evaluated_at
         due, publish = (
             interval is not None and not idle and (steps % interval if interval else steps - evaluated_at) == 0
-            for interval in (self._config.checkpoint_steps, self._config.publish_interval[0])
+            for interval in (self._config.output.checkpoint_steps, self._config.output.publish_interval[0])
         )
         ends = False
         if steps > self._agree_at or idle:
@@ -152,7 +152,7 @@ class Saver:
 
     def after_point(self) -> None:
         """Save if the last point of the curve is the best one, and that is what is kept."""
-        if self._config.checkpoint == "best" and self._progress.improved():
+        if self._config.output.checkpoint == "best" and self._progress.improved():
             self._progress.best_step = self._progress.steps
             self._save()
 
@@ -169,11 +169,11 @@ class Saver:
         return step
 
     def _save_last(self) -> int:
-        if self._config.checkpoint != "none":
+        if self._config.output.checkpoint != "none":
             self._save()
         self._acknowledge()
         steps, best = self._progress.steps, self._progress.best_step
-        if self._config.checkpoint != "best" or best == steps:
+        if self._config.output.checkpoint != "best" or best == steps:
             return steps
         path = None if best is None else self._checkpoints.paths().get(best)
         if not same_everywhere(str(path or ""), self._place):
@@ -186,7 +186,7 @@ class Saver:
         """(whether to end, whether a save is due by the clock, whether a publish is), the same on all ranks.
         Acknowledges what is written."""
         now, steps = time.monotonic(), self._progress.steps
-        wait_s, publish_s = self._config.checkpoint_seconds, self._config.publish_interval[1]
+        wait_s, publish_s = self._config.output.checkpoint_seconds, self._config.output.publish_interval[1]
         pace = (now - self._agreed_at) / max(1, steps - self._agreed_step)
         said = torch.tensor(
             [
@@ -235,7 +235,7 @@ class Saver:
             samples = over_ranks(self._progress.rows, self._place)
             extra = {
                 "config": self._config.to_mapping(),
-                "model_source": source_digest(self._config.model),
+                "model_source": source_digest(self._config.model.name),
                 "samples": samples,
                 "progress": self._progress.state(),
                 "left_out": self._run.source.all_left_out(),

@@ -150,10 +150,10 @@ def predict_rank(options: Mapping[str, Any]) -> dict[str, Any] | None:
     """This rank's share. Options and result as of :func:`shardrec.trainer.run.predict`."""
     folder, out = RunFolder(Path(options["run"])), Store(options["out"])
     config = folder.config.changed(device=options["device"])
-    with joined_run(config.device, config.threads, timeout=config.timeout) as rank_info:
+    with joined_run(config.ranks.device, config.ranks.threads, timeout=config.ranks.timeout) as rank_info:
         spec, top = folder.spec, options["top"]
         model, checkpoint = folder.loaded(rank_info.device)
-        results: _Scores | _Top = _Scores(spec, config.loss)
+        results: _Scores | _Top = _Scores(spec, config.learning.loss)
         if top is not None:
             results = _Top(Recommender(model, spec, rank_info.device), top, options["exclude_seen"])
         of_files = ("columns", "delimiter", "quoted", "encoding", "decimal", "missing", "rules")
@@ -161,7 +161,7 @@ def predict_rank(options: Mapping[str, Any]) -> dict[str, Any] | None:
         keys: list[str] = [*filter(None, [spec.group])] if options["keys"] is None else options["keys"]
         keyed = _Keyed(keys=tuple(keys), absent=results.absent, **fields)
         job = {"run": str(folder.path.resolve()), "checkpoint": checkpoint, "keys": keys}
-        job |= {"columns": [*results.names], "on_bad_row": options["on_bad_row"] or config.on_bad_row}
+        job |= {"columns": [*results.names], "on_bad_row": options["on_bad_row"] or config.data.on_bad_row}
         if top is not None:
             job |= {"top": top, "exclude_seen": options["exclude_seen"]}
         converted = folder.path / f"{ROWS}_to_predict" if "://" in options["out"] else Path(options["out"], f".{ROWS}")

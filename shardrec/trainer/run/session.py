@@ -52,6 +52,7 @@ from shardrec.trainer.run.model import (
     fuse_optimizer,
     planner_constraints,
 )
+from shardrec.trainer.run.option_groups import FeedData
 from shardrec.trainer.run.options import flag, together
 from shardrec.trainer.run.prefetch import DealtParts, Prefetcher
 from shardrec.trainer.run.progress import Progress, RecentMean
@@ -92,11 +93,12 @@ def run_rank(config: TrainConfig, *, resume: bool = False) -> RunReport | None:
         RunStopped: the run was told to end, and has saved.
     """
     with ExitStack() as lock:
-        alone = config.elastic is not None
+        ranks, learning = config.ranks, config.learning
+        alone = ranks.replicas is not None
         with joined_run(
-            config.device, config.threads, seed=config.seed, timeout=config.timeout, alone=alone
+            ranks.device, ranks.threads, seed=learning.seed, timeout=ranks.timeout, alone=alone
         ) as rank_info:
-            rows = config.global_batch_size or config.batch_size * rank_info.world_size * config.replicas
+            rows = learning.global_batch_size or learning.batch_size * rank_info.world_size * config.replica_count
             config, resume = _alike_on_ranks(config.changed(global_batch_size=rows), rank_info, resume)
             folder, is_first = own_folder(config, rank_info, lock)
             finish = _run(config, rank_info, folder, resume, lock, is_first)
@@ -118,9 +120,10 @@ def _run(
         source.count(progress)
     if rank_info.is_lead and plan is None:
         announcer.say(source.describe())
-    if config.feed is not None and plan is None and not _arrived(source, config, time.sleep):
+    if config.feed is not None and plan is None and not _arrived(source, config.feed, time.sleep):
         raise DataError(
-            f"{config.feed} has had nothing for {config.feed_idle:g} s (--feed-idle): there is nothing to train on"
+            f"{config.feed.source} has had nothing for {config.feed.feed_idle:g} s (--feed-idle): there is nothing to "
+            "train on"
         )
     model, constraints = _sharded_model(config, source, spec, rank_info, plan)
     if rank_info.is_lead and plan is None:
@@ -136,11 +139,13 @@ def _run(
         spec=spec,
         model=model,
         optimizer=optimizer,
-        average=None if config.ema is None else Average(model, optimizer, config.ema),
+        average=None if config.learning.ema is None else Average(model, optimizer, config.learning.ema),
         progress=Progress(
             world_size=rank_info.world_size,
             loss=RecentMean(rank_info.device),
-            grad_norms={part: RecentMean(rank_info.device) for part in ("dense", "tables") if config.clip is not None},
+            grad_norms={
+                part: RecentMean(rank_info.device) for part in ("dense", "tables") if config.learning.clip is not None
+            },
             watched=_watched(config),
         ),
         announcer=announcer,
@@ -149,7 +154,7 @@ def _run(
     )
     elastic, phase = run.elastic, "new" if run.elastic is None else run.elastic.phase
     if phase == "ended":
-        announcer.say(f"the run at {config.elastic} has ended: there is nothing to join")
+        announcer.say(f"the run at {config.to_mapping()['elastic']} has ended: there is nothing to join")
         return lambda: None
     saver = Saver(run)
     goes_on = phase == "trains" or (resume and saver.has_checkpoints())
@@ -157,16 +162,17 @@ def _run(
         saver.load()
     elif resume and elastic is None:  # as at the first start of a command with --resume, or in a folder by mistake
         announcer.say(f"{folder} has no checkpoint to continue from: the run begins")
-    if (config.init_from is not None or config.init_rows) and not goes_on:
-        origin = ", ".join(filter(None, [config.init_from, *config.init_rows]))
+    initial = config.learning.initial
+    if (initial or config.learning.init_rows) and not goes_on:
+        origin = ", ".join([*([initial.init_from] if initial else []), *config.learning.init_rows])
         announcer.say(f"from {origin}:\n{start_from(config, spec, model, rank_info)}")
 
     def describe() -> None:
         with replaced(folder / FILE) as file:
             file.write_text(config.to_yaml(), encoding="utf-8")
-        if config.features is not None:
+        if config.data.features is not None:
             with replaced(folder / SPEC) as file:
-                file.write_text(Path(config.features).read_text(encoding="utf-8"), encoding="utf-8")
+                file.write_text(Path(config.data.features).read_text(encoding="utf-8"), encoding="utf-8")
         _save_plan(run)
 
     if is_first and phase == "new":
@@ -175,7 +181,7 @@ def _run(
         on_first_rank(lambda: lock_folder(config, lock, "shared"), rank_info, "start of the other replicas")
         elastic.join(optimizer, run.progress)
         announcer.say(f"{elastic.replicas} replica(s) train, this one from step {elastic.steps:,}")
-    anomalies = detect_anomaly(model) if config.detect_anomaly == "on" else nullcontext()
+    anomalies = detect_anomaly(model) if config.ranks.detect_anomaly == "on" else nullcontext()
     with saver.watching(), anomalies:
         _train(run, saver, evaluate)
     if elastic is None:
@@ -191,7 +197,7 @@ def _concluded(
     """Save and evaluate the trained model. Returns the writing of the results, for each rank alone."""
     config, rank_info, source, model, announcer = run.config, run.rank_info, run.source, run.model, run.announcer
     final_step = saver.finish()
-    if run.progressive is not None and config.test is None:
+    if run.progressive is not None and config.data.test is None:
         scored = run.progressive.metrics()
         if scored is None:  # for example where another number of ranks continued with nothing more to train on
             announcer.say("the feed has ended without rows that were scored: no new results are written")
@@ -246,10 +252,10 @@ def _as_started(config: TrainConfig, rank_info: RankInfo, folder: Path, *, joins
         return None
     started = load_config_text(options, files[0])
     config.check_resumes(started.to_mapping(), joins=joins)
-    if config.features is not None and parse_spec(spec, str(files[2])) != read_spec(Path(config.features)):
+    if config.data.features is not None and parse_spec(spec, str(files[2])) != read_spec(Path(config.data.features)):
         raise ConfigError(
-            f"features (--features) is {config.features!r}, which says something else than {files[2]}, with which the "
-            "run was started: give that one, or start a new run in another folder (--out)"
+            f"features (--features) is {config.data.features!r}, which says something else than {files[2]}, with which "
+            "the run was started: give that one, or start a new run in another folder (--out)"
         )
     try:
         saved_plan = ShardingPlan.from_json(parse_json(plan))
@@ -260,7 +266,7 @@ def _as_started(config: TrainConfig, rank_info: RankInfo, folder: Path, *, joins
             f"the replicas of the run in {folder} have {saved_plan.world_size} rank(s) each, and this one "
             f"{rank_info.world_size}: start {saved_plan.world_size}"
         )
-    same = (config.plan, config.constraint) == (started.plan, started.constraint)
+    same = (config.ranks.plan, config.ranks.constraint) == (started.ranks.plan, started.ranks.constraint)
     return saved_plan if same and saved_plan.world_size == rank_info.world_size else None
 
 
@@ -276,9 +282,9 @@ def _own_spec(config: TrainConfig, rank_info: RankInfo, folder: Path, resume: bo
     The ranks decide together, each by its share of the files' row groups, and all meet the same fault.
     """
     spec = spec_of(config)
-    if config.features is None:
+    if config.data.features is None:
         return spec
-    uncounted, files = read_spec(Path(config.features)), (folder / IDS, folder / VOCABULARIES)
+    uncounted, files = read_spec(Path(config.data.features)), (folder / IDS, folder / VOCABULARIES)
 
     def text_of(file: Path) -> str:
         return same_everywhere(read_text(file) if rank_info.is_lead and resume and file.is_file() else "", rank_info)
@@ -313,19 +319,19 @@ def _sharded_model(
     fault = export_fault(config, model, spec.schema_) if rank_info.is_lead else ""
     if fault:
         print(f"shardrec: warning: {fault}", file=sys.stderr, flush=True)
-    if config.loss == "model":
-        model = with_own_loss(model, config.model)
+    if config.learning.loss == "model":
+        model = with_own_loss(model, config.model.name)
     fuse_optimizer(model, config)
     dynamic = dynamic_tables(spec, model)
     constraints = planner_constraints(config, model, dynamic)
-    if plan is None and config.plan is not None:
+    if plan is None and config.ranks.plan is not None:
         try:
-            plan = ShardingPlan.load(config.plan)
+            plan = ShardingPlan.load(config.ranks.plan)
         except OSError as error:
-            raise ConfigError(f"plan (--plan) is {config.plan!r}: {error.strerror}. Give a plan.json") from error
+            raise ConfigError(f"plan (--plan) is {config.ranks.plan!r}: {error.strerror}. Give a plan.json") from error
         if plan.world_size != rank_info.world_size:
             raise ConfigError(
-                f"plan (--plan) is {config.plan!r}, which is for {plan.world_size} ranks, and there are "
+                f"plan (--plan) is {config.ranks.plan!r}, which is for {plan.world_size} ranks, and there are "
                 f"{rank_info.world_size}: start {plan.world_size} (--nproc {plan.world_size}), or leave it out"
             )
     if plan is None:
@@ -340,18 +346,19 @@ def _sharded_model(
                 device=rank_info.device,
             )
     meet(rank_info, "agreement on the plan")  # the first rank has also looked for the best possible metrics
+    replicas = config.ranks.replicas
     sharded = shard(
         model,
         plan,
         device=rank_info.device,
         dynamic_ids=dynamic,
-        update="step" if config.clip or config.accumulate > 1 or config.ema else "backward",
+        update="step" if config.learning.clip or config.learning.accumulate > 1 or config.learning.ema else "backward",
         replicas=None
-        if config.elastic is None
-        else Replicas(config.replicas, elastic=config.elastic, sync_every=config.sync_every),
+        if replicas is None
+        else Replicas(replicas.count, elastic=replicas.address, sync_every=config.ranks.sync_every),
     )
-    if config.compile != "off":  # in rank_info, so that the model stays what the loop and the checkpoint know
-        full = config.compile == "full"
+    if config.ranks.compile != "off":  # in rank_info, so that the model stays what the loop and the checkpoint know
+        full = config.ranks.compile == "full"
         annotate_for_dynamo(sharded, mode="traced" if full else "boundary")
         sharded.compile(fullgraph=full)
     return sharded, constraints
@@ -386,14 +393,14 @@ def _watched(config: TrainConfig) -> str:
     """
     spec = spec_of(config)
     if spec.labels:
-        if config.loss != "bce" or config.monitor is not None:
+        if config.learning.loss != "bce" or config.learning.monitor is not None:
             raise ConfigError(
                 f"the features (--features) name labels, which have losses of their own, and loss (--loss) is "
-                f"{config.loss!r}, monitor (--monitor) {config.monitor!r}: leave both out"
+                f"{config.learning.loss!r}, monitor (--monitor) {config.learning.monitor!r}: leave both out"
             )
         return "loss"
-    grouped = spec.group is not None or config.ranking != "rows"
-    watched = config.monitor or ("gauc" if grouped and config.loss != "bce" else "logloss")
+    grouped = spec.group is not None or config.output.ranking != "rows"
+    watched = config.learning.monitor or ("gauc" if grouped and config.learning.loss != "bce" else "logloss")
     if watched in ("gauc", "ndcg") and not grouped:
         raise ConfigError(
             f"monitor (--monitor) is {watched!r}, a metric of rows in groups, and the features (--features) "
@@ -408,8 +415,10 @@ def _train(run: Run, saver: Saver, evaluate: Callable[[Iterable[ClickBatch]], Cl
     # In memory: a file would have to be read to its end again for each point of the curve.
     curve_batches = [] if progressive else list(failing_together(source.holdout_batches(_CURVE_ROWS), model))
 
-    if config.patience is not None or config.checkpoint == "best":
-        of_labels = not run.spec.labels and (config.ranking == "rows" or progress.watched not in ("gauc", "ndcg"))
+    if config.learning.patience is not None or config.output.checkpoint == "best":
+        of_labels = not run.spec.labels and (
+            config.output.ranking == "rows" or progress.watched not in ("gauc", "ndcg")
+        )
         if of_labels and not progressive:
             check_monitor(curve_batches, progress.watched)
 
@@ -420,10 +429,10 @@ def _train(run: Run, saver: Saver, evaluate: Callable[[Iterable[ClickBatch]], Cl
             return evaluate(curve_batches)
 
     total_rows = None if progressive else source.train_rows * config.epochs
-    evaluations = config.evaluations
+    evaluations = config.output.evaluations
     if progressive:
         evaluations = max(
-            1, _progressive_rows(config) // (source.batch_size * run.rank_info.world_size * config.accumulate)
+            1, _progressive_rows(config) // (source.batch_size * run.rank_info.world_size * config.learning.accumulate)
         )
 
     def board(shown: Display) -> Display:
@@ -431,12 +440,14 @@ def _train(run: Run, saver: Saver, evaluate: Callable[[Iterable[ClickBatch]], Cl
 
     with run.announcer.display(total_rows, board) as display:
         last_step = 0 if progressive else source.steps * config.epochs
-        replanner = None if config.replan is None else Replanner(run, config.replan, display, last_step)
+        replanner = None if config.ranks.replan is None else Replanner(run, config.ranks.replan, display, last_step)
         for _ in _epochs(run, saver):
 
             def read(replica: int = 0, replicas: int = 1) -> Iterator[StepPart]:
                 made = source.train_batches(progress.epoch_steps, progress.epoch, replica=replica, replicas=replicas)
-                return step_parts(made, config.accumulate, lambda: source.skipped, weighs_labels=run.spec.weighs_labels)
+                return step_parts(
+                    made, config.learning.accumulate, lambda: source.skipped, weighs_labels=run.spec.weighs_labels
+                )
 
             with Prefetcher(read()) if run.elastic is None else DealtParts(run, run.elastic, read) as batches:
                 train_epoch(
@@ -445,9 +456,9 @@ def _train(run: Run, saver: Saver, evaluate: Callable[[Iterable[ClickBatch]], Cl
                     schedule=Schedule(
                         total_steps=last_step,
                         evaluations=evaluations,
-                        warmup=config.warmup,
-                        shape=config.schedule,
-                        decay=config.decay,
+                        warmup=config.learning.warmup,
+                        shape=config.learning.schedule,
+                        decay=config.learning.decay,
                     ),
                     evaluate=evaluated,
                     display=display,
@@ -460,25 +471,25 @@ def _train(run: Run, saver: Saver, evaluate: Callable[[Iterable[ClickBatch]], Cl
 def _epochs(run: Run, saver: Saver) -> Iterator[int]:
     """The numbers of the epochs that are left; of a feed, of its arrivals, without an end unless it is idle."""
     config, source, progress = run.config, run.source, run.progress
-    while config.feed is None and progress.epoch < config.epochs and not progress.stalled(config.patience):
+    while config.feed is None and progress.epoch < config.epochs and not progress.stalled(config.learning.patience):
         yield progress.epoch
 
     def wait(seconds: float) -> None:
         saver.after_step(idle=True)
         time.sleep(seconds)
 
-    while config.feed is not None and _arrived(source, config, wait):
+    while config.feed is not None and _arrived(source, config.feed, wait):
         if source.lag:
             run.announcer.say(f"{source.lag:,} records behind the end of the topic")
         yield progress.epoch
         source.end_arrival()
 
 
-def _arrived(source: Source, config: TrainConfig, wait: Callable[[float], None]) -> bool:
+def _arrived(source: Source, feed: FeedData, wait: Callable[[float], None]) -> bool:
     """Wait until rows of the feed have arrived. False, on all ranks after as many looks, if it has ended."""
     waited_s = 0.0
     while not source.poll(wait):
-        if config.feed_idle is not None and waited_s >= config.feed_idle:
+        if feed.feed_idle is not None and waited_s >= feed.feed_idle:
             return False
         wait(_POLL_S)
         waited_s += _POLL_S
@@ -486,7 +497,7 @@ def _arrived(source: Source, config: TrainConfig, wait: Callable[[float], None])
 
 
 def _progressive_rows(config: TrainConfig) -> int:
-    return config.holdout_samples or _PROGRESSIVE_ROWS
+    return config.data.holdout_samples or _PROGRESSIVE_ROWS
 
 
 def _report(

@@ -38,6 +38,7 @@ from shardrec.trainer.data.spelling import decided
 from shardrec.trainer.data.tables import FileInfo, check_part
 from shardrec.trainer.data.urls import TOPIC, files_of
 from shardrec.trainer.run.config import TOPIC_FILES, TrainConfig
+from shardrec.trainer.run.option_groups import FeedData, FiniteData
 
 __all__ = ["Source", "decided_spec", "on_ranks", "spec_of", "total_left_out"]
 
@@ -84,26 +85,28 @@ class Source:
     ) -> None:
         self._folder = folder
         self._rank_info = rank_info
-        self._ranks = rank_info.world_size * config.replicas
-        self._batch_rows = config.global_batch_size or config.batch_size * self._ranks
-        self._accumulate = config.accumulate
-        self._samples = config.samples
-        self._holdout_samples = config.holdout_samples
+        self._ranks = rank_info.world_size * config.replica_count
+        self._batch_rows = config.learning.global_batch_size or config.learning.batch_size * self._ranks
+        self._accumulate = config.learning.accumulate
+        finite = config.data if isinstance(config.data, FiniteData) else None
+        self._samples = None if finite is None else finite.samples
+        self._holdout_samples = config.data.holdout_samples
         self._ingester: IngestProcess | None = None  # on the first rank of a run on a topic
-        self._keeps_files = config.checkpoint != "none"
+        self._keeps_files = config.output.checkpoint != "none"
         spec = spec or spec_of(config)
-        self._data = None if config.feed is not None else _open(config, spec, folder)
+        self._data = None if finite is None else _open(config, finite, spec, folder)
         self._feed: Feed | None = None if config.feed is None else self._opened_feed(config, config.feed, spec)
         self._arrival: Arrival | None = None
         # Held-out rows, and rows of the final metrics, in files of their own: all their rows.
         self._valid, self._test = (
             None if files is None else _opened(config, files, spec, folder, needs_rows=False)
-            for files in (config.valid, config.test)
+            for files in (None if finite is None else finite.valid, config.data.test)
         )
         self.left_out: dict[str, Mapping[str, int]] = {}
         self.refused: Mapping[str, int] = {}
         self._left_out_before: dict[str, Mapping[str, int]] = {}
-        self._late_after = math.inf if config.late_after is None else config.late_after
+        late_after = None if config.feed is None else config.feed.late_after
+        self._late_after = math.inf if late_after is None else late_after
         self._latest = self._watermark = NO_TIME
 
     @property
@@ -226,25 +229,25 @@ class Source:
                 "on the files that are left"
             ) from error
 
-    def _opened_feed(self, config: TrainConfig, source: str, spec: FeatureSpec) -> Feed:
+    def _opened_feed(self, config: TrainConfig, data: FeedData, spec: FeatureSpec) -> Feed:
         if spec.labels:
             raise ConfigError(
-                f"data (--data) is {config.data!r}, and the features (--features) name several labels: the rows of a "
+                f"data (--data) is {data.files!r}, and the features (--features) name several labels: the rows of a "
                 "feed are scored by one. Give label: COLUMN"
             )
-        if spec.event_time is None and (config.late_after, config.event_every) != (None, None):
+        if spec.event_time is None and (data.late_after, data.event_every) != (None, None):
             raise ConfigError(
                 "late_after (--late-after) and event_every (--event-every) are for event times, and the features "
                 "(--features) name no column of them: add event_time: COLUMN, or leave both out"
             )
-        folder = source
+        folder = source = data.source
         if source.startswith(TOPIC):
             columns_of_records(source, spec)
-            folder = str(Path(str(config.out), TOPIC_FILES))
+            folder = str(Path(str(config.output.out), TOPIC_FILES))
             if self._rank_info.is_lead:
-                skips = config.on_bad_row == "skip"
+                skips = config.data.on_bad_row == "skip"
                 self._ingester = IngestProcess(source, spec, Path(folder), skips=skips)
-        shuffle = config.shuffle or 0
+        shuffle = config.data.shuffle or 0
         return Feed(
             folder,
             spec,
@@ -253,8 +256,8 @@ class Source:
             ),
             gathered=partial(all_gather, ranks=self._rank_info, what=_ROWS),
             is_lead=self._rank_info.is_lead,
-            most=1 if source.startswith(TOPIC) else config.streams,  # so that a resumed run has the same arrivals
-            skips=config.on_bad_row == "skip",
+            most=1 if source.startswith(TOPIC) else config.data.streams,  # so that a resumed run has the same arrivals
+            skips=config.data.on_bad_row == "skip",
             ingester=self._ingester,
         )
 
@@ -445,9 +448,9 @@ def total_left_out(left_out: Mapping[str, Mapping[str, int]]) -> dict[str, int]:
 
 def spec_of(config: TrainConfig) -> FeatureSpec:
     """What the columns of the config's files are."""
-    if config.features is None:
-        return criteo_spec(max_embeddings=config.max_embeddings)
-    return load_spec(Path(config.features))
+    if config.data.features is None:
+        return criteo_spec(max_embeddings=config.data.max_embeddings)
+    return load_spec(Path(config.data.features))
 
 
 def decided_spec(
@@ -470,20 +473,21 @@ def decided_spec(
     """
     from shardrec.trainer.data.vocabulary import count_vocabularies  # with pyarrow
 
-    if spec.uncounted and config.feed is not None:
+    data = config.data
+    if spec.uncounted and not isinstance(data, FiniteData):
         raise ConfigError(
-            f"data (--data) is {config.data!r}, and the features (--features) have a vocabulary from data, which a "
+            f"data (--data) is {data.files!r}, and the features (--features) have a vocabulary from data, which a "
             "feed never has all of: list the values, or give rows: N or dynamic_ids"
         )
-    if config.feed is not None or not (spec.uncounted or spec.undecided):
+    if not isinstance(data, FiniteData) or not (spec.uncounted or spec.undecided):
         return spec
-    files = [check_part(path, spec) for path in files_of(config.data)]
+    files = [check_part(path, spec) for path in files_of(data.files)]
     each, parts = partial(on_ranks, rank_info), rank_info.world_size
     files = each(partial(counted, spec=spec, folder=folder, progress=progress), files)
     spec = decided(files, spec, each=each, parts=parts)
     if not spec.uncounted:
         return spec
-    return spec.with_vocabularies(count_vocabularies(files, spec, holdout=_holdout(config), each=each, parts=parts))
+    return spec.with_vocabularies(count_vocabularies(files, spec, holdout=_holdout(data), each=each, parts=parts))
 
 
 def on_ranks(rank_info: RankInfo, function: Callable[[Any], Any], items: Sequence[Any]) -> list[Any]:
@@ -505,8 +509,8 @@ def on_ranks(rank_info: RankInfo, function: Callable[[Any], Any], items: Sequenc
     return [gathered[number % ranks][0][number // ranks] for number in range(len(items))]
 
 
-def _holdout(config: TrainConfig) -> float:
-    return config.holdout if config.valid is None else 0.0
+def _holdout(data: FiniteData) -> float:
+    return data.holdout if data.valid is None else 0.0
 
 
 def _opened(
@@ -520,21 +524,21 @@ def _opened(
     needs_rows: bool = True,
     known: Sequence[FileInfo] = (),
 ) -> FileClickData:
-    if config.needs_groups and spec.group is None:
+    if config.learning.needs_groups and spec.group is None:
         raise ConfigError(
-            f"loss (--loss) is {config.loss!r}, which ranks the rows of a group, and {config.features} names none: add "
-            "group: COLUMN, or give loss 'bce'"
+            f"loss (--loss) is {config.learning.loss!r}, which ranks the rows of a group, and "
+            f"{config.data.features} names none: add group: COLUMN, or give loss 'bce'"
         )
-    on_bad_row = "raise" if config.on_bad_row == "error" else config.on_bad_row
+    on_bad_row = "raise" if config.data.on_bad_row == "error" else config.data.on_bad_row
     data = open_click_data(
         names,
         spec,
         holdout=holdout,
         on_bad_row=on_bad_row,
         shuffle=shuffle,
-        keep_groups=config.loss != "bce",
-        seed=config.seed,
-        streams=config.streams,
+        keep_groups=config.learning.loss != "bce",
+        seed=config.learning.seed,
+        streams=config.data.streams,
         needs_rows=needs_rows,
         known=known,
         folder=folder,
@@ -544,14 +548,16 @@ def _opened(
     return data
 
 
-def _open(config: TrainConfig, spec: FeatureSpec, folder: Path | None) -> FileClickData | SyntheticClickData:
-    if not config.is_synthetic:
-        return _opened(config, config.data, spec, folder, holdout=_holdout(config), shuffle=config.shuffle or 0)
+def _open(
+    config: TrainConfig, data: FiniteData, spec: FeatureSpec, folder: Path | None
+) -> FileClickData | SyntheticClickData:
+    if not data.is_synthetic:
+        return _opened(config, data.files, spec, folder, holdout=_holdout(data), shuffle=data.shuffle or 0)
     return open_click_data(
         SyntheticConfig(
-            rows=config.samples or _SYNTHETIC_ROWS,
-            holdout_rows=config.holdout_samples or _SYNTHETIC_HOLDOUT_ROWS,
-            seed=config.seed,
-            schema=criteo_schema(max_embeddings=config.max_embeddings),
+            rows=data.samples or _SYNTHETIC_ROWS,
+            holdout_rows=data.holdout_samples or _SYNTHETIC_HOLDOUT_ROWS,
+            seed=config.learning.seed,
+            schema=criteo_schema(max_embeddings=data.max_embeddings),
         )
     )

@@ -29,7 +29,7 @@ ROOT = Path(__file__).parents[3]
 def test_help_names_every_option() -> None:
     shown = CliRunner().invoke(app, ["train", "--help"], env={"COLUMNS": "200"})
     assert shown.exit_code == 0
-    for name in TrainConfig.model_fields:
+    for name in TrainConfig.options():
         assert f"{flag(name)} " in shown.output, name
     assert "(default: rowwise_adagrad)" in shown.output
     assert "(default: 128,64)" in shown.output

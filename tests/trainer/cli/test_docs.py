@@ -47,7 +47,7 @@ def test_yaml_examples(tmp_path: Path) -> None:
     assert [task.kind for task in load_spec(path).labels] == ["binary", "binary", "regression", "multiclass"]
     (example,) = examples("cli.md", "nproc:")
     path.write_text(example, encoding="utf-8")
-    assert load_config(path).constraint == ("t_*=row_wise", "t_cat_3=table_wise@1")
+    assert load_config(path).ranks.constraint == ("t_*=row_wise", "t_cat_3=table_wise@1")
 
 
 @pytest.mark.parametrize("page", PAGES)

@@ -104,7 +104,7 @@ def test_arguments_of_flags_go_over_those_of_the_file(tmp_path: Path) -> None:
     (tmp_path / "run.yaml").write_text("model: dnn\nmodel_args: {dim: 8, hidden: [32, 16]}\n", encoding="utf-8")
     flags = {"model_args": ["dropout=0.1", "hidden=[64]", "dims={cat_0: 4}"]}
     config = load_config(tmp_path / "run.yaml", flags)
-    assert config.model_args == {"dim": 8, "hidden": [64], "dropout": 0.1, "dims": {"cat_0": 4}}
+    assert config.model.args == {"dim": 8, "hidden": [64], "dropout": 0.1, "dims": {"cat_0": 4}}
     assert TrainConfig(**yaml.safe_load(config.to_yaml())) == config
     with pytest.raises(
         ConfigError, match=r"model_args \(--model-arg\) is .*'dim'.*: give NAME=VALUE, such as dropout=0.1"
@@ -145,7 +145,7 @@ def test_a_run_keeps_its_arguments(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     config = SIZES.changed(model_args={"dim": 4, "dropout": 0.1, "batch_norm": True})
     trained(config, tmp_path / "run", monkeypatch)
     folder = RunFolder(tmp_path / "run")
-    assert folder.config.model_args == config.model_args
+    assert folder.config.model.args == config.model.args
     assert folder.evaluate()[0].to_mapping() == pytest.approx(folder.metrics["final"], abs=1e-6)
     assert folder.summary()["model"] == "dnn dim=4 dropout=0.1 batch_norm=True"
     assert folder.export("script", tmp_path / "dnn.pt").stat().st_size > 0

@@ -50,7 +50,7 @@ class Counted:
 
         if len(self.folders) == self.stopped_at:
             raise KeyboardInterrupt
-        self.folders.append("/".join(Path(str(config.out)).parts[-2:]))
+        self.folders.append("/".join(Path(str(config.output.out)).parts[-2:]))
         train(config, **settings)
 
 

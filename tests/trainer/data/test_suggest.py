@@ -194,7 +194,7 @@ def test_options_follow_the_data(tmp_path: Path, data: dict[str, Any], expected:
     options = load_config_text(text, tmp_path / "run.yaml")
     mapping = options.to_mapping()
     assert {name: mapping[name] for name in expected} == expected
-    assert (options.test, options.valid) == (str(tmp_path / "test.parquet"), None)
+    assert (options.data.test, options.data.valid) == (str(tmp_path / "test.parquet"), None)
     values = {feature.name: [f"{n}" for n in range(50)] for feature in suggestion.spec.uncounted}
     build_model(options, suggestion.spec.with_vocabularies(values).schema_)
 
@@ -206,10 +206,10 @@ def test_more_rows_take_larger_batches_and_fewer_passes(tmp_path: Path) -> None:
         load_config_text(suggest_run(replace(suggestion, rows=rows), "a", tmp_path / "f"), tmp_path)
         for rows in (600, 100_000, 2_000_000, 50_000_000)
     ]
-    sizes = [config.global_batch_size for config in options]
+    sizes = [config.learning.global_batch_size for config in options]
     assert sizes == [64, 1024, 4096, 4096]
-    assert [config.epochs for config in options] == [12, 12, 3, 1]
-    assert [config.embedding_weight_decay > 0 for config in options] == [True, True, False, False]
+    assert [config.data.epochs for config in options] == [12, 12, 3, 1]
+    assert [config.learning.embedding_weight_decay > 0 for config in options] == [True, True, False, False]
 
 
 def test_rows_of_text_are_estimated_by_its_size(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

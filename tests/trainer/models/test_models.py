@@ -251,7 +251,11 @@ def test_defaults_are_those_of_the_options(name: str) -> None:
     module, _, attribute = MODELS[name].partition(":")
     defaults = inspect.signature(getattr(import_module(module), attribute)).parameters
     config = TrainConfig()
-    values = {"dim": config.embedding_dim, "dense_layers": config.dense_layers, "hidden": config.over_layers}
+    values = {
+        "dim": config.model.embedding_dim,
+        "dense_layers": config.model.dense_layers,
+        "hidden": config.model.over_layers,
+    }
     assert {key: defaults[key].default for key in values if key in defaults}.items() <= values.items()
 
 

@@ -68,7 +68,7 @@ def broken_off(
     # Half a million rows more to say what is best possible, and a drawing, take longer than the training.
     synthetic._EXPECTATION_ROWS = 1_000
     session.write_curve = lambda report, path: path.write_bytes(b"")
-    if config.is_synthetic:
+    if config.data.is_synthetic:
         schema.CRITEO_CARDINALITIES = cardinalities
     try:
         with contextlib.suppress(PowerCut):

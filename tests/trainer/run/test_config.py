@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from shardrec.errors import ConfigError
 from shardrec.planner import Constraint
 from shardrec.trainer.run import TrainConfig, load_config
-from shardrec.trainer.run.config import parse_constraint
+from shardrec.trainer.run.option_groups import parse_constraint
 
 
 def write(folder: Path, text: str) -> Path:
@@ -24,8 +24,8 @@ def write(folder: Path, text: str) -> Path:
 def test_flags_go_over_the_file_and_the_file_over_defaults(tmp_path: Path) -> None:
     path = write(tmp_path, "batch_size: 64\nlr: 0.5\n")
     config = load_config(path, {"lr": 0.25, "seed": None})
-    assert (config.batch_size, config.lr) == (64, 0.25)
-    assert config.seed == TrainConfig().seed
+    assert (config.learning.batch_size, config.learning.lr) == (64, 0.25)
+    assert config.learning.seed == TrainConfig().learning.seed
 
 
 def test_empty_file_and_no_file_are_the_defaults(tmp_path: Path) -> None:
@@ -35,14 +35,39 @@ def test_empty_file_and_no_file_are_the_defaults(tmp_path: Path) -> None:
 def test_yaml_spellings(tmp_path: Path) -> None:
     text = "embedding-lr: 1e-3\nlr: 1\ndense_layers: [8, 4]\nconstraint: {'t_*': [row_wise, grid], t_a: table_wise@0}\n"
     config = load_config(write(tmp_path, text))
-    assert (config.embedding_lr, config.lr, config.dense_layers) == (1e-3, 1.0, (8, 4))
-    assert isinstance(config.lr, float)
-    assert config.constraint == ("t_*=row_wise,grid", "t_a=table_wise@0")
+    assert (config.learning.embedding_lr, config.learning.lr, config.model.dense_layers) == (1e-3, 1.0, (8, 4))
+    assert isinstance(config.learning.lr, float)
+    assert config.ranks.constraint == ("t_*=row_wise,grid", "t_a=table_wise@0")
+
+
+NESTED = """
+data: {data: 'day_*.parquet', epochs: 3}
+model: {model: dcn}
+learning: {batch-size: 64, initial: {init_from: run, rename: {a: b}}}
+ranks: {replicas: {replicas: 2, elastic: 'host:1'}, nproc: 2}
+output: {out: here}
+seed: 5
+"""
+
+
+def test_groups_and_flat_options_are_the_same(tmp_path: Path) -> None:
+    flat = dict(data="day_*.parquet", epochs=3, model="dcn", batch_size=64, init_from="run", rename="a=b", seed=5)
+    config = TrainConfig(**flat, replicas=2, elastic="host:1", nproc=2, out="here")
+    assert load_config(write(tmp_path, NESTED)) == config == TrainConfig(**config.to_mapping())
+    assert load_config(write(tmp_path, NESTED), {"epochs": 4}) == config.changed(epochs=4)
+    assert (config.epochs, config.replica_count, config.feed) == (3, 2, None)
+    assert (
+        load_config(write(tmp_path, "sync_every: 4\nelastic: null\n")).ranks.replicas is None
+    )  # as runs have recorded it
 
 
 @pytest.mark.parametrize(
     ("text", "message"),
     [
+        ("data:\n  epochs: 0\n", r"^epochs \(.*run\.yaml:2\) is 0: it should be"),
+        ("seed: 1\nlearning:\n  seed: 2\n", r"run\.yaml:3: 'seed' is there twice, first in line 1"),
+        ("data:\n  data: feed:x\n  valid: y\n", r"^valid \(.*run\.yaml:3\) is 'y', and data .* is a feed"),
+        ("ranks: {replicas: {elastic: h, x: 1}}\n", r"x \(.*run\.yaml:1\) is not an option"),
         (
             "batchsize: 3\n",
             r"batchsize \(.*run\.yaml:1\) is not an option: did you mean 'batch_size'\?\nThe options are data",
@@ -162,8 +187,8 @@ def test_results_do_not_go_to_a_url() -> None:
 
 
 def test_every_option_has_a_help_line() -> None:
-    for name, field in TrainConfig.model_fields.items():
-        assert str(field.description)[0].isupper(), name
+    for name, option in TrainConfig.options().items():
+        assert option.help[0].isupper(), name
 
 
 @pytest.mark.parametrize(
@@ -171,7 +196,7 @@ def test_every_option_has_a_help_line() -> None:
 )
 def test_checkpoints_by_steps_or_minutes(given: Any, steps: int | None, seconds: float | None) -> None:
     config = TrainConfig(checkpoint_every=given)
-    assert (config.checkpoint_steps, config.checkpoint_seconds) == (steps, seconds)
+    assert (config.output.checkpoint_steps, config.output.checkpoint_seconds) == (steps, seconds)
     assert config.allowed_restarts == 3
 
 

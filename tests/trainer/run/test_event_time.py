@@ -85,7 +85,7 @@ def check_cuts(
     whole = shares_of(config)
     late = late_rows(whole, arrivals)
     assert {number for share in whole for number in numbers(share)} == {*range(148)} - late
-    folder = Path(str(config.out))
+    folder = Path(str(config.output.out))
     assert RunFolder(folder).metrics["skipped_rows"] == {"late row": len(late)}
     for cut in cuts or range(1, len(whole[0])):
         broken_off = config.changed(out=f"{folder}-{cut}")
@@ -186,7 +186,7 @@ def test_what_is_late_or_no_time_ends_all_ranks(times: dict[int, Any], words: st
 
 
 def test_options_and_features_that_do_not_go_with_event_times(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"late_after \(--late-after\) is 3.0, and data \(--data\) is not a feed"):
+    with pytest.raises(ConfigError, match=r"late_after \(--late-after\) is 3, and data \(--data\) is not a feed"):
         TrainConfig(late_after=3)
     config = timed(tmp_path)
     lead = RankInfo(rank=0, world_size=1, device=torch.device("cpu"), threads=1)

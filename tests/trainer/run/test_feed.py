@@ -305,9 +305,11 @@ def test_a_damaged_text_is_left_out_whole(tmp_path: Path, monkeypatch: pytest.Mo
 
 
 def test_options_that_do_not_go_with_a_feed(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"(?s)epochs \(--epochs\) is 2, and data.*give checkpoint_every"):
+    with pytest.raises(ConfigError, match=r"epochs \(--epochs\) is 2, and data \(--data\) is a feed: leave it out"):
         TrainConfig(data="feed:x", epochs=2)
-    with pytest.raises(ConfigError, match=r"feed_idle \(--feed-idle\) is 1.0, and data \(--data\) is not a feed"):
+    with pytest.raises(ConfigError, match=r"(?s)loss \(--loss\) is 'pairwise', and data.*give checkpoint_every"):
+        TrainConfig(data="feed:x", loss="pairwise")
+    with pytest.raises(ConfigError, match=r"feed_idle \(--feed-idle\) is 1, and data \(--data\) is not a feed"):
         TrainConfig(feed_idle=1)
     config = feed(tmp_path)
     with pytest.raises(DataError, match="has had nothing for 0 s"):

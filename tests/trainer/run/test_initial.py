@@ -123,7 +123,7 @@ def test_other_orders_and_names_are_refused(before: Path, tmp_path: Path) -> Non
     broken_off(config(tmp_path, "unsaved", FEATURES, checkpoint="none"))
     with pytest.raises(ConfigError, match="a run without a checkpoint: train it first"):
         broken_off(config(tmp_path, "run", FEATURES, init_from=str(tmp_path / "unsaved")))
-    with pytest.raises(ConfigError, match=r"rename \(--rename\) is \('a=b',\): give OLD=NEW, each OLD once, with"):
+    with pytest.raises(ConfigError, match=r"rename \(--rename\) is \('a=b',\), without init_from \(--init-from\)"):
         TrainConfig(rename=("a=b",))
     with pytest.raises(ConfigError, match="give OLD=NEW, each OLD once"):
         TrainConfig(rename=("a=b", "a=c"), init_from="run")

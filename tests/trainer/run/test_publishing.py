@@ -83,9 +83,9 @@ def test_two_ranks_publish_by_the_clock_and_go_on_after_a_failure(
 def test_intervals_that_are_none(every: str) -> None:
     with pytest.raises(ConfigError, match=r"publish_every \(--publish-every\) is"):
         TrainConfig(publish_every=every)
-    assert TrainConfig(publish="x").publish_interval == (None, 60.0)
-    assert TrainConfig(publish="x", publish_every="50").publish_interval == (50, None)
-    assert TrainConfig().publish_interval == (None, None)
+    assert TrainConfig(publish="x").output.publish_interval == (None, 60.0)
+    assert TrainConfig(publish="x", publish_every="50").output.publish_interval == (50, None)
+    assert TrainConfig().output.publish_interval == (None, None)
 
 
 @pytest.mark.some(1)
@@ -108,7 +108,7 @@ def test_a_run_goes_on_publishing_with_another_number_of_ranks(dynamic: bool, tm
     assert (model.follower.version, model.follower.extra) == (3, {"step": 6})
     broken_off(config, resume=True)
     if dynamic:
-        with pytest.raises(ConfigError, match=r"are cut at .* shard the model by the trainer's plan"):
+        with pytest.raises(ConfigError, match=r"are cut at .* Shard the model by the trainer's plan"):
             model.follower.poll()
         model = RunFolder(out).following(str(published))
         model.follower.close()

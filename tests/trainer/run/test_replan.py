@@ -26,9 +26,9 @@ REPLANNED = SMALL.changed(batch_size=32, replan=7, pipeline=2)
 
 def on_one_rank(config: TrainConfig, folder: Path) -> str:
     """A plan that has all the tables on one rank, as a file."""
-    schema = criteo_schema(max_embeddings=config.max_embeddings)
+    schema = criteo_schema(max_embeddings=config.data.max_embeddings)
     tables = tuple(
-        cuts.table_wise(f"sparse_arch.embedding_bag_collection.{table}", rows, config.embedding_dim, rank=0)
+        cuts.table_wise(f"sparse_arch.embedding_bag_collection.{table}", rows, config.model.embedding_dim, rank=0)
         for table, rows in zip(schema.tables, schema.num_embeddings, strict=True)
     )
     ShardingPlan(topology=Topology(ranks_per_host=2), tables=tables).save(folder / ON_ONE)

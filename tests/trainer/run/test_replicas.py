@@ -133,7 +133,7 @@ def test_replicas_come_and_go(store: Any, tmp_path: Path) -> None:
             assert len(first["batches"][step]) == (len(keys) if step <= JOINS else len(keys) // 2)
     assert first["sums"] == late["sums"]
     assert first["samples"] == late["samples"] == [512, 1024, 1500]
-    assert late["late"][-1] == f"the run at {config.elastic} has ended: there is nothing to join"
+    assert late["late"][-1] == f"the run at {config.to_mapping()['elastic']} has ended: there is nothing to join"
     assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == [
         "step-000000000018",
         "step-000000000024",
@@ -174,8 +174,8 @@ def test_rows_of_a_step_do_not_depend_on_the_replicas_there() -> None:
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"replicas": 2}, r"replicas \(--replicas\) is 2 and elastic \(--elastic\) None: give 2 or more and"),
-        ({"elastic": "host:1"}, r"replicas \(--replicas\) is 1 and elastic \(--elastic\) 'host:1'"),
+        ({"replicas": 2}, r"replicas \(--replicas\) is 2, without elastic \(--elastic\): give both"),
+        ({"elastic": "host:1"}, r"replicas \(--replicas\) is 1: it should be greater than or equal to 2"),
         ({"elastic": "host:1", "replicas": 2}, r"out \(--out\) is left out: name the folder that all replicas"),
         ({"elastic": "host:1", "replicas": 2, "clip": 1.0}, r"clip \(--clip\) is 1.0, which does not go with replicas"),
         ({"elastic": "host:1", "replicas": 2, "data": "feed:rows"}, "would not see its files"),

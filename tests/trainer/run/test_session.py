@@ -108,7 +108,7 @@ def test_the_checkpoint_gives_the_trained_model_back(trained: tuple[Path, RunRep
     from shardrec.trainer.run.source import Source
 
     folder, report = trained
-    model = build_model(TINY, criteo_schema(max_embeddings=TINY.max_embeddings))
+    model = build_model(TINY, criteo_schema(max_embeddings=TINY.data.max_embeddings))
     fuse_optimizer(model, TINY)
     sharded = shardrec.shard(model, ShardingPlan.load(folder / "plan.json"))
     loaded = shardrec.Checkpoints(folder / "checkpoints").load_last(sharded)
@@ -160,7 +160,7 @@ def test_two_ranks_learn_what_one_does(trained: tuple[Path, RunReport], tmp_path
             report = session.run_rank(config.changed(out=out))
         return None if report is None else report.final.auc
 
-    halves = TINY.changed(batch_size=TINY.batch_size // 2, constraint=("t_*=row_wise",))
+    halves = TINY.changed(batch_size=TINY.learning.batch_size // 2, constraint=("t_*=row_wise",))
     one, other = ranks(2, train, halves, str(tmp_path))
     assert other is None
     assert one == pytest.approx(trained[1].final.auc, abs=2e-3)
