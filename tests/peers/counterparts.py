@@ -20,6 +20,9 @@ from torch.distributed.optim import _apply_optimizer_in_backward as apply_optimi
 from torchrec.distributed.planner import EmbeddingShardingPlanner
 from torchrec.distributed.planner import Topology as TorchRecTopology
 from torchrec.distributed.types import ShardingPlan as TorchRecPlan
+from torchrec.modules.embedding_configs import EmbeddingBagConfig
+from torchrec.modules.embedding_modules import EmbeddingBagCollection
+from torchrec.optim.clipping import GradientClipping
 from torchrec.optim.keyed import CombinedOptimizer
 
 import shardrec
@@ -203,6 +206,48 @@ class _Evaluation(_Progress):
         return next(self._outputs)[1]
 
 
+class GradientClippingOptimizer:
+    """``shardrec.clip_grad_norm_`` and ``clip_grad_value_``, with TorchRec's constructor.
+
+    The parameters of the optimizer are the dense part of a sharded model.
+    """
+
+    def __init__(
+        self,
+        optimizer: Any,
+        clipping: GradientClipping = GradientClipping.NONE,
+        max_gradient: float = 0.1,
+        norm_type: float | str = 2.0,
+        **_: Any,
+    ) -> None:
+        self._optimizer, self._clipping, self._most, self._norm_type = optimizer, clipping, max_gradient, norm_type
+        self.last_total_grad_norm: torch.Tensor | None = None
+        table = EmbeddingBagConfig(name="table", num_embeddings=2, embedding_dim=4, feature_names=["feature"])
+        model = nn.Module()
+        model.tables = EmbeddingBagCollection(tables=[table])
+        model.dense = nn.ParameterList(optimizer.params.values())
+        self._model = shardrec.shard(model)
+
+    def zero_grad(self) -> None:
+        self._optimizer.zero_grad()
+
+    def _give_gradients(self) -> None:
+        """The tests write the gradients of their tensors, of which the model's parameters are copies."""
+        for parameter, given in zip(self._model.module.dense, self._optimizer.params.values(), strict=True):
+            parameter.grad = given.grad
+
+    def clip_grad_norm_(self, max_norm: float | None = None) -> torch.Tensor:
+        self._give_gradients()
+        return shardrec.clip_grad_norm_(self._model, self._most if max_norm is None else max_norm, self._norm_type)
+
+    def step(self) -> None:
+        is_norm = self._clipping is GradientClipping.NORM
+        self.last_total_grad_norm = self.clip_grad_norm_(None if is_norm else float("inf"))
+        if self._clipping is GradientClipping.VALUE:
+            shardrec.clip_grad_value_(self._model, self._most)
+        self._optimizer.step(None)
+
+
 PIPELINES = (
     "TrainPipelineBase",
     "TrainPipelineSparseDist",
@@ -234,7 +279,10 @@ def put_into(module: ModuleType) -> None:
     names: dict[str, Any] = {name: type(name, (_Progress,), {}) for name in PIPELINES}
     names |= {name: _left_out(name) for name in LEFT_OUT}
     names |= {"EvalPipelineSparseDist": _Evaluation, "DMPCollection": DMPCollection}
-    names["DistributedModelParallel"] = DistributedModelParallel
+    names |= {
+        "DistributedModelParallel": DistributedModelParallel,
+        "GradientClippingOptimizer": GradientClippingOptimizer,
+    }
     names["ShardedEmbeddingBagCollection"] = shardrec.modules.ShardedEmbeddingBagCollection
     for name, counterpart in names.items():
         if hasattr(module, name):

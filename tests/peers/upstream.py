@@ -19,6 +19,7 @@ from unittest import mock
 import torch
 import torchrec.distributed
 import torchrec.distributed.train_pipeline
+import torchrec.optim
 import torchrec.test_utils
 from torchrec.distributed import model_parallel
 from torchrec.distributed.train_pipeline import train_pipelines
@@ -28,6 +29,7 @@ from tests.peers.examples import stand_in
 
 __all__ = ["SUITES", "classes_of", "prepare"]
 
+_OPTIM = "torchrec.optim.tests"
 _TESTS, _UTILS, _PIPELINES = (
     f"torchrec.distributed.{folder}" for folder in ("tests", "test_utils", "train_pipeline.tests")
 )
@@ -64,6 +66,20 @@ SUITES: dict[str, dict[str, tuple[str, ...]]] = {
             "ShardedEmbeddingBagCollectionApplyOptimPerParamTest",
             "ShardedEmbeddingCollectionApplyOptimPerParamTest",
         ),
+    },
+    "wrappers": {
+        f"{_OPTIM}.test_clipping": (
+            "TestGradientClippingOptimizer",
+            "TestClipGradNorm",
+            "TestGetGrads",
+            "TestBatchCalNorm",
+            "TestComputeTotalNorm",
+        ),
+        f"{_OPTIM}.test_keyed": ("TestKeyedOptimizer", "TestCombinedOptimizer", "TestOptimizerWrapper"),
+        f"{_OPTIM}.test_optim": ("TestInBackwardOptimizerFilter",),
+        f"{_OPTIM}.test_rowwise_adagrad": ("RowWiseAdagradTest",),
+        f"{_OPTIM}.test_semi_sync": ("TestSemisyncOptimizer", "TestSemisyncOptimizerEdgeCases"),
+        f"{_OPTIM}.test_warmup": ("TestWarmupOptimizer",),
     },
 }
 """By suite and module, the classes of tests."""
@@ -112,6 +128,7 @@ def prepare(checkout: Path) -> None:
     distributed = checkout / "torchrec" / "distributed"
     torchrec.distributed.__path__.append(str(distributed))
     torchrec.distributed.train_pipeline.__path__.append(str(distributed / "train_pipeline"))
+    torchrec.optim.__path__.append(str(checkout / "torchrec" / "optim"))
     for module in (torchrec.distributed, model_parallel, torchrec.distributed.train_pipeline, train_pipelines):
         put_into(module)  # for what the tests take from it when they are imported
     with _as_with_gpus():
