@@ -268,8 +268,8 @@ def _drawn(trial: Trial, space: Space, model: str) -> dict[str, object]:
     """A setting. The model's own values of an option replace those of all models."""
     drawn: dict[str, object] = {}
     for option in dict.fromkeys(["model", *(name.rpartition(":")[2] for name in space)]):
-        own = f"{drawn.get('model', model)}:{option}"
-        name = own if own in space else option
+        of_model = f"{drawn.get('model', model)}:{option}"
+        name = of_model if of_model in space else option
         values = space.get(name, ())
         if isinstance(values, Range):
             drawn[option] = values.suggested(trial, name)
@@ -345,10 +345,10 @@ def _output_to(path: Path) -> Iterator[None]:
                 os.dup2(file.fileno(), number)
         yield
     finally:
-        for stream, number, own in zip(streams, (1, 2), kept, strict=True):
+        for stream, number, copy in zip(streams, (1, 2), kept, strict=True):
             stream.flush()
-            os.dup2(own, number)
-            os.close(own)
+            os.dup2(copy, number)
+            os.close(copy)
 
 
 def _tested(folder: Path, files: str) -> dict[str, Any]:
