@@ -69,6 +69,7 @@ EXTRAS = {
     "plots": _PLOTS,
     "kafka": ("confluent_kafka",),
     "avro": ("fastavro",),
+    "sweep": ("optuna",),
     "train": (*_PLANNER, *_PLOTS, "fsspec", "pyarrow", "tensorboard", "waitress", "werkzeug"),
 }
 """The modules that each extra of the package brings; of extras that bring the same one, the smallest comes first."""

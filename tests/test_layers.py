@@ -154,6 +154,7 @@ LATE = {
     "fbgemm_gpu": "a second, with torch",
     "fsspec": "of an extra",
     "matplotlib": "of an extra",
+    "optuna": "of an extra",
     "pyarrow": "of an extra",
     "rich": "0.1 s, for those who see what it draws",
     "torch": "a second, which launchers and plans of tables do without",

@@ -69,6 +69,7 @@ def sequences_command(
     """
     from shardrec.trainer.data.interactions import Columns, read_interactions
     from shardrec.trainer.data.sequences import write_sequences
+    from shardrec.trainer.run.suggest_run import suggest_sequences_run
 
     if rating is not None and above is None:
         raise ConfigError(
@@ -99,6 +100,8 @@ def sequences_command(
                 longest=max_length,
                 seed=seed,
             )
+        options = suggest_sequences_run(out, rows["train"], ranking="rows" if candidates else "catalogue")
+        (out / "run.yaml").write_text(options, encoding="utf-8")
     except OSError as error:
         raise ConfigError(f"out (--out) is {str(out)!r}: {os_fault(error)}. Give a folder to write to") from error
     for name, count in rows.items():

@@ -1,5 +1,5 @@
-"""``shardrec train``, whose flags are the fields of :class:`~shardrec.trainer.run.TrainConfig`; ``sweep``, the runs of
-a grid of them; and ``convert``, which makes Parquet of files of rows."""
+"""``shardrec train``, whose flags are the fields of :class:`~shardrec.trainer.run.TrainConfig`; ``sweep``, runs with
+other values of some; and ``convert``, which makes Parquet of files of rows."""
 
 from __future__ import annotations
 
@@ -64,9 +64,23 @@ def sweep_command(
     config: Annotated[Path, typer.Argument(help="YAML file of options of shardrec train.", metavar="CONFIG")],
     out: Annotated[Path, typer.Option(help="Folder for the runs and their results.", metavar="DIR")],
     grid: Annotated[
-        list[str],
-        typer.Option(help="Values of an option, or of model_args.NAME. Can be repeated.", metavar="OPTION=VALUE,..."),
-    ],
+        list[str] | None,
+        typer.Option(
+            help="Values of an option, or of model_args.NAME; after MODEL:, for that model alone. Can be repeated.",
+            metavar="OPTION=VALUE,...",
+        ),
+    ] = None,
+    ranges: Annotated[
+        list[str] | None,
+        typer.Option("--range", help="Numbers of an option to draw from. Can be repeated.", metavar="OPTION=LOW:HIGH"),
+    ] = None,
+    trials: Annotated[
+        int | None, typer.Option(help="Settings to draw at random (default: all combinations)", min=1)
+    ] = None,
+    halving: Annotated[
+        bool,
+        typer.Option("--halving", help="Train all settings for a ninth of the epochs, and the best third for more."),
+    ] = False,
     seeds: Annotated[int, typer.Option(help="Runs of a setting, with consecutive seeds.", min=1)] = 3,
     monitor: Annotated[
         str | None, typer.Option(help="Metric of the held-out rows to compare by (default: the file's)")
@@ -74,21 +88,30 @@ def sweep_command(
     final: Annotated[bool, typer.Option("--final", help="Read the test files, for the best setting.")] = False,
     debug: Debug = False,
 ) -> None:
-    """Train with each combination of some options' values, and compare them on held-out rows.
+    """Train with combinations of some options' values, all or random ones, and compare them on held-out rows.
 
     The test files are read with --final alone, for the best setting, when no more settings will be tried. Run the same
     command to continue a stopped sweep. The results are in sweep.json and sweep.png.
 
-    Example: shardrec sweep run.yaml --grid lr=0.01,0.001 --seeds 3 --out runs/sweep
+    Example: shardrec sweep run.yaml --range lr=1e-4:1e-2 --grid model=dcn,deepfm --trials 20 --halving --out runs/sweep
 
     """
-    from shardrec.trainer.run.grid_search import parse_grid, run_sweep, sweep_table
+    from shardrec.trainer.run.sweep import parse_space, run_sweep, sweep_table
 
     options = load_config(config)
     if monitor is not None and options.feed is None:  # the sweep says more about it
         options = options.changed(monitor=monitor)
     try:
-        sweep = run_sweep(options, parse_grid(grid), seeds=seeds, out=out, final=final, debug=debug)
+        sweep = run_sweep(
+            options,
+            parse_space(grid or (), ranges or ()),
+            seeds=seeds,
+            out=out,
+            trials=trials,
+            halving=halving,
+            final=final,
+            debug=debug,
+        )
     except KeyboardInterrupt as stopped:
         ended_by_user()
         typer.echo(f"shardrec: continue with the same command. Finished runs in {out} are kept", err=True)

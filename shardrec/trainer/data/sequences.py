@@ -6,7 +6,6 @@
 | ``valid.parquet``, ``test.parquet`` | a held-out item and random ones for some users, after the items before |
 | ``users.parquet`` | a row for each user: all items as ``history``, for ``shardrec recommend`` |
 | ``features.yaml``, ``vocabularies.json`` | what these columns are, and the ids of all items |
-| ``run.yaml`` | options of ``shardrec train`` |
 
 Random items are not among the user's training items, which is the protocol of SASRec's release ("Self-Attentive
 Sequential Recommendation", Kang and McAuley, 2018); or, with ``unseen``, not among any of the user's.
@@ -33,33 +32,12 @@ __all__ = ["write_sequences"]
 
 _VALUES_AT_ONCE = 1 << 22
 """Of histories. A row group has them."""
-_STEPS = 2400
 _SPEC = """# Of shardrec sequences. Ids of items are in {vocabularies}; a history looks up the item's table.
 label: label
 group: user
 features:
   - {{name: history, kind: sequence, share: item, max_length: {longest}}}
   - {{name: item, kind: id, vocabulary: from_data}}
-"""
-_RUN = """# shardrec train {out}/run.yaml; {rows:,} rows are {steps:,} steps of an epoch
-data: {out}/train.parquet
-valid: {out}/valid.parquet
-test: {out}/test.parquet
-features: {out}/features.yaml
-model: sasrec
-model_args: {{dim: 64, blocks: 2, dropout: 0.5, negatives: 1024, max_length: {longest}}}
-loss: model
-ranking: {ranking}
-monitor: ndcg
-checkpoint: best
-shuffle: 40_000
-epochs: {epochs}
-global_batch_size: 256
-optimizer: adam
-lr: 0.001
-embedding_optimizer: adam
-embedding_lr: 0.005
-evaluations: 5
 """
 
 
@@ -128,7 +106,10 @@ def write_sequences(
     draws = np.random.default_rng(seed)
     order = draws.permutation(np.flatnonzero(ranked["valid"] | ranked["test"]))
 
-    _begin(out, len(trained), longest, candidates)
+    if (out / "features.yaml").exists():
+        raise ConfigError(f"out (--out): {out}/features.yaml would be written over: give another folder")
+    out.mkdir(parents=True, exist_ok=True)
+    (out / "features.yaml").write_text(_SPEC.format(longest=longest, vocabularies=VOCABULARIES), encoding="utf-8")
     vocabulary = {"item": [str(item) for item in interactions.item_ids.to_pylist()]}
     (out / VOCABULARIES).write_text(json.dumps(vocabulary), encoding="utf-8")
     files = _Files(interactions, out)
@@ -143,19 +124,6 @@ def write_sequences(
         rows[name] = files.write(name, drawn, np.maximum(first_U[drawn], true_U - longest), true_U, items)
     rows["users"] = files.write("users", np.arange(len(size_U)), first_U, first_U + size_U)
     return rows
-
-
-def _begin(out: Path, rows: int, longest: int, candidates: int) -> None:
-    """Make the folder, with the spec and the options of a run: SASRec's of 2,400 steps, but no more than 100 epochs."""
-    if (out / "features.yaml").exists():
-        raise ConfigError(f"out (--out): {out}/features.yaml would be written over: give another folder")
-    out.mkdir(parents=True, exist_ok=True)
-    steps = -(-rows // 256)
-    epochs = min(100, max(5, round(_STEPS / steps)))
-    options = {"out": out.as_posix(), "rows": rows, "steps": steps, "epochs": epochs, "longest": longest}
-    run = _RUN.format(**options, ranking="rows" if candidates else "catalogue")
-    (out / "run.yaml").write_text(run, encoding="utf-8")
-    (out / "features.yaml").write_text(_SPEC.format(longest=longest, vocabularies=VOCABULARIES), encoding="utf-8")
 
 
 def _unseen(users: Ints, count: int, most: int, known: Ints, pool: Ints, draws: np.random.Generator) -> Ints:

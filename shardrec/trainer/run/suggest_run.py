@@ -1,20 +1,21 @@
-"""``shardrec inspect --suggest``: options of a run, proposed by what the data hold. Docs/models.md has the rules."""
+"""``shardrec inspect --suggest`` and ``sequences``: options of a run by what the data hold (rules: docs/models.md)."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
+from shardrec.trainer.data.spec import read_spec
 from shardrec.trainer.data.suggest import Suggestion, flow
-from shardrec.trainer.run.config import load_config_text
+from shardrec.trainer.run.config import SPEC, load_config_text
 
-__all__ = ["suggest_run"]
+__all__ = ["suggest_run", "suggest_sequences_run"]
 
 _FEW_ROWS = 1_000_000
 _STEPS = 50
 """Steps of an epoch at least, as far as the smallest batch allows."""
 _SMALLEST, _LARGEST = 64, 4096
 """Rows of a batch."""
-_INTERACTION_STEPS = 2_500
+_INTERACTION_STEPS = 2_400
 """Steps of a run on interactions, in 5 to 100 epochs."""
 _ITEMS = {"item", "product", "movie", "film", "book", "song", "track", "video", "ad"}
 
@@ -40,7 +41,8 @@ embedding_weight_decay: {decay}  # ten times more if the model overfits: rare id
 """
 _INTERACTIONS = """monitor: ndcg  # what points of the curve are compared by
 loss: model  # all rows were clicked: the clicked item against others
-ranking: catalogue  # held-out items are ranked among all. Rows, where the files have candidates
+ranking: {ranking}  # held-out items are ranked among all (catalogue), or among the candidates in the files (rows)
+evaluations: 5  # points of the curve
 model: {model}  # {why}
 model_args: {arguments}  # less dropout for more rows
 global_batch_size: {size}  # over all ranks; {steps:,} steps of an epoch
@@ -50,13 +52,20 @@ epochs: {epochs}  # most passes over the rows
 """
 
 
-def suggest_run(suggestion: Suggestion, data: str, features: Path) -> str:
+def suggest_sequences_run(folder: Path, rows: int, *, ranking: str) -> str:
+    """:func:`suggest_run` for the files of ``shardrec sequences`` in a folder, with that number of training rows."""
+    suggestion = Suggestion(text="", spec=read_spec(folder / SPEC), rows=rows, ids={}, clicked=1.0)
+    return suggest_run(suggestion, (folder / "train.parquet").as_posix(), folder / SPEC, ranking=ranking)
+
+
+def suggest_run(suggestion: Suggestion, data: str, features: Path, *, ranking: str = "catalogue") -> str:
     """Options for ``shardrec train`` as YAML, with a comment on each that says why.
 
     Args:
         suggestion: what the data hold.
         data: the files that were looked at. Others beside them with "valid" and "test" for "train" are held-out rows.
         features: where the spec will be.
+        ranking: among which items the items of interactions are ranked.
     """
     rows = suggestion.rows
     siblings = {part: name for part in ("valid", "test") if (name := _sibling(data, part))}
@@ -67,7 +76,7 @@ def suggest_run(suggestion: Suggestion, data: str, features: Path) -> str:
         features=flow(features.as_posix()),
         shuffle=max(2, min(rows, 200_000)),
     )
-    text += (_of_interactions if suggestion.clicked == 1 else _of_clicks)(suggestion)
+    text += _of_interactions(suggestion, ranking) if suggestion.clicked == 1 else _of_clicks(suggestion)
     load_config_text(text, Path("run.yaml"))
     return text
 
@@ -100,7 +109,7 @@ def _of_clicks(suggestion: Suggestion) -> str:
     )
 
 
-def _of_interactions(suggestion: Suggestion) -> str:
+def _of_interactions(suggestion: Suggestion, ranking: str) -> str:
     """Rows that were all clicked."""
     history, item = _history_and_item(suggestion)
     if history is None:
@@ -113,7 +122,9 @@ def _of_interactions(suggestion: Suggestion) -> str:
         arguments["max_length"] = longest or 50
     steps = -(-suggestion.rows // size)
     epochs = min(100, max(5, round(_INTERACTION_STEPS / steps)))
-    return _INTERACTIONS.format(model=model, why=why, arguments=flow(arguments), size=size, steps=steps, epochs=epochs)
+    return _INTERACTIONS.format(
+        model=model, why=why, arguments=flow(arguments), size=size, steps=steps, epochs=epochs, ranking=ranking
+    )
 
 
 def _history_and_item(suggestion: Suggestion) -> tuple[str | None, str | None]:

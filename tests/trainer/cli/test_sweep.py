@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import statistics
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +13,9 @@ import pytest
 
 from shardrec.errors import ConfigError
 from shardrec.trainer.data import write_criteo_tsv
-from shardrec.trainer.run import TrainConfig
-from shardrec.trainer.run import grid_search as sweep
-from shardrec.trainer.run.grid_search import mean_and_deviation, parse_grid, run_sweep
+from shardrec.trainer.run import TrainConfig, sweep
 from shardrec.trainer.run.runs import RunFolder
+from shardrec.trainer.run.sweep import Range, mean_and_deviation, parse_space, run_sweep
 from tests.trainer.cli.command import Run
 
 
@@ -80,13 +80,16 @@ def test_each_run_is_made_once(
     code, shown, errors = run(*command)
     assert (code, errors) == (0, "")
     settings = [f"lr={lr},model_args.hidden=[4, 4]" for lr in (0.001, 0.1)]
-    assert first.folders + rest.folders == [f"{setting}/seed{seed}" for setting in settings for seed in (0, 1)]
+    made = first.folders + rest.folders
+    assert {*made} == {f"{setting}/seed{seed}" for setting in settings for seed in (0, 1)}
+    assert len(re.findall(r"seed [01]: held-out normalized_entropy \d\.\d{4}, as before$", shown, re.M)) == len(made)
     scores = [
         [final_of(out / setting / f"seed{seed}", "normalized_entropy") for seed in (0, 1)] for setting in settings
     ]
     best = min((0, 1), key=lambda place: statistics.fmean(scores[place]))
     results = json.loads((out / "sweep.json").read_text(encoding="utf-8"))
     assert results["scores"] == dict(zip(settings, scores, strict=True))
+    assert results["stopped"] == {}
     assert results["best"] == settings[best]
     assert [*out.rglob("test.json")] == [*(out / settings[best]).rglob("test.json")]
     tested = [
@@ -103,7 +106,7 @@ def test_each_run_is_made_once(
     monkeypatch.setattr(RunFolder, "evaluate", again)
     code, once_more, _ = run(*command)
     assert (code, once_more[-200:]) == (0, shown[-200:])
-    assert len(first.folders + rest.folders) == 4
+    assert len(made) == 4
 
 
 def test_a_setting_that_fails_is_left_out(run: Run, options: Path, tmp_path: Path) -> None:
@@ -114,7 +117,7 @@ def test_a_setting_that_fails_is_left_out(run: Run, options: Path, tmp_path: Pat
     assert re.search(r"\[8\].*best", shown)
     code, _, errors = run(*command, "--grid", "model_args.hidden=[-8],[-4]")
     assert code == 1
-    assert "hidden is [-4]" in errors.splitlines()[-1]
+    assert re.search(r"error: .*hidden is \[-[48]\]", errors.splitlines()[-1])
 
 
 def test_a_sweep_without_test_files_says_so(run: Run, options: Path, tmp_path: Path) -> None:
@@ -146,12 +149,99 @@ def test_a_feed_has_no_rows_to_compare_by(run: Run, options: Path, tmp_path: Pat
 )
 def test_grids_that_cannot_be(texts: list[str], words: str) -> None:
     with pytest.raises(ConfigError, match=re.escape(words)):
-        parse_grid(texts)
+        parse_space(texts)
 
 
 def test_grid_values_are_yaml() -> None:
-    grid = parse_grid(["embedding-lr=0.1,1e-2", "model_args.hidden=[64],[128, 64]", "model=dnn"])
+    grid = parse_space(["embedding-lr=0.1,1e-2", "model_args.hidden=[64],[128, 64]", "model=dnn"])
     assert grid == {"embedding_lr": [0.1, "1e-2"], "model_args.hidden": [[64], [128, 64]], "model": ["dnn"]}
+
+
+@pytest.mark.parametrize("text", ["lr=1", "lr=1:2:3", "lr=2:1", "lr=a:b", "lr=0:inf", "lr=0.1,0.2"])
+def test_ranges_that_cannot_be(text: str) -> None:
+    with pytest.raises(ConfigError, match="give OPTION=LOW:HIGH"):
+        parse_space([], [text])
+
+
+def test_ranges_are_of_numbers() -> None:
+    space = parse_space(["model=dcn,own.layers:Net"], ["lr=1e-4:1", "own.layers:Net:model_args.depth=1:4"])
+    assert space["lr"] == Range(1e-4, 1.0)
+    assert space["own.layers:Net:model_args.depth"] == Range(1, 4)
+    assert isinstance(space["own.layers:Net:model_args.depth"][0], int)
+
+
+@pytest.fixture
+def scored(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> Callable[[Callable[[TrainConfig], float]], list[TrainConfig]]:
+    """Lets a function stand for the runs. Returns the list of the runs that were made."""
+
+    def stand(score: Callable[[TrainConfig], float]) -> list[TrainConfig]:
+        made: list[TrainConfig] = []
+
+        def run(config: TrainConfig, **settings: Any) -> None:
+            made.append(config)
+            folder = Path(str(config.output.out))
+            folder.mkdir(parents=True)
+            (folder / "config.yaml").write_text(config.to_yaml(), encoding="utf-8")
+            metrics = {"final": {"auc": score(config)}, "training": {"seconds": 1.0}}
+            (folder / "metrics.json").write_text(json.dumps(metrics), encoding="utf-8")
+
+        monkeypatch.setattr(sweep, "train", run)
+        return made
+
+    return stand
+
+
+Stand = Callable[[Callable[[TrainConfig], float]], list[TrainConfig]]
+
+
+def test_a_model_has_settings_of_its_own(scored: Stand, tmp_path: Path) -> None:
+    made = scored(lambda run: run.learning.lr)
+    space = parse_space(["model=dcn,dnn,dlrm", "lr=0.1,0.2", "dnn:lr=0.3", "dnn:model_args.hidden=[4],[8]"])
+    run_sweep(TrainConfig(monitor="auc"), space, seeds=1, out=tmp_path)
+    of_dnn = {("dnn", 0.3, (4,)), ("dnn", 0.3, (8,))}
+    others = {(model, lr, None) for model in ("dcn", "dlrm") for lr in (0.1, 0.2)}
+    tried = [(run.model.name, run.learning.lr, run.model.args.get("hidden")) for run in made]
+    assert sorted(map(str, tried)) == sorted(
+        str((*each[:2], list(each[2]) if each[2] else None)) for each in of_dnn | others
+    )
+
+
+def test_random_settings_continue_where_they_ended(scored: Stand, tmp_path: Path) -> None:
+    made = scored(lambda run: run.learning.lr)
+    space = parse_space(["batch_size=32,64"], ["lr=1e-4:1e-1", "model_args.depth=1:4"])
+    config = TrainConfig(monitor="auc", model="own:Net")
+    run_sweep(config, space, seeds=1, out=tmp_path, trials=3)
+    first = [run.output.out for run in made]
+    assert len(set(first)) == 3
+    assert all(1e-4 <= run.learning.lr <= 1e-1 and run.model.args["depth"] in (1, 2, 3, 4) for run in made)
+    result = run_sweep(config, space, seeds=1, out=tmp_path, trials=8)
+    assert [run.output.out for run in made][:3] == first
+    assert len(made) == len(result.scores) == 8
+    assert result.scores[result.best] == [max(run.learning.lr for run in made)]
+    with pytest.raises(ConfigError, match=r"give trials \(--trials\)"):
+        run_sweep(config, space, seeds=1, out=tmp_path)
+
+
+def test_halving_trains_the_best_for_all_epochs(scored: Stand, tmp_path: Path) -> None:
+    made = scored(lambda run: run.learning.lr * (1 + run.epochs / 100))
+    config = TrainConfig(monitor="auc", epochs=18, evaluations=18)
+    rates = [rate / 100 for rate in range(1, 28)]
+    result = run_sweep(config, {"lr": rates}, seeds=1, out=tmp_path, halving=True)
+    runs = {epochs: [run.learning.lr for run in made if run.epochs == epochs] for epochs in (2, 6, 18)}
+    assert sorted(runs[2]) == rates
+    assert {*runs[18]} < {*runs[6]} < {*rates}
+    assert len(made) * 18 / 2 > sum(run.epochs for run in made)  # less than half of the epochs of a whole sweep
+    assert max(rates) in runs[18]
+    assert result.best == f"lr={max(rates)}"
+    assert len(result.scores) + len(result.stopped) == len(rates)
+    assert all(run.output.evaluations == run.epochs for run in made)
+    count = len(made)
+    assert run_sweep(config, {"lr": rates}, seeds=1, out=tmp_path, halving=True) == result
+    assert len(made) == count
+    with pytest.raises(ConfigError, match="epochs is 1"):
+        run_sweep(config.changed(epochs=1), {"lr": rates}, seeds=1, out=tmp_path, halving=True)
 
 
 def test_sweeps_that_cannot_be(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -161,6 +251,7 @@ def test_sweeps_that_cannot_be(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
         (ready.changed(data="rows.csv", test="test.csv", checkpoint="none"), {"lr": [0.1]}, "give last or best"),
         (ready, {"lr": [0.1, -1]}, "lr (--lr) is -1"),
         (ready, {"rate": [0.1]}, "rate (--rate) is not an option"),
+        (ready, {"dnn:lr": [0.1]}, "for model 'dnn', which the sweep does not try"),
     ):
         with pytest.raises(ConfigError, match=re.escape(words)):
             run_sweep(config, grid, seeds=1, out=tmp_path)

@@ -21,7 +21,6 @@ from shardrec.trainer.data import load_spec
 from shardrec.trainer.data.formats import _Opened
 from shardrec.trainer.data.interactions import Columns, read_interactions
 from shardrec.trainer.data.sequences import write_sequences
-from shardrec.trainer.run import load_config
 
 FORMS = {
     "header.csv": (",", True, {}),
@@ -232,7 +231,6 @@ def test_the_split_by_time(
     columns = Columns(user="1", item="2", time="3")
     options: dict[str, Any] = {"split": "time", "unseen": unseen, "popular": popular, "candidates": candidates}
     prepare(folder / "all.csv", folder, columns, seed=seed, **options)
-    assert load_config(folder / "run.yaml").output.ranking == ("rows" if candidates else "catalogue")
     cuts = [*np.quantile([time for _, _, time in events], [0.8, 0.9]), math.inf]
     of_user: dict[int, list[tuple[int, int]]] = {}
     for user, item, time in sorted(events, key=lambda event: event[2]):
