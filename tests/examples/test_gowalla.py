@@ -79,7 +79,7 @@ def test_a_run_by_its_files_learns(tmp_path: Path) -> None:
     config, files = load_config(CONFIG), tmp_path / "data"
     prepare(write(tmp_path, *towns()), files)
     # Ranks run in another folder than this test's.
-    paths = {name: str(files / Path(getattr(config, name)).name) for name in ("data", "valid", "features")}
+    paths = {name: str(files / Path(str(config.to_mapping()[name])).name) for name in ("data", "valid", "features")}
     arguments = {**config.model.args, "graph": paths["data"], "dim": 16, "negatives": 30}
     sizes = {"global_batch_size": 80, "epochs": 8, "top_k": 8}
     small = {**paths, "model_args": arguments, **sizes, "out": str(tmp_path / "run")}
