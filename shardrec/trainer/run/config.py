@@ -256,7 +256,7 @@ def _parse(text: str, path: Path) -> dict[str, tuple[object, int]]:
             f"config file {path} holds a {type(loaded).__name__}: give options, in lines like 'batch_size: 2048'"
         )
     values: dict[str, tuple[object, int]] = {}
-    for name, key, value, line in _entries(loaded, root, TrainConfig.groups()):
+    for name, key, value, line in _entries(loaded, root, TrainConfig.groups(), path):
         if name in values:
             raise ConfigError(
                 f"config file {path}:{line}: {str(key)!r} is there twice, first in line {values[name][1]}: keep one"
@@ -266,13 +266,23 @@ def _parse(text: str, path: Path) -> dict[str, tuple[object, int]]:
 
 
 def _entries(
-    loaded: Mapping[object, object], node: yaml.Node, groups: Mapping[str, Sequence[type[OptionGroup]]]
+    loaded: Mapping[object, object],
+    node: yaml.Node,
+    groups: Mapping[str, Sequence[type[OptionGroup]]],
+    path: Path,
 ) -> Iterator[tuple[str, object, object, int]]:
     """Each option of a mapping and of the groups in it: its name, its key as written, its value and its line."""
     lines, nodes = yaml_lines(node), {str(key.value): inner for key, inner in node.value}
     for key, value in loaded.items():
         name = str(key).replace("-", "_")
         if name in groups and isinstance(value, dict):
-            yield from _entries(value, nodes.get(str(key), node), groups[name][0].groups())
+            own = {option for kind in groups[name] for option in kind.options()}
+            for entry in _entries(value, nodes.get(str(key), node), groups[name][0].groups(), path):
+                if entry[0] not in own and entry[0] in TrainConfig.options():
+                    raise ConfigError(
+                        f"config file {path}:{entry[3]}: {str(entry[1])!r} is not an option of the group {name!r}. "
+                        "Move it into its own group, or beside the groups"
+                    )
+                yield entry
         else:
             yield name, key, value, lines.get(str(key), 1)

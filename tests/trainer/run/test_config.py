@@ -67,6 +67,7 @@ def test_groups_and_flat_options_are_the_same(tmp_path: Path) -> None:
         ("data:\n  epochs: 0\n", r"^epochs \(.*run\.yaml:2\) is 0: it should be"),
         ("seed: 1\nlearning:\n  seed: 2\n", r"run\.yaml:3: 'seed' is there twice, first in line 1"),
         ("data:\n  data: feed:x\n  valid: y\n", r"^valid \(.*run\.yaml:3\) is 'y', and data .* is a feed"),
+        ("model:\n  seed: 2\n", r"run\.yaml:2: 'seed' is not an option of the group 'model'"),
         ("ranks: {replicas: {elastic: h, x: 1}}\n", r"x \(.*run\.yaml:1\) is not an option"),
         (
             "batchsize: 3\n",
