@@ -21,8 +21,8 @@ class LifeCycle:
         look_up_begins: the exchange of some calls begins, in any mode, whoever made the calls.
         rows_looked_up: called with a module's plan and the rows looked up in this rank's shards, before they are sent.
         value_made: called with a call and its value, in the call's mode.
-        backward_begins: of a model with a process group, at the backward's first step in the model, before any gradient
-            is averaged or sent.
+        backward_begins: of a model with a process group, at the first step in the model of each graph task, before any
+            gradient is averaged or sent. The backward of a scripted or traced program has several.
         gradients_go_back: in each backward, before the gradients of an exchange's rows are sent; on one rank, only
             between the operators of a scripted or traced program.
         gradients_averaged: called with the parameters with gradients that the ranks of a replica have averaged, also

@@ -276,9 +276,9 @@ def _entries(
     for key, value in loaded.items():
         name = str(key).replace("-", "_")
         if name in groups and isinstance(value, dict):
-            own = {option for kind in groups[name] for option in kind.options()}
+            keys = {option for kind in groups[name] for option in kind.options()}
             for entry in _entries(value, nodes.get(str(key), node), groups[name][0].groups(), path):
-                if entry[0] not in own and entry[0] in TrainConfig.options():
+                if entry[0] not in keys and entry[0] in TrainConfig.options():
                     raise ConfigError(
                         f"config file {path}:{entry[3]}: {str(entry[1])!r} is not an option of the group {name!r}. "
                         "Move it into its own group, or beside the groups"
