@@ -253,6 +253,10 @@ class _Rank:
             return
         groups = list(dist.distributed_c10d._world.pg_map)
         dist.destroy_process_group()
+        if "torch.distributed.tensor" in sys.modules:  # keeps meshes by their ranks, with the names of these groups
+            from torch.distributed.tensor.debug import _clear_sharding_prop_cache
+
+            _clear_sharding_prop_cache()
         self._closing = [thread for thread in self._closing if thread.is_alive()]
         if len(self._closing) >= _MAX_CLOSING:
             self._closing.pop(0).join()

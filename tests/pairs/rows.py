@@ -68,8 +68,6 @@ def run_row(row: Row, folder: Path, address: str) -> list[str]:
         What differs from the unsharded model. A refusal is told as ``"refused ..."``, with what it has changed.
     """
     if row.mode != "servers":
-        # The trainers of a row with servers have a group of this name, too: torch keeps DTensor's plans, by ranks, with
-        # the names of groups of earlier rows.
         group = dist.new_group([0, 1])
         alone = [dist.new_group([rank]) for rank in range(2)][dist.get_rank()]
         return Run(

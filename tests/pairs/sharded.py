@@ -355,13 +355,7 @@ def _local(value: Tensor) -> Tensor:
 
 def _whole(value: Tensor) -> Tensor:
     value = value.detach()
-    if not isinstance(value, DTensor):
-        return value
-    # Not full_tensor(): torch keeps its plan by the ranks, with the name of a group of an earlier test in this process.
-    group = value.device_mesh.get_group()
-    parts: list[Any] = [None] * group.size()
-    dist.all_gather_object(parts, value.to_local().detach(), group=group)
-    return torch.cat(parts)
+    return value.full_tensor() if isinstance(value, DTensor) else value
 
 
 def _part(collection: Any, state: RowState, shard: Any, tensor: Tensor, whole: Tensor) -> tuple[Tensor, Tensor]:
