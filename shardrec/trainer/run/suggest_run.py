@@ -1,4 +1,4 @@
-"""``shardrec inspect --suggest`` and ``sequences``: options of a run by what the data hold (docs/models.md has the rules)."""
+"""Options of a run, proposed by what the data hold: for ``shardrec inspect --suggest`` and ``shardrec sequences``."""
 
 from __future__ import annotations
 
