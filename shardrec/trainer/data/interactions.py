@@ -105,7 +105,8 @@ def read_interactions(pattern: str, columns: Columns, *, skips: bool = False) ->
     """The interactions of some files.
 
     Args:
-        pattern: files of rows, as for ``shardrec train --data``, of an interaction each.
+        pattern: files of rows, as for ``shardrec train --data``, of an interaction each; in Parquet also of a list of
+            items each, in order.
         columns: what is known of them.
         skips: whether a row that cannot be read is left out; else it is an error.
 
@@ -170,7 +171,7 @@ def _tables(
     columns, seen = [*dict.fromkeys(chosen.values())], 0
     if file_kind(path) == "parquet":
         batches = pq.ParquetFile(open_input(path)).iter_batches(columns=columns)
-        blocks: Iterator[Rows] = ((pa.Table.from_batches([batch]), {}) for batch in batches)
+        blocks: Iterator[Rows] = ((_by_item(pa.Table.from_batches([batch]), chosen["item"]), {}) for batch in batches)
     else:
         of_text = FeatureSpec(features=(item,), label=Label(column=chosen["user"]), **form)
         blocks = read_rows(path, of_text, columns)
@@ -186,6 +187,26 @@ def _tables(
         bad |= {begin + row: str(fault) for row, fault in faults.items()}
         told = [f"{path}:{row + first}: {bad[row]}" for row in sorted(bad)]
         yield table.filter(pa.array(good)), encoded.rows.where(good), told
+
+
+def _by_item(table: pa.Table, item: str) -> pa.Table:
+    """Of rows with lists of items, a row for each item, also of other columns' lists, which are as long."""
+    import pyarrow as pa
+    import pyarrow.compute as pc
+
+    lists = {name for name in table.column_names if pa.types.is_nested(table.schema.field(name).type)}
+    if item not in lists:
+        return table
+    lengths = pc.list_value_length(table[item])
+    for name in sorted(lists):
+        if pc.list_value_length(table[name]) != lengths:
+            raise DataError(f"columns {item!r} and {name!r} have lists of different lengths: make them equally long")
+    rows = pc.list_parent_indices(table[item])
+    columns = {
+        name: pc.list_flatten(array) if name in lists else array.take(rows)
+        for name, array in zip(table.column_names, table.columns, strict=True)
+    }
+    return pa.table(columns)
 
 
 def _understood(path: str, columns: Columns) -> tuple[dict[str, str], dict[str, Any]]:

@@ -182,7 +182,7 @@ def _head(path: str, label: str | None) -> tuple[pa.Table, _Settings]:
         if len(names) < 2 or len({*names}) < len(names) or (delimiter != usual and "::" in line):
             raise DataError(
                 f"data file {path} begins with the line {line[:60]!r}: give it different names of columns, or none, "
-                "and one character between them"
+                "and one character between them. shardrec sequences takes interactions with '::' between their columns"
             )
         options = {
             "read_options": csv.ReadOptions(column_names=names, skip_rows=int(not headless), block_size=len(data) + 1),
@@ -279,6 +279,12 @@ def _label(columns: dict[str, pa.Array], label: str | None) -> tuple[str, object
     ones = [name for name in clicked if label or _LABELS.intersection(_words(name))]
     candidates = candidates or (binary if len(binary) == 1 else []) or ones or [name for name in rated if label]
     if not candidates:
+        for name, array in columns.items():
+            texts = array.drop_null().unique().to_pylist() if is_text(array.type) else []
+            if len(texts) == 2 and (name == label or (label is None and _LABELS.intersection(_words(name)))):
+                raise DataError(
+                    f"column {name!r} has the texts {texts[0]!r} and {texts[1]!r}: write 0 and 1, for a label"
+                )
         which = f"column {label!r} has no two numbers or more" if label else "no column is clearly the label"
         raise DataError(
             f"{which}: name one of 0 and 1, or of ratings (--label COLUMN), or make interactions without a label to "

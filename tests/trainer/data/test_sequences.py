@@ -278,3 +278,14 @@ def test_nothing_is_written_over(tmp_path: Path) -> None:
     assert json.loads((tmp_path / "vocabularies.json").read_text()) == {"item": ["2", "3", "4", "5", "6"]}
     with pytest.raises(ConfigError, match=r"features.yaml would be written over: give another folder"):
         prepare(tmp_path / "all.txt", tmp_path, candidates=1)
+
+
+def test_lists_of_items_are_rows_of_items(tmp_path: Path) -> None:
+    histories: dict[str, list[Any]] = {"user": [5, 3, 9], "item": [["b", "a"], [], ["c"]], "time": [[2, 1], [], [7]]}
+    pq.write_table(pa.table(histories | {"age": [1, 2, 3]}), tmp_path / "lists.parquet")
+    assert listed(tmp_path / "lists.parquet", Columns()) == {5: ["a", "b"], 9: ["c"]}
+    pq.write_table(pa.table(histories | {"time": [1, 2, 3]}), tmp_path / "times.parquet")
+    assert listed(tmp_path / "times.parquet", Columns()) == {5: ["b", "a"], 9: ["c"]}
+    pq.write_table(pa.table(histories | {"time": [[1], [], [7]]}), tmp_path / "uneven.parquet")
+    with pytest.raises(DataError, match="'item' and 'time' have lists of different lengths"):
+        read_interactions(str(tmp_path / "uneven.parquet"), Columns())

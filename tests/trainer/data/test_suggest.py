@@ -226,7 +226,8 @@ def test_rows_of_text_are_estimated_by_its_size(tmp_path: Path, monkeypatch: pyt
         ("a,a\n1,2\n", None, "different names of columns"),
         ("1::2::3\n", None, "one character between them"),
         ("a,click\nx,0\ny,1\n", "clicks", "no column 'clicks'"),
-        ("a,click\nx,0\ny,1\n", "a", "has no two numbers"),
+        ("a,click\nx,0\ny,1\n", "a", "has the texts 'x' and 'y': write 0 and 1"),
+        ("a,click\nx,0\ny,1\nz,1\n", "a", "has no two numbers"),
         ("price,click\n0.5,0\n1.5,1\n", None, "no column but the label has categories"),
     ],
 )
@@ -285,3 +286,9 @@ def test_any_names_and_values_make_a_spec(
     assert {*raw.sources} <= {*table}
     spec = raw.with_vocabularies(vocabularies([path], raw))
     assert sum(batch.size for batch in FileClickData([path], spec, holdout=0).train_batches(0, 1, 50)) == 20
+
+
+def test_a_label_of_two_texts_is_named(tmp_path: Path) -> None:
+    pq.write_table(pa.table({"clicked": ["yes", "no"] * 300, "site": WORDS}), tmp_path / "a.parquet")
+    with pytest.raises(DataError, match=r"column 'clicked' has the texts 'yes' and 'no': write 0 and 1"):
+        suggest(str(tmp_path / "a.parquet"))
