@@ -26,10 +26,10 @@ def ended_after_saving(stopped: RunStopped) -> None:
         print(f"\nshardrec: {told}", file=sys.stderr, flush=True)
 
 
-def ended_by_user() -> None:
-    """Say on stderr that the run was stopped."""
+def ended_by_user(saved: str = "") -> None:
+    """Say on stderr that the run was stopped, and what is saved of it."""
     if _speaks():
-        print("\nshardrec: stopped", file=sys.stderr, flush=True)
+        print("\nshardrec: stopped" + f"; {saved}" * bool(saved), file=sys.stderr, flush=True)
 
 
 @contextmanager

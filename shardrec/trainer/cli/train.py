@@ -40,9 +40,9 @@ def train_command() -> Callable[..., None]:
         except RunStopped as stopped:
             ended_after_saving(stopped)
             raise typer.Exit(SAVED) from None
-        except KeyboardInterrupt:
+        except KeyboardInterrupt as stopped:
             # Caught before Typer, which would say nothing at all.
-            ended_by_user()
+            ended_by_user(str(stopped))
             raise typer.Exit(130) from None
 
     parameters = [parameter("config", Annotated[Path | None, typer.Argument(help="YAML file of options.")], None)]

@@ -34,6 +34,7 @@ if TYPE_CHECKING:
 __all__ = [
     "FAULT",
     "FileInfo",
+    "MissingColumnsError",
     "TableBlock",
     "check_file",
     "check_part",
@@ -53,6 +54,10 @@ _NO_PARTITION = "__HIVE_DEFAULT_PARTITION__"
 
 class _EmptyFileError(DataError):
     """A file has no bytes."""
+
+
+class MissingColumnsError(DataError):
+    """A file lacks columns that are to be read."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -138,12 +143,16 @@ def check_file(path: str, spec: FeatureSpec) -> FileInfo:
         name: value for name, value in _partitions(path).items() if name in spec.sources and name not in names
     }
     of_spec = {*spec.label_sources, spec.group, spec.event_time, *spec.feature_sources}
-    faults = [
-        f"column {name!r} is missing: "
-        + ("name the file's column in the spec (column:)" if name in of_spec else "leave it out of the keys (--keys)")
-        for name in spec.sources
-        if name not in names and name not in partitions
-    ]
+    missing = [name for name in spec.sources if name not in names and name not in partitions]
+    faults = []
+    for lacks, remedy in (
+        ([name for name in missing if name in of_spec], "name the file's column in the spec (column:)"),
+        ([name for name in missing if name not in of_spec], "leave it out of the keys (--keys)"),
+    ):
+        if lacks:
+            more = f" and {len(lacks) - 3} more" * (len(lacks) > 3)
+            are = "s {} are" if len(lacks) > 1 else " {} is"
+            faults.append(f"column{are.format(', '.join(map(repr, lacks[:3])) + more)} missing: {remedy}")
     twice = [name for name in spec.sources if names.count(name) > 1]
     faults += [f"there are several columns {name!r}: rename or remove all but one" for name in twice]
     types = {} if schema is None else {name: schema.field(name).type for name in spec.sources if names.count(name) == 1}
@@ -151,10 +160,9 @@ def check_file(path: str, spec: FeatureSpec) -> FileInfo:
         if remedy := column_fault(of_column, name, spec):
             faults.append(f"column {name!r} has type {of_column}: {remedy}")
     if faults:
-        shown = f" (columns {', '.join(names[:50])}{', ...' * (len(names) > 50)})" * (
-            not set(spec.sources) <= {*names, *partitions}
-        )
-        raise DataError(f"data file {path}{shown}: " + "; ".join(faults))
+        shown = f" (columns {', '.join(names[:50])}{', ...' * (len(names) > 50)})" * bool(missing)
+        text = f"data file {path}{shown}: " + "; ".join(faults)
+        raise MissingColumnsError(text) if missing else DataError(text)
     kinds = {name: values_of(of_column) for name, of_column in types.items()} | dict.fromkeys(partitions, "texts")
     return replace(info, kinds=kinds, partitions=partitions)
 

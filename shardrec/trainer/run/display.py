@@ -90,10 +90,11 @@ class TerminalDisplay(Display):
     """
 
     def __init__(self, console: Console, total: int | None) -> None:
+        self._is_wide = console.width > 110
         self._progress = Progress(
             SpinnerColumn(),
-            TextColumn("training"),
-            BarColumn(),
+            TextColumn("training" * self._is_wide),
+            BarColumn(bar_width=40 if self._is_wide else 8),
             _Samples(),
             TextColumn("{task.fields[pace]}"),
             console=console,
@@ -104,7 +105,8 @@ class TerminalDisplay(Display):
         self._progress.start()
 
     def advance(self, samples: int, seconds: float, loss: float, waits: float) -> None:
-        pace = f"loss {loss:.4f}  {_pace(samples, seconds, self._total)}  waits for data {waits:.0%}"
+        pace = f"loss {loss:.4f}  {_pace(samples, seconds, self._total)}"
+        pace += f"  waits for data {waits:.0%}" * self._is_wide
         self._progress.update(self._task, completed=samples, pace=pace)
 
     def evaluated(self, point: CurvePoint) -> None:

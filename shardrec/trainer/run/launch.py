@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from shardrec import ConfigError, PeerError
-from shardrec.launch import check_extra, launched_rank, run_on_ranks, spawn_alone
+from shardrec.launch import RunStopped, check_extra, launched_rank, run_on_ranks, spawn_alone
+from shardrec.trainer.console import working
 from shardrec.trainer.run.config import CHECKPOINTS, TrainConfig
 
 __all__ = ["predict", "train"]
@@ -36,13 +37,14 @@ def train(config: TrainConfig, *, resume: bool = False, debug: bool = False) -> 
         VersionError: if the packages of the extra ``train`` are not installed.
         ShardrecError: if the run failed; of several ranks' errors, the first that is not about another rank.
         RunStopped: if SIGTERM or Ctrl-C ended the run after it had saved. A KeyboardInterrupt.
-        KeyboardInterrupt: if they ended it without a save.
+        KeyboardInterrupt: if they ended it without a save. Its text says which checkpoint is there.
     """
     check_extra("train")
     resume = resume or int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)) > 0 or config.ranks.replicas is not None
     _check_out(config, resume)
     config = config.changed(out=config.output.out or _new_folder())  # of several ranks' the first one's holds
     restarts, nproc, timeout = 0, config.ranks.nproc, config.ranks.timeout
+    _announce(nproc)
     while True:
         options, saved = {**config.to_mapping(), "resume": resume}, _saved(config)
         try:
@@ -54,6 +56,10 @@ def train(config: TrainConfig, *, resume: bool = False, debug: bool = False) -> 
                 raise
             again = f"starting the ranks again, {restarts} of {config.allowed_restarts} times without a new checkpoint"
             print(f"shardrec: {error}\nshardrec: {again}", file=sys.stderr, flush=True)
+        except RunStopped:
+            raise
+        except KeyboardInterrupt:
+            raise KeyboardInterrupt(_what_is_saved(config)) from None
         resume = True
 
 
@@ -113,6 +119,30 @@ def _predict_rank(options: dict[str, Any]) -> dict[str, Any] | None:
     from shardrec.trainer.run.scores import predict_rank  # with torch, which the program that starts the ranks lacks
 
     return predict_rank(options)
+
+
+def _announce(nproc: int) -> None:
+    """Say within a second what takes several: the start of ranks, and the import of torch."""
+    if launched_rank() is not None:
+        return
+    cores = len(os.sched_getaffinity(0))
+    if nproc > cores:
+        shared = f"{nproc} ranks (--nproc) share {cores} core{'s' * (cores > 1)} and slow each other down"
+        print(f"shardrec: warning: {shared}. Give --nproc {cores} for speed", file=sys.stderr, flush=True)
+    if nproc > 1 and sys.stderr.isatty():
+        print(f"starting {nproc} ranks", file=sys.stderr, flush=True)
+    if nproc == 1:
+        with working("loading torch"):
+            import shardrec.trainer.run.session  # noqa: F401  # which the run imports next
+
+
+def _what_is_saved(config: TrainConfig) -> str:
+    saved = [
+        name for name in _saved(config) if Path(str(config.output.out), CHECKPOINTS, name, "manifest.json").exists()
+    ]
+    if not saved:
+        return "nothing is saved: give --checkpoint-every to save during a run"
+    return f"{saved[-1]} is saved. Continue with --out {config.output.out} --resume"
 
 
 def _check_out(config: TrainConfig, resume: bool) -> None:

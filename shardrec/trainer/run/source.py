@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import shlex
 import time
 import warnings
 from collections import Counter
@@ -35,7 +36,7 @@ from shardrec.trainer.data.feed import Arrival, Feed, watermark
 from shardrec.trainer.data.ingest import IngestProcess, columns_of_records
 from shardrec.trainer.data.rows import NO_TIME
 from shardrec.trainer.data.spelling import decided
-from shardrec.trainer.data.tables import FileInfo, check_part
+from shardrec.trainer.data.tables import FileInfo, MissingColumnsError, check_part
 from shardrec.trainer.data.urls import TOPIC, files_of
 from shardrec.trainer.run.config import TOPIC_FILES, TrainConfig
 from shardrec.trainer.run.option_groups import FeedData, FiniteData
@@ -530,20 +531,28 @@ def _opened(
             f"{config.data.features} names none: add group: COLUMN, or give loss 'bce'"
         )
     on_bad_row = "raise" if config.data.on_bad_row == "error" else config.data.on_bad_row
-    data = open_click_data(
-        names,
-        spec,
-        holdout=holdout,
-        on_bad_row=on_bad_row,
-        shuffle=shuffle,
-        keep_groups=config.learning.loss != "bce",
-        seed=config.learning.seed,
-        streams=config.data.streams,
-        needs_rows=needs_rows,
-        known=known,
-        folder=folder,
-        decides=config.feed is None,
-    )
+    try:
+        data = open_click_data(
+            names,
+            spec,
+            holdout=holdout,
+            on_bad_row=on_bad_row,
+            shuffle=shuffle,
+            keep_groups=config.learning.loss != "bce",
+            seed=config.learning.seed,
+            streams=config.data.streams,
+            needs_rows=needs_rows,
+            known=known,
+            folder=folder,
+            decides=config.feed is None,
+        )
+    except MissingColumnsError as error:
+        if config.data.features is not None:
+            raise
+        raise DataError(
+            f"{error}. Without --features the columns are those of Criteo's files: propose a spec of these with "
+            f"shardrec inspect {shlex.quote(names if isinstance(names, str) else names[0])} --suggest --out proposed"
+        ) from error
     assert isinstance(data, FileClickData), "only a SyntheticConfig gives generated rows"
     return data
 

@@ -6,6 +6,8 @@ import json
 import re
 from pathlib import Path
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
@@ -159,14 +161,24 @@ def test_files_that_are_not_data(run: Run, tmp_path: Path, name: str, content: b
     assert errors.count("\n") == 1
 
 
-def test_ctrl_c(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("saved", ["", "nothing is saved: give --checkpoint-every to save during a run"])
+def test_ctrl_c(run: Run, monkeypatch: pytest.MonkeyPatch, saved: str) -> None:
     import shardrec.trainer.cli.train as command
 
     def interrupted(*_: object, **__: object) -> None:
-        raise KeyboardInterrupt
+        raise KeyboardInterrupt(saved)
 
     monkeypatch.setattr(command, "train", interrupted)
-    assert run("train") == (130, "", "\nshardrec: stopped\n")
+    assert run("train") == (130, "", "\nshardrec: stopped" + f"; {saved}" * bool(saved) + "\n")
+
+
+def test_files_without_a_spec_are_answered_with_the_command_that_proposes_it(run: Run, tmp_path: Path) -> None:
+    path = tmp_path / "own rows.parquet"
+    pq.write_table(pa.table({"clicked": [1, 0], "user": ["a", "b"]}), path)
+    code, _, errors = run("train", "--data", str(path), *SMALL, "--out", str(tmp_path / "out"))
+    assert code == 1
+    assert "columns 'label', 'int_1', 'int_2' and 37 more are missing" in errors
+    assert f"shardrec inspect '{path}' --suggest --out proposed" in errors
 
 
 @pytest.mark.slow

@@ -134,3 +134,34 @@ def test_checkpoints_of_another_run_are_neither_replaced_nor_mixed_up(tmp_path: 
 def test_resume_needs_a_folder() -> None:
     with pytest.raises(ConfigError, match=r"resume \(--resume\).*name it \(--out\)"):
         train(TrainConfig(), resume=True)
+
+
+def test_an_interrupted_run_says_what_is_saved(
+    attempts: tuple[list[dict[str, Any]], list[Any]], tmp_path: Path
+) -> None:
+    _, happen = attempts
+    happen.append(KeyboardInterrupt())
+    with pytest.raises(KeyboardInterrupt, match=r"^nothing is saved: give --checkpoint-every"):
+        train(TrainConfig(out=str(tmp_path)))
+    for step, files in (("step-000000020", ["manifest.json"]), ("step-000000040", [])):
+        folder = tmp_path / "checkpoints" / step
+        folder.mkdir(parents=True)
+        for name in files:
+            (folder / name).touch()
+    happen.append(KeyboardInterrupt())
+    with pytest.raises(KeyboardInterrupt, match=r"^step-000000020 is saved\. Continue with --out .* --resume$"):
+        train(TrainConfig(out=str(tmp_path)), resume=True)
+
+
+def test_more_ranks_than_cores_are_warned_of(
+    attempts: tuple[list[dict[str, Any]], list[Any]],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: {0, 1})
+    for nproc in (2, 3):
+        train(TrainConfig(out=str(tmp_path), nproc=nproc))
+    assert capsys.readouterr().err == (
+        "shardrec: warning: 3 ranks (--nproc) share 2 cores and slow each other down. Give --nproc 2 for speed\n"
+    )
