@@ -133,7 +133,7 @@ def _announce(nproc: int) -> None:
         print(f"starting {nproc} ranks", file=sys.stderr, flush=True)
     if nproc == 1:
         with working("loading torch"):
-            import shardrec.trainer.run.session  # noqa: F401  # which the run imports next
+            from shardrec.trainer.run.session import run_rank  # noqa: F401  # the run imports it next
 
 
 def _what_is_saved(config: TrainConfig) -> str:
