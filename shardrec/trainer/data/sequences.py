@@ -31,7 +31,9 @@ if TYPE_CHECKING:
 __all__ = ["write_sequences"]
 
 _VALUES_AT_ONCE = 1 << 22
-"""Of histories. A row group has them."""
+"""Values of histories that are in memory at once."""
+_GROUP_ROWS = 1 << 12
+"""Rows of a row group, so that ranks have parts of a file to share."""
 _SPEC = """# Of shardrec sequences. Ids of items are in {vocabularies}; a history looks up the item's table.
 label: label
 group: user
@@ -157,7 +159,7 @@ class _Files:
                 users_U[some], starts_U[some], ends_U[some], None if items_UK is None else items_UK[some]
             )
             writer = writer or pq.ParquetWriter(self._out / f"{name}.parquet", table.schema, compression="zstd")
-            writer.write_table(table)
+            writer.write_table(table, row_group_size=_GROUP_ROWS)
             begin, count = stop, count + table.num_rows
         if writer is not None:
             writer.close()
