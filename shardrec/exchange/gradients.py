@@ -11,7 +11,7 @@ from torch import Tensor
 from shardrec.exchange.backward_watch import BEGUN, BackwardWatch
 from shardrec.exchange.life_cycle import LifeCycle
 
-__all__ = ["Gradients", "Reducer"]
+__all__ = ["Gradients", "Reducer", "is_recomputation"]
 
 
 class Reducer(Protocol):
@@ -77,7 +77,7 @@ class Gradients:
     @property
     def computes_again(self) -> bool:
         """Whether a backward computes a forward with gradients again (``torch.utils.checkpoint``)."""
-        return torch._C._current_graph_task_id() >= 0 and (self._had_gradients or _is_recomputation())
+        return torch._C._current_graph_task_id() >= 0 and (self._had_gradients or is_recomputation())
 
     def agreement(self) -> str:
         """What the ranks must have in common in a forward."""
@@ -93,8 +93,8 @@ class Gradients:
             self.reducer.begin()
 
 
-def _is_recomputation() -> bool:
-    """Whether a checkpoint that is not reentrant computes its forward again: it saves tensors by hooks of its own.
+def is_recomputation() -> bool:
+    """Whether, in a backward, a checkpoint that is not reentrant computes its forward again. It has hooks of its own.
 
     The forward before is not always that forward: an evaluation may lie between a forward and its backward.
     """

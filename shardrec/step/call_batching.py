@@ -12,6 +12,9 @@ A *run* is the calls that a model makes between two uses of their values::
 Forwards with and without gradients are modes of their own: an evaluation may make fewer calls. A forward that raises on
 one rank after its last exchange ends there as on the other ranks, which hear nothing of it.
 
+A forward that a backward computes again (``torch.utils.checkpoint``) makes the exchanges of the forward before: torch
+compares what the two have saved, in order.
+
 Python does not see where a program of TorchScript begins and ends: its runs are known by the module that begins
 them. All ranks run the same model and come to the same decisions. The headers' checksum tells if they did not.
 """
@@ -46,14 +49,16 @@ class CallBatching:
         self._mode: Hashable = None  # of the present forward, or the last one
         self._runs: dict[Hashable, tuple[int, ...]] = {}  # of the last forward with calls, in which ranks compare modes
         self._calls: dict[Hashable, int] = {}  # of the last forward
+        self._known: dict[Hashable, tuple[int, ...]] = {}  # runs that the last forward knew when it began
+        self._is_again = False  # whether this forward computes another one again
         self._made = [0]  # calls per run of this forward
         self._first = 0  # the id of the module that made the first call of the present run
         self._of_programs: dict[int, int] = {}  # calls of the last run that began with this module
 
     @property
     def known(self) -> tuple[int, ...]:
-        """Calls per run of the last forward in this mode."""
-        return self._runs.get(self._mode, ())
+        """Calls per run of the last forward in this mode, when this one began."""
+        return self._known.get(self._mode, ())
 
     @property
     def lacks_calls(self) -> bool:
@@ -61,19 +66,21 @@ class CallBatching:
         1 call."""
         return sum(self._made) < self._calls.get(self._mode, 1)
 
-    def begin(self, mode: Hashable) -> None:
-        """A forward begins."""
+    def begin(self, mode: Hashable, *, is_again: bool = False) -> None:
+        """A forward begins; with ``is_again``, one that has been made before."""
         if self.phase is Phase.FAILED:
             self.forget()
-        self.phase, self._mode, self._made = Phase.FORWARD, mode, [0]
+        self.phase, self._mode, self._made, self._is_again = Phase.FORWARD, mode, [0], is_again
+        if not is_again:
+            self._known[mode] = self._runs.get(mode, ())
 
     def end(self, *, ahead: bool = False) -> None:
         """The forward has ended. One that has made none of the calls made ``ahead`` of it is an exception."""
         self.use()
         runs = tuple(self._made[:-1])
-        if runs:
+        if runs and not self._is_again:
             self._runs[self._mode] = runs
-        if runs or not ahead:
+        if (runs or not ahead) and not self._is_again:
             self._calls[self._mode] = sum(runs)
         self.phase, self._made = Phase.OUTSIDE, [0]
 
@@ -85,6 +92,7 @@ class CallBatching:
         """Know nothing, as the other ranks: a forward has failed on all of them, perhaps in different modes."""
         self._runs.clear()
         self._calls.clear()
+        self._known.clear()
 
     def call(self, module: int, modules: int, *, by_program: bool) -> bool:
         """A module is called. Whether that is the last call of its run, as far as one can know.
@@ -98,7 +106,7 @@ class CallBatching:
             self._first = module
         self._made[-1] += 1
         if self.phase is Phase.FORWARD:
-            number, known = len(self._made) - 1, self._runs.get(self._mode, ())
+            number, known = len(self._made) - 1, self._known.get(self._mode, ())
             expected = known[number] if number < len(known) else modules
         else:
             expected = self._of_programs.get(self._first, modules) if by_program else 1

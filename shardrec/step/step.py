@@ -43,6 +43,7 @@ import torch
 
 from shardrec.errors import ConfigError, ShardrecError
 from shardrec.exchange.fault_flags import FaultFlag
+from shardrec.exchange.gradients import is_recomputation
 from shardrec.exchange.headers import Headers, is_shared
 from shardrec.exchange.life_cycle import LifeCycle
 from shardrec.exchange.row_exchange import RowAllToAll
@@ -199,7 +200,8 @@ class Step:
             return True
         if self._batching.phase is Phase.FORWARD:
             return False
-        self._batching.begin(torch.is_grad_enabled())  # which ranks compare in headers
+        is_again = torch._C._current_graph_task_id() >= 0 and is_recomputation()
+        self._batching.begin(torch.is_grad_enabled(), is_again=is_again)  # a mode that ranks compare in headers
         return True
 
     def end_forward(self, error: BaseException | None) -> None:

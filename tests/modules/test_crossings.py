@@ -232,6 +232,30 @@ def test_an_evaluation_between_a_forward_and_its_recomputation_changes_nothing(r
     ranks(2, run)
 
 
+def test_a_first_forward_and_its_recomputation_make_the_same_exchanges() -> None:
+    class Twice(Net):
+        def forward(self, features: KeyedJaggedTensor) -> Tensor:
+            first = self.bags(features)
+            scale = torch.sigmoid(self.top.weight)  # which is saved between the calls
+            second = self.bags(features)
+            logits: Tensor = self.top(first.values() * scale + second.values())
+            return logits
+
+    def run() -> None:
+        def trained(*, again: bool) -> list[Tensor]:
+            model = shardrec.shard(given(Twice()), plan())
+            for step in range(3):
+                batch = features(step)
+                logits = checkpoint(model, batch, use_reentrant=False) if again else model(batch)
+                logits.square().sum().backward()
+            return [table(model), *(each.grad for each in model.top.parameters())]
+
+        for with_it, without in zip(trained(again=True), trained(again=False), strict=True):
+            assert torch.equal(with_it, without)
+
+    ranks(2, run)
+
+
 def test_a_checkpoint_of_an_optimizer_in_backward_of_a_cut_table_is_loaded(tmp_path: Any) -> None:
     def run() -> None:
         def made() -> shardrec.ShardedModel:

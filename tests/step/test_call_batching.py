@@ -51,6 +51,20 @@ def test_runs_beyond_those_known_wait_for_every_module(lengths: list[int], more:
     assert forward(runs, lengths + more) == with_last_calls(lengths + more)
 
 
+@given(LENGTHS, LENGTHS)
+def test_a_forward_made_again_sends_as_the_one_before_and_is_not_remembered(
+    lengths: list[int], other: list[int]
+) -> None:
+    runs = CallBatching()
+    for _ in range(3):
+        before = forward(runs, lengths)
+        forward(runs, other, mode="evaluation")
+        runs.begin("", is_again=True)
+        assert sent(runs, lengths) == before
+        runs.end()
+    assert before == with_last_calls(lengths)
+
+
 def test_a_first_forward_sends_when_each_module_has_been_called() -> None:
     runs = CallBatching()
     assert forward(runs, [MODULES]) == with_last_calls([MODULES])
