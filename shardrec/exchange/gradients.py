@@ -10,8 +10,9 @@ from torch import Tensor
 
 from shardrec.exchange.backward_watch import BEGUN, BackwardWatch
 from shardrec.exchange.life_cycle import LifeCycle
+from shardrec.exchange.recomputation import recomputes_graph
 
-__all__ = ["Gradients", "Reducer", "is_recomputation"]
+__all__ = ["Gradients", "Reducer"]
 
 
 class Reducer(Protocol):
@@ -77,7 +78,7 @@ class Gradients:
     @property
     def computes_again(self) -> bool:
         """Whether a backward computes a forward with gradients again (``torch.utils.checkpoint``)."""
-        return torch._C._current_graph_task_id() >= 0 and (self._had_gradients or is_recomputation())
+        return torch._C._current_graph_task_id() >= 0 and (self._had_gradients or recomputes_graph())
 
     def agreement(self) -> str:
         """What the ranks must have in common in a forward."""
@@ -91,12 +92,3 @@ class Gradients:
             begin()
         if self.reducer is not None:
             self.reducer.begin()
-
-
-def is_recomputation() -> bool:
-    """Whether, in a backward, a checkpoint that is not reentrant computes its forward again. It has hooks of its own.
-
-    The forward before is not always that forward: an evaluation may lie between a forward and its backward.
-    """
-    hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
-    return hooks is not None and hooks[0].__module__ == "torch.utils.checkpoint"

@@ -9,11 +9,16 @@ of them maps once for all, and ranks that hold one each get the same rows: they 
 Between a lookup and its backward, its rows must not be assigned to other ids. So an id that is used by a step without
 its backward yet is not evicted, as long as its autograd graph exists. A second backward over a retained graph is an
 error if rows may have been reassigned since.
+
+A step without a graph (``torch.utils.checkpoint`` with ``use_reentrant=True``, a pipeline's checkpoint) protects
+nothing, but its rows are remembered: if a backward computes it again, it reads the same rows. That is an error if they
+may have been reassigned since.
 """
 
 from __future__ import annotations
 
 import weakref
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -39,6 +44,8 @@ Renew = Callable[[Shard, Tensor, int], None]
 """Draws rows of a shard again, after they were taken from their ids in a step: shard, rows (E,), step."""
 
 _Key = tuple[str, int]  # table, first row of the block
+_REMEMBERED = 256
+"""Most steps without a graph whose rows are remembered."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,6 +93,15 @@ class OpenStep:
     step: int
 
 
+@dataclass(eq=False)
+class _WithoutGraph:
+    """A step whose lookup kept no graph: its ids, their rows, and its number."""
+
+    ids: Tensor
+    rows: Tensor
+    step: int
+
+
 class IdMaps:
     """The maps of this rank's shards.
 
@@ -117,6 +133,7 @@ class IdMaps:
         self._runs: list[tuple[_Key | None, int]] = []  # map and number of slots
         self._shards: dict[_Key, list[Shard]] = {}
         self._open: weakref.WeakSet[OpenStep] = weakref.WeakSet()
+        self._without_graph = deque[_WithoutGraph](maxlen=_REMEMBERED)
         for shard, run in groupby(slots, key=lambda slot: slot.shard):
             key = (shard.table, shard.row_start) if shard.table in options else None
             self._runs.append((key, len(list(run))))
@@ -138,13 +155,21 @@ class IdMaps:
         """With maps on a GPU, begin to look ids up before the step that will assign rows to new ones."""
         return self._on_device.find(shard_input) if launching.has_kernels(self._device) else None
 
-    def __call__(self, shard_input: ShardInput, assign_new_ids: bool, found_rows: FoundRows | None = None) -> Mapped:
+    def __call__(
+        self,
+        shard_input: ShardInput,
+        assign_new_ids: bool,
+        found_rows: FoundRows | None = None,
+        *,
+        has_graph: bool = True,
+    ) -> Mapped:
         """Map the ids that the ranks requested.
 
         Args:
             shard_input: with raw ids, int64. Ids of tables without dynamic ids are rows.
             assign_new_ids: count a step, and assign rows to new ids. Otherwise nothing changes.
             found_rows: what :meth:`find_rows` returned for the ids.
+            has_graph: :meth:`open_step` will protect the step.
         """
         self.step += assign_new_ids
         protect = min((open_step.step for open_step in self._open), default=self.step)
@@ -158,9 +183,34 @@ class IdMaps:
             rows = self._on_device.find(shard_input, frozen=True).rows
             lacking = any(options.fallback_rows == 0 for options in self.options.values())
         step = self.step if assign_new_ids else 0
+        if step and not has_graph:
+            self._without_graph.append(_WithoutGraph(shard_input.ids.clone(), rows, step))
         if not lacking:
             return Mapped(shard_input=replace(shard_input, ids=rows.to(shard_input.ids.device)), step=step)
         return self._without_zeros(shard_input, rows, step)
+
+    def again(self, shard_input: ShardInput, *, had_graph: bool) -> Mapped:
+        """Map the ids of a step that a backward computes again.
+
+        Args:
+            shard_input: as before.
+            had_graph: the step's own graph protects its rows.
+
+        Raises:
+            ConfigError: if its rows may have been reassigned since.
+        """
+        forwards = [] if had_graph else reversed(self._without_graph)  # a backward reaches the last forward first
+        forward = next((each for each in forwards if torch.equal(each.ids, shard_input.ids)), None)
+        if forward is None:
+            return self(shard_input, False)
+        self._without_graph.remove(forward)
+        if any(each.last_of_evicted >= forward.step for each in self.maps.values()):
+            raise ConfigError(
+                f"a backward computes a forward again in which ids of the tables {', '.join(map(repr, self.options))} "
+                "had rows that later forwards gave to other ids. Call torch.utils.checkpoint with use_reentrant=False, "
+                'a pipeline with checkpoint="never", or make fewer forwards before a backward'
+            )
+        return self._without_zeros(shard_input, forward.rows, 0)
 
     def _on_host(self, shard_input: ShardInput, assign_new_ids: bool, protect: int) -> tuple[Tensor, bool]:
         """(N,) rows, on the host, and whether any is -1."""

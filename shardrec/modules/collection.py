@@ -275,10 +275,8 @@ class ShardedCollection(nn.Module, abc.ABC):
         return layout.name in self.context.options.dynamic_ids
 
     def assigns_new_ids(self) -> bool:
-        """Whether a lookup gives rows to new ids: in training, but not where a backward computes a forward again."""
-        return (
-            self.id_maps is not None and self.training and self.storage.trains and torch._C._current_graph_task_id() < 0
-        )
+        """Whether a lookup gives rows to new ids, but where a backward computes a forward again: in training."""
+        return self.id_maps is not None and self.training and self.storage.trains
 
     @torch.no_grad()
     def renew_rows(self, shard: Shard, rows: Tensor, step: int) -> None:

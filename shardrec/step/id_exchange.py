@@ -27,6 +27,7 @@ from shardrec.exchange.check import describe_fault, ids_are_valid
 from shardrec.exchange.collectives import Pending, joined
 from shardrec.exchange.headers import FIXED_COLUMNS, Headers, checksum
 from shardrec.exchange.payload import HEADER_SIZES, ShardInput
+from shardrec.exchange.recomputation import is_recomputing
 from shardrec.exchange.to_device import staged
 from shardrec.step.input_plan import InputPlan
 from shardrec.step.records import InFlight
@@ -102,7 +103,7 @@ def pack(call: InFlight, counts: Sequence[int] | None = None, counted: Iterator[
     if call.counted:
         numbers = iter(joined([tensor.flatten() for tensor in call.counted]).tolist()) if counted is None else counted
         call.counted_values = [list(islice(numbers, tensor.numel())) for tensor in call.counted]
-    if call.bad_ids is not None and torch._C._current_graph_task_id() < 0:  # else a backward computes a forward again
+    if call.bad_ids is not None and not is_recomputing():
         input.bad_ids += call.bad_ids
     if counts is None:
         spans = input.group_spans

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from shardrec.exchange.collectives import Collectives, joined
 from shardrec.exchange.payload import ShardInput
+from shardrec.exchange.recomputation import is_recomputing, recomputes_graph
 from shardrec.ids.maps import Mapped, OpenStep
 from shardrec.lookup.backward import Kept
 from shardrec.lookup.shards import LookupInputs
@@ -116,7 +117,10 @@ def look_up(
     mapped, rows_of = None, received
     if plan.id_maps is not None:
         assigns, found_rows = (False, None) if call is None else (call.assigns_new_ids, call.found_rows)
-        mapped = plan.id_maps(received, assigns, found_rows)
+        if assigns and is_recomputing():
+            mapped = plan.id_maps.again(received, had_graph=recomputes_graph())
+        else:
+            mapped = plan.id_maps(received, assigns, found_rows, has_graph=to_update)
         rows_of = mapped.shard_input
     if plan.output.pools:
         pooled, inputs, lookups = plan.lookup.look_up(rows_of, allocate, to_update=to_update)

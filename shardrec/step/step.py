@@ -43,9 +43,9 @@ import torch
 
 from shardrec.errors import ConfigError, ShardrecError
 from shardrec.exchange.fault_flags import FaultFlag
-from shardrec.exchange.gradients import is_recomputation
 from shardrec.exchange.headers import Headers, is_shared
 from shardrec.exchange.life_cycle import LifeCycle
+from shardrec.exchange.recomputation import recomputes_graph
 from shardrec.exchange.row_exchange import RowAllToAll
 from shardrec.exchange.wire_format import QuantizedComms
 from shardrec.step.call_batching import CallBatching, Phase
@@ -200,7 +200,7 @@ class Step:
             return True
         if self._batching.phase is Phase.FORWARD:
             return False
-        is_again = torch._C._current_graph_task_id() >= 0 and is_recomputation()
+        is_again = torch._C._current_graph_task_id() >= 0 and recomputes_graph()
         self._batching.begin(torch.is_grad_enabled(), is_again=is_again)  # a mode that ranks compare in headers
         return True
 
