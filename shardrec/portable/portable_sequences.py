@@ -31,8 +31,8 @@ __all__ = ["PortableSequences"]
 class PortableSequences(PortableTwin):
     """The portable twin of a :class:`ShardedEmbeddingCollection`."""
 
-    def __init__(self, collection: ShardedEmbeddingCollection, parallel_lookups: bool) -> None:
-        super().__init__(collection, parallel_lookups)
+    def __init__(self, collection: ShardedEmbeddingCollection) -> None:
+        super().__init__(collection)
         device = collection.device
         outputs = collection.lookups
         sent, route = collection.sent_lookups, collection.input.route
