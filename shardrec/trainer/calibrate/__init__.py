@@ -1,6 +1,5 @@
 """Calibration: steps and collectives timed on this machine, and the cost model's coefficients fitted to them."""
 
-from shardrec.trainer.calibrate.choose import TimedPlan, different_plans, time_plans
 from shardrec.trainer.calibrate.fit import fewest_workloads, fit, predicted_ms, relative_errors
 from shardrec.trainer.calibrate.measure import Measured, measure, measure_plans
 from shardrec.trainer.calibrate.workload import CUTS, Workload, step_plan, table_loads, workloads
@@ -8,9 +7,7 @@ from shardrec.trainer.calibrate.workload import CUTS, Workload, step_plan, table
 __all__ = [
     "CUTS",
     "Measured",
-    "TimedPlan",
     "Workload",
-    "different_plans",
     "fewest_workloads",
     "fit",
     "measure",
@@ -19,6 +16,5 @@ __all__ = [
     "relative_errors",
     "step_plan",
     "table_loads",
-    "time_plans",
     "workloads",
 ]
