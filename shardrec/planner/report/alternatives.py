@@ -10,8 +10,6 @@ from shardrec.planner.cut_option import Candidate, add_option
 from shardrec.planner.solve.encode import Floats
 from shardrec.planner.solve.problem import Option, Place, Solution
 
-__all__ = ["next_best"]
-
 _GIB = 2**30
 
 
