@@ -20,8 +20,6 @@ from torch import Tensor
 
 from shardrec.lookup.group_shards import LookupGradient, RowGradient, TableBank, summed
 
-__all__ = ["DeferredGradients"]
-
 _MAX_LOOKUPS = 4
 
 

@@ -20,8 +20,6 @@ from torch import nn
 
 from shardrec.errors import ConfigError
 
-__all__ = ["FusedOptimizer", "OptimizerKind", "fused_optimizer_of"]
-
 
 class OptimizerKind(Enum):
     """Fused optimizers, by the name of the torch class that selects them."""

@@ -31,8 +31,6 @@ from shardrec.lookup.group_shards import LookupGradient, RowGradient, TableBank,
 from shardrec.lookup.native_kernel import RULES
 from shardrec.lookup.optimizers import FusedOptimizer, OptimizerKind
 
-__all__ = ["RowOptimizer"]
-
 
 class RowOptimizer:
     """The states of some tables' optimizer, and its step on some of their rows.

@@ -12,8 +12,6 @@ from torch import Tensor, nn
 
 from shardrec._torchscript import counts_of
 
-__all__ = ["NoTables", "Tables"]
-
 
 class _Table(nn.Module):
     """One table.
