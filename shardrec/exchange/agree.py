@@ -32,19 +32,6 @@ from shardrec.exchange.safe_pickle import gather
 from shardrec.exchange.subgroups import subgroup
 from shardrec.files import os_fault
 
-__all__ = [
-    "Ranks",
-    "all_gather",
-    "by_rank",
-    "gloo_ranks",
-    "on_all_ranks",
-    "on_first_rank",
-    "on_threads",
-    "over_ranks",
-    "ranks_of",
-    "same_everywhere",
-]
-
 T = TypeVar("T")
 
 

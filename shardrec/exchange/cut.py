@@ -38,8 +38,6 @@ from shardrec.exchange.batch import KEY_ORDERS, Batch
 from shardrec.exchange.hashing import home_rows
 from shardrec.exchange.route import Route
 
-__all__ = ["Cut", "Cutter", "in_blocks", "permuted"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class Cut:

@@ -21,8 +21,6 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-__all__ = ["FaultFlag", "FaultFlags"]
-
 _FLAGS = 64
 """Largest number of batches with unread flags."""
 

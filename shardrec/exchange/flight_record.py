@@ -17,8 +17,6 @@ from functools import cache
 from itertools import count
 from time import monotonic
 
-__all__ = ["Entry", "FlightRecord", "flight_record"]
-
 _ENTRY = struct.Struct("=Qddq32s")  # number + 1, begin, end (0: under way), bytes, name
 _ENDED = struct.Struct("=d")
 _ENDED_AT = 16

@@ -11,8 +11,6 @@ from torch import Tensor
 from shardrec.exchange.backward_watch import BEGUN, BackwardWatch
 from shardrec.exchange.life_cycle import LifeCycle
 
-__all__ = ["Gradients", "Reducer"]
-
 
 class Reducer(Protocol):
     """What averages the gradients of ordinary parameters over the ranks (:mod:`shardrec.modules.dense`)."""

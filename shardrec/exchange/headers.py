@@ -23,18 +23,6 @@ from shardrec.errors import AnomalyError, InputError, PeerError, ShardrecError
 from shardrec.exchange.collectives import Collectives, Pending
 from shardrec.exchange.fault_flags import FaultFlags
 
-__all__ = [
-    "FIXED_COLUMNS",
-    "FORWARD_FAILED",
-    "NO_MORE",
-    "ForwardFailed",
-    "Headers",
-    "checksum",
-    "is_own",
-    "is_shared",
-    "quoted",
-]
-
 _NO_MORE_HERE = "this rank has no further batch, and others have one: give every rank as many batches"
 
 FIXED_COLUMNS = 2

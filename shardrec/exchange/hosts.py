@@ -27,8 +27,6 @@ from shardrec.exchange.route import Piece, Route, Slot, Source, add_columns
 from shardrec.exchange.row_exchange import OutgoingRows
 from shardrec.exchange.wire_format import Shape
 
-__all__ = ["HostExchange", "HostSums", "host_sums"]
-
 Column = tuple[int, int]
 """Lookup and first column of some neighbouring columns of its table."""
 

@@ -27,8 +27,6 @@ from torch import Tensor, nn
 from shardrec.exchange.route import Route
 from shardrec.exchange.to_device import staged
 
-__all__ = ["HEADER_SIZES", "Payload", "ShardInput"]
-
 HEADER_SIZES = 2
 """Columns of a row of the header before its counts of ids."""
 

@@ -28,8 +28,6 @@ from shardrec.errors import ConfigError
 from shardrec.exchange.collectives import Collectives, Pending, StreamSizes, WayBack, joined
 from shardrec.exchange.wire_format import QuantizedComms, Shape, Wire
 
-__all__ = ["OutgoingRows", "RowAllToAll", "RowsInFlight"]
-
 _OUT, _INTO = attrgetter("out"), attrgetter("into")
 
 

@@ -38,8 +38,6 @@ from shardrec.errors import ConfigError
 from shardrec.exchange.collectives import Collectives, Later, Pending
 from shardrec.layout import COLUMN_UNIT
 
-__all__ = ["WIRE_TYPES", "QuantizedComms", "Shape", "Wire", "WireType"]
-
 WireType = Literal["fp32", "fp16", "bf16", "int8"]
 WIRE_TYPES: tuple[str, ...] = get_args(WireType)
 Shape = tuple[int, int]

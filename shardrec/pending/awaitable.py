@@ -28,8 +28,6 @@ from shardrec.errors import AwaitableError
 from shardrec.pending.once import Callbacks, Once, State
 from shardrec.pending.type_methods import Operators, force, force_nested
 
-__all__ = ["Awaitable", "GetItemLazyAwaitable", "LazyAwaitable", "LazyGetItemMixin", "LazyNoWait", "NoWait"]
-
 W = TypeVar("W")
 V = TypeVar("V")
 ParentW = TypeVar("ParentW")

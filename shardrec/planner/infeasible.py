@@ -12,8 +12,6 @@ from shardrec.planner.planner import Planner
 from shardrec.planner.solve import solve
 from shardrec.planner.solve.problem import FIRST_PLAN
 
-__all__ = ["least_capacity", "refuse"]
-
 _GIB = 2**30
 _MAX_RANKS = 4096
 

@@ -8,8 +8,6 @@ from dataclasses import replace
 from shardrec.layout import ShardingPlan, TableLayout
 from shardrec.planner.cost import Cost, CostModel, TableLoad
 
-__all__ = ["overhead_ms", "predicted_ms", "predicted_phases", "priced_layout", "priced_plan"]
-
 _FORWARD, _BACKWARD = 3, 1
 """All-to-alls of a step, with or without bytes: header, payload, output; gradient."""
 

@@ -28,8 +28,6 @@ if TYPE_CHECKING:
     from torchrec.distributed.planner.types import ParameterConstraints
     from torchrec.distributed.types import ShardingPlan as TorchRecPlan
 
-__all__ = ["constraints_from_torchrec", "from_torchrec", "to_torchrec"]
-
 _TO_TORCHREC = {"grid": "grid_shard"}
 _FROM_TORCHREC = {"grid_shard": "grid"}
 

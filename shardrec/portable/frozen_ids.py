@@ -18,8 +18,6 @@ from shardrec.exchange.hashing import mixed
 from shardrec.ids.maps import IdMaps
 from shardrec.modules.collection import ShardedCollection
 
-__all__ = ["FrozenMaps", "frozen_maps"]
-
 
 class FrozenMaps(nn.Module):
     """The maps of a rank's shards as they are now.

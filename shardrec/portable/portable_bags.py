@@ -24,8 +24,6 @@ from shardrec.portable.portable_module import PortableTwin
 if TYPE_CHECKING:
     from shardrec.modules.bags import ShardedEmbeddingBagCollection
 
-__all__ = ["PortableBags"]
-
 
 class PortableBags(PortableTwin):
     """The portable twin of a :class:`ShardedEmbeddingBagCollection`."""

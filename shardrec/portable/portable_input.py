@@ -34,8 +34,6 @@ from shardrec.exchange.cut import in_blocks, permuted
 from shardrec.exchange.to_device import staged
 from shardrec.step.input_plan import InputPlan
 
-__all__ = ["FAULTS", "Checked", "PortableInput", "Received", "constant"]
-
 FAULTS = [
     "",
     "an id is outside its table, or lengths and ids do not fit (call the eager model with this batch: it says which)",

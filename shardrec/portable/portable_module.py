@@ -11,8 +11,6 @@ from shardrec.modules.collection import ShardedCollection
 from shardrec.portable.frozen_ids import frozen_maps
 from shardrec.portable.portable_input import PortableInput
 
-__all__ = ["PortableTwin"]
-
 
 class PortableTwin(nn.Module):
     """A twin that infers, with the memory of a sharded collection's tables.

@@ -25,8 +25,6 @@ from shardrec.step.sequence_rows import column_unit_targets
 if TYPE_CHECKING:
     from shardrec.modules.sequences import ShardedEmbeddingCollection
 
-__all__ = ["PortableSequences"]
-
 
 class PortableSequences(PortableTwin):
     """The portable twin of a :class:`ShardedEmbeddingCollection`."""

@@ -31,22 +31,6 @@ from shardrec.exchange.check import ids_are_valid
 from shardrec.modules.collection import ShardedCollection
 from shardrec.modules.servers import Servers
 
-__all__ = [
-    "Answer",
-    "Call",
-    "Connections",
-    "Part",
-    "answer_calls",
-    "asynchronous",
-    "call",
-    "check_gradient",
-    "check_parts",
-    "complete",
-    "completed",
-    "failure",
-    "unwrapped",
-]
-
 Part = tuple[int, list[int], Tensor]
 Answer = tuple[bool, object] | tuple[bool, str, str]
 

@@ -19,8 +19,6 @@ from shardrec.modules.table import ShardedTable
 from shardrec.rpc.trainer_collectives import RemoteCollectives, words
 from shardrec.step.records import InFlight
 
-__all__ = ["RemoteTable", "remote_storage"]
-
 
 class RemoteTable(ShardedTable):
     """A table on servers, in a trainer's model: no parameters. Its state_dict entry is read from them.

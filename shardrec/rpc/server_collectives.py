@@ -20,8 +20,6 @@ from shardrec.exchange.collectives import Collectives, Later, Pending, StreamSiz
 from shardrec.modules.servers import Servers
 from shardrec.rpc.messages import Call, Connections
 
-__all__ = ["ServerCollectives"]
-
 _Key = tuple[int, int, int, int]  # run, update, exchange of the update, rank of the sender
 
 

@@ -37,8 +37,6 @@ from shardrec.lookup.deferred import DeferredGradients
 from shardrec.lookup.optimizers import FusedOptimizer
 from shardrec.rpc.messages import Call, Connections, Part
 
-__all__ = ["KeptGradients", "RemoteCollectives"]
-
 _SHARE_OF_TIMEOUT = 0.8  # of a trainer's time limit, which a server waits for the other trainers
 
 

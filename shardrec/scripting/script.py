@@ -18,8 +18,6 @@ from shardrec.scripting.error import ScriptError, explain
 from shardrec.scripting.insert_waits import insert_waits
 from shardrec.scripting.twins import scriptable_copy
 
-__all__ = ["compiled", "move_waits", "script"]
-
 _EXCHANGES = (
     "_c10d_functional::all_to_all_single",
     "_c10d_functional_autograd::all_to_all_single",

@@ -30,8 +30,6 @@ from shardrec._torchscript import defer, forward_of
 from shardrec.pending import Await
 from shardrec.scripting.error import ScriptError
 
-__all__ = ["ISSUE", "HasScriptedTwin", "scriptable_copy"]
-
 ISSUE = "issue"
 """The method of a scripted twin that returns the ``Await``."""
 

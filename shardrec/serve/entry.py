@@ -18,8 +18,6 @@ from shardrec.errors import ConfigError
 from shardrec.modules import ShardedEmbeddingBagCollection, ShardedModel
 from shardrec.modules.collection import ShardedCollection
 
-__all__ = ["Entry", "Features", "from_tensors"]
-
 _NUMBERS = count()
 _RESERVED = ("self", "torch", "Tensor", "KeyedJaggedTensor")
 

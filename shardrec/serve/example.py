@@ -22,8 +22,6 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from shardrec.errors import ConfigError
 from shardrec.serve.entry import Entry, from_tensors
 
-__all__ = ["Example", "TensorSpec", "example_of"]
-
 _SAMPLES, _IDS = 7, 23
 
 

@@ -32,8 +32,6 @@ from shardrec.modules.sharded_model import ShardedModel
 from shardrec.serve.published import served_tensors, version_name, versions_in
 from shardrec.serve.row_bytes import WeightFormat
 
-__all__ = ["Follower"]
-
 _LONGEST_WAIT_S = 60.0
 
 _Change = tuple[Tensor, Tensor, Tensor]

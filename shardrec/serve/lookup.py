@@ -30,8 +30,6 @@ from shardrec.modules.table import ShardedTable
 from shardrec.serve.inference_tables import ServedTables
 from shardrec.serve.row_bytes import WeightFormat
 
-__all__ = ["ServedReplicas", "ServedShards", "served_memory", "served_storage"]
-
 
 def served_storage(formats: Mapping[str, WeightFormat], *, pooled: bool) -> Storage:
     """A storage with inference kernels as its lookups.

@@ -41,17 +41,6 @@ from shardrec.modules.sharded_model import ShardedModel
 from shardrec.serve.lookup import served_memory
 from shardrec.serve.row_bytes import HEAD_BYTES, WeightFormat, dtype_of, encode, fault_of
 
-__all__ = [
-    "base_of",
-    "data_name",
-    "encoded",
-    "places_in",
-    "published_tensors",
-    "served_tensors",
-    "version_name",
-    "versions_in",
-]
-
 _VERSION = re.compile(r"version-(\d{12})\.json")
 _DATA = re.compile(r"data-([0-9a-f]{8})[0-9a-f]{8}")
 

@@ -37,8 +37,6 @@ from shardrec.exchange.flight_record import flight_record
 from shardrec.exchange.shared.channel import Channel, Message
 from shardrec.exchange.shared.windows import Arena, Bytes, Region, as_tensor
 
-__all__ = ["SharedCollectives"]
-
 _INLINE_BYTES = 4096
 _NBYTES = attrgetter("nbytes")
 _NO_WORDS = torch.empty(0, dtype=torch.int32)

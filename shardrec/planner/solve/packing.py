@@ -15,8 +15,6 @@ import numpy as np
 from shardrec.planner.solve.encode import Encoded, Floats, Ints
 from shardrec.planner.solve.problem import Place, Solution
 
-__all__ = ["Packing", "compact", "demand", "rounded"]
-
 _EPS = 1e-12
 
 

@@ -27,8 +27,6 @@ from shardrec.planner.solve.encode import Floats, Ints
 from shardrec.planner.solve.moves import Batch, Bools, Sharpness
 from shardrec.planner.solve.states import Gangs, States
 
-__all__ = ["Round"]
-
 _AIM = 0.02
 """How far below the cost, at most, the aim is."""
 _WHOLE = (0.05, 16)

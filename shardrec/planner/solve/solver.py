@@ -29,8 +29,6 @@ from shardrec.planner.solve.problem import FIRST_PLAN, Problem, Solution, SolveL
 from shardrec.planner.solve.rebuild import Rebuilder, by_memory
 from shardrec.planner.solve.relax import Relaxation
 
-__all__ = ["solve"]
-
 _BOUNDING = 0.25
 """Share of the time, where it is limited, after which the bound is not raised further."""
 _STARTING = 0.25

@@ -13,8 +13,6 @@ from shardrec.planner.solve.encode import Encoded, Floats, Ints
 from shardrec.planner.solve.moves import Arrays, Batch
 from shardrec.planner.solve.packing import Packing
 
-__all__ = ["Gangs", "States"]
-
 Gangs = tuple[Ints, Ints]
 """Kinds of a table's gangs, and their places."""
 

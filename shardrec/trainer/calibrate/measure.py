@@ -20,8 +20,6 @@ if TYPE_CHECKING:
 
     from shardrec.launch import RankInfo
 
-__all__ = ["Measured", "measure", "measure_plans"]
-
 _SIZES = (0, 4096, 65_536, 524_288, 4_194_304)
 """Floats that a rank sends to all ranks together, or reduces."""
 _PASSES = 4

@@ -12,8 +12,6 @@ from shardrec import ConfigError
 from shardrec.trainer.cli.flags import Debug, Device
 from shardrec.trainer.console import working
 
-__all__ = ["calibrate_command"]
-
 
 def calibrate_command(
     out: Annotated[Path, typer.Argument(help="JSON file to write the profile to.")] = Path("profile.json"),

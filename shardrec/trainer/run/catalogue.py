@@ -32,8 +32,6 @@ from shardrec.pipeline import TrainPipeline
 from shardrec.trainer.data import ClickBatch, FeatureSpec
 from shardrec.trainer.run.held_out import gather_rows
 
-__all__ = ["Catalogue", "Seen"]
-
 _LOOKED_UP = 8192
 """Largest number of items of a rank in one lookup."""
 _SCORES = 1 << 22

@@ -22,8 +22,6 @@ if TYPE_CHECKING:
     from shardrec import ShardingPlan
     from shardrec.launch import RankInfo
 
-__all__ = ["Announcer", "Display", "LogDisplay", "TerminalDisplay", "duration"]
-
 _LOG_PERIOD_S = 5.0
 _OVERFITS = 0.99
 """Part of the last point's logloss. A run with a curve below this should have ended there."""

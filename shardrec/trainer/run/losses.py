@@ -21,8 +21,6 @@ from shardrec import ConfigError
 from shardrec.trainer.data import ClickBatch, Task
 from shardrec.trainer.run.task_metrics import outputs_of, task_loss
 
-__all__ = ["batch_loss", "click_loss", "pairwise_loss", "softmax_loss", "with_own_loss"]
-
 
 def batch_loss(
     name: str,

@@ -32,17 +32,6 @@ from shardrec.trainer.run.options import flag
 if TYPE_CHECKING:
     from shardrec import Constraint
 
-__all__ = [
-    "build_model",
-    "changed_source",
-    "dense_optimizer",
-    "dynamic_tables",
-    "export_fault",
-    "fuse_optimizer",
-    "planner_constraints",
-    "source_digest",
-]
-
 _FLAGS = {"embedding_dim": "dim", "dense_layers": "dense_layers", "over_layers": "hidden"}
 """Options that give a built-in model an argument."""
 

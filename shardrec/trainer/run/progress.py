@@ -16,8 +16,6 @@ from torch import Tensor
 from shardrec import ConfigError
 from shardrec.trainer.run.report import CurvePoint
 
-__all__ = ["Progress", "RecentMean"]
-
 _KEPT = ("steps", "epoch", "epoch_steps", "seconds", "evaluated_at", "best_step")
 
 

@@ -17,8 +17,6 @@ from shardrec.trainer.run.catalogue import Catalogue, Seen
 if TYPE_CHECKING:
     import pyarrow as pa
 
-__all__ = ["Recommender"]
-
 
 class Recommender:
     """Finds the items with the highest logits for rows of the run's features without the item.

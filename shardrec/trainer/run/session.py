@@ -63,8 +63,6 @@ from shardrec.trainer.run.saving import Saver
 from shardrec.trainer.run.source import Source, decided_spec, spec_of, total_left_out
 from shardrec.trainer.run.task_metrics import TaskMetrics
 
-__all__ = ["run_rank"]
-
 _CURVE_ROWS = 100_000
 """Most held-out rows behind a point of the curve. All of the generated ones by default, few of a large file's."""
 

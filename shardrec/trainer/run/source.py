@@ -41,8 +41,6 @@ from shardrec.trainer.data.urls import TOPIC, files_of
 from shardrec.trainer.run.config import TOPIC_FILES, TrainConfig
 from shardrec.trainer.run.option_groups import FeedData, FiniteData
 
-__all__ = ["Source", "decided_spec", "on_ranks", "spec_of", "total_left_out"]
-
 _SYNTHETIC_ROWS = 2_400_000
 _SYNTHETIC_HOLDOUT_ROWS = 100_000
 _SCORED_ROWS = 2048
