@@ -68,10 +68,6 @@ def gloo_ranks(ranks: Ranks, what: str) -> Ranks:
     """The same ranks in a new group on the CPU. Its collectives are not matched with a step's and do not wait for a
     device.
 
-    Args:
-        ranks: all of which call this.
-        what: name of the operation, for errors.
-
     Raises:
         PeerError: if a rank does not come.
     """

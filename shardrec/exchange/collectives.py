@@ -200,11 +200,7 @@ class LocalCollectives(Collectives):
 
 
 class FunctionalCollectives(Collectives):
-    """The functional collectives over one process group.
-
-    Args:
-        group: of several ranks.
-    """
+    """The functional collectives over one process group."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self.rank = dist.get_rank(group)

@@ -76,10 +76,6 @@ class _KeyOrder:
 class Cutter:
     """Cuts batches by a route.
 
-    Args:
-        route: where the ids of each lookup go.
-        device: of the batches.
-
     Attributes:
         block_sizes: (U,) rows of a block per unit if all its blocks but the last have as many, else of its table
             (the name is fbgemm's).

@@ -87,9 +87,6 @@ class FaultFlag:
 class FaultFlags:
     """The flags of a model's batches.
 
-    Args:
-        device: of the batches.
-
     Attributes:
         unread: flags of batches that were looked up and may be faulty, in order.
     """

@@ -66,10 +66,6 @@ def checksum(text: str) -> int:
 class Headers:
     """The header exchanges of a group: of a model's embeddings, or of ranks that agree about something else.
 
-    Args:
-        collectives: of the group.
-        device: where headers live.
-
     Attributes:
         columns: width of a header, the same in every exchange, so that a rank can answer for any of them.
         modules: number of sharded modules that send their calls under the headers.

@@ -119,10 +119,6 @@ def _summed(ranks: Sequence[tuple[Slot, ...]]) -> dict[Column, int]:
 class HostExchange:
     """A pooled module's part of the exchange inside hosts.
 
-    Args:
-        sums: the columns that are summed on each host.
-        rank: this rank.
-
     Attributes:
         direct: the pooled columns that are sent directly to the requesting ranks.
         summed: the pooled columns that are summed first.

@@ -63,14 +63,7 @@ class ShardInput:
 
 
 class Payload:
-    """Packs what is sent and unpacks what is received.
-
-    Args:
-        route: where the ids of each lookup go.
-        rank: this rank.
-        weighted: whether each id has a weight.
-        device: of the buffers.
-    """
+    """Packs what is sent and unpacks what is received."""
 
     def __init__(self, route: Route, rank: int, *, weighted: bool, device: torch.device) -> None:
         self._slot_counts = route.slot_counts()

@@ -250,12 +250,6 @@ class _FailureReport:
 class _Look:
     """Looks for the ranks that caused a failure, on a separate thread, because the store of a stopped process never
     answers.
-
-    Args:
-        group_name: of the collective.
-        what: the operation that failed.
-        me: this global rank.
-        others: the other ranks of the group.
     """
 
     group_name: str

@@ -49,12 +49,6 @@ class OutgoingRows:
 class RowAllToAll:
     """All-to-alls of float rows over a group.
 
-    Args:
-        collectives: of the group.
-        comms: formats on the wire.
-        what: the exchange's name in errors.
-        device: of the rows. Default: the CPU.
-
     Attributes:
         ended: why no gradients can be sent any more, if that is so.
     """

@@ -129,10 +129,6 @@ _IRRELEVANT = frozenset({"foreach", "capturable", "differentiable", "fused"})
 def fused_optimizer_of(parameter: nn.Parameter, table: str) -> FusedOptimizer | None:
     """The optimizer that ``apply_optimizer_in_backward`` gave to ``parameter``. None without one.
 
-    Args:
-        parameter: an unsharded table's weight.
-        table: the table's name, for messages.
-
     Raises:
         ConfigError: for an optimizer or a setting without a fused form, or one that has states.
     """

@@ -35,11 +35,6 @@ from shardrec.lookup.optimizers import FusedOptimizer, OptimizerKind
 class RowOptimizer:
     """The states of some tables' optimizer, and its step on some of their rows.
 
-    Args:
-        classes: the width classes. Their weights are updated in place.
-        tables: number of tables in the classes.
-        optimizer: rule and settings.
-
     Attributes:
         step_count: updates so far. Adam's bias correction reads it.
         lr: learning rate of the next step.

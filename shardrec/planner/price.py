@@ -15,13 +15,7 @@ _FORWARD, _BACKWARD = 3, 1
 def priced_plan(
     model: CostModel, tables: Mapping[str, TableLoad], plan: ShardingPlan
 ) -> tuple[list[Cost], dict[str, Cost]]:
-    """The cost per rank, and per table on all ranks together.
-
-    Args:
-        model: the prices.
-        tables: of the plan, by name.
-        plan: any plan for the model's topology.
-    """
+    """The cost per rank, and per table on all ranks together."""
     ranks = [Cost()] * plan.world_size
     everywhere = Cost()
     per_table = {}

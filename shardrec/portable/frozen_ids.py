@@ -20,12 +20,7 @@ from shardrec.modules.collection import ShardedCollection
 
 
 class FrozenMaps(nn.Module):
-    """The maps of a rank's shards as they are now.
-
-    Args:
-        maps: copied.
-        device: of the ids.
-    """
+    """The maps of a rank's shards as they are now."""
 
     def __init__(self, maps: IdMaps, device: torch.device) -> None:
         super().__init__()

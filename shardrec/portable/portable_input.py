@@ -99,10 +99,6 @@ Received = NamedTuple(  # noqa: UP014
 class PortableInput(nn.Module):
     """Checks a batch, cuts it by rank, and exchanges header and payload.
 
-    Args:
-        exchange: the eager module's.
-        collectives: of the group that the embeddings are sharded over.
-
     Attributes:
         group_name: of the process group. A process that loads the saved program may set another.
     """

@@ -13,11 +13,7 @@ from shardrec.portable.portable_input import PortableInput
 
 
 class PortableTwin(nn.Module):
-    """A twin that infers, with the memory of a sharded collection's tables.
-
-    Args:
-        collection: the eager module.
-    """
+    """A twin that infers, with the memory of a sharded collection's tables."""
 
     def __init__(self, collection: ShardedCollection) -> None:
         super().__init__()

@@ -75,13 +75,7 @@ class Connections:
         return len(self.names)
 
     def call(self, server: int, method: str, *arguments: object) -> Call:
-        """Call a method of a server, or of one of its replicas in turn.
-
-        Args:
-            server: its rank in the plan.
-            method: of :class:`shardrec.rpc.server.EmbeddingServer`.
-            arguments: tensors on the CPU, and plain data.
-        """
+        """Call a method of a server, or of one of its replicas in turn."""
         names = self.names[server]
         first = next(self._turn) % len(names)
         return Call([*names[first:], *names[:first]], method, arguments, self.timeout_s)
@@ -193,10 +187,6 @@ def unwrapped(answer: object, server: str) -> Any:
 
 def check_parts(parts: object, collections: Sequence[ShardedCollection]) -> list[Part]:
     """The parts of a request, if a lookup can take them.
-
-    Args:
-        parts: as they came.
-        collections: of the server.
 
     Raises:
         InputError: naming what is wrong.

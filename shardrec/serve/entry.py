@@ -28,11 +28,6 @@ Features: TypeAlias = Sequence[str] | Mapping[str, Sequence[str]]
 class Entry(nn.Module):
     """Base of the entries that :func:`from_tensors` makes.
 
-    Args:
-        model: the module that ``forward`` calls.
-        keys: the keys per KeyedJaggedTensor that the model takes, by the parameter's name.
-        inputs: names of the arguments of ``forward``.
-
     Attributes:
         features: the ``features`` that :func:`from_tensors` was given.
     """

@@ -84,13 +84,7 @@ class TensorSpec:
 
 @dataclass(frozen=True, kw_only=True)
 class Example:
-    """An entry and the specs of its arguments, from which tensors for a tracer are made.
-
-    Args:
-        entry: module that takes plain tensors.
-        specs: one per argument, in order.
-        device: device of the tensors.
-    """
+    """An entry and the specs of its arguments, from which tensors for a tracer are made."""
 
     entry: Entry
     specs: tuple[TensorSpec, ...]

@@ -219,14 +219,7 @@ class Follower:
 
 
 class _Reader:
-    """Reads what a version changes.
-
-    Args:
-        store: of the version's files.
-        manifest: of the version.
-        applied: the contents of the parts that the model has.
-        stack: closes the files.
-    """
+    """Reads what a version changes."""
 
     def __init__(
         self, store: Store, manifest: Manifest, applied: Mapping[PartKey, list[_Content]], stack: ExitStack

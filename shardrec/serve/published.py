@@ -134,12 +134,7 @@ def _encode(table: str, part: Part, form: WeightFormat, ranges: Tensor | None, b
 
 
 def served_tensors(model: ShardedModel, formats: Mapping[str, WeightFormat]) -> dict[str, HeldTensor]:
-    """A served model's tensors as they are published, in its memory. The ids of rows are copies.
-
-    Args:
-        model: from :func:`shardrec.serve.quantize`, on one rank.
-        formats: of its tables, by their names in the plan.
-    """
+    """A served model's tensors as they are published, in its memory. The ids of rows are copies."""
     tensors = published_tensors(model)
     by_table = {tensor.rows_of: name for name, tensor in tensors.items() if name.startswith("model.")}
     for collection in model.sharded_collections:

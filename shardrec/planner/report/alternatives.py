@@ -19,11 +19,6 @@ def next_best(
     """Per table, the label of its best other cut and the reason why it lost.
 
     Tables with the same candidates and choice share their answer, worked out for the first of them.
-
-    Args:
-        candidates: per table.
-        solution: the plan.
-        capacity: bytes of a rank.
     """
     loads = np.array(solution.loads)
     memory = np.array(solution.memory)[:, 0]

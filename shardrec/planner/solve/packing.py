@@ -21,10 +21,6 @@ _EPS = 1e-12
 class Packing:
     """Where the gangs of a choice of options are.
 
-    Args:
-        encoded: the problem.
-        counts: (O,) how many tables take each option.
-
     Attributes:
         base: load of the chosen options on every rank.
         loads: (R,).

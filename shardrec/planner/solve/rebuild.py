@@ -60,11 +60,7 @@ _ASKED = 64
 
 
 class Rebuilder:
-    """The search.
-
-    Args:
-        encoded: the problem.
-    """
+    """The search."""
 
     def __init__(self, encoded: Encoded) -> None:
         self.encoded = encoded

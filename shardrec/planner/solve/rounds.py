@@ -50,14 +50,7 @@ class _Step:
 
 
 class Round:
-    """One round.
-
-    Args:
-        states: of the searches.
-        sharpness: per search.
-        proposals: for each search.
-        rng: random numbers.
-    """
+    """One round."""
 
     def __init__(self, states: States, sharpness: Sharpness, proposals: int, rng: np.random.Generator) -> None:
         self.states, self.arrays, self.rng, self.proposals = states, states.arrays, rng, proposals

@@ -56,10 +56,6 @@ _NODES_PER_EFFORT = 10
 def solve(problem: Problem, limits: SolveLimits | None = None) -> Solution | None:
     """A good assignment and a proven bound.
 
-    Args:
-        problem: each table with at least one option.
-        limits: when to stop.
-
     Returns:
         The best assignment found. None if none was found that fits memory. A time limit is exceeded until there is one.
     """

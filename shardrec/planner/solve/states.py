@@ -20,10 +20,6 @@ Gangs = tuple[Ints, Ints]
 class States:
     """Where each search is.
 
-    Args:
-        arrays: the problem.
-        starts: where each begins.
-
     Attributes:
         option: (C, N) per table.
         load: (C, D, R + 1) load and bytes of the items on each rank.

@@ -56,10 +56,6 @@ def with_own_loss(model: nn.Module, name: str) -> nn.Module:
     lookups of several calls share an exchange. The module gets a subclass of its own class, so that the names of its
     parameters stay.
 
-    Args:
-        model: an unsharded model from (dense, sparse) to logits, with such a method.
-        name: of the model, for errors.
-
     Raises:
         ConfigError: for a model without this method.
     """

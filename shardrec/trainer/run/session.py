@@ -231,12 +231,6 @@ def _save_plan(run: Run) -> None:
 def _as_started(config: TrainConfig, rank_info: RankInfo, folder: Path, *, joins: bool) -> ShardingPlan | None:
     """The plan that the run has had so far, if it is for as many ranks and nothing else is asked for; else None.
 
-    Args:
-        config: of this process.
-        rank_info: this rank.
-        folder: of the run.
-        joins: whether other replicas of the run live.
-
     Raises:
         ConfigError: on every rank, if the run was started with other options.
     """
