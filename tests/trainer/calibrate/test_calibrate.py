@@ -13,13 +13,13 @@ import pytest
 import torch
 
 from shardrec.errors import ConfigError
-from shardrec.layout import ShardingPlan, Topology, cuts
+from shardrec.layout import Topology
 from shardrec.layout.presets import preset
-from shardrec.planner.cost import CostModel, Profile, TableLoad
+from shardrec.planner.cost import CostModel, Profile
 from shardrec.planner.price import predicted_phases
 from shardrec.trainer import calibrate
 from shardrec.trainer.calibrate import Measured
-from shardrec.trainer.calibrate.measure import _time_step
+from shardrec.trainer.calibrate.measure import time_step
 from shardrec.trainer.calibrate.workload import step_plan, table_loads
 
 BASE = Profile.of_machine(preset("cpu"))
@@ -146,7 +146,7 @@ def test_small_steps_are_timed_more_often(monkeypatch: pytest.MonkeyPatch, least
         calls.append("forward")
         return lambda: calls.append("backward")
 
-    forward_ms, step_ms = _time_step(forward, 3, torch.device("cpu"), least_ms)
+    forward_ms, step_ms = time_step(forward, 3, torch.device("cpu"), least_ms)
     assert 0 < forward_ms <= step_ms
     assert calls == ["forward", "backward"] * (2 + timed)
 
@@ -158,16 +158,3 @@ def test_measures_this_machine(tmp_path: Path) -> None:
     assert len(measured.steps) == 8
     assert min(measured.steps) > 0
     assert [size for size, _ in measured.all_to_all] == sorted(size for size, _ in measured.all_to_all)
-
-
-@pytest.mark.slow
-def test_times_plans_in_turn() -> None:
-    tables = {"a": TableLoad(num_embeddings=50, embedding_dim=8, poolings=(2.0, 1.0), row_state_bytes=4)}
-    topology = Topology(ranks_per_host=2)
-    plans = [
-        ShardingPlan(topology=topology, tables=(cuts.table_wise("a", 50, 8, rank=0),)),
-        ShardingPlan(topology=topology, tables=(cuts.row_wise("a", 50, 8, ranks=range(2)),)),
-    ]
-    times = calibrate.measure_plans(tables, plans, batch_size=4, rounds=2, steps=1)
-    assert [len(each) for each in times] == [2, 2]
-    assert min(map(min, times)) > 0
