@@ -27,7 +27,8 @@ import torch
 from torch import Tensor
 
 from shardrec import native
-from shardrec.lookup.group_shards import LookupGradient, RowGradient, TableBank, WidthClass
+from shardrec.lookup.backward import LookupGradient
+from shardrec.lookup.group_shards import RowGradient, TableBank, WidthClass
 from shardrec.lookup.native_kernel import RULES
 from shardrec.lookup.optimizers import FusedOptimizer, OptimizerKind
 
