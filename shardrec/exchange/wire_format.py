@@ -71,7 +71,7 @@ class Wire:
     """An all-to-all of float32 rows in one of the formats.
 
     Args:
-        wire_type: the format. A single rank keeps float32, since nothing travels.
+        wire_type: the format.
         collectives: of the group that the embeddings are sharded over.
 
     Attributes:
