@@ -10,8 +10,6 @@ import torch._dynamo
 
 from shardrec.errors import ConfigError
 
-__all__ = ["left_alone", "passed_over", "refuse_export"]
-
 F = TypeVar("F", bound=Callable[..., object])
 
 

@@ -10,8 +10,6 @@ from collections.abc import Callable, Mapping
 from importlib import import_module
 from typing import Any
 
-__all__ = ["PROVIDED", "late_import", "names_from"]
-
 PROVIDED: dict[str, str] = {}
 """The module per function, by the function's name."""
 

@@ -20,32 +20,6 @@ from torch import Tensor, nn
 from torch._jit_internal import FunctionModifiers
 from torch.jit import _builtins, _state
 
-__all__ = [
-    "Graph",
-    "Node",
-    "Type",
-    "Value",
-    "after_script",
-    "await_type",
-    "compiled_nowait",
-    "compiles_to",
-    "constant_int",
-    "counts_of",
-    "defer",
-    "deferred_waits",
-    "dict_of",
-    "forward_of",
-    "generic_wait",
-    "inline",
-    "inlined",
-    "list_of",
-    "methods_of",
-    "plain",
-    "quiet",
-    "subgraphs",
-    "writes_or_aliases",
-]
-
 # torch gives these no importable names that a type checker knows.
 Graph = Any
 Node = Any

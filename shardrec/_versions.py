@@ -19,8 +19,6 @@ from typing import NamedTuple
 
 from shardrec.errors import VersionError
 
-__all__ = ["EXTRAS", "MATCHING_SETS", "MatchingSet", "check_extra", "check_versions"]
-
 _FBGEMM_BUILDS = ("fbgemm-gpu-cpu", "fbgemm-gpu")
 
 

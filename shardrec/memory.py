@@ -12,8 +12,6 @@ import ctypes
 import os
 from functools import cache
 
-__all__ = ["keep_large_blocks"]
-
 _TRIM_THRESHOLD, _TOP_PAD, _MMAP_THRESHOLD = -1, -2, -3  # names of mallopt's parameters in malloc.h
 _NEVER = 2**31 - 1
 _PAD_BYTES = 64 << 20

@@ -32,13 +32,15 @@ EVERYTHING = [*python_files("shardrec", "tests", "examples", "benchmarks"), *sor
 
 
 def public_definitions(tree: ast.Module) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef]:
-    """The classes and functions of a module that its ``__all__`` names, as written in the module itself."""
-    exported: set[str] = set()
+    """The classes and functions of a module for others: those in its ``__all__``, or else without an underscore."""
+    exported: set[str] | None = None
     for node in tree.body:
         if isinstance(node, ast.Assign) and any(isinstance(t, ast.Name) and t.id == "__all__" for t in node.targets):
             exported = set(ast.literal_eval(node.value))
     for node in tree.body:
-        if not isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)) or node.name not in exported:
+        if not isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
+            continue
+        if node.name.startswith("_") if exported is None else node.name not in exported:
             continue
         # An overload says only which types go together.
         if not any(isinstance(each, ast.Name) and each.id == "overload" for each in node.decorator_list):

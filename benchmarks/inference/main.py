@@ -86,7 +86,6 @@ def variants(rows: int, folder: Path) -> dict[str, Callable[..., Tensor]]:
         return {
             "eager": sharded,
             "scripted": shardrec.script(sharded),
-            "scripted, forked": shardrec.script(sharded, parallel_lookups=True),
             "AOTInductor": compiled(sharded, folder),
             "int8": int8,
             "int8, scripted": shardrec.script(int8),

@@ -16,6 +16,7 @@ from pathlib import Path
 from random import Random
 from statistics import median
 
+from plans_in_turn import measure_plans
 from rich.console import Console
 from rich.table import Table
 from scipy.stats import kendalltau
@@ -140,9 +141,7 @@ def main() -> None:
     plans = plans_of(tables, options.ranks, profile)
     model = CostModel(profile=profile, topology=Topology(ranks_per_host=options.ranks), batch_size=BATCH)
     predicted = {name: predicted_ms(model, tables, plan) for name, plan in plans.items()}
-    rounds = calibrate.measure_plans(
-        tables, list(plans.values()), batch_size=BATCH, device=options.device, rounds=options.rounds
-    )
+    rounds = measure_plans(tables, list(plans.values()), batch_size=BATCH, device=options.device, rounds=options.rounds)
     times = {name: median(each) for name, each in zip(plans, rounds, strict=True)}
     tau = float(kendalltau([predicted[name] for name in plans], [times[name] for name in plans]).statistic)
 

@@ -20,6 +20,7 @@ from random import Random
 from statistics import median, quantiles
 
 import torch
+from plans_in_turn import measure_plans
 from rich.console import Console
 from rich.table import Table
 from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
@@ -38,7 +39,6 @@ from shardrec.planner import Profile, TableLoad, from_torchrec, plan_tables
 from shardrec.planner.cost import CostModel
 from shardrec.planner.describe import sampled_features, table_loads
 from shardrec.planner.price import predicted_ms
-from shardrec.trainer import calibrate
 
 
 def skewed_tables() -> dict[str, TableLoad]:
@@ -148,7 +148,7 @@ def main() -> None:
         ),
         "TorchRec": torchrec_plan(tables, topology, options.batch_size, options.device),
     }
-    rounds = calibrate.measure_plans(
+    rounds = measure_plans(
         tables,
         list(plans.values()),
         batch_size=options.batch_size,

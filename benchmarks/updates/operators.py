@@ -22,7 +22,8 @@ import torch
 
 from benchmarks.harness.batches import BatchMaker
 from benchmarks.harness.workload import parse_tables
-from shardrec.lookup.group_shards import LookupGradient, TableBank, summed
+from shardrec.lookup.backward import LookupGradient
+from shardrec.lookup.group_shards import TableBank, summed
 from shardrec.lookup.optimizers import FusedOptimizer, OptimizerKind
 from shardrec.lookup.row_optimizers import RowOptimizer
 from shardrec.memory import keep_large_blocks

@@ -32,19 +32,6 @@ from shardrec.exchange.safe_pickle import gather
 from shardrec.exchange.subgroups import subgroup
 from shardrec.files import os_fault
 
-__all__ = [
-    "Ranks",
-    "all_gather",
-    "by_rank",
-    "gloo_ranks",
-    "on_all_ranks",
-    "on_first_rank",
-    "on_threads",
-    "over_ranks",
-    "ranks_of",
-    "same_everywhere",
-]
-
 T = TypeVar("T")
 
 
@@ -80,10 +67,6 @@ def ranks_of(group: dist.ProcessGroup | None, device: torch.device) -> Ranks:
 def gloo_ranks(ranks: Ranks, what: str) -> Ranks:
     """The same ranks in a new group on the CPU. Its collectives are not matched with a step's and do not wait for a
     device.
-
-    Args:
-        ranks: all of which call this.
-        what: name of the operation, for errors.
 
     Raises:
         PeerError: if a rank does not come.

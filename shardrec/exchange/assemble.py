@@ -18,8 +18,6 @@ from torch import Tensor
 from shardrec import native
 from shardrec.exchange.route import Piece, Source
 
-__all__ = ["Columns"]
-
 
 class Columns:
     """Output columns, each a sum of columns of blocks.

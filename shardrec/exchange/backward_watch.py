@@ -26,8 +26,6 @@ from torch.utils._pytree import tree_leaves
 
 from shardrec.errors import ShardrecError
 
-__all__ = ["BEGUN", "BackwardWatch", "accumulates_in", "reaches_a_leaf", "weak_hook"]
-
 
 def weak_hook(method: Callable[..., None]) -> Callable[..., None]:
     """A hook that calls a method while its object lives, and does not keep it alive.

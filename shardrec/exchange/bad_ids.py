@@ -24,8 +24,6 @@ from torch import Tensor, nn
 from shardrec.errors import ConfigError
 from shardrec.exchange.batch import Batch, OnBadId, WithDropped
 
-__all__ = ["DROPPED", "POLICIES", "mend", "mended", "places_of_rows", "policies_of"]
-
 POLICIES: tuple[OnBadId, ...] = get_args(OnBadId)
 """In the order of their numbers: 0, 1, 2."""
 

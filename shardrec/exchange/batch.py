@@ -23,20 +23,6 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from shardrec.exchange.to_device import staged
 
-__all__ = [
-    "KEY_ORDERS",
-    "NO_LIMIT",
-    "Batch",
-    "Expectation",
-    "OnBadId",
-    "WithDropped",
-    "fit",
-    "form_fault",
-    "length_fault",
-    "read_batch",
-    "shown",
-]
-
 OnBadId = Literal["error", "zero", "wrap"]
 """What is done with an id outside ``[0, num_embeddings)``."""
 

@@ -23,8 +23,6 @@ from shardrec.exchange.batch import NO_LIMIT, Batch, Expectation, shown
 from shardrec.exchange.fault_flags import FaultFlag
 from shardrec.exchange.to_device import staged
 
-__all__ = ["SafeIds", "add_up", "are_sound", "checked_on_device", "describe_fault", "ids_are_valid", "safe_ids"]
-
 _MAX_SHARES = 32
 """Of a key's bags. Each is checked by one program."""
 _MAX_PROGRAMS = 1024

@@ -24,18 +24,6 @@ from shardrec.errors import ConfigError
 from shardrec.exchange.flight_record import flight_record
 from shardrec.exchange.peers import introduce, peer_error, raise_aborted, watch_device
 
-__all__ = [
-    "Collectives",
-    "FunctionalCollectives",
-    "Later",
-    "LocalCollectives",
-    "Pending",
-    "StreamSizes",
-    "WayBack",
-    "collectives_of",
-    "joined",
-]
-
 
 @dataclass(frozen=True, kw_only=True)
 class StreamSizes:
@@ -212,11 +200,7 @@ class LocalCollectives(Collectives):
 
 
 class FunctionalCollectives(Collectives):
-    """The functional collectives over one process group.
-
-    Args:
-        group: of several ranks.
-    """
+    """The functional collectives over one process group."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self.rank = dist.get_rank(group)

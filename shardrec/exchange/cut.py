@@ -38,8 +38,6 @@ from shardrec.exchange.batch import KEY_ORDERS, Batch
 from shardrec.exchange.hashing import home_rows
 from shardrec.exchange.route import Route
 
-__all__ = ["Cut", "Cutter", "in_blocks", "permuted"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class Cut:
@@ -77,10 +75,6 @@ class _KeyOrder:
 
 class Cutter:
     """Cuts batches by a route.
-
-    Args:
-        route: where the ids of each lookup go.
-        device: of the batches.
 
     Attributes:
         block_sizes: (U,) rows of a block per unit if all its blocks but the last have as many, else of its table

@@ -17,8 +17,6 @@ from torch import Tensor, nn
 from shardrec.exchange.batch import KEY_ORDERS, Batch
 from shardrec.exchange.cut import permuted
 
-__all__ = ["DistinctIds", "distinct", "distinct_padded"]
-
 
 class DistinctIds:
     """Finds the distinct ids of each table in a batch.

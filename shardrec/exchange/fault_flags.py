@@ -21,8 +21,6 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-__all__ = ["FaultFlag", "FaultFlags"]
-
 _FLAGS = 64
 """Largest number of batches with unread flags."""
 
@@ -88,9 +86,6 @@ class FaultFlag:
 
 class FaultFlags:
     """The flags of a model's batches.
-
-    Args:
-        device: of the batches.
 
     Attributes:
         unread: flags of batches that were looked up and may be faulty, in order.

@@ -17,8 +17,6 @@ from functools import cache
 from itertools import count
 from time import monotonic
 
-__all__ = ["Entry", "FlightRecord", "flight_record"]
-
 _ENTRY = struct.Struct("=Qddq32s")  # number + 1, begin, end (0: under way), bytes, name
 _ENDED = struct.Struct("=d")
 _ENDED_AT = 16
@@ -66,12 +64,7 @@ class FlightRecord:
         self._numbers = count()
 
     def begin(self, what: str, size: int = 0) -> int:
-        """A collective is issued. Returns its number for :meth:`end`.
-
-        Args:
-            what: its name.
-            size: bytes to be received.
-        """
+        """A collective is issued. Returns its number for :meth:`end`."""
         number = next(self._numbers)
         place = number % _ENTRIES * _ENTRY.size
         _ENTRY.pack_into(self._memory, place, number + 1, monotonic(), 0.0, size, what.encode())

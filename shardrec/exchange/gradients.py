@@ -12,8 +12,6 @@ from shardrec.exchange.backward_watch import BEGUN, BackwardWatch
 from shardrec.exchange.life_cycle import LifeCycle
 from shardrec.exchange.recomputation import recomputes_graph
 
-__all__ = ["Gradients", "Reducer"]
-
 
 class Reducer(Protocol):
     """What averages the gradients of ordinary parameters over the ranks (:mod:`shardrec.modules.dense`)."""

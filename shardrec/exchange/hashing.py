@@ -7,8 +7,6 @@ from __future__ import annotations
 
 from torch import Tensor
 
-__all__ = ["home_rows", "mixed"]
-
 
 def mixed(ids: Tensor) -> Tensor:
     """The finaliser of SplitMix64 (Steele, Lea and Flood, 2014), a bijection of 64-bit numbers.

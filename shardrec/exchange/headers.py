@@ -23,18 +23,6 @@ from shardrec.errors import AnomalyError, InputError, PeerError, ShardrecError
 from shardrec.exchange.collectives import Collectives, Pending
 from shardrec.exchange.fault_flags import FaultFlags
 
-__all__ = [
-    "FIXED_COLUMNS",
-    "FORWARD_FAILED",
-    "NO_MORE",
-    "ForwardFailed",
-    "Headers",
-    "checksum",
-    "is_own",
-    "is_shared",
-    "quoted",
-]
-
 _NO_MORE_HERE = "this rank has no further batch, and others have one: give every rank as many batches"
 
 FIXED_COLUMNS = 2
@@ -77,10 +65,6 @@ def checksum(text: str) -> int:
 
 class Headers:
     """The header exchanges of a group: of a model's embeddings, or of ranks that agree about something else.
-
-    Args:
-        collectives: of the group.
-        device: where headers live.
 
     Attributes:
         columns: width of a header, the same in every exchange, so that a rank can answer for any of them.

@@ -27,8 +27,6 @@ from shardrec.exchange.route import Piece, Route, Slot, Source, add_columns
 from shardrec.exchange.row_exchange import OutgoingRows
 from shardrec.exchange.wire_format import Shape
 
-__all__ = ["HostExchange", "HostSums", "host_sums"]
-
 Column = tuple[int, int]
 """Lookup and first column of some neighbouring columns of its table."""
 
@@ -120,10 +118,6 @@ def _summed(ranks: Sequence[tuple[Slot, ...]]) -> dict[Column, int]:
 
 class HostExchange:
     """A pooled module's part of the exchange inside hosts.
-
-    Args:
-        sums: the columns that are summed on each host.
-        rank: this rank.
 
     Attributes:
         direct: the pooled columns that are sent directly to the requesting ranks.

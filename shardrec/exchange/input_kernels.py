@@ -14,8 +14,6 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-__all__ = ["check_ids", "clear", "write_header"]
-
 
 @triton.jit
 def clear(value):

@@ -10,8 +10,6 @@ from typing import Any
 
 import torch
 
-__all__ = ["has_kernels", "launch"]
-
 
 @cache
 def has_kernels(device: torch.device) -> bool:

@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-__all__ = ["LifeCycle"]
-
 
 class LifeCycle:
     """The points of a model's step, in the order in which a step reaches them. Eager, scripted and traced steps reach

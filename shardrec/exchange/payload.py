@@ -27,8 +27,6 @@ from torch import Tensor, nn
 from shardrec.exchange.route import Route
 from shardrec.exchange.to_device import staged
 
-__all__ = ["HEADER_SIZES", "Payload", "ShardInput"]
-
 HEADER_SIZES = 2
 """Columns of a row of the header before its counts of ids."""
 
@@ -65,14 +63,7 @@ class ShardInput:
 
 
 class Payload:
-    """Packs what is sent and unpacks what is received.
-
-    Args:
-        route: where the ids of each lookup go.
-        rank: this rank.
-        weighted: whether each id has a weight.
-        device: of the buffers.
-    """
+    """Packs what is sent and unpacks what is received."""
 
     def __init__(self, route: Route, rank: int, *, weighted: bool, device: torch.device) -> None:
         self._slot_counts = route.slot_counts()

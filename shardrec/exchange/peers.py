@@ -41,8 +41,6 @@ import torch.distributed as dist
 from shardrec.errors import PeerError
 from shardrec.exchange.flight_record import FlightRecord, flight_record
 
-__all__ = ["failed_in_a_collective", "introduce", "meet", "peer_error", "peers", "raise_aborted", "watch_device"]
-
 _LOOK_S = 2.0
 """How long to look for a rank that has ended or is stopped, after a failure."""
 _STORE_S = 0.3
@@ -252,12 +250,6 @@ class _FailureReport:
 class _Look:
     """Looks for the ranks that caused a failure, on a separate thread, because the store of a stopped process never
     answers.
-
-    Args:
-        group_name: of the collective.
-        what: the operation that failed.
-        me: this global rank.
-        others: the other ranks of the group.
     """
 
     group_name: str

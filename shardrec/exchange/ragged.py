@@ -18,8 +18,6 @@ from torch import Tensor
 
 from shardrec.exchange.wire_format import Shape
 
-__all__ = ["Ragged"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class Ragged:

@@ -20,8 +20,6 @@ from functools import cached_property
 
 from shardrec.layout import Shard, Stripe, TableLayout
 
-__all__ = ["Lookup", "Piece", "Route", "Slot", "Source", "add_columns", "build_route", "output_pieces"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class Lookup:

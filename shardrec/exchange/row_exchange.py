@@ -28,8 +28,6 @@ from shardrec.errors import ConfigError
 from shardrec.exchange.collectives import Collectives, Pending, StreamSizes, WayBack, joined
 from shardrec.exchange.wire_format import QuantizedComms, Shape, Wire
 
-__all__ = ["OutgoingRows", "RowAllToAll", "RowsInFlight"]
-
 _OUT, _INTO = attrgetter("out"), attrgetter("into")
 
 
@@ -50,12 +48,6 @@ class OutgoingRows:
 
 class RowAllToAll:
     """All-to-alls of float rows over a group.
-
-    Args:
-        collectives: of the group.
-        comms: formats on the wire.
-        what: the exchange's name in errors.
-        device: of the rows. Default: the CPU.
 
     Attributes:
         ended: why no gradients can be sent any more, if that is so.

@@ -20,8 +20,6 @@ from torch.utils._pytree import SUPPORTED_NODES, TreeSpec, tree_flatten
 
 from shardrec.errors import PeerError, ShardrecError
 
-__all__ = ["dump", "gather", "load"]
-
 _BUILTINS = (bool, bytearray, complex, dict, float, frozenset, int, list, set, str, tuple)
 _FIRST_BYTES = 1024
 """Bytes of a value that are sent along with its size. Longer ones take a second collective."""

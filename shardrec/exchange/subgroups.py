@@ -26,8 +26,6 @@ from torch.distributed import distributed_c10d
 from shardrec.exchange.peers import peers
 from shardrec.exchange.transport import timeout_s
 
-__all__ = ["end_with", "subgroup"]
-
 _MADE: WeakKeyDictionary[dist.ProcessGroup, Counter[tuple[int, ...]]] = WeakKeyDictionary()
 """How many groups were made of these ranks, by the group around them."""
 

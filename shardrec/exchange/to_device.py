@@ -5,8 +5,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-__all__ = ["moved", "staged"]
-
 
 def staged(values: list[int], dtype: torch.dtype, device: torch.device) -> Tensor:
     """``values`` (n,) as a tensor on ``device``, for which the host does not wait.

@@ -15,8 +15,6 @@ from shardrec.exchange.shared import handshake
 from shardrec.exchange.shared.shared_memory import SharedCollectives
 from shardrec.memory import keep_large_blocks
 
-__all__ = ["Transport", "timeout_s", "transport_of"]
-
 Transport = Literal["auto", "group"]
 """``auto``: shared memory between the ranks of a host that can share it. ``group``: the process group for all."""
 

@@ -38,8 +38,6 @@ from shardrec.errors import ConfigError
 from shardrec.exchange.collectives import Collectives, Later, Pending
 from shardrec.layout import COLUMN_UNIT
 
-__all__ = ["WIRE_TYPES", "QuantizedComms", "Shape", "Wire", "WireType"]
-
 WireType = Literal["fp32", "fp16", "bf16", "int8"]
 WIRE_TYPES: tuple[str, ...] = get_args(WireType)
 Shape = tuple[int, int]
@@ -73,7 +71,7 @@ class Wire:
     """An all-to-all of float32 rows in one of the formats.
 
     Args:
-        wire_type: the format. A single rank keeps float32, since nothing travels.
+        wire_type: the format.
         collectives: of the group that the embeddings are sharded over.
 
     Attributes:

@@ -31,8 +31,6 @@ from shardrec.exchange.payload import ShardInput
 from shardrec.exchange.to_device import moved
 from shardrec.ids.id_map import IdMap
 
-__all__ = ["DeviceMaps", "FoundRows", "launch"]
-
 _BLOCK = 256  # ids of a program
 _HEAD = 4096  # ids without a row, at least, that are copied before their number is known
 _MOST, _LEAST = torch.iinfo(torch.int64).max, torch.iinfo(torch.int64).min

@@ -24,8 +24,6 @@ from shardrec.errors import ConfigError
 from shardrec.ids.options import POLICIES, DynamicIds
 from shardrec.lookup.huge_pages import zeros_in_huge_pages
 
-__all__ = ["COUNTED", "FALLBACK", "RESERVE", "Admitted", "IdMap", "Looked"]
-
 FALLBACK, RESERVE = -1, -2
 """In place of the uses of a row: it is one of the fallback's. It may be given to ids when the capacity is raised."""
 

@@ -22,8 +22,6 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-__all__ = ["emit", "find", "stamp"]
-
 
 @triton.jit
 def find(

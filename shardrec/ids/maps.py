@@ -38,8 +38,6 @@ from shardrec.ids.id_map import COUNTED, IdMap
 from shardrec.ids.options import DynamicIds
 from shardrec.layout import Shard, TableLayout
 
-__all__ = ["FoundRows", "IdMaps", "Mapped", "OpenStep", "Renew", "block_capacity", "collective_stats", "cut_faults"]
-
 Renew = Callable[[Shard, Tensor, int], None]
 """Draws rows of a shard again, after they were taken from their ids in a step: shard, rows (E,), step."""
 

@@ -7,8 +7,6 @@ from typing import Literal, get_args
 
 from shardrec.errors import ConfigError
 
-__all__ = ["POLICIES", "DynamicIds", "Evict"]
-
 Evict = Literal["never", "lfu", "lru", "ttl", "score"]
 """Which ids lose their rows when others need them."""
 

@@ -13,8 +13,6 @@ from shardrec.ids.id_map import FALLBACK
 from shardrec.ids.options import Evict
 from shardrec.layout import Shard, TableLayout
 
-__all__ = ["RestoredIds", "restored_ids"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class RestoredIds:

@@ -34,18 +34,6 @@ from shardrec.errors import ConfigError, InputError, PeerError, ShardrecError
 from shardrec.launch.quiet import environment_for_torch
 from shardrec.launch.stop import SAME_SIGNAL_S, RunStopped, handling
 
-__all__ = [
-    "LISTENER",
-    "RankFailure",
-    "RankProcesses",
-    "Run",
-    "Start",
-    "end_with_launcher",
-    "first_cause",
-    "spawn",
-    "spawn_alone",
-]
-
 Run = Callable[[dict[str, Any]], Any]
 """The function that each rank calls with the options. It must be picklable, as a module's function is."""
 

@@ -7,8 +7,6 @@ import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-__all__ = ["environment_for_torch", "quiet_libraries"]
-
 _VARIABLES = {
     # Hides the ranks' network warnings, for example about a host without an IPv6 name.
     "TORCH_CPP_LOG_LEVEL": "ERROR",

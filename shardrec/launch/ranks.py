@@ -23,8 +23,6 @@ from shardrec.exchange.peers import peers
 from shardrec.launch.processes import LISTENER
 from shardrec.launch.stop import RunStopped
 
-__all__ = ["SHARE_DEVICES", "RankInfo", "check_exchange", "joined_run", "meet"]
-
 _TIMEOUT_S = 300.0
 """Default seconds that a rank waits for the others, at the start and in a collective. Ranks do equal work, so a wait of
 minutes means that a rank is gone."""

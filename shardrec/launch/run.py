@@ -12,8 +12,6 @@ from shardrec.errors import ConfigError
 from shardrec.launch.processes import RankProcesses, Run, Start, spawn
 from shardrec.launch.quiet import environment_for_torch, quiet_libraries
 
-__all__ = ["launched_rank", "on_new_ranks", "run_on_ranks"]
-
 
 def run_on_ranks(
     run: Run,

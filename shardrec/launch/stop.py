@@ -10,8 +10,6 @@ from contextlib import ExitStack, contextmanager
 from types import FrameType
 from typing import Self
 
-__all__ = ["SAME_SIGNAL_S", "RunStopped", "StopRequest", "handling"]
-
 SAME_SIGNAL_S = 1.0
 """Seconds within which a second signal counts as the first: a terminal and a launcher both deliver one Ctrl-C."""
 

@@ -108,10 +108,9 @@ def grid(
     *,
     hosts: Sequence[int],
     topology: Topology,
-    widths: Sequence[int] | None = None,
 ) -> TableLayout:
     """One column stripe per entry of ``hosts``, each cut into row blocks over that host's ranks."""
-    edges = _column_edges(name, embedding_dim, len(hosts), widths)
+    edges = _column_edges(name, embedding_dim, len(hosts), None)
     rectangles = []
     for (left, right), host in zip(pairwise(edges), hosts, strict=True):
         ranks = topology.host_ranks(host)

@@ -10,18 +10,6 @@ from torch import nn
 from torchrec.modules.embedding_configs import BaseEmbeddingConfig
 from torchrec.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
 
-__all__ = [
-    "Collection",
-    "collections_of",
-    "configs_of",
-    "default_device",
-    "is_a",
-    "qualified_name",
-    "remappers_of",
-    "table_configs",
-    "table_shapes",
-]
-
 Collection: TypeAlias = EmbeddingBagCollection | EmbeddingCollection
 
 

@@ -9,8 +9,6 @@ from typing import Any
 
 from shardrec.errors import ConfigError
 
-__all__ = ["Machine"]
-
 _KINDS = ("cpu", "cuda")
 
 

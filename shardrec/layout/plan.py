@@ -18,8 +18,6 @@ from shardrec.layout.report import PlanReport
 from shardrec.layout.table_layout import Shard, TableLayout
 from shardrec.layout.topology import Topology
 
-__all__ = ["ShardingPlan", "TableChange"]
-
 _FORMAT = 1
 
 

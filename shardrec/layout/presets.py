@@ -33,8 +33,6 @@ from pathlib import Path
 from shardrec.errors import ConfigError
 from shardrec.layout.machine import Machine
 
-__all__ = ["PRESETS", "default_machine", "detect_machine", "host_memory", "preset"]
-
 _GIB = 2.0**30
 _PCIE3, _PCIE4, _PCIE5 = 16e9, 32e9, 64e9
 _LINKS = {"t4": _PCIE3, "v100": _PCIE3, "h100": _PCIE5, "h100-pcie": _PCIE5, "h200": _PCIE5, "b200": _PCIE5}

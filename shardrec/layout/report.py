@@ -7,8 +7,6 @@ from dataclasses import asdict, dataclass
 from math import inf
 from typing import Any
 
-__all__ = ["PlanReport", "TableReport"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class TableReport:

@@ -19,8 +19,6 @@ from dataclasses import dataclass
 from itertools import pairwise
 from operator import attrgetter
 
-__all__ = ["COLUMN_UNIT", "Shard", "Stripe", "TableLayout", "tier_fault"]
-
 COLUMN_UNIT = 4
 """Kernels move four floats at a time: tables are cut between columns at multiples of this."""
 _TIERS = ("device", "cached", "host")

@@ -11,8 +11,6 @@ from shardrec.errors import ConfigError
 from shardrec.layout.machine import Machine
 from shardrec.layout.presets import detect_machine, preset
 
-__all__ = ["Topology"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class Topology:

@@ -23,8 +23,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["RowCache"]
-
 _MOST_PREFETCHED = 4
 """Calls that are remembered as prefetched. If a model makes more calls in a forward, the first are loaded again."""
 _STATISTICS = ("calls", "ids", "distinct", "misses", "rows_without_place", "ids_without_place")

@@ -18,9 +18,8 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from shardrec.lookup.group_shards import LookupGradient, RowGradient, TableBank, summed
-
-__all__ = ["DeferredGradients"]
+from shardrec.lookup.backward import LookupGradient
+from shardrec.lookup.group_shards import RowGradient, TableBank, summed
 
 _MAX_LOOKUPS = 4
 

@@ -25,8 +25,6 @@ import torch
 from fbgemm_gpu.split_embedding_configs import SparseType
 from torch import Tensor
 
-__all__ = ["FAKES", "has_fake", "register_fakes"]
-
 
 def _pooled(arguments: Mapping[str, Any]) -> Tensor:
     """(B, D) sums of the bags that ``offsets`` (S·B + 1,) bound."""

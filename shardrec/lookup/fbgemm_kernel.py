@@ -46,8 +46,6 @@ from shardrec.layout import COLUMN_UNIT
 from shardrec.lookup.huge_pages import zeros_in_huge_pages
 from shardrec.lookup.optimizers import FusedOptimizer, OptimizerKind
 
-__all__ = ["DirectCall", "has_fused_kernel", "has_kernel", "kernel_states", "make_kernel"]
-
 _PRECISIONS = {torch.float32: SparseType.FP32, torch.float16: SparseType.FP16}
 
 _LOCATIONS = {"device": "DEVICE", "cached": "MANAGED_CACHING", "host": "MANAGED"}

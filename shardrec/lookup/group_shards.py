@@ -32,8 +32,6 @@ from shardrec.lookup.fbgemm_kernel import DirectCall, has_kernel, kernel_states,
 from shardrec.lookup.native_kernel import NativeKernel, native_kernel, with_neighbouring_columns
 from shardrec.lookup.optimizers import FusedOptimizer
 
-__all__ = ["LookupGradient", "RowGradient", "TableBank", "WidthClass", "summed"]
-
 _MAX_INT32 = 2**31 - 1
 _FLOATS_AT_ONCE = 2**24
 """Bytes of the rows or gradients of single ids, which are made for a few ids at a time, because long bags take much

@@ -28,8 +28,6 @@ from shardrec.layout import Shard, TableLayout
 from shardrec.lookup.fbgemm_kernel import has_fused_kernel
 from shardrec.lookup.optimizers import FusedOptimizer, OptimizerKind
 
-__all__ = ["GroupMode", "LookupGroup", "LookupTable", "group_tables"]
-
 
 class GroupMode(Enum):
     """How a group's weights are updated."""

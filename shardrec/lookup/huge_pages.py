@@ -12,8 +12,6 @@ from contextlib import suppress
 import torch
 from torch import Tensor
 
-__all__ = ["zeros_in_huge_pages"]
-
 _MIN_BYTES = 8 << 20
 
 

@@ -18,9 +18,6 @@ from torch import Tensor
 
 from shardrec.lookup.optimizers import FusedOptimizer, OptimizerKind
 
-__all__ = ["RULES", "NativeKernel", "native_kernel", "with_neighbouring_columns"]
-
-
 RULES = {OptimizerKind.SGD: 0, OptimizerKind.ADAGRAD: 1, OptimizerKind.ROWWISE_ADAGRAD: 2}
 """The optimizers of native/update.cpp, by its numbers."""
 _MAX_ROWS = 2**31 - 1

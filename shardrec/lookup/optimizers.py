@@ -20,8 +20,6 @@ from torch import nn
 
 from shardrec.errors import ConfigError
 
-__all__ = ["FusedOptimizer", "OptimizerKind", "fused_optimizer_of"]
-
 
 class OptimizerKind(Enum):
     """Fused optimizers, by the name of the torch class that selects them."""
@@ -130,10 +128,6 @@ _IRRELEVANT = frozenset({"foreach", "capturable", "differentiable", "fused"})
 
 def fused_optimizer_of(parameter: nn.Parameter, table: str) -> FusedOptimizer | None:
     """The optimizer that ``apply_optimizer_in_backward`` gave to ``parameter``. None without one.
-
-    Args:
-        parameter: an unsharded table's weight.
-        table: the table's name, for messages.
 
     Raises:
         ConfigError: for an optimizer or a setting without a fused form, or one that has states.

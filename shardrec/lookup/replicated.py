@@ -37,9 +37,6 @@ from shardrec.lookup.groups import LookupTable
 from shardrec.lookup.optimizers import FusedOptimizer
 from shardrec.lookup.row_optimizers import RowOptimizer
 from shardrec.lookup.scripted import Tables
-from shardrec.lookup.shards import dense_lookup
-
-__all__ = ["ReplicatedLookup"]
 
 
 class ReplicatedLookup:
@@ -187,6 +184,47 @@ class ReplicatedLookup:
             if update is not None and parameter.grad is not None:
                 update.step(parameter.grad)
                 parameter.grad = None
+
+
+def dense_lookup(
+    bank: TableBank,
+    ids: Tensor,
+    lengths: Tensor,
+    id_weights: Tensor | None,
+    parameters: Sequence[nn.Parameter],
+) -> Tensor:
+    """A lookup that gives each table's parameter a dense gradient, summed in float32, in the parameter's dtype.
+
+    Args:
+        bank: forward-only bank, one table per parameter. The parameters share its memory.
+        ids: with ``lengths`` and ``id_weights`` as :meth:`TableBank.look_up` takes them. Gives its result.
+        parameters: one (rows, cols) parameter per table of the bank.
+    """
+    bags = ids, lengths.to(torch.int32), id_weights
+    pooled: Tensor = _DenseLookup.apply(bank, *bags, *parameters)  # type: ignore[no-untyped-call]
+    return pooled
+
+
+class _DenseLookup(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: FunctionCtx,
+        bank: TableBank,
+        ids: Tensor,
+        lengths: Tensor,
+        id_weights: Tensor | None,
+        *parameters: nn.Parameter,
+    ) -> Tensor:
+        ctx.save_for_backward(ids, lengths, id_weights)  # type: ignore[arg-type]
+        ctx.bank = bank  # type: ignore[attr-defined]
+        return bank.look_up(ids, lengths, id_weights)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        ids, lengths, id_weights = ctx.saved_tensors
+        of_weights = ctx.bank.id_weight_gradient(ids, lengths, gradient) if ctx.needs_input_grad[3] else None
+        return None, None, None, of_weights, *ctx.bank.parameter_gradients(ids, lengths, id_weights, gradient)
 
 
 class _RowsFunction(torch.autograd.Function):

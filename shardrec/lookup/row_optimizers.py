@@ -27,20 +27,14 @@ import torch
 from torch import Tensor
 
 from shardrec import native
-from shardrec.lookup.group_shards import LookupGradient, RowGradient, TableBank, WidthClass
+from shardrec.lookup.backward import LookupGradient
+from shardrec.lookup.group_shards import RowGradient, TableBank, WidthClass
 from shardrec.lookup.native_kernel import RULES
 from shardrec.lookup.optimizers import FusedOptimizer, OptimizerKind
-
-__all__ = ["RowOptimizer"]
 
 
 class RowOptimizer:
     """The states of some tables' optimizer, and its step on some of their rows.
-
-    Args:
-        classes: the width classes. Their weights are updated in place.
-        tables: number of tables in the classes.
-        optimizer: rule and settings.
 
     Attributes:
         step_count: updates so far. Adam's bias correction reads it.

@@ -12,16 +12,9 @@ from torch import Tensor, nn
 
 from shardrec._torchscript import counts_of
 
-__all__ = ["NoTables", "Tables"]
-
 
 class _Table(nn.Module):
-    """One table.
-
-    Args:
-        weight: (rows, w), floating-point. Its memory is shared.
-        pooled: sums of bags. Otherwise rows.
-    """
+    """One table."""
 
     def __init__(self, weight: Tensor, pooled: bool) -> None:
         super().__init__()

@@ -20,7 +20,7 @@ from shardrec.exchange.collectives import Collectives
 from shardrec.exchange.payload import ShardInput
 from shardrec.exchange.route import Slot
 from shardrec.layout import Shard
-from shardrec.lookup.backward import Kept, LookupGradient, lookup_with_backward
+from shardrec.lookup.backward import Kept, LookupGradient
 from shardrec.lookup.deferred import DeferredGradients
 from shardrec.lookup.group_shards import RowGradient, TableBank
 from shardrec.lookup.groups import GroupMode, LookupGroup
@@ -28,8 +28,6 @@ from shardrec.lookup.optimizers import FusedOptimizer
 from shardrec.lookup.row_optimizers import RowOptimizer
 from shardrec.lookup.scripted import NoTables, Tables
 from shardrec.lookup.whole_rows import WholeRows
-
-__all__ = ["LookupInputs", "ShardLookup", "dense_lookup"]
 
 LookupInputs: TypeAlias = Sequence[Tensor | None]
 """Ids, lengths and weights of ids per lookup group, one group after the other."""
@@ -464,22 +462,3 @@ class ShardLookup:
         """The lookups for TorchScript, one module per group, and the number of this rank's slots in each."""
         modules = [local.scripted() for local in self._local_groups]
         return nn.ModuleList(modules), [len(local.slots) for local in self._local_groups]
-
-
-def dense_lookup(
-    bank: TableBank,
-    ids: Tensor,
-    lengths: Tensor,
-    id_weights: Tensor | None,
-    parameters: Sequence[nn.Parameter],
-) -> Tensor:
-    """A lookup that gives each table's parameter a dense gradient, summed in float32, in the parameter's dtype.
-
-    Args:
-        bank: forward-only bank, one table per parameter. The parameters share its memory.
-        ids: with ``lengths`` and ``id_weights`` as :meth:`TableBank.look_up` takes them. Gives its result.
-        parameters: one (rows, cols) parameter per table of the bank.
-    """
-
-    functions = bank.look_up, bank.id_weight_gradient, bank.parameter_gradients
-    return lookup_with_backward(*functions, ids, lengths.to(torch.int32), id_weights, parameters)

@@ -27,8 +27,6 @@ from shardrec.exchange.to_device import staged
 from shardrec.layout import Shard, TableLayout
 from shardrec.lookup.group_shards import RowGradient, TableBank
 
-__all__ = ["Transfer", "WholeRows", "transfers"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class Transfer:

@@ -9,8 +9,8 @@
 
     Await[W]             TorchScript's pending value, by awaitable() and awaitable_nowait(), for awaitable_wait()
     Future[W]            computed on another thread, by fork(), for join()
-    LazyAwaitable.from_future(), then(), gather()   from a future; from a function of the value; from several
-    as_lazy(), as_await()   convert between them; wait() takes all of them
+    LazyAwaitable.then(), gather()   from a function of the value; from several
+    as_lazy(), as_await()   convert between them, and from a future; wait() takes all of them
 
 A sharded module returns a ``LazyAwaitable[KeyedTensor]``, so the model's computation up to the first
 use of an embedding overlaps with the collective that delivers it.

@@ -21,14 +21,11 @@ from typing import Any, Generic, Protocol, Self, SupportsIndex, TypeVar, cast
 import torch
 import torch.fx
 from torch.autograd.profiler import record_function
-from torch.futures import Future
 from torch.fx.node import map_aggregate
 
 from shardrec.errors import AwaitableError
 from shardrec.pending.once import Callbacks, Once, State
 from shardrec.pending.type_methods import Operators, force, force_nested
-
-__all__ = ["Awaitable", "GetItemLazyAwaitable", "LazyAwaitable", "LazyGetItemMixin", "LazyNoWait", "NoWait"]
 
 W = TypeVar("W")
 V = TypeVar("V")
@@ -226,18 +223,6 @@ class LazyAwaitable(Awaitable[W], Operators, metaclass=_LazyAwaitableMeta):
         return func(*force_nested(args), **force_nested(kwargs or {}))
 
     @staticmethod
-    def from_future(future: Future[V]) -> LazyAwaitable[V]:
-        """A lazy awaitable of a future's value.
-
-        Args:
-            future: the result of an RPC (``rpc_async``) or of ``shardrec.pending.fork``, or any other future.
-
-        Returns:
-            An awaitable. Its first use waits for the future, and raises the error that the future holds, if any.
-        """
-        return Chained(as_it_is, future)
-
-    @staticmethod
     def _wait_async(obj: object) -> object:
         """TorchRec's name for :func:`~shardrec.pending.type_methods.force`."""
         return force(obj)
@@ -294,12 +279,7 @@ class _Waitable(Protocol):
 
 
 class Chained(LazyAwaitable[V]):
-    """A function of other pending values. Its first use waits for these, one after the other.
-
-    Args:
-        function: called once, on the parents' values.
-        parents: futures or awaitables.
-    """
+    """A function of other pending values. Its first use waits for these, one after the other."""
 
     def __init__(self, function: Callable[..., V], *parents: _Waitable) -> None:
         super().__init__()

@@ -35,19 +35,6 @@ from shardrec._torchscript import compiled_nowait, compiles_to
 from shardrec.pending.awaitable import Awaitable, Chained, LazyAwaitable, LazyNoWait, as_it_is
 from shardrec.pending.once import Once
 
-__all__ = [
-    "Await",
-    "as_await",
-    "as_lazy",
-    "awaitable",
-    "awaitable_nowait",
-    "awaitable_wait",
-    "fork",
-    "gather",
-    "join",
-    "wait",
-]
-
 W = TypeVar("W")
 
 

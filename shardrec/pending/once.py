@@ -17,8 +17,6 @@ from typing import Generic, NoReturn, SupportsIndex, TypeVar, cast
 
 from shardrec.errors import AwaitableError
 
-__all__ = ["Callbacks", "Once", "State"]
-
 W = TypeVar("W")
 
 

@@ -17,8 +17,6 @@ import numpy
 import torch
 from numpy.typing import DTypeLike, NDArray
 
-__all__ = ["Operators", "force", "force_nested"]
-
 R = TypeVar("R")
 
 _Binary = Callable[[Any, Any], R]

@@ -13,9 +13,8 @@ from shardrec._versions import check_extra
 if TYPE_CHECKING:
     from shardrec.planner.constraint import Constraint, constraints_of
     from shardrec.planner.cost import CostModel, Growth, Histogram, Profile, TableLoad
-    from shardrec.planner.make_plan import best_plan, plan, plan_tables, replan
-    from shardrec.planner.planner import Planner
-    from shardrec.planner.price import predicted_ms, predicted_phases
+    from shardrec.planner.make_plan import plan, plan_tables, replan
+    from shardrec.planner.price import predicted_phases
     from shardrec.planner.report.html import to_html
     from shardrec.planner.report.png import to_png
     from shardrec.planner.report.text import explain, reasons_text
@@ -27,18 +26,15 @@ __all__ = [
     "CostModel",
     "Growth",
     "Histogram",
-    "Planner",
     "Profile",
     "SolveLimits",
     "TableLoad",
-    "best_plan",
     "constraints_from_torchrec",
     "constraints_of",
     "explain",
     "from_torchrec",
     "plan",
     "plan_tables",
-    "predicted_ms",
     "predicted_phases",
     "reasons_text",
     "replan",
@@ -52,9 +48,8 @@ _HOMES, _load = names_from(
     {
         "shardrec.planner.constraint": "Constraint constraints_of",
         "shardrec.planner.cost": "CostModel Growth Histogram Profile TableLoad",
-        "shardrec.planner.make_plan": "best_plan plan plan_tables replan",
-        "shardrec.planner.planner": "Planner",
-        "shardrec.planner.price": "predicted_ms predicted_phases",
+        "shardrec.planner.make_plan": "plan plan_tables replan",
+        "shardrec.planner.price": "predicted_phases",
         "shardrec.planner.report.html": "to_html",
         "shardrec.planner.report.png": "to_png",
         "shardrec.planner.report.text": "explain reasons_text",
@@ -65,6 +60,6 @@ _HOMES, _load = names_from(
 
 
 def __getattr__(name: str) -> Any:
-    if _HOMES.get(name, "").rpartition(".")[2] in ("make_plan", "planner", "price", "solve"):
+    if _HOMES.get(name, "").rpartition(".")[2] in ("make_plan", "price", "solve"):
         check_extra("planner")
     return _load(name)

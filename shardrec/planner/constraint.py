@@ -10,8 +10,6 @@ from shardrec.errors import ConfigError
 from shardrec.ids.options import DynamicIds
 from shardrec.layout import TableLayout, tier_fault
 
-__all__ = ["CUTS", "Constraint", "constraints_by_table", "constraints_of"]
-
 CUTS = (
     "table_wise",
     "row_wise",

@@ -14,8 +14,6 @@ from shardrec.planner.cost import TableLoad
 from shardrec.planner.solve.encode import Floats, Ints
 from shardrec.planner.solve.problem import Option, Place
 
-__all__ = ["Candidate", "add_option", "lay_out"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class Candidate:

@@ -25,8 +25,6 @@ from shardrec.planner.cut_option import Candidate
 from shardrec.planner.price import priced_layout
 from shardrec.planner.solve.problem import Gang, Item, Option, Place
 
-__all__ = ["CandidateMaker"]
-
 Ints = tuple[int, ...]
 
 _BLOCKS = (2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128)

@@ -20,8 +20,6 @@ if TYPE_CHECKING:
 
     from shardrec.lookup.optimizers import FusedOptimizer
 
-__all__ = ["PlannedTable", "Sampled", "loads_of", "sampled_features", "table_loads"]
-
 
 class PlannedTable(NamedTuple):
     """A table of a collection: its name in the plan. ``pooled``, or a row per id, where each distinct id of a batch

@@ -12,10 +12,9 @@ from shardrec.planner.planner import Planner
 from shardrec.planner.solve import solve
 from shardrec.planner.solve.problem import FIRST_PLAN
 
-__all__ = ["least_capacity", "refuse"]
-
 _GIB = 2**30
 _MAX_RANKS = 4096
+_ACCURACY = 0.005
 
 
 def refuse(planner: Planner) -> NoReturn:
@@ -65,18 +64,13 @@ def refuse(planner: Planner) -> NoReturn:
     raise PlanError(faults, remedies)
 
 
-def least_capacity(planner: Planner, accuracy: float = 0.005) -> float | None:
-    """The least memory of a rank, to a relative accuracy, for which a plan was found. None if none does.
-
-    Args:
-        planner: tables and ranks.
-        accuracy: of the search.
-    """
+def least_capacity(planner: Planner) -> float | None:
+    """The least memory of a rank, to half a percent, for which a plan was found. None if none does."""
     unlimited = solve(planner.problem(inf), FIRST_PLAN)
     if unlimited is None:
         return None
     low, high = 0.0, max(memory[0] for memory in unlimited.memory)
-    while high - low > accuracy * high:
+    while high - low > _ACCURACY * high:
         middle = (low + high) / 2
         solution = solve(planner.problem(middle), FIRST_PLAN)
         if solution is None:

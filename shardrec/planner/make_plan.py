@@ -19,8 +19,6 @@ if TYPE_CHECKING:
     from torch import nn
     from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-__all__ = ["best_plan", "plan", "plan_tables", "replan"]
-
 
 def plan(
     model: nn.Module,

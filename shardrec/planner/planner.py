@@ -21,8 +21,6 @@ from shardrec.planner.report.alternatives import next_best
 from shardrec.planner.solve import Gang, Item, Option, Problem, Solution
 from shardrec.planner.solve.encode import Floats
 
-__all__ = ["Planner"]
-
 _MANY = 3000
 """Tables that differ, beyond which they are not cut into the smallest shards."""
 _MIN_SHARE = 0.02

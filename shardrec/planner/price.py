@@ -8,8 +8,6 @@ from dataclasses import replace
 from shardrec.layout import ShardingPlan, TableLayout
 from shardrec.planner.cost import Cost, CostModel, TableLoad
 
-__all__ = ["overhead_ms", "predicted_ms", "predicted_phases", "priced_layout", "priced_plan"]
-
 _FORWARD, _BACKWARD = 3, 1
 """All-to-alls of a step, with or without bytes: header, payload, output; gradient."""
 
@@ -17,13 +15,7 @@ _FORWARD, _BACKWARD = 3, 1
 def priced_plan(
     model: CostModel, tables: Mapping[str, TableLoad], plan: ShardingPlan
 ) -> tuple[list[Cost], dict[str, Cost]]:
-    """The cost per rank, and per table on all ranks together.
-
-    Args:
-        model: the prices.
-        tables: of the plan, by name.
-        plan: any plan for the model's topology.
-    """
+    """The cost per rank, and per table on all ranks together."""
     ranks = [Cost()] * plan.world_size
     everywhere = Cost()
     per_table = {}

@@ -18,8 +18,6 @@ from shardrec.planner.solve import SolveLimits, solve
 from shardrec.planner.solve.encode import Floats
 from shardrec.planner.solve.problem import Place
 
-__all__ = ["Replanned", "moved_bytes", "paying_plan", "replan_tables"]
-
 _NORM = 60
 _MAX_MOVES = 500
 _COPIES = 2

@@ -28,8 +28,6 @@ if TYPE_CHECKING:
     from torchrec.distributed.planner.types import ParameterConstraints
     from torchrec.distributed.types import ShardingPlan as TorchRecPlan
 
-__all__ = ["constraints_from_torchrec", "from_torchrec", "to_torchrec"]
-
 _TO_TORCHREC = {"grid": "grid_shard"}
 _FROM_TORCHREC = {"grid_shard": "grid"}
 
@@ -87,15 +85,12 @@ def from_torchrec(plan: TorchRecPlan, topology: Topology, shapes: Mapping[str, t
     return ShardingPlan(topology=topology, tables=tuple(layouts))
 
 
-def to_torchrec(
-    plan: ShardingPlan, *, device: str = "cpu", kernel: str = "fused", paths: Mapping[str, str] | None = None
-) -> TorchRecPlan:
-    """One of shardrec's plans for TorchRec's ``DistributedModelParallel``.
+def to_torchrec(plan: ShardingPlan, *, device: str = "cpu", paths: Mapping[str, str] | None = None) -> TorchRecPlan:
+    """One of shardrec's plans for TorchRec's ``DistributedModelParallel``, with fused kernels where tables are sharded.
 
     Args:
         plan: has only cuts that TorchRec supports.
         device: ``"cpu"`` or ``"cuda"``.
-        kernel: compute kernel of the sharded tables. Those of replicated tables are dense.
         paths: path of each table's collection, by table name. Default: the name without its last part.
 
     Raises:
@@ -119,7 +114,7 @@ def to_torchrec(
             spec = EnumerableShardingSpec([_metadata(shard, device, local) for shard in shards])
         modules.setdefault(path, EmbeddingModuleShardingPlan())[table] = ParameterSharding(
             sharding_type=_TO_TORCHREC.get(_torchrec_cut(layout), _torchrec_cut(layout)),
-            compute_kernel="dense" if layout.replicated else kernel,
+            compute_kernel="dense" if layout.replicated else "fused",
             ranks=list(range(plan.world_size)) if layout.replicated else [shard.rank for shard in shards],
             sharding_spec=spec,
         )

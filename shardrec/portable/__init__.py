@@ -25,13 +25,13 @@ from shardrec.portable.portable_sequences import PortableSequences
 __all__ = ["portable_twin"]
 
 
-def portable_twin(module: nn.Module, parallel_lookups: bool) -> nn.Module | None:
+def portable_twin(module: nn.Module) -> nn.Module | None:
     """The portable twin of a sharded collection. None for any other module, because its own twin is portable.
 
     Called by :mod:`shardrec.scripting`, by way of :mod:`shardrec._late_imports`.
     """
     if isinstance(module, ShardedEmbeddingBagCollection):
-        return PortableBags(module, parallel_lookups)
+        return PortableBags(module)
     if isinstance(module, ShardedEmbeddingCollection):
-        return PortableSequences(module, parallel_lookups)
+        return PortableSequences(module)
     return None

@@ -18,16 +18,9 @@ from shardrec.exchange.hashing import mixed
 from shardrec.ids.maps import IdMaps
 from shardrec.modules.collection import ShardedCollection
 
-__all__ = ["FrozenMaps", "frozen_maps"]
-
 
 class FrozenMaps(nn.Module):
-    """The maps of a rank's shards as they are now.
-
-    Args:
-        maps: copied.
-        device: of the ids.
-    """
+    """The maps of a rank's shards as they are now."""
 
     def __init__(self, maps: IdMaps, device: torch.device) -> None:
         super().__init__()

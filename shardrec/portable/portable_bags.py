@@ -24,14 +24,12 @@ from shardrec.portable.portable_module import PortableTwin
 if TYPE_CHECKING:
     from shardrec.modules.bags import ShardedEmbeddingBagCollection
 
-__all__ = ["PortableBags"]
-
 
 class PortableBags(PortableTwin):
     """The portable twin of a :class:`ShardedEmbeddingBagCollection`."""
 
-    def __init__(self, collection: ShardedEmbeddingBagCollection, parallel_lookups: bool) -> None:
-        super().__init__(collection, parallel_lookups)
+    def __init__(self, collection: ShardedEmbeddingBagCollection) -> None:
+        super().__init__(collection)
         route, outputs = collection.input.route, collection.lookups
         self.embedding_bags = parameters_of(collection.embedding_bags)
         replicated = tuple(lookup for lookup in collection.lookups if lookup.layout.replicated)

@@ -34,8 +34,6 @@ from shardrec.exchange.cut import in_blocks, permuted
 from shardrec.exchange.to_device import staged
 from shardrec.step.input_plan import InputPlan
 
-__all__ = ["FAULTS", "Checked", "PortableInput", "Received", "constant"]
-
 FAULTS = [
     "",
     "an id is outside its table, or lengths and ids do not fit (call the eager model with this batch: it says which)",
@@ -100,10 +98,6 @@ Received = NamedTuple(  # noqa: UP014
 
 class PortableInput(nn.Module):
     """Checks a batch, cuts it by rank, and exchanges header and payload.
-
-    Args:
-        exchange: the eager module's.
-        collectives: of the group that the embeddings are sharded over.
 
     Attributes:
         group_name: of the process group. A process that loads the saved program may set another.

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
-
 import torch
 from torch import Tensor, nn
-from torch.jit import Future
 
 from shardrec._torchscript import list_of
 from shardrec.errors import ConfigError
@@ -14,21 +11,11 @@ from shardrec.modules.collection import ShardedCollection
 from shardrec.portable.frozen_ids import frozen_maps
 from shardrec.portable.portable_input import PortableInput
 
-__all__ = ["PortableTwin"]
-
 
 class PortableTwin(nn.Module):
-    """A twin that infers, with the memory of a sharded collection's tables.
+    """A twin that infers, with the memory of a sharded collection's tables."""
 
-    Args:
-        collection: the eager module.
-        parallel_lookups: run the lookups of bags as forks.
-    """
-
-    # A graph has only the branch that is taken.
-    __constants__: ClassVar = ["parallel"]
-
-    def __init__(self, collection: ShardedCollection, parallel_lookups: bool) -> None:
+    def __init__(self, collection: ShardedCollection) -> None:
         super().__init__()
         collectives, comms = collection.context.collectives, collection.context.options.comms
         if collectives.world_size > 1 and (comms.output, comms.gradient) != ("fp32", "fp32"):
@@ -40,8 +27,6 @@ class PortableTwin(nn.Module):
         self.id_maps = frozen_maps(collection)
         self.lookups, group_slots = collection.shards.scripted()
         self.group_slots = list_of(int, group_slots)
-        # On threads of TorchScript's own, which pays where groups are large and threads idle.
-        self.parallel = parallel_lookups and not collection.input.per_id
         self.rank = collectives.rank
         self.world_size = collectives.world_size
         self.output_dtype = collection.output_dtype
@@ -83,15 +68,9 @@ class PortableTwin(nn.Module):
         ids_of = ids.split(counts)
         lengths_of = lengths.split(self.group_slots)
         looked_up: list[Tensor] = []
-        forks: list[Future[Tensor]] = []
         for group, lookup in enumerate(self.lookups):
             part: Tensor | None = None
             if weights is not None:
                 part = weights.split(counts)[group]
-            if self.parallel:
-                forks.append(torch.jit.fork(lookup, ids_of[group], lengths_of[group], part))
-            else:
-                looked_up.append(lookup(ids_of[group], lengths_of[group], part))
-        for fork in forks:
-            looked_up.append(torch.jit.wait(fork))
+            looked_up.append(lookup(ids_of[group], lengths_of[group], part))
         return looked_up

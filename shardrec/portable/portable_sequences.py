@@ -25,14 +25,12 @@ from shardrec.step.sequence_rows import column_unit_targets
 if TYPE_CHECKING:
     from shardrec.modules.sequences import ShardedEmbeddingCollection
 
-__all__ = ["PortableSequences"]
-
 
 class PortableSequences(PortableTwin):
     """The portable twin of a :class:`ShardedEmbeddingCollection`."""
 
-    def __init__(self, collection: ShardedEmbeddingCollection, parallel_lookups: bool) -> None:
-        super().__init__(collection, parallel_lookups)
+    def __init__(self, collection: ShardedEmbeddingCollection) -> None:
+        super().__init__(collection)
         device = collection.device
         outputs = collection.lookups
         sent, route = collection.sent_lookups, collection.input.route

@@ -18,8 +18,6 @@ from torch.futures import Future
 from shardrec.errors import BusyError
 from shardrec.rpc.messages import Answer, Part, complete, failure
 
-__all__ = ["WorkQueue"]
-
 _T = TypeVar("_T")
 
 

@@ -31,22 +31,6 @@ from shardrec.exchange.check import ids_are_valid
 from shardrec.modules.collection import ShardedCollection
 from shardrec.modules.servers import Servers
 
-__all__ = [
-    "Answer",
-    "Call",
-    "Connections",
-    "Part",
-    "answer_calls",
-    "asynchronous",
-    "call",
-    "check_gradient",
-    "check_parts",
-    "complete",
-    "completed",
-    "failure",
-    "unwrapped",
-]
-
 Part = tuple[int, list[int], Tensor]
 Answer = tuple[bool, object] | tuple[bool, str, str]
 
@@ -91,13 +75,7 @@ class Connections:
         return len(self.names)
 
     def call(self, server: int, method: str, *arguments: object) -> Call:
-        """Call a method of a server, or of one of its replicas in turn.
-
-        Args:
-            server: its rank in the plan.
-            method: of :class:`shardrec.rpc.server.EmbeddingServer`.
-            arguments: tensors on the CPU, and plain data.
-        """
+        """Call a method of a server, or of one of its replicas in turn."""
         names = self.names[server]
         first = next(self._turn) % len(names)
         return Call([*names[first:], *names[:first]], method, arguments, self.timeout_s)
@@ -209,10 +187,6 @@ def unwrapped(answer: object, server: str) -> Any:
 
 def check_parts(parts: object, collections: Sequence[ShardedCollection]) -> list[Part]:
     """The parts of a request, if a lookup can take them.
-
-    Args:
-        parts: as they came.
-        collections: of the server.
 
     Raises:
         InputError: naming what is wrong.

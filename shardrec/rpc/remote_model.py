@@ -38,8 +38,6 @@ from shardrec.rpc.server import fused_optimizers_of
 from shardrec.rpc.trainer_collectives import RemoteCollectives
 from shardrec.step.context import ExchangeOptions, ModelContext
 
-__all__ = ["RemoteModel", "shard_over_servers"]
-
 
 class RemoteModel(ShardedModel):
     """The result of :func:`shardrec.shard` with ``servers``: the :class:`shardrec.ShardedModel` of one trainer.

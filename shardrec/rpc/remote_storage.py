@@ -19,17 +19,9 @@ from shardrec.modules.table import ShardedTable
 from shardrec.rpc.trainer_collectives import RemoteCollectives, words
 from shardrec.step.records import InFlight
 
-__all__ = ["RemoteTable", "remote_storage"]
-
 
 class RemoteTable(ShardedTable):
-    """A table on servers, in a trainer's model: no parameters. Its state_dict entry is read from them.
-
-    Args:
-        collectives: of the trainer.
-        table: arguments of :class:`ShardedTable`.
-        has_optimizer: argument of :class:`ShardedTable`.
-    """
+    """A table on servers, in a trainer's model: no parameters. Its state_dict entry is read from them."""
 
     def __init__(self, collectives: RemoteCollectives, *table: Any, has_optimizer: bool) -> None:
         super().__init__(*table, has_optimizer=has_optimizer)
@@ -47,11 +39,7 @@ class RemoteTable(ShardedTable):
         destination[prefix + "weight"] = whole
 
     def write(self, value: Tensor) -> None:
-        """Set the table's values on the servers. Every trainer calls this, and the first one sends them.
-
-        Args:
-            value: (num_embeddings, embedding_dim).
-        """
+        """Set the table's values on the servers. Every trainer calls this, and the first one sends them."""
         collectives, layout = self._collectives, self.layout
         collectives.wait_for_updates()
         for shard in () if collectives.rank else layout.shards:
@@ -102,12 +90,7 @@ class RemoteShards(ShardLookup):
 
 
 def remote_storage(collectives: RemoteCollectives, number: int) -> Storage:
-    """Of a trainer's collection: the shards are on servers, replicated tables are its own.
-
-    Args:
-        collectives: of the trainer.
-        number: of the collection in the model.
-    """
+    """Of a trainer's collection: the shards are on servers, replicated tables are its own."""
 
     def table(layout: TableLayout, *arguments: Any, **named: Any) -> ShardedTable:
         return (ShardedTable if layout.replicated else partial(RemoteTable, collectives))(layout, *arguments, **named)

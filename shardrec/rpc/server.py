@@ -53,8 +53,6 @@ from shardrec.rpc.server_collectives import ServerCollectives
 from shardrec.step.context import ModelContext
 from shardrec.step.look_up import LookedUp, look_up
 
-__all__ = ["EmbeddingServer", "fused_optimizers_of"]
-
 _T = TypeVar("_T")
 
 _LONGEST_WINDOW_S = 60.0

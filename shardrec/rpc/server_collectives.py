@@ -20,18 +20,11 @@ from shardrec.exchange.collectives import Collectives, Later, Pending, StreamSiz
 from shardrec.modules.servers import Servers
 from shardrec.rpc.messages import Call, Connections
 
-__all__ = ["ServerCollectives"]
-
 _Key = tuple[int, int, int, int]  # run, update, exchange of the update, rank of the sender
 
 
 class ServerCollectives(Collectives):
-    """The collectives of a server, which only needs :meth:`send`.
-
-    Args:
-        rank: of the plan. This server holds its shards.
-        names: RPC names of all servers.
-    """
+    """The collectives of a server, which only needs :meth:`send`."""
 
     def __init__(self, rank: int, names: Sequence[str]) -> None:
         self.rank = rank

@@ -21,8 +21,6 @@ from shardrec.layout import ShardingPlan
 from shardrec.rpc.server import EmbeddingServer
 from shardrec.rpc.world import RpcWorld
 
-__all__ = ["load_server", "named_function", "open_store", "serve", "supervise"]
-
 
 def open_store(url: str, timeout_s: float = 300.0) -> dist.Store:
     """The store by which the processes of a job find each other.

@@ -37,8 +37,6 @@ from shardrec.lookup.deferred import DeferredGradients
 from shardrec.lookup.optimizers import FusedOptimizer
 from shardrec.rpc.messages import Call, Connections, Part
 
-__all__ = ["KeptGradients", "RemoteCollectives"]
-
 _SHARE_OF_TIMEOUT = 0.8  # of a trainer's time limit, which a server waits for the other trainers
 
 
@@ -152,11 +150,8 @@ class RemoteCollectives(Collectives):
         return rows_by_rank
 
     def step(self, behind: int = 0) -> None:
-        """Have the servers make one update of the kept gradients, if there are any, and wait for it. Every trainer
-        calls it.
-
-        Args:
-            behind: of :meth:`wait_for_updates`.
+        """Have the servers make one update of the kept gradients, if there are any, and wait for all updates but the
+        last ``behind``. Every trainer calls it.
 
         Raises:
             ConfigError: if a server has replicas.
@@ -184,10 +179,7 @@ class RemoteCollectives(Collectives):
         self.wait_for_updates(behind)
 
     def wait_for_updates(self, behind: int = 0) -> None:
-        """Wait for all updates but the last ones.
-
-        Args:
-            behind: how many need not be done.
+        """Wait for all updates but the last ``behind``.
 
         Raises:
             PeerError: if a server is gone or did not answer in time.
@@ -206,15 +198,7 @@ class RemoteCollectives(Collectives):
 
 @dataclass
 class _Gradients:
-    """The gradients of one lookup on their way to the servers.
-
-    Args:
-        collectives: of the trainer.
-        requests: per server, what was looked up.
-        streams: what came.
-        device: of the gradients.
-        buffers: for them, per rank, until they are sent.
-    """
+    """The gradients of one lookup on their way to the servers."""
 
     collectives: RemoteCollectives
     requests: list[list[Part]]

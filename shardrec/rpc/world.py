@@ -39,8 +39,6 @@ from torch.futures import Future, wait_all
 
 from shardrec.errors import ConfigError, PeerError
 
-__all__ = ["RpcWorld"]
-
 _LOOK_S, _START_S = 0.5, 20.0
 
 

@@ -16,8 +16,6 @@ import torch
 
 from shardrec._torchscript import Graph, Node, inline, methods_of
 
-__all__ = ["lift_attributes"]
-
 _GET, _SET = "prim::GetAttr", "prim::SetAttr"
 
 

@@ -11,8 +11,6 @@ from typing import NamedTuple
 
 from shardrec._torchscript import Node
 
-__all__ = ["Rule", "rule_of"]
-
 
 class Rule(NamedTuple):
     """The effect of an operator on the elements of a list or dict.

@@ -10,8 +10,6 @@ import torch
 from torch import Tensor, nn
 from torchrec.modules.crossnet import CrossNet, LowRankCrossNet, VectorCrossNet
 
-__all__ = ["SCRIPTABLE"]
-
 
 class _CrossNet(CrossNet):  # type: ignore[misc]  # TorchRec is seen without types
     def forward(self, input: Tensor) -> Tensor:

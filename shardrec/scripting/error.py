@@ -10,8 +10,6 @@ import torch
 
 from shardrec.errors import ShardrecError
 
-__all__ = ["ScriptError", "explain"]
-
 _FRAME = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+)')
 _LAZY_METHODS = re.compile(r"attribute or method '(wait|then|done|callbacks|add_callback)'")
 _AWAIT = re.compile(r"\bAwait\[")

@@ -15,8 +15,6 @@ from shardrec._torchscript import Graph, Node, Type, Value, constant_int, writes
 from shardrec.scripting.container_operators import Rule, rule_of
 from shardrec.scripting.pending_types import Shape, has_optional, shape_of, solve
 
-__all__ = ["Flow", "Need", "NodePlan", "Plan", "Use"]
-
 _CASTS = frozenset({"aten::_unwrap_optional", "prim::unchecked_cast", "prim::unchecked_unwrap_optional"})
 _COMPARISONS_WITH_NONE = frozenset({"aten::__is__", "aten::__isnot__"})
 _LITERALS = frozenset({"prim::DictConstruct", "prim::ListConstruct", "prim::TupleConstruct"})

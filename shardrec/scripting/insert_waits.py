@@ -12,8 +12,6 @@ from shardrec._torchscript import Graph, Node, Type, Value, await_type, deferred
 from shardrec.scripting.flow import Flow, Need, NodePlan, Plan, Use
 from shardrec.scripting.pending_types import Shape, pending_type
 
-__all__ = ["insert_waits"]
-
 # Per pending value, by its number: what the wait gave, where that is known to have run.
 _Waited = MutableMapping[int, Value]
 

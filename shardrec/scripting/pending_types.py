@@ -25,8 +25,6 @@ import torch
 
 from shardrec._torchscript import Type, await_type
 
-__all__ = ["NOTHING", "Shape", "has_optional", "pending_type", "shape_of", "solve"]
-
 NOTHING = "none"
 """The kind of None, which goes with values of every kind."""
 

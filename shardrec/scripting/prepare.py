@@ -19,8 +19,6 @@ from shardrec.scripting.error import ScriptError
 from shardrec.scripting.script import move_waits
 from shardrec.scripting.twins import scriptable_copy
 
-__all__ = ["prepared", "refuse"]
-
 _ASKING_FRAME = 2  # prepared() ← __prepare_scriptable__() ← torch
 
 

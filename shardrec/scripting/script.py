@@ -18,8 +18,6 @@ from shardrec.scripting.error import ScriptError, explain
 from shardrec.scripting.insert_waits import insert_waits
 from shardrec.scripting.twins import scriptable_copy
 
-__all__ = ["compiled", "move_waits", "script"]
-
 _EXCHANGES = (
     "_c10d_functional::all_to_all_single",
     "_c10d_functional_autograd::all_to_all_single",
@@ -28,7 +26,7 @@ _EXCHANGES = (
 _IGNORED = "_ddp_params_and_buffers_to_ignore"  # torch.nn.parallel.DistributedDataParallel reads it
 
 
-def script(model: nn.Module, *, parallel_lookups: bool = False, portable: bool | None = None) -> torch.jit.ScriptModule:
+def script(model: nn.Module, *, portable: bool | None = None) -> torch.jit.ScriptModule:
     """Compile a model that holds sharded modules, or others that return pending values, with TorchScript.
 
     A sharded module issues its all-to-alls when it is called, and each value is waited for just before its first use,
@@ -43,8 +41,6 @@ def script(model: nn.Module, *, parallel_lookups: bool = False, portable: bool |
     Args:
         model: a model that TorchScript can compile, apart from modules that offer a ``scripted_twin()``. Its
             annotations say ``KeyedTensor``, not ``LazyAwaitable``. It is not changed.
-        parallel_lookups: a portable program runs the lookups of independent table groups of bags as forks, on
-            TorchScript's inter-op threads.
         portable: whether the program is portable. Default: if ``model`` is in eval mode.
 
     Returns:
@@ -61,17 +57,14 @@ def script(model: nn.Module, *, parallel_lookups: bool = False, portable: bool |
             f"shardrec.script takes an nn.Module, not {type(model).__name__}: put what is to be scripted into the "
             "forward of a module"
         )
-    portable = not model.training if portable is None else portable
-    return compiled(model, portable=portable, parallel_lookups=parallel_lookups)
+    return compiled(model, portable=not model.training if portable is None else portable)
 
 
-def compiled(
-    model: nn.Module, *, portable: bool, parallel_lookups: bool = False, overlap: bool = True
-) -> torch.jit.ScriptModule:
+def compiled(model: nn.Module, *, portable: bool, overlap: bool = True) -> torch.jit.ScriptModule:
     """As :func:`script`. Without ``overlap``, values are waited for where they are made, for a model with collectives
     that take no time: its methods are not inlined, and its file loads in less than a tenth of the time."""
     _refuse_fsdp(model)
-    copy = scriptable_copy(model, portable=portable, parallel_lookups=parallel_lookups)
+    copy = scriptable_copy(model, portable=portable)
     with generic_wait(wait), quiet():
         try:
             scripted: torch.jit.ScriptModule = torch.jit.script(copy)

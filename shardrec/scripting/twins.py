@@ -30,8 +30,6 @@ from shardrec._torchscript import defer, forward_of
 from shardrec.pending import Await
 from shardrec.scripting.error import ScriptError
 
-__all__ = ["ISSUE", "HasScriptedTwin", "scriptable_copy"]
-
 ISSUE = "issue"
 """The method of a scripted twin that returns the ``Await``."""
 
@@ -58,15 +56,13 @@ class HasScriptedTwin(Protocol):
         """The module to script instead of this one."""
 
 
-def scriptable_copy(model: nn.Module, *, portable: bool, parallel_lookups: bool = False) -> nn.Module:
+def scriptable_copy(model: nn.Module, *, portable: bool) -> nn.Module:
     """A copy of ``model`` for ``torch.jit.script``. The generated sources in it live as long as the copy.
-
-    Takes what :func:`shardrec.script` does.
 
     Raises:
         ScriptError: for a twin that breaks the protocol, and for a scripted module in training mode in a portable copy.
     """
-    copier = _Copier(portable=portable, parallel_lookups=parallel_lookups)
+    copier = _Copier(portable=portable)
     copy = copier.copy(model, "")
     if copier.infers:
         _freeze(copy)
@@ -106,9 +102,8 @@ def _forget_sources(names: Sequence[str], *kept: object) -> None:
 
 
 class _Copier:
-    def __init__(self, *, portable: bool, parallel_lookups: bool) -> None:
+    def __init__(self, *, portable: bool) -> None:
         self._portable = portable
-        self._parallel_lookups = parallel_lookups
         self.sources: list[str] = []
         self._copies: dict[int, nn.Module] = {}
         # One for each twin's class, so that modules of one class stay modules of one class, which TorchScript compiles
@@ -152,7 +147,7 @@ class _Copier:
 
     def _ask(self, module: nn.Module) -> object:
         if self._portable and getattr(module, "portable", False):
-            twin = late_import("portable_twin")(module, self._parallel_lookups)
+            twin = late_import("portable_twin")(module)
             if twin is not None:
                 self.infers = True
                 return twin

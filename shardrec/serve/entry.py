@@ -18,8 +18,6 @@ from shardrec.errors import ConfigError
 from shardrec.modules import ShardedEmbeddingBagCollection, ShardedModel
 from shardrec.modules.collection import ShardedCollection
 
-__all__ = ["Entry", "Features", "from_tensors"]
-
 _NUMBERS = count()
 _RESERVED = ("self", "torch", "Tensor", "KeyedJaggedTensor")
 
@@ -29,11 +27,6 @@ Features: TypeAlias = Sequence[str] | Mapping[str, Sequence[str]]
 
 class Entry(nn.Module):
     """Base of the entries that :func:`from_tensors` makes.
-
-    Args:
-        model: the module that ``forward`` calls.
-        keys: the keys per KeyedJaggedTensor that the model takes, by the parameter's name.
-        inputs: names of the arguments of ``forward``.
 
     Attributes:
         features: the ``features`` that :func:`from_tensors` was given.

@@ -22,8 +22,6 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from shardrec.errors import ConfigError
 from shardrec.serve.entry import Entry, from_tensors
 
-__all__ = ["Example", "TensorSpec", "example_of"]
-
 _SAMPLES, _IDS = 7, 23
 
 
@@ -86,13 +84,7 @@ class TensorSpec:
 
 @dataclass(frozen=True, kw_only=True)
 class Example:
-    """An entry and the specs of its arguments, from which tensors for a tracer are made.
-
-    Args:
-        entry: module that takes plain tensors.
-        specs: one per argument, in order.
-        device: device of the tensors.
-    """
+    """An entry and the specs of its arguments, from which tensors for a tracer are made."""
 
     entry: Entry
     specs: tuple[TensorSpec, ...]

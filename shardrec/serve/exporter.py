@@ -54,8 +54,6 @@ from shardrec.serve.example import Example, example_of
 from shardrec.serve.quantize import quantize
 from shardrec.serve.served_model import ServedModel
 
-__all__ = ["NOTES", "ExportError", "export", "package", "program_of", "save"]
-
 NOTES = "shardrec.json"
 """Name of the file inside the saved one that describes the model's inputs."""
 

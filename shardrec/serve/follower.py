@@ -32,8 +32,6 @@ from shardrec.modules.sharded_model import ShardedModel
 from shardrec.serve.published import served_tensors, version_name, versions_in
 from shardrec.serve.row_bytes import WeightFormat
 
-__all__ = ["Follower"]
-
 _LONGEST_WAIT_S = 60.0
 
 _Change = tuple[Tensor, Tensor, Tensor]
@@ -221,14 +219,7 @@ class Follower:
 
 
 class _Reader:
-    """Reads what a version changes.
-
-    Args:
-        store: of the version's files.
-        manifest: of the version.
-        applied: the contents of the parts that the model has.
-        stack: closes the files.
-    """
+    """Reads what a version changes."""
 
     def __init__(
         self, store: Store, manifest: Manifest, applied: Mapping[PartKey, list[_Content]], stack: ExitStack

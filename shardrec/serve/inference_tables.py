@@ -19,8 +19,6 @@ from torch import Tensor, nn
 
 from shardrec.serve.row_bytes import WeightFormat
 
-__all__ = ["ServedTables"]
-
 
 class ServedTables(nn.Module):
     """Tables for inference that one call of fbgemm's inference kernel looks up.

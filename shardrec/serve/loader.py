@@ -27,8 +27,6 @@ from shardrec.errors import ConfigError, InputError
 from shardrec.serve.example import TensorSpec
 from shardrec.serve.exporter import NOTES
 
-__all__ = ["Package", "load_package"]
-
 
 class Package:
     """A loaded file of :func:`shardrec.serve.package`, called like the entry: with plain tensors, in order or by name.

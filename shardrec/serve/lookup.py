@@ -30,16 +30,9 @@ from shardrec.modules.table import ShardedTable
 from shardrec.serve.inference_tables import ServedTables
 from shardrec.serve.row_bytes import WeightFormat
 
-__all__ = ["ServedReplicas", "ServedShards", "served_memory", "served_storage"]
-
 
 def served_storage(formats: Mapping[str, WeightFormat], *, pooled: bool) -> Storage:
-    """A storage with inference kernels as its lookups.
-
-    Args:
-        formats: format per table, by the table's name in the plan.
-        pooled: whether the collection sums bags.
-    """
+    """A storage with inference kernels as its lookups."""
     shards, replicas = partial(ServedShards, formats), partial(ServedReplicas, formats, pooled=pooled)
     return Storage(shards=shards, replicas=replicas, table=ServedTable, trains=False)
 

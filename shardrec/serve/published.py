@@ -41,17 +41,6 @@ from shardrec.modules.sharded_model import ShardedModel
 from shardrec.serve.lookup import served_memory
 from shardrec.serve.row_bytes import HEAD_BYTES, WeightFormat, dtype_of, encode, fault_of
 
-__all__ = [
-    "base_of",
-    "data_name",
-    "encoded",
-    "places_in",
-    "published_tensors",
-    "served_tensors",
-    "version_name",
-    "versions_in",
-]
-
 _VERSION = re.compile(r"version-(\d{12})\.json")
 _DATA = re.compile(r"data-([0-9a-f]{8})[0-9a-f]{8}")
 
@@ -145,12 +134,7 @@ def _encode(table: str, part: Part, form: WeightFormat, ranges: Tensor | None, b
 
 
 def served_tensors(model: ShardedModel, formats: Mapping[str, WeightFormat]) -> dict[str, HeldTensor]:
-    """A served model's tensors as they are published, in its memory. The ids of rows are copies.
-
-    Args:
-        model: from :func:`shardrec.serve.quantize`, on one rank.
-        formats: of its tables, by their names in the plan.
-    """
+    """A served model's tensors as they are published, in its memory. The ids of rows are copies."""
     tensors = published_tensors(model)
     by_table = {tensor.rows_of: name for name, tensor in tensors.items() if name.startswith("model.")}
     for collection in model.sharded_collections:

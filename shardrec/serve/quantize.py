@@ -21,8 +21,6 @@ from shardrec.serve.row_bytes import WeightFormat, encode, fault_of, row_ranges
 from shardrec.serve.served_model import ServedModel
 from shardrec.step.context import ModelContext
 
-__all__ = ["quantize", "table_formats", "whole_row_ranges"]
-
 CHUNK = 2**20
 """Rows converted at a time. Bounds the memory of the conversion."""
 

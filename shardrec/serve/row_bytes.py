@@ -22,8 +22,6 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
-__all__ = ["GREATEST", "HEAD_BYTES", "WeightFormat", "dtype_of", "encode", "fault_of", "row_ranges"]
-
 GREATEST = 65504.0
 """The greatest float16."""
 

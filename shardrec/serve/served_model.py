@@ -22,8 +22,6 @@ from shardrec.step.context import ModelContext
 if TYPE_CHECKING:
     from shardrec.serve.follower import Follower
 
-__all__ = ["ServedModel"]
-
 
 class ServedModel(ShardedModel):
     """The model that :func:`shardrec.serve.quantize` returns: called like the trained one, without gradients.

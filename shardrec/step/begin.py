@@ -17,8 +17,6 @@ from shardrec.exchange.check import add_up, checked_on_device, describe_fault, i
 from shardrec.step.input_plan import InputPlan
 from shardrec.step.records import GRAD_MODES, FullBatch, InFlight, StepPlan
 
-__all__ = ["begin"]
-
 
 def begin(
     input: InputPlan,

@@ -24,8 +24,6 @@ from __future__ import annotations
 from collections.abc import Hashable
 from enum import Enum, auto
 
-__all__ = ["CallBatching", "Phase"]
-
 
 class Phase(Enum):
     """Where a model is."""

@@ -23,8 +23,6 @@ from shardrec.step.exchange import finish
 from shardrec.step.id_exchange import exchange_ids, split_by_compatibility
 from shardrec.step.records import GradMode, InFlight
 
-__all__ = ["Ahead"]
-
 
 class Ahead:
     """The calls of the next forward, in the order in which it will make them.

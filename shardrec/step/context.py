@@ -19,8 +19,6 @@ if TYPE_CHECKING:
     from shardrec.exchange.batch import OnBadId
     from shardrec.ids.options import DynamicIds
 
-__all__ = ["ExchangeOptions", "ForwardState", "ModelContext"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class ExchangeOptions:

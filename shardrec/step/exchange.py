@@ -36,8 +36,6 @@ from shardrec.lookup.backward import once_differentiable
 from shardrec.step.look_up import LookedUp, look_up, node_inputs, update
 from shardrec.step.records import Arrival, InFlight
 
-__all__ = ["RowExchange", "SharedExchange", "finish", "launch"]
-
 _ARRIVAL, _REPLICATED, _REQUIRES_GRAD = attrgetter("arrival"), attrgetter("replicated"), attrgetter("requires_grad")
 
 

@@ -35,8 +35,6 @@ from shardrec.step.records import InFlight
 _FAULT, _AGREEMENT = attrgetter("fault"), attrgetter("agreement")
 _FLAG, _CHECK = itemgetter(0), itemgetter(1)
 
-__all__ = ["can_share", "exchange_ids", "pack", "split_by_compatibility", "write_header"]
-
 
 def exchange_ids(headers: Headers, calls: Sequence[InFlight]) -> None:
     """Send the ids of several calls to the ranks that hold their rows. Without a call, only exchange headers.

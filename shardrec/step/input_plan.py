@@ -16,8 +16,6 @@ from shardrec.exchange.headers import Headers
 from shardrec.exchange.payload import HEADER_SIZES, Payload
 from shardrec.exchange.route import Route
 
-__all__ = ["InputPlan"]
-
 _REPEATS = 4  # calls of one module that a header has room for. Further ones go into another exchange
 
 

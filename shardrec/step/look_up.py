@@ -19,8 +19,6 @@ from shardrec.lookup.backward import Kept
 from shardrec.lookup.shards import LookupInputs
 from shardrec.step.records import InFlight, StepPlan
 
-__all__ = ["LookedUp", "look_up", "node_inputs", "update"]
-
 _NOTHING = torch.empty(0, dtype=torch.int32)
 
 

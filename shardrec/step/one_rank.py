@@ -14,8 +14,6 @@ from shardrec.step.exchange import RowExchange
 from shardrec.step.look_up import look_up, node_inputs, update
 from shardrec.step.records import Arrival, InFlight
 
-__all__ = ["look_up_here"]
-
 
 def look_up_here(exchange: RowExchange, call: InFlight) -> None:
     """:func:`shardrec.step.exchange.launch` on one rank, where the ids already are.

@@ -36,8 +36,6 @@ from shardrec.exchange.route import Lookup, Route, output_pieces
 from shardrec.exchange.wire_format import Shape
 from shardrec.step.records import Arrival, DifferentiableOutput, InFlight
 
-__all__ = ["PooledOutput"]
-
 
 class PooledOutput:
     """The layout of pooled columns.

@@ -16,22 +16,11 @@ from shardrec.exchange.fault_flags import FaultFlag
 from shardrec.exchange.hosts import HostExchange
 from shardrec.exchange.payload import ShardInput
 from shardrec.exchange.wire_format import Shape
-from shardrec.ids.maps import FoundRows, IdMaps
+from shardrec.ids.device_maps import FoundRows
+from shardrec.ids.maps import IdMaps
 from shardrec.lookup.replicated import ReplicatedLookup
 from shardrec.lookup.shards import ShardLookup
 from shardrec.step.input_plan import InputPlan
-
-__all__ = [
-    "GRAD_MODES",
-    "Arrival",
-    "DifferentiableOutput",
-    "Exchange",
-    "FullBatch",
-    "GradMode",
-    "InFlight",
-    "OutputLayout",
-    "StepPlan",
-]
 
 
 class GradMode(NamedTuple):

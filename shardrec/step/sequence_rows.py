@@ -32,8 +32,6 @@ from shardrec.exchange.to_device import staged
 from shardrec.exchange.wire_format import Shape
 from shardrec.step.records import Arrival, DifferentiableOutput, InFlight
 
-__all__ = ["SequenceKey", "SequenceOutput", "column_unit_targets"]
-
 _SOURCES = 64  # as in shardrec.exchange.payload
 
 

@@ -55,8 +55,6 @@ from shardrec.step.id_exchange import can_share, exchange_ids, split_by_compatib
 from shardrec.step.one_rank import look_up_here
 from shardrec.step.records import GradMode, InFlight
 
-__all__ = ["Step"]
-
 
 class Step:
     """The calls of a model's sharded modules, from their begin to their value.

@@ -14,8 +14,6 @@ from shardrec import ConfigError
 if TYPE_CHECKING:
     from rich.console import Console
 
-__all__ = ["LOG_WIDTH", "CheckedOutput", "console", "tolerate_characters", "working"]
-
 LOG_WIDTH = 120
 """Columns of a log file."""
 

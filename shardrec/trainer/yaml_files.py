@@ -9,8 +9,6 @@ from shardrec import ConfigError
 if TYPE_CHECKING:
     import yaml
 
-__all__ = ["parse_yaml", "yaml_lines"]
-
 _MAX_BYTES = 8 << 20
 _MAX_NESTED = 100
 _MAX_VALUES = 1_000_000

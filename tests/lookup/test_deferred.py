@@ -13,8 +13,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from shardrec import native
+from shardrec.lookup.backward import LookupGradient
 from shardrec.lookup.deferred import DeferredGradients
-from shardrec.lookup.group_shards import LookupGradient, RowGradient, TableBank
+from shardrec.lookup.group_shards import RowGradient, TableBank
 from shardrec.lookup.optimizers import FusedOptimizer, OptimizerKind
 from shardrec.lookup.row_optimizers import RowOptimizer
 from tests.plans import randoms

@@ -14,11 +14,12 @@ from shardrec import native
 from shardrec.layout import COLUMN_UNIT
 from shardrec.lookup import fbgemm_kernel as kernels
 from shardrec.lookup import group_shards as bank_module
+from shardrec.lookup.backward import LookupGradient
 from shardrec.lookup.fbgemm_kernel import has_fused_kernel
-from shardrec.lookup.group_shards import LookupGradient, TableBank
+from shardrec.lookup.group_shards import TableBank
 from shardrec.lookup.optimizers import FusedOptimizer, OptimizerKind
+from shardrec.lookup.replicated import dense_lookup
 from shardrec.lookup.row_optimizers import RowOptimizer
-from shardrec.lookup.shards import dense_lookup
 from tests.large_tensors import LargeTensors
 from tests.lookup.differentiable import looked_up
 from tests.plans import randoms

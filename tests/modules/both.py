@@ -11,7 +11,7 @@ from torchrec.modules.embedding_configs import EmbeddingBagConfig, EmbeddingConf
 from torchrec.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from shardrec.exchange.bad_ids import OnBadId
+from shardrec.exchange.batch import OnBadId
 from shardrec.layout import ShardingPlan, Topology, cuts
 from shardrec.modules import ShardedModel, shard
 from tests.models import apply_optimizer_in_backward

@@ -456,7 +456,7 @@ def test_a_portable_program_waits_for_its_header_and_counts(
     expected = shard(collection(ROW_BLOCKS), plan, on_bad_id=policy)(given).values()
     with cuda_is_there(), cuda_double() as double, double.may_wait():
         model = shard(collection(ROW_BLOCKS), plan, device="cuda:0", on_bad_id=policy)
-        twin = plain(PortableBags(model.module, parallel_lookups=False)).eval()  # type: ignore[arg-type]
+        twin = plain(PortableBags(model.module)).eval()  # type: ignore[arg-type]
         moved = to_double(given)
         monkeypatch.setattr(torch.jit, "is_scripting", lambda: True)
         double.waits.clear()
@@ -478,7 +478,7 @@ def test_portable_sequences(size: int, monkeypatch: pytest.MonkeyPatch) -> None:
     expected = shard(sequences.Holder(sequences.collection(None, 0.1)), plan)(given)
     with cuda_is_there(), cuda_double() as double, double.may_wait():
         model = shard(sequences.Holder(sequences.collection(None, 0.1)), plan, device="cuda:0")
-        twin = plain(PortableSequences(model.module.sequences, parallel_lookups=False)).eval()  # type: ignore[arg-type, union-attr]
+        twin = plain(PortableSequences(model.module.sequences)).eval()  # type: ignore[arg-type, union-attr]
         moved = to_double(given)
         monkeypatch.setattr(torch.jit, "is_scripting", lambda: True)
         assert torch.equal(value_of(twin(moved).wait()).cpu(), value_of(expected))

@@ -14,7 +14,8 @@ from shardrec.exchange.assemble import Columns
 from shardrec.exchange.batch import NO_LIMIT
 from shardrec.exchange.check import are_sound
 from shardrec.exchange.route import Piece, Source
-from shardrec.lookup.group_shards import LookupGradient, RowGradient, TableBank
+from shardrec.lookup.backward import LookupGradient
+from shardrec.lookup.group_shards import RowGradient, TableBank
 from shardrec.lookup.optimizers import FusedOptimizer, OptimizerKind
 from shardrec.lookup.row_optimizers import RowOptimizer
 from tests.plans import randoms

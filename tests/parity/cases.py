@@ -17,7 +17,7 @@ import pytest
 from hypothesis import strategies as st
 from torchrec.modules.embedding_configs import DataType, EmbeddingBagConfig, EmbeddingConfig, PoolingType
 
-from shardrec.exchange.bad_ids import OnBadId
+from shardrec.exchange.batch import OnBadId
 from shardrec.exchange.transport import Transport
 from shardrec.exchange.wire_format import WireType
 from shardrec.layout import ShardingPlan, TableLayout, Topology

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from shardrec.exchange.bad_ids import OnBadId
+from shardrec.exchange.batch import OnBadId
 
 __all__ = ["POLICIES", "like", "repaired", "spoiled"]
 

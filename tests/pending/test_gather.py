@@ -7,13 +7,13 @@ import torch
 from torch.futures import Future
 
 import shardrec
-from shardrec.pending import Awaitable, NoWait
+from shardrec.pending import Awaitable, NoWait, as_lazy
 from tests.pending.counted import Counted
 
 
 def test_a_future_is_awaited_at_its_first_use() -> None:
     future: Future[torch.Tensor] = Future()
-    lazy = shardrec.LazyAwaitable.from_future(future)
+    lazy = as_lazy(future)
     doubled = lazy.then(lambda value: 2 * value)
     assert not lazy.done()
     assert not doubled.done()
@@ -25,7 +25,7 @@ def test_a_future_is_awaited_at_its_first_use() -> None:
 
 def test_a_futures_error_comes_at_its_first_use() -> None:
     future: Future[int] = Future()
-    lazy = shardrec.LazyAwaitable.from_future(future)
+    lazy = as_lazy(future)
     future.set_exception(ValueError("no rows"))
     for _ in range(2):
         with pytest.raises(ValueError, match="no rows"):

@@ -11,6 +11,7 @@ from torch import nn
 
 import shardrec
 from shardrec.layout import ShardingPlan
+from shardrec.pending import as_lazy
 from shardrec.rpc import EmbeddingServer, RemoteModel
 from shardrec.rpc.messages import Connections, unwrapped
 
@@ -28,7 +29,7 @@ class DirectServers(Connections):
 
     def call(self, server: int, method: str, *arguments: Any) -> Any:
         future = self.local[server]._answer(method, arguments)
-        return shardrec.LazyAwaitable.from_future(future).then(lambda answer: unwrapped(answer, f"server{server}"))
+        return as_lazy(future).then(lambda answer: unwrapped(answer, f"server{server}"))
 
     def call_replicas(self, server: int, method: str, *arguments: Any) -> None:
         shardrec.wait(self.call(server, method, *arguments))

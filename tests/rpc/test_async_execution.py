@@ -14,6 +14,7 @@ from torch.distributed.rpc.functions import async_execution
 from torch.futures import Future
 
 import shardrec
+from shardrec.pending import as_lazy
 from shardrec.rpc import EmbeddingServer, RpcWorld
 from shardrec.rpc.messages import unwrapped
 from tests.ranks import ranks
@@ -103,7 +104,7 @@ def test_a_server_behind_a_reference_and_pending_values(tmp_path: Any) -> None:
         refused = ref.rpc_sync().lookup(request)
         x = torch.arange(3.0)
         future = rpc.rpc_async("server1", forms.by_hand, args=(x,))
-        lazy = shardrec.LazyAwaitable.from_future(future)
+        lazy = as_lazy(future)
         local: Future[Tensor] = Future()
         total = shardrec.pending.gather(lazy, shardrec.pending.fork(torch.neg, x), lazy.then(torch.sum), local, 5)
         early = total.done()

@@ -18,6 +18,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 import shardrec
 from shardrec.errors import BusyError, ConfigError, InputError, PeerError, PlanError
 from shardrec.layout import ShardingPlan, Topology, cuts
+from shardrec.pending import as_lazy
 from shardrec.rpc import EmbeddingServer
 from shardrec.rpc.messages import completed, failure, unwrapped
 from tests.batches import random_bags
@@ -339,7 +340,7 @@ def test_a_checkpoint_is_loaded_after_updates_that_failed(tmp_path: Path) -> Non
 
         def lost(server: int, method: str, *arguments: Any) -> Any:
             if method == "update":
-                gone = shardrec.LazyAwaitable.from_future(completed(failure(PeerError("gone"))))
+                gone = as_lazy(completed(failure(PeerError("gone"))))
                 return gone.then(lambda answer: unwrapped(answer, "s"))
             return call(server, method, *arguments)
 

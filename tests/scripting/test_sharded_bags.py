@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torchrec.modules.embedding_configs import EmbeddingBagConfig
 
 import shardrec
-from shardrec._torchscript import inlined, quiet
+from shardrec._torchscript import quiet
 from shardrec.exchange.wire_format import QuantizedComms
 from shardrec.layout import Topology, cuts
 from shardrec.modules import ShardedModel, shard
@@ -39,28 +39,6 @@ def test_a_rank_without_tables_makes_every_exchange_of_a_frozen_program() -> Non
                 assert torch.allclose(frozen(features), model(features))
 
     ranks(2, rank_main)
-
-
-def test_lookups_of_independent_groups_are_forks_if_asked_for() -> None:
-    def rank_main() -> None:
-        configs = [
-            EmbeddingBagConfig(name=f"t{number}", num_embeddings=9, embedding_dim=8, feature_names=[f"f{number}"])
-            for number in range(3)
-        ]
-        optimizers = ["sgd", "adagrad", "rowwise_adagrad"]
-        layouts = [cuts.table_wise(one.name, 9, 8, rank=0) for one in configs]
-        plan = shardrec.ShardingPlan(topology=Topology(), tables=tuple(layouts))
-        forks = {}
-        for parallel in (False, True):
-            model = shard(collection(configs, optimizers=optimizers), plan).eval()
-            scripted = shardrec.script(model, parallel_lookups=parallel)
-            features = random_bags(Random(0), feature_rows(configs), 3).kjt()
-            assert torch.equal(scripted(features).values(), model(features).values())
-            # Not by a profile: a fork's range may end after it, on its own thread, and write to its memory.
-            forks[parallel] = len(inlined(scripted.graph).findAllNodes("prim::fork"))
-        assert forks == {False: 0, True: 3}
-
-    ranks(1, rank_main)
 
 
 def scorer(world_size: int, optimizer: str = "rowwise_adagrad") -> tuple[ShardedModel, Bags, dict[str, int]]:

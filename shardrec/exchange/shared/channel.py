@@ -25,8 +25,6 @@ from shardrec.errors import PeerError
 from shardrec.exchange.peers import peer_error
 from shardrec.exchange.shared.windows import Bytes, InUse, PeerWindows
 
-__all__ = ["Channel", "Key", "Message"]
-
 Key = tuple[int, int]
 """Number of an exchange, and which of its messages: 0 forward, then 1, 2, ... for its ways back."""
 

@@ -20,8 +20,6 @@ from shardrec.exchange.peers import peers
 from shardrec.exchange.safe_pickle import gather
 from shardrec.exchange.shared.channel import Channel
 
-__all__ = ["connect", "host_identity"]
-
 _BACKLOG = 512
 _HELLO = struct.Struct("=i16s")
 _CREDENTIALS = struct.Struct("3i")

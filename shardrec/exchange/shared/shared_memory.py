@@ -37,8 +37,6 @@ from shardrec.exchange.flight_record import flight_record
 from shardrec.exchange.shared.channel import Channel, Message
 from shardrec.exchange.shared.windows import Arena, Bytes, Region, as_tensor
 
-__all__ = ["SharedCollectives"]
-
 _INLINE_BYTES = 4096
 _NBYTES = attrgetter("nbytes")
 _NO_WORDS = torch.empty(0, dtype=torch.int32)
@@ -46,10 +44,6 @@ _NO_WORDS = torch.empty(0, dtype=torch.int32)
 
 class SharedCollectives(Collectives):
     """All-to-alls through shared memory between ranks that share a host.
-
-    Args:
-        base: collectives of the whole group, for ranks on other hosts.
-        channel: to the other ranks of this host.
 
     Attributes:
         group_name: of the process group.
@@ -218,13 +212,7 @@ class SharedCollectives(Collectives):
         )
 
     def send_far(self, parts: Mapping[int, Sequence[Tensor]], receive: Sequence[int], what: str) -> Pending | None:
-        """Issue the process group's all-to-all with the ranks on other hosts. None without any.
-
-        Args:
-            parts: what goes to each of them.
-            receive: elements from each rank. Ranks of this host are left out.
-            what: the exchange's name in errors.
-        """
+        """Issue the process group's all-to-all with the ranks on other hosts. None without any."""
         if not self.far:
             return None
         # The parts are copied, because a caller of this method may write to them when it returns.
@@ -295,13 +283,7 @@ class _SharedPending:
 
 
 class _SharedWayBack:
-    """Gradients that are written directly to the memory where they are needed.
-
-    Args:
-        collectives: the collectives that made the exchange.
-        number: of the forward exchange.
-        streams: the sizes that it sent and received.
-    """
+    """Gradients that are written directly to the memory where they are needed."""
 
     def __init__(self, collectives: SharedCollectives, number: int, streams: StreamSizes) -> None:
         self._collectives = collectives

@@ -25,8 +25,6 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-__all__ = ["Arena", "Bytes", "InUse", "PeerWindows", "Region", "as_tensor"]
-
 Bytes = npt.NDArray[np.uint8]
 
 _PAGE = 4096

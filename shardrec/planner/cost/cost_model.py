@@ -33,8 +33,6 @@ from shardrec.layout import Topology
 from shardrec.planner.cost.profile import Profile
 from shardrec.planner.cost.table_load import TableLoad
 
-__all__ = ["COMPONENTS", "MEMORY", "Cost", "CostModel"]
-
 COMPONENTS = ("input", "lookup", "output", "backward", "update", "replicas")
 """Where a rank's time goes."""
 MEMORY = ("weights", "optimizer", "buffers")

@@ -11,8 +11,6 @@ from numpy.typing import NDArray
 
 from shardrec.errors import ConfigError
 
-__all__ = ["Histogram"]
-
 _QUANTILES = 32
 _IDS_PER_QUANTILE = 50
 _CHANCE = 1.63

@@ -12,8 +12,6 @@ from shardrec.errors import ConfigError
 from shardrec.files import read_json
 from shardrec.layout.machine import Machine
 
-__all__ = ["Profile"]
-
 _FORMAT = 3
 
 # What random rows and small messages reach of a data sheet's peak. Assumptions, not measurements: calibrate replaces

@@ -8,8 +8,6 @@ from math import exp, expm1, inf, log
 from shardrec.errors import ConfigError
 from shardrec.planner.cost.histogram import Histogram
 
-__all__ = ["Growth", "TableLoad"]
-
 _NEVER = 1e15
 """Ids after which a cache is taken to have all rows that there are."""
 

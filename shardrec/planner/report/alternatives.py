@@ -10,8 +10,6 @@ from shardrec.planner.cut_option import Candidate, add_option
 from shardrec.planner.solve.encode import Floats
 from shardrec.planner.solve.problem import Option, Place, Solution
 
-__all__ = ["next_best"]
-
 _GIB = 2**30
 
 
@@ -21,11 +19,6 @@ def next_best(
     """Per table, the label of its best other cut and the reason why it lost.
 
     Tables with the same candidates and choice share their answer, worked out for the first of them.
-
-    Args:
-        candidates: per table.
-        solution: the plan.
-        capacity: bytes of a rank.
     """
     loads = np.array(solution.loads)
     memory = np.array(solution.memory)[:, 0]

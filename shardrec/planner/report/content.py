@@ -12,14 +12,9 @@ if TYPE_CHECKING:
     from shardrec.layout.report import PlanReport
     from shardrec.layout.table_layout import TableLayout
 
-__all__ = ["COLOURS", "Chart", "Column", "Content", "content", "headline"]
-
 _GIB = 2.0**30
 _MIB = 2.0**20
 _BYTES_PER_WEIGHT = 4
-
-# Okabe and Ito's colours, which the colour-blind can tell apart.
-COLOURS = ("#0072b2", "#e69f00", "#009e73", "#cc79a7", "#56b4e9", "#d55e00")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,20 +1,18 @@
-"""A plan as one self-contained page: inline SVG, a few lines of script for sorting, nothing loaded from elsewhere."""
+"""A plan as one self-contained page: its picture, a few lines of script for sorting, nothing loaded from elsewhere."""
 
 from __future__ import annotations
 
+from base64 import b64encode
 from collections.abc import Sequence
 from html import escape
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from shardrec.planner.report.content import COLOURS, Chart, Column, content
+from shardrec.planner.report.content import Column, content
+from shardrec.planner.report.png import picture
 
 if TYPE_CHECKING:
     from shardrec.layout.plan import ShardingPlan
-
-__all__ = ["page", "to_html"]
-
-_HEIGHT, _LEFT, _TOP = 220, 64, 12
 
 _STYLE = """
 :root { color-scheme: light dark; --ink: #1b1f24; --line: #8884; --paper: #fff; }
@@ -23,12 +21,7 @@ body { font: 15px/1.5 system-ui, sans-serif; color: var(--ink); background: var(
   max-width: 72rem; padding: 0 1rem; }
 h1 { font-size: 1.5rem; margin: 0; } h2 { font-size: 1.1rem; margin: 2rem 0 .5rem; }
 p { margin: .3rem 0; }
-.scroll { overflow-x: auto; }
-svg text { fill: var(--ink); font-size: 11px; } svg .grid { stroke: var(--line); } svg .mark { stroke: var(--ink);
-  stroke-dasharray: 5 4; }
-.legend span { display: inline-block; margin-right: 1rem; }
-.legend i { display: inline-block; width: .8em; height: .8em;
-  margin-right: .35em; border-radius: 2px; }
+.scroll { overflow-x: auto; } img { max-width: 100%; margin-top: 1rem; }
 table { border-collapse: collapse; width: 100%; font-variant-numeric: tabular-nums; }
 th, td { text-align: left; padding: .25rem .6rem; border-bottom: 1px solid var(--line); vertical-align: top;
   white-space: nowrap; }
@@ -66,8 +59,8 @@ def page(plan: ShardingPlan) -> str:
     """The page of a plan."""
     shown = content(plan)
     parts = [f"<h1>{escape(shown.title)}</h1>", *(f"<p>{escape(fact)}</p>" for fact in shown.facts)]
-    for chart in shown.charts:
-        parts.append(f"<h2>{escape(chart.title)}</h2>{_legend(chart)}<div class='scroll'>{_svg(chart)}</div>")
+    titles = ". ".join(chart.title for chart in shown.charts)
+    parts.append(f'<img alt="{escape(titles)}" src="data:image/png;base64,{b64encode(picture(shown)).decode()}">')
     parts.append(f"<h2>Tables</h2><div class='scroll'>{_tables(shown.columns)}</div>")
     return (
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
@@ -76,55 +69,6 @@ def page(plan: ShardingPlan) -> str:
         + "\n".join(parts)
         + f"\n<script>{_SCRIPT}</script>\n</body></html>\n"
     )
-
-
-def _legend(chart: Chart) -> str:
-    shown = [
-        f'<span><i style="background:{COLOURS[part % len(COLOURS)]}"></i>{escape(name)}</span>'
-        for part, name in enumerate(chart.names)
-        if any(bar[part] for bar in chart.bars)
-    ]
-    shown += [f"<span>- - {escape(name)}: {value:,.3f} {chart.unit}</span>" for name, value in chart.lines]
-    return f'<p class="legend">{"".join(shown)}</p>'
-
-
-def _svg(chart: Chart) -> str:
-    step = max(9.0, min(60.0, 980.0 / len(chart.bars)))
-    width, height = _LEFT + step * len(chart.bars) + 10, _HEIGHT + _TOP + 24
-    scale = _HEIGHT / (chart.top * 1.05)
-    base = _TOP + _HEIGHT
-    parts = []
-    for value in _ticks(chart):
-        y = base - value * scale
-        parts.append(f'<line class="grid" x1="{_LEFT}" x2="{width:.1f}" y1="{y:.1f}" y2="{y:.1f}"/>')
-        parts.append(f'<text x="{_LEFT - 6}" y="{y + 4:.1f}" text-anchor="end">{value:,.6g} {chart.unit}</text>')
-    label_spacing = max(1, -(-len(chart.bars) // 32))
-    for rank, bar in enumerate(chart.bars):
-        x, y = _LEFT + rank * step + step * 0.1, base
-        for part, value in enumerate(bar):
-            tall = value * scale
-            if tall > 0:
-                y -= tall
-                parts.append(
-                    f'<rect x="{x:.1f}" y="{y:.2f}" width="{step * 0.8:.1f}" height="{tall:.2f}" '
-                    f'fill="{COLOURS[part % len(COLOURS)]}"><title>rank {rank}, {escape(chart.names[part])}: '
-                    f"{value:,.4g} {chart.unit} of {sum(bar):,.4g}</title></rect>"
-                )
-        if rank % label_spacing == 0:
-            parts.append(f'<text x="{x + step * 0.4:.1f}" y="{base + 15}" text-anchor="middle">{rank}</text>')
-    for _, value in chart.lines:
-        y = base - value * scale
-        parts.append(f'<line class="mark" x1="{_LEFT}" x2="{width:.1f}" y1="{y:.1f}" y2="{y:.1f}"/>')
-    return (
-        f'<svg role="img" aria-label="{escape(chart.title)}" width="{width:.0f}" height="{height}" '
-        f'viewBox="0 0 {width:.0f} {height}">{"".join(parts)}</svg>'
-    )
-
-
-def _ticks(chart: Chart) -> list[float]:
-    from matplotlib.ticker import MaxNLocator
-
-    return [float(value) for value in MaxNLocator(5).tick_values(0, chart.top) if value <= chart.top * 1.05]
 
 
 def _tables(columns: Sequence[Column]) -> str:

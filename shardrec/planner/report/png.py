@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import io
 from pathlib import Path
 from textwrap import wrap
 from typing import TYPE_CHECKING
 
-from shardrec.planner.report.content import COLOURS, Chart, content
+from shardrec.planner.report.content import Chart, Content, content
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
     from shardrec.layout.plan import ShardingPlan
 
-__all__ = ["to_png"]
+# Okabe and Ito's colours, which the colour-blind can tell apart.
+_COLOURS = ("#0072b2", "#e69f00", "#009e73", "#cc79a7", "#56b4e9", "#d55e00")
 
 
 def to_png(plan: ShardingPlan, path: str | Path) -> None:
@@ -23,18 +25,25 @@ def to_png(plan: ShardingPlan, path: str | Path) -> None:
         plan: any plan.
         path: of the file.
     """
+    shown = content(plan)
+    Path(path).write_bytes(picture(shown, heading="\n".join([shown.title, *wrap(shown.facts[0], 80)])))
+
+
+def picture(shown: Content, heading: str = "") -> bytes:
+    """The charts of a plan's report as a PNG file."""
     # The object interface: no window, no global state, no change of the caller's backend.
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    shown = content(plan)
-    width = min(16.0, max(7.0, 3.5 + 0.16 * plan.world_size))
-    figure = Figure(figsize=(width, 3.4 * len(shown.charts) + 0.9), layout="constrained")
+    width = min(16.0, max(7.0, 3.5 + 0.16 * len(shown.charts[0].bars)))
+    figure = Figure(figsize=(width, 3.4 * len(shown.charts) + 0.9 * bool(heading)), layout="constrained")
     FigureCanvasAgg(figure)
-    figure.suptitle("\n".join([shown.title, *wrap(shown.facts[0], 80)]), fontsize=10)
+    figure.suptitle(heading, fontsize=10)
     for number, chart in enumerate(shown.charts):
         _bars(figure.add_subplot(len(shown.charts), 1, number + 1), chart)
-    figure.savefig(path, format="png", dpi=120)
+    file = io.BytesIO()
+    figure.savefig(file, format="png", dpi=120)
+    return file.getvalue()
 
 
 def _bars(axes: Axes, chart: Chart) -> None:
@@ -45,7 +54,7 @@ def _bars(axes: Axes, chart: Chart) -> None:
     for part, name in enumerate(chart.names):
         values = [bar[part] for bar in chart.bars]
         if any(values):
-            colour = COLOURS[part % len(COLOURS)]
+            colour = _COLOURS[part % len(_COLOURS)]
             axes.bar(ranks, values, bottom=below, width=0.8, color=colour, label=name, linewidth=0)
         below = [base + value for base, value in zip(below, values, strict=True)]
     for name, value in chart.lines:

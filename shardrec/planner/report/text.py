@@ -12,8 +12,6 @@ from shardrec.planner.report.content import content
 if TYPE_CHECKING:
     from shardrec.layout.plan import ShardingPlan
 
-__all__ = ["explain", "reasons_text"]
-
 
 def explain(plan: ShardingPlan, *, reasons: bool = True) -> Table:
     """A plan as a rich table for people: each table's shape, cut and ranks, then the load per rank.

@@ -14,8 +14,6 @@ from numpy.typing import NDArray
 
 from shardrec.planner.solve.problem import Gang, Item, Option, Place, Problem
 
-__all__ = ["Encoded", "Floats", "GangKind", "encode"]
-
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 

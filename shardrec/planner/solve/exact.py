@@ -10,8 +10,6 @@ from shardrec.planner.solve.encode import Encoded, Floats
 from shardrec.planner.solve.linear_program import minimise_in_integers
 from shardrec.planner.solve.packing import Packing
 
-__all__ = ["Exact", "solve_exactly"]
-
 _MAX_VARIABLES = 400
 _SMALL = 1e-3
 """Part of the largest load. A bound below it cannot serve as a scale for loads."""

@@ -10,8 +10,6 @@ import numpy as np
 
 from shardrec.planner.solve.encode import Floats, Ints
 
-__all__ = ["LinearProgram", "Outcome", "minimise_in_integers"]
-
 _ABSOLUTE_GAP = 1e-6
 
 

@@ -26,8 +26,6 @@ from numpy.typing import NDArray
 
 from shardrec.planner.solve.encode import Encoded, Floats, Ints
 
-__all__ = ["Arrays", "Batch", "Bools", "Family", "PlacedGangs", "Sharpness", "arrays_of", "choices"]
-
 Bools = NDArray[np.bool_]
 
 _STEEPEST = 230.0

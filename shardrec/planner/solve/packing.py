@@ -15,17 +15,11 @@ import numpy as np
 from shardrec.planner.solve.encode import Encoded, Floats, Ints
 from shardrec.planner.solve.problem import Place, Solution
 
-__all__ = ["Packing", "compact", "demand", "rounded"]
-
 _EPS = 1e-12
 
 
 class Packing:
     """Where the gangs of a choice of options are.
-
-    Args:
-        encoded: the problem.
-        counts: (O,) how many tables take each option.
 
     Attributes:
         base: load of the chosen options on every rank.

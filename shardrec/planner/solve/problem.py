@@ -22,8 +22,6 @@ from math import inf
 
 from shardrec.errors import ConfigError
 
-__all__ = ["Gang", "Item", "Option", "Place", "Problem", "Solution", "SolveLimits"]
-
 Place = tuple[int, ...]
 
 

@@ -33,8 +33,6 @@ from shardrec.planner.solve.packing import Packing
 from shardrec.planner.solve.rounds import Round
 from shardrec.planner.solve.states import States
 
-__all__ = ["Rebuilder", "by_memory"]
-
 _SHARPNESS = (60.0, 120.0)
 """p at the beginning of a cycle and at its end, at least."""
 _NEAREST = 1e-3
@@ -62,11 +60,7 @@ _ASKED = 64
 
 
 class Rebuilder:
-    """The search.
-
-    Args:
-        encoded: the problem.
-    """
+    """The search."""
 
     def __init__(self, encoded: Encoded) -> None:
         self.encoded = encoded

@@ -31,8 +31,6 @@ from numpy.typing import NDArray
 from shardrec.planner.solve.encode import Encoded, Floats
 from shardrec.planner.solve.linear_program import LinearProgram, Outcome
 
-__all__ = ["Interval", "Relaxation"]
-
 _ROUNDING = tuple(range(1, 13))
 _CUTOFFS = 8
 _FUNCTIONS = len(_ROUNDING) + _CUTOFFS

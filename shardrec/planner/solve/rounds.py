@@ -27,8 +27,6 @@ from shardrec.planner.solve.encode import Floats, Ints
 from shardrec.planner.solve.moves import Batch, Bools, Sharpness
 from shardrec.planner.solve.states import Gangs, States
 
-__all__ = ["Round"]
-
 _AIM = 0.02
 """How far below the cost, at most, the aim is."""
 _WHOLE = (0.05, 16)
@@ -52,14 +50,7 @@ class _Step:
 
 
 class Round:
-    """One round.
-
-    Args:
-        states: of the searches.
-        sharpness: per search.
-        proposals: for each search.
-        rng: random numbers.
-    """
+    """One round."""
 
     def __init__(self, states: States, sharpness: Sharpness, proposals: int, rng: np.random.Generator) -> None:
         self.states, self.arrays, self.rng, self.proposals = states, states.arrays, rng, proposals

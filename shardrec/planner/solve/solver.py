@@ -29,8 +29,6 @@ from shardrec.planner.solve.problem import FIRST_PLAN, Problem, Solution, SolveL
 from shardrec.planner.solve.rebuild import Rebuilder, by_memory
 from shardrec.planner.solve.relax import Relaxation
 
-__all__ = ["solve"]
-
 _BOUNDING = 0.25
 """Share of the time, where it is limited, after which the bound is not raised further."""
 _STARTING = 0.25
@@ -57,10 +55,6 @@ _NODES_PER_EFFORT = 10
 
 def solve(problem: Problem, limits: SolveLimits | None = None) -> Solution | None:
     """A good assignment and a proven bound.
-
-    Args:
-        problem: each table with at least one option.
-        limits: when to stop.
 
     Returns:
         The best assignment found. None if none was found that fits memory. A time limit is exceeded until there is one.

@@ -13,18 +13,12 @@ from shardrec.planner.solve.encode import Encoded, Floats, Ints
 from shardrec.planner.solve.moves import Arrays, Batch
 from shardrec.planner.solve.packing import Packing
 
-__all__ = ["Gangs", "States"]
-
 Gangs = tuple[Ints, Ints]
 """Kinds of a table's gangs, and their places."""
 
 
 class States:
     """Where each search is.
-
-    Args:
-        arrays: the problem.
-        starts: where each begins.
 
     Attributes:
         option: (C, N) per table.

@@ -31,8 +31,6 @@ from shardrec.trainer.calibrate.workload import Workload, step_plan, table_loads
 
 Floats = NDArray[np.float64]
 
-__all__ = ["fewest_workloads", "fit", "predicted_ms", "relative_errors"]
-
 _FITTED = (
     "lookup_id_ns",
     "row_byte_ns",

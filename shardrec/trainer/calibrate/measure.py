@@ -1,4 +1,4 @@
-"""Timing on ranks that are started for it: each workload's step, bare collectives over sizes, and plans in turn."""
+"""Timing on ranks that are started for it: each workload's step, and bare collectives over sizes."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from math import ceil
 from time import perf_counter
 from typing import TYPE_CHECKING
 
-from shardrec import ConfigError, ShardingPlan
 from shardrec.launch import on_new_ranks
 from shardrec.planner import TableLoad
 from shardrec.trainer.calibrate.workload import Workload, step_plan, table_loads
@@ -19,8 +18,7 @@ if TYPE_CHECKING:
     from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
     from shardrec.launch import RankInfo
-
-__all__ = ["Measured", "measure", "measure_plans"]
+    from shardrec.layout import ShardingPlan
 
 _SIZES = (0, 4096, 65_536, 524_288, 4_194_304)
 """Floats that a rank sends to all ranks together, or reduces."""
@@ -69,60 +67,8 @@ def measure(workloads: Sequence[Workload], world: int, *, device: str = "cpu", r
     return measured
 
 
-def measure_plans(
-    tables: Mapping[str, TableLoad],
-    plans: Sequence[ShardingPlan],
-    *,
-    batch_size: int,
-    batches: Sequence[KeyedJaggedTensor] = (),
-    device: str = "cpu",
-    rounds: int = 15,
-    steps: int = 5,
-) -> list[tuple[float, ...]]:
-    """Time a step of the same tables under several plans, in the same processes and in turn.
-
-    Other load on the machine affects all plans equally.
-
-    Args:
-        tables: pooled, by name. The update is rowwise Adagrad's.
-        plans: of these tables, for ranks of this machine.
-        batch_size: samples per rank.
-        batches: of ``batch_size`` samples, distributed over the ranks, at least one for each. The features of a table
-            are called ``"<table>.0"``, ``"<table>.1"`` and so on, tables in order. Default: ids drawn evenly from all
-            rows.
-        device: ``"cpu"`` (gloo) or ``"cuda"`` (NCCL).
-        rounds: in each, every plan makes its steps, and begins where another did in the round before.
-        steps: of a plan in a round. A quiet one counts.
-
-    Returns:
-        Per plan, the milliseconds of a step on the slowest rank, one for each round.
-
-    Raises:
-        ConfigError: for batches that are too few, or of other features or sizes.
-    """
-    world = plans[0].world_size
-    _check_batches(tables, batches, batch_size, world)
-    work = (dict(tables), tuple(plans), batch_size, tuple(batches), rounds, steps)
-    times: list[tuple[float, ...]] = on_new_ranks(_time_plans, *work, nproc=world, device=device)
-    return times
-
-
-def _check_batches(
-    tables: Mapping[str, TableLoad], batches: Sequence[KeyedJaggedTensor], batch_size: int, world: int
-) -> None:
-    if not batches:
-        return
-    if len(batches) < world:
-        raise ConfigError(f"{len(batches)} batches are too few for {world} ranks. Give at least one for each")
-    keys = _keys(tables)
-    for number, batch in enumerate(batches):
-        if batch.keys() != keys or batch.stride() != batch_size:
-            raise ConfigError(
-                f"batch {number} has {batch.stride()} samples of {batch.keys()}. Expected {batch_size} of {keys}"
-            )
-
-
 def _features(tables: Mapping[str, TableLoad]) -> dict[str, list[str]]:
+    """``"<table>.0"``, ``"<table>.1"`` and so on, by table."""
     return {name: [f"{name}.{index}" for index in range(load.features)] for name, load in tables.items()}
 
 
@@ -138,8 +84,8 @@ def _time_workloads(rank_info: RankInfo, workloads: Sequence[Workload], repeats:
     times: list[list[tuple[float, float]]] = [[] for _ in workloads]
     for _ in range(_PASSES):
         for workload, seen in zip(workloads, times, strict=True):
-            forward = _forward(table_loads(workload), step_plan(workload, world), workload.batch, where)
-            seen.append(_time_step(forward, -(-repeats // _PASSES), where, _MIN_MS))
+            forward = sharded_forward(table_loads(workload), step_plan(workload, world), workload.batch, where)
+            seen.append(time_step(forward, -(-repeats // _PASSES), where, _MIN_MS))
     # The same on every rank: the times are the slowest rank's.
     quiet = [min(seen, key=lambda each: each[1]) for seen in times]
     all_to_all: list[tuple[float, float]] = []
@@ -160,33 +106,14 @@ def _time_workloads(rank_info: RankInfo, workloads: Sequence[Workload], repeats:
     )
 
 
-def _time_plans(
-    rank_info: RankInfo,
-    tables: Mapping[str, TableLoad],
-    plans: Sequence[ShardingPlan],
-    batch_size: int,
-    batches: Sequence[KeyedJaggedTensor],
-    rounds: int,
-    steps: int,
-) -> list[tuple[float, ...]]:
-    here = [batch.to(rank_info.device) for batch in batches[rank_info.rank :: rank_info.world_size]]
-    running = [_forward(tables, plan, batch_size, rank_info.device, here) for plan in plans]
-    times: list[list[float]] = [[] for _ in plans]
-    for number in range(rounds):
-        for turn in range(len(plans)):
-            plan = (number + turn) % len(plans)
-            times[plan].append(_time_step(running[plan], steps, rank_info.device)[1])
-    return [tuple(each) for each in times]
-
-
-def _forward(
+def sharded_forward(
     tables: Mapping[str, TableLoad],
     plan: ShardingPlan,
     batch_size: int,
     device: torch.device,
     batches: Sequence[KeyedJaggedTensor] = (),
 ) -> Callable[[], Callable[[], None]]:
-    """Forward of one sharded collection of these tables. It returns the backward."""
+    """Forward of one sharded collection of these tables, of drawn ids by default. It returns the backward."""
     import torch
     from torchrec.modules.embedding_configs import DataType, EmbeddingBagConfig
     from torchrec.modules.embedding_modules import EmbeddingBagCollection
@@ -246,10 +173,10 @@ def _time(run: Callable[[], object], repeats: int, device: torch.device) -> floa
         run()
         return lambda: None
 
-    return _time_step(forward, repeats, device)[1]
+    return time_step(forward, repeats, device)[1]
 
 
-def _time_step(
+def time_step(
     forward: Callable[[], Callable[[], None]], repeats: int, device: torch.device, least_ms: float = 0.0
 ) -> tuple[float, float]:
     """Milliseconds of a quiet forward, and of a quiet step, each on the slowest rank.

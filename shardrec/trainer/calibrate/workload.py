@@ -9,8 +9,6 @@ from shardrec import ShardingPlan, Topology
 from shardrec.layout import TableLayout, cuts
 from shardrec.planner import TableLoad
 
-__all__ = ["CUTS", "Workload", "step_plan", "table_loads", "workloads"]
-
 CUTS = ("table_wise", "row_wise", "column_wise", "data_parallel")
 _MAX_BYTES = 400 * 2**20
 _MAX_ROWS_READ = 400_000

@@ -32,8 +32,6 @@ from shardrec.trainer.cli.sequences_command import sequences_command
 from shardrec.trainer.cli.serve_embeddings import serve_embeddings_command
 from shardrec.trainer.cli.train import convert_command, sweep_command, train_command
 
-__all__ = ["app", "main"]
-
 app = typer.Typer(
     help="Plan, shard and train TorchRec models.",
     no_args_is_help=True,

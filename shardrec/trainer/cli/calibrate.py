@@ -2,22 +2,15 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Mapping
 from pathlib import Path
 from statistics import median
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
 from shardrec import ConfigError
 from shardrec.trainer.cli.flags import Debug, Device
-from shardrec.trainer.console import console, working
-
-if TYPE_CHECKING:
-    from shardrec.planner import Profile, TableLoad
-
-__all__ = ["calibrate_command"]
+from shardrec.trainer.console import working
 
 
 def calibrate_command(
@@ -28,12 +21,6 @@ def calibrate_command(
     repeats: Annotated[int, typer.Option(help="Least repetitions of a workload, in four passes.", min=1)] = 7,
     checks: Annotated[int, typer.Option(help="Workloads left out of the fit, to compare with.", min=0)] = 8,
     seed: Annotated[int, typer.Option(help="Seed that draws the workloads.")] = 0,
-    plans: Annotated[
-        Path | None, typer.Option(help="File of tables: time the best few plans for them.", metavar="TABLES")
-    ] = None,
-    count: Annotated[int, typer.Option(help="Most plans to time.", min=1)] = 4,
-    batch_size: Annotated[int, typer.Option(help="Samples per rank in a step of the plans.", min=1)] = 2048,
-    save: Annotated[Path | None, typer.Option(help="Write the fastest plan to this JSON file.")] = None,
     debug: Debug = False,
 ) -> None:
     """Measure this machine for the planner.
@@ -42,38 +29,18 @@ def calibrate_command(
     the cost model's coefficients, and writes them with their fit errors to a JSON file for shardrec plan --profile and
     shardrec.plan(profile=).
 
-    With --plans TABLES, a file as for shardrec plan, it then makes a few different plans for these tables, times them
-    in turn, and keeps the fastest with --save. An existing OUT is used unchanged.
-
-    Example: shardrec calibrate profile.json --ranks 2 --plans tables.csv --save plan.json
-
+    Example: shardrec calibrate profile.json --ranks 2
     """
-    from shardrec.planner import Profile
-    from shardrec.trainer import calibrate
-    from shardrec.trainer.cli.plan import check_outputs, read_tables
-
-    fewest = calibrate.fewest_workloads(len({1, ranks}))
-    if workloads < fewest:
-        raise ConfigError(f"--workloads is {workloads}: give at least {fewest}, which determine the coefficients")
-    check_outputs({"OUT": out, "--save": save})
-    if save is not None and plans is None:
-        raise ConfigError("--save is for the fastest plan. Give the tables to plan with --plans")
-    loads = None if plans is None else read_tables(plans)
-    if loads is not None and out.exists():
-        profile = Profile.load(out)
-        typer.echo(f"using {out}, {profile.source}")
-    else:
-        profile = _calibrated(out, ranks, device, workloads, repeats, checks, seed)
-    if loads is not None:
-        _keep_fastest(loads, profile, ranks, device, batch_size, count, save)
-
-
-def _calibrated(out: Path, ranks: int, device: str, workloads: int, repeats: int, checks: int, seed: int) -> Profile:
     from shardrec.layout import detect_machine
     from shardrec.planner import Profile
     from shardrec.trainer import calibrate
+    from shardrec.trainer.cli.plan import check_outputs
 
     worlds = sorted({1, ranks})
+    fewest = calibrate.fewest_workloads(len(worlds))
+    if workloads < fewest:
+        raise ConfigError(f"--workloads is {workloads}: give at least {fewest}, which determine the coefficients")
+    check_outputs({"OUT": out})
     base = Profile.of_machine(detect_machine(ranks, device=device))
     runs = []
     for world in worlds:
@@ -98,40 +65,3 @@ def _calibrated(out: Path, ranks: int, device: str, workloads: int, repeats: int
             f"{max(errors):.1%}"
         )
     typer.echo(f"wrote {out}")
-    return fitted
-
-
-def _keep_fastest(
-    tables: Mapping[str, TableLoad],
-    profile: Profile,
-    ranks: int,
-    device: str,
-    batch_size: int,
-    count: int,
-    save: Path | None,
-) -> None:
-    from rich.table import Table
-
-    from shardrec import Topology
-    from shardrec.layout import detect_machine
-    from shardrec.trainer import calibrate
-
-    topology = Topology(ranks_per_host=ranks, machine=detect_machine(ranks, device=device))
-    with working(f"planning {len(tables)} tables"):
-        plans = calibrate.different_plans(tables, topology, batch_size=batch_size, profile=profile, count=count)
-    typer.echo(f"timing {len(plans)} plan{'s' * (len(plans) > 1)} of {len(tables)} tables")
-    with working("timing"):
-        timed = calibrate.time_plans(tables, plans, batch_size=batch_size, profile=profile, device=device)
-    shown = Table("cuts", "predicted, ms", "measured, ms", "to the planner's own")
-    for each in timed:
-        cuts = Counter(layout.cut.replace("_", "-") for layout in each.plan.tables)
-        shown.add_row(
-            ", ".join(f"{number} {cut}" for cut, number in cuts.items()),
-            f"{each.predicted_ms:,.3f}",
-            f"{median(each.measured_ms):,.3f}",
-            f"{each.ratio:.3f}",
-        )
-    console().print(shown)
-    if save is not None:
-        timed[0].plan.save(save)
-        typer.echo(f"wrote the fastest to {save}")

@@ -21,8 +21,6 @@ from shardrec.trainer.cli.flags import Device
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["doctor"]
-
 _PACKAGES = ("torch", "fbgemm-gpu-cpu", "fbgemm-gpu", "torchrec", "torchmetrics", "numpy", "pyarrow")
 
 

@@ -13,8 +13,6 @@ from shardrec.launch import EXTRAS, check_extra
 from shardrec.trainer.console import CheckedOutput, tolerate_characters
 from shardrec.trainer.run import RunStopped
 
-__all__ = ["SAVED", "ended_after_saving", "ended_by_error", "ended_by_user", "writable_output"]
-
 SAVED = 75
 """Exit code of a run that was told to end and has saved: the system's EX_TEMPFAIL, "try again"."""
 

@@ -10,8 +10,6 @@ from typer.core import TyperCommand
 
 from shardrec.trainer.run.options import Options, Shown, flag
 
-__all__ = ["Command", "Debug", "Device", "flag_parameters", "parameter"]
-
 Debug = Annotated[bool, typer.Option("--debug", help="Show tracebacks.")]
 """Read by the entry point, and not by the commands that declare it for their help."""
 

@@ -14,8 +14,6 @@ from shardrec.files import UnreachableError
 from shardrec.trainer.cli.ending import ended_by_user
 from shardrec.trainer.cli.flags import Debug
 
-__all__ = ["ingest_command"]
-
 _RETRY_S, _LONGEST_RETRY_S = 0.5, 30.0
 """The first wait before brokers that did not answer are asked again, and the longest one."""
 

@@ -14,8 +14,6 @@ from shardrec.serve import NOTES
 from shardrec.trainer.run.config import FILE
 from shardrec.trainer.run.runs import RunFolder, cuts_of
 
-__all__ = ["describe"]
-
 _MAX_NOTES_BYTES = 16 << 20
 
 

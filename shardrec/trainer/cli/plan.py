@@ -23,8 +23,6 @@ if TYPE_CHECKING:
     from shardrec import Topology
     from shardrec.planner import TableLoad
 
-__all__ = ["check_outputs", "plan_command", "read_tables"]
-
 _TABLE_WIDTH = 140
 _REASONS_WIDTH = 100
 """Columns from which on the table says why cuts lost. Below, lines after it do."""

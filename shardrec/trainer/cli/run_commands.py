@@ -20,16 +20,6 @@ if TYPE_CHECKING:
 
     from rich.table import Table
 
-__all__ = [
-    "compare_command",
-    "eval_command",
-    "export_command",
-    "inspect_command",
-    "predict_command",
-    "recommend_command",
-    "serve_command",
-]
-
 _OnBadRow = Annotated[
     Literal["error", "skip"] | None,
     typer.Option(help="End the command at a row that cannot be read, or leave the row out (default: the run's option)"),

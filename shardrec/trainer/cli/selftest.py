@@ -18,8 +18,6 @@ from shardrec import ConfigError, ShardedModel, ShardingPlan, Topology, VersionE
 from shardrec.launch import check_exchange
 from shardrec.layout import cuts, table_shapes
 
-__all__ = ["collectives", "fbgemm_build", "scripted_lookup", "training_lookup"]
-
 _ROWS, _DIM, _STEPS = 50, 8, 3
 
 

@@ -12,8 +12,6 @@ from shardrec.files import os_fault
 from shardrec.trainer.cli.flags import Debug
 from shardrec.trainer.console import working
 
-__all__ = ["sequences_command"]
-
 
 def sequences_command(
     raw: Annotated[

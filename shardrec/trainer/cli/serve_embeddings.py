@@ -9,8 +9,6 @@ import typer
 
 from shardrec.trainer.cli.flags import Debug
 
-__all__ = ["serve_embeddings_command"]
-
 
 def serve_embeddings_command(
     model: Annotated[str, typer.Argument(help="package.module:function that makes the model.", metavar="MODEL")],

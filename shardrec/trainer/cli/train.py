@@ -17,8 +17,6 @@ from shardrec.trainer.cli.flags import Debug, flag_parameters, parameter
 from shardrec.trainer.console import console, working
 from shardrec.trainer.run import RunStopped, TrainConfig, load_config, train
 
-__all__ = ["convert_command", "sweep_command", "train_command"]
-
 
 def train_command() -> Callable[..., None]:
     """The function behind the command. Its parameters are made from the config's fields, which hold the help texts."""

@@ -14,8 +14,6 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from shardrec.trainer.data import ClickSchema
 from shardrec.trainer.models.parts import MLP, FactorizationMachine, FeatureVectors, Share, Size, Sizes
 
-__all__ = ["DeepFM"]
-
 
 class DeepFM(nn.Module):
     """See the file's text."""

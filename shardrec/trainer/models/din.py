@@ -24,8 +24,6 @@ from shardrec.trainer.models.parts import (
     pooled_features,
 )
 
-__all__ = ["DIN"]
-
 
 class DIN(nn.Module):
     """See the file's text.

@@ -17,8 +17,6 @@ from torchrec.modules.crossnet import CrossNet
 from shardrec.trainer.data import ClickSchema
 from shardrec.trainer.models.parts import FeatureVectors, Share, Size, Sizes, activation, pooled_features
 
-__all__ = ["DCN", "DLRM"]
-
 
 class DLRM(torchrec_dlrm.DLRM):  # type: ignore[misc]  # TorchRec is seen without types
     """Dot products between the embeddings of all pairs of features, then a multi-layer perceptron.

@@ -12,8 +12,6 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from shardrec.trainer.data import ClickSchema
 from shardrec.trainer.models.parts import MLP, Share, Size, Sizes, columns_of, pooled_features
 
-__all__ = ["DNN"]
-
 
 class DNN(nn.Module):
     """See the file's text."""

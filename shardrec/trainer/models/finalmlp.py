@@ -14,8 +14,6 @@ from shardrec import ConfigError
 from shardrec.trainer.data import ClickSchema
 from shardrec.trainer.models.parts import MLP, Share, Size, Sizes, columns_of, pooled_features
 
-__all__ = ["FinalMLP"]
-
 
 class FinalMLP(nn.Module):
     """See the file's text.

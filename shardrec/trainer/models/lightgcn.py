@@ -22,8 +22,6 @@ from shardrec import ConfigError
 from shardrec.trainer.data import ClickSchema
 from shardrec.trainer.models.parts import Positive, Size, check_one_each, pooled_features
 
-__all__ = ["LightGCN"]
-
 
 class LightGCN(nn.Module):
     """A user's neighbors are the items of the row's history, an item's the users of the training data that have it.

@@ -20,22 +20,6 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from shardrec import ConfigError
 from shardrec.trainer.data import ClickSchema
 
-__all__ = [
-    "MLP",
-    "FactorizationMachine",
-    "FeatureVectors",
-    "ItemCounts",
-    "Positive",
-    "Share",
-    "Size",
-    "Sizes",
-    "activation",
-    "check_one_each",
-    "columns_of",
-    "item_rows",
-    "pooled_features",
-]
-
 Size: TypeAlias = Annotated[int, Field(gt=0)]
 Sizes: TypeAlias = tuple[Size, ...]
 Share: TypeAlias = Annotated[float, Field(ge=0, lt=1)]

@@ -12,8 +12,6 @@ from shardrec import ConfigError
 from shardrec.trainer.data import ClickSchema
 from shardrec.trainer.models.parts import MLP, Share, Size, Sizes, columns_of, pooled_features
 
-__all__ = ["PLE", "MMoE"]
-
 
 class PLE(nn.Module):
     """Levels of experts, each of one task or of all. A task's gate mixes its own and the shared ones.

@@ -14,8 +14,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-__all__ = ["sampled_softmax_loss"]
-
 _BLOCK_ELEMENTS = 1 << 18
 """Logits of a block: 1 MiB."""
 

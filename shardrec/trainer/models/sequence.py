@@ -21,8 +21,6 @@ from shardrec.trainer.data import ClickSchema
 from shardrec.trainer.models.parts import ItemCounts, Share, Size, check_one_each, item_rows
 from shardrec.trainer.models.sampled_softmax import sampled_softmax_loss
 
-__all__ = ["HSTU", "Groups", "SASRec", "SequenceModel"]
-
 Groups: TypeAlias = tuple[Tensor, Tensor, list[tuple[Tensor, int, int]]]
 """Rows of like length: the tokens by group, int64 (T,); the place of each token among these, int64 (T,); and of each
 group the rows' offsets, int64 (R + 1,), the number of its tokens and the width W to pad to."""

@@ -30,8 +30,6 @@ from shardrec.trainer.models.parts import (
     pooled_features,
 )
 
-__all__ = ["TwoTower"]
-
 
 class TwoTower(nn.Module):
     """See the file's text.

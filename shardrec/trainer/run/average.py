@@ -16,8 +16,6 @@ from torch import Tensor
 
 from shardrec import ShardedModel
 
-__all__ = ["Average"]
-
 
 class _AveragedRows(Protocol):
     """The optimizer of a table's rows, which keeps their averages."""

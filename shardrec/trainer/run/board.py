@@ -9,8 +9,6 @@ from shardrec.trainer.run.display import Display
 from shardrec.trainer.run.report import CurvePoint
 from shardrec.trainer.run.run import Run
 
-__all__ = ["Board"]
-
 _HELD_OUT = ("auc", "logloss", "normalized_entropy", "gauc", "ndcg")
 
 

@@ -32,8 +32,6 @@ from shardrec.pipeline import TrainPipeline
 from shardrec.trainer.data import ClickBatch, FeatureSpec
 from shardrec.trainer.run.held_out import gather_rows
 
-__all__ = ["Catalogue", "Seen"]
-
 _LOOKED_UP = 8192
 """Largest number of items of a rank in one lookup."""
 _SCORES = 1 << 22
@@ -139,12 +137,7 @@ class Catalogue:
         return Seen(torch.bincount(rows_M, minlength=batch.size), items_M)
 
     def left_out(self, seen: Seen, kept_Q: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """Rows and places in this rank's share of the items to leave out, each once: int64 (M,) each.
-
-        Args:
-            seen: of all ranks' rows, on the CPU.
-            kept_Q: an item per row that stays.
-        """
+        """Rows and places in this rank's share of the items to leave out, each once: int64 (M,) each."""
         counts_Q, items_M = seen
         is_here_M = (items_M > 0) & (items_M >= self.first) & (items_M < self.first + len(self.vectors_ND))
         if kept_Q is not None:
@@ -174,11 +167,6 @@ class Catalogue:
 
         Of equal scores the lower row is first. Where fewer items are left, the last rows are 0 and their scores -inf.
         Every rank calls it, with its own queries.
-
-        Args:
-            queries_BD: of :meth:`queries`.
-            seen: items per row to leave out.
-            k: items of each.
 
         Raises:
             ConfigError: for a query that is not of finite numbers; on every rank.

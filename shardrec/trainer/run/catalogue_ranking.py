@@ -26,8 +26,6 @@ from shardrec.trainer.run.config import TrainConfig
 from shardrec.trainer.run.held_out import evaluate, gather_rows
 from shardrec.trainer.run.task_metrics import TaskMetrics
 
-__all__ = ["CatalogueRanking", "evaluator"]
-
 
 def evaluator(
     config: TrainConfig, spec: FeatureSpec, model: nn.Module, device: torch.device

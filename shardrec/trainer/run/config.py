@@ -26,19 +26,6 @@ from shardrec.trainer.yaml_files import parse_yaml, yaml_lines
 if TYPE_CHECKING:
     import yaml
 
-__all__ = [
-    "BOARD",
-    "CHECKPOINTS",
-    "FILE",
-    "METRICS",
-    "PLAN",
-    "SPEC",
-    "TOPIC_FILES",
-    "TrainConfig",
-    "load_config",
-    "load_config_text",
-]
-
 CHECKPOINTS = "checkpoints"
 """The folder of a run's checkpoints, in its results."""
 

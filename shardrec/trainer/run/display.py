@@ -22,8 +22,6 @@ if TYPE_CHECKING:
     from shardrec import ShardingPlan
     from shardrec.launch import RankInfo
 
-__all__ = ["Announcer", "Display", "LogDisplay", "TerminalDisplay", "duration"]
-
 _LOG_PERIOD_S = 5.0
 _OVERFITS = 0.99
 """Part of the last point's logloss. A run with a curve below this should have ended there."""
@@ -53,12 +51,7 @@ class Display:
 
 
 class LogDisplay(Display):
-    """Plain lines, at most one in five seconds but always one for held-out metrics; for files and CI logs.
-
-    Args:
-        console: where to.
-        total: rows to come in all, if known.
-    """
+    """Plain lines, at most one in five seconds but always one for held-out metrics; for files and CI logs."""
 
     def __init__(self, console: Console, total: int | None) -> None:
         self._console = console
@@ -82,12 +75,7 @@ class LogDisplay(Display):
 
 
 class TerminalDisplay(Display):
-    """A progress bar that is redrawn in place. Held-out metrics scroll above it.
-
-    Args:
-        console: a terminal.
-        total: rows to come in all, if known.
-    """
+    """A progress bar that is redrawn in place. Held-out metrics scroll above it."""
 
     def __init__(self, console: Console, total: int | None) -> None:
         self._is_wide = console.width > 110
@@ -125,11 +113,7 @@ class _Samples(ProgressColumn):
 
 
 class Announcer:
-    """Rank 0's output on stdout: the plan, the run, its progress and its results.
-
-    Args:
-        speaks: on the other ranks nothing is said.
-    """
+    """Rank 0's output on stdout: the plan, the run, its progress and its results."""
 
     def __init__(self, *, speaks: bool = True) -> None:
         self._console = console(lossy=True) if speaks else Console(quiet=True)

@@ -40,8 +40,6 @@ if TYPE_CHECKING:
     from _typeshed.wsgi import StartResponse, WSGIEnvironment
     from torch import nn
 
-__all__ = ["Endpoint", "open_server"]
-
 _MAX_BYTES = 4 << 20
 """Of a request; while one is parsed, the others wait."""
 _THREADS = 8

@@ -15,8 +15,6 @@ from shardrec.files import naming, os_fault, replacing
 from shardrec.launch import RankInfo, on_first_rank
 from shardrec.trainer.run.config import TrainConfig
 
-__all__ = ["lock_folder", "locked", "own_folder", "replaced"]
-
 _Kind = Literal["alone", "shared"]
 
 _FLAGS: dict[_Kind, int] = {"alone": fcntl.LOCK_EX, "shared": fcntl.LOCK_SH}

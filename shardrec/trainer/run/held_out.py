@@ -22,8 +22,6 @@ from shardrec.trainer.run.progress import undefined_monitor
 from shardrec.trainer.run.report import held_out_values
 from shardrec.trainer.run.task_metrics import TaskMetrics, logit_metrics, outputs_of, task_metrics
 
-__all__ = ["Progressive", "check_monitor", "evaluate", "gather_rows"]
-
 
 def evaluate(
     model: nn.Module, batches: Iterable[ClickBatch], device: torch.device, *, k: int = 10, tasks: Sequence[Task] = ()

@@ -19,8 +19,6 @@ from shardrec.trainer.run.config import CHECKPOINTS, TrainConfig
 from shardrec.trainer.run.model import build_model
 from shardrec.trainer.run.runs import RunFolder
 
-__all__ = ["start_from"]
-
 
 def start_from(config: TrainConfig, spec: FeatureSpec, model: ShardedModel, rank_info: RankInfo) -> WarmStart:
     """Load what the model shares with the last checkpoint of a run, or with a given one, and rows of files.

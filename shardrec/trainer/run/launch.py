@@ -14,8 +14,6 @@ from shardrec.launch import RunStopped, check_extra, launched_rank, run_on_ranks
 from shardrec.trainer.console import working
 from shardrec.trainer.run.config import CHECKPOINTS, TrainConfig
 
-__all__ = ["predict", "train"]
-
 
 def train(config: TrainConfig, *, resume: bool = False, debug: bool = False) -> None:
     """Run ``config``; with ``nproc`` above 1, on that number of new processes.

@@ -30,8 +30,6 @@ from shardrec.trainer.run.report import CurvePoint, held_out_values
 from shardrec.trainer.run.run import Run
 from shardrec.trainer.run.task_metrics import LabelWeights, TaskMetrics, label_weights
 
-__all__ = ["Schedule", "StepPart", "failing_together", "step_parts", "train_epoch"]
-
 T = TypeVar("T")
 
 _SMOOTHING_STEPS = 20

@@ -21,8 +21,6 @@ from shardrec import ConfigError
 from shardrec.trainer.data import ClickBatch, Task
 from shardrec.trainer.run.task_metrics import outputs_of, task_loss
 
-__all__ = ["batch_loss", "click_loss", "pairwise_loss", "softmax_loss", "with_own_loss"]
-
 
 def batch_loss(
     name: str,
@@ -57,10 +55,6 @@ def with_own_loss(model: nn.Module, name: str) -> nn.Module:
     A loss that calls other parts of a model than its forward has to run inside of the forward: only there do the
     lookups of several calls share an exchange. The module gets a subclass of its own class, so that the names of its
     parameters stay.
-
-    Args:
-        model: an unsharded model from (dense, sparse) to logits, with such a method.
-        name: of the model, for errors.
 
     Raises:
         ConfigError: for a model without this method.

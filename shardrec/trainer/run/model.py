@@ -32,17 +32,6 @@ from shardrec.trainer.run.options import flag
 if TYPE_CHECKING:
     from shardrec import Constraint
 
-__all__ = [
-    "build_model",
-    "changed_source",
-    "dense_optimizer",
-    "dynamic_tables",
-    "export_fault",
-    "fuse_optimizer",
-    "planner_constraints",
-    "source_digest",
-]
-
 _FLAGS = {"embedding_dim": "dim", "dense_layers": "dense_layers", "over_layers": "hidden"}
 """Options that give a built-in model an argument."""
 
@@ -65,10 +54,6 @@ _DENSE_OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
 
 def build_model(config: TrainConfig, schema: ClickSchema) -> nn.Module:
     """What the class that ``config.model.name`` names makes of the schema and ``config.model.args``.
-
-    Args:
-        config: the model, one of :mod:`shardrec.trainer.models` or ``package.module:Model``, and its arguments.
-        schema: names and table sizes of the features.
 
     Returns:
         A module from (dense (B, D) float32, sparse KeyedJaggedTensor) to (B,) or (B, 1) logits. A built-in one has its
@@ -185,12 +170,7 @@ def source_digest(name: str) -> str:
 
 
 def changed_source(name: str, saved: Mapping[str, Any]) -> str:
-    """A warning, if the model's file is not as it was when a checkpoint was saved; else empty.
-
-    Args:
-        name: the run's model.
-        saved: what the run has stored in the checkpoint beside its tensors.
-    """
+    """A warning, if the model's file is not as it was when a checkpoint was saved; else empty."""
     digest = saved.get("model_source")
     if not digest or digest == source_digest(name):
         return ""
@@ -201,13 +181,7 @@ def changed_source(name: str, saved: Mapping[str, Any]) -> str:
 
 
 def export_fault(config: TrainConfig, model: nn.Module, schema: ClickSchema) -> str:
-    """A warning, if ``shardrec export --to script`` would refuse a model of the user's own; else empty.
-
-    Args:
-        config: of the run.
-        model: not sharded. It is compiled, and not run.
-        schema: the features of a request.
-    """
+    """A warning, if ``shardrec export --to script`` would refuse a model of the user's own; else empty."""
     if config.model.name in MODELS:
         return ""
     try:

@@ -15,19 +15,6 @@ from shardrec.trainer.run.options import OptionGroup, flag, option
 if TYPE_CHECKING:
     from shardrec import Constraint
 
-__all__ = [
-    "FEED",
-    "RESTARTS",
-    "FeedData",
-    "FiniteData",
-    "LearningOptions",
-    "ModelOptions",
-    "OutputOptions",
-    "RankOptions",
-    "data_kind",
-    "parse_constraint",
-]
-
 SYNTHETIC = "synthetic"
 """The value of ``data`` that asks for generated rows."""
 

@@ -13,8 +13,6 @@ from pydantic_core import ErrorDetails
 from shardrec import ConfigError
 from shardrec.trainer.yaml_files import parse_yaml
 
-__all__ = ["OptionGroup", "Options", "Shown", "flag", "named_values", "option", "together"]
-
 
 class Shown(NamedTuple):
     """How an option is shown in the help.

@@ -26,8 +26,6 @@ from typing import Any, Generic, Self, TypeVar
 from shardrec import ElasticModel
 from shardrec.trainer.run.run import Run
 
-__all__ = ["DealtParts", "Prefetcher"]
-
 T = TypeVar("T")
 
 _END: Any = object()

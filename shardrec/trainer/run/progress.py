@@ -16,17 +16,11 @@ from torch import Tensor
 from shardrec import ConfigError
 from shardrec.trainer.run.report import CurvePoint
 
-__all__ = ["Progress", "RecentMean"]
-
 _KEPT = ("steps", "epoch", "epoch_steps", "seconds", "evaluated_at", "best_step")
 
 
 class RecentMean:
-    """Means over the last steps of a number such as the loss, kept on the device: reading one makes the host wait.
-
-    Args:
-        device: where the numbers are.
-    """
+    """Means over the last steps of a number such as the loss, kept on the device: reading one makes the host wait."""
 
     def __init__(self, device: torch.device) -> None:
         self._sum = torch.zeros((), device=device)

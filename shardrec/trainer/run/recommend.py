@@ -17,16 +17,9 @@ from shardrec.trainer.run.catalogue import Catalogue, Seen
 if TYPE_CHECKING:
     import pyarrow as pa
 
-__all__ = ["Recommender"]
-
 
 class Recommender:
     """Finds the items with the highest logits for rows of the run's features without the item.
-
-    Args:
-        model: as :class:`~shardrec.trainer.run.catalogue.Catalogue` takes it.
-        spec: of its data.
-        device: where it is.
 
     Attributes:
         catalogue: whose items are looked up before the first call.
@@ -73,13 +66,7 @@ class Recommender:
         return self.catalogue.queries(model, batch), self.catalogue.seen(batch, self._seen)
 
     def best(self, queries_BD: Tensor, seen: Seen, k: int, *, exclude_seen: bool) -> Mapping[str, pa.Array]:
-        """Lists ``items`` and ``scores`` of the k best items, or of all if there are fewer. Every rank calls it.
-
-        Args:
-            queries_BD: of :meth:`asked`, as is ``seen``.
-            k: items per row.
-            exclude_seen: whether those that a row has seen are left out.
-        """
+        """Lists ``items`` and ``scores`` of the k best items, or of all if there are fewer. Every rank calls it."""
         import pyarrow as pa
 
         none = Seen(torch.zeros_like(seen.counts_B), seen.items_M[:0])

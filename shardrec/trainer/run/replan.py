@@ -10,8 +10,6 @@ from shardrec import CheckpointError, ConfigError, PlanError
 from shardrec.trainer.run.display import Display
 from shardrec.trainer.run.run import Run
 
-__all__ = ["Replanner"]
-
 _SAMPLED = 4
 """Number of last batches with ids that the planner sees."""
 

@@ -23,18 +23,6 @@ from shardrec.trainer.run.task_metrics import TaskMetrics
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-__all__ = [
-    "CurvePoint",
-    "RunReport",
-    "environment",
-    "held_out_values",
-    "metrics_table",
-    "summary_line",
-    "task_values",
-    "write_curve",
-    "write_metrics",
-]
-
 _HEADLINES = ("/auc", "/r2", "/accuracy")
 _SHOWN = ("/loss", "/logloss", "/normalized_entropy", "/gauc", "/mse", "/mae", *_HEADLINES)
 _PACKAGES = ("torch", "fbgemm-gpu-cpu", "fbgemm-gpu", "torchrec", "numpy")

@@ -19,8 +19,6 @@ from shardrec.trainer.run.held_out import Progressive
 from shardrec.trainer.run.progress import Progress
 from shardrec.trainer.run.source import Source
 
-__all__ = ["Run"]
-
 
 @dataclass(kw_only=True, eq=False)
 class Run:

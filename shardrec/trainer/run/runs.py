@@ -23,8 +23,6 @@ if TYPE_CHECKING:
     from shardrec.trainer.run.endpoint import Endpoint
     from shardrec.trainer.run.task_metrics import TaskMetrics
 
-__all__ = ["RunFolder", "Target", "cuts_of", "differing"]
-
 Target = Literal["script", "aoti"]
 """What a run can be exported to: a TorchScript file, or AOTInductor's package."""
 

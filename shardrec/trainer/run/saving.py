@@ -30,8 +30,6 @@ from shardrec.trainer.run.run import Run
 if TYPE_CHECKING:
     from shardrec import Publisher
 
-__all__ = ["Saver"]
-
 _AGREE_S = 0.5
 _MAX_STEPS = 1000
 _LOCK_S = 10.0

@@ -51,8 +51,6 @@ from shardrec.trainer.run.task_metrics import predictions
 if TYPE_CHECKING:
     import pyarrow as pa
 
-__all__ = ["predict_rank"]
-
 _JOB, _MANIFEST = "_job.json", "_manifest.json"
 _ROWS = 2048
 """Of a batch: without gradients they need little memory."""

@@ -63,8 +63,6 @@ from shardrec.trainer.run.saving import Saver
 from shardrec.trainer.run.source import Source, decided_spec, spec_of, total_left_out
 from shardrec.trainer.run.task_metrics import TaskMetrics
 
-__all__ = ["run_rank"]
-
 _CURVE_ROWS = 100_000
 """Most held-out rows behind a point of the curve. All of the generated ones by default, few of a large file's."""
 
@@ -232,12 +230,6 @@ def _save_plan(run: Run) -> None:
 
 def _as_started(config: TrainConfig, rank_info: RankInfo, folder: Path, *, joins: bool) -> ShardingPlan | None:
     """The plan that the run has had so far, if it is for as many ranks and nothing else is asked for; else None.
-
-    Args:
-        config: of this process.
-        rank_info: this rank.
-        folder: of the run.
-        joins: whether other replicas of the run live.
 
     Raises:
         ConfigError: on every rank, if the run was started with other options.

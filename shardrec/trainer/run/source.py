@@ -41,8 +41,6 @@ from shardrec.trainer.data.urls import TOPIC, files_of
 from shardrec.trainer.run.config import TOPIC_FILES, TrainConfig
 from shardrec.trainer.run.option_groups import FeedData, FiniteData
 
-__all__ = ["Source", "decided_spec", "on_ranks", "spec_of", "total_left_out"]
-
 _SYNTHETIC_ROWS = 2_400_000
 _SYNTHETIC_HOLDOUT_ROWS = 100_000
 _SCORED_ROWS = 2048
@@ -118,9 +116,6 @@ class Source:
 
     def poll(self, wait: Callable[[float], None] = time.sleep) -> bool:
         """Whether there are rows of a feed to train on: the present arrival's, or else the next arrival's. Collective.
-
-        Args:
-            wait: waits some seconds, before a feed that could not be reached is tried again.
 
         Raises:
             DataError: on every rank, for a file that cannot be read, or a feed that could not be reached for as long as
@@ -344,9 +339,6 @@ class Source:
     def count(self, progress: Callable[[int], object] = lambda count: None) -> None:
         """Count the rows of files, each on one of the ranks. Every rank calls it before it asks for rows.
 
-        Args:
-            progress: is told of bytes that were converted on this rank.
-
         Raises:
             DataError: on every rank, for a file that is damaged.
         """
@@ -464,13 +456,6 @@ def decided_spec(
     """The spec with the properties that the rows to train on decide: vocabularies from data, and spellings of ids.
 
     Each rank reads some of the files' row groups. Every rank calls it.
-
-    Args:
-        config: the run.
-        spec: what its files' columns are.
-        rank_info: this rank.
-        folder: of converted files.
-        progress: is told of bytes that were converted on this rank.
     """
     from shardrec.trainer.data.vocabulary import count_vocabularies  # with pyarrow
 

@@ -8,8 +8,6 @@ from shardrec.trainer.data.spec import read_spec
 from shardrec.trainer.data.suggest import Suggestion, flow
 from shardrec.trainer.run.config import SPEC, load_config_text
 
-__all__ = ["suggest_run", "suggest_sequences_run"]
-
 _FEW_ROWS = 1_000_000
 _STEPS = 50
 """Steps of an epoch at least, as far as the smallest batch allows."""

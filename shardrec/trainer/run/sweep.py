@@ -41,8 +41,6 @@ if TYPE_CHECKING:
     from optuna import Trial
     from rich.table import Table
 
-__all__ = ["Range", "Sweep", "mean_and_deviation", "parse_space", "run_sweep", "sweep_table"]
-
 _ARGUMENT = "model_args."
 _OWN = {"seed": "--seeds", "out": "--out", "monitor": "--monitor", "test": "the file of options"}
 _LOWER_IS_BETTER = ("logloss", "normalized_entropy", "loss")

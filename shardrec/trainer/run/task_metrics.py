@@ -18,18 +18,6 @@ from shardrec import ConfigError
 from shardrec.launch import peers
 from shardrec.trainer.data import ClickMetrics, Task, click_metrics, ranking_metrics
 
-__all__ = [
-    "LabelWeights",
-    "TaskMetrics",
-    "label_weights",
-    "logit_metrics",
-    "outputs_of",
-    "predictions",
-    "task_loss",
-    "task_metrics",
-]
-
-
 _Values = dict[str, float | int | None]
 
 

@@ -11,19 +11,16 @@ from random import Random
 import numpy as np
 import pytest
 import torch
-from typer.testing import CliRunner
 
 from shardrec.errors import ConfigError
-from shardrec.layout import ShardingPlan, Topology, cuts
+from shardrec.layout import Topology
 from shardrec.layout.presets import preset
-from shardrec.planner import SolveLimits, plan_tables
-from shardrec.planner.cost import CostModel, Profile, TableLoad
+from shardrec.planner.cost import CostModel, Profile
 from shardrec.planner.price import predicted_phases
 from shardrec.trainer import calibrate
 from shardrec.trainer.calibrate import Measured
-from shardrec.trainer.calibrate.measure import _time_step
+from shardrec.trainer.calibrate.measure import time_step
 from shardrec.trainer.calibrate.workload import step_plan, table_loads
-from shardrec.trainer.cli import app
 
 BASE = Profile.of_machine(preset("cpu"))
 TRUE = replace(
@@ -139,45 +136,6 @@ def test_profiles_are_saved_and_checked(tmp_path: Path) -> None:
         Profile.load(path)
 
 
-def test_plans_to_time_differ_in_more_than_numbers_of_ranks() -> None:
-    tables = {
-        f"t{n}": TableLoad(num_embeddings=rows, embedding_dim=16, poolings=(4.0,), row_state_bytes=4)
-        for n, rows in enumerate((100, 5000, 200_000, 200_000))
-    }
-    topology = Topology(ranks_per_host=2)
-    limits = SolveLimits(gap=0.02, effort=2)
-    found = calibrate.different_plans(tables, topology, batch_size=256, profile=BASE, count=3, limits=limits)
-    assert 2 <= len(found) <= 3
-    assert found[0] == plan_tables(tables, topology, batch_size=256, profile=BASE, limits=limits)
-    for number, plan in enumerate(found):
-        assert plan.report is not None
-        assert plan.report.profile == BASE.name
-        for other in found[:number]:
-            mirrored = [
-                replace(table, shards=tuple(replace(shard, rank=1 - shard.rank) for shard in table.shards))
-                for table in plan.tables
-            ]
-            assert other.diff(plan)
-            assert other.diff(ShardingPlan(topology=topology, tables=tuple(mirrored)))
-    costs = [plan.report.cost_ms for plan in found[1:] if plan.report is not None]
-    assert costs == sorted(costs) or max(costs) / min(costs) < 1.2, "the overhead is part of the order"
-    with pytest.raises(ConfigError, match="count is 0"):
-        calibrate.different_plans(tables, topology, batch_size=256, profile=BASE, count=0)
-
-
-@pytest.mark.slow
-def test_the_fastest_plan_is_kept(tmp_path: Path) -> None:
-    tables, profile, kept = tmp_path / "t.csv", tmp_path / "profile.json", tmp_path / "plan.json"
-    tables.write_text("num_embeddings,embedding_dim,pooling\n100,16,2\n20000,16,4\n50000,16,1\n", encoding="utf-8")
-    BASE.save(profile)
-    arguments = ["calibrate", str(profile), "--plans", str(tables), "--batch-size", "64", "--count", "2"]
-    shown = CliRunner().invoke(app, [*arguments, "--save", str(kept)])
-    assert shown.exit_code == 0, shown.output
-    assert "to the planner's own" in shown.output
-    assert len(ShardingPlan.load(kept).tables) == 3
-    assert Profile.load(profile) == BASE, "a profile that is there is used, not measured again"
-
-
 @pytest.mark.parametrize(("least_ms", "timed"), [(0.0, 3), (1e6, 48)])
 def test_small_steps_are_timed_more_often(monkeypatch: pytest.MonkeyPatch, least_ms: float, timed: int) -> None:
     monkeypatch.setattr(torch.distributed, "barrier", lambda: None)
@@ -188,7 +146,7 @@ def test_small_steps_are_timed_more_often(monkeypatch: pytest.MonkeyPatch, least
         calls.append("forward")
         return lambda: calls.append("backward")
 
-    forward_ms, step_ms = _time_step(forward, 3, torch.device("cpu"), least_ms)
+    forward_ms, step_ms = time_step(forward, 3, torch.device("cpu"), least_ms)
     assert 0 < forward_ms <= step_ms
     assert calls == ["forward", "backward"] * (2 + timed)
 
@@ -200,16 +158,3 @@ def test_measures_this_machine(tmp_path: Path) -> None:
     assert len(measured.steps) == 8
     assert min(measured.steps) > 0
     assert [size for size, _ in measured.all_to_all] == sorted(size for size, _ in measured.all_to_all)
-
-
-@pytest.mark.slow
-def test_times_plans_in_turn() -> None:
-    tables = {"a": TableLoad(num_embeddings=50, embedding_dim=8, poolings=(2.0, 1.0), row_state_bytes=4)}
-    topology = Topology(ranks_per_host=2)
-    plans = [
-        ShardingPlan(topology=topology, tables=(cuts.table_wise("a", 50, 8, rank=0),)),
-        ShardingPlan(topology=topology, tables=(cuts.row_wise("a", 50, 8, ranks=range(2)),)),
-    ]
-    times = calibrate.measure_plans(tables, plans, batch_size=4, rounds=2, steps=1)
-    assert [len(each) for each in times] == [2, 2]
-    assert min(map(min, times)) > 0

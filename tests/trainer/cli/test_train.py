@@ -67,7 +67,6 @@ def test_advice_names_flags_and_no_arguments_of_python(run: Run, rows: Path, tmp
         (("plan", str(csv), "--constraint", "user=data_parallel@0"), "constraint (--constraint) is "),
         (("plan", str(csv), "--seconds", "0"), "'--seconds'"),
         (("plan", str(csv), "--save", str(tmp_path / "no" / "plan.json")), "--save "),
-        (("calibrate", "--save", str(tmp_path / "plan.json")), "--plans"),
     ):
         code, _, errors = run(*arguments)
         assert code in (1, 2)
