@@ -64,7 +64,7 @@ def chart() -> str:
         parts += [
             f'<text x="8" y="{top + 17}">{case.label}</text>',
             f'<rect class="{color}" x="{LEFT}" y="{top}" width="{length}" height="24" rx="3"/>',
-            f'<text class="n" x="{LEFT + length + 6}" y="{top + 17}">{value:.2f}</text>',
+            f'<text class="n" x="{LEFT + max(length, SCALE) + 6}" y="{top + 17}">{value:.2f}</text>',
         ]
     parts.append(f'<path stroke="#52606d" stroke-dasharray="4 3" d="M{one} 36V{height - 12}"/></svg>')
     return "\n".join(parts) + "\n"

@@ -36,11 +36,14 @@ _LOCK = threading.RLock()
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Silences torch's advice not to use TorchScript, and no other warning, while shardrec itself calls it.
+    """Silences two warnings of torch while shardrec itself calls TorchScript: the advice not to use TorchScript, and a
+    note about annotations such as ``torch.IntTensor``.
 
-    torch warns at each call of ``torch.jit.script`` since 2.9 or so. A user of ``shardrec.script`` has decided already.
+    torch gives the advice at each call of ``torch.jit.script`` since 2.9 or so. A user of ``shardrec.script`` has
+    decided already. The note is about TorchRec's KeyedJaggedTensor, which a user cannot change.
     """
     with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "TorchScript will treat type annotations of Tensor", UserWarning)
         warnings.filterwarnings("ignore", r"`torch\.jit\.\w+` is (deprecated|not supported)", DeprecationWarning)
         yield
 

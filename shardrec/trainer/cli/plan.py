@@ -57,7 +57,7 @@ def plan_command(
         ),
     ] = 0.005,
     effort: Annotated[
-        int, typer.Option(help="Stop after this much search. 40 takes seconds, whatever the machine.", min=1)
+        int, typer.Option(help="Stop after this number of proposals, in units of 1,500. 40 takes seconds.", min=1)
     ] = 40,
     seconds: Annotated[
         float | None, typer.Option(help="Stop after this CPU time, in seconds, with the best plan so far.", min=0.001)

@@ -24,35 +24,43 @@ def sequences_command(
     item: Annotated[str | None, typer.Option(help="Column of the item.", metavar="COLUMN")] = None,
     time: Annotated[
         str | None,
-        typer.Option(help="Column of the time, a number or ISO 8601; else the files' order.", metavar="COLUMN"),
+        typer.Option(
+            help="Column of the time: seconds or ms since 1970, or ISO 8601 (default: the files' order)",
+            metavar="COLUMN",
+        ),
     ] = None,
     rating: Annotated[str | None, typer.Option(help="Column of the rating, for --above.", metavar="COLUMN")] = None,
-    above: Annotated[float | None, typer.Option(help="Leave out ratings of at most this (default: none).")] = None,
+    above: Annotated[
+        float | None, typer.Option(help="Leave out the ratings up to this value (default: keep all)")
+    ] = None,
     separator: Annotated[
         str | None,
-        typer.Option(help="Text between columns, such as :: (default: what the lines have).", metavar="TEXT"),
+        typer.Option(help="Text between columns, such as :: (default: what the lines have)", metavar="TEXT"),
     ] = None,
     header: Annotated[
-        bool | None, typer.Option(help="Whether the first line has names (default: what it looks like).")
+        bool | None, typer.Option(help="Whether the first line has names (default: what it looks like)")
     ] = None,
-    core: Annotated[int, typer.Option(help="Interactions of each user and per item, at least.", min=1)] = 1,
+    core: Annotated[int, typer.Option(help="Least interactions of a user, and of an item.", min=1)] = 1,
     split: Annotated[
         Literal["leave-one-out", "time"],
-        typer.Option(help="Hold out each user's last two items, or what comes last of all."),
+        typer.Option(help="Hold out each user's last two items, or the last fifth of all interactions by time."),
     ] = "leave-one-out",
     users: Annotated[int, typer.Option(help="Most users to rank items for.", min=1)] = 10_000,
     candidates: Annotated[
-        int, typer.Option(help="Random items to rank for each; 0 for --ranking catalogue or unseen alone.", min=0)
+        int,
+        typer.Option(
+            help="Random items to rank beside a held-out item. 0 is for --ranking catalogue or unseen.", min=0
+        ),
     ] = 100,
     draw: Annotated[
-        Literal["uniform", "popularity"], typer.Option(help="How these are drawn: all alike, or by their frequency.")
+        Literal["uniform", "popularity"], typer.Option(help="Draw the random items evenly, or by their frequency.")
     ] = "uniform",
     negatives: Annotated[
         Literal["untrained", "unseen"],
-        typer.Option(help="Whose they are not: the user's to train on, or all the user's."),
+        typer.Option(help="Leave the user's training items out of the random items, or all items of the user."),
     ] = "untrained",
     max_length: Annotated[int, typer.Option(help="Items of a history that are kept.", min=1)] = 50,
-    seed: Annotated[int, typer.Option(help="Of users and random items.")] = 0,
+    seed: Annotated[int, typer.Option(help="Seed of the users and the random items.")] = 0,
     on_bad_row: Annotated[
         Literal["error", "skip"], typer.Option(help="A row that cannot be read ends the command, or is left out.")
     ] = "error",

@@ -24,12 +24,16 @@ def serve_embeddings_command(
         Path | None, typer.Option(help="Checkpoint, or folder of checkpoints, to begin from the last one.")
     ] = None,
     read_only: Annotated[bool, typer.Option("--read-only", help="Refuse updates.")] = False,
-    capacity: Annotated[int, typer.Option(help="Requests that may wait.", min=1)] = 256,
+    capacity: Annotated[
+        int, typer.Option(help="Most requests that wait for the server. A further request is refused.", min=1)
+    ] = 256,
     window_ms: Annotated[float, typer.Option(help="Milliseconds to wait for more lookups after the first.", min=0)] = 0,
-    max_requests: Annotated[int, typer.Option(help="Lookups of one batch.", min=1)] = 64,
+    max_requests: Annotated[int, typer.Option(help="Most requests that are looked up together.", min=1)] = 64,
     interface: Annotated[str, typer.Option(help="Network interface to listen on.")] = "lo",
     timeout: Annotated[float, typer.Option(help="Seconds to wait for the other processes.", min=1)] = 300,
-    restarts: Annotated[int, typer.Option(help="Restarts from the last checkpoint when it was killed.", min=0)] = 0,
+    restarts: Annotated[
+        int, typer.Option(help="Times that a killed server is started again from the last checkpoint.", min=0)
+    ] = 0,
     debug: Debug = False,
 ) -> None:
     """Serve one rank's shards of a model's tables over RPC, until a trainer ends the job.

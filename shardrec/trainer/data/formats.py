@@ -9,6 +9,7 @@ from __future__ import annotations
 import csv as standard_csv
 import io
 import lzma
+import shlex
 import zipfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -231,6 +232,9 @@ def _parsed(path: str, spec: FeatureSpec, columns: Sequence[str], progress: Call
     def leave_out(row: csv.InvalidRow) -> str:
         where = f"the line has {row.actual_columns} of {row.expected_columns} columns: {row.text[:60]!r}"
         remedy = "separate the columns by single delimiters, and end each quote"
+        if row.number == 1 and spec.columns is not None:
+            proposed = f"shardrec inspect {shlex.quote(path)} --suggest --out proposed"
+            remedy = f"if this is a header, propose a spec (--features) with {proposed}; else {remedy}"
         broken[row.number - first] = RowFault(reason=Reason.COLUMNS, where=where, remedy=remedy)
         return "skip"
 

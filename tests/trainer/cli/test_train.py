@@ -180,6 +180,15 @@ def test_files_without_a_spec_are_answered_with_the_command_that_proposes_it(run
     assert f"shardrec inspect '{path}' --suggest --out proposed" in errors
 
 
+def test_a_header_without_a_spec_is_answered_with_the_command_that_proposes_it(run: Run, tmp_path: Path) -> None:
+    path = tmp_path / "own rows.csv"
+    path.write_text("clicked,user\n1,a\n0,b\n")
+    code, _, errors = run("train", "--data", str(path), *SMALL, "--out", str(tmp_path / "out"))
+    assert code == 1
+    assert "own rows.csv:1: the line has 1 of 40 columns: 'clicked,user'; if this is a header" in errors
+    assert f"shardrec inspect '{path}' --suggest --out proposed" in errors
+
+
 @pytest.mark.slow
 def test_two_new_ranks(tmp_path: Path) -> None:
     flags = ("--samples", "50000", "--holdout-samples", "10000", "--batch-size", "512", "--max-embeddings", "500")
