@@ -309,6 +309,8 @@ def test_the_dense_part_runs_while_something_travels(world_size: int, tmp_path: 
         tables = {f"{path}.t": (9, 4) for path in ("left", "right", "words")}
         plan = cut_plan("row_wise", Random(0), tables, Topology(ranks_per_host=world_size))
         path = save(quantize(shard(model, plan).eval()), tmp_path / "{rank}.pt", features=["a"])
+        if dist.get_rank():
+            return []  # to load a program takes seconds
         nodes = torch.jit.load(str(path)).inlined_graph.nodes()
         return [kind for node in nodes if (kind := node.kind()) in ("aten::relu", "prim::awaitable_wait")]
 
