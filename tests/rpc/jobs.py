@@ -119,7 +119,7 @@ def in_job(
         trainer: what a trainer does, given its number and the trainers' process group.
         server: makes a server, given its number.
         trainers: number of trainers.
-        polls: whether agents are as users have them; see :func:`waiting_agents`.
+        polls: whether agents are as users have them, for tests of what fails; see :func:`waiting_agents`.
 
     Returns:
         The trainer's value; None on servers.

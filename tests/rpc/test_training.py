@@ -65,7 +65,8 @@ def test_staleness_0_equals_collectives(optimizer: str, steps: int, tmp_path: Pa
         return losses
 
     def with_servers() -> Any:
-        return in_job(str(tmp_path / "store"), trainer, lambda rank: EmbeddingServer(make_model(optimizer), plan, rank))
+        servers = lambda rank: EmbeddingServer(make_model(optimizer), plan, rank)  # noqa: E731
+        return in_job(str(tmp_path / "store"), trainer, servers, polls=False)
 
     expected = ranks(2, by_collectives)
     found = ranks(4, with_servers)[:2]
