@@ -155,6 +155,7 @@ FAULTS: dict[str, tuple[list[int], list[int], str]] = {
 }
 
 
+@pytest.mark.some(6)
 @pytest.mark.parametrize("has_kernel", [True, False])
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_faulty_batch_changes_nothing(
@@ -285,6 +286,7 @@ def test_optimizers_in_backward_that_come_later(double: CudaDouble) -> None:
     assert are_equal(state(model), before)
 
 
+@pytest.mark.some(4)
 @pytest.mark.parametrize("depth", [0, 1, 2])
 @pytest.mark.parametrize("bad_one", [0, 2, 3])
 def test_pipelines_train_on_the_batches_before_a_faulty_one(double: CudaDouble, depth: int, bad_one: int) -> None:

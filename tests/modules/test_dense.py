@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 from contextlib import nullcontext
-from random import Random
 from typing import Any
 
 import pytest
@@ -13,153 +12,28 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
-from torchrec.modules.embedding_configs import EmbeddingBagConfig, EmbeddingConfig
-from torchrec.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-import shardrec
 from shardrec.errors import ConfigError, InputError, PeerError
-from shardrec.layout import ShardingPlan, Topology, cuts
-from shardrec.modules import ShardedModel, shard
+from shardrec.modules import shard
 from tests.collective_counts import CountCollectives
-from tests.executors import executed
 from tests.models import apply_optimizer_in_backward
+from tests.modules.parts import (
+    DIM,
+    EVERYTHING,
+    PARTS,
+    Parts,
+    assert_gradients_equal,
+    dense_of,
+    features_of,
+    made,
+    plan_of,
+    reference_loss,
+    train_beside,
+    used_of,
+    whole,
+)
 from tests.ranks import RankErrors, raises_on_all, ranks
-
-ROWS = {"cut": 13, "copied": 7, "row": 11, "other": 5}
-DIM = 4
-PARTS = ("copied", "row", "other", "bottom", "left", "right", "words")
-
-
-class Parts(nn.Module):
-    """A sum of parts, of which each call names those that take part; the cut table always does.
-
-    ``unused`` never does. ``words`` has a sparse gradient.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        config = {"embedding_dim": DIM}
-        self.bags = EmbeddingBagCollection(
-            tables=[
-                EmbeddingBagConfig(name=name, num_embeddings=ROWS[name], feature_names=[name], **config)
-                for name in ("cut", "copied")
-            ]
-        )
-        self.rows = EmbeddingCollection(
-            tables=[
-                EmbeddingConfig(name=name, num_embeddings=ROWS[name], feature_names=[name], **config)
-                for name in ("row", "other")
-            ]
-        )
-        self.bottom, self.unused = nn.Linear(DIM, DIM), nn.Linear(DIM, DIM)
-        self.left, self.right = nn.Linear(DIM, 1), nn.Linear(DIM, 1)
-        self.words = nn.EmbeddingBag(9, DIM, mode="sum", sparse=True)
-
-    def forward(self, features: KeyedJaggedTensor, used: frozenset[str]) -> Tensor:
-        pooled, rows = self.bags(features), self.rows(features)
-        x = pooled["cut"].sum(dim=0)
-        if "bottom" in used:
-            x = x + self.bottom(torch.linspace(-1, 1, DIM))
-        parts = [x.square().sum()]
-        parts += [getattr(self, name)(x).square().sum() for name in ("left", "right") if name in used]
-        parts += [rows[name].values().square().sum() for name in ("row", "other") if name in used]
-        if "copied" in used:
-            parts.append(pooled["copied"].square().sum())
-        if "words" in used:
-            parts.append(self.words(features["row"].values()[None] % 9).square().sum())
-        return torch.stack(parts).sum()
-
-
-def features_of(step: int, rank: int) -> KeyedJaggedTensor:
-    rng = Random(100 * step + rank)
-    return KeyedJaggedTensor(
-        keys=list(ROWS),
-        values=torch.tensor([rng.randrange(rows) for rows in ROWS.values() for _ in range(2)]),
-        lengths=torch.ones(2 * len(ROWS), dtype=torch.int32),
-    )
-
-
-def used_of(step: int, rank: int) -> frozenset[str]:
-    rng = Random(100 * step + 10 * rank)
-    # In step 2 no rank uses any; in step 3 one rank only.
-    if step == 2 or (step == 3 and rank):
-        return frozenset()
-    return frozenset(name for name in PARTS if rng.random() < 0.5)
-
-
-def plan_of(world_size: int) -> ShardingPlan:
-    return ShardingPlan(
-        topology=Topology(ranks_per_host=world_size),
-        tables=(
-            cuts.row_wise("bags.cut", ROWS["cut"], DIM, ranks=range(world_size)),
-            cuts.data_parallel("bags.copied", ROWS["copied"], DIM),
-            cuts.data_parallel("rows.row", ROWS["row"], DIM),
-            cuts.data_parallel("rows.other", ROWS["other"], DIM),
-        ),
-    )
-
-
-def made(fused: bool = False, **options: Any) -> tuple[ShardedModel, Parts]:
-    """A sharded model and the unsharded one."""
-    both = []
-    for _ in range(2):
-        model = Parts()
-        tables = [*model.bags.parameters(), *model.rows.parameters()] if fused else []
-        apply_optimizer_in_backward(torch.optim.SGD, tables, {"lr": 0.1})
-        both.append(model)
-    return shard(both[0], plan_of(dist.get_world_size()), **options), both[1]
-
-
-def dense_of(model: nn.Module) -> dict[str, nn.Parameter]:
-    return {name: one for name, one in model.named_parameters() if ".cut." not in name}
-
-
-def whole(tensor: Tensor) -> Tensor:
-    tensor = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-    return tensor.to_dense() if tensor.is_sparse else tensor
-
-
-def assert_gradients_equal(model: ShardedModel, reference: Parts, where: str) -> None:
-    expected = dense_of(reference)
-    for name, parameter in dense_of(model).items():
-        other = expected[name].grad
-        assert (parameter.grad is None) == (other is None), f"{where}: {name} {parameter.grad} {other}"
-        if parameter.grad is not None and other is not None:
-            torch.testing.assert_close(
-                whole(parameter.grad), whole(other), msg=lambda text, n=name: f"{where}: {n}: {text}"
-            )
-
-
-def reference_loss(reference: Parts, step: int) -> Tensor:
-    world_size = dist.get_world_size()
-    losses = [reference(features_of(step, rank), used_of(step, rank)) for rank in range(world_size)]
-    return torch.stack(losses).mean()
-
-
-def train_beside(model: ShardedModel, reference: Parts, run: Any, *, steps: int = 6) -> list[dict[str, int]]:
-    """Adam with weight decay, which moves what has a gradient of zero. Gives the collectives of each backward."""
-    rank = dist.get_rank()
-    optimizers: list[torch.optim.Optimizer] = []
-    for one in (model, reference):
-        others = [p for name, p in dense_of(one).items() if "words" not in name]
-        optimizers.append(torch.optim.AdamW(others, lr=0.05, weight_decay=0.1))
-        optimizers.append(torch.optim.SGD(one.words.parameters(), lr=0.1))  # type: ignore[union-attr]
-    counts = []
-    for step in range(steps):
-        loss = run(features_of(step, rank), used_of(step, rank))
-        with CountCollectives() as counted:
-            loss.backward()
-        counts.append(dict(counted))
-        reference_loss(reference, step).backward()
-        assert_gradients_equal(model, reference, f"step {step}")
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
-        for (name, one), other in zip(dense_of(model).items(), dense_of(reference).values(), strict=True):
-            torch.testing.assert_close(whole(one.detach()), other.detach(), msg=f"step {step}: {name}")
-    return counts
 
 
 def differing(transport: str, dense: Any, fused: bool) -> list[dict[str, int]]:
@@ -212,9 +86,6 @@ def one_rank(fused: bool) -> None:
 @pytest.mark.parametrize("fused", [False, True])
 def test_one_rank_likewise(fused: bool) -> None:
     ranks(1, one_rank, fused)
-
-
-EVERYTHING = frozenset(PARTS)
 
 
 def accumulated(dense: Any) -> None:
@@ -586,110 +457,6 @@ def frozen_tables(learns: str) -> int:
 def test_frozen_tables_ask_for_no_gradients() -> None:
     assert ranks(2, frozen_tables, "none") == [2, 2]
     assert ranks(2, frozen_tables, "cut") == [3, 3]
-
-
-class Scorer(nn.Module):
-    """Its loss uses ``right`` for negative scales only."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        tables = [
-            EmbeddingBagConfig(name=n, num_embeddings=ROWS[n], embedding_dim=DIM, feature_names=[n])
-            for n in ("cut", "copied")
-        ]
-        self.bags = EmbeddingBagCollection(tables=tables)
-        apply_optimizer_in_backward(torch.optim.SGD, self.bags.parameters(), {"lr": 0.1})
-        self.left, self.right = nn.Linear(2 * DIM, 1), nn.Linear(2 * DIM, 1)
-
-    def forward(self, features: KeyedJaggedTensor, scale: float) -> Tensor:
-        pooled = self.bags(features).values()
-        if scale < 0:
-            return self.right(pooled).square().sum()
-        return self.left(pooled).square().sum() * scale
-
-
-def other_executors(executor: str) -> None:
-    rank, world_size = dist.get_rank(), dist.get_world_size()
-    plan = plan_of(world_size)
-    plan = ShardingPlan(topology=plan.topology, tables=plan.tables[:2])
-    model, reference = shard(Scorer(), plan), Scorer()
-    run: Any = model
-    if executor == "live":
-        run = shardrec.script(model)
-    elif executor != "eager":
-        torch._dynamo.reset()
-        shardrec.annotate_for_dynamo(model, mode=executor)
-        run = torch.compile(model, backend="aot_eager", dynamic=True)
-    optimizers = [
-        torch.optim.AdamW([*one.left.parameters(), *one.right.parameters()], lr=0.1) for one in (model, reference)
-    ]
-    for step, scales in enumerate([(1.0, -1.0), (2.0, 1.0), (-1.0, 1.0)]):
-        run(features_of(step, rank), scales[rank % 2]).backward()
-        losses = [reference(features_of(step, other), scales[other % 2]) for other in range(world_size)]
-        torch.stack(losses).mean().backward()
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
-        for (name, one), other in zip(dense_of(model).items(), dense_of(reference).values(), strict=True):
-            torch.testing.assert_close(one, other, msg=f"step {step}: {name}")
-
-
-@pytest.mark.some(1)
-@pytest.mark.parametrize("executor", ["eager", "live", pytest.param("boundary", marks=pytest.mark.slow), "traced"])
-def test_no_executor_needs_a_wrapper(executor: str) -> None:
-    ranks(2, other_executors, executor, timeout=120)
-
-
-class EmbeddingsAlone(nn.Module):
-    """Its loss uses ``top`` if it is told to, and else the table, which is cut, alone."""
-
-    def __init__(self, fused: bool) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        table = EmbeddingBagConfig(name="cut", num_embeddings=ROWS["cut"], embedding_dim=DIM, feature_names=["cut"])
-        self.bags = EmbeddingBagCollection(tables=[table])
-        apply_optimizer_in_backward(torch.optim.SGD, self.bags.parameters() if fused else [], {"lr": 0.1})
-        self.top = nn.Linear(DIM, 1)
-
-    def forward(self, features: KeyedJaggedTensor, uses_top: bool) -> Tensor:
-        pooled = self.bags(features).values()
-        if uses_top:
-            return self.top(pooled).square().sum()
-        return pooled.square().sum()
-
-
-def embeddings_alone(executor: str, fused: bool) -> list[int]:
-    rank = dist.get_rank()
-    plan = ShardingPlan(topology=Topology(ranks_per_host=2), tables=plan_of(2).tables[:1])
-    model, reference = shard(EmbeddingsAlone(fused), plan), EmbeddingsAlone(fused)
-    run, counts = executed(model, executor), []
-    for step, uses in enumerate([(True, False), (False, False), (False, True), (True, True)]):
-        with CountCollectives() as counted:
-            run(features_of(step, rank), uses[rank]).backward()
-        counts.append(counted["all_reduce"])
-        losses = [reference(features_of(step, other), uses[other]) for other in range(2)]
-        torch.stack(losses).mean().backward()
-        for name in ("weight", "bias"):
-            gradient, expected = getattr(model.top, name).grad, getattr(reference.top, name).grad
-            assert (gradient is None) == (expected is None), f"step {step}: {name}"
-            if expected is not None:
-                torch.testing.assert_close(gradient, expected, msg=f"step {step}: {name}")
-        model.zero_grad()
-        reference.zero_grad()
-    if not fused and executor == "eager":
-        loss = run(features_of(0, rank), False)
-        with CountCollectives() as counted:
-            torch.autograd.grad(loss, [*model.bags.parameters()])  # type: ignore[union-attr]
-        assert counted["all_reduce"] == 0, "nothing is accumulated"
-    return counts
-
-
-@pytest.mark.parametrize("fused", [True, False])
-@pytest.mark.parametrize("executor", ["eager", "live script", "traced"])
-def test_a_loss_of_embeddings_alone_on_one_rank(executor: str, fused: bool) -> None:
-    counts = ranks(2, embeddings_alone, executor, fused)
-    assert counts == [[1, 1, 1, 1]] * 2
 
 
 @pytest.mark.parametrize(

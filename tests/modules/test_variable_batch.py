@@ -84,6 +84,7 @@ def test_of_sequences_bad_inverse_indices_are_named_and_no_others_are_read() -> 
     ranks(2, rank_main)
 
 
+@pytest.mark.some(4)
 @pytest.mark.parametrize("executor", TRAINING)
 @pytest.mark.parametrize("unused", [0, 1, 7])
 def test_what_no_table_looks_up_may_have_any_form(executor: str, unused: int) -> None:

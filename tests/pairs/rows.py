@@ -77,10 +77,10 @@ def run_row(row: Row, folder: Path, address: str) -> list[str]:
     def trainer(world: RpcWorld, rank: int, group: Any) -> list[str]:
         return Run(row, folder, Place(rank=rank, group=group, alone=None, servers=world.servers, address="")).run()
 
-    made = in_job(
-        str(folder / "store"), trainer, lambda rank: EmbeddingServer(given_model(row, 0), plan_of(row, 2), rank)
-    )
-    return made or []
+    def server(rank: int) -> EmbeddingServer:
+        return EmbeddingServer(given_model(row, 0), plan_of(row, 2), rank)
+
+    return in_job(str(folder / "store"), trainer, server, polls=False) or []
 
 
 class Run:

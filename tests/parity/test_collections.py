@@ -106,7 +106,7 @@ def test_every_format_on_the_wire(executor: str, pooled: bool, world_size: int, 
     ranks(world_size, check_all, cases, timeout=300)
 
 
-@settings(max_examples=5)
+@settings(max_examples=3)
 @given(case=drawn_cases())
 def test_a_drawn_collection(case: Case) -> None:
     """Few tables, on any topology and transport, by any executor but the compiler."""

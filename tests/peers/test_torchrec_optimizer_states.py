@@ -127,7 +127,7 @@ def whole(folder: Path) -> dict[str, Tensor]:
     return tensors
 
 
-@pytest.mark.some(2)
+@pytest.mark.some(1)
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_states_go_on_under_every_plan(optimizer: str, tmp_path: Path) -> None:
     """Also through TorchRec's wrapper, which copies into the states by itself."""
@@ -159,7 +159,11 @@ def test_states_go_on_under_every_plan(optimizer: str, tmp_path: Path) -> None:
     ranks(2, run)
 
 
-@pytest.mark.parametrize("optimizer", ["Adagrad", "RowWiseAdagrad"])
+@pytest.mark.parametrize(
+    "optimizer",
+    # RowWiseAdagrad goes through the same cells, and through the refusal, which Adagrad lacks.
+    [pytest.param("Adagrad", marks=pytest.mark.slow), "RowWiseAdagrad"],
+)
 def test_torchrec_loads_and_saves_the_same(optimizer: str, tmp_path: Path) -> None:
     def run() -> None:
         for old in ("table_wise", "row_wise", "column_wise"):

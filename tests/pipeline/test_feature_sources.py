@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 from torchrec.modules.feature_processor_ import PositionWeightedModuleCollection
@@ -130,6 +130,7 @@ CALLS = st.permutations(NAMES).flatmap(
 FAULTS = st.none() | st.tuples(st.integers(0, 5), st.integers(0, 1), st.integers(0, 3))
 
 
+@settings(max_examples=5)
 @given(calls=CALLS, fault=FAULTS, depth=st.sampled_from([1, 2]))
 def test_any_order_of_calls_makes_the_plain_steps(calls: Any, fault: Any, depth: int) -> None:
     """To the bit; and whichever rank's forward fails anywhere, in any step, all lose that batch alone."""

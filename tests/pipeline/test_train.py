@@ -18,46 +18,18 @@ from torchrec.modules.embedding_modules import EmbeddingCollection
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from shardrec import DynamicIds
-from shardrec.errors import AnomalyError, ConfigError, InputError
+from shardrec.errors import ConfigError, InputError
 from shardrec.layout import ShardingPlan, Topology, cuts
 from shardrec.modules import ShardedModel, shard
-from shardrec.modules.anomaly import detect_anomaly
 from shardrec.pipeline import TrainPipeline
 from shardrec.trainer.data import ClickBatch
 from tests.batches import random_bags
 from tests.collective_counts import CollectiveOperators
 from tests.models import apply_optimizer_in_backward, click_model, collection, table_sizes
-from tests.modules.clicks import CONFIGS, ROWS, batch, dense_parameters, loss_fn, mixed_plan
+from tests.modules.clicks import CONFIGS, ROWS, batch, loss_fn, mixed_plan
+from tests.pipeline.loops import clicks, pipeline_of, plain, weights, world
 from tests.plans import random_plan
 from tests.ranks import ranks
-
-
-def world() -> tuple[int, int]:
-    return dist.get_rank(), dist.get_world_size()
-
-
-def clicks(**options: Any) -> ShardedModel:
-    return shard(click_model(CONFIGS, **options), mixed_plan(dist.get_world_size()))
-
-
-def pipeline_of(model: ShardedModel, batches: Iterable[Any], depth: int, loss: Any = loss_fn) -> TrainPipeline:
-    return TrainPipeline(model, torch.optim.Adam(dense_parameters(model)), batches, loss_fn=loss, depth=depth)
-
-
-def weights(model: nn.Module) -> list[Tensor]:
-    return [parameter.detach().clone() for parameter in model.parameters()]
-
-
-def plain(model: ShardedModel, batches: Iterable[Any], loss: Any = loss_fn) -> list[float]:
-    optimizer = torch.optim.Adam(dense_parameters(model))
-    losses = []
-    for one in batches:
-        optimizer.zero_grad()
-        value = loss(model, one)
-        value.backward()
-        optimizer.step()
-        losses.append(value.item())
-    return losses
 
 
 @pytest.mark.some(2)
@@ -301,165 +273,6 @@ def test_rows_travel_while_the_dense_features_are_computed() -> None:
     ranks(2, run)
 
 
-@pytest.mark.some(1)
-@pytest.mark.parametrize("depth", [0, 1, 2])
-def test_a_bad_batch_is_lost_alone_and_on_every_rank(depth: int) -> None:
-    def run() -> None:
-        rank, size = world()
-        good = [step for step in range(8) if step not in (0, 3)]
-        model = clicks()
-        wanted = plain(model, [batch(step, rank) for step in good])
-        steps = pipeline_of(
-            clicks(), [batch(step, rank, bad=step in (0, 3) and rank == size - 1) for step in range(8)], depth
-        )
-        losses, errors = [], []
-        while True:
-            try:
-                losses.append(float(next(steps)))
-            except StopIteration:
-                break
-            except InputError as error:
-                errors.append((len(losses), str(error)))
-        assert losses == wanted
-        assert [at for at, _ in errors] == [0, 2]
-        assert all("rank 1: " in text or size == 1 for _, text in errors)
-
-    ranks(1, run)
-    ranks(2, run)
-
-
-class Breaks(nn.Module):
-    """A loss that fails on one rank, in some steps, before or after the lookup."""
-
-    def __init__(self, when: dict[int, str]) -> None:
-        super().__init__()
-        self.when = when
-        self.calls = -1
-
-    def __call__(self, model: nn.Module, batch: ClickBatch) -> Tensor:
-        self.calls += 1
-        how = self.when.get(self.calls) if dist.get_rank() == dist.get_world_size() - 1 else None
-        if how == "before":
-            raise RuntimeError("breaks before the lookup")
-        loss = loss_fn(model, batch)
-        if how == "after":
-            raise RuntimeError("breaks after the lookup")
-        return loss
-
-
-@pytest.mark.parametrize("n", [1, 2, 3])
-def test_a_forward_that_fails_on_one_rank_is_told_before_its_backward(n: int) -> None:
-    def run() -> None:
-        rank, size = world()
-        when = {2: "before", 3: "after", 5: "before", 6: "after"}  # the last step, too
-        model = clicks()
-        plain_losses = plain(model, [batch(step, rank) for step in range(7) if step not in when])
-        steps = pipeline_of(clicks(), [batch(step, rank) for step in range(7)], 2, Breaks(when))
-        losses, errors = [], []
-        kind = RuntimeError if rank == size - 1 else InputError
-        while True:
-            try:
-                losses.append(float(next(steps)))
-            except StopIteration:
-                break
-            except kind as error:
-                errors.append(str(error))
-        assert losses == plain_losses
-        assert [how in error for how, error in zip(when.values(), errors, strict=True)] == [True] * 4
-        if rank < size - 1:
-            assert f"rank {size - 1}: the model's forward failed: RuntimeError: breaks before" in errors[0]
-
-    ranks(n, run)
-
-
-def test_a_plain_forward_that_fails_after_pipelined_steps_is_told() -> None:
-    """Its header is yet to come, though the last pipelined forward made none."""
-
-    def run() -> str:
-        rank, _ = world()
-        model = clicks(dense_first=True)
-        assert len(list(pipeline_of(model, [batch(step, rank) for step in range(3)], 2))) == 3
-        with pytest.raises(InputError if rank else RuntimeError) as caught:
-            model(torch.ones(1, 2 + rank), batch(3, rank).sparse)
-        assert torch.isfinite(loss_fn(model, batch(4, rank)))
-        return str(caught.value)
-
-    own, told = ranks(2, run, timeout=30.0)
-    assert told == f"rank 0: the model's forward failed: RuntimeError: {own}"
-
-
-@pytest.mark.some(1)
-@pytest.mark.parametrize("depth", [0, 2])
-def test_an_anomaly_is_raised_as_itself_on_every_rank(depth: int) -> None:
-    def run() -> None:
-        rank, _ = world()
-        batches = [batch(step, rank) for step in range(6)]
-        model = clicks()
-        losses: list[float] = []
-        steps = pipeline_of(model, batches, depth)
-        with detect_anomaly(model):
-            losses += [float(next(steps)) for _ in range(3)]
-            spoiled = [one for one in model.parameters() if one.dim() == 2 and one.size(1) == 8][:1] if rank else []
-            before = [one.detach().clone() for one in spoiled]
-            for one in spoiled:
-                one.data.fill_(torch.nan)
-            with pytest.raises(AnomalyError, match=r"rank \d: what was looked up in table .* has nan"):
-                next(steps)
-            for one, value in zip(spoiled, before, strict=True):
-                one.data.copy_(value)
-            losses += [float(loss) for loss in steps]
-        assert losses == plain(clicks(), [one for number, one in enumerate(batches) if number != 3])
-
-    ranks(2, run)
-
-
-@pytest.mark.some(4)
-@pytest.mark.parametrize("depth", [0, 1, 2])
-@pytest.mark.parametrize("good", [0, 1, 4])
-def test_a_loader_that_fails_on_one_rank_fails_on_all(depth: int, good: int) -> None:
-    def run() -> tuple[int, str]:
-        rank, _ = world()
-
-        def loader() -> Iterator[ClickBatch]:
-            for step in range(good):
-                yield batch(step, rank)
-            if rank:
-                raise OSError("no such disk")
-            yield batch(good, rank)
-
-        steps = pipeline_of(clicks(), loader(), depth)
-        done = 0
-        try:
-            for _ in steps:
-                done += 1
-        except (OSError, InputError) as error:
-            return done, f"{type(error).__name__}: {error}"
-        raise AssertionError("the loader fails")
-
-    (one, other), (two, own) = ranks(2, run)
-    assert one == two == good
-    assert other == "InputError: rank 1: OSError: no such disk"
-    assert own == "OSError: no such disk"
-
-
-def test_unequal_numbers_of_batches_are_an_error_and_no_hang() -> None:
-    def run() -> tuple[int, str]:
-        rank, _ = world()
-        steps = pipeline_of(clicks(), [batch(step, rank) for step in range(4 + rank)], 2)
-        done = 0
-        try:
-            for _ in steps:
-                done += 1
-        except InputError as error:
-            return done, str(error)
-        raise AssertionError("the ranks disagree")
-
-    (one, message), (two, other) = ranks(2, run)
-    assert one == two == 4
-    assert message == other
-    assert "rank 0: this rank has no further batch, and others have one: give every rank as many batches" in message
-
-
 @pytest.mark.parametrize("depth", [0, 2])
 def test_each_loop_is_a_pass_over_the_dataloader(depth: int) -> None:
     def run() -> None:
@@ -597,80 +410,6 @@ def test_a_model_that_changes_its_calls_is_followed() -> None:
         assert len([one for one in caught if "otherwise than in the step before" in str(one.message)]) == 1
 
     ranks(2, run)
-
-
-class Sometimes(nn.Module):
-    """A model that looks up what a batch has, unless it is told to look up nothing or to fail."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.clicks = click_model(CONFIGS)
-        self.bias = nn.Parameter(torch.zeros(1))
-
-    def forward(self, batch: dict[str, Any]) -> Tensor:
-        if batch.get("how") == "fails":
-            raise RuntimeError("breaks")
-        parts = [] if batch.get("how") == "skips" else [batch.get("a"), batch.get("b")]
-        means = [self.clicks(part.dense, part.sparse).square().mean() for part in parts if part is not None]
-        return torch.stack([self.bias.sum(), *means]).sum()
-
-
-def sometimes() -> ShardedModel:
-    torch.manual_seed(0)
-    topology = Topology(ranks_per_host=dist.get_world_size())
-    return shard(Sometimes(), random_plan(Random(1), table_sizes(CONFIGS, "clicks.sparse"), topology))
-
-
-@pytest.mark.some(1)
-@pytest.mark.parametrize("depth", [1, 2])
-def test_a_batch_without_features_is_one_without_lookups(depth: int) -> None:
-    def run() -> None:
-        rank, _ = world()
-        names: list[str] = ["ab", "ab", "a", "", "ab", "b", "a", "", "ab"]
-        batches = [{name: batch(step, rank) for name in here} for step, here in enumerate(names)]
-        batches[2]["b"] = None
-        wanted = plain(sometimes(), batches, nn.Module.__call__)
-        assert [float(loss) for loss in pipeline_of(sometimes(), batches, depth, None)] == wanted
-
-    ranks(1, run)
-    ranks(2, run)
-
-
-@pytest.mark.parametrize("missing", ["a", "b", "ab"])
-def test_features_that_one_rank_lacks_are_an_error_on_every_rank(missing: str) -> None:
-    def run() -> None:
-        rank, _ = world()
-        batches: list[dict[str, Any]] = [{"a": batch(step, rank), "b": batch(step, rank)} for step in range(5)]
-        wanted = plain(sometimes(), [*batches[:2], *batches[3:]], nn.Module.__call__)
-        if not rank:
-            batches[2] = {name: part for name, part in batches[2].items() if name not in missing}
-        steps = pipeline_of(sometimes(), batches, 2, None)
-        losses = [float(next(steps)) for _ in range(2)]
-        with pytest.raises(InputError, match="the ranks disagree about their input"):
-            next(steps)
-        assert [*losses, *map(float, steps)] == wanted
-
-    ranks(2, run, timeout=30.0)
-
-
-def test_a_forward_that_fails_after_one_without_lookups_is_told() -> None:
-    def run() -> None:
-        rank, _ = world()
-        batches: list[dict[str, Any]] = [{"a": batch(step, rank)} for step in range(6)]
-        batches[2]["how"] = "skips"
-        if rank:
-            batches[3]["how"] = "fails"
-        steps = pipeline_of(sometimes(), batches, 2, None)
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            for _ in range(3):
-                next(steps)
-            own = pytest.raises(RuntimeError, match=r"^breaks")
-            with own if rank else pytest.raises(InputError, match="rank 1: the model's forward failed: RuntimeError: "):
-                next(steps)
-            assert len(list(steps)) == 2
-
-    ranks(2, run, timeout=30.0)
 
 
 def test_a_model_without_tables() -> None:

@@ -65,7 +65,7 @@ def random_constraints(rng: Random, names: list[str], topology: Topology) -> dic
     return found
 
 
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=6, deadline=None)
 @given(rng=randoms())
 def test_covers_every_table_within_the_constraints(rng: Random) -> None:
     loads, topology = random_loads(rng), random_topology(rng, most_ranks=6)
@@ -106,7 +106,7 @@ def test_what_a_constraint_leaves_on_one_rank_is_taken() -> None:
     assert plan.by_name["t"].replicated
 
 
-@settings(max_examples=8, deadline=None)
+@settings(max_examples=4, deadline=None)
 @given(rng=randoms())
 def test_no_plan_by_hand_beats_the_bound(rng: Random) -> None:
     """Tables each by any cut that the planner knows, on ranks by chance, together cost at least the bound."""
@@ -367,7 +367,7 @@ def test_a_cut_that_the_width_forbids(cut: str) -> None:
 
 
 @given(rng=randoms())
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=10, deadline=None)
 def test_any_plan_can_be_priced(rng: Random) -> None:
     loads, topology = random_loads(rng), random_topology(rng)
     shapes = {name: (load.num_embeddings, load.embedding_dim) for name, load in loads.items()}

@@ -5,115 +5,25 @@ from __future__ import annotations
 import gc
 import os
 import time
-from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
-from random import Random
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
-from torchrec.modules.embedding_configs import EmbeddingBagConfig
-from torchrec.modules.embedding_modules import EmbeddingBagCollection
-from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from shardrec.checkpoint import Checkpoints
 from shardrec.errors import ConfigError, PeerError, PlanError
 from shardrec.ids import DynamicIds
-from shardrec.layout import ShardingPlan, Topology, cuts
 from shardrec.modules import shard
 from shardrec.replicas import Replicas
 from shardrec.replicas.elastic import Broken
 from shardrec.replicas.elastic_model import ElasticModel
-from tests.batches import Bags, joined, random_bags
 from tests.cuda_ranks import DEVICES, WORLDS, cuda_ranks
-from tests.models import apply_optimizer_in_backward, click_model
-from tests.modules.clicks import CONFIGS, ROWS, assert_dense_equal, assert_tables_equal, dense_parameters, mixed_plan
+from tests.models import click_model
+from tests.modules.clicks import CONFIGS, assert_dense_equal, assert_tables_equal, dense_parameters, mixed_plan
 from tests.ranks import RankDied, ranks
-
-PATIENCE_S = 0.7
-SIZE = 3
-
-
-@pytest.fixture
-def store() -> Any:
-    return dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-
-
-def batch_of(step: int, replica: int, rank: int = 0) -> tuple[Tensor, Bags, Tensor]:
-    seed = 100 * step + 10 * replica + rank
-    generator = torch.Generator().manual_seed(seed)
-    dense = torch.randn(SIZE, 3, generator=generator)
-    labels = torch.rand(SIZE, generator=generator).round()
-    return dense, random_bags(Random(seed), ROWS, SIZE, shuffled=False), labels
-
-
-def loss_of(model: nn.Module, parts: list[tuple[Tensor, Bags, Tensor]]) -> Tensor:
-    dense, bags, labels = zip(*parts, strict=True)
-    device = next(model.parameters()).device
-    features = (joined(list(bags)) if len(bags) > 1 else bags[0]).kjt().to(device)
-    logits = model(torch.cat(dense).to(device), features)
-    return nn.functional.binary_cross_entropy_with_logits(logits, torch.cat(labels).to(device))
-
-
-def groups_of(size: int) -> list[Any]:
-    return [dist.new_group(list(range(first, first + size))) for first in range(0, dist.get_world_size(), size)]
-
-
-class Replica:
-    """A replica of some ranks of the pool, trained by Adam (dense part) beside its tables' optimizer."""
-
-    def __init__(
-        self,
-        address: str,
-        size: int = 1,
-        *,
-        seed: int = 0,
-        optimizer: str = "sgd",
-        device: str = "cpu",
-        groups: list[Any] | None = None,
-        **options: Any,
-    ) -> None:
-        groups = groups or groups_of(size)
-        self.number, self.rank = divmod(dist.get_rank(), size)
-        elastic = Replicas(**{"count": 2, "elastic": address, "patience_s": PATIENCE_S, **options})
-        made = shard(
-            click_model(CONFIGS, optimizer=optimizer, seed=seed),
-            mixed_plan(size),
-            replicas=elastic,
-            group=groups[self.number],
-            device=device,
-        )
-        assert isinstance(made, ElasticModel)
-        self.model = made
-        self.dense = torch.optim.Adam(dense_parameters(made), lr=0.05)
-
-    def step(self) -> float:
-        loss = loss_of(self.model, [batch_of(self.model.steps, self.number, self.rank)])
-        loss.backward()
-        self.dense.step()
-        self.dense.zero_grad()
-        return loss.item()
-
-    def state(self) -> list[Tensor]:
-        """All that replicas have alike after an averaging."""
-        adam = [value for entry in self.dense.state.values() for value in entry.values()]
-        return [one.detach().clone() for one in (*self.model._tensors(), *self.model._states(), *adam)]
-
-
-def values_of(outcomes: list[Any]) -> list[Any]:
-    for outcome in outcomes:
-        if isinstance(outcome, BaseException):
-            raise outcome
-    return outcomes
-
-
-def assert_alike(states: list[list[Tensor]]) -> None:
-    for state in states[1:]:
-        assert all(torch.equal(one, other) for one, other in zip(states[0], state, strict=True))
+from tests.replicas.replica import Replica, assert_alike, batch_of, groups_of, loss_of, values_of, wait_for
 
 
 def dying(owner: Any, method: str, moment: int) -> None:
@@ -126,13 +36,6 @@ def dying(owner: Any, method: str, moment: int) -> None:
         return real(*args, **kwargs)
 
     setattr(owner, method, call)
-
-
-def wait_for(condition: Callable[[], bool]) -> None:
-    give_up = time.monotonic() + 60
-    while not condition():
-        assert time.monotonic() < give_up
-        time.sleep(0.01)
 
 
 def test_the_others_go_on_and_one_that_joins_has_their_state(store: Any) -> None:
@@ -364,71 +267,6 @@ def test_replicas_of_two_ranks(store: Any) -> None:
     assert values_of(outcomes[:2]) == [[1, 1, 1, 1, 2, 2, 2, 1, 1]] * 2
 
 
-class Factors(nn.Module):
-    """A model of tables alone: the scores of pairs."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        tables = [
-            EmbeddingBagConfig(name=name, num_embeddings=6, embedding_dim=4, feature_names=[name])
-            for name in ("user", "item")
-        ]
-        self.bags = EmbeddingBagCollection(tables=tables)
-        apply_optimizer_in_backward(torch.optim.SGD, self.bags.parameters(), {"lr": 0.1})
-
-    def forward(self, pairs: Tensor) -> Tensor:
-        pooled = self.bags(KeyedJaggedTensor(["user", "item"], pairs.flatten(), lengths=torch.ones(6).int()))
-        return (pooled["user"] * pooled["item"]).sum(dim=1)
-
-
-def pairs_of(step: int, rank: int) -> Tensor:
-    return torch.randint(6, (2, 3), generator=torch.Generator().manual_seed(10 * step + rank))
-
-
-@pytest.mark.parametrize("size", [1, 2])
-def test_tables_alone_count_steps(size: int, store: Any) -> None:
-    """Also on a rank without a table, and in no_sync, which ends no step."""
-
-    def rank_main(address: str) -> list[int]:
-        layouts = (cuts.table_wise("bags.user", 6, 4, rank=0), cuts.table_wise("bags.item", 6, 4, rank=0))
-        plan = ShardingPlan(topology=Topology(ranks_per_host=size), tables=layouts)
-        group = groups_of(size)[dist.get_rank() // size]
-        model = shard(Factors(), plan, replicas=Replicas(2, elastic=address, patience_s=PATIENCE_S), group=group)
-        assert isinstance(model, ElasticModel)
-        model.join()
-        counts = []
-        for step in range(3):
-            model(pairs_of(step, dist.get_rank())).square().mean().backward()
-            counts.append(model.steps)
-        with model.no_sync():
-            model(pairs_of(0, 0)).mean().mul(0).backward()
-        counts.append(model.steps)
-        model.sync_replicas()
-        reference = Factors()
-        for step in range(3):
-            losses = [reference(pairs_of(step, rank)).square().mean() for rank in range(2 * size)]
-            torch.stack(losses).mean().backward()
-        assert_tables_equal(model.module, reference, "tables")
-        return counts
-
-    assert ranks(2 * size, rank_main, f"127.0.0.1:{store.port}") == [[1, 2, 3, 3]] * (2 * size)
-
-
-def test_a_step_in_which_only_tables_train(store: Any) -> None:
-    """A dense part that is frozen has no gradient to average."""
-
-    def rank_main(address: str) -> int:
-        replica = Replica(address, count=1)
-        for parameter in dense_parameters(replica.model):
-            parameter.requires_grad_(False)
-        replica.model.join(replica.dense)
-        replica.step()
-        return replica.model.steps
-
-    assert ranks(1, rank_main, f"127.0.0.1:{store.port}") == [1]
-
-
 def test_the_store_may_go_while_it_is_not_needed() -> None:
     def rank_main() -> None:
         store: Any = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
@@ -556,48 +394,3 @@ def test_the_end_of_a_run(store: Any) -> None:
     (finished, state), (none, other) = values_of(outcomes)
     assert (finished, none) == ([0], [])
     assert_alike([state, other])
-
-
-class Both(nn.Module):
-    """The bags, and an ordinary embedding with sparse gradients."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.clicks = click_model(CONFIGS, optimizer="sgd")
-        self.bias = nn.Embedding(9, 1, sparse=True)
-
-    def forward(self, dense: Tensor, bags: Any) -> Tensor:
-        logits: Tensor = self.clicks(dense, bags) + self.bias(torch.arange(len(dense)) * 2).squeeze(1)
-        return logits
-
-
-def test_sparse_gradients_and_optimizers_of_the_dense_part(store: Any, tmp_path: Path) -> None:
-    """SparseAdam gets the means as sparse gradients, also where a replica adds none. The optimizers in backward may be
-    given. A model that has loaded a checkpoint is at its step."""
-
-    def rank_main(address: str) -> None:
-        rank = dist.get_rank()
-        alone = [dist.new_group([one]) for one in range(2)][rank]
-        torch.manual_seed(0)
-        reference, module = Both(), Both()
-        module.load_state_dict(reference.state_dict())
-        in_backward = module.clicks.top.bias
-        apply_optimizer_in_backward(torch.optim.SGD, [in_backward], {"lr": 0.1})
-        replicas = Replicas(2, elastic=address, patience_s=PATIENCE_S)
-        model: Any = shard(module, mixed_plan(1, "clicks.sparse"), replicas=replicas, group=alone)
-        model.bias.weight.requires_grad_(rank == 0)
-        sparse = torch.optim.SparseAdam([model.bias.weight], lr=0.1)
-        checkpoints = Checkpoints(tmp_path / str(rank))
-        checkpoints.save(7, model, sparse)
-        checkpoints.load_last(model, sparse)
-        model.join(sparse, *in_backward._in_backward_optimizers)
-        assert model.steps == 7
-        loss_of(model, [batch_of(0, rank)]).backward()
-        assert model.bias.weight.grad.is_sparse
-        sparse.step()
-        (loss_of(reference, [batch_of(0, 0)]) / 2).backward()
-        torch.optim.SparseAdam([reference.bias.weight], lr=0.1).step()
-        assert torch.allclose(model.bias.weight, reference.bias.weight)
-        assert (model.steps, sparse.state[model.bias.weight]["step"]) == (8, 1)
-
-    ranks(2, rank_main, f"127.0.0.1:{store.port}")

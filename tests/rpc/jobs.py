@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from random import Random
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed import rpc
 from torchrec.modules.embedding_configs import EmbeddingBagConfig, EmbeddingConfig, PoolingType
 from torchrec.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
@@ -106,6 +109,8 @@ def in_job(
     trainer: Callable[[RpcWorld, int, dist.ProcessGroup | None], Any],
     server: Callable[[int], EmbeddingServer],
     trainers: int = 2,
+    *,
+    polls: bool = True,
 ) -> Any:
     """On each of four ranks (or three, with one trainer): two are servers, the others trainers.
 
@@ -114,10 +119,21 @@ def in_job(
         trainer: what a trainer does, given its number and the trainers' process group.
         server: makes a server, given its number.
         trainers: number of trainers.
+        polls: whether agents are as users have them, for tests of what fails; see :func:`waiting_agents`.
 
     Returns:
         The trainer's value; None on servers.
     """
+    with nullcontext() if polls else waiting_agents():
+        return _in_job(path, trainer, server, trainers)
+
+
+def _in_job(
+    path: str,
+    trainer: Callable[[RpcWorld, int, dist.ProcessGroup | None], Any],
+    server: Callable[[int], EmbeddingServer],
+    trainers: int,
+) -> Any:
     rank = dist.get_rank()
     group = dist.new_group(list(range(trainers)))
     name = f"trainer{rank}" if rank < trainers else f"server{rank - trainers}"
@@ -136,3 +152,20 @@ def in_job(
             dist.barrier(group)
             if rank == 0:
                 world.end()
+
+
+@contextmanager
+def waiting_agents() -> Iterator[None]:
+    """Inside the block, RPC agents wait in the kernel.
+
+    Otherwise each has a thread that polls without end, as TensorPipe's transport through shared memory does, and that
+    through sockets once the listening one is shut down. On two cores the four threads take four times as long as a row.
+    """
+    options = rpc.TensorPipeRpcBackendOptions
+    with (
+        mock.patch.object(
+            rpc, "TensorPipeRpcBackendOptions", lambda **given: options(**{**given, "_transports": ["uv"]})
+        ),
+        mock.patch("shardrec.rpc.world._close_doors"),
+    ):
+        yield

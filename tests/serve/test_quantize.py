@@ -65,7 +65,7 @@ def compare(seed: int) -> None:
                 assert torch.allclose(found, model(features), atol=1e-6), where
 
 
-@pytest.mark.some(2)
+@pytest.mark.some(1)
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize("world_size", [2, *(pytest.param(size, marks=pytest.mark.slow) for size in (1, 4))])
 def test_rows_are_the_whole_tables_and_scripted_is_eager_exactly(world_size: int, seed: int) -> None:
@@ -91,7 +91,7 @@ def answers(seed: int, weights: str) -> list[Tensor]:
     return found
 
 
-@pytest.mark.some(2)
+@pytest.mark.some(1)
 @pytest.mark.parametrize(("seed", "weights"), enumerate(FORMATS))
 @pytest.mark.parametrize("world_size", [pytest.param(2, marks=pytest.mark.slow), 4])
 def test_many_ranks_answer_exactly_what_one_does(world_size: int, seed: int, weights: str) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import json
 from collections.abc import Iterable, Iterator, Mapping
+from functools import cache
 from typing import Any, ClassVar, Literal, NamedTuple, Self, get_args, get_origin
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, field_validator, model_validator
@@ -71,13 +72,15 @@ class OptionGroup(BaseModel):
         return ()
 
     @classmethod
-    def groups(cls) -> dict[str, list[type[OptionGroup]]]:
+    @cache
+    def groups(cls) -> Mapping[str, list[type[OptionGroup]]]:
         """The fields that are groups, with the classes that each may have."""
         kinds = {name: [*_groups(field.annotation)] for name, field in cls.model_fields.items()}
         return {name: classes for name, classes in kinds.items() if classes}
 
     @classmethod
-    def options(cls) -> dict[str, Shown]:
+    @cache
+    def options(cls) -> Mapping[str, Shown]:
         """How the help shows each option, also of the groups inside, by its key."""
         groups, options = cls.groups(), dict[str, Shown]()
         for name, field in cls.model_fields.items():

@@ -89,7 +89,7 @@ def test_what_is_found_is_better_and_fits(rng: Random) -> None:
     assert sum(int(at.sum()) for at in found.at.values()) == gangs
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(rng=randoms())
 def test_options_of_a_plan_are_not_left_out_below_its_cost(rng: Random) -> None:
     encoded = encode(many_items(rng) if rng.random() < 0.5 else random_problem(rng, most_tables=6))
@@ -120,7 +120,7 @@ def options_below(encoded: Encoded, cost: float) -> NDArray[np.int64]:
     return np.sort(choice[choice >= 0])
 
 
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=5, deadline=None)
 @given(rng=randoms())
 def test_the_same_is_found_every_time(rng: Random) -> None:
     encoded = encode(many_items(rng) if rng.random() < 0.7 else random_problem(rng, most_tables=6))

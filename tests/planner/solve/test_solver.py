@@ -35,7 +35,7 @@ def test_small_problems_are_solved_as_by_trying_everything(rng: Random) -> None:
 
 @pytest.mark.some(1, of="small problems")
 @pytest.mark.parametrize("most_groups", [1000, 0], ids=["linear programs", "mean load"])
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=10, deadline=None)
 @given(rng=randoms())
 def test_small_problems_without_the_exact_program(most_groups: int, rng: Random) -> None:
     problem = random_problem(rng, most_tables=3)
@@ -67,7 +67,7 @@ def test_memory_alone_forbids_the_options_without_load() -> None:
     assert solution.cost == pytest.approx(5.5) == best_cost(problem)
 
 
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=5, deadline=None)
 @given(rng=randoms())
 def test_larger_problems(rng: Random) -> None:
     problem = random_problem(rng, most_tables=30, ranks=rng.choice([2, 5, 8]))

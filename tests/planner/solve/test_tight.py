@@ -72,7 +72,7 @@ def _option(label: str, load: float, memory: float, spots: tuple[tuple[int, ...]
     return Option(label=label, everywhere=Item(load=1e-3 * count, memory=(1e-5 * count,)), gangs=(gang,))
 
 
-@settings(max_examples=10, deadline=None)
+@settings(max_examples=4, deadline=None)
 @given(rng=randoms())
 def test_repair_brings_every_rank_within_its_memory(rng: Random) -> None:
     """From anywhere: each table in four parts, on ranks at random."""
@@ -91,7 +91,7 @@ def test_repair_brings_every_rank_within_its_memory(rng: Random) -> None:
     np.testing.assert_allclose(found.loads * encoded.capacity[0], packing.memory[:, 0])
 
 
-@settings(max_examples=5, deadline=None)
+@settings(max_examples=2, deadline=None)
 @given(rng=randoms())
 def test_first_packings_fit_and_hold_each_table(rng: Random) -> None:
     """First plans keep to the memory, hold each table, and are the same every time."""

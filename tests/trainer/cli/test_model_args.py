@@ -15,6 +15,7 @@ from shardrec.trainer.run.config import FILE
 from shardrec.trainer.run.model import build_model, export_fault, source_digest
 from shardrec.trainer.run.runs import differing
 from tests.trainer.cli.command import Run
+from tests.trainer.run.broken_off import FEW_TABLES
 
 SIZES = TrainConfig(
     samples=1_500, holdout_samples=500, max_embeddings=40, batch_size=128, evaluations=1, threads=1, model="dnn"
@@ -92,11 +93,12 @@ def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def trained(config: TrainConfig, out: Path, monkeypatch: pytest.MonkeyPatch, **options: Any) -> None:
-    from shardrec.trainer.data import synthetic
+    from shardrec.trainer.data import schema, synthetic
     from shardrec.trainer.run import session
 
     monkeypatch.setattr(session, "write_curve", lambda report, path: path.touch())
     monkeypatch.setattr(synthetic, "_EXPECTATION_ROWS", 1_000)
+    monkeypatch.setattr(schema, "CRITEO_CARDINALITIES", FEW_TABLES)
     session.run_rank(config.changed(out=str(out)), **options)
 
 

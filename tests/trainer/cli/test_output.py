@@ -37,7 +37,7 @@ def read_only() -> TextIO:
 
 
 @pytest.fixture(autouse=True)
-def _quick(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def _quick(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, few_tables: None) -> None:
     monkeypatch.setattr("shardrec.trainer.run.session.write_curve", lambda report, path: path.touch())
     monkeypatch.setattr("shardrec.trainer.data.synthetic._EXPECTATION_ROWS", 1_000)
     monkeypatch.chdir(tmp_path)

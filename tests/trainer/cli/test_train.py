@@ -12,16 +12,15 @@ import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from shardrec.layout import ShardingPlan, Topology, cuts
+from shardrec.trainer.data import write_criteo_tsv
 from tests.trainer.cli.command import Run, shell
 
 SMALL = ("--max-embeddings", "100", "--embedding-dim", "8", "--batch-size", "64", "--evaluations", "1")
 
 
 @pytest.fixture
-def rows(tmp_path: Path) -> Path:
-    """600 generated rows in Criteo's format."""
-    from shardrec.trainer.data import write_criteo_tsv
-
+def rows(tmp_path: Path, few_tables: None) -> Path:
+    """600 generated rows in Criteo's format, but for its number of categories."""
     path = tmp_path / "rows.tsv"
     write_criteo_tsv(path, 600, seed=1)
     return path
@@ -204,7 +203,9 @@ def test_two_new_ranks(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_two_new_ranks_say_a_bad_row_once(rows: Path, tmp_path: Path) -> None:
+def test_two_new_ranks_say_a_bad_row_once(tmp_path: Path) -> None:
+    rows = tmp_path / "rows.tsv"
+    write_criteo_tsv(rows, 600, seed=1)
     break_rows(rows, 0, "maybe", (590,))
     done = shell("train", "--nproc", "2", "--data", str(rows), *SMALL, "--out", str(tmp_path / "out"))
     assert done.returncode == 1

@@ -119,7 +119,7 @@ def test_no_archive(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"not an \.npz archive"):
         batches(tmp_path / "rows.npz", ARRAYS)
     np.savez(tmp_path / "rows.npz", label=np.ones(2))
-    with pytest.raises(DataError, match="column 'user' is missing"):
+    with pytest.raises(DataError, match="columns 'price', 'user', 'tags' are missing"):
         batches(tmp_path / "rows.npz", ARRAYS)
 
 

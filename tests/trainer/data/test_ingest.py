@@ -77,7 +77,7 @@ actions = st.one_of(
 )
 
 
-@settings(max_examples=15)
+@settings(max_examples=6)
 @given(drawn=st.lists(actions, max_size=9))
 def test_each_record_is_in_one_row(
     drawn: list[tuple[str, Any]], brokers: Brokers, tmp_path_factory: pytest.TempPathFactory

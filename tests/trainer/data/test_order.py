@@ -112,7 +112,7 @@ files_of = st.lists(
 )
 
 
-@settings(max_examples=8, deadline=None)
+@settings(max_examples=4, deadline=None)
 @given(
     files=files_of,
     streams=st.integers(1, 9),

@@ -95,7 +95,14 @@ def check_cuts(
     return late
 
 
-@pytest.mark.parametrize(("count", "cuts"), [(1, [5]), (2, [5]), pytest.param(2, [], marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("count", "cuts"),
+    [
+        pytest.param(1, [5], marks=pytest.mark.slow),  # as the records of a topic below, on one rank
+        (2, [5]),
+        pytest.param(2, [], marks=pytest.mark.slow),
+    ],
+)
 def test_the_same_rows_of_files_are_late_after_a_kill(count: int, cuts: list[int], tmp_path: Path) -> None:
     """Cut off in the middle of an arrival; of two ranks, the one that is behind has the watermark."""
     config = timed(tmp_path, batch_size=32 // count)

@@ -49,7 +49,7 @@ def delivered(folder: Path) -> list[int]:
     return list(range(700))
 
 
-@pytest.mark.parametrize("kills", [4, pytest.param(100, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("kills", [2, pytest.param(100, marks=pytest.mark.slow)])
 def test_a_kill_loses_and_repeats_no_row(kills: int, tmp_path: Path) -> None:
     """Struck between checkpoints, at them, at the ends of arrivals, before the first: the state is the same, too."""
     draws = random.Random(kills)

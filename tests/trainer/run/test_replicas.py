@@ -22,7 +22,7 @@ from shardrec.trainer.run import TrainConfig, folder, session
 from shardrec.trainer.run.folder import locked
 from shardrec.trainer.run.source import Source
 from tests.ranks import RankDied, ranks
-from tests.trainer.run.broken_off import SMALL
+from tests.trainer.run.broken_off import FEW_TABLES, SMALL
 
 DIES, JOINS = 5, 9
 LAUNCHER = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "TORCHELASTIC_USE_AGENT_STORE")
@@ -78,6 +78,7 @@ def replica(config: TrainConfig, before_batch: Callable[[Any, Any], None]) -> di
         mock.patch.object(DealtParts, "__next__", next_part),
         mock.patch.object(session, "write_curve", lambda report, path: path.write_bytes(b"")),
         mock.patch("shardrec.trainer.data.synthetic._EXPECTATION_ROWS", 1_000),
+        mock.patch("shardrec.trainer.data.schema.CRITEO_CARDINALITIES", FEW_TABLES),
         mock.patch.object(Announcer, "say", lambda self, text: lines.append(text)),
     ):
         report = session.run_rank(config, resume=True)
@@ -86,6 +87,7 @@ def replica(config: TrainConfig, before_batch: Callable[[Any, Any], None]) -> di
     return {"batches": batches, "lines": lines, "sums": tables, "samples": points, "wrote": report is not None}
 
 
+@pytest.mark.usefixtures("few_tables")
 def test_replicas_come_and_go(store: Any, tmp_path: Path) -> None:
     """One of two dies, another one joins. The rows of each step are those of the run, on the replicas that are there;
     the first one saves and writes, and one that is started after the end has nothing to do."""

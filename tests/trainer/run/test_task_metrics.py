@@ -218,20 +218,20 @@ def trained(config: TrainConfig) -> Any:
 
 
 @pytest.mark.some(1)
+@pytest.mark.parametrize("count", [2, pytest.param(4, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(("accumulate", "pipeline"), [(1, 0), (3, 2)])
 def test_ranks_learn_what_one_does_of_rows_with_weights(
-    planted: Path, tmp_path: Path, accumulate: int, pipeline: int
+    planted: Path, tmp_path: Path, accumulate: int, pipeline: int, count: int
 ) -> None:
     """Labels are missing and weights differ by the row: a mean of the ranks' means would be another gradient."""
     settings: dict[str, Any] = {"accumulate": accumulate, "pipeline": pipeline}
     settings |= {"optimizer": "sgd", "lr": 0.05, "embedding_optimizer": "sgd", "checkpoint": "none"}
     alone = trained(config_of(planted, tmp_path / "1", **settings))
-    for count in (2, 4):
-        reports = ranks(count, trained, config_of(planted, tmp_path / str(count), **settings))
-        assert reports[0].final.to_mapping() == pytest.approx(alone.final.to_mapping(), abs=1e-4)
-        assert [point.tasks["loss"] for point in reports[0].curve] == pytest.approx(
-            [point.tasks["loss"] for point in alone.curve], abs=1e-4
-        )
+    reports = ranks(count, trained, config_of(planted, tmp_path / str(count), **settings))
+    assert reports[0].final.to_mapping() == pytest.approx(alone.final.to_mapping(), abs=1e-4)
+    assert [point.tasks["loss"] for point in reports[0].curve] == pytest.approx(
+        [point.tasks["loss"] for point in alone.curve], abs=1e-4
+    )
 
 
 def test_a_run_of_four_tasks_and_what_is_done_with_it(planted: Path, tmp_path: Path) -> None:

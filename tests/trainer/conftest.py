@@ -1,4 +1,4 @@
-"""Fixtures of runs."""
+"""What tests of runs share, from Python and from the command line."""
 
 from __future__ import annotations
 
