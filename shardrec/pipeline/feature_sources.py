@@ -29,7 +29,7 @@ from shardrec.modules.collection import ShardedCollection
 from shardrec.modules.compiled import leaves
 from shardrec.step.records import GradMode
 
-__all__ = ["ModuleCall", "PostProcessed", "Source", "recorded_calls", "sources_of"]
+__all__ = ["ForwardRecord", "ModuleCall", "PostProcessed", "Source"]
 
 _DEEPEST = 4
 _CONSTANTS = (type(None), bool, int, float, str, torch.dtype, torch.device)
@@ -148,69 +148,79 @@ def _drop(module: nn.Module, name: str, _: object) -> None:
     delattr(module, name)
 
 
-@contextmanager
-def recorded_calls(model: nn.Module, device: torch.device) -> Iterator[list[ModuleCall]]:
-    """Inside, calls of the modules that could run ahead are appended to the list.
+class ForwardRecord:
+    """What a forward shows of where its values come from. It is made before the forward.
 
     Args:
-        model: its modules are watched, except modules inside compiled ones.
-        device: of the model.
+        batch: of the forward.
+
+    Attributes:
+        calls: the calls inside of :meth:`calls_of`.
     """
-    calls: list[ModuleCall] = []
 
-    def record(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: object) -> None:
-        if not torch.is_autocast_enabled(device.type) and not _takes_gradients(output):
-            calls.append(ModuleCall(module, (args, kwargs), output, GradMode.current()))
+    def __init__(self, batch: object) -> None:
+        self._batch, self._before = batch, dict(_held(batch))
+        self.calls: list[ModuleCall] = []
+        self._makers: dict[ModuleCall, PostProcessor | None] = {}
 
-    with ExitStack() as stack:
-        for module in _movable(model):
-            stack.callback(module.register_forward_hook(record, with_kwargs=True).remove)
-        yield calls
+    @contextmanager
+    def calls_of(self, model: nn.Module, device: torch.device) -> Iterator[None]:
+        """Inside, record the calls of the modules that could run ahead.
 
+        Args:
+            model: its modules are watched, except modules inside compiled ones.
+            device: of the model.
+        """
 
-def sources_of(values: Iterable[object], batch: object, calls: Sequence[ModuleCall]) -> list[Source | None]:
-    """Where each value comes from. None where the model makes it in another way."""
-    makers: dict[ModuleCall, PostProcessor | None] = {}
-    return [_source(value, batch, calls, makers) for value in values]
+        def record(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: object) -> None:
+            if not torch.is_autocast_enabled(device.type) and not _takes_gradients(output):
+                self.calls.append(ModuleCall(module, (args, kwargs), output, GradMode.current()))
+
+        with ExitStack() as stack:
+            for module in _movable(model):
+                stack.callback(module.register_forward_hook(record, with_kwargs=True).remove)
+            yield
+
+    def source(self, value: object) -> Source | None:
+        """Where a value of the forward comes from. None if the model makes it in another way."""
+        return self._source(value, self.calls)
+
+    def _source(self, value: object, calls: Sequence[ModuleCall]) -> Source | None:
+        place = _place(value, self._before.items())
+        if place is None:  # a batch may make it when it is asked for the first time
+            place = _place(value, _held(self._batch))
+            if place in self._before:  # the forward has replaced what was there
+                return None
+        if place is not None:
+            return Source(None, _path(place))
+        for number, call in enumerate(calls):
+            place = _place(value, _held(call.output))
+            if place is None:
+                continue
+            if call not in self._makers:
+                self._makers[call] = self._maker(call, calls[:number])
+            if maker := self._makers[call]:
+                return Source(maker, _path(place))
+        return None
+
+    def _maker(self, call: ModuleCall, before: Sequence[ModuleCall]) -> PostProcessor | None:
+        """A call that has ended after those ``before``, as one that can be made ahead. None if it cannot."""
+
+        def argument(value: object) -> Source:
+            if isinstance(value, _CONSTANTS):
+                return Source(None, [lambda _: value])
+            source = self._source(value, before)
+            if source is None:
+                raise _Unknown
+            return source
+
+        with suppress(_Unknown):
+            return PostProcessor(call.module, tree_map(argument, call.arguments, is_leaf=_is_leaf), call.mode)
+        return None
 
 
 class _Unknown(Exception):
     """An argument comes from nowhere that is known."""
-
-
-def _source(
-    value: object, batch: object, calls: Sequence[ModuleCall], makers: dict[ModuleCall, PostProcessor | None]
-) -> Source | None:
-    path = _path(batch, value)
-    if path is not None:
-        return Source(None, path)
-    for number, call in enumerate(calls):
-        path = _path(call.output, value)
-        if path is None:
-            continue
-        if call not in makers:
-            makers[call] = _maker(call, batch, calls[:number], makers)
-        if maker := makers[call]:
-            return Source(maker, path)
-    return None
-
-
-def _maker(
-    call: ModuleCall, batch: object, before: Sequence[ModuleCall], makers: dict[ModuleCall, PostProcessor | None]
-) -> PostProcessor | None:
-    """A call that has ended after those ``before``, as one that can be made ahead. None if it cannot."""
-
-    def argument(value: object) -> Source:
-        if isinstance(value, _CONSTANTS):
-            return Source(None, [lambda _: value])
-        source = _source(value, batch, before, makers)
-        if source is None:
-            raise _Unknown
-        return source
-
-    with suppress(_Unknown):
-        return PostProcessor(call.module, tree_map(argument, call.arguments, is_leaf=_is_leaf), call.mode)
-    return None
 
 
 def _is_leaf(value: object) -> bool:
@@ -246,22 +256,33 @@ def _movable(module: nn.Module) -> Iterator[nn.Module]:
         yield from _movable(child)
 
 
-def _path(root: object, wanted: object, deepest: int = _DEEPEST) -> list[Callable[[Any], object]] | None:
-    """The path from a value to this object in it."""
-    if root is wanted:
-        return []
+_Getter = Callable[[Any], Callable[[Any], object]]
+_Place = tuple[tuple[_Getter, Any], ...]
+"""Keys of items and names of attributes, each in the value before."""
+
+
+def _path(place: _Place) -> list[Callable[[Any], object]]:
+    return [getter(key) for getter, key in place]
+
+
+def _place(wanted: object, held: Iterable[tuple[_Place, object]]) -> _Place | None:
+    return next((place for place, value in held if value is wanted), None)
+
+
+def _held(root: object, deepest: int = _DEEPEST) -> Iterator[tuple[_Place, object]]:
+    """A value and the objects in it, each with its place."""
+    yield (), root
     if not deepest or isinstance(root, (Tensor, KeyedJaggedTensor, KeyedTensor, JaggedTensor, str, bytes)):
-        return None
-    steps: Iterable[Callable[[Any], object]]
+        return
+    getter: _Getter = itemgetter
+    keys: Iterable[Any]
     if isinstance(root, Mapping):
-        steps = map(itemgetter, root)
+        keys = root
     elif isinstance(root, (tuple, list)):
-        steps = map(itemgetter, range(len(root)))
+        keys = range(len(root))
     else:
-        steps = map(attrgetter, [*getattr(root, "__dict__", {}), *getattr(type(root), "__slots__", ())])
-    for step in steps:
+        getter, keys = attrgetter, [*getattr(root, "__dict__", {}), *getattr(type(root), "__slots__", ())]
+    for key in keys:
         with suppress(LookupError, AttributeError, TypeError):
-            rest = _path(step(root), wanted, deepest - 1)
-            if rest is not None:
-                return [step, *rest]
-    return None
+            for place, value in _held(getter(key)(root), deepest - 1):
+                yield ((getter, key), *place), value

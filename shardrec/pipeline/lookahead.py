@@ -17,7 +17,7 @@ from shardrec.exchange.headers import FORWARD_FAILED, ForwardFailed, is_own, quo
 from shardrec.modules.collection import ShardedCollection
 from shardrec.modules.compiled import leaves
 from shardrec.modules.forward import AheadOfSome, dense_signature
-from shardrec.pipeline.feature_sources import ModuleCall, PostProcessed, Source, recorded_calls, sources_of
+from shardrec.pipeline.feature_sources import ForwardRecord, PostProcessed, Source
 from shardrec.step.calls_ahead import Ahead
 from shardrec.step.context import ForwardState, ModelContext
 from shardrec.step.records import GradMode
@@ -182,8 +182,8 @@ class Lookahead:
             self._source, self._needs_batch = iter(self._batches), True
 
     def go_on_with(self, batches: Iterable[object]) -> None:
-        """Take further batches from here, after those in progress."""
-        if batches is not self._batches:
+        """Take further batches from here, after those in progress. After :meth:`close`, from where the iterator is."""
+        if batches is not self._batches or (self._source is None and not self._slots):
             self._batches, self._source, self._needs_batch = batches, iter(batches), False
 
     def close(self) -> None:
@@ -317,7 +317,7 @@ class Lookahead:
             return forward(slot.batch)
         observed = context.step.observed = [] if self._depth else None
         context.step.ahead, told = slot.ahead, context.failures_told
-        calls: list[ModuleCall] | None = None
+        record = ForwardRecord(slot.batch) if self._calls is None and self._depth else None
         try:
             if slot.ready is not None and slot.ahead is not None:
                 # What was made on the other stream is read on this one, and freed when the host is done with it.
@@ -326,15 +326,15 @@ class Lookahead:
             with ExitStack() as stack:
                 if slot.made is not None:
                     stack.enter_context(slot.made.in_place())
-                if self._calls is None and self._depth:
-                    calls = stack.enter_context(recorded_calls(self._model, self._device))
+                if record is not None:
+                    stack.enter_context(record.calls_of(self._model, self._device))
                 result = forward(slot.batch)
-            self._find_sources(slot, observed, calls)
+            self._find_sources(slot, observed, record)
             if slot.ahead is not None:
                 slot.ahead.refuse_other_modes()
         except Exception as error:
             if is_own(error) and context.failures_told == told:
-                self._fail(slot, observed, calls, error)
+                self._fail(slot, observed, record, error)
             raise
         finally:
             context.step.observed = None
@@ -342,14 +342,12 @@ class Lookahead:
             slot.let_go()
         return result
 
-    def _fail(
-        self, slot: _Slot, observed: _Observed | None, calls: Sequence[ModuleCall] | None, error: Exception
-    ) -> None:
+    def _fail(self, slot: _Slot, observed: _Observed | None, record: ForwardRecord | None, error: Exception) -> None:
         """Let the other ranks finish this forward, and tell them, before its backward."""
         context = self._context
         assert context is not None, "only a sharded model waits"
         if observed and self._calls is None:
-            self._find_sources(slot, observed, calls)
+            self._find_sources(slot, observed, record)
         if not self._exchanges_ahead or context.collectives.world_size == 1:
             return
         if slot.ahead is not None:
@@ -358,13 +356,13 @@ class Lookahead:
         with suppress(InputError):  # this rank raises the error itself
             context.headers.fail_all(f"the model's forward failed: {quoted(error)}", FORWARD_FAILED)
 
-    def _find_sources(self, slot: _Slot, observed: _Observed | None, calls: Sequence[ModuleCall] | None) -> None:
+    def _find_sources(self, slot: _Slot, observed: _Observed | None, record: ForwardRecord | None) -> None:
         """Find the sources of the features of this step's calls.
 
         Args:
             slot: of this step.
             observed: the calls of sharded modules. None if they were not observed.
-            calls: of other modules, which are recorded in the first step.
+            record: of the first step's forward.
         """
         if observed is None:
             return
@@ -376,12 +374,8 @@ class Lookahead:
             begun = [others for other, others in slot.begun if other is module]
             if begun and all(others is not features for others in begun):
                 self._replaced.add(module)
-        sources = [
-            source or self._made.get(module)
-            for (module, *_), source in zip(
-                observed, sources_of((features for _, features, _ in observed), slot.batch, calls or ()), strict=True
-            )
-        ]
+        record = record or ForwardRecord(slot.batch)
+        sources = [record.source(features) or self._made.get(module) for module, features, _ in observed]
         without = {module for (module, *_), source in zip(observed, sources, strict=True) if source is None}
         without |= self._replaced
         # A module's calls are made in their order: all of them ahead, or none.

@@ -199,7 +199,8 @@ class TrainPipeline:
     def close(self) -> None:
         """Drop the batches in progress, if a loop ends before its dataloader.
 
-        Every rank calls it after the same step. The next loop is another pass.
+        Every rank calls it after the same step. The next loop is another pass, and :meth:`progress` goes on in its
+        iterator.
         """
         self._steps.close()
 

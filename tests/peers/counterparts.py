@@ -8,6 +8,7 @@ backward of data-parallel tables and of those with a dense kernel, and so it is 
 from __future__ import annotations
 
 import copy
+import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from types import ModuleType
 from typing import Any
@@ -177,18 +178,22 @@ class _Progress:
         forward = options.get("custom_model_fwd")
         loss = (lambda _, batch: forward(batch)) if forward else None
         self._model, self._pipeline = model, TrainPipeline(model, optimizer, device, loss_fn=loss)
+        self.attach()
 
     def __class_getitem__(cls, _: Any) -> type:
         return cls
 
     def progress(self, iterator: Iterator[Any]) -> Any:
+        self.attach()
         return self._pipeline.progress(iterator)
 
     def detach(self) -> Any:
+        _ATTACHED.discard(self._pipeline)
         return self._model
 
     def attach(self, model: Any = None) -> None:
-        """The pipeline changes nothing in its model."""
+        """The pipeline changes nothing in its model: only :class:`_Ahead` asks."""
+        _ATTACHED.add(self._pipeline)
 
     @property
     def _pipelined_modules(self) -> list[nn.Module]:
@@ -196,7 +201,25 @@ class _Progress:
 
     @property
     def _pipelined_postprocs(self) -> list[nn.Module]:
-        return [module for module in self._pipeline.modules_ahead if not isinstance(module, ShardedCollection)]
+        modules = [module for module in self._pipeline.modules_ahead if not isinstance(module, ShardedCollection)]
+        names = {module: name for name, module in self._model.module.named_modules()}
+        for module in modules:
+            module.fqn = names[module]  # of TorchRec's wrapper
+        return modules
+
+
+_ATTACHED = weakref.WeakSet[TrainPipeline]()
+
+
+class _Ahead(type):
+    """Of ``PipelinedForward`` and ``PipelinedPostproc``, by which TorchRec's pipelines replace what runs ahead.
+
+    An instance is whatever runs ahead in a pipeline that is attached.
+    """
+
+    def __instancecheck__(cls, instance: object) -> bool:
+        module = getattr(instance, "__self__", instance)  # of a bound forward
+        return any(module is each for pipeline in _ATTACHED for each in pipeline.modules_ahead)
 
 
 class _Evaluation(_Progress):
@@ -274,17 +297,21 @@ def _left_out(name: str) -> type:
     return type(name, (), {"__init__": refuse, "__class_getitem__": classmethod(lambda cls, _: cls)})
 
 
+NAMES: dict[str, Any] = {
+    **{name: type(name, (_Progress,), {}) for name in PIPELINES},
+    **{name: _left_out(name) for name in LEFT_OUT},
+    **{name: _Ahead(name, (), {}) for name in ("PipelinedForward", "PipelinedPostproc")},
+    "EvalPipelineSparseDist": _Evaluation,
+    "DMPCollection": DMPCollection,
+    "DistributedModelParallel": DistributedModelParallel,
+    "GradientClippingOptimizer": GradientClippingOptimizer,
+    "ShardedEmbeddingBagCollection": shardrec.modules.ShardedEmbeddingBagCollection,
+}
+
+
 def put_into(module: ModuleType) -> None:
     """Have a module of TorchRec's tests use shardrec."""
-    names: dict[str, Any] = {name: type(name, (_Progress,), {}) for name in PIPELINES}
-    names |= {name: _left_out(name) for name in LEFT_OUT}
-    names |= {"EvalPipelineSparseDist": _Evaluation, "DMPCollection": DMPCollection}
-    names |= {
-        "DistributedModelParallel": DistributedModelParallel,
-        "GradientClippingOptimizer": GradientClippingOptimizer,
-    }
-    names["ShardedEmbeddingBagCollection"] = shardrec.modules.ShardedEmbeddingBagCollection
-    for name, counterpart in names.items():
+    for name, counterpart in NAMES.items():
         if hasattr(module, name):
             setattr(module, name, counterpart)
 

@@ -24,19 +24,13 @@ DIFFERENCES = {
         "^AssertionError: 0 != 1",
     ),
     "test_model_detach_.*with_postproc=True": ("features whose keys come twice are refused", "come more than once"),
-    "test_model_detach_during_train": ("it looks for TorchRec's rewritten forwards", "EmbeddingPipelinedForward"),
-    "test_detach_restores_nested_postproc": ("it looks for TorchRec's rewritten forwards", "no attribute 'fqn'"),
-    "inputs_modify_kjt_recursive": (
-        "features put back into the batch look like its own until the second step",
-        "^AssertionError: 2 != 1",
-    ),
     "postproc_with_collection_args": (
-        "the same outputs; modules that only change the batch are not needed for the features",
+        "the same outputs; modules that only change the batch in place are not run ahead",
         "^AssertionError: 2 != 4",
     ),
-    "PostprocTest::.*fwd_values_cached": ("it looks at private attributes", "no attribute 'contexts'"),
+    "PostprocTest::.*fwd_values_cached": ("it reads the cache of a batch in progress", "no attribute 'contexts'"),
     "PostprocTest::.*(arg_transform|postproc_recursive)": (
-        "the same outputs; then it looks at private attributes",
+        "the same outputs; then it reads the traced arguments",
         "no attribute '_args'",
     ),
     "PrefetchTrainPipelineTest::.*(queue|context|fill|stream|dequeues)": (

@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from random import Random
 from typing import Any
 
@@ -22,7 +23,7 @@ from shardrec.errors import InputError
 from shardrec.layout import Topology
 from shardrec.modules import ShardedModel, shard
 from shardrec.pipeline import TrainPipeline
-from shardrec.pipeline.feature_sources import PostProcessed, recorded_calls, sources_of
+from shardrec.pipeline.feature_sources import ForwardRecord, PostProcessed
 from tests.batches import random_bags
 from tests.models import collection, feature_rows, table_sizes
 from tests.modules.clicks import CONFIGS
@@ -265,7 +266,7 @@ def test_an_evaluation_between_steps_runs_its_own() -> None:
 
 
 def found(batch: object, wanted: object) -> object:
-    (source,) = sources_of([wanted], batch, ())
+    source = ForwardRecord(batch).source(wanted)
     return None if source is None else PostProcessed(batch).value(source)
 
 
@@ -280,6 +281,19 @@ def test_features_are_found_wherever_the_batch_holds_them() -> None:
         assert found(value, features) is features
     assert found([[[[[features]]]]], features) is None
     assert found(random_bags(Random(0), ROWS, 2).kjt(), features) is None
+
+
+def test_features_that_a_batch_makes_when_it_is_asked() -> None:
+    class Lazy:
+        @cached_property
+        def features(self) -> KeyedJaggedTensor:
+            return random_bags(Random(0), ROWS, 2).kjt()
+
+    batch, other = Lazy(), Lazy()
+    record = ForwardRecord(batch)
+    source = record.source(batch.features)
+    assert source is not None
+    assert PostProcessed(other).value(source) is other.features
 
 
 def test_which_modules_may_run_ahead() -> None:
@@ -304,19 +318,20 @@ def test_which_modules_may_run_ahead() -> None:
         "scripted": torch.jit.script(nn.Identity()),
     }
     model = nn.ModuleDict(kinds)
-    with recorded_calls(model, torch.device("cpu")) as calls:
+    record = ForwardRecord(features)
+    with record.calls_of(model, torch.device("cpu")):
         for name in ("frozen", "trained", "hidden", "none"):
             model[name](features)
         model["scripted"](features.values())
         with torch.autocast("cpu"):
             model["none"](features)
-    assert [call.module for call in calls] == [frozen, model["none"]]
+    assert [call.module for call in record.calls] == [frozen, model["none"]]
     model["none"](features)
-    assert len(calls) == 2
+    assert len(record.calls) == 2
 
 
 def test_features_that_the_forward_replaces_in_the_batch() -> None:
-    """They look like the batch's own at the end of the first step; from the third one on nothing is sent in vain."""
+    """They are not taken from the batch. Those that it held before the forward are."""
 
     class Replacing(nn.Module):
         def __init__(self) -> None:
@@ -341,7 +356,7 @@ def test_features_that_the_forward_replaces_in_the_batch() -> None:
         steps = TrainPipeline(pipelined, torch.optim.SGD(pipelined.dense_parameters(), lr=0.01), batches(5))
         with pytest.warns(UserWarning, match="exchanges no ids of ShardedEmbeddingBagCollection ahead, because"):
             assert [float(loss) for loss in steps] == losses
-        assert steps.modules_ahead == []
+        assert steps.modules_ahead == [pipelined.module.plain]
 
     ranks(2, run)
 
@@ -370,9 +385,10 @@ def test_a_step_in_another_mode_does_not_lose_the_post_processors() -> None:
 def test_another_argument_runs_the_module_again() -> None:
     features, shift = random_bags(Random(0), ROWS, 2).kjt(), Shift(1)
     model = nn.Sequential(shift)
-    with recorded_calls(model, torch.device("cpu")) as calls:
+    record = ForwardRecord([features])
+    with record.calls_of(model, torch.device("cpu")):
         made = shift(features, more=[{"n": 2}])
-    (source,) = sources_of([made], [features], calls)
+    source = record.source(made)
     assert source is not None
     ahead = PostProcessed([features])
     output = ahead.value(source)

@@ -91,6 +91,17 @@ def test_another_iterator_comes_after_the_batches_in_progress() -> None:
     torch.testing.assert_close(progressed(pipeline, [first])[0], wanted[3:6], rtol=0, atol=0)
 
 
+def test_progress_goes_on_after_close() -> None:
+    """As after TorchRec's ``reset()``: the batches in progress are lost, and no more."""
+    model, data = Scores(), rows(8)
+    pipeline = TrainPipeline(model, torch.optim.SGD(model.parameters(), lr=0.0), torch.device("cpu"))
+    wanted = [model(one)[1] for one in data]
+    iterator = iter(data)
+    torch.testing.assert_close(pipeline.progress(iterator), wanted[0], rtol=0, atol=0)
+    pipeline.close()
+    torch.testing.assert_close(progressed(pipeline, [iterator])[0], wanted[3:], rtol=0, atol=0)
+
+
 def test_what_a_loop_and_a_device_need() -> None:
     model = Scores()
     pipeline = TrainPipeline(model, [], torch.device("cpu"))
