@@ -23,7 +23,16 @@ from shardrec import ConfigError, DataError
 from shardrec.trainer.data.click_data import ClickBatch, ClickData
 from shardrec.trainer.data.convert import counted
 from shardrec.trainer.data.encode import encode
-from shardrec.trainer.data.order import STREAMS, BatchRequest, Chunk, deal, slices, stream_count, stream_share
+from shardrec.trainer.data.order import (
+    STREAMS,
+    BatchRequest,
+    Chunk,
+    deal,
+    rows_before,
+    slices,
+    stream_count,
+    stream_share,
+)
 from shardrec.trainer.data.planted import SyntheticConfig
 from shardrec.trainer.data.reading import Part, Reader, StreamRows, shuffled
 from shardrec.trainer.data.rows import NO_TIME, ClickRows, join_rows
@@ -266,12 +275,14 @@ class FileClickData(ClickData):
 
         pool = ThreadPoolExecutor(_THREADS, thread_name_prefix="decode")
         try:
+            after = rows_before(lengths, min(request.first_batch * size, total))
             for index in range(request.first_batch, -(-total // size)):
                 first, last = index * size, min((index + 1) * size, total)
+                before, after = after, rows_before(lengths, last)
                 if not request.wants(index, last - first):
                     continue
                 parts: list[Part] = []
-                for rows in slices(lengths, first, last, request.share(last - first)):
+                for rows in slices(before, after, request.share(last - first)):
                     if rows.stream not in opened:
                         opened[rows.stream] = rows_of(rows.stream, rows.start)
                     parts += opened[rows.stream].take(rows.start, rows.stop)

@@ -20,6 +20,7 @@ Legend: V values of one column.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -63,9 +64,15 @@ def present(array: pa.Array | pa.ChunkedArray, missing: Sequence[str]) -> pa.Arr
 
 def are_whole(array: pa.Array) -> bool:
     """Whether an array (V,) is of numbers, or of texts that are whole numbers, but for nulls."""
+    import pyarrow as pa
     import pyarrow.compute as pc
 
-    return not is_text(array.type) or pc.all(pc.match_substring_regex(array, _WHOLE)).as_py() is not False
+    if not is_text(array.type):
+        return True
+    with suppress(pa.ArrowException):  # of most columns, without a pattern
+        if array.cast(pa.int64()).cast(array.type).equals(array):
+            return True
+    return pc.all(pc.match_substring_regex(array, _WHOLE)).as_py() is not False
 
 
 def id_keys(

@@ -30,6 +30,7 @@ from __future__ import annotations
 import heapq
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -128,8 +129,7 @@ class Chunk:
     kept: int
 
 
-@dataclass(frozen=True, kw_only=True)
-class Slice:
+class Slice(NamedTuple):
     """Rows ``start`` to ``stop`` (not included) of a stream."""
 
     stream: int
@@ -183,22 +183,20 @@ def rows_before(lengths: NDArray[np.int64], count: int) -> NDArray[np.int64]:
     return np.asarray(low + np.bincount(stream[first], minlength=len(lengths)), dtype=np.int64)
 
 
-def slices(lengths: NDArray[np.int64], start: int, stop: int, share: tuple[int, int]) -> Iterator[Slice]:
+def slices(before: NDArray[np.int64], after: NDArray[np.int64], share: tuple[int, int]) -> Iterator[Slice]:
     """A rank's rows of a global batch.
 
     Args:
-        lengths: int64 (S,), rows of each stream.
-        start: the batch's first row in the canonical order.
-        stop: its end (not included).
+        before: int64 (S,), :func:`rows_before` of the batch's first row in the canonical order.
+        after: int64 (S,), the same of its end.
         share: the rank's first row in the batch, and its end.
     """
-    begin = 0
-    rows = zip(*(rows_before(lengths, count).tolist() for count in (start, stop)), strict=True)
-    for stream, (row, stop_row) in enumerate(rows):
-        first, last = max(share[0] - begin, 0), min(share[1] - begin, stop_row - row)
-        if last > first:
-            yield Slice(stream=stream, start=row + first, stop=row + last)
-        begin += stop_row - row
+    counts = after - before
+    begins = np.cumsum(counts) - counts
+    firsts, lasts = np.maximum(share[0] - begins, 0), np.minimum(share[1] - begins, counts)
+    streams = np.flatnonzero(lasts > firsts)
+    starts, stops = (before + firsts)[streams], (before + lasts)[streams]
+    return map(Slice, streams.tolist(), starts.tolist(), stops.tolist())
 
 
 def stream_share(lengths: NDArray[np.int64], world_size: int) -> float:

@@ -46,6 +46,8 @@ class Part:
 
     def between(self, start: int, stop: int) -> Part:
         """Rows ``start`` to ``stop`` (not included)."""
+        if not self.faults:
+            return Part(rows=self.rows.between(start, stop))
         first = start - sum(place < start for place in self.faults)
         faults = {place - start: fault for place, fault in self.faults.items() if start <= place < stop}
         return Part(rows=self.rows.between(first, first + stop - start - len(faults)), faults=faults)

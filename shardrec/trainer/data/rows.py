@@ -14,7 +14,7 @@ rank keeps.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 from functools import cached_property
 
 import numpy as np
@@ -30,9 +30,6 @@ __all__ = ["NO_TIME", "ClickRows", "bags_at", "join_rows"]
 
 NO_TIME = -62_135_596_800.0
 """The first second of the calendar, which stands for no event time."""
-
-_OF_ROWS = ("labels", "dense", "lengths", "groups", "row_weights", "times")
-"""Arrays that have an entry for each row. The others have one for each id."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -72,7 +69,8 @@ class ClickRows:
     def between(self, start: int, stop: int) -> ClickRows:
         """Rows ``start`` to ``stop`` (not included). Views, no copies."""
         if self.lengths is None:
-            first, last = start * self.num_sparse, stop * self.num_sparse
+            width = self.num_sparse
+            first, last = start * width, stop * width
         else:
             first, last = int(self._starts[start]), int(self._starts[stop])
         weights = None if self.weights is None else self.weights[first:last]
@@ -99,8 +97,17 @@ class ClickRows:
     def _at(
         self, rows: slice | NDArray[np.int64], ids: NDArray[np.int64], weights: NDArray[np.float32] | None
     ) -> ClickRows:
-        arrays = {name: array[rows] for name in _OF_ROWS if (array := getattr(self, name)) is not None}
-        return replace(self, ids=ids, weights=weights, **arrays)
+        # Field by field: a batch calls this for each of its streams.
+        return ClickRows(
+            labels=self.labels[rows],
+            dense=self.dense[rows],
+            ids=ids,
+            lengths=None if self.lengths is None else self.lengths[rows],
+            weights=weights,
+            groups=None if self.groups is None else self.groups[rows],
+            row_weights=None if self.row_weights is None else self.row_weights[rows],
+            times=None if self.times is None else self.times[rows],
+        )
 
     def to_batch(self, schema: ClickSchema) -> ClickBatch:
         """These rows as tensors, ids feature-major under ``schema.sparse_names``. No memory is shared."""
@@ -145,6 +152,6 @@ def join_rows(parts: Sequence[ClickRows]) -> ClickRows:
         ones = (np.ones((len(part), width), np.int64) if part.lengths is None else part.lengths for part in parts)
         lengths = np.concatenate([*ones])
     names = [field.name for field in fields(ClickRows) if field.name != "lengths"]
-    arrays = {name: [getattr(part, name) for part in parts] for name in names}
-    joined = {name: np.concatenate(each) for name, each in arrays.items() if all(array is not None for array in each)}
+    there = [name for name in names if getattr(parts[0], name) is not None]
+    joined = {name: np.concatenate([getattr(part, name) for part in parts]) for name in there}
     return ClickRows(lengths=lengths, **joined)

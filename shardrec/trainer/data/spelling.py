@@ -65,7 +65,9 @@ def _texts(spec: FeatureSpec, chunks: Sequence[tuple[FileInfo, int]]) -> set[str
         if not open_ones:
             continue
         columns = [*dict.fromkeys(feature.source for feature in open_ones)]
-        for block in read_blocks(info, spec, group=group, columns=columns):
+        for block in read_blocks(
+            info, spec, group=group, columns=columns, part=4
+        ):  # of each the group's dictionary is looked at
             for feature in open_ones:
                 if not spells_numbers(block.table, feature, spec):
                     texts.add(feature.share or feature.name)

@@ -48,7 +48,7 @@ def test_slices_cover_each_row_once_and_follow_each_other(lengths: list[int], wo
         streams = []
         for rank in range(world_size):
             share = count * rank // world_size, count * (rank + 1) // world_size
-            own = list(slices(rows, start, start + count, share))
+            own = list(slices(rows_before(rows, start), rows_before(rows, start + count), share))
             assert sum(part.stop - part.start for part in own) == share[1] - share[0]
             for part in own:
                 assert part.start == nexts[part.stream]
