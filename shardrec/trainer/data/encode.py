@@ -141,7 +141,7 @@ def encode(
         labels = np.where(bad, 0, label).astype(np.float32)
         bads.append((spec.label.column, Reason.LABEL, words, bad))
     if labelled and spec.group is not None:
-        groups, missing, bad = _group_keys(table, spec)
+        groups, missing, bad = group_keys(table, spec)
         bads.append((spec.group, Reason.ID, f"is no id of a group: {ID_WORDS}", bad | missing))
     if labelled and spec.event_time is not None:
         times, bad = _event_times(table[spec.event_time], spec)
@@ -470,14 +470,10 @@ def count_values(table: pa.Table, feature: Feature, spec: FeatureSpec) -> dict[s
     return {value.decode(): count for value, count in counts if value}
 
 
-def group_keys(table: pa.Table | pa.RecordBatch, spec: FeatureSpec) -> NDArray[np.uint64]:
-    """The key of each row's group, as :func:`encode` gives it."""
-    return _group_keys(table, spec)[0]
-
-
-def _group_keys(
+def group_keys(
     table: pa.Table | pa.RecordBatch, spec: FeatureSpec
 ) -> tuple[NDArray[np.uint64], NDArray[np.bool_], NDArray[np.bool_]]:
+    """The key of each row's group (N,), which rows lack it, and which have none that is an id."""
     return id_keys(present(plain(table[spec.group]), spec.missing))
 
 

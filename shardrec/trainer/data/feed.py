@@ -128,7 +128,9 @@ class Feed:
         rows, fault = None, None
         if listing["files"]:
             try:
-                rows = self._opened(listing["files"], [_known(info) for info in listing.get("counted", ())])
+                counted = listing.get("counted", ())
+                known = [FileInfo(**{**info, "groups": tuple(info["groups"])}) for info in counted]
+                rows = self._opened(listing["files"], known)
             except DataError as error:
                 fault = error
             faults = {rank: fault for rank, fault in enumerate(self._gathered(fault)) if fault is not None}
@@ -182,7 +184,8 @@ class Feed:
                     self._ingester.ask()
                     self._ingester.wait()
             names = self._names()
-            new, lost = self._unbroken([name for name in names if name not in self._taken and not _hidden(name)])
+            shown = (name for name in names if not path_of(name).rpartition("/")[2].startswith((".", "_")))
+            new, lost = self._unbroken([name for name in shown if name not in self._taken])
             arrived = self._arrived(new, last)
             if self._ingester is not None and arrived["files"]:
                 self._ingester.ask()  # for the file after these, while they are trained on
@@ -280,11 +283,3 @@ def _beside(path: str, name: str) -> str:
         if "://" in name or os.path.isabs(name)
         else plain[: plain.rfind("/") + 1] + name + path.removeprefix(plain)
     )
-
-
-def _hidden(name: str) -> bool:
-    return path_of(name).rpartition("/")[2].startswith((".", "_"))
-
-
-def _known(info: Position) -> FileInfo:
-    return FileInfo(**{**info, "groups": tuple(info["groups"])})

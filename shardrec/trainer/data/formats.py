@@ -36,7 +36,6 @@ __all__ = ["Rows", "columns_of", "file_kind", "read_rows", "text_head", "undamag
 
 _ROWS_AT_ONCE = 16_384
 _BLOCK_BYTES = 4 << 20
-_LONGEST_LINE = 64 << 20
 _COMPRESSED = {".gz": "gzip", ".bz2": "bz2", ".zst": "zstd", ".xz": "xz"}
 _SVMLIGHT = (".libsvm", ".svm", ".svmlight", ".libfm")
 _BLANK = b"\r\n\0 "
@@ -95,8 +94,8 @@ def read_rows(
         case "archive":
             return _archive(path, columns, _ROWS_AT_ONCE)
         case "svmlight":
-            lines = _whole_lines(path, _Opened(path, progress))
-            return ((table.select(columns), faults) for table, faults in map(svmlight.parse_svmlight, lines))
+            parsed = map(svmlight.parse_svmlight, _lines(path, progress))
+            return ((table.select(columns), faults) for table, faults in parsed)
     return _parsed(path, spec, columns, progress)
 
 
@@ -112,6 +111,8 @@ def undamaged(path: str) -> Iterator[None]:
 
     try:
         yield
+    except MemoryError as error:  # which says nothing of the file
+        raise DataError(f"data file {path}: no memory to read it ({error}): give the ranks more") from error
     except (pa.ArrowException, EOFError, OSError, UnicodeError, lzma.LZMAError, zipfile.BadZipFile) as error:
         reason = (str(error) or type(error).__name__).splitlines()[0]
         remedy = "the file is damaged ({}): copy or write it again"
@@ -296,20 +297,18 @@ def _parsed(path: str, spec: FeatureSpec, columns: Sequence[str], progress: Call
         )
 
 
-def _whole_lines(path: str, stream: _Opened) -> Iterator[bytes]:
-    """Blocks that end with a line feed, but perhaps the last one."""
-    rest = b""
-    while data := stream.read(_BLOCK_BYTES):
-        end = data.rfind(b"\n") + 1
-        if end:
-            yield rest + data[:end]
-            rest = data[end:]
-        else:
-            rest += data
-        if len(rest) > _LONGEST_LINE:
-            raise DataError(f"data file {path} has a line of more than {_LONGEST_LINE >> 20} MiB: give a text file")
-    if rest:
-        yield rest
+def _lines(path: str, progress: Callable[[int], object]) -> Iterator[pa.Array]:
+    """The lines of a text, in blocks."""
+    import pyarrow as pa
+    from pyarrow import csv
+
+    blocks = csv.open_csv(
+        _Opened(path, progress),
+        read_options=csv.ReadOptions(column_names=["line"], use_threads=False, block_size=_BLOCK_BYTES),
+        parse_options=csv.ParseOptions(delimiter=_UNIT, quote_char=False, ignore_empty_lines=False),
+        convert_options=csv.ConvertOptions(column_types={"line": pa.binary()}),
+    )
+    return (block.column(0) for block in blocks)
 
 
 def _archive(path: str, columns: Sequence[str], at_once: int) -> Iterator[Rows]:

@@ -7,7 +7,6 @@ batches:            rows of block 0 …     │ rows of block 1 …
 from __future__ import annotations
 
 import math
-import warnings
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass, field, replace
@@ -16,17 +15,14 @@ from datetime import UTC, datetime
 import numpy as np
 from numpy.typing import NDArray
 
-from shardrec import DataError
 from shardrec.trainer.data.encode import Dictionary, Encoded, encode
 from shardrec.trainer.data.fault import Reason, RowFault
 from shardrec.trainer.data.order import Chunk, held_out
 from shardrec.trainer.data.rows import NO_TIME, ClickRows, bags_at, join_rows
 from shardrec.trainer.data.spec import FeatureSpec
-from shardrec.trainer.data.tables import FileInfo, TableBlock, is_of_file, read_blocks
+from shardrec.trainer.data.tables import FileInfo, TableBlock, read_blocks
 
 __all__ = ["Part", "Reader", "StreamRows", "shuffled"]
-
-_BROKEN_AT_ONCE = 16_384
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -98,32 +94,15 @@ class Reader:
             info = self.files[chunk.file]
             offset = chunk.row - sum(info.groups[: chunk.group])
             dictionaries: dict[str, Dictionary] = {}
-            for block in self._blocks(info, chunk.group, start):
+            # Of rows that are lost it is not known which groups they are of.
+            skips = self.skips and not self._by_group
+            for block in read_blocks(info, self.spec, group=chunk.group, start=start, part=self.part, skips=skips):
                 self.decoded[stream] = self.decoded.get(stream, 0) + block.table.nbytes
                 part = self._encoded(block, info, chunk.group, offset, dictionaries)
                 dropped = min(at, len(part))
                 at -= dropped
                 if dropped < len(part):
                     yield part.between(dropped, len(part)) if dropped else part
-
-    def _blocks(self, info: FileInfo, group: int, start: int) -> Iterator[TableBlock]:
-        import pyarrow as pa
-
-        before = sum(info.groups[:group])
-        first, stop = before + start, before + info.groups[group]
-        try:
-            for block in read_blocks(info, self.spec, group=group, start=start, part=self.part):
-                yield block
-                first = block.stop
-        except DataError as error:
-            if not self.skips or not is_of_file(error):
-                raise
-            warnings.warn(f"rows of a file are left out: {error}", stacklevel=2)
-            fault = RowFault(reason=Reason.DAMAGED, where=str(error), remedy="")
-            empty = pa.table({name: pa.array([], pa.string()) for name in self.spec.sources})
-            for at in range(first, stop, _BROKEN_AT_ONCE):
-                faults = dict.fromkeys(range(at, end := min(at + _BROKEN_AT_ONCE, stop)), fault)
-                yield TableBlock(table=empty, numbers=np.zeros(0, np.int64), faults=faults, first=at, stop=end)
 
     @property
     def _by_group(self) -> bool:
@@ -138,9 +117,6 @@ class Reader:
     def _encoded(
         self, block: TableBlock, info: FileInfo, group: int, offset: int, dictionaries: dict[str, Dictionary]
     ) -> Part:
-        if self._by_group and any(fault.reason is Reason.DAMAGED for fault in block.faults.values()):
-            fault = next(iter(block.faults.values()))  # it is not known which groups have its rows
-            raise DataError(f"{info.place(block.first)}: {fault}")
         encoded = encode(block.table, self.spec, dictionaries=dictionaries)
         if encoded.rows.times is not None:
             self._add_untimely(encoded, encoded.rows.times)

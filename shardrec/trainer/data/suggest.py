@@ -27,7 +27,7 @@ from shardrec.trainer.data.urls import files_of, open_input
 if TYPE_CHECKING:
     import pyarrow as pa
 
-__all__ = ["Suggestion", "flow", "suggest", "suggest_spec"]
+__all__ = ["Suggestion", "flow", "suggest"]
 
 _Settings: TypeAlias = dict[str, object]
 """What a spec says of a file or a feature, by field."""
@@ -63,11 +63,6 @@ class Suggestion:
     rows: int
     ids: Mapping[str, int]
     clicked: float
-
-
-def suggest_spec(pattern: str, label: str | None = None) -> str:
-    """The text of :func:`suggest`."""
-    return suggest(pattern, label).text
 
 
 def suggest(pattern: str, label: str | None = None) -> Suggestion:
@@ -170,7 +165,7 @@ def _head(path: str, label: str | None) -> tuple[pa.Table, _Settings]:
         data = text_head(path, _MAX_BYTES)
         data = data[: data.rfind(b"\n") + 1] or data
         if kind == "svmlight":
-            table = parse_svmlight(data)[0]
+            table = parse_svmlight(pa.array(data.splitlines(), pa.binary()))[0]
             return pa.table({"label": table["label"].cast(pa.string()).cast(pa.float64()), "ids": table["ids"]}), {}
         usual, line = usual_delimiter(path), data.partition(b"\n")[0].decode("utf-8-sig", errors="replace")
         delimiter = usual if usual in line else max(",\t;| ", key=line.count)

@@ -28,11 +28,8 @@ COLUMNS = ("label", "qid", "ids", "values")
 _TOKEN = r"^[0-9A-Za-z_]+:[+-]?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][+-]?[0-9]+)?$"
 
 
-def parse_svmlight(data: bytes) -> tuple[pa.Table, dict[int, RowFault]]:
-    """The lines of a block of text.
-
-    Args:
-        data: whole lines.
+def parse_svmlight(lines: pa.Array) -> tuple[pa.Table, dict[int, RowFault]]:
+    """Lines, of a binary array (N,), as a table.
 
     Returns:
         A table of the good lines with the columns :data:`COLUMNS`, and the faults of the others by their numbers, from
@@ -41,42 +38,36 @@ def parse_svmlight(data: bytes) -> tuple[pa.Table, dict[int, RowFault]]:
     import pyarrow as pa
     import pyarrow.compute as pc
 
-    lines = data.split(b"\n")
-    if not lines[-1]:
-        lines.pop()
-    # Without comments, and with single spaces.
-    texts = [line.partition(b"#")[0].split() for line in lines]
-    lengths = np.fromiter((max(0, len(words) - 1) for words in texts), dtype=np.int64, count=len(texts))
-    tokens = pa.array([word for words in texts for word in words[1:]], pa.binary())
+    texts = pc.replace_substring_regex(lines, "#.*", "").view(pa.string())
+    words = pc.ascii_split_whitespace(pc.ascii_trim_whitespace(texts))
+    labels, is_label = pc.list_element(words, 0), np.zeros(len(words.values), dtype=np.bool_)
+    is_label[words.offsets.to_numpy()[:-1]] = True
+    tokens = words.values.filter(pa.array(~is_label))
+    row_V = pc.list_parent_indices(words).to_numpy()[~is_label]
     good = mask(pc.match_substring_regex(tokens, _TOKEN))
-    row_V = np.repeat(np.arange(len(texts)), lengths)
-    bad = np.bincount(row_V[~good], minlength=len(texts)) > 0
-    empty = np.fromiter((not words for words in texts), dtype=np.bool_, count=len(texts))
-    faults = {int(row): _fault(lines[row], texts[row]) for row in np.flatnonzero(bad | empty)}
-    keep_N = ~(bad | empty)
-    keep_V = keep_N[row_V]
-    pairs = pc.split_pattern(tokens.filter(pa.array(keep_V)).cast(pa.string()), ":")
+    bad = mask(pc.equal(labels, ""))
+    bad[row_V[~good]] = True
+    faults = {int(row): _fault(lines[row].as_py()) for row in np.flatnonzero(bad)}
+    kept, of_kept = pa.array(~bad), ~bad[row_V]
+    pairs = pc.split_pattern(tokens.filter(pa.array(of_kept)), ":")
     indices, values = pc.list_element(pairs, 0), pc.list_element(pairs, 1)
-    rows = row_V[keep_V]
+    rows = (np.cumsum(~bad) - 1)[row_V[of_kept]]
     # A query's number is the first pair of a line, and no feature of it.
-    is_query = mask(pc.equal(indices, "qid"))
-    number = np.cumsum(keep_N) - 1
-    places = np.full(int(keep_N.sum()), -1, dtype=np.int64)
-    places[number[rows[is_query]]] = np.flatnonzero(is_query)
-    queries = values.take(pa.array(places, mask=places < 0))
-    feature = pa.array(~is_query)
-    counts = np.bincount(number[rows[~is_query]], minlength=len(places)) if len(places) else places
-    offsets = pa.array(np.r_[0, np.cumsum(counts)].astype(np.int32))
+    is_query, count = mask(pc.equal(indices, "qid")), int((~bad).sum())
+    places = np.full(count, -1, dtype=np.int64)
+    places[rows[is_query]] = np.flatnonzero(is_query)
+    offsets = pa.array(np.r_[0, np.cumsum(np.bincount(rows[~is_query], minlength=count))].astype(np.int32))
     columns = {
-        "label": pa.array([words[0] for words, kept in zip(texts, keep_N, strict=True) if kept], pa.binary()),
-        "qid": queries,
-        "ids": pa.ListArray.from_arrays(offsets, indices.filter(feature)),
-        "values": pa.ListArray.from_arrays(offsets, values.filter(feature)),
+        "label": labels.filter(kept).cast(pa.binary()),
+        "qid": values.take(pa.array(places, mask=places < 0)),
+        "ids": pa.ListArray.from_arrays(offsets, indices.filter(pa.array(~is_query))),
+        "values": pa.ListArray.from_arrays(offsets, values.filter(pa.array(~is_query))),
     }
     return pa.table(columns), faults
 
 
-def _fault(line: bytes, words: list[bytes]) -> RowFault:
+def _fault(line: bytes) -> RowFault:
+    words = line.partition(b"#")[0].split()
     if not words:
         where, remedy = "the line is empty", "leave it out"
     else:

@@ -212,6 +212,7 @@ def read_blocks(
     start: int = 0,
     part: float = 1.0,
     columns: Sequence[str] | None = None,
+    skips: bool = False,
 ) -> Iterator[TableBlock]:
     """The rows of one row group of a file, in order.
 
@@ -222,35 +223,53 @@ def read_blocks(
         start: rows of it to leave out, which are decoded.
         part: of the usual size of a block.
         columns: to read. Default: those of the spec.
-
-    Raises:
-        DataError: for a file that is damaged, or has changed since it was counted.
-    """
-    first = sum(info.groups[:group])
-    seen, stop = first + start, first + info.groups[group]
-    at_once, names = max(1, int(_ROWS_AT_ONCE * part)), spec.sources if columns is None else tuple(columns)
-    if info.lost:
-        raise DataError(info.lost)
-    for table, broken in _row_group(info, spec, group, start, at_once, names):
-        first, seen = seen, seen + table.num_rows + len(broken)
-        if seen > stop:
-            break
-        faults = {first + row: fault for row, fault in broken.items()}
-        numbers = np.delete(np.arange(first, seen), list(broken))
-        yield TableBlock(table=table, numbers=numbers, faults=faults, first=first, stop=seen)
-    if seen != stop:
-        raise _changed(info, f"it had {stop:,} rows up to here and now has {'more' if seen > stop else seen}")
-
-
-def rows_between(info: FileInfo, spec: FeatureSpec, ranges: Sequence[tuple[int, int]]) -> Iterator[TableBlock]:
-    """A block of exactly the rows ``start`` to ``stop`` (not included), for each of some ascending ranges.
+        skips: whether what follows in a file that is gone, damaged or changed is broken rows, in place of an error.
 
     Raises:
         DataError: for a file that is damaged, or has changed since it was counted.
     """
     import pyarrow as pa
 
-    blocks = _rows_from(info, spec, ranges[0][0])
+    first = sum(info.groups[:group])
+    seen, stop = first + start, first + info.groups[group]
+    at_once, names = max(1, int(_ROWS_AT_ONCE * part)), spec.sources if columns is None else tuple(columns)
+    try:
+        if info.lost:
+            raise DataError(info.lost)
+        for table, broken in _row_group(info, spec, group, start, at_once, names):
+            end = seen + table.num_rows + len(broken)
+            if end > stop:
+                raise _changed(info, f"it had {stop:,} rows up to here and now has more")
+            faults = {seen + row: fault for row, fault in broken.items()}
+            numbers = np.delete(np.arange(seen, end), list(broken))
+            yield TableBlock(table=table, numbers=numbers, faults=faults, first=seen, stop=end)
+            seen = end
+        if seen != stop:
+            raise _changed(info, f"it had {stop:,} rows up to here and now has {seen}")
+    except DataError as error:
+        if not skips or not is_of_file(error):
+            raise
+        warnings.warn(f"rows of a file are left out: {error}", stacklevel=2)
+        fault = RowFault(reason=Reason.DAMAGED, where=str(error), remedy="")
+        empty = pa.table({name: pa.array([], pa.string()) for name in names})
+        for first in range(seen, stop, _ROWS_AT_ONCE):
+            faults = dict.fromkeys(range(first, end := min(first + _ROWS_AT_ONCE, stop)), fault)
+            yield TableBlock(table=empty, numbers=np.zeros(0, np.int64), faults=faults, first=first, stop=end)
+
+
+def rows_between(
+    info: FileInfo, spec: FeatureSpec, ranges: Sequence[tuple[int, int]], *, skips: bool = False
+) -> Iterator[TableBlock]:
+    """A block of exactly the rows ``start`` to ``stop`` (not included), for each of some ascending ranges.
+
+    ``skips`` is as for :func:`read_blocks`.
+
+    Raises:
+        DataError: for a file that is damaged, or has changed since it was counted.
+    """
+    import pyarrow as pa
+
+    blocks = _rows_from(info, spec, ranges[0][0], skips)
     block = next(blocks, None)
     for start, stop in ranges:
         tables, numbers = [], [np.zeros(0, dtype=np.int64)]
@@ -265,15 +284,19 @@ def rows_between(info: FileInfo, spec: FeatureSpec, ranges: Sequence[tuple[int, 
                 break
             block = next(blocks, None)
         yield TableBlock(
-            table=pa.concat_tables(tables), numbers=np.concatenate(numbers), faults=faults, first=start, stop=stop
+            table=pa.concat_tables([table for table in tables if len(table)] or tables[:1]),
+            numbers=np.concatenate(numbers),
+            faults=faults,
+            first=start,
+            stop=stop,
         )
 
 
-def _rows_from(info: FileInfo, spec: FeatureSpec, first: int) -> Iterator[TableBlock]:
+def _rows_from(info: FileInfo, spec: FeatureSpec, first: int, skips: bool) -> Iterator[TableBlock]:
     """The rows of a file from one on, over its row groups."""
     for group, rows in enumerate(info.groups):
         if rows > first:
-            yield from read_blocks(info, spec, group=group, start=max(0, first))
+            yield from read_blocks(info, spec, group=group, start=max(0, first), skips=skips)
         first -= rows
 
 
@@ -282,13 +305,12 @@ def _row_group(
 ) -> Iterator[tuple[pa.RecordBatch, dict[int, RowFault]]]:
     """Batches of the rows that could be read, each with the faults of the others by their place among both.
 
-    From a damaged page on, the rows of the group are broken. What fails is read once more, for it may have been a
-    network that did.
+    What fails is read once more, for it may have been a network that did.
     """
     import pyarrow as pa
 
     of_texts = {feature.source for feature in spec.sparse if info.kinds.get(feature.source, "texts").endswith("texts")}
-    fault: RowFault | None = None
+    has_failed = False
     while True:
         if _footer_digest(info.parquet) != info.digest.removesuffix("-rows"):
             raise _changed(info, "it has another footer")
@@ -304,24 +326,21 @@ def _row_group(
                     first, stop = stop, stop + batch.num_rows
                     if start < stop:
                         yield _with_partitions(*_unparsed(batch.slice(start - first)), info, columns)
-                        start, fault = stop, None
+                        start, has_failed = stop, False
                 return
             except MemoryError as error:  # which says nothing of the file
                 raise DataError(
                     f"data file {info.path}: no memory to read it ({error}): give the ranks more"
                 ) from error
             except (pa.ArrowException, OSError) as error:
-                failed_before = fault is not None
-                reason = (str(error) or type(error).__name__).splitlines()[0]
-                where = f"the file is damaged from here to the end of its row group ({reason})"
-                fault = RowFault(reason=Reason.DAMAGED, where=where, remedy="copy the file again, as it was")
-            if failed_before:
-                read = pa.schema([file.schema_arrow.field(name) for name in names])  # with dictionaries
-                empty = pa.RecordBatch.from_pylist([], schema=read)
-                for first in range(start, info.groups[group], at_once):
-                    broken = dict.fromkeys(range(min(at_once, info.groups[group] - first)), fault)
-                    yield _with_partitions(empty, broken, info, columns)
-                return
+                if has_failed:
+                    row = sum(info.groups[:group]) + start
+                    reason = (str(error) or type(error).__name__).splitlines()[0]
+                    raise DataError(
+                        f"{info.place(row, group)}: the file is damaged from here to the end of its row group "
+                        f"({reason}); copy the file again, as it was, or leave such rows out (--on-bad-row skip)"
+                    ) from error
+                has_failed = True
 
 
 def _unparsed(batch: pa.RecordBatch) -> tuple[pa.RecordBatch, dict[int, RowFault]]:

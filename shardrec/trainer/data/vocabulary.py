@@ -62,7 +62,7 @@ def _counts(
     counts = {feature.name: Counter[str]() for feature in spec.uncounted}
     for info, group, first in chunks:
         for block in read_blocks(info, spec, group=group):
-            units = block.numbers + first if spec.group is None else group_keys(block.table, spec)
+            units = block.numbers + first if spec.group is None else group_keys(block.table, spec)[0]
             trained = block.table.filter(pa.array(~held_out(units, holdout)))
             for feature in spec.sparse:
                 if (owner := feature.share or feature.name) in counts:

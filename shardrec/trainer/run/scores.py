@@ -284,7 +284,7 @@ def _scored(parts: Sequence[_Part], spec: _Keyed, skips: bool) -> Iterator[_Scor
             for part in of_file
             for start in range(part.start, part.stop, _ROWS)
         ]
-        blocks = rows_between(info, spec, [(start, stop) for _, start, stop in ranges])
+        blocks = rows_between(info, spec, [(start, stop) for _, start, stop in ranges], skips=skips)
         for (part, _, stop), block in zip(ranges, blocks, strict=True):
             encoded = encode(spec.completed(block.table), spec, labelled=False)
             faults = {int(block.numbers[row]): fault for row, fault in encoded.faults.items()} | block.faults

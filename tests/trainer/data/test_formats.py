@@ -31,7 +31,7 @@ def batches(path: Path, spec: FeatureSpec, **options: object) -> list:
     return list(open_click_data(path, spec, holdout=0.0, **options).train_batches(0, 1, 4))
 
 
-@given(rows=rows_of, block=st.sampled_from([1, 30, 1 << 20]), ending=st.sampled_from(["\n", "\r\n", " # why\n"]))
+@given(rows=rows_of, block=st.sampled_from([300, 1 << 20]), ending=st.sampled_from(["\n", "\r\n", " # why\n"]))
 def test_lines_of_pairs(tmp_path_factory: pytest.TempPathFactory, rows: list, block: int, ending: str) -> None:
     folder = tmp_path_factory.mktemp("svm")
     text = "".join(
@@ -175,3 +175,8 @@ def test_damaged_files_are_not_counted(tmp_path: Path) -> None:
     data = FileClickData([path], LINES)
     with pytest.raises(DataError, match="the file is damaged"):
         data.count()
+
+
+def test_no_memory_is_no_damage() -> None:
+    with pytest.raises(DataError, match=r"a\.csv: no memory to read it \(malloc"), formats.undamaged("a.csv"):
+        raise pa.ArrowMemoryError("malloc of size 9 failed")

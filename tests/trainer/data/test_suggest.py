@@ -20,7 +20,7 @@ from shardrec.errors import ConfigError, DataError
 from shardrec.trainer.data import FileClickData, load_spec
 from shardrec.trainer.data.encode import encode
 from shardrec.trainer.data.spec import parse_spec
-from shardrec.trainer.data.suggest import suggest, suggest_spec
+from shardrec.trainer.data.suggest import suggest
 from shardrec.trainer.run.config import load_config_text
 from shardrec.trainer.run.model import build_model
 from shardrec.trainer.run.suggest_run import suggest_run
@@ -67,7 +67,7 @@ def test_columns_of_every_kind(tmp_path: Path, name: str) -> None:
         written(path, data, delimiter)
     else:
         pq.write_table(pa.table(data), path)
-    text = suggest_spec(str(path))
+    text = suggest(str(path)).text
     proposed = yaml.safe_load(text)
     assert proposed["label"] == "Was Clicked?"
     assert proposed.get("delimiter") == (";" if delimiter == ";" else None)
@@ -104,19 +104,19 @@ def test_columns_of_every_kind(tmp_path: Path, name: str) -> None:
 )
 def test_labels(tmp_path: Path, column: str, values: list[float], label: Any) -> None:
     path = written(tmp_path / "a.csv", {"who": [f"u{n % 7}" for n in range(100)], column: (values * 50)[:100]})
-    assert yaml.safe_load(suggest_spec(str(path)))["label"] == label
+    assert yaml.safe_load(suggest(str(path)).text)["label"] == label
 
 
 def test_files_without_a_header_and_of_libsvm(tmp_path: Path) -> None:
     path = written(tmp_path / "u.data", {"a": [0, 1] * 60, "b": [*range(1, 61)] * 2, "c": [0, 1] * 60}, header=False)
     with pytest.raises(DataError, match="no column is clearly the label: name one"):
-        suggest_spec(str(path))
-    proposed = yaml.safe_load(suggest_spec(str(path), label="column_3"))
+        suggest(str(path))
+    proposed = yaml.safe_load(suggest(str(path), label="column_3").text)
     assert proposed["columns"] == ["column_1", "column_2", "column_3"]
     assert proposed["label"] == "column_3"
     path = tmp_path / "a.libsvm"
     path.write_text("".join(f"{n % 2} {n % 9 + 1}:1 {n % 5 + 9}:1\n" for n in range(100)))  # 9 is in both places
-    proposed = yaml.safe_load(suggest_spec(str(path)))
+    proposed = yaml.safe_load(suggest(str(path)).text)
     assert proposed["features"][0] == {
         "name": "ids",
         "kind": "multi_hot",
@@ -134,7 +134,7 @@ def test_ids_of_disjoint_ranges_are_fields(tmp_path: Path) -> None:
     labels = draws.integers(0, 2, ROWS)
     lines = zip(labels, *fields.values(), strict=True)
     path.write_text("".join(f"{label} {first}:1 {second}:1\n" for label, first, second in lines))
-    (tmp_path / "fields.yaml").write_text(suggest_spec(str(path)), encoding="utf-8")
+    (tmp_path / "fields.yaml").write_text(suggest(str(path)).text, encoding="utf-8")
     proposed = yaml.safe_load((tmp_path / "fields.yaml").read_text(encoding="utf-8"))
     assert [feature["between"] for feature in proposed["features"]] == [[50, 139], [0, 50]]
     pq.write_table(pa.table({"label": labels, **fields}), tmp_path / "a.parquet")
@@ -234,7 +234,7 @@ def test_rows_of_text_are_estimated_by_its_size(tmp_path: Path, monkeypatch: pyt
 def test_what_cannot_be_proposed(tmp_path: Path, text: str, label: str | None, words: str) -> None:
     (tmp_path / "a.csv").write_text(text)
     with pytest.raises(DataError, match=words):
-        suggest_spec(str(tmp_path / "a.csv"), label)
+        suggest(str(tmp_path / "a.csv"), label)
 
 
 _names = st.text(st.characters(codec="ascii", categories=["L", "N", "P", "Zs"], exclude_characters='",'), min_size=1)
@@ -242,7 +242,7 @@ _names = st.text(st.characters(codec="ascii", categories=["L", "N", "P", "Zs"], 
 
 def test_a_column_without_a_value_twice_has_a_vocabulary(tmp_path: Path) -> None:
     path = written(tmp_path / "a.csv", {"label": [0, 1] * 10, "city": [f"city {number}" for number in range(20)]})
-    (tmp_path / "features.yaml").write_text(suggest_spec(str(path), "label"), encoding="utf-8")
+    (tmp_path / "features.yaml").write_text(suggest(str(path), "label").text, encoding="utf-8")
     raw = load_spec(tmp_path / "features.yaml")
     assert len(vocabularies([path], raw)["city"]) == 20
 
@@ -254,7 +254,7 @@ def test_sequences_of_clicked_items(tmp_path: Path) -> None:
     rows = {"user": [*range(300)] * 2, "history": [items[n : n + 3] for n in range(600)], "item": items}
     path = tmp_path / "a.parquet"
     pq.write_table(pa.table({**rows, "item_price": items, "label": [1] * 600}), path)
-    raw = parse_spec(suggest_spec(str(path)), "proposed")
+    raw = parse_spec(suggest(str(path)).text, "proposed")
     kinds = {feature.name: (feature.kind, feature.share) for feature in raw.features}
     assert kinds == {
         "user": ("id", None),
@@ -281,7 +281,7 @@ def test_any_names_and_values_make_a_spec(
             table[name] = data.draw(st.lists(values, min_size=20, max_size=20))
     table |= {"kind": ["x", "y"] * 10}
     path = written(tmp_path_factory.mktemp("any") / "a.csv", table)
-    (path.parent / "features.yaml").write_text(suggest_spec(str(path), "label"), encoding="utf-8")
+    (path.parent / "features.yaml").write_text(suggest(str(path), "label").text, encoding="utf-8")
     raw = load_spec(path.parent / "features.yaml")
     assert {*raw.sources} <= {*table}
     spec = raw.with_vocabularies(vocabularies([path], raw))
