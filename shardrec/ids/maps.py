@@ -7,7 +7,8 @@ of them maps once for all, and ranks that hold one each get the same rows: they 
 
 [Note: open steps]
 Between a lookup and its backward, its rows must not be assigned to other ids. So an id that is used by a step without
-its backward yet is not evicted, as long as its autograd graph exists. A second backward over a retained graph is an
+its backward yet is not evicted, as long as its autograd graph exists. The first forward of a reentrant activation
+checkpoint has no graph: its step is open as long as the checkpoint's. A second backward over a retained graph is an
 error if rows may have been reassigned since.
 """
 

@@ -21,6 +21,7 @@ from shardrec._dynamo import left_alone
 from shardrec.errors import ConfigError, PlanError
 from shardrec.exchange.batch import NO_LIMIT, Expectation
 from shardrec.exchange.dedup import DistinctIds
+from shardrec.exchange.recomputation import in_recomputation
 from shardrec.exchange.route import Lookup, Route, build_route
 from shardrec.exchange.to_device import moved
 from shardrec.exchange.transport import transport_of
@@ -276,9 +277,7 @@ class ShardedCollection(nn.Module, abc.ABC):
 
     def assigns_new_ids(self) -> bool:
         """Whether a lookup gives rows to new ids: in training, but not where a backward computes a forward again."""
-        return (
-            self.id_maps is not None and self.training and self.storage.trains and torch._C._current_graph_task_id() < 0
-        )
+        return self.id_maps is not None and self.training and self.storage.trains and not in_recomputation()
 
     @torch.no_grad()
     def renew_rows(self, shard: Shard, rows: Tensor, step: int) -> None:

@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING, Any
 from shardrec._late_imports import names_from
 from shardrec._versions import check_versions
 from shardrec.errors import PipelineError
+from shardrec.exchange.recomputation import is_checkpointing, is_recomputing
 from shardrec.pipeline import skip
 from shardrec.pipeline.balance import balance_by_size, balance_by_time
 from shardrec.pipeline.pipeline import Pipeline
-from shardrec.pipeline.recompute import is_checkpointing, is_recomputing
 from shardrec.pipeline.timeline import Timeline
 
 if TYPE_CHECKING:

@@ -1,4 +1,4 @@
-"""Activation checkpointing: the queries for layers, and the state that is restored for a recomputation.
+"""Activation checkpointing: the state that is restored for a recomputation.
 
 ::
 
@@ -17,45 +17,12 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from typing import Literal
 
 import torch
 from torch._ops import OpOverload
 from torch.utils._python_dispatch import TorchDispatchMode
 
-__all__ = ["Modes", "RandomState", "RandomStream", "flagged", "is_checkpointing", "is_recomputing"]
-
-
-class _Flags(threading.local):
-    checkpointing = False
-    recomputing = False
-
-
-_flags = _Flags()
-
-
-def is_checkpointing() -> bool:
-    """Whether the forward that runs on this thread is checkpointed: it keeps no graph, and will be recomputed."""
-    return _flags.checkpointing
-
-
-def is_recomputing() -> bool:
-    """Whether the forward that runs on this thread is a recomputation, for a backward.
-
-    A layer that counts its calls, or updates a state in forward, should not do so in a recomputation.
-    """
-    return _flags.recomputing
-
-
-@contextmanager
-def flagged(flag: Literal["checkpointing", "recomputing"]) -> Iterator[None]:
-    """What layers are told inside the block."""
-    before = getattr(_flags, flag)
-    setattr(_flags, flag, True)
-    try:
-        yield
-    finally:
-        setattr(_flags, flag, before)
+__all__ = ["Modes", "RandomState", "RandomStream"]
 
 
 class Modes:

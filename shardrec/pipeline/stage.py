@@ -29,8 +29,9 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.utils._pytree import TreeSpec, tree_unflatten
 
 from shardrec.errors import PipelineError
+from shardrec.exchange.recomputation import flagged
 from shardrec.pipeline.message import Failure, Key, Mailbox, Message, flatten
-from shardrec.pipeline.recompute import Modes, RandomState, RandomStream, flagged
+from shardrec.pipeline.recompute import Modes, RandomState, RandomStream
 from shardrec.pipeline.schedule import Action
 from shardrec.pipeline.skip.routes import Route
 from shardrec.pipeline.skip.tracker import SkipTracker, changed_in_place, use_skip_tracker, versions_of

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from shardrec.pipeline.recompute import is_recomputing
+from shardrec.exchange.recomputation import is_recomputing
 
 __all__ = ["MiniBatchStatistics"]
 

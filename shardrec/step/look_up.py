@@ -13,6 +13,7 @@ from torch import Tensor
 
 from shardrec.exchange.collectives import Collectives, joined
 from shardrec.exchange.payload import ShardInput
+from shardrec.exchange.recomputation import checkpoint_around
 from shardrec.ids.maps import Mapped, OpenStep
 from shardrec.lookup.backward import Kept
 from shardrec.lookup.shards import LookupInputs
@@ -128,6 +129,8 @@ def look_up(
         looked_up.mapped = None if mapped.kept is None else mapped
         if to_update and plan.id_maps is not None:
             looked_up.open_step = plan.id_maps.open_step(mapped)
+        elif mapped.step and plan.id_maps is not None and (checkpoint := checkpoint_around()) is not None:
+            checkpoint.open_steps = [*getattr(checkpoint, "open_steps", ()), plan.id_maps.open_step(mapped)]
     if call is not None and call.learned_weights is not None and to_update:
         assert call.positions is not None, "the positions of the ids were kept"
         weights = call.learned_weights

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
@@ -390,6 +391,39 @@ def test_the_capacity_is_raised() -> None:
     ):
         with pytest.raises(ConfigError, match=words):
             model.set_id_capacity(table, capacity)
+
+
+def trained_through(checkpoints: str) -> tuple[list[Tensor], dict[str, int]]:
+    """Forwards of several batches before one backward, of a table of as many rows as two of them have ids. Then the
+    graph is gone, and ids may lose their rows."""
+    options = DynamicIds(capacity=4, evict="lru")
+    model = shard(model_of(True, "sgd"), one_table(), dynamic_ids={"goods": options})
+    scale = torch.ones(1, requires_grad=True)
+    batches = [kjt(bags(*ids)) for ids in ((1, 2), (3, 4), (5, 6), (2, 1))]
+
+    def forward(ids: KeyedJaggedTensor, scale: Tensor) -> Tensor:
+        output: Tensor = model(ids) * scale
+        return output
+
+    outputs = []
+    for ids in batches:
+        if checkpoints == "none":
+            outputs.append(forward(ids, scale))
+        else:
+            outputs.append(checkpoint(forward, ids, scale, use_reentrant=checkpoints == "reentrant"))
+    sum(output.square().sum() for output in outputs).backward()  # type: ignore[union-attr]
+    stats, _ = model.id_stats()["sparse.goods"], outputs.clear()
+    dynamic_step(model, bags(7, 8), 0)
+    assert model.id_stats()["sparse.goods"]["evictions"] == 2
+    return [value.clone() for value in model.state_dict().values()], stats
+
+
+@pytest.mark.parametrize("checkpoints", ["reentrant", "other"])
+def test_ids_of_a_checkpoint_keep_their_rows_until_its_backward(checkpoints: str) -> None:
+    weights, stats = trained_through(checkpoints)
+    expected, expected_stats = trained_through("none")
+    assert all(map(torch.equal, weights, expected))
+    assert stats == expected_stats and stats["evictions"] == 0
 
 
 def test_training_ahead_is_the_same() -> None:
