@@ -139,8 +139,12 @@ class ShardedModel(nn.Module):
             self.made_fused_optimizer = FusedOptimizers(self._sharded, self._table_names(), self.context)
         return self.made_fused_optimizer
 
+    def named_tables(self) -> dict[str, ShardedTable]:
+        """The tables of all collections by the paths of their modules."""
+        return {path: child for path, child in self.module.named_modules() if isinstance(child, ShardedTable)}
+
     def _table_names(self) -> dict[int, str]:
-        return {id(child): path for path, child in self.module.named_modules() if isinstance(child, ShardedTable)}
+        return {id(table): path for path, table in self.named_tables().items()}
 
     @property
     def ranks(self) -> Ranks:
@@ -538,9 +542,7 @@ class ShardedModel(nn.Module):
         if prefix:
             values = {key.removeprefix(prefix): value for key, value in state_dict.items() if key.startswith(prefix)}
             return self.load_state_dict(values, strict, assign)
-        tables = [
-            (f"{path}.weight", table) for path, table in self.module.named_modules() if isinstance(table, ShardedTable)
-        ]
+        tables = [(f"{path}.weight", table) for path, table in self.named_tables().items()]
         # torch's set_model_state_dict adds this rank's parameters.
         shards = {key.removesuffix("weight") + name for key, table in tables for name in table._parameters}
         values = cast(dict[str, Any], copy.copy(state_dict))  # with torch's _metadata

@@ -21,6 +21,7 @@ from shardrec.ids import DynamicIds
 from shardrec.ids.id_map import COUNTED
 from shardrec.ids.options import POLICIES, Evict
 from shardrec.layout import Shard, ShardingPlan, TableLayout, Topology, cuts
+from shardrec.modules import ShardedModel
 from shardrec.pipeline import TrainPipeline
 from tests.collective_counts import CountCollectives
 from tests.ids.oracle import (
@@ -377,13 +378,26 @@ def test_names_and_optimizers() -> None:
     dynamic_step(shard(model, one_table(), dynamic_ids={"goods": DynamicIds(evict="never")}), bags(5), 0)
 
 
-def test_the_capacity_is_raised() -> None:
-    model = shard(model_of(True, "sgd"), one_table(), dynamic_ids={"goods": DynamicIds(capacity=4, evict="never")})
+def test_the_capacity_is_raised(tmp_path: Path) -> None:
+    """No checkpoint has it: a program that goes on gives the raised one, or is warned that ids are left out."""
+
+    def make(capacity: int) -> ShardedModel:
+        options = DynamicIds(capacity=capacity, evict="never")
+        return shard(model_of(True, "sgd"), one_table(), dynamic_ids={"goods": options})
+
+    model = make(4)
     dynamic_step(model, bags(*range(6)), 0)
     assert model.id_stats()["sparse.goods"]["used"] == 4
     model.set_id_capacity("sparse.goods", 9)
     dynamic_step(model, bags(*range(20)), 1)
     assert model.id_stats()["sparse.goods"]["used"] == 9
+    save_checkpoint(tmp_path, model)
+    load_checkpoint(tmp_path, resumed := make(9))
+    assert resumed.id_stats()["sparse.goods"]["used"] == 9
+    with pytest.warns(UserWarning, match="lack room for 5 of the saved ids.* or capacity if it is given"):
+        load_checkpoint(tmp_path, resumed := make(4))
+    assert resumed.id_stats()["sparse.goods"]["used"] == 4
+    assert copy.deepcopy(model).id_stats()["sparse.goods"]["used"] == 9
     for words, table, capacity in (
         ("lacks dynamic ids", "sparse.users", 9),
         ("Give more", "sparse.goods", 8),
