@@ -222,7 +222,8 @@ class ShardedModel(nn.Module):
         """Accumulate the dense part's gradients without averaging them, as DistributedDataParallel.no_sync does.
 
         Counts for the backward of each forward made inside. With ``update="backward"``, sharded tables with a fused
-        optimizer are still updated in each backward. Replicated ones accumulate with the dense part.
+        optimizer are still updated in each backward. Replicated ones accumulate with the dense part. On one rank there
+        is nothing to average: optimizers in backward of the dense part step in each backward.
         """
         gradients = self.context.gradients
         before, gradients.accumulates = gradients.accumulates, True
