@@ -102,8 +102,6 @@ def pack(call: InFlight, counts: Sequence[int] | None = None, counted: Iterator[
     if call.counted:
         numbers = iter(joined([tensor.flatten() for tensor in call.counted]).tolist()) if counted is None else counted
         call.counted_values = [list(islice(numbers, tensor.numel())) for tensor in call.counted]
-    if call.bad_ids is not None and torch._C._current_graph_task_id() < 0:  # else a backward computes a forward again
-        input.bad_ids += call.bad_ids
     if counts is None:
         spans = input.group_spans
         if len(spans) == 1 and call.cut.slots is None:
