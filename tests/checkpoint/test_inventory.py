@@ -98,6 +98,8 @@ def trained(seed: int, plan: ShardedModel | ShardingPlan, **options: Any) -> Sha
     for group in (*model.fused_optimizer.param_groups, *in_backward(model)[0].param_groups):
         group["lr"] = 0.01 * (1 + seed)
     model.fused_optimizer.push()
+    own = model.fused_optimizer.params["__own"] = nn.Parameter()  # as a wrapper such as WarmupOptimizer has it
+    model.fused_optimizer.state[own] = {"steps": torch.tensor([seed]), "phase": seed}
     model.module.scaled.scale = 1.0 + seed
     if seed:
         model.module.bags.tables()["plain"].requires_grad_(False)
@@ -152,7 +154,10 @@ READ: dict[Kind, Callable[[ShardedModel], State]] = {
     },
     Kind.EXTRA: lambda model: {"scale": model.module.scaled.scale},
     Kind.COUNTS: lambda model: {key: n for key, n in model.module.bags.step_counts().items() if n},
-    Kind.SETTINGS: lambda model: {"lr": [group["lr"] for group in model.fused_optimizer.param_groups]},
+    Kind.SETTINGS: lambda model: (
+        {"lr": [group["lr"] for group in model.fused_optimizer.param_groups]}
+        | dict(model.fused_optimizer.state.get(model.fused_optimizer.params.get("__own"), {}))
+    ),
     Kind.IN_BACKWARD: lambda model: (
         {
             f"{number} {key}": value.clone()
