@@ -55,10 +55,10 @@ def in_recomputation() -> bool:
 def checkpoint_around() -> Any:
     """Of the first forward of torch's reentrant checkpoint, which keeps no graph, the context: it lives until the
     backward. Else None."""
-    found: Any = None
+    context: Any = None
     frame: FrameType | None = sys._getframe()
     while frame is not None:
         if frame.f_code is CheckpointFunction.forward.__code__:
-            found = frame.f_locals["ctx"]  # the outermost is the one that lives
+            context = frame.f_locals["ctx"]  # the outermost is the one that lives
         frame = frame.f_back
-    return found
+    return context

@@ -137,6 +137,8 @@ class Step:
             self._calls.append(call)
         if self._batching.call(id(module), self._headers.modules, by_program=scripted):
             self.flush()
+        elif call.is_queued and not call.fault:
+            call.own_input()
 
     def _look_up_here(self, call: InFlight) -> None:
         """Look up a call of one rank, in the mode in which it was made, which is the present one."""
