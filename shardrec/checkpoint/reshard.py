@@ -45,7 +45,7 @@ Optimizer = torch.optim.Optimizer
 _REMEDY = "the model keeps its old plan and continues"
 
 
-@torch.inference_mode(mode=False)  # in which no new table could be trained
+@torch.inference_mode(False)  # an inference tensor could not be written later
 def reshard_model(model: ShardedModel, plan: ShardingPlan, optimizer: Optimizer | None = None) -> int:
     """See :meth:`ShardedModel.reshard`."""
     wait_for_save(model)

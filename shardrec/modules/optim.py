@@ -55,6 +55,7 @@ class FusedOptimizers(KeyedOptimizer):  # type: ignore[misc]  # torchrec has no 
         NoFusedOptimizer: if no table has a fused optimizer. A ConfigError and an AttributeError.
     """
 
+    @torch.inference_mode(False)  # an inference tensor could not be written later
     def __init__(
         self, collections: Iterable[ShardedCollection], names: Mapping[int, str], context: ModelContext
     ) -> None:
@@ -313,6 +314,7 @@ class FusedOptimizers(KeyedOptimizer):  # type: ignore[misc]  # torchrec has no 
                     for shard, rows in collection.fused_state(name, state).items():
                         copy_rows(rows, shard, tensors[key])
 
+    @torch.inference_mode(False)  # an inference tensor could not be written later
     def _refresh(self) -> None:
         """Point ``state`` at the kernels' memory, and count Adam's steps."""
         self._take_steps()
@@ -335,6 +337,7 @@ class FusedOptimizers(KeyedOptimizer):  # type: ignore[misc]  # torchrec has no 
             }
         self._show_counts()
 
+    @torch.inference_mode(False)  # an inference tensor could not be written later
     def _show_counts(self) -> None:
         """Write the kernels' counts of updates into ``state``."""
         if not self._shown:

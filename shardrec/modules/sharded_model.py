@@ -232,7 +232,7 @@ class ShardedModel(nn.Module):
         finally:
             gradients.accumulates = before
 
-    @torch.inference_mode(False)
+    @torch.inference_mode(False)  # an inference tensor could not be written later
     def __deepcopy__(self, memo: dict[int, Any]) -> ShardedModel:
         """A separate model with the same plan: tables, fused optimizers' states and settings, and the dense part.
 
