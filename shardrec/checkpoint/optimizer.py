@@ -77,7 +77,7 @@ class _Kept:
     owner: str
     parameter: nn.Parameter
     info: ParameterInfo
-    states: dict[nn.Parameter, dict[str, Any]]
+    states: dict[Any, Any]
     group: Mapping[str, Any]
 
 

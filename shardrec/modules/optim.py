@@ -74,6 +74,7 @@ class FusedOptimizers(KeyedOptimizer):  # type: ignore[misc]  # torchrec has no 
         self._held: dict[nn.Parameter, tuple[ShardedCollection, str]] = {}  # by its first shard, a table
         self._shown: dict[nn.Parameter, int] = {}  # counts of updates, as they were written into the states
         self._stand_ins: dict[str, nn.Parameter] = {}  # of wrappers that have not come yet
+        self._rates: list[float] = []  # before they came
         self._shards = self._name_shards(names)
         self.params = dict(self._shards)
         self._at_step = context.options.updates_at_step
