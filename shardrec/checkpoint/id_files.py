@@ -54,6 +54,7 @@ def export_ids(model: ShardedModel, folder: str | Path) -> None:
     on_all_ranks(write, model.ranks, "save", remedy=_REMEDY)
 
 
+@torch.inference_mode(False)  # an inference tensor could not be written later
 def import_ids(model: ShardedModel, folder: str | Path) -> None:
     """Assign rows to ids according to Parquet files, replacing the current ids. Every rank calls it. The rows' values
     do not change. A table that is not in the files keeps its ids.

@@ -28,7 +28,6 @@ from shardrec.layout import Shard, TableLayout
 from shardrec.modules.collection import ShardedCollection
 from shardrec.modules.inventory import Kind
 from shardrec.modules.sharded_model import ShardedModel
-from shardrec.modules.table import ShardedTable
 
 __all__ = ["DynamicTable", "Moves", "dynamic_tables"]
 
@@ -56,7 +55,7 @@ class DynamicTable:
 
 def dynamic_tables(model: ShardedModel) -> list[DynamicTable]:
     """The tables with dynamic ids of a model, the same on every rank."""
-    path_of = {id(module): path for path, module in model.module.named_modules() if isinstance(module, ShardedTable)}
+    path_of = {id(table): path for path, table in model.named_tables().items()}
     return [
         DynamicTable(path=path_of[id(table)], layout=table.layout, collection=collection, maps=collection.id_maps)
         for collection in model.sharded_collections
@@ -213,7 +212,7 @@ class Moves:
                 warnings.warn(
                     f"table {layout.name!r}: rows {shard.row_start} to {shard.row_end} lack room for "
                     f"{restored.lost} of the saved ids, which are left out, those first that evict={evict!r} evicts "
-                    "first. Raise num_embeddings to keep them all",
+                    "first. Raise num_embeddings, or capacity if it is given, to keep them all",
                     stacklevel=2,
                 )
 

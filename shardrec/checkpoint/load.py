@@ -83,6 +83,7 @@ def load_checkpoint(
     return dict(source.manifest.extra)
 
 
+@torch.inference_mode(False)  # an inference tensor could not be written later
 def load_source(source: Source, model: ShardedModel, optimizer: torch.optim.Optimizer | None) -> None:
     """Verify a checkpoint on all ranks, then read it. Raises what :func:`load_checkpoint` does."""
     ranks = source.ranks

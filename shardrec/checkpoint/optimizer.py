@@ -3,25 +3,24 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import replace
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
-from torchrec.optim.keyed import CombinedOptimizer, OptimizerWrapper
+from torch import Tensor, nn
+from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizer, OptimizerWrapper
 
 from shardrec.checkpoint.data_files import DTYPES
 from shardrec.checkpoint.manifest import Manifest, ParamGroup, SavedTensor, Settings
-from shardrec.checkpoint.parts import HeldTensor, held
-from shardrec.checkpoint.state import ParameterInfo, parameter_infos
+from shardrec.checkpoint.parts import HeldTensor, Part, Rect, held
+from shardrec.checkpoint.state import ParameterInfo, is_lead, parameter_infos
 from shardrec.errors import ConfigError
 from shardrec.modules.in_backward import dense_in_backward
 from shardrec.modules.inventory import Kind
 from shardrec.modules.optim import FusedOptimizers
 from shardrec.modules.sharded_model import ShardedModel
-from shardrec.modules.table import ShardedTable
 
 __all__ = [
     "fused_settings",
@@ -34,12 +33,13 @@ __all__ = [
 
 Optimizer = torch.optim.Optimizer
 
-_IN_BACKWARD = f"{Kind.IN_BACKWARD.value}."
+_IN_BACKWARD, _SETTINGS = f"{Kind.IN_BACKWARD.value}.", f"{Kind.SETTINGS.value}."
 
 
 def optimizer_state(model: ShardedModel, optimizer: Optimizer | None) -> tuple[dict[str, HeldTensor], dict[str, float]]:
-    """States of an ordinary optimizer as ``"optimizer.<parameter>.<state>"``, and of optimizers in backward of the
-    dense part as ``"backward.<owner>.<state>"``: the tensors, and the Python numbers.
+    """States of an ordinary optimizer as ``"optimizer.<parameter>.<state>"``, of optimizers in backward of the dense
+    part as ``"backward.<owner>.<state>"``, and of wrappers around the fused optimizer as
+    ``"settings.<wrapper>.<state>"``: the tensors, and the Python numbers.
 
     Raises:
         ConfigError: for a state that cannot be cut for another plan, or is of another type.
@@ -47,32 +47,64 @@ def optimizer_state(model: ShardedModel, optimizer: Optimizer | None) -> tuple[d
     tensors: dict[str, HeldTensor] = {}
     numbers: dict[str, float] = {}
     _refuse_fused(optimizer)
-    place_of = partial(_parameter_info, parameter_infos(model))
-    for each, owner_of in _kept_by_parameter(model, optimizer):
-        for parameter, states in each.state.items():
-            info = place_of(parameter)
-            for key, value in states.items():
-                name = f"{owner_of(info.name)}.{key}"
-                if isinstance(value, Tensor) and "." not in key:
-                    _add(tensors, name, _state(info, parameter, value, name))
-                elif isinstance(value, (bool, int, float)) and "." not in key:
-                    numbers[name] = value
-                elif value is not None:
-                    raise ConfigError(
-                        f"the optimizer's state {key!r} of {info.name} is a {type(value).__name__}. A checkpoint holds "
-                        "tensors and numbers, under names without dots: save with another optimizer"
-                    )
+    for kept in _kept(model, optimizer):
+        for key, value in kept.states.get(kept.parameter, {}).items():
+            name = f"{kept.owner}.{key}"
+            if isinstance(value, Tensor) and "." not in key:
+                _add(tensors, name, _state(kept.info, kept.parameter, value, name))
+            elif isinstance(value, (bool, int, float)) and "." not in key:
+                numbers[name] = value
+            elif value is not None:
+                raise ConfigError(
+                    f"the optimizer's state {key!r} of {kept.info.name} is a {type(value).__name__}. A checkpoint "
+                    "holds tensors and numbers, under names without dots: save with another optimizer"
+                )
     return tensors, numbers
 
 
-def _kept_by_parameter(
-    model: ShardedModel, optimizer: Optimizer | None
-) -> Iterator[tuple[Optimizer, Callable[[str], str]]]:
-    """The optimizers with states per parameter, and the first part of their names by the parameter's."""
-    if optimizer is not None:
-        yield optimizer, "optimizer.{}".format
-    for owner, in_backward in dense_in_backward(model).items():
-        yield in_backward, lambda _, owner=owner: f"{_IN_BACKWARD}{owner}"  # type: ignore[misc]
+@dataclass(frozen=True, kw_only=True)
+class _Kept:
+    """A parameter whose states an optimizer keeps, or a wrapper around it: then the parameter is the wrapper's own.
+
+    Args:
+        owner: the first part of the states' names.
+        parameter: under which they are kept.
+        info: of it.
+        states: of the optimizer, by parameter.
+        group: of the optimizer. Empty for a wrapper's parameter.
+    """
+
+    owner: str
+    parameter: nn.Parameter
+    info: ParameterInfo
+    states: dict[Any, Any]
+    group: Mapping[str, Any]
+
+
+def _kept(model: ShardedModel, optimizer: Optimizer | None, later: Collection[str] = ()) -> Iterator[_Kept]:
+    """The parameters of the optimizers that are not fused, and those of wrappers around all optimizers. ``later`` names
+    wrappers around the fused optimizer that may come later."""
+    infos, trained = parameter_infos(model), set[nn.Parameter]()
+    optimizers: list[tuple[str, Optimizer]] = [] if optimizer is None else [("", optimizer)]
+    optimizers += [(f"{_IN_BACKWARD}{owner}", each) for owner, each in dense_in_backward(model).items()]
+    for owner, each in optimizers:
+        for group in each.param_groups:
+            trained.update(group["params"])
+            for parameter in group["params"]:
+                info = _parameter_info(infos, parameter)
+                owner_of = owner or f"optimizer.{info.name}"
+                yield _Kept(owner=owner_of, parameter=parameter, info=info, states=each.state, group=group)
+    wrappers = list[tuple[str, nn.Parameter, Optimizer]]()
+    if isinstance(optimizer, KeyedOptimizer):
+        keyed = ((f"optimizer.{name}", parameter, optimizer) for name, parameter in optimizer.params.items())
+        wrappers += (entry for entry in keyed if entry[1] not in trained)
+    fused = model.fused_optimizer if later and model.has_fused_tables else model.made_fused_optimizer
+    if fused is not None:
+        wrappers += ((f"{_SETTINGS}{name}", parameter, fused) for name, parameter in fused.wrappers(later).items())
+    for owner, parameter, each in wrappers:
+        part = Part(rect=Rect.whole((0,)), values=parameter, saved=is_lead(model))
+        info = ParameterInfo(name=owner, tensor=HeldTensor(shape=(0,), dtype=parameter.dtype, parts=(part,)))
+        yield _Kept(owner=owner, parameter=parameter, info=info, states=each.state, group={})
 
 
 def _refuse_fused(optimizer: Optimizer | None) -> None:
@@ -202,8 +234,7 @@ def optimizer_faults(model: ShardedModel, optimizer: Optimizer | None, manifest:
             )
     known_owners = tuple(f"{_IN_BACKWARD}{owner}." for owner in dense_in_backward(model))
     if model.ranks.world_size > 1:  # tables may have no shard here
-        tables = (path for path, module in model.module.named_modules() if isinstance(module, ShardedTable))
-        known_owners += tuple(f"{_IN_BACKWARD}{path}.weight." for path in tables)
+        known_owners += tuple(f"{_IN_BACKWARD}{path}.weight." for path in model.named_tables())
     surplus = [name for name in manifest.tensors if name.startswith(_IN_BACKWARD) and not name.startswith(known_owners)]
     faults += [f"it has {surplus[0]}, and the model no such optimizer in backward; {as_saved}"] if surplus else []
     groups = optimizer_groups(model, optimizer)
@@ -276,25 +307,22 @@ def state_targets(model: ShardedModel, optimizer: Optimizer | None, manifest: Ma
     for name, saved_value in by_name.items():
         owner, _, key = name.rpartition(".")
         saved.setdefault(owner, {})[key] = saved_value
-    infos = parameter_infos(model)
-    for each, owner_of in _kept_by_parameter(model, optimizer):
-        for group in each.param_groups:
-            for parameter in group["params"]:
-                info = infos[id(parameter)]
-                owner = owner_of(info.name)
-                if each is not optimizer and owner not in manifest.fused_settings:
-                    continue  # of a checkpoint without optimizers in backward
-                old = each.state.pop(parameter, {})
-                for key, saved_value in saved.get(owner, {}).items():
-                    if not isinstance(saved_value, SavedTensor):
-                        each.state[parameter][key] = saved_value
-                        continue
-                    # As torch's own load_state_dict places them.
-                    on_host = key == "step" and not (group.get("capturable") or group.get("fused"))
-                    room = _room(parameter, info, saved_value, old.get(key), "cpu" if on_host else parameter.device)
-                    name = f"{owner}.{key}"
-                    _add(targets, name, _state(info, parameter, room, name))
-                    each.state[parameter][key] = room
+    later = [owner.removeprefix(_SETTINGS) for owner in saved if owner.startswith(_SETTINGS)]
+    for kept in _kept(model, optimizer, later):
+        owner, parameter, settings = kept.owner, kept.parameter, manifest.fused_settings
+        lacks_owner = owner not in settings if owner.startswith(_IN_BACKWARD) else not settings
+        if lacks_owner and not owner.startswith("optimizer."):
+            continue  # of a checkpoint without these optimizers
+        old = kept.states.pop(parameter, {})
+        for key, saved_value in saved.get(owner, {}).items():
+            value: Any = saved_value
+            if isinstance(saved_value, SavedTensor):
+                # As torch's own load_state_dict places them.
+                on_host = key == "step" and not (kept.group.get("capturable") or kept.group.get("fused"))
+                device = "cpu" if on_host else parameter.device
+                value = _room(parameter, kept.info, saved_value, old.get(key), device)
+                _add(targets, f"{owner}.{key}", _state(kept.info, parameter, value, f"{owner}.{key}"))
+            kept.states[parameter][key] = value
     return targets
 
 

@@ -18,6 +18,8 @@ from contextlib import ExitStack
 from dataclasses import replace
 
 import torch
+from torchrec.optim.clipping import GradientClippingOptimizer
+from torchrec.optim.keyed import KeyedOptimizer, OptimizerWrapper
 
 from shardrec.checkpoint.ids import Moves, dynamic_tables
 from shardrec.checkpoint.manifest import Manifest, Read
@@ -43,7 +45,7 @@ Optimizer = torch.optim.Optimizer
 _REMEDY = "the model keeps its old plan and continues"
 
 
-@torch.inference_mode(mode=False)  # in which no new table could be trained
+@torch.inference_mode(False)  # an inference tensor could not be written later
 def reshard_model(model: ShardedModel, plan: ShardingPlan, optimizer: Optimizer | None = None) -> int:
     """See :meth:`ShardedModel.reshard`."""
     wait_for_save(model)
@@ -172,26 +174,40 @@ def _refuse_unused(model: ShardedModel) -> None:
 def _follow(model: ShardedModel, optimizer: Optimizer, manifest: Manifest, stack: ExitStack) -> set[torch.nn.Parameter]:
     """Give an ordinary optimizer the parameters of the new plan, and return them all. ``stack`` undoes it."""
     state = {parameter: dict(states) for parameter, states in optimizer.state.items()}
-    groups = [(group["params"], list(group["params"])) for group in optimizer.param_groups]
+    keyed: dict[str, torch.nn.Parameter] = optimizer.params if isinstance(optimizer, KeyedOptimizer) else {}
+    lists, inner, keyed_before = [group["params"] for group in optimizer.param_groups], optimizer, dict(keyed)
+    while isinstance(inner, OptimizerWrapper):
+        lists += [inner._replicate_params] if isinstance(inner, GradientClippingOptimizer) else []
+        inner = inner._optimizer
+    lists_before = [list(params) for params in lists]
 
     def restore() -> None:
         optimizer.state.clear()
         optimizer.state.update(state)
-        for params, before in groups:
+        for params, before in zip(lists, lists_before, strict=True):
             params[:] = before
+        keyed.clear()
+        keyed.update(keyed_before)
 
     stack.callback(restore)
     infos = parameter_infos(model)
     names = {parameter: infos[id(parameter)].name for parameter in model.parameters()}
-    for parameter in state.keys() - names.keys():
+    gone = {parameter for before in lists_before for parameter in before} - names.keys()
+    for parameter in state.keys() & gone:
         del optimizer.state[parameter]
-    for (params, before), group in zip(groups, manifest.param_groups or (), strict=True):
-        stays, trained = (
-            dict.fromkeys(parameter for parameter in before if parameter in names),
-            set(group["parameters"]),
-        )
+    known = dict[torch.nn.Parameter, None]()
+    for params, group in zip(lists, manifest.param_groups or (), strict=False):
+        trained = set(group["parameters"])
+        stays = dict.fromkeys(parameter for parameter in params if parameter not in gone)
         params[:] = stays | dict.fromkeys(parameter for parameter, name in names.items() if name in trained)
-    return {parameter for params, _ in groups for parameter in params}
+        known |= dict.fromkeys(params)
+    for params in lists[len(optimizer.param_groups) :]:  # of clipping
+        params[:] = known
+    for name in [name for name, parameter in keyed.items() if parameter in gone]:
+        del keyed[name]  # in place, for wrappers have it
+    fresh = known.keys() - {*keyed.values()}
+    keyed.update({name: parameter for name, parameter in model.named_parameters() if parameter in fresh})
+    return {*known}
 
 
 def _let_go(collection: ShardedCollection, tables: Mapping[str, torch.nn.Module], *, has_replicas: bool) -> None:

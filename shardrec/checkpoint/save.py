@@ -180,6 +180,7 @@ def save_checkpoint(
     return save(Path(path), model, optimizer, extra, rank_state=rank_state, wait=wait, incremental=incremental)
 
 
+@torch.inference_mode(False)  # an inference tensor could not be written later
 def save(
     folder: Path,
     model: ShardedModel,

@@ -7,7 +7,6 @@ dense part, buffers) are written by rank 0: a BatchNorm's statistics differ betw
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch.distributed as dist
@@ -18,10 +17,9 @@ from shardrec.errors import ConfigError
 from shardrec.modules.fsdp import let_go_of_whole_parameters
 from shardrec.modules.inventory import Kind, RowState, dense_values, row_states
 from shardrec.modules.sharded_model import ShardedModel
-from shardrec.modules.table import ShardedTable
 from shardrec.replicas.replicated_model import ReplicatedModel
 
-__all__ = ["ParameterInfo", "model_tensors", "parameter_infos", "table_tensors"]
+__all__ = ["ParameterInfo", "is_lead", "model_tensors", "parameter_infos", "table_tensors"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,7 +45,7 @@ def parameter_infos(model: ShardedModel) -> dict[int, ParameterInfo]:
     infos = {}
     collections = model.sharded_collections
     fused = {id(collection.tables()[name]) for collection in collections for name in collection.fused_optimizers()}
-    for path, table in _tables(model):
+    for path, table in model.named_tables().items():
         for shard, parameter in table.locals.items():
             weights = {shard: parameter.detach()}
             state = RowState(kind=Kind.WEIGHT, table=table, name="weight", tensors=weights, dtype=table.dtype)
@@ -57,7 +55,7 @@ def parameter_infos(model: ShardedModel) -> dict[int, ParameterInfo]:
             )
     for name, parameter in model.named_parameters():
         if id(parameter) not in infos:
-            infos[id(parameter)] = ParameterInfo(name=name, tensor=held(parameter, saved=_is_lead(model)))
+            infos[id(parameter)] = ParameterInfo(name=name, tensor=held(parameter, saved=is_lead(model)))
     return infos
 
 
@@ -76,21 +74,15 @@ def model_tensors(model: ShardedModel, *, to_write: bool = False) -> dict[str, H
                 f"the state_dict has a {type(value).__name__} under {name!r}, and a checkpoint holds tensors. "
                 f"Register it as a buffer of {type(module).__name__}, or keep it in extra="
             )
-        tensors[f"model.{name}"] = held(value, saved=_is_lead(model))
+        tensors[f"model.{name}"] = held(value, saved=is_lead(model))
     return tensors
 
 
 def table_tensors(model: ShardedModel, *, to_write: bool = False) -> dict[str, HeldTensor]:
     """Of these, the values of tables' rows: weights, states of their fused optimizers, averages, dynamic ids."""
-    paths = {id(table): path for path, table in _tables(model)}
+    paths = {id(table): path for path, table in model.named_tables().items()}
     states = (state for collection in model.sharded_collections for state in row_states(collection, to_write=to_write))
     return {f"{state.kind.value}.{paths[id(state.table)]}.{state.name}": _of_rows(model, state) for state in states}
-
-
-def _tables(model: ShardedModel) -> Iterator[tuple[str, ShardedTable]]:
-    for path, module in model.module.named_modules():
-        if isinstance(module, ShardedTable):
-            yield path, module
 
 
 def _of_rows(model: ShardedModel, state: RowState) -> HeldTensor:
@@ -100,7 +92,7 @@ def _of_rows(model: ShardedModel, state: RowState) -> HeldTensor:
     first = not isinstance(model, ReplicatedModel) or model.replica_groups.replica == 0
     parts = []
     for shard, values in state.tensors.items():
-        rect, saved = Rect.whole(shape), _is_lead(model)
+        rect, saved = Rect.whole(shape), is_lead(model)
         if shard is not None:
             rect, saved = Rect.of(shard), first and not (columns and shard.col_start)
         if columns:
@@ -110,5 +102,6 @@ def _of_rows(model: ShardedModel, state: RowState) -> HeldTensor:
     return HeldTensor(shape=shape, dtype=state.dtype, parts=tuple(parts), rows_of=rows_of)
 
 
-def _is_lead(model: ShardedModel) -> bool:
+def is_lead(model: ShardedModel) -> bool:
+    """Whether this rank writes what every rank has."""
     return model.group is None or dist.get_rank(model.group) == 0

@@ -135,7 +135,7 @@ class Cutter:
             positions=positions if keep_positions else None,
             slots=slots,
             lengths=lengths if slots is None else lengths.index_select(0, slots),
-            borrowed=values is given.values or (weights is not None and _share(weights, given.weights)),
+            borrowed=values is given.values or (weights is not None and share_memory(weights, given.weights)),
         )
 
     def _cut_at_once(self, batch: Batch, order: _KeyOrder, keep_positions: bool) -> Cut:
@@ -350,7 +350,8 @@ def _described(route: Route, keys: Sequence[int]) -> list[int]:
     return described
 
 
-def _share(left: Tensor | None, right: Tensor | None) -> bool:
+def share_memory(left: Tensor | None, right: Tensor | None) -> bool:
+    """Whether both are there, and parts of one storage."""
     if left is None or right is None:
         return False
     return left.untyped_storage().data_ptr() == right.untyped_storage().data_ptr()

@@ -55,6 +55,7 @@ class FusedOptimizers(KeyedOptimizer):  # type: ignore[misc]  # torchrec has no 
         NoFusedOptimizer: if no table has a fused optimizer. A ConfigError and an AttributeError.
     """
 
+    @torch.inference_mode(False)  # an inference tensor could not be written later
     def __init__(
         self, collections: Iterable[ShardedCollection], names: Mapping[int, str], context: ModelContext
     ) -> None:
@@ -72,6 +73,8 @@ class FusedOptimizers(KeyedOptimizer):  # type: ignore[misc]  # torchrec has no 
         self._saves_groups = True
         self._held: dict[nn.Parameter, tuple[ShardedCollection, str]] = {}  # by its first shard, a table
         self._shown: dict[nn.Parameter, int] = {}  # counts of updates, as they were written into the states
+        self._stand_ins: dict[str, nn.Parameter] = {}  # of wrappers that have not come yet
+        self._rates: list[float] = []  # before they came
         self._shards = self._name_shards(names)
         self.params = dict(self._shards)
         self._at_step = context.options.updates_at_step
@@ -140,6 +143,8 @@ class FusedOptimizers(KeyedOptimizer):  # type: ignore[misc]  # torchrec has no 
         Raises:
             ConfigError: if another setting was changed, which kernels have from the beginning.
         """
+        if self._stand_ins:
+            self.wrappers()
         self._check_settings(self.param_groups)
         for spec, group in zip(self._specs, self.param_groups, strict=True):
             for collection in self._collections:
@@ -205,13 +210,14 @@ class FusedOptimizers(KeyedOptimizer):  # type: ignore[misc]  # torchrec has no 
                 "optimizer whose tables have the same settings"
             )
         self._check_settings(groups)
+        self.wrappers()
         self._show_counts()  # those that differ are taken
         for name, parameter in self.params.items():
             saved = state_dict["state"].get(name, {})
             if parameter in self._held:
                 self._load_one(name, parameter, saved)
             elif name not in self._shards:
-                self.state[parameter] = saved  # of a wrapper, such as WarmupOptimizer
+                self._set_state(parameter, saved)
         for group, saved in zip(self.param_groups, groups, strict=True):
             group.update({key: value for key, value in saved.items() if key not in ("params", "tables")})
         self._take_rows()
@@ -223,21 +229,42 @@ class FusedOptimizers(KeyedOptimizer):  # type: ignore[misc]  # torchrec has no 
         self._take_rows()
         self.push()
 
+    def wrappers(self, later: Iterable[str] = ()) -> dict[str, nn.Parameter]:
+        """The parameters under which wrappers such as WarmupOptimizer keep states in :attr:`state`, by name. ``later``
+        names wrappers that may come later. They then have the states that their stand-ins were given."""
+        for name, stand_in in [*self._stand_ins.items()]:
+            if self.params[name] is not stand_in:  # the wrapper has come, and has set the rates of its first step
+                del self._stand_ins[name]
+                if stand_in in self.state:
+                    self.state[self.params[name]] = self.state.pop(stand_in)
+                    for group, rate in zip(self.param_groups, self._rates, strict=True):
+                        group["lr"] = rate
+        for name in set(later) - self.params.keys():
+            self.params[name] = self._stand_ins[name] = nn.Parameter(torch.empty(0, dtype=torch.float32))
+        self._rates = [group["lr"] for group in self.param_groups]
+        return {name: parameter for name, parameter in self.params.items() if name not in self._shards}
+
     def settings(self) -> dict[str, Any]:
-        """The groups' settings, such as learning rates, and the states of wrappers, such as WarmupOptimizer's."""
+        """The groups' settings, such as learning rates, and the states of wrappers."""
+        wrappers = self.wrappers()
         groups = [{key: value for key, value in group.items() if key != "params"} for group in self.param_groups]
-        others = {name: self.state[other] for name, other in self.params.items() if name not in self._shards}
-        return {"param_groups": groups, "state": others}
+        states = {name: self.state[parameter] for name, parameter in wrappers.items() if parameter in self.state}
+        return {"param_groups": groups, "state": states}
 
     def load_settings(self, settings: Mapping[str, Any]) -> None:
         """Take the settings of the optimizer of a model with the same tables."""
         for group, source in zip(self.param_groups, settings["param_groups"], strict=True):
             group.update(source)
-        for name, state in settings["state"].items():
-            if name in self.params:
-                self.state[self.params[name]] = state
+        for name, parameter in self.wrappers(settings["state"]).items():
+            self._set_state(parameter, settings["state"].get(name))
         self._refresh()
         self.push()
+
+    def _set_state(self, parameter: nn.Parameter, state: dict[str, Any] | None) -> None:
+        """Of a wrapper, for which an empty state is not the same as none."""
+        self.state.pop(parameter, None)
+        if state:
+            self.state[parameter] = state
 
     def _take_steps(self) -> None:
         """Pass step counts that were written into :attr:`state`, for example by a checkpoint, to the kernels."""
@@ -288,6 +315,7 @@ class FusedOptimizers(KeyedOptimizer):  # type: ignore[misc]  # torchrec has no 
                     for shard, rows in collection.fused_state(name, state).items():
                         copy_rows(rows, shard, tensors[key])
 
+    @torch.inference_mode(False)  # an inference tensor could not be written later
     def _refresh(self) -> None:
         """Point ``state`` at the kernels' memory, and count Adam's steps."""
         self._take_steps()
@@ -310,6 +338,7 @@ class FusedOptimizers(KeyedOptimizer):  # type: ignore[misc]  # torchrec has no 
             }
         self._show_counts()
 
+    @torch.inference_mode(False)  # an inference tensor could not be written later
     def _show_counts(self) -> None:
         """Write the kernels' counts of updates into ``state``."""
         if not self._shown:

@@ -78,7 +78,7 @@ _START = "header exchange"
 """The event that a rank waits for, in messages: it misses another rank's first header."""
 
 
-@torch.inference_mode(False)  # an inference tensor could not be trained later
+@torch.inference_mode(False)  # an inference tensor could not be written later
 def shard(
     model: nn.Module,
     plan: ShardingPlan | TorchRecPlan | None = None,

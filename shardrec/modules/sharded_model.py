@@ -139,8 +139,12 @@ class ShardedModel(nn.Module):
             self.made_fused_optimizer = FusedOptimizers(self._sharded, self._table_names(), self.context)
         return self.made_fused_optimizer
 
+    def named_tables(self) -> dict[str, ShardedTable]:
+        """The tables of all collections by the paths of their modules."""
+        return {path: child for path, child in self.module.named_modules() if isinstance(child, ShardedTable)}
+
     def _table_names(self) -> dict[int, str]:
-        return {id(child): path for path, child in self.module.named_modules() if isinstance(child, ShardedTable)}
+        return {id(table): path for path, table in self.named_tables().items()}
 
     @property
     def ranks(self) -> Ranks:
@@ -218,7 +222,8 @@ class ShardedModel(nn.Module):
         """Accumulate the dense part's gradients without averaging them, as DistributedDataParallel.no_sync does.
 
         Counts for the backward of each forward made inside. With ``update="backward"``, sharded tables with a fused
-        optimizer are still updated in each backward. Replicated ones accumulate with the dense part.
+        optimizer are still updated in each backward. Replicated ones accumulate with the dense part. On one rank there
+        is nothing to average: optimizers in backward of the dense part step in each backward.
         """
         gradients = self.context.gradients
         before, gradients.accumulates = gradients.accumulates, True
@@ -227,7 +232,7 @@ class ShardedModel(nn.Module):
         finally:
             gradients.accumulates = before
 
-    @torch.inference_mode(False)
+    @torch.inference_mode(False)  # an inference tensor could not be written later
     def __deepcopy__(self, memo: dict[int, Any]) -> ShardedModel:
         """A separate model with the same plan: tables, fused optimizers' states and settings, and the dense part.
 
@@ -538,9 +543,7 @@ class ShardedModel(nn.Module):
         if prefix:
             values = {key.removeprefix(prefix): value for key, value in state_dict.items() if key.startswith(prefix)}
             return self.load_state_dict(values, strict, assign)
-        tables = [
-            (f"{path}.weight", table) for path, table in self.module.named_modules() if isinstance(table, ShardedTable)
-        ]
+        tables = [(f"{path}.weight", table) for path, table in self.named_tables().items()]
         # torch's set_model_state_dict adds this rank's parameters.
         shards = {key.removesuffix("weight") + name for key, table in tables for name in table._parameters}
         values = cast(dict[str, Any], copy.copy(state_dict))  # with torch's _metadata

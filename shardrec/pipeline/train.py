@@ -60,7 +60,8 @@ class TrainPipeline:
     its step, so that random numbers are drawn in another order. Where features are made in another way, their ids
     are exchanged in their own step, which a warning says once; :attr:`modules_ahead` has the modules that run ahead.
 
-    A step that raises leaves the pipeline usable: its batch is lost, and the next ``next()`` takes the next one.
+    A step that raises leaves the pipeline usable: its batch is lost, and the next ``next()`` takes the next one. If its
+    backward raises, so are the batches that its update has accumulated.
 
     Args:
         model: from :func:`shardrec.shard`, or any module. Its inputs are then only copied ahead.
@@ -163,7 +164,11 @@ class TrainPipeline:
         loss: Tensor = result[0] if isinstance(result, (tuple, list)) else result
         if self._accumulate > 1:
             loss = loss / self._accumulate
-        loss.backward()  # type: ignore[no-untyped-call,unused-ignore]  # untyped in some releases of torch
+        try:
+            loss.backward()  # type: ignore[no-untyped-call,unused-ignore]  # untyped in some releases of torch
+        except BaseException:
+            self._accumulated = 0  # the gradients are a part of the batch's: the next step clears them
+            raise
         self._accumulated += 1
         if self._accumulated == self._accumulate:
             self.update()

@@ -220,6 +220,7 @@ class ElasticModel(ShardedModel):
         self._operations += 1
         return True
 
+    @torch.inference_mode(False)  # an inference tensor could not be written later
     def _regroup(self, operation: str) -> bool:
         """Meet the replicas that are there. Whether this one has taken the state of another."""
         while True:

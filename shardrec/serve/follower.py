@@ -124,6 +124,7 @@ class Follower:
                 self._record(f"{type(error).__name__}: {error}")
             wait_s = min(_LONGEST_WAIT_S, 2 * wait_s) if self.fault else self._interval
 
+    @torch.inference_mode(False)  # an inference tensor could not be written later
     def poll(self) -> bool:
         """Apply the newest good version that the model does not have, if there is one.
 

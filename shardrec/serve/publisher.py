@@ -95,6 +95,7 @@ class Publisher:
         self.version = 0
         """The last version that is complete. 0 for none."""
 
+    @torch.inference_mode(False)  # an inference tensor could not be written later
     def publish(
         self, *, full: bool = False, extra: Mapping[str, object] | None = None, wait: bool = True
     ) -> PendingSave:

@@ -28,6 +28,7 @@ _UNITS = {False: 16, True: 32}
 """The bits of a row's columns must be a multiple of this number. Keyed by whether the device is CUDA."""
 
 
+@torch.inference_mode(False)  # an inference tensor could not be written later
 def quantize(model: ShardedModel, weights: str = "int8", *, tables: Mapping[str, str] | None = None) -> ServedModel:
     """Make an inference model from a trained, sharded one, with its tables in fbgemm's inference kernels.
 

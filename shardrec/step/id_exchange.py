@@ -27,7 +27,6 @@ from shardrec.exchange.check import describe_fault, ids_are_valid
 from shardrec.exchange.collectives import Pending, joined
 from shardrec.exchange.headers import FIXED_COLUMNS, Headers, checksum
 from shardrec.exchange.payload import HEADER_SIZES, ShardInput
-from shardrec.exchange.recomputation import is_recomputing
 from shardrec.exchange.to_device import staged
 from shardrec.step.input_plan import InputPlan
 from shardrec.step.records import InFlight
@@ -101,8 +100,6 @@ def pack(call: InFlight, counts: Sequence[int] | None = None, counted: Iterator[
     if call.counted:
         numbers = iter(joined([tensor.flatten() for tensor in call.counted]).tolist()) if counted is None else counted
         call.counted_values = [list(islice(numbers, tensor.numel())) for tensor in call.counted]
-    if call.bad_ids is not None and not is_recomputing():
-        input.bad_ids += call.bad_ids
     if counts is None:
         spans = input.group_spans
         if len(spans) == 1 and call.cut.slots is None:

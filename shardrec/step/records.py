@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 from shardrec.exchange.batch import Batch
-from shardrec.exchange.cut import Cut
+from shardrec.exchange.cut import Cut, share_memory
 from shardrec.exchange.fault_flags import FaultFlag
 from shardrec.exchange.hosts import HostExchange
 from shardrec.exchange.payload import ShardInput
@@ -275,6 +275,24 @@ class InFlight:
     def is_sent(self) -> bool:
         """Whether its ids are here, or under way."""
         return self.received is not None or self.receive is not None
+
+    def own_input(self) -> None:
+        """Copy ids and weights that are in the caller's memory, which may change before they are exchanged."""
+        batch, cut, values, weights = self.batch, self.cut, self.batch.values, self.batch.weights
+        if share_memory(values, self.given.values):
+            values = values.clone()
+        if weights is not None and share_memory(weights, self.given.weights):
+            weights = weights.clone()
+        if values is batch.values and weights is batch.weights:
+            return
+        self.batch = replace(batch, values=values, weights=weights)
+        self.to_send = self.batch if self.to_send is batch else self.to_send
+        self.cut = replace(
+            cut,
+            values=values if cut.values is batch.values else cut.values,
+            weights=weights if cut.weights is batch.weights else cut.weights,
+            borrowed=False,
+        )
 
     def wait_for_ids(self) -> ShardInput:
         """The ids that all ranks request from this one. Waits if they are under way."""

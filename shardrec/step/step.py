@@ -40,12 +40,13 @@ from typing import Any, NoReturn
 from weakref import ref
 
 import torch
+from torch import Tensor
 
 from shardrec.errors import ConfigError, ShardrecError
 from shardrec.exchange.fault_flags import FaultFlag
 from shardrec.exchange.headers import Headers, is_shared
 from shardrec.exchange.life_cycle import LifeCycle
-from shardrec.exchange.recomputation import recomputes_graph
+from shardrec.exchange.recomputation import is_recomputing, recomputes_graph
 from shardrec.exchange.row_exchange import RowAllToAll
 from shardrec.exchange.wire_format import QuantizedComms
 from shardrec.step.call_batching import CallBatching, Phase
@@ -134,6 +135,8 @@ class Step:
             self._calls.append(call)
         if self._batching.call(id(module), self._headers.modules, by_program=scripted):
             self.flush()
+        elif call.is_queued and not call.fault:
+            call.own_input()
 
     def _look_up_here(self, call: InFlight) -> None:
         """Look up a call of one rank, in the mode in which it was made, which is the present one."""
@@ -148,6 +151,8 @@ class Step:
                 launch(self.rows, [call])
             else:
                 look_up_here(self.rows, call)
+            if call.bad_ids is not None:
+                _count_bad_ids(call, call.bad_ids)
         except BaseException as error:
             call.error = error
             raise
@@ -296,6 +301,9 @@ class Step:
         if unsent:
             exchange_ids(self._headers, unsent)
         launch(self.rows, calls)
+        for call in calls:
+            if call.bad_ids is not None:
+                _count_bad_ids(call, call.bad_ids)
 
     def replan(self) -> None:
         """The modules have another plan: forwards of before have no backward any more, nor do calls made ahead hold."""
@@ -323,3 +331,9 @@ class Step:
                         call.error = None
                     self.flush()
                 begin = end
+
+
+def _count_bad_ids(call: InFlight, bad_ids: Tensor) -> None:
+    """Of a batch that is looked up. Ids that were only exchanged ahead may be dropped, and exchanged again."""
+    if not is_recomputing():
+        call.input.bad_ids += bad_ids

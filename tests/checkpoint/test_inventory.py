@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -14,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, KeyedJaggedTensor
 
-from shardrec import load_checkpoint, save_checkpoint, shard, warm_start
+from shardrec import Publisher, load_checkpoint, save_checkpoint, shard, warm_start
 from shardrec.checkpoint import export_ids, import_ids
 from shardrec.errors import PlanError
 from shardrec.ids import DynamicIds
@@ -22,6 +23,7 @@ from shardrec.layout import ShardingPlan, Topology, cuts
 from shardrec.modules.inventory import Kind
 from shardrec.modules.sharded_model import ShardedModel
 from shardrec.replicas import Replicas
+from shardrec.serve import Follower, quantize
 from shardrec.serve.published import published_tensors
 from tests.models import apply_optimizer_in_backward
 from tests.ranks import ranks
@@ -85,19 +87,25 @@ def make(seed: int, plan: ShardingPlan, **options: Any) -> ShardedModel:
     return model
 
 
-def trained(seed: int, plan: ShardedModel | ShardingPlan, **options: Any) -> ShardedModel:
-    """Another model for each seed, with other values in everything that it holds."""
-    model = make(seed, plan, **options)
+def train(model: ShardedModel, steps: int, seed: int) -> None:
     generator = torch.Generator().manual_seed(seed)
-    for _ in range(2 + seed):
+    for _ in range(steps):
         ids = torch.randint(0, ROWS, (18,), generator=generator)
         features = KeyedJaggedTensor(keys=list(TABLES), values=ids, lengths=torch.full((9,), 2))
         model(features).square().sum().backward()
         model.fused_optimizer.step()
         model.zero_grad()
+
+
+def trained(seed: int, plan: ShardedModel | ShardingPlan, **options: Any) -> ShardedModel:
+    """Another model for each seed, with other values in everything that it holds."""
+    model = make(seed, plan, **options)
+    train(model, 2 + seed, seed)
     for group in (*model.fused_optimizer.param_groups, *in_backward(model)[0].param_groups):
         group["lr"] = 0.01 * (1 + seed)
     model.fused_optimizer.push()
+    own = model.fused_optimizer.params["__own"] = nn.Parameter()  # as a wrapper such as WarmupOptimizer has it
+    model.fused_optimizer.state[own] = {"steps": torch.tensor([seed]), "phase": seed}
     model.module.scaled.scale = 1.0 + seed
     if seed:
         model.module.bags.tables()["plain"].requires_grad_(False)
@@ -152,7 +160,10 @@ READ: dict[Kind, Callable[[ShardedModel], State]] = {
     },
     Kind.EXTRA: lambda model: {"scale": model.module.scaled.scale},
     Kind.COUNTS: lambda model: {key: n for key, n in model.module.bags.step_counts().items() if n},
-    Kind.SETTINGS: lambda model: {"lr": [group["lr"] for group in model.fused_optimizer.param_groups]},
+    Kind.SETTINGS: lambda model: (
+        {"lr": [group["lr"] for group in model.fused_optimizer.param_groups]}
+        | dict(model.fused_optimizer.state.get(model.fused_optimizer.params.get("__own"), {}))
+    ),
     Kind.IN_BACKWARD: lambda model: (
         {
             f"{number} {key}": value.clone()
@@ -177,6 +188,13 @@ def read(model: ShardedModel) -> dict[Kind, State]:
 def same(one: State, two: State) -> bool:
     equal: Any = lambda a, b: torch.equal(a, b) if isinstance(a, Tensor) else a == b  # noqa: E731
     return one.keys() == two.keys() and all(equal(one[key], two[key]) for key in one)
+
+
+def inference_tensors() -> set[int]:
+    gc.collect()
+    tensors = [each for each in gc.get_objects() if issubclass(type(each), Tensor)]
+    with torch._C.DisableTorchFunctionSubclass():
+        return {id(tensor) for tensor in tensors if tensor.is_inference()}
 
 
 def by_checkpoint(source: ShardedModel, target: Callable[..., ShardedModel], folder: Path) -> ShardedModel:
@@ -281,8 +299,10 @@ def test_each_kind_into_a_replica_that_joins(tmp_path: Path) -> None:
             save_checkpoint(tmp_path / "saved", source)
             load_checkpoint(tmp_path / "saved", model)
             model.module.bags.tables()["plain"].requires_grad_(False)
-        before = {kind: READ[kind](model) for kind in Kind}
-        model.join()  # type: ignore[operator]
+        before, tensors = {kind: READ[kind](model) for kind in Kind}, inference_tensors()
+        with torch.inference_mode():
+            model.join()  # type: ignore[operator]
+            assert not inference_tensors() - tensors
         for kind in Kind if rank else ():
             values = READ[kind](source)
             if cells[kind] == "refused":
@@ -314,3 +334,90 @@ def test_the_table_has_each_kind_and_each_carrier_a_test() -> None:
     words = {word for column in cells.values() for word in column.values()}
     assert words == {"taken", "kept", "anew", "rows", "refused"}
     assert re.search(r"^## The inventory", (Path(__file__).parents[2] / "docs/design.md").read_text(), re.MULTILINE)
+
+
+Target = Callable[..., ShardedModel]
+
+
+def in_background(source: ShardedModel, target: Target, folder: Path) -> None:
+    save_checkpoint(folder, source, wait=False).wait()
+
+
+def changed_rows(source: ShardedModel, target: Target, folder: Path) -> None:
+    save_checkpoint(folder, source, incremental=3)
+
+
+def with_optimizers(source: ShardedModel, target: Target, folder: Path) -> None:
+    for model, use in ((source, save_checkpoint), (target(plan_of(1)), load_checkpoint)):
+        if "adam" not in vars(model):
+            vars(model)["adam"] = torch.optim.Adam([{"params": list(model.dense_parameters())}])
+        if model is source:
+            step(model)
+        use(folder, model, vars(model)["adam"])  # type: ignore[operator]
+
+
+@torch.inference_mode(False)
+def step(model: ShardedModel) -> None:
+    """Of the tables' optimizer, and of the ordinary one if there is one."""
+    train(model, 2, seed=5)
+    for parameter in model.dense_parameters():
+        parameter.grad = torch.ones_like(parameter)
+    if adam := vars(model).get("adam"):
+        adam.step()
+    model.zero_grad()
+
+
+def of_the_tables_optimizer(source: ShardedModel, target: Target, folder: Path) -> None:
+    target(plan_of(0)).fused_optimizer.load_state_dict(source.fused_optimizer.state_dict())
+
+
+def in_a_publisher(source: ShardedModel, target: Target, folder: Path) -> None:
+    vars(source).setdefault("publisher", Publisher(source, folder)).publish()
+
+
+def served_copy(source: ShardedModel, target: Target, folder: Path) -> None:
+    quantize(source)
+
+
+OTHERS = {
+    "background": in_background,
+    "incremental": changed_rows,
+    "checkpoint with optimizers": with_optimizers,
+    "fused optimizer": of_the_tables_optimizer,
+    "published version": in_a_publisher,
+    "served copy": served_copy,
+}
+
+
+@pytest.mark.parametrize("carrier", [*CARRIERS, *OTHERS])
+def test_a_carrier_in_inference_mode(carrier: str, tmp_path: Path) -> None:
+    def rank_main() -> None:
+        carry: Callable[..., Any] = (CARRIERS | OTHERS)[carrier]
+        source, targets = trained(2, plan_of(0)), [trained(0, plan_of(first)) for first in range(2)]
+        before = inference_tensors()
+        for inside in (True, False):
+            with torch.inference_mode(inside):
+                carried = carry(source, lambda plan: targets[plan != plan_of(0)], tmp_path / carrier)
+                assert not inference_tensors() - before
+            for model in dict.fromkeys([source, *targets, carried or source]):
+                step(model)
+            if carrier == "reshard":
+                source.reshard(plan_of(0))
+
+    ranks(2, rank_main)
+
+
+def test_a_model_that_was_served_in_inference_mode_follows(tmp_path: Path) -> None:
+    model = trained(1, plan_of(0, 1))
+    publisher, before = Publisher(model, tmp_path), inference_tensors()
+    with torch.inference_mode():
+        served = quantize(model, "fp32")
+        follower = Follower(served, served.formats, tmp_path, interval=1.0)
+        for _ in range(2):
+            step(model)
+            publisher.publish()
+            assert follower.poll()
+        assert not inference_tensors() - before
+    step(model)
+    publisher.publish()
+    assert follower.poll()

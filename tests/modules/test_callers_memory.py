@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import copy
+from collections.abc import Callable
+
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torchrec.modules.embedding_configs import EmbeddingBagConfig, EmbeddingConfig
 from torchrec.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from shardrec.layout import ShardingPlan, Topology, cuts
+from shardrec.layout import ShardingPlan, TableLayout, Topology, cuts
 from shardrec.modules import shard
 from tests.models import apply_optimizer_in_backward, collection
 from tests.ranks import ranks
@@ -79,3 +82,65 @@ def test_what_backward_was_given_may_be_overwritten_before_the_step(rows: bool, 
         assert all(map(torch.equal, kept, step_at_once(world, rows=rows, reuse=True)))
 
     ranks(world, rank_main)
+
+
+class TwoCalls(nn.Module):
+    """The first call waits for the second one, and the caller changes its input in between."""
+
+    def __init__(self, *, weighted: bool, rows: bool) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.is_of_rows = rows
+        self.first = (
+            EmbeddingCollection(
+                tables=[EmbeddingConfig(name="a", num_embeddings=20, embedding_dim=8, feature_names=["a"])]
+            )
+            if rows
+            else EmbeddingBagCollection(tables=CONFIGS[:1], is_weighted=weighted)
+        )
+        self.second = EmbeddingBagCollection(tables=CONFIGS[1:])
+
+    def forward(self, features: KeyedJaggedTensor, others: KeyedJaggedTensor) -> list[Tensor]:
+        rows = self.first(features)
+        features.values().add_(7)
+        if features.weights_or_none() is not None:
+            features.weights().mul_(3.0)
+        sums = self.second(others).values()
+        return [rows["a"].values() if self.is_of_rows else rows.values(), sums]
+
+
+def cut_calls(cut: str, dtype: torch.dtype, *, weighted: bool, rows: bool, dedup: bool) -> None:
+    model = TwoCalls(weighted=weighted, rows=rows)
+    shape = ("first.a", 20, 8)
+    layouts: dict[str, Callable[[], TableLayout]] = {
+        "table_wise": lambda: cuts.table_wise(*shape, rank=0),
+        "row_wise": lambda: cuts.row_wise(*shape, ranks=[0, 1]),
+        "data_parallel": lambda: cuts.data_parallel(*shape),
+    }
+    tables = (layouts[cut](), cuts.table_wise("second.b", 20, 8, rank=1))
+    reference = copy.deepcopy(model)
+    sharded = shard(model, ShardingPlan(topology=Topology(ranks_per_host=2), tables=tables), dedup=dedup)
+    for step in range(3):
+        outputs = []
+        for each in (sharded, reference):
+            weights = torch.tensor([1.0, 2.0, 0.5]) if weighted else None
+            ids = [torch.tensor([step, 5, 5], dtype=dtype), torch.tensor([3, 4, step], dtype=dtype)]
+            features = [
+                KeyedJaggedTensor(keys=[key], values=values, lengths=torch.tensor([2, 1]), weights=of_key)
+                for key, values, of_key in zip("ab", ids, (weights, None), strict=True)
+            ]
+            outputs.append(each(*features))
+        for output, expected in zip(*outputs, strict=True):
+            torch.testing.assert_close(output, expected)
+
+
+@pytest.mark.parametrize("cut", ["table_wise", "row_wise", "data_parallel"])
+def test_a_batch_may_be_overwritten_between_two_calls(cut: str) -> None:
+    def rank_main() -> None:
+        for dtype in (torch.int32, torch.int64):
+            for weighted in (False, True):
+                cut_calls(cut, dtype, weighted=weighted, rows=False, dedup=True)
+            for dedup in (False, True):
+                cut_calls(cut, dtype, weighted=False, rows=True, dedup=dedup)
+
+    ranks(2, rank_main)

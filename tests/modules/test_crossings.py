@@ -344,3 +344,40 @@ def test_fsdp_trains_on_after_a_backward_that_raised() -> None:
         assert losses[0] == losses[1]
 
     ranks(2, run)
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_optimizers_in_backward_of_the_dense_part_accumulate_in_no_sync_where_there_is_something_to_average(
+    size: int,
+) -> None:
+    def run() -> None:
+        net = given(Net())
+        apply_optimizer_in_backward(torch.optim.SGD, net.top.parameters(), {"lr": 0.1})
+        model, moved = shardrec.shard(net, plan()), []
+        for step in range(4):
+            before = model.top.bias.detach().clone()
+            with model.no_sync() if step % 2 == 0 else nullcontext():
+                model(features(step)).sum().backward()
+            moved.append(float((before - model.top.bias.detach()) / 0.1))
+        assert moved == pytest.approx([2, 2, 2, 2] if size == 1 else [0, 4, 0, 4], rel=1e-4)
+
+    ranks(size, run)
+
+
+@pytest.mark.parametrize(("reentrant", "updates"), [(False, 1), (True, 2)])
+def test_a_lookup_in_a_reentrant_checkpoint_makes_an_update_of_its_own(reentrant: bool, updates: int) -> None:
+    """Whose backward is another one inside of the loss's: it ends before it is known what that one will reach."""
+
+    def run() -> None:
+        model = shardrec.shard(given(Net(), torch.optim.Adam), plan())
+
+        def second(scale: Tensor) -> Tensor:
+            value: Tensor = model.bags(features(1)).values() * scale
+            return value
+
+        scale = torch.ones(1, requires_grad=True)
+        rows = model.bags(features()).values() + checkpoint(second, scale, use_reentrant=reentrant)
+        model.top(rows).sum().backward()
+        assert model.bags.step_counts() == {"bags.t": updates * (dist.get_rank() == 0)}  # which has the table
+
+    ranks(2, run)

@@ -8,7 +8,11 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torchrec.modules.embedding_configs import EmbeddingBagConfig
+from torchrec.modules.embedding_modules import EmbeddingBagCollection
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
+from shardrec import DynamicIds, native, shard
 from shardrec.pipeline import Pipeline, is_checkpointing, is_recomputing
 
 
@@ -91,3 +95,42 @@ def test_dropout_equals_the_unpipelined_model_s(checkpoint: Any) -> None:
     assert torch.equal(torch.rand(1), after)
     for mine, theirs in zip(pipeline.parameters(), model.parameters(), strict=True):
         torch.testing.assert_close(mine.grad, theirs.grad)
+
+
+class Bags(nn.Module):
+    def __init__(self, bags: nn.Module) -> None:
+        super().__init__()
+        self.bags = bags
+
+    def forward(self, features: KeyedJaggedTensor) -> Tensor:
+        value: Tensor = self.bags(features).values()
+        return value
+
+
+@pytest.mark.skipif(not native.has_operators(), reason="the C++ operators were not compiled")
+def test_ids_are_learned_and_counted_once() -> None:
+    """By the forward. The recomputation looks the same rows up."""
+
+    def trained(checkpoint: Any) -> list[Any]:
+        torch.manual_seed(0)
+        configs = [
+            EmbeddingBagConfig(name=name, num_embeddings=6, embedding_dim=4, feature_names=[name]) for name in "ab"
+        ]
+        options = DynamicIds(evict="never", admit_after=2, fallback_rows=1)
+        bags = Bags(EmbeddingBagCollection(tables=configs))
+        model = shard(bags, dynamic_ids={"bags.a": options}, on_bad_id="wrap")
+        pipeline = Pipeline(nn.Sequential(model, nn.Linear(8, 1)), [1, 1], chunks=4, checkpoint=checkpoint)
+        optimizer = torch.optim.SGD(pipeline.parameters(), lr=0.5)
+        losses = []
+        for _ in range(3):
+            features = KeyedJaggedTensor(
+                keys=["a", "b"],
+                values=torch.cat([torch.arange(8) + 101, torch.arange(8)]),
+                lengths=torch.ones(16, dtype=torch.int64),
+            )
+            optimizer.zero_grad()
+            losses.append(pipeline.step(features, torch.zeros(8, 1), loss_fn=nn.functional.mse_loss).item())
+            optimizer.step()
+        return [losses, [value.tolist() for value in model.state_dict().values()], model.id_stats(), model.bad_ids()]
+
+    assert trained("always") == trained("never")

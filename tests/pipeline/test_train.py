@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterable, Iterator
+from contextlib import nullcontext
 from random import Random
 from types import SimpleNamespace
 from typing import Any
@@ -26,7 +27,7 @@ from shardrec.trainer.data import ClickBatch
 from tests.batches import random_bags
 from tests.collective_counts import CollectiveOperators
 from tests.models import apply_optimizer_in_backward, click_model, collection, table_sizes
-from tests.modules.clicks import CONFIGS, ROWS, batch, loss_fn, mixed_plan
+from tests.modules.clicks import CONFIGS, ROWS, SIZES, batch, loss_fn, mixed_plan
 from tests.pipeline.loops import clicks, pipeline_of, plain, weights, world
 from tests.plans import random_plan
 from tests.ranks import ranks
@@ -359,6 +360,70 @@ def test_a_loop_that_ends_early_lets_go_of_what_is_under_way() -> None:
         assert len(losses) == 6
 
     ranks(2, run)
+
+
+@pytest.mark.parametrize("depth", [0, 1, 2])
+def test_bad_ids_are_counted_once_where_they_are_used(depth: int) -> None:
+    """Not where they were exchanged ahead, for a plan that has changed since, or for a step that is not made."""
+
+    def run() -> None:
+        model = shard(click_model(CONFIGS), mixed_plan(2), on_bad_id="zero")
+        batches = [batch(step, world()[0]) for step in range(6)]
+        for each in batches:
+            each.sparse.values()[:2] = 10**6
+        bad = [int((each.sparse.values() == 10**6).sum()) for each in batches]
+        steps, other = pipeline_of(model, batches, depth), random_plan(Random(2), SIZES, model.plan.topology)
+        for number, _ in enumerate(steps, 1):
+            if number == 2:
+                model.reshard(other)
+        assert sum(model.bad_ids().values()) == sum(bad)
+        for number, _ in enumerate(steps, 1):
+            if number == 4:
+                break
+        steps.close()
+        assert sum(model.bad_ids().values()) == sum(bad) + sum(bad[:4])
+
+    ranks(2, run)
+
+
+class Breaking(torch.autograd.Function):
+    """Of whose backward the parameters above it have their gradients, and the others none."""
+
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, breaks: bool) -> Tensor:
+        ctx.breaks = breaks
+        return logits.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        if ctx.breaks:
+            raise ArithmeticError
+        return gradient, None
+
+
+def test_a_backward_that_raises_leaves_nothing_to_the_next_update() -> None:
+    """It is made of the batches after it, as if those before it in its update had not come."""
+
+    def trained(broken: int) -> list[Tensor]:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1))
+        batches = [(number == broken, torch.ones(2, 4) * number) for number in range(7)]
+        kept = batches if broken < 7 else batches[broken - 7 :]
+        pipeline = TrainPipeline(
+            model,
+            torch.optim.SGD(model.parameters(), lr=0.1),
+            kept,
+            loss_fn=lambda model, batch: model[1](Breaking.apply(model[0](batch[1]), batch[0])).sum(),
+            accumulate=3,
+        )
+        steps = iter(pipeline)
+        for breaks, _ in kept:
+            with pytest.raises(ArithmeticError) if breaks else nullcontext():
+                next(steps)
+        return weights(model)
+
+    for after_it, expected in zip(trained(broken=1), trained(broken=9), strict=True):
+        assert torch.equal(after_it, expected)
 
 
 def test_gradients_of_the_last_step_stay() -> None:

@@ -144,3 +144,17 @@ def test_a_learning_rate_set_later_reaches_the_scripted_model() -> None:
                 assert torch.equal(one, before[name]), (optimizer, name)
 
     ranks(1, rank_main)
+
+
+def test_a_program_keeps_the_dense_parameters_that_an_assignment_replaces() -> None:
+    """As one of torch. Its tables are the model's."""
+    config = EmbeddingBagConfig(name="t", num_embeddings=9, embedding_dim=8, feature_names=["f"])
+    model = shard(Scorer(collection([config], weighted=True), 8))
+    program = shardrec.script(model)
+    features = random_bags(Random(0), feature_rows([config]), 3, weighted=True).kjt()
+    before = model(features).detach()
+    values = {name: value * 2 for name, value in model.state_dict().items() if "sparse" not in name}
+    model.load_state_dict(values, strict=False, assign=True)
+    assert torch.equal(program(features), before)
+    again = shardrec.script(model)(features)
+    assert torch.equal(again, model(features)) and not torch.equal(again, before)
