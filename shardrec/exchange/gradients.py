@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import torch
@@ -30,6 +30,18 @@ class Reducer(Protocol):
         """Called when a backward begins."""
 
 
+class KeepsGradients(Protocol):
+    """A :class:`~shardrec.lookup.shards.ShardLookup`."""
+
+    is_open: bool
+
+    def update_kept(self) -> None: ...
+
+
+Returning = tuple[Tensor, Tensor, Sequence[KeepsGradients]]
+"""A tensor that was sent, its gradient, and the lookups that it updates."""
+
+
 class Gradients:
     """The gradients of a model's ordinary parameters, replicated tables among them.
 
@@ -42,8 +54,8 @@ class Gradients:
         reducer: averages them over the ranks, unless that is left to the user, or there is one rank.
         accumulates: forwards are in ``no_sync``.
         reduce_this_backward: the last forward with gradients ran outside ``no_sync``. Its backward all-reduces.
-        returning: tensors that the operators of a program in backward have sent, and tensors that they receive at its
-            end.
+        returning: what the operators of a program in backward have sent, and receive at its end.
+        held: lookups that keep the gradients of a program's backward until its end.
         backward: tells the reducer of backwards, and the other ranks of one that raises here.
     """
 
@@ -54,9 +66,15 @@ class Gradients:
         self.accumulates = False
         self.reduce_this_backward = True
         self._had_gradients = False  # the last forward
-        self.returning: list[tuple[Tensor, Tensor]] = []
+        self.returning: list[Returning] = []
+        self.held: list[KeepsGradients] = []
         self.backward = BackwardWatch(report_failure, self._backward_begins)
         life_cycle.gradients_go_back.append(self.backward.begin)
+
+    def forget_program(self) -> None:
+        """Drop what a program's backward that raised has left."""
+        self.returning.clear()
+        self.held.clear()
 
     def begin_forward(self) -> None:
         """A forward begins: if it has gradients, it decides whether its backward averages them. One that a backward

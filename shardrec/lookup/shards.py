@@ -157,9 +157,14 @@ class _LocalGroup:
             return []
         self.gradients.append(lookup)
         if is_last:
-            lookups, self.gradients = self.gradients, []
-            self._apply(lookups)
+            self.update_kept()
         return []
+
+    def update_kept(self) -> None:
+        """Make one update of the gradients that were kept."""
+        lookups, self.gradients = self.gradients, []
+        if lookups:
+            self._apply(lookups)
 
     def _apply(self, lookups: Sequence[LookupGradient]) -> None:
         """Make one update of the rows that were looked up."""
@@ -221,6 +226,7 @@ class ShardLookup:
         shards: this rank's shards, group after group.
         parameters: of those that take dense gradients.
         reads_by_offsets: whether a lookup reads ids in the bags only, so that some may be in none.
+        is_open: keep all gradients for :meth:`update_kept`.
     """
 
     def __init__(
@@ -252,6 +258,7 @@ class ShardLookup:
         self._writes_in_place = bool(self._width) and all(bank is None or bank.writes_in_place for bank in banks)
         self.reads_by_offsets = all(bank is None or bank.kernel is not None for bank in banks)
         self._nodes: list[ref[Any]] = []
+        self.is_open = False
         self.parameters: list[nn.Parameter] = []
 
     def weight(self, shard: Shard) -> Tensor:
@@ -431,12 +438,19 @@ class ShardLookup:
     def is_last_lookup(self, node: Any) -> bool:
         """Called in the backward of a node: whether this backward will reach no other node of :meth:`begin_lookup`."""
         node.backward = backward = torch._C._current_graph_task_id()
+        if self.is_open:
+            return False
         if len(self._nodes) == 1:
             return True
         others = [other for other in (reference() for reference in self._nodes) if other is not None]
         return not any(
             getattr(other, "backward", -1) != backward and torch._C._will_engine_execute_node(other) for other in others
         )
+
+    def update_kept(self) -> None:
+        """Make the update of the gradients that were kept for a further lookup in this backward."""
+        for local in self._local_groups:
+            local.update_kept()
 
     def _rows(
         self, shard_input: ShardInput, outs: Sequence[Tensor | None], *, to_update: bool

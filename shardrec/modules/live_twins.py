@@ -8,6 +8,7 @@ it share an exchange. Programs that run without shardrec use the twins in :mod:`
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from itertools import count
 from typing import Any, ClassVar
 
 import torch
@@ -32,6 +33,15 @@ def parameters_of(module: nn.Module) -> nn.Module:
     for name, child in module.named_children():
         holder.add_module(name, parameters_of(child))
     return holder
+
+
+_SITES = count()
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def _next_site() -> int:
+    """A number of its own for each call that a tracer sees. Else a compiler would make two equal calls once."""
+    return next(_SITES)
 
 
 class _Live(nn.Module):
@@ -86,8 +96,11 @@ class _Live(nn.Module):
         else:
             stride = features.stride()
         scripted: bool | None = None
+        site = 0
         if torch.jit.is_scripting():
             scripted = self.training  # of the program. A tracer leaves that to the module
+        else:
+            site = _next_site()
         order, ticket = torch.ops.shardrec.issue_lookup(
             self.anchor,
             self.replicas,
@@ -104,6 +117,7 @@ class _Live(nn.Module):
             weights_require_grad,
             torch.is_grad_enabled(),
             scripted,
+            site,
         )
         return order, ticket
 

@@ -18,8 +18,8 @@ backward: the update comes after the operator that sends the gradient.
 The modules that share an exchange share its backward. Its graph is cut where the rows were sent. The first half, which
 sends the gradients, runs when each value that arrived has been given its own, or at the first ``finish_backward``: a
 value without a gradient by then is not part of the loss. The second, which receives them and updates the tables, runs
-at the end of the program's backward, for all exchanges together, so that a table is updated once, or at the first
-``finish_backward``, where weights of ids wait for their gradients.
+at the end of the program's backward, for all exchanges together, so that a table is updated once. Where weights of ids
+wait for their gradients, they are received at the first ``finish_backward``, and the tables still updated at the end.
 
 [Note: inputs are copied]
 A compiler may reuse the memory of an input that it no longer needs while a queued call still reads it.
@@ -42,6 +42,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from shardrec.errors import ConfigError, InputError
 from shardrec.exchange.batch import Expectation, form_fault, length_fault
+from shardrec.exchange.gradients import Gradients, Returning
 from shardrec.modules.collection import ShardedCollection
 from shardrec.step.context import ModelContext
 from shardrec.step.exchange import finish
@@ -53,7 +54,7 @@ _LIBRARY = torch.library.Library("shardrec", "FRAGMENT")
 _LIBRARY.define(
     "issue_lookup(Tensor anchor, Tensor[] replicas, Tensor values, Tensor? lengths, Tensor? offsets, Tensor? weights, "
     "Tensor? strides, Tensor? inverse, str[] keys, str[] inverse_keys, SymInt stride, int number, "
-    "bool weights_require_grad, bool gradients, bool? scripted) -> (Tensor, Tensor)",
+    "bool weights_require_grad, bool gradients, bool? scripted, int site) -> (Tensor, Tensor)",
     tags=torch.Tag.cudagraph_unsafe,
 )
 _LIBRARY.define(
@@ -128,7 +129,8 @@ class _Backward:
         self._sent, self._leaves = exchange.cut_graph()
         self._arrived: list[weakref.ref[_Issued]] = []
         self._given: dict[_Issued, Tensor] = {}
-        self._returning: list[tuple[Tensor, Tensor]] = []
+        self._returning: list[Returning] = []
+        self._lookups = exchange.lookups
         self._gradients: dict[int, Tensor] = {}  # of replicas and weights, by id
 
     def arrived(self, issued: _Issued) -> None:
@@ -141,7 +143,7 @@ class _Backward:
         if all(reference() is None or reference() in self._given for reference in self._arrived):
             self._send()
 
-    def returning(self) -> list[tuple[Tensor, Tensor]]:
+    def returning(self) -> list[Returning]:
         """What :func:`_receive` takes, once."""
         if self._given:
             self._send()
@@ -173,16 +175,36 @@ class _Backward:
         for sent, leaf in zip(self._sent, self._leaves, strict=True):
             returned = self.take(leaf)
             if returned is not None:
-                self._returning.append((sent, returned))
+                self._returning.append((sent, returned, self._lookups))
 
 
-def _receive(returning: list[tuple[Tensor, Tensor]]) -> None:
+def _receive(of: Gradients) -> None:
     """Receive the gradients of some exchanges, and update the tables."""
-    if returning:
-        sent, gradients = zip(*returning, strict=True)
-        returning.clear()
+    if of.returning:
+        sent, gradients, _ = zip(*of.returning, strict=True)
+        of.returning.clear()
         with _with_autograd(True):
             torch.autograd.backward(sent, gradients, retain_graph=True)
+
+
+def _receive_early(of: Gradients) -> None:
+    """Receive the gradients of some exchanges, and keep those of tables for the end of the program's backward."""
+    lookups = [lookup for _, _, each in of.returning for lookup in each]
+    of.held += lookups
+    for lookup in lookups:
+        lookup.is_open = True
+    try:
+        _receive(of)
+    finally:
+        for lookup in lookups:
+            lookup.is_open = False
+
+
+def _end_backward(of: Gradients) -> None:
+    """The program's backward has reached all its operators."""
+    _receive(of)
+    while of.held:
+        of.held.pop(0).update_kept()
 
 
 _BACKWARDS: weakref.WeakKeyDictionary[Exchange, _Backward] = weakref.WeakKeyDictionary()
@@ -236,7 +258,7 @@ class Program:
         number = int(ticket)
         weights = features.weights_or_none()
         if torch._C._current_graph_task_id() == -1:
-            self._context.gradients.returning.clear()  # of a backward that raised
+            self._context.gradients.forget_program()  # whose backward raised
         with _with_autograd(gradients), _in_mode(self._module, scripted):
             if scripted is not None:  # no forward of the model has done so
                 self._context.gradients.begin_forward()
@@ -290,12 +312,12 @@ class Program:
         issued = self._kept[int(ticket)]
         if issued.backward is None:
             return None, [None for _ in issued.replicas]
-        returning = self._context.gradients.returning
-        if not returning:
-            torch.autograd.Variable._execution_engine.queue_callback(partial(_receive, returning))
-        returning += issued.backward.returning()
+        gradients = self._context.gradients
+        if not gradients.returning:
+            torch.autograd.Variable._execution_engine.queue_callback(partial(_end_backward, gradients))
+        gradients.returning += issued.backward.returning()
         if issued.weights is not None:
-            _receive(returning)
+            _receive_early(gradients)
         replicas = [issued.backward.take(replica) for replica in issued.replicas]
         if issued.weights is None:
             return None, replicas
@@ -355,7 +377,7 @@ def _features(
 
 @torch.library.impl(_LIBRARY, "issue_lookup", "CompositeExplicitAutograd")
 def _issue(anchor: Tensor, replicas: Sequence[Tensor], *arguments: Any) -> tuple[Tensor, Tensor]:
-    number, weights_require_grad, gradients, scripted = arguments[9:]
+    number, weights_require_grad, gradients, scripted, _ = arguments[9:]
     detached = [
         tensor if tensor is None else tensor.detach().clone() if scripted is None else tensor.detach()
         for tensor in arguments[:6]
@@ -431,7 +453,7 @@ def _issued_backward(ctx: Any, order: Tensor, _: Tensor | None) -> tuple[Any, ..
     anchor = of_weights[:0]
     weights = None if dtype is None else of_weights.to(dtype)
     # An empty list counts as a list of tensors.
-    return anchor, others, None, None, None, weights, None, None, None, None if ctx.names else [], *[None] * 5
+    return anchor, others, None, None, None, weights, None, None, None, None if ctx.names else [], *[None] * 6
 
 
 def _keep_arrived(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:

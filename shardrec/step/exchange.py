@@ -33,6 +33,7 @@ from shardrec.exchange.fault_flags import FaultFlags
 from shardrec.exchange.life_cycle import LifeCycle
 from shardrec.exchange.row_exchange import OutgoingRows, RowAllToAll, RowsInFlight
 from shardrec.lookup.backward import once_differentiable
+from shardrec.lookup.shards import ShardLookup
 from shardrec.step.look_up import LookedUp, look_up, node_inputs, update
 from shardrec.step.records import Arrival, InFlight
 
@@ -219,6 +220,11 @@ class SharedExchange:
         self._arrivals = list(map(_ARRIVAL, calls))
         self._replicated = list(map(_REPLICATED, calls))
         self._values: dict[int, Tensor] | None = None
+
+    @property
+    def lookups(self) -> list[ShardLookup]:
+        """That its backward updates."""
+        return [looked_up.plan.lookup for looked_up in self._sent.looked_up]
 
     def cut_graph(self) -> tuple[list[Tensor], list[Tensor]]:
         """Cut the autograd graph between what was sent and the values, before these are taken.

@@ -131,6 +131,9 @@ class OutputLayout(Protocol):
 class Exchange(Protocol):
     """Rows under way: a :class:`~shardrec.step.exchange.SharedExchange`."""
 
+    @property
+    def lookups(self) -> list[ShardLookup]: ...
+
     def value(self, number: int) -> Tensor: ...
 
     def cut_graph(self) -> tuple[list[Tensor], list[Tensor]]: ...
